@@ -1,0 +1,67 @@
+"""Names that the programs agree on: labels, ports, environment variables, metadata keys, file names.
+
+A name that two programs use stands here and nowhere else. Environment variables are read once, by each
+program's configuration.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+VERSION: Final = "0.1.0"
+"""Version of the product. Worker and gateway refuse one another when theirs differ."""
+
+# --- the custom resource -------------------------------------------------------------------------------
+GROUP: Final = "heteroinference.io"
+API_VERSION: Final = "v1alpha1"
+KIND: Final = "HeteroInference"
+PLURAL: Final = "heteroinferences"
+SHORT_NAME: Final = "hinf"
+
+# --- labels --------------------------------------------------------------------------------------------
+LABEL_NAME: Final = f"{GROUP}/name"
+"""The HeteroInference resource that an object belongs to."""
+LABEL_ROLE: Final = f"{GROUP}/role"
+"""`gateway` or `rank`."""
+LABEL_POOL: Final = f"{GROUP}/pool"
+"""The pool that a rank pod belongs to."""
+LABEL_REVISION: Final = f"{GROUP}/revision"
+"""Hash of the user's spec that an object was made from."""
+
+# --- ports ---------------------------------------------------------------------------------------------
+INFERENCE_PORT: Final = 50051
+"""`hetero.v1.Inference`, health and reflection."""
+ADMIN_PORT: Final = 50052
+"""`hetero.v1.Admin`."""
+RANKS_PORT: Final = 50053
+"""`hetero.v1.Ranks`: only ranks dial it."""
+METRICS_PORT: Final = 9090
+"""Prometheus metrics over HTTP."""
+
+# --- environment of gateway and ranks ------------------------------------------------------------------
+ENV_HOME: Final = "HETERO_HOME"
+"""Folder of the local model store and of run state; default `$XDG_CACHE_HOME/hetero`."""
+ENV_GROUP_TOKEN_FILE: Final = "HETERO_GROUP_TOKEN_FILE"
+"""File that holds the group's token: what a rank proves itself with."""
+ENV_LOG_LEVEL: Final = "HETERO_LOG_LEVEL"
+"""Python logging level of every program; default INFO."""
+
+# --- gRPC ----------------------------------------------------------------------------------------------
+AUTHORIZATION_KEY: Final = "authorization"
+"""Metadata key; value `Bearer <token>`."""
+MAX_INFERENCE_MESSAGE_BYTES: Final = 8 * 1024 * 1024
+MAX_RANKS_MESSAGE_BYTES: Final = 64 * 1024 * 1024
+
+GATEWAY_SERVICES: Final = ("hetero.v1.Inference",)
+"""Service names whose health `grpc.health.v1` tells, beside the whole server's empty name."""
+
+# --- process exit codes --------------------------------------------------------------------------------
+EXIT_OK: Final = 0
+EXIT_FAILURE: Final = 1
+"""Something broke while running; a supervisor may try again."""
+EXIT_USAGE: Final = 2
+"""The command line or the manifest is wrong."""
+EXIT_PERMANENT: Final = 3
+"""Trying again cannot help: a bad model file, a configuration error found late."""
+EXIT_STUCK: Final = 4
+"""A rank could not leave an aborted epoch in time and ended itself."""

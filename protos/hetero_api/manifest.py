@@ -1,0 +1,128 @@
+"""Manifest files: YAML to a typed HeteroInference, every problem told as `path: what is wrong`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from hetero_api.errors import ManifestError
+from hetero_api.spec import HeteroInference
+
+MAX_MANIFEST_BYTES: Final = 1024 * 1024
+
+_WHOLE_NUMBER: Final = {"int_type", "int_parsing", "int_from_float"}
+_MESSAGES: Final = {
+    "missing": "is required",
+    "string_type": "must be a string",
+    "bool_type": "must be true or false",
+    "float_type": "must be a number",
+    "list_type": "must be a list",
+    "dict_type": "must be a mapping",
+    "model_type": "must be a mapping",
+    "model_attributes_type": "must be a mapping",
+}
+
+
+def load_manifest(path: Path) -> HeteroInference:
+    """Read one HeteroInference from a YAML file. Raises ManifestError."""
+    try:
+        if path.stat().st_size > MAX_MANIFEST_BYTES:
+            raise ManifestError([f"file is larger than {MAX_MANIFEST_BYTES} bytes"], source=str(path))
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ManifestError(["is no UTF-8 text"], source=str(path)) from error
+    except OSError as error:
+        raise ManifestError([f"cannot be read: {error.strerror}"], source=str(path)) from error
+    return parse_manifest(text, source=str(path))
+
+
+def parse_manifest(text: str, *, source: str = "") -> HeteroInference:
+    """One HeteroInference from YAML text. Raises ManifestError."""
+    try:
+        documents = [document for document in yaml.safe_load_all(text) if document is not None]
+    except yaml.YAMLError as error:
+        raise ManifestError([f"is no valid YAML: {error}".replace("\n", " ")], source=source) from error
+    if len(documents) != 1 or not isinstance(documents[0], dict):
+        raise ManifestError([f"must hold one resource, holds {len(documents)} documents"], source=source)
+    return parse_resource(documents[0], source=source)
+
+
+def parse_resource(resource: Mapping[str, Any], *, source: str = "") -> HeteroInference:
+    """A typed resource from a decoded one; `status`, if any, is left aside. Raises ManifestError."""
+    body = {key: value for key, value in resource.items() if key != "status"}
+    try:
+        return HeteroInference.model_validate(body)
+    except ValidationError as error:
+        raise ManifestError([_describe(detail) for detail in error.errors()], source=source) from error
+
+
+def _describe(detail: ErrorDetails) -> str:
+    location = list(detail["loc"])
+    context = detail.get("ctx") or {}
+    kind = detail["type"]
+    if kind == "extra_forbidden":
+        return f"{_path(location)}: unknown field{_suggestion(location)}"
+    path = _path(location)
+    if kind == "field":
+        path = ".".join(part for part in (path, str(context["path"])) if part)
+    return f"{path}: {_message(kind, detail, context)}"
+
+
+def _message(kind: str, detail: ErrorDetails, context: Mapping[str, Any]) -> str:
+    if kind in _WHOLE_NUMBER:
+        return f"must be a whole number, not {detail['input']!r}"
+    if kind in _MESSAGES:
+        return _MESSAGES[kind]
+    if "message" in context:
+        return str(context["message"])
+    bounds = {"greater_than_equal": ("at least", "ge"), "less_than_equal": ("at most", "le"), "greater_than": ("more than", "gt")}
+    if kind in bounds:
+        word, key = bounds[kind]
+        return f"must be {word} {context[key]}, not {detail['input']}"
+    if kind == "string_pattern_mismatch":
+        return f"{detail['input']!r} does not match {context['pattern']}"
+    return detail["msg"]
+
+
+def _path(location: list[int | str]) -> str:
+    path = ""
+    for part in location:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
+    return path
+
+
+def _suggestion(location: list[int | str]) -> str:
+    names = _known_fields(location[:-1])
+    if not names:
+        return ""
+    close = difflib.get_close_matches(str(location[-1]), names, n=1)
+    return f"; did you mean {close[0]}?" if close else f"; known here: {', '.join(names)}"
+
+
+def _known_fields(location: list[int | str]) -> list[str]:
+    """Field names of the model at a location, walked through the types."""
+    model: Any = HeteroInference
+    for part in location:
+        if isinstance(part, int):
+            continue
+        field = next((f for n, f in model.model_fields.items() if part in (n, f.alias)), None)
+        model = None if field is None else _model_of(field.annotation)
+        if model is None:
+            return []
+    return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def _model_of(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for argument in getattr(annotation, "__args__", ()):
+        found = _model_of(argument)
+        if found is not None:
+            return found
+    return None

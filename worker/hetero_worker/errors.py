@@ -1,0 +1,43 @@
+"""Errors of a rank.
+
+    HeteroError (hetero_api)
+    └── WorkerError
+        ├── ExchangeError
+        │   ├── ExchangeAborted    the epoch ended while, or before, the call
+        │   └── ExchangeTimeout    a peer did not come in time
+        ├── PinningError           cores or memory cannot be bound as required
+        ├── ProtocolError          the gateway sent something that does not fit the rank's state
+        └── MemoryBudgetError      weights or cache do not fit the rank's memory
+"""
+
+from __future__ import annotations
+
+from hetero_api.errors import HeteroError
+
+
+class WorkerError(HeteroError):
+    """Root of a rank's own errors."""
+
+
+class ExchangeError(WorkerError):
+    """An exchange between ranks failed."""
+
+
+class ExchangeAborted(ExchangeError):
+    """The epoch was aborted."""
+
+
+class ExchangeTimeout(ExchangeError):
+    """A peer did not come within the group's timeout."""
+
+
+class PinningError(WorkerError):
+    """Cores or memory cannot be bound as the policy requires."""
+
+
+class ProtocolError(WorkerError):
+    """A message of the gateway does not fit: wrong epoch, wrong order, unknown slot."""
+
+
+class MemoryBudgetError(WorkerError):
+    """Weights or KV cache do not fit the memory that the rank was given."""
