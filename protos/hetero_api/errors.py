@@ -1,10 +1,10 @@
 """Errors of the contract.
 
-    HeteroError
-    ├── ManifestError        a HeteroInference document is wrong; holds every problem, each with its path
-    ├── QuantityError        text that is no Kubernetes quantity
-    ├── ModelError           a model directory cannot be served
-    └── PlanError            a shard plan that cannot be made or is inconsistent
+HeteroError
+├── ManifestError        a HeteroInference document is wrong; holds every problem, each with its path
+├── QuantityError        text that is no Kubernetes quantity
+├── ModelError           a model directory cannot be served
+└── PlanError            a shard plan that cannot be made or is inconsistent
 """
 
 from __future__ import annotations

@@ -81,7 +81,11 @@ def _message(kind: str, detail: ErrorDetails, context: Mapping[str, Any]) -> str
         return _MESSAGES[kind]
     if "message" in context:
         return str(context["message"])
-    bounds = {"greater_than_equal": ("at least", "ge"), "less_than_equal": ("at most", "le"), "greater_than": ("more than", "gt")}
+    bounds = {
+        "greater_than_equal": ("at least", "ge"),
+        "less_than_equal": ("at most", "le"),
+        "greater_than": ("more than", "gt"),
+    }
     if kind in bounds:
         word, key = bounds[kind]
         return f"must be {word} {context[key]}, not {detail['input']}"

@@ -130,7 +130,11 @@ class ModelConfig:
 
     @classmethod
     def from_hf(
-        cls, config: Mapping[str, Any], *, generation: Mapping[str, Any] | None = None, source: str = CONFIG_FILE
+        cls,
+        config: Mapping[str, Any],
+        *,
+        generation: Mapping[str, Any] | None = None,
+        source: str = CONFIG_FILE,
     ) -> ModelConfig:
         """From the contents of config.json. Raises ModelError."""
         fields = _Fields(config, source)

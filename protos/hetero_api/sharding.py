@@ -126,9 +126,7 @@ def _range_from_proto(message: ranks_pb2.UnitRange) -> UnitRange:
 
 def _rank_to_proto(shard: RankShard) -> ranks_pb2.RankShard:
     layers = [
-        ranks_pb2.LayerShard(
-            kv_heads=_range_to_proto(layer.kv_heads), mlp_columns=_range_to_proto(layer.mlp_columns)
-        )
+        ranks_pb2.LayerShard(kv_heads=_range_to_proto(layer.kv_heads), mlp_columns=_range_to_proto(layer.mlp_columns))
         for layer in shard.layers
     ]
     return ranks_pb2.RankShard(layers=layers, vocab_rows=_range_to_proto(shard.vocab_rows))
@@ -136,7 +134,6 @@ def _rank_to_proto(shard: RankShard) -> ranks_pb2.RankShard:
 
 def _rank_from_proto(message: ranks_pb2.RankShard) -> RankShard:
     layers = tuple(
-        LayerShard(_range_from_proto(layer.kv_heads), _range_from_proto(layer.mlp_columns))
-        for layer in message.layers
+        LayerShard(_range_from_proto(layer.kv_heads), _range_from_proto(layer.mlp_columns)) for layer in message.layers
     )
     return RankShard(layers, _range_from_proto(message.vocab_rows))

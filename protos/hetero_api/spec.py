@@ -125,7 +125,8 @@ class ModelCache(_Model):
         str | None, Field(max_length=253, description="PersistentVolumeClaim that holds the cache.")
     ] = None
     host_path: Annotated[
-        str | None, Field(max_length=4096, pattern="^/", description="Folder on the node that holds the cache.")
+        str | None,
+        Field(max_length=4096, pattern="^/", description="Folder on the node that holds the cache."),
     ] = None
 
     @model_validator(mode="after")
@@ -166,15 +167,21 @@ class ModelSpec(_Model):
         Field(description="Arithmetic type. auto: bfloat16 on GPUs, float32 where only CPUs take part."),
     ] = DType.AUTO
     quantization: Annotated[
-        Quantization, _enum(Quantization), Field(description="Width that weights are stored in: none, int8, int4.")
+        Quantization,
+        _enum(Quantization),
+        Field(description="Width that weights are stored in: none, int8, int4."),
     ] = Quantization.NONE
     max_model_len: Annotated[
         int | None,
-        Field(ge=16, le=10_485_760, description="Longest prompt plus completion, in tokens. Default: the model's own."),
+        Field(
+            ge=16,
+            le=10_485_760,
+            description="Longest prompt plus completion, in tokens. Default: the model's own.",
+        ),
     ] = None
-    token_secret_ref: Annotated[
-        SecretKeyRef | None, Field(description="Secret with the token for a gated model.")
-    ] = None
+    token_secret_ref: Annotated[SecretKeyRef | None, Field(description="Secret with the token for a gated model.")] = (
+        None
+    )
     cache: Annotated[ModelCache, Field(description="Where fetched model files are kept.")] = ModelCache()
 
 
@@ -261,7 +268,9 @@ class PlacementSpec(_Model):
     mode: Annotated[
         PlacementMode,
         _enum(PlacementMode),
-        Field(description="Auto chooses; Tensor splits every layer; Layer gives whole layers; GpuOnly leaves CPUs out."),
+        Field(
+            description="Auto chooses; Tensor splits every layer; Layer gives whole layers; GpuOnly leaves CPUs out."
+        ),
     ] = PlacementMode.AUTO
     shares: Annotated[PlacementShares, Field(description="Shares, where they are not to be computed.")] = (
         PlacementShares()
@@ -273,14 +282,16 @@ class EngineSpec(_Model):
 
     max_num_seqs: Annotated[int, Field(ge=1, le=4096, description="Most sequences in one step.")] = 64
     max_num_batched_tokens: Annotated[
-        int, Field(ge=1, le=131_072, description="Most tokens in one step: longer prompts are computed in chunks.")
+        int,
+        Field(ge=1, le=131_072, description="Most tokens in one step: longer prompts are computed in chunks."),
     ] = 512
     block_size: Annotated[int, Field(ge=1, le=512, description="Token positions a KV block.")] = 16
     gpu_memory_utilization: Annotated[
         float, Field(gt=0, le=1, description="Share of a GPU's memory that its rank may use.")
     ] = 0.9
     kv_cache_memory_bytes: Annotated[
-        Bytes | None, Field(description="KV cache a rank, e.g. 4Gi. Default: what memory leaves after the weights.")
+        Bytes | None,
+        Field(description="KV cache a rank, e.g. 4Gi. Default: what memory leaves after the weights."),
     ] = None
     enable_prefix_caching: Annotated[bool, Field(description="Reuse KV blocks of equal prefixes.")] = True
     enforce_eager: Annotated[bool, Field(description="Never capture CUDA graphs.")] = False
@@ -289,9 +300,9 @@ class EngineSpec(_Model):
 class ServiceSpec(_Model):
     """The Service that clients dial; locally, the address that the gateway listens on."""
 
-    type: Annotated[
-        Literal["ClusterIP", "NodePort", "LoadBalancer"], Field(description="Type of the Service.")
-    ] = "ClusterIP"
+    type: Annotated[Literal["ClusterIP", "NodePort", "LoadBalancer"], Field(description="Type of the Service.")] = (
+        "ClusterIP"
+    )
     port: Annotated[int, Field(ge=1, le=65535, description="Port of hetero.v1.Inference.")] = INFERENCE_PORT
 
 
@@ -331,9 +342,9 @@ class SchedulingSpec(_Model):
 
     scheduler_name: Annotated[str | None, Field(max_length=253, description="Scheduler of the pods.")] = None
     priority_class_name: Annotated[str | None, Field(max_length=253, description="Priority class of the pods.")] = None
-    node_selector: Annotated[
-        dict[str, str], Field(max_length=64, description="Labels that a node must have.")
-    ] = Field(default_factory=dict)
+    node_selector: Annotated[dict[str, str], Field(max_length=64, description="Labels that a node must have.")] = Field(
+        default_factory=dict
+    )
 
 
 class HeteroInferenceSpec(_Model):
@@ -342,7 +353,11 @@ class HeteroInferenceSpec(_Model):
     model: Annotated[ModelSpec, Field(description="Which model is served.")]
     pools: Annotated[
         list[PoolSpec],
-        Field(min_length=1, max_length=16, description="Ranks. GPU pools hold the low ranks, then CPU pools, in order."),
+        Field(
+            min_length=1,
+            max_length=16,
+            description="Ranks. GPU pools hold the low ranks, then CPU pools, in order.",
+        ),
     ]
     placement: Annotated[PlacementSpec, Field(description="How the model is spread.")] = PlacementSpec()
     engine: Annotated[EngineSpec, Field(description="Bounds and sizes.")] = EngineSpec()

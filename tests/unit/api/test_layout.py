@@ -1,0 +1,29 @@
+"""Guards on the repository's shape."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.unit
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.parametrize("folder", ["operator", "worker", "protos"])
+def test_top_level_folders_are_no_packages(folder: str) -> None:
+    # operator/__init__.py would shadow the standard library's operator module and break Python itself.
+    assert not (ROOT / folder / "__init__.py").exists()
+
+
+def test_operator_is_the_standard_librarys() -> None:
+    program = "import operator, sys; sys.exit(operator.__file__ is None or 'lib' not in operator.__file__)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("package", ["hetero_api.spec", "hetero_api.v1.ranks_pb2", "hetero_gateway", "hetero_client"])
+def test_contract_gateway_and_client_import_without_torch(package: str) -> None:
+    program = f"import sys, {package}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0

@@ -1,0 +1,81 @@
+"""Writes the files that are made from others, or checks that they are up to date.
+
+    python tools/generate.py [--check] protos manifests
+
+protos: `protos/hetero_api/v1/*.proto` → Python stubs beside them.
+manifests: `hetero_api/spec.py` → the CustomResourceDefinition in the chart.
+With --check nothing is written; the exit status is 1 when a file differs, and the files are named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import grpc_tools
+from hetero_api.crd import render_crd
+
+ROOT = Path(__file__).resolve().parent.parent
+PROTOS = ROOT / "protos"
+CRD = ROOT / "charts/heteroinference/files/crd.yaml"
+
+
+def generate_protos(root: Path) -> list[Path]:
+    """Write the stubs under `root`/protos; returns what was written, relative to `root`."""
+    out = root / "protos"
+    out.mkdir(parents=True, exist_ok=True)
+    sources = sorted(PROTOS.glob("hetero_api/v1/*.proto"))
+    plugins = Path(sys.executable).parent
+    includes = Path(grpc_tools.__path__[0]) / "_proto"
+    command = [
+        sys.executable, "-W", "ignore", "-m", "grpc_tools.protoc", f"-I{PROTOS}", f"-I{includes}",
+        f"--plugin=protoc-gen-mypy={plugins / 'protoc-gen-mypy'}",
+        f"--plugin=protoc-gen-mypy_grpc={plugins / 'protoc-gen-mypy_grpc'}",
+        f"--python_out={out}", f"--grpc_python_out={out}", f"--mypy_out=quiet:{out}", f"--mypy_grpc_out=quiet:{out}",
+        *map(str, sources),
+    ]  # fmt: skip
+    subprocess.run(command, check=True)
+    suffixes = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
+    stubs = [source.relative_to(ROOT).with_name(source.stem + s) for source in sources for s in suffixes]
+    return [stub for stub in stubs if (root / stub).exists()]
+
+
+def generate_manifests(root: Path) -> list[Path]:
+    """Write the CRD under `root`; returns what was written, relative to `root`."""
+    relative = CRD.relative_to(ROOT)
+    (root / relative).parent.mkdir(parents=True, exist_ok=True)
+    (root / relative).write_text(render_crd(), encoding="utf-8")
+    return [relative]
+
+
+GENERATORS = {"protos": generate_protos, "manifests": generate_manifests}
+
+
+def stale(kind: str) -> list[Path]:
+    """Files of a kind whose committed content is not what would be generated."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        written = GENERATORS[kind](root)
+        return [p for p in written if not (ROOT / p).exists() or (ROOT / p).read_bytes() != (root / p).read_bytes()]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kinds", nargs="+", choices=GENERATORS)
+    parser.add_argument("--check", action="store_true")
+    arguments = parser.parse_args()
+    if not arguments.check:
+        for kind in arguments.kinds:
+            print(f"{kind}: wrote {len(GENERATORS[kind](ROOT))} files")
+        return 0
+    differing = [path for kind in arguments.kinds for path in stale(kind)]
+    for path in differing:
+        print(f"{path} is not up to date: run make {' '.join(arguments.kinds)}", file=sys.stderr)
+    return 1 if differing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""Runner: what a rank's life needs from the code that computes, whatever the device.
+
+`rank.py` drives it in the order of the group's life, from one thread:
+
+    attach(exchange) → load(request) → allocate(...) → execute(plan 1), execute(plan 2), …
+
+A new epoch starts again at `attach`; weights survive it, and `load` with an equal request costs nothing. Only
+the exchange may be touched by another thread (its `abort`), which ends a blocked `execute` with
+ExchangeAborted; the runner is then good for the next `attach`.
+
+Errors: ModelError (the directory cannot be served; permanent), MemoryBudgetError (it does not fit; permanent),
+ProtocolError (a plan or an order that does not fit the state), ExchangeError (a peer is gone).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from hetero_api.model_config import ModelConfig
+from hetero_api.sharding import ShardPlan
+from hetero_api.v1 import ranks_pb2
+from hetero_worker.distributed.exchange import HostExchange
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """What to load and the bounds that buffers are sized by."""
+
+    directory: Path
+    config: ModelConfig
+    dtype: str
+    """Arithmetic type of weights, activations and KV cache: "float32" or "bfloat16"."""
+    shard_plan: ShardPlan
+    rank: int
+    max_model_len: int
+    """Longest sequence, tokens."""
+    max_num_batched_tokens: int
+    """Most tokens in a step."""
+    max_num_seqs: int
+    """Most sequences in a step, and the number of slots."""
+    memory_bytes: int
+    """Memory that weights, workspace and KV cache of this rank may take together."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """The shard is in memory; the fields are those of ranks.proto's Loaded."""
+
+    weight_bytes: int
+    kv_budget_bytes: int
+    kv_bytes_per_token: int
+    load_s: float
+    kernels: tuple[str, ...]
+
+
+class SampledToken(NamedTuple):
+    """A slot that sampled in a step, and its token."""
+
+    slot: int
+    token: int
+
+
+class Runner(Protocol):
+    """Computes one rank's share of every step."""
+
+    def attach(self, exchange: HostExchange) -> None:
+        """Take a new epoch's exchange. Slot state is dropped, weights are kept; step ids begin at 1 again.
+
+        The caller closes the exchange, after the last `execute` that uses it.
+        """
+        ...
+
+    def load(self, request: LoadRequest) -> LoadReport:
+        """Read this rank's slices of the weights. A request equal to the last one keeps them (load_s = 0).
+
+        Raises ModelError, PlanError, MemoryBudgetError.
+        """
+        ...
+
+    def allocate(self, num_blocks: int, block_size: int) -> int:
+        """Make the KV cache (null block 0 included), drop all slot state, return the cache's bytes.
+
+        Raises MemoryBudgetError when it exceeds the budget that `load` reported, ProtocolError before `load`.
+        """
+        ...
+
+    def execute(self, plan: ranks_pb2.StepPlan) -> Sequence[SampledToken]:
+        """Do one step; returns the slots that sampled, in batch order, the same on every rank.
+
+        Raises ProtocolError before any state changed when the plan does not fit; ExchangeError when a peer is
+        gone, after which only `attach` is of use.
+        """
+        ...
