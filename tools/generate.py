@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 
 import grpc_tools
+
 from hetero_api.crd import render_crd
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from hetero_api.crd import crd, render_crd, structural_schema
 
 pytestmark = pytest.mark.unit

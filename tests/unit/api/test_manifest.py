@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from hetero_api.errors import ManifestError
 from hetero_api.manifest import load_manifest, parse_manifest
 from hetero_api.spec import DType, NumaPolicy, PoolType
@@ -46,7 +47,7 @@ BAD = [
     ("spec:", "spec:\n  replicas: 2", "spec.replicas: must be at most 1, not 2"),
     ("spec:", "spec:\n  suspend: maybe", "spec.suspend: must be true or false"),
     ("spec:", "spec:\n  engine: [1]", "spec.engine: must be a mapping"),
-    ("spec:", "spec:\n  placement: {shares: {mlp: [1, 2]}}", "spec.placement.shares.mlp: must hold one weight for each"),
+    ("spec:", "spec:\n  placement: {shares: {mlp: [1, 2]}}", "spec.placement.shares.mlp: must hold one weight"),
     ("spec:", "spec:\n  placement: {shares: {mlp: [0, 0, 0, 0]}}", "spec.placement.shares.mlp: must give something"),
     ("spec:", "spec:\n  engine: {gpuMemoryUtilization: 0}", "spec.engine.gpuMemoryUtilization: must be more than 0"),
     ("spec:", "spec: [", "is no valid YAML"),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from hetero_api.errors import ModelError
 from hetero_api.model_config import ModelConfig, model_fingerprint
 
@@ -96,7 +97,9 @@ def test_end_tokens_come_from_both_files_and_the_fingerprint_from_config(tmp_pat
     assert model_fingerprint(tmp_path) != before
 
 
-@pytest.mark.parametrize(("content", "message"), [(None, "no such file"), ("{", "cannot be read as JSON"), ("[]", "JSON object")])
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "no such file"), ("{", "cannot be read as JSON"), ("[]", "JSON object")]
+)
 def test_a_bad_config_file_is_named(tmp_path: Path, content: str | None, message: str) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)

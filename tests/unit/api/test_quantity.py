@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hetero_api.errors import QuantityError
-from hetero_api.quantity import format_bytes, parse_bytes
 from hypothesis import given
 from hypothesis import strategies as st
+
+from hetero_api.errors import QuantityError
+from hetero_api.quantity import format_bytes, parse_bytes
 
 pytestmark = pytest.mark.unit
 

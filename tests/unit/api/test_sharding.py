@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hetero_api.errors import PlanError
-from hetero_api.sharding import LayerShard, RankShard, ShardPlan, UnitRange, ranges_of_counts
 from hypothesis import given
 from hypothesis import strategies as st
+
+from hetero_api.errors import PlanError
+from hetero_api.sharding import LayerShard, RankShard, ShardPlan, UnitRange, ranges_of_counts
 
 pytestmark = pytest.mark.unit
 

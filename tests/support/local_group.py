@@ -1,0 +1,178 @@
+"""A real group for tests: `hetero up` as a process, its gateway and ranks below it.
+
+Each group has a home folder of its own, so that tests never meet a group that a person runs.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+import yaml
+
+from hetero_client import AdminClient, HeteroClient
+from hetero_client.home import HeteroHome
+from hetero_client.launcher.run_directory import GroupRecord, RunDirectory
+
+READY_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFile:
+    """A manifest written for one test."""
+
+    name: str
+    path: Path
+
+
+def write_manifest(
+    folder: Path,
+    *,
+    model: Path,
+    name: str = "test",
+    ranks: int = 2,
+    cores: int = 1,
+    shares: Mapping[str, list[int]] | None = None,
+    engine: Mapping[str, Any] | None = None,
+    memory: str = "2Gi",
+    max_model_len: int | None = 2048,
+) -> GroupFile:
+    """A HeteroInference of `ranks` unbound CPU ranks (tests share two cores) over a model directory."""
+    pool = {
+        "name": "cpu",
+        "type": "CPU",
+        "ranks": ranks,
+        "cpu": {"coresPerRank": cores, "memoryPerRank": memory, "numa": {"policy": "None"}},
+    }
+    spec: dict[str, Any] = {
+        "model": {"uri": f"file://{model}", "dtype": "float32"},
+        "pools": [pool],
+        "placement": {"mode": "Tensor", "shares": dict(shares or {})},
+        "engine": dict(engine or {}),
+    }
+    if max_model_len is not None:
+        spec["model"]["maxModelLen"] = max_model_len
+    resource = {
+        "apiVersion": "heteroinference.io/v1alpha1",
+        "kind": "HeteroInference",
+        "metadata": {"name": name},
+        "spec": spec,
+    }
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(resource), encoding="utf-8")
+    return GroupFile(name, path)
+
+
+class LocalGroupProcess:
+    """`hetero up FILE --port 0`, ready when entered."""
+
+    def __init__(self, manifest: GroupFile, *, home: Path) -> None:
+        self._manifest = manifest
+        self._home = home
+        self._run = RunDirectory.of(HeteroHome(home), manifest.name)
+        self._process: subprocess.Popen[str] | None = None
+        self.output = ""
+
+    @property
+    def record(self) -> GroupRecord:
+        """Pids and addresses."""
+        record = self._run.read_record()
+        assert record is not None, self.describe()
+        return record
+
+    @property
+    def process(self) -> subprocess.Popen[str]:
+        assert self._process is not None
+        return self._process
+
+    def start(self) -> None:
+        """Start without waiting."""
+        self._home.mkdir(parents=True, exist_ok=True)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "hetero_client", "up", str(self._manifest.path), "--port", "0"],
+            env={**os.environ, "HETERO_HOME": str(self._home), "NO_COLOR": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def wait_ready(self) -> None:
+        def ready() -> bool:
+            assert self.process.poll() is None, self.describe()
+            record = self._run.read_record()
+            return record is not None and record.phase == "ready"
+
+        wait_for(ready, READY_TIMEOUT_S, self.describe)
+
+    def client(self) -> HeteroClient:
+        return HeteroClient(self.record.inference)
+
+    def admin(self) -> AdminClient:
+        return AdminClient(self.record.admin)
+
+    def stop(self) -> int:
+        """Ctrl-C; the exit status. Kills what does not end in time, and fails then."""
+        self.process.send_signal(signal.SIGINT)
+        return self.wait_end(STOP_TIMEOUT_S)
+
+    def wait_end(self, timeout_s: float) -> int:
+        try:
+            self.output, _ = self.process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+        return self.process.returncode
+
+    def describe(self) -> str:
+        """Output and the logs' ends, for a failure's message."""
+        logs = [f"--- {log.name}\n{log.read_text()[-2000:]}" for log in sorted(self._run.path.glob("*.log"))]
+        if self._process is not None and self._process.poll() is not None and not self.output:
+            self.output, _ = self._process.communicate()
+        return "\n".join([self.output, *logs])
+
+    def __enter__(self) -> Self:
+        self.start()
+        try:
+            self.wait_ready()
+        except BaseException:
+            self.process.kill()
+            self.process.communicate()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.process.poll() is None:
+            self.stop()
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float, describe: Callable[[], str]) -> None:
+    """Poll until the condition holds; fail with the description when the time is over."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s:\n{describe()}"
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs (one that ended but was not reaped does not)."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def shared_segments() -> set[str]:
+    """Names in /dev/shm that are ours."""
+    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith("hetero-")}
