@@ -1,0 +1,150 @@
+"""Text, chats and broken model directories."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hetero_api.errors import ModelError
+from hetero_gateway.engine.errors import InvalidRequest
+from hetero_gateway.engine.tokenizer import TextTokenizer
+from tests.unit.engine.tiny_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer, save
+
+pytestmark = pytest.mark.unit
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}\n    {% if message['role'] == 'tool' %}"
+    "{{ raise_exception('no tools') }}{% endif %}"
+    "[{{ message['role'] }}]{{ message['content'] }}{% endfor %}\n"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+CHAT = [{"role": "user", "content": "the 你好 & <dog>"}]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return save(byte_level_tokenizer(), tmp_path)
+
+
+def write_config(directory: Path, **fields: object) -> None:
+    (directory / "tokenizer_config.json").write_text(json.dumps(fields), encoding="utf-8")
+
+
+def rendered(directory: Path, chat: list[dict[str, str]] = CHAT) -> str:
+    """What the template made of the chat, special tokens included."""
+    ids = TextTokenizer.from_directory(directory).encode_chat(chat)
+    return str(byte_level_tokenizer().decode(ids, skip_special_tokens=False))
+
+
+def test_text_gets_the_special_tokens_of_the_tokenizer(model: Path) -> None:
+    tokenizer = TextTokenizer.from_directory(model)
+    ids = tokenizer.encode("the 你好 🙂")
+    assert ids[0] == 0
+    assert tokenizer.decode(ids) == "the 你好 🙂"
+    assert tokenizer.vocab_size == byte_level_tokenizer().get_vocab_size()
+
+
+def test_chat_opens_the_assistants_turn_and_has_one_bos(model: Path) -> None:
+    write_config(model, chat_template=TEMPLATE, bos_token={"content": "<s>"}, eos_token="</s>")
+    assert rendered(model) == "<s>[user]the 你好 & <dog>[assistant]"
+    assert TextTokenizer.from_directory(model).encode_chat(CHAT).count(0) == 1
+
+
+def test_template_file_goes_before_tokenizer_config(model: Path) -> None:
+    write_config(model, chat_template="wrong", bos_token="<s>")
+    (model / "chat_template.jinja").write_text("{{ bos_token }}right", encoding="utf-8")
+    assert rendered(model) == "<s>right"
+
+
+def test_default_of_several_named_templates_is_used(model: Path) -> None:
+    templates = [{"name": "tool_use", "template": "wrong"}, {"name": "default", "template": "right"}]
+    write_config(model, chat_template=templates)
+    assert rendered(model) == "right"
+
+
+def test_special_tokens_map_fills_what_tokenizer_config_lacks(model: Path) -> None:
+    write_config(model, chat_template="{{ bos_token }}{{ eos_token }}", eos_token="</s>")
+    (model / "special_tokens_map.json").write_text('{"bos_token": "<s>", "eos_token": "wrong"}', encoding="utf-8")
+    assert rendered(model) == "<s></s>"
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ {'a': '<é>'} | tojson }}", '{"a": "<é>"}'),
+        ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
+        ("{% generation %}a{% endgeneration %}b", "ab"),
+        ("{% set ns = namespace(n=1) %}{% set ns.n = ns.n + 1 %}{{ ns.n }}", "2"),
+        ("{{ strftime_now('%Y') | length }}", "4"),
+        ("{% if tools %}wrong{% else %}right{% endif %}", "right"),
+        ("  {% if true %}\nx\n  {% endif %}\ny", "x\ny"),
+    ],
+)
+def test_templates_find_what_transformers_gives_them(model: Path, template: str, text: str) -> None:
+    write_config(model, chat_template=template)
+    assert rendered(model) == text
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('no') }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{% set ns = namespace(__class__=1) %}",
+        "{% set ns = namespace() %}{% set ns._a = 1 %}",
+        "{{ messages[0].content + 1 }}",
+        "{{ 1 // 0 }}",
+    ],
+)
+def test_template_that_refuses_or_tries_to_break_out_is_an_invalid_request(model: Path, template: str) -> None:
+    write_config(model, chat_template=template)
+    with pytest.raises(InvalidRequest, match=r"chat\.messages: the model's chat template refuses them"):
+        TextTokenizer.from_directory(model).encode_chat(CHAT)
+
+
+def test_model_without_chat_template_says_so(model: Path) -> None:
+    tokenizer = TextTokenizer.from_directory(model)
+    assert not tokenizer.has_chat_template
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        tokenizer.encode_chat(CHAT)
+
+
+def test_truncation_and_padding_of_the_file_are_not_applied(tmp_path: Path) -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=40)
+    loaded = TextTokenizer.from_directory(save(tokenizer, tmp_path))
+    assert loaded.decode(loaded.encode("the quick brown fox")) == "the quick brown fox"
+
+
+def test_decoder_of_the_file_chooses_how_text_is_made(tmp_path: Path) -> None:
+    loaded = TextTokenizer.from_directory(save(byte_fallback_tokenizer(), tmp_path))
+    detokenizer = loaded.detokenizer()
+    ids = loaded.encode(" stop 🙂")
+    text = "".join([*(detokenizer.push(token_id) for token_id in ids), detokenizer.finish()])
+    assert text == loaded.decode(ids) == "stop 🙂"
+
+
+def test_missing_tokenizer_names_the_file_and_how_to_get_it(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"tokenizer\.json: no such file; .*fast tokenizer.*save_pretrained"):
+        TextTokenizer.from_directory(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "contents", "problem"),
+    [
+        ("tokenizer.json", b'{"version": "1.0", "mo', r"tokenizer\.json: is no valid JSON, perhaps an incomplete"),
+        ("tokenizer.json", b"{}", r"tokenizer\.json: is no tokenizer"),
+        ("tokenizer.json", b"\xff\xfe", r"tokenizer\.json: cannot be read"),
+        ("tokenizer_config.json", b"[]", r"tokenizer_config\.json: must hold a JSON object"),
+        ("tokenizer_config.json", b'{"chat_template": 1}', r"tokenizer_config\.json: chat_template must be text"),
+        ("chat_template.jinja", b"{% if %}", r"chat_template\.jinja: the chat template is no valid Jinja, line 1"),
+    ],
+)
+def test_damaged_file_is_named(model: Path, name: str, contents: bytes, problem: str) -> None:
+    (model / name).write_bytes(contents)
+    with pytest.raises(ModelError, match=problem):
+        TextTokenizer.from_directory(model)

@@ -1,0 +1,176 @@
+"""The paged KV cache's bookkeeping: which block is whose, and which tokens' KV it holds.
+
+A block holds the KV of `block_size` token positions on every rank that has KV heads; slot mapping is
+block_id * block_size + offset. The pool knows ids, reference counts and digests, never tensors. What always holds:
+
+- Block 0 is the null block: it is never handed out, so padding can point at it.
+- free + used = all. Used means that at least one request refers to it.
+- A registered block's content is the KV of exactly the tokens in its digest, computed. Blocks are registered
+  once the step that filled them is done, so no lookup finds a block that is still being computed.
+- A free block keeps its digest until it is handed out again: that is the prefix cache. Free blocks are handed out
+  least recently used first, those without a digest before all others.
+
+Digests are chained SHA-256: a block's covers its parent's, hence all tokens before it, and the chain starts at
+the tenant's salt. Two prefixes with one digest would be a collision of SHA-256, so tokens are not compared on
+a hit, and no client can craft a prompt that finds another tenant's blocks.
+
+Every operation is O(1) a block. One thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Final
+
+from hetero_gateway.engine.errors import EngineFault
+
+NULL_BLOCK: Final = 0
+
+
+class BlockDigests:
+    """The chain of digests of one sequence's full blocks, made as far as it is asked for."""
+
+    def __init__(self, *, cache_salt: str, block_size: int) -> None:
+        self._block_size = block_size
+        self._root = hashlib.sha256(b"hetero-kv-root\0" + cache_salt.encode()).digest()
+        self._chain: list[bytes] = []
+
+    def upto(self, num_blocks: int, token_ids: Sequence[int]) -> list[bytes]:
+        """Digests of the first `num_blocks` blocks of `token_ids`, whose known tokens must never change."""
+        size = self._block_size
+        for index in range(len(self._chain), num_blocks):
+            parent = self._chain[-1] if self._chain else self._root
+            tokens = array("I", token_ids[index * size : (index + 1) * size])
+            self._chain.append(hashlib.sha256(parent + tokens.tobytes()).digest())
+        return self._chain[:num_blocks]
+
+
+class BlockPool:
+    """Blocks 0 .. num_blocks - 1, the null block included in `num_blocks`."""
+
+    def __init__(self, *, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks must be at least 1 (the null block), not {num_blocks}")
+        self._num_refs = [0] * num_blocks
+        self._digests: list[bytes | None] = [None] * num_blocks
+        self._by_digest: dict[bytes, int] = {}
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        self._num_used = 0
+        self._num_cached = 0
+
+    @property
+    def capacity(self) -> int:
+        """Blocks that can be handed out: all but the null block."""
+        return len(self._num_refs) - 1
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that no request refers to, whether or not they cache something."""
+        return len(self._free)
+
+    @property
+    def used_blocks(self) -> int:
+        """Blocks that requests refer to."""
+        return self._num_used
+
+    @property
+    def cached_blocks(self) -> int:
+        """Free blocks that still have a digest."""
+        return self._num_cached
+
+    def lookup(self, digests: Sequence[bytes]) -> list[int]:
+        """Blocks of the longest registered prefix of `digests`. Takes no reference."""
+        block_ids: list[int] = []
+        for digest in digests:
+            block_id = self._by_digest.get(digest)
+            if block_id is None:
+                break
+            block_ids.append(block_id)
+        return block_ids
+
+    def can_allocate(self, count: int, *, keeping: Sequence[int] = ()) -> bool:
+        """Whether `count` blocks can be handed out after the blocks `keeping` were acquired."""
+        kept = sum(self._num_refs[block_id] == 0 for block_id in keeping)
+        return count <= len(self._free) - kept
+
+    def acquire(self, block_ids: Sequence[int]) -> None:
+        """One reference more to each of these, which a lookup has just found."""
+        for block_id in block_ids:
+            if self._digests[block_id] is None:
+                raise EngineFault(f"block {block_id} holds nothing that could be shared")
+            if self._num_refs[block_id] == 0:
+                del self._free[block_id]
+                self._num_used += 1
+                self._num_cached -= 1
+            self._num_refs[block_id] += 1
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` blocks with one reference each; what they cached is forgotten. Ask can_allocate first."""
+        if count > len(self._free):
+            raise EngineFault(f"{count} blocks asked for, {len(self._free)} of {self.capacity} are free")
+        return [self._take_oldest() for _ in range(count)]
+
+    def register(self, block_id: int, digest: bytes) -> None:
+        """Say that a used block now holds the computed KV of `digest`'s tokens.
+
+        When another block holds the same already (two requests computed it side by side) this one stays
+        unregistered: its request goes on using it, and it is free of content when released.
+        """
+        if self._num_refs[block_id] == 0 or self._digests[block_id] is not None:
+            raise EngineFault(f"block {block_id} cannot be registered: it is free or registered already")
+        if digest not in self._by_digest:
+            self._by_digest[digest] = block_id
+            self._digests[block_id] = digest
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """One reference less to each, in reverse: so a prefix's tail is evicted before its head."""
+        for block_id in reversed(block_ids):
+            if self._num_refs[block_id] == 0:
+                raise EngineFault(f"block {block_id} is released more often than it was taken")
+            self._num_refs[block_id] -= 1
+            if self._num_refs[block_id] == 0:
+                self._put_back(block_id)
+
+    def check_integrity(self) -> None:
+        """Compare every count with the blocks themselves, O(blocks). Raises EngineFault."""
+        used = sum(refs > 0 for refs in self._num_refs)
+        cached = sum(self._digests[block_id] is not None for block_id in self._free)
+        found = {block_id: digest for digest, block_id in self._by_digest.items()}
+        claimed = {b: digest for b, digest in enumerate(self._digests) if digest is not None}
+        problems = [
+            problem
+            for broken, problem in (
+                (len(self._free) + used != self.capacity, "free + used is not all"),
+                (used != self._num_used, f"{used} blocks are used, {self._num_used} were counted"),
+                (cached != self._num_cached, f"{cached} free blocks are cached, {self._num_cached} were counted"),
+                (any(self._num_refs[b] != 0 for b in self._free), "a free block is referred to"),
+                (NULL_BLOCK in self._free or self._num_refs[NULL_BLOCK] != 0, "the null block was handed out"),
+                (found != claimed or NULL_BLOCK in found, "digests and blocks disagree"),
+            )
+            if broken
+        ]
+        if problems:
+            raise EngineFault("block pool: " + "; ".join(problems))
+
+    def _take_oldest(self) -> int:
+        block_id, _ = self._free.popitem(last=False)
+        digest = self._digests[block_id]
+        if digest is not None:
+            del self._by_digest[digest]
+            self._digests[block_id] = None
+            self._num_cached -= 1
+        self._num_refs[block_id] = 1
+        self._num_used += 1
+        return block_id
+
+    def _put_back(self, block_id: int) -> None:
+        self._num_used -= 1
+        self._free[block_id] = None
+        if self._digests[block_id] is None:
+            # Nothing is lost with it, so it goes before every block that caches something.
+            self._free.move_to_end(block_id, last=False)
+        else:
+            self._num_cached += 1

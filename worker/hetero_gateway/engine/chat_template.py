@@ -1,0 +1,111 @@
+"""A model's chat template: messages to the text of a prompt, as transformers renders it.
+
+Templates are programs that come with a model, so they run in Jinja's immutable sandbox. Environment, filters and
+globals are those of transformers' `apply_chat_template`, which templates are written against.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from hetero_api.errors import ModelError
+from hetero_gateway.engine.errors import InvalidRequest
+
+# What a template may run into when messages are not what it expects, beside Jinja's own errors.
+_TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError)
+
+
+class ChatTemplate:
+    """A compiled template. `source` names the file; raises ModelError if it is no template."""
+
+    def __init__(self, text: str, *, special_tokens: Mapping[str, str], source: str) -> None:
+        self._special_tokens = dict(special_tokens)
+        try:
+            self._template = _environment().from_string(text)
+        except jinja2.TemplateSyntaxError as error:
+            raise ModelError(f"{source}: the chat template is no valid Jinja, line {error.lineno}: {error}") from error
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The prompt's text with the assistant's turn opened. Raises InvalidRequest if the template refuses."""
+        try:
+            return self._template.render(
+                **self._special_tokens,
+                messages=[dict(message) for message in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+            )
+        except _TEMPLATE_ERRORS as error:
+            raise InvalidRequest("chat.messages", f"the model's chat template refuses them: {error}") from error
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's text for training; here it only has to be understood."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja's declaration
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _TemplateNamespace(Namespace):
+    """Jinja's namespace without names that begin with an underscore, a known way out of the sandbox."""
+
+    # No named parameter: `self` may be a name in the namespace.
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        _refuse_private({**dict(*args[1:]), **kwargs})
+        Namespace.__init__(*args, **kwargs)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_private((name,))
+        super().__setitem__(name, value)
+
+
+def _refuse_private(names: Sequence[str] | Mapping[str, Any]) -> None:
+    for name in names:
+        if name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a chat template cannot store {name!r} in a namespace")
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    added: dict[str, Callable[..., Any]] = {
+        "raise_exception": _raise_exception,
+        "strftime_now": _strftime_now,
+        "namespace": _TemplateNamespace,
+    }
+    environment.globals.update(added)
+    return environment
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(template: str) -> str:
+    return datetime.now().strftime(template)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own escapes HTML, which no model was trained on.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,0 +1,207 @@
+"""Text and conversations to token ids and back, from a Hugging Face directory's own files.
+
+Needs `tokenizers` and `jinja2` only. Results equal those of transformers' fast tokenizer: plain text gets the special
+tokens of tokenizer.json's post-processor, a rendered chat gets none on top of those the template wrote. Immutable
+once made; encoding and decoding may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from tokenizers import Tokenizer
+
+from hetero_api.errors import ModelError
+from hetero_gateway.engine.chat_template import ChatTemplate
+from hetero_gateway.engine.detokenizer import (
+    ByteLevelText,
+    IncrementalDetokenizer,
+    TokenText,
+    WindowText,
+    byte_level_alphabet,
+)
+from hetero_gateway.engine.errors import InvalidRequest
+
+TOKENIZER_FILE: Final = "tokenizer.json"
+TOKENIZER_CONFIG_FILE: Final = "tokenizer_config.json"
+SPECIAL_TOKENS_FILE: Final = "special_tokens_map.json"
+CHAT_TEMPLATE_FILE: Final = "chat_template.jinja"
+
+_SPECIAL_TOKEN_NAMES: Final = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+
+
+class TextTokenizer:
+    """The model's tokenizer and, if it has one, its chat template."""
+
+    def __init__(self, tokenizer: Tokenizer, *, byte_level: bool, chat_template: ChatTemplate | None) -> None:
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        added = tokenizer.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._bytes_of = _ByteVocabulary(tokenizer) if byte_level else None
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> TextTokenizer:
+        """Read tokenizer.json, tokenizer_config.json and chat_template.jinja. Raises ModelError naming the file."""
+        path = directory / TOKENIZER_FILE
+        text = _read_text(path, missing=_MISSING_TOKENIZER)
+        contents = _parse_object(text, path)
+        tokenizer = _build(text, path)
+        config = _read_optional_object(directory / TOKENIZER_CONFIG_FILE)
+        return cls(
+            tokenizer,
+            byte_level=_is_byte_level(contents.get("decoder")),
+            chat_template=_read_chat_template(directory, config),
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens with a text; the model's vocabulary may be padded beyond them."""
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat_template is not None
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of plain text, with the model's special tokens."""
+        return list(self._tokenizer.encode(text).ids)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation (`role` and `content` each) with the assistant's turn opened after it.
+
+        Raises InvalidRequest if the model has no chat template or its template refuses the messages.
+        """
+        if self._chat_template is None:
+            raise InvalidRequest(
+                "chat",
+                f"this model has no chat template ({CHAT_TEMPLATE_FILE}, or chat_template in "
+                f"{TOKENIZER_CONFIG_FILE}); send text or token ids",
+            )
+        text = self._chat_template.render(messages)
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text without special tokens; bytes that are no UTF-8 become U+FFFD, ids beyond the vocabulary nothing."""
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def detokenizer(self, stop: Sequence[str] = ()) -> IncrementalDetokenizer:
+        """For one completion, which ends at any of the strings `stop`."""
+        text: TokenText = ByteLevelText(self._bytes_of) if self._bytes_of else WindowText(self.decode)
+        return IncrementalDetokenizer(text, is_silent=self._is_silent, stop=stop)
+
+    def _is_silent(self, token_id: int) -> bool:
+        return token_id in self._special_ids or self._tokenizer.id_to_token(token_id) is None
+
+
+class _ByteVocabulary:
+    """The bytes of each token of a byte-level tokenizer, remembered once asked for."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._alphabet = byte_level_alphabet()
+        self._known: dict[int, bytes] = {}
+
+    def __call__(self, token_id: int) -> bytes:
+        known = self._known.get(token_id)
+        if known is None:
+            known = self._known[token_id] = self._bytes(self._tokenizer.id_to_token(token_id))
+        return known
+
+    def _bytes(self, token: str | None) -> bytes:
+        if token is None:
+            return b""
+        values = [self._alphabet.get(character) for character in token]
+        known = [value for value in values if value is not None]
+        # A token with a character outside the alphabet was added as it is, not in the byte alphabet.
+        return bytes(known) if len(known) == len(values) else token.encode()
+
+
+_MISSING_TOKENIZER: Final = (
+    "no such file; it is the model's fast tokenizer (vocabulary, merges, special tokens). Download it with the model, "
+    "or write it from the model's other tokenizer files with transformers: "
+    "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+)
+
+
+def _build(text: str, path: Path) -> Tokenizer:
+    build: Callable[[str], Tokenizer] = Tokenizer.from_str
+    try:
+        tokenizer = build(text)
+    except Exception as error:  # the library raises nothing narrower
+        raise ModelError(f"{path}: is no tokenizer that this version of `tokenizers` reads: {error}") from error
+    # Some files carry the settings of a training run; a prompt is never cut or padded silently.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _is_byte_level(decoder: Any) -> bool:
+    """Whether the `decoder` of a tokenizer.json is ByteLevel and nothing else."""
+    if not isinstance(decoder, dict):
+        return False
+    if decoder.get("type") == "Sequence":
+        steps = decoder.get("decoders") or []
+        return len(steps) == 1 and _is_byte_level(steps[0])
+    return bool(decoder.get("type") == "ByteLevel")
+
+
+def _read_chat_template(directory: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
+    special_tokens = _special_tokens(config, _read_optional_object(directory / SPECIAL_TOKENS_FILE))
+    path = directory / CHAT_TEMPLATE_FILE
+    if path.exists():
+        text: Any = _read_text(path, missing="no such file")
+    else:
+        path = directory / TOKENIZER_CONFIG_FILE
+        text = _default_template(config.get("chat_template"))
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        raise ModelError(f"{path}: chat_template must be text or a list of named templates")
+    return ChatTemplate(text, special_tokens=special_tokens, source=str(path))
+
+
+def _default_template(value: Any) -> Any:
+    """Some models have a list of named templates; "default" is the one for conversations."""
+    if not isinstance(value, list):
+        return value
+    named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
+    return named.get("default")
+
+
+def _special_tokens(config: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, str]:
+    """bos_token, eos_token and so on, as text; tokenizer_config.json goes before special_tokens_map.json."""
+    tokens: dict[str, str] = {}
+    for name in _SPECIAL_TOKEN_NAMES:
+        value = config.get(name) or extra.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            tokens[name] = value
+    return tokens
+
+
+def _read_optional_object(path: Path) -> dict[str, Any]:
+    return _parse_object(_read_text(path, missing=""), path) if path.exists() else {}
+
+
+def _read_text(path: Path, *, missing: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ModelError(f"{path}: {missing}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path}: cannot be read: {error}") from error
+
+
+def _parse_object(text: str, path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ModelError(f"{path}: is no valid JSON, perhaps an incomplete download: {error}") from error
+    if not isinstance(data, dict):
+        raise ModelError(f"{path}: must hold a JSON object")
+    return data
