@@ -1,0 +1,56 @@
+"""`hetero up` (or, with a prompt, `hetero run`) with stand-in programs for gateway and ranks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from hetero_api.errors import HeteroError
+from hetero_api.manifest import load_manifest
+from hetero_client import ChatMessage, SamplingParams
+from hetero_client.cli.main import report
+from hetero_client.cli.serving import answer_once, serve
+from hetero_client.home import HeteroHome
+from hetero_client.launcher.cores import LogicalCore
+from hetero_client.launcher.local_group import LocalGroupConfig, Programs
+from hetero_client.launcher.local_plan import plan_locally
+
+PROGRAMS = Programs(
+    gateway=(sys.executable, "-m", "tests.support.stand_in_gateway"),
+    rank=(sys.executable, "-m", "tests.support.stand_in_rank"),
+)
+
+
+def stand_in_config(manifest: Path, *, port: int) -> LocalGroupConfig:
+    """What `hetero up` would make of the manifest on a machine of two cores."""
+    resource = load_manifest(manifest)
+    cores = (LogicalCore(0, 0, 0), LogicalCore(1, 0, 1))
+    plan = plan_locally(resource, cores=cores, memory_bytes=8 * 2**30)
+    return LocalGroupConfig(
+        resource=resource,
+        manifest=manifest,
+        model_dir=manifest.parent,
+        plan=plan,
+        port=port,
+        programs=PROGRAMS,
+        environment=dict(os.environ),
+    )
+
+
+def main(manifest: Path, *, port: int, prompt: str | None) -> int:
+    home = HeteroHome.from_environment()
+    try:
+        config = stand_in_config(manifest, port=port)
+        if prompt is None:
+            serve(config, home=home)
+        else:
+            chat = [ChatMessage("user", prompt)]
+            answer_once(config, chat, sampling=SamplingParams(), home=home, as_json=False)
+    except HeteroError as error:
+        return report(error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), port=int(sys.argv[2]), prompt=next(iter(sys.argv[3:]), None)))

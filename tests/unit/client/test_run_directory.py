@@ -1,0 +1,93 @@
+"""What a local group keeps on disk, and how others find it."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from hetero_client.errors import NoGroupError
+from hetero_client.file_lock import FileLock, is_held
+from hetero_client.home import HeteroHome
+from hetero_client.launcher.run_directory import GroupRecord, RunDirectory, find_group, running_groups
+
+pytestmark = pytest.mark.unit
+
+
+def start(home: HeteroHome, name: str) -> RunDirectory:
+    run = RunDirectory.of(home, name)
+    assert run.lock.try_acquire()
+    run.prepare()
+    run.write_record(
+        GroupRecord(name, os.getpid(), "m.yaml", "/m", "ready", f"{name}:1", f"{name}:2", time.time(), {"gateway": 1})
+    )
+    return run
+
+
+def test_the_only_group_is_found_without_a_name(tmp_path: Path) -> None:
+    home = HeteroHome(tmp_path)
+    run = start(home, "one")
+    assert find_group(home).inference == "one:1"
+    run.lock.release()
+
+
+def test_several_groups_have_to_be_told_apart(tmp_path: Path) -> None:
+    home = HeteroHome(tmp_path)
+    runs = [start(home, "one"), start(home, "two")]
+    with pytest.raises(NoGroupError, match=r"several local groups run \(one, two\)"):
+        find_group(home)
+    assert find_group(home, "two").admin == "two:2"
+    with pytest.raises(NoGroupError, match="'three'"):
+        find_group(home, "three")
+    for run in runs:
+        run.lock.release()
+
+
+def test_a_group_whose_launcher_is_gone_does_not_run(tmp_path: Path) -> None:
+    home = HeteroHome(tmp_path)
+    start(home, "one").lock.release()  # As its end would; the record is still there.
+    assert running_groups(home) == []
+    with pytest.raises(NoGroupError, match="hetero up FILE"):
+        find_group(home)
+
+
+def test_preparing_clears_the_last_run_and_makes_a_new_token(tmp_path: Path) -> None:
+    run = start(HeteroHome(tmp_path), "one")
+    old = run.token_path.read_text()
+    run.log_path("cpu-0").write_text("old")
+    run.prepare()
+    assert run.token_path.read_text() != old
+    assert run.token_path.stat().st_mode & 0o777 == 0o600
+    assert run.path.stat().st_mode & 0o777 == 0o700
+    assert not run.log_path("cpu-0").exists()
+    assert run.read_record() is None
+    run.lock.release()
+
+
+def test_record_of_another_version_is_no_record(tmp_path: Path) -> None:
+    run = RunDirectory.of(HeteroHome(tmp_path), "one")
+    run.path.mkdir(parents=True)
+    run.record_path.write_text('{"name": "one", "color": "red"}')
+    assert run.read_record() is None
+    run.record_path.write_text("{")
+    assert run.read_record() is None
+
+
+def test_lock_has_one_holder_and_tells_its_pid(tmp_path: Path) -> None:
+    first, second = FileLock(tmp_path / "lock"), FileLock(tmp_path / "lock")
+    assert not is_held(first.path)
+    assert first.try_acquire()
+    assert is_held(first.path)
+    assert not second.try_acquire()
+    assert second.holder_pid() == os.getpid()
+    first.release()
+    assert second.try_acquire()
+    second.release()
+
+
+def test_home_follows_the_environment() -> None:
+    assert HeteroHome.from_environment({"HETERO_HOME": "/srv/h"}).root == Path("/srv/h")
+    assert HeteroHome.from_environment({"XDG_CACHE_HOME": "/c"}).root == Path("/c/hetero")
+    assert HeteroHome.from_environment({}).root == Path.home() / ".cache" / "hetero"

@@ -1,0 +1,106 @@
+"""From GetTopology to what a person sees."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from hetero_api.sharding import UnitRange
+from hetero_api.v1 import admin_pb2, ranks_pb2
+from hetero_client.admin import GroupState, GroupTopology, topology_from
+from hetero_client.cli.progress import StartDisplay, rank_phase
+from hetero_client.cli.tables import duration, placement_cells, placement_view
+
+pytestmark = pytest.mark.unit
+
+
+def shard(kv: tuple[int, int], mlp: tuple[int, int], *, layers: int = 2) -> ranks_pb2.RankShard:
+    layer = ranks_pb2.LayerShard(
+        kv_heads=ranks_pb2.UnitRange(begin=kv[0], end=kv[1]),
+        mlp_columns=ranks_pb2.UnitRange(begin=mlp[0], end=mlp[1]),
+    )
+    return ranks_pb2.RankShard(layers=[layer] * layers, vocab_rows=ranks_pb2.UnitRange(begin=0, end=100))
+
+
+def topology(
+    state: admin_pb2.GroupState.ValueType, *, joined: bool = True, weight_bytes: int = 0, kv_bytes: int = 0
+) -> GroupTopology:
+    device = ranks_pb2.DeviceReport(kind=ranks_pb2.DEVICE_KIND_CPU, name="EPYC", cpus=[0, 1], pinned=True)
+    rank = admin_pb2.RankStatus(
+        place=ranks_pb2.RankPlace(rank=0, pool="cpu", pod_name="cpu-0", device=device),
+        joined=joined, shard=shard((0, 2), (0, 1024)), weight_bytes=weight_bytes, kv_bytes=kv_bytes, load_s=1.0,
+        kernels=["linear=onednn"],
+    )  # fmt: skip
+    return topology_from(admin_pb2.GetTopologyResponse(name="g", state=state, ranks=[rank]))
+
+
+@pytest.mark.parametrize(
+    ("view", "phase"),
+    [
+        (topology(admin_pb2.GROUP_STATE_NEW, joined=False), "joining"),
+        (topology(admin_pb2.GROUP_STATE_NEW), "joined"),
+        (topology(admin_pb2.GROUP_STATE_FORMING), "forming the group"),
+        (topology(admin_pb2.GROUP_STATE_LOADING), "loading weights"),
+        (topology(admin_pb2.GROUP_STATE_LOADING, weight_bytes=5), "allocating KV cache"),
+        (topology(admin_pb2.GROUP_STATE_LOADING, weight_bytes=5, kv_bytes=5), "warming up"),
+        (topology(admin_pb2.GROUP_STATE_READY), "ready"),
+    ],
+)
+def test_phases_of_a_rank(view: GroupTopology, phase: str) -> None:
+    assert rank_phase(view, view.ranks[0]) == phase
+
+
+def test_placement_row_tells_ranges_and_bytes() -> None:
+    view = topology(admin_pb2.GROUP_STATE_READY, weight_bytes=180_400_000, kv_bytes=2_000_000)
+    assert list(placement_cells(view.ranks[0]).values()) == [
+        "0", "cpu", "EPYC", "0,1", "0..1 (2)", "0..1023 (1024)", "0..99 (100)", "180.4", "2.0", "linear=onednn",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_placement_loses_nothing_on_a_narrow_terminal(width: int) -> None:
+    text = io.StringIO()
+    view = topology(admin_pb2.GROUP_STATE_READY, weight_bytes=180_400_000, kv_bytes=2_000_000)
+    Console(file=text, width=width).print(placement_view(view, width=width))
+    for part in ("EPYC", "0,1", "0..1 (2)", "0..1023", "0..99", "180.4", "2.0", "linear=onednn"):
+        assert part in text.getvalue()
+    assert "…" not in text.getvalue()
+
+
+def test_rank_without_heads_and_rank_of_some_layers_are_told_apart() -> None:
+    none = ranks_pb2.RankShard(layers=[ranks_pb2.LayerShard(mlp_columns=ranks_pb2.UnitRange(begin=0, end=4))] * 2)
+    some = ranks_pb2.RankShard(
+        layers=[ranks_pb2.LayerShard(kv_heads=ranks_pb2.UnitRange(begin=0, end=3)), ranks_pb2.LayerShard()]
+    )
+    message = admin_pb2.GetTopologyResponse(
+        ranks=[admin_pb2.RankStatus(shard=none), admin_pb2.RankStatus(shard=some), admin_pb2.RankStatus()]
+    )
+    view = topology_from(message)
+    assert view.state == GroupState.NEW
+    assert [rank.kv_heads for rank in view.ranks] == [UnitRange(0, 0), None, None]
+    assert [placement_cells(rank)["KV heads"] for rank in view.ranks] == ["none", "by layer", "-"]
+
+
+def test_plain_display_prints_a_line_a_change() -> None:
+    text = io.StringIO()
+    with StartDisplay(Console(file=text, width=100), ("gateway", "cpu-0")) as display:
+        display.gateway_listens("127.0.0.1:5")
+        for state in (admin_pb2.GROUP_STATE_NEW, admin_pb2.GROUP_STATE_NEW, admin_pb2.GROUP_STATE_READY):
+            display.show(topology(state))
+    lines = [line.split("s  ", 1)[1] for line in text.getvalue().splitlines()]
+    assert lines == ["gateway, cpu-0: starting", "gateway: listens on 127.0.0.1:5", "cpu-0: joined", "cpu-0: ready"]
+
+
+def test_rank_that_has_not_joined_is_shown_under_its_process_name() -> None:
+    text = io.StringIO()
+    missing = [admin_pb2.RankStatus(place=ranks_pb2.RankPlace(rank=rank, pool="cpu")) for rank in range(2)]
+    with StartDisplay(Console(file=text, width=100), ("gateway", "cpu-0", "cpu-1")) as display:
+        display.show(topology_from(admin_pb2.GetTopologyResponse(ranks=missing)))
+    lines = [line.split("s  ", 1)[1] for line in text.getvalue().splitlines()]
+    assert lines[1:] == ["cpu-0: joining", "cpu-1: joining"]
+
+
+def test_durations() -> None:
+    assert [duration(s) for s in (4.9, 185, 7620)] == ["4s", "3m05s", "2h07m"]

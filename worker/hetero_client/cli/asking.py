@@ -1,0 +1,162 @@
+"""`hetero generate` and `hetero chat`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hetero_client.cli import options
+from hetero_client.cli.console import print_error, print_note
+
+if TYPE_CHECKING:
+    from hetero_client.client import HeteroClient
+    from hetero_client.messages import ChatMessage, Prompt, SamplingParams
+
+CHAT_HELP = "/exit ends, /reset forgets the conversation, Ctrl-C stops an answer"
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="Text to complete; - reads standard input.")],
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Send the prompt as a user's message, through the chat template.")
+    ] = False,
+    system: options.SystemOption = None,
+    max_tokens: options.MaxTokensOption = None,
+    temperature: options.TemperatureOption = None,
+    top_k: options.TopKOption = None,
+    top_p: options.TopPOption = None,
+    min_p: options.MinPOption = None,
+    seed: options.SeedOption = None,
+    stop: options.StopOption = None,
+    ignore_eos: options.IgnoreEosOption = False,
+    request_id: Annotated[str, typer.Option(help="Name of the request, for logs. Default: assigned.")] = "",
+    timeout: options.TimeoutOption = None,
+    figures: Annotated[bool, typer.Option("--figures", help="Tell token counts and rates on standard error.")] = False,
+    as_json: options.JsonOption = False,
+    address: options.AddressOption = None,
+    group: options.GroupOption = None,
+) -> None:
+    """Complete one prompt and stream the text.
+
+    \b
+    hetero generate "The capital of France is" -n 16 --temperature 0
+    hetero generate --chat "Name three rivers." --json | jq -r 'select(.event=="delta").text'
+    cat notes.txt | hetero generate - -n 100 --figures
+
+    With --json every event is one JSON object a line: started, delta ..., finished.
+    """
+    from hetero_client.cli.answers import show_answer
+    from hetero_client.client import HeteroClient
+
+    sampling = options.sampling_params(
+        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        seed=seed, stop=stop, ignore_eos=ignore_eos,
+    )  # fmt: skip
+    text = sys.stdin.read() if prompt == "-" else prompt
+    question: Prompt = conversation(text, system=system) if chat or system is not None else text
+    with HeteroClient(options.inference_address(address, group)) as client:
+        sent_at_s = time.monotonic()
+        with client.generate(question, sampling=sampling, request_id=request_id, timeout_s=timeout) as stream:
+            answer = show_answer(stream, sent_at_s=sent_at_s, as_json=as_json)
+    if figures:
+        print_note(answer.line())
+
+
+def chat(
+    system: options.SystemOption = None,
+    max_tokens: options.MaxTokensOption = None,
+    temperature: options.TemperatureOption = None,
+    top_k: options.TopKOption = None,
+    top_p: options.TopPOption = None,
+    min_p: options.MinPOption = None,
+    seed: options.SeedOption = None,
+    stop: options.StopOption = None,
+    timeout: options.TimeoutOption = None,
+    address: options.AddressOption = None,
+    group: options.GroupOption = None,
+) -> None:
+    """Talk with the model; each turn sees the whole conversation.
+
+    \b
+    hetero chat
+    hetero chat --system "You answer in one sentence." --temperature 0.7
+
+    /exit (or Ctrl-D) ends, /reset forgets the conversation, Ctrl-C stops an answer.
+    """
+    from hetero_client.client import HeteroClient
+
+    sampling = options.sampling_params(
+        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        seed=seed, stop=stop, ignore_eos=False,
+    )  # fmt: skip
+    with HeteroClient(options.inference_address(address, group)) as client:
+        info = client.model_info()
+        print_note(f"{info.model_uri} at {client.address}; {CHAT_HELP}")
+        _converse(client, system=system, sampling=sampling, timeout_s=timeout)
+
+
+def conversation(text: str, *, system: str | None) -> list[ChatMessage]:
+    """One user message, after the system's if there is one."""
+    from hetero_client.messages import ChatMessage
+
+    return [*opening(system), ChatMessage("user", text)]
+
+
+def opening(system: str | None) -> list[ChatMessage]:
+    """The messages that a conversation begins with."""
+    from hetero_client.messages import ChatMessage
+
+    return [] if system is None else [ChatMessage("system", system)]
+
+
+def _converse(client: HeteroClient, *, system: str | None, sampling: SamplingParams, timeout_s: float | None) -> None:
+    from hetero_client.messages import ChatMessage
+
+    history = opening(system)
+    while (line := _read_line()) is not None:
+        if line == "/exit":
+            return
+        if line == "/reset":
+            history = opening(system)
+        elif line.startswith("/"):
+            print_error(f"unknown command {line}; {CHAT_HELP}")
+        elif line:
+            question = ChatMessage("user", line)
+            answer = _answer(client, [*history, question], sampling=sampling, timeout_s=timeout_s)
+            if answer is not None:
+                history += [question, ChatMessage("assistant", answer)]
+
+
+def _answer(
+    client: HeteroClient, messages: list[ChatMessage], *, sampling: SamplingParams, timeout_s: float | None
+) -> str | None:
+    """The answer's text; None when it failed or was stopped, and the turn does not count."""
+    from hetero_client.cli.answers import show_answer
+    from hetero_client.errors import NotConnectedError, RequestError
+
+    try:
+        with client.generate(messages, sampling=sampling, timeout_s=timeout_s) as stream:
+            return show_answer(stream, sent_at_s=time.monotonic(), as_json=False).text
+    except NotConnectedError:
+        raise
+    except RequestError as error:
+        print_error(str(error))
+    except KeyboardInterrupt:
+        print_note("\n(stopped)")
+    return None
+
+
+def _read_line() -> str | None:
+    """The next line without its ends; None at the end of input."""
+    try:
+        if sys.stdin.isatty():
+            import readline  # noqa: F401  input() gets line editing and history by this import
+
+            return input("> ").strip()
+    except EOFError:
+        return None
+    line = sys.stdin.readline()
+    return line.strip() if line else None

@@ -1,0 +1,95 @@
+"""`hetero ps`, `hetero topology` and `hetero down`: looking at and stopping what runs here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Annotated, Final
+
+import typer
+
+from hetero_client.cli import options
+from hetero_client.cli.console import output, print_data, print_json, print_note
+from hetero_client.errors import LaunchError
+
+DOWN_TIMEOUT_S: Final = 15.0
+LOOK_S: Final = 0.05
+
+
+def ps(as_json: options.JsonOption = False) -> None:
+    """List the groups that run on this machine.
+
+    \b
+    hetero ps
+    hetero ps --json | jq -r .inference
+    """
+    from hetero_client.cli.tables import groups_table
+    from hetero_client.home import HeteroHome
+    from hetero_client.launcher.run_directory import running_groups
+
+    groups = running_groups(HeteroHome.from_environment())
+    if as_json:
+        for group in groups:
+            print_json(asdict(group))
+    elif groups:
+        output().print(groups_table(groups))
+    else:
+        print_note("no local group runs; start one with: hetero up FILE")
+
+
+def topology(
+    admin_address: Annotated[
+        str | None,
+        typer.Option(
+            "--admin-address", metavar="HOST:PORT", help="The gateway's Admin port. Default: the local group's."
+        ),
+    ] = None,
+    group: options.GroupOption = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Show where every rank is and what part of the model it holds.
+
+    \b
+    hetero topology
+    hetero topology --json | jq '.ranks[].kv_heads'
+    """
+    from hetero_client.admin import AdminClient
+    from hetero_client.cli.tables import placement_view
+
+    with AdminClient(admin_address or options.local_group(group).admin) as admin:
+        view = admin.topology()
+    if as_json:
+        print_json(asdict(view))
+        return
+    reason = f" ({view.reason})" if view.reason else ""
+    print_data(f"{view.name}: {view.state.value}{reason}, epoch {view.epoch}, exchange {view.exchange or 'none'}")
+    console = output()
+    console.print(placement_view(view, width=console.width))
+
+
+def down(
+    name: Annotated[str | None, typer.Argument(help="The group; may be left out when only one runs.")] = None,
+) -> None:
+    """Stop a local group, as Ctrl-C in its terminal would, and wait until it is gone.
+
+    \b
+    hetero down
+    hetero down smollm2
+    """
+    from hetero_client.file_lock import is_held
+    from hetero_client.home import HeteroHome
+    from hetero_client.launcher.run_directory import RunDirectory
+
+    group = options.local_group(name)
+    lock = RunDirectory.of(HeteroHome.from_environment(), group.name).lock.path
+    with suppress(ProcessLookupError):
+        os.kill(group.pid, signal.SIGTERM)
+    deadline = time.monotonic() + DOWN_TIMEOUT_S
+    while is_held(lock):
+        if time.monotonic() > deadline:
+            raise LaunchError(f"group {group.name!r} (pid {group.pid}) did not stop within {DOWN_TIMEOUT_S:g} s")
+        time.sleep(LOOK_S)
+    print_note(f"{group.name} is stopped")

@@ -1,0 +1,98 @@
+"""The `hetero` command: its commands, and the one place where errors become messages and exit codes.
+
+Exit codes (hetero_api.contract): 0 done; 1 something broke while running; 2 the command line, the manifest or
+a request is wrong; 3 trying again cannot help; 128 + N stopped by signal N before its work was done.
+Data goes to standard output, everything else to standard error. Commands import what they need when they run,
+so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import signal
+from typing import Annotated, Any
+
+import typer
+import typer.core
+
+from hetero_api.contract import EXIT_FAILURE, EXIT_USAGE, VERSION
+from hetero_api.errors import HeteroError, ManifestError
+from hetero_client.cli import asking, group_commands, model_commands, serving
+from hetero_client.cli.console import print_error
+from hetero_client.errors import ClientError, ProcessDiedError
+
+EPILOG = "Start here:  hetero model fetch smollm2-135m-instruct  &&  hetero up examples/smollm2-cpu.yaml"
+
+
+class ErrorBoundary(typer.core.TyperGroup):
+    """Runs a command; what the user can do something about ends in a message, not in a stack trace."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except HeteroError as error:
+            raise typer.Exit(report(error)) from error
+        except KeyboardInterrupt as error:
+            raise typer.Exit(128 + signal.SIGINT) from error
+
+
+def report(error: HeteroError) -> int:
+    """Tell the user; the exit code to end with."""
+    if isinstance(error, ManifestError):
+        for problem in error.problems:
+            print_error(f"{error.source}: {problem}" if error.source else problem)
+        return EXIT_USAGE
+    for line in str(error).splitlines() or [type(error).__name__]:
+        print_error(line)
+    if isinstance(error, ProcessDiedError):
+        for line in error.log_tail:
+            print_error(line, prefix="  | ")
+    return error.exit_code if isinstance(error, ClientError) else EXIT_FAILURE
+
+
+app = typer.Typer(
+    name="hetero",
+    cls=ErrorBoundary,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    epilog=EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"hetero {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """One LLM replica over GPU ranks and NUMA-pinned CPU ranks, from one YAML file.
+
+    The same HeteroInference manifest runs on a cluster (kubectl apply) and on this machine (hetero up).
+    """
+
+
+app.command()(serving.up)
+app.command()(serving.run)
+app.command()(serving.validate)
+app.command()(asking.generate)
+app.command()(asking.chat)
+app.command()(group_commands.ps)
+app.command()(group_commands.topology)
+app.command()(group_commands.down)
+app.add_typer(model_commands.app, name="model")
+
+
+def run() -> None:
+    """Entry point of the installed command."""
+    app()
+
+
+if __name__ == "__main__":
+    run()

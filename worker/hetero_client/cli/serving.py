@@ -1,0 +1,268 @@
+"""`hetero up`, `hetero run` and `hetero validate`: what begins with a manifest."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hetero_api.contract import EXIT_USAGE
+from hetero_client.cli import options
+from hetero_client.cli.console import errors, output, print_data, print_error, print_json, print_note, print_warning
+from hetero_client.errors import ClientError
+
+if TYPE_CHECKING:
+    from hetero_client.admin import GroupTopology
+    from hetero_client.cli.answers import AnswerFigures
+    from hetero_client.client import GenerateStream
+    from hetero_client.home import HeteroHome
+    from hetero_client.launcher.local_group import LocalGroup, LocalGroupConfig, StartTimes
+    from hetero_client.messages import Prompt, SamplingParams
+
+
+def up(
+    file: options.ManifestArgument,
+    port: options.PortOption = None,
+    model: options.ModelDirOption = None,
+) -> None:
+    """Run a manifest on this machine until Ctrl-C: a gateway and its ranks, as processes.
+
+    \b
+    hetero up examples/smollm2-cpu.yaml
+    hetero up examples/smollm2-cpu.yaml --port 0
+
+    Then, in another terminal: hetero chat, hetero generate, hetero topology, hetero ps.
+    Ctrl-C once ready stops everything and exits 0; before that it exits 130. When a process of the group dies,
+    the others are stopped, its last lines are shown, and the exit code is 1 (3 if trying again cannot help).
+    """
+    from hetero_client.home import HeteroHome
+
+    home = HeteroHome.from_environment()
+    serve(prepare(file, port=port, model=model, home=home), home=home)
+
+
+def run(
+    file: options.ManifestArgument,
+    prompt: Annotated[str, typer.Argument(help="A user's message to the model.")],
+    system: options.SystemOption = None,
+    max_tokens: options.MaxTokensOption = None,
+    temperature: options.TemperatureOption = None,
+    top_k: options.TopKOption = None,
+    top_p: options.TopPOption = None,
+    min_p: options.MinPOption = None,
+    seed: options.SeedOption = None,
+    stop: options.StopOption = None,
+    port: options.PortOption = 0,
+    model: options.ModelDirOption = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Run a manifest for one answer: start, stream the answer, tell what was measured, stop.
+
+    \b
+    hetero run examples/smollm2-cpu.yaml "Why is the sky blue?" -n 64 --temperature 0
+
+    With --json the answer and the figures are one JSON object.
+    """
+    from hetero_client.cli.asking import conversation
+    from hetero_client.home import HeteroHome
+
+    sampling = options.sampling_params(
+        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        seed=seed, stop=stop, ignore_eos=False,
+    )  # fmt: skip
+    home = HeteroHome.from_environment()
+    config = prepare(file, port=port, model=model, home=home)
+    answer_once(config, conversation(prompt, system=system), sampling=sampling, home=home, as_json=as_json)
+
+
+def validate(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Manifests to check.")],
+    local: Annotated[bool, typer.Option("--local", help="Check as well whether this machine can run them.")] = False,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Check manifests without starting anything. Every problem is one line that names its field.
+
+    \b
+    hetero validate examples/*.yaml
+    hetero validate my-model.yaml --local
+    """
+    wrong = False
+    for path in files:
+        problems, warnings = _problems(path, local=local)
+        wrong = wrong or bool(problems)
+        if as_json:
+            print_json({"file": str(path), "valid": not problems, "problems": problems, "warnings": warnings})
+            continue
+        for warning in warnings:
+            print_warning(f"{path}: {warning}")
+        for problem in problems:
+            print_error(f"{path}: {problem}")
+        if not problems:
+            print_data(f"{path}: valid")
+    if wrong:
+        raise typer.Exit(EXIT_USAGE)
+
+
+def prepare(file: Path, *, port: int | None, model: Path | None, home: HeteroHome) -> LocalGroupConfig:
+    """All that is decided before the first process: manifest, model, cores, memory. Warnings are shown."""
+    from hetero_api.manifest import load_manifest
+    from hetero_client.launcher.cores import read_cpu_set
+    from hetero_client.launcher.host_memory import total_memory_bytes
+    from hetero_client.launcher.local_group import LocalGroupConfig
+    from hetero_client.launcher.local_plan import plan_locally
+    from hetero_client.model_store.checks import check_model_directory
+    from hetero_client.model_store.resolve import ResolvedModel, resolve_model
+    from hetero_client.model_store.store import ModelStore
+
+    resource = load_manifest(file)
+    plan = plan_locally(resource, cores=read_cpu_set(), memory_bytes=total_memory_bytes())
+    for warning in plan.warnings:
+        print_warning(warning)
+    if model is not None:
+        check_model_directory(model)
+        resolved = ResolvedModel(model.absolute(), "given by --model")
+    else:
+        resolved = resolve_model(resource.spec.model, ModelStore(home), report=print_note)
+    print_note(f"model {resource.spec.model.uri}: {resolved.origin}\n  in {resolved.directory}")
+    return LocalGroupConfig(
+        resource=resource,
+        manifest=file.absolute(),
+        model_dir=resolved.directory,
+        plan=plan,
+        port=resource.spec.gateway.service.port if port is None else port,
+    )
+
+
+def serve(config: LocalGroupConfig, *, home: HeteroHome) -> None:
+    """Run the group until a stop signal."""
+    from hetero_client.launcher.local_group import LocalGroup
+    from hetero_client.launcher.run_directory import RunDirectory
+    from hetero_client.launcher.stop_signals import StopSignals
+
+    run_directory = RunDirectory.of(home, config.resource.metadata.name)
+    with StopSignals() as signals, LocalGroup(config, run=run_directory, signals=signals) as group:
+        _show_ready(group, *_start(group, config))
+        print_note(f"logs in {run_directory.path}; Ctrl-C stops")
+        group.watch()
+        print_note("stopping")
+
+
+def answer_once(
+    config: LocalGroupConfig, prompt: Prompt, *, sampling: SamplingParams, home: HeteroHome, as_json: bool
+) -> None:
+    """Run the group for one answer. Raises StartInterruptedError when a signal stopped it."""
+    from hetero_client.errors import StartInterruptedError
+    from hetero_client.launcher.local_group import LocalGroup
+    from hetero_client.launcher.run_directory import RunDirectory
+    from hetero_client.launcher.stop_signals import StopSignals
+
+    run_directory = RunDirectory.of(home, config.resource.metadata.name)
+    with StopSignals() as signals, LocalGroup(config, run=run_directory, signals=signals) as group:
+        topology, times = _start(group, config)
+        _show_ready(group, topology, times)
+        answer = _ask(group, prompt, sampling=sampling, quiet=as_json)
+        if answer is None:
+            raise StartInterruptedError(signals.first or signal.SIGINT)
+        _show_figures(answer, times, as_json=as_json)
+
+
+def _start(group: LocalGroup, config: LocalGroupConfig) -> tuple[GroupTopology, StartTimes]:
+    from hetero_client.cli.progress import StartDisplay
+
+    names = ("gateway", *(rank.name for rank in config.plan.ranks))
+    with StartDisplay(errors(), names) as display:
+        group.start()
+        display.gateway_listens(group.record.inference)
+        return group.wait_ready(display.show)
+
+
+def _show_ready(group: LocalGroup, topology: GroupTopology, times: StartTimes) -> None:
+    from hetero_client.cli.tables import placement_view
+
+    console = errors()
+    console.print(placement_view(topology, width=console.width))
+    capacity = topology.num_blocks * topology.block_size
+    console.print(
+        f"epoch {topology.epoch} · exchange {topology.exchange or 'none'} · KV cache {capacity} tokens"
+        f" · started in {times.ready_s - times.started_s:.1f} s",
+        style="dim", highlight=False,
+    )  # fmt: skip
+    console.print(f"ready: {group.record.inference}", style="bold green", highlight=False)
+
+
+class _Answer(threading.Thread):
+    """Streams one answer beside the launcher's watch over its processes."""
+
+    def __init__(self, stream: GenerateStream, *, quiet: bool) -> None:
+        super().__init__(name="answer", daemon=True)
+        self.figures: AnswerFigures | None = None
+        self.error: ClientError | OSError | None = None
+        self._stream = stream
+        self._quiet = quiet
+        self._sent_at_s = time.monotonic()
+
+    def run(self) -> None:
+        from hetero_client.cli.answers import show_answer
+
+        try:
+            self.figures = show_answer(self._stream, sent_at_s=self._sent_at_s, quiet=self._quiet)
+        except (ClientError, OSError) as error:  # OSError: standard output was closed
+            self.error = error
+
+
+def _ask(group: LocalGroup, prompt: Prompt, *, sampling: SamplingParams, quiet: bool) -> AnswerFigures | None:
+    """The figures of the streamed answer; None when a signal stopped it."""
+    from hetero_client.client import HeteroClient
+
+    with HeteroClient(group.record.inference) as client:
+        stream = client.generate(prompt, sampling=sampling)
+        answer = _Answer(stream, quiet=quiet)
+        answer.start()
+        try:
+            group.watch(until=lambda: not answer.is_alive())
+            stopped = answer.is_alive()
+        finally:
+            stream.close()
+            answer.join()
+    if answer.error is not None and not stopped:
+        group.check_alive()
+        raise answer.error
+    return None if stopped else answer.figures
+
+
+def _show_figures(answer: AnswerFigures, times: StartTimes, *, as_json: bool) -> None:
+    load_s = answer.first_token_at_s - times.loading_s
+    start_s = answer.first_token_at_s - times.started_s
+    if as_json:
+        data = asdict(answer)
+        del data["first_token_at_s"]
+        print_json({**data, "load_to_first_token_s": load_s, "start_to_first_token_s": start_s})
+        return
+    output().print(
+        f"{answer.line()} · load to first token {load_s:.1f} s · start to first token {start_s:.1f} s",
+        style="dim", highlight=False, soft_wrap=True,
+    )  # fmt: skip
+
+
+def _problems(path: Path, *, local: bool) -> tuple[list[str], list[str]]:
+    """Problems and warnings of one manifest."""
+    from hetero_api.errors import ManifestError
+    from hetero_api.manifest import load_manifest
+    from hetero_client.errors import LocalSpecError
+    from hetero_client.launcher.cores import read_cpu_set
+    from hetero_client.launcher.host_memory import total_memory_bytes
+    from hetero_client.launcher.local_plan import plan_locally
+
+    try:
+        resource = load_manifest(path)
+        if not local:
+            return [], []
+        plan = plan_locally(resource, cores=read_cpu_set(), memory_bytes=total_memory_bytes())
+    except (ManifestError, LocalSpecError) as error:
+        return list(error.problems), []
+    return [], list(plan.warnings)

@@ -1,0 +1,108 @@
+"""Tables about groups: the placement of ranks, and what runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from hetero_api.sharding import UnitRange
+from hetero_client.admin import GroupTopology, RankView
+from hetero_client.launcher.run_directory import GroupRecord
+
+MB = 1_000_000
+WIDE = 130
+FULL_COLUMNS = (
+    "rank", "pool", "device", "cores", "KV heads", "MLP columns", "vocab rows", "weights MB", "KV MB", "kernels",
+)  # fmt: skip
+NARROW_COLUMNS = tuple(name for name in FULL_COLUMNS if name not in ("device", "kernels"))
+_NUMBERS = ("rank", "weights MB", "KV MB")
+_NONE = "-"
+
+
+def placement_view(topology: GroupTopology, *, width: int) -> RenderableType:
+    """Which rank holds what; on a narrow terminal, devices and kernels come below the table."""
+    if width >= WIDE:
+        return _table(FULL_COLUMNS, [placement_cells(rank) for rank in topology.ranks])
+    table = _table(NARROW_COLUMNS, [placement_cells(rank, counts=False) for rank in topology.ranks])
+    return Group(table, *(Text(line) for line in _device_lines(topology.ranks)))
+
+
+def placement_cells(rank: RankView, *, counts: bool = True) -> dict[str, str]:
+    """One rank's cells by column; `counts` adds how many units a range of columns or rows holds."""
+    return {
+        "rank": str(rank.rank),
+        "pool": rank.pool,
+        "device": rank.device or _NONE,
+        "cores": _cores(rank),
+        "KV heads": _units(rank.kv_heads, rank, count=True),
+        "MLP columns": _units(rank.mlp_columns, rank, count=counts),
+        "vocab rows": _units(rank.vocab_rows, rank, count=counts),
+        "weights MB": f"{rank.weight_bytes / MB:.1f}",
+        "KV MB": f"{rank.kv_bytes / MB:.1f}",
+        "kernels": ", ".join(rank.kernels) or _NONE,
+    }
+
+
+def groups_table(groups: Sequence[GroupRecord]) -> Table:
+    """What runs on this machine."""
+    rows = [
+        {
+            "name": group.name,
+            "pid": str(group.pid),
+            "phase": group.phase,
+            "address": group.inference,
+            "ranks": str(len(group.processes) - 1),
+            "up": duration(time.time() - group.started_at),
+            "manifest": group.manifest,
+        }
+        for group in groups
+    ]
+    return _table(list(rows[0]) if rows else [], rows)
+
+
+def duration(seconds: float) -> str:
+    """Seconds for a person: 42s, 3m05s, 2h07m."""
+    whole = max(0, int(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02}m"
+
+
+def _cores(rank: RankView) -> str:
+    if not rank.cores:
+        return "not bound"
+    cores = ",".join(map(str, rank.cores))
+    return cores if rank.pinned else f"{cores} (not pinned)"
+
+
+def _units(units: UnitRange | None, rank: RankView, *, count: bool) -> str:
+    if units is None:
+        return "by layer" if rank.layered else _NONE
+    if not units.size:
+        return "none"
+    return f"{units.begin}..{units.end - 1}" + (f" ({units.size})" if count else "")
+
+
+def _table(columns: Sequence[str], rows: Sequence[Mapping[str, str]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in columns:
+        table.add_column(name, justify="right" if name in _NUMBERS else "left")
+    for row in rows:
+        table.add_row(*(row[name] for name in columns))
+    return table
+
+
+def _device_lines(ranks: Sequence[RankView]) -> list[str]:
+    """A line for each kind of device and kernels, with the ranks that have it."""
+    who: dict[str, list[str]] = {}
+    for rank in ranks:
+        what = ", ".join(part for part in (rank.device, *rank.kernels) if part)
+        who.setdefault(what or _NONE, []).append(str(rank.rank))
+    return [f" rank {', '.join(numbers)}: {what}" for what, numbers in who.items()]

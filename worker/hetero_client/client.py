@@ -1,0 +1,196 @@
+"""The synchronous client.
+
+A client holds one channel and may be shared by threads. Every call raises the errors of
+`hetero_client.errors` and nothing of grpc's. A stream that is closed, or dropped before its end, cancels its
+call, and the gateway frees its memory within one step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Final, Self
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from hetero_api.contract import GATEWAY_SERVICES
+from hetero_api.v1 import inference_pb2 as pb
+from hetero_api.v1 import inference_pb2_grpc
+from hetero_client import wire
+from hetero_client.channel import channel_options
+from hetero_client.errors import DeadlineError, UnavailableError
+from hetero_client.messages import ChatMessage, Completion, Event, ModelInfo, Prompt, SamplingParams, ServerInfo
+from hetero_client.status import error_from
+
+CALL_TIMEOUT_S: Final = 30.0
+"""Default bound of every call but Generate."""
+RETRY_S: Final = 0.1
+"""Pause between two looks at a server that does not answer yet."""
+
+
+class GenerateStream(Iterator[Event]):
+    """The events of one request: Started, any number of Delta, Finished."""
+
+    def __init__(self, call: Any, *, address: str) -> None:
+        self._call = call
+        self._address = address
+        self._reader = wire.StreamReader()
+        self._closed = False
+
+    @property
+    def request_id(self) -> str:
+        """The request's id; empty until Started came."""
+        return self._reader.request_id
+
+    def __next__(self) -> Event:
+        while not self._closed:
+            try:
+                message = next(self._call)
+            except StopIteration:
+                self._closed = True
+                self._reader.check_end()
+                break
+            except grpc.RpcError as error:
+                if self._closed:
+                    break
+                self._closed = True
+                raise error_from(error, address=self._address) from error
+            event = self._reader.read(message)
+            if event is not None:
+                return event
+        raise StopIteration
+
+    def close(self) -> None:
+        """Cancel the call, unless it is over. May be called from another thread; iteration then ends."""
+        self._closed = True
+        self._call.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class HeteroClient:
+    """Talks to one gateway at `address` ("host:port")."""
+
+    def __init__(self, address: str, *, channel: grpc.Channel | None = None) -> None:
+        self.address = address
+        self._channel = channel or grpc.insecure_channel(address, options=channel_options(address))
+        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        sampling: SamplingParams | None = None,
+        request_id: str = "",
+        timeout_s: float | None = None,
+        cache_salt: str = "",
+        final_only: bool = False,
+    ) -> GenerateStream:
+        """Stream a completion. `timeout_s` is the request's deadline; None means none."""
+        request = wire.generate_request(
+            prompt, sampling=sampling, request_id=request_id, cache_salt=cache_salt, final_only=final_only
+        )
+        return GenerateStream(self._stub.Generate(request, timeout=timeout_s), address=self.address)
+
+    def generate_text(
+        self,
+        prompt: Prompt,
+        *,
+        sampling: SamplingParams | None = None,
+        request_id: str = "",
+        timeout_s: float | None = None,
+        cache_salt: str = "",
+    ) -> Completion:
+        """The whole completion at once."""
+        builder = wire.CompletionBuilder()
+        stream = self.generate(
+            prompt,
+            sampling=sampling,
+            request_id=request_id,
+            timeout_s=timeout_s,
+            cache_salt=cache_salt,
+            final_only=True,
+        )
+        with stream:
+            for event in stream:
+                builder.add(event)
+        return builder.build()
+
+    def abort(self, request_id: str, *, timeout_s: float = CALL_TIMEOUT_S) -> bool:
+        """End a request that is in flight. False if there is none of this id."""
+        request = pb.AbortRequest(request_id=request_id)
+        return bool(self._call(self._stub.Abort, request, timeout_s).found)
+
+    def tokenize(self, prompt: str | Sequence[ChatMessage], *, timeout_s: float = CALL_TIMEOUT_S) -> tuple[int, ...]:
+        """The token ids that `generate` would see."""
+        return tuple(self._call(self._stub.Tokenize, wire.tokenize_request(prompt), timeout_s).token_ids)
+
+    def detokenize(self, token_ids: Iterable[int], *, timeout_s: float = CALL_TIMEOUT_S) -> str:
+        """The text of token ids, special tokens left out."""
+        return str(self._call(self._stub.Detokenize, wire.detokenize_request(token_ids), timeout_s).text)
+
+    def model_info(self, *, timeout_s: float = CALL_TIMEOUT_S) -> ModelInfo:
+        """Which model is served."""
+        return wire.model_info(self._call(self._stub.GetModelInfo, pb.GetModelInfoRequest(), timeout_s))
+
+    def server_info(self, *, timeout_s: float = CALL_TIMEOUT_S) -> ServerInfo:
+        """How the server stands."""
+        return wire.server_info(self._call(self._stub.GetServerInfo, pb.GetServerInfoRequest(), timeout_s))
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Return when the server serves requests. Raises DeadlineError after `timeout_s` seconds."""
+        deadline = time.monotonic() + timeout_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            with suppress(UnavailableError, DeadlineError):
+                if self._watch_until_serving(left_s):
+                    return
+            time.sleep(min(RETRY_S, max(0.0, deadline - time.monotonic())))
+        raise DeadlineError(not_ready_message(self.address, timeout_s), code="DEADLINE_EXCEEDED")
+
+    def close(self) -> None:
+        """Close the channel; calls in flight are cancelled."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _watch_until_serving(self, timeout_s: float) -> bool:
+        watch = self._health.Watch(health_request(), timeout=timeout_s, wait_for_ready=True)
+        try:
+            return any(is_serving(response) for response in watch)
+        except grpc.RpcError as error:
+            raise error_from(error, address=self.address) from error
+        finally:
+            watch.cancel()
+
+    def _call(self, method: Any, request: Any, timeout_s: float) -> Any:
+        try:
+            return method(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise error_from(error, address=self.address) from error
+
+
+def health_request() -> health_pb2.HealthCheckRequest:
+    """Asks for the health of hetero.v1.Inference."""
+    return health_pb2.HealthCheckRequest(service=GATEWAY_SERVICES[0])
+
+
+def is_serving(response: health_pb2.HealthCheckResponse) -> bool:
+    return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def not_ready_message(address: str, timeout_s: float) -> str:
+    return f"the gateway at {address} did not become ready within {timeout_s:g} s"

@@ -1,0 +1,45 @@
+"""The folder of the local model store and of run state, and where things lie in it.
+
+$HETERO_HOME            default $XDG_CACHE_HOME/hetero, or ~/.cache/hetero
+├── downloads/          wheels and the like, kept so that a fetch can be repeated offline
+├── models/hf/ORG/NAME  model directories, or links to them; NAME@REVISION where one was asked for
+└── run/NAME/           one folder a local group: state, logs, token
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hetero_api.contract import ENV_HOME
+
+
+@dataclass(frozen=True, slots=True)
+class HeteroHome:
+    """Paths below one home folder; nothing is created by looking."""
+
+    root: Path
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> HeteroHome:
+        """The home that the environment names."""
+        env = os.environ if environment is None else environment
+        if env.get(ENV_HOME):
+            return cls(Path(env[ENV_HOME]).expanduser().absolute())
+        cache = env.get("XDG_CACHE_HOME")
+        base = Path(cache) if cache and Path(cache).is_absolute() else Path.home() / ".cache"
+        return cls(base / "hetero")
+
+    @property
+    def downloads(self) -> Path:
+        return self.root / "downloads"
+
+    @property
+    def models(self) -> Path:
+        return self.root / "models"
+
+    @property
+    def runs(self) -> Path:
+        return self.root / "run"

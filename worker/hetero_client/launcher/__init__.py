@@ -1,0 +1,1 @@
+"""Runs a HeteroInference on this machine: gateway and ranks as supervised processes."""

@@ -1,0 +1,132 @@
+"""`$HETERO_HOME/run/NAME`: what one local group keeps on disk while it runs.
+
+lock           held by the launcher for its whole life; says whether the group runs
+group.json     GroupRecord: pids and addresses, for `hetero ps` and for commands without --address
+gateway.json   written by the gateway once it listens
+token          what ranks prove themselves with, mode 0600
+*.log          one a process; the last run's are kept until the next start
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hetero_client.errors import NoGroupError
+from hetero_client.file_lock import FileLock, is_held
+from hetero_client.home import HeteroHome
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRecord:
+    """A running local group. Addresses are "host:port"; `started_at` is seconds since 1970."""
+
+    name: str
+    pid: int
+    manifest: str
+    model_dir: str
+    phase: str
+    inference: str
+    admin: str
+    started_at: float
+    processes: dict[str, int]
+
+
+class RunDirectory:
+    """One group's folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lock = FileLock(path / "lock")
+
+    @classmethod
+    def of(cls, home: HeteroHome, name: str) -> RunDirectory:
+        return cls(home.runs / name)
+
+    @property
+    def token_path(self) -> Path:
+        return self.path / "token"
+
+    @property
+    def gateway_state_path(self) -> Path:
+        return self.path / "gateway.json"
+
+    @property
+    def record_path(self) -> Path:
+        return self.path / "group.json"
+
+    def log_path(self, process: str) -> Path:
+        return self.path / f"{process}.log"
+
+    def prepare(self) -> None:
+        """Clear what an earlier run left and write a fresh token. The lock must be held."""
+        self.path.chmod(0o700)
+        for stale in [self.token_path, self.gateway_state_path, self.record_path, *self.path.glob("*.log")]:
+            stale.unlink(missing_ok=True)
+        fd = os.open(self.token_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(fd, "w", encoding="ascii") as file:
+            file.write(secrets.token_urlsafe(32))
+
+    def clear(self) -> None:
+        """Remove what must not outlast the run; logs stay."""
+        for path in (self.token_path, self.gateway_state_path, self.record_path):
+            path.unlink(missing_ok=True)
+
+    def write_record(self, record: GroupRecord) -> None:
+        write_atomically(self.record_path, json.dumps(asdict(record), indent=2) + "\n")
+
+    def read_record(self) -> GroupRecord | None:
+        """The record, None if there is none or it was written by another version."""
+        data = read_json_object(self.record_path)
+        try:
+            return None if data is None else GroupRecord(**data)
+        except TypeError:
+            return None
+
+    def read_gateway_state(self) -> Mapping[str, Any] | None:
+        """What the gateway wrote; None until it listens."""
+        return read_json_object(self.gateway_state_path)
+
+
+def running_groups(home: HeteroHome) -> list[GroupRecord]:
+    """Records of all groups that run now, by name."""
+    folders = sorted(path.parent for path in home.runs.glob("*/lock"))
+    records = [RunDirectory(folder).read_record() for folder in folders if is_held(folder / "lock")]
+    return [record for record in records if record is not None]
+
+
+def find_group(home: HeteroHome, name: str | None = None) -> GroupRecord:
+    """The running group of that name, or the only one. Raises NoGroupError."""
+    groups = running_groups(home)
+    if name is not None:
+        groups = [group for group in groups if group.name == name]
+    if len(groups) == 1:
+        return groups[0]
+    if groups:
+        names = ", ".join(group.name for group in groups)
+        raise NoGroupError(f"several local groups run ({names}); choose one with --group NAME or --address HOST:PORT")
+    what = "no local group runs" if name is None else f"no local group named {name!r} runs"
+    raise NoGroupError(f"{what}; start one with `hetero up FILE`, or give --address HOST:PORT")
+
+
+def read_json_object(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file; None when there is no such file or no object in it."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Readers see the old content or the new one, never a part."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False, encoding="utf-8") as file:
+        file.write(text)
+    shutil.move(file.name, path)

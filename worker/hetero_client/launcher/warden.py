@@ -1,0 +1,48 @@
+"""Outlives the launcher just long enough to see that its children end.
+
+    python -I -S warden.py GRACE_S    with pids, one a line, on standard input
+
+SIGTERM on the launcher's death (`death_signal.py`) asks children to end; one that hangs would stay. When the
+launcher closes this program's standard input, by dying or by ending, the process groups of all pids that it
+told get SIGKILL after the grace time, unless they ended before. Processes are held by pidfd: a pid that was
+given to another process in between is never hit. Standard library only.
+"""
+
+import os
+import select
+import signal
+import sys
+import time
+
+
+def main(arguments: list[str]) -> None:
+    grace_s = float(arguments[0])
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    processes: dict[int, int] = {}
+    for line in sys.stdin:
+        pid = int(line)
+        try:
+            processes[os.pidfd_open(pid)] = pid
+        except ProcessLookupError:
+            continue
+    for pid in survivors(processes, grace_s):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def survivors(processes: dict[int, int], grace_s: float) -> list[int]:
+    """Pids still alive after the grace time; returns early when there are none."""
+    poller = select.poll()
+    for pidfd in processes:
+        poller.register(pidfd, select.POLLIN)
+    alive = dict(processes)
+    deadline = time.monotonic() + grace_s
+    while alive and (left_s := deadline - time.monotonic()) > 0:
+        for pidfd, _ in poller.poll(left_s * 1000):
+            poller.unregister(pidfd)
+            del alive[pidfd]
+    return list(alive.values())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

