@@ -1,13 +1,13 @@
 """Errors of a rank.
 
-    HeteroError (hetero_api)
-    └── WorkerError
-        ├── ExchangeError
-        │   ├── ExchangeAborted    the epoch ended while, or before, the call
-        │   └── ExchangeTimeout    a peer did not come in time
-        ├── PinningError           cores or memory cannot be bound as required
-        ├── ProtocolError          the gateway sent something that does not fit the rank's state
-        └── MemoryBudgetError      weights or cache do not fit the rank's memory
+HeteroError (hetero_api)
+└── WorkerError
+    ├── ExchangeError
+    │   ├── ExchangeAborted    the epoch ended while, or before, the call
+    │   └── ExchangeTimeout    a peer did not come in time
+    ├── PinningError           cores or memory cannot be bound as required
+    ├── ProtocolError          the gateway sent something that does not fit the rank's state
+    └── MemoryBudgetError      weights or cache do not fit the rank's memory
 """
 
 from __future__ import annotations

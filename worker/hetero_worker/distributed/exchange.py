@@ -67,7 +67,7 @@ class LocalExchange:
     def all_reduce(self, tensor: torch.Tensor, contributors: Sequence[int]) -> None:
         """The sum over one rank."""
 
-    def all_gather(self, tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+    def all_gather(self, tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:  # noqa: ARG002
         return [tensor.clone()]
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:

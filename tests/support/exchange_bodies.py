@@ -1,0 +1,210 @@
+"""What rank processes do in the tests of exchanges; each body runs in a process of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from hetero_api.v1 import ranks_pb2
+from hetero_worker.distributed.exchange import HostExchange
+from hetero_worker.errors import ExchangeAborted, ExchangeError, ExchangeTimeout
+from tests.support.rank_processes import RankContext
+
+AREA_BYTES = 4096
+SIZES = (0, 1, 3, 576, 1023, 1024, 1025, 2048, 5000)
+"""Elements; in fp32 an area holds 1024."""
+
+
+def shm_left_over(prefix: str = "hetero-test-") -> list[str]:
+    return [path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(prefix)]
+
+
+def same_rounds_both_ways(ranks: RankContext, rounds: int, seed: int) -> tuple[str, str, list[str]]:
+    """Digests of all results over shared memory and over Gloo, and what /dev/shm held meanwhile."""
+    shm = ranks.form(ranks_pb2.EXCHANGE_KIND_SHM, epoch=1, area_bytes=AREA_BYTES)
+    assert shm.kind == ranks_pb2.EXCHANGE_KIND_SHM
+    ranks.meet()
+    left_over = shm_left_over()
+    ranks.meet()
+    over_shm = _play(shm.exchange, rounds, seed, delays=True)
+    shm.close()
+    gloo = ranks.form(ranks_pb2.EXCHANGE_KIND_GLOO, epoch=2)
+    assert gloo.kind == ranks_pb2.EXCHANGE_KIND_GLOO
+    over_gloo = _play(gloo.exchange, rounds, seed, delays=False)
+    gloo.close()
+    return over_shm, over_gloo, left_over
+
+
+def _play(exchange: HostExchange, rounds: int, seed: int, *, delays: bool) -> str:
+    """Random collectives, the same on every rank but for the numbers in them; a digest of all results."""
+    script = random.Random(seed)
+    pauses = random.Random(1000 * seed + exchange.rank)
+    values = torch.Generator().manual_seed(100 * seed + exchange.rank)
+    digest = hashlib.sha256()
+    for _ in range(rounds):
+        if delays and pauses.random() < 0.02:
+            time.sleep(pauses.random() * 0.003)
+        for tensor in _play_one(exchange, script, values):
+            digest.update(tensor.view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _play_one(exchange: HostExchange, script: random.Random, values: torch.Generator) -> list[torch.Tensor]:
+    world = range(exchange.world_size)
+    kind = script.choice(["all_reduce", "all_reduce", "all_gather", "broadcast"])
+    dtype = script.choice([torch.float32, torch.bfloat16])
+    if kind == "all_gather":
+        counts = [script.choice(SIZES) for _ in world]
+        mine = torch.randn(counts[exchange.rank], generator=values).to(dtype)
+        return exchange.all_gather(mine, counts)
+    tensor = torch.randn(script.choice(SIZES), generator=values).to(dtype)
+    if kind == "broadcast":
+        exchange.broadcast(tensor, script.choice(world))
+    else:
+        exchange.all_reduce(tensor, script.sample(world, script.randint(1, exchange.world_size)))
+    return [tensor]
+
+
+def sums(ranks: RankContext, kind: ranks_pb2.ExchangeKind.ValueType, dtype: torch.dtype) -> list[list[float]]:
+    """All-reduce of rows that every rank can make by itself; see `expected_sum`."""
+    group = ranks.form(kind)
+    tensor = rank_row(ranks.rank, dtype)
+    group.exchange.all_reduce(tensor, range(ranks.world_size))
+    group.close()
+    rows: list[list[float]] = tensor.tolist()
+    return rows
+
+
+def rank_row(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(2, 577, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def abort_while_waiting(ranks: RankContext, kind: ranks_pb2.ExchangeKind.ValueType) -> float:
+    """Rank 0 waits for a rank 1 that does not come and is aborted by a thread; how long that took it, seconds."""
+    group = ranks.form(kind)
+    waited_s = 0.0
+    if ranks.rank == 0:
+        aborted_at: list[float] = []
+
+        def abort() -> None:
+            aborted_at.append(time.monotonic())
+            group.exchange.abort()
+
+        threading.Timer(0.3, abort).start()
+        _expect_abort(group.exchange)
+        waited_s = time.monotonic() - aborted_at[0]
+        _expect_abort(group.exchange)
+    ranks.meet()
+    group.close()
+    return waited_s
+
+
+def _expect_abort(exchange: HostExchange) -> None:
+    try:
+        exchange.all_reduce(torch.ones(8), (0, 1))
+    except ExchangeAborted:
+        return
+    raise AssertionError("the exchange went on after an abort")
+
+
+def late_rank(ranks: RankContext, kind: ranks_pb2.ExchangeKind.ValueType) -> str:
+    """Ranks 0 and 1 wait for a rank 2 that does not come; what they say."""
+    group = ranks.form(kind, timeout_s=0.5)
+    message = ""
+    if ranks.rank != 2:
+        try:
+            group.exchange.all_reduce(torch.ones(8), (0, 1, 2))
+        except ExchangeTimeout as error:
+            message = str(error)
+    ranks.meet()
+    group.close()
+    return message
+
+
+def killed_peer(ranks: RankContext) -> float:
+    """Rank 2 is killed between rounds; rank 1 aborts, as its gateway would tell it; seconds until all are out."""
+    group = ranks.form(ranks_pb2.EXCHANGE_KIND_SHM)
+    tensor = torch.ones(64)
+    for _ in range(50):
+        group.exchange.all_reduce(tensor, (0, 1, 2))
+        tensor.fill_(1.0)
+    if ranks.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    if ranks.rank == 1:
+        threading.Timer(0.3, group.exchange.abort).start()
+    try:
+        group.exchange.all_reduce(tensor, (0, 1, 2))
+    except ExchangeAborted:
+        group.close()
+        return time.monotonic() - began
+    raise AssertionError("a dead rank took part in a round")
+
+
+def no_room(ranks: RankContext) -> tuple[str, list[str]]:
+    """A segment larger than any /dev/shm; the error, and that the next epoch forms in the same process."""
+    message = ""
+    try:
+        ranks.form(ranks_pb2.EXCHANGE_KIND_SHM, epoch=1, area_bytes=1 << 50)
+    except ExchangeError as error:
+        message = str(error)
+    left_over = shm_left_over()
+    group = ranks.form(ranks_pb2.EXCHANGE_KIND_SHM, epoch=2)
+    group.exchange.broadcast(torch.ones(1), 0)
+    group.close()
+    return message, left_over
+
+
+def foreign_machine(ranks: RankContext) -> ranks_pb2.ExchangeKind.ValueType:
+    """Rank 1 is on a machine without store order; the exchange that all take."""
+    machine = "aarch64" if ranks.rank == 1 else "x86_64"
+    group = ranks.form(ranks_pb2.EXCHANGE_KIND_SHM, machine=machine)
+    tensor = torch.full((4,), float(ranks.rank))
+    group.exchange.broadcast(tensor, 1)
+    assert tensor.tolist() == [1.0] * 4
+    group.close()
+    return group.kind
+
+
+def absent_rank(ranks: RankContext) -> str:
+    """Rank 1 says where it is and never comes to the rendezvous; what rank 0 says."""
+    if ranks.rank == 1:
+        ranks.meet("nowhere:1")
+        ranks.meet()
+        return ""
+    message = ""
+    try:
+        ranks.form(ranks_pb2.EXCHANGE_KIND_SHM, timeout_s=0.5)
+    except ExchangeTimeout as error:
+        message = str(error)
+    ranks.meet()
+    return message
+
+
+def listening_addresses(ranks: RankContext) -> list[str]:
+    """Hex addresses that this process's sockets listen on while a group stands."""
+    group = ranks.form(ranks_pb2.EXCHANGE_KIND_GLOO)
+    group.exchange.broadcast(torch.ones(1), 0)
+    inodes = {os.readlink(path)[8:-1] for path in Path("/proc/self/fd").iterdir() if _is_socket(path)}
+    lines = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]
+    ]
+    ranks.meet()
+    group.close()
+    return [fields[1].partition(":")[0] for fields in lines if fields[3] == "0A" and fields[9] in inodes]
+
+
+def _is_socket(path: Path) -> bool:
+    try:
+        return os.readlink(path).startswith("socket:[")
+    except FileNotFoundError:  # the descriptor of the listing itself
+        return False

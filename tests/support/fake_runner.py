@@ -1,0 +1,52 @@
+"""A runner that computes nothing and remembers what it was asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from hetero_api.v1 import ranks_pb2
+from hetero_worker.distributed.exchange import HostExchange, LocalExchange
+from hetero_worker.runners.base import LoadReport, LoadRequest, SampledToken
+
+WEIGHT_BYTES = 1000
+KV_BYTES_PER_TOKEN = 16
+
+
+class FakeRunner:
+    """Implements Runner. Set `on_load` or `on_execute` to make these do something else first."""
+
+    def __init__(self) -> None:
+        self.exchange: HostExchange = LocalExchange()
+        self.requests: list[LoadRequest] = []
+        self.plans: list[ranks_pb2.StepPlan] = []
+        self.attached = 0
+        self.on_load: Callable[[], None] = _nothing
+        self.on_execute: Callable[[], None] = _nothing
+
+    def attach(self, exchange: HostExchange) -> None:
+        self.exchange = exchange
+        self.attached += 1
+
+    def load(self, request: LoadRequest) -> LoadReport:
+        self.on_load()
+        kept = bool(self.requests) and self.requests[-1] == request
+        self.requests.append(request)
+        return LoadReport(
+            weight_bytes=WEIGHT_BYTES,
+            kv_budget_bytes=5000,
+            kv_bytes_per_token=KV_BYTES_PER_TOKEN,
+            load_s=0.0 if kept else 1.5,
+            kernels=("linear=fake",),
+        )
+
+    def allocate(self, num_blocks: int, block_size: int) -> int:
+        return num_blocks * block_size * KV_BYTES_PER_TOKEN
+
+    def execute(self, plan: ranks_pb2.StepPlan) -> Sequence[SampledToken]:
+        self.on_execute()
+        self.plans.append(plan)
+        return [SampledToken(part.slot, 100 + part.slot) for part in plan.scheduled if part.sample]
+
+
+def _nothing() -> None:
+    """The default of the hooks."""

@@ -1,0 +1,148 @@
+"""Real rank processes for tests of what happens between ranks.
+
+Processes come from a fork server that has torch loaded already, so that starting one is cheap and nothing of
+pytest's process is inherited. A body is a module-level function `body(ranks: RankContext, *args)`; what it returns
+is the rank's result. The parent relays one thing only: every rank's turn at a meeting, in rank order.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from hetero_api.v1 import ranks_pb2
+from hetero_worker.distributed.groups import GroupRequest, RankGroup, form_group
+from hetero_worker.distributed.store import StoreListener
+
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class RankContext:
+    """What a rank's body is given."""
+
+    rank: int
+    world_size: int
+    pipe: Connection
+
+    def meet(self, word: str = "") -> list[str]:
+        """Wait for all ranks; everyone's word, in rank order."""
+        self.pipe.send(("meet", word))
+        words: list[str] = self.pipe.recv()
+        return words
+
+    def form(
+        self, kind: ranks_pb2.ExchangeKind.ValueType, *, epoch: int = 1, timeout_s: float = 20.0, **changes: Any
+    ) -> RankGroup:
+        """Meet, then make the epoch's group as FormGroup would have it."""
+        listener = StoreListener(HOST)
+        address = self.meet(listener.open())[0]
+        request = GroupRequest(
+            epoch=epoch,
+            rank=self.rank,
+            world_size=self.world_size,
+            store_address=address,
+            exchange=kind,
+            segment_name=f"hetero-test-{address.rpartition(':')[2]}-{epoch}",
+            timeout_s=timeout_s,
+            host=HOST,
+            **changes,
+        )
+        return form_group(request, listener=listener, aborted=lambda: False)
+
+
+class RanksFailedError(AssertionError):
+    """A rank's body raised, or its process ended or hung when it should not have."""
+
+
+def run_ranks(
+    body: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 90.0,
+    may_die: Sequence[int] = (),
+) -> list[Any]:
+    """Run `body` on every rank; results in rank order, None for a rank that died as it may.
+
+    Raises RanksFailedError, with the ranks' tracebacks. No process is left behind.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.support.rank_processes"])
+    processes: list[BaseProcess] = []
+    pipes: list[Connection] = []
+    for rank in range(world_size):
+        ours, theirs = context.Pipe()
+        process: BaseProcess = context.Process(
+            target=_rank_main, args=(body, rank, world_size, theirs, args), daemon=True
+        )
+        process.start()
+        theirs.close()
+        processes.append(process)
+        pipes.append(ours)
+    try:
+        return _Conversation(pipes, frozenset(may_die)).run(time.monotonic() + timeout_s)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+        for pipe in pipes:
+            pipe.close()
+
+
+class _Conversation:
+    def __init__(self, pipes: Sequence[Connection], may_die: frozenset[int]) -> None:
+        self._pipes = pipes
+        self._may_die = may_die
+        self._talking = dict(enumerate(pipes))
+        self._words: dict[int, str] = {}
+        self._results: list[Any] = [None] * len(pipes)
+        self._failures: list[str] = []
+
+    def run(self, deadline: float) -> list[Any]:
+        while self._talking:
+            ready = wait(list(self._talking.values()), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise RanksFailedError("\n".join([f"ranks {sorted(self._talking)} did not end", *self._failures]))
+            for rank in [r for r, pipe in self._talking.items() if pipe in ready]:
+                self._listen(rank)
+            self._relay()
+        if self._failures:
+            raise RanksFailedError("\n".join(self._failures))
+        return self._results
+
+    def _listen(self, rank: int) -> None:
+        try:
+            kind, content = self._talking[rank].recv()
+        except EOFError:
+            kind, content = "died", "the process ended without a result"
+        if kind == "meet":
+            self._words[rank] = content
+            return
+        del self._talking[rank]
+        if kind == "done":
+            self._results[rank] = content
+        elif kind == "failed" or rank not in self._may_die:
+            self._failures.append(f"rank {rank}: {content}")
+
+    def _relay(self) -> None:
+        if len(self._words) == len(self._pipes):
+            words = [self._words[rank] for rank in sorted(self._words)]
+            self._words.clear()
+            for pipe in self._talking.values():
+                pipe.send(words)
+
+
+def _rank_main(body: Callable[..., Any], rank: int, world_size: int, pipe: Connection, args: Sequence[Any]) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        pipe.send(("done", body(RankContext(rank, world_size, pipe), *args)))
+    except BaseException:  # the parent tells it
+        pipe.send(("failed", traceback.format_exc()))

@@ -1,0 +1,89 @@
+"""Tiny random checkpoints in Hugging Face format, saved by transformers, one an architecture switch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+VOCAB_SIZE = 200
+"""No multiple of 64: the last shard of the vocabulary is an odd one."""
+
+_SHAPE: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "hidden_size": 32,
+    "intermediate_size": 50,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 8,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.3,
+}
+
+VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"tie_word_embeddings": False}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-biased": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}),
+    "llama3-rope": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    "linear-rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    ),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"tie_word_embeddings": True}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TinyCheckpoint:
+    """A saved model and transformers' own idea of its logits."""
+
+    directory: Path
+    reference: Any
+
+    def logits(self, token_ids: list[int]) -> torch.Tensor:
+        """float32 [tokens, vocabulary], by transformers."""
+        with torch.inference_mode():
+            result: torch.Tensor = self.reference(torch.tensor([token_ids])).logits[0].float()
+        return result
+
+
+def save_tiny(variant: str, directory: Path, *, max_shard_size: str = "5GB", seed: int = 0) -> TinyCheckpoint:
+    """Save a seeded random float32 model of the variant; biases and norms are random too."""
+    model_type, overrides = VARIANTS[variant]
+    config = AutoConfig.for_model(model_type, **{**_SHAPE, **overrides})
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    return TinyCheckpoint(directory, model)
+
+
+def edit_config(directory: Path, **fields: Any) -> None:
+    """Overwrite fields of the saved config.json."""
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))

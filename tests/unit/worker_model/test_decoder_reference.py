@@ -1,0 +1,94 @@
+"""Logits equal transformers' in float32, for every switch of the model family and every layout."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.rank_group import PlanBuilder, RankGroup, Shares
+from tests.support.tiny_checkpoints import VARIANTS, TinyCheckpoint, save_tiny
+
+pytestmark = pytest.mark.unit
+
+TOLERANCE = 1e-4
+
+LAYOUTS = {
+    "one rank": Shares(kv_heads=((8,),), mlp_columns=((50,),), vocab_rows=(200,)),
+    "uneven": Shares(kv_heads=((5, 3),), mlp_columns=((17, 33),), vocab_rows=(64, 136)),
+    "5:2:1:0": Shares(kv_heads=((5, 2, 1, 0),), mlp_columns=((31, 13, 6, 0),), vocab_rows=(128, 64, 8, 0)),
+    "first rank idle": Shares(kv_heads=((0, 8),), mlp_columns=((0, 50),), vocab_rows=(0, 200)),
+    "mlp elsewhere": Shares(kv_heads=((8, 0, 0),), mlp_columns=((0, 49, 1),), vocab_rows=(0, 64, 136)),
+    "layers of stages": Shares(kv_heads=((8, 0), (3, 5), (0, 8)), mlp_columns=((50, 0), (0, 50)), vocab_rows=(192, 8)),
+}
+
+PROMPT = [7, 150, 3, 88, 199, 0, 42, 42, 64, 63, 127]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyCheckpoint]:
+    return {variant: save_tiny(variant, tmp_path_factory.mktemp(variant)) for variant in VARIANTS}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("layout", ["one rank", "5:2:1:0"])
+def test_logits_equal_the_reference_for_every_variant(
+    checkpoints: dict[str, TinyCheckpoint], variant: str, layout: str
+) -> None:
+    _check_prefill_and_decode(checkpoints[variant], LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in ("one rank", "5:2:1:0")])
+@pytest.mark.parametrize("variant", ["llama-biased", "qwen3"])
+def test_logits_equal_the_reference_for_every_layout(
+    checkpoints: dict[str, TinyCheckpoint], variant: str, layout: str
+) -> None:
+    _check_prefill_and_decode(checkpoints[variant], LAYOUTS[layout])
+
+
+def test_bfloat16_is_as_close_to_float32_as_the_references_own_bfloat16(
+    checkpoints: dict[str, TinyCheckpoint],
+) -> None:
+    checkpoint = checkpoints["llama"]
+    rounded = TinyCheckpoint(checkpoint.directory, copy.deepcopy(checkpoint.reference).bfloat16())
+    builder = PlanBuilder(RankGroup(checkpoint.directory, LAYOUTS["uneven"], dtype="bfloat16"))
+    builder.start(0, PROMPT)
+    for _ in range(2):
+        builder.schedule(0)
+        tokens = list(builder.sequences[0].tokens)
+        exact = checkpoint.logits(tokens)[-1]
+        allowed = 2 * (rounded.logits(tokens)[-1] - exact).abs().mean()
+        assert (builder.run().logits[0] - exact).abs().mean() <= allowed
+
+
+def test_weights_in_several_files_load_the_same(tmp_path: Path) -> None:
+    checkpoint = save_tiny("qwen2", tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    _check_prefill_and_decode(checkpoint, LAYOUTS["uneven"])
+
+
+def test_a_dropped_contribution_would_be_seen(checkpoints: dict[str, TinyCheckpoint]) -> None:
+    """The tolerance is tight enough to notice one missing MLP column."""
+    checkpoint = checkpoints["llama"]
+    with torch.no_grad():
+        weight = checkpoint.reference.model.layers[1].mlp.down_proj.weight
+        kept = weight[:, 49].clone()
+        weight[:, 49] = 0
+        damaged = checkpoint.logits(PROMPT)[-1]
+        weight[:, 49] = kept
+    assert (damaged - checkpoint.logits(PROMPT)[-1]).abs().max() > 10 * TOLERANCE
+
+
+def _check_prefill_and_decode(checkpoint: TinyCheckpoint, shares: Shares) -> None:
+    builder = PlanBuilder(RankGroup(checkpoint.directory, shares))
+    builder.start(3, PROMPT)
+    for _ in range(4):
+        expected = checkpoint.logits(builder.sequences[3].tokens)[-1]
+        builder.schedule(3)
+        outcome = builder.run()
+        assert (outcome.logits[0] - expected).abs().max() <= TOLERANCE
+        (sampled,) = outcome.sampled
+        assert sampled.slot == 3
+        assert expected[sampled.token] >= expected.max() - TOLERANCE

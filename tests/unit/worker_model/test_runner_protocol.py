@@ -1,0 +1,230 @@
+"""What the CPU runner refuses, and that a refusal changes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hetero_api.errors import ModelError, PlanError
+from hetero_api.v1 import ranks_pb2
+from hetero_worker.distributed.exchange import LocalExchange
+from hetero_worker.errors import ExchangeAborted, MemoryBudgetError, ProtocolError
+from hetero_worker.runners.base import LoadRequest, Runner
+from hetero_worker.runners.cpu_runner import CpuRunner
+from tests.support.rank_group import GREEDY, PlanBuilder, RankGroup, Shares
+from tests.support.tiny_checkpoints import TinyCheckpoint, save_tiny
+
+pytestmark = pytest.mark.unit
+
+ONE_RANK = Shares(kv_heads=((8,),), mlp_columns=((50,),), vocab_rows=(200,))
+TWO_RANKS = Shares(kv_heads=((8, 0),), mlp_columns=((20, 30),), vocab_rows=(200, 0))
+Plan = ranks_pb2.StepPlan
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
+    return save_tiny("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def group(checkpoint: TinyCheckpoint) -> RankGroup:
+    """Slot 0 holds 5 computed tokens and one drawn one in two blocks of 4; step 1 is done."""
+    group = RankGroup(checkpoint.directory, ONE_RANK, num_blocks=16, max_num_batched_tokens=40)
+    group.run(_begin(step_id=1))
+    return group
+
+
+def _begin(*, step_id: int, slot: int = 0) -> Plan:
+    return Plan(
+        step_id=step_id,
+        new_sequences=[_new(slot=slot)],
+        scheduled=[_scheduled(slot=slot, num_tokens=5, new_block_ids=[3, 9], sample=True)],
+    )
+
+
+def _new(**fields: Any) -> ranks_pb2.NewSequence:
+    defaults: dict[str, Any] = {"slot": 1, "token_ids": [1, 2, 3, 4, 5], "sampling": GREEDY}
+    return ranks_pb2.NewSequence(**{**defaults, **fields})
+
+
+def _scheduled(**fields: Any) -> ranks_pb2.ScheduledSequence:
+    return ranks_pb2.ScheduledSequence(**fields)
+
+
+def _decode(step_id: int) -> Plan:
+    return Plan(step_id=step_id, scheduled=[_scheduled(slot=0, num_tokens=1, sample=True)])
+
+
+BAD_PLANS: dict[str, tuple[Plan, str]] = {
+    "step repeated": (_decode(1), "expected step 2"),
+    "step skipped": (_decode(3), "expected step 2"),
+    "release of a free slot": (Plan(step_id=2, released_slots=[4]), "slot 4"),
+    "release beyond the slots": (Plan(step_id=2, released_slots=[99]), "slot 99"),
+    "bind of a slot in use": (Plan(step_id=2, new_sequences=[_new(slot=0)]), "slot 0, which is in use"),
+    "bind twice": (Plan(step_id=2, new_sequences=[_new(), _new()]), "slot 1, which is in use"),
+    "bind beyond the slots": (Plan(step_id=2, new_sequences=[_new(slot=8)]), "slot 8"),
+    "no tokens": (Plan(step_id=2, new_sequences=[ranks_pb2.NewSequence(slot=1)]), "0 tokens"),
+    "too many tokens": (Plan(step_id=2, new_sequences=[_new(token_ids=[1] * 130)]), "1 to 128"),
+    "token beyond the vocabulary": (Plan(step_id=2, new_sequences=[_new(token_ids=[200])]), "vocabulary"),
+    "nothing left to compute": (
+        Plan(step_id=2, new_sequences=[_new(num_computed_tokens=5, block_ids=[1, 2])]),
+        "one must be left",
+    ),
+    "computed tokens without blocks": (
+        Plan(step_id=2, new_sequences=[_new(num_computed_tokens=4)]),
+        "0 blocks of 4",
+    ),
+    "null block": (Plan(step_id=2, new_sequences=[_new(block_ids=[0])]), "outside [1, 16)"),
+    "block beyond the pool": (Plan(step_id=2, new_sequences=[_new(block_ids=[16])]), "outside [1, 16)"),
+    "more blocks than a sequence can fill": (
+        Plan(step_id=2, new_sequences=[_new(block_ids=[1] * 33)]),
+        "at most 32",
+    ),
+    "schedule of a free slot": (
+        Plan(step_id=2, scheduled=[_scheduled(slot=5, num_tokens=1, sample=True)]),
+        "slot 5, which is not in use",
+    ),
+    "schedule of a released slot": (
+        Plan(step_id=2, released_slots=[0], scheduled=[_scheduled(slot=0, num_tokens=1, sample=True)]),
+        "slot 0, which is not in use",
+    ),
+    "slot twice": (
+        Plan(step_id=2, scheduled=[_scheduled(slot=0, num_tokens=1, sample=True)] * 2),
+        "slot twice",
+    ),
+    "zero tokens": (Plan(step_id=2, scheduled=[_scheduled(slot=0, num_tokens=0, sample=True)]), "computes 0"),
+    "more tokens than known": (
+        Plan(step_id=2, scheduled=[_scheduled(slot=0, num_tokens=2, sample=True)]),
+        "computes 2 tokens of slot 0",
+    ),
+    "no sample at the last token": (
+        Plan(step_id=2, scheduled=[_scheduled(slot=0, num_tokens=1, sample=False)]),
+        "sample is False",
+    ),
+    "sample before the last token": (
+        Plan(
+            step_id=2,
+            new_sequences=[_new()],
+            scheduled=[_scheduled(slot=1, num_tokens=2, new_block_ids=[4], sample=True)],
+        ),
+        "sample is True",
+    ),
+    "too few blocks": (
+        Plan(
+            step_id=2,
+            new_sequences=[_new()],
+            scheduled=[_scheduled(slot=1, num_tokens=5, new_block_ids=[4], sample=True)],
+        ),
+        "1 blocks of 4 for 5 tokens",
+    ),
+    "budget exceeded": (
+        Plan(
+            step_id=2,
+            new_sequences=[_new(token_ids=[1] * 40)],
+            scheduled=[_scheduled(slot=1, num_tokens=41, sample=True)],
+        ),
+        "at most 40",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PLANS)
+def test_a_plan_that_does_not_fit_is_refused_and_changes_nothing(group: RankGroup, case: str) -> None:
+    plan, words = BAD_PLANS[case]
+    with pytest.raises(ProtocolError) as caught:
+        group.runners[0].execute(plan)
+    assert words in str(caught.value)
+    assert f"step plan {plan.step_id}" in str(caught.value)
+    assert [slot for slot, _ in group.run(_decode(2)).sampled] == [0]
+
+
+def test_slot_released_and_bound_in_one_plan_is_the_new_sequence(group: RankGroup) -> None:
+    plan = _begin(step_id=2)
+    plan.released_slots.append(0)
+    assert len(group.run(plan).sampled) == 1
+
+
+def test_a_plan_without_sequences_is_a_step(group: RankGroup) -> None:
+    assert group.run(Plan(step_id=2, released_slots=[0])).sampled == []
+    assert len(group.run(_begin(step_id=3)).sampled) == 1
+
+
+def test_orders_out_of_turn_are_refused(checkpoint: TinyCheckpoint) -> None:
+    runner: Runner = CpuRunner()
+    with pytest.raises(ProtocolError, match="LoadModel"):
+        runner.allocate(8, 4)
+    with pytest.raises(ProtocolError, match="AllocateCache"):
+        runner.execute(_begin(step_id=1))
+
+
+def test_a_new_epoch_needs_a_new_cache_and_counts_steps_anew(group: RankGroup) -> None:
+    runner = group.runners[0]
+    runner.attach(LocalExchange())
+    with pytest.raises(ProtocolError, match="AllocateCache"):
+        runner.execute(_decode(2))
+    assert runner.load(group.requests[0]).load_s == 0
+    runner.allocate(16, 4)
+    with pytest.raises(ProtocolError, match="slot 0"):
+        runner.execute(_decode(1))
+    assert len(runner.execute(_begin(step_id=1))) == 1
+
+
+def test_allocate_reports_the_caches_bytes_and_keeps_to_the_budget(group: RankGroup) -> None:
+    runner, report = group.runners[0], group.reports[0]
+    assert report.kv_bytes_per_token == 3 * 2 * 8 * 8 * 4
+    assert runner.allocate(10, 4) == 40 * report.kv_bytes_per_token
+    too_many = report.kv_budget_bytes // (4 * report.kv_bytes_per_token) + 1
+    with pytest.raises(MemoryBudgetError, match="fewer blocks"):
+        runner.allocate(too_many, 4)
+
+
+def test_a_rank_without_heads_allocates_nothing(checkpoint: TinyCheckpoint) -> None:
+    group = RankGroup(checkpoint.directory, TWO_RANKS)
+    assert (group.reports[1].kv_bytes_per_token, group.reports[1].kv_budget_bytes) == (0, 0)
+    assert group.runners[1].allocate(8, 4) == 0
+
+
+def test_reported_weights_are_the_shards(checkpoint: TinyCheckpoint) -> None:
+    reports = RankGroup(checkpoint.directory, TWO_RANKS).reports
+    whole = RankGroup(checkpoint.directory, ONE_RANK).reports[0]
+    norms_and_tables = 3 * 32 * 4 + 2 * 128 * 8 * 4  # MLP norms on both ranks, rotary tables on both
+    assert sum(report.weight_bytes for report in reports) == whole.weight_bytes + norms_and_tables
+    assert all(report.kernels[0].startswith("linear=") for report in reports)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (lambda r: dataclasses.replace(r, memory_bytes=1 << 20), MemoryBudgetError, "given"),
+        (lambda r: dataclasses.replace(r, dtype="float16"), ModelError, "float32, bfloat16"),
+        (lambda r: dataclasses.replace(r, max_model_len=10_000), ModelError, "128 positions"),
+        (
+            lambda r: dataclasses.replace(
+                r, shard_plan=dataclasses.replace(r.shard_plan, ranks=r.shard_plan.ranks * 2)
+            ),
+            PlanError,
+            "rank 1",
+        ),
+    ],
+)
+def test_a_request_that_cannot_be_met_is_refused_before_reading(
+    group: RankGroup, change: Callable[[LoadRequest], LoadRequest], error: type[Exception], words: str
+) -> None:
+    request = change(dataclasses.replace(group.requests[0], directory=group.requests[0].directory / "unread"))
+    with pytest.raises(error, match=words):
+        group.runners[0].load(request)
+
+
+def test_an_aborted_step_ends_and_the_next_epoch_serves(checkpoint: TinyCheckpoint) -> None:
+    group = RankGroup(checkpoint.directory, TWO_RANKS)
+    group.exchanges[1].abort()
+    with pytest.raises(ExchangeAborted):
+        group.runners[0].execute(_begin(step_id=1))
+    group.start()
+    builder = PlanBuilder(group)
+    builder.start(0, [5, 6, 7])
+    builder.schedule(0)
+    assert len(builder.run().sampled) == 1

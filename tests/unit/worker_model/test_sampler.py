@@ -1,0 +1,209 @@
+"""Draws follow the filtered softmax exactly, and depend on nothing but the request, its seed and its position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from hetero_api.errors import ModelError
+from hetero_api.sharding import UnitRange, ranges_of_counts
+from hetero_worker.distributed.exchange import LocalExchange
+from hetero_worker.layers.sampler import sample_tokens
+from hetero_worker.sampling.noise import gumbel_noise
+from hetero_worker.sampling.request import SamplingRow
+from tests.support.thread_exchange import run_ranks, thread_exchanges
+
+pytestmark = pytest.mark.unit
+
+
+def _row(**fields: Any) -> SamplingRow:
+    defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 1, "position": 0}
+    return SamplingRow(**{**defaults, **fields})
+
+
+def _sample(logits: torch.Tensor, rows: Sequence[SamplingRow], counts: Sequence[int] = ()) -> list[int]:
+    """Draw with the vocabulary split as `counts` says; all ranks must agree."""
+    if not counts:
+        ranges: Sequence[UnitRange] = [UnitRange(0, logits.shape[1])]
+        return sample_tokens(logits, rows, vocab_ranges=ranges, exchange=LocalExchange())
+    ranges, exchanges = ranges_of_counts(counts), thread_exchanges(len(counts))
+
+    def body(rank: int) -> list[int]:
+        shard = logits[:, ranges[rank].begin : ranges[rank].end]
+        return sample_tokens(shard, rows, vocab_ranges=ranges, exchange=exchanges[rank])
+
+    results = run_ranks(exchanges, body)
+    assert all(result == results[0] for result in results)
+    return results[0]
+
+
+def _by_transformers(logits: torch.Tensor, row: SamplingRow) -> int:
+    """The Gumbel-max draw over what transformers' own filters leave of the whole vocabulary."""
+    filters = LogitsProcessorList()
+    if row.top_k:
+        filters.append(TopKLogitsWarper(row.top_k))
+    if row.top_p < 1:
+        filters.append(TopPLogitsWarper(row.top_p))
+    if row.min_p:
+        filters.append(MinPLogitsWarper(row.min_p))
+    kept = filters(torch.LongTensor([[0]]), (logits / row.temperature)[None])[0]
+    noise = gumbel_noise(seed=row.seed, position=row.position, begin=0, count=len(logits))
+    return int((kept + noise).argmax())
+
+
+LAYOUTS: list[tuple[int, ...]] = [(), (128, 64, 8, 0), (0, 200), (64, 136), (64, 64, 64, 8)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**64 - 1),
+    position=st.integers(0, 2**31),
+    temperature=st.sampled_from([0.3, 0.8, 1.0, 2.0]),
+    top_k=st.sampled_from([0, 1, 5, 50, 200, 1000]),
+    top_p=st.sampled_from([0.05, 0.5, 0.9, 0.999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.02, 0.5, 1.0]),
+    layout=st.sampled_from(LAYOUTS),
+    spread=st.sampled_from([0.1, 1.0, 5.0]),
+)
+def test_a_draw_equals_the_references_filters_on_any_layout(
+    seed: int,
+    position: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    layout: tuple[int, ...],
+    spread: float,
+) -> None:
+    logits = torch.randn(1, 200, generator=torch.Generator().manual_seed(position % 1000)) * spread
+    row = _row(seed=seed, position=position, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    assert _sample(logits, [row], layout) == [_by_transformers(logits[0], row)]
+
+
+@pytest.mark.parametrize("counts", [(), (704, 1344), (1024, 0, 1024)])
+@pytest.mark.parametrize(
+    "filters",
+    [{"top_p": 0.9}, {"top_p": 0.999}, {"min_p": 1e-6}, {"top_p": 0.99, "min_p": 0.3}, {"top_k": 700, "top_p": 0.9}],
+    ids=str,
+)
+def test_a_nucleus_beyond_the_candidates_is_still_exact(counts: tuple[int, ...], filters: dict[str, float]) -> None:
+    """2048 nearly equal rows: 256 candidates a shard prove nothing, whole rows must come."""
+    logits = torch.randn(3, 2048, generator=torch.Generator().manual_seed(5)) * 0.2
+    rows = [_row(seed=9, position=i, **filters) for i in range(3)]
+    assert _sample(logits, rows, counts) == [_by_transformers(logits[i], row) for i, row in enumerate(rows)]
+
+
+def test_whole_rows_travel_only_when_candidates_do_not_suffice() -> None:
+    ranges, row = ranges_of_counts((512, 512)), _row(top_p=0.9)
+    rounds = []
+    for spread in (20.0, 0.01):
+        logits = torch.randn(1, 1024, generator=torch.Generator().manual_seed(1)) * spread
+        exchanges = thread_exchanges(2)
+
+        def body(rank: int, logits: torch.Tensor = logits, exchanges: Any = exchanges) -> list[int]:
+            shard = logits[:, ranges[rank].begin : ranges[rank].end]
+            return sample_tokens(shard, [row], vocab_ranges=ranges, exchange=exchanges[rank])
+
+        run_ranks(exchanges, body)
+        rounds.append(exchanges[0].rounds)
+    assert rounds == [2, 4]
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [{}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 5, "top_p": 0.8, "min_p": 0.1}],
+    ids=str,
+)
+def test_draws_follow_the_analytic_distribution(filters: dict[str, float]) -> None:
+    """Chi-square over 6000 positions; the bound is the 0.9999 quantile of the largest case (7 degrees)."""
+    logits = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -1.5])
+    draws = 6000
+    rows = [_row(seed=77, position=i, **filters) for i in range(draws)]
+    tokens = _sample(logits.expand(draws, -1).contiguous(), rows)
+    observed = np.bincount(tokens, minlength=8)
+    expected = draws * _distribution(logits, rows[0])
+    assert observed[expected == 0].sum() == 0
+    kept = expected > 0
+    chi_square = float(((observed[kept] - expected[kept]) ** 2 / expected[kept]).sum())
+    assert chi_square < 29.9
+
+
+def _distribution(logits: torch.Tensor, row: SamplingRow) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """By definition: cut, renormalise, cut again."""
+    p = torch.softmax(logits.double() / row.temperature, dim=0).numpy()
+    order = np.argsort(-p)
+    if row.top_k:
+        p[order[row.top_k :]] = 0
+        p /= p.sum()
+    if row.top_p < 1:
+        before = np.cumsum(p[order]) - p[order]
+        p[order[before >= row.top_p]] = 0
+        p /= p.sum()
+    p[p < row.min_p * p.max()] = 0
+    result: np.ndarray[Any, np.dtype[np.float64]] = p / p.sum()
+    return result
+
+
+def test_greedy_takes_the_lowest_id_of_equal_logits_on_any_layout() -> None:
+    logits = torch.zeros(1, 200)
+    logits[0, [70, 130, 190]] = 5.0
+    for layout in LAYOUTS:
+        assert _sample(logits, [_row(temperature=0.0)], layout) == [70]
+
+
+def test_equal_logits_at_the_edge_of_top_k_keep_the_lowest_ids() -> None:
+    logits = torch.zeros(1, 1024)
+    for layout in [(), (512, 512), (64, 960)]:
+        tokens = {_sample(logits, [_row(top_k=3, position=i)], layout)[0] for i in range(60)}
+        assert tokens == {0, 1, 2}
+
+
+def test_temperatures_too_small_to_divide_by_are_greedy() -> None:
+    logits = torch.randn(1, 200, generator=torch.Generator().manual_seed(3)) * 30
+    assert _sample(logits, [_row(temperature=1e-38, top_p=0.9)]) == [int(logits.argmax())]
+
+
+def test_a_mixed_batch_draws_what_each_row_draws_alone() -> None:
+    logits = torch.randn(5, 200, generator=torch.Generator().manual_seed(4)) * 2
+    rows = [
+        _row(temperature=0.0),
+        _row(seed=5),
+        _row(seed=6, top_p=0.8),
+        _row(seed=7, top_k=4, temperature=1.7),
+        _row(seed=8, min_p=0.1),
+    ]
+    alone = [_sample(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
+    for layout in LAYOUTS:
+        assert _sample(logits, rows, layout) == alone
+
+
+@pytest.mark.parametrize(("begin", "count"), [(0, 1), (64, 64), (63, 5), (130, 70)])
+def test_a_shard_draws_the_noise_of_its_own_rows(begin: int, count: int) -> None:
+    whole = gumbel_noise(seed=2**64 - 1, position=3, begin=0, count=256)
+    assert torch.equal(gumbel_noise(seed=2**64 - 1, position=3, begin=begin, count=count), whole[begin : begin + count])
+
+
+def test_noise_differs_by_seed_and_by_position_and_is_gumbel() -> None:
+    base = gumbel_noise(seed=1, position=1, begin=0, count=100_000)
+    for seed, position in [(1, 2), (2, 1)]:
+        other = gumbel_noise(seed=seed, position=position, begin=0, count=100_000)
+        assert abs(float(torch.corrcoef(torch.stack([base, other]))[0, 1])) < 0.02
+    assert float(base.mean()) == pytest.approx(0.5772, abs=0.02)
+    assert float(base.var()) == pytest.approx(np.pi**2 / 6, abs=0.05)
+    assert bool(base.isfinite().all())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("row", [_row(temperature=0.0), _row(), _row(top_p=0.5)], ids=["greedy", "plain", "filtered"])
+def test_logits_that_are_not_finite_are_refused(bad: float, row: SamplingRow) -> None:
+    logits = torch.zeros(1, 200)
+    logits[0, 17] = bad
+    with pytest.raises(ModelError, match="not finite"):
+        _sample(logits, [row])

@@ -1,0 +1,464 @@
+"""A rank's whole life against a scripted gateway, with a fake runner; one rank, so no process groups."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+import torch
+
+from hetero_api.contract import EXIT_FAILURE, EXIT_OK, EXIT_PERMANENT
+from hetero_api.errors import ModelError
+from hetero_api.model_config import ModelConfig
+from hetero_api.sharding import LayerShard, RankShard, ShardPlan, UnitRange
+from hetero_api.v1 import ranks_pb2
+from hetero_worker.distributed.exchange import LocalExchange
+from hetero_worker.distributed.groups import GroupRequest, RankGroup, form_group
+from hetero_worker.distributed.store import StoreListener
+from hetero_worker.errors import ExchangeAborted, ExchangeError, MemoryBudgetError
+from hetero_worker.gateway_link import GatewayLink
+from hetero_worker.life import FormGroupFunction, RankIdentity, RankLife
+from tests.support.fake_runner import FakeRunner
+from tests.support.scripted_gateway import TOKEN, ScriptedGateway
+
+pytestmark = pytest.mark.unit
+
+PLAN = ShardPlan((RankShard((LayerShard(UnitRange(0, 2), UnitRange(0, 32)),), UnitRange(0, 64)),))
+CONFIG = ModelConfig.from_hf(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 1,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 128,
+        "vocab_size": 64,
+    }
+)
+
+
+class BlockingExchange(LocalExchange):
+    """Waits for a peer that never comes."""
+
+    def __init__(self) -> None:
+        self.waiting = threading.Event()
+        self.aborted = threading.Event()
+        self.closed = False
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        self.waiting.set()
+        assert self.aborted.wait(20)
+        raise ExchangeAborted("aborted while waiting")
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Rank:
+    """A life that runs on a thread."""
+
+    def __init__(self, folder: Path, target: str, *, token: str, form: FormGroupFunction) -> None:
+        self.runner = FakeRunner()
+        self.gave_up = threading.Event()
+        self._exit_codes: list[int] = []
+        self._link = GatewayLink(target=target, token=token, connect_timeout_s=20)
+        self.life = RankLife(
+            RankIdentity(
+                hello=ranks_pb2.Hello(pool="cpu", instance_id="me"),
+                model_dir=folder,
+                model_config=CONFIG,
+                memory_bytes=1 << 20,
+                store_host="127.0.0.1",
+            ),
+            link=self._link,
+            runner=self.runner,
+            form=form,
+            abort_timeout_s=0.2,
+            give_up=self.gave_up.set,
+        )
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._exit_codes.append(self.life.run())
+        self._link.finish(5)
+
+    def exit_code(self) -> int:
+        self._thread.join(20)
+        assert self._exit_codes, "the rank did not end"
+        return self._exit_codes[0]
+
+
+@contextmanager
+def joined(
+    folder: Path, *, token: str = TOKEN, form: FormGroupFunction = form_group
+) -> Iterator[tuple[ScriptedGateway, Rank]]:
+    with ScriptedGateway(folder) as gateway:
+        yield gateway, Rank(folder, gateway.target, token=token, form=form)
+
+
+def forming(*exchanges: LocalExchange) -> FormGroupFunction:
+    """A form_group that hands out these exchanges, one an epoch."""
+    left = list(exchanges)
+
+    def form(request: GroupRequest, *, listener: StoreListener, aborted: Callable[[], bool]) -> RankGroup:
+        listener.close()
+        return RankGroup(request.epoch, left.pop(0), request.exchange)
+
+    return form
+
+
+def form_message(**changes: Any) -> ranks_pb2.FormGroup:
+    fields: dict[str, Any] = {
+        "rank": 0,
+        "places": [ranks_pb2.RankPlace(rank=0)],
+        "shard_plan": PLAN.to_proto(),
+        "exchange": ranks_pb2.EXCHANGE_KIND_SHM,
+        "timeout_s": 20,
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 4,
+    }
+    return ranks_pb2.FormGroup(**(fields | changes))
+
+
+def form_epoch(gateway: ScriptedGateway, epoch: int, **changes: Any) -> None:
+    gateway.expect("hello")
+    gateway.tell(epoch, form_group=form_message(**changes))
+    assert gateway.expect("formed").epoch == epoch
+
+
+def load(gateway: ScriptedGateway, epoch: int, dtype: str = "float32") -> ranks_pb2.Loaded:
+    gateway.tell(epoch, load_model=ranks_pb2.LoadModel(dtype=dtype, max_model_len=128))
+    return gateway.expect("loaded").loaded
+
+
+def allocate(gateway: ScriptedGateway, epoch: int) -> ranks_pb2.Allocated:
+    gateway.tell(epoch, allocate_cache=ranks_pb2.AllocateCache(num_blocks=8, block_size=16))
+    return gateway.expect("allocated").allocated
+
+
+def serve_epoch(gateway: ScriptedGateway, epoch: int, **changes: Any) -> ranks_pb2.Loaded:
+    form_epoch(gateway, epoch, **changes)
+    loaded = load(gateway, epoch)
+    allocate(gateway, epoch)
+    return loaded
+
+
+def step(step_id: int, *slots: int) -> ranks_pb2.StepPlan:
+    scheduled = [ranks_pb2.ScheduledSequence(slot=slot, num_tokens=1, sample=True) for slot in slots]
+    return ranks_pb2.StepPlan(step_id=step_id, scheduled=scheduled)
+
+
+def shut_down(gateway: ScriptedGateway, epoch: int, rank: Rank) -> None:
+    gateway.tell(epoch, shutdown=ranks_pb2.Shutdown(reason="test"))
+    assert rank.exit_code() == EXIT_OK
+
+
+def test_whole_life(tmp_path: Path) -> None:
+    with joined(tmp_path) as (gateway, rank):
+        hello = gateway.expect("hello")
+        gateway.tell(1, form_group=form_message())
+        assert gateway.expect("formed").formed.exchange == ranks_pb2.EXCHANGE_KIND_SHM
+        loaded = load(gateway, 1)
+        allocated = allocate(gateway, 1)
+        gateway.tell(1, step_plan=step(1, 3, 0))
+        gateway.tell(1, step_plan=step(2, 1))
+        results = [gateway.expect("step_result").step_result for _ in range(2)]
+        shut_down(gateway, 1, rank)
+        gateway.expect_end()
+
+    assert (hello.epoch, hello.hello.instance_id) == (0, "me")
+    assert hello.hello.store_address.startswith("127.0.0.1:")
+    assert (loaded.weight_bytes, loaded.load_s, list(loaded.kernels)) == (1000, 1.5, ["linear=fake"])
+    assert allocated.kv_bytes == 8 * 16 * 16
+    assert [(r.step_id, list(r.slots), list(r.token_ids)) for r in results] == [
+        (1, [3, 0], [103, 100]),
+        (2, [1], [101]),
+    ]
+    assert all(0 < result.step_s < 20 for result in results)
+
+
+def test_load_request_holds_what_the_gateway_said(tmp_path: Path) -> None:
+    with joined(tmp_path) as (gateway, rank):
+        serve_epoch(gateway, 1)
+        shut_down(gateway, 1, rank)
+
+    (request,) = rank.runner.requests
+    assert (request.directory, request.config, request.shard_plan) == (tmp_path, CONFIG, PLAN)
+    assert (request.dtype, request.rank, request.max_model_len) == ("float32", 0, 128)
+    assert (request.max_num_batched_tokens, request.max_num_seqs, request.memory_bytes) == (64, 4, 1 << 20)
+
+
+def test_other_ranks_do_not_answer_steps(tmp_path: Path) -> None:
+    places = [ranks_pb2.RankPlace(rank=0), ranks_pb2.RankPlace(rank=1)]
+    with joined(tmp_path, form=forming(LocalExchange())) as (gateway, rank):
+        serve_epoch(gateway, 1, rank=1, places=places)
+        gateway.tell(1, step_plan=step(1, 0))
+        gateway.tell(1, step_plan=step(2, 0))
+        shut_down(gateway, 1, rank)
+        gateway.expect_end()
+
+    assert len(rank.runner.plans) == 2
+
+
+def test_abort_between_steps_leads_to_a_new_hello_that_keeps_the_weights(tmp_path: Path) -> None:
+    with joined(tmp_path) as (gateway, rank):
+        first = serve_epoch(gateway, 1)
+        gateway.tell(1, abort=ranks_pb2.Abort(reason="a peer is gone"))
+        second = serve_epoch(gateway, 2)
+        gateway.tell(2, step_plan=step(1, 0))
+        assert gateway.expect("step_result").epoch == 2
+        shut_down(gateway, 2, rank)
+
+    assert (first.load_s, second.load_s) == (1.5, 0.0)
+    assert rank.runner.attached == 2
+    assert not rank.gave_up.is_set()
+
+
+def test_abort_frees_a_rank_that_waits_for_a_peer(tmp_path: Path) -> None:
+    exchange = BlockingExchange()
+    with joined(tmp_path, form=forming(exchange, LocalExchange())) as (gateway, rank):
+        serve_epoch(gateway, 1)
+        rank.runner.on_execute = lambda: rank.runner.exchange.broadcast(torch.ones(1), 1)
+        gateway.tell(1, step_plan=step(1, 0))
+        gateway.tell(1, step_plan=step(2, 0))
+        assert exchange.waiting.wait(20)
+        gateway.tell(1, abort=ranks_pb2.Abort(reason="a peer is gone"))
+        serve_epoch(gateway, 2)
+        shut_down(gateway, 2, rank)
+
+    assert exchange.closed
+    assert not rank.gave_up.is_set()
+
+
+def test_rank_that_cannot_leave_an_aborted_epoch_gives_up(tmp_path: Path) -> None:
+    stuck = threading.Event()
+    with joined(tmp_path) as (gateway, rank):
+        serve_epoch(gateway, 1)
+        rank.runner.on_execute = lambda: _wait_for(stuck)
+        gateway.tell(1, step_plan=step(1, 0))
+        gateway.tell(1, abort=ranks_pb2.Abort(reason="a peer is gone"))
+        assert rank.gave_up.wait(20)
+        stuck.set()
+        gateway.expect("step_result")
+        gateway.expect("hello")
+        shut_down(gateway, 1, rank)
+
+
+def test_rank_whose_groups_cannot_be_left_gives_up(tmp_path: Path) -> None:
+    class Unleavable(LocalExchange):
+        def close(self) -> None:
+            raise ExchangeError("a collective hangs")
+
+    with joined(tmp_path, form=forming(Unleavable())) as (gateway, rank):
+        serve_epoch(gateway, 1)
+        gateway.tell(1, abort=ranks_pb2.Abort(reason="a peer is gone"))
+
+        assert rank.gave_up.wait(20)
+        gateway.expect("hello")
+        shut_down(gateway, 1, rank)
+
+
+def test_load_is_finished_and_kept_when_the_epoch_is_aborted_meanwhile(tmp_path: Path) -> None:
+    loading, go_on = threading.Event(), threading.Event()
+
+    def slow_load() -> None:
+        loading.set()
+        _wait_for(go_on)
+
+    with joined(tmp_path) as (gateway, rank):
+        form_epoch(gateway, 1)
+        rank.runner.on_load = slow_load
+        gateway.tell(1, load_model=ranks_pb2.LoadModel(dtype="float32", max_model_len=128))
+        assert loading.wait(20)
+        gateway.tell(1, abort=ranks_pb2.Abort(reason="a peer is gone"))
+        assert not rank.gave_up.wait(0.4)
+        go_on.set()
+        loaded = serve_epoch(gateway, 2)
+        shut_down(gateway, 2, rank)
+
+    assert loaded.load_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [(RuntimeError("out of luck"), "RuntimeError: out of luck"), (ExchangeError("rank 1 left"), "rank 1 left")],
+)
+def test_failed_step_is_reported_and_the_next_epoch_forms(error: Exception, text: str, tmp_path: Path) -> None:
+    with joined(tmp_path) as (gateway, rank):
+        serve_epoch(gateway, 1)
+        rank.runner.on_execute = _raising(error)
+        gateway.tell(1, step_plan=step(1, 0))
+        gateway.tell(1, step_plan=step(2, 0))
+        failure = gateway.expect("failure")
+        gateway.tell(1, abort=ranks_pb2.Abort(reason="rank 0 failed"))
+        serve_epoch(gateway, 2)
+        shut_down(gateway, 2, rank)
+
+    assert (failure.epoch, failure.failure.message, failure.failure.permanent) == (1, text, False)
+
+
+def test_failing_rank_frees_its_peers_at_once(tmp_path: Path) -> None:
+    exchange = BlockingExchange()
+    with joined(tmp_path, form=forming(exchange)) as (gateway, rank):
+        serve_epoch(gateway, 1)
+        rank.runner.on_execute = _raising(RuntimeError("no"))
+        gateway.tell(1, step_plan=step(1, 0))
+        gateway.expect("failure")
+        assert exchange.aborted.wait(20)
+        shut_down(gateway, 1, rank)
+
+
+@pytest.mark.parametrize("error", [ModelError("model.safetensors: damaged"), MemoryBudgetError("4 MiB short")])
+def test_permanent_failure_is_reported_and_ends_the_process(error: Exception, tmp_path: Path) -> None:
+    with joined(tmp_path) as (gateway, rank):
+        form_epoch(gateway, 1)
+        rank.runner.on_load = _raising(error)
+        gateway.tell(1, load_model=ranks_pb2.LoadModel(dtype="float32", max_model_len=128))
+        failure = gateway.expect("failure").failure
+        gateway.expect_end()
+
+        assert rank.exit_code() == EXIT_PERMANENT
+    assert (failure.message, failure.permanent) == (str(error), True)
+
+
+def test_group_that_cannot_form_is_reported(tmp_path: Path) -> None:
+    def form(request: GroupRequest, *, listener: StoreListener, aborted: Callable[[], bool]) -> RankGroup:
+        raise ExchangeError("rank(s) 1 did not come")
+
+    with joined(tmp_path, form=form) as (gateway, rank):
+        gateway.expect("hello")
+        gateway.tell(1, form_group=form_message())
+        assert gateway.expect("failure").failure.message == "rank(s) 1 did not come"
+        shut_down(gateway, 1, rank)
+
+
+def test_abort_ends_the_forming_of_a_group(tmp_path: Path) -> None:
+    forming_now = threading.Event()
+
+    def form(request: GroupRequest, *, listener: StoreListener, aborted: Callable[[], bool]) -> RankGroup:
+        forming_now.set()
+        _wait_for(SimpleNamespace(is_set=aborted))
+        raise ExchangeAborted("aborted while meeting")
+
+    with joined(tmp_path, form=form) as (gateway, rank):
+        gateway.expect("hello")
+        gateway.tell(1, form_group=form_message())
+        assert forming_now.wait(20)
+        gateway.tell(1, abort=ranks_pb2.Abort(reason="a peer is gone"))
+        gateway.expect("hello")
+        shut_down(gateway, 1, rank)
+
+
+@pytest.mark.parametrize(
+    ("epoch", "body", "complaint"),
+    [
+        (1, {"step_plan": step(2, 0)}, "step 2, expected step 1"),
+        (2, {"step_plan": step(1, 0)}, "step_plan of epoch 2 in epoch 1"),
+        (1, {"form_group": form_message()}, "form_group to a rank that is SERVING"),
+        (1, {"load_model": ranks_pb2.LoadModel(dtype="float32")}, "load_model to a rank that is SERVING"),
+        (1, {}, "does not know"),
+    ],
+)
+def test_message_that_does_not_fit_is_refused(epoch: int, body: dict[str, Any], complaint: str, tmp_path: Path) -> None:
+    with joined(tmp_path) as (gateway, rank):
+        serve_epoch(gateway, 1)
+        gateway.tell(epoch, **body)
+        failure = gateway.expect("failure").failure
+        shut_down(gateway, 1, rank)
+
+    assert complaint in failure.message
+    assert not failure.permanent
+    assert rank.runner.plans == []
+
+
+def test_messages_of_ended_epochs_are_dropped(tmp_path: Path) -> None:
+    with joined(tmp_path) as (gateway, rank):
+        serve_epoch(gateway, 1)
+        gateway.tell(1, abort=ranks_pb2.Abort(reason="over"))
+        gateway.tell(1, step_plan=step(1, 0))
+        gateway.tell(1, abort=ranks_pb2.Abort(reason="over, again"))
+        serve_epoch(gateway, 2)
+        shut_down(gateway, 2, rank)
+
+    assert rank.runner.plans == []
+
+
+def test_rank_says_hello_anew_when_an_epoch_is_aborted_before_it_formed(tmp_path: Path) -> None:
+    with joined(tmp_path) as (gateway, rank):
+        first = gateway.expect("hello").hello
+        gateway.tell(1, abort=ranks_pb2.Abort(reason="a peer is gone"))
+        second = gateway.expect("hello").hello
+        gateway.tell(2, form_group=form_message())
+        gateway.expect("formed")
+        shut_down(gateway, 2, rank)
+
+    assert first.instance_id == second.instance_id
+
+
+def test_broken_stream_ends_the_process_with_failure(tmp_path: Path) -> None:
+    exchange = BlockingExchange()
+    with joined(tmp_path, form=forming(exchange)) as (gateway, rank):
+        serve_epoch(gateway, 1)
+        rank.runner.on_execute = lambda: rank.runner.exchange.broadcast(torch.ones(1), 1)
+        gateway.tell(1, step_plan=step(1, 0))
+        assert exchange.waiting.wait(20)
+        gateway.hang_up(grpc.StatusCode.UNAVAILABLE)
+
+        assert rank.exit_code() == EXIT_FAILURE
+    assert exchange.closed
+
+
+def test_wrong_token_ends_the_process_for_good(tmp_path: Path) -> None:
+    with joined(tmp_path, token="guess") as (_, rank):
+        assert rank.exit_code() == EXIT_PERMANENT
+
+
+def test_shutdown_is_obeyed_in_the_middle_of_a_wait(tmp_path: Path) -> None:
+    exchange = BlockingExchange()
+    with joined(tmp_path, form=forming(exchange)) as (gateway, rank):
+        serve_epoch(gateway, 1)
+        rank.runner.on_execute = lambda: rank.runner.exchange.broadcast(torch.ones(1), 1)
+        gateway.tell(1, step_plan=step(1, 0))
+        assert exchange.waiting.wait(20)
+        shut_down(gateway, 1, rank)
+
+    assert exchange.closed
+
+
+def test_leave_request_ends_the_process_in_good_order(tmp_path: Path) -> None:
+    exchange = BlockingExchange()
+    with joined(tmp_path, form=forming(exchange)) as (gateway, rank):
+        serve_epoch(gateway, 1)
+        rank.runner.on_execute = lambda: rank.runner.exchange.broadcast(torch.ones(1), 1)
+        gateway.tell(1, step_plan=step(1, 0))
+        assert exchange.waiting.wait(20)
+        rank.life.request_leave("SIGTERM")
+
+        assert rank.exit_code() == EXIT_OK
+        gateway.expect_end()
+    assert exchange.closed
+
+
+def _raising(error: Exception) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
+def _wait_for(event: Any) -> None:
+    deadline = time.monotonic() + 20
+    while not event.is_set():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

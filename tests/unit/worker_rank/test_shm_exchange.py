@@ -1,0 +1,223 @@
+"""The shared-memory exchange with threads for ranks, each with a mapping of its own."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hetero_worker.distributed.shm_exchange import ShmExchange
+from hetero_worker.distributed.shm_segment import SegmentLayout, ShmSegment
+from hetero_worker.errors import ExchangeAborted, ExchangeError, ExchangeTimeout
+
+pytestmark = pytest.mark.unit
+
+PAGE = mmap.PAGESIZE
+
+
+@contextmanager
+def exchanges(folder: Path, world_size: int = 2, timeout_s: float = 20.0) -> Iterator[list[ShmExchange]]:
+    layout = SegmentLayout(world_size, PAGE)
+    segments = [ShmSegment.create("segment", layout, folder=folder)]
+    segments += [ShmSegment.attach("segment", layout, folder=folder) for _ in range(1, world_size)]
+    segments[0].unlink()
+    made = [
+        ShmExchange(segment, rank=rank, timeout_s=timeout_s, machine="x86_64") for rank, segment in enumerate(segments)
+    ]
+    yield made
+    for exchange in made:
+        exchange.close()
+
+
+def on_every_rank(ranks: list[ShmExchange], body: Callable[[ShmExchange], Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(body, ranks))
+
+
+def test_bfloat16_is_summed_in_fp32_and_rounded_once(tmp_path: Path) -> None:
+    # In bf16, 256 + 1 is 256; added in fp32 first, three small terms survive.
+    terms = [256.0, 1.0, 1.0]
+
+    def add(exchange: ShmExchange) -> float:
+        tensor = torch.tensor([terms[exchange.rank]], dtype=torch.bfloat16)
+        exchange.all_reduce(tensor, (0, 1, 2))
+        return tensor.item()
+
+    with exchanges(tmp_path, 3) as ranks:
+        assert on_every_rank(ranks, add) == [258.0] * 3
+
+
+def test_only_contributors_count(tmp_path: Path) -> None:
+    def add(exchange: ShmExchange) -> list[float]:
+        seen = []
+        for contributors in ((0, 2), (2, 0), (1,), (0, 1, 2)):
+            tensor = torch.tensor([10.0**exchange.rank])
+            exchange.all_reduce(tensor, contributors)
+            seen.append(tensor.item())
+        return seen
+
+    with exchanges(tmp_path, 3) as ranks:
+        assert on_every_rank(ranks, add) == [[101.0, 101.0, 10.0, 111.0]] * 3
+
+
+def test_source_may_run_ahead_without_overwriting_what_others_read(tmp_path: Path) -> None:
+    rounds = 200
+
+    def receive(exchange: ShmExchange) -> list[float]:
+        seen = []
+        for number in range(rounds):
+            if exchange.rank == 1 and number % 20 == 0:
+                time.sleep(0.001)
+            tensor = torch.full((8,), float(number) if exchange.rank == 0 else -1.0)
+            exchange.broadcast(tensor, 0)
+            seen.append(tensor.sum().item())
+        return seen
+
+    with exchanges(tmp_path, 3) as ranks:
+        assert on_every_rank(ranks, receive) == [[8.0 * n for n in range(rounds)]] * 3
+
+
+def test_gathered_tensors_are_the_callers_own(tmp_path: Path) -> None:
+    def gather(exchange: ShmExchange) -> list[list[int]]:
+        mine = torch.full((exchange.rank + 1,), exchange.rank, dtype=torch.int64)
+        first = exchange.all_gather(mine, (1, 2))
+        exchange.all_gather(mine * 7, (1, 2))
+        exchange.all_gather(mine * 9, (1, 2))
+        return [part.tolist() for part in first]
+
+    with exchanges(tmp_path) as ranks:
+        assert on_every_rank(ranks, gather) == [[[0], [1, 1]]] * 2
+
+
+def test_longer_than_an_area_goes_in_slices(tmp_path: Path) -> None:
+    size = 3 * PAGE // 4 + 5
+
+    def add(exchange: ShmExchange) -> bool:
+        tensor = torch.arange(size, dtype=torch.float32) * (exchange.rank + 1)
+        exchange.all_reduce(tensor, (0, 1))
+        return torch.equal(tensor, torch.arange(size, dtype=torch.float32) * 3)
+
+    with exchanges(tmp_path) as ranks:
+        assert on_every_rank(ranks, add) == [True, True]
+
+
+def test_abort_ends_the_wait_of_every_rank(tmp_path: Path) -> None:
+    def wait(exchange: ShmExchange) -> str:
+        if exchange.rank == 2:
+            exchange.abort()
+        try:
+            exchange.all_reduce(torch.ones(1), (0, 1, 2))
+        except ExchangeAborted:
+            return "aborted"
+        return "done"
+
+    with exchanges(tmp_path, 3) as ranks:
+        assert on_every_rank(ranks, wait) == ["aborted"] * 3
+
+
+def test_timeout_names_who_is_late(tmp_path: Path) -> None:
+    with exchanges(tmp_path, 3, timeout_s=0.05) as ranks:
+        ranks[1].broadcast(torch.ones(1), 1)
+        with pytest.raises(ExchangeTimeout, match=r"rank\(s\) 2 did not reach round 1 within 0.05 s"):
+            ranks[0].all_reduce(torch.ones(1), (0, 1, 2))
+
+
+def test_closed_exchange_raises_and_can_be_closed_and_aborted_again(tmp_path: Path) -> None:
+    with exchanges(tmp_path) as ranks:
+        ranks[0].close()
+        ranks[0].close()
+        ranks[0].abort()
+        with pytest.raises(ExchangeAborted, match="closed"):
+            ranks[0].broadcast(torch.ones(1), 0)
+        with pytest.raises(ExchangeAborted, match="closed"):
+            ranks[0].all_gather(torch.ones(1), (1, 1))
+
+
+def test_abort_racing_with_close_is_harmless(tmp_path: Path) -> None:
+    for _ in range(50):
+        with exchanges(tmp_path) as ranks:
+            thread = threading.Thread(target=ranks[0].abort)
+            thread.start()
+            ranks[0].close()
+            thread.join()
+
+
+@pytest.mark.parametrize("contributors", [(), (0, 2), (-1,)])
+def test_contributors_must_be_ranks(contributors: tuple[int, ...], tmp_path: Path) -> None:
+    with exchanges(tmp_path) as ranks, pytest.raises(ValueError, match="no ranks of a group of 2"):
+        ranks[0].all_reduce(torch.ones(1), contributors)
+
+
+def test_counts_must_fit_the_tensor(tmp_path: Path) -> None:
+    with exchanges(tmp_path) as ranks, pytest.raises(ValueError, match="do not fit"):
+        ranks[0].all_gather(torch.ones(3), (2, 2))
+
+
+def test_integers_are_not_summed(tmp_path: Path) -> None:
+    with exchanges(tmp_path) as ranks, pytest.raises(TypeError, match=r"torch\.int64"):
+        ranks[0].all_reduce(torch.ones(1, dtype=torch.int64), (0, 1))
+
+
+def test_machine_without_store_order_is_refused(tmp_path: Path) -> None:
+    segment = ShmSegment.create("segment", SegmentLayout(2, PAGE), folder=tmp_path)
+
+    with pytest.raises(ExchangeError, match="this machine is aarch64"):
+        ShmExchange(segment, rank=0, timeout_s=1.0, machine="aarch64")
+
+
+def test_segment_is_the_owners_alone_and_zeroed(tmp_path: Path) -> None:
+    segment = ShmSegment.create("segment", SegmentLayout(2, PAGE), folder=tmp_path)
+    mode = stat.S_IMODE(os.stat(segment.path).st_mode)
+    segment.unlink()
+    segment.unlink()
+
+    assert mode == 0o600
+    assert not any(segment.memory[:])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_room_is_an_error_that_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ExchangeError, match="cannot reserve"):
+        ShmSegment.create("segment", SegmentLayout(2, 1 << 60), folder=tmp_path)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_existing_segment_is_not_taken_over(tmp_path: Path) -> None:
+    (tmp_path / "segment").write_bytes(b"someone's")
+
+    with pytest.raises(ExchangeError, match="File exists"):
+        ShmSegment.create("segment", SegmentLayout(2, PAGE), folder=tmp_path)
+
+    assert (tmp_path / "segment").read_bytes() == b"someone's"
+
+
+def test_segment_of_another_size_is_refused(tmp_path: Path) -> None:
+    ShmSegment.create("segment", SegmentLayout(2, PAGE), folder=tmp_path)
+
+    with pytest.raises(ExchangeError, match="not rank 0's segment"):
+        ShmSegment.attach("segment", SegmentLayout(3, PAGE), folder=tmp_path)
+
+
+def test_link_in_the_segments_place_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "other").write_bytes(b"")
+    (tmp_path / "segment").symlink_to(tmp_path / "other")
+
+    with pytest.raises(ExchangeError, match="cannot open"):
+        ShmSegment.attach("segment", SegmentLayout(2, PAGE), folder=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "x" * 300])
+def test_segment_name_cannot_leave_its_folder(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ExchangeError, match="plain file name"):
+        ShmSegment.create(name, SegmentLayout(2, PAGE), folder=tmp_path)

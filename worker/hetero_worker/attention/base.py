@@ -1,0 +1,81 @@
+"""What attention is asked and answers, whatever the kernel behind it.
+
+Once a step the runner describes the batch (`AttentionBatch`); the backend derives its indices from it (`begin`),
+and every layer then calls `attend` with its own cache. Decode rows (one token, all earlier ones cached) come
+first in the step's token order, spans of several tokens after them: one batched kernel serves the former,
+the latter are worked off sequence by sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hetero_worker.attention.kv_cache import LayerCache
+
+IntArray = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """Sequences that compute one token each; row i of the step belongs to entry i."""
+
+    lengths: IntArray
+    """[rows]: tokens to attend to, the new one included."""
+    block_tables: IntArray
+    """[rows, at least blocks of the longest]: block ids; what lies behind a row's last block is not read."""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSpan:
+    """A sequence that computes rows [begin, end) of the step, after `num_computed` tokens that are cached."""
+
+    begin: int
+    end: int
+    num_computed: int
+    block_ids: IntArray
+    """Blocks of the sequence, at least those that hold its first num_computed + end − begin tokens."""
+
+    @property
+    def length(self) -> int:
+        """Tokens that the last row attends to."""
+        return self.num_computed + self.end - self.begin
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """One step's sequences: decode rows [0, decode.num_rows), then the spans, in ascending row order."""
+
+    slot_mapping: torch.Tensor
+    """int64 [tokens]: where each token's key and value go: block id · block size + offset."""
+    decode: DecodeRows
+    prefills: tuple[PrefillSpan, ...]
+
+
+class StepAttention(Protocol):
+    """A backend, prepared for one step."""
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: LayerCache) -> torch.Tensor:
+        """Write key and value to the cache, attend causally; returns [tokens, heads · head_dim], contiguous.
+
+        `query` is [tokens, heads, head_dim], `key` and `value` [tokens, kv_heads, head_dim]; query heads
+        [h·g, (h+1)·g) read KV head h. The scale is head_dim^-½.
+        """
+        ...
+
+
+class AttentionBackend(Protocol):
+    """Chosen when the model is built."""
+
+    @property
+    def name(self) -> str: ...
+
+    def begin(self, batch: AttentionBatch) -> StepAttention: ...

@@ -1,0 +1,56 @@
+"""A paged KV cache of one layer on one rank.
+
+Token-major: position `slot = block id · block size + offset` holds the keys (values) of all this rank's heads of
+one token, so that a step's tokens are written with one indexed copy and a block is one contiguous piece.
+Memory is touched when it is written, by the bound rank itself: the first touch places it on the rank's node.
+Block 0 is the null block: padded reads end there, so it holds zeros and never a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """Keys and values: [num_blocks · block_size, kv_heads, head_dim] each."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    block_size: int
+
+    @classmethod
+    def allocate(
+        cls, *, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> LayerCache:
+        shape = (num_blocks * block_size, num_kv_heads, head_dim)
+        keys, values = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
+        keys[:block_size].zero_()
+        values[:block_size].zero_()
+        return cls(keys, values, block_size)
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+    def write(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Put [tokens, kv_heads, head_dim] at int64 [tokens] slots."""
+        self.keys.index_copy_(0, slots, key)
+        self.values.index_copy_(0, slots, value)
+
+    def read_blocks(self, block_ids: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of the first `length` tokens' keys and values in the blocks (integer ids [blocks])."""
+        return _read(self.keys, block_ids, self.block_size)[:length], _read(self.values, block_ids, self.block_size)[
+            :length
+        ]
+
+
+def _read(rows: torch.Tensor, block_ids: torch.Tensor, block_size: int) -> torch.Tensor:
+    blocks = rows.view(-1, block_size, *rows.shape[1:])
+    return blocks.index_select(0, block_ids).flatten(0, 1)

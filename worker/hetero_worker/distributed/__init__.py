@@ -1,0 +1,1 @@
+"""Process groups and host exchanges of one rank."""

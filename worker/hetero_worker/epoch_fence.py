@@ -1,0 +1,98 @@
+"""EpochFence: how an Abort reaches a main thread that is blocked in a collective, and what if it does not.
+
+Two threads meet here. The main thread enters an epoch, adopts its exchange and leaves the epoch; the thread that
+reads the gateway's stream aborts epochs. An abort marks the epoch, wakes the exchange, and starts a watchdog:
+when the main thread has not left in time (a collective that cannot be interrupted, a kernel that hangs), `give_up`
+ends the process, for a rank that neither works nor says so holds up its whole group.
+
+An abort may overtake its epoch's own FormGroup, which still waits in the queue: entering an epoch that is
+already aborted raises.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from hetero_worker.distributed.exchange import HostExchange
+from hetero_worker.errors import ExchangeAborted
+
+
+class EpochFence:
+    """Guards one rank's current epoch; see the module. Every method may be called from any thread."""
+
+    def __init__(self, *, patience_s: float, give_up: Callable[[], None]) -> None:
+        self._patience_s = patience_s
+        self._give_up = give_up
+        self._lock = threading.RLock()
+        self._epoch: int | None = None
+        self._aborted_through = 0
+        self._closed = False
+        self._exchange: HostExchange | None = None
+        self._extra_patience_s = 0.0
+        self._watchdog: threading.Timer | None = None
+
+    @property
+    def aborted(self) -> bool:
+        """Whether the epoch that was entered is aborted."""
+        with self._lock:
+            return self._closed or (self._epoch is not None and self._epoch <= self._aborted_through)
+
+    def check(self) -> None:
+        """Raise ExchangeAborted if the epoch is aborted."""
+        if self.aborted:
+            raise ExchangeAborted("the epoch was aborted")
+
+    def enter(self, epoch: int) -> None:
+        """The main thread begins to work in `epoch`. Raises ExchangeAborted when it is aborted already."""
+        with self._lock:
+            self._epoch = epoch
+            self.check()
+
+    def adopt(self, exchange: HostExchange) -> None:
+        """An abort from now on wakes `exchange`. Raises ExchangeAborted when it came before."""
+        with self._lock:
+            self._exchange = exchange
+            self.check()
+
+    def leave(self) -> None:
+        """The main thread has freed all that belongs to the epoch."""
+        with self._lock:
+            self._epoch = self._exchange = None
+            if self._watchdog is not None:
+                self._watchdog.cancel()
+                self._watchdog = None
+
+    def abort(self, epoch: int) -> None:
+        """End all epochs up to `epoch`."""
+        with self._lock:
+            self._aborted_through = max(self._aborted_through, epoch)
+            if self.aborted:
+                self._wake(self._patience_s + self._extra_patience_s)
+
+    def close(self) -> None:
+        """End the current epoch and all that might follow: the rank's life is over."""
+        with self._lock:
+            self._closed = True
+            if self._epoch is not None:
+                self._wake(self._patience_s)
+
+    @contextmanager
+    def patient(self, extra_s: float) -> Iterator[None]:
+        """Work that waits for no peer and is worth finishing (reading weights): an abort lets it."""
+        with self._lock:
+            self._extra_patience_s = extra_s
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._extra_patience_s = 0.0
+
+    def _wake(self, patience_s: float) -> None:
+        if self._exchange is not None:
+            self._exchange.abort()
+        if self._watchdog is None:
+            self._watchdog = threading.Timer(patience_s, self._give_up)
+            self._watchdog.daemon = True
+            self._watchdog.start()

@@ -1,0 +1,176 @@
+"""GatewayLink: a rank's one stream to its gateway.
+
+One thread of its own reads the stream into a queue that the main thread takes from; what the main thread sends
+goes through another queue, in order, without blocking. An observer sees every event on the reading thread before
+it is queued, so that an Abort can act while the main thread is busy.
+
+gRPC's threads are born of the reading thread, which first gives itself the CPUs that it was told: the process's
+own from before it was pinned. So they need not share a core with a compute thread where there are others.
+
+The stream ends once; the link does not dial again. A rank that lost its gateway exits, and whoever supervises it
+starts it anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import grpc
+
+from hetero_api.contract import AUTHORIZATION_KEY, MAX_RANKS_MESSAGE_BYTES
+from hetero_api.v1 import ranks_pb2, ranks_pb2_grpc
+
+_log = logging.getLogger(__name__)
+
+_CHANNEL_OPTIONS: Final = (
+    ("grpc.max_send_message_length", MAX_RANKS_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_RANKS_MESSAGE_BYTES),
+    ("grpc.enable_http_proxy", 0),
+    # A gateway whose machine vanished closes no socket.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 15_000),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+_KNOCK_S: Final = 2.0
+"""Longest single try to reach the gateway."""
+_KNOCK_PAUSE_S: Final = 0.05
+_REFUSALS: Final = frozenset(
+    {
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.UNIMPLEMENTED,
+    }
+)
+"""The gateway knows this rank and will not have it: trying again as it is cannot help."""
+
+
+class Arrival(NamedTuple):
+    """A message of the gateway, and when it came (time.monotonic)."""
+
+    arrived_s: float
+    message: ranks_pb2.GatewayMessage
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEnded:
+    """The stream is over; nothing follows."""
+
+    reason: str
+    permanent: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveRequested:
+    """This process was asked to end, by a signal."""
+
+    reason: str
+
+
+Event = Arrival | StreamEnded | LeaveRequested
+
+
+class GatewayLink:
+    """See the module. `cpus` is where gRPC's threads may run; None leaves them where the caller is."""
+
+    def __init__(self, *, target: str, token: str, connect_timeout_s: float, cpus: Iterable[int] | None = None) -> None:
+        self._target = target
+        self._metadata = ((AUTHORIZATION_KEY, f"Bearer {token}"),)
+        self._connect_timeout_s = connect_timeout_s
+        self._cpus = None if cpus is None else frozenset(cpus)
+        self._incoming: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._outgoing: queue.SimpleQueue[ranks_pb2.RankMessage | None] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._hang_up: Callable[[], object] = self._closing.set
+
+    def start(self, observer: Callable[[Event], None]) -> None:
+        """Dial, and wait for the gateway to come up for as long as the connect timeout says."""
+        self._thread = threading.Thread(target=self._read_all, args=(observer,), name="gateway-link", daemon=True)
+        self._thread.start()
+
+    def receive(self) -> Event:
+        """The next event; blocks."""
+        return self._incoming.get()
+
+    def send(self, message: ranks_pb2.RankMessage) -> None:
+        """Queue a message. What is sent after the stream ended is lost; StreamEnded tells so."""
+        self._outgoing.put(message)
+
+    def inject(self, event: LeaveRequested) -> None:
+        """Queue an event of this process's own."""
+        self._incoming.put(event)
+
+    def finish(self, timeout_s: float) -> None:
+        """Send what is queued, close our side, and give the gateway this long to close its own."""
+        self._outgoing.put(None)
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            self._hang_up()
+
+    def _read_all(self, observer: Callable[[Event], None]) -> None:
+        def deliver(event: Event) -> None:
+            observer(event)
+            self._incoming.put(event)
+
+        try:
+            if self._cpus:
+                os.sched_setaffinity(0, self._cpus)
+            ended = self._read_stream(deliver)
+        except Exception as error:  # noqa: BLE001 — the thread's top: the main thread must hear of it
+            _log.exception("gateway=%s: the link failed", self._target)
+            ended = StreamEnded(f"the link failed: {type(error).__name__}: {error}", permanent=False)
+        deliver(ended)
+
+    def _read_stream(self, deliver: Callable[[Event], None]) -> StreamEnded:
+        if not self._await_gateway():
+            reason = f"no gateway at {self._target} within {self._connect_timeout_s:g} s"
+            return StreamEnded(reason, permanent=False)
+        with grpc.insecure_channel(self._target, options=_CHANNEL_OPTIONS) as channel:
+            call = ranks_pb2_grpc.RanksStub(channel).Join(iter(self._outgoing.get, None), metadata=self._metadata)
+            self._hang_up = call.cancel
+            try:
+                for message in call:
+                    deliver(Arrival(time.monotonic(), message))
+            except grpc.RpcError as error:
+                return _ended_by(error)
+        return StreamEnded("the gateway closed the stream", permanent=False)
+
+    def _await_gateway(self) -> bool:
+        """Knock until someone listens. gRPC's own way of waiting leaves a thread that fails when it closes."""
+        deadline = time.monotonic() + self._connect_timeout_s
+        while not self._closing.wait(_KNOCK_PAUSE_S):
+            try:
+                _knock(self._target)
+                return True
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    _log.error("gateway=%s: %s", self._target, error)
+                    return False
+        return False
+
+
+def _knock(target: str) -> None:
+    """Connect and hang up. Raises OSError."""
+    if target.startswith("unix:"):
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.connect(target.removeprefix("unix:"))
+    else:
+        host, _, port = target.rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_S).close()
+
+
+def _ended_by(error: grpc.RpcError) -> StreamEnded:
+    if not isinstance(error, grpc.Call):
+        return StreamEnded(f"the stream broke: {error}", permanent=False)
+    code = error.code()
+    return StreamEnded(f"the stream ended with {code.name}: {error.details()}", permanent=code in _REFUSALS)

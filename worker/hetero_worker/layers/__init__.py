@@ -1,0 +1,1 @@
+"""Sharded layers. Each carries its own loading rule."""

@@ -1,0 +1,114 @@
+"""The two halves of a decoder layer on one rank: self-attention over its heads, gated MLP over its columns.
+
+Both return a partial sum over ranks of the layer's output. They hold their own input norm, since only a rank
+that owns a part of the layer computes it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from hetero_api.model_config import ModelConfig
+from hetero_api.sharding import UnitRange
+from hetero_worker.attention.base import StepAttention
+from hetero_worker.attention.kv_cache import LayerCache
+from hetero_worker.layers.linear import down_linear, gate_up_linear, output_linear, qkv_linear
+from hetero_worker.layers.linear_kernels import LinearKernel
+from hetero_worker.layers.norm import HeadNorms, RmsNorm
+from hetero_worker.layers.rotary import Rotation
+from hetero_worker.memory.loader import Checkpoint
+
+
+class SelfAttention:
+    """norm → fused qkv → head norms → rotation → cache and attention → output projection."""
+
+    def __init__(self, config: ModelConfig, layer: int, heads: UnitRange, *, adds_bias: bool) -> None:
+        prefix = f"model.layers.{layer}.self_attn"
+        self._num_kv_heads = heads.size
+        self._num_heads = heads.size * config.group_size
+        self._head_dim = config.head_dim
+        self._norm = RmsNorm(
+            f"model.layers.{layer}.input_layernorm.weight", width=config.hidden_size, eps=config.rms_norm_eps
+        )
+        self._qkv = qkv_linear(config, prefix, heads)
+        self._output = output_linear(config, prefix, heads, bias=adds_bias)
+        self._head_norms = _head_norms(config, prefix, heads) if config.qk_norm else None
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self._num_kv_heads
+
+    @property
+    def linear_shapes(self) -> tuple[tuple[int, int], ...]:
+        return self._qkv.shape, self._output.shape
+
+    @property
+    def num_parameters(self) -> int:
+        parts = (self._norm, self._qkv, self._output, self._head_norms)
+        return sum(part.num_parameters for part in parts if part is not None)
+
+    def load(self, checkpoint: Checkpoint, *, dtype: torch.dtype, kernel: LinearKernel) -> None:
+        self._norm.load(checkpoint, dtype=dtype)
+        self._qkv.load(checkpoint, dtype=dtype, kernel=kernel)
+        self._output.load(checkpoint, dtype=dtype, kernel=kernel)
+        if self._head_norms is not None:
+            self._head_norms.load(checkpoint, dtype=dtype)
+
+    def __call__(
+        self, hidden: torch.Tensor, rotation: Rotation, attention: StepAttention, cache: LayerCache
+    ) -> torch.Tensor:
+        """hidden [tokens, hidden] → partial [tokens, hidden]."""
+        # [tokens, heads + 2 · kv_heads, head_dim]
+        qkv = self._qkv(self._norm(hidden)).view(len(hidden), -1, self._head_dim)
+        rotating = qkv[:, : self._num_heads + self._num_kv_heads]
+        if self._head_norms is not None:
+            rotating = self._head_norms(rotating)
+        rotated = rotation.apply(rotating)
+        query, key = rotated[:, : self._num_heads], rotated[:, self._num_heads :]
+        value = qkv[:, self._num_heads + self._num_kv_heads :]
+        return self._output(attention.attend(query, key, value, cache))
+
+
+class GatedMlp:
+    """norm → fused gate and up → silu(gate) · up → down projection."""
+
+    def __init__(self, config: ModelConfig, layer: int, columns: UnitRange, *, adds_bias: bool) -> None:
+        prefix = f"model.layers.{layer}.mlp"
+        self._columns = columns.size
+        self._norm = RmsNorm(
+            f"model.layers.{layer}.post_attention_layernorm.weight",
+            width=config.hidden_size,
+            eps=config.rms_norm_eps,
+        )
+        self._gate_up = gate_up_linear(config, prefix, columns)
+        self._down = down_linear(config, prefix, columns, bias=adds_bias)
+
+    @property
+    def linear_shapes(self) -> tuple[tuple[int, int], ...]:
+        return self._gate_up.shape, self._down.shape
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(part.num_parameters for part in (self._norm, self._gate_up, self._down))
+
+    def load(self, checkpoint: Checkpoint, *, dtype: torch.dtype, kernel: LinearKernel) -> None:
+        self._norm.load(checkpoint, dtype=dtype)
+        self._gate_up.load(checkpoint, dtype=dtype, kernel=kernel)
+        self._down.load(checkpoint, dtype=dtype, kernel=kernel)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [tokens, hidden] → partial [tokens, hidden]."""
+        gate_up = self._gate_up(self._norm(hidden))
+        gate, up = gate_up[:, : self._columns], gate_up[:, self._columns :]
+        return self._down(F.silu(gate).mul_(up))
+
+
+def _head_norms(config: ModelConfig, prefix: str, heads: UnitRange) -> HeadNorms:
+    return HeadNorms(
+        prefix,
+        num_heads=heads.size * config.group_size,
+        num_kv_heads=heads.size,
+        head_dim=config.head_dim,
+        eps=config.rms_norm_eps,
+    )

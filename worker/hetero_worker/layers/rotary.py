@@ -1,0 +1,46 @@
+"""Rotary position embedding, in Hugging Face's half-split layout.
+
+x · cos + rotate_half(x) · sin, with rotate_half(x) = (-x₂, x₁). The sign is folded into the sine table, so that a
+flip of the halves is all that is left of rotate_half.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hetero_api.model_config import RopeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """The angles of one step's tokens: [tokens, 1, head_dim] each."""
+
+    cos: torch.Tensor
+    signed_sin: torch.Tensor
+
+    def apply(self, heads: torch.Tensor) -> torch.Tensor:
+        """Rotate [tokens, heads, head_dim]; the result is new and contiguous."""
+        tokens, num_heads, head_dim = heads.shape
+        swapped = heads.view(tokens, num_heads, 2, head_dim // 2).flip(2).view(tokens, num_heads, head_dim)
+        return torch.mul(heads, self.cos).addcmul_(swapped, self.signed_sin)
+
+
+class RotaryTable:
+    """cos and sin of every position up to the longest sequence."""
+
+    def __init__(self, rope: RopeConfig, *, head_dim: int, max_length: int, dtype: torch.dtype) -> None:
+        frequencies = torch.tensor(rope.inverse_frequencies(head_dim), dtype=torch.float32)
+        angles = torch.outer(torch.arange(max_length, dtype=torch.float32), frequencies)
+        cos, sin = angles.cos(), angles.sin()
+        self._cos = torch.cat([cos, cos], dim=-1).to(dtype).unsqueeze(1)
+        self._signed_sin = torch.cat([-sin, sin], dim=-1).to(dtype).unsqueeze(1)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._cos.nbytes + self._signed_sin.nbytes
+
+    def at(self, positions: torch.Tensor) -> Rotation:
+        """`positions`: int64 [tokens]."""
+        return Rotation(self._cos.index_select(0, positions), self._signed_sin.index_select(0, positions))

@@ -1,0 +1,308 @@
+"""RankLife: what a rank does from its first Hello to its exit.
+
+    JOINING ──FormGroup──► FORMED ──LoadModel──► LOADED ──AllocateCache──► SERVING ──StepPlan──╮
+       ▲                     │                     │                          │ ▲──────────────╯
+       ╰──────Abort──────────┴──────────┬──────────┴──────────────────────────╯
+                                        ╰──(failed, or a peer did)──► BROKEN ──Abort──► JOINING
+
+One thread, the main one, runs all of it, in the order in which the gateway speaks. The link's thread only tells
+the EpochFence of aborts. The rank decides nothing: it does what it is told or says why it could not, and a message
+that does not fit its state or epoch is refused. Weights outlive epochs; groups, cache and slots do not.
+
+Nothing of an aborted epoch survives into the next: its group is gone before Hello is said again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from pathlib import Path
+from typing import Final, Protocol
+
+from hetero_api.contract import EXIT_FAILURE, EXIT_OK, EXIT_PERMANENT
+from hetero_api.errors import HeteroError, ModelError, PlanError
+from hetero_api.model_config import ModelConfig
+from hetero_api.sharding import ShardPlan
+from hetero_api.v1 import ranks_pb2
+from hetero_worker.distributed.groups import GroupRequest, RankGroup
+from hetero_worker.distributed.store import StoreListener
+from hetero_worker.epoch_fence import EpochFence
+from hetero_worker.errors import (
+    ExchangeAborted,
+    ExchangeError,
+    MemoryBudgetError,
+    PinningError,
+    ProtocolError,
+)
+from hetero_worker.gateway_link import Arrival, Event, GatewayLink, LeaveRequested, StreamEnded
+from hetero_worker.runners.base import LoadRequest, Runner
+
+_log = logging.getLogger(__name__)
+
+_PERMANENT: Final = (ModelError, PlanError, MemoryBudgetError, PinningError)
+
+
+class FormGroupFunction(Protocol):
+    """`groups.form_group`, or a test's."""
+
+    def __call__(self, request: GroupRequest, *, listener: StoreListener, aborted: Callable[[], bool]) -> RankGroup: ...
+
+
+class RankState(Enum):
+    JOINING = auto()
+    FORMED = auto()
+    LOADED = auto()
+    SERVING = auto()
+    BROKEN = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class RankIdentity:
+    """What stays the same over a rank's epochs."""
+
+    hello: ranks_pb2.Hello
+    """Without store_address, which every Hello has anew."""
+    model_dir: Path
+    model_config: ModelConfig
+    memory_bytes: int
+    store_host: str
+
+
+class RankLife:
+    """Runs one rank; see the module."""
+
+    def __init__(
+        self,
+        identity: RankIdentity,
+        *,
+        link: GatewayLink,
+        runner: Runner,
+        form: FormGroupFunction,
+        abort_timeout_s: float,
+        give_up: Callable[[], None],
+    ) -> None:
+        self._identity = identity
+        self._link = link
+        self._runner = runner
+        self._form = form
+        self._give_up = give_up
+        self._fence = EpochFence(patience_s=abort_timeout_s, give_up=give_up)
+        self._listener = StoreListener(identity.store_host)
+        self._state = RankState.JOINING
+        self._epoch = 0
+        self._ended_epoch = 0
+        self._rank = -1
+        self._next_step = 1
+        self._group: RankGroup | None = None
+        self._form_message: ranks_pb2.FormGroup | None = None
+        self._orders: dict[str | None, tuple[RankState, Callable[[Arrival], None]]] = {
+            "step_plan": (RankState.SERVING, self._step),
+            "form_group": (RankState.JOINING, self._join_group),
+            "load_model": (RankState.FORMED, self._load),
+            "allocate_cache": (RankState.LOADED, self._allocate),
+        }
+
+    def run(self) -> int:
+        """Live; returns the process's exit code."""
+        self._link.start(self._observe)
+        try:
+            while (exit_code := self._live_epoch()) is None:
+                pass
+            return exit_code
+        finally:
+            self._leave_group()
+            self._listener.close()
+
+    def request_leave(self, reason: str) -> None:
+        """Leave in good order, soon. From any thread but the main one, which may be blocked."""
+        event = LeaveRequested(reason)
+        self._observe(event)
+        self._link.inject(event)
+
+    def _observe(self, event: Event) -> None:
+        """On the link's thread: what cannot wait until the main thread comes to the event."""
+        if not isinstance(event, Arrival):
+            self._fence.close()
+        elif event.message.HasField("abort"):
+            self._fence.abort(event.message.epoch)
+        elif event.message.HasField("shutdown"):
+            self._fence.close()
+
+    def _live_epoch(self) -> int | None:
+        """From Hello to the epoch's end; an exit code when life ends with it."""
+        self._say_hello()
+        while True:
+            event = self._link.receive()
+            if not isinstance(event, Arrival):
+                return self._depart(event)
+            message = event.message
+            body = message.WhichOneof("body")
+            if body == "shutdown":
+                _log.info("epoch=%d rank=%d shutdown: %s", self._epoch, self._rank, message.shutdown.reason)
+                return EXIT_OK
+            if message.epoch <= self._ended_epoch:
+                _log.info("epoch=%d: dropped %s of ended epoch %d", self._epoch, body, message.epoch)
+            elif body == "abort":
+                self._end_epoch(message)
+                return None
+            elif self._state is not RankState.BROKEN and not self._obey(body, event):
+                return EXIT_PERMANENT
+
+    def _depart(self, event: StreamEnded | LeaveRequested) -> int:
+        if isinstance(event, LeaveRequested):
+            _log.info("epoch=%d rank=%d leaving: %s", self._epoch, self._rank, event.reason)
+            return EXIT_OK
+        _log.error("epoch=%d rank=%d: %s", self._epoch, self._rank, event.reason)
+        return EXIT_PERMANENT if event.permanent else EXIT_FAILURE
+
+    def _say_hello(self) -> None:
+        self._state = RankState.JOINING
+        hello = ranks_pb2.Hello()
+        hello.CopyFrom(self._identity.hello)
+        hello.store_address = self._listener.open()
+        self._link.send(ranks_pb2.RankMessage(hello=hello))
+
+    def _end_epoch(self, message: ranks_pb2.GatewayMessage) -> None:
+        _log.warning("epoch=%d rank=%d aborted: %s", message.epoch, self._rank, message.abort.reason)
+        self._leave_group()
+        self._listener.close()
+        self._ended_epoch = message.epoch
+
+    def _leave_group(self) -> None:
+        """Free what belongs to the epoch. The process ends here if its groups cannot be left."""
+        try:
+            if self._group is not None:
+                self._group.close()
+        except ExchangeError:
+            _log.exception("epoch=%d rank=%d: cannot leave the group", self._epoch, self._rank)
+            self._give_up()
+        self._group = None
+        self._fence.leave()
+
+    def _obey(self, body: str | None, arrival: Arrival) -> bool:
+        """Do what was told. False if it failed and always will."""
+        try:
+            self._carry_out(body, arrival)
+        except ExchangeAborted as error:
+            self._break_epoch(str(error))
+        except Exception as error:  # noqa: BLE001 — the loop's top: whatever it was, the gateway hears of it
+            if not self._fence.aborted:
+                return self._report(error)
+            self._break_epoch(f"{type(error).__name__}: {error}")
+        return True
+
+    def _carry_out(self, body: str | None, arrival: Arrival) -> None:
+        state, order = self._orders.get(body, (None, None))
+        if order is None:
+            raise ProtocolError(f"the gateway sent {body}, which this rank does not know")
+        if self._state is not state:
+            raise ProtocolError(f"the gateway sent {body} to a rank that is {self._state.name}")
+        if body != "form_group" and arrival.message.epoch != self._epoch:
+            raise ProtocolError(f"the gateway sent {body} of epoch {arrival.message.epoch} in epoch {self._epoch}")
+        order(arrival)
+
+    def _break_epoch(self, reason: str) -> None:
+        """The epoch is over for this rank; its Abort is on the way."""
+        _log.warning("epoch=%d rank=%d unwound: %s", self._epoch, self._rank, reason)
+        self._state = RankState.BROKEN
+        self._leave_group()
+
+    def _report(self, error: Exception) -> bool:
+        _log.error("epoch=%d rank=%d failed", self._epoch, self._rank, exc_info=error)
+        permanent = isinstance(error, _PERMANENT)
+        text = str(error) if isinstance(error, HeteroError) else f"{type(error).__name__}: {error}"
+        self._send(failure=ranks_pb2.Failure(message=text, permanent=permanent))
+        if self._group is not None:
+            self._group.exchange.abort()  # peers that wait for this rank need not wait for the gateway
+        self._break_epoch("this rank failed")
+        return not permanent
+
+    def _send(
+        self,
+        *,
+        formed: ranks_pb2.Formed | None = None,
+        loaded: ranks_pb2.Loaded | None = None,
+        allocated: ranks_pb2.Allocated | None = None,
+        failure: ranks_pb2.Failure | None = None,
+    ) -> None:
+        self._link.send(
+            ranks_pb2.RankMessage(epoch=self._epoch, formed=formed, loaded=loaded, allocated=allocated, failure=failure)
+        )
+
+    def _join_group(self, arrival: Arrival) -> None:
+        message = arrival.message.form_group
+        self._epoch, self._rank = arrival.message.epoch, message.rank
+        if message.rank >= len(message.places):
+            raise ProtocolError(f"form_group.rank is {message.rank}, and form_group.places holds {len(message.places)}")
+        self._fence.enter(self._epoch)
+        request = GroupRequest(
+            epoch=self._epoch,
+            rank=message.rank,
+            world_size=len(message.places),
+            store_address=message.store_address,
+            exchange=message.exchange,
+            segment_name=message.segment_name,
+            timeout_s=message.timeout_s,
+            host=self._identity.store_host,
+        )
+        self._group = self._form(request, listener=self._listener, aborted=lambda: self._fence.aborted)
+        self._fence.adopt(self._group.exchange)
+        self._runner.attach(self._group.exchange)
+        self._form_message = message
+        self._state = RankState.FORMED
+        self._send(formed=ranks_pb2.Formed(exchange=self._group.kind))
+
+    def _load(self, arrival: Arrival) -> None:
+        group = self._form_message
+        if group is None:
+            raise ProtocolError("the gateway sent load_model before form_group")
+        order = arrival.message.load_model
+        request = LoadRequest(
+            directory=self._identity.model_dir,
+            config=self._identity.model_config,
+            dtype=order.dtype,
+            shard_plan=ShardPlan.from_proto(group.shard_plan),
+            rank=self._rank,
+            max_model_len=order.max_model_len,
+            max_num_batched_tokens=group.max_num_batched_tokens,
+            max_num_seqs=group.max_num_seqs,
+            memory_bytes=self._identity.memory_bytes,
+        )
+        with self._fence.patient(group.timeout_s):
+            report = self._runner.load(request)
+        self._fence.check()
+        self._state = RankState.LOADED
+        self._send(
+            loaded=ranks_pb2.Loaded(
+                weight_bytes=report.weight_bytes,
+                kv_budget_bytes=report.kv_budget_bytes,
+                kv_bytes_per_token=report.kv_bytes_per_token,
+                load_s=report.load_s,
+                kernels=report.kernels,
+            )
+        )
+
+    def _allocate(self, arrival: Arrival) -> None:
+        order = arrival.message.allocate_cache
+        kv_bytes = self._runner.allocate(order.num_blocks, order.block_size)
+        self._next_step = 1
+        self._state = RankState.SERVING
+        self._send(allocated=ranks_pb2.Allocated(kv_bytes=kv_bytes))
+
+    def _step(self, arrival: Arrival) -> None:
+        plan = arrival.message.step_plan
+        if plan.step_id != self._next_step:
+            raise ProtocolError(f"the gateway sent step {plan.step_id}, expected step {self._next_step}")
+        tokens = self._runner.execute(plan)
+        self._next_step += 1
+        if self._rank == 0:
+            result = ranks_pb2.StepResult(
+                step_id=plan.step_id,
+                slots=[token.slot for token in tokens],
+                token_ids=[token.token for token in tokens],
+                step_s=time.monotonic() - arrival.arrived_s,
+            )
+            self._link.send(ranks_pb2.RankMessage(epoch=self._epoch, step_result=result))

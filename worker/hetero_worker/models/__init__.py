@@ -1,0 +1,1 @@
+"""The decoder, tensor-parallel by a shard plan."""

@@ -1,0 +1,78 @@
+"""Host cores as a platform."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from hetero_api.v1 import ranks_pb2
+from hetero_worker.platforms.base import Measurement, Platform
+
+_READ_BYTES: Final = 128 * 1024 * 1024
+_MATRIX_SIZE: Final = 768
+_REPEATS: Final = 3
+
+
+def total_memory_bytes() -> int:
+    """Memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+class CpuPlatform(Platform):
+    """The cores that this process is bound to, with the threads that torch was given.
+
+    `memory_bytes` 0 means the machine's. `read_bytes` is how much `measure` reads at a time: it should exceed
+    the last-level cache by far.
+    """
+
+    def __init__(
+        self, *, memory_bytes: int = 0, read_bytes: int = _READ_BYTES, cpuinfo: Path = Path("/proc/cpuinfo")
+    ) -> None:
+        self._memory_bytes = memory_bytes
+        self._read_bytes = read_bytes
+        self._cpuinfo = cpuinfo
+
+    @property
+    def kind(self) -> ranks_pb2.DeviceKind.ValueType:
+        return ranks_pb2.DEVICE_KIND_CPU
+
+    @property
+    def name(self) -> str:
+        for line in self._cpuinfo.read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+        return os.uname().machine
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def memory_bytes(self) -> int:
+        return self._memory_bytes or total_memory_bytes()
+
+    @property
+    def dtypes(self) -> frozenset[str]:
+        return frozenset({"float32", "bfloat16"})
+
+    def measure(self) -> Measurement:
+        data = torch.ones(min(self._read_bytes, self.memory_bytes // 8) // 4)
+        left = torch.ones(_MATRIX_SIZE, _MATRIX_SIZE)
+        read_s = _best_s(data.sum)
+        multiply_s = _best_s(lambda: left @ left)
+        return Measurement(memory_bandwidth=data.nbytes / read_s, fp32_flops=2 * _MATRIX_SIZE**3 / multiply_s)
+
+
+def _best_s(work: Callable[[], object]) -> float:
+    times = []
+    for _ in range(1 + _REPEATS):  # the first warms up
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return min(times[1:])

@@ -1,0 +1,1 @@
+"""What computes a rank's share of a step, one runner a kind of device."""

@@ -1,0 +1,117 @@
+"""From a LoadRequest to a loaded decoder: check, choose the kernel, check the memory, read."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from hetero_api.errors import ModelError
+from hetero_worker.attention.paged import paged_attention
+from hetero_worker.layers.kernel_choice import choose_kernel
+from hetero_worker.layers.linear_kernels import available_kernels
+from hetero_worker.memory.budget import KvCost, MemoryBudget, StepLimits, mib, workspace_bytes
+from hetero_worker.memory.loader import Checkpoint
+from hetero_worker.models.decoder import Decoder
+from hetero_worker.runners.base import LoadReport, LoadRequest
+
+logger = logging.getLogger(__name__)
+
+DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedShard:
+    """One rank's weights, and the request that they came from."""
+
+    request: LoadRequest
+    decoder: Decoder
+    weight_bytes: int
+    kernels: tuple[str, ...]
+    load_s: float
+
+    def serves(self, request: LoadRequest) -> bool:
+        """Whether these weights are what `request` asks for; bounds and memory do not matter to them."""
+        return _identity(self.request) == _identity(request)
+
+    def report(self, request: LoadRequest, *, load_s: float) -> LoadReport:
+        """Raises MemoryBudgetError when the request's memory leaves nothing for the cache."""
+        cost = kv_cost(request)
+        return LoadReport(
+            weight_bytes=self.weight_bytes,
+            kv_budget_bytes=_budget(request, self.weight_bytes).kv_budget_bytes(cost),
+            kv_bytes_per_token=cost.cache_bytes,
+            load_s=load_s,
+            kernels=self.kernels,
+        )
+
+
+def load_shard(request: LoadRequest) -> LoadedShard:
+    """Raises ModelError, PlanError, MemoryBudgetError; the last before anything is read."""
+    begin = time.perf_counter()
+    dtype = _dtype(request)
+    _check_plan(request)
+    attention = paged_attention(dtype)
+    decoder = Decoder(
+        request.config,
+        request.shard_plan,
+        rank=request.rank,
+        dtype=dtype,
+        max_length=request.max_model_len,
+        attention=attention,
+    )
+    kernel = choose_kernel(available_kernels(dtype), sorted(decoder.linear_shapes), dtype=dtype)
+    weight_bytes = decoder.weight_bytes(kernel)
+    _budget(request, weight_bytes).kv_budget_bytes(kv_cost(request))
+    with Checkpoint(request.directory) as checkpoint:
+        decoder.load(checkpoint, kernel)
+    load_s = time.perf_counter() - begin
+    logger.info("rank %d: loaded %s of weights in %.1f s", request.rank, mib(weight_bytes), load_s)
+    kernels = (f"linear={kernel.name}", f"attention={attention.name}")
+    return LoadedShard(request, decoder, weight_bytes, kernels, load_s)
+
+
+def kv_cost(request: LoadRequest) -> KvCost:
+    shard = request.shard_plan.ranks[request.rank]
+    return KvCost.of(request.config, shard, element_bytes=_dtype(request).itemsize)
+
+
+def _budget(request: LoadRequest, weight_bytes: int) -> MemoryBudget:
+    limits = StepLimits(request.max_num_batched_tokens, request.max_num_seqs, request.max_model_len)
+    shard = request.shard_plan.ranks[request.rank]
+    step_bytes = workspace_bytes(request.config, shard, limits, element_bytes=_dtype(request).itemsize)
+    return MemoryBudget(request.memory_bytes, weight_bytes, step_bytes)
+
+
+def _dtype(request: LoadRequest) -> torch.dtype:
+    if request.dtype not in DTYPES:
+        raise ModelError(f"dtype {request.dtype!r} is not supported on CPU ranks; supported: {', '.join(DTYPES)}")
+    return DTYPES[request.dtype]
+
+
+def _check_plan(request: LoadRequest) -> None:
+    config = request.config
+    request.shard_plan.validate(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        mlp_columns=config.intermediate_size,
+        vocab_rows=config.vocab_size,
+    )
+    if request.max_model_len > config.max_position:
+        raise ModelError(
+            f"max_model_len {request.max_model_len} exceeds the model's {config.max_position} positions; lower it"
+        )
+
+
+def _identity(request: LoadRequest) -> tuple[object, ...]:
+    return (
+        request.directory,
+        request.config,
+        request.dtype,
+        request.shard_plan,
+        request.rank,
+        request.max_model_len,
+    )

@@ -1,0 +1,1 @@
+"""Drawing tokens from logits that stay on the ranks that computed them. Pure functions; no exchange."""
