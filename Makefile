@@ -24,7 +24,7 @@ install: $(STAMP) ## Make .venv with everything that development needs
 
 demo: $(STAMP) ## Serve SmolLM2 on two CPU ranks of this machine and let it answer a question
 	@$(BIN)/hetero model fetch smollm2-135m-instruct
-	@$(BIN)/hetero run examples/smollm2-cpu.yaml "In three sentences, what is the capital of France known for?"
+	@$(BIN)/hetero run examples/smollm2-cpu.yaml --temperature 0 "In three sentences, explain why the sky is blue."
 
 test: test-unit test-distributed ## Run all tests that CI runs
 

@@ -1,0 +1,54 @@
+"""What formation needs to know, resolved from the resource and the model once at start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hetero_api.contract import VERSION
+from hetero_api.model_config import ModelConfig
+from hetero_api.sharding import ShardPlan
+from hetero_api.spec import HeteroInference
+from hetero_gateway.group.placement import ExpectedPlace, expected_places, make_shard_plan
+from hetero_gateway.group.support import resolve_dtype, resolve_max_model_len
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSettings:
+    """One group, as it is to be. `kv_cache_bytes` is a rank's, None to take what each rank reports."""
+
+    name: str
+    places: tuple[ExpectedPlace, ...]
+    shard_plan: ShardPlan
+    model_fingerprint: str
+    dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    kv_cache_bytes: int | None
+    rendezvous_timeout_s: float
+    step_timeout_s: float
+    max_restarts: int
+    restart_window_s: float
+    version: str = VERSION
+
+    @classmethod
+    def from_resource(cls, resource: HeteroInference, config: ModelConfig, *, model_fingerprint: str) -> GroupSettings:
+        """Raises PlanError when ranks and model do not fit. The spec must have passed `check_supported`."""
+        spec = resource.spec
+        return cls(
+            name=resource.metadata.name,
+            places=expected_places(spec),
+            shard_plan=make_shard_plan(spec, config),
+            model_fingerprint=model_fingerprint,
+            dtype=resolve_dtype(spec),
+            max_model_len=resolve_max_model_len(spec, config),
+            max_num_seqs=spec.engine.max_num_seqs,
+            max_num_batched_tokens=spec.engine.max_num_batched_tokens,
+            block_size=spec.engine.block_size,
+            kv_cache_bytes=spec.engine.kv_cache_memory_bytes,
+            rendezvous_timeout_s=spec.recovery.rendezvous_timeout_seconds,
+            step_timeout_s=spec.recovery.step_timeout_seconds,
+            max_restarts=spec.recovery.max_restarts,
+            restart_window_s=spec.recovery.window_seconds,
+        )

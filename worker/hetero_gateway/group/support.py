@@ -1,0 +1,71 @@
+"""What this version of the gateway can serve. What it cannot is refused at start, with the field's path."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from hetero_api.model_config import ModelConfig
+from hetero_api.spec import DType, HeteroInferenceSpec, PlacementMode, PoolType, Quantization
+from hetero_gateway.group.errors import UnsupportedSpecError
+
+NOT_YET: Final = "this version does not support it yet on one machine"
+
+
+def check_supported(spec: HeteroInferenceSpec, config: ModelConfig) -> None:
+    """Raise UnsupportedSpecError with every field that asks for what this version cannot do."""
+    problems = [*_placement(spec), *_model(spec, config), *_gateway(spec), *_nothing_to_run(spec)]
+    if problems:
+        raise UnsupportedSpecError(problems)
+
+
+def resolve_dtype(spec: HeteroInferenceSpec) -> str:
+    """The arithmetic type in force, e.g. "float32": auto is float32 where only CPUs take part."""
+    return str(DType.FLOAT32 if spec.model.dtype == DType.AUTO else spec.model.dtype)
+
+
+def resolve_max_model_len(spec: HeteroInferenceSpec, config: ModelConfig) -> int:
+    """Longest prompt plus completion, in tokens."""
+    return spec.model.max_model_len or config.max_position
+
+
+def _placement(spec: HeteroInferenceSpec) -> list[str]:
+    problems = [
+        f"spec.pools[{index}].type: GPU: {NOT_YET}; use type CPU"
+        for index, pool in enumerate(spec.pools)
+        if pool.type == PoolType.GPU
+    ]
+    mode = spec.placement.mode
+    if mode not in (PlacementMode.AUTO, PlacementMode.TENSOR):
+        problems.append(f"spec.placement.mode: {mode}: {NOT_YET}; use Auto or Tensor")
+    return problems
+
+
+def _model(spec: HeteroInferenceSpec, config: ModelConfig) -> list[str]:
+    problems = []
+    if spec.model.quantization != Quantization.NONE:
+        problems.append(f"spec.model.quantization: {spec.model.quantization}: {NOT_YET}; use none")
+    if spec.model.dtype == DType.FLOAT16:
+        problems.append("spec.model.dtype: float16 is not computed on CPUs; use float32, bfloat16 or auto")
+    asked = spec.model.max_model_len
+    if asked is not None and asked > config.max_position:
+        problems.append(
+            f"spec.model.maxModelLen: {asked} is more than the {config.max_position} tokens that the model attends to"
+        )
+    return problems
+
+
+def _gateway(spec: HeteroInferenceSpec) -> list[str]:
+    fields = {
+        "spec.gateway.tlsSecretName": spec.gateway.tls_secret_name,
+        "spec.gateway.authTokenSecretRef": spec.gateway.auth_token_secret_ref,
+    }
+    return [f"{path}: {NOT_YET}; leave it out" for path, value in fields.items() if value is not None]
+
+
+def _nothing_to_run(spec: HeteroInferenceSpec) -> list[str]:
+    problems = []
+    if spec.suspend:
+        problems.append("spec.suspend: true asks for nothing to run; set it to false to start a group")
+    if not spec.replicas:
+        problems.append("spec.replicas: 0 asks for nothing to run; set it to 1 to start a group")
+    return problems

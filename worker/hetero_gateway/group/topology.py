@@ -1,0 +1,53 @@
+"""What Admin.GetTopology tells: the group as its roster and its epoch show it now."""
+
+from __future__ import annotations
+
+import enum
+
+from hetero_api.v1 import admin_pb2, ranks_pb2
+from hetero_gateway.group.epoch import Epoch, Phase
+from hetero_gateway.group.placement import ExpectedPlace
+from hetero_gateway.group.roster import Roster
+from hetero_gateway.group.settings import GroupSettings
+
+
+class GroupState(enum.Enum):
+    """How a group stands; the meaning of each is in admin.proto."""
+
+    NEW = "NEW"
+    FORMING = "FORMING"
+    LOADING = "LOADING"
+    READY = "READY"
+    ABORTED = "ABORTED"
+    DRAINING = "DRAINING"
+    CLOSED = "CLOSED"
+
+    def to_proto(self) -> admin_pb2.GroupState.ValueType:
+        return admin_pb2.GroupState.Value(f"GROUP_STATE_{self.value}")
+
+
+def describe_ranks(settings: GroupSettings, roster: Roster, epoch: Epoch | None) -> list[admin_pb2.RankStatus]:
+    """All ranks, in rank order, those that have not joined included."""
+    shards = settings.shard_plan.to_proto().ranks
+    return [_describe(place, roster, epoch, shards[place.rank]) for place in settings.places]
+
+
+def _describe(
+    place: ExpectedPlace, roster: Roster, epoch: Epoch | None, shard: ranks_pb2.RankShard
+) -> admin_pb2.RankStatus:
+    status = admin_pb2.RankStatus(place=ranks_pb2.RankPlace(rank=place.rank, pool=place.pool, pod_name=place.pod_name))
+    member = roster.at(place.rank)
+    if member is not None:
+        status.joined = True
+        status.place.pod_name = member.hello.pod_name or place.pod_name
+        status.place.host_id = member.hello.host_id
+        status.place.device.CopyFrom(member.hello.device)
+    if epoch is not None and epoch.phase is not Phase.FORMING:
+        status.shard.CopyFrom(shard)
+        loaded, allocated = epoch.loaded.get(place.rank), epoch.allocated.get(place.rank)
+        if loaded is not None:
+            status.weight_bytes, status.load_s = loaded.weight_bytes, loaded.load_s
+            status.kernels.extend(loaded.kernels)
+        if allocated is not None:
+            status.kv_bytes = allocated.kv_bytes
+    return status

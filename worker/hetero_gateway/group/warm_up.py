@@ -1,0 +1,89 @@
+"""The first plans of an epoch: they touch what requests will need, so that no request pays for it.
+
+A prefill as large as a step allows, a decode of one sequence, and a decode of many. They are ordinary plans on real
+slots and blocks, and the last one gives every slot back; the KV they leave behind is overwritten, never read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from hetero_api.v1 import ranks_pb2
+
+MAX_WARM_SEQS: Final = 64
+"""A larger batch takes longer to warm than it saves."""
+_DECODES: Final = 3
+"""Steps after its prefill that the long sequence takes part in."""
+_TOKEN: Final = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepBounds:
+    """What a step may hold. `num_blocks` includes the null block."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+
+
+def warm_up_plans(bounds: StepBounds) -> tuple[ranks_pb2.StepPlan, ...]:
+    """Plans with ids from 1; none where not even the shortest sequence has room."""
+    writer = _PlanWriter(bounds.block_size)
+    room = (bounds.num_blocks - 1) * bounds.block_size
+    # The last step samples a token more, which has no KV but counts for the length.
+    longest = min(bounds.max_num_batched_tokens, bounds.max_model_len - _DECODES - 1, room - _DECODES)
+    if longest < 1:
+        return ()
+    batch = _batch_size(bounds, blocks_of_longest=-(-(longest + _DECODES) // bounds.block_size))
+    others = range(1, batch)
+    writer.add(new={0: longest})
+    writer.add(decode=[0])
+    writer.add(decode=[0], new=dict.fromkeys(others, 1))
+    writer.add(decode=range(batch))
+    writer.release(range(batch))
+    return tuple(writer.plans)
+
+
+def _batch_size(bounds: StepBounds, *, blocks_of_longest: int) -> int:
+    """Sequences that decode together: the long one, and short ones of two positions each."""
+    free_blocks = bounds.num_blocks - 1 - blocks_of_longest
+    short = free_blocks // -(-2 // bounds.block_size)
+    return min(bounds.max_num_seqs, bounds.max_num_batched_tokens, MAX_WARM_SEQS, 1 + short)
+
+
+@dataclass(slots=True)
+class _PlanWriter:
+    """Writes plans and remembers the slots' extents. Blocks are taken in order and never reused."""
+
+    block_size: int
+    plans: list[ranks_pb2.StepPlan] = field(default_factory=list)
+    lengths: dict[int, int] = field(default_factory=dict)
+    blocks: dict[int, int] = field(default_factory=dict)
+    next_block: int = 1
+
+    def add(self, *, decode: Sequence[int] = (), new: dict[int, int] | None = None) -> None:
+        """A step: one token for each slot of `decode`, then sequences of the given lengths in new slots."""
+        plan = ranks_pb2.StepPlan(step_id=len(self.plans) + 1)
+        for slot in decode:
+            self._schedule(plan, slot, 1)
+        for slot, num_tokens in (new or {}).items():
+            sequence = plan.new_sequences.add(slot=slot, token_ids=[_TOKEN] * num_tokens)
+            sequence.sampling.CopyFrom(ranks_pb2.Sampling(temperature=0, top_p=1))
+            self._schedule(plan, slot, num_tokens)
+        self.plans.append(plan)
+
+    def release(self, slots: Sequence[int]) -> None:
+        """A step that computes nothing and drops the slots."""
+        self.plans.append(ranks_pb2.StepPlan(step_id=len(self.plans) + 1, released_slots=slots))
+
+    def _schedule(self, plan: ranks_pb2.StepPlan, slot: int, num_tokens: int) -> None:
+        length = self.lengths[slot] = self.lengths.get(slot, 0) + num_tokens
+        needed, have = -(-length // self.block_size), self.blocks.get(slot, 0)
+        block_ids = range(self.next_block, self.next_block + needed - have)
+        self.next_block += len(block_ids)
+        self.blocks[slot] = needed
+        plan.scheduled.add(slot=slot, num_tokens=num_tokens, new_block_ids=block_ids, sample=True)

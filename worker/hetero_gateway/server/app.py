@@ -1,0 +1,122 @@
+"""The gateway process: read, listen, serve, end.
+
+Exit status 0 after SIGTERM or SIGINT, EXIT_USAGE when command line, resource or a port is wrong, EXIT_PERMANENT when
+the model's files are, EXIT_FAILURE when the gateway itself breaks. Whatever a person can mend is told in one line a
+problem, as the last lines on stderr.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from hetero_api.contract import EXIT_FAILURE, EXIT_OK, EXIT_PERMANENT, EXIT_USAGE
+from hetero_api.errors import HeteroError, ManifestError, ModelError, PlanError
+from hetero_gateway.group.errors import UnsupportedSpecError
+from hetero_gateway.server.config import PROGRAM, GatewayConfig
+from hetero_gateway.server.errors import BindError
+from hetero_gateway.server.gateway import Addresses, Gateway, Ports
+from hetero_gateway.server.model_files import ServedModel, read_model
+from hetero_gateway.server.state_file import ListeningState, write_state
+
+logger = logging.getLogger(__name__)
+
+SHUTTING_DOWN: Final = "the gateway is shutting down"
+
+
+def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """The whole process; its exit status."""
+    config = GatewayConfig.from_command_line(arguments, environment)
+    _configure_logging(config)
+    try:
+        model = read_model(config.manifest, config.model_dir)
+        return asyncio.run(_live(config, model))
+    except (ManifestError, UnsupportedSpecError) as error:
+        return _tell([f"{config.manifest}: {problem}" for problem in error.problems], EXIT_USAGE)
+    except PlanError as error:
+        return _tell([f"{config.manifest}: {error}"], EXIT_USAGE)
+    except BindError as error:
+        return _tell([str(error)], EXIT_USAGE)
+    except ModelError as error:
+        return _tell([str(error)], EXIT_PERMANENT)
+    except (HeteroError, OSError) as error:
+        return _tell([str(error)], EXIT_FAILURE)
+
+
+async def _live(config: GatewayConfig, model: ServedModel) -> int:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    gateway = Gateway(model, token=config.token)
+    try:
+        addresses = await gateway.listen(_ports(config, model))
+        _announce(config, model, addresses)
+        return await _serve_until(stopping, gateway)
+    finally:
+        await gateway.close(SHUTTING_DOWN)
+        if config.state_file is not None:
+            config.state_file.unlink(missing_ok=True)
+
+
+async def _serve_until(stopping: asyncio.Event, gateway: Gateway) -> int:
+    serving = asyncio.create_task(gateway.serve())
+    waiting = asyncio.create_task(stopping.wait())
+    await asyncio.wait((serving, waiting), return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    if serving.done():
+        logger.critical("the gateway broke", exc_info=serving.exception())
+        return EXIT_FAILURE
+    logger.info("asked to stop")
+    # Before the loops end: so the engine's readers are told this reason.
+    gateway.core.drain()
+    gateway.core.lose(SHUTTING_DOWN)
+    serving.cancel()
+    await asyncio.wait((serving,))
+    return EXIT_OK
+
+
+def _ports(config: GatewayConfig, model: ServedModel) -> Ports:
+    inference = config.inference_port
+    return Ports(
+        host=config.host,
+        inference=model.resource.spec.gateway.service.port if inference is None else inference,
+        admin=config.admin_port,
+        ranks=config.ranks_port,
+        metrics=config.metrics_port,
+    )
+
+
+def _announce(config: GatewayConfig, model: ServedModel, addresses: Addresses) -> None:
+    logger.info("listening inference=%s admin=%s ranks=%s", addresses.inference, addresses.admin, addresses.ranks)
+    if config.state_file is not None:
+        state = ListeningState(
+            pid=os.getpid(),
+            name=model.group_settings.name,
+            inference=addresses.inference,
+            admin=addresses.admin,
+            ranks=addresses.ranks,
+        )
+        write_state(config.state_file, state)
+
+
+def _tell(problems: Sequence[str], exit_status: int) -> int:
+    for problem in problems:
+        sys.stderr.write(f"{PROGRAM}: {problem}\n")
+    return exit_status
+
+
+def _configure_logging(config: GatewayConfig) -> None:
+    logging.basicConfig(
+        level=config.log_level, stream=sys.stderr, format="%(asctime)s %(levelname)s gateway %(name)s: %(message)s"
+    )
+
+
+def run() -> None:
+    """The process's `main`, with this process's arguments and environment."""
+    sys.exit(main(sys.argv[1:], os.environ))

@@ -1,0 +1,159 @@
+"""Gateway: the parts of one gateway, wired, and their common life.
+
+`listen` binds every port before anything is served; `serve` runs the engine and the group until it is cancelled or
+one of them breaks; `close` ends requests, tells the ranks to exit and stops the servers, in this order. Everything
+runs on one asyncio loop, except the metrics' HTTP server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import Final
+
+import grpc
+from grpc_health.v1 import health, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from hetero_api.contract import GATEWAY_SERVICES, MAX_INFERENCE_MESSAGE_BYTES, MAX_RANKS_MESSAGE_BYTES, VERSION
+from hetero_api.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, ranks_pb2, ranks_pb2_grpc
+from hetero_gateway.engine.core import EngineCore
+from hetero_gateway.group.formation import Group
+from hetero_gateway.group.topology import GroupState
+from hetero_gateway.server.admin import AdminServicer
+from hetero_gateway.server.health import WHOLE_SERVER, HealthServicer
+from hetero_gateway.server.inference import Facts, InferenceServicer, Standing
+from hetero_gateway.server.listening import bind, new_server
+from hetero_gateway.server.metrics import EngineReading, GatewayMetrics, MetricsServer
+from hetero_gateway.server.model_files import ServedModel
+from hetero_gateway.server.ranks import RanksServicer
+
+logger = logging.getLogger(__name__)
+
+STOP_GRACE_S: Final = 1.0
+"""Calls that have not ended by then are cut off; whoever stops a gateway waits a few seconds at most."""
+
+_ADMIN_SERVICE: Final = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
+_RANKS_SERVICE: Final = ranks_pb2.DESCRIPTOR.services_by_name["Ranks"].full_name
+_INFERENCE_SERVICE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """Where to listen; 0 lets the system choose, None leaves the metrics out."""
+
+    host: str
+    inference: int
+    admin: int
+    ranks: int
+    metrics: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where it listens, "host:port"."""
+
+    inference: str
+    admin: str
+    ranks: str
+
+
+class Gateway:
+    """See the module. To be made on the loop that runs it."""
+
+    def __init__(self, model: ServedModel, *, token: str) -> None:
+        self._metrics = GatewayMetrics()
+        self._metrics_server: MetricsServer | None = None
+        self.core = EngineCore(model.engine_config, new_detokenizer=model.tokenizer.detokenizer)
+        self.group = Group(
+            model.group_settings,
+            core=self.core,
+            on_state=self._on_state,
+            observe_step=self._metrics.observe_step,
+        )
+        # The admin port's health is the process's; the inference port's is the replica's.
+        self._health = HealthServicer([WHOLE_SERVER, *GATEWAY_SERVICES])
+        self._admin_health = HealthServicer([WHOLE_SERVER, _ADMIN_SERVICE, *GATEWAY_SERVICES])
+        self._inference = self._inference_server(model)
+        self._admin = self._admin_server()
+        self._ranks = new_server(max_message_bytes=MAX_RANKS_MESSAGE_BYTES)
+        ranks_pb2_grpc.add_RanksServicer_to_server(RanksServicer(self.group, token=token), self._ranks)
+
+    async def listen(self, ports: Ports) -> Addresses:
+        """Bind every port, then answer on all. Raises BindError; `close` is to be called then too."""
+        addresses = Addresses(
+            inference=bind(self._inference, host=ports.host, port=ports.inference, option="--inference-port"),
+            admin=bind(self._admin, host=ports.host, port=ports.admin, option="--admin-port"),
+            ranks=bind(self._ranks, host=ports.host, port=ports.ranks, option="--ranks-port"),
+        )
+        if ports.metrics is not None:
+            self._metrics.watch_engine(self._read_engine, loop=asyncio.get_running_loop())
+            self._metrics_server = MetricsServer.start(self._metrics, host=ports.host, port=ports.metrics)
+            logger.info("metrics on %s port %d", ports.host, self._metrics_server.port)
+        for server in self._servers:
+            await server.start()
+        self._admin_health.set_serving([WHOLE_SERVER, _ADMIN_SERVICE], True)
+        return addresses
+
+    async def serve(self) -> None:
+        """Run engine and group until cancelled. Raises what broke one of them: a bug."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.core.run(), name="engine")
+            tasks.create_task(self.group.run(), name="group")
+
+    async def close(self, reason: str) -> None:
+        """End everything; `serve` must have ended. A second call does nothing."""
+        self.group.close(reason)
+        self._health.close()
+        self._admin_health.close()
+        await asyncio.gather(*(server.stop(STOP_GRACE_S) for server in self._servers))
+        if self._metrics_server is not None:
+            await self._metrics_server.stop()
+            self._metrics_server = None
+
+    @property
+    def _servers(self) -> tuple[grpc.aio.Server, ...]:
+        return (self._inference, self._admin, self._ranks)
+
+    def _on_state(self, state: GroupState) -> None:
+        logger.info("group state=%s epoch=%d", state.value, self.group.epoch)
+        ready = self.group.is_ready
+        self._health.set_serving([WHOLE_SERVER, *GATEWAY_SERVICES], ready)
+        self._admin_health.set_serving(GATEWAY_SERVICES, ready)
+
+    def _standing(self) -> Standing:
+        return Standing(ready=self.group.is_ready, epoch=self.group.epoch)
+
+    def _read_engine(self) -> EngineReading:
+        return EngineReading(self.core.stats(), epoch=self.group.epoch, ready=self.group.is_ready)
+
+    def _inference_server(self, model: ServedModel) -> grpc.aio.Server:
+        server = new_server(max_message_bytes=MAX_INFERENCE_MESSAGE_BYTES)
+        servicer = InferenceServicer(
+            self.core,
+            tokenizer=model.tokenizer,
+            facts=Facts(
+                model=model.info,
+                name=model.group_settings.name,
+                version=VERSION,
+                world_size=self.group.world_size,
+            ),
+            standing=self._standing,
+            metrics=self._metrics,
+        )
+        inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
+        _add_health_and_reflection(server, self._health, _INFERENCE_SERVICE)
+        return server
+
+    def _admin_server(self) -> grpc.aio.Server:
+        server = new_server(max_message_bytes=MAX_INFERENCE_MESSAGE_BYTES)
+        servicer = AdminServicer(topology=self.group.topology, stats=self.core.stats)
+        admin_pb2_grpc.add_AdminServicer_to_server(servicer, server)
+        _add_health_and_reflection(server, self._admin_health, _ADMIN_SERVICE)
+        return server
+
+
+def _add_health_and_reflection(server: grpc.aio.Server, servicer: HealthServicer, service: str) -> None:
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    reflection.enable_server_reflection((service, health.SERVICE_NAME, reflection.SERVICE_NAME), server)

@@ -1,0 +1,84 @@
+"""hetero.v1.Ranks: one stream a rank, for the rank's whole life.
+
+A stream is read by one task and written by another, through the rank's link, so a rank that does not read holds up
+neither the group nor the loop. Nothing is read from who does not hold the group's token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections.abc import AsyncIterator
+from typing import Final
+
+import grpc
+
+from hetero_api.contract import AUTHORIZATION_KEY
+from hetero_api.v1 import ranks_pb2, ranks_pb2_grpc
+from hetero_gateway.group.formation import Group
+from hetero_gateway.group.rank_link import LinkEnd, RankLink
+from hetero_gateway.server.statuses import Context, RpcStatus, abort, answering, clip, when_over
+
+logger = logging.getLogger(__name__)
+
+_CODES: Final = {
+    LinkEnd.REFUSED: grpc.StatusCode.FAILED_PRECONDITION,
+    LinkEnd.MISBEHAVED: grpc.StatusCode.INVALID_ARGUMENT,
+    LinkEnd.REPLACED: grpc.StatusCode.ABORTED,
+}
+"""How the rank sees the end of its stream; OK for the rest."""
+
+
+class RanksServicer(ranks_pb2_grpc.RanksServicer):
+    """Ranks that show `token` become the group's links."""
+
+    def __init__(self, group: Group, *, token: str) -> None:
+        self._group = group
+        self._authorization = f"Bearer {token}".encode()
+
+    async def Join(  # noqa: N802
+        self, request_iterator: AsyncIterator[ranks_pb2.RankMessage], context: Context
+    ) -> AsyncIterator[ranks_pb2.GatewayMessage]:
+        async with answering(context, "Join"):
+            await self._authenticate(context)
+            link = RankLink(context.peer())
+            reader = asyncio.create_task(self._read(request_iterator, link))
+            when_over(context, lambda: self._hang_up(link, reader))
+            async for message in link.outgoing():
+                yield message
+            closing = link.closing
+            if closing is not None and closing.end in _CODES:
+                await abort(context, RpcStatus(_CODES[closing.end], clip(closing.reason)))
+
+    async def _authenticate(self, context: Context) -> None:
+        shown = [value for key, value in context.invocation_metadata() or () if key == AUTHORIZATION_KEY]
+        raw = shown[0] if len(shown) == 1 else ""
+        value = raw.encode() if isinstance(raw, str) else raw
+        if not hmac.compare_digest(value, self._authorization):
+            logger.warning("peer=%s wanted to join without the group's token", context.peer())
+            await abort(
+                context,
+                RpcStatus(
+                    grpc.StatusCode.UNAUTHENTICATED,
+                    f"metadata {AUTHORIZATION_KEY!r} must be 'Bearer TOKEN' with this group's token",
+                ),
+            )
+
+    async def _read(self, messages: AsyncIterator[ranks_pb2.RankMessage], link: RankLink) -> None:
+        reason = "the rank closed its side"
+        try:
+            async for message in messages:
+                self._group.receive(link, message)
+        except Exception as error:
+            logger.exception("peer=%s: reading failed", link.peer)
+            reason = f"reading failed: {type(error).__name__}: {error}"
+        self._group.leave(link, reason)
+        link.close(LinkEnd.DONE, reason)
+
+    def _hang_up(self, link: RankLink, reader: asyncio.Task[None]) -> None:
+        """The call is over, whoever ended it."""
+        reader.cancel()
+        closing = link.closing
+        self._group.leave(link, closing.reason if closing is not None else "the connection broke")
+        link.close(LinkEnd.DONE, "the call is over")

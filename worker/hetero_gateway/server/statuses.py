@@ -1,0 +1,128 @@
+"""Errors as gRPC statuses: the one place where both are known.
+
+A wrong field comes with google.rpc.BadRequest, a full queue with google.rpc.RetryInfo, both inside the
+google.rpc.Status that clients find in the trailing metadata. INTERNAL is for bugs, and only for them; what they were
+stays in the log.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+
+from hetero_api.errors import HeteroError
+from hetero_gateway.engine.errors import (
+    DeadlineExceeded,
+    DuplicateRequest,
+    EngineUnavailable,
+    GroupLost,
+    InvalidRequest,
+    QueueFull,
+)
+from hetero_gateway.server.errors import InvalidArguments, Violation
+
+logger = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+DETAILS_KEY: Final = "grpc-status-details-bin"
+RETRY_AFTER_S: Final = 1
+MAX_MESSAGE_CHARS: Final = 1500
+"""A status travels in headers, which clients bound to 8 KiB all together; it goes there twice."""
+
+_CODES: Final[dict[type[HeteroError], grpc.StatusCode]] = {
+    InvalidArguments: grpc.StatusCode.INVALID_ARGUMENT,
+    InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    DuplicateRequest: grpc.StatusCode.ALREADY_EXISTS,
+    QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    EngineUnavailable: grpc.StatusCode.UNAVAILABLE,
+    GroupLost: grpc.StatusCode.UNAVAILABLE,
+    DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RpcStatus:
+    """How a call ends."""
+
+    code: grpc.StatusCode
+    message: str
+    details: tuple[Message, ...] = ()
+
+    def metadata(self) -> tuple[tuple[str, bytes], ...]:
+        """Trailing metadata that carries the details; none without details."""
+        if not self.details:
+            return ()
+        packed = []
+        for detail in self.details:
+            wrapper = any_pb2.Any()
+            wrapper.Pack(detail)
+            packed.append(wrapper)
+        number: int = self.code.value[0]
+        status = status_pb2.Status(code=number, message=self.message, details=packed)
+        return ((DETAILS_KEY, status.SerializeToString()),)
+
+
+def status_of(error: Exception) -> RpcStatus:
+    """The status for an error; INTERNAL for what has no place in the API."""
+    code = _CODES.get(type(error)) if isinstance(error, HeteroError) else None
+    if code is None:
+        return RpcStatus(grpc.StatusCode.INTERNAL, "internal error; the gateway's log tells what happened")
+    return RpcStatus(code, clip(str(error)), _details(error))
+
+
+@asynccontextmanager
+async def answering(context: Context, method: str) -> AsyncIterator[None]:
+    """Around a call's body: what it raises ends the call with the status that fits."""
+    try:
+        yield
+    except grpc.aio.AbortError:
+        raise
+    except Exception as error:
+        status = status_of(error)
+        if status.code is grpc.StatusCode.INTERNAL:
+            logger.exception("method=%s peer=%s failed", method, context.peer())
+        await abort(context, status)
+
+
+def when_over(context: Context, callback: Callable[[], object]) -> None:
+    """Call `callback` as soon as the call has ended, whoever ended it."""
+    bound: Any = lambda _: callback()  # noqa: E731 - grpc's stubs type callbacks as a class that does not exist
+    context.add_done_callback(bound)
+
+
+async def abort(context: Context, status: RpcStatus) -> NoReturn:
+    """End the call."""
+    await context.abort(status.code, status.message, trailing_metadata=status.metadata())
+
+
+def clip(text: str) -> str:
+    """`text`, or as much of it as a status can carry."""
+    return text if len(text) <= MAX_MESSAGE_CHARS else text[: MAX_MESSAGE_CHARS - 1] + "…"
+
+
+def _details(error: Exception) -> tuple[Message, ...]:
+    if isinstance(error, InvalidRequest):
+        return (_bad_request(Violation(error.field, error.problem)),)
+    if isinstance(error, InvalidArguments):
+        return (_bad_request(*error.violations),)
+    if isinstance(error, QueueFull):
+        return (error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=RETRY_AFTER_S)),)
+    return ()
+
+
+def _bad_request(*violations: Violation) -> error_details_pb2.BadRequest:
+    room = MAX_MESSAGE_CHARS // max(1, len(violations))
+    return error_details_pb2.BadRequest(
+        field_violations=[
+            error_details_pb2.BadRequest.FieldViolation(field=v.field, description=v.problem[:room]) for v in violations
+        ]
+    )
