@@ -9,7 +9,7 @@ import torch
 
 from hetero_api.v1 import ranks_pb2
 from tests.support import exchange_bodies as bodies
-from tests.support.rank_processes import run_ranks
+from tests.support.rank_processes import run_ranks, segment_prefix
 
 pytestmark = pytest.mark.distributed
 
@@ -67,7 +67,7 @@ def test_abort_frees_all_survivors_of_a_killed_rank() -> None:
     assert first < 2.0
     assert second < 2.0
     assert killed is None
-    assert bodies.shm_left_over() == []
+    assert bodies.shm_left_over(segment_prefix()) == []
 
 
 def test_full_dev_shm_is_an_error_on_every_rank_and_the_next_epoch_forms() -> None:

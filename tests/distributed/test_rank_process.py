@@ -19,6 +19,7 @@ from hetero_api.sharding import LayerShard, RankShard, ShardPlan, ranges_of_coun
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.platforms.cpu_list import parse_cpu_list
 from tests.support.exchange_bodies import shm_left_over
+from tests.support.rank_processes import segment_prefix
 from tests.support.scripted_gateway import TOKEN, ScriptedGateway
 from tests.support.tiny_models import save_tiny_model
 
@@ -99,7 +100,7 @@ def serve(model: Path, ranks: Sequence[RankProcess], epoch: int) -> list[ranks_p
             shard_plan=shard_plan(model).to_proto(),
             store_address=hellos[0].store_address,
             exchange=ranks_pb2.EXCHANGE_KIND_SHM,
-            segment_name=f"hetero-test-{ranks[0].pid()}-{epoch}",
+            segment_name=f"{segment_prefix()}{ranks[0].pid()}-{epoch}",
             timeout_s=30,
             max_num_batched_tokens=32,
             max_num_seqs=2,
@@ -157,7 +158,7 @@ def test_survivor_of_a_killed_rank_keeps_its_weights_and_serves_the_next_epoch(m
     assert (kept.load_s, read.load_s > 0) == (0.0, True)
     assert len(before) == 10
     assert after == before
-    assert shm_left_over() == []
+    assert shm_left_over(segment_prefix()) == []
 
 
 def next_step(step_id: int) -> ranks_pb2.StepPlan:

@@ -22,7 +22,8 @@ SIZES = (0, 1, 3, 576, 1023, 1024, 1025, 2048, 5000)
 """Elements; in fp32 an area holds 1024."""
 
 
-def shm_left_over(prefix: str = "hetero-test-") -> list[str]:
+def shm_left_over(prefix: str) -> list[str]:
+    """Names of segments that begin like this."""
     return [path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(prefix)]
 
 
@@ -31,7 +32,7 @@ def same_rounds_both_ways(ranks: RankContext, rounds: int, seed: int) -> tuple[s
     shm = ranks.form(ranks_pb2.EXCHANGE_KIND_SHM, epoch=1, area_bytes=AREA_BYTES)
     assert shm.kind == ranks_pb2.EXCHANGE_KIND_SHM
     ranks.meet()
-    left_over = shm_left_over()
+    left_over = shm_left_over(ranks.segment_prefix)
     ranks.meet()
     over_shm = _play(shm.exchange, rounds, seed, delays=True)
     shm.close()
@@ -155,7 +156,7 @@ def no_room(ranks: RankContext) -> tuple[str, list[str]]:
         ranks.form(ranks_pb2.EXCHANGE_KIND_SHM, epoch=1, area_bytes=1 << 50)
     except ExchangeError as error:
         message = str(error)
-    left_over = shm_left_over()
+    left_over = shm_left_over(ranks.segment_prefix)
     group = ranks.form(ranks_pb2.EXCHANGE_KIND_SHM, epoch=2)
     group.exchange.broadcast(torch.ones(1), 0)
     group.close()

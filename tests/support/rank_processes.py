@@ -8,6 +8,7 @@ is the rank's result. The parent relays one thing only: every rank's turn at a m
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -30,6 +31,8 @@ class RankContext:
     rank: int
     world_size: int
     pipe: Connection
+    segment_prefix: str
+    """How the names of this run's shared-memory segments begin."""
 
     def meet(self, word: str = "") -> list[str]:
         """Wait for all ranks; everyone's word, in rank order."""
@@ -49,12 +52,17 @@ class RankContext:
             world_size=self.world_size,
             store_address=address,
             exchange=kind,
-            segment_name=f"hetero-test-{address.rpartition(':')[2]}-{epoch}",
+            segment_name=f"{self.segment_prefix}{address.rpartition(':')[2]}-{epoch}",
             timeout_s=timeout_s,
             host=HOST,
             **changes,
         )
         return form_group(request, listener=listener, aborted=lambda: False)
+
+
+def segment_prefix() -> str:
+    """Of the segments of all groups that this process starts."""
+    return f"hetero-test-{os.getpid()}-"
 
 
 class RanksFailedError(AssertionError):
@@ -79,7 +87,7 @@ def run_ranks(
     for rank in range(world_size):
         ours, theirs = context.Pipe()
         process: BaseProcess = context.Process(
-            target=_rank_main, args=(body, rank, world_size, theirs, args), daemon=True
+            target=_rank_main, args=(body, RankContext(rank, world_size, theirs, segment_prefix()), args), daemon=True
         )
         process.start()
         theirs.close()
@@ -138,11 +146,11 @@ class _Conversation:
                 pipe.send(words)
 
 
-def _rank_main(body: Callable[..., Any], rank: int, world_size: int, pipe: Connection, args: Sequence[Any]) -> None:
+def _rank_main(body: Callable[..., Any], ranks: RankContext, args: Sequence[Any]) -> None:
     import torch
 
     torch.set_num_threads(1)
     try:
-        pipe.send(("done", body(RankContext(rank, world_size, pipe), *args)))
+        ranks.pipe.send(("done", body(ranks, *args)))
     except BaseException:  # the parent tells it
-        pipe.send(("failed", traceback.format_exc()))
+        ranks.pipe.send(("failed", traceback.format_exc()))

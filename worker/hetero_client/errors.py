@@ -178,7 +178,7 @@ class PortTakenError(LaunchError):
 
 
 class ProcessDiedError(LaunchError):
-    """A process of the group ended by itself."""
+    """A process of the group ended by itself. `permanent`: it said what is wrong, and its exit status is ours."""
 
     def __init__(
         self, message: str, *, exit_status: int, log_tail: Sequence[str] = (), permanent: bool = False
@@ -187,7 +187,7 @@ class ProcessDiedError(LaunchError):
         self.exit_status = exit_status
         self.log_tail = tuple(log_tail)
         if permanent:
-            self.exit_code = EXIT_PERMANENT
+            self.exit_code = exit_status
 
 
 class GroupFailedError(LaunchError):

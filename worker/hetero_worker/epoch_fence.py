@@ -30,7 +30,7 @@ class EpochFence:
         self._aborted_through = 0
         self._closed = False
         self._exchange: HostExchange | None = None
-        self._extra_patience_s = 0.0
+        self._patient = False
         self._watchdog: threading.Timer | None = None
 
     @property
@@ -69,30 +69,35 @@ class EpochFence:
         with self._lock:
             self._aborted_through = max(self._aborted_through, epoch)
             if self.aborted:
-                self._wake(self._patience_s + self._extra_patience_s)
+                self._wake(watch=not self._patient)
 
     def close(self) -> None:
         """End the current epoch and all that might follow: the rank's life is over."""
         with self._lock:
             self._closed = True
             if self._epoch is not None:
-                self._wake(self._patience_s)
+                self._wake(watch=True)
 
     @contextmanager
-    def patient(self, extra_s: float) -> Iterator[None]:
-        """Work that waits for no peer and is worth finishing (reading weights): an abort lets it."""
+    def patient(self) -> Iterator[None]:
+        """Around work that waits for no peer and is worth finishing (reading weights): an abort lets it.
+
+        How long that may take is for the gateway to say, which ends the stream of a rank that does not come back.
+        """
         with self._lock:
-            self._extra_patience_s = extra_s
+            self._patient = True
         try:
             yield
         finally:
             with self._lock:
-                self._extra_patience_s = 0.0
+                self._patient = False
+                if self.aborted:
+                    self._wake(watch=True)
 
-    def _wake(self, patience_s: float) -> None:
+    def _wake(self, *, watch: bool) -> None:
         if self._exchange is not None:
             self._exchange.abort()
-        if self._watchdog is None:
-            self._watchdog = threading.Timer(patience_s, self._give_up)
+        if watch and self._watchdog is None:
+            self._watchdog = threading.Timer(self._patience_s, self._give_up)
             self._watchdog.daemon = True
             self._watchdog.start()

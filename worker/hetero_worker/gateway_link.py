@@ -46,11 +46,10 @@ _REFUSALS: Final = frozenset(
     {
         grpc.StatusCode.UNAUTHENTICATED,
         grpc.StatusCode.PERMISSION_DENIED,
-        grpc.StatusCode.INVALID_ARGUMENT,
         grpc.StatusCode.UNIMPLEMENTED,
     }
 )
-"""The gateway knows this rank and will not have it: trying again as it is cannot help."""
+"""This process's token or program is wrong: a new process with the same ones is refused too."""
 
 
 class Arrival(NamedTuple):

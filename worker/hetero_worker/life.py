@@ -271,7 +271,7 @@ class RankLife:
             max_num_seqs=group.max_num_seqs,
             memory_bytes=self._identity.memory_bytes,
         )
-        with self._fence.patient(group.timeout_s):
+        with self._fence.patient():
             report = self._runner.load(request)
         self._fence.check()
         self._state = RankState.LOADED

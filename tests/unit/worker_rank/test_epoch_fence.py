@@ -92,13 +92,21 @@ def test_leaving_calls_the_watchdog_off() -> None:
     assert not gave_up.wait(0.4)
 
 
-def test_work_worth_finishing_is_given_longer() -> None:
+def test_work_worth_finishing_is_let_finish_and_watched_afterwards() -> None:
     guard, gave_up = fence(patience_s=0.05)
     guard.enter(1)
-    with guard.patient(LONG_S):
+    with guard.patient():
         guard.abort(1)
         assert not gave_up.wait(0.3)
-    guard.leave()
+    assert gave_up.wait(10)
+
+
+def test_no_work_is_worth_finishing_when_life_is_over() -> None:
+    guard, gave_up = fence(patience_s=0.01)
+    guard.enter(1)
+    with guard.patient():
+        guard.close()
+        assert gave_up.wait(10)
 
 
 def test_close_ends_every_epoch_to_come() -> None:

@@ -79,7 +79,8 @@ def test_leaving_while_there_is_no_gateway_takes_no_time(tmp_path: Path) -> None
     [
         (grpc.StatusCode.UNAVAILABLE, False),
         (grpc.StatusCode.ALREADY_EXISTS, False),
-        (grpc.StatusCode.INVALID_ARGUMENT, True),
+        (grpc.StatusCode.FAILED_PRECONDITION, False),
+        (grpc.StatusCode.PERMISSION_DENIED, True),
     ],
 )
 def test_status_that_ends_the_stream_says_whether_trying_again_helps(

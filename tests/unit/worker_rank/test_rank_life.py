@@ -214,6 +214,8 @@ def test_other_ranks_do_not_answer_steps(tmp_path: Path) -> None:
 def test_abort_between_steps_leads_to_a_new_hello_that_keeps_the_weights(tmp_path: Path) -> None:
     with joined(tmp_path) as (gateway, rank):
         first = serve_epoch(gateway, 1)
+        gateway.tell(1, step_plan=step(1, 0))
+        assert gateway.expect("step_result").epoch == 1
         gateway.tell(1, abort=ranks_pb2.Abort(reason="a peer is gone"))
         second = serve_epoch(gateway, 2)
         gateway.tell(2, step_plan=step(1, 0))

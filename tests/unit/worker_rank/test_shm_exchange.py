@@ -57,6 +57,19 @@ def test_bfloat16_is_summed_in_fp32_and_rounded_once(tmp_path: Path) -> None:
         assert on_every_rank(ranks, add) == [258.0] * 3
 
 
+def test_terms_are_added_in_rank_order_however_contributors_are_listed(tmp_path: Path) -> None:
+    # In fp32, (1e8 - 1e8) + 1 is 1, and 1e8 + (-1e8 + 1) is 0.
+    terms = [1e8, -1e8, 1.0]
+
+    def add(exchange: ShmExchange) -> float:
+        tensor = torch.tensor([terms[exchange.rank]])
+        exchange.all_reduce(tensor, (2, 1, 0))
+        return tensor.item()
+
+    with exchanges(tmp_path, 3) as ranks:
+        assert on_every_rank(ranks, add) == [1.0] * 3
+
+
 def test_only_contributors_count(tmp_path: Path) -> None:
     def add(exchange: ShmExchange) -> list[float]:
         seen = []

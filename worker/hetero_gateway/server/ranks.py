@@ -47,6 +47,8 @@ class RanksServicer(ranks_pb2_grpc.RanksServicer):
             when_over(context, lambda: self._hang_up(link, reader))
             async for message in link.outgoing():
                 yield message
+            # A read that is still waiting when the call ends would fail.
+            reader.cancel()
             closing = link.closing
             if closing is not None and closing.end in _CODES:
                 await abort(context, RpcStatus(_CODES[closing.end], clip(closing.reason)))
@@ -70,6 +72,8 @@ class RanksServicer(ranks_pb2_grpc.RanksServicer):
         try:
             async for message in messages:
                 self._group.receive(link, message)
+        except grpc.aio.UsageError:
+            reason = "the connection broke"
         except Exception as error:
             logger.exception("peer=%s: reading failed", link.peer)
             reason = f"reading failed: {type(error).__name__}: {error}"

@@ -1,0 +1,262 @@
+"""A group without gRPC: settings, ranks that the test scripts message by message, and ranks that just obey."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from hetero_api.contract import VERSION
+from hetero_api.manifest import parse_resource
+from hetero_api.model_config import ModelConfig
+from hetero_api.spec import HeteroInference, HeteroInferenceSpec
+from hetero_api.v1 import admin_pb2, ranks_pb2
+from hetero_gateway.engine.core import EngineCore
+from hetero_gateway.engine.detokenizer import ByteLevelText, IncrementalDetokenizer
+from hetero_gateway.group.formation import Group
+from hetero_gateway.group.rank_link import Closing, RankLink
+from hetero_gateway.group.settings import GroupSettings
+from hetero_gateway.group.topology import GroupState
+from tests.unit.engine.engine_setup import VOCAB_SIZE, engine_config
+from tests.unit.engine.fake_ranks import FakeRanks
+
+FINGERPRINT = "f" * 64
+KV_BYTES_PER_TOKEN = 8
+PATIENCE_S = 5.0
+
+SMOLLM2 = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,
+    "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def model_config(**changes: Any) -> ModelConfig:
+    return ModelConfig.from_hf(SMOLLM2 | changes)
+
+
+def resource(
+    *pools: dict[str, Any],
+    shares: dict[str, Any] | None = None,
+    engine: dict[str, Any] | None = None,
+    **spec: Any,
+) -> HeteroInference:
+    """A resource; a pool without a type is a CPU pool."""
+    body = {
+        "model": {"uri": "hf://org/model"},
+        "pools": [{"type": "CPU", **pool} for pool in pools or ({"name": "cpu", "ranks": 2},)],
+        "placement": {"shares": shares or {}},
+        "engine": engine or {},
+        **spec,
+    }
+    head = {"apiVersion": "heteroinference.io/v1alpha1", "kind": "HeteroInference", "metadata": {"name": "g"}}
+    return parse_resource(head | {"spec": body})
+
+
+def spec_of(*pools: dict[str, Any], **rest: Any) -> HeteroInferenceSpec:
+    return resource(*pools, **rest).spec
+
+
+def group_settings(*pools: dict[str, Any], **rest: Any) -> GroupSettings:
+    """SmolLM2's shape, sequences of at most 64 tokens, blocks of 4."""
+    defaults: dict[str, Any] = {
+        "engine": {"blockSize": 4, "maxNumSeqs": 4, "maxNumBatchedTokens": 64},
+        "model": {"uri": "hf://org/model", "maxModelLen": 64},
+    }
+    return GroupSettings.from_resource(
+        resource(*pools, **(defaults | rest)), model_config(), model_fingerprint=FINGERPRINT
+    )
+
+
+def new_core() -> EngineCore:
+    def detokenizer(stop: Sequence[str]) -> IncrementalDetokenizer:
+        text = ByteLevelText(lambda token_id: bytes([ord("A") + token_id % 26]))
+        return IncrementalDetokenizer(text, is_silent=lambda _: False, stop=stop)
+
+    return EngineCore(engine_config(), new_detokenizer=detokenizer)
+
+
+class WarmRanks(FakeRanks):
+    """FakeRanks that also take the plan which computes nothing and gives slots back: the end of a warm-up."""
+
+    def execute(self, plan: ranks_pb2.StepPlan) -> ranks_pb2.StepResult:
+        if plan.scheduled:
+            return super().execute(plan)
+        self._step_id += 1
+        for slot in plan.released_slots:
+            del self._slots[slot]
+        return ranks_pb2.StepResult(step_id=plan.step_id)
+
+    @property
+    def bound_slots(self) -> set[int]:
+        return set(self._slots)
+
+
+def hello(place: int, *, instance: str = "", **changes: Any) -> ranks_pb2.Hello:
+    fields: dict[str, Any] = {
+        "pool": "cpu",
+        "ordinal": place,
+        "local_rank": 0,
+        "pod_name": f"pod-{place}",
+        "host_id": "host",
+        "instance_id": instance or f"instance-{place}",
+        "store_address": f"127.0.0.1:{4000 + place}",
+        "version": VERSION,
+        "model_fingerprint": FINGERPRINT,
+    }
+    return ranks_pb2.Hello(**(fields | changes))
+
+
+class ScriptedRank:
+    """One rank's stream, both ends of it in the test's hands."""
+
+    def __init__(self, group: Group, ordinal: int, *, instance: str = "") -> None:
+        self.group = group
+        self.ordinal = ordinal
+        self.instance = instance or f"instance-{ordinal}"
+        self.link = RankLink(f"peer-{ordinal}")
+        self.epoch = 0
+        self._messages = self.link.outgoing()
+
+    def join(self, **changes: Any) -> None:
+        self.say(0, hello=hello(self.ordinal, instance=self.instance, **changes))
+
+    def say(self, epoch: int, **body: Any) -> None:
+        """Send a message; the keyword is its body."""
+        self.group.receive(self.link, ranks_pb2.RankMessage(epoch=epoch, **body))
+
+    async def expect(self, kind: str) -> Any:
+        """The next message's body, which must be of this kind."""
+        message = await asyncio.wait_for(anext(self._messages), PATIENCE_S)
+        assert message.WhichOneof("body") == kind, message
+        self.epoch = message.epoch
+        return getattr(message, kind)
+
+    async def expect_end(self) -> Closing:
+        """The stream ends with nothing more on it; how the gateway closed it."""
+        async with asyncio.timeout(PATIENCE_S):
+            assert [message async for message in self._messages] == []
+        assert self.link.closing is not None
+        return self.link.closing
+
+    async def obey(self, kind: str, *, kv_budget_bytes: int = 1 << 20) -> Any:
+        """Expect an order and answer it as a healthy rank does; the order."""
+        order = await self.expect(kind)
+        self.answer(kind, order, kv_budget_bytes=kv_budget_bytes)
+        return order
+
+    def answer(self, kind: str, order: Any, *, kv_budget_bytes: int = 1 << 20) -> None:
+        match kind:
+            case "form_group":
+                self.say(self.epoch, formed=ranks_pb2.Formed(exchange=order.exchange))
+            case "load_model":
+                loaded = ranks_pb2.Loaded(
+                    weight_bytes=1000 + self.ordinal, kv_budget_bytes=kv_budget_bytes,
+                    kv_bytes_per_token=KV_BYTES_PER_TOKEN, load_s=0.5, kernels=["k"],
+                )  # fmt: skip
+                self.say(self.epoch, loaded=loaded)
+            case "allocate_cache":
+                kv_bytes = order.num_blocks * order.block_size * KV_BYTES_PER_TOKEN
+                self.say(self.epoch, allocated=ranks_pb2.Allocated(kv_bytes=kv_bytes))
+
+    def lose(self) -> None:
+        """The process is gone."""
+        self.group.leave(self.link, "connection reset")
+
+
+class ObedientRank(ScriptedRank):
+    """Does what it is told until its task is cancelled; rank 0 computes with WarmRanks. `abort` makes it say Hello."""
+
+    def __init__(self, group: Group, ordinal: int, *, instance: str = "") -> None:
+        super().__init__(group, ordinal, instance=instance)
+        self.plans: list[ranks_pb2.StepPlan] = []
+        self.holds_steps = False
+        """Keep quiet when a plan comes."""
+        self.aborts: list[str] = []
+        self._ranks: WarmRanks | None = None
+
+    async def live(self) -> None:
+        async for message in self._messages:
+            self.epoch = message.epoch
+            kind = message.WhichOneof("body") or ""
+            if kind == "abort":
+                self.aborts.append(message.abort.reason)
+                self.join()
+            elif kind == "step_plan":
+                self._step(message.step_plan)
+            else:
+                self._note(kind, getattr(message, kind))
+
+    def _note(self, kind: str, order: Any) -> None:
+        if kind == "allocate_cache":
+            self.plans = []
+            self._ranks = WarmRanks(
+                num_blocks=order.num_blocks, block_size=order.block_size, vocab_size=VOCAB_SIZE, max_num_seqs=4
+            )
+        self.answer(kind, order)
+
+    def _step(self, plan: ranks_pb2.StepPlan) -> None:
+        self.plans.append(plan)
+        assert self._ranks is not None
+        if not self.holds_steps:
+            result = self._ranks.execute(plan)
+            if self.ordinal == 0:
+                self.say(self.epoch, step_result=result)
+
+
+class GroupBench:
+    """A group and its core, running, with every state that the group took."""
+
+    def __init__(self, settings: GroupSettings | None = None, *, clock: Callable[[], float] | None = None) -> None:
+        self.core = new_core()
+        self.states: list[GroupState] = []
+        self.steps: list[float] = []
+        arguments: dict[str, Any] = {} if clock is None else {"clock": clock}
+        self.group = Group(
+            settings or group_settings(),
+            core=self.core,
+            on_state=self.states.append,
+            observe_step=self.steps.append,
+            **arguments,
+        )
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    async def __aenter__(self) -> GroupBench:
+        self._tasks += [asyncio.create_task(self.core.run()), asyncio.create_task(self.group.run())]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def topology(self) -> admin_pb2.GetTopologyResponse:
+        return self.group.topology()
+
+    def obedient(self, ordinal: int, *, instance: str = "") -> ObedientRank:
+        """A rank that has joined and obeys."""
+        rank = ObedientRank(self.group, ordinal, instance=instance)
+        rank.join()
+        self._tasks.append(asyncio.create_task(rank.live()))
+        return rank
+
+    async def ready(self) -> tuple[ObedientRank, ObedientRank]:
+        """Two obedient ranks, serving."""
+        ranks = self.obedient(0), self.obedient(1)
+        await self.until(GroupState.READY)
+        return ranks
+
+    async def until(self, state: GroupState) -> None:
+        await wait_until(lambda: self.group.state is state)
+
+
+async def wait_until(condition: Callable[[], bool]) -> None:
+    """Let other tasks run until the condition holds, for a bounded time."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0)
+
+
+async def collect(stream: AsyncIterator[Any]) -> list[Any]:
+    return [event async for event in stream]

@@ -1,0 +1,125 @@
+"""An epoch from Hello to READY, with ranks scripted message by message."""
+
+from __future__ import annotations
+
+import pytest
+
+from hetero_api.v1 import admin_pb2, ranks_pb2
+from hetero_gateway.engine.errors import EngineUnavailable
+from hetero_gateway.engine.stream import FinishedEvent
+from hetero_gateway.group.topology import GroupState
+from tests.unit.engine.engine_setup import VOCAB_SIZE, generation
+from tests.unit.engine.fake_ranks import tokens_alone
+from tests.unit.group.group_setup import GroupBench, ScriptedRank, collect, group_settings
+
+pytestmark = pytest.mark.unit
+
+
+async def test_orders_go_out_phase_by_phase_to_everyone() -> None:
+    async with GroupBench() as bench:
+        one, zero = ScriptedRank(bench.group, 1), ScriptedRank(bench.group, 0)
+        one.join()
+        assert bench.states == []
+        zero.join()
+        forms = [await zero.obey("form_group"), await one.expect("form_group")]
+        assert [form.rank for form in forms] == [0, 1]
+        assert bench.states == [GroupState.FORMING]
+        for form in forms:
+            assert [place.pod_name for place in form.places] == ["pod-0", "pod-1"]
+            assert form.store_address == "127.0.0.1:4000"
+            assert form.exchange == ranks_pb2.EXCHANGE_KIND_SHM
+            assert form.segment_name.startswith("hetero-g-")
+            assert form.segment_name.endswith("-1")
+            assert (form.timeout_s, form.max_num_batched_tokens, form.max_num_seqs) == (60, 64, 4)
+            assert form.shard_plan == group_settings().shard_plan.to_proto()
+        assert forms[0].segment_name == forms[1].segment_name
+        one.answer("form_group", forms[1])
+        load = await zero.obey("load_model")
+        await one.obey("load_model", kv_budget_bytes=4000)
+        assert (load.dtype, load.max_model_len) == ("float32", 64)
+        allocate = await zero.obey("allocate_cache")
+        assert (allocate.num_blocks, allocate.block_size) == (65, 4)
+        assert bench.states[1:] == [GroupState.LOADING]
+        await one.obey("allocate_cache")
+        for step_id, slots in ((1, [0]), (2, [0]), (3, [0, 1, 2, 3]), (4, [0, 1, 2, 3]), (5, [])):
+            plan = await zero.expect("step_plan")
+            assert plan == await one.expect("step_plan")
+            assert (plan.step_id, [part.slot for part in plan.scheduled]) == (step_id, slots)
+            zero.say(1, step_result=ranks_pb2.StepResult(step_id=step_id, slots=slots, token_ids=[7] * len(slots)))
+        await bench.until(GroupState.READY)
+        assert bench.group.is_ready
+        assert bench.states == [GroupState.FORMING, GroupState.LOADING, GroupState.READY]
+        assert len(bench.steps) == 5
+
+
+async def test_a_ready_group_serves_requests_after_its_warm_up() -> None:
+    async with GroupBench() as bench:
+        zero, one = await bench.ready()
+        events = await collect(bench.core.submit(generation("r", range(9), max_tokens=6)))
+        tokens = [token for event in events[:-1] for token in event.token_ids]
+        assert tokens == tokens_alone(range(9), seed=0, count=6, vocab_size=VOCAB_SIZE)
+        assert isinstance(events[-1], FinishedEvent)
+        assert zero.plans == one.plans
+        assert [plan.step_id for plan in zero.plans] == list(range(1, len(zero.plans) + 1))
+
+
+async def test_topology_tells_places_before_and_everything_after() -> None:
+    async with GroupBench() as bench:
+        before = bench.topology
+        assert before.state == admin_pb2.GROUP_STATE_NEW
+        assert [(rank.place.rank, rank.place.pool, rank.place.pod_name) for rank in before.ranks] == [
+            (0, "cpu", "cpu-0"), (1, "cpu", "cpu-1"),
+        ]  # fmt: skip
+        assert before.reason == "waiting for rank 0 (cpu-0), rank 1 (cpu-1)"
+        assert not any(rank.joined or rank.HasField("shard") for rank in before.ranks)
+        await bench.ready()
+        after = bench.topology
+        assert (after.name, after.state, after.epoch, after.reason) == ("g", admin_pb2.GROUP_STATE_READY, 1, "")
+        assert (after.exchange, after.block_size, after.num_blocks) == (ranks_pb2.EXCHANGE_KIND_SHM, 4, 64)
+        assert [rank.joined for rank in after.ranks] == [True, True]
+        assert [rank.weight_bytes for rank in after.ranks] == [1000, 1001]
+        assert [rank.kv_bytes for rank in after.ranks] == [65 * 4 * 8] * 2
+        assert [rank.shard.layers[0].kv_heads.end for rank in after.ranks] == [2, 3]
+        assert list(after.ranks[0].kernels) == ["k"]
+        assert after.ranks[1].place.pod_name == "pod-1"
+
+
+async def test_ranks_on_different_hosts_exchange_over_the_network() -> None:
+    async with GroupBench() as bench:
+        ranks = [ScriptedRank(bench.group, ordinal) for ordinal in (0, 1)]
+        for rank in ranks:
+            rank.join(host_id=f"host-{rank.ordinal}")
+        assert [(await rank.expect("form_group")).exchange for rank in ranks] == [ranks_pb2.EXCHANGE_KIND_GLOO] * 2
+
+
+async def test_one_rank_alone_is_a_group() -> None:
+    async with GroupBench(group_settings({"name": "cpu", "ranks": 1})) as bench:
+        rank = bench.obedient(0)
+        await bench.until(GroupState.READY)
+        assert rank.epoch == 1
+
+
+async def test_close_ends_requests_tells_ranks_and_admits_nobody() -> None:
+    async with GroupBench() as bench:
+        zero = ScriptedRank(bench.group, 0)
+        zero.join()
+        bench.group.close("stop")
+        assert bench.group.state is GroupState.CLOSED
+        assert (await zero.expect("shutdown")).reason == "stop"
+        assert (await zero.expect_end()).end.value == "done"
+        late = ScriptedRank(bench.group, 1)
+        late.join()
+        assert "shutting down" in (await late.expect_end()).reason
+        with pytest.raises(EngineUnavailable, match="draining"):
+            bench.core.submit(generation("r", range(3)))
+
+
+async def test_close_while_serving_ends_streams_with_its_reason() -> None:
+    async with GroupBench() as bench:
+        zero, _ = await bench.ready()
+        zero.holds_steps = True
+        stream = bench.core.submit(generation("r", range(3)))
+        bench.group.close("the gateway is shutting down")
+        with pytest.raises(EngineUnavailable, match="the gateway is shutting down"):
+            await collect(stream)
+        assert bench.states[-2:] == [GroupState.DRAINING, GroupState.CLOSED]

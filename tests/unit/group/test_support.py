@@ -1,0 +1,54 @@
+"""What this version refuses at start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hetero_gateway.group.errors import UnsupportedSpecError
+from hetero_gateway.group.support import check_supported, resolve_dtype, resolve_max_model_len
+from tests.unit.group.group_setup import model_config, spec_of
+
+pytestmark = pytest.mark.unit
+
+MODEL = {"uri": "hf://org/model"}
+
+
+@pytest.mark.parametrize(
+    ("spec", "field"),
+    [
+        ({"placement": {"mode": "Layer"}}, "spec.placement.mode"),
+        ({"placement": {"mode": "GpuOnly"}}, "spec.placement.mode"),
+        ({"model": MODEL | {"quantization": "int8"}}, "spec.model.quantization"),
+        ({"model": MODEL | {"dtype": "float16"}}, "spec.model.dtype"),
+        ({"model": MODEL | {"maxModelLen": 8193}}, "spec.model.maxModelLen"),
+        ({"suspend": True}, "spec.suspend"),
+        ({"replicas": 0}, "spec.replicas"),
+        ({"gateway": {"tlsSecretName": "tls"}}, "spec.gateway.tlsSecretName"),
+        ({"gateway": {"authTokenSecretRef": {"name": "auth"}}}, "spec.gateway.authTokenSecretRef"),
+    ],
+)
+def test_a_field_that_cannot_be_served_is_named(spec: dict[str, Any], field: str) -> None:
+    with pytest.raises(UnsupportedSpecError) as caught:
+        check_supported(spec_of(**spec), model_config())
+    assert [problem.partition(": ")[0] for problem in caught.value.problems] == [field]
+
+
+def test_gpu_pools_are_named_by_their_index_and_all_problems_are_told() -> None:
+    spec = spec_of({"name": "cpu", "ranks": 1}, {"name": "gpu", "type": "GPU", "ranks": 1}, suspend=True)
+    with pytest.raises(UnsupportedSpecError) as caught:
+        check_supported(spec, model_config())
+    assert [problem.partition(":")[0] for problem in caught.value.problems] == ["spec.pools[1].type", "spec.suspend"]
+
+
+@pytest.mark.parametrize("mode", ["Auto", "Tensor"])
+def test_cpu_pools_in_tensor_or_auto_mode_are_served(mode: str) -> None:
+    check_supported(spec_of(placement={"mode": mode}), model_config())
+
+
+def test_auto_is_float32_and_the_models_own_length() -> None:
+    assert resolve_dtype(spec_of()) == "float32"
+    assert resolve_dtype(spec_of(model=MODEL | {"dtype": "bfloat16"})) == "bfloat16"
+    assert resolve_max_model_len(spec_of(), model_config()) == 8192
+    assert resolve_max_model_len(spec_of(model=MODEL | {"maxModelLen": 100}), model_config()) == 100

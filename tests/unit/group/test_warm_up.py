@@ -1,0 +1,52 @@
+"""Warm-up plans obey the protocol at every size and leave nothing bound."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero_gateway.group.warm_up import MAX_WARM_SEQS, StepBounds, warm_up_plans
+from tests.unit.group.group_setup import WarmRanks
+
+pytestmark = pytest.mark.unit
+
+
+@given(
+    st.builds(
+        StepBounds,
+        max_num_seqs=st.integers(1, 100),
+        max_num_batched_tokens=st.integers(1, 200),
+        max_model_len=st.integers(1, 100),
+        block_size=st.integers(1, 32),
+        num_blocks=st.integers(1, 60),
+    )
+)
+def test_ranks_can_do_every_plan_and_end_with_no_slot_bound(bounds: StepBounds) -> None:
+    ranks = WarmRanks(
+        num_blocks=bounds.num_blocks, block_size=bounds.block_size, vocab_size=9, max_num_seqs=bounds.max_num_seqs
+    )
+    lengths: dict[int, int] = {}
+    for plan in warm_up_plans(bounds):
+        result = ranks.execute(plan)
+        assert list(result.slots) == [part.slot for part in plan.scheduled]
+        assert sum(part.num_tokens for part in plan.scheduled) <= bounds.max_num_batched_tokens
+        for part in plan.scheduled:
+            lengths[part.slot] = lengths.get(part.slot, 0) + part.num_tokens
+            assert lengths[part.slot] < bounds.max_model_len
+    assert ranks.bound_slots == set()
+
+
+def test_it_prefills_as_much_as_a_step_takes_then_decodes_one_and_many() -> None:
+    plans = warm_up_plans(
+        StepBounds(max_num_seqs=200, max_num_batched_tokens=128, max_model_len=512, block_size=16, num_blocks=400)
+    )
+    shapes = [[part.num_tokens for part in plan.scheduled] for plan in plans]
+    assert shapes == [[128], [1], [1] * MAX_WARM_SEQS, [1] * MAX_WARM_SEQS, []]
+    assert list(plans[-1].released_slots) == list(range(MAX_WARM_SEQS))
+    assert [plan.step_id for plan in plans] == [1, 2, 3, 4, 5]
+
+
+def test_without_room_for_a_sequence_there_is_nothing_to_warm() -> None:
+    bounds = StepBounds(max_num_seqs=4, max_num_batched_tokens=8, max_model_len=4, block_size=4, num_blocks=2)
+    assert warm_up_plans(bounds) == ()
