@@ -181,7 +181,7 @@ class SamplingParams(_message.Message):
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids that end the completion. At most 64."""
+        """Token ids that end the completion. At most 64, each in [0, vocabulary size)."""
 
     def __init__(
         self,

@@ -792,7 +792,7 @@ class StepPlan(_message.Message):
 
     @_builtins.property
     def scheduled(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScheduledSequence]:
-        """What is computed; the batch order."""
+        """What is computed; the batch order. May be empty: then only slots are released or bound."""
 
     def __init__(
         self,

@@ -133,6 +133,16 @@ async def test_a_lost_rank_ends_every_request_unavailable(victim: int) -> None:
         assert bench.core.stats().used_blocks == 0
 
 
+async def test_a_group_that_is_lost_while_idle_serves_no_more() -> None:
+    async with GroupBench() as bench:
+        _, one = await bench.ready()
+        one.lose()
+        await bench.until(GroupState.ABORTED)
+        assert not bench.core.is_serving
+        with pytest.raises(EngineUnavailable, match=r"rank 1 \(pod-1\): its stream ended"):
+            bench.core.submit(generation("r", range(3)))
+
+
 async def test_a_step_without_a_result_ends_requests_and_epoch() -> None:
     async with GroupBench(timed(step_timeout_s=0.05)) as bench:
         zero, _ = await bench.ready()

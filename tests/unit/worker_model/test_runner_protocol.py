@@ -199,6 +199,7 @@ def test_reported_weights_are_the_shards(checkpoint: TinyCheckpoint) -> None:
     ("change", "error", "words"),
     [
         (lambda r: dataclasses.replace(r, memory_bytes=1 << 20), MemoryBudgetError, "given"),
+        (lambda r: dataclasses.replace(r, rank=1), PlanError, "rank 1 is not in a plan for 1"),
         (lambda r: dataclasses.replace(r, dtype="float16"), ModelError, "float32, bfloat16"),
         (lambda r: dataclasses.replace(r, max_model_len=10_000), ModelError, "128 positions"),
         (

@@ -181,9 +181,10 @@ class Group:
             member.link.send(abort)
         if not self.failed:
             self._ended_reason = reason
+        may_restart = self._restarts.spend()
         if permanent:
             self._fail(reason)
-        elif not self._restarts.spend():
+        elif not may_restart and not self.failed:
             self._fail(
                 f"{reason}; the group has ended more than spec.recovery.maxRestarts ({self._settings.max_restarts}) "
                 f"times within {self._settings.restart_window_s:g} s"

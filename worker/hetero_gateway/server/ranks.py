@@ -68,7 +68,7 @@ class RanksServicer(ranks_pb2_grpc.RanksServicer):
             )
 
     async def _read(self, messages: AsyncIterator[ranks_pb2.RankMessage], link: RankLink) -> None:
-        reason = "the rank closed its side"
+        reason = "the rank's process ended or left"
         try:
             async for message in messages:
                 self._group.receive(link, message)

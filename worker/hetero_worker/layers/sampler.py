@@ -100,12 +100,12 @@ class _Draws:
             return torch.empty(0, dtype=torch.float64)
         plain, filtered, parts = self.plain, self.filtered, []
         if plain:
-            best = best_of_shard(logits if not filtered else logits[plain], [self.rows[i] for i in plain], own.begin)
-            parts.append(best.view(-1))
-        for i in filtered:
-            row = self.rows[i]
-            count = row.num_candidates(own.size)
-            parts.append(candidates_of_shard(logits[i], row, begin=own.begin, count=count).pack())
+            chosen = [self.rows[i] for i in plain]
+            parts.append(best_of_shard(logits[plain] if filtered else logits, chosen, own.begin).view(-1))
+        if filtered:
+            chosen = [self.rows[i] for i in filtered]
+            shards = candidates_of_shard(logits[filtered] if plain else logits, chosen, begin=own.begin)
+            parts.extend(shard.pack() for shard in shards)
         return torch.cat(parts)
 
     def decide(self, gathered: Sequence[torch.Tensor], tokens: torch.Tensor) -> None:
@@ -137,8 +137,8 @@ def _sample_whole(logits: torch.Tensor, rows: Sequence[SamplingRow], draws: _Dra
     whole = gather_logits(logits, draws.vocab_ranges, exchange)
     tokens = torch.full((len(rows),), _UNDECIDED, dtype=torch.int64)
     if exchange.rank == 0:
-        for i, row in enumerate(rows):
-            token = decide_filtered([candidates_of_shard(whole[i], row, begin=0)], row)
+        for i, shard in enumerate(candidates_of_shard(whole, rows, begin=0, whole=True)):
+            token = decide_filtered([shard], rows[i])
             tokens[i] = _UNDECIDED if token is None else token
     if exchange.world_size > 1:
         exchange.broadcast(tokens, 0)

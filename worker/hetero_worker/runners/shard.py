@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from hetero_api.errors import ModelError
+from hetero_api.errors import ModelError, PlanError
 from hetero_worker.attention.paged import paged_attention
 from hetero_worker.layers.kernel_choice import choose_kernel
 from hetero_worker.layers.linear_kernels import available_kernels
@@ -94,6 +94,8 @@ def _dtype(request: LoadRequest) -> torch.dtype:
 
 def _check_plan(request: LoadRequest) -> None:
     config = request.config
+    if not 0 <= request.rank < request.shard_plan.world_size:
+        raise PlanError(f"rank {request.rank} is not in a plan for {request.shard_plan.world_size} ranks")
     request.shard_plan.validate(
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,

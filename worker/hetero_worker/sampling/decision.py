@@ -43,6 +43,9 @@ def decide_filtered(shards: Sequence[ShardCandidates], row: SamplingRow) -> int 
 
 def _merge(shards: Sequence[ShardCandidates]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
     """Scaled logits, noise and ids in the order (scaled descending, id ascending), and the proven length."""
+    if len(shards) == 1:
+        shard = shards[0]
+        return shard.scaled, shard.noise, shard.ids.long(), len(shard.ids)
     ids = torch.cat([shard.ids for shard in shards])
     by_id = ids.argsort()
     scaled = torch.cat([shard.scaled for shard in shards])[by_id]

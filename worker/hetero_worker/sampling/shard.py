@@ -61,22 +61,26 @@ def best_of_shard(logits: torch.Tensor, rows: Sequence[SamplingRow], begin: int)
 
 
 def candidates_of_shard(
-    logits: torch.Tensor, row: SamplingRow, *, begin: int, count: int | None = None
-) -> ShardCandidates:
-    """The top `count` rows of a shard (all when None) for one draw; `logits` is float32 [shard rows]."""
-    scaled = logits / row.temperature
-    count = len(scaled) if count is None else count
-    ids = _top_ids(scaled, count)
-    order = torch.sort(scaled[ids], descending=True, stable=True).indices
-    ids = ids[order]
-    noise = gumbel_noise(seed=row.seed, position=row.position, begin=begin, count=len(scaled))
-    return ShardCandidates(
-        log_sum_exp=float(torch.logsumexp(scaled.double(), dim=0)),
-        scaled=scaled[ids].double(),
-        noise=noise[ids].double(),
-        ids=(ids + begin).double(),
-        complete=count == len(scaled),
-    )
+    logits: torch.Tensor, rows: Sequence[SamplingRow], *, begin: int, whole: bool = False
+) -> list[ShardCandidates]:
+    """Each draw's top rows of a shard (all when `whole`); `logits` is float32 [draws, shard rows]."""
+    size = logits.shape[1]
+    scaled = logits / torch.tensor([[row.temperature] for row in rows])
+    totals = torch.logsumexp(scaled, dim=-1).tolist()
+    candidates = []
+    for i, row in enumerate(rows):
+        ids = _best_first(scaled[i], size if whole else row.num_candidates(size))
+        noise = gumbel_noise(seed=row.seed, position=row.position, begin=begin, count=size)
+        candidates.append(
+            ShardCandidates(
+                log_sum_exp=totals[i],
+                scaled=scaled[i, ids].double(),
+                noise=noise[ids].double(),
+                ids=(ids + begin).double(),
+                complete=len(ids) == size,
+            )
+        )
+    return candidates
 
 
 def _scores(logits: torch.Tensor, row: SamplingRow, begin: int) -> torch.Tensor:
@@ -86,11 +90,20 @@ def _scores(logits: torch.Tensor, row: SamplingRow, begin: int) -> torch.Tensor:
     return noise.add_(logits / row.temperature)
 
 
-def _top_ids(scaled: torch.Tensor, count: int) -> torch.Tensor:
-    """Ids of the `count` largest, ascending; of equal values the lowest ids (topk leaves that open)."""
-    if count >= len(scaled):
-        return torch.arange(len(scaled))
-    threshold = scaled.topk(count, sorted=True).values[-1]
-    above = (scaled > threshold).nonzero().view(-1)
-    equal = (scaled == threshold).nonzero().view(-1)
+def _best_first(scaled: torch.Tensor, count: int) -> torch.Tensor:
+    """Ids of the `count` largest in the order (value descending, id ascending)."""
+    if count == len(scaled):
+        return torch.sort(scaled, descending=True, stable=True).indices
+    # One more than asked for shows whether the value at the edge occurs again behind it: which of equal
+    # values topk takes is left open.
+    values, ids = scaled.topk(count + 1)
+    ids = _lowest_top_ids(scaled, count) if bool(values[-2] == values[-1]) else ids[:count].sort().values
+    return ids[torch.sort(scaled[ids], descending=True, stable=True).indices]
+
+
+def _lowest_top_ids(scaled: torch.Tensor, count: int) -> torch.Tensor:
+    """Ids of the `count` largest, of equal values at the edge the lowest ids; ascending."""
+    edge = scaled.topk(count).values[-1]
+    above = (scaled > edge).nonzero().view(-1)
+    equal = (scaled == edge).nonzero().view(-1)
     return torch.cat([above, equal[: count - len(above)]]).sort().values

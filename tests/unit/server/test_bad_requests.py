@@ -1,0 +1,125 @@
+"""Every bound that inference.proto states: the status, the field, and what the message says."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from hetero_api.v1 import inference_pb2 as pb
+from tests.unit.server.server_setup import GatewayBench, read_all, request, sampling
+
+pytestmark = pytest.mark.unit
+
+
+def chat(*messages: tuple[str, str]) -> pb.GenerateRequest:
+    made = [pb.ChatMessage(role=role, content=content) for role, content in messages]
+    return pb.GenerateRequest(chat=pb.ChatMessages(messages=made))
+
+
+def with_sampling(**fields: Any) -> pb.GenerateRequest:
+    return request("hello", sampling=sampling(**fields))
+
+
+BAD: list[tuple[pb.GenerateRequest, str, str]] = [
+    (request("a", request_id="x" * 129), "request_id", "at most 128 characters, not 129"),
+    (pb.GenerateRequest(), "prompt", "is missing"),
+    (request(""), "text", "is empty"),
+    (request([]), "token_ids.ids", "is empty"),
+    (request([0, 258]), "token_ids.ids[1]", "must be in the vocabulary [0, 258), not 258"),
+    (chat(), "chat.messages", "is empty"),
+    (chat(("user", "a"), ("robot", "b")), "chat.messages[1].role", "one of system, user, assistant, not 'robot'"),
+    (request([1] * 64), "prompt", "has 64 tokens; with at least one to generate the model's length of 64 allows 63"),
+    (request("x" * 10_000), "prompt", "has 10000 tokens"),
+    (with_sampling(temperature=-1), "sampling.temperature", "must be between 0 and 100, not -1"),
+    (with_sampling(temperature=100.5), "sampling.temperature", "must be between 0 and 100, not 100.5"),
+    (with_sampling(temperature=math.nan), "sampling.temperature", "must be between 0 and 100, not nan"),
+    (with_sampling(top_p=0), "sampling.top_p", "more than 0 and at most 1, not 0"),
+    (with_sampling(top_p=1.5), "sampling.top_p", "more than 0 and at most 1, not 1.5"),
+    (with_sampling(top_p=math.nan), "sampling.top_p", "more than 0 and at most 1, not nan"),
+    (with_sampling(min_p=-0.5), "sampling.min_p", "between 0 and 1, not -0.5"),
+    (with_sampling(min_p=2), "sampling.min_p", "between 0 and 1, not 2"),
+    (with_sampling(max_tokens=0), "sampling.max_tokens", "at least 1, not 0"),
+    (with_sampling(stop=["a", ""]), "sampling.stop[1]", "is empty"),
+    (with_sampling(stop=["a"] * 17), "sampling.stop", "at most 16 strings, not 17"),
+    (with_sampling(stop_token_ids=[1] * 65), "sampling.stop_token_ids", "at most 64 ids, not 65"),
+    (with_sampling(stop_token_ids=[300]), "sampling.stop_token_ids[0]", "vocabulary [0, 258), not 300"),
+    (request("a", output_mode=9), "output_mode", "must be OUTPUT_MODE_DELTA or OUTPUT_MODE_FINAL_ONLY, not 9"),
+]
+
+EDGES = [
+    request("a", request_id="x" * 128, sampling=sampling(max_tokens=1)),
+    request([0, 257], sampling=sampling(max_tokens=1)),
+    request([1] * 63),
+    with_sampling(temperature=0, max_tokens=1),
+    with_sampling(temperature=100, top_p=1, min_p=1, max_tokens=1),
+    with_sampling(top_k=2**32 - 1, seed=2**64 - 1, max_tokens=1),
+    with_sampling(max_tokens=2**32 - 1),
+    with_sampling(stop=["a"] * 16, stop_token_ids=[257] * 64, max_tokens=1),
+]
+
+
+def violations(error: grpc.aio.AioRpcError) -> dict[str, str]:
+    status = rpc_status.from_call(error)
+    assert status is not None
+    details = error_details_pb2.BadRequest()
+    assert status.details[0].Unpack(details)
+    return {violation.field: violation.description for violation in details.field_violations}
+
+
+@pytest.mark.parametrize(("bad", "field", "words"), BAD, ids=[f"{case[1]}-{case[2][:24]}" for case in BAD])
+async def test_a_bound_that_is_broken_is_named(
+    ready: GatewayBench, bad: pb.GenerateRequest, field: str, words: str
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read_all(ready.inference().Generate(bad))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert words in str(caught.value.details())
+    assert str(caught.value.details()).startswith(f"{field}: ")
+    assert words in violations(caught.value)[field]
+
+
+@pytest.mark.parametrize("edge", EDGES, ids=range(len(EDGES)))
+async def test_what_is_just_within_the_bounds_is_served(ready: GatewayBench, edge: pb.GenerateRequest) -> None:
+    assert (await read_all(ready.inference().Generate(edge)))[-1].HasField("finished")
+
+
+async def test_all_violations_are_told_at_once(ready: GatewayBench) -> None:
+    bad = pb.GenerateRequest(sampling=sampling(temperature=-1, top_p=2), output_mode=5)  # type: ignore[arg-type]
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read_all(ready.inference().Generate(bad))
+    assert set(violations(caught.value)) == {"prompt", "sampling.temperature", "sampling.top_p", "output_mode"}
+
+
+async def test_a_long_field_does_not_blow_up_the_status(ready: GatewayBench) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read_all(ready.inference().Generate(chat(*[("r" * 100_000, "x")] * 50)))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert len(str(caught.value.details())) <= 1500
+
+
+async def test_a_message_over_the_limit_is_refused(ready: GatewayBench) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read_all(ready.inference().Generate(request("x" * (8 * 1024 * 1024))))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+@pytest.mark.parametrize(
+    ("method", "bad", "field"),
+    [
+        ("Tokenize", pb.TokenizeRequest(), "input"),
+        ("Tokenize", pb.TokenizeRequest(chat=pb.ChatMessages()), "chat.messages"),
+        ("Detokenize", pb.DetokenizeRequest(token_ids=[1, 258]), "token_ids[1]"),
+        ("Abort", pb.AbortRequest(), "request_id"),
+        ("Abort", pb.AbortRequest(request_id="x" * 129), "request_id"),
+    ],
+)
+async def test_the_other_calls_name_their_fields_too(bench: GatewayBench, method: str, bad: Any, field: str) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await getattr(bench.inference(), method)(bad)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert set(violations(caught.value)) == {field}

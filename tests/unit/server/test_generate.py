@@ -1,0 +1,290 @@
+"""Generate, from a client's side: events, ends, cancellation, deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from hetero_api.v1 import inference_pb2 as pb
+from hetero_gateway.server.inference import Facts, InferenceServicer, Standing
+from hetero_gateway.server.metrics import GatewayMetrics
+from tests.unit.engine.fake_ranks import tokens_alone
+from tests.unit.server.server_setup import (
+    MAX_MODEL_LEN,
+    VOCAB_SIZE,
+    GatewayBench,
+    read_all,
+    request,
+    sampling,
+    served_model,
+)
+
+pytestmark = pytest.mark.unit
+
+ENDLESS = {"ignore_eos": True, "max_tokens": 50, "seed": 3}
+
+
+def expected(prompt: list[int], *, seed: int, count: int) -> list[int]:
+    return tokens_alone(prompt, seed=seed, count=count, vocab_size=VOCAB_SIZE)
+
+
+async def until_delta(call: Any) -> None:
+    while not (await call.read()).HasField("delta"):
+        pass
+
+
+async def test_a_stream_is_started_deltas_and_one_finished(ready: GatewayBench) -> None:
+    asked = request([5, 6, 7], request_id="mine", sampling=sampling(seed=9, max_tokens=8, ignore_eos=True))
+    events = await read_all(ready.inference().Generate(asked))
+    kinds = [event.WhichOneof("event") for event in events]
+    assert kinds == ["started", *["delta"] * (len(events) - 2), "finished"]
+    assert events[0].started == pb.Started(request_id="mine", prompt_tokens=3, seed=9)
+    tokens = [token for event in events[1:-1] for token in event.delta.token_ids]
+    assert tokens == expected([5, 6, 7], seed=9, count=8)
+    finished = events[-1].finished
+    assert finished.reason == pb.FINISH_REASON_LENGTH
+    assert finished.usage == pb.Usage(prompt_tokens=3, cached_tokens=0, completion_tokens=8)
+    assert finished.WhichOneof("matched_stop") is None
+    total, first = finished.timings.total.ToTimedelta(), finished.timings.first_token.ToTimedelta()
+    assert total >= first > finished.timings.queued.ToTimedelta()
+
+
+async def test_final_only_sends_everything_in_one_delta(ready: GatewayBench) -> None:
+    asked = request([5], sampling=sampling(**ENDLESS), output_mode=pb.OUTPUT_MODE_FINAL_ONLY)
+    events = await read_all(ready.inference().Generate(asked))
+    assert [event.WhichOneof("event") for event in events] == ["started", "delta", "finished"]
+    assert list(events[1].delta.token_ids) == expected([5], seed=3, count=50)
+
+
+async def test_an_id_and_a_seed_are_drawn_when_absent_and_told(ready: GatewayBench) -> None:
+    stub = ready.inference()
+    runs = [await read_all(stub.Generate(request(sampling=sampling(max_tokens=1)))) for _ in range(2)]
+    first, second = (run[0].started for run in runs)
+    assert len({first.request_id, second.request_id, ""}) == 3
+    assert first.seed != second.seed
+    assert max(first.seed, second.seed) < 2**63
+
+
+async def test_text_and_chat_become_the_tokens_that_tokenize_tells(ready: GatewayBench) -> None:
+    stub = ready.inference()
+    chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="héllo")])
+    text = await stub.Tokenize(pb.TokenizeRequest(text="[user]héllo[assistant]"))
+    rendered = await stub.Tokenize(pb.TokenizeRequest(chat=chat))
+    assert text == rendered
+    events = await read_all(stub.Generate(pb.GenerateRequest(chat=chat, sampling=sampling(seed=1, max_tokens=1))))
+    assert events[0].started.prompt_tokens == len(text.token_ids)
+    assert list(events[1].delta.token_ids) == expected(list(text.token_ids), seed=1, count=1)
+    back = await stub.Detokenize(pb.DetokenizeRequest(token_ids=text.token_ids))
+    assert back.text == "[user]héllo[assistant]"
+    assert (await stub.Tokenize(pb.TokenizeRequest(text=""))).token_ids == []
+
+
+async def test_a_stop_token_and_a_prefix_hit_are_told(ready: GatewayBench) -> None:
+    stub = ready.inference()
+    prompt = list(range(10, 30))
+    stop = expected(prompt, seed=2, count=3)[-1]
+    asked = request(prompt, sampling=sampling(seed=2, stop_token_ids=[stop], ignore_eos=True))
+    finished = (await read_all(stub.Generate(asked)))[-1].finished
+    assert (finished.reason, finished.stop_token_id) == (pb.FINISH_REASON_STOP, stop)
+    again = (await read_all(stub.Generate(asked)))[-1].finished
+    assert again.usage.cached_tokens == 16
+    asked.cache_salt = "another tenant"
+    assert (await read_all(stub.Generate(asked)))[-1].finished.usage.cached_tokens == 0
+
+
+async def test_cancelling_frees_the_blocks_within_one_step(bench: GatewayBench) -> None:
+    rank, _ = await bench.join()
+    rank.may_step.clear()
+    call = bench.inference().Generate(request([1] * 20, sampling=sampling(**ENDLESS)))
+    core, num_plans = bench.gateway.core, rank.num_plans
+    await bench.until(lambda: rank.num_plans == num_plans + 1)
+    assert core.stats().used_blocks > 0
+    call.cancel()
+    await bench.until(lambda: core.stats().running_requests == 0)
+    assert core.stats().used_blocks > 0, "ranks may still write to the blocks"
+    rank.may_step.set()
+    await bench.until(lambda: core.stats().used_blocks == 0)
+    assert rank.num_plans == num_plans + 1
+
+
+async def test_abort_ends_the_stream_with_finished(bench: GatewayBench) -> None:
+    await bench.join()
+    stub = bench.inference()
+    call = stub.Generate(request([1], request_id="long", sampling=sampling(seed=1, ignore_eos=True)))
+    await until_delta(call)
+    assert (await stub.Abort(pb.AbortRequest(request_id="long"))).found
+    assert (await read_all(call))[-1].finished.reason == pb.FINISH_REASON_ABORT
+    assert not (await stub.Abort(pb.AbortRequest(request_id="long"))).found
+
+
+async def test_a_deadline_ends_the_request(bench: GatewayBench) -> None:
+    rank, _ = await bench.join()
+    rank.may_step.clear()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read_all(bench.inference().Generate(request(), timeout=0.2))
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    rank.may_step.set()
+    await bench.until(lambda: bench.gateway.core.stats().used_blocks == 0)
+    assert bench.gateway.core.stats().running_requests == 0
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, 1e-9])
+async def test_a_deadline_that_has_passed_ends_the_call(ready: GatewayBench, timeout_s: float) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read_all(ready.inference().Generate(request(), timeout=timeout_s))
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await ready.until(lambda: ready.gateway.core.stats().used_blocks == 0)
+
+
+class ExpiredContext:
+    """A call that reached the server after its deadline; a real client ends such a call on its own side."""
+
+    def __init__(self) -> None:
+        self.ended: tuple[grpc.StatusCode, str] | None = None
+
+    def time_remaining(self) -> float:
+        return 0.0
+
+    def add_done_callback(self, callback: Any) -> None:
+        """The call is never over."""
+
+    async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: Any) -> None:
+        self.ended = (code, details)
+        raise grpc.aio.AbortError
+
+
+async def test_a_call_that_arrives_after_its_deadline_computes_nothing(bench: GatewayBench) -> None:
+    rank, _ = await bench.join()
+    num_plans = rank.num_plans
+    context: Any = ExpiredContext()
+    servicer = InferenceServicer(
+        bench.gateway.core,
+        tokenizer=bench.model.tokenizer,
+        facts=Facts(bench.model.info, name="g", version="1", world_size=1),
+        standing=lambda: Standing(ready=True, epoch=1),
+        metrics=GatewayMetrics(),
+    )
+    with pytest.raises(grpc.aio.AbortError):
+        [event async for event in servicer.Generate(request(), context)]
+    assert context.ended == (
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        "the call's deadline had passed when it arrived; give it more time",
+    )
+    assert rank.num_plans == num_plans
+
+
+async def test_an_id_in_flight_is_refused_and_the_first_stream_goes_on(bench: GatewayBench) -> None:
+    await bench.join()
+    stub = bench.inference()
+    first = stub.Generate(request([1], request_id="same", sampling=sampling(**ENDLESS)))
+    await until_delta(first)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read_all(stub.Generate(request([2], request_id="same")))
+    assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
+    assert "request_id" in str(caught.value.details())
+    assert (await read_all(first))[-1].HasField("finished")
+    again = stub.Generate(request([1], request_id="same", sampling=sampling(max_tokens=1)))
+    assert (await read_all(again))[-1].HasField("finished")
+
+
+async def test_a_full_queue_says_when_to_come_back(bench: GatewayBench) -> None:
+    rank, _ = await bench.join()
+    rank.may_step.clear()
+    stub = bench.inference()
+    # Two run, one waits.
+    calls = [stub.Generate(request([i], sampling=sampling(max_tokens=1))) for i in range(3)]
+    await asyncio.gather(*(call.read() for call in calls))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read_all(stub.Generate(request()))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    status = rpc_status.from_call(caught.value)
+    retry = error_details_pb2.RetryInfo()
+    assert status.details[0].Unpack(retry)
+    assert retry.retry_delay.seconds == 1
+    rank.may_step.set()
+    for call in calls:
+        assert (await read_all(call))[-1].HasField("finished")
+
+
+async def test_without_a_group_requests_are_unavailable_and_tokenize_works(bench: GatewayBench) -> None:
+    stub = bench.inference()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read_all(stub.Generate(request()))
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert (await stub.Tokenize(pb.TokenizeRequest(text="a"))).token_ids
+
+
+async def test_a_lost_rank_ends_streams_unavailable(bench: GatewayBench) -> None:
+    rank, life = await bench.join()
+    stub = bench.inference()
+    rank.may_step.clear()
+    calls = [stub.Generate(request([i], sampling=sampling(**ENDLESS))) for i in range(2)]
+    await asyncio.gather(*(call.read() for call in calls))
+    life.cancel()
+    for call in calls:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_all(call)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "rank 0 (pod-0)" in str(caught.value.details())
+
+
+async def test_shutting_down_ends_streams_unavailable_and_tells_ranks(bench: GatewayBench) -> None:
+    rank, life = await bench.join()
+    rank.may_step.clear()
+    call = bench.inference().Generate(request([1], sampling=sampling(**ENDLESS)))
+    await call.read()
+    began_s = time.monotonic()
+    await bench.close()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read_all(call)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "shutting down" in str(caught.value.details())
+    rank.may_step.set()
+    await asyncio.wait_for(asyncio.gather(life, return_exceptions=True), 5)
+    assert rank.kinds[-1] == "shutdown"
+    assert time.monotonic() - began_s < 2.5
+
+
+async def test_model_and_server_info(ready: GatewayBench) -> None:
+    stub = ready.inference()
+    model = await stub.GetModelInfo(pb.GetModelInfoRequest())
+    assert (model.model_uri, model.architecture, model.dtype) == ("hf://org/model", "LlamaForCausalLM", "float32")
+    assert (model.vocab_size, model.max_model_len) == (VOCAB_SIZE, MAX_MODEL_LEN)
+    assert (list(model.eos_token_ids), model.has_chat_template) == ([256], True)
+    assert model.num_parameters > 1e6
+    server = await stub.GetServerInfo(pb.GetServerInfoRequest())
+    assert (server.name, server.ready, server.world_size, server.epoch) == ("g", True, 1, 1)
+    assert server.uptime_s > 0
+
+
+async def test_a_bug_is_internal_and_does_not_tell_its_details(
+    ready: GatewayBench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ready.gateway.core, "submit", _raise_secret)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read_all(ready.inference().Generate(request()))
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    assert "secret" not in str(caught.value.details())
+    assert "secret" in caplog.text
+
+
+def _raise_secret(*_: object) -> None:
+    raise RuntimeError("secret")
+
+
+async def test_the_next_epoch_serves_after_a_rank_came_back(tmp_path: Path) -> None:
+    async with GatewayBench(served_model(tmp_path)) as bench:
+        _, life = await bench.join()
+        life.cancel()
+        await bench.until(lambda: not bench.gateway.group.is_ready)
+        await bench.join()
+        events = await read_all(bench.inference().Generate(request([5], sampling=sampling(seed=3, max_tokens=2))))
+        assert [token for event in events[1:-1] for token in event.delta.token_ids] == expected([5], seed=3, count=2)
+        assert (await bench.inference().GetServerInfo(pb.GetServerInfoRequest())).epoch == 2

@@ -1,0 +1,174 @@
+"""The command line, the files read at start, ports, and the state file: every mistake in one line."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_api.contract import ENV_GROUP_TOKEN_FILE, ENV_LOG_LEVEL, EXIT_PERMANENT, EXIT_USAGE
+from hetero_gateway.server.app import main
+from hetero_gateway.server.config import GatewayConfig
+from hetero_gateway.server.errors import BindError
+from hetero_gateway.server.gateway import Gateway, Ports
+from hetero_gateway.server.state_file import ListeningState, write_state
+from tests.unit.server.server_setup import TOKEN, served_model, write_manifest, write_model
+
+pytestmark = pytest.mark.unit
+
+MINIMAL = ["--manifest", "g.yaml", "--model", "model"]
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    path = tmp_path / "token"
+    path.write_text(f"{TOKEN}\n")
+    return {ENV_GROUP_TOKEN_FILE: str(path)}
+
+
+def test_the_command_line_has_the_contracts_defaults(environment: dict[str, str]) -> None:
+    config = GatewayConfig.from_command_line(MINIMAL, environment)
+    assert (config.host, config.inference_port, config.admin_port, config.ranks_port) == (
+        "127.0.0.1", None, 50052, 50053,
+    )  # fmt: skip
+    assert (config.metrics_port, config.state_file, config.token, config.log_level) == (None, None, TOKEN, "INFO")
+    assert TOKEN not in repr(config)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changes", "words"),
+    [
+        ([], {}, "--manifest, --model"),
+        ([*MINIMAL, "--admin-port", "x"], {}, "--admin-port: 'x' is no port number between 0 and 65535"),
+        ([*MINIMAL, "--ranks-port", "65536"], {}, "--ranks-port: '65536' is no port number"),
+        ([*MINIMAL, "--inference-port", "-1"], {}, "--inference-port"),
+        ([*MINIMAL, "--nonsense"], {}, "--nonsense"),
+        (MINIMAL, {ENV_GROUP_TOKEN_FILE: ""}, f"{ENV_GROUP_TOKEN_FILE} is not set"),
+        (MINIMAL, {ENV_GROUP_TOKEN_FILE: "/no/such"}, "/no/such cannot be read"),
+        (MINIMAL, {ENV_GROUP_TOKEN_FILE: "/dev/null"}, "holds no token"),
+        (MINIMAL, {ENV_LOG_LEVEL: "LOUD"}, f"{ENV_LOG_LEVEL}: 'LOUD'"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_and_exit_usage(
+    arguments: list[str],
+    changes: dict[str, str],
+    words: str,
+    environment: dict[str, str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments, environment | changes)
+    assert caught.value.code == EXIT_USAGE
+    told = capsys.readouterr().err
+    assert words in told
+    assert told.count("\n") == 1
+    assert told.startswith("hetero_gateway: ")
+
+
+def nothing(_: Path) -> None:
+    """The files are as they should be."""
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def replace(name: str, text: str) -> Callable[[Path], None]:
+    return lambda folder: _write(folder / name, text)
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
+POOL = {"name": "cpu", "type": "CPU"}
+
+
+@pytest.mark.parametrize(
+    ("damage", "spec", "status", "words"),
+    [
+        (remove("g.yaml"), {}, EXIT_USAGE, "g.yaml: cannot be read"),
+        (nothing, {"pools": [POOL | {"ranks": 0}]}, EXIT_USAGE, "spec.pools[0].ranks: must be at least 1, not 0"),
+        (nothing, {"pools": [POOL | {"rnaks": 1}]}, EXIT_USAGE, "did you mean ranks?"),
+        (nothing, {"pools": [POOL | {"ranks": 64}]}, EXIT_USAGE, "spec.pools: 64 ranks are more than the model"),
+        (nothing, {"placement": {"mode": "Layer"}}, EXIT_USAGE, "spec.placement.mode: Layer: this version does not"),
+        (remove("config.json"), {}, EXIT_PERMANENT, "config.json: no such file"),
+        (replace("config.json", "{"), {}, EXIT_PERMANENT, "config.json: cannot be read as JSON"),
+        (remove("tokenizer.json"), {}, EXIT_PERMANENT, "tokenizer.json: no such file"),
+        (replace("tokenizer.json", "{}"), {}, EXIT_PERMANENT, "tokenizer.json: is no tokenizer"),
+    ],
+)
+def test_what_is_wrong_with_the_files_is_told_in_a_line(
+    damage: Callable[[Path], None],
+    spec: dict[str, Any],
+    status: int,
+    words: str,
+    tmp_path: Path,
+    environment: dict[str, str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_model(tmp_path)
+    manifest = write_manifest(tmp_path / "g.yaml", **spec)
+    damage(tmp_path)
+    assert main(["--manifest", str(manifest), "--model", str(tmp_path)], environment) == status
+    told = capsys.readouterr().err.splitlines()
+    assert words in told[-1]
+    assert "Traceback" not in "".join(told)
+
+
+def test_every_problem_of_the_manifest_has_its_line(
+    tmp_path: Path, environment: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_model(tmp_path)
+    manifest = write_manifest(tmp_path / "g.yaml", suspend=True, placement={"mode": "GpuOnly"})
+    assert main(["--manifest", str(manifest), "--model", str(tmp_path)], environment) == EXIT_USAGE
+    told = capsys.readouterr().err.splitlines()
+    assert ["spec.placement.mode" in told[-2], "spec.suspend" in told[-1]] == [True, True]
+
+
+@pytest.mark.parametrize("option", ["inference", "admin", "ranks"])
+def test_a_port_that_is_taken_is_named_with_its_option(
+    option: str, tmp_path: Path, environment: dict[str, str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    manifest = write_manifest(tmp_path / "g.yaml")
+    write_model(tmp_path)
+    ports = {"inference": "0", "admin": "0", "ranks": "0"}
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        ports[option] = str(taken.getsockname()[1])
+        options = [part for name, port in ports.items() for part in (f"--{name}-port", port)]
+        state = tmp_path / "state.json"
+        arguments = ["--manifest", str(manifest), "--model", str(tmp_path), "--state-file", str(state), *options]
+        assert main(arguments, environment) == EXIT_USAGE
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert f"--{option}-port: cannot listen on 127.0.0.1:{ports[option]} (Address already in use)" in last
+    assert not state.exists()
+
+
+async def test_two_gateways_do_not_share_a_port(tmp_path: Path) -> None:
+    first, second = (Gateway(served_model(tmp_path), token=TOKEN) for _ in range(2))
+    try:
+        addresses = await first.listen(Ports("127.0.0.1", 0, 0, 0))
+        port = int(addresses.inference.rpartition(":")[2])
+        with pytest.raises(BindError, match=f"--inference-port: cannot listen on 127.0.0.1:{port}"):
+            await second.listen(Ports("127.0.0.1", port, 0, 0))
+    finally:
+        await first.close("over")
+        await second.close("over")
+
+
+def test_the_state_file_is_whole_or_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    path.write_text("old")
+    write_state(path, ListeningState(pid=1, name="g", inference="h:1", admin="h:2", ranks="h:3"))
+    assert json.loads(path.read_text()) == {
+        "pid": 1, "name": "g", "inference": "h:1", "admin": "h:2", "ranks": "h:3",
+    }  # fmt: skip
+    assert list(tmp_path.iterdir()) == [path]
+    with pytest.raises(OSError, match="No such file"):
+        write_state(tmp_path / "gone" / "state.json", ListeningState(1, "g", "", "", ""))
