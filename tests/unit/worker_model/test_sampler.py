@@ -100,6 +100,15 @@ def test_a_nucleus_beyond_the_candidates_is_still_exact(counts: tuple[int, ...],
     assert _sample(logits, rows, counts) == [_by_transformers(logits[i], row) for i, row in enumerate(rows)]
 
 
+@pytest.mark.parametrize("filters", [{"min_p": 0.5}, {"top_p": 0.7}], ids=str)
+def test_rows_that_a_shard_held_back_outrank_another_shards_candidates(filters: dict[str, float]) -> None:
+    """The first shard's 600 likely rows all rank before the second's candidates, but only 256 were sent."""
+    logits = torch.randn(12, 1000, generator=torch.Generator().manual_seed(6)) * 0.1
+    logits[:, 600:] -= 2.0
+    rows = [_row(seed=3, position=i, **filters) for i in range(12)]
+    assert _sample(logits, rows, (600, 400)) == [_by_transformers(logits[i], row) for i, row in enumerate(rows)]
+
+
 def test_whole_rows_travel_only_when_candidates_do_not_suffice() -> None:
     ranges, row = ranges_of_counts((512, 512)), _row(top_p=0.9)
     rounds = []
