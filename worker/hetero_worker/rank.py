@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 from hetero_api.contract import EXIT_PERMANENT, EXIT_STUCK
 from hetero_api.errors import HeteroError
 from hetero_worker.config import RankConfig
+from hetero_worker.platforms.host_allocator import keep_freed_memory
 from hetero_worker.platforms.numa import LinuxKernel
 from hetero_worker.platforms.pinning import PinningReport, PinningRequest, pin
 from hetero_worker.platforms.topology import CpuTopology
@@ -50,6 +51,8 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         _log_pinning(pinning)
         for variable in _THREAD_VARIABLES:
             os.environ[variable] = str(pinning.num_threads)
+        if not keep_freed_memory():
+            _log.warning("this C library has no mallopt: steps pay page faults for their buffers")
         return _live(config, pinning, cpus_before)
     except HeteroError as error:
         _log.error("pod=%s: %s", config.pod_name, error)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from hetero_worker.attention.base import AttentionBatch, DecodeRows, PrefillSpan
 from hetero_worker.attention.decode import DecodeKernel, GatherDecode, SparseDecode
 from hetero_worker.attention.kv_cache import LayerCache
-from hetero_worker.attention.length_groups import group_by_length
+from hetero_worker.attention.length_groups import LengthGroup, group_by_length
 from hetero_worker.attention.paged import PagedAttention, paged_attention
 
 pytestmark = pytest.mark.unit
@@ -71,7 +71,7 @@ class _Pool:
 @pytest.mark.parametrize("kernel", [SparseDecode(), GatherDecode()], ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize(
     "lengths",
-    [[1], [9], [4, 4, 4], [1, 2, 3, 4, 5], [900, *[40] * 30], [40, 600, 41, 39, 601, 3]],
+    [[1], [9], [4, 4, 4], [5, 4, 3, 2, 1], [900, *[40] * 30], [601, 600, 41, 40, 39, 3]],
     ids=str,
 )
 @pytest.mark.parametrize("group", [1, 3])
@@ -80,40 +80,37 @@ def test_decode_equals_plain_attention(kernel: DecodeKernel, lengths: list[int],
     heads = 3 * group
     torch.manual_seed(1)
     query = torch.randn(len(lengths), heads, HEAD_DIM)
-    out = torch.empty(len(lengths), heads * HEAD_DIM)
-    decode = DecodeRows(pool.lengths, pool.tables)
-    for part in group_by_length(decode, block_size=4, num_heads=heads):
-        rows = torch.arange(len(lengths)) if part.rows is None else torch.from_numpy(part.rows).long()
-        attention = kernel.prepare(part, num_heads=heads, cache=pool.cache)
-        out[rows] = attention(query[rows], pool.cache)
+    attention = kernel.prepare(DecodeRows(pool.lengths, pool.tables), num_heads=heads, cache=pool.cache)
+    out = attention(query, pool.cache)
     expected = torch.cat([pool.expected(query[i : i + 1], i, last=1) for i in range(len(lengths))])
     assert torch.allclose(out, expected, atol=2e-6)
 
 
 def test_a_prepared_group_serves_every_layer() -> None:
     """The score buffer is reused: what an earlier layer left in it must not matter."""
-    first, second = _Pool([5, 9, 2]), _Pool([5, 9, 2])
+    first, second = _Pool([9, 5, 2]), _Pool([9, 5, 2])
     second.cache.keys.mul_(-3.0)
     query = torch.randn(3, 6, HEAD_DIM)
-    (group,) = group_by_length(DecodeRows(first.lengths, first.tables), block_size=4, num_heads=6)
-    attention = SparseDecode().prepare(group, num_heads=6, cache=first.cache)
+    attention = SparseDecode().prepare(DecodeRows(first.lengths, first.tables), num_heads=6, cache=first.cache)
     for pool in (first, second, first):
         expected = torch.cat([pool.expected(query[i : i + 1], i, last=1) for i in range(3)])
         assert torch.allclose(attention(query, pool.cache), expected, atol=2e-6)
 
 
+def _groups(pool: _Pool) -> list[LengthGroup]:
+    decode = DecodeRows(pool.lengths, pool.tables)
+    return group_by_length(decode, block_size=4, num_heads=9, launch_cost_elements=1000)
+
+
 def test_short_rows_are_not_padded_to_a_long_one() -> None:
-    pool = _Pool([900, *[40] * 30])
-    groups = group_by_length(DecodeRows(pool.lengths, pool.tables), block_size=4, num_heads=9)
-    assert sorted(group.slots.shape for group in groups) == [(1, 900), (30, 40)]
-    assert sorted(int(row) for group in groups if group.rows is not None for row in group.rows) == list(range(31))
+    groups = _groups(_Pool([900, *[40] * 30]))
+    assert [group.slots.shape for group in groups] == [(1, 900), (30, 40)]
+    assert [(group.begin, group.end) for group in groups] == [(0, 1), (1, 31)]
 
 
-def test_rows_of_similar_length_stay_together_and_in_order() -> None:
-    pool = _Pool([300, 310, 305, 299])
-    (group,) = group_by_length(DecodeRows(pool.lengths, pool.tables), block_size=4, num_heads=9)
-    assert group.rows is None
-    assert group.slots.shape == (4, 310)
+def test_rows_of_similar_length_stay_together() -> None:
+    (group,) = _groups(_Pool([310, 305, 300, 299]))
+    assert (group.begin, group.end, group.slots.shape) == (0, 4, (4, 310))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -144,7 +141,7 @@ def test_backend_mixes_decode_fresh_spans_and_continued_spans(dtype: torch.dtype
 
 
 def test_one_step_serves_layers_with_different_heads() -> None:
-    lengths = [5, 8]
+    lengths = [8, 5]
     wide, narrow = _Pool(lengths, kv_heads=3), _Pool(lengths, kv_heads=1)
     mapping = torch.stack([wide.slots(0)[-1], wide.slots(1)[-1]])
     batch = AttentionBatch(mapping, DecodeRows(wide.lengths, wide.tables), ())

@@ -22,7 +22,7 @@ IntArray = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """Sequences that compute one token each; row i of the step belongs to entry i."""
+    """Sequences that compute one token each, longest first; row i of the step belongs to entry i."""
 
     lengths: IntArray
     """[rows]: tokens to attend to, the new one included."""

@@ -13,21 +13,27 @@ the query length. It serves dtypes that the sparse product lacks, and is what th
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Final, Protocol
 
 import numpy as np
 import torch
 from torch.nn import functional as F
 
+from hetero_worker.attention.base import DecodeRows
 from hetero_worker.attention.kv_cache import LayerCache
-from hetero_worker.attention.length_groups import LengthGroup
+from hetero_worker.attention.length_groups import LengthGroup, group_by_length
 
 _MASKED_SCORE: Final = -1e30
 """Finite, so that 0 · score stays 0 when the buffer is reused; softmax makes an exact 0 of it."""
+_SOFTMAX_COST_ELEMENTS: Final = 1000
+"""Padded scores that cost as much time as one softmax more: measured 8 µs against 8 ns a score."""
+_GATHER_COST_ELEMENTS: Final = 6000
+"""The same for one gather and product more: measured 40 µs."""
 
 
-class GroupAttention(Protocol):
-    """A kernel prepared for one group of one step; every layer with as many heads may call it."""
+class DecodeAttention(Protocol):
+    """A kernel prepared for one step's decode rows; every layer with as many heads may call it."""
 
     def __call__(self, query: torch.Tensor, cache: LayerCache) -> torch.Tensor:
         """query [rows, heads, head_dim] → [rows, heads · head_dim]."""
@@ -40,7 +46,7 @@ class DecodeKernel(Protocol):
     @property
     def name(self) -> str: ...
 
-    def prepare(self, group: LengthGroup, *, num_heads: int, cache: LayerCache) -> GroupAttention:
+    def prepare(self, decode: DecodeRows, *, num_heads: int, cache: LayerCache) -> DecodeAttention:
         """`cache` is any of the caches that will be attended to: it tells their shape."""
         ...
 
@@ -56,30 +62,36 @@ class SparseDecode:
             warnings.simplefilter("ignore", UserWarning)
             _csr(torch.tensor([0, 1]), torch.tensor([0]), num_columns=1)
 
-    def prepare(self, group: LengthGroup, *, num_heads: int, cache: LayerCache) -> GroupAttention:
-        return _SparseGroup(group, num_heads=num_heads, cache=cache)
+    def prepare(self, decode: DecodeRows, *, num_heads: int, cache: LayerCache) -> DecodeAttention:
+        groups = group_by_length(
+            decode, block_size=cache.block_size, num_heads=num_heads, launch_cost_elements=_SOFTMAX_COST_ELEMENTS
+        )
+        return _SparseRows(groups, num_heads=num_heads, cache=cache)
 
 
-class _SparseGroup:
-    def __init__(self, group: LengthGroup, *, num_heads: int, cache: LayerCache) -> None:
-        rows, self._longest = group.slots.shape
-        self._num_rows, self._num_heads = rows, num_heads
-        total = rows * num_heads * self._longest
-        wide = max(total, cache.keys.shape[0] * cache.num_kv_heads) >= 2**31
-        dtype = torch.int64 if wide else torch.int32
-        self._columns = _cache_rows(group, num_heads=num_heads, num_kv_heads=cache.num_kv_heads, dtype=dtype)
-        starts = torch.arange(0, total + 1, self._longest, dtype=dtype)
+class _SparseRows:
+    """One product and one bag for all rows; only the softmax goes group by group, on views of the scores."""
+
+    def __init__(self, groups: Sequence[LengthGroup], *, num_heads: int, cache: LayerCache) -> None:
+        num_columns = cache.keys.shape[0] * cache.num_kv_heads
+        sizes = [group.slots.size * num_heads for group in groups]
+        dtype = torch.int64 if max(sum(sizes), num_columns) >= 2**31 else torch.int32
+        self._columns = torch.cat([_cache_rows(group, num_heads, cache.num_kv_heads, dtype) for group in groups])
+        starts = _row_starts(groups, num_heads, dtype)
         self._bags = starts[:-1]
-        self._scores = _csr(starts, self._columns, num_columns=cache.keys.shape[0] * cache.num_kv_heads)
-        self._values = self._scores.values().view(rows, num_heads, self._longest)
-        self._mask = _additive_mask(group)
+        self._scores = _csr(starts, self._columns, num_columns=num_columns)
+        self._values = self._scores.values()
+        self._mask = _additive_mask(groups, num_heads)
+        self._rectangles = [
+            part.view(-1, group.slots.shape[1])
+            for part, group in zip(torch.split(self._values, sizes), groups, strict=True)
+        ]
 
     def __call__(self, query: torch.Tensor, cache: LayerCache) -> torch.Tensor:
         head_dim = query.shape[-1]
-        flat_query = query.reshape(-1, head_dim)
         torch.sparse.sampled_addmm(
             self._scores,
-            flat_query,
+            query.reshape(-1, head_dim),
             cache.keys.view(-1, head_dim).t(),
             beta=0.0,
             alpha=head_dim**-0.5,
@@ -87,15 +99,16 @@ class _SparseGroup:
         )
         if self._mask is not None:
             self._values.add_(self._mask)
-        torch.softmax(self._values, dim=-1, out=self._values)
+        for rectangle in self._rectangles:
+            torch.softmax(rectangle, dim=-1, out=rectangle)
         summed = F.embedding_bag(
             self._columns,
             cache.values.view(-1, head_dim),
             self._bags,
             mode="sum",
-            per_sample_weights=self._values.view(-1),
+            per_sample_weights=self._values,
         )
-        return summed.view(self._num_rows, self._num_heads * head_dim)
+        return summed.view(query.shape[0], -1)
 
 
 class GatherDecode:
@@ -103,39 +116,57 @@ class GatherDecode:
 
     name = "paged-gather"
 
-    def prepare(self, group: LengthGroup, *, num_heads: int, cache: LayerCache) -> GroupAttention:
-        return _GatherGroup(group, num_heads=num_heads, num_kv_heads=cache.num_kv_heads)
+    def prepare(self, decode: DecodeRows, *, num_heads: int, cache: LayerCache) -> DecodeAttention:
+        groups = group_by_length(
+            decode, block_size=cache.block_size, num_heads=num_heads, launch_cost_elements=_GATHER_COST_ELEMENTS
+        )
+        return _GatherRows([_GatherGroup(group, num_heads, cache.num_kv_heads) for group in groups])
+
+
+class _GatherRows:
+    def __init__(self, groups: Sequence[_GatherGroup]) -> None:
+        self._groups = groups
+
+    def __call__(self, query: torch.Tensor, cache: LayerCache) -> torch.Tensor:
+        return torch.cat([group(query[group.rows], cache) for group in self._groups])
 
 
 class _GatherGroup:
-    def __init__(self, group: LengthGroup, *, num_heads: int, num_kv_heads: int) -> None:
-        self._rows, self._longest = group.slots.shape
+    def __init__(self, group: LengthGroup, num_heads: int, num_kv_heads: int) -> None:
+        self.rows = slice(group.begin, group.end)
+        self._num_rows, self._longest = group.slots.shape
         self._slots = torch.from_numpy(group.slots).view(-1)
         self._folding = (num_kv_heads, num_heads // num_kv_heads)
         self._visible: torch.Tensor | None = None
         if (padding := group.padding) is not None:
             visible = torch.from_numpy(~padding)[:, None, None, :]
-            self._visible = visible.expand(self._rows, 1, self._folding[1], self._longest)
+            self._visible = visible.expand(self._num_rows, 1, self._folding[1], self._longest)
 
     def __call__(self, query: torch.Tensor, cache: LayerCache) -> torch.Tensor:
-        folded = query.reshape(self._rows, *self._folding, query.shape[-1])
+        folded = query.reshape(self._num_rows, *self._folding, query.shape[-1])
         out = F.scaled_dot_product_attention(
             folded, self._gather(cache.keys), self._gather(cache.values), attn_mask=self._visible
         )
-        return out.reshape(self._rows, -1)
+        return out.reshape(self._num_rows, -1)
 
     def _gather(self, cache_rows: torch.Tensor) -> torch.Tensor:
         gathered = cache_rows.index_select(0, self._slots)
-        return gathered.view(self._rows, self._longest, *cache_rows.shape[1:]).transpose(1, 2)
+        return gathered.view(self._num_rows, self._longest, *cache_rows.shape[1:]).transpose(1, 2)
 
 
-def _cache_rows(group: LengthGroup, *, num_heads: int, num_kv_heads: int, dtype: torch.dtype) -> torch.Tensor:
+def _cache_rows(group: LengthGroup, num_heads: int, num_kv_heads: int, dtype: torch.dtype) -> torch.Tensor:
     """Row in the cache seen as [slots · kv_heads, head_dim], for every (row, head, token), flat."""
     slots = torch.from_numpy(group.slots).to(dtype)
     heads = torch.arange(num_kv_heads, dtype=dtype)
     per_kv_head = slots[:, None, None, :] * num_kv_heads + heads[:, None, None]
     rows, longest = group.slots.shape
     return per_kv_head.expand(rows, num_kv_heads, num_heads // num_kv_heads, longest).reshape(-1)
+
+
+def _row_starts(groups: Sequence[LengthGroup], num_heads: int, dtype: torch.dtype) -> torch.Tensor:
+    """Where each (row, head)'s scores begin, and the end of the last: [rows · heads + 1]."""
+    widths = np.repeat([g.slots.shape[1] for g in groups], [len(g.lengths) * num_heads for g in groups])
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(widths)])).to(dtype)
 
 
 def _csr(starts: torch.Tensor, columns: torch.Tensor, *, num_columns: int) -> torch.Tensor:
@@ -148,10 +179,16 @@ def _csr(starts: torch.Tensor, columns: torch.Tensor, *, num_columns: int) -> to
     )
 
 
-def _additive_mask(group: LengthGroup) -> torch.Tensor | None:
-    """[rows, 1, longest]: 0 at tokens, very negative behind a row's end; None when nothing is padded."""
-    padding = group.padding
-    if padding is None:
+def _additive_mask(groups: Sequence[LengthGroup], num_heads: int) -> torch.Tensor | None:
+    """Flat, as the scores: 0 at tokens, very negative behind a row's end; None when nothing is padded."""
+    if all(group.padding is None for group in groups):
         return None
-    mask = np.where(padding, np.float32(_MASKED_SCORE), np.float32(0))
-    return torch.from_numpy(mask)[:, None, :]
+    return torch.cat([_group_mask(group, num_heads) for group in groups])
+
+
+def _group_mask(group: LengthGroup, num_heads: int) -> torch.Tensor:
+    rows, longest = group.slots.shape
+    hidden = torch.zeros(rows, 1, longest)
+    if (padding := group.padding) is not None:
+        hidden.masked_fill_(torch.from_numpy(padding).unsqueeze(1), _MASKED_SCORE)
+    return hidden.expand(rows, num_heads, longest).reshape(-1)

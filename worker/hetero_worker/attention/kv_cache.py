@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from hetero_worker.platforms.huge_pages import empty_on_huge_pages
+
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
@@ -26,10 +28,7 @@ class LayerCache:
         cls, *, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> LayerCache:
         shape = (num_blocks * block_size, num_kv_heads, head_dim)
-        keys, values = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
-        keys[:block_size].zero_()
-        values[:block_size].zero_()
-        return cls(keys, values, block_size)
+        return cls(empty_on_huge_pages(shape, dtype), empty_on_huge_pages(shape, dtype), block_size)
 
     @property
     def num_kv_heads(self) -> int:

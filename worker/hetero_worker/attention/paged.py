@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch.nn import functional as F
 
 from hetero_worker.attention.base import AttentionBatch, PrefillSpan, StepAttention
-from hetero_worker.attention.decode import DecodeKernel, GatherDecode, GroupAttention, SparseDecode
+from hetero_worker.attention.decode import DecodeAttention, DecodeKernel, GatherDecode, SparseDecode
 from hetero_worker.attention.kv_cache import LayerCache
-from hetero_worker.attention.length_groups import LengthGroup, group_by_length
 
 
 class PagedAttention:
@@ -38,7 +35,7 @@ class _PagedStep:
     def __init__(self, batch: AttentionBatch, decode: DecodeKernel) -> None:
         self._batch = batch
         self._decode = decode
-        self._groups: dict[int, list[tuple[torch.Tensor | None, GroupAttention]]] = {}
+        self._prepared: dict[int, DecodeAttention] = {}
         self._spans = [_Span(span) for span in batch.prefills]
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: LayerCache) -> torch.Tensor:
@@ -54,25 +51,12 @@ class _PagedStep:
         return out
 
     def _attend_decode(self, query: torch.Tensor, cache: LayerCache) -> torch.Tensor:
-        groups = self._groups_for(query.shape[1], cache)
-        if groups[0][0] is None:
-            return groups[0][1](query, cache)
-        out = torch.empty(query.shape[0], query.shape[1] * query.shape[2], dtype=query.dtype)
-        for rows, attention in groups:
-            out[rows] = attention(query[rows], cache)
-        return out
-
-    def _groups_for(self, num_heads: int, cache: LayerCache) -> Sequence[tuple[torch.Tensor | None, GroupAttention]]:
-        if num_heads not in self._groups:
-            groups = group_by_length(self._batch.decode, block_size=cache.block_size, num_heads=num_heads)
-            self._groups[num_heads] = [self._prepare(group, num_heads, cache) for group in groups]
-        return self._groups[num_heads]
-
-    def _prepare(
-        self, group: LengthGroup, num_heads: int, cache: LayerCache
-    ) -> tuple[torch.Tensor | None, GroupAttention]:
-        rows = None if group.rows is None else torch.from_numpy(group.rows).long()
-        return rows, self._decode.prepare(group, num_heads=num_heads, cache=cache)
+        num_heads = query.shape[1]
+        attention = self._prepared.get(num_heads)
+        if attention is None:
+            attention = self._decode.prepare(self._batch.decode, num_heads=num_heads, cache=cache)
+            self._prepared[num_heads] = attention
+        return attention(query, cache)
 
 
 class _Span:

@@ -17,8 +17,8 @@ from hetero_worker.errors import MemoryBudgetError
 RUNTIME_BYTES: Final = 384 * 1024**2
 """Interpreter, torch and its thread pools, gRPC: 240 MiB measured after import, plus what allocators keep."""
 
-_DECODE_SCRATCH_BYTES: Final = 8
-"""Index and score of one (query head, cached token) of a decode step; alive for one layer's heads."""
+_DECODE_SCRATCH_BYTES: Final = 12
+"""Index, score and mask of one (query head, cached token) of a decode step; alive for one layer's heads."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Turns a plan and the slots' state into one step's tensors.
 
 `InputBuffers` are allocated once, at the maximum; a step's `InputBatch` holds slices of them. Rows of the step
-are ordered decode first, because one batched kernel takes these; draws keep the plan's order.
+are ordered decode first and longest first, as attention takes them; draws keep the plan's order.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class InputBuffers:
 
     def fill(self, plan: ranks_pb2.StepPlan, slots: SlotTable, *, block_size: int) -> InputBatch:
         """The step's batch; the plan has been checked, its blocks are appended, and it schedules something."""
-        ordered = sorted(plan.scheduled, key=lambda scheduled: scheduled.num_tokens > 1)
+        ordered = sorted(plan.scheduled, key=lambda scheduled: _row_order(scheduled, slots))
         slot_ids = np.array([scheduled.slot for scheduled in ordered], dtype=np.int64)
         total = self._fill_tokens(ordered, slots)
         self._fill_positions(slot_ids, slots, total=total, block_size=block_size)
@@ -105,6 +105,13 @@ class InputBuffers:
             block_ids = slots.block_tables[ordered[i].slot, :num_blocks]
             spans.append(PrefillSpan(begin, end, computed, block_ids))
         return AttentionBatch(torch.from_numpy(self._slot_mapping[:total]), decode, tuple(spans))
+
+
+def _row_order(scheduled: ranks_pb2.ScheduledSequence, slots: SlotTable) -> tuple[bool, int]:
+    """Decode rows first, the longest of them before all others; spans keep the plan's order."""
+    if scheduled.num_tokens > 1:
+        return True, 0
+    return False, -slots.bound(scheduled.slot).num_computed
 
 
 def _logit_rows(rows: list[int], total: int) -> torch.Tensor | None:
