@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -163,6 +164,8 @@ def _check_duplicate(client: HeteroClient) -> None:
 
 
 def _check_unknown_method(address: str) -> None:
-    with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as caught:
-        channel.unary_unary("/hetero.v1.Inference/Guess")(b"", timeout=5)
+    with grpc.insecure_channel(address) as channel:
+        guess: Any = channel.unary_unary("/hetero.v1.Inference/Guess")
+        with pytest.raises(grpc.RpcError) as caught:
+            guess(b"", timeout=5)
     assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED

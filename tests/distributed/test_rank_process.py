@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from hetero_api.contract import ENV_GROUP_TOKEN_FILE, EXIT_FAILURE, EXIT_OK, EXIT_PERMANENT, EXIT_USAGE
+from hetero_api.cpu_list import parse_cpu_list
 from hetero_api.model_config import ModelConfig, model_fingerprint
 from hetero_api.sharding import LayerShard, RankShard, ShardPlan, ranges_of_counts
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.platforms.cpu_list import parse_cpu_list
 from tests.support.exchange_bodies import shm_left_over
 from tests.support.rank_processes import segment_prefix
 from tests.support.scripted_gateway import TOKEN, ScriptedGateway

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hetero_worker.platforms.cpu_list import format_cpu_list
+from hetero_api.cpu_list import format_cpu_list
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,16 +6,14 @@ Nothing here imports torch or gRPC: this runs before the process is bound to its
 from __future__ import annotations
 
 import argparse
-import logging
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Final
 
-from hetero_api.contract import ENV_GROUP_TOKEN_FILE, ENV_LOG_LEVEL, EXIT_USAGE
+from hetero_api.cpu_list import parse_cpu_list
+from hetero_api.program import ProgramParser, read_group_token, read_log_level
 from hetero_api.spec import NumaPolicy
-from hetero_worker.platforms.cpu_list import parse_cpu_list
 
 CONNECT_TIMEOUT_S: Final = 120.0
 ABORT_TIMEOUT_S: Final = 5.0
@@ -54,19 +52,13 @@ class RankConfig:
         parser = _parser()
         options = vars(parser.parse_args(arguments))
         try:
-            return cls(**options, token=_token(environment), log_level=_log_level(environment))
+            return cls(**options, token=read_group_token(environment), log_level=read_log_level(environment))
         except ValueError as error:
             parser.error(str(error))
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        sys.stderr.write(f"{self.prog}: {message}\n")
-        sys.exit(EXIT_USAGE)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="hetero_worker", description="One rank of a HeteroInference group.", allow_abbrev=False)
+    parser = ProgramParser(prog="hetero_worker", description="One rank of a HeteroInference group.", allow_abbrev=False)
     add = parser.add_argument
     add("--gateway", required=True, type=_host_port, metavar="HOST:PORT", help="the gateway's Ranks service")
     add("--model", required=True, type=Path, dest="model_dir", metavar="DIR", help="model in Hugging Face format")
@@ -132,23 +124,3 @@ def _numa_policy(text: str) -> NumaPolicy:
     except ValueError:
         names = ", ".join(NumaPolicy)
         raise argparse.ArgumentTypeError(f"{text!r} is none of {names}") from None
-
-
-def _token(environment: Mapping[str, str]) -> str:
-    path = environment.get(ENV_GROUP_TOKEN_FILE)
-    if not path:
-        raise ValueError(f"{ENV_GROUP_TOKEN_FILE} is not set; it names the file with the group's token")
-    try:
-        token = Path(path).read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{ENV_GROUP_TOKEN_FILE}: {path} cannot be read: {error}") from error
-    if not token or not token.isprintable() or " " in token:
-        raise ValueError(f"{ENV_GROUP_TOKEN_FILE}: {path} holds no token of printable ASCII characters")
-    return token
-
-
-def _log_level(environment: Mapping[str, str]) -> str:
-    level = environment.get(ENV_LOG_LEVEL, "INFO").upper()
-    if level not in logging.getLevelNamesMapping():
-        raise ValueError(f"{ENV_LOG_LEVEL}: {level!r} is no logging level such as INFO or DEBUG")
-    return level

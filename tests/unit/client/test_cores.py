@@ -13,8 +13,6 @@ from hetero_client.launcher.cores import (
     CoreDemand,
     CoreGrant,
     LogicalCore,
-    format_core_list,
-    parse_core_list,
     plan_cores,
     read_cpu_set,
 )
@@ -126,9 +124,3 @@ def test_machine_is_read_from_sysfs(tmp_path: Path) -> None:
 
 def test_hidden_sysfs_means_one_node_of_whole_cores(tmp_path: Path) -> None:
     assert read_cpu_set([4, 5], sysfs=tmp_path) == (LogicalCore(4, 0, 4), LogicalCore(5, 0, 5))
-
-
-def test_core_lists() -> None:
-    assert parse_core_list("0-2,8\n") == (0, 1, 2, 8)
-    assert parse_core_list("") == ()
-    assert format_core_list((0, 1, 8)) == "0,1,8"

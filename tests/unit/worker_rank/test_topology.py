@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_worker.platforms.cpu_list import format_cpu_list, parse_cpu_list
+from hetero_api.cpu_list import format_cpu_list, parse_cpu_list
 from hetero_worker.platforms.topology import CpuTopology
 from tests.support import sysfs_trees
 from tests.support.sysfs_trees import Machine

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hetero_api.cpu_list import parse_cpu_list
 from hetero_api.spec import NumaPolicy
 
 SYSFS: Path = Path("/sys/devices/system")
@@ -89,20 +90,6 @@ def read_cpu_set(allowed: Iterable[int] | None = None, *, sysfs: Path = SYSFS) -
     return tuple(LogicalCore(n, nodes.get(n, 0), _physical(n, sysfs)) for n in numbers)
 
 
-def parse_core_list(text: str) -> tuple[int, ...]:
-    """Numbers of a kernel list: "0-2,8" is 0, 1, 2, 8. Raises ValueError."""
-    numbers: list[int] = []
-    for part in filter(None, text.strip().split(",")):
-        begin, _, end = part.partition("-")
-        numbers.extend(range(int(begin), int(end or begin) + 1))
-    return tuple(numbers)
-
-
-def format_core_list(numbers: Sequence[int]) -> str:
-    """0, 1, 2, 8 as "0,1,2,8", as the worker's --cores takes it."""
-    return ",".join(map(str, numbers))
-
-
 def _take(free: Sequence[LogicalCore], demand: CoreDemand, *, turns: Mapping[int, int]) -> list[tuple[int, ...]] | None:
     """Cores for every rank of the pool, None when they cannot all have theirs."""
     left, taken = list(free), []
@@ -157,13 +144,13 @@ def _warning(demand: CoreDemand, free: Sequence[LogicalCore]) -> str:
 def _nodes(sysfs: Path) -> dict[int, int]:
     nodes: dict[int, int] = {}
     for folder in sorted((sysfs / "node").glob("node[0-9]*")):
-        for number in parse_core_list(_read(folder / "cpulist")):
+        for number in parse_cpu_list(_read(folder / "cpulist")):
             nodes[number] = int(folder.name.removeprefix("node"))
     return nodes
 
 
 def _physical(number: int, sysfs: Path) -> int:
-    siblings = parse_core_list(_read(sysfs / "cpu" / f"cpu{number}" / "topology" / "thread_siblings_list"))
+    siblings = parse_cpu_list(_read(sysfs / "cpu" / f"cpu{number}" / "topology" / "thread_siblings_list"))
     return min(siblings, default=number)
 
 

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from hetero_api.contract import ENV_GROUP_TOKEN_FILE, EXIT_PERMANENT, EXIT_USAGE
+from hetero_api.cpu_list import format_cpu_list
 from hetero_api.spec import HeteroInference
 from hetero_client.admin import AdminClient, GroupState, GroupTopology
 from hetero_client.errors import (
@@ -32,7 +33,6 @@ from hetero_client.errors import (
     StartInterruptedError,
     StartTimeoutError,
 )
-from hetero_client.launcher.cores import format_core_list
 from hetero_client.launcher.local_plan import LocalPlan, RankProcess
 from hetero_client.launcher.run_directory import GroupRecord, RunDirectory
 from hetero_client.launcher.stop_signals import StopSignals
@@ -250,7 +250,7 @@ class LocalGroup:
             "--ordinal", str(rank.ordinal),
             "--local-rank", str(rank.local_rank),
             "--pod-name", rank.name,
-            "--cores", format_core_list(rank.cores),
+            "--cores", format_cpu_list(rank.cores),
             "--num-threads", str(rank.num_threads),
             "--numa-policy", str(rank.numa_policy),
             "--memory-bytes", str(rank.memory_bytes),

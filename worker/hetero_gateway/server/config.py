@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import logging
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Final
 
-from hetero_api.contract import ADMIN_PORT, ENV_GROUP_TOKEN_FILE, ENV_LOG_LEVEL, EXIT_USAGE, RANKS_PORT
+from hetero_api.contract import ADMIN_PORT, RANKS_PORT
+from hetero_api.program import ProgramParser, read_group_token, read_log_level
 
 PROGRAM: Final = "hetero_gateway"
 
@@ -39,19 +38,13 @@ class GatewayConfig:
         parser = _parser()
         options = vars(parser.parse_args(arguments))
         try:
-            return cls(**options, token=_token(environment), log_level=_log_level(environment))
+            return cls(**options, token=read_group_token(environment), log_level=read_log_level(environment))
         except ValueError as error:
             parser.error(str(error))
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        sys.stderr.write(f"{self.prog}: {message}\n")
-        sys.exit(EXIT_USAGE)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog=PROGRAM, description="The gateway of a HeteroInference group.", allow_abbrev=False)
+    parser = ProgramParser(prog=PROGRAM, description="The gateway of a HeteroInference group.", allow_abbrev=False)
     add = parser.add_argument
     add("--manifest", required=True, type=Path, metavar="FILE", help="the HeteroInference resource, YAML")
     add("--model", required=True, type=Path, dest="model_dir", metavar="DIR", help="model in Hugging Face format")
@@ -68,23 +61,3 @@ def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is no port number between 0 and 65535")
     return int(text)
-
-
-def _token(environment: Mapping[str, str]) -> str:
-    path = environment.get(ENV_GROUP_TOKEN_FILE)
-    if not path:
-        raise ValueError(f"{ENV_GROUP_TOKEN_FILE} is not set; it names the file with the group's token")
-    try:
-        token = Path(path).read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{ENV_GROUP_TOKEN_FILE}: {path} cannot be read: {error}") from error
-    if not token or not token.isprintable() or " " in token:
-        raise ValueError(f"{ENV_GROUP_TOKEN_FILE}: {path} holds no token of printable ASCII characters")
-    return token
-
-
-def _log_level(environment: Mapping[str, str]) -> str:
-    level = environment.get(ENV_LOG_LEVEL, "INFO").upper()
-    if level not in logging.getLevelNamesMapping():
-        raise ValueError(f"{ENV_LOG_LEVEL}: {level!r} is no logging level such as INFO or DEBUG")
-    return level

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hetero_api.cpu_list import format_cpu_list
 from hetero_api.spec import NumaPolicy
 from hetero_worker.errors import PinningError
-from hetero_worker.platforms.cpu_list import format_cpu_list
 from hetero_worker.platforms.numa import MPOL_BIND, MPOL_PREFERRED, Kernel
 from hetero_worker.platforms.topology import CpuTopology
 

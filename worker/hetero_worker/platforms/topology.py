@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from hetero_worker.platforms.cpu_list import parse_cpu_list
+from hetero_api.cpu_list import parse_cpu_list
 
 SYSFS_ROOT: Final = Path("/sys/devices/system")
 

@@ -1,0 +1,45 @@
+"""What the gateway's and a rank's process have in common: how usage errors end, and what the environment says.
+
+Importing this costs nothing but argparse and logging: a rank reads its configuration before anything heavy is loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NoReturn
+
+from hetero_api.contract import ENV_GROUP_TOKEN_FILE, ENV_LOG_LEVEL, EXIT_USAGE
+
+
+class ProgramParser(argparse.ArgumentParser):
+    """Ends the process with EXIT_USAGE and one line on stderr when the command line is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        sys.stderr.write(f"{self.prog}: {message}\n")
+        sys.exit(EXIT_USAGE)
+
+
+def read_group_token(environment: Mapping[str, str]) -> str:
+    """The group's token, from the file that the environment names. Raises ValueError."""
+    path = environment.get(ENV_GROUP_TOKEN_FILE)
+    if not path:
+        raise ValueError(f"{ENV_GROUP_TOKEN_FILE} is not set; it names the file with the group's token")
+    try:
+        token = Path(path).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{ENV_GROUP_TOKEN_FILE}: {path} cannot be read: {error}") from error
+    if not token or not token.isprintable() or " " in token:
+        raise ValueError(f"{ENV_GROUP_TOKEN_FILE}: {path} holds no token of printable ASCII characters")
+    return token
+
+
+def read_log_level(environment: Mapping[str, str]) -> str:
+    """The logging level's name. Raises ValueError."""
+    level = environment.get(ENV_LOG_LEVEL, "INFO").upper()
+    if level not in logging.getLevelNamesMapping():
+        raise ValueError(f"{ENV_LOG_LEVEL}: {level!r} is no logging level such as INFO or DEBUG")
+    return level
