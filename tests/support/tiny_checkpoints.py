@@ -69,10 +69,12 @@ class TinyCheckpoint:
         return result
 
 
-def save_tiny(variant: str, directory: Path, *, max_shard_size: str = "5GB", seed: int = 0) -> TinyCheckpoint:
-    """Save a seeded random float32 model of the variant; biases and norms are random too."""
+def save_tiny(
+    variant: str, directory: Path, *, max_shard_size: str = "5GB", seed: int = 0, **changes: Any
+) -> TinyCheckpoint:
+    """Save a seeded random float32 model of the variant, its config changed; biases and norms are random too."""
     model_type, overrides = VARIANTS[variant]
-    config = AutoConfig.for_model(model_type, **{**_SHAPE, **overrides})
+    config = AutoConfig.for_model(model_type, **{**_SHAPE, **overrides, **changes})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
