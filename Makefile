@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 export HF_HUB_OFFLINE ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-unit test-distributed lint format type protos manifests verify bench clean
+.PHONY: help install demo test test-unit test-distributed test-cluster kubernetes bench-operator lint format type protos manifests docs chart golden verify bench clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  \033[1m%-18s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,7 +26,7 @@ demo: $(STAMP) ## Serve SmolLM2 on two CPU ranks of this machine and let it answ
 	@$(BIN)/hetero model fetch smollm2-135m-instruct
 	@$(BIN)/hetero run examples/smollm2-cpu.yaml --temperature 0 "In three sentences, explain why the sky is blue."
 
-test: test-unit test-distributed ## Run all tests that CI runs
+test: test-unit test-cluster test-distributed ## Run all tests that CI runs
 
 test-unit: $(STAMP) ## Run the tests that start no processes
 	$(BIN)/pytest tests/unit -n 2 -q
@@ -34,6 +34,12 @@ test-unit: $(STAMP) ## Run the tests that start no processes
 test-distributed: $(STAMP) ## Run the tests with real rank processes and the real model, one after another
 	@$(BIN)/hetero model fetch smollm2-135m-instruct
 	$(BIN)/pytest tests/distributed -q
+
+kubernetes: $(STAMP) ## Find or fetch a Kubernetes control plane, kubectl and Helm for the tests
+	@$(BIN)/python -m tests.support.kube.provision
+
+test-cluster: kubernetes ## Run the operator's tests against a real Kubernetes API server
+	$(BIN)/pytest tests/cluster -n 2 -q
 
 lint: $(STAMP) ## Check style and the architecture's import rules
 	$(BIN)/ruff check .
@@ -48,17 +54,29 @@ type: $(STAMP) ## Check types, strictly
 	$(BIN)/mypy operator/hetero_operator worker/hetero_gateway worker/hetero_worker worker/hetero_client protos/hetero_api tools tests bench
 
 protos: $(STAMP) ## Generate the protobuf and gRPC stubs
-	$(BIN)/python tools/generate.py protos
+	$(BIN)/python -m tools.generate protos
 
-manifests: $(STAMP) ## Generate the CRD from hetero_api/spec.py
-	$(BIN)/python tools/generate.py manifests
+manifests: $(STAMP) ## Generate the CRD from hetero_api/spec.py, and the reference page
+	$(BIN)/python -m tools.generate manifests docs
+
+docs: $(STAMP) ## Generate the reference page
+	$(BIN)/python -m tools.generate docs
+
+chart: $(STAMP) ## Generate the Helm chart's schema and README from the comments in its values.yaml
+	$(BIN)/python -m tools.generate chart
+
+golden: $(STAMP) ## Write the golden renders of tests/unit/operator anew; read the difference before a commit
+	UPDATE_GOLDEN=1 $(BIN)/pytest tests/unit/operator/test_render_golden.py -q
 
 verify: $(STAMP) ## Fail when generated files differ from their sources
-	$(BIN)/python tools/generate.py --check protos manifests
+	$(BIN)/python -m tools.generate --check protos manifests docs chart
 
 bench: $(STAMP) ## Measure against transformers and this machine's limits; writes bench/results
 	@$(BIN)/hetero model fetch smollm2-135m-instruct
 	$(BIN)/python -m bench.run
+
+bench-operator: kubernetes ## Measure the operator with 1,000 resources; writes bench/results
+	$(BIN)/python -m bench.operator_scale
 
 clean: ## Remove .venv and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,9 +1,11 @@
 """Writes the files that are made from others, or checks that they are up to date.
 
-    python tools/generate.py [--check] protos manifests
+    python -m tools.generate [--check] protos manifests docs chart
 
 protos: `protos/hetero_api/v1/*.proto` → Python stubs beside them.
-manifests: `hetero_api/spec.py` → the CustomResourceDefinition in the chart.
+manifests: `hetero_api/spec.py` and `status.py` → the CustomResourceDefinition in the chart.
+docs: the same, with the rules and the table of effects → the reference page.
+chart: comments of the chart's values.yaml → its schema and README.
 With --check nothing is written; the exit status is 1 when a file differs, and the files are named.
 """
 
@@ -18,6 +20,8 @@ from pathlib import Path
 import grpc_tools
 
 from hetero_api.crd import render_crd
+from tools.chart_values import generate_chart
+from tools.reference_page import generate_reference
 
 ROOT = Path(__file__).resolve().parent.parent
 PROTOS = ROOT / "protos"
@@ -52,7 +56,12 @@ def generate_manifests(root: Path) -> list[Path]:
     return [relative]
 
 
-GENERATORS = {"protos": generate_protos, "manifests": generate_manifests}
+GENERATORS = {
+    "protos": generate_protos,
+    "manifests": generate_manifests,
+    "docs": generate_reference,
+    "chart": generate_chart,
+}
 
 
 def stale(kind: str) -> list[Path]:

@@ -27,6 +27,21 @@ LABEL_POOL: Final = f"{GROUP}/pool"
 """The pool that a rank pod belongs to."""
 LABEL_REVISION: Final = f"{GROUP}/revision"
 """Hash of the user's spec that an object was made from."""
+LABEL_GATEWAY_REVISION: Final = f"{GROUP}/gateway-revision"
+"""Hash of the user's spec that a gateway was made from: LABEL_REVISION and what only the gateway reads."""
+ROLE_GATEWAY: Final = "gateway"
+ROLE_RANK: Final = "rank"
+
+# --- annotations ---------------------------------------------------------------------------------------
+ANNOTATION_APPLIED: Final = f"{GROUP}/applied"
+"""Hash of what the operator applied, on every object that it owns."""
+ANNOTATION_RENDER: Final = f"{GROUP}/render"
+"""Version of the operator that rendered an object's pods."""
+ANNOTATION_RESTARTED_AT: Final = f"{GROUP}/restartedAt"
+"""On the resource: any new value starts all ranks anew, as `kubectl rollout restart` does for a Deployment."""
+
+FIELD_MANAGER: Final = "heteroinference-operator"
+"""Owner of the fields that the operator applies."""
 
 # --- ports ---------------------------------------------------------------------------------------------
 INFERENCE_PORT: Final = 50051
@@ -36,13 +51,42 @@ ADMIN_PORT: Final = 50052
 RANKS_PORT: Final = 50053
 """`hetero.v1.Ranks`: only ranks dial it."""
 METRICS_PORT: Final = 9090
-"""Prometheus metrics over HTTP."""
+"""Prometheus metrics over HTTP; of the gateway also /livez and /readyz."""
+POD_HEALTH_PORT: Final = 8080
+"""A rank pod's /livez, /readyz, /startupz and /metrics over HTTP."""
+
+# --- paths within pods ---------------------------------------------------------------------------------
+POD_MODEL_DIR: Final = "/var/lib/hetero/model"
+"""Where the model's files are mounted."""
+POD_CACHE_DIR: Final = "/var/lib/hetero/cache"
+"""Where fetched models are kept."""
+POD_MANIFEST: Final = "/etc/hetero/config/manifest.yaml"
+"""The resolved resource, as the gateway reads it."""
+POD_GROUP_TOKEN_FILE: Final = "/etc/hetero/group/token"
+POD_ADMIN_TOKEN_FILE: Final = "/etc/hetero/admin/token"
+POD_HUB_TOKEN_FILE: Final = "/etc/hetero/hub/token"
+POD_CLIENT_TOKEN_FILE: Final = "/etc/hetero/client/token"
+POD_TLS_DIR: Final = "/etc/hetero/tls"
+SECRET_GROUP_TOKEN_KEY: Final = "group-token"
+SECRET_ADMIN_TOKEN_KEY: Final = "admin-token"
+CONFIG_MANIFEST_KEY: Final = "manifest.yaml"
+CONFIG_TEMPLATES_KEY: Final = "templates.json"
 
 # --- environment of gateway and ranks ------------------------------------------------------------------
 ENV_HOME: Final = "HETERO_HOME"
 """Folder of the local model store and of run state; default `$XDG_CACHE_HOME/hetero`."""
 ENV_GROUP_TOKEN_FILE: Final = "HETERO_GROUP_TOKEN_FILE"
 """File that holds the group's token: what a rank proves itself with."""
+ENV_ADMIN_TOKEN_FILE: Final = "HETERO_ADMIN_TOKEN_FILE"
+"""File that holds the token which callers of `hetero.v1.Admin` must show; not set: none is asked for."""
+ENV_HUB_TOKEN_FILE: Final = "HETERO_HUB_TOKEN_FILE"
+"""File that holds the token for gated models of the Hub."""
+ENV_POD_NAME: Final = "POD_NAME"
+"""Name of the pod (metadata.name), which ends with its ordinal."""
+ENV_POD_IP: Final = "POD_IP"
+"""Address of the pod (status.podIP): ranks meet on it, probes come to it."""
+ENV_HEARTBEAT_FILE: Final = "HETERO_HEARTBEAT_FILE"
+"""File that a rank writes to what it is at, for the supervisor of its pod; not set: nowhere."""
 ENV_LOG_LEVEL: Final = "HETERO_LOG_LEVEL"
 """Python logging level of every program; default INFO."""
 

@@ -59,19 +59,28 @@ def parse_resource(resource: Mapping[str, Any], *, source: str = "") -> HeteroIn
     try:
         return HeteroInference.model_validate(body)
     except ValidationError as error:
-        raise ManifestError([_describe(detail) for detail in error.errors()], source=source) from error
+        problems = [problem for detail in error.errors() for problem in _describe(detail)]
+        raise ManifestError(problems, source=source) from error
 
 
-def _describe(detail: ErrorDetails) -> str:
+def _describe(detail: ErrorDetails) -> list[str]:
     location = list(detail["loc"])
     context = detail.get("ctx") or {}
     kind = detail["type"]
-    if kind == "extra_forbidden":
-        return f"{_path(location)}: unknown field{_suggestion(location)}"
     path = _path(location)
+    if kind == "extra_forbidden":
+        return [f"{path}: unknown field{_suggestion(location)}"]
     if kind == "field":
-        path = ".".join(part for part in (path, str(context["path"])) if part)
-    return f"{path}: {_message(kind, detail, context)}"
+        return [f"{_join(path, below)}: {message}" for below, message in context["problems"]]
+    if location[-1] == "[key]":
+        # Of a map: the key is what is wrong, not a field of that name.
+        return [f"{_path(location[:-2])}: key {_message(kind, detail, context)}"]
+    return [f"{path}: {_message(kind, detail, context)}"]
+
+
+def _join(path: str, below: str) -> str:
+    """A path and one below it, which may begin with an index."""
+    return f"{path}{below}" if below.startswith("[") else ".".join(part for part in (path, below) if part)
 
 
 def _message(kind: str, detail: ErrorDetails, context: Mapping[str, Any]) -> str:
@@ -81,6 +90,9 @@ def _message(kind: str, detail: ErrorDetails, context: Mapping[str, Any]) -> str
         return _MESSAGES[kind]
     if "message" in context:
         return str(context["message"])
+    if kind == "literal_error":
+        names = str(context["expected"]).replace("'", "").replace(" or ", ", ")
+        return f"must be one of {names}, not {detail['input']!r}"
     bounds = {
         "greater_than_equal": ("at least", "ge"),
         "less_than_equal": ("at most", "le"),
@@ -89,9 +101,17 @@ def _message(kind: str, detail: ErrorDetails, context: Mapping[str, Any]) -> str
     if kind in bounds:
         word, key = bounds[kind]
         return f"must be {word} {context[key]}, not {detail['input']}"
-    if kind == "string_pattern_mismatch":
-        return f"{detail['input']!r} does not match {context['pattern']}"
-    return detail["msg"]
+    return _length_message(kind, detail, context) or detail["msg"]
+
+
+def _length_message(kind: str, detail: ErrorDetails, context: Mapping[str, Any]) -> str:
+    """What is wrong with a length; "" when nothing is."""
+    if kind in ("string_too_short", "too_short"):
+        return "must not be empty"
+    if kind in ("string_too_long", "too_long"):
+        what = "characters" if isinstance(detail["input"], str) else "entries"
+        return f"must have at most {context['max_length']} {what}, not {len(detail['input'])}"
+    return ""
 
 
 def _path(location: list[int | str]) -> str:

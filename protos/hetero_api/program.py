@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from hetero_api.contract import ENV_GROUP_TOKEN_FILE, ENV_LOG_LEVEL, EXIT_USAGE
+from hetero_api.contract import ENV_ADMIN_TOKEN_FILE, ENV_GROUP_TOKEN_FILE, ENV_LOG_LEVEL, EXIT_USAGE
 
 
 class ProgramParser(argparse.ArgumentParser):
@@ -25,15 +25,28 @@ class ProgramParser(argparse.ArgumentParser):
 
 def read_group_token(environment: Mapping[str, str]) -> str:
     """The group's token, from the file that the environment names. Raises ValueError."""
-    path = environment.get(ENV_GROUP_TOKEN_FILE)
-    if not path:
+    token = read_token(environment, ENV_GROUP_TOKEN_FILE)
+    if token is None:
         raise ValueError(f"{ENV_GROUP_TOKEN_FILE} is not set; it names the file with the group's token")
+    return token
+
+
+def read_admin_token(environment: Mapping[str, str]) -> str | None:
+    """The token that callers of Admin must show; None when none is asked for. Raises ValueError."""
+    return read_token(environment, ENV_ADMIN_TOKEN_FILE)
+
+
+def read_token(environment: Mapping[str, str], variable: str) -> str | None:
+    """The token in the file that a variable names; None when it is not set. Raises ValueError."""
+    path = environment.get(variable)
+    if not path:
+        return None
     try:
         token = Path(path).read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{ENV_GROUP_TOKEN_FILE}: {path} cannot be read: {error}") from error
+        raise ValueError(f"{variable}: {path} cannot be read: {error}") from error
     if not token or not token.isprintable() or " " in token:
-        raise ValueError(f"{ENV_GROUP_TOKEN_FILE}: {path} holds no token of printable ASCII characters")
+        raise ValueError(f"{variable}: {path} holds no token of printable ASCII characters")
     return token
 
 

@@ -6,6 +6,7 @@ Source: the Kubernetes API's `resource.Quantity` grammar, restricted to what mak
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from decimal import Decimal
 from typing import Final
 
@@ -17,6 +18,7 @@ _SUFFIXES: Final = {
     "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50,
 }  # fmt: skip
 PATTERN: Final = r"^([0-9]+(?:\.[0-9]+)?)(k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$"
+BINARY_UNITS: Final = ("Pi", "Ti", "Gi", "Mi", "Ki")
 _REGEX: Final = re.compile(PATTERN)
 
 
@@ -33,9 +35,9 @@ def parse_bytes(text: str | int) -> int:
     return int(number)
 
 
-def format_bytes(count: int) -> str:
-    """The shortest exact binary quantity: 1536Mi, 2Gi, 17."""
-    for suffix in ("Pi", "Ti", "Gi", "Mi", "Ki"):
+def format_bytes(count: int, *, units: Sequence[str] = BINARY_UNITS) -> str:
+    """The shortest exact quantity in one of the units, tried in order: 1536Mi, 2Gi, 17."""
+    for suffix in units:
         if count and count % _SUFFIXES[suffix] == 0:
             return f"{count // _SUFFIXES[suffix]}{suffix}"
     return str(count)

@@ -7,277 +7,151 @@ reference page are generated from them. Field names are Python's here and camelC
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    StringConstraints,
-    WithJsonSchema,
-    model_validator,
-)
-from pydantic.alias_generators import to_camel
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from hetero_api import quantity
 from hetero_api.contract import API_VERSION, GROUP, INFERENCE_PORT, KIND
-from hetero_api.errors import QuantityError
+from hetero_api.rules import Rule, TransitionRule
+from hetero_api.spec_cluster import (
+    DisruptionBudgetSpec,
+    ImagesSpec,
+    MonitoringSpec,
+    NetworkPolicySpec,
+    PodMetadataSpec,
+    ResourcesSpec,
+    SchedulingSpec,
+    leaves_ours_alone,
+)
+from hetero_api.spec_model import URI_SCHEMES, DType, ModelCache, ModelSpec, Quantization, SecretKeyRef
+from hetero_api.spec_pools import (
+    MAX_POOLS,
+    MAX_RANKS,
+    CpuSpec,
+    GpuSpec,
+    NumaPolicy,
+    NumaSpec,
+    Pools,
+    PoolSpec,
+    PoolType,
+)
+from hetero_api.spec_types import (
+    MAX_NAME_LENGTH,
+    Annotations,
+    Bytes,
+    Name,
+    ObjectName,
+    SpecEnum,
+    SpecModel,
+    field_error,
+    spelled,
+)
 
-MAX_RANKS: Final = 64
-MAX_NAME_LENGTH: Final = 40
-URI_SCHEMES: Final = ("hf", "pvc", "oci", "file")
-
-
-def field_error(path: str, message: str) -> PydanticCustomError:
-    """A validation error about a field below the model that raises it; `path` as in YAML, e.g. "cpu.numa"."""
-    return PydanticCustomError("field", "{message}", {"message": message, "path": path})
-
-
-def _to_bytes(value: Any) -> int:
-    try:
-        return quantity.parse_bytes(value)
-    except QuantityError as error:
-        raise PydanticCustomError("quantity", "{message}", {"message": str(error)}) from error
-
-
-Bytes = Annotated[
-    int,
-    BeforeValidator(_to_bytes),
-    PlainSerializer(quantity.format_bytes, return_type=str),
-    WithJsonSchema({"type": "string", "pattern": quantity.PATTERN}),
+__all__ = [
+    "MAX_NAME_LENGTH",
+    "MAX_POOLS",
+    "MAX_RANKS",
+    "URI_SCHEMES",
+    "CpuSpec",
+    "DType",
+    "EngineSpec",
+    "GatewaySpec",
+    "GpuSpec",
+    "HeteroInference",
+    "HeteroInferenceSpec",
+    "Metadata",
+    "ModelCache",
+    "ModelSpec",
+    "NumaPolicy",
+    "NumaSpec",
+    "PlacementMode",
+    "PlacementShares",
+    "PlacementSpec",
+    "PoolSpec",
+    "PoolType",
+    "Quantization",
+    "RecoverySpec",
+    "SecretKeyRef",
+    "ServiceSpec",
+    "field_error",
 ]
-"""Memory as a Kubernetes quantity in YAML, whole bytes in Python."""
 
-Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=MAX_NAME_LENGTH)]
-"""A DNS label."""
+SHARE_KINDS: Final = ("attention", "mlp", "vocabulary")
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(
-        alias_generator=to_camel, validate_by_name=True, validate_by_alias=True,
-        extra="forbid", frozen=True, strict=True,
-    )  # fmt: skip
-
-
-class _LaxEnum(StrEnum):
-    """An enumeration that YAML spells as its value."""
-
-
-def _enum(kind: type[StrEnum]) -> BeforeValidator:
-    def parse(value: Any) -> StrEnum:
-        try:
-            return kind(value)
-        except ValueError:
-            names = ", ".join(kind)
-            message = f"must be one of {names}, not {value!r}"
-            raise PydanticCustomError("enum_name", "{message}", {"message": message}) from None
-
-    return BeforeValidator(parse)
-
-
-class DType(_LaxEnum):
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-
-
-class PoolType(_LaxEnum):
-    GPU = "GPU"
-    CPU = "CPU"
-
-
-class NumaPolicy(_LaxEnum):
-    REQUIRED = "Required"
-    BEST_EFFORT = "BestEffort"
-    NONE = "None"
-
-
-class PlacementMode(_LaxEnum):
+class PlacementMode(SpecEnum):
     AUTO = "Auto"
     TENSOR = "Tensor"
     LAYER = "Layer"
     GPU_ONLY = "GpuOnly"
 
 
-class Quantization(_LaxEnum):
-    NONE = "none"
-    INT8 = "int8"
-    INT4 = "int4"
-
-
-class SecretKeyRef(_Model):
-    """A key of a Secret in the resource's namespace."""
-
-    name: Annotated[str, Field(min_length=1, max_length=253, description="Name of the Secret.")]
-    key: Annotated[str, Field(min_length=1, max_length=253, description="Key within it.")] = "token"
-
-
-class ModelCache(_Model):
-    """Where pods keep fetched model files, so that a node fetches a model once."""
-
-    claim_name: Annotated[
-        str | None, Field(max_length=253, description="PersistentVolumeClaim that holds the cache.")
-    ] = None
-    host_path: Annotated[
-        str | None,
-        Field(max_length=4096, pattern="^/", description="Folder on the node that holds the cache."),
-    ] = None
-
-    @model_validator(mode="after")
-    def _one(self) -> ModelCache:
-        if self.claim_name and self.host_path:
-            raise field_error("claimName", "set claimName or hostPath, not both")
-        return self
-
-
-def _check_uri(uri: str) -> str:
-    scheme, separator, rest = uri.partition("://")
-    if not separator or scheme not in URI_SCHEMES or not rest:
-        schemes = ", ".join(f"{s}://" for s in URI_SCHEMES)
-        raise PydanticCustomError(
-            "uri", "{message}", {"message": f"must start with one of {schemes} and name a model, not {uri!r}"}
-        )
-    return uri
-
-
-class ModelSpec(_Model):
-    """Which model is served."""
-
-    uri: Annotated[
-        str,
-        AfterValidator(_check_uri),
-        Field(
-            max_length=1024,
-            description="Where the model is: hf://ORG/NAME (Hugging Face Hub), pvc://CLAIM/PATH, "
-            "oci://IMAGE, or file:///PATH on the node.",
-        ),
-    ]
-    revision: Annotated[
-        str | None, Field(max_length=128, description="Branch, tag or commit of a Hub model. Default: main.")
-    ] = None
-    dtype: Annotated[
-        DType,
-        _enum(DType),
-        Field(description="Arithmetic type. auto: bfloat16 on GPUs, float32 where only CPUs take part."),
-    ] = DType.AUTO
-    quantization: Annotated[
-        Quantization,
-        _enum(Quantization),
-        Field(description="Width that weights are stored in: none, int8, int4."),
-    ] = Quantization.NONE
-    max_model_len: Annotated[
-        int | None,
-        Field(
-            ge=16,
-            le=10_485_760,
-            description="Longest prompt plus completion, in tokens. Default: the model's own.",
-        ),
-    ] = None
-    token_secret_ref: Annotated[SecretKeyRef | None, Field(description="Secret with the token for a gated model.")] = (
-        None
+def _gives_something(kind: str) -> Rule:
+    return Rule(
+        kind,
+        f"!has(self.{kind}) || self.{kind}.exists(weight, weight > 0.0)",
+        "must give something to at least one rank",
+        lambda shares: getattr(shares, kind) is None or sum(getattr(shares, kind)) > 0,
     )
-    cache: Annotated[ModelCache, Field(description="Where fetched model files are kept.")] = ModelCache()
 
 
-class GpuSpec(_Model):
-    """What a rank of a GPU pool gets."""
-
-    resource_name: Annotated[
-        str, Field(min_length=1, max_length=253, description="Extended resource that a GPU is requested by.")
-    ] = "nvidia.com/gpu"
+_RANKS_TOGETHER: Final = "self.pools.map(pool, pool.ranks).sum()"
 
 
-class NumaSpec(_Model):
-    """How strictly a CPU rank is bound to one NUMA node."""
+def _one_weight_a_rank(kind: str) -> Rule:
+    field = f"self.placement.shares.{kind}"
 
-    policy: Annotated[
-        NumaPolicy,
-        _enum(NumaPolicy),
-        Field(
-            description="Required: a rank that cannot be bound to cores and memory of one node does not start. "
-            "BestEffort: it starts and says what it got. None: it is not bound, and cores may be shared."
-        ),
-    ] = NumaPolicy.BEST_EFFORT
+    def holds(spec: HeteroInferenceSpec) -> bool:
+        weights: list[float] | None = getattr(spec.placement.shares, kind)
+        return weights is None or len(weights) == spec.world_size
 
-
-class CpuSpec(_Model):
-    """What a rank of a CPU pool gets."""
-
-    cores_per_rank: Annotated[int, Field(ge=1, le=1024, description="Whole cores a rank; one thread runs on each.")] = 1
-    memory_per_rank: Annotated[
-        Bytes | None,
-        Field(description="Memory a rank, weights and KV cache included, e.g. 128Gi. Needed by numa.policy Required."),
-    ] = None
-    numa: Annotated[NumaSpec, Field(description="Binding to NUMA nodes.")] = NumaSpec()
-
-
-class PoolSpec(_Model):
-    """A set of equal ranks."""
-
-    name: Annotated[Name, Field(description="Name of the pool, unique in the resource.")]
-    type: Annotated[PoolType, _enum(PoolType), Field(description="GPU or CPU.")]
-    ranks: Annotated[int, Field(ge=1, le=MAX_RANKS, description="Ranks in the pool.")]
-    ranks_per_pod: Annotated[
-        int, Field(ge=1, le=MAX_RANKS, description="Ranks in one pod; `ranks` is a multiple of it.")
-    ] = 1
-    gpu: Annotated[GpuSpec | None, Field(description="For type GPU.")] = None
-    cpu: Annotated[CpuSpec | None, Field(description="For type CPU.")] = None
-
-    @model_validator(mode="after")
-    def _consistent(self) -> PoolSpec:
-        if self.type == PoolType.GPU and self.cpu is not None:
-            raise field_error("cpu", "is for pools of type CPU; this pool's type is GPU")
-        if self.type == PoolType.CPU and self.gpu is not None:
-            raise field_error("gpu", "is for pools of type GPU; this pool's type is CPU")
-        if self.ranks % self.ranks_per_pod:
-            raise field_error("ranks", f"must be a multiple of ranksPerPod ({self.ranks_per_pod}), not {self.ranks}")
-        cpu = self.cpu
-        if cpu and cpu.numa.policy == NumaPolicy.REQUIRED and cpu.memory_per_rank is None:
-            raise field_error("cpu.memoryPerRank", "is required when numa.policy is Required")
-        return self
-
-    @property
-    def cpu_or_default(self) -> CpuSpec:
-        """The CPU settings in force for a CPU pool."""
-        return self.cpu or CpuSpec()
+    return Rule(
+        f"placement.shares.{kind}",
+        f"!has({field}) || size({field}) == {_RANKS_TOGETHER}",
+        "must hold one weight for each rank of all pools",
+        holds,
+    )
 
 
 _Weights = Annotated[list[Annotated[float, Field(ge=0, le=1e6)]], Field(min_length=1, max_length=MAX_RANKS)]
 
 
-class PlacementShares(_Model):
+class PlacementShares(SpecModel):
     """How much of each kind each rank owns: one weight a rank, in rank order; 0 means nothing.
 
     Whole units are dealt by largest remainder: weights [2, 1] of 3 KV heads give 2 and 1.
     """
 
-    attention: Annotated[_Weights | None, Field(description="Weights for KV heads.")] = None
-    mlp: Annotated[_Weights | None, Field(description="Weights for MLP columns.")] = None
-    vocabulary: Annotated[_Weights | None, Field(description="Weights for vocabulary rows.")] = None
+    rules: ClassVar[tuple[Rule, ...]] = tuple(_gives_something(kind) for kind in SHARE_KINDS)
+
+    attention: Annotated[
+        _Weights | None, Field(description="Weights for KV heads, one a rank; 0: none. Default: computed.")
+    ] = None
+    mlp: Annotated[
+        _Weights | None, Field(description="Weights for MLP columns, one a rank; 0: none. Default: computed.")
+    ] = None
+    vocabulary: Annotated[
+        _Weights | None, Field(description="Weights for vocabulary rows, one a rank; 0: none. Default: computed.")
+    ] = None
 
 
-class PlacementSpec(_Model):
+class PlacementSpec(SpecModel):
     """How the model is spread over the ranks."""
 
     mode: Annotated[
         PlacementMode,
-        _enum(PlacementMode),
+        spelled(PlacementMode),
         Field(
-            description="Auto chooses; Tensor splits every layer; Layer gives whole layers; GpuOnly leaves CPUs out."
+            description="Auto: chosen by predicted speed. Tensor: every layer is split over all ranks. Layer: ranks "
+            "hold whole layers. GpuOnly: CPU ranks hold nothing."
         ),
     ] = PlacementMode.AUTO
-    shares: Annotated[PlacementShares, Field(description="Shares, where they are not to be computed.")] = (
+    shares: Annotated[PlacementShares, Field(description="What each rank owns, where that is not to be computed.")] = (
         PlacementShares()
     )
 
 
-class EngineSpec(_Model):
+class EngineSpec(SpecModel):
     """Bounds and sizes of the engine."""
 
     max_num_seqs: Annotated[int, Field(ge=1, le=4096, description="Most sequences in one step.")] = 64
@@ -297,16 +171,22 @@ class EngineSpec(_Model):
     enforce_eager: Annotated[bool, Field(description="Never capture CUDA graphs.")] = False
 
 
-class ServiceSpec(_Model):
+class ServiceSpec(SpecModel):
     """The Service that clients dial; locally, the address that the gateway listens on."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (leaves_ours_alone("annotations"),)
 
     type: Annotated[Literal["ClusterIP", "NodePort", "LoadBalancer"], Field(description="Type of the Service.")] = (
         "ClusterIP"
     )
     port: Annotated[int, Field(ge=1, le=65535, description="Port of hetero.v1.Inference.")] = INFERENCE_PORT
+    annotations: Annotated[
+        Annotations,
+        Field(max_length=32, description="Annotations of the Service, e.g. for a cloud's load balancer."),
+    ] = Field(default_factory=dict)
 
 
-class GatewaySpec(_Model):
+class GatewaySpec(SpecModel):
     """The front door."""
 
     service: Annotated[ServiceSpec, Field(description="How clients reach it.")] = ServiceSpec()
@@ -314,79 +194,92 @@ class GatewaySpec(_Model):
         int, Field(ge=0, le=1_000_000, description="Most requests that wait; more are refused.")
     ] = 1024
     tls_secret_name: Annotated[
-        str | None, Field(max_length=253, description="Secret with tls.crt and tls.key for the front door.")
+        ObjectName | None,
+        Field(description="Secret with tls.crt and tls.key for the front door. Default: no TLS."),
     ] = None
     auth_token_secret_ref: Annotated[
-        SecretKeyRef | None, Field(description="Secret with the bearer token that clients must show.")
+        SecretKeyRef | None,
+        Field(description="Secret with the bearer token that clients must show. Default: none is asked for."),
     ] = None
+    resources: Annotated[ResourcesSpec, Field(description="Resources of the gateway's container.")] = ResourcesSpec()
+    drain_timeout_seconds: Annotated[
+        int, Field(ge=0, le=3600, description="How long a stopping gateway lets requests in flight finish.")
+    ] = 60
 
 
-class RecoverySpec(_Model):
+class RecoverySpec(SpecModel):
     """What happens when a rank is lost."""
 
     rendezvous_timeout_seconds: Annotated[
         int, Field(ge=5, le=86_400, description="Longest wait for all ranks to meet and load.")
     ] = 600
+    startup_timeout_seconds: Annotated[
+        int,
+        Field(ge=30, le=86_400, description="Longest time from a pod's start to its readiness, model fetch left out."),
+    ] = 1800
     step_timeout_seconds: Annotated[
         int, Field(ge=1, le=3_600, description="Longest step before the ranks count as hung.")
     ] = 60
-    max_restarts: Annotated[int, Field(ge=0, le=1000, description="Restarts within the window.")] = 5
+    max_restarts: Annotated[
+        int,
+        Field(ge=0, le=1000, description="Restarts of ranks within the window; beyond it they wait ever longer."),
+    ] = 5
     window_seconds: Annotated[int, Field(ge=60, le=604_800, description="The window of maxRestarts.")] = 3600
     node_lost_timeout_seconds: Annotated[
         int, Field(ge=10, le=86_400, description="Wait before pods on a dead node are replaced.")
     ] = 300
 
 
-class SchedulingSpec(_Model):
-    """Where Kubernetes may put the pods."""
-
-    scheduler_name: Annotated[str | None, Field(max_length=253, description="Scheduler of the pods.")] = None
-    priority_class_name: Annotated[str | None, Field(max_length=253, description="Priority class of the pods.")] = None
-    node_selector: Annotated[dict[str, str], Field(max_length=64, description="Labels that a node must have.")] = Field(
-        default_factory=dict
-    )
-
-
-class HeteroInferenceSpec(_Model):
+class HeteroInferenceSpec(SpecModel):
     """What a user asks for."""
 
-    model: Annotated[ModelSpec, Field(description="Which model is served.")]
-    pools: Annotated[
-        list[PoolSpec],
-        Field(
-            min_length=1,
-            max_length=16,
-            description="Ranks. GPU pools hold the low ranks, then CPU pools, in order.",
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "pools",
+            f"{_RANKS_TOGETHER} <= {MAX_RANKS}",
+            f"must hold at most {MAX_RANKS} ranks together",
+            lambda spec: spec.world_size <= MAX_RANKS,
         ),
-    ]
-    placement: Annotated[PlacementSpec, Field(description="How the model is spread.")] = PlacementSpec()
-    engine: Annotated[EngineSpec, Field(description="Bounds and sizes.")] = EngineSpec()
+        *(_one_weight_a_rank(kind) for kind in SHARE_KINDS),
+        Rule(
+            "placement.mode",
+            "self.placement.mode != 'GpuOnly' || self.pools.exists(pool, pool.type == 'GPU')",
+            "GpuOnly needs a pool of type GPU",
+            lambda spec: (
+                spec.placement.mode != PlacementMode.GPU_ONLY or any(pool.type == PoolType.GPU for pool in spec.pools)
+            ),
+        ),
+    )
+    transitions: ClassVar[tuple[TransitionRule, ...]] = (
+        TransitionRule(
+            "pools",
+            "size(self.pools) == size(oldSelf.pools) && "
+            "self.pools.all(pool, oldSelf.pools.exists(old, old.name == pool.name))",
+            "cannot be added, removed or renamed; make a new resource",
+            lambda old, new: {pool.name for pool in old.pools} == {pool.name for pool in new.pools},
+        ),
+    )
+
+    model: Annotated[ModelSpec, Field(description="Which model is served.")]
+    pools: Pools
+    placement: Annotated[PlacementSpec, Field(description="How the model is spread over the ranks.")] = PlacementSpec()
+    engine: Annotated[EngineSpec, Field(description="Bounds and sizes of the engine.")] = EngineSpec()
     gateway: Annotated[GatewaySpec, Field(description="The front door.")] = GatewaySpec()
     recovery: Annotated[RecoverySpec, Field(description="What happens when a rank is lost.")] = RecoverySpec()
-    scheduling: Annotated[SchedulingSpec, Field(description="Where pods may run.")] = SchedulingSpec()
-    suspend: Annotated[bool, Field(description="Keep the resource, run no pods.")] = False
-    replicas: Annotated[int, Field(ge=0, le=1, description="0 or 1.")] = 1
-
-    @model_validator(mode="after")
-    def _consistent(self) -> HeteroInferenceSpec:
-        names = [pool.name for pool in self.pools]
-        for index, name in enumerate(names):
-            if name in names[:index]:
-                raise field_error(f"pools[{index}].name", f"{name!r} is used by another pool; names must be unique")
-        if self.world_size > MAX_RANKS:
-            raise field_error("pools", f"hold {self.world_size} ranks together; at most {MAX_RANKS} are supported")
-        for kind in ("attention", "mlp", "vocabulary"):
-            self._check_shares(kind, getattr(self.placement.shares, kind))
-        return self
-
-    def _check_shares(self, kind: str, weights: list[float] | None) -> None:
-        path = f"placement.shares.{kind}"
-        if weights is None:
-            return
-        if len(weights) != self.world_size:
-            raise field_error(path, f"must hold one weight for each of the {self.world_size} ranks, not {len(weights)}")
-        if not sum(weights):
-            raise field_error(path, "must give something to at least one rank")
+    scheduling: Annotated[SchedulingSpec, Field(description="Where Kubernetes may put the pods.")] = SchedulingSpec()
+    images: Annotated[
+        ImagesSpec, Field(description="Container images, where those of the installation are not wanted.")
+    ] = ImagesSpec()
+    pod_metadata: Annotated[PodMetadataSpec, Field(description="Labels and annotations of all pods.")] = (
+        PodMetadataSpec()
+    )
+    network_policy: Annotated[NetworkPolicySpec, Field(description="Who may talk to the pods.")] = NetworkPolicySpec()
+    disruption_budget: Annotated[DisruptionBudgetSpec, Field(description="Protection from evictions.")] = (
+        DisruptionBudgetSpec()
+    )
+    monitoring: Annotated[MonitoringSpec, Field(description="What is offered to Prometheus.")] = MonitoringSpec()
+    suspend: Annotated[bool, Field(description="true: keep the resource and what it owns, run no pods.")] = False
+    replicas: Annotated[int, Field(ge=0, le=1, description="1, or 0 for no pods; `kubectl scale` sets it.")] = 1
 
     @property
     def world_size(self) -> int:
@@ -408,7 +301,7 @@ class Metadata(BaseModel):
     namespace: Annotated[str | None, Field(max_length=63)] = None
 
 
-class HeteroInference(_Model):
+class HeteroInference(SpecModel):
     """The whole resource."""
 
     api_version: Annotated[str, Field(description=f"{GROUP}/{API_VERSION}")]

@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 from hetero_api.errors import HeteroError
+from hetero_api.host.cores import LogicalCore
 from hetero_api.manifest import load_manifest
 from hetero_client import ChatMessage, SamplingParams
 from hetero_client.cli.main import report
 from hetero_client.cli.serving import answer_once, serve
 from hetero_client.home import HeteroHome
-from hetero_client.launcher.cores import LogicalCore
 from hetero_client.launcher.local_group import LocalGroupConfig, Programs
 from hetero_client.launcher.local_plan import plan_locally
 

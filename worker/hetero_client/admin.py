@@ -9,6 +9,7 @@ from typing import Final, Self
 
 import grpc
 
+from hetero_api.contract import AUTHORIZATION_KEY
 from hetero_api.sharding import UnitRange
 from hetero_api.v1 import admin_pb2, admin_pb2_grpc, ranks_pb2
 from hetero_client.channel import channel_options
@@ -70,17 +71,20 @@ class GroupTopology:
 
 
 class AdminClient:
-    """Talks to `hetero.v1.Admin` at `address` ("host:port")."""
+    """Talks to `hetero.v1.Admin` at `address` ("host:port"); `token` is the administrator's, where one is asked for."""
 
-    def __init__(self, address: str, *, channel: grpc.Channel | None = None) -> None:
+    def __init__(self, address: str, *, token: str | None = None, channel: grpc.Channel | None = None) -> None:
         self.address = address
+        self._metadata = () if token is None else ((AUTHORIZATION_KEY, f"Bearer {token}"),)
         self._channel = channel or grpc.insecure_channel(address, options=channel_options(address))
         self._stub = admin_pb2_grpc.AdminStub(self._channel)
 
     def topology(self, *, timeout_s: float = CALL_TIMEOUT_S) -> GroupTopology:
         """Where every rank is and what it owns."""
         try:
-            response = self._stub.GetTopology(admin_pb2.GetTopologyRequest(), timeout=timeout_s)
+            response = self._stub.GetTopology(
+                admin_pb2.GetTopologyRequest(), timeout=timeout_s, metadata=self._metadata
+            )
         except grpc.RpcError as error:
             raise error_from(error, address=self.address) from error
         return topology_from(response)

@@ -17,6 +17,8 @@
         ├── NoGroupError                no running group to talk to, or several
         ├── ModelStoreError             a model that cannot be had or cannot be served
         │   ├── MissingExtraError       an optional part of the installation is missing
+        │   ├── HubUnreachableError     the Hub does not answer, or a transfer broke off
+        │   ├── DamagedFileError        a fetched file is not what the Hub has
         │   └── ModelSourceError        spec.model.uri cannot be used on this machine
         └── LaunchError                 a local group could not be started or kept running
             ├── LocalSpecError          the manifest asks for what this machine cannot do; .problems
@@ -135,6 +137,18 @@ class ModelStoreError(ClientError):
 
 class MissingExtraError(ModelStoreError):
     """An optional part of the installation is missing."""
+
+
+class HubUnreachableError(ModelStoreError):
+    """The Hub does not answer, or a transfer broke off; trying again can help."""
+
+    exit_code = EXIT_FAILURE
+
+
+class DamagedFileError(ModelStoreError):
+    """A fetched file is not what the Hub has; it is to be fetched again."""
+
+    exit_code = EXIT_FAILURE
 
 
 class ModelSourceError(ModelStoreError):

@@ -25,25 +25,25 @@ _sym_db = _symbol_database.Default()
 from hetero_api.v1 import ranks_pb2 as hetero__api_dot_v1_dot_ranks__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19hetero_api/v1/admin.proto\x12\thetero.v1\x1a\x19hetero_api/v1/ranks.proto\"\x14\n\x12GetTopologyRequest\"\xaf\x01\n\nRankStatus\x12#\n\x05place\x18\x01 \x01(\x0b\x32\x14.hetero.v1.RankPlace\x12\x0e\n\x06joined\x18\x02 \x01(\x08\x12#\n\x05shard\x18\x03 \x01(\x0b\x32\x14.hetero.v1.RankShard\x12\x14\n\x0cweight_bytes\x18\x04 \x01(\x04\x12\x10\n\x08kv_bytes\x18\x05 \x01(\x04\x12\x0e\n\x06load_s\x18\x06 \x01(\x01\x12\x0f\n\x07kernels\x18\x07 \x03(\t\"\xf1\x01\n\x13GetTopologyResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.hetero.v1.GroupState\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12$\n\x05ranks\x18\x04 \x03(\x0b\x32\x15.hetero.v1.RankStatus\x12)\n\x08\x65xchange\x18\x05 \x01(\x0e\x32\x17.hetero.v1.ExchangeKind\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x0e\n\x06\x66\x61iled\x18\x07 \x01(\x08\x12\x12\n\nblock_size\x18\x08 \x01(\r\x12\x12\n\nnum_blocks\x18\t \x01(\r\"\x11\n\x0fGetStatsRequest\"\xa2\x02\n\x10GetStatsResponse\x12\x18\n\x10running_requests\x18\x01 \x01(\r\x12\x18\n\x10waiting_requests\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x04 \x01(\r\x12\x13\n\x0bused_blocks\x18\x05 \x01(\r\x12\x15\n\rcached_blocks\x18\x06 \x01(\r\x12\r\n\x05steps\x18\x07 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x08 \x01(\x04\x12\x15\n\rcached_tokens\x18\t \x01(\x04\x12\x18\n\x10generated_tokens\x18\n \x01(\x04\x12\x13\n\x0bpreemptions\x18\x0b \x01(\x04\x12\x19\n\x11\x66inished_requests\x18\x0c \x01(\x04*\xd2\x01\n\nGroupState\x12\x1b\n\x17GROUP_STATE_UNSPECIFIED\x10\x00\x12\x13\n\x0fGROUP_STATE_NEW\x10\x01\x12\x17\n\x13GROUP_STATE_FORMING\x10\x02\x12\x17\n\x13GROUP_STATE_LOADING\x10\x03\x12\x15\n\x11GROUP_STATE_READY\x10\x04\x12\x17\n\x13GROUP_STATE_ABORTED\x10\x05\x12\x18\n\x14GROUP_STATE_DRAINING\x10\x06\x12\x16\n\x12GROUP_STATE_CLOSED\x10\x07\x32\x9a\x01\n\x05\x41\x64min\x12L\n\x0bGetTopology\x12\x1d.hetero.v1.GetTopologyRequest\x1a\x1e.hetero.v1.GetTopologyResponse\x12\x43\n\x08GetStats\x12\x1a.hetero.v1.GetStatsRequest\x1a\x1b.hetero.v1.GetStatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19hetero_api/v1/admin.proto\x12\thetero.v1\x1a\x19hetero_api/v1/ranks.proto\"\x14\n\x12GetTopologyRequest\"\x80\x02\n\nRankStatus\x12#\n\x05place\x18\x01 \x01(\x0b\x32\x14.hetero.v1.RankPlace\x12\x0e\n\x06joined\x18\x02 \x01(\x08\x12#\n\x05shard\x18\x03 \x01(\x0b\x32\x14.hetero.v1.RankShard\x12\x14\n\x0cweight_bytes\x18\x04 \x01(\x04\x12\x10\n\x08kv_bytes\x18\x05 \x01(\x04\x12\x0e\n\x06load_s\x18\x06 \x01(\x01\x12\x0f\n\x07kernels\x18\x07 \x03(\t\x12!\n\x14local_memory_percent\x18\x08 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0bpin_message\x18\t \x01(\tB\x17\n\x15_local_memory_percent\"\xb7\x02\n\x13GetTopologyResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.hetero.v1.GroupState\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12$\n\x05ranks\x18\x04 \x03(\x0b\x32\x15.hetero.v1.RankStatus\x12)\n\x08\x65xchange\x18\x05 \x01(\x0e\x32\x17.hetero.v1.ExchangeKind\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x0e\n\x06\x66\x61iled\x18\x07 \x01(\x08\x12\x12\n\nblock_size\x18\x08 \x01(\r\x12\x12\n\nnum_blocks\x18\t \x01(\r\x12\x16\n\x0eplacement_mode\x18\n \x01(\t\x12\x19\n\x11tokens_per_second\x18\x0b \x01(\x01\x12\x11\n\tstalled_s\x18\x0c \x01(\x01\"\x11\n\x0fGetStatsRequest\"\xa2\x02\n\x10GetStatsResponse\x12\x18\n\x10running_requests\x18\x01 \x01(\r\x12\x18\n\x10waiting_requests\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x04 \x01(\r\x12\x13\n\x0bused_blocks\x18\x05 \x01(\r\x12\x15\n\rcached_blocks\x18\x06 \x01(\r\x12\r\n\x05steps\x18\x07 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x08 \x01(\x04\x12\x15\n\rcached_tokens\x18\t \x01(\x04\x12\x18\n\x10generated_tokens\x18\n \x01(\x04\x12\x13\n\x0bpreemptions\x18\x0b \x01(\x04\x12\x19\n\x11\x66inished_requests\x18\x0c \x01(\x04*\xd2\x01\n\nGroupState\x12\x1b\n\x17GROUP_STATE_UNSPECIFIED\x10\x00\x12\x13\n\x0fGROUP_STATE_NEW\x10\x01\x12\x17\n\x13GROUP_STATE_FORMING\x10\x02\x12\x17\n\x13GROUP_STATE_LOADING\x10\x03\x12\x15\n\x11GROUP_STATE_READY\x10\x04\x12\x17\n\x13GROUP_STATE_ABORTED\x10\x05\x12\x18\n\x14GROUP_STATE_DRAINING\x10\x06\x12\x16\n\x12GROUP_STATE_CLOSED\x10\x07\x32\x9a\x01\n\x05\x41\x64min\x12L\n\x0bGetTopology\x12\x1d.hetero.v1.GetTopologyRequest\x1a\x1e.hetero.v1.GetTopologyResponse\x12\x43\n\x08GetStats\x12\x1a.hetero.v1.GetStatsRequest\x1a\x1b.hetero.v1.GetStatsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'hetero_api.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GROUPSTATE']._serialized_start=824
-  _globals['_GROUPSTATE']._serialized_end=1034
+  _globals['_GROUPSTATE']._serialized_start=975
+  _globals['_GROUPSTATE']._serialized_end=1185
   _globals['_GETTOPOLOGYREQUEST']._serialized_start=67
   _globals['_GETTOPOLOGYREQUEST']._serialized_end=87
   _globals['_RANKSTATUS']._serialized_start=90
-  _globals['_RANKSTATUS']._serialized_end=265
-  _globals['_GETTOPOLOGYRESPONSE']._serialized_start=268
-  _globals['_GETTOPOLOGYRESPONSE']._serialized_end=509
-  _globals['_GETSTATSREQUEST']._serialized_start=511
-  _globals['_GETSTATSREQUEST']._serialized_end=528
-  _globals['_GETSTATSRESPONSE']._serialized_start=531
-  _globals['_GETSTATSRESPONSE']._serialized_end=821
-  _globals['_ADMIN']._serialized_start=1037
-  _globals['_ADMIN']._serialized_end=1191
+  _globals['_RANKSTATUS']._serialized_end=346
+  _globals['_GETTOPOLOGYRESPONSE']._serialized_start=349
+  _globals['_GETTOPOLOGYRESPONSE']._serialized_end=660
+  _globals['_GETSTATSREQUEST']._serialized_start=662
+  _globals['_GETSTATSREQUEST']._serialized_end=679
+  _globals['_GETSTATSRESPONSE']._serialized_start=682
+  _globals['_GETSTATSRESPONSE']._serialized_end=972
+  _globals['_ADMIN']._serialized_start=1188
+  _globals['_ADMIN']._serialized_end=1342
 # @@protoc_insertion_point(module_scope)

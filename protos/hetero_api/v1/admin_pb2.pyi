@@ -94,6 +94,8 @@ class RankStatus(_message.Message):
     KV_BYTES_FIELD_NUMBER: _builtins.int
     LOAD_S_FIELD_NUMBER: _builtins.int
     KERNELS_FIELD_NUMBER: _builtins.int
+    LOCAL_MEMORY_PERCENT_FIELD_NUMBER: _builtins.int
+    PIN_MESSAGE_FIELD_NUMBER: _builtins.int
     joined: _builtins.bool
     """Whether its stream is open."""
     weight_bytes: _builtins.int
@@ -102,6 +104,12 @@ class RankStatus(_message.Message):
     """Bytes of its KV cache; 0 until allocated."""
     load_s: _builtins.float
     """Seconds its last load took."""
+    local_memory_percent: _builtins.int
+    """Share of its anonymous memory that lay on its own NUMA nodes after the load, in whole percent, rounded down;
+    absent while unknown: not loaded, not bound to nodes, or the kernel does not tell.
+    """
+    pin_message: _builtins.str
+    """What the binding to cores and memory lacks, or how its memory is placed; for a person. Empty until it joined."""
     @_builtins.property
     def place(self) -> _ranks_pb2.RankPlace:
         """Its place; rank, pool and pod are known before the rank joins."""
@@ -124,12 +132,16 @@ class RankStatus(_message.Message):
         kv_bytes: _builtins.int = ...,
         load_s: _builtins.float = ...,
         kernels: _abc.Iterable[_builtins.str] | None = ...,
+        local_memory_percent: _builtins.int | None = ...,
+        pin_message: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["place", b"place", "shard", b"shard"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_local_memory_percent", b"_local_memory_percent", "local_memory_percent", b"local_memory_percent", "place", b"place", "shard", b"shard"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["joined", b"joined", "kernels", b"kernels", "kv_bytes", b"kv_bytes", "load_s", b"load_s", "place", b"place", "shard", b"shard", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_local_memory_percent", b"_local_memory_percent", "joined", b"joined", "kernels", b"kernels", "kv_bytes", b"kv_bytes", "load_s", b"load_s", "local_memory_percent", b"local_memory_percent", "pin_message", b"pin_message", "place", b"place", "shard", b"shard", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__local_memory_percent: _TypeAlias = _typing.Literal["local_memory_percent"]  # noqa: Y015
+    _WhichOneofArgType__local_memory_percent: _TypeAlias = _typing.Literal["_local_memory_percent", b"_local_memory_percent"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__local_memory_percent) -> _WhichOneofReturnType__local_memory_percent | None: ...
 
 Global___RankStatus: _TypeAlias = RankStatus  # noqa: Y015
 
@@ -148,6 +160,9 @@ class GetTopologyResponse(_message.Message):
     FAILED_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    PLACEMENT_MODE_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    STALLED_S_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The resource's metadata.name."""
     state: Global___GroupState.ValueType
@@ -164,6 +179,12 @@ class GetTopologyResponse(_message.Message):
     """Token positions a KV block."""
     num_blocks: _builtins.int
     """KV blocks, null block excluded."""
+    placement_mode: _builtins.str
+    """The placement mode in force, as spec.placement.mode writes it, e.g. "Tensor"; never "Auto"."""
+    tokens_per_second: _builtins.float
+    """Tokens generated per second of stepping, in this epoch, of late: idle time does not count. 0 before any."""
+    stalled_s: _builtins.float
+    """Seconds that the step which the ranks compute has been out; 0 while none is."""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankStatus]:
         """In rank order, ranks that have not joined included."""
@@ -180,10 +201,13 @@ class GetTopologyResponse(_message.Message):
         failed: _builtins.bool = ...,
         block_size: _builtins.int = ...,
         num_blocks: _builtins.int = ...,
+        placement_mode: _builtins.str = ...,
+        tokens_per_second: _builtins.float = ...,
+        stalled_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "epoch", b"epoch", "exchange", b"exchange", "failed", b"failed", "name", b"name", "num_blocks", b"num_blocks", "ranks", b"ranks", "reason", b"reason", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "epoch", b"epoch", "exchange", b"exchange", "failed", b"failed", "name", b"name", "num_blocks", b"num_blocks", "placement_mode", b"placement_mode", "ranks", b"ranks", "reason", b"reason", "stalled_s", b"stalled_s", "state", b"state", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -206,6 +206,7 @@ class DeviceReport(_message.Message):
     PINNED_FIELD_NUMBER: _builtins.int
     MEMORY_BANDWIDTH_FIELD_NUMBER: _builtins.int
     FP32_FLOPS_FIELD_NUMBER: _builtins.int
+    PIN_MESSAGE_FIELD_NUMBER: _builtins.int
     kind: Global___DeviceKind.ValueType
     """Kind of device."""
     name: _builtins.str
@@ -218,6 +219,8 @@ class DeviceReport(_message.Message):
     """Measured memory read bandwidth, bytes a second."""
     fp32_flops: _builtins.float
     """Measured fp32 matrix multiplication, FLOP a second."""
+    pin_message: _builtins.str
+    """What the binding lacks, or how memory is placed ("memory: bound"); for a person."""
     @_builtins.property
     def cpus(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Cores the rank's threads are bound to, ascending; empty when not bound."""
@@ -237,10 +240,11 @@ class DeviceReport(_message.Message):
         pinned: _builtins.bool = ...,
         memory_bandwidth: _builtins.float = ...,
         fp32_flops: _builtins.float = ...,
+        pin_message: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpus", b"cpus", "fp32_flops", b"fp32_flops", "kind", b"kind", "memory_bandwidth", b"memory_bandwidth", "memory_bytes", b"memory_bytes", "name", b"name", "numa_nodes", b"numa_nodes", "pinned", b"pinned"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpus", b"cpus", "fp32_flops", b"fp32_flops", "kind", b"kind", "memory_bandwidth", b"memory_bandwidth", "memory_bytes", b"memory_bytes", "name", b"name", "numa_nodes", b"numa_nodes", "pin_message", b"pin_message", "pinned", b"pinned"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -573,6 +577,7 @@ class Loaded(_message.Message):
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
     LOAD_S_FIELD_NUMBER: _builtins.int
     KERNELS_FIELD_NUMBER: _builtins.int
+    LOCAL_MEMORY_PERCENT_FIELD_NUMBER: _builtins.int
     weight_bytes: _builtins.int
     """Bytes of this rank's weights."""
     kv_budget_bytes: _builtins.int
@@ -581,6 +586,11 @@ class Loaded(_message.Message):
     """Bytes of one KV token position over this rank's heads and layers; 0 when it holds no heads."""
     load_s: _builtins.float
     """Seconds the load took; 0 when the weights were kept."""
+    local_memory_percent: _builtins.int
+    """Share of the process's anonymous memory, weights among it, that lies on the NUMA nodes of its cores, read from
+    /proc/self/numa_maps after the load: whole percent, rounded down. Absent when it is bound to no cores or the
+    kernel does not tell.
+    """
     @_builtins.property
     def kernels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the kernels chosen by measurement, e.g. "linear=onednn-packed"."""
@@ -593,12 +603,15 @@ class Loaded(_message.Message):
         kv_bytes_per_token: _builtins.int = ...,
         load_s: _builtins.float = ...,
         kernels: _abc.Iterable[_builtins.str] | None = ...,
+        local_memory_percent: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_local_memory_percent", b"_local_memory_percent", "local_memory_percent", b"local_memory_percent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kernels", b"kernels", "kv_budget_bytes", b"kv_budget_bytes", "kv_bytes_per_token", b"kv_bytes_per_token", "load_s", b"load_s", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_local_memory_percent", b"_local_memory_percent", "kernels", b"kernels", "kv_budget_bytes", b"kv_budget_bytes", "kv_bytes_per_token", b"kv_bytes_per_token", "load_s", b"load_s", "local_memory_percent", b"local_memory_percent", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__local_memory_percent: _TypeAlias = _typing.Literal["local_memory_percent"]  # noqa: Y015
+    _WhichOneofArgType__local_memory_percent: _TypeAlias = _typing.Literal["_local_memory_percent", b"_local_memory_percent"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__local_memory_percent) -> _WhichOneofReturnType__local_memory_percent | None: ...
 
 Global___Loaded: _TypeAlias = Loaded  # noqa: Y015
 
@@ -898,7 +911,7 @@ Global___Abort: _TypeAlias = Abort  # noqa: Y015
 
 @_typing.final
 class Shutdown(_message.Message):
-    """The group is over."""
+    """The gateway is over."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

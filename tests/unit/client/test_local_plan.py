@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from hetero_api.host.cores import LogicalCore
 from hetero_api.manifest import parse_resource
 from hetero_api.spec import HeteroInference
 from hetero_client.errors import LocalSpecError
-from hetero_client.launcher.cores import LogicalCore
 from hetero_client.launcher.local_plan import LocalPlan, plan_locally
 
 pytestmark = pytest.mark.unit

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from hetero_api.host.file_lock import FileLock, is_held
 from hetero_client.errors import NoGroupError
-from hetero_client.file_lock import FileLock, is_held
 from hetero_client.home import HeteroHome
 from hetero_client.launcher.run_directory import GroupRecord, RunDirectory, find_group, running_groups
 

@@ -19,7 +19,6 @@ MODEL = {"uri": "hf://org/model"}
     ("spec", "field"),
     [
         ({"placement": {"mode": "Layer"}}, "spec.placement.mode"),
-        ({"placement": {"mode": "GpuOnly"}}, "spec.placement.mode"),
         ({"model": MODEL | {"quantization": "int8"}}, "spec.model.quantization"),
         ({"model": MODEL | {"dtype": "float16"}}, "spec.model.dtype"),
         ({"model": MODEL | {"maxModelLen": 8193}}, "spec.model.maxModelLen"),

@@ -59,7 +59,9 @@ def topology(
     from hetero_client.admin import AdminClient
     from hetero_client.cli.tables import placement_view
 
-    with AdminClient(admin_address or options.local_group(group).admin) as admin:
+    # A local group's gateway is on loopback and asks for no token.
+    token = options.admin_token(os.environ) if admin_address else None
+    with AdminClient(admin_address or options.local_group(group).admin, token=token) as admin:
         view = admin.topology()
     if as_json:
         print_json(asdict(view))
@@ -79,7 +81,7 @@ def down(
     hetero down
     hetero down smollm2
     """
-    from hetero_client.file_lock import is_held
+    from hetero_api.host.file_lock import is_held
     from hetero_client.home import HeteroHome
     from hetero_client.launcher.run_directory import RunDirectory
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -101,3 +102,13 @@ def local_group(name: str | None) -> GroupRecord:
 def inference_address(address: str | None, group: str | None) -> str:
     """Where to ask. Raises NoGroupError."""
     return address or local_group(group).inference
+
+
+def admin_token(environment: Mapping[str, str]) -> str | None:
+    """The token that HETERO_ADMIN_TOKEN_FILE names, for the Admin service of a cluster's gateway."""
+    from hetero_api.program import read_admin_token
+
+    try:
+        return read_admin_token(environment)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error

@@ -83,6 +83,10 @@ def run(
 def validate(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Manifests to check.")],
     local: Annotated[bool, typer.Option("--local", help="Check as well whether this machine can run them.")] = False,
+    was: Annotated[
+        Path | None,
+        typer.Option(metavar="OLD", help="Check as well whether a resource that exists, as in OLD, may become this."),
+    ] = None,
     as_json: options.JsonOption = False,
 ) -> None:
     """Check manifests without starting anything. Every problem is one line that names its field.
@@ -90,10 +94,11 @@ def validate(
     \b
     hetero validate examples/*.yaml
     hetero validate my-model.yaml --local
+    hetero validate my-model.yaml --was deployed.yaml
     """
     wrong = False
     for path in files:
-        problems, warnings = _problems(path, local=local)
+        problems, warnings = _problems(path, local=local, was=was)
         wrong = wrong or bool(problems)
         if as_json:
             print_json({"file": str(path), "valid": not problems, "problems": problems, "warnings": warnings})
@@ -110,9 +115,9 @@ def validate(
 
 def prepare(file: Path, *, port: int | None, model: Path | None, home: HeteroHome) -> LocalGroupConfig:
     """All that is decided before the first process: manifest, model, cores, memory. Warnings are shown."""
+    from hetero_api.host.cores import read_cpu_set
+    from hetero_api.host.memory import total_memory_bytes
     from hetero_api.manifest import load_manifest
-    from hetero_client.launcher.cores import read_cpu_set
-    from hetero_client.launcher.host_memory import total_memory_bytes
     from hetero_client.launcher.local_group import LocalGroupConfig
     from hetero_client.launcher.local_plan import plan_locally
     from hetero_client.model_store.checks import check_model_directory
@@ -140,9 +145,9 @@ def prepare(file: Path, *, port: int | None, model: Path | None, home: HeteroHom
 
 def serve(config: LocalGroupConfig, *, home: HeteroHome) -> None:
     """Run the group until a stop signal."""
+    from hetero_api.host.stop_signals import StopSignals
     from hetero_client.launcher.local_group import LocalGroup
     from hetero_client.launcher.run_directory import RunDirectory
-    from hetero_client.launcher.stop_signals import StopSignals
 
     run_directory = RunDirectory.of(home, config.resource.metadata.name)
     with StopSignals() as signals, LocalGroup(config, run=run_directory, signals=signals) as group:
@@ -156,10 +161,10 @@ def answer_once(
     config: LocalGroupConfig, prompt: Prompt, *, sampling: SamplingParams, home: HeteroHome, as_json: bool
 ) -> None:
     """Run the group for one answer. Raises StartInterruptedError when a signal stopped it."""
+    from hetero_api.host.stop_signals import StopSignals
     from hetero_client.errors import StartInterruptedError
     from hetero_client.launcher.local_group import LocalGroup
     from hetero_client.launcher.run_directory import RunDirectory
-    from hetero_client.launcher.stop_signals import StopSignals
 
     run_directory = RunDirectory.of(home, config.resource.metadata.name)
     with StopSignals() as signals, LocalGroup(config, run=run_directory, signals=signals) as group:
@@ -249,19 +254,21 @@ def _show_figures(answer: AnswerFigures, times: StartTimes, *, as_json: bool) ->
     )  # fmt: skip
 
 
-def _problems(path: Path, *, local: bool) -> tuple[list[str], list[str]]:
+def _problems(path: Path, *, local: bool, was: Path | None) -> tuple[list[str], list[str]]:
     """Problems and warnings of one manifest."""
     from hetero_api.errors import ManifestError
+    from hetero_api.host.cores import read_cpu_set
+    from hetero_api.host.memory import total_memory_bytes
     from hetero_api.manifest import load_manifest
+    from hetero_api.validation import check_transition
     from hetero_client.errors import LocalSpecError
-    from hetero_client.launcher.cores import read_cpu_set
-    from hetero_client.launcher.host_memory import total_memory_bytes
     from hetero_client.launcher.local_plan import plan_locally
 
     try:
         resource = load_manifest(path)
-        if not local:
-            return [], []
+        forbidden = [] if was is None else check_transition(load_manifest(was).spec, resource.spec)
+        if forbidden or not local:
+            return forbidden, []
         plan = plan_locally(resource, cores=read_cpu_set(), memory_bytes=total_memory_bytes())
     except (ManifestError, LocalSpecError) as error:
         return list(error.problems), []

@@ -19,8 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from hetero_api.contract import ENV_GROUP_TOKEN_FILE, EXIT_PERMANENT, EXIT_USAGE
+from hetero_api.contract import ENV_ADMIN_TOKEN_FILE, ENV_GROUP_TOKEN_FILE, EXIT_PERMANENT, EXIT_USAGE
 from hetero_api.cpu_list import format_cpu_list
+from hetero_api.host.stop_signals import StopSignals
 from hetero_api.spec import HeteroInference
 from hetero_client.admin import AdminClient, GroupState, GroupTopology
 from hetero_client.errors import (
@@ -35,7 +36,6 @@ from hetero_client.errors import (
 )
 from hetero_client.launcher.local_plan import LocalPlan, RankProcess
 from hetero_client.launcher.run_directory import GroupRecord, RunDirectory
-from hetero_client.launcher.stop_signals import StopSignals
 from hetero_client.launcher.supervisor import Child, Command, Supervisor
 
 HOST: Final = "127.0.0.1"
@@ -91,7 +91,9 @@ class LocalGroup:
         self._signals = signals
         # PYTHONSAFEPATH: a json.py where the user stands must not become the gateway's.
         own = {ENV_GROUP_TOKEN_FILE: str(run.token_path), "PYTHONSAFEPATH": "1"}
-        self._supervisor = Supervisor(environment={**config.environment, **own})
+        # The gateway is on loopback: the launcher, `hetero ps` and `hetero topology` ask it without a token.
+        inherited = {key: value for key, value in config.environment.items() if key != ENV_ADMIN_TOKEN_FILE}
+        self._supervisor = Supervisor(environment={**inherited, **own})
         self._gateway: Child | None = None
         self._admin: AdminClient | None = None
         self._record: GroupRecord | None = None
@@ -238,6 +240,7 @@ class LocalGroup:
             "--admin-port", "0",
             "--ranks-port", "0",
             "--state-file", str(self._run.gateway_state_path),
+            "--drain-timeout-s", "0",  # Ctrl-C means now
         )  # fmt: skip
         return Command(GATEWAY, argv, self._run.log_path(GATEWAY))
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from hetero_api.host.cores import CoreDemand, CoreGrant, LogicalCore, plan_cores
 from hetero_api.quantity import format_bytes
 from hetero_api.spec import HeteroInference, HeteroInferenceSpec, NumaPolicy, PoolSpec, PoolType
 from hetero_client.errors import LocalSpecError
-from hetero_client.launcher.cores import CoreDemand, CoreGrant, LogicalCore, plan_cores
 
 DEFAULT_MEMORY_SHARE: Final = 0.8
 """Share of the machine's memory that ranks without memoryPerRank divide among themselves."""

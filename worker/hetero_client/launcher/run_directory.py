@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hetero_api.host.file_lock import FileLock, is_held
 from hetero_client.errors import NoGroupError
-from hetero_client.file_lock import FileLock, is_held
 from hetero_client.home import HeteroHome
 
 

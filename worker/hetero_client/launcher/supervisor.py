@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
+from hetero_api.host.death_signal import dying_with_parent
+
 STOP_GRACE_S: Final = 5.0
 """From the first SIGTERM to SIGKILL."""
 GATEWAY_GRACE_S: Final = 2.5
@@ -87,7 +89,7 @@ class Supervisor:
         warden_pipe = self._warden_pipe()
         with command.log_path.open("ab") as log:
             process = subprocess.Popen(
-                [*_python("death_signal.py"), str(os.getpid()), *command.argv],
+                dying_with_parent(list(command.argv), signal_number=signal.SIGTERM),
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment, start_new_session=True,
             )  # fmt: skip
         child = Child(command, process)

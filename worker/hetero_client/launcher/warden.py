@@ -2,10 +2,10 @@
 
     python -I -S warden.py GRACE_S    with pids, one a line, on standard input
 
-SIGTERM on the launcher's death (`death_signal.py`) asks children to end; one that hangs would stay. When the
-launcher closes this program's standard input, by dying or by ending, the process groups of all pids that it
-told get SIGKILL after the grace time, unless they ended before. Processes are held by pidfd: a pid that was
-given to another process in between is never hit. Standard library only.
+SIGTERM on the launcher's death (`hetero_api.host.death_signal`) asks children to end; one that hangs would stay. When
+the launcher closes this program's standard input, by dying or by ending, the process groups of all pids that it told
+get SIGKILL after the grace time, unless they ended before. Processes are held by pidfd: a pid that was given to
+another process in between is never hit. Standard library only.
 """
 
 import os

@@ -36,8 +36,6 @@ def resolve_model(spec: ModelSpec, store: ModelStore, *, report: Report) -> Reso
         return ResolvedModel(stored.path, stored.origin)
     if spec.uri.startswith(FILE_SCHEME):
         directory = Path(spec.uri.removeprefix(FILE_SCHEME))
-        if not directory.is_absolute():
-            raise ModelSourceError(f"spec.model.uri: {spec.uri} must hold an absolute path, as file:///PATH")
         check_model_directory(directory)
         return ResolvedModel(directory, "local directory")
     scheme = spec.uri.partition("://")[0]

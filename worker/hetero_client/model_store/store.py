@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
+from hetero_api.host.file_lock import FileLock
 from hetero_api.model_config import CONFIG_FILE
 from hetero_client.errors import ModelStoreError
-from hetero_client.file_lock import FileLock
 from hetero_client.home import HeteroHome
 
 Report = Callable[[str], None]

@@ -1,6 +1,6 @@
 """SIGINT, SIGTERM and SIGHUP as something to look at and to wait for, not an exception out of nowhere.
 
-The launcher is always somewhere between starting and stopping processes; an exception at a random line
+Whoever supervises processes is always somewhere between starting and stopping processes; an exception at a random line
 could lose one of them. So a signal only sets a flag and makes `fileno()` readable.
 """
 

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_api.spec import NumaPolicy
-from hetero_client.launcher.cores import (
+from hetero_api.host.cores import (
     CoreDemand,
     CoreGrant,
     LogicalCore,
     plan_cores,
     read_cpu_set,
 )
+from hetero_api.spec import NumaPolicy
 
 pytestmark = pytest.mark.unit
 

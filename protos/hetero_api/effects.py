@@ -1,0 +1,106 @@
+"""What a change of each field of the spec restarts: a table, from a path to an effect.
+
+The longest prefix of a path counts, so that a section can be told in one line and a field of it in another. A test
+holds that every field of the spec has an effect. The operator hashes fields by it (`reconcile/revision.py`), and the
+reference page prints it. Moving a field to a lower effect is safe; to a higher one, it restarts what runs at upgrade.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from typing import Any, Final
+
+from pydantic import BaseModel
+
+from hetero_api.spec import HeteroInferenceSpec
+
+
+class Effect(StrEnum):
+    """What has to start anew for a change to take hold."""
+
+    RANKS = "Ranks"
+    """All rank pods and the gateway's pod are made anew."""
+    GATEWAY = "Gateway"
+    """The gateway's pod is made anew; ranks stay, keep their weights and join a new epoch."""
+    NONE = "None"
+    """Nothing: objects are updated while everything runs, or pods come and go as asked."""
+
+
+EFFECTS: Final[Mapping[str, Effect]] = {
+    "model.uri": Effect.RANKS,
+    "model.revision": Effect.RANKS,
+    "model.tokenSecretRef": Effect.RANKS,
+    "model.cache": Effect.RANKS,
+    "model.dtype": Effect.GATEWAY,
+    "model.quantization": Effect.GATEWAY,
+    "model.maxModelLen": Effect.GATEWAY,
+    "pools": Effect.RANKS,
+    "placement": Effect.GATEWAY,
+    "engine": Effect.GATEWAY,
+    "gateway": Effect.GATEWAY,
+    "gateway.service": Effect.NONE,
+    "recovery.rendezvousTimeoutSeconds": Effect.GATEWAY,
+    "recovery.stepTimeoutSeconds": Effect.GATEWAY,
+    "recovery.startupTimeoutSeconds": Effect.RANKS,
+    "recovery.maxRestarts": Effect.NONE,
+    "recovery.windowSeconds": Effect.NONE,
+    "recovery.nodeLostTimeoutSeconds": Effect.NONE,
+    "scheduling": Effect.RANKS,
+    "images": Effect.RANKS,
+    "images.gateway": Effect.GATEWAY,
+    "podMetadata": Effect.RANKS,
+    "networkPolicy": Effect.NONE,
+    "disruptionBudget": Effect.NONE,
+    "monitoring": Effect.NONE,
+    "suspend": Effect.NONE,
+    "replicas": Effect.NONE,
+}
+
+
+def effect_of(path: str) -> Effect:
+    """Effect of a field below `spec`, as "pools.cpu.coresPerRank". Raises KeyError when the table has none for it."""
+    prefix = path
+    while prefix not in EFFECTS:
+        prefix, dot, _ = prefix.rpartition(".")
+        if not dot:
+            raise KeyError(path)
+    return EFFECTS[prefix]
+
+
+def spec_leaves(model: type[BaseModel] = HeteroInferenceSpec, prefix: str = "") -> Iterator[str]:
+    """Paths of all fields that hold no further fields; lists of sections are walked like sections."""
+    for name, field in model.model_fields.items():
+        path = f"{prefix}{field.alias or name}"
+        section = _section(field.annotation)
+        if section is None:
+            yield path
+        else:
+            yield from spec_leaves(section, f"{path}.")
+
+
+def fields_with(spec: Mapping[str, Any], effects: frozenset[Effect], *, prefix: str = "") -> dict[str, Any]:
+    """The part of a decoded spec that has one of `effects`; sections that become empty are left out."""
+    kept: dict[str, Any] = {}
+    for key, value in spec.items():
+        path = f"{prefix}{key}"
+        if _is_uniform(path):
+            part: Any = value if effect_of(path) in effects else None
+        else:
+            part = fields_with(value, effects, prefix=f"{path}.") or None
+        if part is not None:
+            kept[key] = part
+    return kept
+
+
+def _is_uniform(path: str) -> bool:
+    """Whether everything at and below a path has one effect."""
+    return not any(known.startswith(f"{path}.") for known in EFFECTS)
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    """The type of section that an annotation holds, be it optional or a list."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    found = (_section(argument) for argument in getattr(annotation, "__args__", ()))
+    return next((section for section in found if section is not None), None)

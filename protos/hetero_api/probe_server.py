@@ -1,0 +1,90 @@
+"""HTTP for Kubernetes' probes and for Prometheus: what gateways and rank pods answer beside gRPC.
+
+A probe is a function that says what is wrong, in a line; "" means that all is well. It runs in a thread of the
+server's, and answers 200 or 503 with that line, so that `kubectl describe` shows why. GET /metrics is a scrape.
+"""
+
+from __future__ import annotations
+
+import socket
+import socketserver
+from collections.abc import Callable, Iterable, Mapping
+from threading import Thread
+from typing import Any, Final
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+
+Probe = Callable[[], str]
+"""What is wrong, "" if nothing is."""
+
+_Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+_SLOW_CLIENT_S: Final = 10
+
+
+class ProbeServer:
+    """Listens from `start` to `stop`, in threads of its own."""
+
+    def __init__(self, server: WSGIServer) -> None:
+        self._server = server
+        self._thread = Thread(target=server.serve_forever, name="probes", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def start(cls, *, host: str, port: int, probes: Mapping[str, Probe], registry: CollectorRegistry) -> ProbeServer:
+        """Serve `probes` by path, and the registry at /metrics. Port 0 lets the system choose. Raises OSError."""
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        server = (_Server6 if family == socket.AF_INET6 else _Server)((host, port), _Handler)
+        server.set_app(_application(probes, registry))
+        return cls(server)
+
+    @property
+    def port(self) -> int:
+        return int(self._server.server_address[1])
+
+    def stop(self) -> None:
+        """Listen no more. Answers that are being made are not waited for."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Server(socketserver.ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def server_bind(self) -> None:
+        # The standard library's asks DNS for this host's name, which may take seconds and is of no use here.
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.setup_environ()
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _SLOW_CLIENT_S
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """A line for each probe would bury the log."""
+
+
+def _application(probes: Mapping[str, Probe], registry: CollectorRegistry) -> _Application:
+    metrics = make_wsgi_app(registry)
+
+    def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        path = environ["PATH_INFO"]
+        if path == "/metrics":
+            scraped: Iterable[bytes] = metrics(environ, start_response)
+            return scraped
+        if path not in probes:
+            status, text = "404 Not Found", f"there is {', '.join(sorted([*probes, '/metrics']))}"
+        else:
+            problem = probes[path]()
+            status, text = ("503 Service Unavailable", problem) if problem else ("200 OK", "ok")
+        start_response(status, [("Content-Type", "text/plain; charset=utf-8")])
+        return [f"{text}\n".encode()]
+
+    return answer

@@ -1,0 +1,169 @@
+"""`spec.model`: which model is served, and how its files reach the pods."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, ClassVar, Final, NamedTuple
+
+from pydantic import Field
+
+from hetero_api.rules import Reason, Rule
+from hetero_api.spec_types import DataKey, Form, HostFolder, ObjectName, SpecEnum, SpecModel, spelled
+
+_HUB_PART: Final = "[A-Za-z0-9_][A-Za-z0-9._-]{0,95}"
+_CLAIM: Final = "[a-z0-9]([-a-z0-9.]*[a-z0-9])?"
+_PATH: Final = r"(/[^/\x00-\x1f]+)+/?"
+
+
+class UriForm(NamedTuple):
+    """A kind of model URI: its scheme, how the rest looks, and how to write it."""
+
+    scheme: str
+    pattern: str
+    written: str
+
+
+URI_FORMS: Final = (
+    UriForm("hf", f"^hf://{_HUB_PART}/{_HUB_PART}$", "hf://ORG/NAME"),
+    UriForm("pvc", f"^pvc://{_CLAIM}({_PATH})?$", "pvc://CLAIM or pvc://CLAIM/PATH"),
+    UriForm("oci", f"^oci://[a-z0-9]+([._:/@-]+[A-Za-z0-9]+)*(#{_PATH})?$", "oci://IMAGE or oci://IMAGE#/PATH"),
+    UriForm("file", f"^file://{_PATH}$", "file:///PATH, an absolute path on the node"),
+)
+URI_SCHEMES: Final = tuple(form.scheme for form in URI_FORMS)
+_ANY_SCHEME: Final = f"^({'|'.join(URI_SCHEMES)})://"
+_PARENT: Final = r"/\.\.(/|$)"
+
+
+class DType(SpecEnum):
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+class Quantization(SpecEnum):
+    NONE = "none"
+    INT8 = "int8"
+    INT4 = "int4"
+
+
+class SecretKeyRef(SpecModel):
+    """A key of a Secret in the resource's namespace."""
+
+    name: Annotated[ObjectName, Field(description="Name of the Secret, in the resource's namespace.")]
+    key: Annotated[DataKey, Field(description="Key within the Secret.")] = "token"
+
+
+class ModelCache(SpecModel):
+    """Where pods keep fetched model files, so that a node fetches a model once."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "claimName",
+            "!(has(self.claimName) && has(self.hostPath))",
+            "set claimName or hostPath, not both",
+            lambda cache: cache.claim_name is None or cache.host_path is None,
+        ),
+    )
+
+    claim_name: Annotated[
+        ObjectName | None,
+        Field(
+            description="PersistentVolumeClaim that holds the cache; ReadWriteMany where pods run on more than one "
+            "node. Default: an emptyDir, filled anew for each pod."
+        ),
+    ] = None
+    host_path: Annotated[
+        HostFolder | None,
+        Field(description="Folder on each node that holds the cache; made where it is missing."),
+    ] = None
+
+
+def _quoted(pattern: str) -> str:
+    """A pattern as a raw CEL literal; none of ours holds a single quote."""
+    return f"r'{pattern}'"
+
+
+def _form_rule(form: UriForm) -> Rule:
+    prefix = f"{form.scheme}://"
+    return Rule(
+        "uri",
+        f"!self.uri.startsWith('{prefix}') || self.uri.matches({_quoted(form.pattern)})",
+        f"must be written as {form.written}",
+        lambda model: not model.uri.startswith(prefix) or re.fullmatch(form.pattern, model.uri) is not None,
+    )
+
+
+def _only_for_the_hub(field: str, *, absent: str) -> Rule:
+    """A setting of fetching, which only Hub models need. `absent` is CEL for its being left out."""
+    python_field = {"revision": "revision", "tokenSecretRef": "token_secret_ref", "cache": "cache"}[field]
+
+    def holds(model: ModelSpec) -> bool:
+        return model.uri.startswith("hf://") or getattr(model, python_field) in (None, ModelCache())
+
+    message = "is for hf:// models only; leave it out"
+    return Rule(field, f"self.uri.startsWith('hf://') || {absent}", message, holds, Reason.FORBIDDEN)
+
+
+class ModelSpec(SpecModel):
+    """Which model is served."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "uri",
+            f"self.uri.matches('{_ANY_SCHEME}')",
+            f"must start with one of {', '.join(f'{scheme}://' for scheme in URI_SCHEMES)}",
+            lambda model: re.match(_ANY_SCHEME, model.uri) is not None,
+        ),
+        *(_form_rule(form) for form in URI_FORMS),
+        Rule(
+            "uri",
+            f"!self.uri.matches({_quoted(_PARENT)})",
+            "must not hold '..' in its path",
+            lambda model: re.search(_PARENT, model.uri) is None,
+        ),
+        _only_for_the_hub("revision", absent="!has(self.revision)"),
+        _only_for_the_hub("tokenSecretRef", absent="!has(self.tokenSecretRef)"),
+        _only_for_the_hub("cache", absent="!(has(self.cache.claimName) || has(self.cache.hostPath))"),
+    )
+
+    uri: Annotated[
+        str,
+        Field(
+            max_length=1024,
+            json_schema_extra={"pattern": _ANY_SCHEME},
+            description="Where the model is: hf://ORG/NAME on the Hugging Face Hub, pvc://CLAIM/PATH in a "
+            "PersistentVolumeClaim, oci://IMAGE (or oci://IMAGE#/PATH) in an image, whose /models is taken where no "
+            "PATH is given, file:///PATH on every node. It is a folder with config.json, the tokenizer and "
+            "safetensors files.",
+        ),
+    ]
+    revision: Annotated[
+        str | None,
+        Form("^[A-Za-z0-9_][A-Za-z0-9_-]*([./][A-Za-z0-9_-]+)*$", "must be a branch, a tag or a commit"),
+        Field(max_length=128, description="Branch, tag or commit of an hf:// model. Default: main."),
+    ] = None
+    dtype: Annotated[
+        DType,
+        spelled(DType),
+        Field(description="Arithmetic type. auto: bfloat16 on GPUs, float32 where only CPUs take part."),
+    ] = DType.AUTO
+    quantization: Annotated[
+        Quantization,
+        spelled(Quantization),
+        Field(description="Width that weights are stored in. none: that of dtype."),
+    ] = Quantization.NONE
+    max_model_len: Annotated[
+        int | None,
+        Field(
+            ge=16,
+            le=10_485_760,
+            description="Longest prompt plus completion, in tokens. Default: the model's own.",
+        ),
+    ] = None
+    token_secret_ref: Annotated[
+        SecretKeyRef | None, Field(description="Secret with the Hub's token, for a gated hf:// model.")
+    ] = None
+    cache: Annotated[ModelCache, Field(description="Where the files of an hf:// model are kept between pods.")] = (
+        ModelCache()
+    )

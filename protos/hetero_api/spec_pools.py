@@ -1,0 +1,191 @@
+"""`spec.pools`: sets of equal ranks, and what each rank gets."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Final
+
+from pydantic import AfterValidator, Field
+
+from hetero_api.rules import Reason, Rule, TransitionRule
+from hetero_api.spec_cluster import HugepagesSpec, NumaClaimSpec, PoolScheduling
+from hetero_api.spec_types import (
+    Bytes,
+    ExtendedResource,
+    ObjectName,
+    PoolName,
+    SpecEnum,
+    SpecModel,
+    field_error,
+    spelled,
+)
+
+MAX_RANKS: Final = 64
+MAX_POOLS: Final = 16
+
+
+class PoolType(SpecEnum):
+    GPU = "GPU"
+    CPU = "CPU"
+
+
+class NumaPolicy(SpecEnum):
+    REQUIRED = "Required"
+    BEST_EFFORT = "BestEffort"
+    NONE = "None"
+
+
+class GpuSpec(SpecModel):
+    """What a rank of a GPU pool gets."""
+
+    cores_per_rank: Annotated[
+        int, Field(ge=1, le=1024, description="Whole cores a rank, for launching work on the GPU and for the exchange.")
+    ] = 2
+    memory_per_rank: Annotated[
+        Bytes | None, Field(description="Host memory a rank, e.g. 32Gi. Default: not limited.")
+    ] = None
+    runtime_class_name: Annotated[
+        ObjectName | None, Field(description="RuntimeClass of the pods, e.g. nvidia. Default: the cluster's.")
+    ] = None
+    resource_name: Annotated[ExtendedResource, Field(description="Extended resource that a GPU is requested by.")] = (
+        "nvidia.com/gpu"
+    )
+
+
+class NumaSpec(SpecModel):
+    """How strictly a CPU rank is bound to one NUMA node."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "claim",
+            "self.policy != 'None' || !has(self.claim)",
+            "takes cores that policy None would not bind ranks to; leave it out, or set another policy",
+            lambda numa: numa.policy != NumaPolicy.NONE or numa.claim is None,
+            Reason.FORBIDDEN,
+        ),
+    )
+
+    policy: Annotated[
+        NumaPolicy,
+        spelled(NumaPolicy),
+        Field(
+            description="Required: a rank that cannot be bound to cores and memory of one node does not start. "
+            "BestEffort: it starts and says what it got. None: it is not bound, and cores may be shared."
+        ),
+    ] = NumaPolicy.BEST_EFFORT
+    claim: Annotated[
+        NumaClaimSpec | None,
+        Field(description="Take cores by a ResourceClaim, on clusters whose nodes hand out CPUs that way."),
+    ] = None
+
+
+class CpuSpec(SpecModel):
+    """What a rank of a CPU pool gets."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "memoryPerRank",
+            "self.numa.policy != 'Required' || has(self.memoryPerRank)",
+            "is required when numa.policy is Required",
+            lambda cpu: cpu.numa.policy != NumaPolicy.REQUIRED or cpu.memory_per_rank is not None,
+            Reason.REQUIRED,
+        ),
+    )
+
+    cores_per_rank: Annotated[int, Field(ge=1, le=1024, description="Whole cores a rank; one thread runs on each.")] = 1
+    memory_per_rank: Annotated[
+        Bytes | None,
+        Field(
+            description="Memory a rank, weights and KV cache included, e.g. 128Gi. Needed by numa.policy Required; "
+            "without it pods are not Guaranteed, and the kubelet gives them no cores of their own."
+        ),
+    ] = None
+    hugepages: Annotated[
+        HugepagesSpec | None, Field(description="Huge pages for a rank's weights and cache. Default: none.")
+    ] = None
+    numa: Annotated[NumaSpec, Field(description="How strictly a rank is bound to one NUMA node.")] = NumaSpec()
+
+
+class PoolSpec(SpecModel):
+    """A set of equal ranks."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "cpu",
+            "self.type == 'CPU' || !has(self.cpu)",
+            "is for pools of type CPU; this pool's type is GPU",
+            lambda pool: pool.type == PoolType.CPU or pool.cpu is None,
+            Reason.FORBIDDEN,
+        ),
+        Rule(
+            "gpu",
+            "self.type == 'GPU' || !has(self.gpu)",
+            "is for pools of type GPU; this pool's type is CPU",
+            lambda pool: pool.type == PoolType.GPU or pool.gpu is None,
+            Reason.FORBIDDEN,
+        ),
+        Rule(
+            "ranks",
+            "self.ranks % self.ranksPerPod == 0",
+            "must be a multiple of ranksPerPod",
+            lambda pool: pool.ranks % pool.ranks_per_pod == 0,
+        ),
+    )
+    transitions: ClassVar[tuple[TransitionRule, ...]] = (
+        TransitionRule(
+            "type",
+            "self.type == oldSelf.type",
+            "cannot be changed; make a new resource",
+            lambda old, new: old.type == new.type,
+        ),
+    )
+
+    name: Annotated[PoolName, Field(description="Name of the pool, unique in the resource and never changed.")]
+    type: Annotated[
+        PoolType, spelled(PoolType), Field(description="What its ranks compute on, GPU or CPU; never changed.")
+    ]
+    ranks: Annotated[int, Field(ge=1, le=MAX_RANKS, description="Ranks in the pool: one process each.")]
+    ranks_per_pod: Annotated[
+        int, Field(ge=1, le=MAX_RANKS, description="Ranks in one pod; ranks is a multiple of it.")
+    ] = 1
+    gpu: Annotated[GpuSpec | None, Field(description="What a rank gets, for type GPU.")] = None
+    cpu: Annotated[CpuSpec | None, Field(description="What a rank gets, for type CPU.")] = None
+    shared_memory: Annotated[
+        Bytes, Field(description="Size of a pod's /dev/shm, which ranks of one host exchange through.")
+    ] = 2**30
+    scheduling: Annotated[PoolScheduling, Field(description="Where this pool's pods may run.")] = PoolScheduling()
+
+    @property
+    def cpu_or_default(self) -> CpuSpec:
+        """The CPU settings in force for a CPU pool."""
+        return self.cpu or CpuSpec()
+
+    @property
+    def gpu_or_default(self) -> GpuSpec:
+        """The GPU settings in force for a GPU pool."""
+        return self.gpu or GpuSpec()
+
+    @property
+    def pods(self) -> int:
+        """Pods that hold the ranks."""
+        return self.ranks // self.ranks_per_pod
+
+
+def _unique_names(pools: list[PoolSpec]) -> list[PoolSpec]:
+    names = [pool.name for pool in pools]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise field_error(f"[{index}].name", f"{name!r} is used by another pool; names must be unique")
+    return pools
+
+
+Pools = Annotated[
+    list[PoolSpec],
+    Field(
+        min_length=1,
+        max_length=MAX_POOLS,
+        description="Sets of equal ranks. GPU pools hold the low ranks, then CPU pools, each in order. Pools are not "
+        "added, removed or renamed once the resource exists.",
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+    ),
+    AfterValidator(_unique_names),
+]

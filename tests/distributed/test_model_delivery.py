@@ -1,0 +1,219 @@
+"""How a pod gets a model of the Hub, from a stand-in for the Hub, by the program that init containers run."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_api.contract import ENV_HUB_TOKEN_FILE, EXIT_FAILURE, EXIT_OK, EXIT_PERMANENT, EXIT_USAGE
+from hetero_client.model_store.checks import check_model_directory
+from tests.support.stand_in_hub import COMMIT, StandInHub
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
+
+NAME = "org/tiny"
+WEIGHT_BYTES = 3 * 1024 * 1024
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 16,
+    "num_attention_heads": 2, "vocab_size": 32, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def safetensors(weight_bytes: int = WEIGHT_BYTES) -> bytes:
+    header = json.dumps({"w": {"dtype": "F32", "shape": [weight_bytes // 4], "data_offsets": [0, weight_bytes]}})
+    return struct.pack("<Q", len(header)) + header.encode() + os.urandom(weight_bytes)
+
+
+@pytest.fixture
+def hub() -> StandInHub:
+    return StandInHub(
+        NAME,
+        {
+            "config.json": json.dumps(CONFIG).encode(),
+            "generation_config.json": b"{}",
+            "tokenizer.json": b'{"a": 1}',
+            "tokenizer_config.json": b"{}",
+            "chat_template.jinja": b"{{ messages }}",
+            "model.safetensors": safetensors(),
+            "pytorch_model.bin": b"pickled",
+            "README.md": b"# tiny",
+        },
+    )
+
+
+def command(folder: Path, *more: str, into: str = "model") -> list[str]:
+    return [
+        sys.executable, "-m", "hetero_client.model_delivery", "--uri", f"hf://{NAME}",
+        "--cache", str(folder / "cache"), "--into", str(folder / into), *more,
+    ]  # fmt: skip
+
+
+def environment(endpoint: str, **more: str) -> dict[str, str]:
+    hidden = {"http_proxy", "https_proxy", "all_proxy", "hf_home", "hf_token"}
+    kept = {key: value for key, value in os.environ.items() if key.lower() not in hidden}
+    return {**kept, "HF_ENDPOINT": endpoint, **more}
+
+
+def run(folder: Path, endpoint: str, *more: str, into: str = "model", **env: str) -> tuple[int, str]:
+    """Exit status, and the last line on stderr."""
+    ended = subprocess.run(
+        command(folder, *more, into=into), env=environment(endpoint, **env), capture_output=True, text=True,
+        timeout=90, check=False,
+    )  # fmt: skip
+    return ended.returncode, ended.stderr.splitlines()[-1] if ended.stderr else ""
+
+
+def files(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_a_model_is_fetched_checked_and_laid_out(hub: StandInHub, tmp_path: Path) -> None:
+    with hub:
+        status, line = run(tmp_path, hub.endpoint)
+    assert (status, line) == (
+        EXIT_OK, f"hetero_client.model_delivery: hf://{NAME} at commit {COMMIT} is in {tmp_path / 'model'}",
+    )  # fmt: skip
+    assert files(tmp_path / "model") == set(hub.files) - {"pytorch_model.bin", "README.md"}
+    for name in files(tmp_path / "model"):
+        assert (tmp_path / "model" / name).read_bytes() == hub.files[name]
+        assert (tmp_path / "model" / name).resolve().is_relative_to(tmp_path / "cache")
+    assert check_model_directory(tmp_path / "model").num_layers == 1
+
+
+def test_the_next_pod_of_the_node_fetches_nothing_even_without_the_hub(hub: StandInHub, tmp_path: Path) -> None:
+    with hub:
+        assert run(tmp_path, hub.endpoint)[0] == EXIT_OK
+        fetched = dict(hub.downloads)
+        assert run(tmp_path, hub.endpoint, into="second")[0] == EXIT_OK
+        assert dict(hub.downloads) == fetched
+        gone = hub.endpoint
+    status, line = run(tmp_path, gone, into="third")
+    assert (status, files(tmp_path / "third")) == (EXIT_OK, files(tmp_path / "model")), line
+
+
+def test_a_gateway_gets_no_weights(hub: StandInHub, tmp_path: Path) -> None:
+    with hub:
+        assert run(tmp_path, hub.endpoint, "--tokenizer-only")[0] == EXIT_OK
+        assert hub.sent_bytes < WEIGHT_BYTES
+        assert files(tmp_path / "model") == {
+            "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+        }  # fmt: skip
+        assert run(tmp_path, hub.endpoint, into="rank")[0] == EXIT_OK
+    assert "model.safetensors" in files(tmp_path / "rank")
+
+
+def test_pods_that_start_together_fetch_once(hub: StandInHub, tmp_path: Path) -> None:
+    with hub:
+        pods = [
+            subprocess.Popen(
+                command(tmp_path, into=f"model-{number}"), env=environment(hub.endpoint), stderr=subprocess.PIPE
+            )
+            for number in range(3)
+        ]
+        told = [pod.communicate(timeout=90)[1] for pod in pods]
+        assert [pod.returncode for pod in pods] == [EXIT_OK] * 3, told
+        assert set(hub.downloads.values()) == {1}
+
+
+def test_a_transfer_that_breaks_off_is_resumed(hub: StandInHub, tmp_path: Path) -> None:
+    hub.files["model.safetensors"] = safetensors(24 * 2**20)
+    hub.cut_short["model.safetensors"] = 22 * 2**20
+    with hub:
+        status, line = run(tmp_path, hub.endpoint)
+        assert status == EXIT_OK, line
+        assert (tmp_path / "model" / "model.safetensors").read_bytes() == hub.files["model.safetensors"]
+        assert [wanted for wanted in hub.ranges if not wanted.startswith("bytes=0-")]
+        assert hub.sent_bytes < 30 * 2**20
+
+
+def test_a_pod_that_was_killed_leaves_nothing_half_done_to_the_next(hub: StandInHub, tmp_path: Path) -> None:
+    blobs = tmp_path / "cache" / "hub" / "models--org--tiny" / "blobs"
+    blobs.mkdir(parents=True)
+    for name, age_s in (("aa.0badf00d.incomplete", 7200), ("bb.0badf00d.incomplete", 0)):
+        (blobs / name).write_bytes(b"half")
+        os.utime(blobs / name, (time.time() - age_s,) * 2)
+    with hub:
+        assert run(tmp_path, hub.endpoint)[0] == EXIT_OK
+    assert [path.name for path in blobs.glob("*.incomplete")] == ["bb.0badf00d.incomplete"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_what_is_damaged_on_the_way_is_fetched_anew(name: str, hub: StandInHub, tmp_path: Path) -> None:
+    hub.damaged.add(name)
+    with hub:
+        status, line = run(tmp_path, hub.endpoint)
+        assert (status, hub.downloads[name]) == (EXIT_OK, 2), line
+    assert (tmp_path / "model" / name).read_bytes() == hub.files[name]
+
+
+def test_what_is_damaged_on_the_disk_is_fetched_anew(hub: StandInHub, tmp_path: Path) -> None:
+    with hub:
+        assert run(tmp_path, hub.endpoint)[0] == EXIT_OK
+        weights = (tmp_path / "model" / "model.safetensors").resolve()
+        weights.chmod(0o644)
+        weights.write_bytes(hub.files["model.safetensors"][:-100])
+        assert run(tmp_path, hub.endpoint)[0] == EXIT_OK
+    assert (tmp_path / "model" / "model.safetensors").read_bytes() == hub.files["model.safetensors"]
+
+
+def test_links_to_files_that_the_model_no_longer_has_go(hub: StandInHub, tmp_path: Path) -> None:
+    with hub:
+        assert run(tmp_path, hub.endpoint)[0] == EXIT_OK
+        assert run(tmp_path, hub.endpoint, "--tokenizer-only", into="model")[0] == EXIT_OK
+        (tmp_path / "model" / "old.json").symlink_to(tmp_path / "nowhere")
+        assert run(tmp_path, hub.endpoint)[0] == EXIT_OK
+    assert "old.json" not in files(tmp_path / "model")
+
+
+def test_a_gated_model_needs_its_token(hub: StandInHub, tmp_path: Path) -> None:
+    hub.token = "the-hubs-token"
+    token = tmp_path / "token"
+    token.write_text("the-hubs-token\n")
+    with hub:
+        status, line = run(tmp_path, hub.endpoint)
+        assert status == EXIT_PERMANENT
+        assert "is gated" in line
+        assert "spec.model.tokenSecretRef" in line
+        assert run(tmp_path, hub.endpoint, **{ENV_HUB_TOKEN_FILE: str(token)})[0] == EXIT_OK
+
+
+@pytest.mark.parametrize(
+    ("more", "env", "status", "words"),
+    [
+        (("--revision", "no-such-branch"), {}, EXIT_PERMANENT, "has no revision 'no-such-branch'"),
+        (("--uri", "hf://org/other"), {}, EXIT_PERMANENT, "no such model on the Hub"),
+        (("--uri", "s3://bucket/x"), {}, EXIT_USAGE, "names no Hub model"),
+        ((), {ENV_HUB_TOKEN_FILE: "/no/such"}, EXIT_USAGE, f"{ENV_HUB_TOKEN_FILE}: /no/such cannot be read"),
+        ((), {"HF_ENDPOINT": "http://127.0.0.1:9"}, EXIT_FAILURE, "the Hub cannot be reached"),
+    ],
+)
+def test_what_is_wrong_is_told_in_the_last_line(
+    more: tuple[str, ...], env: dict[str, str], status: int, words: str, hub: StandInHub, tmp_path: Path
+) -> None:
+    with hub:
+        code, line = run(tmp_path, hub.endpoint, *more, **env)
+    assert (code, words in line) == (status, True), line
+
+
+def test_a_model_without_weights_is_told(hub: StandInHub, tmp_path: Path) -> None:
+    del hub.files["model.safetensors"]
+    with hub:
+        code, line = run(tmp_path, hub.endpoint)
+    assert code == EXIT_PERMANENT
+    assert "no weights" in line
+
+
+def test_fetching_loads_no_torch(tmp_path: Path) -> None:
+    script = (
+        "import sys, hetero_client.model_delivery; sys.exit(bool({'torch', 'huggingface_hub'} & sys.modules.keys()))"
+    )
+    ended: Any = subprocess.run([sys.executable, "-c", script], check=False)
+    assert ended.returncode == 0

@@ -1,0 +1,57 @@
+"""An administrator's token reaches the gateway's Admin service."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import typer
+
+from hetero_api.contract import ENV_ADMIN_TOKEN_FILE
+from hetero_api.v1 import admin_pb2, admin_pb2_grpc
+from hetero_client.admin import AdminClient
+from hetero_client.cli.options import admin_token
+from hetero_client.errors import AccessError
+
+pytestmark = pytest.mark.unit
+
+
+class GuardedAdmin(admin_pb2_grpc.AdminServicer):
+    def GetTopology(self, request: Any, context: Any) -> admin_pb2.GetTopologyResponse:  # noqa: N802
+        if dict(context.invocation_metadata()).get("authorization") != "Bearer s3cret":
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "show the token")
+        return admin_pb2.GetTopologyResponse(name="g", state=admin_pb2.GROUP_STATE_READY)
+
+    def GetStats(self, request: Any, context: Any) -> admin_pb2.GetStatsResponse:  # noqa: N802
+        return admin_pb2.GetStatsResponse()
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    admin_pb2_grpc.add_AdminServicer_to_server(GuardedAdmin(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None).wait()
+
+
+def test_with_the_token_the_topology_is_told(address: str, tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("s3cret\n")
+    with AdminClient(address, token=admin_token({ENV_ADMIN_TOKEN_FILE: str(file)})) as admin:
+        assert admin.topology().name == "g"
+
+
+def test_without_it_access_is_refused(address: str) -> None:
+    with AdminClient(address, token=admin_token({})) as admin, pytest.raises(AccessError):
+        admin.topology()
+
+
+def test_a_token_file_that_is_not_there_is_a_usage_error() -> None:
+    with pytest.raises(typer.BadParameter, match="/no/such"):
+        admin_token({ENV_ADMIN_TOKEN_FILE: "/no/such"})

@@ -1,0 +1,185 @@
+"""Program: brings a model of the Hub to a pod. What init containers run.
+
+    python -m hetero_client.model_delivery --uri hf://ORG/NAME [--revision R] --cache DIR --into DIR [--tokenizer-only]
+
+Files are fetched into the cache once, however many pods share it: a lock on it makes the others wait. A transfer that
+breaks off is resumed, files that are whole are not fetched again, and when the Hub cannot be reached what is there
+already will do. Every file's checksum is checked (`model_store/checksums.py`). `--into` then gets links to the files,
+each in one piece and config.json last: whoever finds that finds the rest.
+
+Exit status: EXIT_USAGE for a wrong command line, EXIT_PERMANENT when the Hub has no such model or does not let us have
+it, EXIT_FAILURE when trying again can help. The last line on stderr says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from hetero_api.contract import ENV_HUB_TOKEN_FILE, EXIT_FAILURE, EXIT_OK
+from hetero_api.errors import ModelError
+from hetero_api.host.file_lock import FileLock
+from hetero_api.model_config import CONFIG_FILE, ModelConfig
+from hetero_api.program import ProgramParser, read_token
+from hetero_client.errors import DamagedFileError, ModelStoreError
+from hetero_client.model_store.checks import TOKENIZER, check_model_directory
+from hetero_client.model_store.checksums import verify_snapshot
+from hetero_client.model_store.hub import PATTERNS, TOKENIZER_PATTERNS, download_snapshot
+from hetero_client.model_store.store import ModelKey
+
+PROGRAM: Final = "hetero_client.model_delivery"
+_HUB_SETTINGS: Final = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+_ABANDONED_S: Final = 3600.0
+"""A partial download that nobody has written to for so long is the rest of a process that was killed."""
+_FETCHES: Final = 2
+"""A damaged file is fetched anew once; one that is damaged again is damaged at its source."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """What to bring where."""
+
+    key: ModelKey
+    cache: Path
+    into: Path
+    tokenizer_only: bool
+    token: str | None = field(repr=False)
+
+    @classmethod
+    def from_command_line(cls, arguments: Sequence[str], environment: Mapping[str, str]) -> Delivery:
+        """Exits with EXIT_USAGE and one line on stderr when something is wrong."""
+        parser = _parser()
+        options = parser.parse_args(arguments)
+        try:
+            key = ModelKey.parse(options.uri, revision=options.revision)
+            token = read_token(environment, ENV_HUB_TOKEN_FILE)
+        except (ModelStoreError, ValueError) as error:
+            parser.error(str(error))
+        return cls(key, options.cache.absolute(), options.into.absolute(), options.tokenizer_only, token)
+
+    @property
+    def lock(self) -> FileLock:
+        """Held while the cache's entry for this model is changed."""
+        return FileLock(self.cache / "locks" / f"{self.key.name.replace('/', '--')}.lock")
+
+    def manifest(self, commit: str) -> Path:
+        """Where the checksums of a commit's files are kept."""
+        return self.cache / "checksums" / self.key.name.replace("/", "--") / f"{commit}.json"
+
+
+def deliver(delivery: Delivery) -> Path:
+    """Fetch what the cache lacks and lay it out; the snapshot in the cache. Raises ModelStoreError, OSError."""
+    lock = delivery.lock
+    if not lock.try_acquire():
+        _tell(f"another pod of this node is fetching {delivery.key.uri}; waiting")
+        lock.acquire()
+    try:
+        snapshot = _fetch(delivery)
+    finally:
+        lock.release()
+    _check(snapshot, tokenizer_only=delivery.tokenizer_only)
+    _lay_out(snapshot, delivery.into)
+    return snapshot
+
+
+def _fetch(delivery: Delivery) -> Path:
+    patterns = TOKENIZER_PATTERNS if delivery.tokenizer_only else PATTERNS
+    _remove_abandoned(delivery.cache / "hub")
+    for attempt in range(1, _FETCHES + 1):
+        snapshot = download_snapshot(
+            delivery.key, cache_dir=delivery.cache / "hub", token=delivery.token or False, patterns=patterns
+        )
+        try:
+            verify_snapshot(snapshot, delivery.manifest(snapshot.name))
+            return snapshot
+        except DamagedFileError as error:
+            if attempt == _FETCHES:
+                raise
+            _tell(f"{error}; fetching it anew")
+    raise AssertionError("the loop returns or raises")
+
+
+def _remove_abandoned(hub_cache: Path) -> None:
+    """The Hub's library names partial downloads after the process that made them; no other takes them up."""
+    before_s = time.time() - _ABANDONED_S
+    for partial in hub_cache.glob("*/blobs/*.*.incomplete"):
+        with suppress(FileNotFoundError):
+            if partial.stat().st_mtime < before_s:
+                partial.unlink()
+
+
+def _check(snapshot: Path, *, tokenizer_only: bool) -> None:
+    if not tokenizer_only:
+        check_model_directory(snapshot)
+        return
+    try:
+        ModelConfig.from_directory(snapshot)
+    except ModelError as error:
+        raise ModelStoreError(str(error)) from error
+    if not (snapshot / TOKENIZER).is_file():
+        raise ModelStoreError(f"{snapshot / TOKENIZER}: no such file; the gateway needs the model's tokenizer")
+
+
+def _lay_out(snapshot: Path, into: Path) -> None:
+    """Links in `into` to all files of the snapshot, and no other links."""
+    into.mkdir(parents=True, exist_ok=True)
+    files = {path.relative_to(snapshot): path.resolve() for path in snapshot.rglob("*") if path.is_file()}
+    for stale in [path for path in into.rglob("*") if path.is_symlink() and path.relative_to(into) not in files]:
+        stale.unlink()
+    for name, target in sorted(files.items(), key=lambda item: item[0] == Path(CONFIG_FILE)):
+        link = into / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        temporary = link.with_name(f".{link.name}.link")
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(target)
+        os.replace(temporary, link)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = ProgramParser(prog=PROGRAM, description="Brings a model of the Hub to a pod.", allow_abbrev=False)
+    add = parser.add_argument
+    add("--uri", required=True, metavar="hf://ORG/NAME", help="the model")
+    add("--revision", metavar="REVISION", help="branch, tag or commit; default: main")
+    add("--cache", required=True, type=Path, metavar="DIR", help="folder that keeps fetched models")
+    add("--into", required=True, type=Path, metavar="DIR", help="folder that gets links to the model's files")
+    add("--tokenizer-only", action="store_true", help="leave the weights out: all that a gateway needs")
+    return parser
+
+
+def _tell(line: str) -> None:
+    sys.stderr.write(f"{PROGRAM}: {line}\n")
+    sys.stderr.flush()
+
+
+def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """The whole process; its exit status."""
+    delivery = Delivery.from_command_line(arguments, environment)
+    # The Hub's library reads these when it is imported, which it has not been. A pod can write to the cache alone.
+    for name, value in {**_HUB_SETTINGS, "HF_HOME": str(delivery.cache / "home")}.items():
+        os.environ.setdefault(name, value)
+    try:
+        snapshot = deliver(delivery)
+    except ModelStoreError as error:
+        _tell(str(error))
+        return error.exit_code
+    except OSError as error:
+        _tell(f"{error.filename or delivery.cache}: {error.strerror or error}")
+        return EXIT_FAILURE
+    _tell(f"{delivery.key.uri} at commit {snapshot.name} is in {delivery.into}")
+    return EXIT_OK
+
+
+def run() -> None:
+    """The process's `main`, with this process's arguments and environment."""
+    sys.exit(main(sys.argv[1:], os.environ))
+
+
+if __name__ == "__main__":
+    run()
