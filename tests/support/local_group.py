@@ -41,6 +41,7 @@ def write_manifest(
     model: Path,
     name: str = "test",
     ranks: int = 2,
+    ranks_per_pod: int = 1,
     cores: int = 1,
     shares: Mapping[str, list[int]] | None = None,
     engine: Mapping[str, Any] | None = None,
@@ -52,6 +53,7 @@ def write_manifest(
         "name": "cpu",
         "type": "CPU",
         "ranks": ranks,
+        "ranksPerPod": ranks_per_pod,
         "cpu": {"coresPerRank": cores, "memoryPerRank": memory, "numa": {"policy": "None"}},
     }
     spec: dict[str, Any] = {
@@ -175,4 +177,4 @@ def alive(pid: int) -> bool:
 
 def shared_segments() -> set[str]:
     """Names in /dev/shm that are ours."""
-    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith("hetero-")}
+    return {path.name for path in Path("/dev/shm").glob("hetero-*") if path.is_file()}

@@ -94,7 +94,8 @@ class RankServer(socketserver.ThreadingTCPServer):
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    for name in ("manifest", "model", "host", "inference-port", "admin-port", "ranks-port", "state-file"):
+    options = ("manifest", "model", "host", "inference-port", "admin-port", "ranks-port", "state-file")
+    for name in (*options, "drain-timeout-s"):
         parser.add_argument(f"--{name}", required=True)
     args = parser.parse_args()
     behaviour = os.environ.get("STAND_IN_GATEWAY", "")

@@ -71,12 +71,15 @@ class EpochFence:
             if self.aborted:
                 self._wake(watch=not self._patient)
 
-    def close(self) -> None:
-        """End the current epoch and all that might follow: the rank's life is over."""
+    def close(self, *, patiently: bool = False) -> None:
+        """End the current epoch and all that might follow: the life with this gateway is over.
+
+        `patiently` lets work within `patient` finish, as an abort does: what it makes will be of use.
+        """
         with self._lock:
             self._closed = True
             if self._epoch is not None:
-                self._wake(watch=True)
+                self._wake(watch=not (patiently and self._patient))
 
     @contextmanager
     def patient(self) -> Iterator[None]:

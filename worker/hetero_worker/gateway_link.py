@@ -8,7 +8,7 @@ gRPC's threads are born of the reading thread, which first gives itself the CPUs
 own from before it was pinned. So they need not share a core with a compute thread where there are others.
 
 The stream ends once; the link does not dial again. A rank that lost its gateway exits, and whoever supervises it
-starts it anew.
+starts it anew, or makes another link and goes on with its weights (`rejoining.py`).
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ _CHANNEL_OPTIONS: Final = (
 _KNOCK_S: Final = 2.0
 """Longest single try to reach the gateway."""
 _KNOCK_PAUSE_S: Final = 0.05
+_LONGEST_KNOCK_PAUSE_S: Final = 1.0
 _REFUSALS: Final = frozenset(
     {
         grpc.StatusCode.UNAUTHENTICATED,
@@ -147,7 +148,8 @@ class GatewayLink:
     def _await_gateway(self) -> bool:
         """Knock until someone listens. gRPC's own way of waiting leaves a thread that fails when it closes."""
         deadline = time.monotonic() + self._connect_timeout_s
-        while not self._closing.wait(_KNOCK_PAUSE_S):
+        pause_s = _KNOCK_PAUSE_S
+        while not self._closing.wait(pause_s):
             try:
                 _knock(self._target)
                 return True
@@ -155,6 +157,7 @@ class GatewayLink:
                 if time.monotonic() > deadline:
                     _log.error("gateway=%s: %s", self._target, error)
                     return False
+            pause_s = min(2 * pause_s, _LONGEST_KNOCK_PAUSE_S, max(_KNOCK_PAUSE_S, deadline - time.monotonic()))
         return False
 
 

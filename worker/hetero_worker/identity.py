@@ -42,6 +42,7 @@ def describe_device(platform: Platform, pinning: PinningReport) -> ranks_pb2.Dev
         pinned=pinning.pinned,
         memory_bandwidth=measured.memory_bandwidth,
         fp32_flops=measured.fp32_flops,
+        pin_message=pinning.reason or f"memory: {pinning.memory}",
     )
 
 

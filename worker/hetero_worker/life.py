@@ -9,7 +9,8 @@ One thread, the main one, runs all of it, in the order in which the gateway spea
 the EpochFence of aborts. The rank decides nothing: it does what it is told or says why it could not, and a message
 that does not fit its state or epoch is refused. Weights outlive epochs; groups, cache and slots do not.
 
-Nothing of an aborted epoch survives into the next: its group is gone before Hello is said again.
+Nothing of an aborted epoch survives into the next: its group is gone before Hello is said again. A life is one
+gateway's: what becomes of the rank after that is for `rejoining.py` to say.
 """
 
 from __future__ import annotations
@@ -38,9 +39,15 @@ from hetero_worker.errors import (
     ProtocolError,
 )
 from hetero_worker.gateway_link import Arrival, Event, GatewayLink, LeaveRequested, StreamEnded
+from hetero_worker.heartbeat import Heartbeat, Standing
 from hetero_worker.runners.base import LoadRequest, Runner
 
 _log = logging.getLogger(__name__)
+
+LOAD_LIMIT_S: Final = 3600.0
+"""A load that takes longer hangs. The gateway knows better and is less patient; this is for who watches the process."""
+_LIMIT_FACTOR: Final = 2.0
+"""How much longer than a collective may take everything else may take, before it hangs."""
 
 _PERMANENT: Final = (ModelError, PlanError, MemoryBudgetError, PinningError)
 
@@ -59,6 +66,15 @@ class RankState(Enum):
     BROKEN = auto()
 
 
+_STANDINGS: Final = {
+    RankState.JOINING: Standing.JOINING,
+    RankState.FORMED: Standing.FORMED,
+    RankState.LOADED: Standing.LOADED,
+    RankState.SERVING: Standing.SERVING,
+    RankState.BROKEN: Standing.JOINING,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class RankIdentity:
     """What stays the same over a rank's epochs."""
@@ -72,7 +88,11 @@ class RankIdentity:
 
 
 class RankLife:
-    """Runs one rank; see the module."""
+    """Runs one rank; see the module.
+
+    `local_memory_percent` measures where the rank's memory lies. `rejoins` says that another life follows when the
+    gateway is lost, so that a load under way is worth finishing.
+    """
 
     def __init__(
         self,
@@ -83,12 +103,22 @@ class RankLife:
         form: FormGroupFunction,
         abort_timeout_s: float,
         give_up: Callable[[], None],
+        heartbeat: Heartbeat | None = None,
+        local_memory_percent: Callable[[], int | None] = lambda: None,
+        rejoins: bool = False,
     ) -> None:
+        self.gateway_lost = False
+        """Whether it ended only because its gateway did."""
+        self.was_in_group = False
+        """Whether it had a place in an epoch."""
         self._identity = identity
         self._link = link
         self._runner = runner
         self._form = form
         self._give_up = give_up
+        self._heartbeat = heartbeat or Heartbeat.open(None)
+        self._local_memory_percent = local_memory_percent
+        self._rejoins = rejoins
         self._fence = EpochFence(patience_s=abort_timeout_s, give_up=give_up)
         self._listener = StoreListener(identity.store_host)
         self._state = RankState.JOINING
@@ -125,11 +155,11 @@ class RankLife:
     def _observe(self, event: Event) -> None:
         """On the link's thread: what cannot wait until the main thread comes to the event."""
         if not isinstance(event, Arrival):
-            self._fence.close()
+            self._fence.close(patiently=self._rejoins and isinstance(event, StreamEnded))
         elif event.message.HasField("abort"):
             self._fence.abort(event.message.epoch)
         elif event.message.HasField("shutdown"):
-            self._fence.close()
+            self._fence.close(patiently=self._rejoins)
 
     def _live_epoch(self) -> int | None:
         """From Hello to the epoch's end; an exit code when life ends with it."""
@@ -142,6 +172,7 @@ class RankLife:
             body = message.WhichOneof("body")
             if body == "shutdown":
                 _log.info("epoch=%d rank=%d shutdown: %s", self._epoch, self._rank, message.shutdown.reason)
+                self.gateway_lost = True
                 return EXIT_OK
             if message.epoch <= self._ended_epoch:
                 _log.info("epoch=%d: dropped %s of ended epoch %d", self._epoch, body, message.epoch)
@@ -156,10 +187,11 @@ class RankLife:
             _log.info("epoch=%d rank=%d leaving: %s", self._epoch, self._rank, event.reason)
             return EXIT_OK
         _log.error("epoch=%d rank=%d: %s", self._epoch, self._rank, event.reason)
+        self.gateway_lost = not event.permanent
         return EXIT_PERMANENT if event.permanent else EXIT_FAILURE
 
     def _say_hello(self) -> None:
-        self._state = RankState.JOINING
+        self._enter(RankState.JOINING)
         hello = ranks_pb2.Hello()
         hello.CopyFrom(self._identity.hello)
         hello.store_address = self._listener.open()
@@ -202,12 +234,23 @@ class RankLife:
             raise ProtocolError(f"the gateway sent {body} to a rank that is {self._state.name}")
         if body != "form_group" and arrival.message.epoch != self._epoch:
             raise ProtocolError(f"the gateway sent {body} of epoch {arrival.message.epoch} in epoch {self._epoch}")
-        order(arrival)
+        with self._heartbeat.working(self._limit_s(arrival.message)):
+            order(arrival)
+
+    def _limit_s(self, message: ranks_pb2.GatewayMessage) -> float:
+        if message.HasField("load_model"):
+            return LOAD_LIMIT_S
+        form = message.form_group if message.HasField("form_group") else self._form_message
+        return _LIMIT_FACTOR * form.timeout_s if form is not None else LOAD_LIMIT_S
+
+    def _enter(self, state: RankState) -> None:
+        self._state = state
+        self._heartbeat.stand(_STANDINGS[state], epoch=self._epoch)
 
     def _break_epoch(self, reason: str) -> None:
         """The epoch is over for this rank; its Abort is on the way."""
         _log.warning("epoch=%d rank=%d unwound: %s", self._epoch, self._rank, reason)
-        self._state = RankState.BROKEN
+        self._enter(RankState.BROKEN)
         self._leave_group()
 
     def _report(self, error: Exception) -> bool:
@@ -237,6 +280,7 @@ class RankLife:
         self._epoch, self._rank = arrival.message.epoch, message.rank
         if message.rank >= len(message.places):
             raise ProtocolError(f"form_group.rank is {message.rank}, and form_group.places holds {len(message.places)}")
+        self.was_in_group = True
         self._fence.enter(self._epoch)
         request = GroupRequest(
             epoch=self._epoch,
@@ -252,7 +296,7 @@ class RankLife:
         self._fence.adopt(self._group.exchange)
         self._runner.attach(self._group.exchange)
         self._form_message = message
-        self._state = RankState.FORMED
+        self._enter(RankState.FORMED)
         self._send(formed=ranks_pb2.Formed(exchange=self._group.kind))
 
     def _load(self, arrival: Arrival) -> None:
@@ -274,7 +318,7 @@ class RankLife:
         with self._fence.patient():
             report = self._runner.load(request)
         self._fence.check()
-        self._state = RankState.LOADED
+        self._enter(RankState.LOADED)
         self._send(
             loaded=ranks_pb2.Loaded(
                 weight_bytes=report.weight_bytes,
@@ -282,6 +326,7 @@ class RankLife:
                 kv_bytes_per_token=report.kv_bytes_per_token,
                 load_s=report.load_s,
                 kernels=report.kernels,
+                local_memory_percent=self._local_memory_percent(),
             )
         )
 
@@ -289,7 +334,7 @@ class RankLife:
         order = arrival.message.allocate_cache
         kv_bytes = self._runner.allocate(order.num_blocks, order.block_size)
         self._next_step = 1
-        self._state = RankState.SERVING
+        self._enter(RankState.SERVING)
         self._send(allocated=ranks_pb2.Allocated(kv_bytes=kv_bytes))
 
     def _step(self, arrival: Arrival) -> None:
@@ -298,6 +343,7 @@ class RankLife:
             raise ProtocolError(f"the gateway sent step {plan.step_id}, expected step {self._next_step}")
         tokens = self._runner.execute(plan)
         self._next_step += 1
+        self._heartbeat.count_step()
         if self._rank == 0:
             result = ranks_pb2.StepResult(
                 step_id=plan.step_id,

@@ -12,26 +12,26 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Final
 
 from hetero_api.contract import EXIT_PERMANENT, EXIT_STUCK
 from hetero_api.errors import HeteroError
 from hetero_worker.config import RankConfig
+from hetero_worker.heartbeat import Heartbeat
 from hetero_worker.platforms.host_allocator import keep_freed_memory
-from hetero_worker.platforms.numa import LinuxKernel
+from hetero_worker.platforms.numa import LinuxKernel, local_memory_percent
 from hetero_worker.platforms.pinning import PinningReport, PinningRequest, pin
 from hetero_worker.platforms.topology import CpuTopology
-
-if TYPE_CHECKING:
-    from hetero_worker.life import RankLife
+from hetero_worker.rejoining import RejoiningRank, Session
 
 _log = logging.getLogger(__name__)
 
 _THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _LEAVE_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
-_FAREWELL_S: Final = 2.0
-"""How long the gateway may take to close its side of the stream when the rank leaves."""
+_START_LIMIT_S: Final = 600.0
+"""Importing torch and measuring the device take seconds; longer than this hangs."""
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -55,11 +55,25 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
             _log.warning("this C library has no mallopt: steps pay page faults for their buffers")
         return _live(config, pinning, cpus_before)
     except HeteroError as error:
-        _log.error("pod=%s: %s", config.pod_name, error)
+        _log.error("%s", error)
         return EXIT_PERMANENT
 
 
 def _live(config: RankConfig, pinning: PinningReport, link_cpus: frozenset[int]) -> int:
+    heartbeat = Heartbeat.open(config.heartbeat_file)
+    with heartbeat.working(_START_LIMIT_S):
+        new_session = _prepare(config, pinning, link_cpus, heartbeat)
+    rank = RejoiningRank(
+        new_session, connect_timeout_s=config.connect_timeout_s, reconnect_timeout_s=config.reconnect_timeout_s
+    )
+    _leave_on_signals(rank)
+    return rank.run()
+
+
+def _prepare(
+    config: RankConfig, pinning: PinningReport, link_cpus: frozenset[int], heartbeat: Heartbeat
+) -> Callable[[float], Session]:
+    """All that lasts over gateways is made here, once; a session's link and life are made anew for each."""
     import torch
 
     from hetero_api.model_config import ModelConfig
@@ -79,31 +93,32 @@ def _live(config: RankConfig, pinning: PinningReport, link_cpus: frozenset[int])
         memory_bytes=platform.memory_bytes,
         store_host=config.store_host,
     )
-    link = GatewayLink(
-        target=config.gateway,
-        token=config.token,
-        connect_timeout_s=config.connect_timeout_s,
-        cpus=link_cpus,
-    )
-    life = RankLife(
-        identity,
-        link=link,
-        runner=CpuRunner(),
-        form=form_group,
-        abort_timeout_s=config.abort_timeout_s,
-        give_up=_give_up,
-    )
-    _leave_on_signals(life)
-    try:
-        return life.run()
-    finally:
-        link.finish(_FAREWELL_S)
+    runner = CpuRunner()
+
+    def new_session(connect_timeout_s: float) -> Session:
+        link = GatewayLink(
+            target=config.gateway, token=config.token, connect_timeout_s=connect_timeout_s, cpus=link_cpus
+        )
+        life = RankLife(
+            identity,
+            link=link,
+            runner=runner,
+            form=form_group,
+            abort_timeout_s=config.abort_timeout_s,
+            give_up=_give_up,
+            heartbeat=heartbeat,
+            local_memory_percent=partial(local_memory_percent, pinning.numa_nodes),
+            rejoins=config.reconnect_timeout_s > 0,
+        )
+        return Session(life, link)
+
+    return new_session
 
 
-def _leave_on_signals(life: RankLife) -> None:
+def _leave_on_signals(rank: RejoiningRank) -> None:
     def wait() -> None:
         while True:
-            life.request_leave(signal.Signals(signal.sigwait(_LEAVE_SIGNALS)).name)
+            rank.request_leave(signal.Signals(signal.sigwait(_LEAVE_SIGNALS)).name)
 
     threading.Thread(target=wait, name="signals", daemon=True).start()
 
@@ -119,8 +134,13 @@ def _configure_logging(config: RankConfig) -> None:
     logging.basicConfig(
         level=config.log_level,
         stream=sys.stderr,
-        format=f"%(asctime)s %(levelname)s pod={config.pod_name.replace('%', '%%')} %(name)s: %(message)s",
+        format=f"%(asctime)s %(levelname)s {_name(config).replace('%', '%%')} %(name)s: %(message)s",
     )
+
+
+def _name(config: RankConfig) -> str:
+    """What tells this rank's lines from those of others in one log."""
+    return f"pod={config.pod_name} local_rank={config.local_rank}"
 
 
 def _log_pinning(report: PinningReport) -> None:

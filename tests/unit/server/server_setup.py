@@ -104,7 +104,9 @@ class GrpcRank:
             case "form_group":
                 return ranks_pb2.RankMessage(formed=ranks_pb2.Formed(exchange=order.exchange))
             case "load_model":
-                loaded = ranks_pb2.Loaded(weight_bytes=1, kv_budget_bytes=1 << 20, kv_bytes_per_token=8)
+                loaded = ranks_pb2.Loaded(
+                    weight_bytes=1, kv_budget_bytes=1 << 20, kv_bytes_per_token=8, local_memory_percent=97
+                )
                 return ranks_pb2.RankMessage(loaded=loaded)
             case "allocate_cache":
                 self._ranks = WarmRanks(
@@ -122,9 +124,9 @@ class GrpcRank:
 class GatewayBench:
     """A gateway that listens. `join` makes it ready."""
 
-    def __init__(self, model: ServedModel) -> None:
+    def __init__(self, model: ServedModel, *, admin_token: str | None = None) -> None:
         self.model = model
-        self.gateway = Gateway(model, token=TOKEN)
+        self.gateway = Gateway(model, token=TOKEN, admin_token=admin_token)
         self._channels: list[grpc.aio.Channel] = []
         self._tasks: list[asyncio.Task[Any]] = []
         self._addresses: Addresses | None = None
@@ -132,8 +134,12 @@ class GatewayBench:
 
     async def __aenter__(self) -> GatewayBench:
         self._addresses = await self.gateway.listen(Ports("127.0.0.1", inference=0, admin=0, ranks=0))
-        self._serving = asyncio.create_task(self.gateway.serve())
+        self.serving = self.serve()
         return self
+
+    def serve(self) -> asyncio.Task[Any]:
+        """The gateway's life as a task."""
+        return asyncio.create_task(self.gateway.serve())
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
@@ -147,8 +153,8 @@ class GatewayBench:
         """Stop the gateway as SIGTERM does."""
         if not self._closed:
             self._closed = True
-            self._serving.cancel()
-            await asyncio.wait((self._serving,))
+            self.serving.cancel()
+            await asyncio.wait((self.serving,))
             await self.gateway.close("the gateway is shutting down")
 
     @property

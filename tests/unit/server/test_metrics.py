@@ -9,11 +9,12 @@ from pathlib import Path
 
 import grpc
 import pytest
+from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+from hetero_api.probe_server import ProbeServer
 from hetero_gateway.server.errors import BindError
 from hetero_gateway.server.gateway import Gateway, Ports
-from hetero_gateway.server.metrics import GatewayMetrics, MetricsServer
 from tests.unit.server.server_setup import TOKEN, GatewayBench, read_all, request, sampling, served_model
 
 pytestmark = pytest.mark.unit
@@ -21,11 +22,9 @@ pytestmark = pytest.mark.unit
 
 @pytest.fixture
 async def scraped(ready: GatewayBench) -> AsyncIterator[tuple[GatewayBench, str]]:
-    gateway = ready.gateway
-    gateway._metrics.watch_engine(gateway._read_engine, loop=asyncio.get_running_loop())
-    server = MetricsServer.start(gateway._metrics, host="127.0.0.1", port=0)
+    server = ready.gateway._start_probes("127.0.0.1", 0)
     yield ready, f"http://127.0.0.1:{server.port}/metrics"
-    await server.stop()
+    await asyncio.to_thread(server.stop)
 
 
 async def scrape(url: str) -> dict[str, float]:
@@ -74,11 +73,11 @@ async def test_a_cancelled_call_is_counted_as_such(scraped: tuple[GatewayBench, 
 
 
 async def test_a_metrics_port_that_is_taken_is_named(tmp_path: Path) -> None:
-    server = MetricsServer.start(GatewayMetrics(), host="127.0.0.1", port=0)
+    server = ProbeServer.start(host="127.0.0.1", port=0, probes={}, registry=CollectorRegistry())
     gateway = Gateway(served_model(tmp_path), token=TOKEN)
     try:
         with pytest.raises(BindError, match=f"--metrics-port: cannot listen on 127.0.0.1 port {server.port}"):
             await gateway.listen(Ports("127.0.0.1", 0, 0, 0, metrics=server.port))
     finally:
         await gateway.close("over")
-        await server.stop()
+        await asyncio.to_thread(server.stop)

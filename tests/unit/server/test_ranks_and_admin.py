@@ -80,3 +80,27 @@ async def test_admin_tells_topology_and_consistent_counts(ready: GatewayBench) -
     assert (stats.finished_requests, stats.prompt_tokens, stats.generated_tokens) == (1, 9, 3)
     assert stats.free_blocks + stats.used_blocks == stats.num_blocks == topology.num_blocks == 32
     assert stats.cached_blocks == 2
+
+
+async def test_topology_tells_mode_pinning_proof_and_speed(bench: GatewayBench) -> None:
+    rank = bench.new_rank()
+    device = ranks_pb2.DeviceReport(pinned=True, numa_nodes=[1], pin_message="memory: bound")
+    life = asyncio.create_task(rank.live(device=device))
+    await bench.until(lambda: bench.gateway.group.is_ready)
+    stub = bench.admin()
+    before = await stub.GetTopology(admin_pb2.GetTopologyRequest())
+    assert (before.placement_mode, before.tokens_per_second, before.stalled_s) == ("Tensor", 0, 0)
+    assert (before.ranks[0].pin_message, before.ranks[0].local_memory_percent) == ("memory: bound", 97)
+    await read_all(bench.inference().Generate(request([1] * 9, sampling=sampling(max_tokens=3, ignore_eos=True))))
+    after = await stub.GetTopology(admin_pb2.GetTopologyRequest())
+    assert after.tokens_per_second > 0
+    rank.may_step.clear()
+    call = bench.inference().Generate(request([1], sampling=sampling(max_tokens=1)))
+    await call.read()
+    await bench.until(lambda: bench.gateway.group.stalled_s > 0)
+    assert (await stub.GetTopology(admin_pb2.GetTopologyRequest())).stalled_s > 0
+    life.cancel()
+    await bench.until(lambda: not bench.gateway.group.is_ready)
+    lost = await stub.GetTopology(admin_pb2.GetTopologyRequest())
+    assert not lost.ranks[0].HasField("local_memory_percent")
+    assert (lost.ranks[0].pin_message, lost.stalled_s) == ("", 0)

@@ -124,7 +124,7 @@ def test_every_problem_of_the_manifest_has_its_line(
     tmp_path: Path, environment: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_model(tmp_path)
-    manifest = write_manifest(tmp_path / "g.yaml", suspend=True, placement={"mode": "GpuOnly"})
+    manifest = write_manifest(tmp_path / "g.yaml", suspend=True, placement={"mode": "Layer"})
     assert main(["--manifest", str(manifest), "--model", str(tmp_path)], environment) == EXIT_USAGE
     told = capsys.readouterr().err.splitlines()
     assert ["spec.placement.mode" in told[-2], "spec.suspend" in told[-1]] == [True, True]

@@ -172,6 +172,37 @@ def test_a_new_epoch_needs_a_new_cache_and_counts_steps_anew(group: RankGroup) -
     assert len(runner.execute(_begin(step_id=1))) == 1
 
 
+@pytest.mark.parametrize(
+    ("changes", "is_kept"),
+    [
+        ({"max_num_seqs": 4, "max_num_batched_tokens": 32}, True),
+        ({"memory_bytes": 3 << 30}, True),
+        ({"max_model_len": 64}, True),
+        ({"dtype": "bfloat16"}, False),
+    ],
+    ids=["bounds", "memory", "shorter sequences", "dtype"],
+)
+def test_weights_are_kept_for_a_load_that_needs_the_same_and_read_for_any_other(
+    changes: dict[str, Any], is_kept: bool, group: RankGroup
+) -> None:
+    runner = group.runners[0]
+    runner.attach(LocalExchange())
+    report = runner.load(dataclasses.replace(group.requests[0], **changes))
+    assert (report.load_s == 0) is is_kept
+
+
+def test_another_shard_is_another_load(checkpoint: TinyCheckpoint) -> None:
+    group = RankGroup(checkpoint.directory, TWO_RANKS)
+    assert group.runners[0].load(group.requests[1]).load_s > 0
+
+
+def test_longer_sequences_than_the_weights_were_loaded_for_load_anew(group: RankGroup) -> None:
+    runner = group.runners[0]
+    shorter = dataclasses.replace(group.requests[0], dtype="bfloat16", max_model_len=64)
+    runner.load(shorter)
+    assert runner.load(dataclasses.replace(shorter, max_model_len=65)).load_s > 0
+
+
 def test_allocate_reports_the_caches_bytes_and_keeps_to_the_budget(group: RankGroup) -> None:
     runner, report = group.runners[0], group.reports[0]
     assert report.kv_bytes_per_token == 3 * 2 * 8 * 8 * 4

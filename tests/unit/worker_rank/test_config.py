@@ -56,6 +56,8 @@ def test_command_line_and_environment_become_one_frozen_config(tmp_path: Path) -
         store_host="127.0.0.1",
         connect_timeout_s=120.0,
         abort_timeout_s=5.0,
+        reconnect_timeout_s=0.0,
+        heartbeat_file=None,
         token="s3cret",
         log_level="DEBUG",
     )

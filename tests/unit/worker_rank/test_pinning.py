@@ -8,7 +8,14 @@ import pytest
 
 from hetero_api.spec import NumaPolicy
 from hetero_worker.errors import PinningError
-from hetero_worker.platforms.numa import MPOL_BIND, MPOL_PREFERRED, LinuxKernel, parse_numa_maps
+from hetero_worker.platforms.numa import (
+    MPOL_BIND,
+    MPOL_PREFERRED,
+    LinuxKernel,
+    anonymous_bytes,
+    local_memory_percent,
+    parse_numa_maps,
+)
 from hetero_worker.platforms.pinning import PinningReport, PinningRequest, pin
 from hetero_worker.platforms.topology import CpuTopology
 from tests.support import sysfs_trees
@@ -180,6 +187,37 @@ def test_numa_maps_tells_the_pages_of_the_mapping_asked_for() -> None:
     assert parse_numa_maps(NUMA_MAPS, 0x7F6C10000000) == {1: 256}
     assert parse_numa_maps(NUMA_MAPS, 0x7F6C20000000) == {}
     assert parse_numa_maps(NUMA_MAPS, 0x1000) is None
+
+
+MEMORY_MAPS = """\
+55a0c0000000 default file=/usr/bin/python3.11 mapped=2 N0=2 kernelpagesize_kB=4
+55a0c1000000 default file=/usr/bin/python3.11 anon=4 dirty=4 N0=4 kernelpagesize_kB=4
+55a0c2000000 default heap anon=512 dirty=512 N0=512 kernelpagesize_kB=4
+7f6c00000000 bind:1 anon=1024 dirty=1024 N0=512 N1=512 kernelpagesize_kB=4
+7f6c10000000 default huge anon=2 dirty=2 N1=2 kernelpagesize_kB=2048
+7f6c20000000 default file=/dev/shm/x dirty=256 N1=256 kernelpagesize_kB=4
+7f6c30000000 default stack:1 anon=0
+"""
+
+
+def test_anonymous_memory_is_counted_in_bytes_of_its_pages() -> None:
+    assert anonymous_bytes(MEMORY_MAPS) == {0: 1024 * 4096, 1: 512 * 4096 + 2 * 2**21}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "percent"),
+    [((0,), 40), ((1,), 60), ((0, 1), 100), ((7,), 0), ((), None)],
+)
+def test_share_of_the_ranks_own_nodes_is_rounded_down(
+    nodes: tuple[int, ...], percent: int | None, tmp_path: Path
+) -> None:
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "numa_maps").write_text(MEMORY_MAPS)
+    assert local_memory_percent(nodes, proc_root=tmp_path) == percent
+
+
+def test_share_is_unknown_where_the_kernel_does_not_tell(tmp_path: Path) -> None:
+    assert local_memory_percent((0,), proc_root=tmp_path) is None
 
 
 def test_probe_tells_nothing_where_the_kernel_has_no_numa_maps(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from hetero_worker.distributed.groups import GroupRequest, RankGroup, form_group
 from hetero_worker.distributed.store import StoreListener
 from hetero_worker.errors import ExchangeAborted, ExchangeError, MemoryBudgetError
 from hetero_worker.gateway_link import GatewayLink
+from hetero_worker.heartbeat import Heartbeat, HeartbeatMemory, Standing
 from hetero_worker.life import FormGroupFunction, RankIdentity, RankLife
 from tests.support.fake_runner import FakeRunner
 from tests.support.scripted_gateway import TOKEN, ScriptedGateway
@@ -67,8 +68,19 @@ class BlockingExchange(LocalExchange):
 class Rank:
     """A life that runs on a thread."""
 
-    def __init__(self, folder: Path, target: str, *, token: str, form: FormGroupFunction) -> None:
-        self.runner = FakeRunner()
+    def __init__(
+        self,
+        folder: Path,
+        target: str,
+        *,
+        token: str,
+        form: FormGroupFunction,
+        runner: FakeRunner | None = None,
+        rejoins: bool = False,
+        local_memory_percent: int | None = None,
+    ) -> None:
+        self.runner = runner or FakeRunner()
+        self.heartbeat = HeartbeatMemory()
         self.gave_up = threading.Event()
         self._exit_codes: list[int] = []
         self._link = GatewayLink(target=target, token=token, connect_timeout_s=20)
@@ -85,7 +97,11 @@ class Rank:
             form=form,
             abort_timeout_s=0.2,
             give_up=self.gave_up.set,
+            heartbeat=Heartbeat.open(Path(self.heartbeat.path)),
+            local_memory_percent=lambda: local_memory_percent,
+            rejoins=rejoins,
         )
+        self.heartbeat.release()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -101,10 +117,10 @@ class Rank:
 
 @contextmanager
 def joined(
-    folder: Path, *, token: str = TOKEN, form: FormGroupFunction = form_group
+    folder: Path, *, token: str = TOKEN, form: FormGroupFunction = form_group, **more: Any
 ) -> Iterator[tuple[ScriptedGateway, Rank]]:
     with ScriptedGateway(folder) as gateway:
-        yield gateway, Rank(folder, gateway.target, token=token, form=form)
+        yield gateway, Rank(folder, gateway.target, token=token, form=form, **more)
 
 
 def forming(*exchanges: LocalExchange) -> FormGroupFunction:
@@ -464,3 +480,93 @@ def _wait_for(event: Any) -> None:
     while not event.is_set():
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+@pytest.mark.parametrize("percent", [99, 0, None])
+def test_where_memory_lies_is_told_with_the_load(percent: int | None, tmp_path: Path) -> None:
+    with joined(tmp_path, local_memory_percent=percent) as (gateway, rank):
+        loaded = serve_epoch(gateway, 1)
+        shut_down(gateway, 1, rank)
+
+    assert (loaded.local_memory_percent if loaded.HasField("local_memory_percent") else None) == percent
+
+
+def test_heartbeat_tells_how_far_the_rank_is_and_when_it_hangs(tmp_path: Path) -> None:
+    stepping, go_on = threading.Event(), threading.Event()
+
+    def slow_step() -> None:
+        stepping.set()
+        _wait_for(go_on)
+
+    with joined(tmp_path) as (gateway, rank):
+        gateway.expect("hello")
+        joining = rank.heartbeat.read()
+        gateway.tell(7, form_group=form_message())
+        gateway.expect("formed")
+        load(gateway, 7)
+        allocate(gateway, 7)
+        rank.runner.on_execute = slow_step
+        gateway.tell(7, step_plan=step(1, 0))
+        assert stepping.wait(20)
+        working = rank.heartbeat.read()
+        go_on.set()
+        gateway.expect("step_result")
+        shut_down(gateway, 7, rank)
+
+    assert (joining.standing, joining.due_s) == (Standing.JOINING, 0)
+    assert (working.standing, working.epoch, working.loads, working.steps) == (Standing.SERVING, 7, 1, 0)
+    assert 0 < working.due_s - time.monotonic() <= 2 * 20
+    assert (rank.heartbeat.read().steps, rank.heartbeat.read().due_s) == (1, 0)
+
+
+def next_folder(folder: Path) -> Path:
+    (folder / "next").mkdir()
+    return folder / "next"
+
+
+@pytest.mark.parametrize("by", ["shutdown", "hang up"])
+def test_a_life_whose_gateway_ends_says_so_and_the_next_keeps_the_weights(by: str, tmp_path: Path) -> None:
+    with joined(tmp_path, rejoins=True) as (gateway, first):
+        serve_epoch(gateway, 5)
+        if by == "shutdown":
+            gateway.tell(5, shutdown=ranks_pb2.Shutdown(reason="rolled out anew"))
+        else:
+            gateway.hang_up(grpc.StatusCode.UNAVAILABLE)
+        first.exit_code()
+    assert (first.life.gateway_lost, first.life.was_in_group) == (True, True)
+    with ScriptedGateway(next_folder(tmp_path)) as gateway:
+        second = Rank(tmp_path, gateway.target, token=TOKEN, form=form_group, runner=first.runner)
+        loaded = serve_epoch(gateway, 1)  # another gateway counts epochs from 1
+        shut_down(gateway, 1, second)
+    assert loaded.load_s == 0.0
+
+
+def test_a_load_under_way_is_finished_when_the_gateway_goes_and_another_life_follows(tmp_path: Path) -> None:
+    loading, go_on = threading.Event(), threading.Event()
+
+    def slow_load() -> None:
+        loading.set()
+        _wait_for(go_on)
+
+    with joined(tmp_path, rejoins=True) as (gateway, rank):
+        form_epoch(gateway, 1)
+        rank.runner.on_load = slow_load
+        gateway.tell(1, load_model=ranks_pb2.LoadModel(dtype="float32", max_model_len=128))
+        assert loading.wait(20)
+        gateway.hang_up(grpc.StatusCode.UNAVAILABLE)
+        assert not rank.gave_up.wait(0.5)
+        go_on.set()
+        rank.exit_code()
+    assert rank.life.gateway_lost
+    assert not rank.gave_up.is_set()
+
+
+def test_a_rank_that_was_told_to_leave_or_refused_has_not_lost_its_gateway(tmp_path: Path) -> None:
+    with joined(tmp_path) as (gateway, rank):
+        gateway.expect("hello")
+        rank.life.request_leave("SIGTERM")
+        assert rank.exit_code() == EXIT_OK
+    assert (rank.life.gateway_lost, rank.life.was_in_group) == (False, False)
+    with joined(tmp_path, token="wrong") as (_, refused):
+        assert refused.exit_code() == EXIT_PERMANENT
+    assert not refused.life.gateway_lost

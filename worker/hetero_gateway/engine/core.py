@@ -36,6 +36,7 @@ from hetero_gateway.engine.request import FinishReason, GenerationRequest, Reque
 from hetero_gateway.engine.scheduler import Scheduler
 from hetero_gateway.engine.step import EngineStats, RequestUpdate, ScheduledStep
 from hetero_gateway.engine.stream import FinishedEvent, RequestStream, Timings, Usage
+from hetero_gateway.engine.throughput import Throughput
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ class EngineCore:
         self._new_detokenizer = new_detokenizer
         self._clock = clock
         self._scheduler = Scheduler(config)
+        self._throughput = Throughput()
         self._active: dict[str, _Active] = {}
         self._group: _Group | None = None
         self._unavailable = "no group of ranks has formed yet"
@@ -100,6 +102,7 @@ class EngineCore:
         if self._group is not None:
             self._close("another group of ranks has taken over", EngineUnavailable)
         self._scheduler.reset(num_blocks=num_blocks)
+        self._throughput.forget()
         self._group = _Group(executor, on_broken)
 
     def lose(self, reason: str) -> None:
@@ -152,6 +155,11 @@ class EngineCore:
         """Counts, consistent with one another."""
         return self._scheduler.stats()
 
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens per second of stepping on the group that was opened last, of late; 0 before any."""
+        return self._throughput.tokens_per_second
+
     # --- the loop ---------------------------------------------------------------------------------------
 
     async def run(self) -> None:
@@ -175,8 +183,10 @@ class EngineCore:
             step = self._scheduler.schedule(self._clock())
             if step is None:
                 return False
+            began_s = self._clock()
             result = await self._execute(group, step)
             if result is not None:
+                self._throughput.add_step(self._clock() - began_s, tokens=len(result.token_ids))
                 self._take(result)
         except (GroupLost, StepMismatch) as error:
             self._break(group, str(error), EngineUnavailable)

@@ -79,6 +79,11 @@ class Epoch:
         """Whether something has ended it; `run` may not have come to raise that yet."""
         return self._over.done()
 
+    @property
+    def stalled_s(self) -> float:
+        """Seconds that the step in flight, of warm-up or of requests, has been out; 0 when there is none."""
+        return self._executor.stalled_s
+
     async def run(self) -> NoReturn:
         """Live. Raises EpochEnded."""
         deadline_s = asyncio.get_running_loop().time() + self._settings.rendezvous_timeout_s

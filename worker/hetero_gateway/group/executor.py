@@ -32,6 +32,7 @@ class GroupExecutor:
         self._step_timeout_s = step_timeout_s
         self._observe_step = observe_step
         self._last_step_id = 0
+        self._sent_s: float | None = None
         self._awaited: asyncio.Future[ranks_pb2.StepResult] | None = None
         self._lost: str | None = None
 
@@ -41,7 +42,7 @@ class GroupExecutor:
             raise GroupLost(self._lost)
         if self._awaited is not None:
             raise EngineFault(f"step {self._last_step_id} is still in flight")
-        started_s = time.monotonic()
+        started_s = self._sent_s = time.monotonic()
         self._awaited = asyncio.get_running_loop().create_future()
         try:
             self._send(plan)
@@ -53,10 +54,15 @@ class GroupExecutor:
                 "(spec.recovery.stepTimeoutSeconds)"
             ) from error
         finally:
-            self._awaited = None
+            self._awaited = self._sent_s = None
         self._observe_step(time.monotonic() - started_s)
         result.step_id = plan.step_id
         return result
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds that the step in flight has been out; 0 when there is none."""
+        return 0.0 if self._sent_s is None else time.monotonic() - self._sent_s
 
     def take_result(self, result: ranks_pb2.StepResult) -> None:
         """Rank 0's answer. Raises RankMisbehaved unless it answers the step in flight."""

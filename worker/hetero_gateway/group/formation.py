@@ -40,6 +40,7 @@ _STATES: Final = {
     Phase.LOADING: GroupState.LOADING,
     Phase.READY: GroupState.READY,
 }
+_LAST_STATES: Final = (GroupState.DRAINING, GroupState.CLOSED)
 
 
 class Group:
@@ -114,7 +115,7 @@ class Group:
     def _join(self, link: RankLink, message: ranks_pb2.RankMessage) -> None:
         if message.epoch != 0:
             raise RankMisbehaved(f"hello is spoken in epoch 0, not {message.epoch}")
-        if self.state in (GroupState.DRAINING, GroupState.CLOSED):
+        if self.state in _LAST_STATES:
             raise RankRefused("the gateway is shutting down")
         member = self._roster.admit(link, message.hello)
         logger.info("%s joined from %s instance=%s", member, link.peer, message.hello.instance_id)
@@ -145,7 +146,7 @@ class Group:
     async def run(self) -> None:
         """Form epochs until cancelled."""
         while True:
-            while self.failed or not self._roster.is_complete():
+            while self.failed or self.state in _LAST_STATES or not self._roster.is_complete():
                 self._joined.clear()
                 await self._joined.wait()
             await self._live_epoch()
@@ -210,18 +211,25 @@ class Group:
             self._eviction = None
 
     def _enter(self, state: GroupState) -> None:
+        if self.state is GroupState.DRAINING and state is not GroupState.CLOSED:
+            return  # the epoch may go on, and end; the group comes back from draining no more
         self.state = state
         self._on_state(state)
 
     # --- the end, and what there is to tell -------------------------------------------------------------
 
+    def drain(self) -> None:
+        """No new requests, no new epoch, no new rank; requests in flight go on. For good."""
+        if self.state not in _LAST_STATES:
+            self._core.drain()
+            self._enter(GroupState.DRAINING)
+
     def close(self, reason: str) -> None:
-        """Over: requests in flight end with EngineUnavailable, ranks are told to exit. `run` must be cancelled."""
+        """Over: requests in flight end with EngineUnavailable, ranks are told. `run` must be cancelled."""
         if self.state is GroupState.CLOSED:
             return
-        self._enter(GroupState.DRAINING)
+        self.drain()
         self._cancel_eviction()
-        self._core.drain()
         self._core.lose(reason)
         self._current = None
         shutdown = ranks_pb2.GatewayMessage(epoch=self.epoch, shutdown=ranks_pb2.Shutdown(reason=reason))
@@ -234,6 +242,11 @@ class Group:
     def is_ready(self) -> bool:
         """Whether requests are served."""
         return self.state is GroupState.READY and self._core.is_serving
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds that the step which the ranks compute has been out; 0 when there is none."""
+        return self._current.stalled_s if self._current is not None else 0.0
 
     @property
     def world_size(self) -> int:
@@ -252,6 +265,9 @@ class Group:
             failed=self.failed,
             block_size=self._settings.block_size,
             num_blocks=max(0, epoch.num_blocks - 1) if epoch is not None else 0,
+            placement_mode=self._settings.placement_mode,
+            tokens_per_second=self._core.tokens_per_second,
+            stalled_s=self.stalled_s,
         )
 
     def _reason(self) -> str:

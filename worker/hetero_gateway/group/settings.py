@@ -9,7 +9,7 @@ from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan
 from hetero_api.spec import HeteroInference
 from hetero_gateway.group.placement import ExpectedPlace, expected_places, make_shard_plan
-from hetero_gateway.group.support import resolve_dtype, resolve_max_model_len
+from hetero_gateway.group.support import resolve_dtype, resolve_max_model_len, resolve_placement_mode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +19,7 @@ class GroupSettings:
     name: str
     places: tuple[ExpectedPlace, ...]
     shard_plan: ShardPlan
+    placement_mode: str
     model_fingerprint: str
     dtype: str
     max_model_len: int
@@ -40,6 +41,7 @@ class GroupSettings:
             name=resource.metadata.name,
             places=expected_places(spec),
             shard_plan=make_shard_plan(spec, config),
+            placement_mode=resolve_placement_mode(spec),
             model_fingerprint=model_fingerprint,
             dtype=resolve_dtype(spec),
             max_model_len=resolve_max_model_len(spec, config),

@@ -23,6 +23,11 @@ def resolve_dtype(spec: HeteroInferenceSpec) -> str:
     return str(DType.FLOAT32 if spec.model.dtype == DType.AUTO else spec.model.dtype)
 
 
+def resolve_placement_mode(spec: HeteroInferenceSpec) -> str:
+    """The placement mode in force: Auto is Tensor, the only one that this version has."""
+    return str(PlacementMode.TENSOR if spec.placement.mode == PlacementMode.AUTO else spec.placement.mode)
+
+
 def resolve_max_model_len(spec: HeteroInferenceSpec, config: ModelConfig) -> int:
     """Longest prompt plus completion, in tokens."""
     return spec.model.max_model_len or config.max_position

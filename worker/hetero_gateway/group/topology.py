@@ -42,12 +42,15 @@ def _describe(
         status.place.pod_name = member.hello.pod_name or place.pod_name
         status.place.host_id = member.hello.host_id
         status.place.device.CopyFrom(member.hello.device)
+        status.pin_message = member.hello.device.pin_message
     if epoch is not None and epoch.phase is not Phase.FORMING:
         status.shard.CopyFrom(shard)
         loaded, allocated = epoch.loaded.get(place.rank), epoch.allocated.get(place.rank)
         if loaded is not None:
             status.weight_bytes, status.load_s = loaded.weight_bytes, loaded.load_s
             status.kernels.extend(loaded.kernels)
+            if loaded.HasField("local_memory_percent"):
+                status.local_memory_percent = loaded.local_memory_percent
         if allocated is not None:
             status.kv_bytes = allocated.kv_bytes
     return status

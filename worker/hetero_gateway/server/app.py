@@ -1,8 +1,9 @@
 """The gateway process: read, listen, serve, end.
 
-Exit status 0 after SIGTERM or SIGINT, EXIT_USAGE when command line, resource or a port is wrong, EXIT_PERMANENT when
-the model's files are, EXIT_FAILURE when the gateway itself breaks. Whatever a person can mend is told in one line a
-problem, as the last lines on stderr.
+The first SIGTERM or SIGINT drains: new requests are refused, those in flight have the drain timeout to finish; the
+second ends at once. Either way the exit status is 0. It is EXIT_USAGE when command line, resource or a port is wrong,
+EXIT_PERMANENT when the model's files are, EXIT_FAILURE when the gateway itself breaks. Whatever a person can mend is
+told in one line a problem, as the last lines on stderr.
 """
 
 from __future__ import annotations
@@ -10,12 +11,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Final
 
-from hetero_api.contract import EXIT_FAILURE, EXIT_OK, EXIT_PERMANENT, EXIT_USAGE
+from hetero_api.contract import EXIT_FAILURE, EXIT_PERMANENT, EXIT_USAGE
 from hetero_api.errors import HeteroError, ManifestError, ModelError, PlanError
 from hetero_gateway.group.errors import UnsupportedSpecError
 from hetero_gateway.server.config import PROGRAM, GatewayConfig
@@ -23,10 +22,9 @@ from hetero_gateway.server.errors import BindError
 from hetero_gateway.server.gateway import Addresses, Gateway, Ports
 from hetero_gateway.server.model_files import ServedModel, read_model
 from hetero_gateway.server.state_file import ListeningState, write_state
+from hetero_gateway.server.stopping import SHUTTING_DOWN, StopSignals, serve_until
 
 logger = logging.getLogger(__name__)
-
-SHUTTING_DOWN: Final = "the gateway is shutting down"
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -49,36 +47,22 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
 
 
 async def _live(config: GatewayConfig, model: ServedModel) -> int:
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
-    gateway = Gateway(model, token=config.token)
+    stop = StopSignals(asyncio.get_running_loop())
+    gateway = Gateway(model, token=config.token, admin_token=config.admin_token)
     try:
         addresses = await gateway.listen(_ports(config, model))
         _announce(config, model, addresses)
-        return await _serve_until(stopping, gateway)
+        return await serve_until(stop, gateway, drain_timeout_s=_drain_timeout_s(config, model))
     finally:
         await gateway.close(SHUTTING_DOWN)
         if config.state_file is not None:
             config.state_file.unlink(missing_ok=True)
 
 
-async def _serve_until(stopping: asyncio.Event, gateway: Gateway) -> int:
-    serving = asyncio.create_task(gateway.serve())
-    waiting = asyncio.create_task(stopping.wait())
-    await asyncio.wait((serving, waiting), return_when=asyncio.FIRST_COMPLETED)
-    waiting.cancel()
-    if serving.done():
-        logger.critical("the gateway broke", exc_info=serving.exception())
-        return EXIT_FAILURE
-    logger.info("asked to stop")
-    # Before the loops end: so the engine's readers are told this reason.
-    gateway.core.drain()
-    gateway.core.lose(SHUTTING_DOWN)
-    serving.cancel()
-    await asyncio.wait((serving,))
-    return EXIT_OK
+def _drain_timeout_s(config: GatewayConfig, model: ServedModel) -> float:
+    if config.drain_timeout_s is not None:
+        return config.drain_timeout_s
+    return model.resource.spec.gateway.drain_timeout_seconds
 
 
 def _ports(config: GatewayConfig, model: ServedModel) -> Ports:

@@ -1,8 +1,9 @@
 """Gateway: the parts of one gateway, wired, and their common life.
 
 `listen` binds every port before anything is served; `serve` runs the engine and the group until it is cancelled or
-one of them breaks; `close` ends requests, tells the ranks to exit and stops the servers, in this order. Everything
-runs on one asyncio loop, except the metrics' HTTP server.
+one of them breaks; `drain` refuses new requests and lets those in flight finish; `close` ends requests, tells the
+ranks that this gateway is over and stops the servers, in this order. Everything runs on one asyncio loop, except the
+HTTP server of probes and metrics.
 """
 
 from __future__ import annotations
@@ -17,16 +18,21 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from hetero_api.contract import GATEWAY_SERVICES, MAX_INFERENCE_MESSAGE_BYTES, MAX_RANKS_MESSAGE_BYTES, VERSION
+from hetero_api.probe_server import ProbeServer
 from hetero_api.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, ranks_pb2, ranks_pb2_grpc
 from hetero_gateway.engine.core import EngineCore
 from hetero_gateway.group.formation import Group
 from hetero_gateway.group.topology import GroupState
 from hetero_gateway.server.admin import AdminServicer
+from hetero_gateway.server.bearer import Bearer, BearerInterceptor
+from hetero_gateway.server.errors import BindError
 from hetero_gateway.server.health import WHOLE_SERVER, HealthServicer
 from hetero_gateway.server.inference import Facts, InferenceServicer, Standing
 from hetero_gateway.server.listening import bind, new_server
-from hetero_gateway.server.metrics import EngineReading, GatewayMetrics, MetricsServer
+from hetero_gateway.server.loop_reader import LoopReader
+from hetero_gateway.server.metrics import EngineReading, GatewayMetrics
 from hetero_gateway.server.model_files import ServedModel
+from hetero_gateway.server.probes import GatewayProbes
 from hetero_gateway.server.ranks import RanksServicer
 
 logger = logging.getLogger(__name__)
@@ -41,7 +47,7 @@ _INFERENCE_SERVICE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """Where to listen; 0 lets the system choose, None leaves the metrics out."""
+    """Where to listen; 0 lets the system choose, None leaves probes and metrics out."""
 
     host: str
     inference: int
@@ -62,9 +68,10 @@ class Addresses:
 class Gateway:
     """See the module. To be made on the loop that runs it."""
 
-    def __init__(self, model: ServedModel, *, token: str) -> None:
+    def __init__(self, model: ServedModel, *, token: str, admin_token: str | None = None) -> None:
         self._metrics = GatewayMetrics()
-        self._metrics_server: MetricsServer | None = None
+        self._probe_server: ProbeServer | None = None
+        self._step_timeout_s = model.group_settings.step_timeout_s
         self.core = EngineCore(model.engine_config, new_detokenizer=model.tokenizer.detokenizer)
         self.group = Group(
             model.group_settings,
@@ -75,8 +82,9 @@ class Gateway:
         # The admin port's health is the process's; the inference port's is the replica's.
         self._health = HealthServicer([WHOLE_SERVER, *GATEWAY_SERVICES])
         self._admin_health = HealthServicer([WHOLE_SERVER, _ADMIN_SERVICE, *GATEWAY_SERVICES])
-        self._inference = self._inference_server(model)
-        self._admin = self._admin_server()
+        self._servicer = self._inference_servicer(model)
+        self._inference = self._inference_server()
+        self._admin = self._admin_server(admin_token)
         self._ranks = new_server(max_message_bytes=MAX_RANKS_MESSAGE_BYTES)
         ranks_pb2_grpc.add_RanksServicer_to_server(RanksServicer(self.group, token=token), self._ranks)
 
@@ -88,9 +96,8 @@ class Gateway:
             ranks=bind(self._ranks, host=ports.host, port=ports.ranks, option="--ranks-port"),
         )
         if ports.metrics is not None:
-            self._metrics.watch_engine(self._read_engine, loop=asyncio.get_running_loop())
-            self._metrics_server = MetricsServer.start(self._metrics, host=ports.host, port=ports.metrics)
-            logger.info("metrics on %s port %d", ports.host, self._metrics_server.port)
+            self._probe_server = self._start_probes(ports.host, ports.metrics)
+            logger.info("probes and metrics on %s port %d", ports.host, self._probe_server.port)
         for server in self._servers:
             await server.start()
         self._admin_health.set_serving([WHOLE_SERVER, _ADMIN_SERVICE], True)
@@ -102,15 +109,24 @@ class Gateway:
             tasks.create_task(self.core.run(), name="engine")
             tasks.create_task(self.group.run(), name="group")
 
+    def drain(self) -> None:
+        """Refuse new requests, and say so to health and probes; those in flight go on."""
+        self.group.drain()
+
+    async def wait_idle(self) -> None:
+        """Return once no Generate call is in flight, however its last one ended."""
+        await self._servicer.wait_idle()
+
     async def close(self, reason: str) -> None:
         """End everything; `serve` must have ended. A second call does nothing."""
         self.group.close(reason)
         self._health.close()
         self._admin_health.close()
         await asyncio.gather(*(server.stop(STOP_GRACE_S) for server in self._servers))
-        if self._metrics_server is not None:
-            await self._metrics_server.stop()
-            self._metrics_server = None
+        if self._probe_server is not None:
+            # In a thread: it waits for an answer under way, which may be waiting for this loop.
+            await asyncio.to_thread(self._probe_server.stop)
+            self._probe_server = None
 
     @property
     def _servers(self) -> tuple[grpc.aio.Server, ...]:
@@ -128,9 +144,22 @@ class Gateway:
     def _read_engine(self) -> EngineReading:
         return EngineReading(self.core.stats(), epoch=self.group.epoch, ready=self.group.is_ready)
 
-    def _inference_server(self, model: ServedModel) -> grpc.aio.Server:
-        server = new_server(max_message_bytes=MAX_INFERENCE_MESSAGE_BYTES)
-        servicer = InferenceServicer(
+    def _start_probes(self, host: str, port: int) -> ProbeServer:
+        reader = LoopReader(asyncio.get_running_loop())
+        self._metrics.watch_engine(self._read_engine, reader)
+        probes = GatewayProbes(self.group, reader, step_timeout_s=self._step_timeout_s)
+        try:
+            return ProbeServer.start(
+                host=host,
+                port=port,
+                probes={"/livez": probes.live, "/readyz": probes.ready},
+                registry=self._metrics.registry,
+            )
+        except OSError as error:
+            raise BindError(f"--metrics-port: cannot listen on {host} port {port}: {error.strerror}") from error
+
+    def _inference_servicer(self, model: ServedModel) -> InferenceServicer:
+        return InferenceServicer(
             self.core,
             tokenizer=model.tokenizer,
             facts=Facts(
@@ -142,12 +171,16 @@ class Gateway:
             standing=self._standing,
             metrics=self._metrics,
         )
-        inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
+
+    def _inference_server(self) -> grpc.aio.Server:
+        server = new_server(max_message_bytes=MAX_INFERENCE_MESSAGE_BYTES)
+        inference_pb2_grpc.add_InferenceServicer_to_server(self._servicer, server)
         _add_health_and_reflection(server, self._health, _INFERENCE_SERVICE)
         return server
 
-    def _admin_server(self) -> grpc.aio.Server:
-        server = new_server(max_message_bytes=MAX_INFERENCE_MESSAGE_BYTES)
+    def _admin_server(self, token: str | None) -> grpc.aio.Server:
+        interceptors = [] if token is None else [BearerInterceptor(Bearer(token, whose="the administrator's"))]
+        server = new_server(max_message_bytes=MAX_INFERENCE_MESSAGE_BYTES, interceptors=interceptors)
         servicer = AdminServicer(topology=self.group.topology, stats=self.core.stats)
         admin_pb2_grpc.add_AdminServicer_to_server(servicer, server)
         _add_health_and_reflection(server, self._admin_health, _ADMIN_SERVICE)

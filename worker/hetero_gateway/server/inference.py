@@ -6,6 +6,7 @@ last message, a status, the client's cancellation or its disappearance, the requ
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -74,10 +75,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._metrics = metrics
         self._clock = clock
         self._started_s = clock()
+        self._in_flight = _InFlight()
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateEvent]:  # noqa: N802
         outcome = _Outcome()
-        # Runs as soon as the call is over, also when it ends while a message is being written.
+        self._in_flight.enter()
+        # These run as soon as the call is over, also when it ends while a message is being written.
+        when_over(context, self._in_flight.leave)
         when_over(context, lambda: self._metrics.count_request(outcome.name))
         async with answering(context, "Generate"):
             with outcome.named():
@@ -122,6 +126,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 waiting_requests=stats.waiting_requests,
             )
 
+    async def wait_idle(self) -> None:
+        """Return once no Generate call is in flight."""
+        await self._in_flight.none.wait()
+
     async def _generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateEvent]:
         arrived_s = self._clock()
         deadline_s = _deadline(context, now=arrived_s)
@@ -162,6 +170,24 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 return await encode_text(self._tokenizer, request.text)
             case _:
                 return list(request.token_ids.ids)
+
+
+class _InFlight:
+    """How many calls are; `none` is set while there is none."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self.none = asyncio.Event()
+        self.none.set()
+
+    def enter(self) -> None:
+        self._count += 1
+        self.none.clear()
+
+    def leave(self) -> None:
+        self._count -= 1
+        if not self._count:
+            self.none.set()
 
 
 class _Outcome:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from typing import Any, Final
 
 import grpc
@@ -27,13 +28,13 @@ _OPTIONS: Final[tuple[tuple[str, Any], ...]] = (
 )
 
 
-def new_server(*, max_message_bytes: int) -> grpc.aio.Server:
+def new_server(*, max_message_bytes: int, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> grpc.aio.Server:
     """A server that listens nowhere yet."""
     sizes = (
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.max_receive_message_length", max_message_bytes),
     )
-    return grpc.aio.server(options=[*_OPTIONS, *sizes])
+    return grpc.aio.server(options=[*_OPTIONS, *sizes], interceptors=list(interceptors))
 
 
 def bind(server: grpc.aio.Server, *, host: str, port: int, option: str) -> str:

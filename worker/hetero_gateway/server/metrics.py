@@ -1,24 +1,21 @@
 """Prometheus metrics of one gateway, in a registry of their own.
 
 Counters and histograms are written where things happen; what the engine counts itself is read from it at each scrape.
-A scrape runs in the HTTP server's thread and the engine belongs to the event loop, so the reading is done there.
+A scrape runs in a thread of the probe server's and the engine belongs to the event loop, so the reading is done there.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from threading import Thread
 from typing import Final
-from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from hetero_gateway.engine.step import EngineStats
-from hetero_gateway.server.errors import BindError
+from hetero_gateway.server.loop_reader import LoopReader
 
 _SCRAPE_TIMEOUT_S: Final = 5.0
 _STEP_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -81,50 +78,21 @@ class GatewayMetrics:
     def count_request(self, outcome: str) -> None:
         self._requests.labels(outcome).inc()
 
-    def watch_engine(self, read: Callable[[], EngineReading], *, loop: asyncio.AbstractEventLoop) -> None:
+    def watch_engine(self, read: Callable[[], EngineReading], reader: LoopReader) -> None:
         """Read the engine, on its loop, at every scrape."""
-        self.registry.register(_EngineCollector(read, loop))
+        self.registry.register(_EngineCollector(read, reader))
 
 
 class _EngineCollector(Collector):
-    def __init__(self, read: Callable[[], EngineReading], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, read: Callable[[], EngineReading], reader: LoopReader) -> None:
         self._read = read
-        self._loop = loop
+        self._reader = reader
 
     def collect(self) -> Iterator[Metric]:
-        reading = asyncio.run_coroutine_threadsafe(self._read_on_loop(), self._loop).result(_SCRAPE_TIMEOUT_S)
+        reading = self._reader.read(self._read, timeout_s=_SCRAPE_TIMEOUT_S)
         for name, text in _GAUGES.items():
             yield GaugeMetricFamily(f"hetero_{name}", text, value=getattr(reading.stats, name))
         for name, text in _COUNTERS.items():
             yield CounterMetricFamily(f"hetero_{name}", text, value=getattr(reading.stats, name))
         yield GaugeMetricFamily("hetero_epoch", "The group's epoch.", value=reading.epoch)
         yield GaugeMetricFamily("hetero_ready", "1 while requests are served.", value=float(reading.ready))
-
-    async def _read_on_loop(self) -> EngineReading:
-        return self._read()
-
-
-class MetricsServer:
-    """GET /metrics over HTTP, in a thread of its own."""
-
-    def __init__(self, server: WSGIServer, thread: Thread) -> None:
-        self._server = server
-        self._thread = thread
-
-    @classmethod
-    def start(cls, metrics: GatewayMetrics, *, host: str, port: int) -> MetricsServer:
-        """Raises BindError."""
-        try:
-            return cls(*start_http_server(port, addr=host, registry=metrics.registry))
-        except OSError as error:
-            raise BindError(f"--metrics-port: cannot listen on {host} port {port}: {error.strerror}") from error
-
-    @property
-    def port(self) -> int:
-        return int(self._server.server_port)
-
-    async def stop(self) -> None:
-        """Wait for the scrape under way, which may be waiting for this loop."""
-        await asyncio.to_thread(self._server.shutdown)
-        self._server.server_close()
-        self._thread.join()

@@ -7,17 +7,16 @@ neither the group nor the loop. Nothing is read from who does not hold the group
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 from collections.abc import AsyncIterator
 from typing import Final
 
 import grpc
 
-from hetero_api.contract import AUTHORIZATION_KEY
 from hetero_api.v1 import ranks_pb2, ranks_pb2_grpc
 from hetero_gateway.group.formation import Group
 from hetero_gateway.group.rank_link import LinkEnd, RankLink
+from hetero_gateway.server.bearer import Bearer
 from hetero_gateway.server.statuses import Context, RpcStatus, abort, answering, clip, when_over
 
 logger = logging.getLogger(__name__)
@@ -35,13 +34,14 @@ class RanksServicer(ranks_pb2_grpc.RanksServicer):
 
     def __init__(self, group: Group, *, token: str) -> None:
         self._group = group
-        self._authorization = f"Bearer {token}".encode()
+        self._bearer = Bearer(token, whose="this group's")
 
     async def Join(  # noqa: N802
         self, request_iterator: AsyncIterator[ranks_pb2.RankMessage], context: Context
     ) -> AsyncIterator[ranks_pb2.GatewayMessage]:
         async with answering(context, "Join"):
-            await self._authenticate(context)
+            if not self._bearer.is_shown(context.invocation_metadata()):
+                await self._bearer.refuse(context)
             link = RankLink(context.peer())
             reader = asyncio.create_task(self._read(request_iterator, link))
             when_over(context, lambda: self._hang_up(link, reader))
@@ -52,20 +52,6 @@ class RanksServicer(ranks_pb2_grpc.RanksServicer):
             closing = link.closing
             if closing is not None and closing.end in _CODES:
                 await abort(context, RpcStatus(_CODES[closing.end], clip(closing.reason)))
-
-    async def _authenticate(self, context: Context) -> None:
-        shown = [value for key, value in context.invocation_metadata() or () if key == AUTHORIZATION_KEY]
-        raw = shown[0] if len(shown) == 1 else ""
-        value = raw.encode() if isinstance(raw, str) else raw
-        if not hmac.compare_digest(value, self._authorization):
-            logger.warning("peer=%s wanted to join without the group's token", context.peer())
-            await abort(
-                context,
-                RpcStatus(
-                    grpc.StatusCode.UNAUTHENTICATED,
-                    f"metadata {AUTHORIZATION_KEY!r} must be 'Bearer TOKEN' with this group's token",
-                ),
-            )
 
     async def _read(self, messages: AsyncIterator[ranks_pb2.RankMessage], link: RankLink) -> None:
         reason = "the rank's process ended or left"

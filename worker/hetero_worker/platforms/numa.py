@@ -11,7 +11,7 @@ import mmap
 import os
 import platform
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -21,6 +21,7 @@ _SET_MEMPOLICY: Final = {"x86_64": 238, "aarch64": 237}
 """System call numbers by machine; glibc has no wrapper."""
 _PROBE_BYTES: Final = 1 << 20
 _NODE_PAGES: Final = re.compile(r"\bN(\d+)=(\d+)")
+_PAGE_KIB: Final = re.compile(r"\bkernelpagesize_kB=(\d+)")
 
 
 class Kernel(Protocol):
@@ -81,6 +82,33 @@ class LinuxKernel:
                 return parse_numa_maps((self._proc_root / "self" / "numa_maps").read_text(), address)
             except OSError:
                 return None
+
+
+def local_memory_percent(nodes: Collection[int], *, proc_root: Path = Path("/proc")) -> int | None:
+    """Share of this process's anonymous memory that lies on `nodes`, in whole percent, rounded down.
+
+    None when there are no nodes to speak of, or the kernel does not tell. Walks the whole memory: about a second for
+    128 GiB in small pages.
+    """
+    try:
+        by_node = anonymous_bytes((proc_root / "self" / "numa_maps").read_text())
+    except OSError:
+        return None
+    total = sum(by_node.values())
+    return sum(by_node.get(node, 0) for node in nodes) * 100 // total if nodes and total else None
+
+
+def anonymous_bytes(text: str) -> dict[int, int]:
+    """Bytes by node of the anonymous mappings that numa_maps tells of: what no file is behind."""
+    by_node: dict[int, int] = {}
+    for line in text.splitlines():
+        if " anon=" not in line or " file=" in line:
+            continue
+        page = _PAGE_KIB.search(line)
+        page_bytes = int(page.group(1)) * 1024 if page else mmap.PAGESIZE
+        for node, pages in _NODE_PAGES.findall(line):
+            by_node[int(node)] = by_node.get(int(node), 0) + int(pages) * page_bytes
+    return by_node
 
 
 def parse_numa_maps(text: str, address: int) -> dict[int, int] | None:

@@ -34,8 +34,12 @@ class LoadedShard:
     load_s: float
 
     def serves(self, request: LoadRequest) -> bool:
-        """Whether these weights are what `request` asks for; bounds and memory do not matter to them."""
-        return _identity(self.request) == _identity(request)
+        """Whether these weights are what `request` asks for; bounds and memory do not matter to them.
+
+        A shorter longest sequence does not either: the table of rotations is only longer than need be.
+        """
+        is_long_enough = request.max_model_len <= self.request.max_model_len
+        return is_long_enough and _identity(self.request) == _identity(request)
 
     def report(self, request: LoadRequest, *, load_s: float) -> LoadReport:
         """Raises MemoryBudgetError when the request's memory leaves nothing for the cache."""
@@ -115,5 +119,4 @@ def _identity(request: LoadRequest) -> tuple[object, ...]:
         request.dtype,
         request.shard_plan,
         request.rank,
-        request.max_model_len,
     )

@@ -1,0 +1,149 @@
+"""What a rank pod's supervisor promises about processes, with stand-ins for the ranks."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from hetero_api.contract import EXIT_OK, EXIT_PERMANENT, EXIT_USAGE
+from tests.support.local_group import alive, wait_for
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
+
+REPOSITORY = Path(__file__).parents[2]
+PATIENCE_S = 30.0
+_RUNS = re.compile(r"rank (\d) runs as (\d+)")
+
+
+class Pod:
+    """A supervisor as a process, and all that it has written."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line.rstrip("\n"))
+
+    def pids(self, rank: int) -> list[int]:
+        """Of every start of a rank, in order."""
+        found = [_RUNS.search(line) for line in list(self.lines)]
+        return [int(match.group(2)) for match in found if match and int(match.group(1)) == rank]
+
+    def until_started(self, rank: int, *, times: int = 1) -> int:
+        wait_for(lambda: len(self.pids(rank)) >= times, PATIENCE_S, lambda: "\n".join(self.lines))
+        return self.pids(rank)[-1]
+
+    def exit_code(self) -> int:
+        code = self.process.wait(PATIENCE_S)
+        self._reader.join(PATIENCE_S)
+        return code
+
+    def left_over(self) -> list[int]:
+        return [pid for rank in range(2) for pid in self.pids(rank) if alive(pid)]
+
+
+@contextmanager
+def pod(*behaviours: str, grace_s: float = 20.0) -> Iterator[Pod]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.stand_in_pod", str(grace_s), *behaviours],
+        cwd=REPOSITORY,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            yield Pod(process)
+        finally:
+            process.kill()
+
+
+def test_a_rank_that_dies_is_started_anew_and_its_neighbour_is_left_alone() -> None:
+    with pod("exit-once:1", "serve") as running:
+        running.until_started(0, times=2)
+        neighbour = running.until_started(1)
+        running.process.send_signal(signal.SIGTERM)
+        assert running.exit_code() == EXIT_OK
+    assert running.pids(1) == [neighbour]
+    assert "local_rank=0 ended with exit code 1; starting it anew in 0.02 s" in running.lines
+
+
+@pytest.mark.parametrize("code", [EXIT_PERMANENT, EXIT_USAGE])
+def test_what_a_new_start_cannot_cure_ends_the_pod_with_the_ranks_last_lines(code: int) -> None:
+    with pod("serve", f"exit:{code}:Traceback|ModelError: model.safetensors: is cut short") as running:
+        assert running.exit_code() == code
+        assert running.left_over() == []
+    told = running.lines.index(f"local_rank=1 ended with exit code {code}, and this container with it:")
+    assert running.lines[told + 2 :] == ["Traceback", "ModelError: model.safetensors: is cut short"]
+
+
+def test_a_rank_that_dies_again_and_again_ends_the_pod_with_its_exit_code() -> None:
+    with pod("exit:7:out of luck") as running:
+        assert running.exit_code() == 7
+    assert len(set(running.pids(0))) == 4  # at once, then after 0.02, 0.04 and 0.08 s
+    assert running.lines[-1] == "out of luck"
+
+
+def test_a_killed_rank_is_started_anew() -> None:
+    with pod("serve", "serve") as running:
+        subprocess.run(["kill", "-KILL", str(running.until_started(1))], check=True)
+        running.until_started(1, times=2)
+        assert running.pids(0) == [running.until_started(0)]
+        running.process.send_signal(signal.SIGTERM)
+        assert running.exit_code() == EXIT_OK
+    assert "local_rank=1 ended with exit code 137; starting it anew in 0.02 s" in running.lines
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_ranks_are_asked_to_leave_when_the_pod_is(number: signal.Signals) -> None:
+    with pod("serve", "serve") as running:
+        running.until_started(0)
+        running.until_started(1)
+        running.process.send_signal(number)
+        assert running.exit_code() == EXIT_OK
+        assert running.left_over() == []
+    assert {"rank 0 leaves", "rank 1 leaves"} <= set(running.lines)
+
+
+def test_a_rank_that_does_not_leave_is_killed_after_the_grace_time() -> None:
+    with pod("ignore-term", "serve", grace_s=0.3) as running:
+        running.until_started(0)
+        running.until_started(1)
+        running.process.send_signal(signal.SIGTERM)
+        assert running.exit_code() == EXIT_OK
+        assert running.left_over() == []
+    assert "rank 1 leaves" in running.lines
+
+
+def test_a_second_signal_does_not_wait_for_the_grace_time() -> None:
+    with pod("ignore-term", grace_s=600) as running:
+        running.until_started(0)
+        began_s = time.monotonic()
+        running.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: any("asking the ranks" in line for line in running.lines), PATIENCE_S, lambda: "")
+        running.process.send_signal(signal.SIGTERM)
+        assert running.exit_code() == EXIT_OK
+        assert time.monotonic() - began_s < 20
+        assert running.left_over() == []
+
+
+def test_no_rank_outlives_a_supervisor_that_is_killed() -> None:
+    with pod("ignore-term", "serve") as running:
+        running.until_started(0)
+        running.until_started(1)
+        running.process.kill()
+        running.exit_code()
+        wait_for(lambda: not running.left_over(), PATIENCE_S, lambda: str(running.left_over()))

@@ -1,0 +1,92 @@
+"""What a rank writes is what its supervisor reads."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from hetero_worker.heartbeat import Beat, Heartbeat, HeartbeatMemory, Standing
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture
+def memory() -> HeartbeatMemory:
+    return HeartbeatMemory()
+
+
+def writer(memory: HeartbeatMemory) -> Heartbeat:
+    heartbeat = Heartbeat.open(Path(memory.path))
+    memory.release()
+    return heartbeat
+
+
+def test_before_the_first_word_a_rank_is_starting(memory: HeartbeatMemory) -> None:
+    assert memory.read() == Beat(Standing.STARTING, 0, 0.0, 0, 0)
+    memory.release()
+
+
+def test_standing_epoch_steps_and_loads_are_read(memory: HeartbeatMemory) -> None:
+    heartbeat = writer(memory)
+    for standing in (Standing.JOINING, Standing.FORMED, Standing.LOADED, Standing.SERVING):
+        heartbeat.stand(standing, epoch=3)
+    heartbeat.count_step()
+    heartbeat.count_step()
+    assert memory.read() == Beat(Standing.SERVING, 3, 0.0, 2, 1)
+    heartbeat.stand(Standing.JOINING, epoch=3)
+    assert memory.read().loads == 1
+
+
+def test_only_work_is_late(memory: HeartbeatMemory) -> None:
+    heartbeat = writer(memory)
+    now_s = time.monotonic()
+    with heartbeat.working(10):
+        beat = memory.read()
+        assert beat.overdue_s(now_s + 9) == 0
+        assert 4 < beat.overdue_s(now_s + 15) <= 5
+    assert memory.read().overdue_s(now_s + 1_000_000) == 0
+
+
+def test_work_that_raises_is_over(memory: HeartbeatMemory) -> None:
+    heartbeat = writer(memory)
+    with pytest.raises(KeyError), heartbeat.working(10):
+        raise KeyError
+    assert memory.read().due_s == 0
+
+
+def test_a_reader_never_sees_half_a_beat(memory: HeartbeatMemory) -> None:
+    heartbeat = writer(memory)
+    done = threading.Event()
+
+    def write() -> None:
+        for epoch in range(20_000):
+            heartbeat.stand(Standing.JOINING if epoch % 2 else Standing.SERVING, epoch=epoch)
+        done.set()
+
+    thread = threading.Thread(target=write)
+    heartbeat.stand(Standing.SERVING, epoch=0)
+    thread.start()
+    while not done.is_set():
+        beat = memory.read()
+        assert beat.standing is (Standing.JOINING if beat.epoch % 2 else Standing.SERVING)
+    thread.join()
+
+
+def test_nobody_has_to_read() -> None:
+    heartbeat = Heartbeat.open(None)
+    with heartbeat.working(1):
+        heartbeat.stand(Standing.JOINING, epoch=0)
+
+
+def test_reading_leaves_no_descriptor_behind() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(10):
+        writer(HeartbeatMemory())
+    import gc
+
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before

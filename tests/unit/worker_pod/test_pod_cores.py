@@ -1,0 +1,89 @@
+"""Which cores the ranks of a pod get, by what the kubelet gave the container."""
+
+from __future__ import annotations
+
+import pytest
+
+from hetero_api.host.cores import LogicalCore
+from hetero_api.spec import NumaPolicy
+from hetero_worker.pod.cores import plan_pod_cores
+
+pytestmark = pytest.mark.unit
+
+REQUIRED, BEST_EFFORT, NONE = NumaPolicy.REQUIRED, NumaPolicy.BEST_EFFORT, NumaPolicy.NONE
+
+
+def node(*, nodes: int = 2, physical: int = 8, threads: int = 2) -> tuple[LogicalCore, ...]:
+    """Cores numbered as Linux does: all first threads, then all second ones; `physical` cores on each NUMA node."""
+    total = nodes * physical
+    return tuple(
+        LogicalCore(thread * total + index, index // physical, index)
+        for thread in range(threads)
+        for index in range(total)
+    )
+
+
+def cpuset(*numbers: int, machine: tuple[LogicalCore, ...] | None = None) -> list[LogicalCore]:
+    return [core for core in machine or node() if core.number in numbers]
+
+
+def cores(
+    available: list[LogicalCore] | tuple[LogicalCore, ...],
+    *,
+    ranks: int = 1,
+    threads: int,
+    ordinal: int = 0,
+    policy: NumaPolicy = REQUIRED,
+) -> list[tuple[int, ...]]:
+    plan = plan_pod_cores(available, pool="cpu", ranks=ranks, threads=threads, ordinal=ordinal, policy=policy)
+    assert not plan.problems
+    assert not plan.warnings
+    return [grant.cores for grant in plan.grants[0]]
+
+
+def test_exclusive_cpus_are_taken_as_they_are() -> None:
+    assert cores(cpuset(3, 4, 5, 6), threads=4) == [(3, 4, 5, 6)]
+
+
+def test_both_threads_of_a_core_make_one_core() -> None:
+    plan = plan_pod_cores(cpuset(2, 3, 18, 19), pool="cpu", ranks=1, threads=4, ordinal=0, policy=REQUIRED)
+    ((grant,),) = plan.grants
+    assert (grant.cores, grant.num_threads) == ((2, 3), 2)
+
+
+def test_ranks_of_a_pod_never_share_a_physical_core() -> None:
+    assert cores(cpuset(2, 3, 18, 19), ranks=2, threads=2) == [(2,), (3,)]
+
+
+def test_each_rank_stays_on_one_numa_node() -> None:
+    assert cores(cpuset(6, 7, 8, 9), ranks=2, threads=2) == [(6, 7), (8, 9)]
+
+
+def test_pods_that_see_the_whole_node_take_different_cores() -> None:
+    taken = [cores(node(), ranks=2, threads=2, ordinal=ordinal) for ordinal in range(4)]
+    assert taken[0] == [(0, 1), (2, 3)]
+    used = [number for grants in taken for grant in grants for number in grant]
+    assert len(set(used)) == len(used) == 16
+
+
+def test_an_ordinal_beyond_the_node_begins_again() -> None:
+    assert cores(node(), threads=8, ordinal=5) == cores(node(), threads=8, ordinal=1)
+
+
+def test_too_few_cpus_are_a_problem_when_required_and_a_warning_else() -> None:
+    few = cpuset(0, 1)
+    refused = plan_pod_cores(few, pool="cpu", ranks=1, threads=4, ordinal=0, policy=REQUIRED)
+    assert "spec.pools[cpu].cpu.coresPerRank: 1 x 4 = 4 cores" in refused.problems[0]
+    warned = plan_pod_cores(few, pool="cpu", ranks=1, threads=4, ordinal=0, policy=BEST_EFFORT)
+    assert "are not bound" in warned.warnings[0]
+    assert warned.grants[0][0].cores == ()
+
+
+def test_a_rank_that_would_span_numa_nodes_is_refused_when_required() -> None:
+    plan = plan_pod_cores(cpuset(7, 8), pool="cpu", ranks=1, threads=2, ordinal=0, policy=REQUIRED)
+    assert "each rank's on one NUMA node" in plan.problems[0]
+
+
+def test_policy_none_binds_nothing() -> None:
+    plan = plan_pod_cores(cpuset(0, 1), pool="gpu", ranks=2, threads=8, ordinal=3, policy=NONE)
+    assert [(grant.cores, grant.num_threads) for grant in plan.grants[0]] == [((), 2), ((), 2)]

@@ -1,0 +1,137 @@
+"""What a rank's main thread is at, for the supervisor beside it: a few numbers in shared memory.
+
+The rank writes at every change, in about a microsecond; nobody has to ask it, so it can be told from outside that a
+main thread hangs. A rank that waits (for a gateway, for its peers, for a request) is not late, however long it takes.
+Work has a limit, and is late after it. Times are of the monotonic clock, which all processes of a machine share.
+
+A writer counts to an odd number before it writes and to an even one after it; a reader that sees an odd number, or
+another one after it read, reads again.
+"""
+
+from __future__ import annotations
+
+import enum
+import mmap
+import os
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+_LAYOUT: Final = struct.Struct("=QQdQQ")
+"""Standing, epoch, end of the current work's limit (0: waiting), steps done, loads done."""
+_COUNTER: Final = struct.Struct("=Q")
+SIZE_BYTES: Final = _COUNTER.size + _LAYOUT.size
+_READS: Final = 100
+
+
+class Standing(enum.IntEnum):
+    """How far a rank is, as `life.RankState` with what comes before it."""
+
+    STARTING = 0
+    JOINING = 1
+    """Waits for a gateway, or for its group to form."""
+    FORMED = 2
+    LOADED = 3
+    SERVING = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """One reading."""
+
+    standing: Standing
+    epoch: int
+    """Number of the epoch, 0 before the first."""
+    due_s: float
+    """Monotonic time by which the current work must have ended; 0 while the rank waits."""
+    steps: int
+    """Steps done by this process."""
+    loads: int
+    """Times that weights were loaded, or found to be loaded, by this process."""
+
+    def overdue_s(self, now_s: float) -> float:
+        """Seconds that the current work is late; 0 when it is not."""
+        return max(0.0, now_s - self.due_s) if self.due_s else 0.0
+
+
+class Heartbeat:
+    """The writing side, for one thread. `memory` is at least SIZE_BYTES long and begins as zeros."""
+
+    def __init__(self, memory: mmap.mmap | bytearray) -> None:
+        self._memory = memory
+        self._counter = 0
+        self._standing = Standing.STARTING
+        self._epoch = 0
+        self._due_s = 0.0
+        self._steps = 0
+        self._loads = 0
+
+    @classmethod
+    def open(cls, path: Path | None) -> Heartbeat:
+        """On a file of SIZE_BYTES; None for one that nobody reads. Raises OSError."""
+        if path is None:
+            return cls(bytearray(SIZE_BYTES))
+        with path.open("r+b") as file:
+            return cls(mmap.mmap(file.fileno(), SIZE_BYTES))
+
+    def stand(self, standing: Standing, *, epoch: int) -> None:
+        """The rank is this far."""
+        self._loads += standing is Standing.LOADED
+        self._standing, self._epoch = standing, epoch
+        self._write()
+
+    def count_step(self) -> None:
+        """A step is done."""
+        self._steps += 1
+        self._write()
+
+    @contextmanager
+    def working(self, limit_s: float) -> Iterator[None]:
+        """Around work that hangs if it takes longer than `limit_s`."""
+        self._due_s = time.monotonic() + limit_s
+        self._write()
+        try:
+            yield
+        finally:
+            self._due_s = 0.0
+            self._write()
+
+    def _write(self) -> None:
+        _COUNTER.pack_into(self._memory, 0, self._counter + 1)
+        _LAYOUT.pack_into(
+            self._memory, _COUNTER.size, self._standing, self._epoch, self._due_s, self._steps, self._loads
+        )
+        self._counter += 2
+        _COUNTER.pack_into(self._memory, 0, self._counter)
+
+
+class HeartbeatMemory:
+    """The reading side: anonymous memory that a child process opens as a file, and that is gone with its last user."""
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("hetero-heartbeat")
+        os.ftruncate(self.fd, SIZE_BYTES)
+        self._memory = mmap.mmap(self.fd, SIZE_BYTES, prot=mmap.PROT_READ)
+
+    @property
+    def path(self) -> str:
+        """The file's name within a child that has inherited `fd` under its number."""
+        return f"/proc/self/fd/{self.fd}"
+
+    def read(self) -> Beat:
+        """The latest beat; a process that has not begun stands at STARTING."""
+        for _ in range(_READS):
+            before = self._memory[: _COUNTER.size]
+            fields = _LAYOUT.unpack_from(self._memory, _COUNTER.size)
+            if self._memory[: _COUNTER.size] == before and before[0] % 2 == 0:
+                break
+        standing, epoch, due_s, steps, loads = fields
+        return Beat(Standing(standing), epoch, due_s, steps, loads)
+
+    def release(self) -> None:
+        """Give up the file, which the child has by now; `read` goes on."""
+        os.close(self.fd)

@@ -1,0 +1,111 @@
+"""The process of a rank pod.
+
+Exit status 0 after SIGTERM or SIGINT; EXIT_USAGE when the command line is wrong; EXIT_PERMANENT when the policy
+Required cannot be fulfilled with the container's cores; EXIT_FAILURE when the probes' port cannot be had; otherwise
+that of the rank that ended the container.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from hetero_api.contract import EXIT_FAILURE, EXIT_PERMANENT
+from hetero_api.cpu_list import format_cpu_list
+from hetero_api.host.cores import CoreGrant, read_cpu_set
+from hetero_api.host.memory import total_memory_bytes
+from hetero_api.host.stop_signals import StopSignals
+from hetero_api.probe_server import ProbeServer
+from hetero_worker.pod.config import PROGRAM, PodConfig
+from hetero_worker.pod.cores import plan_pod_cores
+from hetero_worker.pod.health import PodHealth
+from hetero_worker.pod.rank_process import RankProcess
+from hetero_worker.pod.restarts import RestartPauses
+from hetero_worker.pod.supervisor import PodSupervisor
+
+_log = logging.getLogger(__name__)
+
+_DEFAULT_MEMORY_SHARE: Final = 0.8
+"""Share of the container's memory that ranks without memoryPerRank divide among themselves."""
+
+
+def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """The whole process; its exit status."""
+    config = PodConfig.from_command_line(arguments, environment)
+    logging.basicConfig(
+        level=config.log_level,
+        stream=sys.stderr,
+        format=f"%(asctime)s %(levelname)s pod={config.pod_name.replace('%', '%%')} %(name)s: %(message)s",
+    )
+    plan = plan_pod_cores(
+        read_cpu_set(),
+        pool=config.pool,
+        ranks=config.ranks_per_pod,
+        threads=config.threads_per_rank,
+        ordinal=config.ordinal,
+        policy=config.numa_policy,
+    )
+    for warning in plan.warnings:
+        _log.warning("%s", warning)
+    if plan.problems:
+        sys.stderr.write("".join(f"{PROGRAM}: {problem}\n" for problem in plan.problems))
+        return EXIT_PERMANENT
+    try:
+        return _supervise(config, plan.grants[0], environment)
+    except OSError as error:
+        sys.stderr.write(f"{PROGRAM}: {error}\n")
+        return EXIT_FAILURE
+
+
+def _supervise(config: PodConfig, grants: Sequence[CoreGrant], environment: Mapping[str, str]) -> int:
+    memory_bytes = config.memory_bytes_per_rank or int(
+        total_memory_bytes() * _DEFAULT_MEMORY_SHARE / config.ranks_per_pod
+    )
+    ranks = [
+        RankProcess(
+            local_rank,
+            argv=rank_command(config, local_rank, grant, memory_bytes=memory_bytes),
+            environment=environment,
+            pauses=RestartPauses(),
+        )
+        for local_rank, grant in enumerate(grants)
+    ]
+    with StopSignals() as signals:
+        supervisor = PodSupervisor(ranks, signals=signals, stop_grace_s=config.stop_grace_s)
+        health = PodHealth(ranks, turned_s=lambda: supervisor.turned_s)
+        server = ProbeServer.start(
+            host=config.pod_ip, port=config.health_port, probes=health.probes, registry=health.registry
+        )
+        _log.info("probes and metrics on %s port %d", config.pod_ip, server.port)
+        try:
+            return supervisor.run()
+        finally:
+            server.stop()
+
+
+def rank_command(config: PodConfig, local_rank: int, grant: CoreGrant, *, memory_bytes: int) -> tuple[str, ...]:
+    """The command line of one rank."""
+    options = {
+        "--gateway": config.gateway,
+        "--model": config.model_dir,
+        "--pool": config.pool,
+        "--ordinal": config.ordinal,
+        "--local-rank": local_rank,
+        "--pod-name": config.pod_name,
+        "--cores": format_cpu_list(grant.cores),
+        "--num-threads": grant.num_threads,
+        "--numa-policy": config.numa_policy,
+        "--memory-bytes": memory_bytes,
+        "--store-host": config.pod_ip,
+        "--connect-timeout-s": config.reconnect_timeout_s,
+        "--reconnect-timeout-s": config.reconnect_timeout_s,
+    }
+    return (sys.executable, "-m", "hetero_worker", *(str(part) for option in options.items() for part in option))
+
+
+def run() -> None:
+    """The process's `main`, with this process's arguments and environment."""
+    sys.exit(main(sys.argv[1:], os.environ))

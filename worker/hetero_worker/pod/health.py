@@ -1,0 +1,111 @@
+"""What the kubelet and Prometheus are told of a rank pod.
+
+Started: every rank has had its weights, at one time. Alive: the supervisor's loop turns, and no rank is at work that
+should have ended long ago; a rank that waits (for a gateway, for peers, for its next start) is alive. Ready: every
+rank serves, all in one epoch. Read from heartbeats, in the probe server's threads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from hetero_api.probe_server import Probe
+from hetero_worker.heartbeat import Beat, Standing
+from hetero_worker.pod.rank_process import RankProcess
+
+LOOP_LIMIT_S: Final = 15.0
+"""A supervisor that has not looked for so long is stuck."""
+
+Readings = list[tuple[RankProcess, Beat | None]]
+
+
+class PodHealth:
+    """The probes. `turned_s` is when the supervisor's loop turned last."""
+
+    def __init__(
+        self,
+        ranks: Sequence[RankProcess],
+        *,
+        turned_s: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ranks = tuple(ranks)
+        self._turned_s = turned_s
+        self._clock = clock
+        self._started = False
+        self.registry = CollectorRegistry()
+        self.registry.register(_RankCollector(self._read))
+
+    @property
+    def probes(self) -> dict[str, Probe]:
+        """By path."""
+        return {"/startupz": self.startup, "/livez": self.live, "/readyz": self.ready}
+
+    def startup(self) -> str:
+        """Which ranks have not loaded; "" once all had."""
+        if not self._started:
+            waiting = [
+                f"rank {rank.local_rank} is {_standing(beat)}"
+                for rank, beat in self._read()
+                if beat is None or not beat.loads
+            ]
+            if waiting:
+                return "; ".join(waiting)
+            self._started = True
+        return ""
+
+    def live(self) -> str:
+        """What hangs; "" if nothing does."""
+        now_s = self._clock()
+        if now_s - self._turned_s() > LOOP_LIMIT_S:
+            return f"the supervisor has not looked for {now_s - self._turned_s():.0f} s"
+        late = [(rank, beat.overdue_s(now_s)) for rank, beat in self._read() if beat is not None]
+        return "; ".join(f"rank {rank.local_rank} is {late_s:.0f} s late" for rank, late_s in late if late_s)
+
+    def ready(self) -> str:
+        """Which ranks do not serve; "" if all do, in one epoch."""
+        readings = self._read()
+        idle = [
+            f"rank {rank.local_rank} is {_standing(beat)}"
+            for rank, beat in readings
+            if beat is None or beat.standing is not Standing.SERVING
+        ]
+        epochs = sorted({beat.epoch for _, beat in readings if beat is not None})
+        if not idle and len(epochs) > 1:
+            return f"ranks serve in epochs {', '.join(map(str, epochs))}"
+        return "; ".join(idle)
+
+    def _read(self) -> Readings:
+        return [(rank, rank.beat()) for rank in self._ranks]
+
+
+def _standing(beat: Beat | None) -> str:
+    return "not running" if beat is None else beat.standing.name
+
+
+class _RankCollector(Collector):
+    def __init__(self, read: Callable[[], Readings]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        running = GaugeMetricFamily("hetero_rank_running", "1 while the rank's process runs.", labels=["local_rank"])
+        serving = GaugeMetricFamily("hetero_rank_serving", "1 while the rank serves.", labels=["local_rank"])
+        epoch = GaugeMetricFamily("hetero_rank_epoch", "The rank's epoch.", labels=["local_rank"])
+        steps = CounterMetricFamily("hetero_rank_steps", "Steps done by the rank's process.", labels=["local_rank"])
+        restarts = CounterMetricFamily(
+            "hetero_rank_restarts", "Times that the rank was started anew in its pod.", labels=["local_rank"]
+        )
+        for rank, beat in self._read():
+            label = [str(rank.local_rank)]
+            running.add_metric(label, float(beat is not None))
+            serving.add_metric(label, float(beat is not None and beat.standing is Standing.SERVING))
+            epoch.add_metric(label, beat.epoch if beat is not None else 0)
+            steps.add_metric(label, beat.steps if beat is not None else 0)
+            restarts.add_metric(label, rank.restarts)
+        yield from (running, serving, epoch, steps, restarts)

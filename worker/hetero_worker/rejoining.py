@@ -1,0 +1,118 @@
+"""A rank that outlives its gateway: when that goes away, it keeps its weights and waits for the next.
+
+Each gateway gets a life of its own (`life.RankLife`), which begins with a dial and ends with the stream; what lasts is
+the runner with the weights. So that a gateway can be replaced without a byte of the model being read again. A rank
+with a reconnect timeout of 0 has one life, as on one machine, where the launcher ends everything together.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from hetero_api.contract import EXIT_OK
+
+_log = logging.getLogger(__name__)
+
+FAREWELL_S: Final = 2.0
+"""How long a gateway may take to close its side of the stream when the rank leaves."""
+FIRST_PAUSE_S: Final = 0.2
+LONGEST_PAUSE_S: Final = 15.0
+
+
+class Life(Protocol):
+    """What this needs of RankLife."""
+
+    @property
+    def gateway_lost(self) -> bool:
+        """Whether it ended only because its gateway did."""
+        ...
+
+    @property
+    def was_in_group(self) -> bool:
+        """Whether it had a place in an epoch."""
+        ...
+
+    def run(self) -> int: ...
+
+    def request_leave(self, reason: str) -> None: ...
+
+
+class Link(Protocol):
+    """What this needs of GatewayLink."""
+
+    def finish(self, timeout_s: float) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """One gateway's life, and its stream."""
+
+    life: Life
+    link: Link
+
+
+class RejoiningRank:
+    """See the module. `new_session` is given the longest wait for a gateway to come up, in seconds."""
+
+    def __init__(
+        self,
+        new_session: Callable[[float], Session],
+        *,
+        connect_timeout_s: float,
+        reconnect_timeout_s: float,
+        first_pause_s: float = FIRST_PAUSE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._new_session = new_session
+        self._connect_timeout_s = connect_timeout_s
+        self._reconnect_timeout_s = reconnect_timeout_s
+        self._first_pause_s = first_pause_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._leaving = threading.Event()
+        self._life: Life | None = None
+
+    def run(self) -> int:
+        """Live; returns the process's exit code, which is that of the last life."""
+        patience_s, pause_s = self._connect_timeout_s, self._first_pause_s
+        lost_s = self._clock()
+        while True:
+            exit_code, was_in_group, gateway_lost = self._live(patience_s)
+            if not gateway_lost or not self._reconnect_timeout_s:
+                return exit_code
+            if was_in_group:
+                lost_s, pause_s = self._clock(), self._first_pause_s
+            patience_s = self._reconnect_timeout_s - (self._clock() - lost_s)
+            if patience_s <= 0:
+                _log.error("no gateway has taken this rank within %g s", self._reconnect_timeout_s)
+                return exit_code
+            _log.warning("waiting up to %.0f s for a gateway that takes this rank; its weights stay", patience_s)
+            if self._leaving.wait(pause_s):
+                return EXIT_OK
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def request_leave(self, reason: str) -> None:
+        """Leave in good order, soon. From any thread."""
+        with self._lock:
+            self._leaving.set()
+            if self._life is not None:
+                self._life.request_leave(reason)
+
+    def _live(self, patience_s: float) -> tuple[int, bool, bool]:
+        """A life with one gateway: exit code, whether it was in a group, whether its gateway was lost."""
+        with self._lock:
+            if self._leaving.is_set():
+                return EXIT_OK, False, False
+            session = self._new_session(patience_s)
+            life = self._life = session.life
+        try:
+            return life.run(), life.was_in_group, life.gateway_lost
+        finally:
+            with self._lock:
+                self._life = None
+            session.link.finish(FAREWELL_S)
