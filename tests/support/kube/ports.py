@@ -1,0 +1,30 @@
+"""Free ports on loopback, from below the kernel's ephemeral range.
+
+A server that stops and comes back on its port must find it free: a port from the ephemeral range could meanwhile have
+become the local end of somebody's outgoing connection.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+
+from tests.support.kube.errors import ComponentFailed
+
+HOST = "127.0.0.1"
+RANGE = range(18000, 32000)
+ATTEMPTS = 200
+
+
+def free_port() -> int:
+    """A port that nobody listens at now."""
+    for _ in range(ATTEMPTS):
+        port = random.choice(RANGE)
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((HOST, port))
+            except OSError:
+                continue
+            return port
+    raise ComponentFailed(f"no free port on {HOST} between {RANGE.start} and {RANGE.stop}")
