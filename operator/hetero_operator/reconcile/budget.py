@@ -1,0 +1,242 @@
+"""The budget of restarts: how often ranks restarted, and pools that have to wait before they try again.
+
+The kubelet restarts containers and StatefulSets make pods anew; the operator counts. It knows what it counted by
+`status.restarts.seen`: of each pod its uid and how often its container had restarted. A pod that is seen for the first
+time counts nothing, nor does anything that the operator itself brought about: a roll-out, a suspension, a wait.
+
+Beyond `maxRestarts` within the window the budget is used up. Containers that crash in place are left to the kubelet and
+its back-off all the same: their pods and logs stay. But pods that fail as a whole, e.g. by a TopologyAffinityError, are
+made anew by a StatefulSet at once, again and again: a pool of such pods gets none until the next attempt, and attempts
+come in gaps that double from 30 s to an hour.
+
+The window begins with its first restart. Once used up, a budget is whole again after a window without a restart. A new
+revision (and with it restartedAt) and a suspension begin anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Final
+
+from hetero_api.contract import LABEL_POOL, LABEL_REVISION
+from hetero_api.spec import HeteroInferenceSpec, RecoverySpec
+from hetero_api.status import ConditionType, HeteroInferenceStatus, RestartsStatus, SeenRestarts
+from hetero_operator.reconcile.inventory import STATEFUL_SET, Inventory
+from hetero_operator.reconcile.model import Object, Observed
+from hetero_operator.reconcile.names import RANK_CONTAINER, Names
+from hetero_operator.reconcile.ownership import is_leaving, label_of
+from hetero_operator.reconcile.revision import revisions_of
+from hetero_operator.reconcile.status.expected import ExpectedPod, expected_pods, rank_pods
+from hetero_operator.reconcile.status.pods import container_status, end_trouble, has_ended, latest_ending, status_of
+from hetero_operator.reconcile.status.stored import stored_status
+from hetero_operator.reconcile.status.text import parsed_time, timestamp
+
+FIRST_GAP_S: Final = 30
+LONGEST_GAP_S: Final = 3600
+
+
+def held_pools(observed: Observed, spec: HeteroInferenceSpec) -> frozenset[str]:
+    """Pools that get no pods before the next attempt; none that only waits for something."""
+    runs = spec.replicas > 0 and not spec.suspend
+    revision = revisions_of(observed.resource, spec).ranks
+    restarts = account(observed, spec, revision=revision, runs=runs)
+    if restarts.next_attempt_time is None:
+        return frozenset()
+    seen = {item.pod: item for item in stored_status(observed.resource).restarts.seen}
+    return _without_pods(observed, spec) | _failing_pools(_pods_of(observed, revision).values(), seen)
+
+
+def account(observed: Observed, spec: HeteroInferenceSpec, *, revision: str, runs: bool) -> RestartsStatus:
+    """Restarts as they stand with this look. `revision` and `runs`: of the ranks that should be there."""
+    stored = stored_status(observed.resource)
+    if not runs:
+        return RestartsStatus()
+    pods = _pods_of(observed, revision)
+    is_new = stored.revision != revision
+    before = RestartsStatus() if is_new else _renewed(stored.restarts, spec.recovery, observed.now)
+    expected = expected_pods(Names(observed.resource["metadata"]["name"]), spec)
+    seen = {item.pod: item for item in before.seen}
+    news = [
+        item
+        for pod in expected
+        if (item := _restart(pod, pods.get(pod.name), seen, remembered=_remembered(stored, pod))) is not None
+    ]
+    after = before.model_copy(update={"seen": _seen(expected, pods, seen, waiting=_without_pods(observed, spec))})
+    counted = _counted(after, news, observed.now) if news else after
+    is_too_much = is_exhausted(counted, spec) and counted.next_attempt_time is None
+    if not is_too_much or not _failing_pools(pods.values(), seen):
+        return counted
+    failed = next((item for item in expected if item.name in pods and has_ended(pods[item.name])), None)
+    return _postponed(counted, _words_of(failed, pods), observed.now)
+
+
+def is_exhausted(restarts: RestartsStatus, spec: HeteroInferenceSpec) -> bool:
+    """Whether there were more restarts than allowed, and no window without one since."""
+    return restarts.count > spec.recovery.max_restarts
+
+
+def next_change(restarts: RestartsStatus, spec: HeteroInferenceSpec) -> datetime | None:
+    """When time alone changes the account."""
+    return parsed_time(restarts.next_attempt_time) or _end_of_window(restarts, spec.recovery)
+
+
+@dataclass(frozen=True, slots=True)
+class _Restart:
+    """Restarts of one pod's ranks since the last look."""
+
+    rank: int
+    count: int
+    reason: str
+    time: str
+
+
+def _restart(
+    expected: ExpectedPod, pod: Object | None, seen: Mapping[str, SeenRestarts], *, remembered: str
+) -> _Restart | None:
+    before = seen.get(expected.name)
+    if pod is None or before is None:
+        return None
+    count = _container_restarts(pod)
+    is_same = before.uid == pod["metadata"]["uid"]
+    more = count - before.count if is_same else count + 1
+    if more <= 0:
+        return None
+    ending = latest_ending(pod, RANK_CONTAINER)
+    words = remembered or "its pod was made anew"
+    if has_ended(pod):
+        words = end_trouble(pod, RANK_CONTAINER).words
+    elif ending is not None:
+        words = str(ending)
+    return _Restart(
+        rank=expected.first_rank,
+        count=more,
+        reason=f"{expected.subject()}: {words}",
+        time=ending.finished_at if ending else "",
+    )
+
+
+def _remembered(stored: HeteroInferenceStatus, expected: ExpectedPod) -> str:
+    """What was told of a pod that is no more: by the account when it was the last, else by Degraded; "" for nothing."""
+    last = stored.restarts
+    told = [last.last_reason] if last.last_rank == expected.first_rank else []
+    told += [item.message for item in stored.conditions if item.type == ConditionType.DEGRADED]
+    subject = expected.subject().rstrip(")")
+    return next((text.partition("): ")[2] for text in reversed(told) if text.startswith(subject)), "")
+
+
+def _container_restarts(pod: Object) -> int:
+    return int(container_status(pod, RANK_CONTAINER).get("restartCount", 0))
+
+
+def _seen(
+    expected: Collection[ExpectedPod],
+    pods: Mapping[str, Object],
+    seen: Mapping[str, SeenRestarts],
+    *,
+    waiting: Collection[str],
+) -> list[SeenRestarts]:
+    """What the count includes from now on; nothing of pools that wait, whose pods are made anew because of us."""
+    entries = []
+    for item in expected:
+        if item.pool in waiting:
+            continue
+        pod, before = pods.get(item.name), seen.get(item.name)
+        if pod is None or (before is None and is_leaving(pod)):
+            entries += [before] if before else []
+        else:
+            entries.append(SeenRestarts(pod=item.name, uid=pod["metadata"]["uid"], count=_container_restarts(pod)))
+    return entries
+
+
+def _renewed(restarts: RestartsStatus, recovery: RecoverySpec, now: datetime) -> RestartsStatus:
+    """The account before this look's restarts: an attempt that is due has begun, a window that is over is forgotten."""
+    attempt = parsed_time(restarts.next_attempt_time)
+    if attempt is not None:
+        if now < attempt:
+            return restarts
+        restarts = restarts.model_copy(update={"window_start": timestamp(attempt), "next_attempt_time": None})
+    end = _end_of_window(restarts, recovery)
+    if end is not None and now >= end:
+        return restarts.model_copy(update={"count": 0, "window_start": None, "attempts": 0})
+    return restarts
+
+
+def _end_of_window(restarts: RestartsStatus, recovery: RecoverySpec) -> datetime | None:
+    """When the count is forgotten; None while there is none."""
+    begin, last = parsed_time(restarts.window_start), parsed_time(restarts.last_time)
+    if begin is None:
+        return None
+    if restarts.count > recovery.max_restarts and last is not None:
+        begin = max(begin, last)
+    return begin + timedelta(seconds=recovery.window_seconds)
+
+
+def _counted(restarts: RestartsStatus, news: Collection[_Restart], now: datetime) -> RestartsStatus:
+    last = min(news, key=lambda item: item.rank)
+    update = {
+        "count": restarts.count + sum(item.count for item in news),
+        "window_start": restarts.window_start or timestamp(now),
+        "last_rank": last.rank,
+        "last_reason": last.reason,
+        "last_time": last.time or timestamp(now),
+    }
+    return restarts.model_copy(update=update)
+
+
+def _words_of(failed: ExpectedPod | None, pods: Mapping[str, Object]) -> dict[str, object]:
+    """What the account tells of a pod that failed and is still to be seen."""
+    if failed is None:
+        return {}
+    words = end_trouble(pods[failed.name], RANK_CONTAINER).words
+    return {"last_rank": failed.first_rank, "last_reason": f"{failed.subject()}: {words}"}
+
+
+def _postponed(restarts: RestartsStatus, words: Mapping[str, object], now: datetime) -> RestartsStatus:
+    """The next attempt is put off, for longer than the last one was."""
+    attempts = restarts.attempts + 1
+    next_attempt = timestamp(now + timedelta(seconds=gap_s(attempts)))
+    return restarts.model_copy(update={"attempts": attempts, "next_attempt_time": next_attempt, **words})
+
+
+def gap_s(attempts: int) -> int:
+    """Seconds of wait before an attempt; the first is 1."""
+    # Beyond a few attempts the power only grows what the cap cuts off.
+    doublings = min(attempts - 1, 16)
+    return min(LONGEST_GAP_S, FIRST_GAP_S << doublings)
+
+
+def _without_pods(observed: Observed, spec: HeteroInferenceSpec) -> frozenset[str]:
+    """Pools whose StatefulSet asks for no pods."""
+    names, inventory = Names(observed.resource["metadata"]["name"]), Inventory.of(observed)
+    workloads = {pool.name: inventory.named(STATEFUL_SET, names.pool(pool.name), group="apps") for pool in spec.pools}
+    return frozenset(name for name, item in workloads.items() if item is not None and item["spec"]["replicas"] == 0)
+
+
+def _pods_of(observed: Observed, revision: str) -> dict[str, Object]:
+    """Rank pods of a revision by name."""
+    return {name: pod for name, pod in rank_pods(observed).items() if label_of(pod, LABEL_REVISION) == revision}
+
+
+def _failing_pools(pods: Iterable[Object], seen: Mapping[str, SeenRestarts]) -> frozenset[str]:
+    """Pools whose pods end for good, to be made anew at once; `seen` is what the last look saw.
+
+    A StatefulSet's controller makes a pod anew within milliseconds, so the one that ended is seldom to be seen: the new
+    one tells as much. A pod that is Pending since the last look waits for a node, an image or a volume, and would lose
+    its turn.
+    """
+    by_pool: dict[str, list[Object]] = {}
+    for pod in pods:
+        by_pool.setdefault(label_of(pod, LABEL_POOL), []).append(pod)
+    return frozenset(
+        pool
+        for pool, members in by_pool.items()
+        if any(_is_made_anew(pod, seen) for pod in members)
+        or (any(map(has_ended, members)) and not any(status_of(pod).get("phase") == "Pending" for pod in members))
+    )
+
+
+def _is_made_anew(pod: Object, seen: Mapping[str, SeenRestarts]) -> bool:
+    before = seen.get(pod["metadata"]["name"])
+    return before is not None and before.uid != pod["metadata"]["uid"]

@@ -1,0 +1,72 @@
+"""Whether an object has to be applied: the reason that a second reconcile writes nothing.
+
+An object is applied when it is not there, when what we would write is not what we wrote last (a hash in an
+annotation tells), or when a field that we want is not as we want it (somebody changed it). What is more in the live
+object is not ours: defaults of the API server, and fields of others. Nothing is compared by text, so a server that
+orders a list-map differently causes no write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from hetero_api.contract import ANNOTATION_APPLIED
+from hetero_operator.reconcile.model import Object
+from hetero_operator.reconcile.revision import digest
+
+_HASH_LENGTH: Final = 16
+
+_MERGE_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
+    "containers": ("name",),
+    "initContainers": ("name",),
+    "volumes": ("name",),
+    "volumeMounts": ("mountPath",),
+    "env": ("name",),
+    "imagePullSecrets": ("name",),
+    "resourceClaims": ("name",),
+    "claims": ("name", "request"),
+    "ownerReferences": ("uid",),
+}
+"""Lists whose items the API server tells apart by keys and lets several writers share. Others belong to one writer."""
+
+_PORT_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
+    "Service": ("port", "protocol"),
+    "StatefulSet": ("containerPort", "protocol"),
+    "Deployment": ("containerPort", "protocol"),
+}
+"""What `ports` is depends on the kind; a NetworkPolicy's are compared as a whole, for one more would open a door."""
+
+
+def stamped(item: Mapping[str, Any]) -> dict[str, Any]:
+    """An object with the hash of itself in ANNOTATION_APPLIED."""
+    metadata = dict(item["metadata"])
+    annotations = dict(metadata.get("annotations") or {})
+    metadata["annotations"] = {**annotations, ANNOTATION_APPLIED: digest(item, _HASH_LENGTH)}
+    return {**item, "metadata": metadata}
+
+
+def needs_apply(wanted: Object, live: Object | None) -> bool:
+    """Whether a stamped object has to be applied, given what the API server shows; None: nothing of that name."""
+    return live is None or not _holds(live, wanted, field="", kind=wanted["kind"])
+
+
+def _holds(live: Any, wanted: Any, *, field: str, kind: str) -> bool:
+    """Whether `live` has all of `wanted`."""
+    if isinstance(wanted, Mapping):
+        return isinstance(live, Mapping) and all(
+            _holds(live.get(key), value, field=key, kind=kind) for key, value in wanted.items()
+        )
+    if isinstance(wanted, list | tuple):
+        return _holds_list(live or (), wanted, field=field, kind=kind)
+    return type(live) is type(wanted) and bool(live == wanted)
+
+
+def _holds_list(live: Any, wanted: Sequence[Any], *, field: str, kind: str) -> bool:
+    keys = _PORT_KEYS.get(kind) if field == "ports" else _MERGE_KEYS.get(field)
+    if keys is None:
+        return len(live) == len(wanted) and all(
+            _holds(a, b, field=field, kind=kind) for a, b in zip(live, wanted, strict=True)
+        )
+    by_key = {tuple(item.get(key) for key in keys): item for item in live}
+    return all(_holds(by_key.get(tuple(item.get(k) for k in keys)), item, field=field, kind=kind) for item in wanted)

@@ -1,0 +1,121 @@
+"""How a model gets into a pod: always at POD_MODEL_DIR, read-only for the program that serves it.
+
+    pvc://    the claim, mounted
+    file://   the node's folder, mounted
+    oci://    the image, mounted; before Kubernetes 1.35 an init container of that image copies it (needs `cp` in it)
+    hf://     an init container fetches what is missing into the cache, and lays it out
+
+The cache stays mounted in the main container, because what is laid out may be links into it.
+
+Volumes of different sources have different names. Server-side apply joins volumes by name, and Kubernetes 1.20 leaves
+an emptyDir that is no longer applied where it is: a model that moves from the Hub into a claim would end as a volume
+with two sources, which a Deployment is refused for, and of which a StatefulSet never makes a pod.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from hetero_api.contract import ENV_HUB_TOKEN_FILE, POD_CACHE_DIR, POD_HUB_TOKEN_FILE, POD_MODEL_DIR
+from hetero_api.spec import ModelSpec
+from hetero_operator.reconcile.manifests.containers import container, secret_file, tmp_mount
+from hetero_operator.reconcile.manifests.model_uri import CLAIM, HUB, IMAGE, ModelUri, parse_model_uri
+from hetero_operator.reconcile.manifests.rendering import Rendering
+from hetero_operator.reconcile.names import MODEL_CONTAINER
+
+IMAGE_VOLUMES_SINCE: Final = (1, 35)
+"""First version of Kubernetes whose image volumes are on by default."""
+_MODEL: Final = "model"
+_MODEL_CLAIM: Final = "model-claim"
+_MODEL_IMAGE: Final = "model-image"
+_MODEL_FOLDER: Final = "model-folder"
+_CACHE: Final = "model-cache"
+_CACHE_CLAIM: Final = "model-cache-claim"
+_CACHE_FOLDER: Final = "model-cache-folder"
+_HUB_TOKEN: Final = "hub-token"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDelivery:
+    """The parts of a pod that bring its model."""
+
+    volumes: list[dict[str, Any]]
+    mounts: list[dict[str, Any]]
+    """Of the main container."""
+    init_containers: list[dict[str, Any]]
+
+
+def deliver_model(
+    rendering: Rendering, *, image: str, resources: dict[str, Any], tokenizer_only: bool
+) -> ModelDelivery:
+    """Brings the model into a pod; `image` and `resources` are those of an init container, where one is needed."""
+    uri = parse_model_uri(rendering.spec.model.uri)
+    if uri.scheme == HUB:
+        return _fetched(rendering, image=image, resources=resources, tokenizer_only=tokenizer_only)
+    if uri.scheme == IMAGE and rendering.capabilities.version < IMAGE_VOLUMES_SINCE:
+        return _copied(rendering, uri, resources)
+    return _mounted(rendering, uri)
+
+
+def _mounted(rendering: Rendering, uri: ModelUri) -> ModelDelivery:
+    volume: dict[str, Any]
+    if uri.scheme == CLAIM:
+        volume = {"name": _MODEL_CLAIM, "persistentVolumeClaim": {"claimName": uri.source, "readOnly": True}}
+    elif uri.scheme == IMAGE:
+        policy = rendering.spec.images.pull_policy.value
+        volume = {"name": _MODEL_IMAGE, "image": {"reference": uri.source, "pullPolicy": policy}}
+    else:
+        volume = {"name": _MODEL_FOLDER, "hostPath": {"path": uri.path, "type": "Directory"}}
+    below = {"subPath": uri.path} if uri.source and uri.path else {}
+    mount = {"name": volume["name"], "mountPath": POD_MODEL_DIR, "readOnly": True, **below}
+    return ModelDelivery([volume], [mount], [])
+
+
+def _copied(rendering: Rendering, uri: ModelUri, resources: dict[str, Any]) -> ModelDelivery:
+    copy = container(
+        rendering, MODEL_CONTAINER, uri.source, resources=resources,
+        command=["cp", "-a", f"/{uri.path}/.", POD_MODEL_DIR],
+        mounts=[{"name": _MODEL, "mountPath": POD_MODEL_DIR}],
+    )  # fmt: skip
+    return ModelDelivery([{"name": _MODEL, "emptyDir": {}}], [_model_mount()], [copy])
+
+
+def _fetched(rendering: Rendering, *, image: str, resources: dict[str, Any], tokenizer_only: bool) -> ModelDelivery:
+    model = rendering.spec.model
+    cache = _cache_volume(model)
+    token = secret_file(_HUB_TOKEN, model.token_secret_ref, POD_HUB_TOKEN_FILE)
+    fetch = container(
+        rendering, MODEL_CONTAINER, image, resources=resources,
+        command=["python", "-m", "hetero_client.model_delivery"],
+        args=_fetch_arguments(model, tokenizer_only=tokenizer_only),
+        env={ENV_HUB_TOKEN_FILE: POD_HUB_TOKEN_FILE} if token.volumes else {},
+        mounts=[
+            {"name": _MODEL, "mountPath": POD_MODEL_DIR},
+            {"name": cache["name"], "mountPath": POD_CACHE_DIR},
+            tmp_mount(),
+            *token.mounts,
+        ],
+    )  # fmt: skip
+    volumes = [{"name": _MODEL, "emptyDir": {}}, cache, *token.volumes]
+    cache_mount = {"name": cache["name"], "mountPath": POD_CACHE_DIR, "readOnly": True}
+    return ModelDelivery(volumes, [_model_mount(), cache_mount], [fetch])
+
+
+def _fetch_arguments(model: ModelSpec, *, tokenizer_only: bool) -> list[str]:
+    revision = ["--revision", model.revision] if model.revision else []
+    scope = ["--tokenizer-only"] if tokenizer_only else []
+    return ["--uri", model.uri, *revision, "--cache", POD_CACHE_DIR, "--into", POD_MODEL_DIR, *scope]
+
+
+def _cache_volume(model: ModelSpec) -> dict[str, Any]:
+    """The cache's volume. A folder on the node has to be there: the kubelet would make one that only root can write."""
+    if model.cache.claim_name:
+        return {"name": _CACHE_CLAIM, "persistentVolumeClaim": {"claimName": model.cache.claim_name}}
+    if model.cache.host_path:
+        return {"name": _CACHE_FOLDER, "hostPath": {"path": model.cache.host_path, "type": "Directory"}}
+    return {"name": _CACHE, "emptyDir": {}}
+
+
+def _model_mount() -> dict[str, Any]:
+    return {"name": _MODEL, "mountPath": POD_MODEL_DIR, "readOnly": True}

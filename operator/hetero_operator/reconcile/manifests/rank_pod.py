@@ -1,0 +1,142 @@
+"""The pod template of a pool: one container that supervises the pod's ranks."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from hetero_api.contract import (
+    ANNOTATION_RENDER,
+    ENV_GROUP_TOKEN_FILE,
+    ENV_POD_IP,
+    ENV_POD_NAME,
+    LABEL_REVISION,
+    POD_GROUP_TOKEN_FILE,
+    POD_HEALTH_PORT,
+    POD_MODEL_DIR,
+    RANKS_PORT,
+    ROLE_RANK,
+)
+from hetero_api.spec import NumaPolicy, PoolSpec, PoolType
+from hetero_operator.reconcile.manifests.claims import CLAIM_NAME, device_class
+from hetero_operator.reconcile.manifests.containers import (
+    TMP_DIR,
+    container,
+    group_token,
+    pod_field,
+    pod_fields,
+    tmp_mount,
+    tmp_volume,
+)
+from hetero_operator.reconcile.manifests.gang import gang_annotations, gang_labels
+from hetero_operator.reconcile.manifests.model_volumes import ModelDelivery, deliver_model
+from hetero_operator.reconcile.manifests.probes import rank_probes
+from hetero_operator.reconcile.manifests.rendering import Rendering, common_labels, rank_selector
+from hetero_operator.reconcile.manifests.resources import memory, rank_init_resources, rank_resources
+from hetero_operator.reconcile.manifests.scheduling import rank_scheduling
+from hetero_operator.reconcile.names import HEALTH_PORT_NAME, RANK_CONTAINER
+
+GRACE_PERIOD_S: Final = 60
+"""Longest time that ranks take to leave their group."""
+_SHARED_MEMORY: Final = "shared-memory"
+_HUGEPAGES: Final = "hugepages"
+
+
+def rank_template(rendering: Rendering, pool: PoolSpec) -> dict[str, Any]:
+    """Metadata and spec of the pods of a pool."""
+    model = deliver_model(
+        rendering, image=_image(rendering, pool), resources=rank_init_resources(pool), tokenizer_only=False
+    )
+    return {"metadata": _metadata(rendering, pool), "spec": _pod(rendering, pool, model)}
+
+
+def _metadata(rendering: Rendering, pool: PoolSpec) -> dict[str, Any]:
+    user = rendering.spec.pod_metadata
+    return {
+        "labels": {
+            **user.labels,
+            **gang_labels(rendering),
+            **common_labels(rendering, ROLE_RANK),
+            **rank_selector(rendering, pool.name),
+            LABEL_REVISION: rendering.revisions.ranks,
+        },
+        "annotations": {
+            **user.annotations,
+            **gang_annotations(rendering),
+            ANNOTATION_RENDER: rendering.options.operator_version,
+        },
+    }
+
+
+def _pod(rendering: Rendering, pool: PoolSpec, model: ModelDelivery) -> dict[str, Any]:
+    spec = {
+        **pod_fields(rendering, account=rendering.names.rank_account, grace_period_s=GRACE_PERIOD_S),
+        **rank_scheduling(rendering, pool),
+        "containers": [_container(rendering, pool, model)],
+        "volumes": [
+            *model.volumes,
+            *group_token(rendering).volumes,
+            {"name": _SHARED_MEMORY, "emptyDir": {"medium": "Memory", "sizeLimit": memory(pool.shared_memory)}},
+            tmp_volume(),
+            *([{"name": _HUGEPAGES, "emptyDir": {"medium": "HugePages"}}] if _has_hugepages(pool) else []),
+        ],
+    }
+    optional = {
+        "initContainers": model.init_containers,
+        "runtimeClassName": pool.gpu_or_default.runtime_class_name,
+        "resourceClaims": _resource_claims(rendering, pool),
+    }
+    return {**spec, **{key: value for key, value in optional.items() if value}}
+
+
+def _container(rendering: Rendering, pool: PoolSpec, model: ModelDelivery) -> dict[str, Any]:
+    hugepages = [{"name": _HUGEPAGES, "mountPath": "/dev/hugepages"}] if _has_hugepages(pool) else []
+    return container(
+        rendering, RANK_CONTAINER, _image(rendering, pool), resources=rank_resources(pool),
+        command=["python", "-m", "hetero_worker.pod"],
+        args=_arguments(rendering, pool),
+        env={ENV_GROUP_TOKEN_FILE: POD_GROUP_TOKEN_FILE, "HOME": TMP_DIR},
+        env_from_pod=[pod_field(ENV_POD_NAME, "metadata.name"), pod_field(ENV_POD_IP, "status.podIP")],
+        mounts=[
+            *model.mounts,
+            *group_token(rendering).mounts,
+            {"name": _SHARED_MEMORY, "mountPath": "/dev/shm"},
+            tmp_mount(),
+            *hugepages,
+        ],
+        ports=[{"name": HEALTH_PORT_NAME, "containerPort": POD_HEALTH_PORT, "protocol": "TCP"}],
+        **rank_probes(rendering.spec.recovery.startup_timeout_seconds),
+    )  # fmt: skip
+
+
+def _arguments(rendering: Rendering, pool: PoolSpec) -> list[str]:
+    """Command line of `hetero_worker.pod`; it takes its ordinal from the pod's name."""
+    host = rendering.names.gateway_host(rendering.namespace, rendering.options.cluster_domain)
+    is_cpu = pool.type == PoolType.CPU
+    ranks = pool.cpu_or_default if is_cpu else pool.gpu_or_default
+    options = {
+        "--gateway": f"{host}:{RANKS_PORT}",
+        "--model": POD_MODEL_DIR,
+        "--pool": pool.name,
+        "--ranks-per-pod": pool.ranks_per_pod,
+        "--threads-per-rank": ranks.cores_per_rank,
+        "--numa-policy": (pool.cpu_or_default.numa.policy if is_cpu else NumaPolicy.NONE).value,
+        "--memory-bytes-per-rank": ranks.memory_per_rank or 0,
+        "--health-port": POD_HEALTH_PORT,
+    }
+    return [text for option, value in options.items() for text in (option, str(value))]
+
+
+def _image(rendering: Rendering, pool: PoolSpec) -> str:
+    images, options = rendering.spec.images, rendering.options
+    if pool.type == PoolType.GPU:
+        return images.gpu_worker or options.gpu_worker_image
+    return images.cpu_worker or options.cpu_worker_image
+
+
+def _has_hugepages(pool: PoolSpec) -> bool:
+    return pool.cpu is not None and pool.cpu.hugepages is not None
+
+
+def _resource_claims(rendering: Rendering, pool: PoolSpec) -> list[dict[str, Any]]:
+    template = rendering.names.claim_template(pool.name, rendering.revisions.ranks)
+    return [{"name": CLAIM_NAME, "resourceClaimTemplateName": template}] if device_class(pool) else []

@@ -1,0 +1,227 @@
+"""What crosses the border between looking, planning, acting and reporting."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+Object = Mapping[str, Any]
+"""A Kubernetes object as decoded JSON."""
+
+
+class ObjectRef(NamedTuple):
+    """Names an object within the resource's namespace."""
+
+    api_version: str
+    kind: str
+    name: str
+
+    @classmethod
+    def of(cls, item: Object) -> ObjectRef:
+        return cls(item["apiVersion"], item["kind"], item["metadata"]["name"])
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What the API server offers, by discovery."""
+
+    version: tuple[int, int]
+    """Major and minor of Kubernetes, e.g. (1, 33)."""
+    kinds: frozenset[tuple[str, str]]
+    """(apiVersion, kind) of every optional kind that exists, e.g. ("policy/v1", "PodDisruptionBudget")."""
+
+    def has(self, api_version: str, kind: str) -> bool:
+        return (api_version, kind) in self.kinds
+
+
+@dataclass(frozen=True, slots=True)
+class RenderOptions:
+    """What the installation decides, not the user of a resource."""
+
+    gateway_image: str
+    cpu_worker_image: str
+    gpu_worker_image: str
+    operator_version: str
+    cluster_domain: str = "cluster.local"
+    operator_namespace: str = ""
+    """Where the operator runs; "" outside a cluster."""
+    run_as_user: int = 65532
+
+
+@dataclass(frozen=True, slots=True)
+class PodEvent:
+    """A Warning that the cluster recorded about a pod."""
+
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedRank:
+    """One rank as the gateway's Admin.GetTopology tells it."""
+
+    rank: int
+    pool: str
+    pod: str
+    joined: bool
+    loaded: bool
+    device: str = ""
+    pinned: bool = False
+    numa_nodes: tuple[int, ...] | None = None
+    cpus: str = ""
+    local_memory_percent: int | None = None
+    pin_message: str = ""
+    kv_heads: int = 0
+    mlp_columns: int = 0
+    vocabulary_rows: int = 0
+    weight_bytes: int = 0
+    kv_bytes: int = 0
+
+
+class GroupState(StrEnum):
+    """hetero.v1.GroupState without its prefix."""
+
+    NEW = "New"
+    FORMING = "Forming"
+    LOADING = "Loading"
+    READY = "Ready"
+    ABORTED = "Aborted"
+    DRAINING = "Draining"
+    CLOSED = "Closed"
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayReport:
+    """What a gateway answered, or why it did not. `error` is "" when it did."""
+
+    pod: str
+    """Name of the gateway's pod that was asked."""
+    error: str = ""
+    state: GroupState = GroupState.NEW
+    epoch: int = 0
+    reason: str = ""
+    failed: bool = False
+    ranks: tuple[ObservedRank, ...] = ()
+    mode: str = ""
+    exchange: str = ""
+    serving: bool = False
+    """Whether grpc.health.v1 calls hetero.v1.Inference SERVING."""
+    stalled_s: float = 0.0
+    """Age of the oldest step that is not answered; 0 while none is out."""
+    tokens_per_second: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """All that a reconcile knows, taken at `now`."""
+
+    resource: Object
+    """The HeteroInference as stored."""
+    owned: Sequence[Object]
+    """Every object but pods that carries LABEL_NAME with the resource's name, of every kind that we make."""
+    pods: Sequence[Object]
+    """Every pod that carries that label."""
+    now: datetime
+    """With a time zone."""
+    capabilities: Capabilities
+    options: RenderOptions
+    nodes: Mapping[str, Object | None] = field(default_factory=dict)
+    """Nodes that were asked for, by name: None does not exist. A name that is missing is not known."""
+    pod_events: Mapping[str, Sequence[PodEvent]] = field(default_factory=dict)
+    """Warnings by uid of the pod, newest first, of pods that wait."""
+    gateway: GatewayReport | None = None
+    """None: no gateway pod has an address yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deletion:
+    """An object to delete, if it still is the one that was seen."""
+
+    ref: ObjectRef
+    uid: str
+    reason: str
+    grace_period_s: int | None = None
+    """None: the object's own. 0: at once, without a kubelet's word; only for pods on dead nodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewSecret:
+    """A Secret whose values nobody chooses: planning has no randomness, so the executor makes them up."""
+
+    manifest: Object
+    """The Secret without `data` and `stringData`."""
+    generated_keys: tuple[str, ...]
+    """Keys of `data`; each gets a random token of its own, at least 256 bits, printable ASCII, no line end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to do, in this order: create secrets, apply, delete."""
+
+    create: tuple[NewSecret, ...] = ()
+    """Secrets that must never be overwritten: a plain create. One that is there already (409) is as good as done
+    when it is this resource's, and FailureKind.FOREIGN when not."""
+    apply: tuple[Object, ...] = ()
+    """Objects that are not there or not as they should be."""
+    delete: tuple[Deletion, ...] = ()
+    refusal: tuple[str, ...] = ()
+    """Problems of the spec, `path: message`; then nothing of it is applied and what runs is left alone."""
+    refusal_reason: str = ""
+    """PascalCase; "" when the spec is accepted."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self.create or self.apply or self.delete)
+
+
+class FailureKind(StrEnum):
+    """Why the API refused a write."""
+
+    FOREIGN = "Foreign"
+    """An object of that name belongs to someone else."""
+    INVALID = "Invalid"
+    """422 or 400: the object is wrong and will be wrong again."""
+    FORBIDDEN = "Forbidden"
+    """403: a quota, an admission plugin, or a verb that the operator lacks."""
+    TRANSIENT = "Transient"
+    """Everything that trying again may cure."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFailure:
+    """One write that was not done."""
+
+    ref: ObjectRef
+    kind: FailureKind
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a plan."""
+
+    failures: tuple[WriteFailure, ...] = ()
+
+
+class Transition(NamedTuple):
+    """A Kubernetes Event to record on the resource."""
+
+    type: str
+    """Normal or Warning."""
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What to tell, and when to look again."""
+
+    status: Object
+    """The whole new status, decoded JSON."""
+    events: tuple[Transition, ...] = ()
+    look_again_s: float | None = None
+    """Seconds after which time alone changes something; None: only the resync."""

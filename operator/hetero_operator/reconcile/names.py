@@ -1,0 +1,82 @@
+"""Names of the objects that a resource owns, and of what is in its pods: every name is made here.
+
+All are functions of the resource's name, so that nothing has to be remembered: an object that is there is found, one
+that is not is made. Two resources can want the same name (`a` with a pool `b-c`, `a-b` with a pool `c`); whoever
+comes second is told so, and takes nothing over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+RANK_CONTAINER: Final = "rank"
+GATEWAY_CONTAINER: Final = "gateway"
+MODEL_CONTAINER: Final = "model"
+"""The init container that fetches the model."""
+
+HEALTH_PORT_NAME: Final = "health"
+INFERENCE_PORT_NAME: Final = "inference"
+ADMIN_PORT_NAME: Final = "admin"
+RANKS_PORT_NAME: Final = "ranks"
+METRICS_PORT_NAME: Final = "metrics"
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Names of the objects of the resource `resource`."""
+
+    resource: str
+
+    @property
+    def client_service(self) -> str:
+        """The Service that clients dial."""
+        return self.resource
+
+    @property
+    def gateway(self) -> str:
+        """The gateway's Deployment, ServiceAccount, NetworkPolicy, and its headless Service for ranks and operator."""
+        return f"{self.resource}-gateway"
+
+    @property
+    def ranks(self) -> str:
+        """The ranks' headless Service, NetworkPolicy and PodDisruptionBudget."""
+        return f"{self.resource}-ranks"
+
+    @property
+    def rank_account(self) -> str:
+        """The ranks' ServiceAccount."""
+        return f"{self.resource}-rank"
+
+    @property
+    def pod_monitor(self) -> str:
+        return self.resource
+
+    @property
+    def pod_group(self) -> str:
+        """Volcano's PodGroup."""
+        return self.resource
+
+    def pool(self, pool: str) -> str:
+        """The StatefulSet of a pool."""
+        return f"{self.resource}-{pool}"
+
+    def claim_template(self, pool: str, revision: str) -> str:
+        """The ResourceClaimTemplate of a pool: one a revision, because such a template can never be changed."""
+        return f"{self.resource}-{pool}-{revision}"
+
+    def group_secret(self, revision: str) -> str:
+        """The Secret with the tokens of one revision's group."""
+        return f"{self.resource}-group-{revision}"
+
+    def config(self, gateway_revision: str) -> str:
+        """The ConfigMap of one gateway revision."""
+        return f"{self.resource}-{gateway_revision}"
+
+    def queued_group(self, revision: str) -> str:
+        """Kueue's pod group: one a revision, because its size may differ from the last one's."""
+        return f"{self.resource}-{revision}"
+
+    def gateway_host(self, namespace: str, cluster_domain: str) -> str:
+        """DNS name that ranks dial."""
+        return f"{self.gateway}.{namespace}.svc.{cluster_domain}"

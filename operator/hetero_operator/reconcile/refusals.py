@@ -1,0 +1,90 @@
+"""Why a spec is not put in force: it makes no sense, may not follow the last one, or asks what the cluster lacks.
+
+A refused spec changes nothing at all: no object of it is applied, and what runs is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from hetero_api.contract import LABEL_REVISION
+from hetero_api.errors import ManifestError
+from hetero_api.manifest import parse_resource
+from hetero_api.spec import HeteroInferenceSpec
+from hetero_api.spec_cluster import GangScheduler
+from hetero_api.validation import check_transition
+from hetero_operator.reconcile.inventory import Inventory
+from hetero_operator.reconcile.manifests.claims import RESOURCE_CLAIM_TEMPLATE, device_class
+from hetero_operator.reconcile.manifests.config import stored_resource
+from hetero_operator.reconcile.manifests.gang import POD_GROUP
+from hetero_operator.reconcile.model import Capabilities, Object
+from hetero_operator.reconcile.names import Names
+from hetero_operator.reconcile.ownership import ObjectKey, label_of
+
+INVALID_SPEC: Final = "InvalidSpec"
+NOT_SUPPORTED: Final = "NotSupportedByCluster"
+NAME_CONFLICT: Final = "NameConflict"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why nothing is put in force."""
+
+    reason: str
+    """PascalCase."""
+    problems: tuple[str, ...]
+    """`path: message` each."""
+
+
+def read_spec(resource: Object) -> HeteroInferenceSpec | Refusal:
+    """The typed spec of a stored resource, or what is wrong with it."""
+    try:
+        return parse_resource(resource).spec
+    except ManifestError as error:
+        return Refusal(INVALID_SPEC, tuple(error.problems))
+
+
+def transition_refusal(
+    spec: HeteroInferenceSpec, names: Names, inventory: Inventory, *, revision: str
+) -> Refusal | None:
+    """Refusal of a spec, of that revision, that the one in force cannot become, e.g. for another type of a pool."""
+    config = inventory.config_in_force(names)
+    if config is None or label_of(config, LABEL_REVISION) == revision:
+        return None  # what a transition may not change has Effect.RANKS; reading the stored spec costs much
+    in_force = read_spec(stored_resource(config))
+    if isinstance(in_force, Refusal):
+        # A spec in force that this version calls invalid forbids nothing: any valid one is the way out.
+        return None
+    problems = check_transition(in_force, spec)
+    return Refusal(INVALID_SPEC, tuple(problems)) if problems else None
+
+
+def capability_refusal(spec: HeteroInferenceSpec, capabilities: Capabilities) -> Refusal | None:
+    """Refusal of what the cluster cannot do, where leaving it out would not be what the user asked for."""
+    problems = tuple(_lacking(spec, capabilities))
+    return Refusal(NOT_SUPPORTED, problems) if problems else None
+
+
+def conflict_refusal(wanted: Iterator[Object], inventory: Inventory) -> Refusal | None:
+    """Refusal because a name that is needed is taken."""
+    taken = [key for key in map(ObjectKey.of, wanted) if key in inventory.foreign]
+    problems = tuple(
+        f"metadata.name: {key.kind} {key.name} exists and does not belong to this resource" for key in taken
+    )
+    return Refusal(NAME_CONFLICT, problems) if problems else None
+
+
+def _lacking(spec: HeteroInferenceSpec, capabilities: Capabilities) -> Iterator[str]:
+    if not capabilities.has(*RESOURCE_CLAIM_TEMPLATE):
+        for index, pool in enumerate(spec.pools):
+            if device_class(pool):
+                yield f"spec.pools[{index}].cpu.numa.claim: {_missing(RESOURCE_CLAIM_TEMPLATE, capabilities)}"
+    if spec.scheduling.gang.scheduler == GangScheduler.VOLCANO and not capabilities.has(*POD_GROUP):
+        yield f"spec.scheduling.gang.scheduler: {_missing(POD_GROUP, capabilities)}"
+
+
+def _missing(kind: tuple[str, str], capabilities: Capabilities) -> str:
+    major, minor = capabilities.version
+    return f"needs the API {kind[0]} {kind[1]}, which this cluster (Kubernetes {major}.{minor}) does not have"

@@ -1,0 +1,73 @@
+"""Revisions: short hashes of what the user asked for, which decide what has to start anew.
+
+    revision          hash of the fields with Effect.RANKS      and of the annotation restartedAt
+    gateway revision  hash of those and the fields with Effect.GATEWAY
+
+Only the user's words are hashed. A field that equals its default hashes like one that is not there: a version of the
+operator that adds a field changes no hash, and neither do images and other things that the installation decides. So
+an upgrade of the operator restarts nothing. (A default of a released API version is therefore never changed.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+from hetero_api.contract import ANNOTATION_RESTARTED_AT
+from hetero_api.effects import Effect, fields_with
+from hetero_api.spec import HeteroInferenceSpec
+from hetero_operator.reconcile.model import Object
+
+RANK_EFFECTS: Final = frozenset({Effect.RANKS})
+GATEWAY_EFFECTS: Final = frozenset({Effect.RANKS, Effect.GATEWAY})
+_HASH_LENGTH: Final = 10
+
+
+class Revisions(NamedTuple):
+    """The two revisions of a resource, 10 hexadecimal digits each."""
+
+    ranks: str
+    gateway: str
+
+
+def revisions_of(resource: Object, spec: HeteroInferenceSpec) -> Revisions:
+    """Revisions that a resource with this spec asks for."""
+    annotations = resource["metadata"].get("annotations") or {}
+    restarted_at = str(annotations.get(ANNOTATION_RESTARTED_AT, ""))
+    canonical = canonical_spec(spec)
+    return Revisions(
+        ranks=_hash(fields_with(canonical, RANK_EFFECTS), restarted_at),
+        gateway=_hash(fields_with(canonical, GATEWAY_EFFECTS), restarted_at),
+    )
+
+
+def canonical_spec(spec: HeteroInferenceSpec) -> dict[str, Any]:
+    """The spec as decoded JSON with camelCase keys, without fields that equal their default or hold nothing."""
+    dumped = spec.model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude_none=True)
+    return {key: _without_empty(value) for key, value in dumped.items() if not _is_empty(_without_empty(value))}
+
+
+def digest(value: Any, length: int) -> str:
+    """The first hexadecimal digits of the SHA-256 of a value's canonical JSON."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:length]
+
+
+def _hash(fields: Mapping[str, Any], restarted_at: str) -> str:
+    return digest({"spec": fields, "restartedAt": restarted_at}, _HASH_LENGTH)
+
+
+def _without_empty(value: Any) -> Any:
+    """A value without mappings and lists that hold nothing, at any depth; items of lists stay."""
+    if isinstance(value, Mapping):
+        kept = {key: _without_empty(item) for key, item in value.items()}
+        return {key: item for key, item in kept.items() if not _is_empty(item)}
+    if isinstance(value, list):
+        return [_without_empty(item) for item in value]
+    return value
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, Mapping | list) and not value

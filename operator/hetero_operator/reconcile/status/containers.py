@@ -1,0 +1,127 @@
+"""What keeps one container from being ready, as its status tells.
+
+A container that crashes goes round: running, terminated, waiting, running. All the way round it tells its last end, so
+that the status stands still. It is forgotten once the container is ready, is known to be one of the group, or has run
+as long as the kubelet takes to forget it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any, Final
+
+from hetero_operator.reconcile.names import MODEL_CONTAINER
+from hetero_operator.reconcile.status import recorded
+from hetero_operator.reconcile.status.exits import KILLED, Ending
+from hetero_operator.reconcile.status.reasons import Reason
+from hetero_operator.reconcile.status.recorded import Warnings
+from hetero_operator.reconcile.status.text import parsed_time, steady
+from hetero_operator.reconcile.status.troubles import Level, Trouble, absent, broken
+
+RECOVERED_AFTER: Final = timedelta(minutes=10)
+"""The kubelet's back-off starts afresh after this time of running."""
+
+_PULL_REASONS: Final = frozenset(
+    {
+        "ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError",
+        "RegistryUnavailable", "SignatureValidationFailed",
+    }
+)  # fmt: skip
+_CREATING: Final = frozenset({"", "ContainerCreating", "PodInitializing"})
+_LOOP: Final = "CrashLoopBackOff"
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What else is known about a container's pod."""
+
+    now: datetime
+    warnings: Warnings = ()
+    is_joined: bool = False
+    """Whether the gateway talks to it."""
+
+
+def main_trouble(status: Mapping[str, Any], around: Surroundings) -> Trouble | None:
+    """Of a container that has to run all the time; None when it is ready."""
+    state = status.get("state") or {}
+    ending = current_ending(status, around)
+    if ending is not None:
+        return _exit_trouble(status, ending, around.warnings)
+    if "running" in state:
+        return None if status.get("ready") else Trouble(Level.UNREADY, Reason.RANK_NOT_READY, "is not ready")
+    return _waiting_trouble(status, around)
+
+
+def init_trouble(status: Mapping[str, Any], around: Surroundings) -> Trouble | None:
+    """Of a container that has to end before others begin; None when it has."""
+    state = status.get("state") or {}
+    is_model = status.get("name") == MODEL_CONTAINER
+    ended = Ending.of(state)
+    if ended is not None and ended.exit_code == 0:
+        return None
+    ending = current_ending(status, around)
+    if ending is not None:
+        reason = Reason.MODEL_DOWNLOAD_FAILED if is_model else Reason.INIT_CONTAINER_FAILED
+        return broken(reason, f"init container {status.get('name')} {ending}")
+    if "running" in state:
+        if status.get("started") and status.get("ready"):
+            return None  # a sidecar
+        words = "fetches the model" if is_model else f"runs init container {status.get('name')}"
+        return absent(Reason.FETCHING_MODEL if is_model else Reason.STARTING, words)
+    return _waiting_trouble(status, around)
+
+
+def current_ending(status: Mapping[str, Any], around: Surroundings) -> Ending | None:
+    """The end that a container has not recovered from; None when there is none."""
+    state, last = status.get("state") or {}, status.get("lastState") or {}
+    ending = Ending.of(state) or Ending.of(last)
+    running = state.get("running")
+    if ending is None or running is None:
+        return ending
+    started = parsed_time(running.get("startedAt"))
+    recovered = started is not None and around.now - started >= RECOVERED_AFTER
+    return None if recovered or around.is_joined or status.get("ready") else ending
+
+
+def _exit_trouble(status: Mapping[str, Any], ending: Ending, warnings: Warnings) -> Trouble:
+    if ending.is_out_of_memory:
+        return broken(Reason.RANK_OUT_OF_MEMORY, str(ending))
+    if ending.is_start_error:
+        return broken(Reason.CONTAINER_START_FAILED, f"cannot be started: {ending.last_line or ending.reason}")
+    probe = recorded.failed_probe(warnings) if ending.exit_code in KILLED else ""
+    if probe == "Liveness":
+        return broken(Reason.RANK_HUNG, "was stopped because its liveness probe failed")
+    if probe == "Startup":
+        limit = "spec.recovery.startupTimeoutSeconds"
+        return broken(Reason.STARTUP_TIMEOUT, f"was stopped because it was not up in time ({limit})")
+    looping = _endings(status) > 1
+    return broken(Reason.RANK_CRASH_LOOP if looping else Reason.RANK_EXITED, str(ending))
+
+
+def _endings(status: Mapping[str, Any]) -> int:
+    """How often it ended: one that runs now has been started again after each."""
+    is_running = "running" in (status.get("state") or {})
+    return int(status.get("restartCount", 0)) + (not is_running)
+
+
+def _waiting_trouble(status: Mapping[str, Any], around: Surroundings) -> Trouble:
+    waiting = (status.get("state") or {}).get("waiting") or {}
+    reason, said = str(waiting.get("reason") or ""), str(waiting.get("message") or "")
+    if reason in _PULL_REASONS:
+        return _pull_trouble(str(status.get("image") or ""), reason, said, around.warnings)
+    if reason == _LOOP:
+        return broken(Reason.RANK_CRASH_LOOP, "ends again and again", is_vague=True)
+    if reason not in _CREATING:
+        return broken(Reason.CONTAINER_START_FAILED, f"{reason}: {steady(said)}" if said else reason)
+    found = recorded.mount_trouble(around.warnings) or recorded.sandbox_trouble(around.warnings)
+    return found or absent(Reason.STARTING, "its containers are being created")
+
+
+def _pull_trouble(image: str, reason: str, said: str, warnings: Warnings) -> Trouble:
+    error = recorded.pull_error(said, image, warnings)
+    words = f'image "{image}" cannot be pulled'
+    if error:
+        return broken(Reason.IMAGE_PULL, f"{words}: {error}")
+    return broken(Reason.IMAGE_PULL, words, is_vague=reason in ("ImagePullBackOff", "ErrImagePull"))

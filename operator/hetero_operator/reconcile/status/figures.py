@@ -1,0 +1,137 @@
+"""Counts, places and speeds: the status without its conditions."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from hetero_api.contract import LABEL_NAME
+from hetero_api.spec import HeteroInferenceSpec
+from hetero_api.status import PlacedRank, PlacementStatus, PoolStatus, ShareStatus
+from hetero_operator.reconcile.model import GatewayReport, ObservedRank
+from hetero_operator.reconcile.ownership import ObjectKey
+from hetero_operator.reconcile.status.expected import ExpectedPod
+from hetero_operator.reconcile.status.numa import is_pinned
+from hetero_operator.reconcile.status.pods import is_ready, node_of
+from hetero_operator.reconcile.status.situation import FORMED_STATES, Situation
+
+STEADY_WITHIN: Final = 0.2
+"""Share by which a speed has to differ from the one told, to be told anew."""
+
+
+def figures(situation: Situation, *, is_serving: bool) -> dict[str, Any]:
+    """Fields of HeteroInferenceStatus."""
+    told = {
+        "observed_generation": situation.generation,
+        "replicas": int(bool(situation.observed.pods)),
+        "ready_replicas": int(is_serving),
+        "selector": f"{LABEL_NAME}={situation.names.resource}",
+        "restarts": situation.restarts,
+        "endpoint": _endpoint(situation),
+    }
+    if situation.basis is None:
+        return told
+    spec, revisions = situation.basis.spec, situation.basis.revisions
+    ready = sum(pod.num_ranks for pod in situation.expected if _is_ready(situation, pod))
+    told |= {
+        "revision": revisions.ranks,
+        "gateway_revision": revisions.gateway,
+        "world_size": spec.world_size,
+        "ranks": f"{ready}/{spec.world_size}",
+        "ready_ranks": ready,
+        "pools": _pools(situation, spec),
+    }
+    if situation.answer is not None and situation.runs:
+        told |= _of_answer(situation, situation.answer)
+    return told
+
+
+def _of_answer(situation: Situation, answer: GatewayReport) -> dict[str, Any]:
+    placed = [_placed(situation, pod, rank) for pod in situation.expected for rank in situation.told(pod)]
+    return {
+        "epoch": answer.epoch,
+        "placements": [item for item in placed if item is not None],
+        "placement": _placement(situation, answer),
+    }
+
+
+def _placement(situation: Situation, answer: GatewayReport) -> PlacementStatus:
+    if answer.state not in FORMED_STATES:
+        return PlacementStatus()
+    return PlacementStatus(
+        mode=answer.mode,
+        exchange=answer.exchange,
+        measured_tokens_per_second=_steady_speed(
+            answer.tokens_per_second, situation.stored.placement.measured_tokens_per_second
+        ),
+    )
+
+
+def _steady_speed(measured: float | None, told: float | None) -> float | None:
+    """Two digits, and the ones told before while they are about right."""
+    if not measured:
+        return None
+    if told and abs(measured - told) <= STEADY_WITHIN * told:
+        return told
+    return float(f"{measured:.2g}")
+
+
+def _pools(situation: Situation, spec: HeteroInferenceSpec) -> list[PoolStatus]:
+    return [
+        PoolStatus(
+            name=pool.name,
+            desired=pool.ranks,
+            scheduled=sum(pod.num_ranks for pod in pods if _has_node(situation, pod)),
+            ready=sum(pod.num_ranks for pod in pods if _is_ready(situation, pod)),
+            pinned=sum(is_pinned(rank) for pod in pods for rank in situation.told(pod)),
+        )
+        for pool in spec.pools
+        for pods in [[pod for pod in situation.expected if pod.pool == pool.name]]
+    ]
+
+
+def _has_node(situation: Situation, expected: ExpectedPod) -> bool:
+    pod = situation.rank_pods.get(expected.name)
+    return pod is not None and not situation.is_outdated(pod) and bool(node_of(pod))
+
+
+def _is_ready(situation: Situation, expected: ExpectedPod) -> bool:
+    pod = situation.rank_pods.get(expected.name)
+    return pod is not None and not situation.is_outdated(pod) and is_ready(pod)
+
+
+def _placed(situation: Situation, expected: ExpectedPod, rank: ObservedRank) -> PlacedRank | None:
+    """Where a rank is; None while the gateway does not talk to it."""
+    pod = situation.rank_pods.get(expected.name)
+    if not rank.joined or pod is None or rank.pod != expected.name:
+        return None
+    shares = ShareStatus(
+        kv_heads=rank.kv_heads,
+        mlp_columns=rank.mlp_columns,
+        vocabulary_rows=rank.vocabulary_rows,
+        weight_bytes=rank.weight_bytes,
+        kv_bytes=rank.kv_bytes,
+    )
+    return PlacedRank(
+        rank=rank.rank,
+        pool=expected.pool,
+        pod=rank.pod,
+        node=node_of(pod),
+        device=rank.device[:128],
+        numa_nodes=list(rank.numa_nodes)[:64] if rank.numa_nodes is not None else None,
+        cpus=rank.cpus[:1024],
+        local_memory_percent=rank.local_memory_percent,
+        shares=shares,
+    )
+
+
+def _endpoint(situation: Situation) -> str:
+    """Address of the Service that clients dial, once there is one."""
+    key = ObjectKey("", "Service", situation.names.client_service)
+    failed = {failure.ref.name for failure in situation.outcome.failures if failure.ref.kind == key.kind}
+    written = {ObjectKey.of(item): item for item in situation.plan.apply if item["metadata"]["name"] not in failed}
+    service = written.get(key) or situation.inventory.own.get(key)
+    if service is None:
+        return ""
+    namespace = situation.observed.resource["metadata"]["namespace"]
+    domain = situation.observed.options.cluster_domain
+    return f"{key.name}.{namespace}.svc.{domain}:{service['spec']['ports'][0]['port']}"

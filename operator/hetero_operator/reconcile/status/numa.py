@@ -1,0 +1,108 @@
+"""The condition NUMAPinned: what CPU ranks read back from their kernels, and how far that goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from hetero_api.spec import HeteroInferenceSpec, NumaPolicy, PoolSpec, PoolType
+from hetero_operator.reconcile.model import ObservedRank
+from hetero_operator.reconcile.status.expected import ExpectedPod
+from hetero_operator.reconcile.status.findings import FALSE, TRUE, UNKNOWN, Blockers, Finding
+from hetero_operator.reconcile.status.pods import node_of, status_of
+from hetero_operator.reconcile.status.reasons import Reason
+from hetero_operator.reconcile.status.situation import Situation
+from hetero_operator.reconcile.status.text import bounded, steady
+
+LEAST_LOCAL_PERCENT: Final = 90
+"""Less of its memory on its own node means that a rank reads its weights from another. The rest is the interpreter."""
+_GUARANTEED: Final = "Guaranteed"
+
+
+def numa_pinned(situation: Situation, blockers: Blockers) -> Finding:
+    """The first rank that falls short, in rank order."""
+    if situation.basis is None or blockers.idle is not None:
+        return blockers.idle or blockers.finding()
+    pools = [pool for pool in situation.basis.spec.pools_in_rank_order if pool.type == PoolType.CPU]
+    if not pools:
+        return Finding(TRUE, Reason.NO_CPU_RANKS, "No rank computes on a CPU.")
+    unbound = [pool for pool in pools if pool.cpu_or_default.numa.policy is NumaPolicy.NONE]
+    if unbound:
+        return Finding(FALSE, Reason.NOT_REQUESTED, f"numa.policy of {_names(unbound)} is None.")
+    return _of_ranks(situation, blockers, {pool.name for pool in pools})
+
+
+def is_pinned(rank: ObservedRank) -> bool:
+    """Whether a rank proved that its cores, and its memory as far as it can be told, are of one node."""
+    return rank.joined and rank.pinned and _spans_one_node(rank) and _is_local(rank)
+
+
+def _of_ranks(situation: Situation, blockers: Blockers, pools: set[str]) -> Finding:
+    if situation.answer is None:
+        return blockers.finding(status=UNKNOWN)
+    pods = [pod for pod in situation.expected if pod.pool in pools]
+    told = [(pod, rank) for pod in pods for rank in situation.told(pod)]
+    for pod, rank in told:
+        shortcoming = _shortcoming(rank)
+        if shortcoming is not None:
+            reason, words = shortcoming
+            return Finding(FALSE, reason, bounded(f"{_subject(situation, pod, rank)}: {words}"))
+    if not all(situation.has_loaded(pod) for pod in pods):
+        return blockers.finding(status=UNKNOWN)
+    for pod, rank in told:
+        if rank.local_memory_percent is None:
+            words = "is bound, and its kernel does not tell where its memory lies"
+            return Finding(UNKNOWN, Reason.NOT_PROVEN, f"{_subject(situation, pod, rank)}: {words}")
+    return _proven(situation, situation.basis.spec if situation.basis else None, pods)
+
+
+def _shortcoming(rank: ObservedRank) -> tuple[Reason, str] | None:
+    """What a rank that joined lacks."""
+    if not rank.joined:
+        return None
+    if not rank.pinned:
+        return Reason.NOT_PINNED, steady(rank.pin_message) or "is not bound to cores and memory of one NUMA node"
+    if not _spans_one_node(rank):
+        nodes = ", ".join(map(str, rank.numa_nodes or ())) or "none that the kernel tells"
+        return Reason.NOT_PINNED, f"its cores are of NUMA nodes {nodes}, not of one"
+    if not _is_local(rank):
+        return Reason.MEMORY_NOT_LOCAL, f"{rank.local_memory_percent} % of its memory lies on the node of its cores"
+    return None
+
+
+def _spans_one_node(rank: ObservedRank) -> bool:
+    return rank.numa_nodes is not None and len(rank.numa_nodes) == 1
+
+
+def _is_local(rank: ObservedRank) -> bool:
+    return rank.local_memory_percent is None or rank.local_memory_percent >= LEAST_LOCAL_PERCENT
+
+
+def _proven(situation: Situation, spec: HeteroInferenceSpec | None, pods: list[ExpectedPod]) -> Finding:
+    shared = sorted(set(_pools_of_shared_pods(situation, pods)))
+    if spec is None or not shared:
+        return Finding(TRUE, Reason.PINNED, "Cores and memory of every CPU rank are of one NUMA node.")
+    named = _names([pool for pool in spec.pools if pool.name in shared])
+    return Finding(
+        TRUE, Reason.NOT_GUARANTEED,
+        f"Cores and memory of every CPU rank are of one NUMA node, but pods of {named} are not of the class "
+        "Guaranteed: the kubelet may let other pods use their cores. Set cpu.memoryPerRank.",
+    )  # fmt: skip
+
+
+def _pools_of_shared_pods(situation: Situation, pods: list[ExpectedPod]) -> Iterator[str]:
+    for expected in pods:
+        pod = situation.rank_pods.get(expected.name)
+        if pod is not None and status_of(pod).get("qosClass", _GUARANTEED) != _GUARANTEED:
+            yield expected.pool
+
+
+def _subject(situation: Situation, expected: ExpectedPod, rank: ObservedRank) -> str:
+    pod = situation.rank_pods.get(expected.name)
+    one = ExpectedPod(expected.name, expected.pool, rank.rank, 1)
+    return one.subject(node_of(pod) if pod else "")
+
+
+def _names(pools: list[PoolSpec]) -> str:
+    names = ", ".join(pool.name for pool in pools)
+    return f"pool {names}" if len(pools) == 1 else f"pools {names}"

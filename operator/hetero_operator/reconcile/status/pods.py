@@ -1,0 +1,155 @@
+"""What keeps a pod from being ready: the first thing that went wrong on its way from the scheduler to ready."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from hetero_operator.reconcile.model import Object
+from hetero_operator.reconcile.ownership import is_leaving
+from hetero_operator.reconcile.status.containers import Surroundings, init_trouble, main_trouble
+from hetero_operator.reconcile.status.exits import Ending
+from hetero_operator.reconcile.status.nodes import NodeLoss
+from hetero_operator.reconcile.status.reasons import Reason
+from hetero_operator.reconcile.status.recorded import Warnings, scheduling_warning
+from hetero_operator.reconcile.status.text import steady
+from hetero_operator.reconcile.status.troubles import Level, Trouble, absent, broken
+
+_ENDED_PHASES: Final = ("Failed", "Succeeded")
+_EVICTED: Final = frozenset({"Evicted", "Preempting", "Preempted", "Shutdown", "NodeShutdown", "Terminated"})
+_REJECTED: Final = frozenset(
+    {
+        "UnexpectedAdmissionError",
+        "NodeAffinity",
+        "SMTAlignmentError",
+        "InvalidNodeInfo",
+        "AppArmor",
+        "PodOSNotSupported",
+    }
+)
+_OUT_OF: Final = "OutOf"
+"""Begins the reason of a pod whose node has too little of something: OutOfcpu, OutOfnvidia.com/gpu."""
+_REJECTION_PREFIX: Final = "Pod was rejected: "
+
+
+@dataclass(frozen=True, slots=True)
+class PodSurroundings:
+    """What else is known about a pod."""
+
+    containers: Surroundings
+    loss: NodeLoss | None = None
+
+    @property
+    def warnings(self) -> Warnings:
+        return self.containers.warnings
+
+
+def status_of(pod: Object) -> Mapping[str, Any]:
+    return pod.get("status") or {}
+
+
+def node_of(pod: Object) -> str:
+    """Name of the node that it is bound to; "" when it is bound to none."""
+    return str((pod.get("spec") or {}).get("nodeName") or "")
+
+
+def condition(pod: Object, kind: str) -> Mapping[str, Any]:
+    """One of its conditions; empty when it has none of that type."""
+    conditions: Sequence[Mapping[str, Any]] = status_of(pod).get("conditions") or ()
+    return next((item for item in conditions if item.get("type") == kind), {})
+
+
+def is_ready(pod: Object) -> bool:
+    """Whether its kubelet calls it ready, and it is not on its way out."""
+    return not is_leaving(pod) and not has_ended(pod) and condition(pod, "Ready").get("status") == "True"
+
+
+def has_ended(pod: Object) -> bool:
+    """Whether it has ended as a whole and will not run again."""
+    return status_of(pod).get("phase") in _ENDED_PHASES
+
+
+def is_up(pod: Object, container: str) -> bool:
+    """Whether its main container runs."""
+    return not has_ended(pod) and "running" in (container_status(pod, container).get("state") or {})
+
+
+def container_status(pod: Object, name: str) -> Mapping[str, Any]:
+    """Status of a container; empty before its kubelet told any."""
+    statuses: Sequence[Mapping[str, Any]] = status_of(pod).get("containerStatuses") or ()
+    return next((item for item in statuses if item.get("name") == name), {})
+
+
+def latest_ending(pod: Object, container: str) -> Ending | None:
+    """How its main container ended last."""
+    status = container_status(pod, container)
+    return Ending.of(status.get("state") or {}) or Ending.of(status.get("lastState") or {})
+
+
+def pod_trouble(pod: Object, around: PodSurroundings, *, main: str) -> Trouble | None:
+    """What keeps a pod from being ready; None when it is. `main` is the container that the pod is for."""
+    if around.loss is not None:
+        return broken(Reason.NODE_LOST, str(around.loss))
+    if has_ended(pod):
+        return end_trouble(pod, main)
+    if is_leaving(pod):
+        return absent(Reason.POD_TERMINATING, "is being deleted")
+    if not node_of(pod):
+        return _unbound_trouble(pod, around.warnings)
+    return _container_trouble(pod, around.containers, main) or _unready_trouble(pod)
+
+
+def end_trouble(pod: Object, main: str) -> Trouble:
+    """Why a pod has ended as a whole."""
+    status = status_of(pod)
+    reason, said = str(status.get("reason") or ""), steady(str(status.get("message") or ""))
+    said = said.removeprefix(_REJECTION_PREFIX) or reason
+    if reason == "TopologyAffinityError":
+        return broken(Reason.TOPOLOGY_AFFINITY_ERROR, f"the node refused the pod: {reason}: {said}")
+    if reason in _REJECTED or reason.startswith(_OUT_OF):
+        return broken(Reason.POD_REJECTED, f"the node refused the pod: {reason}: {said}")
+    if reason in _EVICTED:
+        return broken(Reason.POD_EVICTED, f"{reason}: {said}")
+    if reason == "NodeLost":
+        return broken(Reason.NODE_LOST, said)
+    ending = latest_ending(pod, main)
+    if reason or ending is None:
+        return broken(Reason.POD_FAILED, f"{reason}: {said}" if reason else "the pod ended, and nobody says why")
+    return broken(Reason.RANK_OUT_OF_MEMORY if ending.is_out_of_memory else Reason.RANK_EXITED, str(ending))
+
+
+def _unbound_trouble(pod: Object, warnings: Warnings) -> Trouble:
+    scheduled = condition(pod, "PodScheduled")
+    said = steady(str(scheduled.get("message") or ""))
+    if scheduled.get("reason") == "SchedulingGated":
+        return absent(Reason.SCHEDULING_GATED, said or "is held back from scheduling")
+    if scheduled.get("status") != "False":
+        said = scheduling_warning(warnings)
+    if said or scheduled.get("status") == "False":
+        return broken(Reason.RANK_UNSCHEDULABLE, said or "no node fits")
+    return absent(Reason.STARTING, "waits for a node")
+
+
+def _container_trouble(pod: Object, around: Surroundings, main: str) -> Trouble | None:
+    """The worst of the init containers, in order; else of the main container; else of the others."""
+    status = status_of(pod)
+    inits: Collection[Mapping[str, Any]] = status.get("initContainerStatuses") or ()
+    for item in inits:
+        found = init_trouble(item, around)
+        if found is not None:
+            return found
+    statuses = sorted(status.get("containerStatuses") or (), key=lambda item: item.get("name") != main)
+    if not statuses:
+        # Its kubelet has not said anything yet; warnings may.
+        return main_trouble({"state": {"waiting": {}}}, around)
+    troubles = [found for item in statuses if (found := main_trouble(item, around)) is not None]
+    return min(troubles, key=lambda found: found.level, default=None)
+
+
+def _unready_trouble(pod: Object) -> Trouble | None:
+    """A pod whose containers are all ready, and which is not: a readiness gate, or a node that is lost."""
+    if condition(pod, "Ready").get("status") == "True":
+        return None
+    said = steady(str(condition(pod, "Ready").get("message") or ""))
+    return Trouble(Level.UNREADY, Reason.RANK_NOT_READY, f"is not ready: {said}" if said else "is not ready")

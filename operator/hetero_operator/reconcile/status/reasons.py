@@ -1,0 +1,172 @@
+"""Every reason that a condition or an Event can have, with what it means and what to do about it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Final
+
+
+class Reason(StrEnum):
+    """Why a condition is as it is."""
+
+    # --- all is well -------------------------------------------------------------------------------------
+    SERVING = "Serving"
+    """The group is formed, steps go forward, and the gateway takes requests."""
+    ACCEPTED = "Accepted"
+    """The spec is valid and in force."""
+    SCHEDULED = "Scheduled"
+    """Every pod has a node."""
+    LOADED = "Loaded"
+    """Every rank has its weights in memory."""
+    FORMED = "Formed"
+    """All ranks are in one epoch."""
+    PINNED = "Pinned"
+    """Every CPU rank read back from the kernel that its cores and memory are of one NUMA node."""
+    AS_EXPECTED = "AsExpected"
+    """Nothing is broken."""
+    COMPLETE = "Complete"
+    """There is nothing left to work toward."""
+    NOT_SUSPENDED = "NotSuspended"
+    """Pods are wanted."""
+
+    # --- asked for by the user ---------------------------------------------------------------------------
+    SUSPENDED = "Suspended"
+    """spec.suspend is true; set it to false to run again."""
+    SCALED_TO_ZERO = "ScaledToZero"
+    """spec.replicas is 0; scale to 1 to run again."""
+    STOPPING = "Stopping"
+    """No pods are wanted; the last of them are ending."""
+
+    # --- under way ---------------------------------------------------------------------------------------
+    ROLLING_OUT = "RollingOut"
+    """Pods of an earlier spec make way for those of the present one."""
+    STARTING = "Starting"
+    """A pod is being created or its containers are; nothing failed so far."""
+    SCHEDULING_GATED = "SchedulingGated"
+    """A queue or another controller holds the pod back before it is scheduled."""
+    FETCHING_MODEL = "FetchingModel"
+    """An init container brings the model's files."""
+    WAITING_FOR_RANKS = "WaitingForRanks"
+    """A rank's pod runs, and the rank has not joined the gateway yet."""
+    FORMING = "Forming"
+    """All ranks are there and meet."""
+    LOADING_MODEL = "LoadingModel"
+    """Ranks read their weights, allocate their caches and warm up."""
+    DRAINING = "Draining"
+    """The gateway finishes what it has and takes no more."""
+
+    # --- the spec, and what the API server says of it ----------------------------------------------------
+    INVALID_SPEC = "InvalidSpec"
+    """The spec breaks a rule that the message names; it changes nothing until that is mended."""
+    NOT_SUPPORTED = "NotSupportedByCluster"
+    """The spec asks for something that this cluster has no API for."""
+    NAME_CONFLICT = "NameConflict"
+    """An object of a needed name belongs to somebody else; delete that, or name the resource otherwise."""
+    APPLY_FORBIDDEN = "ApplyForbidden"
+    """The API server forbade a write: a quota, an admission policy, or a right that the operator lacks."""
+    APPLY_REJECTED = "ApplyRejected"
+    """The API server called an object of ours invalid; the message says why."""
+    API_UNAVAILABLE = "APIUnavailable"
+    """The API server did not take a write; the operator tries again."""
+
+    # --- pods that do not come up ------------------------------------------------------------------------
+    POD_CREATION_FAILED = "PodCreationFailed"
+    """A pod may not be created: mostly a quota or an admission policy, which the message names."""
+    RANK_UNSCHEDULABLE = "RankUnschedulable"
+    """No node fits the rank's pod; the message is the scheduler's. Compare nodes with cores, memory and selectors."""
+    GATEWAY_UNSCHEDULABLE = "GatewayUnschedulable"
+    """No node fits the gateway's pod; the message is the scheduler's."""
+    TOPOLOGY_AFFINITY_ERROR = "TopologyAffinityError"
+    """The node's Topology Manager could not align the pod's cores and devices. Ask for less than one NUMA node has."""
+    POD_REJECTED = "PodRejected"
+    """The node refused the pod for another reason, which the message tells."""
+    POD_EVICTED = "PodEvicted"
+    """The node or a pod of higher priority drove the pod out; the message says why."""
+    POD_FAILED = "PodFailed"
+    """The pod ended as a whole; the message has the node's reason."""
+    POD_TERMINATING = "PodTerminating"
+    """The pod was deleted, and is made anew when it has ended."""
+    IMAGE_PULL = "ImagePull"
+    """An image cannot be pulled; the message has the registry's answer. Check its name and spec.images.pullSecrets."""
+    CONTAINER_START_FAILED = "ContainerStartFailed"
+    """A container cannot be made or started: a Secret that is missing, a program that is not in the image."""
+    SANDBOX_FAILED = "SandboxFailed"
+    """The node cannot set up the pod's sandbox, mostly its network."""
+    VOLUME_NOT_READY = "VolumeNotReady"
+    """A volume other than the model's cannot be mounted."""
+    MODEL_VOLUME_NOT_READY = "ModelVolumeNotReady"
+    """The model's volume or cache cannot be mounted; check spec.model.uri and spec.model.cache."""
+    MODEL_DOWNLOAD_FAILED = "ModelDownloadFailed"
+    """The init container that brings the model fails; the message is its last line."""
+    INIT_CONTAINER_FAILED = "InitContainerFailed"
+    """An init container that is not ours fails."""
+    STARTUP_TIMEOUT = "StartupTimeout"
+    """The kubelet stopped a container that was not up in time; see spec.recovery.startupTimeoutSeconds."""
+
+    # --- ranks that break --------------------------------------------------------------------------------
+    RANK_EXITED = "RankExited"
+    """A rank's container ended and is started again; the message has its exit code and last line."""
+    RANK_CRASH_LOOP = "RankCrashLoop"
+    """A rank's container ends again and again."""
+    RANK_OUT_OF_MEMORY = "RankOutOfMemory"
+    """The kernel killed a rank that took more than its limit; raise memoryPerRank, or give the rank less."""
+    RANK_HUNG = "RankHung"
+    """A step did not end within spec.recovery.stepTimeoutSeconds, or a rank's liveness probe failed."""
+    RANK_NOT_READY = "RankNotReady"
+    """A rank's pod runs and says that it is not ready."""
+    NODE_LOST = "NodeLost"
+    """A pod's node does not answer or is gone; past spec.recovery.nodeLostTimeoutSeconds the pod is replaced."""
+    RESTART_BUDGET_EXHAUSTED = "RestartBudgetExhausted"
+    """Ranks restarted more than spec.recovery.maxRestarts times; tries come in growing gaps. A new spec resets it."""
+    RENDEZVOUS_TIMEOUT = "RendezvousTimeout"
+    """Ranks did not meet or load within spec.recovery.rendezvousTimeoutSeconds."""
+    EPOCH_ENDED = "EpochEnded"
+    """The group lost its epoch, e.g. with a rank; it forms the next one when all ranks are back."""
+    GROUP_FAILED = "GroupFailed"
+    """The gateway gave up, because trying again cannot help; the message says why."""
+    PROGRESS_DEADLINE_EXCEEDED = "ProgressDeadlineExceeded"
+    """Nothing moved for startupTimeoutSeconds and rendezvousTimeoutSeconds together."""
+
+    # --- the gateway -------------------------------------------------------------------------------------
+    GATEWAY_EXITED = "GatewayExited"
+    """The gateway's container ended and is started again."""
+    GATEWAY_CRASH_LOOP = "GatewayCrashLoop"
+    """The gateway's container ends again and again."""
+    GATEWAY_OUT_OF_MEMORY = "GatewayOutOfMemory"
+    """The kernel killed the gateway; raise spec.gateway.resources.memory."""
+    GATEWAY_HUNG = "GatewayHung"
+    """The gateway's liveness probe failed."""
+    GATEWAY_NOT_READY = "GatewayNotReady"
+    """The gateway runs, and its Service sends it nothing yet."""
+    GATEWAY_UNREACHABLE = "GatewayUnreachable"
+    """The gateway does not answer the operator; is its admin port open to the operator's namespace?"""
+
+    # --- NUMA --------------------------------------------------------------------------------------------
+    NO_CPU_RANKS = "NoCPURanks"
+    """No rank computes on a CPU."""
+    NOT_REQUESTED = "NotRequested"
+    """A pool's numa.policy is None."""
+    NOT_PINNED = "NotPinned"
+    """A rank could not be bound to one NUMA node; the message says what it lacks."""
+    MEMORY_NOT_LOCAL = "MemoryNotLocal"
+    """A part of a rank's memory lies on another NUMA node than its cores."""
+    NOT_PROVEN = "NotProven"
+    """A rank is bound, and its kernel does not tell where its memory lies."""
+    NOT_GUARANTEED = "NotGuaranteed"
+    """Ranks are bound, and the kubelet may still give their cores to others; set memoryPerRank."""
+
+
+MODEL_REASONS: Final = frozenset(
+    {Reason.MODEL_DOWNLOAD_FAILED, Reason.MODEL_VOLUME_NOT_READY, Reason.FETCHING_MODEL, Reason.LOADING_MODEL}
+)
+"""Reasons that are about the model's files."""
+
+OF_GATEWAY: Final = {
+    Reason.RANK_UNSCHEDULABLE: Reason.GATEWAY_UNSCHEDULABLE,
+    Reason.RANK_EXITED: Reason.GATEWAY_EXITED,
+    Reason.RANK_CRASH_LOOP: Reason.GATEWAY_CRASH_LOOP,
+    Reason.RANK_OUT_OF_MEMORY: Reason.GATEWAY_OUT_OF_MEMORY,
+    Reason.RANK_HUNG: Reason.GATEWAY_HUNG,
+    Reason.RANK_NOT_READY: Reason.GATEWAY_NOT_READY,
+}
+"""What a rank's reason is called when the pod is the gateway's."""

@@ -1,0 +1,78 @@
+"""Warnings that the cluster recorded about a pod: the cause, where the pod's own status has none.
+
+Several are there at once, and which is the newest changes by itself. So the choice goes by what they say: the most
+specific, then the first by alphabet.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from hetero_operator.reconcile.model import PodEvent
+from hetero_operator.reconcile.status.reasons import Reason
+from hetero_operator.reconcile.status.text import steady
+from hetero_operator.reconcile.status.troubles import Trouble, broken
+
+Warnings = Sequence[PodEvent]
+
+_MOUNT_REASONS: Final = frozenset({"FailedMount", "FailedAttachVolume", "FailedMapVolume"})
+_SANDBOX_REASONS: Final = frozenset({"FailedCreatePodSandBox", "NetworkNotReady"})
+_MODEL_VOLUME: Final = re.compile(r"""volume "model(-cache)?"|unmounted volumes=\[[^\]]*\bmodel(-cache)?\b""")
+_GENERIC: Final = "Unable to "
+"""Begins the kubelet's summary of what it told in detail before."""
+_PULL_PREFIX: Final = re.compile(r'^(Failed to pull|Back-off pulling) image "[^"]*":? ?(ErrImagePull: ?)?')
+_CREATION_PREFIX: Final = re.compile(r"^.*?(failed error|Error creating): ?")
+
+
+def mount_trouble(warnings: Warnings) -> Trouble | None:
+    """A volume that cannot be mounted."""
+    said = _said(warnings, lambda event: event.reason in _MOUNT_REASONS)
+    if not said:
+        return None
+    is_model = _MODEL_VOLUME.search(said) is not None
+    return broken(Reason.MODEL_VOLUME_NOT_READY if is_model else Reason.VOLUME_NOT_READY, said)
+
+
+def sandbox_trouble(warnings: Warnings) -> Trouble | None:
+    """A sandbox that cannot be made."""
+    said = _said(warnings, lambda event: event.reason in _SANDBOX_REASONS)
+    return broken(Reason.SANDBOX_FAILED, said) if said else None
+
+
+def scheduling_warning(warnings: Warnings) -> str:
+    """What the scheduler said last; "" when it said nothing."""
+    return _said(warnings, lambda event: event.reason == "FailedScheduling")
+
+
+def creation_warning(warnings: Warnings) -> str:
+    """Why a StatefulSet or ReplicaSet could not create a pod."""
+    said = _said(warnings, lambda event: event.reason == "FailedCreate")
+    return _CREATION_PREFIX.sub("", said)
+
+
+def pull_error(said: str, image: str, warnings: Warnings) -> str:
+    """Why an image cannot be pulled; "" when nobody tells. `said` is what the container's status says.
+
+    The status changes between the error and "Back-off pulling image", which in newer versions tells the error too;
+    all come to the same here.
+    """
+    own = _PULL_PREFIX.sub("", steady(said))
+    if own:
+        return own
+    prefix = f'Failed to pull image "{image}"'
+    return _PULL_PREFIX.sub("", _said(warnings, lambda event: event.message.startswith(prefix)))
+
+
+def failed_probe(warnings: Warnings) -> str:
+    """Which probe failed, "Liveness" or "Startup"; "" when none did."""
+    for kind in ("Liveness", "Startup"):
+        if any(event.reason == "Unhealthy" and event.message.startswith(f"{kind} probe") for event in warnings):
+            return kind
+    return ""
+
+
+def _said(warnings: Warnings, chosen: Callable[[PodEvent], bool]) -> str:
+    messages = {steady(event.message) for event in warnings if chosen(event)} - {""}
+    return min(messages, key=lambda text: (text.startswith(_GENERIC), text), default="")

@@ -1,0 +1,151 @@
+"""One change for every field of the spec: from a resource that has it to the same with another value."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, Final
+
+from tests.support.render_cases import everything
+
+GPU: Final = 0
+CPU: Final = 1
+
+_VOLCANO_FREE: Final = {"scheduling.gang": {"scheduler": "None"}}
+_HUB_TOLERATION: Final = {"key": "a", "operator": "Equal", "value": "b", "effect": "NoExecute", "tolerationSeconds": 5}
+
+BEFORE: Final[Mapping[str, Mapping[str, Any]]] = {
+    "model.cache.hostPath": {"model.cache": {"hostPath": "/var/a"}},
+    "scheduling.schedulerName": _VOLCANO_FREE,
+    **{
+        f"{section}.tolerations.{field}": {f"{path}.tolerations": [_HUB_TOLERATION]}
+        for section, path in (("scheduling", "scheduling"), ("pools.scheduling", "pools.0.scheduling"))
+        for field in ("key", "operator", "value", "effect", "tolerationSeconds")
+    },
+}
+"""What a resource with everything set needs otherwise, before a field can be changed."""
+
+_TOLERATION_CHANGES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "key": {"key": "c"},
+    "operator": {"operator": "Exists", "value": None},
+    "value": {"value": "d"},
+    "effect": {"effect": "NoSchedule", "tolerationSeconds": None},
+    "tolerationSeconds": {"tolerationSeconds": 6},
+}
+
+AFTER: Final[Mapping[str, Mapping[str, Any]]] = {
+    "model.uri": {"model.uri": "hf://Qwen/Qwen3-14B"},
+    "model.revision": {"model.revision": "v2"},
+    "model.dtype": {"model.dtype": "float16"},
+    "model.quantization": {"model.quantization": "none"},
+    "model.maxModelLen": {"model.maxModelLen": 8192},
+    "model.tokenSecretRef.name": {"model.tokenSecretRef.name": "other"},
+    "model.tokenSecretRef.key": {"model.tokenSecretRef.key": "other"},
+    "model.cache.claimName": {"model.cache.claimName": "other"},
+    "model.cache.hostPath": {"model.cache.hostPath": "/var/b"},
+    "pools.ranks": {
+        "pools.0.ranks": 2,
+        "placement.shares": {kind: [1, 1, 1, 1] for kind in ("attention", "mlp", "vocabulary")},
+    },
+    "pools.ranksPerPod": {"pools.0.ranksPerPod": 4},
+    "pools.gpu.coresPerRank": {"pools.0.gpu.coresPerRank": 5},
+    "pools.gpu.memoryPerRank": {"pools.0.gpu.memoryPerRank": "33Gi"},
+    "pools.gpu.runtimeClassName": {"pools.0.gpu.runtimeClassName": "other"},
+    "pools.gpu.resourceName": {"pools.0.gpu.resourceName": "nvidia.com/gpu"},
+    "pools.cpu.coresPerRank": {"pools.1.cpu.coresPerRank": 16},
+    "pools.cpu.memoryPerRank": {"pools.1.cpu.memoryPerRank": "64Gi"},
+    "pools.cpu.hugepages.size": {"pools.1.cpu.hugepages.size": "2Mi"},
+    "pools.cpu.hugepages.perRank": {"pools.1.cpu.hugepages.perRank": "32Gi"},
+    "pools.cpu.numa.policy": {"pools.1.cpu.numa.policy": "BestEffort"},
+    "pools.cpu.numa.claim.deviceClassName": {"pools.1.cpu.numa.claim.deviceClassName": "other"},
+    "pools.sharedMemory": {"pools.1.sharedMemory": "5Gi"},
+    "pools.scheduling.nodeSelector": {"pools.1.scheduling.nodeSelector": {"disk": "ssd"}},
+    **{
+        f"pools.scheduling.tolerations.{field}": {
+            f"pools.0.scheduling.tolerations.0.{key}": value for key, value in change.items()
+        }
+        for field, change in _TOLERATION_CHANGES.items()
+    },
+    "placement.mode": {"placement.mode": "Auto"},
+    "placement.shares.attention": {"placement.shares.attention": [2, 1, 1, 1, 0, 0]},
+    "placement.shares.mlp": {"placement.shares.mlp": [9, 8, 8, 8, 1, 1]},
+    "placement.shares.vocabulary": {"placement.shares.vocabulary": [2, 1, 1, 1, 0, 0]},
+    "engine.maxNumSeqs": {"engine.maxNumSeqs": 64},
+    "engine.maxNumBatchedTokens": {"engine.maxNumBatchedTokens": 2048},
+    "engine.blockSize": {"engine.blockSize": 16},
+    "engine.gpuMemoryUtilization": {"engine.gpuMemoryUtilization": 0.8},
+    "engine.kvCacheMemoryBytes": {"engine.kvCacheMemoryBytes": "5Gi"},
+    "engine.enablePrefixCaching": {"engine.enablePrefixCaching": True},
+    "engine.enforceEager": {"engine.enforceEager": False},
+    "gateway.service.type": {"gateway.service.type": "NodePort"},
+    "gateway.service.port": {"gateway.service.port": 8443},
+    "gateway.service.annotations": {"gateway.service.annotations": {"example.com/internal": "false"}},
+    "gateway.maxQueuedRequests": {"gateway.maxQueuedRequests": 11},
+    "gateway.tlsSecretName": {"gateway.tlsSecretName": "other"},
+    "gateway.authTokenSecretRef.name": {"gateway.authTokenSecretRef.name": "other"},
+    "gateway.authTokenSecretRef.key": {"gateway.authTokenSecretRef.key": "other"},
+    "gateway.resources.cpuMillis": {"gateway.resources.cpuMillis": 3000},
+    "gateway.resources.memory": {"gateway.resources.memory": "4Gi"},
+    "gateway.drainTimeoutSeconds": {"gateway.drainTimeoutSeconds": 60},
+    "recovery.rendezvousTimeoutSeconds": {"recovery.rendezvousTimeoutSeconds": 901},
+    "recovery.startupTimeoutSeconds": {"recovery.startupTimeoutSeconds": 7200},
+    "recovery.stepTimeoutSeconds": {"recovery.stepTimeoutSeconds": 31},
+    "recovery.maxRestarts": {"recovery.maxRestarts": 3},
+    "recovery.windowSeconds": {"recovery.windowSeconds": 700},
+    "recovery.nodeLostTimeoutSeconds": {"recovery.nodeLostTimeoutSeconds": 130},
+    "scheduling.schedulerName": {"scheduling.schedulerName": "numa-scheduler"},
+    "scheduling.priorityClassName": {"scheduling.priorityClassName": "other"},
+    "scheduling.nodeSelector": {"scheduling.nodeSelector": {"team": "other"}},
+    **{
+        f"scheduling.tolerations.{field}": {f"scheduling.tolerations.0.{key}": value for key, value in change.items()}
+        for field, change in _TOLERATION_CHANGES.items()
+    },
+    "scheduling.topology.key": {"scheduling.topology.key": "example.com/rack"},
+    "scheduling.topology.policy": {"scheduling.topology.policy": "Preferred"},
+    "scheduling.gang.scheduler": {"scheduling.gang.scheduler": "Kueue"},
+    "scheduling.gang.queue": {"scheduling.gang.queue": "other"},
+    "images.gpuWorker": {"images.gpuWorker": "other/gpu:1"},
+    "images.cpuWorker": {"images.cpuWorker": "other/cpu:1"},
+    "images.gateway": {"images.gateway": "other/gateway:1"},
+    "images.pullPolicy": {"images.pullPolicy": "Never"},
+    "images.pullSecrets": {"images.pullSecrets": ["other"]},
+    "podMetadata.labels": {"podMetadata.labels": {"cost-center": "43"}},
+    "podMetadata.annotations": {"podMetadata.annotations": {"example.com/owner": "other"}},
+    "networkPolicy.enabled": {"networkPolicy.enabled": False},
+    "networkPolicy.allowModelEgress": {"networkPolicy.allowModelEgress": False},
+    "disruptionBudget.enabled": {"disruptionBudget.enabled": False},
+    "monitoring.podMonitor": {"monitoring.podMonitor": False},
+    "monitoring.intervalSeconds": {"monitoring.intervalSeconds": 16},
+    "monitoring.labels": {"monitoring.labels": {"release": "other"}},
+    "suspend": {"suspend": True},
+    "replicas": {"replicas": 0},
+}  # fmt: skip
+"""By field: what to set to change it. None takes a value away."""
+
+IMMUTABLE: Final[Mapping[str, Mapping[str, Any]]] = {
+    "pools.name": {"pools.1.name": "other"},
+    "pools.type": {"pools.1.type": "GPU", "pools.1.cpu": None},
+}
+"""Changes that are refused."""
+
+
+def before(field: str) -> dict[str, Any]:
+    """The resource that a field is changed in."""
+    resource = everything()
+    resource["spec"] = changed(resource["spec"], BEFORE.get(field, {}))
+    return resource
+
+
+def changed(spec: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a decoded spec with values set by path; numbers are indices of lists."""
+    copied: dict[str, Any] = copy.deepcopy(dict(spec))
+    for path, value in changes.items():
+        *sections, last = path.split(".")
+        holder: Any = copied
+        for section in sections:
+            holder = holder[int(section)] if isinstance(holder, list) else holder.setdefault(section, {})
+        if value is None:
+            del holder[last]
+        else:
+            holder[last] = value
+    return copied

@@ -1,0 +1,146 @@
+"""A resource whose pods and gateway a test puts into any state, and what the operator then tells about it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+from hetero_api.contract import LABEL_ROLE, ROLE_GATEWAY
+from hetero_operator.reconcile.model import (
+    GatewayReport,
+    GroupState,
+    Observed,
+    ObservedRank,
+    Outcome,
+    Plan,
+    PodEvent,
+    Report,
+)
+from hetero_operator.reconcile.report import report
+from tests.support import pod_statuses
+from tests.support.operator_world import OperatorWorld
+from tests.support.render_cases import resource_of
+
+SPEC = """
+model: {uri: hf://a/b}
+pools:
+- {name: cpu, type: CPU, ranks: 2, cpu: {coresPerRank: 4, memoryPerRank: 8Gi}}
+- {name: gpu, type: GPU, ranks: 2, ranksPerPod: 2, gpu: {memoryPerRank: 8Gi}}
+"""
+"""Ranks 0 and 1 are GPU ranks of one pod, although their pool comes second; 2 and 3 are CPU ranks of a pod each."""
+GATEWAY = "gateway"
+"""Instead of the name of the gateway's pod, which nobody can guess."""
+
+
+@dataclass
+class StatusScene:
+    """All objects are there and all pods wait for a scheduler, to begin with."""
+
+    world: OperatorWorld
+    gateway: GatewayReport | None = None
+    events: dict[str, list[PodEvent]] = field(default_factory=dict)
+    outcome: Outcome = field(default_factory=Outcome)
+
+    @classmethod
+    def of(cls, spec: str | Mapping[str, Any] = SPEC) -> StatusScene:
+        world = OperatorWorld(resource_of("x", spec))
+        world.reconcile()
+        scene = cls(world)
+        for name in world.pods:
+            scene.put(name, pod_statuses.unscheduled(), node="")
+        return scene
+
+    @classmethod
+    def serving(cls, spec: str | Mapping[str, Any] = SPEC) -> StatusScene:
+        """Everything runs, and the gateway says so; told once."""
+        scene = cls.of(spec)
+        for name in scene.world.pods:
+            scene.put(name, pod_statuses.running(scene.container(name)))
+        scene.answer()
+        scene.tell()
+        return scene
+
+    def pod(self, name: str) -> dict[str, Any]:
+        """A pod by name, or GATEWAY."""
+        if name != GATEWAY:
+            return self.world.pods[name]
+        pods = self.world.pods.values()
+        return next(pod for pod in pods if pod["metadata"]["labels"][LABEL_ROLE] == ROLE_GATEWAY)
+
+    def container(self, name: str) -> str:
+        """Its main container."""
+        return str(self.pod(name)["spec"]["containers"][0]["name"])
+
+    def put(self, name: str, status: Mapping[str, Any], *, node: str = "n1") -> None:
+        """A pod is in a state; `node` is "" for one that is not bound."""
+        pod = self.pod(name)
+        pod["status"] = dict(status)
+        if node:
+            pod["spec"]["nodeName"] = node
+        else:
+            pod["spec"].pop("nodeName", None)
+
+    def warn(self, item: Mapping[str, Any], *events: tuple[str, str]) -> None:
+        """The cluster recorded Warnings about a pod or a workload, newest first."""
+        self.events[item["metadata"]["uid"]] = [PodEvent(*event) for event in events]
+
+    def workload(self, kind: str, name: str) -> dict[str, Any]:
+        return self.world.of_kind(kind)[name]
+
+    def answer(self, **changes: Any) -> None:
+        """The gateway answers; by default that all ranks serve."""
+        name = self.pod(GATEWAY)["metadata"]["name"]
+        said = GatewayReport(
+            pod=name, state=GroupState.READY, epoch=1, ranks=self.ranks(), mode="Tensor", exchange="shm", serving=True
+        )
+        self.gateway = replace(said, **changes)
+
+    def ranks(self, **changes: Any) -> tuple[ObservedRank, ...]:
+        """What the gateway says of all ranks."""
+        pods = ["x-gpu-0", "x-gpu-0", "x-cpu-0", "x-cpu-1"]
+        return tuple(
+            replace(
+                ObservedRank(
+                    rank, pod[2:5], pod, joined=True, loaded=True, device="device", pinned=True, numa_nodes=(0,),
+                    cpus="0-3", local_memory_percent=99, weight_bytes=10,
+                ),
+                **changes,
+            )
+            for rank, pod in enumerate(pods)
+        )  # fmt: skip
+
+    def observe(self) -> Observed:
+        return replace(self.world.observe(), gateway=self.gateway, pod_events=self.events)
+
+    def report(self) -> Report:
+        """What would be told now."""
+        observed = self.observe()
+        plan = self.world.plan()
+        return report(observed, plan if plan.refusal else Plan(), self.outcome)
+
+    def tell(self) -> Report:
+        """Tells it: the next report knows of this one."""
+        told = self.report()
+        self.world.resource["status"] = json.loads(json.dumps(told.status))
+        return told
+
+    def pass_time(self, seconds: float) -> None:
+        self.world.now += timedelta(seconds=seconds)
+
+
+def conditions(told: Report) -> dict[str, tuple[str, str]]:
+    """Status and reason of every condition."""
+    return {item["type"]: (item["status"], item["reason"]) for item in told.status["conditions"]}
+
+
+def message(told: Report, kind: str) -> str:
+    """A condition's message."""
+    return str(next(item.get("message", "") for item in told.status["conditions"] if item["type"] == kind))
+
+
+def events(told: Report) -> Sequence[tuple[str, str]]:
+    """Type and reason of every Event."""
+    return [(item.type, item.reason) for item in told.events]

@@ -1,0 +1,127 @@
+"""Field by field: a change does what it should, and restarts what the table of effects says and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import pytest
+
+from hetero_api.contract import ROLE_GATEWAY, ROLE_RANK
+from hetero_api.effects import Effect, effect_of, spec_leaves
+from hetero_operator.reconcile.model import Plan
+from hetero_operator.reconcile.ownership import ObjectKey
+from tests.support.operator_world import OperatorWorld
+from tests.support.render_cases import FULL
+from tests.support.spec_changes import AFTER, IMMUTABLE, before, changed
+
+LIVE_CHANGES: Final[Mapping[str, set[str]]] = {
+    "gateway.service.type": {"Service/everything"},
+    "gateway.service.port": {"Service/everything"},
+    "gateway.service.annotations": {"Service/everything"},
+    "recovery.maxRestarts": set(),
+    "recovery.windowSeconds": set(),
+    "recovery.nodeLostTimeoutSeconds": set(),
+    "networkPolicy.enabled": {"NetworkPolicy/everything-ranks", "NetworkPolicy/everything-gateway"},
+    "networkPolicy.allowModelEgress": {"NetworkPolicy/everything-ranks", "NetworkPolicy/everything-gateway"},
+    "disruptionBudget.enabled": {"PodDisruptionBudget/everything-ranks"},
+    "monitoring.podMonitor": {"PodMonitor/everything"},
+    "monitoring.intervalSeconds": {"PodMonitor/everything"},
+    "monitoring.labels": {"PodMonitor/everything"},
+    "suspend": {"StatefulSet/everything-gpu", "StatefulSet/everything-cpu", "Deployment/everything-gateway"},
+    "replicas": {"StatefulSet/everything-gpu", "StatefulSet/everything-cpu", "Deployment/everything-gateway"},
+}
+"""Objects that are written or deleted by a change that restarts nothing."""
+
+AT_REST: Final = {"suspend", "replicas"}
+UNTOUCHED: Final = {"NetworkPolicy", "Service", "PodDisruptionBudget", "PodMonitor", "ServiceAccount"}
+
+
+def running(field: str) -> OperatorWorld:
+    world = OperatorWorld(before(field), FULL)
+    world.reconcile()
+    return world
+
+
+def touched(plans: list[Plan]) -> set[str]:
+    """Objects but pods that plans write or delete."""
+    keys = [ObjectKey.of(item) for todo in plans for item in todo.apply]
+    keys += [ObjectKey.of(secret.manifest) for todo in plans for secret in todo.create]
+    refs = [deletion.ref for todo in plans for deletion in todo.delete if deletion.ref.kind != "Pod"]
+    return {f"{key.kind}/{key.name}" for key in keys} | {f"{ref.kind}/{ref.name}" for ref in refs}
+
+
+def test_the_table_has_every_field_once() -> None:
+    assert set(AFTER) | set(IMMUTABLE) == set(spec_leaves())
+    assert not set(AFTER) & set(IMMUTABLE)
+    assert set(LIVE_CHANGES) == {field for field in AFTER if effect_of(field) is Effect.NONE}
+
+
+@pytest.mark.parametrize("field", AFTER)
+def test_a_change_restarts_what_its_effect_says(field: str) -> None:
+    world = running(field)
+    ranks, gateway = world.uids(ROLE_RANK), world.uids(ROLE_GATEWAY)
+    world.change(changed(world.resource["spec"], AFTER[field]))
+    plans = world.reconcile()
+    effect = effect_of(field)
+    if field in AT_REST:
+        assert world.pods == {}
+        return
+    assert bool(plans) or not LIVE_CHANGES.get(field, True)
+    assert (world.uids(ROLE_RANK) == ranks) == (effect is not Effect.RANKS)
+    assert (world.uids(ROLE_GATEWAY) == gateway) == (effect is Effect.NONE)
+    if effect is Effect.RANKS:
+        assert not world.uids(ROLE_RANK) & ranks
+    if effect is not Effect.NONE:
+        assert not world.uids(ROLE_GATEWAY) & gateway
+
+
+@pytest.mark.parametrize("field", LIVE_CHANGES)
+def test_a_change_that_restarts_nothing_writes_what_it_is_about(field: str) -> None:
+    world = running(field)
+    world.change(changed(world.resource["spec"], AFTER[field]))
+    assert touched(world.reconcile()) == LIVE_CHANGES[field]
+
+
+@pytest.mark.parametrize("field", [field for field in AFTER if effect_of(field) is Effect.GATEWAY])
+def test_a_change_of_the_gateway_writes_its_deployment_and_config_map_only(field: str) -> None:
+    world = running(field)
+    world.change(changed(world.resource["spec"], AFTER[field]))
+    plans = world.reconcile()
+    assert {name.partition("/")[0] for name in touched(plans)} == {"Deployment", "ConfigMap"}
+
+
+@pytest.mark.parametrize("field", [field for field in AFTER if effect_of(field) is Effect.RANKS])
+def test_a_change_of_the_ranks_leaves_what_it_is_not_about(field: str) -> None:
+    world = running(field)
+    world.change(changed(world.resource["spec"], AFTER[field]))
+    kinds = {name.partition("/")[0] for name in touched(world.reconcile())}
+    assert {"Deployment", "ConfigMap", "Secret", "StatefulSet"} <= kinds
+    assert not kinds & UNTOUCHED
+
+
+@pytest.mark.parametrize("field", IMMUTABLE)
+def test_a_change_of_what_cannot_change_is_refused(field: str) -> None:
+    world = running(field)
+    world.change(changed(world.resource["spec"], IMMUTABLE[field]))
+    todo = world.plan()
+    assert todo.idle
+    assert todo.refusal_reason == "InvalidSpec"
+
+
+def pod_specs(world: OperatorWorld, role: str) -> list[Any]:
+    return [
+        pod["spec"]
+        for _, pod in sorted(world.pods.items())
+        if pod["metadata"]["labels"]["heteroinference.io/role"] == role
+    ]
+
+
+@pytest.mark.parametrize("field", [field for field in AFTER if effect_of(field) is not Effect.NONE])
+def test_rank_pods_differ_only_by_what_is_theirs(field: str) -> None:
+    world = running(field)
+    was = pod_specs(world, ROLE_RANK)
+    world.change(changed(world.resource["spec"], AFTER[field]))
+    world.reconcile()
+    if effect_of(field) is Effect.GATEWAY:
+        assert pod_specs(world, ROLE_RANK) == was

@@ -1,0 +1,206 @@
+"""One look at a resource: plans are made until nothing is left to do, and only then is it told."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from hetero_api.contract import LABEL_NAME, LABEL_REVISION, LABEL_ROLE
+from hetero_operator.cluster.cache import ClusterCache
+from hetero_operator.cluster.executor import PlanExecutor
+from hetero_operator.cluster.group_secrets import SecretBook
+from hetero_operator.cluster.kinds import ALWAYS_WATCHED, RESOURCE
+from hetero_operator.cluster.nodes import NodeBook
+from hetero_operator.cluster.recorder import EventRecorder
+from hetero_operator.cluster.resources import Resources
+from hetero_operator.cluster.status_writer import StatusWriter
+from hetero_operator.cluster.store import Key, ObjectStore
+from hetero_operator.cluster.waiting import WarningBook
+from hetero_operator.gateway_probe import GatewayProbe
+from hetero_operator.reconcile.model import (
+    Capabilities,
+    FailureKind,
+    Object,
+    Observed,
+    Outcome,
+    Plan,
+    RenderOptions,
+    Report,
+    Transition,
+)
+from hetero_operator.reconciler import MAX_ROUNDS, Collaborators, Reconciler
+from tests.support.api_stand_in import ApiStandIn, Fault, refusal
+
+KEY = Key("ns", "x")
+PATH = RESOURCE.path("ns", "x")
+MAPS = "/api/v1/namespaces/ns/configmaps"
+NOW = datetime(2026, 1, 1, 1, 0, 0, tzinfo=UTC)
+OPTIONS = RenderOptions("g", "c", "u", "0")
+WANTED: Object = {
+    "apiVersion": "v1", "kind": "ConfigMap", "data": {"a": "1"},
+    "metadata": {"name": "x-1", "namespace": "ns", "labels": {LABEL_NAME: "x", LABEL_REVISION: "1"}},
+}  # fmt: skip
+
+
+class FakeTime:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def wants_a_config_map(observed: Observed) -> Plan:
+    return Plan() if any(item["kind"] == "ConfigMap" for item in observed.owned) else Plan(apply=(WANTED,))
+
+
+def tells_how_many(observed: Observed, plan: Plan, outcome: Outcome) -> Report:
+    status: dict[str, Any] = {"worldSize": len(observed.owned), "reason": "Failed" if outcome.failures else "Fine"}
+    known = observed.resource.get("status") or {}
+    events = () if known.get("reason") == status["reason"] else (Transition("Normal", status["reason"], ""),)
+    return Report(status=status, events=events, look_again_s=30.0)
+
+
+@dataclass
+class Bench:
+    server: ApiStandIn
+    parts: Collaborators
+    clock: FakeTime
+    seen: list[Observed] = field(default_factory=list)
+
+    def reconciler(self, plan: Callable[[Observed], Plan] = wants_a_config_map) -> Reconciler:
+        def noted(observed: Observed) -> Plan:
+            self.seen.append(observed)
+            return plan(observed)
+
+        return Reconciler(self.parts, OPTIONS, plan=noted, report=tells_how_many, clock=lambda: NOW)
+
+    async def put_resource(self) -> None:
+        self.parts.resources.hear("ADDED", await self.server.put(PATH, {"spec": {}}))
+
+    async def put_pod(self, name: str, *, labels: dict[str, str] | None = None, **fields: Any) -> None:
+        item = {"metadata": {"labels": {LABEL_NAME: "x", **(labels or {})}}, **fields}
+        stored = await self.server.put(f"/api/v1/namespaces/ns/pods/{name}", item)
+        self.parts.cache._stores[ALWAYS_WATCHED[0]].put(stored)
+
+    def writes(self) -> list[str]:
+        return [call for call in self.server.calls if not call.startswith("GET")]
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    clock = FakeTime()
+    async with ApiStandIn() as server, server.transport() as api:
+        cache = ClusterCache(api, namespaces=["ns"], on_change=lambda key: None)
+        cache._stores = {kind: ObjectStore(kind) for kind in ALWAYS_WATCHED}
+        cache._capabilities = Capabilities((1, 33), frozenset())
+        resources = Resources(api, namespaces=["ns"], resync_s=60.0, on_change=lambda key: None, clock=clock)
+        book = SecretBook(api, clock=clock)
+        probe = GatewayProbe(admin_port=1, inference_port=1, timeout_s=0.5)
+        parts = Collaborators(
+            resources=resources,
+            cache=cache,
+            secrets=book,
+            nodes=NodeBook(api, clock=clock),
+            warnings=WarningBook(api, on_change=lambda key: None, clock=clock),
+            gateways=probe,
+            executor=PlanExecutor(api, cache, book),
+            statuses=StatusWriter(api, resources.store, clock=clock),
+            events=EventRecorder(api, identity="me", clock=clock),
+        )
+        yield Bench(server, parts, clock)
+        await probe.close()
+
+
+async def test_what_is_missing_is_made_and_told_of_in_one_look(bench: Bench) -> None:
+    await bench.put_resource()
+    verdict = await bench.reconciler().reconcile(KEY)
+    assert (verdict.exists, verdict.reasons, verdict.look_again_s) == (True, frozenset(), 30.0)
+    assert bench.writes() == [f"PATCH {MAPS}/x-1", f"PATCH {PATH}/status"]
+    assert bench.server.objects[PATH]["status"]["worldSize"] == 1
+    assert bench.parts.events.pending == 1
+
+
+async def test_a_second_look_writes_nothing_and_asks_nothing(bench: Bench) -> None:
+    await bench.put_resource()
+    await bench.reconciler().reconcile(KEY)
+    bench.clock.now += 1000.0
+    calls = len([call for call in bench.server.calls if "secrets" not in call])
+    await bench.reconciler().reconcile(KEY)
+    assert len([call for call in bench.server.calls if "secrets" not in call]) == calls
+    assert bench.parts.events.pending == 1
+
+
+async def test_nothing_is_made_for_a_resource_that_is_gone_unheard(bench: Bench) -> None:
+    await bench.put_resource()
+    await bench.server.remove(PATH, silently=True)
+    bench.clock.now += 60.0
+    assert not (await bench.reconciler().reconcile(KEY)).exists
+    assert bench.writes() == []
+    assert not (await bench.reconciler().reconcile(KEY)).exists
+    assert len(bench.seen) == 1
+
+
+async def test_a_plan_for_an_old_spec_is_not_carried_out(bench: Bench) -> None:
+    await bench.put_resource()
+    await bench.server.put(PATH, {"spec": {"suspend": True}})
+    bench.clock.now += 60.0
+    await bench.reconciler(
+        lambda observed: Plan() if observed.resource["spec"].get("suspend") else Plan(apply=(WANTED,))
+    ).reconcile(KEY)
+    assert f"{MAPS}/x-1" not in bench.server.objects
+
+
+async def test_what_is_refused_is_told_and_kept_for_later(bench: Bench) -> None:
+    await bench.put_resource()
+    bench.server.faults.append(Fault("PATCH", "configmaps", refusal(422, "Invalid", "no")))
+    verdict = await bench.reconciler().reconcile(KEY)
+    assert [failure.kind for failure in verdict.failures] == [FailureKind.INVALID]
+    assert not verdict.transient
+    assert bench.server.objects[PATH]["status"]["reason"] == "Failed"
+
+
+async def test_plans_that_never_end_are_cut_short_and_told(bench: Bench) -> None:
+    await bench.put_resource()
+    verdict = await bench.reconciler(lambda observed: Plan(apply=(WANTED,))).reconcile(KEY)
+    assert verdict.unsettled
+    assert verdict.reasons == {"Unsettled"}
+    assert bench.server.count(f"PATCH {MAPS}") == MAX_ROUNDS
+
+
+async def test_nodes_are_asked_for_only_where_a_pod_is_in_trouble(bench: Bench) -> None:
+    await bench.put_resource()
+    ready = {"conditions": [{"type": "Ready", "status": "True"}]}
+    await bench.put_pod("fine", spec={"nodeName": "n1"}, status=ready)
+    await bench.put_pod("bad", spec={"nodeName": "n2"}, status={})
+    await bench.put_pod("unbound", status={})
+    await bench.reconciler().reconcile(KEY)
+    assert bench.seen[0].nodes == {"n2": None}
+    bench.server.faults.append(Fault("GET", "nodes", refusal(403, "Forbidden"), times=10))
+    bench.clock.now += 60.0
+    await bench.reconciler().reconcile(KEY)
+    assert bench.seen[-1].nodes == {}, "what may not be asked is not known"
+
+
+async def test_a_gateway_is_asked_once_it_runs_and_has_an_address(bench: Bench) -> None:
+    await bench.put_resource()
+    labels = {LABEL_ROLE: "gateway", LABEL_REVISION: "1"}
+    await bench.put_pod("g", labels=labels, status={"phase": "Pending"})
+    await bench.reconciler().reconcile(KEY)
+    assert bench.seen[-1].gateway is None
+    await bench.put_pod("g", labels=labels, status={"phase": "Running", "podIP": "127.0.0.1"})
+    await bench.reconciler().reconcile(KEY)
+    assert bench.seen[-1].gateway is not None
+    assert bench.seen[-1].gateway.error.startswith("UNAVAILABLE")
+
+
+async def test_the_secret_of_a_revision_is_seen_without_listing_any(bench: Bench) -> None:
+    await bench.put_resource()
+    await bench.server.put("/api/v1/namespaces/ns/secrets/x-group-1", {"metadata": {"labels": {LABEL_NAME: "x"}}})
+    await bench.reconciler().reconcile(KEY)
+    assert "Secret" in {item["kind"] for item in bench.seen[-1].owned}
+    assert "GET /api/v1/namespaces/ns/secrets" not in bench.server.calls

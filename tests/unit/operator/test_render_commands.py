@@ -1,0 +1,53 @@
+"""What containers run is what the programs understand: rendered command lines, read by the programs' own parsers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_api.contract import ADMIN_PORT, INFERENCE_PORT, METRICS_PORT, RANKS_PORT
+from hetero_gateway.server.config import GatewayConfig
+from hetero_worker.pod.config import PodConfig
+from tests.support.operator_world import OperatorWorld
+from tests.support.render_cases import render_cases
+
+CASES = render_cases()
+
+
+def main_containers(name: str, kind: str) -> list[dict[str, Any]]:
+    """Of the workloads of a kind."""
+    case = CASES[name]
+    applied = OperatorWorld(dict(case.resource), case.capabilities).plan().apply
+    return [item["spec"]["template"]["spec"]["containers"][0] for item in applied if item["kind"] == kind]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_gateway_understands_its_command_line(name: str, tmp_path: Path) -> None:
+    [container] = main_containers(name, "Deployment")
+    token = tmp_path / "token"
+    token.write_text("t" * 32, encoding="utf-8")
+    token.chmod(0o600)
+    environment = {item["name"]: str(token) for item in container["env"] if item["name"].endswith("_FILE")}
+    assert container["command"] == ["python", "-m", "hetero_gateway"]
+    config = GatewayConfig.from_command_line(container["args"], environment)
+    ports = (config.inference_port, config.admin_port, config.ranks_port, config.metrics_port)
+    assert ports == (INFERENCE_PORT, ADMIN_PORT, RANKS_PORT, METRICS_PORT)
+    assert config.admin_token == "t" * 32
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rank_pods_understand_their_command_line(name: str) -> None:
+    for container in main_containers(name, "StatefulSet"):
+        from_pod = {"metadata.name": "x-cpu-3", "status.podIP": "10.1.2.3"}
+        environment = {
+            item["name"]: from_pod[item["valueFrom"]["fieldRef"]["fieldPath"]]
+            for item in container["env"]
+            if "valueFrom" in item
+        }
+        assert container["command"] == ["python", "-m", "hetero_worker.pod"]
+        config = PodConfig.from_command_line(container["args"], environment)
+        assert (config.pod_name, config.ordinal, config.pod_ip) == ("x-cpu-3", 3, "10.1.2.3")
+        assert config.threads_per_rank * config.ranks_per_pod == int(container["resources"]["limits"]["cpu"])
+        assert config.health_port == container["ports"][0]["containerPort"]

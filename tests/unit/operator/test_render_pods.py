@@ -1,0 +1,183 @@
+"""What holds for every pod that is rendered: Restricted Pod Security, quality of service, references that resolve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import pytest
+
+from hetero_api.contract import POD_MODEL_DIR
+from tests.support.operator_world import OperatorWorld
+from tests.support.render_cases import render_cases
+
+CASES = render_cases()
+RESTRICTED_VOLUMES: Final = {
+    "configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "image", "persistentVolumeClaim", "projected", "secret",
+}  # fmt: skip
+BASELINE_SYSCTLS: Final = ("hostNetwork", "hostPID", "hostIPC")
+
+Pods = dict[str, dict[str, Any]]
+
+
+def templates(name: str) -> Pods:
+    """Pod templates of a case by the name of their workload."""
+    case = CASES[name]
+    todo = OperatorWorld(dict(case.resource), case.capabilities).plan()
+    return {
+        item["metadata"]["name"]: item["spec"]["template"] for item in todo.apply if "template" in item.get("spec", {})
+    }
+
+
+def every_pod() -> list[Any]:
+    return [pytest.param(pod, id=f"{name}/{owner}") for name in CASES for owner, pod in templates(name).items()]
+
+
+def containers(pod: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield from pod["spec"]["containers"]
+    yield from pod["spec"].get("initContainers", ())
+
+
+def restricted_violations(spec: dict[str, Any]) -> Iterator[str]:
+    """What breaks the Restricted profile of the Pod Security Standards (which includes Baseline)."""
+    yield from (field for field in BASELINE_SYSCTLS if spec.get(field))
+    security = spec.get("securityContext", {})
+    yield from ("sysctls" for _ in security.get("sysctls", ()))
+    for volume in spec.get("volumes", ()):
+        kinds = set(volume) - {"name"}
+        if not kinds <= RESTRICTED_VOLUMES:
+            yield f"volume {volume['name']}: {kinds}"
+    for container in (*spec["containers"], *spec.get("initContainers", ())):
+        own = {**security, **container.get("securityContext", {})}
+        name = container["name"]
+        if own.get("privileged") or own.get("allowPrivilegeEscalation") is not False:
+            yield f"{name}: privileges"
+        if own.get("runAsNonRoot") is not True or own.get("runAsUser", 1) == 0:
+            yield f"{name}: root"
+        if own.get("seccompProfile", {}).get("type") not in ("RuntimeDefault", "Localhost"):
+            yield f"{name}: seccomp"
+        capabilities = own.get("capabilities", {})
+        if capabilities.get("drop") != ["ALL"] or set(capabilities.get("add", ())) - {"NET_BIND_SERVICE"}:
+            yield f"{name}: capabilities"
+        if own.get("procMount", "Default") != "Default" or "appArmorProfile" in own or "seLinuxOptions" in own:
+            yield f"{name}: confinement"
+        if any("hostPort" in port for port in container.get("ports", ())):
+            yield f"{name}: host port"
+        if any(
+            "host" in container.get(probe, {}).get("httpGet", {})
+            for probe in ("startupProbe", "livenessProbe", "readinessProbe")
+        ):
+            yield f"{name}: probe of another host"
+
+
+@pytest.mark.parametrize("pod", every_pod())
+def test_pods_keep_to_the_restricted_profile_but_for_folders_of_the_node(pod: dict[str, Any]) -> None:
+    violations = [found for found in restricted_violations(pod["spec"]) if "hostPath" not in found]
+    assert violations == []
+
+
+def test_only_models_and_caches_on_the_node_leave_the_profile() -> None:
+    outside = {name for name in CASES for pod in templates(name).values() if list(restricted_violations(pod["spec"]))}
+    assert outside == {"model-folder", "model-hub-node-cache"}
+
+
+@pytest.mark.parametrize("pod", every_pod())
+def test_pods_are_hardened_beyond_the_profile(pod: dict[str, Any]) -> None:
+    assert pod["spec"]["automountServiceAccountToken"] is False
+    assert pod["spec"]["enableServiceLinks"] is False
+    for container in containers(pod):
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+        assert container["terminationMessagePolicy"] == "FallbackToLogsOnError"
+
+
+def is_guaranteed(pod: dict[str, Any]) -> bool:
+    """Quality of service as the kubelet computes it."""
+    amounts = [container["resources"] for container in containers(pod)]
+    return all(
+        item["requests"] == item["limits"] and {"cpu", "memory"} <= set(item["limits"]) for item in amounts
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "burstable"])
+def test_cpu_pods_and_gateways_are_guaranteed_on_whole_cores(name: str) -> None:
+    for owner, pod in templates(name).items():
+        if owner.endswith("-gpu"):
+            continue
+        assert is_guaranteed(pod), owner
+        if owner.endswith("-cpu"):
+            cores = {container["resources"]["limits"]["cpu"] for container in containers(pod)}
+            assert len(cores) == 1
+            assert cores.pop().isdigit()
+
+
+def test_without_memory_a_cpu_pod_is_not_guaranteed() -> None:
+    assert not is_guaranteed(templates("burstable")["burstable-cpu"])
+
+
+def test_a_pods_memory_covers_its_ranks_and_its_shared_memory() -> None:
+    pods = templates("everything")
+    [rank] = pods["everything-cpu"]["spec"]["containers"]
+    assert rank["resources"]["limits"] == {"cpu": "32", "memory": "132Gi", "hugepages-1Gi": "64Gi"}
+    [rank] = pods["everything-gpu"]["spec"]["containers"]
+    assert rank["resources"]["limits"] == {"cpu": "8", "memory": "72Gi", "amd.com/gpu": "2"}
+
+
+@pytest.mark.parametrize("pod", every_pod())
+def test_every_mount_has_a_volume_and_every_volume_a_mount(pod: dict[str, Any]) -> None:
+    mounted = {mount["name"] for container in containers(pod) for mount in container["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in pod["spec"]["volumes"]}
+    for container in containers(pod):
+        paths = [mount["mountPath"] for mount in container["volumeMounts"]]
+        assert len(paths) == len(set(paths))
+
+
+@pytest.mark.parametrize("pod", every_pod())
+def test_the_model_is_there_and_cannot_be_written(pod: dict[str, Any]) -> None:
+    [container] = pod["spec"]["containers"]
+    [mount] = [mount for mount in container["volumeMounts"] if mount["mountPath"] == POD_MODEL_DIR]
+    assert mount["readOnly"] is True
+
+
+@pytest.mark.parametrize("pod", every_pod())
+def test_probes_ask_ports_that_the_container_has(pod: dict[str, Any]) -> None:
+    [container] = pod["spec"]["containers"]
+    ports = {port["name"] for port in container["ports"]}
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        assert container[probe]["httpGet"]["port"] in ports
+
+
+def test_a_ranks_startup_probe_lasts_as_long_as_the_user_says() -> None:
+    [container] = templates("everything")["everything-cpu"]["spec"]["containers"]
+    probe = container["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] >= 3605
+    assert probe["periodSeconds"] * (probe["failureThreshold"] - 1) < 3605
+
+
+def test_lost_nodes_are_tolerated_for_a_minute_unless_the_user_says_otherwise() -> None:
+    def seconds(pod: dict[str, Any]) -> dict[str, int]:
+        return {t["key"]: t["tolerationSeconds"] for t in pod["spec"]["tolerations"] if "tolerationSeconds" in t}
+
+    assert set(seconds(templates("kueue")["queued-cpu"]).values()) == {60}
+    own = seconds(templates("everything")["everything-cpu"])
+    assert own == {"node.kubernetes.io/not-ready": 10, "node.kubernetes.io/unreachable": 60}
+
+
+def test_a_claim_is_named_by_the_ranks_container_alone() -> None:
+    pod = templates("everything")["everything-cpu"]["spec"]
+    [claim] = pod["resourceClaims"]
+    assert claim["name"] == "cores"
+    assert claim["resourceClaimTemplateName"].startswith("everything-cpu-")
+    assert pod["containers"][0]["resources"]["claims"] == [{"name": "cores"}]
+    assert all("claims" not in container["resources"] for container in pod["initContainers"])
+
+
+def test_the_admin_token_is_the_gateways_alone() -> None:
+    def keys(pod: dict[str, Any]) -> set[str]:
+        secrets = (volume["secret"] for volume in pod["spec"]["volumes"] if "secret" in volume)
+        return {
+            item["key"] for secret in secrets for item in secret.get("items", ()) if "-group-" in secret["secretName"]
+        }
+
+    pods = templates("everything")
+    assert keys(pods["everything-gateway"]) == {"group-token", "admin-token"}
+    assert keys(pods["everything-cpu"]) == {"group-token"}

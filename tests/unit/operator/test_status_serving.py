@@ -1,0 +1,278 @@
+"""What is told about a group that serves, and what it takes to be called Ready: nothing less than all of it."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hetero_operator.reconcile.model import GroupState
+from tests.support import pod_statuses as pods
+from tests.support.status_scene import GATEWAY, SPEC, StatusScene, conditions, message
+
+GPU, CPU0, CPU1 = "x-gpu-0", "x-cpu-0", "x-cpu-1"
+
+
+def test_a_group_that_serves_is_told_in_full() -> None:
+    scene = StatusScene.serving()
+    told = scene.report()
+    assert conditions(told) == {
+        "Ready": ("True", "Serving"),
+        "Progressing": ("False", "Complete"),
+        "Degraded": ("False", "AsExpected"),
+        "Accepted": ("True", "Accepted"),
+        "Scheduled": ("True", "Scheduled"),
+        "ModelReady": ("True", "Loaded"),
+        "GroupFormed": ("True", "Formed"),
+        "GatewayReady": ("True", "Serving"),
+        "NUMAPinned": ("True", "Pinned"),
+        "Suspended": ("False", "NotSuspended"),
+    }
+    status = told.status
+    assert (status["replicas"], status["readyReplicas"], status["worldSize"]) == (1, 1, 4)
+    assert (status["ranks"], status["readyRanks"], status["epoch"], status["reason"]) == ("4/4", 4, 1, "Serving")
+    assert status["selector"] == "heteroinference.io/name=x"
+    assert status["endpoint"] == "x.models.svc.cluster.local:50051"
+    assert status["placement"] == {"mode": "Tensor", "exchange": "shm"}
+    assert status["pools"] == [
+        {"name": "cpu", "desired": 2, "scheduled": 2, "ready": 2, "pinned": 2},
+        {"name": "gpu", "desired": 2, "scheduled": 2, "ready": 2, "pinned": 2},
+    ]
+    assert [(item["rank"], item["pod"], item["node"]) for item in status["placements"]] == [
+        (0, GPU, "n1"), (1, GPU, "n1"), (2, CPU0, "n1"), (3, CPU1, "n1"),
+    ]  # fmt: skip
+    assert told.look_again_s is None
+
+
+def not_serving(scene: StatusScene) -> None:
+    scene.answer(serving=False)
+
+
+def not_ready(scene: StatusScene) -> None:
+    scene.answer(state=GroupState.LOADING)
+
+
+def one_left(scene: StatusScene) -> None:
+    scene.answer(ranks=(*scene.ranks()[:3], replace(scene.ranks()[3], joined=False)))
+
+
+def one_too_few(scene: StatusScene) -> None:
+    scene.answer(ranks=scene.ranks()[:3])
+
+
+def one_too_many(scene: StatusScene) -> None:
+    scene.answer(ranks=(*scene.ranks(), replace(scene.ranks()[3], rank=4)))
+
+
+def of_another_pod(scene: StatusScene) -> None:
+    scene.answer(ranks=(*scene.ranks()[:3], replace(scene.ranks()[3], pod="x-cpu-7")))
+
+
+def stalled(scene: StatusScene) -> None:
+    scene.answer(stalled_s=60.5)
+
+
+def no_answer(scene: StatusScene) -> None:
+    scene.gateway = None
+
+
+def of_an_earlier_gateway(scene: StatusScene) -> None:
+    scene.answer(pod="x-gateway-before")
+
+
+def gateway_not_ready(scene: StatusScene) -> None:
+    scene.put(GATEWAY, pods.running("gateway", ready=False))
+
+
+def gateway_leaving(scene: StatusScene) -> None:
+    scene.pod(GATEWAY)["metadata"]["deletionTimestamp"] = "2030-01-01T00:01:00Z"
+
+
+def gateway_gone(scene: StatusScene) -> None:
+    del scene.world.pods[scene.pod(GATEWAY)["metadata"]["name"]]
+
+
+def rank_ended(scene: StatusScene) -> None:
+    scene.put(CPU1, pods.terminated(exit_code=1))
+
+
+def rank_failed(scene: StatusScene) -> None:
+    scene.put(CPU1, pods.rejected("Evicted", "low on memory"))
+
+
+def rank_gone(scene: StatusScene) -> None:
+    del scene.world.pods[CPU1]
+
+
+def rank_outdated(scene: StatusScene) -> None:
+    scene.pod(CPU1)["metadata"]["labels"]["heteroinference.io/revision"] = "before"
+
+
+def gateway_outdated(scene: StatusScene) -> None:
+    scene.pod(GATEWAY)["metadata"]["labels"]["heteroinference.io/gateway-revision"] = "before"
+
+
+@pytest.mark.parametrize(
+    "lacking",
+    [
+        not_serving, not_ready, one_left, one_too_few, one_too_many, of_another_pod, stalled, no_answer,
+        of_an_earlier_gateway, gateway_not_ready, gateway_leaving, gateway_gone, rank_ended, rank_failed, rank_gone,
+        rank_outdated, gateway_outdated,
+    ],
+)  # fmt: skip
+def test_a_group_is_not_ready_when_anything_is_lacking(lacking: Any) -> None:
+    scene = StatusScene.serving()
+    lacking(scene)
+    told = scene.report()
+    assert conditions(told)["Ready"][0] != "True"
+    assert told.status["readyReplicas"] == 0
+    assert told.look_again_s is not None
+    if lacking is not gateway_gone:  # pods are watched; gateways have to be asked
+        assert told.look_again_s <= 10
+
+
+def test_what_only_the_gateway_knows_is_not_told_without_its_answer() -> None:
+    scene = StatusScene.serving()
+    scene.answer(error="DEADLINE_EXCEEDED: Deadline Exceeded")
+    told = scene.tell()
+    found = conditions(told)
+    for kind in ("Ready", "ModelReady", "GroupFormed", "GatewayReady", "NUMAPinned", "Degraded"):
+        assert found[kind] == ("Unknown", "GatewayUnreachable"), kind
+    assert not {"placements", "placement"} & set(told.status)
+    assert told.status["epoch"] == 0
+    assert told.status["pools"][0]["pinned"] == 0
+
+
+def test_a_rank_that_serves_is_not_blamed_for_what_it_was_before() -> None:
+    """Its container was started again, and its kubelet has not asked it yet whether it is ready."""
+    scene = StatusScene.serving()
+    scene.put(CPU1, pods.restarted(exit_code=1, message="boom", restarts=3))
+    told = scene.report()
+    assert conditions(told)["Ready"] == ("True", "Serving")
+    assert conditions(told)["Degraded"] == ("False", "AsExpected")
+    assert told.status["ranks"] == "3/4"
+
+
+def test_a_group_serves_on_while_a_node_is_out_of_sight() -> None:
+    scene = StatusScene.serving()
+    scene.world.nodes["n1"] = pods.node("Unknown")
+    found = conditions(scene.report())
+    assert found["Ready"] == ("True", "Serving")
+    assert found["Degraded"] == ("True", "NodeLost")
+
+
+def test_a_rank_that_owns_nothing_counts_as_loaded_once_the_group_is_ready() -> None:
+    scene = StatusScene.serving()
+    scene.answer(ranks=scene.ranks(loaded=False, weight_bytes=0))
+    assert conditions(scene.report())["ModelReady"] == ("True", "Loaded")
+
+
+# --- speeds ---------------------------------------------------------------------------------------------
+
+
+def told_speed(scene: StatusScene, measured: float | None) -> float | None:
+    scene.answer(tokens_per_second=measured)
+    speed: float | None = scene.tell().status["placement"].get("measuredTokensPerSecond")
+    return speed
+
+
+def test_a_speed_is_told_in_two_digits_and_anew_only_when_it_is_another() -> None:
+    scene = StatusScene.serving()
+    speeds = [(123.4, 120.0), (139.0, 120.0), (101.0, 120.0), (145.0, 140.0), (None, None), (0.01234, 0.012)]
+    for measured, told in speeds:
+        assert told_speed(scene, measured) == told
+
+
+# --- NUMA -----------------------------------------------------------------------------------------------
+
+
+def with_policy(policy: str) -> str:
+    return SPEC.replace("memoryPerRank: 8Gi}}\n- ", f"memoryPerRank: 8Gi, numa: {{policy: {policy}}}}}}}\n- ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "found", "says"),
+    [
+        ({"pinned": False, "pin_message": "CPUs 0-7 are on NUMA nodes 0-1, not on one"}, ("False", "NotPinned"),
+         "rank 2 (pod x-cpu-0, node n1): CPUs 0-7 are on NUMA nodes 0-1, not on one"),
+        ({"numa_nodes": (0, 1)}, ("False", "NotPinned"),
+         "rank 2 (pod x-cpu-0, node n1): its cores are of NUMA nodes 0, 1, not of one"),
+        ({"numa_nodes": None}, ("False", "NotPinned"),
+         "rank 2 (pod x-cpu-0, node n1): its cores are of NUMA nodes none that the kernel tells, not of one"),
+        ({"local_memory_percent": 43}, ("False", "MemoryNotLocal"),
+         "rank 2 (pod x-cpu-0, node n1): 43 % of its memory lies on the node of its cores"),
+        ({"local_memory_percent": None}, ("Unknown", "NotProven"),
+         "rank 2 (pod x-cpu-0, node n1): is bound, and its kernel does not tell where its memory lies"),
+        ({}, ("True", "Pinned"), "Cores and memory of every CPU rank are of one NUMA node."),
+    ],
+)  # fmt: skip
+def test_pinning_is_what_ranks_proved(changes: dict[str, Any], found: tuple[str, str], says: str) -> None:
+    scene = StatusScene.serving()
+    scene.answer(ranks=scene.ranks(**changes))
+    told = scene.report()
+    assert conditions(told)["NUMAPinned"] == found
+    assert message(told, "NUMAPinned") == says
+    assert conditions(told)["Ready"] == ("True", "Serving")
+
+
+def test_pinning_of_gpu_ranks_is_nobodys_business() -> None:
+    scene = StatusScene.serving()
+    ranks = scene.ranks()
+    scene.answer(ranks=(*(replace(rank, pinned=False, numa_nodes=None) for rank in ranks[:2]), *ranks[2:]))
+    told = scene.report()
+    assert conditions(told)["NUMAPinned"] == ("True", "Pinned")
+    assert [pool["pinned"] for pool in told.status["pools"]] == [2, 0]
+
+
+def test_cores_that_others_may_use_are_told() -> None:
+    scene = StatusScene.serving()
+    scene.pod(CPU0)["status"]["qosClass"] = "Burstable"
+    told = scene.report()
+    assert conditions(told)["NUMAPinned"] == ("True", "NotGuaranteed")
+    assert "pods of pool cpu are not of the class Guaranteed" in message(told, "NUMAPinned")
+
+
+def test_pinning_that_nobody_asked_for_is_not_claimed() -> None:
+    scene = StatusScene.serving(with_policy("None"))
+    assert conditions(scene.report())["NUMAPinned"] == ("False", "NotRequested")
+
+
+def test_a_group_without_cpu_ranks_has_nothing_to_pin() -> None:
+    scene = StatusScene.of("{model: {uri: hf://a/b}, pools: [{name: gpu, type: GPU, ranks: 1}]}")
+    assert conditions(scene.report())["NUMAPinned"] == ("True", "NoCPURanks")
+
+
+def test_pinning_is_unknown_before_ranks_have_loaded() -> None:
+    scene = StatusScene.serving()
+    scene.answer(state=GroupState.LOADING, ranks=scene.ranks(loaded=False, local_memory_percent=None))
+    assert conditions(scene.report())["NUMAPinned"] == ("Unknown", "LoadingModel")
+
+
+# --- the stored status ----------------------------------------------------------------------------------
+
+
+def test_a_status_that_says_the_same_is_the_stored_one() -> None:
+    scene = StatusScene.serving()
+    observed = scene.observe()
+    scene.world.resource = dict(observed.resource)
+    told = scene.report()
+    stored = scene.world.observe().resource["status"]
+    assert told.status == stored
+
+
+def test_conditions_of_others_and_another_order_are_no_difference() -> None:
+    scene = StatusScene.serving()
+    status = scene.world.resource["status"]
+    others = {"type": "Admired", "status": "True", "reason": "Beauty", "lastTransitionTime": pods.AT}
+    status["conditions"] = [others, *reversed(status["conditions"])]
+    assert scene.report().status == status
+
+
+def test_a_stored_status_that_makes_no_sense_is_told_anew() -> None:
+    scene = StatusScene.serving()
+    good = copy.deepcopy(scene.world.resource["status"])
+    for nonsense in ({"conditions": "none"}, {"restarts": {"count": -1}}, {"epoch": "seven"}):
+        scene.world.resource["status"] = nonsense
+        assert scene.report().status == good

@@ -1,0 +1,106 @@
+"""The store of watched objects: what is newer wins, wherever it came from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero_api.contract import LABEL_NAME
+from hetero_operator.cluster.kinds import POD
+from hetero_operator.cluster.store import Key, ObjectStore
+
+OWNER = Key("ns", "x")
+
+
+def pod(name: str, version: int, *, uid: str = "", owner: str = "x", **spec: Any) -> dict[str, Any]:
+    metadata = {"namespace": "ns", "name": name, "uid": uid or f"uid-{name}", "resourceVersion": str(version)}
+    return {"metadata": {**metadata, "labels": {LABEL_NAME: owner}, "managedFields": [{"manager": "x"}]}, "spec": spec}
+
+
+def names(store: ObjectStore, owner: Key = OWNER) -> list[str]:
+    return [item["metadata"]["name"] for item in store.owned_by(owner)]
+
+
+def test_objects_are_found_by_owner_with_their_kind_and_without_managed_fields() -> None:
+    store = ObjectStore(POD)
+    assert store.put(pod("b", 2)) == OWNER
+    assert store.put(pod("a", 1)) == OWNER
+    assert names(store) == ["a", "b"]
+    (first, _) = store.owned_by(OWNER)
+    assert (first["apiVersion"], first["kind"]) == ("v1", "Pod")
+    assert "managedFields" not in first["metadata"]
+
+
+def test_what_is_older_or_the_same_changes_nothing() -> None:
+    store = ObjectStore(POD)
+    store.put(pod("a", 5, phase="new"))
+    assert store.put(pod("a", 5, phase="echo")) is None
+    assert store.put(pod("a", 4, phase="old")) is None
+    assert store.owned_by(OWNER)[0]["spec"] == {"phase": "new"}
+
+
+def test_versions_are_compared_as_numbers() -> None:
+    store = ObjectStore(POD)
+    store.put(pod("a", 9))
+    assert store.put(pod("a", 10)) == OWNER
+
+
+def test_a_list_that_lacks_an_object_removes_it_and_tells_its_owner() -> None:
+    store = ObjectStore(POD)
+    store.put(pod("a", 1))
+    store.put(pod("b", 2, owner="y"))
+    assert store.replace([store.encode(pod("a", 1))], "9") == {Key("ns", "y")}
+    assert names(store) == ["a"]
+
+
+def test_a_list_made_before_our_write_does_not_remove_what_we_wrote() -> None:
+    store = ObjectStore(POD)
+    store.put(pod("a", 12))
+    assert store.replace([], "11") == set()
+    assert names(store) == ["a"]
+
+
+def test_a_list_of_one_namespace_leaves_others_alone() -> None:
+    store = ObjectStore(POD)
+    store.put(pod("a", 1))
+    assert store.replace([], "9", namespace="other") == set()
+    assert names(store) == ["a"]
+
+
+def test_what_we_deleted_does_not_rise_from_old_news() -> None:
+    store = ObjectStore(POD)
+    store.put(pod("a", 1))
+    store.bury("ns", "a", "uid-a")
+    assert store.put(pod("a", 2)) is None
+    assert store.replace([store.encode(pod("a", 2))], "3") == set()
+    assert names(store) == []
+    assert store.put(pod("a", 4, uid="another")) == OWNER
+
+
+def test_news_that_an_earlier_object_of_the_name_is_gone_removes_nothing() -> None:
+    store = ObjectStore(POD)
+    store.put(pod("a", 4, uid="second"))
+    assert store.drop(pod("a", 5, uid="first")) is None
+    assert names(store) == ["a"]
+
+
+def test_an_object_that_changes_hands_is_found_with_the_new_owner_only() -> None:
+    store = ObjectStore(POD)
+    store.put(pod("a", 1))
+    store.put(pod("a", 2, owner="y"))
+    assert names(store) == []
+    assert names(store, Key("ns", "y")) == ["a"]
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 30), st.booleans()), max_size=40))
+def test_in_whatever_order_news_come_the_newest_is_kept(news: list[tuple[str, int, bool]]) -> None:
+    store = ObjectStore(POD)
+    newest: dict[str, int] = {}
+    for name, version, _ in news:
+        store.put(pod(name, version))
+        newest[name] = max(newest.get(name, 0), version)
+    assert {item["metadata"]["name"]: int(item["metadata"]["resourceVersion"]) for item in store.owned_by(OWNER)} == (
+        newest
+    )

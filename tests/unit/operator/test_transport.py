@@ -1,0 +1,161 @@
+"""Calls of the API: errors by kind, time limits, credentials, counting, and the fence before writes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+from kubernetes.aio.client import Configuration
+
+from hetero_operator.cluster.transport import Transport
+from hetero_operator.errors import ApiError, Conflict, Gone, NotFound, NotLeading, Refused, Unreachable
+from hetero_operator.fence import Fence
+from tests.support.api_stand_in import ApiStandIn, Fault, refusal
+
+PATH = "/api/v1/namespaces/ns/configmaps/x"
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[ApiStandIn]:
+    async with ApiStandIn() as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (400, Refused), (403, Refused), (422, Refused), (404, NotFound), (409, Conflict), (410, Gone), (500, ApiError),
+        (429, ApiError), (503, ApiError), (401, ApiError),
+    ],
+)  # fmt: skip
+async def test_statuses_are_errors_by_kind_with_their_reason_and_message(
+    server: ApiStandIn, code: int, kind: type[ApiError]
+) -> None:
+    server.faults.append(Fault("GET", "configmaps", refusal(code, "Because", "so it is")))
+    async with server.transport() as api:
+        with pytest.raises(kind) as caught:
+            await api.get(PATH)
+    assert (caught.value.status, caught.value.reason, caught.value.message) == (code, "Because", "so it is")
+
+
+@pytest.mark.parametrize(("given", "seconds"), [("3", 3.0), ("0.5", 0.5), ("Wed, 21 Oct 2026 07:28:00 GMT", 0.0)])
+async def test_retry_after_is_seconds_and_a_date_is_none(server: ApiStandIn, given: str, seconds: float) -> None:
+    server.faults.append(Fault("GET", "configmaps", refusal(429, headers={"Retry-After": given})))
+    async with server.transport() as api:
+        with pytest.raises(ApiError) as caught:
+            await api.get(PATH)
+    assert caught.value.retry_after_s == seconds
+
+
+async def test_answers_that_are_no_status_still_tell_something(server: ApiStandIn) -> None:
+    server.faults.append(Fault("GET", "configmaps", lambda: web.Response(status=502, text="<html>bad gateway</html>")))
+    async with server.transport() as api:
+        with pytest.raises(ApiError, match="bad gateway"):
+            await api.get(PATH)
+
+
+async def test_an_answer_that_is_no_json_is_no_answer(server: ApiStandIn) -> None:
+    server.faults.append(Fault("GET", "configmaps", lambda: web.Response(text="<html>welcome</html>")))
+    async with server.transport() as api:
+        with pytest.raises(Unreachable, match="no JSON"):
+            await api.get(PATH)
+
+
+async def test_a_server_that_is_not_there_is_unreachable() -> None:
+    async with ApiStandIn().transport() as api:
+        with pytest.raises(Unreachable):
+            await api.get(PATH)
+
+
+async def test_a_call_that_hangs_ends_in_time(server: ApiStandIn) -> None:
+    async def hang(request: web.Request) -> web.StreamResponse:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    server._handle = hang  # type: ignore[method-assign]
+    await server.stop()
+    await server.start()
+    async with server.transport() as api:
+        with pytest.raises(Unreachable):
+            await api.look(PATH, timeout_s=0.05)
+
+
+async def test_a_write_may_take_no_longer_than_the_lease_lasts(server: ApiStandIn) -> None:
+    async def hang(request: web.Request) -> web.StreamResponse:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    server._handle = hang  # type: ignore[method-assign]
+    await server.stop()
+    await server.start()
+    fence = Fence(clock=lambda: 0.0)
+    fence.open(writes_until=0.01, lease_until=0.05)
+    async with server.transport(fence) as api:
+        with pytest.raises(Unreachable):
+            await api.create("/api/v1/namespaces/ns/configmaps", {"metadata": {"name": "x"}})
+
+
+@pytest.mark.parametrize("write", ["create", "apply", "merge", "delete"])
+async def test_without_the_lease_no_write_leaves_the_process(server: ApiStandIn, write: str) -> None:
+    async with server.transport(Fence()) as api:
+        with pytest.raises(NotLeading):
+            await getattr(api, write)(PATH, {"metadata": {"name": "x"}})
+        with pytest.raises(NotFound):
+            await api.get(PATH)
+    assert server.calls == [f"GET {PATH}"]
+
+
+async def test_calls_are_counted_by_verb_and_code(server: ApiStandIn) -> None:
+    counted: list[tuple[str, str]] = []
+    async with server.transport(count=lambda verb, code: counted.append((verb, code))) as api:
+        await api.apply(PATH, {"metadata": {"name": "x"}})
+        await api.get(PATH)
+        with pytest.raises(NotFound):
+            await api.get(PATH + "y")
+        await server.stop()
+        with pytest.raises(Unreachable):
+            await api.delete(PATH, {})
+    assert counted == [("apply", "201"), ("get", "200"), ("get", "404"), ("delete", "error")]
+
+
+async def test_apply_names_the_field_manager_and_forces(server: ApiStandIn) -> None:
+    async with server.transport() as api:
+        await api.apply(PATH, {"metadata": {"name": "x"}})
+    assert server.queries[-1] == {"fieldManager": "heteroinference-operator", "force": "true"}
+
+
+async def test_a_token_that_is_refused_is_read_again_once_in_a_while(server: ApiStandIn) -> None:
+    reads = 0
+
+    async def reload() -> Any:
+        nonlocal reads
+        reads += 1
+        fresh = Configuration(host=server.url)
+        fresh.api_key["BearerToken"] = "Bearer second"
+        return fresh
+
+    server.faults.append(Fault("GET", "configmaps", refusal(401, "Unauthorized"), times=2))
+    await server.put(PATH, {})
+    configuration = Configuration(host=server.url)
+    configuration.api_key["BearerToken"] = "Bearer first"
+    async with Transport(configuration, Fence(), reload=reload) as api:
+        for _ in range(2):
+            with pytest.raises(ApiError):
+                await api.get(PATH)
+        await api.get(PATH)
+    assert reads == 1
+    assert configuration.api_key["BearerToken"] == "Bearer second"
+
+
+async def test_long_lines_and_lines_in_pieces_are_read_whole(server: ApiStandIn) -> None:
+    pods = "/api/v1/namespaces/ns/pods"
+    await server.put(f"{pods}/a", {"data": "x" * 500_000})
+    await server.put(f"{pods}/b", {"data": "y"})
+    async with server.transport() as api:
+        stream = api.watch(pods, resourceVersion="1")
+        found = [await anext(stream), await anext(stream)]
+        await stream.aclose()  # type: ignore[attr-defined]
+    assert [len(event["object"]["data"]) for event in found] == [500_000, 1]
