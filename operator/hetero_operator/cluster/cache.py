@@ -1,0 +1,146 @@
+"""All that is watched: a store for each kind that the operator makes, kept equal to the server's by reflectors.
+
+Runs whether this process leads or not, so that a new leader knows everything at once. Which optional kinds exist is
+asked again every few minutes; one that appears is watched before it is said to be there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from hetero_operator.backoff import Backoff
+from hetero_operator.cluster.discovery import discover
+from hetero_operator.cluster.kinds import POD, ResourceKind, kind_of, watched_kinds
+from hetero_operator.cluster.reflector import Reflector
+from hetero_operator.cluster.store import Key, ObjectStore
+from hetero_operator.cluster.transport import Transport
+from hetero_operator.errors import ApiError
+from hetero_operator.observers import unobserved
+from hetero_operator.reconcile.model import Capabilities, ObjectRef
+
+logger = logging.getLogger(__name__)
+
+DISCOVERY_S: Final = 180.0
+
+Object = dict[str, Any]
+
+
+class ClusterCache:
+    """`run` is its life; `ready` is set once every store was filled."""
+
+    def __init__(
+        self,
+        api: Transport,
+        *,
+        namespaces: Sequence[str],
+        on_change: Callable[[Key], None],
+        on_capabilities: Callable[[], None] = unobserved,
+        count_restart: Callable[[str, str], None] = unobserved,
+    ) -> None:
+        """`on_capabilities` is told when the server offers something else than before."""
+        self.ready = asyncio.Event()
+        self._api = api
+        self._namespaces: Sequence[str | None] = tuple(namespaces) or (None,)
+        self._on_change = on_change
+        self._on_capabilities = on_capabilities
+        self._count_restart = count_restart
+        self._capabilities: Capabilities | None = None
+        self._stores: dict[ResourceKind, ObjectStore] = {}
+        self._reflectors: dict[ResourceKind, list[Reflector]] = {}
+        self._tasks: dict[ResourceKind, list[asyncio.Task[None]]] = {}
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the server offers, once `ready`."""
+        assert self._capabilities is not None
+        return self._capabilities
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        backoff, failures = Backoff(), 0
+        try:
+            while True:
+                try:
+                    await self._adjust(await discover(self._api, self._capabilities))
+                    failures = 0
+                except ApiError as error:
+                    failures += 1
+                    logger.warning("the API server does not say what it offers: %s", error)
+                await asyncio.sleep(backoff.pause_s(failures) if failures else DISCOVERY_S)
+        finally:
+            await self._stop(list(self._tasks))
+
+    def owned_by(self, owner: Key) -> tuple[list[Object], list[Object]]:
+        """Objects of all kinds but Pod, and pods, that carry the resource's label."""
+        owned = [item for kind, store in self._stores.items() if kind != POD for item in store.owned_by(owner)]
+        return owned, self._stores[POD].owned_by(owner)
+
+    def store(self, ref: ObjectRef) -> ObjectStore | None:
+        """Where objects of a kind are kept; None: the kind is not watched."""
+        return self._stores.get(kind_of(ref))
+
+    def sizes(self) -> Mapping[str, int]:
+        """Objects kept, by kind."""
+        return {kind.kind: len(store) for kind, store in self._stores.items()}
+
+    def problems(self) -> list[str]:
+        """What cannot be listed or watched now, and what was not listed yet."""
+        found = []
+        for reflector in self._all():
+            if reflector.problem:
+                found.append(reflector.problem)
+            elif not reflector.synced.is_set():
+                found.append(f"{reflector.kind.kind}: not listed yet")
+        return found if self._reflectors else ["the API server was not reached yet"]
+
+    def ended(self) -> list[str]:
+        """Watches that are no more; there should never be any."""
+        return [kind.kind for kind, tasks in self._tasks.items() if any(task.done() for task in tasks)]
+
+    def _all(self) -> list[Reflector]:
+        return [reflector for reflectors in self._reflectors.values() for reflector in reflectors]
+
+    async def _adjust(self, found: Capabilities) -> None:
+        """Watch what is new; only when that is filled, say so; then let go of what is gone."""
+        if found == self._capabilities:
+            return
+        wanted = watched_kinds(found)
+        for kind in wanted:
+            if kind not in self._tasks:
+                self._start(kind)
+        await asyncio.gather(*(reflector.synced.wait() for reflector in self._all()))
+        await self._stop([kind for kind in self._tasks if kind not in wanted])
+        self._capabilities = found
+        major, minor = found.version
+        offered = ", ".join(sorted(f"{kind} of {version}" for version, kind in found.kinds)) or "none"
+        logger.info("Kubernetes %d.%d; optional kinds: %s", major, minor, offered)
+        self.ready.set()
+        self._on_capabilities()
+
+    def _start(self, kind: ResourceKind) -> None:
+        store = self._stores[kind] = ObjectStore(kind)
+        self._reflectors[kind] = [
+            Reflector(
+                self._api,
+                store,
+                namespace=namespace,
+                on_change=self._on_change,
+                on_restart=lambda reason: self._count_restart(kind.kind, reason),
+            )
+            for namespace in self._namespaces
+        ]
+        self._tasks[kind] = [
+            asyncio.create_task(reflector.run(), name=f"reflector {kind.plural} {number}")
+            for number, reflector in enumerate(self._reflectors[kind])
+        ]
+
+    async def _stop(self, kinds: Sequence[ResourceKind]) -> None:
+        tasks = [task for kind in kinds for task in self._tasks.pop(kind)]
+        for kind in kinds:
+            del self._reflectors[kind], self._stores[kind]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,224 @@
+"""Carries a plan out: creates, applies, deletes, in this order, and says what was refused.
+
+No object of a stranger is ever taken over: before anything is written, every object that the cache does not have is
+asked for by name. If one turns out to be there without our label, nothing at all is written. Objects that were seen are
+written only as what was seen (metadata.uid; uid preconditions), so a stale cache can do no harm. Answers go to the
+cache at once, so that the next look at it sees what was written. Pods are deleted only if everything before went well:
+they are made anew from templates that must be the new ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from hetero_api.contract import LABEL_NAME
+from hetero_operator.cluster.cache import ClusterCache
+from hetero_operator.cluster.group_secrets import SecretBook
+from hetero_operator.cluster.kinds import kind_of
+from hetero_operator.cluster.store import Key, ObjectStore
+from hetero_operator.cluster.transport import Transport
+from hetero_operator.errors import ApiError, Conflict, NotFound, Refused, Unreachable
+from hetero_operator.reconcile.model import (
+    Deletion,
+    FailureKind,
+    NewSecret,
+    Object,
+    ObjectRef,
+    Outcome,
+    Plan,
+    WriteFailure,
+)
+
+logger = logging.getLogger(__name__)
+
+TOKEN_BYTES: Final = 32
+FOREIGN_MESSAGE: Final = "exists and does not belong to this resource"
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """What became of a plan."""
+
+    outcome: Outcome
+    stale: bool = False
+    """The cache lacked something that is there; it has it now, so plan again. Nothing was written."""
+    retry_after_s: float = 0.0
+    """What the server asked for."""
+
+
+class PlanExecutor:
+    """Writes objects of any resource."""
+
+    def __init__(self, api: Transport, cache: ClusterCache, book: SecretBook) -> None:
+        self._api = api
+        self._cache = cache
+        self._book = book
+
+    async def carry_out(self, owner: Key, plan: Plan) -> Execution:
+        """Do what is planned. Raises NotLeading; what the API server refuses is in the outcome."""
+        run = _Run(self._api, self._cache, self._book, owner)
+        return await run.carry_out(plan)
+
+
+class _Run:
+    """One plan of one resource."""
+
+    def __init__(self, api: Transport, cache: ClusterCache, book: SecretBook, owner: Key) -> None:
+        self._api = api
+        self._cache = cache
+        self._book = book
+        self._owner = owner
+        self._failures: list[WriteFailure] = []
+        self._retry_after_s = 0.0
+        self._halted = False
+
+    async def carry_out(self, plan: Plan) -> Execution:
+        if await self._discovered(plan):
+            return Execution(Outcome(), stale=True)
+        if not self._failures:
+            await self._write(plan)
+        return Execution(Outcome(tuple(self._failures)), retry_after_s=self._retry_after_s)
+
+    async def _write(self, plan: Plan) -> None:
+        for secret in plan.create:
+            await self._create(secret)
+        for manifest in plan.apply:
+            await self._apply(manifest)
+        for deletion in plan.delete if not self._failures else ():
+            await self._delete(deletion)
+
+    async def _discovered(self, plan: Plan) -> bool:
+        """Ask for what the cache lacks; whether something of ours came up."""
+        manifests = [*(secret.manifest for secret in plan.create), *plan.apply]
+        unseen = [ref for ref in map(ObjectRef.of, manifests) if self._known(ref) is None]
+        return any(await asyncio.gather(*(self._look(ref) for ref in unseen)))
+
+    async def _look(self, ref: ObjectRef) -> bool:
+        """Whether the object is there and ours; a stranger's is a failure."""
+        try:
+            found = await self._api.get(self._path(ref))
+        except NotFound:
+            return False
+        except ApiError as error:
+            self._failed(ref, error)
+            return False
+        if (found["metadata"].get("labels") or {}).get(LABEL_NAME) != self._owner.name:
+            self._failures.append(WriteFailure(ref, FailureKind.FOREIGN, f"{ref.kind} {ref.name} {FOREIGN_MESSAGE}"))
+            return False
+        return self._remember(ref, found)
+
+    async def _create(self, secret: NewSecret) -> None:
+        ref = ObjectRef.of(secret.manifest)
+        values = {key: _fresh_token() for key in secret.generated_keys}
+        try:
+            made = await self._api.create(kind_of(ref).path(self._owner.namespace), {**secret.manifest, "data": values})
+        except Conflict:
+            # Since we looked, someone made it: it is either ours or a stranger's, which the next look will tell.
+            self._failures.append(WriteFailure(ref, FailureKind.TRANSIENT, f"{ref.kind} {ref.name} came up meanwhile"))
+        except ApiError as error:
+            self._failed(ref, error)
+        else:
+            self._remember(ref, made)
+
+    async def _apply(self, manifest: Object) -> None:
+        ref = ObjectRef.of(manifest)
+        if self._halted:
+            return
+        known = self._known(ref)
+        if known is not None:
+            manifest = {**manifest, "metadata": {**manifest["metadata"], "uid": known}}
+        try:
+            self._remember(ref, await self._api.apply(self._path(ref), manifest))
+        except Conflict as error:
+            self._failed(ref, error)
+            await self._see_again(ref)
+        except ApiError as error:
+            self._failed(ref, error)
+
+    async def _delete(self, deletion: Deletion) -> None:
+        if self._halted:
+            return
+        options: dict[str, Any] = {
+            "apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background",
+            "preconditions": {"uid": deletion.uid},
+        }  # fmt: skip
+        if deletion.grace_period_s is not None:
+            options["gracePeriodSeconds"] = deletion.grace_period_s
+        try:
+            answer = await self._api.delete(self._path(deletion.ref), options)
+        except NotFound:
+            self._bury(deletion)
+        except Conflict as error:
+            self._failed(deletion.ref, error)
+            await self._see_again(deletion.ref)
+        except ApiError as error:
+            self._failed(deletion.ref, error)
+        else:
+            ref, namespace = deletion.ref, self._owner.namespace
+            logger.info("deleted %s %s/%s: %s", ref.kind, namespace, ref.name, deletion.reason)
+            if answer.get("kind") == "Status" or deletion.grace_period_s == 0:
+                self._bury(deletion)
+            else:
+                self._remember(deletion.ref, answer)
+
+    async def _see_again(self, ref: ObjectRef) -> None:
+        """The cache was wrong about it: look now, for the watch may take a while to tell."""
+        try:
+            self._remember(ref, await self._api.get(self._path(ref)))
+        except NotFound:
+            store = self._store(ref)
+            if store is not None:
+                store.forget(self._owner.namespace, ref.name)
+        except ApiError as error:
+            logger.debug("%s %s cannot be looked at: %s", ref.kind, ref.name, error)
+
+    def _known(self, ref: ObjectRef) -> str | None:
+        """Uid of the object that was seen."""
+        store = self._store(ref)
+        entry = None if store is None else store.entry(self._owner.namespace, ref.name)
+        return None if entry is None else entry.uid
+
+    def _remember(self, ref: ObjectRef, found: Mapping[str, Any]) -> bool:
+        """Give the answer to the cache; whether that was news."""
+        store = self._store(ref)
+        if store is None or LABEL_NAME not in (found["metadata"].get("labels") or {}):
+            return False
+        return store.put(found) is not None
+
+    def _bury(self, deletion: Deletion) -> None:
+        store = self._store(deletion.ref)
+        if store is not None:
+            store.bury(self._owner.namespace, deletion.ref.name, deletion.uid)
+
+    def _store(self, ref: ObjectRef) -> ObjectStore | None:
+        return self._book.store if ref.kind == "Secret" else self._cache.store(ref)
+
+    def _path(self, ref: ObjectRef) -> str:
+        return kind_of(ref).path(self._owner.namespace, ref.name)
+
+    def _failed(self, ref: ObjectRef, error: ApiError) -> None:
+        self._failures.append(WriteFailure(ref, failure_kind(error), error.message))
+        self._retry_after_s = max(self._retry_after_s, error.retry_after_s)
+        # Where nobody answers, or says to come back later, the rest would only be refused as well.
+        self._halted = self._halted or isinstance(error, Unreachable) or error.status in (429, 503)
+
+
+def failure_kind(error: ApiError) -> FailureKind:
+    """What an error of a write means for the next attempt."""
+    if error.status == 403:
+        return FailureKind.FORBIDDEN
+    return FailureKind.INVALID if isinstance(error, Refused) else FailureKind.TRANSIENT
+
+
+def _fresh_token() -> str:
+    return base64.b64encode(secrets.token_urlsafe(TOKEN_BYTES).encode()).decode()
+
+
+def any_transient(failures: Iterable[WriteFailure]) -> bool:
+    return any(failure.kind is FailureKind.TRANSIENT for failure in failures)

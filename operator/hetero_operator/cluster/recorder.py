@@ -1,0 +1,153 @@
+"""Kubernetes Events about resources, one for each thing that was ever said, counted when it is said again.
+
+An Event's name follows from what it says, so that a report which is repeated, be it by another leader, makes no second
+one. Recording never holds up a reconcile and never fails it: it is done by a task of its own, and what cannot be
+recorded after a few attempts is dropped. A resource that says ever new things is cut short after BURST of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable
+from datetime import datetime
+from typing import Any, Final
+
+from hetero_api.contract import FIELD_MANAGER
+from hetero_operator.backoff import Backoff
+from hetero_operator.cluster.kinds import EVENT, RESOURCE
+from hetero_operator.cluster.transport import Transport
+from hetero_operator.errors import ApiError, Conflict, NotFound, NotLeading, Refused
+from hetero_operator.reconcile.model import Object, Transition
+
+logger = logging.getLogger(__name__)
+
+MAX_PENDING: Final = 1000
+ATTEMPTS: Final = 5
+BURST: Final = 25
+REFILL_S: Final = 10.0
+MAX_MESSAGE: Final = 1024
+"""The API's own limit, in characters."""
+KEPT: Final = 10_000
+
+_Pending = tuple[Object, Transition, datetime]
+
+
+class EventRecorder:
+    """`record` puts down, `run` writes."""
+
+    def __init__(
+        self,
+        api: Transport,
+        *,
+        identity: str,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._api = api
+        self._identity = identity
+        self._clock = clock
+        self._sleep = sleep
+        self._pending: deque[_Pending] = deque(maxlen=MAX_PENDING)
+        self._arrival = asyncio.Event()
+        self._budgets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        self._writing = False
+
+    @property
+    def pending(self) -> int:
+        """Events that are not written yet."""
+        return len(self._pending) + self._writing
+
+    def record(self, resource: Object, transition: Transition, now: datetime) -> None:
+        """Have it written soon."""
+        if self._within_budget(resource["metadata"]["uid"]):
+            self._pending.append((resource, transition, now))
+            self._arrival.set()
+
+    async def run(self) -> None:
+        """Write until cancelled."""
+        while True:
+            while self._pending:
+                self._writing = True
+                await self._write(*self._pending.popleft())
+                self._writing = False
+            self._arrival.clear()
+            await self._arrival.wait()
+
+    async def _write(self, resource: Object, transition: Transition, now: datetime) -> None:
+        backoff = Backoff(cap_s=5.0)
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                await self._say(resource, transition, now)
+                return
+            except NotLeading:
+                return  # the next leader sees the same and says it
+            except Refused as error:
+                logger.debug("event refused: %s", error)
+                if error.status == 403:
+                    return  # the namespace is going, or the right is missing
+            except ApiError as error:
+                logger.debug("event not written: %s", error)
+            await self._sleep(backoff.pause_s(attempt))
+        logger.warning("dropped the event %s of %s", transition.reason, resource["metadata"]["name"])
+
+    async def _say(self, resource: Object, transition: Transition, now: datetime) -> None:
+        event = self._event(resource, transition, now)
+        namespace, name = event["metadata"]["namespace"], event["metadata"]["name"]
+        try:
+            await self._api.create(EVENT.path(namespace), event)
+        except Conflict:
+            known = await self._api.get(EVENT.path(namespace, name))
+            again = {"count": int(known.get("count") or 1) + 1, "lastTimestamp": event["lastTimestamp"]}
+            # The version makes sure that two of these do not count as one.
+            again["metadata"] = {"resourceVersion": known["metadata"]["resourceVersion"]}
+            try:
+                await self._api.merge(EVENT.path(namespace, name), again)
+            except NotFound:
+                await self._api.create(EVENT.path(namespace), event)
+
+    def _event(self, resource: Object, transition: Transition, now: datetime) -> dict[str, Any]:
+        metadata = resource["metadata"]
+        moment = now.strftime("%Y-%m-%dT%H:%M:%SZ")
+        return {
+            "apiVersion": EVENT.api_version,
+            "kind": EVENT.kind,
+            "metadata": {"name": event_name(resource, transition), "namespace": metadata["namespace"]},
+            "involvedObject": {
+                "apiVersion": RESOURCE.api_version,
+                "kind": RESOURCE.kind,
+                "name": metadata["name"],
+                "namespace": metadata["namespace"],
+                "uid": metadata["uid"],
+            },
+            "type": transition.type,
+            "reason": transition.reason,
+            "message": transition.message[:MAX_MESSAGE],
+            "source": {"component": FIELD_MANAGER},
+            "reportingComponent": FIELD_MANAGER,
+            "reportingInstance": self._identity,
+            "firstTimestamp": moment,
+            "lastTimestamp": moment,
+            "count": 1,
+        }
+
+    def _within_budget(self, uid: str) -> bool:
+        """Whether this resource may still say something: BURST at once, one more every REFILL_S."""
+        now = self._clock()
+        left, since = self._budgets.get(uid, (float(BURST), now))
+        left = min(float(BURST), left + (now - since) / REFILL_S)
+        granted = left >= 1
+        self._budgets[uid] = (left - 1 if granted else left, now)
+        self._budgets.move_to_end(uid)
+        while len(self._budgets) > KEPT:
+            self._budgets.popitem(last=False)
+        return granted
+
+
+def event_name(resource: Object, transition: Transition) -> str:
+    """Of the Event that says this of this resource."""
+    said = "\0".join((resource["metadata"]["uid"], *transition))
+    return f"{resource['metadata']['name']}.{hashlib.sha256(said.encode()).hexdigest()[:16]}"

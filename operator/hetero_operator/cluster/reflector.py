@@ -1,0 +1,150 @@
+"""Keeps a store equal to what the server has of one kind: a list, then a watch from that list on, for ever.
+
+A watch that ends goes on where it ended. When the server no longer knows that point (410, as an answer or within the
+stream), everything is listed anew and *replaces* the store: so deletions that nobody told are found. Nothing ends this
+but cancellation; what goes wrong is tried again after growing pauses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Final
+
+from hetero_api.contract import LABEL_NAME
+from hetero_operator.backoff import Backoff
+from hetero_operator.cluster.kinds import ResourceKind
+from hetero_operator.cluster.store import Entry, Key, ObjectStore
+from hetero_operator.cluster.transport import Transport
+from hetero_operator.errors import ApiError, Gone, NotFound
+from hetero_operator.observers import unobserved
+
+logger = logging.getLogger(__name__)
+
+PAGE_SIZE: Final = 500
+STEADY_S: Final = 5.0
+"""A watch that lasted so long, or brought news, was a good one: the next failure is a first one."""
+
+_NEWEST: Final = str(2**63)
+
+Sleep = Callable[[float], Awaitable[None]]
+
+
+class Reflector:
+    """Of one kind, in one namespace or (None) in all. `run` is its life."""
+
+    def __init__(
+        self,
+        api: Transport,
+        store: ObjectStore,
+        *,
+        namespace: str | None,
+        on_change: Callable[[Key], None],
+        on_restart: Callable[[str], None] = unobserved,
+        backoff: Backoff | None = None,
+        sleep: Sleep = asyncio.sleep,
+        clock: Callable[[], float] = time.monotonic,
+        page_size: int = PAGE_SIZE,
+    ) -> None:
+        """`on_change` is told owners of changed objects; `on_restart` why a list or watch begins anew."""
+        self.store = store
+        self.synced = asyncio.Event()
+        """Set once the store was filled for the first time."""
+        self.problem = ""
+        """What is wrong now, for a person; "" while listing and watching work."""
+        self._api = api
+        self._path = store.kind.path(namespace)
+        self._namespace = namespace
+        self._on_change = on_change
+        self._on_restart = on_restart
+        self._backoff = backoff or Backoff()
+        self._sleep = sleep
+        self._page_size = page_size
+        self._clock = clock
+        self._selector = LABEL_NAME
+        self._version: str | None = None
+        self._failures = 0
+
+    @property
+    def kind(self) -> ResourceKind:
+        return self.store.kind
+
+    async def run(self) -> None:
+        """List and watch until cancelled."""
+        while True:
+            try:
+                if self._version is None:
+                    self._version = await self._list()
+                await self._watch(self._version)
+            except Gone:
+                self._version = None
+                await self._pause("gone")
+            except ApiError as error:
+                if not _may_go_on(error):
+                    self._version = None
+                await self._failed(error)
+
+    async def _list(self) -> str:
+        """Fill the store; the list's version."""
+        found: list[tuple[Key, Entry]] = []
+        token: str | None = ""
+        while token is not None:
+            page = await self._api.list(
+                self._path, labelSelector=self._selector, limit=self._page_size, **{"continue": token or None}
+            )
+            found += [self.store.encode(item) for item in page.get("items") or ()]
+            token = page["metadata"].get("continue") or None
+        version: str = page["metadata"]["resourceVersion"]
+        changed = self.store.replace(found, version, namespace=self._namespace)
+        self.synced.set()
+        self.problem = ""
+        self._tell(changed)
+        return version
+
+    async def _watch(self, version: str) -> None:
+        """Follow changes until the server ends the stream."""
+        begin, news = self._clock(), False
+        try:
+            async for event in self._api.watch(self._path, labelSelector=self._selector, resourceVersion=version):
+                news = True
+                self.problem = ""
+                self._take(event["type"], event["object"])
+                self._version = event["object"]["metadata"]["resourceVersion"]
+        finally:
+            if news or self._clock() - begin > STEADY_S:
+                self._failures = 0
+        if not news and self._clock() - begin < STEADY_S:
+            await self._pause("ended")
+
+    async def _failed(self, error: ApiError) -> None:
+        problem = f"{self.kind.kind}: {error}"
+        if problem != self.problem:
+            logger.warning("cannot list or watch %s", problem)
+        self.problem = problem
+        if isinstance(error, NotFound):
+            # The kind itself is gone, and its objects with it.
+            self._tell(self.store.replace([], _NEWEST, namespace=self._namespace))
+        await self._pause("error", error.retry_after_s)
+
+    async def _pause(self, reason: str, at_least_s: float = 0.0) -> None:
+        self._on_restart(reason)
+        self._failures += 1
+        await self._sleep(max(at_least_s, self._backoff.pause_s(self._failures)))
+
+    def _take(self, change: str, item: dict[str, Any]) -> None:
+        if change == "BOOKMARK":
+            return
+        owner = self.store.drop(item) if change == "DELETED" else self.store.put(item)
+        if owner is not None:
+            self._on_change(owner)
+
+    def _tell(self, owners: Iterable[Key]) -> None:
+        for owner in sorted(owners):
+            self._on_change(owner)
+
+
+def _may_go_on(error: ApiError) -> bool:
+    """Whether the watch can go on from where it was: the server was not there, or had too much to do."""
+    return error.status == 0 or error.status >= 500 or error.status == 429

@@ -1,0 +1,146 @@
+"""The HeteroInference resources: what kopf's watch tells of them, checked against a list now and then.
+
+kopf lists and watches, but does not tell what was deleted while its watch was broken. So everything is listed anew
+every `resync_s`, which costs little, and a resource that was not heard of for a while is asked for by name before
+anything is written for its sake: an object made for one that is gone would be collected, and made again, for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from hetero_operator.backoff import Backoff
+from hetero_operator.cluster.kinds import RESOURCE
+from hetero_operator.cluster.reflector import PAGE_SIZE
+from hetero_operator.cluster.store import Entry, Key, ObjectStore
+from hetero_operator.cluster.transport import Transport
+from hetero_operator.errors import ApiError, NotFound
+from hetero_operator.reconcile.model import Object
+
+logger = logging.getLogger(__name__)
+
+FRESH_S: Final = 3.0
+"""A resource that was heard of within so long is there."""
+_NEWEST: Final = str(2**63)
+
+
+class Resources:
+    """`run` lists now and then; `hear` takes in what kopf tells, in between."""
+
+    def __init__(
+        self,
+        api: Transport,
+        *,
+        namespaces: Sequence[str],
+        resync_s: float,
+        on_change: Callable[[Key], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.store = ObjectStore(RESOURCE, owner_label=None)
+        self.listed = asyncio.Event()
+        """Set once all resources were listed."""
+        self.problem = ""
+        """Why they cannot be listed now, for a person."""
+        self._api = api
+        self._namespaces: Sequence[str | None] = tuple(namespaces) or (None,)
+        self._resync_s = resync_s
+        self._on_change = on_change
+        self._clock = clock
+        self._heard: dict[Key, float] = {}
+        self._wanted = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self.store)
+
+    def keys(self) -> Iterator[Key]:
+        return self.store.keys()
+
+    def get(self, key: Key) -> Object | None:
+        return self.store.get(*key)
+
+    def hear(self, change: str | None, item: Mapping[str, Any]) -> None:
+        """Take in an event of a watch; its type is None for what a list told."""
+        key = self.store.drop(item) if change == "DELETED" else self.store.put(item)
+        if change != "DELETED":
+            self._heard[Key(item["metadata"]["namespace"], item["metadata"]["name"])] = self._clock()
+        if key is not None:
+            self._on_change(key)
+
+    def list_soon(self) -> None:
+        """List without waiting for the next time."""
+        self._wanted.set()
+
+    async def run(self) -> None:
+        """List every `resync_s` until cancelled, sooner when asked to or when it failed."""
+        backoff, failures = Backoff(), 0
+        while True:
+            self._wanted.clear()
+            try:
+                await self._list()
+                failures = 0
+            except ApiError as error:
+                failures += 1
+                self._complain(error)
+            pause_s = backoff.pause_s(failures) if failures else self._resync_s * random.uniform(0.9, 1.0)
+            await self._pause(min(pause_s, self._resync_s))
+
+    async def confirm(self, key: Key) -> Object | None:
+        """The resource as it surely was a moment ago, None if it is gone. Raises ApiError."""
+        if self._clock() - self._heard.get(key, -FRESH_S) < FRESH_S:
+            return self.get(key)
+        return await self.refresh(key)
+
+    async def refresh(self, key: Key) -> Object | None:
+        """The resource as it is, None if it is gone. Raises ApiError."""
+        try:
+            self.hear(None, await self._api.get(RESOURCE.path(*key)))
+        except NotFound:
+            self.store.forget(*key)
+        return self.get(key)
+
+    def forget(self, key: Key) -> None:
+        """It is no more."""
+        self._heard.pop(key, None)
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._wanted.wait()
+        except TimeoutError:
+            return
+
+    async def _list(self) -> None:
+        for namespace in self._namespaces:
+            begin = self._clock()
+            found, version = await self._pages(RESOURCE.path(namespace))
+            changed = self.store.replace(found, version, namespace=namespace)
+            self._heard.update((key, begin) for key, _ in found)
+            for key in sorted(changed):
+                self._on_change(key)
+        self.listed.set()
+        self.problem = ""
+
+    async def _pages(self, path: str) -> tuple[list[tuple[Key, Entry]], str]:
+        found: list[tuple[Key, Entry]] = []
+        token = None
+        while True:
+            page = await self._api.list(path, limit=PAGE_SIZE, **{"continue": token})
+            found += [self.store.encode(item) for item in page.get("items") or ()]
+            token = page["metadata"].get("continue") or None
+            if token is None:
+                return found, page["metadata"]["resourceVersion"]
+
+    def _complain(self, error: ApiError) -> None:
+        problem = f"{RESOURCE.kind} cannot be listed: {error}"
+        if problem != self.problem:
+            logger.warning(problem)
+        self.problem = problem
+        if isinstance(error, NotFound):
+            # The definition is gone, and with it every resource.
+            for key in sorted(self.store.replace([], _NEWEST)):
+                self._on_change(key)

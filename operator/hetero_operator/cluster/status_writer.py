@@ -1,0 +1,83 @@
+"""Writes the status of a resource, if it is not so already, and not too often.
+
+By merge patch of what differs, bound to the version that was looked at: a resource that changed meanwhile is looked at
+again. Conditions that others wrote, of types that we do not know, stay. Not by server-side apply: when the last field
+of an object in a status is applied away, the API server of 1.20 makes null of the object, and refuses that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from hetero_operator.cluster.kinds import RESOURCE
+from hetero_operator.cluster.store import Key, ObjectStore
+from hetero_operator.cluster.transport import Transport
+from hetero_operator.observers import unobserved
+from hetero_operator.reconcile.model import Object
+
+MIN_INTERVAL_S: Final = 1.0
+
+
+class StatusWriter:
+    """One for all resources, whose store it keeps up to date with what it wrote."""
+
+    def __init__(
+        self,
+        api: Transport,
+        resources: ObjectStore,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        count: Callable[[], None] = unobserved,
+    ) -> None:
+        """`count` is told of every write."""
+        self._api = api
+        self._resources = resources
+        self._clock = clock
+        self._count = count
+        self._written_at: dict[Key, float] = {}
+
+    async def write(self, key: Key, resource: Object, status: Object) -> float:
+        """Make it so. Seconds to wait and come again, 0 when it is done. Raises ApiError, NotLeading."""
+        live = resource.get("status") or {}
+        conditions = _with_others(live.get("conditions") or (), status.get("conditions") or ())
+        changes = merge_patch(live, {**status, "conditions": conditions} if conditions else status)
+        if not changes:
+            return 0.0
+        written_at = self._written_at.get(key)
+        if written_at is not None and (rest_s := written_at + MIN_INTERVAL_S - self._clock()) > 0:
+            return rest_s
+        version = resource["metadata"]["resourceVersion"]
+        body = {"metadata": {"resourceVersion": version}, "status": changes}
+        answer = await self._api.merge(RESOURCE.path(*key, "status"), body)
+        self._count()
+        self._written_at[key] = self._clock()
+        self._resources.put(answer)
+        return 0.0
+
+    def forget(self, key: Key) -> None:
+        """The resource is no more."""
+        self._written_at.pop(key, None)
+
+
+def merge_patch(live: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """What makes the one of the other (RFC 7386); {} when they are equal."""
+    changes: dict[str, Any] = {name: None for name in live if name not in wanted}
+    for name, value in wanted.items():
+        known = live.get(name)
+        if isinstance(value, Mapping) and isinstance(known, Mapping):
+            inner = merge_patch(known, value)
+            if inner:
+                changes[name] = inner
+        elif known != value:
+            changes[name] = value
+    return changes
+
+
+def _with_others(live: Sequence[Object], ours: Sequence[Object]) -> list[Object]:
+    """All conditions that shall be there; as they are, if all of ours are among them."""
+    types = {condition["type"] for condition in ours}
+    if {one["type"]: one for one in live if one["type"] in types} == {one["type"]: one for one in ours}:
+        return list(live)
+    return [*ours, *(condition for condition in live if condition["type"] not in types)]

@@ -1,0 +1,261 @@
+"""One HTTP session to the API server, on kubernetes.aio: its configuration, TLS and pooling, not its models.
+
+Objects stay decoded JSON. Every call has a time limit, is counted by verb and code, and fails with an ApiError only;
+nothing is tried again here: whoever calls knows better when. Writes must pass the fence.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+from urllib.parse import urlencode
+
+import aiohttp
+from kubernetes.aio import config as kubernetes_config
+from kubernetes.aio.client import Configuration
+from kubernetes.aio.client.rest import RESTClientObject
+
+from hetero_api.contract import FIELD_MANAGER, VERSION
+from hetero_operator.errors import ApiError, ConfigError, Conflict, Gone, NotFound, Refused, Unreachable
+from hetero_operator.fence import Fence
+from hetero_operator.observers import unobserved
+
+logger = logging.getLogger(__name__)
+
+REQUEST_TIMEOUT_S: Final = 30.0
+CONNECT_TIMEOUT_S: Final = 10.0
+WATCH_SERVER_TIMEOUT_S: Final = 300
+WATCH_SILENCE_S: Final = 90.0
+"""A watch that brings nothing for so long is dialled anew: the host at its other end may be dead."""
+CREDENTIALS_PAUSE_S: Final = 10.0
+
+_ERRORS: Final[Mapping[int, type[ApiError]]] = {
+    400: Refused, 403: Refused, 404: NotFound, 409: Conflict, 410: Gone, 422: Refused,
+}  # fmt: skip
+_PROXY_VARIABLES: Final = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
+_APPLY: Final = "application/apply-patch+yaml"
+_MERGE: Final = "application/merge-patch+json"
+
+Object = dict[str, Any]
+CountCall = Callable[[str, str], None]
+"""Told the verb and the code ("error" when there was no answer) of every call."""
+
+
+async def load_configuration(kubeconfig: Path | None, environment: Mapping[str, str] = os.environ) -> Configuration:
+    """How to reach the API server: the given file, else the pod's account, else $KUBECONFIG. Raises ConfigError."""
+    configuration = Configuration()
+    try:
+        if kubeconfig is not None:
+            await kubernetes_config.load_kube_config(str(kubeconfig), client_configuration=configuration)
+        elif environment.get("KUBERNETES_SERVICE_HOST"):
+            kubernetes_config.load_incluster_config(client_configuration=configuration)
+        else:
+            await kubernetes_config.load_kube_config(client_configuration=configuration)
+    except (kubernetes_config.ConfigException, OSError, ValueError) as error:
+        raise ConfigError(f"no way to the API server: {error}") from error
+    configuration.connection_pool_maxsize = 0  # watches would use up the default of 100 where namespaces are many
+    if not any(environment.get(name) for name in _PROXY_VARIABLES):
+        configuration.client_session_kwargs = {"trust_env": False}  # spares a look at the environment for each call
+    return configuration
+
+
+async def authorization_of(configuration: Configuration) -> str:
+    """The header with our token, read anew where it changes with time; "" where a certificate says who we are."""
+    return await configuration.get_api_key_with_prefix("BearerToken", alias="authorization") or ""
+
+
+class Transport:
+    """Calls the API server. Close it, or use it as a context."""
+
+    def __init__(
+        self,
+        configuration: Configuration,
+        fence: Fence,
+        *,
+        reload: Callable[[], Any] | None = None,
+        count: CountCall = unobserved,
+    ) -> None:
+        """`reload` makes a new Configuration when the server says that it does not know us (a coroutine function)."""
+        self.configuration = configuration
+        self._fence = fence
+        self._reload = reload
+        self._count = count
+        self._rest = RESTClientObject(configuration)
+        self._reloaded = -CREDENTIALS_PAUSE_S
+
+    async def get(self, path: str, **query: object) -> Object:
+        return await self._call("get", "GET", path, query=query)
+
+    async def list(self, path: str, **query: object) -> Object:
+        """One page."""
+        return await self._call("list", "GET", path, query=query)
+
+    async def create(self, path: str, manifest: Mapping[str, Any]) -> Object:
+        return await self._call("create", "POST", path, manifest, query={"fieldManager": FIELD_MANAGER}, write=True)
+
+    async def apply(self, path: str, manifest: Mapping[str, Any]) -> Object:
+        """Server-side apply, by force: what we want of an object is so, whoever else wanted it otherwise."""
+        query = {"fieldManager": FIELD_MANAGER, "force": "true"}
+        return await self._call("apply", "PATCH", path, manifest, query=query, content=_APPLY, write=True)
+
+    async def merge(self, path: str, changes: Mapping[str, Any]) -> Object:
+        query = {"fieldManager": FIELD_MANAGER}
+        return await self._call("patch", "PATCH", path, changes, query=query, content=_MERGE, write=True)
+
+    async def delete(self, path: str, options: Mapping[str, Any]) -> Object:
+        return await self._call("delete", "DELETE", path, options, write=True)
+
+    async def claim(self, method: str, path: str, lease: Mapping[str, Any], *, timeout_s: float) -> Object:
+        """A write to the Lease, the only one that needs none. `method` is POST or PUT."""
+        return await self._call("create" if method == "POST" else "update", method, path, lease, timeout_s=timeout_s)
+
+    async def look(self, path: str, *, timeout_s: float) -> Object:
+        """`get` with less time than usual."""
+        return await self._call("get", "GET", path, timeout_s=timeout_s)
+
+    async def watch(self, path: str, **query: object) -> AsyncIterator[Object]:
+        """Decoded events until the server ends the stream. Raises ApiError; an ERROR event is one too."""
+        asked = {**query, "watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": WATCH_SERVER_TIMEOUT_S}
+        limits = aiohttp.ClientTimeout(sock_connect=CONNECT_TIMEOUT_S, sock_read=WATCH_SILENCE_S)
+        async with self._response("watch", "GET", path, query=asked, limits=limits) as response:
+            lines = _lines(response.content)
+            while (line := await _next_line(lines)) is not None:
+                event: Object = json.loads(line)
+                if event["type"] == "ERROR":
+                    raise _error(event["object"], int(event["object"].get("code", 500)), {})
+                yield event
+
+    async def close(self) -> None:
+        await self._rest.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _call(
+        self,
+        verb: str,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        query: Mapping[str, object] | None = None,
+        content: str = "application/json",
+        write: bool = False,
+        timeout_s: float = REQUEST_TIMEOUT_S,
+    ) -> Object:
+        allowed_s = min(timeout_s, self._fence.allowance_s()) if write else timeout_s
+        limits = aiohttp.ClientTimeout(total=allowed_s, sock_connect=min(CONNECT_TIMEOUT_S, allowed_s))
+        async with self._response(
+            verb, method, path, limits=limits, query=query, body=body, content=content
+        ) as response:
+            answer: Object = json.loads(await response.read())
+            return answer
+
+    @asynccontextmanager
+    async def _response(
+        self,
+        verb: str,
+        method: str,
+        path: str,
+        *,
+        limits: aiohttp.ClientTimeout,
+        query: Mapping[str, object] | None = None,
+        body: Mapping[str, Any] | None = None,
+        content: str = "application/json",
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """An answer that is no error; whatever goes wrong until it is read is an ApiError."""
+        asked = {key: value for key, value in (query or {}).items() if value is not None}
+        url = self.configuration.host + path + (f"?{urlencode(asked)}" if asked else "")
+        headers = await self._headers(content)
+        try:
+            answer = await self._rest.request(method, url, headers=headers, body=body, _request_timeout=limits)
+            response: aiohttp.ClientResponse = answer.response
+            async with response:
+                self._count(verb, str(response.status))
+                if response.status >= 400:
+                    raise await self._refusal(response)
+                yield response
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            self._count(verb, "error")
+            raise Unreachable(f"{method} {path}: {type(error).__name__} {error}".rstrip()) from error
+        except ValueError as error:
+            raise Unreachable(f"{method} {path}: the answer is no JSON: {error}") from error
+
+    async def _headers(self, content: str) -> dict[str, str]:
+        headers = {"Content-Type": content, "Accept": "application/json", "User-Agent": f"{FIELD_MANAGER}/{VERSION}"}
+        authorization = await authorization_of(self.configuration)
+        return {**headers, "Authorization": authorization} if authorization else headers
+
+    async def _refusal(self, response: aiohttp.ClientResponse) -> ApiError:
+        text = await response.read()
+        if response.status == 401:
+            await self._renew_credentials()
+        try:
+            status = json.loads(text)
+        except ValueError:
+            status = {}
+        if not isinstance(status, dict):
+            status = {}
+        return _error(status or {"message": text[:500].decode(errors="replace")}, response.status, response.headers)
+
+    async def _renew_credentials(self) -> None:
+        """Read them again, now and then: tokens of kubeconfig files end too."""
+        now = time.monotonic()
+        if self._reload is None or now - self._reloaded < CREDENTIALS_PAUSE_S:
+            return
+        self._reloaded = now
+        try:
+            fresh = await self._reload()
+        except ConfigError as error:
+            logger.warning("credentials cannot be read again: %s", error)
+            return
+        self.configuration.api_key = fresh.api_key
+        self.configuration.refresh_api_key_hook = fresh.refresh_api_key_hook
+
+
+def _error(status: Mapping[str, Any], code: int, headers: Mapping[str, str]) -> ApiError:
+    details = status.get("details") or {}
+    after = headers.get("Retry-After") or details.get("retryAfterSeconds") or 0
+    try:
+        retry_after_s = max(0.0, float(after))
+    except ValueError:
+        retry_after_s = 0.0  # a date: proxies may send one, API servers do not
+    kind = _ERRORS.get(code, ApiError)
+    return kind(code, status.get("reason") or "", status.get("message") or "", retry_after_s=retry_after_s)
+
+
+async def _next_line(lines: AsyncIterator[bytes]) -> bytes | None:
+    """None: the stream has ended, or it is silent. Of a kind without changes some servers send not even bookmarks."""
+    try:
+        return await anext(lines, None)
+    except aiohttp.ServerTimeoutError:
+        return None
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Whole lines, however long: aiohttp's own iteration gives up on those that its buffer cannot hold."""
+    rest = bytearray()
+    async for chunk in content.iter_any():
+        begin = len(rest)
+        rest += chunk
+        while (end := rest.find(b"\n", begin)) >= 0:
+            line = bytes(rest[:end])
+            del rest[: end + 1]
+            begin = 0
+            if line.strip():
+                yield line
+    if rest.strip():
+        # The connection was cut within an event: it is told again after a new dial from the last version.
+        raise aiohttp.ClientPayloadError("the stream ended within an event")

@@ -1,0 +1,230 @@
+"""The operator's settings: each an argument `--some-setting` or a variable HETERO_OPERATOR_SOME_SETTING.
+
+The argument wins. The environment is read here and nowhere else; what is wrong is told with the name it was given by.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import re
+import socket
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from hetero_api.contract import VERSION
+from hetero_api.program import ProgramParser
+from hetero_operator.errors import ConfigError
+from hetero_operator.reconcile.model import RenderOptions
+
+PROGRAM: Final = "hetero_operator"
+PREFIX: Final = "HETERO_OPERATOR_"
+IMAGES: Final = "ghcr.io/heteroinference"
+DEFAULT_LEASE: Final = "heteroinference-operator"
+
+_DNS_LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+_DNS_NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseConfig:
+    """Who leads. Times in seconds; `retry_s` < `renew_s` < `duration_s`."""
+
+    name: str
+    namespace: str
+    identity: str
+    """Differs from that of every other process that lives at the same time."""
+    duration_s: float = 15.0
+    """A Lease that was not renewed for so long is anyone's."""
+    renew_s: float = 10.0
+    """A leader that could not renew for so long writes no more."""
+    retry_s: float = 2.0
+    """Pause between attempts, and between renewals."""
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorConfig:
+    """Everything that the process is told."""
+
+    kubeconfig: Path | None
+    """None: in a cluster the pod's own account, elsewhere $KUBECONFIG or ~/.kube/config."""
+    namespaces: tuple[str, ...]
+    """Namespaces that are looked after; empty: all."""
+    render: RenderOptions
+    lease: LeaseConfig
+    host: str
+    """Address that metrics and health are served at."""
+    metrics_port: int
+    health_port: int
+    resync_s: float
+    """Every so often resources are listed anew, in case a change was missed."""
+    workers: int
+    """Resources that are reconciled at the same time, at most."""
+    log_level: str
+
+    @classmethod
+    def from_command_line(cls, arguments: Sequence[str], environment: Mapping[str, str]) -> OperatorConfig:
+        """Raises ConfigError; a wrong command line ends the process with EXIT_USAGE."""
+        given = vars(_parser().parse_args(list(arguments)))
+        values = {setting.name: setting.read(given, environment) for setting in SETTINGS}
+        return _config(values)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting: `parse` raises ValueError saying what is expected."""
+
+    name: str
+    parse: Callable[[str], Any]
+    default: str
+    help: str
+
+    @property
+    def argument(self) -> str:
+        return f"--{self.name.replace('_', '-')}"
+
+    @property
+    def variable(self) -> str:
+        return PREFIX + self.name.upper()
+
+    def read(self, given: Mapping[str, str | None], environment: Mapping[str, str]) -> Any:
+        """The value. Raises ConfigError, which names where the text came from."""
+        text, source = given[self.name], self.argument
+        if text is None:
+            text, source = environment.get(self.variable, self.default), self.variable
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            raise ConfigError(f"{source}: {text!r} {error}") from error
+
+
+def _text(pattern: re.Pattern[str], what: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text and not pattern.fullmatch(text):
+            raise ValueError(f"is no {what}")
+        return text
+
+    return parse
+
+
+def _required(text: str) -> str:
+    if not text or text != text.strip() or not text.isprintable():
+        raise ValueError("must be text without spaces around it")
+    return text
+
+
+def _namespaces(text: str) -> tuple[str, ...]:
+    names = [name.strip() for name in text.split(",")] if text.strip() else []
+    wrong = [name for name in names if not _DNS_LABEL.fullmatch(name)]
+    if wrong:
+        raise ValueError(f"must be namespaces with commas between them: {wrong[0]!r} is none")
+    return tuple(dict.fromkeys(names))
+
+
+def _number(kind: type[int] | type[float], low: float, high: float) -> Callable[[str], Any]:
+    def parse(text: str) -> int | float:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise ValueError("is no number" if kind is float else "is no whole number") from None
+        if not low <= value <= high:
+            raise ValueError(f"must be from {low:g} to {high:g}")
+        return value
+
+    return parse
+
+
+def _level(text: str) -> str:
+    if text.upper() not in logging.getLevelNamesMapping():
+        raise ValueError("is no logging level such as INFO or DEBUG")
+    return text.upper()
+
+
+def _path(text: str) -> Path | None:
+    if text and not Path(text).is_file():
+        raise ValueError("is no file")
+    return Path(text) if text else None
+
+
+SETTINGS: Final = (
+    Setting("kubeconfig", _path, "", "kubeconfig file; none: the pod's account, or KUBECONFIG"),
+    Setting("namespaces", _namespaces, "", "namespaces that are looked after, commas between; none: all"),
+    Setting("gateway_image", _required, f"{IMAGES}/gateway:{VERSION}", "image of gateways"),
+    Setting("cpu_worker_image", _required, f"{IMAGES}/worker-cpu:{VERSION}", "image of CPU ranks"),
+    Setting("gpu_worker_image", _required, f"{IMAGES}/worker-gpu:{VERSION}", "image of GPU ranks"),
+    Setting("cluster_domain", _text(_DNS_NAME, "DNS domain"), "cluster.local", "DNS domain of the cluster"),
+    Setting("run_as_user", _number(int, 1, 2**31 - 1), "65532", "uid that gateways and ranks run as"),
+    Setting("own_namespace", _text(_DNS_LABEL, "namespace"), "", "where the operator runs; none: not in a cluster"),
+    Setting("identity", _text(_DNS_NAME, "name"), "", "name in the Lease, the pod's; none: one is made up"),
+    Setting("lease_name", _text(_DNS_NAME, "name"), DEFAULT_LEASE, "Lease that the leader holds"),
+    Setting("lease_namespace", _text(_DNS_LABEL, "namespace"), "", "its namespace; none: the operator's, or default"),
+    Setting("lease_seconds", _number(float, 1, 600), "15", "a Lease not renewed for so long is anyone's"),
+    Setting("lease_renew_seconds", _number(float, 0.5, 600), "10", "without renewal for so long a leader stops"),
+    Setting("lease_retry_seconds", _number(float, 0.1, 60), "2", "between attempts"),
+    Setting("host", _required, "127.0.0.1", "address to serve metrics and health at"),
+    Setting("metrics_port", _number(int, 0, 65535), "8080", "port of /metrics; 0: any free one"),
+    Setting("health_port", _number(int, 0, 65535), "8081", "port of /healthz and /readyz; 0: any free one"),
+    Setting("resync_seconds", _number(float, 5, 3600), "45", "between listings of all resources"),
+    Setting("workers", _number(int, 1, 500), "50", "resources reconciled at the same time"),
+    Setting("log_level", _level, "INFO", "what is logged, and worse"),
+)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = ProgramParser(prog=PROGRAM, description="The Kubernetes operator of HeteroInference.", allow_abbrev=False)
+    for setting in SETTINGS:
+        parser.add_argument(setting.argument, help=f"{setting.help} [{setting.variable}]", metavar="VALUE")
+    return parser
+
+
+def _config(values: Mapping[str, Any]) -> OperatorConfig:
+    return OperatorConfig(
+        kubeconfig=values["kubeconfig"],
+        namespaces=values["namespaces"],
+        render=_render_options(values),
+        lease=_lease(values),
+        host=values["host"],
+        metrics_port=values["metrics_port"],
+        health_port=values["health_port"],
+        resync_s=values["resync_seconds"],
+        workers=values["workers"],
+        log_level=values["log_level"],
+    )
+
+
+def _render_options(values: Mapping[str, Any]) -> RenderOptions:
+    return RenderOptions(
+        gateway_image=values["gateway_image"],
+        cpu_worker_image=values["cpu_worker_image"],
+        gpu_worker_image=values["gpu_worker_image"],
+        operator_version=VERSION,
+        cluster_domain=values["cluster_domain"],
+        operator_namespace=values["own_namespace"],
+        run_as_user=values["run_as_user"],
+    )
+
+
+def _lease(values: Mapping[str, Any]) -> LeaseConfig:
+    lease = LeaseConfig(
+        name=values["lease_name"],
+        namespace=values["lease_namespace"] or values["own_namespace"] or "default",
+        identity=values["identity"] or _made_up_identity(),
+        duration_s=values["lease_seconds"],
+        renew_s=values["lease_renew_seconds"],
+        retry_s=values["lease_retry_seconds"],
+    )
+    if not lease.retry_s < lease.renew_s < lease.duration_s:
+        raise ConfigError(
+            f"{PREFIX}LEASE_RETRY_SECONDS ({lease.retry_s:g}), {PREFIX}LEASE_RENEW_SECONDS ({lease.renew_s:g}) and "
+            f"{PREFIX}LEASE_SECONDS ({lease.duration_s:g}) must rise in this order"
+        )
+    return lease
+
+
+def _made_up_identity() -> str:
+    # The host's name alone would let two processes of one host both believe that they hold the Lease.
+    return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"

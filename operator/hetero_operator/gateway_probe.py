@@ -1,0 +1,162 @@
+"""Asks a gateway how its group stands, at its pod's address: no DNS name or Service has to work for the truth.
+
+Channels are kept: a question over a fresh one costs 2.5 ms of CPU, over one that is kept 0.3 ms and 27 kB of memory.
+One over which a question failed is closed: the pause that gRPC takes between attempts to connect would hide a gateway
+that is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from hetero_api.contract import ADMIN_PORT, AUTHORIZATION_KEY, GATEWAY_SERVICES, INFERENCE_PORT
+from hetero_api.cpu_list import format_cpu_list
+from hetero_api.v1 import admin_pb2, admin_pb2_grpc, ranks_pb2
+from hetero_operator.reconcile.model import GatewayReport, GroupState, ObservedRank
+
+TIMEOUT_S: Final = 5.0
+CONCURRENCY: Final = 16
+MAX_LINES: Final = 1000
+_OPTIONS: Final = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0))
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """The channels to one gateway."""
+
+    admin: grpc.aio.Channel
+    inference: grpc.aio.Channel
+
+    async def close(self) -> None:
+        await asyncio.gather(self.admin.close(), self.inference.close())
+
+
+class GatewayProbe:
+    """Questions to gateways, CONCURRENCY at a time. Close it."""
+
+    def __init__(
+        self, *, admin_port: int = ADMIN_PORT, inference_port: int = INFERENCE_PORT, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        self._admin_port = admin_port
+        self._inference_port = inference_port
+        self._timeout_s = timeout_s
+        self._at_once = asyncio.Semaphore(CONCURRENCY)
+        self._lines: OrderedDict[str, _Line] = OrderedDict()
+
+    async def ask(self, pod: str, address: str, token: str) -> GatewayReport:
+        """What the gateway in a pod says. Never raises for what the gateway does: `error` tells it."""
+        async with self._at_once:
+            line = await self._line(address)
+            topology, serving = await asyncio.gather(self._topology(line, token), self._serving(line))
+            if isinstance(topology, str) or serving is None:
+                await self._hang_up(address, line)
+        if isinstance(topology, str):
+            return GatewayReport(pod=pod, error=topology, serving=bool(serving))
+        return report_of(pod, topology, serving=bool(serving))
+
+    async def close(self) -> None:
+        for address, line in list(self._lines.items()):
+            await self._hang_up(address, line)
+
+    async def _line(self, address: str) -> _Line:
+        line = self._lines.get(address)
+        if line is None:
+            line = self._lines[address] = _Line(
+                admin=grpc.aio.insecure_channel(_target(address, self._admin_port), options=_OPTIONS),
+                inference=grpc.aio.insecure_channel(_target(address, self._inference_port), options=_OPTIONS),
+            )
+        self._lines.move_to_end(address)
+        if len(self._lines) > MAX_LINES:
+            await self._hang_up(*next(iter(self._lines.items())))
+        return line
+
+    async def _hang_up(self, address: str, line: _Line) -> None:
+        if self._lines.get(address) is line:
+            del self._lines[address]
+        await line.close()
+
+    async def _topology(self, line: _Line, token: str) -> admin_pb2.GetTopologyResponse | str:
+        """The answer, or why there is none."""
+        metadata = ((AUTHORIZATION_KEY, f"Bearer {token}"),) if token else ()
+        try:
+            return await admin_pb2_grpc.AdminStub(line.admin).GetTopology(
+                admin_pb2.GetTopologyRequest(), timeout=self._timeout_s, metadata=metadata
+            )
+        except grpc.aio.AioRpcError as error:
+            return f"{error.code().name}: {error.details()}"
+
+    async def _serving(self, line: _Line) -> bool | None:
+        """Whether requests are served; None: it did not say."""
+        request = health_pb2.HealthCheckRequest(service=GATEWAY_SERVICES[0])
+        try:
+            answer = await health_pb2_grpc.HealthStub(line.inference).Check(request, timeout=self._timeout_s)
+        except grpc.aio.AioRpcError:
+            return None
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def report_of(pod: str, topology: admin_pb2.GetTopologyResponse, *, serving: bool) -> GatewayReport:
+    """The answer in the operator's own terms."""
+    return GatewayReport(
+        pod=pod,
+        state=_STATES.get(topology.state, GroupState.NEW),
+        epoch=topology.epoch,
+        reason=topology.reason,
+        failed=topology.failed,
+        ranks=tuple(_rank(status) for status in topology.ranks),
+        mode=topology.placement_mode,
+        exchange=_EXCHANGES.get(topology.exchange, ""),
+        serving=serving,
+        stalled_s=topology.stalled_s,
+        tokens_per_second=topology.tokens_per_second or None,
+    )
+
+
+_STATES: Final = {
+    admin_pb2.GROUP_STATE_NEW: GroupState.NEW,
+    admin_pb2.GROUP_STATE_FORMING: GroupState.FORMING,
+    admin_pb2.GROUP_STATE_LOADING: GroupState.LOADING,
+    admin_pb2.GROUP_STATE_READY: GroupState.READY,
+    admin_pb2.GROUP_STATE_ABORTED: GroupState.ABORTED,
+    admin_pb2.GROUP_STATE_DRAINING: GroupState.DRAINING,
+    admin_pb2.GROUP_STATE_CLOSED: GroupState.CLOSED,
+}
+_EXCHANGES: Final = {ranks_pb2.EXCHANGE_KIND_SHM: "shm", ranks_pb2.EXCHANGE_KIND_GLOO: "gloo"}
+
+
+def _rank(status: admin_pb2.RankStatus) -> ObservedRank:
+    place, device = status.place, status.place.device
+    return ObservedRank(
+        rank=place.rank,
+        pool=place.pool,
+        pod=place.pod_name,
+        joined=status.joined,
+        loaded=status.weight_bytes > 0,
+        device=device.name,
+        pinned=device.pinned,
+        numa_nodes=tuple(device.numa_nodes) or None,
+        cpus=format_cpu_list(device.cpus),
+        local_memory_percent=status.local_memory_percent if status.HasField("local_memory_percent") else None,
+        pin_message=status.pin_message,
+        kv_heads=_most(layer.kv_heads for layer in status.shard.layers),
+        mlp_columns=_most(layer.mlp_columns for layer in status.shard.layers),
+        vocabulary_rows=_most([status.shard.vocab_rows]),
+        weight_bytes=status.weight_bytes,
+        kv_bytes=status.kv_bytes,
+    )
+
+
+def _most(ranges: Iterable[ranks_pb2.UnitRange]) -> int:
+    return max((units.end - units.begin for units in ranges), default=0)
+
+
+def _target(address: str, port: int) -> str:
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"

@@ -1,0 +1,65 @@
+"""/healthz and /readyz on one port, /metrics on another.
+
+They are served by the event loop that does all the work: a loop that is blocked does not answer, and is restarted.
+Alive: every long-lived task runs, the election is tried, and the queue moves. Ready: everything was listed once and
+nothing is wrong with the watches now; it has nothing to do with who leads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final
+
+from aiohttp import web
+
+from hetero_operator.errors import ConfigError
+
+SHUTDOWN_S: Final = 1.0
+
+Problems = Callable[[], Sequence[str]]
+
+
+class HttpServer:
+    """Serves until closed."""
+
+    def __init__(self, *, alive: Problems, ready: Problems, metrics: Callable[[], bytes]) -> None:
+        """`alive` and `ready` tell what is wrong; nothing: all is well."""
+        self._alive = alive
+        self._ready = ready
+        self._metrics = metrics
+        self._runners: list[web.AppRunner] = []
+
+    async def listen(self, host: str, *, metrics_port: int, health_port: int) -> None:
+        """Raises ConfigError when a port cannot be had."""
+        health = {"/healthz": _verdict(self._alive), "/readyz": _verdict(self._ready)}
+        await self._serve(host, health_port, health)
+        await self._serve(host, metrics_port, {"/metrics": self._scrape})
+
+    async def close(self) -> None:
+        for runner in self._runners:
+            await runner.cleanup()
+
+    async def _serve(
+        self, host: str, port: int, routes: dict[str, Callable[[web.Request], Awaitable[web.Response]]]
+    ) -> None:
+        app = web.Application()
+        for path, handler in routes.items():
+            app.router.add_get(path, handler)
+        runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=SHUTDOWN_S)
+        await runner.setup()
+        self._runners.append(runner)
+        try:
+            await web.TCPSite(runner, host, port).start()
+        except OSError as error:
+            raise ConfigError(f"{host}:{port} cannot be listened at: {error.strerror}") from error
+
+    async def _scrape(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        return web.Response(body=self._metrics(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+
+def _verdict(problems: Problems) -> Callable[[web.Request], Awaitable[web.Response]]:
+    async def answer(request: web.Request) -> web.Response:  # noqa: ARG001
+        found = problems()
+        return web.Response(status=500 if found else 200, text="".join(f"{line}\n" for line in found or ["ok"]))
+
+    return answer

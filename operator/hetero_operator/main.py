@@ -1,0 +1,245 @@
+"""The operator's process: listen, watch, stand for election, and while leading, work.
+
+Everything that only reads runs from the beginning to the end, so that whoever becomes the leader knows all there is to
+know. Workers run only while the Lease is held. Exit status 0 after SIGTERM or SIGINT, EXIT_USAGE when a setting is
+wrong, EXIT_FAILURE when something ended that never should: being restarted is the cure then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from hetero_api.contract import EXIT_FAILURE, EXIT_OK, EXIT_USAGE
+from hetero_operator.cluster.cache import ClusterCache
+from hetero_operator.cluster.executor import PlanExecutor
+from hetero_operator.cluster.group_secrets import SecretBook
+from hetero_operator.cluster.nodes import NodeBook
+from hetero_operator.cluster.recorder import EventRecorder
+from hetero_operator.cluster.resources import Resources
+from hetero_operator.cluster.status_writer import StatusWriter
+from hetero_operator.cluster.store import Key
+from hetero_operator.cluster.transport import Transport, load_configuration
+from hetero_operator.cluster.waiting import WarningBook
+from hetero_operator.config import PROGRAM, OperatorConfig
+from hetero_operator.election import Election
+from hetero_operator.errors import ConfigError
+from hetero_operator.fence import Fence
+from hetero_operator.gateway_probe import GatewayProbe
+from hetero_operator.health import HttpServer
+from hetero_operator.kopf_session import KopfSupervisor
+from hetero_operator.metrics import OperatorMetrics
+from hetero_operator.reconcile.plan import plan
+from hetero_operator.reconcile.report import report
+from hetero_operator.reconciler import Collaborators, Planner, Reconciler, Reporter
+from hetero_operator.work_queue import WorkQueue
+from hetero_operator.workers import Workers
+
+logger = logging.getLogger(__name__)
+
+STUCK_S: Final = 240.0
+"""Nothing was done for so long although something waits: more than the longest look takes."""
+
+
+class Operator:
+    """All parts of one process, joined."""
+
+    def __init__(
+        self,
+        config: OperatorConfig,
+        api: Transport,
+        fence: Fence,
+        metrics: OperatorMetrics,
+        *,
+        planner: Planner,
+        reporter: Reporter,
+    ) -> None:
+        self._config = config
+        self._working = False
+        self._working_since = 0.0
+        self.queue: WorkQueue[Key] = WorkQueue(
+            observe_wait=metrics.queue_seconds.observe, count_retry=metrics.retries.inc
+        )
+        self.cache = ClusterCache(
+            api,
+            namespaces=config.namespaces,
+            on_change=self._enqueue,
+            on_capabilities=self._enqueue_all,
+            count_restart=metrics.count_restart,
+        )
+        self.resources = Resources(api, namespaces=config.namespaces, resync_s=config.resync_s, on_change=self._enqueue)
+        self.election = Election(api, config.lease, fence)
+        self.events = EventRecorder(api, identity=config.lease.identity)
+        self.kopf = KopfSupervisor(
+            api, namespaces=config.namespaces, deliver=self.resources.hear, on_start=self.resources.list_soon
+        )
+        self._gateways = GatewayProbe()
+        self.warnings = WarningBook(api, on_change=self._enqueue)
+        secrets = SecretBook(api)
+        parts = Collaborators(
+            resources=self.resources,
+            cache=self.cache,
+            secrets=secrets,
+            nodes=NodeBook(api),
+            warnings=self.warnings,
+            gateways=self._gateways,
+            executor=PlanExecutor(api, self.cache, secrets),
+            statuses=StatusWriter(api, self.resources.store, count=metrics.status_writes.inc),
+            events=self.events,
+        )
+        reconciler = Reconciler(parts, config.render, plan=planner, report=reporter)
+        self.workers = Workers(self.queue, reconciler.reconcile, metrics, count=config.workers)
+        metrics.read(self._gauges(), self.cache.sizes)
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Until `stopping`. Raises what ended a part that should never end."""
+        parts = {
+            "kopf": self.kopf.run(),
+            "watches": self.cache.run(),
+            "resources": self.resources.run(),
+            "events": self.events.run(),
+            "warnings": self.warnings.run(),
+            "election": self.election.run(),
+            "leadership": self._lead(),
+        }
+        tasks = [asyncio.create_task(life, name=name) for name, life in parts.items()]
+        waiting = asyncio.create_task(stopping.wait())
+        try:
+            done, _ = await asyncio.wait([*tasks, waiting], return_when=asyncio.FIRST_COMPLETED)
+            for task in done - {waiting}:
+                logger.critical("%s ended", task.get_name(), exc_info=task.exception())
+                raise task.exception() or RuntimeError(f"{task.get_name()} ended")
+        finally:
+            # Workers first: when the Lease is given back, nothing of ours may be under way.
+            for task in reversed(tasks):
+                task.cancel()
+                await asyncio.wait([task])
+                if task.get_name() == "election":
+                    await self.election.release()
+            waiting.cancel()
+            await self._gateways.close()
+
+    def alive(self) -> list[str]:
+        """What is so wrong that only a restart helps."""
+        problems = [f"the watch of {kind} has ended" for kind in self.cache.ended()]
+        quiet_s = time.monotonic() - max(self.workers.last_done, self._working_since)
+        if self._working and self.queue.oldest_wait_s() > STUCK_S and quiet_s > STUCK_S:
+            problems.append(f"no resource was looked at for {quiet_s:.0f} s although some wait")
+        idle_s = time.monotonic() - self.election.last_attempt
+        if idle_s > STUCK_S:
+            problems.append(f"the election was not tried for {idle_s:.0f} s")
+        return problems
+
+    def ready(self) -> list[str]:
+        """What keeps it from knowing all there is to know."""
+        problems = self.cache.problems()
+        if not self.resources.listed.is_set() or self.resources.problem:
+            problems.append(self.resources.problem or "resources were not listed yet")
+        if not self.kopf.watching:
+            problems.append("kopf does not watch")
+        return problems
+
+    async def _lead(self) -> None:
+        """Have workers at work while leading."""
+        await self.cache.ready.wait()
+        await self.resources.listed.wait()
+        while True:
+            await self._until(leading=True)
+            self._working, self._working_since = True, time.monotonic()
+            self._enqueue_all()
+            working = asyncio.create_task(self.workers.run(), name="workers")
+            losing = asyncio.create_task(self._until(leading=False))
+            try:
+                await asyncio.wait([working, losing], return_when=asyncio.FIRST_COMPLETED)
+                if working.done():
+                    working.result()
+            finally:
+                self._working = False
+                for task in (working, losing):
+                    task.cancel()
+                await asyncio.wait([working, losing])
+
+    async def _until(self, *, leading: bool) -> None:
+        while self.election.leading is not leading:
+            self.election.changed.clear()
+            await self.election.changed.wait()
+
+    def _enqueue(self, key: Key) -> None:
+        """Only while leading: a new leader looks at everything anyway."""
+        if self._working:
+            self.queue.add(key)
+
+    def _enqueue_all(self) -> None:
+        for key in list(self.resources.keys()):
+            self._enqueue(key)
+
+    def _gauges(self) -> Mapping[str, tuple[str, Any]]:
+        return {
+            "leader": ("1 while this process holds the Lease.", lambda: int(self.election.leading)),
+            "queue_depth": ("Resources that wait to be looked at.", lambda: len(self.queue)),
+            "queue_oldest_seconds": ("How long the first of them has waited.", self.queue.oldest_wait_s),
+            "resources": ("HeteroInference resources that are known.", lambda: len(self.resources)),
+            "resources_reconciled": (
+                "Of them, those looked at since the process began.",
+                lambda: len(self.workers.reconciled),
+            ),
+        }
+
+
+async def live(config: OperatorConfig, *, planner: Planner = plan, reporter: Reporter = report) -> int:
+    """One process's life; its exit status. Raises ConfigError."""
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    fence, metrics = Fence(), OperatorMetrics()
+
+    async def reload() -> Any:
+        return await load_configuration(config.kubeconfig)
+
+    async with Transport(await reload(), fence, reload=reload, count=metrics.count_call) as api:
+        operator = Operator(config, api, fence, metrics, planner=planner, reporter=reporter)
+        server = HttpServer(alive=operator.alive, ready=operator.ready, metrics=metrics.text)
+        try:
+            await server.listen(config.host, metrics_port=config.metrics_port, health_port=config.health_port)
+            await operator.run(stopping)
+            logger.info("stopped")
+            return EXIT_OK
+        except ConfigError:
+            raise
+        except Exception:
+            logger.critical("the operator ends; it has to be restarted", exc_info=True)
+            return EXIT_FAILURE
+        finally:
+            await server.close()
+
+
+def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """The whole process; its exit status."""
+    try:
+        config = OperatorConfig.from_command_line(arguments, environment)
+        _configure_logging(config)
+        return asyncio.run(live(config))
+    except ConfigError as error:
+        sys.stderr.write(f"{PROGRAM}: {error}\n")
+        return EXIT_USAGE
+
+
+def run() -> None:
+    """The process's `main`, with this process's arguments and environment."""
+    sys.exit(main(sys.argv[1:], os.environ))
+
+
+def _configure_logging(config: OperatorConfig) -> None:
+    logging.basicConfig(
+        level=config.log_level, stream=sys.stderr, format="%(asctime)s %(levelname)s operator %(name)s: %(message)s"
+    )
+    if config.log_level != "DEBUG":
+        # What kopf calls information is for kopf's own developers.
+        logging.getLogger("kopf").setLevel(max(logging.WARNING, logging.getLevelNamesMapping()[config.log_level]))

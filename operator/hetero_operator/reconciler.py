@@ -1,0 +1,261 @@
+"""One look at one resource: observe, plan, apply, report.
+
+Level-triggered: what is done follows from what is, whatever brought the key here, so a look too many does no harm and
+one that was missed is made up for by the next. A resource that is gone needs nothing: the garbage collector takes its
+objects by their owner references. What is written shows in the stores at once, so a plan is made again until nothing is
+left to do, and only then is told how things stand.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Final
+
+from hetero_api.contract import LABEL_POOL, LABEL_REVISION, LABEL_ROLE, ROLE_GATEWAY
+from hetero_operator.cluster.cache import ClusterCache
+from hetero_operator.cluster.executor import Execution, PlanExecutor, any_transient
+from hetero_operator.cluster.group_secrets import SecretBook
+from hetero_operator.cluster.kinds import RESOURCE
+from hetero_operator.cluster.nodes import NodeBook
+from hetero_operator.cluster.recorder import EventRecorder
+from hetero_operator.cluster.resources import Resources
+from hetero_operator.cluster.status_writer import StatusWriter
+from hetero_operator.cluster.store import Key
+from hetero_operator.cluster.waiting import PATIENCE_S, WarningBook
+from hetero_operator.errors import Conflict
+from hetero_operator.gateway_probe import GatewayProbe
+from hetero_operator.reconcile.model import (
+    FailureKind,
+    GatewayReport,
+    Object,
+    ObjectRef,
+    Observed,
+    Outcome,
+    Plan,
+    RenderOptions,
+    Report,
+    WriteFailure,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_ROUNDS: Final = 5
+"""Plans in one look. More would mean that what is applied never is as it was asked to be."""
+
+Planner = Callable[[Observed], Plan]
+Reporter = Callable[[Observed, Plan, Outcome], Report]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a look at a resource came to."""
+
+    exists: bool = True
+    failures: tuple[WriteFailure, ...] = ()
+    unsettled: bool = False
+    """Plans did not come to an end."""
+    look_again_s: float | None = None
+    retry_after_s: float = 0.0
+
+    @property
+    def reasons(self) -> frozenset[str]:
+        """Why it did not do all it wanted, in a word each."""
+        kinds = {failure.kind.value for failure in self.failures}
+        return frozenset(kinds | {"Unsettled"} if self.unsettled else kinds)
+
+    @property
+    def transient(self) -> bool:
+        """Whether trying again soon may help."""
+        return self.unsettled or any_transient(self.failures)
+
+
+@dataclass(frozen=True, slots=True)
+class Collaborators:
+    """What a reconciler works with."""
+
+    resources: Resources
+    cache: ClusterCache
+    secrets: SecretBook
+    nodes: NodeBook
+    warnings: WarningBook
+    gateways: GatewayProbe
+    executor: PlanExecutor
+    statuses: StatusWriter
+    events: EventRecorder
+
+
+def now_utc() -> datetime:
+    return datetime.now(UTC)
+
+
+class Reconciler:
+    """Looks at resources by key."""
+
+    def __init__(
+        self,
+        parts: Collaborators,
+        options: RenderOptions,
+        *,
+        plan: Planner,
+        report: Reporter,
+        clock: Callable[[], datetime] = now_utc,
+    ) -> None:
+        self._parts = parts
+        self._options = options
+        self._plan = plan
+        self._report = report
+        self._clock = clock
+
+    async def reconcile(self, key: Key) -> Verdict:
+        """Do what there is to do about a resource. Raises ApiError, NotLeading."""
+        resource = self._parts.resources.get(key)
+        observed, plan, execution = None, Plan(), Execution(Outcome())
+        for _ in range(MAX_ROUNDS):
+            if resource is None:
+                return self._absent(key)
+            observed = await self._observe(key, resource)
+            plan = self._plan(observed)
+            if plan.idle:
+                break
+            confirmed = await self._parts.resources.confirm(key)
+            if confirmed == resource:
+                execution = await self._parts.executor.carry_out(key, plan)
+            resource = confirmed
+            if execution.outcome.failures:
+                break
+        assert observed is not None
+        return await self._tell(key, observed, plan, execution)
+
+    def _absent(self, key: Key) -> Verdict:
+        self._parts.resources.forget(key)
+        self._parts.statuses.forget(key)
+        self._parts.secrets.forget(key)
+        self._parts.warnings.forget(key)
+        return Verdict(exists=False)
+
+    async def _tell(self, key: Key, observed: Observed, plan: Plan, execution: Execution) -> Verdict:
+        failures = execution.outcome.failures
+        unsettled = not plan.idle and not failures
+        if unsettled:
+            logger.warning("%s/%s does not settle: %s", *key, ", ".join(_names(plan)))
+        report = self._report(observed, plan, execution.outcome)
+        try:
+            rest_s = await self._parts.statuses.write(key, observed.resource, report.status)
+        except Conflict as error:
+            # Changed, or gone, since it was looked at. Should the watch be late, this look at it is not.
+            await self._parts.resources.refresh(key)
+            ref = ObjectRef(RESOURCE.api_version, RESOURCE.kind, key.name)
+            return Verdict(failures=(*failures, WriteFailure(ref, FailureKind.TRANSIENT, error.message)))
+        if not rest_s:
+            for transition in report.events:
+                self._parts.events.record(observed.resource, transition, observed.now)
+        moments = [report.look_again_s, rest_s or None]
+        return Verdict(
+            failures=failures,
+            unsettled=unsettled,
+            look_again_s=min((moment for moment in moments if moment is not None), default=None),
+            retry_after_s=execution.retry_after_s,
+        )
+
+    async def _observe(self, key: Key, resource: Object) -> Observed:
+        parts, now = self._parts, self._clock()
+        owned, pods = parts.cache.owned_by(key)
+        waiting = {item["metadata"]["uid"]: _age_s(item, now) for item in (*_silent(pods), *_incomplete(owned, pods))}
+        doubt = any(age_s > PATIENCE_S for age_s in waiting.values())
+        secrets = await parts.secrets.of(key, [*owned, *pods], doubt=doubt)
+        return Observed(
+            resource=resource,
+            owned=[*owned, *secrets],
+            pods=pods,
+            now=now,
+            capabilities=parts.cache.capabilities,
+            options=self._options,
+            nodes=await parts.nodes.named(_nodes_in_question(pods, now)),
+            pod_events=parts.warnings.about(key, waiting),
+            gateway=await self._ask_gateway(key, pods),
+        )
+
+    async def _ask_gateway(self, key: Key, pods: Sequence[Object]) -> GatewayReport | None:
+        gateway = _serving_gateway(pods)
+        if gateway is None:
+            return None
+        name, address = gateway["metadata"]["name"], gateway["status"]["podIP"]
+        revision = (gateway["metadata"].get("labels") or {}).get(LABEL_REVISION, "")
+        token = await self._parts.secrets.admin_token(key, revision)
+        return await self._parts.gateways.ask(name, address, token)
+
+
+def is_ready(pod: Object) -> bool:
+    """Whether a pod's condition Ready is true."""
+    return any(
+        condition["type"] == "Ready" and condition["status"] == "True"
+        for condition in (pod.get("status") or {}).get("conditions") or ()
+    )
+
+
+def _serving_gateway(pods: Sequence[Object]) -> Object | None:
+    """The youngest gateway pod that has an address and runs."""
+    found = [
+        pod
+        for pod in pods
+        if (pod["metadata"].get("labels") or {}).get(LABEL_ROLE) == ROLE_GATEWAY
+        and not pod["metadata"].get("deletionTimestamp")
+        and (pod.get("status") or {}).get("podIP")
+        and (pod.get("status") or {}).get("phase") == "Running"
+    ]
+    return max(found, key=lambda pod: str(pod["metadata"]["creationTimestamp"]), default=None)
+
+
+def _nodes_in_question(pods: Sequence[Object], now: datetime) -> Iterator[str]:
+    """Nodes of pods that are not ready, or that should have been gone by now."""
+    for pod in pods:
+        node = (pod.get("spec") or {}).get("nodeName")
+        leaving = pod["metadata"].get("deletionTimestamp")
+        overdue = leaving is not None and _parse(leaving) < now
+        if node and (overdue or not is_ready(pod)):
+            yield node
+
+
+def _silent(pods: Sequence[Object]) -> Iterator[Object]:
+    """Pods that wait and do not say for what."""
+    return (pod for pod in pods if _is_pending(pod) and not _says_why(pod))
+
+
+def _is_pending(pod: Object) -> bool:
+    return bool((pod.get("status") or {}).get("phase", "Pending") == "Pending")
+
+
+def _says_why(pod: Object) -> bool:
+    status = pod.get("status") or {}
+    containers = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
+    words = [(container.get("state") or {}).get("waiting") or {} for container in containers]
+    unscheduled = [
+        one for one in status.get("conditions") or () if one["type"] == "PodScheduled" and one["status"] == "False"
+    ]
+    return any(word.get("message") for word in [*words, *unscheduled])
+
+
+def _incomplete(owned: Sequence[Object], pods: Sequence[Object]) -> Iterator[Object]:
+    """StatefulSets that have fewer pods than they should."""
+    for item in owned:
+        if item["kind"] == "StatefulSet":
+            pool = (item["metadata"].get("labels") or {}).get(LABEL_POOL)
+            there = sum((pod["metadata"].get("labels") or {}).get(LABEL_POOL) == pool for pod in pods)
+            if there < int(item["spec"].get("replicas", 1)):
+                yield item
+
+
+def _age_s(item: Object, now: datetime) -> float:
+    return (now - _parse(item["metadata"]["creationTimestamp"])).total_seconds()
+
+
+def _parse(moment: str) -> datetime:
+    return datetime.fromisoformat(moment)
+
+
+def _names(plan: Plan) -> list[str]:
+    applied = [f"{item['kind']} {item['metadata']['name']}" for item in plan.apply]
+    return [*applied, *(f"delete {one.ref.kind} {one.ref.name}" for one in plan.delete)]
