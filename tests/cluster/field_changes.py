@@ -1,0 +1,207 @@
+"""What a change of each field of the spec does to what runs: one row a field.
+
+A row starts from hetero_resources.SPEC of one rank, with `base` set on it, and then sets its field to `new`. What that
+does to objects besides the workloads, and to what is made for each revision, stands in `more`; `shows` is a text that
+the workloads have after the change and did not have before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Final
+
+from tests.support.hetero_resources import ABSENT
+
+
+class Restarts(Enum):
+    """Which pods are made anew."""
+
+    RANKS = "all rank pods and the gateway's"
+    GATEWAY = "the gateway's pod"
+    NOTHING = "none"
+    ENDS = "none: all pods end"
+    REFUSED = "none: the change is refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One field of the spec. Fields of lists are changed in the first item."""
+
+    new: Any
+    restarts: Restarts
+    base: Mapping[str, Any] = field(default_factory=dict)
+    more: Mapping[str, str] = field(default_factory=dict)
+    shows: str = ""
+    needs: str = ""
+    """A kind that the cluster must have; without it the change is refused."""
+    at: str = ""
+    """Where `new` is set, when that is not the field itself."""
+
+
+RANKS, GATEWAY, NOTHING, ENDS, REFUSED = Restarts
+_GPU_POOL: Final = [{"name": "gpu", "type": "GPU", "ranks": 2, "ranksPerPod": 2, "gpu": {"coresPerRank": 2}}]
+_GPU: Final = {"pools": _GPU_POOL}
+_POLICIES: Final = {"NetworkPolicy/NAME-ranks": "changed", "NetworkPolicy/NAME-gateway": "changed"}
+_MONITOR: Final = {"PodMonitor/NAME": "changed"}
+_CLIENT_SERVICE: Final = {"Service/NAME": "changed"}
+_TWO_RANKS: Final = {"pools.0.ranks": 2}
+_TAINT: Final = {"key": "example.com/a", "operator": "Equal", "value": "one", "effect": "NoExecute"}
+_HUGE: Final = {"pools.0.cpu.hugepages": {"size": "2Mi", "perRank": "1Gi"}}
+_KUEUE: Final = {"scheduling.gang": {"scheduler": "Kueue", "queue": "small"}}
+
+
+def _tolerations(at: str, restarts: Restarts) -> dict[str, Change]:
+    base, item = {f"{at}.tolerations": [_TAINT]}, f"{at}.tolerations.0"
+    own = {f"{at}.tolerations": [{**_TAINT, "tolerationSeconds": 5}]}
+    return {
+        "key": Change("example.com/b", restarts, base, at=f"{item}.key", shows='"key": "example.com/b"'),
+        "operator": Change(
+            [{"key": "example.com/a", "operator": "Exists", "effect": "NoExecute"}],
+            restarts,
+            base,
+            at=f"{at}.tolerations",
+        ),
+        "value": Change("two", restarts, base, at=f"{item}.value", shows='"value": "two"'),
+        "effect": Change("NoSchedule", restarts, base, at=f"{item}.effect", shows='"effect": "NoSchedule"'),
+        "tolerationSeconds": Change(
+            7, restarts, own, at=f"{item}.tolerationSeconds", shows='"tolerationSeconds": 7'
+        ),
+    }  # fmt: skip
+
+
+CHANGES: Final[Mapping[str, Change]] = {
+    # --- model
+    "model.uri": Change("pvc://models/one", RANKS, more=_POLICIES, shows='"claimName": "models"'),
+    "model.revision": Change("v2", RANKS, {"model.revision": "v1"}, shows='"--revision", "v2"'),
+    "model.dtype": Change("float32", GATEWAY),
+    "model.quantization": Change("int8", GATEWAY),
+    "model.maxModelLen": Change(512, GATEWAY),
+    "model.tokenSecretRef.name": Change(
+        "other", RANKS, {"model.tokenSecretRef.name": "hub"}, shows='"secretName": "other"'
+    ),
+    "model.tokenSecretRef.key": Change(
+        "hf", RANKS, {"model.tokenSecretRef.name": "hub"}, shows='"key": "hf"'
+    ),
+    "model.cache.claimName": Change("cache", RANKS, shows='"claimName": "cache"'),
+    "model.cache.hostPath": Change("/var/cache/models", RANKS, shows='"path": "/var/cache/models"'),
+    # --- pools
+    "pools.name": Change("other", REFUSED, at="pools.0.name"),
+    "pools.type": Change(
+        [{"name": "cpu", "type": "GPU", "ranks": 1}], REFUSED, at="pools"
+    ),
+    "pools.ranks": Change(3, RANKS, at="pools.0.ranks"),
+    "pools.ranksPerPod": Change(2, RANKS, _TWO_RANKS, at="pools.0.ranksPerPod", shows='"--ranks-per-pod", "2"'),
+    "pools.gpu.coresPerRank": Change(4, RANKS, _GPU, at="pools.0.gpu.coresPerRank", shows='"--threads-per-rank", "4"'),
+    "pools.gpu.memoryPerRank": Change("8Gi", RANKS, _GPU, at="pools.0.gpu.memoryPerRank", shows='"memory": "17Gi"'),
+    "pools.gpu.runtimeClassName": Change(
+        "nvidia", RANKS, _GPU, at="pools.0.gpu.runtimeClassName", shows='"runtimeClassName": "nvidia"'
+    ),
+    "pools.gpu.resourceName": Change(
+        "amd.com/gpu", RANKS, _GPU, at="pools.0.gpu.resourceName", shows='"amd.com/gpu": "2"'
+    ),
+    "pools.cpu.coresPerRank": Change(2, RANKS, at="pools.0.cpu.coresPerRank", shows='"--threads-per-rank", "2"'),
+    "pools.cpu.memoryPerRank": Change("2Gi", RANKS, at="pools.0.cpu.memoryPerRank", shows='"memory": "3Gi"'),
+    "pools.cpu.hugepages.size": Change("1Gi", RANKS, _HUGE, at="pools.0.cpu.hugepages.size", shows="hugepages-1Gi"),
+    "pools.cpu.hugepages.perRank": Change(
+        "2Gi", RANKS, _HUGE, at="pools.0.cpu.hugepages.perRank", shows='"hugepages-2Mi": "2Gi"'
+    ),
+    "pools.cpu.numa.policy": Change(
+        "Required", RANKS, at="pools.0.cpu.numa.policy", shows='"--numa-policy", "Required"'
+    ),
+    "pools.cpu.numa.claim.deviceClassName": Change(
+        "dra.cpu", RANKS, at="pools.0.cpu.numa.claim.deviceClassName", needs="resource.k8s.io/v1/ResourceClaimTemplate",
+        more={"ResourceClaimTemplate/NAME-cpu": "made"},
+    ),
+    "pools.sharedMemory": Change("2Gi", RANKS, at="pools.0.sharedMemory", shows='"sizeLimit": "2Gi"'),
+    "pools.scheduling.nodeSelector": Change(
+        {"disk": "fast"}, RANKS, at="pools.0.scheduling.nodeSelector", shows='"disk": "fast"'
+    ),
+    **{f"pools.scheduling.tolerations.{k}": v for k, v in _tolerations("pools.0.scheduling", RANKS).items()},
+    # --- placement and engine
+    "placement.mode": Change("Layer", GATEWAY),
+    "placement.shares.attention": Change([2, 1], GATEWAY, _TWO_RANKS),
+    "placement.shares.mlp": Change([2, 1], GATEWAY, _TWO_RANKS),
+    "placement.shares.vocabulary": Change([2, 1], GATEWAY, _TWO_RANKS),
+    "engine.maxNumSeqs": Change(8, GATEWAY),
+    "engine.maxNumBatchedTokens": Change(256, GATEWAY),
+    "engine.blockSize": Change(32, GATEWAY),
+    "engine.gpuMemoryUtilization": Change(0.5, GATEWAY),
+    "engine.kvCacheMemoryBytes": Change("256Mi", GATEWAY),
+    "engine.enablePrefixCaching": Change(False, GATEWAY),
+    "engine.enforceEager": Change(True, GATEWAY),
+    # --- gateway
+    "gateway.service.type": Change("NodePort", NOTHING, more=_CLIENT_SERVICE),
+    "gateway.service.port": Change(8443, NOTHING, more=_CLIENT_SERVICE),
+    "gateway.service.annotations": Change({"example.com/balancer": "internal"}, NOTHING, more=_CLIENT_SERVICE),
+    "gateway.maxQueuedRequests": Change(5, GATEWAY),
+    "gateway.tlsSecretName": Change("front-door", GATEWAY, shows='"secretName": "front-door"'),
+    "gateway.authTokenSecretRef.name": Change(
+        "two", GATEWAY, {"gateway.authTokenSecretRef.name": "one"}, shows='"secretName": "two"'
+    ),
+    "gateway.authTokenSecretRef.key": Change(
+        "bearer", GATEWAY, {"gateway.authTokenSecretRef.name": "one"}, shows='"key": "bearer"'
+    ),
+    "gateway.resources.cpuMillis": Change(2500, GATEWAY, shows='"cpu": "2500m"'),
+    "gateway.resources.memory": Change("5Gi", GATEWAY, shows='"memory": "5Gi"'),
+    "gateway.drainTimeoutSeconds": Change(100, GATEWAY, shows='"terminationGracePeriodSeconds": 130'),
+    # --- recovery
+    "recovery.rendezvousTimeoutSeconds": Change(30, GATEWAY),
+    "recovery.startupTimeoutSeconds": Change(60, RANKS),
+    "recovery.stepTimeoutSeconds": Change(10, GATEWAY),
+    "recovery.maxRestarts": Change(9, NOTHING),
+    "recovery.windowSeconds": Change(120, NOTHING),
+    "recovery.nodeLostTimeoutSeconds": Change(20, NOTHING),
+    # --- scheduling
+    "scheduling.schedulerName": Change("numa-aware", RANKS, shows='"schedulerName": "numa-aware"'),
+    "scheduling.priorityClassName": Change("urgent", RANKS, shows='"priorityClassName": "urgent"'),
+    "scheduling.nodeSelector": Change({"zone": "a"}, RANKS, shows='"zone": "a"'),
+    **{f"scheduling.tolerations.{k}": v for k, v in _tolerations("scheduling", RANKS).items()},
+    "scheduling.topology.key": Change(
+        "rack", RANKS, {"scheduling.topology.key": "zone"}, shows='"topologyKey": "rack"'
+    ),
+    "scheduling.topology.policy": Change(
+        "Required", RANKS, {"scheduling.topology.key": "zone"}, shows="requiredDuringSchedulingIgnoredDuringExecution"
+    ),
+    "scheduling.gang.scheduler": Change(
+        "Volcano", RANKS, needs="scheduling.volcano.sh/v1beta1/PodGroup", more={"PodGroup/NAME": "made"},
+        shows='"schedulerName": "volcano"',
+    ),
+    "scheduling.gang.queue": Change("large", RANKS, _KUEUE, shows='"kueue.x-k8s.io/queue-name": "large"'),
+    # --- images
+    "images.gpuWorker": Change("example.com/gpu:2", RANKS, _GPU, shows='"image": "example.com/gpu:2"'),
+    "images.cpuWorker": Change("example.com/cpu:2", RANKS, shows='"image": "example.com/cpu:2"'),
+    "images.gateway": Change("example.com/gateway:2", GATEWAY, shows='"image": "example.com/gateway:2"'),
+    "images.pullPolicy": Change("Always", RANKS, shows='"imagePullPolicy": "Always"'),
+    "images.pullSecrets": Change(["registry"], RANKS, shows='"imagePullSecrets": [{"name": "registry"}]'),
+    # --- what surrounds the pods
+    "podMetadata.labels": Change({"team": "blue"}, RANKS, shows='"team": "blue"'),
+    "podMetadata.annotations": Change({"example.com/owner": "blue"}, RANKS, shows='"example.com/owner": "blue"'),
+    "networkPolicy.enabled": Change(
+        False, NOTHING, more={"NetworkPolicy/NAME-ranks": "gone", "NetworkPolicy/NAME-gateway": "gone"}
+    ),
+    "networkPolicy.allowModelEgress": Change(False, NOTHING, more=_POLICIES),
+    "disruptionBudget.enabled": Change(True, NOTHING, more={"PodDisruptionBudget/NAME-ranks": "made"}),
+    "monitoring.podMonitor": Change(False, NOTHING, more={"PodMonitor/NAME": "gone"}),
+    "monitoring.intervalSeconds": Change(5, NOTHING, more=_MONITOR),
+    "monitoring.labels": Change({"release": "prometheus"}, NOTHING, more=_MONITOR),
+    "suspend": Change(True, ENDS),
+    "replicas": Change(0, ENDS),
+}  # fmt: skip
+
+BACK_TO_DEFAULT: Final[Mapping[str, Change]] = {
+    "images.cpuWorker": Change(ABSENT, RANKS, {"images.cpuWorker": "example.com/cpu:2"}),
+    "engine.maxNumSeqs": Change(ABSENT, GATEWAY, {"engine.maxNumSeqs": 8}),
+    "disruptionBudget.enabled": Change(
+        ABSENT, NOTHING, {"disruptionBudget.enabled": True}, more={"PodDisruptionBudget/NAME-ranks": "gone"}
+    ),
+    "engine.blockSize": Change(16, NOTHING),
+    "gateway.service.annotations": Change(
+        {"example.com/a": "1"},
+        NOTHING,
+        {"gateway.service.annotations": {"example.com/a": "1", "example.com/b": "2"}},
+        more=_CLIENT_SERVICE,
+    ),
+}
+"""Fields that are left out again, a map that loses a key, and a field that is set to what it is by default."""

@@ -1,0 +1,279 @@
+"""A tour through all that the operator does with its rights, in one namespace; fails where something does not happen.
+
+Each step ends with what a person would see: objects, status, Events, pods; never with the operator's log. No gateway
+answers, and pods stay unscheduled but for the one whose node is gone: the API server lets go of them at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
+
+from hetero_api.contract import KIND, LABEL_NAME, LABEL_REVISION
+from tests.support.hetero_resources import ABSENT, SPEC, resource
+from tests.support.kube.client import Client, Object
+from tests.support.kube.errors import ApiError
+from tests.support.kube.polling import poll
+from tests.support.owned_objects import Key
+
+T = TypeVar("T")
+
+NAME: Final = "x"
+CLAIMING: Final = "y"
+TEMPLATES: Final = "resource.k8s.io/v1/ResourceClaimTemplate"
+LOST_NODE: Final = "node-that-is-gone"
+POLL_S: Final = 0.25
+"""Many tours look at the same time."""
+LONGEST_S: Final = 240.0
+GRACE_S: Final = 15.0
+QUOTA_MESSAGE: Final = 'pods "x-cpu-0" is forbidden: exceeded quota'
+
+OPTIONAL: Final[Mapping[str, Any]] = {
+    "scheduling.gang": {"scheduler": "Volcano"},
+    "disruptionBudget.enabled": True,
+    "networkPolicy.enabled": True,
+    "monitoring.podMonitor": True,
+}
+"""Asks for every object that a resource can have but claims."""
+NONE_OF_IT: Final[Mapping[str, Any]] = {
+    "scheduling.gang": ABSENT,
+    "disruptionBudget.enabled": False,
+    "networkPolicy.enabled": False,
+    "monitoring.podMonitor": False,
+    "model.revision": "second",
+}
+"""Asks for none of them, and for a roll-out."""
+
+ALWAYS: Final = (
+    Key("StatefulSet", "x-cpu"),
+    Key("Deployment", "x-gateway"),
+    Key("Service", "x"),
+    Key("Service", "x-gateway"),
+    Key("Service", "x-ranks"),
+    Key("ServiceAccount", "x-gateway"),
+    Key("ServiceAccount", "x-rank"),
+)
+ASKED_FOR: Final = (
+    Key("NetworkPolicy", "x-gateway"),
+    Key("NetworkPolicy", "x-ranks"),
+    Key("PodDisruptionBudget", "x-ranks"),
+    Key("PodMonitor", "x"),
+    Key("PodGroup", "x"),
+)
+OF_A_REVISION: Final = ("ConfigMap", "Secret")
+
+
+class Pace:
+    """How long tours may take that are made side by side: some have every right, and who needs much longer fails.
+
+    So a slow machine fails nobody, and a tour that succeeds without a right is given the time to.
+    """
+
+    def __init__(self, entitled: int) -> None:
+        """`entitled`: how many tours have every right."""
+        self._missing = entitled
+        self._longest_s = 0.0
+        self._turn = threading.Lock()
+
+    def record(self, seconds: float) -> None:
+        """A tour with every right has ended, well or not."""
+        with self._turn:
+            self._missing -= 1
+            self._longest_s = max(self._longest_s, seconds)
+
+    @property
+    def limit_s(self) -> float:
+        """For one whole tour."""
+        with self._turn:
+            return LONGEST_S if self._missing else min(LONGEST_S, 2 * self._longest_s + GRACE_S)
+
+
+@dataclass(slots=True)
+class Tour:
+    """Through one namespace, in which nothing of ours is yet. `client` is the administrator's."""
+
+    client: Client
+    namespace: str
+    pace: Pace
+    entitled: bool
+    """Whether the operator has every right here."""
+    _begin: float = field(default_factory=time.monotonic)
+
+    def run(self) -> str:
+        """All of it; what did not happen, "" when all did."""
+        try:
+            self.create_everything()
+            self.tell_why_pods_cannot_be_made()
+            self.count_what_is_said_twice()
+            self.replace_a_pod_on_a_node_that_is_gone()
+            self.roll_out_without_the_optional_objects()
+            self.claim_cores_and_give_them_back()
+        except AssertionError as failure:
+            return str(failure) or "failed"
+        finally:
+            if self.entitled:
+                self.pace.record(time.monotonic() - self._begin)
+        return ""
+
+    def create_everything(self) -> None:
+        """Every object that a resource can own, and its status; no pods yet."""
+        self._apply({**OPTIONAL, "suspend": True})
+        self._wait_there(ALWAYS + ASKED_FOR)
+        self._wait_for_one_revision()
+        self._wait_looked_at()
+
+    def tell_why_pods_cannot_be_made(self) -> None:
+        """The status has what the StatefulSet controller says in an Event, here about a quota."""
+        self._forbid_pods()
+        self._apply({**OPTIONAL, "suspend": False})
+        self._wait_for_status(lambda status: QUOTA_MESSAGE in str(status), f"says {QUOTA_MESSAGE!r}")
+        self.client.delete("ResourceQuota", "none", self.namespace)
+        self._wait_for_pods()
+
+    def count_what_is_said_twice(self) -> None:
+        """The same Event again is counted, not repeated."""
+        for suspend in (True, False, True, False):
+            self._apply({**OPTIONAL, "suspend": suspend})
+            self._wait_looked_at()
+        self._wait_for_pods()
+        self._wait(lambda: any(event["count"] >= 2 for event in self._events()), lambda: "no Event was counted")
+
+    def replace_a_pod_on_a_node_that_is_gone(self) -> None:
+        """Nobody else would ever delete it: its kubelet is gone too."""
+        uid = self._pod("x-cpu-1")["metadata"]["uid"]
+        self._bind("x-cpu-1", LOST_NODE)
+        self._wait_for_pod("x-cpu-1", lambda pod: pod["metadata"]["uid"] != uid)
+
+    def roll_out_without_the_optional_objects(self) -> None:
+        """New pods for old ones; what is not asked for any more, and what is of the old revision, goes."""
+        before = _revision(self._pod("x-cpu-0"))
+        self._apply(NONE_OF_IT)
+        self._wait_looked_at()
+        self._wait_for_pod("x-cpu-0", lambda pod: _revision(pod) != before)
+        self._wait_gone(ASKED_FOR)
+        self._wait_there(ALWAYS)
+        self._wait_for_one_revision()
+
+    def claim_cores_and_give_them_back(self) -> None:
+        """Another resource, which is suspended: servers that lack the API lack the fields of pods that go with it."""
+        claim = {"policy": "BestEffort", "claim": {"deviceClassName": "dra.cpu"}}
+        self._apply({"pools.0.cpu.numa": claim, "suspend": True}, name=CLAIMING)
+        self._wait_for_count(TEMPLATES, CLAIMING, 1)
+        # Not by server-side apply: Kubernetes 1.20 leaves a null where it takes something out of a keyed list.
+        self.client.patch(KIND, CLAIMING, {"spec": {"pools": SPEC["pools"]}}, self.namespace)
+        self._wait_for_count(TEMPLATES, CLAIMING, 0)
+
+    def _apply(self, changes: Mapping[str, Any], *, name: str = NAME) -> None:
+        self.client.apply(resource(name, self.namespace, changes))
+
+    def _bind(self, pod: str, node: str) -> None:
+        """As the scheduler did while the node was there. The pod may be gone a moment later, so it is not looked at."""
+        target = {"apiVersion": "v1", "kind": "Node", "name": node}
+        binding = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": pod}, "target": target}
+        self.client.request("POST", f"/api/v1/namespaces/{self.namespace}/pods/{pod}/binding", binding)
+
+    def _forbid_pods(self) -> None:
+        """By a quota, whose controller the tour plays; until the API server heard of it."""
+        metadata = {"name": "none", "namespace": self.namespace}
+        none = {"hard": {"pods": "0"}}
+        self.client.create({"apiVersion": "v1", "kind": "ResourceQuota", "metadata": metadata, "spec": none})
+        self.client.patch_status("ResourceQuota", "none", {**none, "used": {"pods": "0"}}, self.namespace)
+        self._wait(self._pods_are_forbidden, lambda: "a quota does not forbid pods")
+
+    def _pods_are_forbidden(self) -> bool:
+        pod = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": "probe", "namespace": self.namespace},
+            "spec": {"containers": [{"name": "main", "image": "none"}]},
+        }
+        try:
+            self.client.create(pod, dry_run=True)
+        except ApiError as refusal:
+            return refusal.code == 403
+        return False
+
+    def _wait(self, probe: Callable[[], T | None], describe: Callable[[], str]) -> T:
+        """Until the probe is true or the tour's time is over."""
+        failure: list[str] = []
+
+        def look() -> tuple[T | None] | None:
+            value = probe()
+            if not value and time.monotonic() - self._begin > self.pace.limit_s:
+                failure.append(describe())
+                return (None,)
+            return (value,) if value else None
+
+        (value,) = poll(look, timeout_s=2 * LONGEST_S, interval_s=POLL_S, describe=describe)
+        assert value, failure[0]
+        return value
+
+    def _wait_looked_at(self) -> None:
+        generation = self.client.get(KIND, NAME, self.namespace)["metadata"]["generation"]
+        self._wait_for_status(
+            lambda status: status.get("observedGeneration", 0) >= generation, f"tells of generation {generation}"
+        )
+
+    def _wait_for_status(self, until: Callable[[Object], bool], what: str) -> None:
+        def status() -> Object:
+            found: Object = self.client.get(KIND, NAME, self.namespace).get("status", {})
+            return found
+
+        self._wait(lambda: until(status()), lambda: f"no status that {what}: {status()}")
+
+    def _wait_there(self, keys: Sequence[Key]) -> None:
+        for key in keys:  # one after another, so that waiting costs one call at a time
+            self._wait_for_object(key, there=True)
+
+    def _wait_gone(self, keys: Sequence[Key]) -> None:
+        for key in keys:
+            self._wait_for_object(key, there=False)
+
+    def _wait_for_object(self, key: Key, *, there: bool) -> None:
+        self._wait(
+            lambda: (self.client.find(key.kind, key.name, self.namespace) is not None) == there,
+            lambda: f"{key} is {'not' if there else 'still'} there",
+        )
+
+    def _wait_for_one_revision(self) -> None:
+        """What there is one of for each revision is there once."""
+        for kind in OF_A_REVISION:
+            self._wait_for_count(kind, NAME, 1)
+
+    def _wait_for_count(self, kind: str, owner: str, count: int) -> None:
+        labels = f"{LABEL_NAME}={owner}"
+        self._wait(
+            lambda: len(self.client.list_all(kind, self.namespace, labels=labels)) == count,
+            lambda: f"of {kind} there are not {count}",
+        )
+
+    def _wait_for_pods(self) -> None:
+        """All that the StatefulSet is to have, and none that it is about to delete."""
+
+        def complete() -> bool:
+            found = self.client.get("StatefulSet", "x-cpu", self.namespace)
+            seen = found["status"].get("observedGeneration") == found["metadata"]["generation"]
+            return bool(seen and found["spec"]["replicas"] == found["status"]["replicas"] == 2)
+
+        self._wait(complete, lambda: "there are not two pods")
+
+    def _wait_for_pod(self, name: str, until: Callable[[Object], bool]) -> None:
+        def probe() -> bool:
+            found = self.client.find("Pod", name, self.namespace)
+            return found is not None and until(found)
+
+        self._wait(probe, lambda: f"pod {name} is not replaced")
+
+    def _pod(self, name: str) -> Object:
+        return self._wait(lambda: self.client.find("Pod", name, self.namespace), lambda: f"there is no pod {name}")
+
+    def _events(self) -> list[Object]:
+        selector = f"involvedObject.kind={KIND},involvedObject.name={NAME}"
+        return self.client.list_all("v1/Event", self.namespace, fields=selector)
+
+
+def _revision(pod: Object) -> str:
+    return str(pod["metadata"]["labels"][LABEL_REVISION])
