@@ -1,4 +1,7 @@
-"""The Kubernetes operator's home. This version has none yet: see the README's state of things.
+"""The Kubernetes operator: makes a group of ranks and a gateway of every HeteroInference, and tells how it stands.
 
-The package stands here so that its border is held from the first line on: it may depend on `hetero_api` only.
+main ─► workers ─► reconciler ─► reconcile (pure: what to do, what to tell), cluster (all that talks to the API)
+     ─► election, kopf_session ─► handlers, health, metrics
+
+It depends on `hetero_api` only, of this project.
 """

@@ -23,7 +23,7 @@ from hetero_operator.reconcile.model import RenderOptions
 
 PROGRAM: Final = "hetero_operator"
 PREFIX: Final = "HETERO_OPERATOR_"
-IMAGES: Final = "ghcr.io/heteroinference"
+IMAGES: Final = "heteroinference"
 DEFAULT_LEASE: Final = "heteroinference-operator"
 
 _DNS_LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")

@@ -112,7 +112,7 @@ CHANGES: Final[Mapping[str, Change]] = {
     ),
     "pools.cpu.numa.claim.deviceClassName": Change(
         "dra.cpu", RANKS, at="pools.0.cpu.numa.claim.deviceClassName", needs="resource.k8s.io/v1/ResourceClaimTemplate",
-        more={"ResourceClaimTemplate/NAME-cpu": "made"},
+        more={"ResourceClaimTemplate/NAME-cpu-RANKS": "made"},
     ),
     "pools.sharedMemory": Change("2Gi", RANKS, at="pools.0.sharedMemory", shows='"sizeLimit": "2Gi"'),
     "pools.scheduling.nodeSelector": Change(

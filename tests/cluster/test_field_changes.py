@@ -152,7 +152,11 @@ def _changes(before: Owned, after: Owned) -> dict[str, str]:
 def _by_role(owned: Owned) -> dict[str, Object]:
     """Objects by kind and name, the resource's name and revisions in it written as what they are."""
     status = owned.resource["status"]
-    revisions = {"Secret": (status["revision"], "RANKS"), "ConfigMap": (status["gatewayRevision"], "GATEWAY")}
+    revisions = {
+        "Secret": (status["revision"], "RANKS"),
+        "ResourceClaimTemplate": (status["revision"], "RANKS"),
+        "ConfigMap": (status["gatewayRevision"], "GATEWAY"),
+    }
     found = {}
     for key, item in owned.objects.items():
         revision, role = revisions.get(key.kind, ("", ""))

@@ -156,7 +156,8 @@ def pods(owned: Owned) -> list[dict[str, str]]:
     labels = [dict(pod["metadata"]["labels"]) for pod in owned.pods]
     for label in labels:
         label[LABEL_NAME] = "NAME"
-        label.pop("pod-template-hash", None)
+        for hashed in ("pod-template-hash", "controller-revision-hash"):  # the name is in the template
+            label.pop(hashed, None)
     return sorted((json.loads(json.dumps(label).replace(owned.name, "NAME")) for label in labels), key=str)
 
 

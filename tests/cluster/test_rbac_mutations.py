@@ -23,9 +23,10 @@ from tests.cluster.conftest import StartControlPlane
 from tests.support.helm import Helm, Object
 from tests.support.kube.client import Client, is_established
 from tests.support.kube.cluster import Cluster
+from tests.support.kube.nodes import ready_condition
 from tests.support.kube.tools import find_helm
 from tests.support.operator_process import OperatorProcess
-from tests.support.operator_tour import Pace, Tour
+from tests.support.operator_tour import NODE, Pace, Tour
 from tests.support.stand_in_crds import POD_GROUP, POD_MONITOR, RESOURCE_CLAIM_TEMPLATE
 
 RBAC = "rbac.authorization.k8s.io"
@@ -57,7 +58,7 @@ class Right(NamedTuple):
     @property
     def blinding(self) -> bool:
         """Whether an operator without it sees less of the cluster, or cannot lead: then others cannot share it."""
-        return self.role != "work" or self.verb in ("list", "watch")
+        return self.role != "work" or (self.verb in ("list", "watch") and self.resource != "events")
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +161,8 @@ def ground(start_control_plane: StartControlPlane, tmp_path: Path) -> Iterator[G
             if not client.discovery.has(crd["spec"]["names"]["kind"]):
                 client.create(crd)
                 client.wait_for("CustomResourceDefinition", crd["metadata"]["name"], until=is_established)
+        client.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}})
+        client.patch_status("Node", NODE, {"conditions": [ready_condition("True")]})
         yield Ground(cluster, client, chart_roles(tmp_path / "helm"), tmp_path / "operators")
 
 

@@ -16,7 +16,7 @@ import pytest
 from hetero_api.contract import KIND, LABEL_ROLE, ROLE_RANK
 from tests.support.kube.client import Client, Object
 from tests.support.kube.errors import ApiError
-from tests.support.kube.kubelet import Kubelet
+from tests.support.kube.kubelet import TOPOLOGY_MESSAGE, Kubelet
 from tests.support.kube.polling import poll
 from tests.support.operator_scene import Scene
 
@@ -26,11 +26,11 @@ FIRST_GAP_S = 30.0
 # The StatefulSet controller makes one more before it hears of the hold, if it is quick.
 SLACK = 2
 PERIOD_S = 0.2
-REFUSAL_DELAY_S = 1.0
+REFUSAL_DELAY_S = 2.0
 
 
 class RefusingKubelet:
-    """Fails every rank pod of a namespace about a second after it was made, and counts them."""
+    """Fails every rank pod of a namespace two seconds after it was made, and counts them."""
 
     def __init__(self, client: Client, namespace: str) -> None:
         self._client = client
@@ -55,6 +55,7 @@ class RefusingKubelet:
         if pod["metadata"].get("deletionTimestamp"):
             self._client.delete("Pod", name, self._namespace, grace_s=0)
         elif pod["status"]["phase"] != "Failed" and self.seen[uid] * PERIOD_S >= REFUSAL_DELAY_S:
+            self._kubelet.event(name, "TopologyAffinityError", TOPOLOGY_MESSAGE)
             self._kubelet.topology_affinity_error(name)
 
     @contextmanager

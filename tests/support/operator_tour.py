@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 from hetero_api.contract import KIND, LABEL_NAME, LABEL_REVISION
 from tests.support.hetero_resources import ABSENT, SPEC, resource
 from tests.support.kube.client import Client, Object
-from tests.support.kube.errors import ApiError
+from tests.support.kube.kubelet import Kubelet
 from tests.support.kube.polling import poll
 from tests.support.owned_objects import Key
 
@@ -23,13 +23,17 @@ T = TypeVar("T")
 
 NAME: Final = "x"
 CLAIMING: Final = "y"
+WAITING: Final = "z"
 TEMPLATES: Final = "resource.k8s.io/v1/ResourceClaimTemplate"
+NODE: Final = "node-of-tours"
+"""Whoever makes tours makes it, and makes it Ready."""
 LOST_NODE: Final = "node-that-is-gone"
 POLL_S: Final = 0.25
 """Many tours look at the same time."""
 LONGEST_S: Final = 240.0
-GRACE_S: Final = 15.0
-QUOTA_MESSAGE: Final = 'pods "x-cpu-0" is forbidden: exceeded quota'
+SLACK: Final = 1.6
+GRACE_S: Final = 5.0
+MOUNT_MESSAGE: Final = 'MountVolume.SetUp failed for volume "shared-memory"'
 
 OPTIONAL: Final[Mapping[str, Any]] = {
     "scheduling.gang": {"scheduler": "Volcano"},
@@ -88,7 +92,7 @@ class Pace:
     def limit_s(self) -> float:
         """For one whole tour."""
         with self._turn:
-            return LONGEST_S if self._missing else min(LONGEST_S, 2 * self._longest_s + GRACE_S)
+            return LONGEST_S if self._missing else min(LONGEST_S, SLACK * self._longest_s + GRACE_S)
 
 
 @dataclass(slots=True)
@@ -105,12 +109,13 @@ class Tour:
     def run(self) -> str:
         """All of it; what did not happen, "" when all did."""
         try:
+            self.begin_to_wait()
             self.create_everything()
-            self.tell_why_pods_cannot_be_made()
             self.count_what_is_said_twice()
             self.replace_a_pod_on_a_node_that_is_gone()
             self.roll_out_without_the_optional_objects()
             self.claim_cores_and_give_them_back()
+            self.tell_what_is_waited_for()
         except AssertionError as failure:
             return str(failure) or "failed"
         finally:
@@ -125,13 +130,17 @@ class Tour:
         self._wait_for_one_revision()
         self._wait_looked_at()
 
-    def tell_why_pods_cannot_be_made(self) -> None:
-        """The status has what the StatefulSet controller says in an Event, here about a quota."""
-        self._forbid_pods()
-        self._apply({**OPTIONAL, "suspend": False})
-        self._wait_for_status(lambda status: QUOTA_MESSAGE in str(status), f"says {QUOTA_MESSAGE!r}")
-        self.client.delete("ResourceQuota", "none", self.namespace)
-        self._wait_for_pods()
+    def begin_to_wait(self) -> None:
+        """A pod whose containers do not start, and the reason for it, which is told in an Event only."""
+        self._apply({}, name=WAITING)
+        pod = self._pod(f"{WAITING}-cpu-0")["metadata"]["name"]
+        kubelet = Kubelet(self.client, self.namespace)
+        kubelet.creating(pod, node=NODE)
+        kubelet.event(pod, "FailedMount", MOUNT_MESSAGE)
+
+    def tell_what_is_waited_for(self) -> None:
+        """The status has the Event's message, after a while."""
+        self._wait_for_status(lambda status: MOUNT_MESSAGE in str(status), f"says {MOUNT_MESSAGE!r}", name=WAITING)
 
     def count_what_is_said_twice(self) -> None:
         """The same Event again is counted, not repeated."""
@@ -139,7 +148,10 @@ class Tour:
             self._apply({**OPTIONAL, "suspend": suspend})
             self._wait_looked_at()
         self._wait_for_pods()
-        self._wait(lambda: any(event["count"] >= 2 for event in self._events()), lambda: "no Event was counted")
+        self._wait(
+            lambda: any(event["count"] >= 2 for event in self._events()),
+            lambda: f"no Event was counted: {[(event['reason'], event['message']) for event in self._events()]}",
+        )
 
     def replace_a_pod_on_a_node_that_is_gone(self) -> None:
         """Nobody else would ever delete it: its kubelet is gone too."""
@@ -175,27 +187,6 @@ class Tour:
         binding = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": pod}, "target": target}
         self.client.request("POST", f"/api/v1/namespaces/{self.namespace}/pods/{pod}/binding", binding)
 
-    def _forbid_pods(self) -> None:
-        """By a quota, whose controller the tour plays; until the API server heard of it."""
-        metadata = {"name": "none", "namespace": self.namespace}
-        none = {"hard": {"pods": "0"}}
-        self.client.create({"apiVersion": "v1", "kind": "ResourceQuota", "metadata": metadata, "spec": none})
-        self.client.patch_status("ResourceQuota", "none", {**none, "used": {"pods": "0"}}, self.namespace)
-        self._wait(self._pods_are_forbidden, lambda: "a quota does not forbid pods")
-
-    def _pods_are_forbidden(self) -> bool:
-        pod = {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": {"name": "probe", "namespace": self.namespace},
-            "spec": {"containers": [{"name": "main", "image": "none"}]},
-        }
-        try:
-            self.client.create(pod, dry_run=True)
-        except ApiError as refusal:
-            return refusal.code == 403
-        return False
-
     def _wait(self, probe: Callable[[], T | None], describe: Callable[[], str]) -> T:
         """Until the probe is true or the tour's time is over."""
         failure: list[str] = []
@@ -217,9 +208,9 @@ class Tour:
             lambda status: status.get("observedGeneration", 0) >= generation, f"tells of generation {generation}"
         )
 
-    def _wait_for_status(self, until: Callable[[Object], bool], what: str) -> None:
+    def _wait_for_status(self, until: Callable[[Object], bool], what: str, *, name: str = NAME) -> None:
         def status() -> Object:
-            found: Object = self.client.get(KIND, NAME, self.namespace).get("status", {})
+            found: Object = self.client.get(KIND, name, self.namespace).get("status", {})
             return found
 
         self._wait(lambda: until(status()), lambda: f"no status that {what}: {status()}")

@@ -1,4 +1,4 @@
-"""Writes the status of a resource, if it is not so already, and not too often.
+"""Writes the status of a resource, if it is not so already, and not too often: a few at once, then one a second.
 
 By merge patch of what differs, bound to the version that was looked at: a resource that changed meanwhile is looked at
 again. Conditions that others wrote, of types that we do not know, stay. Not by server-side apply: when the last field
@@ -18,6 +18,8 @@ from hetero_operator.observers import unobserved
 from hetero_operator.reconcile.model import Object
 
 MIN_INTERVAL_S: Final = 1.0
+BURST: Final = 5
+"""What comes and goes within a second, like a pod that failed, is told as well, as long as that is seldom."""
 
 
 class StatusWriter:
@@ -36,7 +38,7 @@ class StatusWriter:
         self._resources = resources
         self._clock = clock
         self._count = count
-        self._written_at: dict[Key, float] = {}
+        self._allowances: dict[Key, tuple[float, float]] = {}
 
     async def write(self, key: Key, resource: Object, status: Object) -> float:
         """Make it so. Seconds to wait and come again, 0 when it is done. Raises ApiError, NotLeading."""
@@ -45,20 +47,25 @@ class StatusWriter:
         changes = merge_patch(live, {**status, "conditions": conditions} if conditions else status)
         if not changes:
             return 0.0
-        written_at = self._written_at.get(key)
-        if written_at is not None and (rest_s := written_at + MIN_INTERVAL_S - self._clock()) > 0:
-            return rest_s
+        left = self._allowance(key)
+        if left < 1:
+            return (1 - left) * MIN_INTERVAL_S
         version = resource["metadata"]["resourceVersion"]
         body = {"metadata": {"resourceVersion": version}, "status": changes}
         answer = await self._api.merge(RESOURCE.path(*key, "status"), body)
         self._count()
-        self._written_at[key] = self._clock()
+        self._allowances[key] = (left - 1, self._clock())
         self._resources.put(answer)
         return 0.0
 
     def forget(self, key: Key) -> None:
         """The resource is no more."""
-        self._written_at.pop(key, None)
+        self._allowances.pop(key, None)
+
+    def _allowance(self, key: Key) -> float:
+        """Writes that may be done now."""
+        left, since = self._allowances.get(key, (float(BURST), self._clock()))
+        return min(float(BURST), left + (self._clock() - since) / MIN_INTERVAL_S)
 
 
 def merge_patch(live: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:

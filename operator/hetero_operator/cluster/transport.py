@@ -18,12 +18,24 @@ from typing import Any, Final, Self
 from urllib.parse import urlencode
 
 import aiohttp
+from aiohttp.connector import Connection
+from aiohttp.tracing import Trace
 from kubernetes.aio import config as kubernetes_config
 from kubernetes.aio.client import Configuration
 from kubernetes.aio.client.rest import RESTClientObject
 
 from hetero_api.contract import FIELD_MANAGER, VERSION
-from hetero_operator.errors import ApiError, ConfigError, Conflict, Gone, NotFound, Refused, Unreachable
+from hetero_operator.cluster.kinds import LEASE
+from hetero_operator.errors import (
+    ApiError,
+    ConfigError,
+    Conflict,
+    Gone,
+    NotFound,
+    NotLeading,
+    Refused,
+    Unreachable,
+)
 from hetero_operator.fence import Fence
 from hetero_operator.observers import unobserved
 
@@ -40,6 +52,7 @@ _ERRORS: Final[Mapping[int, type[ApiError]]] = {
     400: Refused, 403: Refused, 404: NotFound, 409: Conflict, 410: Gone, 422: Refused,
 }  # fmt: skip
 _PROXY_VARIABLES: Final = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
+_READS: Final = frozenset({"GET", "HEAD"})
 _APPLY: Final = "application/apply-patch+yaml"
 _MERGE: Final = "application/merge-patch+json"
 
@@ -71,6 +84,43 @@ async def authorization_of(configuration: Configuration) -> str:
     return await configuration.get_api_key_with_prefix("BearerToken", alias="authorization") or ""
 
 
+class _FencedConnector(aiohttp.TCPConnector):
+    """Looks at the fence once more when a connection is there, right before a write is sent over it.
+
+    To get one may take long, and longer for a process that is stopped meanwhile.
+    """
+
+    def __init__(self, fence: Fence, **options: Any) -> None:
+        super().__init__(**options)
+        self._fence = fence
+
+    async def connect(
+        self,
+        req: aiohttp.ClientRequest,
+        traces: list[Trace],
+        timeout: aiohttp.ClientTimeout,  # noqa: ASYNC109
+    ) -> Connection:
+        connection = await super().connect(req, traces, timeout)
+        if req.method not in _READS and LEASE.plural not in req.url.parts:
+            try:
+                self._fence.allowance_s()
+            except NotLeading:
+                connection.release()
+                raise
+        return connection
+
+
+class _FencedRest(RESTClientObject):
+    """kubernetes.aio's session over such a connector."""
+
+    def __init__(self, configuration: Configuration, fence: Fence) -> None:
+        super().__init__(configuration)
+        self._fence = fence
+
+    def _create_connector(self) -> aiohttp.TCPConnector:
+        return _FencedConnector(self._fence, limit=self.maxsize, ssl=self.ssl_context)
+
+
 class Transport:
     """Calls the API server. Close it, or use it as a context."""
 
@@ -87,7 +137,7 @@ class Transport:
         self._fence = fence
         self._reload = reload
         self._count = count
-        self._rest = RESTClientObject(configuration)
+        self._rest: RESTClientObject = _FencedRest(configuration, fence)
         self._reloaded = -CREDENTIALS_PAUSE_S
 
     async def get(self, path: str, **query: object) -> Object:

@@ -42,7 +42,8 @@ def held_pools(observed: Observed, spec: HeteroInferenceSpec) -> frozenset[str]:
     runs = spec.replicas > 0 and not spec.suspend
     revision = revisions_of(observed.resource, spec).ranks
     restarts = account(observed, spec, revision=revision, runs=runs)
-    if restarts.next_attempt_time is None:
+    next_attempt = parsed_time(restarts.next_attempt_time)
+    if next_attempt is None or next_attempt <= observed.now:
         return frozenset()
     seen = {item.pod: item for item in stored_status(observed.resource).restarts.seen}
     return _without_pods(observed, spec) | _failing_pools(_pods_of(observed, revision).values(), seen)
@@ -54,8 +55,9 @@ def account(observed: Observed, spec: HeteroInferenceSpec, *, revision: str, run
     if not runs:
         return RestartsStatus()
     pods = _pods_of(observed, revision)
+    waiting = _without_pods(observed, spec)
     is_new = stored.revision != revision
-    before = RestartsStatus() if is_new else _renewed(stored.restarts, spec.recovery, observed.now)
+    before = RestartsStatus() if is_new else _renewed(stored.restarts, spec.recovery, observed.now, waiting=waiting)
     expected = expected_pods(Names(observed.resource["metadata"]["name"]), spec)
     seen = {item.pod: item for item in before.seen}
     news = [
@@ -63,13 +65,13 @@ def account(observed: Observed, spec: HeteroInferenceSpec, *, revision: str, run
         for pod in expected
         if (item := _restart(pod, pods.get(pod.name), seen, remembered=_remembered(stored, pod))) is not None
     ]
-    after = before.model_copy(update={"seen": _seen(expected, pods, seen, waiting=_without_pods(observed, spec))})
-    counted = _counted(after, news, observed.now) if news else after
+    after = before.model_copy(update={"seen": _seen(expected, pods, seen, waiting=waiting)})
+    counted = _explained(_counted(after, news, observed.now) if news else after, expected, pods)
     is_too_much = is_exhausted(counted, spec) and counted.next_attempt_time is None
-    if not is_too_much or not _failing_pools(pods.values(), seen):
+    # A pool may wait already by a plan of this very look, which no report has told of yet.
+    if not is_too_much or not (waiting or _failing_pools(pods.values(), seen)):
         return counted
-    failed = next((item for item in expected if item.name in pods and has_ended(pods[item.name])), None)
-    return _postponed(counted, _words_of(failed, pods), observed.now)
+    return _postponed(counted, observed.now)
 
 
 def is_exhausted(restarts: RestartsStatus, spec: HeteroInferenceSpec) -> bool:
@@ -150,11 +152,14 @@ def _seen(
     return entries
 
 
-def _renewed(restarts: RestartsStatus, recovery: RecoverySpec, now: datetime) -> RestartsStatus:
-    """The account before this look's restarts: an attempt that is due has begun, a window that is over is forgotten."""
+def _renewed(
+    restarts: RestartsStatus, recovery: RecoverySpec, now: datetime, *, waiting: Collection[str]
+) -> RestartsStatus:
+    """The account before this look's restarts: an attempt has begun once no pool waits, a window that is over is
+    forgotten."""
     attempt = parsed_time(restarts.next_attempt_time)
     if attempt is not None:
-        if now < attempt:
+        if now < attempt or waiting:
             return restarts
         restarts = restarts.model_copy(update={"window_start": timestamp(attempt), "next_attempt_time": None})
     end = _end_of_window(restarts, recovery)
@@ -185,19 +190,23 @@ def _counted(restarts: RestartsStatus, news: Collection[_Restart], now: datetime
     return restarts.model_copy(update=update)
 
 
-def _words_of(failed: ExpectedPod | None, pods: Mapping[str, Object]) -> dict[str, object]:
-    """What the account tells of a pod that failed and is still to be seen."""
-    if failed is None:
-        return {}
+def _explained(
+    restarts: RestartsStatus, expected: Collection[ExpectedPod], pods: Mapping[str, Object]
+) -> RestartsStatus:
+    """With the words of a pod that failed, while it is to be seen: its controller soon makes another of it."""
+    failed = next((item for item in expected if item.name in pods and has_ended(pods[item.name])), None)
+    if failed is None or not restarts.count:
+        return restarts
     words = end_trouble(pods[failed.name], RANK_CONTAINER).words
-    return {"last_rank": failed.first_rank, "last_reason": f"{failed.subject()}: {words}"}
+    update = {"last_rank": failed.first_rank, "last_reason": f"{failed.subject()}: {words}"}
+    return restarts.model_copy(update=update)
 
 
-def _postponed(restarts: RestartsStatus, words: Mapping[str, object], now: datetime) -> RestartsStatus:
+def _postponed(restarts: RestartsStatus, now: datetime) -> RestartsStatus:
     """The next attempt is put off, for longer than the last one was."""
     attempts = restarts.attempts + 1
     next_attempt = timestamp(now + timedelta(seconds=gap_s(attempts)))
-    return restarts.model_copy(update={"attempts": attempts, "next_attempt_time": next_attempt, **words})
+    return restarts.model_copy(update={"attempts": attempts, "next_attempt_time": next_attempt})
 
 
 def gap_s(attempts: int) -> int:
@@ -229,12 +238,13 @@ def _failing_pools(pods: Iterable[Object], seen: Mapping[str, SeenRestarts]) -> 
     by_pool: dict[str, list[Object]] = {}
     for pod in pods:
         by_pool.setdefault(label_of(pod, LABEL_POOL), []).append(pod)
-    return frozenset(
-        pool
-        for pool, members in by_pool.items()
-        if any(_is_made_anew(pod, seen) for pod in members)
-        or (any(map(has_ended, members)) and not any(status_of(pod).get("phase") == "Pending" for pod in members))
-    )
+    return frozenset(pool for pool, members in by_pool.items() if _fails_as_a_whole(members, seen))
+
+
+def _fails_as_a_whole(pods: Collection[Object], seen: Mapping[str, SeenRestarts]) -> bool:
+    old = [pod for pod in pods if not _is_made_anew(pod, seen)]
+    fails = len(old) < len(pods) or any(map(has_ended, old))
+    return fails and not any(status_of(pod).get("phase") == "Pending" for pod in old)
 
 
 def _is_made_anew(pod: Object, seen: Mapping[str, SeenRestarts]) -> bool:

@@ -1,7 +1,8 @@
 """What has had its day: objects of old revisions, and optional ones that are no longer wanted.
 
 An old Secret, ConfigMap or ResourceClaimTemplate stays until no pod and no workload is of its revision, for a pod that
-is made anew at that moment could not start without it.
+is made anew at that moment could not start without it. The ConfigMap goes after the Secret: Secrets are never listed
+but asked for by name, and once all pods are gone nothing else tells that there was one of that revision.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def superseded(inventory: Inventory, wanted: Collection[ObjectKey], pods: Collec
         label = _REVISION_LABELS.get(key.kind)
         if label is None:
             yield _deletion(item, "it is no longer asked for")
-        elif label_of(item, label) not in _revisions_in_use(inventory, pods, label):
+        elif label_of(item, label) not in _revisions_in_use(inventory, pods, label) and not _tells_of_secret(
+            item, inventory, wanted
+        ):
             yield _deletion(item, "nothing runs of its revision any more")
 
 
@@ -38,6 +41,15 @@ def _revisions_in_use(inventory: Inventory, pods: Collection[Object], label: str
     of_pods = {label_of(pod, label) for pod in pods}
     of_workloads = {template_label_of(workload, label) for workload in inventory.workloads()}
     return of_pods | of_workloads
+
+
+def _tells_of_secret(item: Object, inventory: Inventory, wanted: Collection[ObjectKey]) -> bool:
+    """Whether an object is a ConfigMap of the same old revision as a Secret that is still there."""
+    revision = label_of(item, LABEL_REVISION)
+    return item["kind"] == CONFIG_MAP and any(
+        ObjectKey.of(secret) not in wanted and label_of(secret, LABEL_REVISION) == revision
+        for secret in inventory.of_kind(SECRET)
+    )
 
 
 def _deletion(item: Object, reason: str) -> Deletion:

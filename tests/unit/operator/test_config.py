@@ -16,7 +16,7 @@ def test_defaults_make_a_whole_configuration() -> None:
     assert config.namespaces == ()
     assert (config.lease.name, config.lease.namespace) == ("heteroinference-operator", "default")
     assert config.lease.retry_s < config.lease.renew_s < config.lease.duration_s
-    assert config.render.cpu_worker_image.startswith("ghcr.io/heteroinference/worker-cpu:")
+    assert config.render.cpu_worker_image.startswith("heteroinference/worker-cpu:")
 
 
 def test_two_processes_of_one_host_never_share_a_made_up_identity() -> None:

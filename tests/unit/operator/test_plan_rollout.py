@@ -95,10 +95,13 @@ def test_the_old_secret_stays_as_long_as_a_pod_of_its_revision_does() -> None:
     world.run_controllers()
     todo = world.plan()
     assert deleted(todo, "Secret") == []
-    assert deleted(todo, "ConfigMap") == [config], "the gateway is new already"
+    assert deleted(todo, "ConfigMap") == [], "it tells that there is such a Secret"
     world.act(todo)
     world.run_controllers()
-    assert deleted(world.plan(), "Secret") == [secret]
+    todo = world.plan()
+    assert (deleted(todo, "Secret"), deleted(todo, "ConfigMap")) == ([secret], [])
+    world.act(todo)
+    assert deleted(world.plan(), "ConfigMap") == [config]
 
 
 def test_restarted_at_makes_all_pods_anew() -> None:

@@ -108,6 +108,16 @@ async def test_without_the_lease_no_write_leaves_the_process(server: ApiStandIn,
     assert server.calls == [f"GET {PATH}"]
 
 
+async def test_a_lease_that_runs_out_while_a_connection_is_made_stops_the_write(server: ApiStandIn) -> None:
+    moments = iter([0.0, 0.0, 20.0])
+    fence = Fence(clock=lambda: next(moments, 20.0))
+    fence.open(writes_until=10.0, lease_until=15.0)
+    async with server.transport(fence) as api:
+        with pytest.raises(NotLeading):
+            await api.create("/api/v1/namespaces/ns/configmaps", {"metadata": {"name": "x"}})
+    assert server.calls == []
+
+
 async def test_calls_are_counted_by_verb_and_code(server: ApiStandIn) -> None:
     counted: list[tuple[str, str]] = []
     async with server.transport(count=lambda verb, code: counted.append((verb, code))) as api:

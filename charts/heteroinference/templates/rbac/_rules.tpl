@@ -47,5 +47,5 @@ it is asked for by name (`get`), so that nothing of a stranger is taken over.
 # Its own, and Warnings about pods that wait.
 - apiGroups: [""]
   resources: [events]
-  verbs: [get, list, watch, create, patch]
+  verbs: [get, list, create, patch]
 {{- end -}}
