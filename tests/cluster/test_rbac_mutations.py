@@ -34,7 +34,6 @@ ACCOUNT = "operator"
 LEASE = "hetero-heteroinference-operator"
 """As the chart names it, for a release named as below; its role is limited to this name."""
 OPERATORS_AT_ONCE = 14
-LEASE_SETTINGS = {"lease_seconds": "6", "lease_renew_seconds": "4", "lease_retry_seconds": "1"}
 LEADING_TIMEOUT_S = 45.0
 """From the start of a process, beside others that start."""
 READY_TIMEOUT_S = 10.0
@@ -130,7 +129,7 @@ class Ground:
     def operator(self, home: str, namespaces: Sequence[str]) -> OperatorProcess:
         """One that has the account of a namespace."""
         kubeconfig = self.cluster.kubeconfig(self.cluster.service_account(ACCOUNT, home))
-        settings = {"namespaces": ",".join(namespaces), "own_namespace": home, "lease_name": LEASE, **LEASE_SETTINGS}
+        settings = {"namespaces": ",".join(namespaces), "own_namespace": home, "lease_name": LEASE}
         return OperatorProcess(kubeconfig, self._folder / home, resync_seconds="3600", **settings)
 
     def _account(self, namespace: str) -> None:

@@ -154,8 +154,9 @@ def test_a_rank_that_crashes_again_and_again(scene: Scene, operator: OperatorPro
     before = group.status()
     again = pod_statuses.restarted(exit_code=3, message="one\nconfig.json: no such file\n", restarts=4, at=now())
     scene.client.patch_status("Pod", group.ranks[1], again, scene.namespace)
+    count = before["restarts"]["count"] + 1
     counted = scene.client.wait_for(
-        KIND, group.name, scene.namespace, until=lambda found: found["status"]["restarts"]["count"] == 1
+        KIND, group.name, scene.namespace, until=lambda found: found["status"]["restarts"]["count"] == count
     )["status"]
     assert counted["conditions"] == before["conditions"]
     scene.wait_quiet()
