@@ -24,7 +24,7 @@ from tests.support.kube.client import Client
 from tests.support.kube.cluster import Cluster
 from tests.support.kube.tools import find_helm
 
-SCHEMA_VERSIONS = ("1.25", "1.28", "1.32", "1.37")
+SCHEMA_VERSIONS = ("1.25", "1.28", "1.37")
 NO_SCHEMA = frozenset({"ServiceMonitor", "PrometheusRule"})
 CLUSTER_SCOPED = frozenset({"CustomResourceDefinition", "ClusterRole", "ClusterRoleBinding"})
 POD = {
