@@ -12,6 +12,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from http import HTTPStatus
 from typing import Any, Final
 
 import kopf
@@ -108,7 +109,8 @@ class KopfSupervisor:
         self._on_start = on_start
 
     async def run(self) -> None:
-        """Until cancelled. Raises KopfStopped when kopf ends for any reason but that the kind is gone."""
+        """Until cancelled. Raises KopfStopped when kopf ends for any reason but that the kind, or the point that it
+        watched from, is gone: it knows the latter only as an event within the stream, not as an answer."""
         while True:
             await self._until_served()
             self.watching = True
@@ -117,9 +119,9 @@ class KopfSupervisor:
             error = await session.run()
             self.watching = False
             self._on_start()
-            if getattr(error, "status", None) != 404:
+            if getattr(error, "status", None) not in (HTTPStatus.NOT_FOUND, HTTPStatus.GONE):
                 raise KopfStopped(f"kopf has ended: {error!r}") from error
-            logger.warning("HeteroInference is not served any more; waiting for its definition")
+            logger.warning("kopf begins anew, once HeteroInference is served: %s", error)
 
     async def _until_served(self) -> None:
         backoff, failures = Backoff(), 0

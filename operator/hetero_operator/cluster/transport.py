@@ -18,6 +18,7 @@ from typing import Any, Final, Self
 from urllib.parse import urlencode
 
 import aiohttp
+from aiohttp.abc import AbstractStreamWriter
 from aiohttp.connector import Connection
 from aiohttp.tracing import Trace
 from kubernetes.aio import config as kubernetes_config
@@ -110,6 +111,26 @@ class _FencedConnector(aiohttp.TCPConnector):
         return connection
 
 
+def _fenced_request(fence: Fence) -> type[aiohttp.ClientRequest]:
+    """Requests that look at the fence a last time in the step in which their bytes go to the socket.
+
+    A process can be stopped between any two steps of its loop, and go on when another has taken the Lease.
+    """
+
+    class FencedRequest(aiohttp.ClientRequest):
+        async def write_bytes(
+            self, writer: AbstractStreamWriter, conn: Connection, content_length: int | None = None
+        ) -> None:
+            if self.method not in _READS and LEASE.plural not in self.url.parts and not fence.is_open:
+                if conn.protocol is not None:
+                    conn.protocol.set_exception(NotLeading("the Lease is not held"))
+                conn.close()
+                return
+            await super().write_bytes(writer, conn, content_length)
+
+    return FencedRequest
+
+
 class _FencedRest(RESTClientObject):
     """kubernetes.aio's session over such a connector."""
 
@@ -137,6 +158,8 @@ class Transport:
         self._fence = fence
         self._reload = reload
         self._count = count
+        session = {**(configuration.client_session_kwargs or {}), "request_class": _fenced_request(fence)}
+        configuration.client_session_kwargs = session
         self._rest: RESTClientObject = _FencedRest(configuration, fence)
         self._reloaded = -CREDENTIALS_PAUSE_S
 

@@ -21,6 +21,8 @@ from tests.support.kube.faults import PASS, Answer, Cut, Decision, Forward, Rule
 Moment = Literal["before", "after"]
 
 TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
+TLS_CLOSING_S = 0.25
+"""What aiohttp's manual asks for after the end of a session: its TLS connections end a little later."""
 BODY_LIMIT_BYTES = 64 << 20
 # Of a connection rather than of a call (RFC 9110, 7.6.1), or made anew as we pass the call on.
 NOT_PASSED = frozenset(
@@ -71,6 +73,7 @@ class ProxyServer:
             await self._runner.cleanup()
         if self._session is not None:
             await self._session.close()
+            await asyncio.sleep(TLS_CLOSING_S)
         self._thread.shutdown()
 
     async def accept(self, host: str, port: int) -> None:

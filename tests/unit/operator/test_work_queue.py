@@ -110,6 +110,20 @@ async def test_changes_bring_a_failing_key_forward_but_not_at_once() -> None:
     assert len(queue) == 1
 
 
+async def test_a_change_does_not_cut_short_the_pause_that_the_server_asked_for() -> None:
+    queue: WorkQueue[str] = WorkQueue()
+    queue.add("a")
+    key = await queue.take()
+    queue.retry(key, Backoff(first_s=0.01, jitter=0.0), at_least_s=0.3)
+    queue.add(key)  # a change while it is looked at
+    queue.add_after(key, 0.01)
+    queue.done(key)
+    queue.add(key)  # and one afterwards
+    begin = asyncio.get_running_loop().time()
+    assert await queue.take() == "a"
+    assert asyncio.get_running_loop().time() - begin >= 0.25
+
+
 async def test_what_is_forgotten_does_not_come_back() -> None:
     queue: WorkQueue[str] = WorkQueue()
     queue.retry("a", Backoff(first_s=0.01, jitter=0.0))
