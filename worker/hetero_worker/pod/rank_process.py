@@ -1,7 +1,7 @@
 """One rank of the pod: its process, what it last said, and the pause until the next process.
 
-Output and error output come through a pipe, are passed on as they are, and their end is kept: a container's last lines
-are what Kubernetes shows, and when a rank ends the container, its last lines are to be those.
+Output and error output come through a pipe and are passed on in whole lines, so that those of two ranks never mix. Their
+end is kept: a container's last lines are what Kubernetes shows, and when a rank ends the container, they are to be its.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ _CHUNK_BYTES: Final = 64 * 1024
 _TAIL_BYTES: Final = 1500
 """Kubernetes keeps 2048 bytes of a container's last output."""
 _TAIL_LINES: Final = 12
+_LONGEST_LINE_BYTES: Final = 64 * 1024
+"""A line that is longer is passed on in pieces."""
 
 
 class RankProcess:
@@ -50,6 +52,7 @@ class RankProcess:
         self._output_fd = -1
         self._heartbeat: HeartbeatMemory | None = None
         self._tail = b""
+        self._unfinished = b""
 
     # --- what it is like ----------------------------------------------------------------------------------
 
@@ -94,7 +97,7 @@ class RankProcess:
         self.due_s = self._clock()
 
     def forward_output(self, write: Callable[[bytes], object]) -> None:
-        """Pass on what it has written."""
+        """Pass on the lines that it has written."""
         while self._output_fd >= 0:
             try:
                 chunk = os.read(self._output_fd, _CHUNK_BYTES)
@@ -104,7 +107,12 @@ class RankProcess:
                 self._output_fd = -1
                 return
             self._tail = (self._tail + chunk)[-_TAIL_BYTES:]
-            write(chunk)
+            lines, newline, rest = (self._unfinished + chunk).rpartition(b"\n")
+            if len(rest) > _LONGEST_LINE_BYTES:
+                lines, newline, rest = lines + newline + rest, b"", b""
+            self._unfinished = rest
+            if whole := lines + newline:
+                write(whole)
 
     def has_ended(self) -> bool:
         return self._process is not None and self._process.poll() is not None
@@ -116,6 +124,9 @@ class RankProcess:
             raise ValueError(f"rank {self.local_rank} does not run")
         status = process.wait()
         self.forward_output(write)
+        if self._unfinished:
+            write(self._unfinished)
+            self._unfinished = b""
         os.close(self._pidfd)
         if process.stdout is not None:
             process.stdout.close()
