@@ -1,7 +1,7 @@
 """One rank of the pod: its process, what it last said, and the pause until the next process.
 
 Output and error output come through a pipe and are passed on in whole lines, so that lines of two ranks never mix.
-The end is kept: a container's last lines are what Kubernetes shows, and a rank that ends the container has the last word.
+Their end is kept: a container's last lines are what Kubernetes shows, and a rank that ends it has the last word.
 """
 
 from __future__ import annotations
