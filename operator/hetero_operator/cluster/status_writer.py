@@ -48,13 +48,14 @@ class StatusWriter:
         if not changes:
             return 0.0
         left = self._allowance(key)
-        if left < 1:
+        # The account of restarts cannot wait: a hold that the next look does not find there would not be one.
+        if left < 1 and "restarts" not in changes:
             return (1 - left) * MIN_INTERVAL_S
         version = resource["metadata"]["resourceVersion"]
         body = {"metadata": {"resourceVersion": version}, "status": changes}
         answer = await self._api.merge(RESOURCE.path(*key, "status"), body)
         self._count()
-        self._allowances[key] = (left - 1, self._clock())
+        self._allowances[key] = (max(0.0, left - 1), self._clock())
         self._resources.put(answer)
         return 0.0
 

@@ -98,6 +98,18 @@ async def test_a_status_that_changes_all_the_time_is_written_once_a_second(serve
     assert server.count("PATCH") == STATUS_BURST + 1
 
 
+async def test_the_account_of_restarts_does_not_wait_its_turn(server: ApiStandIn, clock: FakeTime) -> None:
+    resource = await server.put(PATH, {})
+    async with server.transport() as api:
+        store = ObjectStore(RESOURCE, owner_label=None)
+        writer = StatusWriter(api, store, clock=clock)
+        for count in range(STATUS_BURST + 3):
+            assert await writer.write(KEY, resource, status("A", restarts={"count": count})) == 0.0
+            resource = store.get(*KEY) or resource
+        assert await writer.write(KEY, resource, status("B", restarts={"count": count})) > 0.0
+    assert server.objects[PATH]["status"]["restarts"] == {"count": STATUS_BURST + 2}
+
+
 async def test_conditions_of_others_stay_and_so_does_what_is_equal(server: ApiStandIn, clock: FakeTime) -> None:
     others = {"type": "Theirs", "status": "True", "reason": "X"}
     known = {**status("A", placement={"mode": "Tensor", "exchange": "shm"}), "conditions": [others]}
