@@ -1,4 +1,10 @@
-"""Fixtures of all tests."""
+"""Fixtures of all tests, and how hard Hypothesis tries.
+
+`pytest --hypothesis-profile=nightly --timeout=0 tests/unit` tries for hours.
+
+No profile judges by the clock. The first strings that Hypothesis draws in a fresh clone wait for its tables of Unicode,
+and machines that run tests are busy.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +12,18 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from hetero_client.home import HeteroHome
 
 DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+# Here, at import, because pytest loads the profile that its command line names between this and the tests' modules.
+for _profile, _max_examples in (("default", 200), ("nightly", 10_000)):
+    settings.register_profile(
+        _profile, max_examples=_max_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+settings.load_profile("default")
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
 
 from hetero_operator.cluster.kinds import LEASE
@@ -28,15 +28,11 @@ from hetero_operator.cluster.transport import Transport
 from hetero_operator.config import LeaseConfig
 from hetero_operator.errors import ApiError, NotFound
 from hetero_operator.fence import Fence
+from hetero_operator.wall_clock import now_utc
 
 logger = logging.getLogger(__name__)
 
 Object = dict[str, Any]
-
-
-def now_utc() -> datetime:
-    """The wall clock; only people read what is written of it."""
-    return datetime.now(UTC)
 
 
 class Election:

@@ -60,7 +60,6 @@ class Operator:
         planner: Planner,
         reporter: Reporter,
     ) -> None:
-        self._config = config
         self._working = False
         self._working_since = 0.0
         self.queue: WorkQueue[Key] = WorkQueue(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Final
 
 from hetero_api.contract import LABEL_POOL, LABEL_REVISION, LABEL_ROLE, ROLE_GATEWAY
@@ -39,6 +39,10 @@ from hetero_operator.reconcile.model import (
     Report,
     WriteFailure,
 )
+from hetero_operator.reconcile.ownership import is_leaving, label_of
+from hetero_operator.reconcile.status.pods import condition, node_of, status_of
+from hetero_operator.reconcile.status.text import parsed_time
+from hetero_operator.wall_clock import now_utc
 
 logger = logging.getLogger(__name__)
 
@@ -85,10 +89,6 @@ class Collaborators:
     executor: PlanExecutor
     statuses: StatusWriter
     events: EventRecorder
-
-
-def now_utc() -> datetime:
-    return datetime.now(UTC)
 
 
 class Reconciler:
@@ -183,17 +183,8 @@ class Reconciler:
         if gateway is None:
             return None
         name, address = gateway["metadata"]["name"], gateway["status"]["podIP"]
-        revision = (gateway["metadata"].get("labels") or {}).get(LABEL_REVISION, "")
-        token = await self._parts.secrets.admin_token(key, revision)
+        token = await self._parts.secrets.admin_token(key, label_of(gateway, LABEL_REVISION))
         return await self._parts.gateways.ask(name, address, token)
-
-
-def is_ready(pod: Object) -> bool:
-    """Whether a pod's condition Ready is true."""
-    return any(
-        condition["type"] == "Ready" and condition["status"] == "True"
-        for condition in (pod.get("status") or {}).get("conditions") or ()
-    )
 
 
 def _serving_gateway(pods: Sequence[Object]) -> Object | None:
@@ -201,10 +192,10 @@ def _serving_gateway(pods: Sequence[Object]) -> Object | None:
     found = [
         pod
         for pod in pods
-        if (pod["metadata"].get("labels") or {}).get(LABEL_ROLE) == ROLE_GATEWAY
-        and not pod["metadata"].get("deletionTimestamp")
-        and (pod.get("status") or {}).get("podIP")
-        and (pod.get("status") or {}).get("phase") == "Running"
+        if label_of(pod, LABEL_ROLE) == ROLE_GATEWAY
+        and not is_leaving(pod)
+        and status_of(pod).get("podIP")
+        and status_of(pod).get("phase") == "Running"
     ]
     return max(found, key=lambda pod: str(pod["metadata"]["creationTimestamp"]), default=None)
 
@@ -212,11 +203,11 @@ def _serving_gateway(pods: Sequence[Object]) -> Object | None:
 def _nodes_in_question(pods: Sequence[Object], now: datetime) -> Iterator[str]:
     """Nodes of pods that are not ready, or that should have been gone by now."""
     for pod in pods:
-        node = (pod.get("spec") or {}).get("nodeName")
-        leaving = pod["metadata"].get("deletionTimestamp")
-        overdue = leaving is not None and _parse(leaving) < now
-        if node and (overdue or not is_ready(pod)):
-            yield node
+        due = parsed_time(pod["metadata"].get("deletionTimestamp"))
+        is_overdue = due is not None and due < now
+        is_ready = condition(pod, "Ready").get("status") == "True"
+        if node_of(pod) and (is_overdue or not is_ready):
+            yield node_of(pod)
 
 
 def _silent(pods: Sequence[Object]) -> Iterator[Object]:
@@ -225,35 +216,29 @@ def _silent(pods: Sequence[Object]) -> Iterator[Object]:
 
 
 def _is_pending(pod: Object) -> bool:
-    return bool((pod.get("status") or {}).get("phase", "Pending") == "Pending")
+    return bool(status_of(pod).get("phase", "Pending") == "Pending")
 
 
 def _says_why(pod: Object) -> bool:
-    status = pod.get("status") or {}
+    status, scheduled = status_of(pod), condition(pod, "PodScheduled")
     containers = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
     words = [(container.get("state") or {}).get("waiting") or {} for container in containers]
-    unscheduled = [
-        one for one in status.get("conditions") or () if one["type"] == "PodScheduled" and one["status"] == "False"
-    ]
-    return any(word.get("message") for word in [*words, *unscheduled])
+    if scheduled.get("status") == "False":
+        words.append(scheduled)
+    return any(word.get("message") for word in words)
 
 
 def _incomplete(owned: Sequence[Object], pods: Sequence[Object]) -> Iterator[Object]:
     """StatefulSets that have fewer pods than they should."""
     for item in owned:
         if item["kind"] == "StatefulSet":
-            pool = (item["metadata"].get("labels") or {}).get(LABEL_POOL)
-            there = sum((pod["metadata"].get("labels") or {}).get(LABEL_POOL) == pool for pod in pods)
+            there = sum(label_of(pod, LABEL_POOL) == label_of(item, LABEL_POOL) for pod in pods)
             if there < int(item["spec"].get("replicas", 1)):
                 yield item
 
 
 def _age_s(item: Object, now: datetime) -> float:
-    return (now - _parse(item["metadata"]["creationTimestamp"])).total_seconds()
-
-
-def _parse(moment: str) -> datetime:
-    return datetime.fromisoformat(moment)
+    return (now - datetime.fromisoformat(item["metadata"]["creationTimestamp"])).total_seconds()
 
 
 def _names(plan: Plan) -> list[str]:

@@ -106,9 +106,7 @@ class WorkQueue(Generic[K]):
     def forget(self, key: K) -> None:
         """It is no more: neither retries nor timers are kept."""
         self.succeeded(key)
-        timer = self._timers.pop(key, None)
-        if timer is not None:
-            timer[1].cancel()
+        self._cancel_timer(key)
 
     async def take(self) -> K:
         """The next key, once there is one. The worker must call `done`, whatever becomes of it."""

@@ -146,9 +146,13 @@ class PlacementSpec(SpecModel):
             "hold whole layers. GpuOnly: CPU ranks hold nothing."
         ),
     ] = PlacementMode.AUTO
-    shares: Annotated[PlacementShares, Field(description="What each rank owns, where that is not to be computed.")] = (
-        PlacementShares()
-    )
+    shares: Annotated[
+        PlacementShares,
+        Field(
+            description="What each rank owns, where that is not to be computed. In mode Layer attention and mlp are "
+            "weights for whole layers (if both are given, equal), and vocabulary does not apply."
+        ),
+    ] = PlacementShares()
 
 
 class EngineSpec(SpecModel):

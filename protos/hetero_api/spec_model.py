@@ -8,11 +8,20 @@ from typing import Annotated, ClassVar, Final, NamedTuple
 from pydantic import Field
 
 from hetero_api.rules import Reason, Rule
-from hetero_api.spec_types import DataKey, Form, HostFolder, ObjectName, SpecEnum, SpecModel, spelled
+from hetero_api.spec_types import (
+    FOLDER_PATTERN,
+    IMAGE_PATTERN,
+    DataKey,
+    Form,
+    HostFolder,
+    ObjectName,
+    SpecEnum,
+    SpecModel,
+    spelled,
+)
 
 _HUB_PART: Final = "[A-Za-z0-9_][A-Za-z0-9._-]{0,95}"
 _CLAIM: Final = "[a-z0-9]([-a-z0-9.]*[a-z0-9])?"
-_PATH: Final = r"(/[^/\x00-\x1f]+)+/?"
 
 
 class UriForm(NamedTuple):
@@ -25,9 +34,9 @@ class UriForm(NamedTuple):
 
 URI_FORMS: Final = (
     UriForm("hf", f"^hf://{_HUB_PART}/{_HUB_PART}$", "hf://ORG/NAME"),
-    UriForm("pvc", f"^pvc://{_CLAIM}({_PATH})?$", "pvc://CLAIM or pvc://CLAIM/PATH"),
-    UriForm("oci", f"^oci://[a-z0-9]+([._:/@-]+[A-Za-z0-9]+)*(#{_PATH})?$", "oci://IMAGE or oci://IMAGE#/PATH"),
-    UriForm("file", f"^file://{_PATH}$", "file:///PATH, an absolute path on the node"),
+    UriForm("pvc", f"^pvc://{_CLAIM}({FOLDER_PATTERN})?$", "pvc://CLAIM or pvc://CLAIM/PATH"),
+    UriForm("oci", f"^oci://{IMAGE_PATTERN}(#{FOLDER_PATTERN})?$", "oci://IMAGE or oci://IMAGE#/PATH"),
+    UriForm("file", f"^file://{FOLDER_PATTERN}$", "file:///PATH, an absolute path on the node"),
 )
 URI_SCHEMES: Final = tuple(form.scheme for form in URI_FORMS)
 _ANY_SCHEME: Final = f"^({'|'.join(URI_SCHEMES)})://"
@@ -75,7 +84,10 @@ class ModelCache(SpecModel):
     ] = None
     host_path: Annotated[
         HostFolder | None,
-        Field(description="Folder on each node that holds the cache; made where it is missing."),
+        Field(
+            description="Folder on each node that holds the cache; it has to exist, and pods have to be allowed to "
+            "write to it."
+        ),
     ] = None
 
 

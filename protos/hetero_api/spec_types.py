@@ -119,18 +119,12 @@ Name = Annotated[str, NAME_FORM, StringConstraints(max_length=MAX_NAME_LENGTH)]
 PoolName = Annotated[str, Form(f"^{_LABEL}$", _DNS_MESSAGE), StringConstraints(max_length=MAX_POOL_NAME_LENGTH)]
 """A DNS label, short enough for the names that are made from it."""
 
-ObjectName = Annotated[
-    str,
-    Form(f"^{_SUBDOMAIN}$", "must be a name of an object: lower-case letters, digits, '-' and '.'"),
-    StringConstraints(max_length=253),
-]
+_OBJECT_NAME: Final = Form(f"^{_SUBDOMAIN}$", "must be a name of an object: lower-case letters, digits, '-' and '.'")
+
+ObjectName = Annotated[str, _OBJECT_NAME, StringConstraints(max_length=253)]
 """A DNS subdomain: what Kubernetes lets most objects be named."""
 
-ShortObjectName = Annotated[
-    str,
-    Form(f"^{_SUBDOMAIN}$", "must be a name of an object: lower-case letters, digits, '-' and '.'"),
-    StringConstraints(max_length=63),
-]
+ShortObjectName = Annotated[str, _OBJECT_NAME, StringConstraints(max_length=63)]
 """An object's name that also is the value of a label."""
 
 DataKey = Annotated[
@@ -164,15 +158,20 @@ ExtendedResource = Annotated[
     StringConstraints(max_length=253),
 ]
 
+IMAGE_PATTERN: Final = "[a-z0-9]+([._:/@-]+[A-Za-z0-9]+)*"
+
 Image = Annotated[
     str,
-    Form("^[a-z0-9]+([._:/@-]+[A-Za-z0-9]+)*$", "must be an image such as registry.example/team/image:tag"),
+    Form(f"^{IMAGE_PATTERN}$", "must be an image such as registry.example/team/image:tag"),
     StringConstraints(max_length=512),
 ]
 
+FOLDER_PATTERN: Final = r"(/[^/\x00-\x1f]+)+/?"
+"""An absolute path below /."""
+
 HostFolder = Annotated[
     str,
-    Form(r"^(/[^/\x00-\x1f]+)+/?$", "must be the absolute path of a folder below /"),
+    Form(f"^{FOLDER_PATTERN}$", "must be the absolute path of a folder below /"),
     StringConstraints(max_length=1024),
 ]
 

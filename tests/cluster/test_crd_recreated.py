@@ -30,9 +30,8 @@ def test_the_operator_outlives_its_own_definition(start_control_plane: StartCont
         # And an operator that starts before there is a definition waits for it.
         client.delete("CustomResourceDefinition", NAME)
         client.wait_gone("CustomResourceDefinition", NAME, timeout_s=60)
-        early = scene.new_operator("early", settings={"lease_name": "early"})
         operator.stop()
-        with early:
+        with scene.new_operator("early") as early:
             early.wait_metric("hetero_operator_leader", lambda value: value == 1)
             client.install_crd(CRD)
             scene.apply("late")

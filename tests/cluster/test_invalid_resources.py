@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.chart_rights import operators_of
 from tests.support.invalid_resources import INVALID, Document, InvalidResource
 from tests.support.kube.client import Client, Object
 from tests.support.kube.cluster import Cluster
@@ -32,12 +33,15 @@ def home(cluster: Cluster, client: Client) -> str:
 
 
 @pytest.fixture(scope="module")
-def operator(cluster: Cluster, home: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OperatorProcess]:
-    kubeconfig = cluster.kubeconfig(cluster.admin, namespace=home)
+def operator(
+    cluster: Cluster, client: Client, home: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[OperatorProcess]:
     folder = tmp_path_factory.mktemp("operator")
-    with OperatorProcess(kubeconfig, folder, namespaces=home, lease_namespace=home) as running:
-        running.wait_leading()
-        yield running
+    with operators_of(client, home) as group:
+        kubeconfig = cluster.kubeconfig(cluster.user(f"operator-{home}", groups=[group]), namespace=home)
+        with OperatorProcess(kubeconfig, folder, namespaces=home, lease_namespace=home) as running:
+            running.wait_leading()
+            yield running
 
 
 def placed(document: Document, namespace: str, name: str | None = None) -> Document:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import yaml
 
 from hetero_api.contract import GROUP, KIND, LABEL_NAME, PLURAL
 from tests.cluster.conftest import CRD, StartControlPlane
+from tests.support.chart_rights import operators_of
 from tests.support.kube.client import Client, Object
 from tests.support.kube.cluster import Cluster
 from tests.support.kube.polling import poll
@@ -24,14 +26,15 @@ RECREATED_TIMEOUT_S = 60.0
 
 @pytest.fixture
 def operator(cluster: Cluster, client: Client, namespace: str, tmp_path: Path) -> Iterator[OperatorProcess]:
-    """Looks after the test's namespace only, with a Lease and a name of its own."""
-    user = cluster.user(_user_of(namespace), groups=["system:masters"])
-    process = OperatorProcess(
-        cluster.kubeconfig(user), tmp_path / "operator", namespaces=namespace, lease_namespace=namespace
-    )
-    with process:
-        process.wait_leading()
-        yield process
+    """Looks after the test's namespace only, with the chart's rights, and with a Lease and a name of its own."""
+    with operators_of(client, namespace) as group:
+        user = cluster.user(_user_of(namespace), groups=[group])
+        process = OperatorProcess(
+            cluster.kubeconfig(user), tmp_path / "operator", namespaces=namespace, lease_namespace=namespace
+        )
+        with process:
+            process.wait_leading()
+            yield process
 
 
 def test_an_example_becomes_all_its_objects_and_a_status(
@@ -145,7 +148,7 @@ def test_a_definition_that_is_deleted_and_made_again_is_picked_up_by_the_same_pr
     start_control_plane: StartControlPlane, tmp_path: Path
 ) -> None:
     plane = start_control_plane()
-    with plane.cluster.client() as client, OperatorProcess(plane.cluster.admin_kubeconfig, tmp_path / "op") as operator:
+    with plane.cluster.client() as client, everywhere(plane.cluster, client, tmp_path / "op") as operator:
         operator.wait_leading()
         namespace = plane.cluster.create_namespace(client)
         name = make(client, namespace)["metadata"]["name"]
@@ -158,6 +161,16 @@ def test_a_definition_that_is_deleted_and_made_again_is_picked_up_by_the_same_pr
         make(client, namespace)
         wait_owned(client, namespace, name, timeout_s=RECREATED_TIMEOUT_S)
         assert (operator.running, operator.pid) == (True, pid)
+
+
+@contextmanager
+def everywhere(cluster: Cluster, client: Client, folder: Path) -> Iterator[OperatorProcess]:
+    """An operator that looks after all namespaces, with the chart's rights to that."""
+    home = cluster.create_namespace(client)
+    with operators_of(client, home, everywhere=True) as group:
+        kubeconfig = cluster.kubeconfig(cluster.user(_user_of(home), groups=[group]))
+        with OperatorProcess(kubeconfig, folder, lease_namespace=home) as operator:
+            yield operator
 
 
 def example(namespace: str) -> Object:

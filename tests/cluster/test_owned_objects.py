@@ -32,7 +32,6 @@ from tests.support.kube.tools import find_kubectl
 from tests.support.operator_scene import Scene
 from tests.support.owned_objects import Owned
 
-EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 DELETION_TIMEOUT_S = 10
 RECONCILED = "hetero_operator_resources_reconciled"
 
@@ -40,6 +39,9 @@ RECONCILED = "hetero_operator_resources_reconciled"
 def example(path: Path) -> Object:
     resource: Object = yaml.safe_load(path.read_text(encoding="utf-8"))
     return resource
+
+
+EXAMPLES = [path for path in sorted((ROOT / "examples").glob("*.yaml")) if example(path)["kind"] == KIND]
 
 
 def kubectl(scene: Scene, *arguments: str) -> None:
@@ -69,6 +71,13 @@ def test_an_example_owns_all_that_it_needs_and_nothing_is_left_of_it(scene: Scen
     for name in left:  # and without an operator
         kubectl(scene, "delete", KIND, name)
         scene.owned.wait_gone(name)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_kubectl_applies_an_example_and_it_is_accepted(scene: Scene, path: Path) -> None:
+    with scene.operator():
+        kubectl(scene, "apply", "--validate=false", "--filename", str(path))
+        scene.wait_for_condition(example(path)["metadata"]["name"], "Accepted", "True", reason="Accepted")
 
 
 def assert_as_designed(owned: Owned) -> None:

@@ -23,6 +23,8 @@ Engine = Callable[[str, Mapping[str, tuple[Schema, Any]]], bool]
 """Evaluates an expression; each variable comes with its schema, which gives its type."""
 
 RULES_KEY = "x-kubernetes-validations"
+_PYTHON_CEL = celpy.Environment()
+"""Made once, and now: it raises the recursion limit, which Hypothesis takes amiss while it tries examples."""
 
 
 class Problem(NamedTuple):
@@ -172,5 +174,4 @@ def _substring(text: Any, begin: Any, end: Any) -> Any:
 
 @cache
 def _python_program(expression: str) -> Any:
-    environment = celpy.Environment()
-    return environment.program(environment.compile(expression), functions={"sum": _sum, "substring": _substring})
+    return _PYTHON_CEL.program(_PYTHON_CEL.compile(expression), functions={"sum": _sum, "substring": _substring})

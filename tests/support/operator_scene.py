@@ -1,7 +1,7 @@
 """A namespace with operators of its own: they look after nothing else, and elect their leader there.
 
 So tests on one API server are no concern of one another. Each replica is a user of its own, so that the audit log tells
-who wrote what. The users may do everything: what the chart's role allows is the business of the tests of the chart.
+who wrote what. They may do what the chart allows its operator, and nothing else (chart_rights.py).
 
     with Scene.of(cluster, client) as scene, scene.operator() as operator:
         scene.apply("x", {"pools.0.ranks": 3})
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hetero_api.contract import KIND
+from tests.support.chart_rights import operators_of
 from tests.support.hetero_resources import resource
 from tests.support.kube.audit import Call
 from tests.support.kube.autopilot import Autopilot
@@ -48,6 +49,8 @@ class Scene:
     """The administrator's."""
     namespace: str
     owned: OwnedObjects
+    operators: str
+    """The group of its operators, to which the chart's rights are given."""
 
     @classmethod
     @contextmanager
@@ -55,7 +58,8 @@ class Scene:
         """A new namespace of a cluster, which ends with the scene."""
         namespace = cluster.create_namespace(client)
         try:
-            yield cls(cluster, client, namespace, OwnedObjects(client, namespace))
+            with operators_of(client, namespace) as group:
+                yield cls(cluster, client, namespace, OwnedObjects(client, namespace), group)
         finally:
             discard_namespace(client, namespace, [KIND])
 
@@ -64,7 +68,7 @@ class Scene:
         return f"{replica}-{self.namespace}"
 
     def credentials(self, replica: str = "operator") -> Credentials:
-        return self.cluster.user(self.user(replica), groups=["system:masters"])
+        return self.cluster.user(self.user(replica), groups=[self.operators])
 
     @contextmanager
     def operator(

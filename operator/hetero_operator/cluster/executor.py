@@ -34,11 +34,11 @@ from hetero_operator.reconcile.model import (
     Plan,
     WriteFailure,
 )
+from hetero_operator.reconcile.ownership import label_of, taken_by_others
 
 logger = logging.getLogger(__name__)
 
 TOKEN_BYTES: Final = 32
-FOREIGN_MESSAGE: Final = "exists and does not belong to this resource"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +108,8 @@ class _Run:
         except ApiError as error:
             self._failed(ref, error)
             return False
-        if (found["metadata"].get("labels") or {}).get(LABEL_NAME) != self._owner.name:
-            self._failures.append(WriteFailure(ref, FailureKind.FOREIGN, f"{ref.kind} {ref.name} {FOREIGN_MESSAGE}"))
+        if label_of(found, LABEL_NAME) != self._owner.name:
+            self._failures.append(WriteFailure(ref, FailureKind.FOREIGN, taken_by_others(ref)))
             return False
         return self._remember(ref, found)
 
@@ -187,7 +187,7 @@ class _Run:
     def _remember(self, ref: ObjectRef, found: Mapping[str, Any]) -> bool:
         """Give the answer to the cache; whether that was news."""
         store = self._store(ref)
-        if store is None or LABEL_NAME not in (found["metadata"].get("labels") or {}):
+        if store is None or not label_of(found, LABEL_NAME):
             return False
         return store.put(found) is not None
 

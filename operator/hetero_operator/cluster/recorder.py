@@ -84,7 +84,7 @@ class EventRecorder:
                 await self._say(resource, transition, now)
                 return
             except NotLeading:
-                return  # the next leader sees the same and says it
+                return  # lost: the next leader finds the status written, and says nothing of what led to it
             except Refused as error:
                 logger.debug("event refused: %s", error)
                 if error.status == 403:

@@ -17,17 +17,14 @@ from hetero_api.contract import LABEL_NAME
 from hetero_operator.backoff import Backoff
 from hetero_operator.cluster.kinds import ResourceKind
 from hetero_operator.cluster.store import Entry, Key, ObjectStore
-from hetero_operator.cluster.transport import Transport
+from hetero_operator.cluster.transport import PAGE_SIZE, Transport
 from hetero_operator.errors import ApiError, Gone, NotFound
 from hetero_operator.observers import unobserved
 
 logger = logging.getLogger(__name__)
 
-PAGE_SIZE: Final = 500
 STEADY_S: Final = 5.0
 """A watch that lasted so long, or brought news, was a good one: the next failure is a first one."""
-
-_NEWEST: Final = str(2**63)
 
 Sleep = Callable[[float], Awaitable[None]]
 
@@ -89,14 +86,10 @@ class Reflector:
     async def _list(self) -> str:
         """Fill the store; the list's version."""
         found: list[tuple[Key, Entry]] = []
-        token: str | None = ""
-        while token is not None:
-            page = await self._api.list(
-                self._path, labelSelector=self._selector, limit=self._page_size, **{"continue": token or None}
-            )
+        version = ""
+        async for page in self._api.pages(self._path, size=self._page_size, labelSelector=self._selector):
             found += [self.store.encode(item) for item in page.get("items") or ()]
-            token = page["metadata"].get("continue") or None
-        version: str = page["metadata"]["resourceVersion"]
+            version = page["metadata"]["resourceVersion"]
         changed = self.store.replace(found, version, namespace=self._namespace)
         self.synced.set()
         self.problem = ""
@@ -125,7 +118,7 @@ class Reflector:
         self.problem = problem
         if isinstance(error, NotFound):
             # The kind itself is gone, and its objects with it.
-            self._tell(self.store.replace([], _NEWEST, namespace=self._namespace))
+            self._tell(self.store.clear(namespace=self._namespace))
         await self._pause("error", error.retry_after_s)
 
     async def _pause(self, reason: str, at_least_s: float = 0.0) -> None:

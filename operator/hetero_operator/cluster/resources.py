@@ -16,7 +16,6 @@ from typing import Any, Final
 
 from hetero_operator.backoff import Backoff
 from hetero_operator.cluster.kinds import RESOURCE
-from hetero_operator.cluster.reflector import PAGE_SIZE
 from hetero_operator.cluster.store import Entry, Key, ObjectStore
 from hetero_operator.cluster.transport import Transport
 from hetero_operator.errors import ApiError, NotFound
@@ -26,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 FRESH_S: Final = 3.0
 """A resource that was heard of within so long is there."""
-_NEWEST: Final = str(2**63)
 
 
 class Resources:
@@ -117,23 +115,17 @@ class Resources:
     async def _list(self) -> None:
         for namespace in self._namespaces:
             begin = self._clock()
-            found, version = await self._pages(RESOURCE.path(namespace))
+            found: list[tuple[Key, Entry]] = []
+            version = ""
+            async for page in self._api.pages(RESOURCE.path(namespace)):
+                found += [self.store.encode(item) for item in page.get("items") or ()]
+                version = page["metadata"]["resourceVersion"]
             changed = self.store.replace(found, version, namespace=namespace)
             self._heard.update((key, begin) for key, _ in found)
             for key in sorted(changed):
                 self._on_change(key)
         self.listed.set()
         self.problem = ""
-
-    async def _pages(self, path: str) -> tuple[list[tuple[Key, Entry]], str]:
-        found: list[tuple[Key, Entry]] = []
-        token = None
-        while True:
-            page = await self._api.list(path, limit=PAGE_SIZE, **{"continue": token})
-            found += [self.store.encode(item) for item in page.get("items") or ()]
-            token = page["metadata"].get("continue") or None
-            if token is None:
-                return found, page["metadata"]["resourceVersion"]
 
     def _complain(self, error: ApiError) -> None:
         problem = f"{RESOURCE.kind} cannot be listed: {error}"
@@ -142,5 +134,5 @@ class Resources:
         self.problem = problem
         if isinstance(error, NotFound):
             # The definition is gone, and with it every resource.
-            for key in sorted(self.store.replace([], _NEWEST)):
+            for key in sorted(self.store.clear()):
                 self._on_change(key)

@@ -117,6 +117,14 @@ class ObjectStore:
                 self._remove(key)
         return {owner for owner in changed if owner is not None}
 
+    def clear(self, *, namespace: str | None = None) -> set[Key]:
+        """There are none any more, in one namespace or in all: their kind is gone. Owners of those that were there."""
+        gone = [key for key in self._entries if namespace in (None, key.namespace)]
+        owners = {Key(key.namespace, self._entries[key].owner) for key in gone}
+        for key in gone:
+            self._remove(key)
+        return owners
+
     def encode(self, item: Mapping[str, Any]) -> tuple[Key, Entry]:
         """As it is kept."""
         metadata = {name: value for name, value in item["metadata"].items() if name != "managedFields"}

@@ -20,7 +20,6 @@ from urllib.parse import urlencode
 import aiohttp
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.connector import Connection
-from aiohttp.tracing import Trace
 from kubernetes.aio import config as kubernetes_config
 from kubernetes.aio.client import Configuration
 from kubernetes.aio.client.rest import RESTClientObject
@@ -48,6 +47,7 @@ WATCH_SERVER_TIMEOUT_S: Final = 300
 WATCH_SILENCE_S: Final = 90.0
 """A watch that brings nothing for so long is dialled anew: the host at its other end may be dead."""
 CREDENTIALS_PAUSE_S: Final = 10.0
+PAGE_SIZE: Final = 500
 
 _ERRORS: Final[Mapping[int, type[ApiError]]] = {
     400: Refused, 403: Refused, 404: NotFound, 409: Conflict, 410: Gone, 422: Refused,
@@ -85,43 +85,19 @@ async def authorization_of(configuration: Configuration) -> str:
     return await configuration.get_api_key_with_prefix("BearerToken", alias="authorization") or ""
 
 
-class _FencedConnector(aiohttp.TCPConnector):
-    """Looks at the fence once more when a connection is there, right before a write is sent over it.
-
-    To get one may take long, and longer for a process that is stopped meanwhile.
-    """
-
-    def __init__(self, fence: Fence, **options: Any) -> None:
-        super().__init__(**options)
-        self._fence = fence
-
-    async def connect(
-        self,
-        req: aiohttp.ClientRequest,
-        traces: list[Trace],
-        timeout: aiohttp.ClientTimeout,  # noqa: ASYNC109
-    ) -> Connection:
-        connection = await super().connect(req, traces, timeout)
-        if req.method not in _READS and LEASE.plural not in req.url.parts:
-            try:
-                self._fence.allowance_s()
-            except NotLeading:
-                connection.release()
-                raise
-        return connection
-
-
 def _fenced_request(fence: Fence) -> type[aiohttp.ClientRequest]:
     """Requests that look at the fence a last time in the step in which their bytes go to the socket.
 
-    A process can be stopped between any two steps of its loop, and go on when another has taken the Lease.
+    To get a connection may take long, and a process can be stopped between any two steps of its loop, and go on when
+    another has taken the Lease.
     """
 
     class FencedRequest(aiohttp.ClientRequest):
         async def write_bytes(
             self, writer: AbstractStreamWriter, conn: Connection, content_length: int | None = None
         ) -> None:
-            if self.method not in _READS and LEASE.plural not in self.url.parts and not fence.is_open:
+            is_fenced = self.method not in _READS and f"{LEASE.root}/" not in self.url.path
+            if is_fenced and not fence.is_open:
                 if conn.protocol is not None:
                     conn.protocol.set_exception(NotLeading("the Lease is not held"))
                 conn.close()
@@ -129,17 +105,6 @@ def _fenced_request(fence: Fence) -> type[aiohttp.ClientRequest]:
             await super().write_bytes(writer, conn, content_length)
 
     return FencedRequest
-
-
-class _FencedRest(RESTClientObject):
-    """kubernetes.aio's session over such a connector."""
-
-    def __init__(self, configuration: Configuration, fence: Fence) -> None:
-        super().__init__(configuration)
-        self._fence = fence
-
-    def _create_connector(self) -> aiohttp.TCPConnector:
-        return _FencedConnector(self._fence, limit=self.maxsize, ssl=self.ssl_context)
 
 
 class Transport:
@@ -160,7 +125,7 @@ class Transport:
         self._count = count
         session = {**(configuration.client_session_kwargs or {}), "request_class": _fenced_request(fence)}
         configuration.client_session_kwargs = session
-        self._rest: RESTClientObject = _FencedRest(configuration, fence)
+        self._rest = RESTClientObject(configuration)
         self._reloaded = -CREDENTIALS_PAUSE_S
 
     async def get(self, path: str, **query: object) -> Object:
@@ -169,6 +134,19 @@ class Transport:
     async def list(self, path: str, **query: object) -> Object:
         """One page."""
         return await self._call("list", "GET", path, query=query)
+
+    async def pages(
+        self, path: str, *, size: int = PAGE_SIZE, at_most: int | None = None, **query: object
+    ) -> AsyncIterator[Object]:
+        """All pages of a list, or the first of them; each has the list's version. Raises ApiError."""
+        told, token = 0, None
+        while told != at_most:
+            page = await self.list(path, limit=size, **{**query, "continue": token})
+            yield page
+            told += 1
+            token = page["metadata"].get("continue") or None
+            if token is None:
+                return
 
     async def create(self, path: str, manifest: Mapping[str, Any]) -> Object:
         return await self._call("create", "POST", path, manifest, query={"fieldManager": FIELD_MANAGER}, write=True)

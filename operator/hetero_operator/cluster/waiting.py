@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 PATIENCE_S: Final = 20.0
 """What waits for so long is asked about."""
 PERIOD_S: Final = 15.0
-PAGE_SIZE: Final = 500
 MAX_PAGES: Final = 4
 MAX_TOLD: Final = 5
 """Warnings kept about one object, the newest."""
@@ -100,15 +99,8 @@ class WarningBook:
     async def _warnings(self, namespace: str) -> Told:
         """By uid of what they are about. Raises ApiError."""
         events: list[Object] = []
-        token = None
-        for _ in range(MAX_PAGES):
-            page = await self._api.list(
-                EVENT.path(namespace), fieldSelector="type=Warning", limit=PAGE_SIZE, **{"continue": token}
-            )
+        async for page in self._api.pages(EVENT.path(namespace), at_most=MAX_PAGES, fieldSelector="type=Warning"):
             events += page.get("items") or ()
-            token = page["metadata"].get("continue") or None
-            if token is None:
-                break
         found: dict[str, list[PodEvent]] = {}
         for event in sorted(events, key=_moment, reverse=True):
             told = found.setdefault((event.get("involvedObject") or {}).get("uid") or "", [])

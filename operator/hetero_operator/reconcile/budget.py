@@ -27,7 +27,6 @@ from hetero_operator.reconcile.inventory import STATEFUL_SET, Inventory
 from hetero_operator.reconcile.model import Object, Observed
 from hetero_operator.reconcile.names import RANK_CONTAINER, Names
 from hetero_operator.reconcile.ownership import is_leaving, label_of
-from hetero_operator.reconcile.revision import revisions_of
 from hetero_operator.reconcile.status.expected import ExpectedPod, expected_pods, rank_pods
 from hetero_operator.reconcile.status.pods import container_status, end_trouble, has_ended, latest_ending, status_of
 from hetero_operator.reconcile.status.stored import stored_status
@@ -37,25 +36,26 @@ FIRST_GAP_S: Final = 30
 LONGEST_GAP_S: Final = 3600
 
 
-def held_pools(observed: Observed, spec: HeteroInferenceSpec) -> frozenset[str]:
+def held_pools(observed: Observed, spec: HeteroInferenceSpec, inventory: Inventory, *, revision: str) -> frozenset[str]:
     """Pools that get no pods before the next attempt; none that only waits for something."""
     runs = spec.replicas > 0 and not spec.suspend
-    revision = revisions_of(observed.resource, spec).ranks
-    restarts = account(observed, spec, revision=revision, runs=runs)
+    restarts = account(observed, spec, inventory, revision=revision, runs=runs)
     next_attempt = parsed_time(restarts.next_attempt_time)
     if next_attempt is None or next_attempt <= observed.now:
         return frozenset()
     seen = {item.pod: item for item in stored_status(observed.resource).restarts.seen}
-    return _without_pods(observed, spec) | _failing_pools(_pods_of(observed, revision).values(), seen)
+    return _without_pods(observed, spec, inventory) | _failing_pools(_pods_of(observed, revision).values(), seen)
 
 
-def account(observed: Observed, spec: HeteroInferenceSpec, *, revision: str, runs: bool) -> RestartsStatus:
+def account(
+    observed: Observed, spec: HeteroInferenceSpec, inventory: Inventory, *, revision: str, runs: bool
+) -> RestartsStatus:
     """Restarts as they stand with this look. `revision` and `runs`: of the ranks that should be there."""
     stored = stored_status(observed.resource)
     if not runs:
         return RestartsStatus()
     pods = _pods_of(observed, revision)
-    waiting = _without_pods(observed, spec)
+    waiting = _without_pods(observed, spec, inventory)
     is_new = stored.revision != revision
     before = RestartsStatus() if is_new else _renewed(stored.restarts, spec.recovery, observed.now, waiting=waiting)
     expected = expected_pods(Names(observed.resource["metadata"]["name"]), spec)
@@ -216,9 +216,9 @@ def gap_s(attempts: int) -> int:
     return min(LONGEST_GAP_S, FIRST_GAP_S << doublings)
 
 
-def _without_pods(observed: Observed, spec: HeteroInferenceSpec) -> frozenset[str]:
+def _without_pods(observed: Observed, spec: HeteroInferenceSpec, inventory: Inventory) -> frozenset[str]:
     """Pools whose StatefulSet asks for no pods."""
-    names, inventory = Names(observed.resource["metadata"]["name"]), Inventory.of(observed)
+    names = Names(observed.resource["metadata"]["name"])
     workloads = {pool.name: inventory.named(STATEFUL_SET, names.pool(pool.name), group="apps") for pool in spec.pools}
     return frozenset(name for name, item in workloads.items() if item is not None and item["spec"]["replicas"] == 0)
 

@@ -15,6 +15,22 @@ GATEWAY_CONTAINER: Final = "gateway"
 MODEL_CONTAINER: Final = "model"
 """The init container that fetches the model."""
 
+# Volumes of different sources have different names; why: manifests/model_volumes.py.
+MODEL_VOLUME: Final = "model"
+MODEL_CLAIM_VOLUME: Final = "model-claim"
+MODEL_IMAGE_VOLUME: Final = "model-image"
+MODEL_FOLDER_VOLUME: Final = "model-folder"
+CACHE_VOLUME: Final = "model-cache"
+CACHE_CLAIM_VOLUME: Final = "model-cache-claim"
+CACHE_FOLDER_VOLUME: Final = "model-cache-folder"
+MODEL_VOLUMES: Final = frozenset(
+    {
+        MODEL_VOLUME, MODEL_CLAIM_VOLUME, MODEL_IMAGE_VOLUME, MODEL_FOLDER_VOLUME,
+        CACHE_VOLUME, CACHE_CLAIM_VOLUME, CACHE_FOLDER_VOLUME,
+    }
+)  # fmt: skip
+"""Every volume that a model or its cache may be in."""
+
 HEALTH_PORT_NAME: Final = "health"
 INFERENCE_PORT_NAME: Final = "inference"
 ADMIN_PORT_NAME: Final = "admin"

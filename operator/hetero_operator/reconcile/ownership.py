@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from hetero_api.contract import API_VERSION, GROUP, KIND
-from hetero_operator.reconcile.model import Object
+from hetero_operator.reconcile.model import Object, ObjectRef
 
 
 class ObjectKey(NamedTuple):
@@ -51,6 +51,11 @@ def template_label_of(item: Object, label: str) -> str:
     """Value of a label of the pods that a StatefulSet or Deployment makes; "" when they get none."""
     metadata = item["spec"]["template"].get("metadata") or {}
     return str((metadata.get("labels") or {}).get(label, ""))
+
+
+def taken_by_others(item: ObjectKey | ObjectRef) -> str:
+    """What to say of an object whose name a resource needs and cannot have."""
+    return f"{item.kind} {item.name} exists and does not belong to this resource"
 
 
 def is_leaving(item: Object) -> bool:

@@ -69,7 +69,7 @@ def _refused(refusal: Refusal) -> Plan:
 
 def _accepted(observed: Observed, rendering: Rendering, inventory: Inventory) -> Plan:
     secret = group_secret(rendering)
-    held = budget.held_pools(observed, rendering.spec)
+    held = budget.held_pools(observed, rendering.spec, inventory, revision=rendering.revisions.ranks)
     wanted = [stamped(item) for item in desired_objects(rendering, inventory, held=held)]
     refusal = conflict_refusal(chain([secret.manifest], wanted), inventory)
     if refusal:

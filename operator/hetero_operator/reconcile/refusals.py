@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
 
 from hetero_api.contract import LABEL_REVISION
 from hetero_api.errors import ManifestError
@@ -21,19 +20,15 @@ from hetero_operator.reconcile.manifests.config import stored_resource
 from hetero_operator.reconcile.manifests.gang import POD_GROUP
 from hetero_operator.reconcile.model import Capabilities, Object
 from hetero_operator.reconcile.names import Names
-from hetero_operator.reconcile.ownership import ObjectKey, label_of
-
-INVALID_SPEC: Final = "InvalidSpec"
-NOT_SUPPORTED: Final = "NotSupportedByCluster"
-NAME_CONFLICT: Final = "NameConflict"
+from hetero_operator.reconcile.ownership import ObjectKey, label_of, taken_by_others
+from hetero_operator.reconcile.status.reasons import Reason
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """Why nothing is put in force."""
 
-    reason: str
-    """PascalCase."""
+    reason: Reason
     problems: tuple[str, ...]
     """`path: message` each."""
 
@@ -43,7 +38,7 @@ def read_spec(resource: Object) -> HeteroInferenceSpec | Refusal:
     try:
         return parse_resource(resource).spec
     except ManifestError as error:
-        return Refusal(INVALID_SPEC, tuple(error.problems))
+        return Refusal(Reason.INVALID_SPEC, tuple(error.problems))
 
 
 def transition_refusal(
@@ -58,22 +53,20 @@ def transition_refusal(
         # A spec in force that this version calls invalid forbids nothing: any valid one is the way out.
         return None
     problems = check_transition(in_force, spec)
-    return Refusal(INVALID_SPEC, tuple(problems)) if problems else None
+    return Refusal(Reason.INVALID_SPEC, tuple(problems)) if problems else None
 
 
 def capability_refusal(spec: HeteroInferenceSpec, capabilities: Capabilities) -> Refusal | None:
     """Refusal of what the cluster cannot do, where leaving it out would not be what the user asked for."""
     problems = tuple(_lacking(spec, capabilities))
-    return Refusal(NOT_SUPPORTED, problems) if problems else None
+    return Refusal(Reason.NOT_SUPPORTED, problems) if problems else None
 
 
 def conflict_refusal(wanted: Iterator[Object], inventory: Inventory) -> Refusal | None:
     """Refusal because a name that is needed is taken."""
     taken = [key for key in map(ObjectKey.of, wanted) if key in inventory.foreign]
-    problems = tuple(
-        f"metadata.name: {key.kind} {key.name} exists and does not belong to this resource" for key in taken
-    )
-    return Refusal(NAME_CONFLICT, problems) if problems else None
+    problems = tuple(f"metadata.name: {taken_by_others(key)}" for key in taken)
+    return Refusal(Reason.NAME_CONFLICT, problems) if problems else None
 
 
 def _lacking(spec: HeteroInferenceSpec, capabilities: Capabilities) -> Iterator[str]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hetero_api.errors import ManifestError
 from hetero_api.manifest import parse_resource
 from hetero_operator.reconcile.revision import revisions_of
+from tests.support.examples import examples
 from tests.support.operator_world import OperatorWorld
 from tests.support.render_cases import FULL, OLD, PLAIN, UPGRADED, resource_of
 
@@ -97,9 +98,7 @@ def is_valid(spec: dict[str, Any]) -> bool:
     return True
 
 
-QUICK = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
-)
+QUICK = settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 CLUSTERS = st.sampled_from([FULL, PLAIN, OLD])
 
 

@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 
 from hetero_api.manifest import parse_resource
 from hetero_operator.reconcile import budget
+from hetero_operator.reconcile.inventory import Inventory
+from hetero_operator.reconcile.revision import revisions_of
 from hetero_operator.reconcile.status.text import parsed_time
 from tests.support import pod_statuses as pods
+from tests.support.examples import examples
 from tests.support.status_scene import GATEWAY, StatusScene, conditions, message
 
 SPEC = """
@@ -57,7 +60,9 @@ def replace_pod(scene: StatusScene, name: str) -> None:
 
 def held(scene: StatusScene) -> frozenset[str]:
     observed = scene.observe()
-    return budget.held_pools(observed, parse_resource(observed.resource).spec)
+    spec = parse_resource(observed.resource).spec
+    revision = revisions_of(observed.resource, spec).ranks
+    return budget.held_pools(observed, spec, Inventory.of(observed), revision=revision)
 
 
 def hold(scene: StatusScene, *pools: str) -> None:
@@ -304,7 +309,7 @@ def test_an_attempt_that_holds_ends_the_gaps_after_a_window_of_peace() -> None:
 STEP = st.sampled_from(["restart", "replace", "refuse", "run", "unschedulable", "look", "look", "wait", "wait long"])
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(40))
 @given(steps=st.lists(st.tuples(STEP, st.sampled_from(RANKS)), max_size=40), limit=st.integers(0, 3))
 def test_the_account_never_tells_more_than_happened(steps: list[tuple[str, str]], limit: int) -> None:
     scene = scene_of_running_ranks()

@@ -69,6 +69,16 @@ def test_a_list_of_one_namespace_leaves_others_alone() -> None:
     assert names(store) == ["a"]
 
 
+def test_when_a_kind_is_gone_so_are_its_objects_of_one_namespace_or_of_all() -> None:
+    store = ObjectStore(POD)
+    store.put(pod("a", 1))
+    store.put({"metadata": {**pod("b", 2, owner="y")["metadata"], "namespace": "other", "resourceVersion": "x-7"}})
+    assert store.clear(namespace="ns") == {OWNER}
+    assert len(store) == 1
+    assert store.clear() == {Key("other", "y")}
+    assert (len(store), names(store)) == (0, [])
+
+
 def test_what_we_deleted_does_not_rise_from_old_news() -> None:
     store = ObjectStore(POD)
     store.put(pod("a", 1))

@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 from kubernetes.aio.client import Configuration
 
+from hetero_operator.cluster.kinds import LEASE
 from hetero_operator.cluster.transport import Transport
 from hetero_operator.errors import ApiError, Conflict, Gone, NotFound, NotLeading, Refused, Unreachable
 from hetero_operator.fence import Fence
@@ -108,14 +109,36 @@ async def test_without_the_lease_no_write_leaves_the_process(server: ApiStandIn,
     assert server.calls == [f"GET {PATH}"]
 
 
-async def test_a_lease_that_runs_out_while_a_connection_is_made_stops_the_write(server: ApiStandIn) -> None:
+@pytest.mark.parametrize("namespace", ["ns", "leases"])
+async def test_a_lease_that_runs_out_while_a_connection_is_made_stops_the_write(
+    server: ApiStandIn, namespace: str
+) -> None:
     moments = iter([0.0, 0.0, 20.0])
     fence = Fence(clock=lambda: next(moments, 20.0))
     fence.open(writes_until=10.0, lease_until=15.0)
     async with server.transport(fence) as api:
         with pytest.raises(NotLeading):
-            await api.create("/api/v1/namespaces/ns/configmaps", {"metadata": {"name": "x"}})
+            await api.create(f"/api/v1/namespaces/{namespace}/configmaps", {"metadata": {"name": "x"}})
     assert server.calls == []
+
+
+async def test_the_lease_itself_is_written_by_whoever_has_none(server: ApiStandIn) -> None:
+    async with server.transport(Fence()) as api:
+        await api.claim("POST", LEASE.path("ns"), {"metadata": {"name": "x"}}, timeout_s=5.0)
+        await api.claim("PUT", LEASE.path("ns", "x"), {"metadata": {"name": "x"}}, timeout_s=5.0)
+    assert server.calls == [f"POST {LEASE.path('ns')}", f"PUT {LEASE.path('ns', 'x')}"]
+
+
+@pytest.mark.parametrize(("at_most", "told"), [(None, [2, 2, 1]), (2, [2, 2]), (9, [2, 2, 1])])
+async def test_a_list_comes_in_pages(server: ApiStandIn, at_most: int | None, told: list[int]) -> None:
+    pods = "/api/v1/namespaces/ns/pods"
+    for name in "abcde":
+        await server.put(f"{pods}/{name}", {})
+    async with server.transport() as api:
+        pages = [page async for page in api.pages(pods, size=2, at_most=at_most, labelSelector="app")]
+    assert [len(page["items"]) for page in pages] == told
+    assert [query.get("continue") for query in server.queries] == [None, "2", "4"][: len(told)]
+    assert all(query["labelSelector"] == "app" for query in server.queries)
 
 
 async def test_calls_are_counted_by_verb_and_code(server: ApiStandIn) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hetero_operator.backoff import Backoff
 from hetero_operator.work_queue import HURRIED_PAUSE_S, WorkQueue
+from tests.support.examples import examples
 
 STEADY = Backoff(first_s=0.5, cap_s=30.0, jitter=0.0)
 
@@ -148,7 +149,7 @@ async def test_waits_and_retries_are_told() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(changes=st.lists(st.sampled_from("abcd"), max_size=40))
 def test_every_change_is_followed_by_a_look_and_no_key_is_looked_at_twice_at_once(
     workers: int, changes: list[str]

@@ -15,8 +15,8 @@ from hetero_operator.reconcile.manifests.security import container_security, pod
 TMP_DIR: Final = "/tmp"
 _TMP: Final = "tmp"
 _GROUP_TOKEN: Final = "group-token"
-_READABLE: Final = 0o440
-"""Mode of secret files: the owner is root, the pod's group may read."""
+SECRET_FILE_MODE: Final = 0o440
+"""Mode of files from Secrets: the owner is root, the pod's group may read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +97,6 @@ def secret_file(volume: str, secret: SecretKeyRef | None, path: str) -> MountedF
         return MountedFiles()
     file = PurePosixPath(path)
     items = [{"key": secret.key, "path": file.name}]
-    source = {"secretName": secret.name, "defaultMode": _READABLE, "items": items}
+    source = {"secretName": secret.name, "defaultMode": SECRET_FILE_MODE, "items": items}
     mount = {"name": volume, "mountPath": str(file.parent), "readOnly": True}
     return MountedFiles(({"name": volume, "secret": source},), (mount,))

@@ -30,6 +30,7 @@ from hetero_api.contract import (
 )
 from hetero_api.spec import SecretKeyRef
 from hetero_operator.reconcile.manifests.containers import (
+    SECRET_FILE_MODE,
     TMP_DIR,
     MountedFiles,
     container,
@@ -156,4 +157,5 @@ def _tls(secret: str | None) -> MountedFiles:
     if secret is None:
         return MountedFiles()
     mount = {"name": "tls", "mountPath": POD_TLS_DIR, "readOnly": True}
-    return MountedFiles(({"name": "tls", "secret": {"secretName": secret, "defaultMode": 0o440}},), (mount,))
+    source = {"secretName": secret, "defaultMode": SECRET_FILE_MODE}
+    return MountedFiles(({"name": "tls", "secret": source},), (mount,))

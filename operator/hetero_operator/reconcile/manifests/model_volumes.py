@@ -22,17 +22,19 @@ from hetero_api.spec import ModelSpec
 from hetero_operator.reconcile.manifests.containers import container, secret_file, tmp_mount
 from hetero_operator.reconcile.manifests.model_uri import CLAIM, HUB, IMAGE, ModelUri, parse_model_uri
 from hetero_operator.reconcile.manifests.rendering import Rendering
-from hetero_operator.reconcile.names import MODEL_CONTAINER
+from hetero_operator.reconcile.names import (
+    CACHE_CLAIM_VOLUME,
+    CACHE_FOLDER_VOLUME,
+    CACHE_VOLUME,
+    MODEL_CLAIM_VOLUME,
+    MODEL_CONTAINER,
+    MODEL_FOLDER_VOLUME,
+    MODEL_IMAGE_VOLUME,
+    MODEL_VOLUME,
+)
 
 IMAGE_VOLUMES_SINCE: Final = (1, 35)
 """First version of Kubernetes whose image volumes are on by default."""
-_MODEL: Final = "model"
-_MODEL_CLAIM: Final = "model-claim"
-_MODEL_IMAGE: Final = "model-image"
-_MODEL_FOLDER: Final = "model-folder"
-_CACHE: Final = "model-cache"
-_CACHE_CLAIM: Final = "model-cache-claim"
-_CACHE_FOLDER: Final = "model-cache-folder"
 _HUB_TOKEN: Final = "hub-token"
 
 
@@ -61,12 +63,12 @@ def deliver_model(
 def _mounted(rendering: Rendering, uri: ModelUri) -> ModelDelivery:
     volume: dict[str, Any]
     if uri.scheme == CLAIM:
-        volume = {"name": _MODEL_CLAIM, "persistentVolumeClaim": {"claimName": uri.source, "readOnly": True}}
+        volume = {"name": MODEL_CLAIM_VOLUME, "persistentVolumeClaim": {"claimName": uri.source, "readOnly": True}}
     elif uri.scheme == IMAGE:
         policy = rendering.spec.images.pull_policy.value
-        volume = {"name": _MODEL_IMAGE, "image": {"reference": uri.source, "pullPolicy": policy}}
+        volume = {"name": MODEL_IMAGE_VOLUME, "image": {"reference": uri.source, "pullPolicy": policy}}
     else:
-        volume = {"name": _MODEL_FOLDER, "hostPath": {"path": uri.path, "type": "Directory"}}
+        volume = {"name": MODEL_FOLDER_VOLUME, "hostPath": {"path": uri.path, "type": "Directory"}}
     below = {"subPath": uri.path} if uri.source and uri.path else {}
     mount = {"name": volume["name"], "mountPath": POD_MODEL_DIR, "readOnly": True, **below}
     return ModelDelivery([volume], [mount], [])
@@ -76,9 +78,9 @@ def _copied(rendering: Rendering, uri: ModelUri, resources: dict[str, Any]) -> M
     copy = container(
         rendering, MODEL_CONTAINER, uri.source, resources=resources,
         command=["cp", "-a", f"/{uri.path}/.", POD_MODEL_DIR],
-        mounts=[{"name": _MODEL, "mountPath": POD_MODEL_DIR}],
+        mounts=[{"name": MODEL_VOLUME, "mountPath": POD_MODEL_DIR}],
     )  # fmt: skip
-    return ModelDelivery([{"name": _MODEL, "emptyDir": {}}], [_model_mount()], [copy])
+    return ModelDelivery([{"name": MODEL_VOLUME, "emptyDir": {}}], [_model_mount()], [copy])
 
 
 def _fetched(rendering: Rendering, *, image: str, resources: dict[str, Any], tokenizer_only: bool) -> ModelDelivery:
@@ -91,13 +93,13 @@ def _fetched(rendering: Rendering, *, image: str, resources: dict[str, Any], tok
         args=_fetch_arguments(model, tokenizer_only=tokenizer_only),
         env={ENV_HUB_TOKEN_FILE: POD_HUB_TOKEN_FILE} if token.volumes else {},
         mounts=[
-            {"name": _MODEL, "mountPath": POD_MODEL_DIR},
+            {"name": MODEL_VOLUME, "mountPath": POD_MODEL_DIR},
             {"name": cache["name"], "mountPath": POD_CACHE_DIR},
             tmp_mount(),
             *token.mounts,
         ],
     )  # fmt: skip
-    volumes = [{"name": _MODEL, "emptyDir": {}}, cache, *token.volumes]
+    volumes = [{"name": MODEL_VOLUME, "emptyDir": {}}, cache, *token.volumes]
     cache_mount = {"name": cache["name"], "mountPath": POD_CACHE_DIR, "readOnly": True}
     return ModelDelivery(volumes, [_model_mount(), cache_mount], [fetch])
 
@@ -111,11 +113,11 @@ def _fetch_arguments(model: ModelSpec, *, tokenizer_only: bool) -> list[str]:
 def _cache_volume(model: ModelSpec) -> dict[str, Any]:
     """The cache's volume. A folder on the node has to be there: the kubelet would make one that only root can write."""
     if model.cache.claim_name:
-        return {"name": _CACHE_CLAIM, "persistentVolumeClaim": {"claimName": model.cache.claim_name}}
+        return {"name": CACHE_CLAIM_VOLUME, "persistentVolumeClaim": {"claimName": model.cache.claim_name}}
     if model.cache.host_path:
-        return {"name": _CACHE_FOLDER, "hostPath": {"path": model.cache.host_path, "type": "Directory"}}
-    return {"name": _CACHE, "emptyDir": {}}
+        return {"name": CACHE_FOLDER_VOLUME, "hostPath": {"path": model.cache.host_path, "type": "Directory"}}
+    return {"name": CACHE_VOLUME, "emptyDir": {}}
 
 
 def _model_mount() -> dict[str, Any]:
-    return {"name": _MODEL, "mountPath": POD_MODEL_DIR, "readOnly": True}
+    return {"name": MODEL_VOLUME, "mountPath": POD_MODEL_DIR, "readOnly": True}

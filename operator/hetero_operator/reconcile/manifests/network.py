@@ -19,6 +19,7 @@ from hetero_api.contract import (
     ROLE_GATEWAY,
     ROLE_RANK,
 )
+from hetero_operator.reconcile.manifests.model_uri import HUB, parse_model_uri
 from hetero_operator.reconcile.manifests.rendering import (
     OPERATOR_APPLICATION,
     Rendering,
@@ -79,7 +80,8 @@ def _policy(
 def _outside(rendering: Rendering) -> list[dict[str, Any]]:
     """Names are always looked up; a Hub model is fetched from anywhere, for a hub's files lie on many hosts."""
     rules = [{"ports": [{"protocol": protocol, "port": port} for port in _DNS_PORTS for protocol in ("UDP", "TCP")]}]
-    if rendering.spec.network_policy.allow_model_egress and rendering.spec.model.uri.startswith("hf://"):
+    is_fetched = parse_model_uri(rendering.spec.model.uri).scheme == HUB
+    if rendering.spec.network_policy.allow_model_egress and is_fetched:
         rules.append({"ports": [_tcp(_HTTPS_PORT)]})
     return rules
 

@@ -7,10 +7,11 @@ specific, then the first by alphabet.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 from hetero_operator.reconcile.model import PodEvent
+from hetero_operator.reconcile.names import MODEL_VOLUMES
 from hetero_operator.reconcile.status.reasons import Reason
 from hetero_operator.reconcile.status.text import steady
 from hetero_operator.reconcile.status.troubles import Trouble, broken
@@ -19,7 +20,8 @@ Warnings = Sequence[PodEvent]
 
 _MOUNT_REASONS: Final = frozenset({"FailedMount", "FailedAttachVolume", "FailedMapVolume"})
 _SANDBOX_REASONS: Final = frozenset({"FailedCreatePodSandBox", "NetworkNotReady"})
-_MODEL_VOLUME: Final = re.compile(r"""volume "model(-cache)?"|unmounted volumes=\[[^\]]*\bmodel(-cache)?\b""")
+_NAMED_VOLUME: Final = re.compile(r'\bvolume "([^"]+)"')
+_UNMOUNTED: Final = re.compile(r"\bunmounted volumes=\[([^\]]*)\]")
 _GENERIC: Final = "Unable to "
 """Begins the kubelet's summary of what it told in detail before."""
 _PULL_PREFIX: Final = re.compile(r'^(Failed to pull|Back-off pulling) image "[^"]*":? ?(ErrImagePull: ?)?')
@@ -31,8 +33,19 @@ def mount_trouble(warnings: Warnings) -> Trouble | None:
     said = _said(warnings, lambda event: event.reason in _MOUNT_REASONS)
     if not said:
         return None
-    is_model = _MODEL_VOLUME.search(said) is not None
+    is_model = not MODEL_VOLUMES.isdisjoint(_missing_volumes(said, warnings))
     return broken(Reason.MODEL_VOLUME_NOT_READY if is_model else Reason.VOLUME_NOT_READY, said)
+
+
+def _missing_volumes(said: str, warnings: Warnings) -> Collection[str]:
+    """The pod's volumes that are spoken of, by their names in the pod.
+
+    The kubelet's summary lists them so. Its details name a claim's volume by the PersistentVolume instead.
+    """
+    named = set(_NAMED_VOLUME.findall(said))
+    messages = [event.message for event in warnings if event.reason in _MOUNT_REASONS]
+    unmounted = {name for text in messages for names in _UNMOUNTED.findall(text) for name in names.split()}
+    return named & unmounted or unmounted or named
 
 
 def sandbox_trouble(warnings: Warnings) -> Trouble | None:

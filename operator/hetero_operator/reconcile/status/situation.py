@@ -63,12 +63,12 @@ class Situation:
         names = Names(observed.resource["metadata"]["name"])
         inventory = Inventory.of(observed)
         basis = _basis(observed, plan, inventory, names)
-        gateway_pod = _gateway_pod(observed)
+        gateway_pod, stored = _gateway_pod(observed), stored_status(observed.resource)
         return cls(
             observed=observed,
             plan=plan,
             outcome=outcome,
-            stored=stored_status(observed.resource),
+            stored=stored,
             inventory=inventory,
             names=names,
             basis=basis,
@@ -76,7 +76,7 @@ class Situation:
             rank_pods=rank_pods(observed),
             gateway_pod=gateway_pod,
             answer=_answer(observed.gateway, gateway_pod, basis),
-            restarts=_restarts(observed, basis),
+            restarts=_restarts(observed, basis, stored, inventory),
         )
 
     @property
@@ -145,10 +145,12 @@ def _basis_in_force(inventory: Inventory, names: Names) -> Basis | None:
     return Basis(spec, revisions, runs=deployment["spec"].get("replicas", 0) > 0)
 
 
-def _restarts(observed: Observed, basis: Basis | None) -> RestartsStatus:
+def _restarts(
+    observed: Observed, basis: Basis | None, stored: HeteroInferenceStatus, inventory: Inventory
+) -> RestartsStatus:
     if basis is None:
-        return stored_status(observed.resource).restarts
-    return budget.account(observed, basis.spec, revision=basis.revisions.ranks, runs=basis.runs)
+        return stored.restarts
+    return budget.account(observed, basis.spec, inventory, revision=basis.revisions.ranks, runs=basis.runs)
 
 
 def _gateway_pod(observed: Observed) -> Object | None:
