@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 export HF_HUB_OFFLINE ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-unit test-distributed test-cluster kubernetes bench-operator lint format type protos manifests docs chart golden verify bench clean
+.PHONY: help install demo test test-unit test-distributed test-healing test-cluster kubernetes bench-operator bench-recovery lint format type protos manifests docs chart golden verify bench clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  \033[1m%-18s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,10 @@ test-unit: $(STAMP) ## Run the tests that start no processes
 test-distributed: $(STAMP) ## Run the tests with real rank processes and the real model, one after another
 	@$(BIN)/hetero model fetch smollm2-135m-instruct
 	$(BIN)/pytest tests/distributed -q
+
+test-healing: $(STAMP) ## Kill and freeze ranks 50 times in a row under load (`make test` does so 5 times)
+	@$(BIN)/hetero model fetch smollm2-135m-instruct
+	HETERO_HEALING_KILLS=50 $(BIN)/pytest tests/distributed/test_healing.py -q -s --timeout=0
 
 kubernetes: $(STAMP) ## Find or fetch a Kubernetes control plane, kubectl and Helm for the tests
 	@$(BIN)/python -m tests.support.kube.provision
@@ -74,6 +78,10 @@ verify: $(STAMP) ## Fail when generated files differ from their sources
 bench: $(STAMP) ## Measure against transformers and this machine's limits; writes bench/results
 	@$(BIN)/hetero model fetch smollm2-135m-instruct
 	$(BIN)/python -m bench.run
+
+bench-recovery: $(STAMP) ## Measure how long a group takes to recover from 50 killed or frozen ranks; writes bench/results
+	@$(BIN)/hetero model fetch smollm2-135m-instruct
+	$(BIN)/python -m bench.recovery
 
 bench-operator: kubernetes ## Measure the operator with 1,000 resources; writes bench/results
 	$(BIN)/python -m bench.operator_scale

@@ -126,6 +126,7 @@ _STATES: Final = {
     admin_pb2.GROUP_STATE_LOADING: GroupState.LOADING,
     admin_pb2.GROUP_STATE_READY: GroupState.READY,
     admin_pb2.GROUP_STATE_ABORTED: GroupState.ABORTED,
+    admin_pb2.GROUP_STATE_ASLEEP: GroupState.ASLEEP,
     admin_pb2.GROUP_STATE_DRAINING: GroupState.DRAINING,
     admin_pb2.GROUP_STATE_CLOSED: GroupState.CLOSED,
 }
@@ -148,7 +149,7 @@ def _rank(status: admin_pb2.RankStatus) -> ObservedRank:
         pin_message=status.pin_message,
         kv_heads=_most(layer.kv_heads for layer in status.shard.layers),
         mlp_columns=_most(layer.mlp_columns for layer in status.shard.layers),
-        vocabulary_rows=_most([status.shard.vocab_rows]),
+        vocabulary_rows=_most([status.shard.embedding_rows, status.shard.head_rows]),
         weight_bytes=status.weight_bytes,
         kv_bytes=status.kv_bytes,
     )

@@ -46,6 +46,8 @@ FIELD_MANAGER: Final = "heteroinference-operator"
 # --- ports ---------------------------------------------------------------------------------------------
 INFERENCE_PORT: Final = 50051
 """`hetero.v1.Inference`, health and reflection."""
+HTTP_PORT: Final = 8000
+"""The OpenAI-compatible endpoint, over HTTP."""
 ADMIN_PORT: Final = 50052
 """`hetero.v1.Admin`."""
 RANKS_PORT: Final = 50053

@@ -1,66 +1,27 @@
 """A decoder model's shape, read from a Hugging Face directory's config.json.
 
 The gateway plans with it, the worker builds with it; neither needs transformers for it. One frozen
-dataclass covers the Llama family: what differs between its members are the switches below (biases, QK
-norm, tied embeddings, rope scaling), so the model code has no branch on an architecture's name.
+dataclass covers all supported families: what differs between their members are the switches below, so the model code
+has no branch on an architecture's name. A switch that is not mentioned says what Llama does.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from hetero_api.architectures import SUPPORTED_ARCHITECTURES
 from hetero_api.errors import ModelError
+from hetero_api.hf_config import HfConfig, read_json
+from hetero_api.model_parts import Activation, ExpertsConfig, RopeConfig, SlidingAttention
+
+__all__ = ["CONFIG_FILE", "SUPPORTED_ARCHITECTURES", "ModelConfig", "RopeConfig", "model_fingerprint"]
 
 CONFIG_FILE: Final = "config.json"
-SUPPORTED_ARCHITECTURES: Final = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary position embedding.
-
-    `kind` is "default", "linear" or "llama3". For "linear", frequencies are divided by `factor`. For
-    "llama3" (Llama 3.1's `rope_scaling`), low frequencies are divided by `factor`, high ones kept, with a
-    smooth step between `low_freq_factor` and `high_freq_factor` of `original_max_position`.
-    """
-
-    theta: float
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 0
-
-    def inverse_frequencies(self, head_dim: int) -> tuple[float, ...]:
-        """The head_dim/2 angular frequencies, radians a position."""
-        base = [self.theta ** -(i / head_dim) for i in range(0, head_dim, 2)]
-        if self.kind == "linear":
-            return tuple(f / self.factor for f in base)
-        if self.kind == "llama3":
-            return tuple(self._llama3(f) for f in base)
-        return tuple(base)
-
-    def _llama3(self, frequency: float) -> float:
-        wavelength = 2 * math.pi / frequency
-        if wavelength > self.original_max_position / self.low_freq_factor:
-            return frequency / self.factor
-        if wavelength < self.original_max_position / self.high_freq_factor:
-            return frequency
-        smooth = (self.original_max_position / wavelength - self.low_freq_factor) / (
-            self.high_freq_factor - self.low_freq_factor
-        )
-        return (1 - smooth) * frequency / self.factor + smooth * frequency
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +32,7 @@ class ModelConfig:
     num_layers: int
     hidden_size: int
     intermediate_size: int
+    """MLP columns of a dense layer."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -78,6 +40,7 @@ class ModelConfig:
     max_position: int
     rms_norm_eps: float
     rope: RopeConfig
+    """Of layers without a sliding window."""
     tie_word_embeddings: bool
     qkv_bias: bool
     o_bias: bool
@@ -85,11 +48,52 @@ class ModelConfig:
     qk_norm: bool
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    activation: Activation = "silu"
+    norm_offset: float = 0.0
+    """What a norm's stored weight is less than what it multiplies with."""
+    post_norms: bool = False
+    """Whether a layer's halves are normed once more before they are added to the residual stream."""
+    embedding_scale: float = 1.0
+    query_scalar: int | None = None
+    """Attention scores are divided by its root; None: head_dim."""
+    attention_soft_cap: float | None = None
+    """Attention scores s become cap · tanh(s / cap)."""
+    logit_soft_cap: float | None = None
+    """The same for logits."""
+    sliding: SlidingAttention | None = None
+    experts: ExpertsConfig | None = None
 
     @property
     def group_size(self) -> int:
         """Query heads a KV head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def attention_scale(self) -> float:
+        """What attention scores are multiplied by."""
+        return 1 / math.sqrt(self.head_dim if self.query_scalar is None else self.query_scalar)
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of a layer that has them; 0: every layer is dense."""
+        return self.experts.number if self.experts is not None else 0
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Layers that have experts, ascending."""
+        return self.experts.layers if self.experts is not None else ()
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each layer; None where a token attends to all before it."""
+        sliding = self.sliding
+        return tuple(sliding.window if sliding and i in sliding.layers else None for i in range(self.num_layers))
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The rotations of each layer."""
+        sliding = self.sliding
+        return tuple(sliding.rope if sliding and i in sliding.layers else self.rope for i in range(self.num_layers))
 
     @property
     def attention_params_per_kv_head(self) -> int:
@@ -102,19 +106,29 @@ class ModelConfig:
         return 3 * self.hidden_size
 
     @property
+    def params_per_expert(self) -> int:
+        """Weights of one expert, in one layer; 0 where there are none."""
+        return self.mlp_params_per_column * self.experts.intermediate_size if self.experts is not None else 0
+
+    @property
     def num_parameters(self) -> int:
         """Weights of the whole model, tied embeddings once, biases and norms included."""
         attention = self.attention_params_per_kv_head * self.num_kv_heads
         qkv_width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        biases = (
-            self.qkv_bias * qkv_width
-            + self.o_bias * self.hidden_size
-            + self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
-        )
-        norms = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
-        layer = attention + self.mlp_params_per_column * self.intermediate_size + biases + norms
+        biases = self.qkv_bias * qkv_width + self.o_bias * self.hidden_size
+        norms = (4 if self.post_norms else 2) * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
+        layers = self.num_layers * (attention + biases + norms) + self._mlp_parameters
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return self.num_layers * layer + embeddings + self.hidden_size
+        return layers + embeddings + self.hidden_size
+
+    @property
+    def _mlp_parameters(self) -> int:
+        """Of all layers: dense ones, and experts with their routers."""
+        biases = self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
+        dense = self.mlp_params_per_column * self.intermediate_size + biases
+        sparse = self.num_experts * (self.params_per_expert + self.hidden_size)
+        number = len(self.expert_layers)
+        return (self.num_layers - number) * dense + number * sparse
 
     @classmethod
     def from_directory(cls, directory: Path) -> ModelConfig:
@@ -123,9 +137,9 @@ class ModelConfig:
         Raises ModelError, which names the file and the field, when something is missing or unsupported.
         """
         path = directory / CONFIG_FILE
-        config = _read_json(path)
+        config = read_json(path)
         generation = directory / "generation_config.json"
-        extra = _read_json(generation) if generation.exists() else {}
+        extra = read_json(generation) if generation.exists() else {}
         return cls.from_hf(config, generation=extra, source=str(path))
 
     @classmethod
@@ -137,41 +151,45 @@ class ModelConfig:
         source: str = CONFIG_FILE,
     ) -> ModelConfig:
         """From the contents of config.json. Raises ModelError."""
-        fields = _Fields(config, source)
-        architecture = _architecture(config, source)
-        num_heads = fields.positive("num_attention_heads")
-        hidden = fields.positive("hidden_size")
+        fields = HfConfig(config, source)
+        traits = fields.traits
+        fields.check_supported()
+        num_heads, hidden = fields.positive("num_attention_heads"), fields.positive("hidden_size")
         num_kv_heads = fields.positive("num_key_value_heads", default=num_heads)
         if num_heads % num_kv_heads:
-            raise ModelError(
-                f"{source}: num_attention_heads ({num_heads}) is no multiple of num_key_value_heads ({num_kv_heads})"
+            raise fields.error(
+                f"num_attention_heads ({num_heads}) is no multiple of num_key_value_heads ({num_kv_heads})"
             )
-        if config.get("hidden_act", "silu") != "silu":
-            raise ModelError(f"{source}: hidden_act {config['hidden_act']!r} is not supported; supported: silu")
-        if config.get("quantization_config"):
-            raise ModelError(f"{source}: quantization_config is set; quantised checkpoints are not supported yet")
-        max_position = fields.positive("max_position_embeddings")
-        qwen2, qwen3 = architecture == "Qwen2ForCausalLM", architecture == "Qwen3ForCausalLM"
         attention_bias = bool(config.get("attention_bias", False))
+        head_dim = fields.positive("head_dim", default=traits.head_dim or hidden // num_heads)
         return cls(
-            architecture=architecture,
+            architecture=fields.architecture,
             num_layers=fields.positive("num_hidden_layers"),
             hidden_size=hidden,
             intermediate_size=fields.positive("intermediate_size"),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=fields.positive("head_dim", default=hidden // num_heads),
+            head_dim=head_dim,
             vocab_size=fields.positive("vocab_size"),
-            max_position=_attention_span(config, architecture, max_position),
+            max_position=fields.positive("max_position_embeddings"),
             rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            rope=_rope(config, max_position, source),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            qkv_bias=qwen2 or attention_bias,
-            o_bias=attention_bias and not qwen2,
+            rope=fields.rope(),
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", traits.tie_word_embeddings)),
+            qkv_bias=traits.biased_qkv or attention_bias,
+            o_bias=attention_bias and not traits.biased_qkv,
             mlp_bias=bool(config.get("mlp_bias", False)),
-            qk_norm=qwen3,
-            eos_token_ids=_eos(config, generation or {}),
+            qk_norm=traits.qk_norm,
+            eos_token_ids=fields.end_tokens(generation or {}),
             bos_token_id=config.get("bos_token_id"),
+            activation=fields.activation(),
+            norm_offset=traits.norm_offset,
+            post_norms=traits.post_norms,
+            embedding_scale=hidden**0.5 if traits.scaled_embedding else 1.0,
+            query_scalar=fields.positive("query_pre_attn_scalar", default=head_dim),
+            attention_soft_cap=fields.soft_cap("attn_logit_softcapping", default=traits.attn_logit_softcapping),
+            logit_soft_cap=fields.soft_cap("final_logit_softcapping", default=traits.final_logit_softcapping),
+            sliding=fields.sliding(),
+            experts=fields.experts(),
         )
 
 
@@ -181,72 +199,3 @@ def model_fingerprint(directory: Path) -> str:
         return hashlib.sha256((directory / CONFIG_FILE).read_bytes()).hexdigest()
     except OSError as error:
         raise ModelError(f"{directory / CONFIG_FILE}: {error.strerror}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class _Fields:
-    config: Mapping[str, Any]
-    source: str
-
-    def positive(self, name: str, *, default: int | None = None) -> int:
-        value = self.config.get(name)
-        if value is None:
-            value = default
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ModelError(f"{self.source}: {name} must be a whole number of at least 1, not {value!r}")
-        return value
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelError(f"{path}: no such file; a model directory in Hugging Face format has one") from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ModelError(f"{path}: must hold a JSON object")
-    return data
-
-
-def _architecture(config: Mapping[str, Any], source: str) -> str:
-    names = config.get("architectures") or ["(none)"]
-    if names[0] not in SUPPORTED_ARCHITECTURES:
-        raise ModelError(
-            f"{source}: architecture {names[0]} is not supported; supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
-        )
-    return str(names[0])
-
-
-def _attention_span(config: Mapping[str, Any], architecture: str, max_position: int) -> int:
-    """Longest sequence for which full attention equals the model's own (a sliding window bounds it)."""
-    window = config.get("sliding_window")
-    active = config.get("use_sliding_window", architecture == "MistralForCausalLM")
-    return min(max_position, int(window)) if window and active else max_position
-
-
-def _rope(config: Mapping[str, Any], max_position: int, source: str) -> RopeConfig:
-    # transformers 5 writes rope_parameters, earlier ones rope_theta and rope_scaling.
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10_000.0)
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind not in ("default", "linear", "llama3"):
-        raise ModelError(f"{source}: rope type {kind!r} is not supported; supported: default, linear, llama3")
-    if kind == "default":
-        return RopeConfig(theta)
-    return RopeConfig(
-        theta,
-        kind,
-        factor=float(scaling.get("factor", 1.0)),
-        low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
-        original_max_position=int(scaling.get("original_max_position_embeddings", max_position)),
-    )
-
-
-def _eos(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
-    ids: set[int] = set()
-    for source in (config, generation):
-        value = source.get("eos_token_id")
-        ids.update([value] if isinstance(value, int) else value or [])
-    return tuple(sorted(ids))

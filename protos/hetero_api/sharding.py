@@ -1,15 +1,19 @@
 """Who owns what of a model: the ShardPlan, read by the loader, the layers and the tests.
 
 For every decoder layer and rank the plan holds an integer range of KV heads (each with its group of query
-heads) and of MLP columns, and for every rank a range of vocabulary rows. Ranges may be uneven and empty; over
-the ranks they are disjoint, ascending, and their union is exact. `ShardPlan.validate` proves it.
+heads) and of MLP columns or experts, and for every rank a range of the embedding's vocabulary rows and one of the
+output head's. Ranges may be uneven and empty; over the ranks they are disjoint, ascending, and their union is exact.
+`ShardPlan.validate` proves it.
+
+Which ranks work on a layer follows from what they own of it, and so does the pipeline: `ShardPlan.stages`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import groupby
+from typing import Final, NamedTuple
 
 from hetero_api.errors import PlanError
 from hetero_api.v1 import ranks_pb2
@@ -30,12 +34,20 @@ class UnitRange(NamedTuple):
         return UnitRange(self.begin * factor, self.end * factor)
 
 
+NO_UNITS: Final = UnitRange(0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class LayerShard:
-    """What one rank owns of one layer."""
+    """What one rank owns of one layer: MLP columns of a dense one, experts of one that has experts."""
 
     kv_heads: UnitRange
     mlp_columns: UnitRange
+    experts: UnitRange = NO_UNITS
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.kv_heads.size or self.mlp_columns.size or self.experts.size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +55,22 @@ class RankShard:
     """What one rank owns."""
 
     layers: tuple[LayerShard, ...]
-    vocab_rows: UnitRange
+    embedding_rows: UnitRange
+    head_rows: UnitRange
 
     @property
     def kv_heads_total(self) -> int:
         """KV heads over all layers; 0 means that the rank needs no KV cache."""
         return sum(layer.kv_heads.size for layer in self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Consecutive decoder layers [begin, end) that the same ranks (ascending) work on."""
+
+    ranks: tuple[int, ...]
+    begin: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,21 +95,61 @@ class ShardPlan:
         """Ranks that hold MLP columns of the layer, ascending."""
         return tuple(r for r, shard in enumerate(self.ranks) if shard.layers[layer].mlp_columns.size)
 
-    def vocab_owners(self) -> tuple[int, ...]:
-        """Ranks that hold vocabulary rows, ascending."""
-        return tuple(r for r, shard in enumerate(self.ranks) if shard.vocab_rows.size)
+    def expert_owners(self, layer: int) -> tuple[int, ...]:
+        """Ranks that hold experts of the layer, ascending; none for a dense one."""
+        return tuple(r for r, shard in enumerate(self.ranks) if shard.layers[layer].experts.size)
 
-    def validate(self, *, num_layers: int, num_kv_heads: int, mlp_columns: int, vocab_rows: int) -> None:
-        """Raise PlanError unless every unit of the model is owned exactly once."""
+    def embedding_owners(self) -> tuple[int, ...]:
+        """Ranks that hold vocabulary rows of the embedding, ascending."""
+        return tuple(r for r, shard in enumerate(self.ranks) if shard.embedding_rows.size)
+
+    def head_owners(self) -> tuple[int, ...]:
+        """Ranks that hold vocabulary rows of the output head, ascending."""
+        return tuple(r for r, shard in enumerate(self.ranks) if shard.head_rows.size)
+
+    def layer_owners(self, layer: int) -> tuple[int, ...]:
+        """Ranks that hold anything of the layer, ascending."""
+        return tuple(r for r, shard in enumerate(self.ranks) if not shard.layers[layer].is_empty)
+
+    def stages(self) -> tuple[Stage, ...]:
+        """The pipeline: maximal runs of layers with the same owners, in order. One rank may be in several.
+
+        Raises PlanError when a layer has no owner.
+        """
+        if not self.ranks or not self.num_layers:
+            raise PlanError("a shard plan needs at least one rank and one layer")
+        runs = [(ranks, list(layers)) for ranks, layers in groupby(range(self.num_layers), key=self.layer_owners)]
+        for ranks, layers in runs:
+            if not ranks:
+                raise PlanError(f"layer {layers[0]} is owned by no rank")
+        return tuple(Stage(ranks, layers[0], layers[-1] + 1) for ranks, layers in runs)
+
+    def validate(
+        self,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        mlp_columns: int,
+        vocab_size: int,
+        num_experts: int = 0,
+        expert_layers: Collection[int] = (),
+    ) -> None:
+        """Raise PlanError unless every unit of the model is owned exactly once.
+
+        `expert_layers` have `num_experts` experts each, the others are dense.
+        """
         if not self.ranks:
             raise PlanError("a shard plan needs at least one rank")
         if any(len(shard.layers) != num_layers for shard in self.ranks):
             raise PlanError(f"every rank's shard must list all {num_layers} layers")
         for layer in range(num_layers):
             shards = [shard.layers[layer] for shard in self.ranks]
+            columns, experts = (0, num_experts) if layer in expert_layers else (mlp_columns, 0)
             _check_cover(f"layer {layer} KV heads", (s.kv_heads for s in shards), num_kv_heads)
-            _check_cover(f"layer {layer} MLP columns", (s.mlp_columns for s in shards), mlp_columns)
-        _check_cover("vocabulary rows", (shard.vocab_rows for shard in self.ranks), vocab_rows)
+            _check_cover(f"layer {layer} MLP columns", (s.mlp_columns for s in shards), columns)
+            _check_cover(f"layer {layer} experts", (s.experts for s in shards), experts)
+        _check_cover("embedding rows", (shard.embedding_rows for shard in self.ranks), vocab_size)
+        _check_cover("output head rows", (shard.head_rows for shard in self.ranks), vocab_size)
 
     def to_proto(self) -> ranks_pb2.ShardPlan:
         return ranks_pb2.ShardPlan(ranks=[_rank_to_proto(shard) for shard in self.ranks])
@@ -125,15 +187,30 @@ def _range_from_proto(message: ranks_pb2.UnitRange) -> UnitRange:
 
 
 def _rank_to_proto(shard: RankShard) -> ranks_pb2.RankShard:
-    layers = [
-        ranks_pb2.LayerShard(kv_heads=_range_to_proto(layer.kv_heads), mlp_columns=_range_to_proto(layer.mlp_columns))
-        for layer in shard.layers
-    ]
-    return ranks_pb2.RankShard(layers=layers, vocab_rows=_range_to_proto(shard.vocab_rows))
+    return ranks_pb2.RankShard(
+        layers=[_layer_to_proto(layer) for layer in shard.layers],
+        embedding_rows=_range_to_proto(shard.embedding_rows),
+        head_rows=_range_to_proto(shard.head_rows),
+    )
 
 
 def _rank_from_proto(message: ranks_pb2.RankShard) -> RankShard:
-    layers = tuple(
-        LayerShard(_range_from_proto(layer.kv_heads), _range_from_proto(layer.mlp_columns)) for layer in message.layers
+    return RankShard(
+        layers=tuple(_layer_from_proto(layer) for layer in message.layers),
+        embedding_rows=_range_from_proto(message.embedding_rows),
+        head_rows=_range_from_proto(message.head_rows),
     )
-    return RankShard(layers, _range_from_proto(message.vocab_rows))
+
+
+def _layer_to_proto(layer: LayerShard) -> ranks_pb2.LayerShard:
+    return ranks_pb2.LayerShard(
+        kv_heads=_range_to_proto(layer.kv_heads),
+        mlp_columns=_range_to_proto(layer.mlp_columns),
+        experts=_range_to_proto(layer.experts),
+    )
+
+
+def _layer_from_proto(message: ranks_pb2.LayerShard) -> LayerShard:
+    return LayerShard(
+        _range_from_proto(message.kv_heads), _range_from_proto(message.mlp_columns), _range_from_proto(message.experts)
+    )

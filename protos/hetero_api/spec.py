@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from hetero_api.contract import API_VERSION, GROUP, INFERENCE_PORT, KIND
+from hetero_api.contract import API_VERSION, GROUP, HTTP_PORT, INFERENCE_PORT, KIND
 from hetero_api.rules import Rule, TransitionRule
 from hetero_api.spec_cluster import (
     DisruptionBudgetSpec,
@@ -178,12 +178,23 @@ class EngineSpec(SpecModel):
 class ServiceSpec(SpecModel):
     """The Service that clients dial; locally, the address that the gateway listens on."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (leaves_ours_alone("annotations"),)
+    rules: ClassVar[tuple[Rule, ...]] = (
+        leaves_ours_alone("annotations"),
+        Rule(
+            "httpPort",
+            "self.httpPort != self.port",
+            "must differ from port",
+            lambda service: service.http_port != service.port,
+        ),
+    )
 
     type: Annotated[Literal["ClusterIP", "NodePort", "LoadBalancer"], Field(description="Type of the Service.")] = (
         "ClusterIP"
     )
     port: Annotated[int, Field(ge=1, le=65535, description="Port of hetero.v1.Inference.")] = INFERENCE_PORT
+    http_port: Annotated[
+        int, Field(ge=1, le=65535, description="Port of the OpenAI-compatible endpoint, over HTTP.")
+    ] = HTTP_PORT
     annotations: Annotated[
         Annotations,
         Field(max_length=32, description="Annotations of the Service, e.g. for a cloud's load balancer."),

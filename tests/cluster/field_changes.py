@@ -134,6 +134,7 @@ CHANGES: Final[Mapping[str, Change]] = {
     # --- gateway
     "gateway.service.type": Change("NodePort", NOTHING, more=_CLIENT_SERVICE),
     "gateway.service.port": Change(8443, NOTHING, more=_CLIENT_SERVICE),
+    "gateway.service.httpPort": Change(8080, NOTHING, more=_CLIENT_SERVICE),
     "gateway.service.annotations": Change({"example.com/balancer": "internal"}, NOTHING, more=_CLIENT_SERVICE),
     "gateway.maxQueuedRequests": Change(5, GATEWAY),
     "gateway.tlsSecretName": Change("front-door", GATEWAY, shows='"secretName": "front-door"'),

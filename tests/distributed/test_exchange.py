@@ -17,7 +17,7 @@ SHM, GLOO = ranks_pb2.EXCHANGE_KIND_SHM, ranks_pb2.EXCHANGE_KIND_GLOO
 BOTH = pytest.mark.parametrize("kind", [SHM, GLOO], ids=["shm", "gloo"])
 
 
-@pytest.mark.parametrize(("world_size", "rounds", "seed"), [(2, 1500, 1), (3, 1500, 2)])
+@pytest.mark.parametrize(("world_size", "rounds", "seed"), [(2, 800, 1), (3, 1200, 2), (4, 800, 3)])
 def test_shm_equals_gloo_bit_for_bit_on_every_rank(world_size: int, rounds: int, seed: int) -> None:
     results = run_ranks(bodies.same_rounds_both_ways, world_size, rounds, seed)
 
@@ -46,6 +46,31 @@ def test_abort_from_another_thread_ends_a_waiting_rank_within_a_second(kind: int
     waited_s = run_ranks(bodies.abort_while_waiting, 2, kind)[0]
 
     assert waited_s < 1.0
+
+
+@BOTH
+def test_a_source_does_not_wait_for_its_receivers_and_may_reuse_what_it_sent(kind: int) -> None:
+    (_, nothing), (_, seen) = run_ranks(bodies.runs_ahead, 2, kind)
+
+    assert (nothing, seen) == ([], [24.0, 32.0])
+
+
+@BOTH
+@pytest.mark.parametrize("waiting", [0, 1], ids=["source", "receiver"])
+def test_abort_ends_either_end_of_a_link_within_a_second(kind: int, waiting: int) -> None:
+    waited_s = run_ranks(bodies.abort_on_a_link, 2, kind, waiting)[waiting]
+
+    assert 0 < waited_s < 1.0
+    assert bodies.shm_left_over(segment_prefix()) == []
+
+
+@BOTH
+@pytest.mark.parametrize(("waiting", "complaint"), [(0, "rank(s) 1 did not take"), (1, "0 did not send")])
+def test_timeout_names_the_other_end_of_a_link(kind: int, waiting: int, complaint: str) -> None:
+    message = run_ranks(bodies.late_end_of_a_link, 2, kind, waiting)[waiting]
+
+    assert complaint in message
+    assert message.endswith("within 0.5 s")
 
 
 def test_timeout_names_the_rank_that_did_not_come() -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -31,7 +32,7 @@ metadata: {name: stand-in}
 spec:
   model: {uri: "file:///nowhere"}
   pools: [{name: cpu, type: CPU, ranks: 2, cpu: {coresPerRank: 1, memoryPerRank: 1Gi}}]
-  recovery: {rendezvousTimeoutSeconds: 5}
+  recovery: {rendezvousTimeoutSeconds: 5, windowSeconds: 60, RECOVERY}
 """
 PATIENCE_S = 30.0
 
@@ -43,12 +44,20 @@ class Launcher:
         self.home = HeteroHome(folder / "home")
         self.run = RunDirectory.of(self.home, "stand-in")
         self.manifest = folder / "manifest.yaml"
-        self.manifest.write_text(MANIFEST, encoding="utf-8")
         self.process: subprocess.Popen[str] | None = None
         self.seen: set[int] = set()
 
-    def start(self, *, port: int = 0, prompt: str | None = None, **environment: str) -> subprocess.Popen[str]:
-        argv = [sys.executable, "-m", "tests.support.stand_in_up", str(self.manifest), str(port)]
+    def start(
+        self,
+        *,
+        port: int = 0,
+        prompt: str | None = None,
+        recovery: str = "maxRestarts: 20",
+        nursery: str = "yes",
+        **environment: str,
+    ) -> subprocess.Popen[str]:
+        self.manifest.write_text(MANIFEST.replace("RECOVERY", recovery), encoding="utf-8")
+        argv = [sys.executable, "-m", "tests.support.stand_in_up", str(self.manifest), str(port), nursery]
         self.process = subprocess.Popen(
             argv if prompt is None else [*argv, prompt],
             cwd=REPOSITORY,
@@ -65,6 +74,33 @@ class Launcher:
         assert record is not None
         self.see()
         return record
+
+    def until_replaced(self, name: str, before: GroupRecord) -> GroupRecord:
+        """Ready again, with another process of that name."""
+
+        def is_replaced() -> bool:
+            record = self.run.read_record()
+            assert record is not None
+            return record.phase == "ready" and record.processes[name] != before.processes[name]
+
+        self.wait_for(is_replaced)
+        return self.until_ready()
+
+    def until_forked(self, name: str, record: GroupRecord) -> GroupRecord:
+        """Kill a rank until its successor comes from the nursery, which may not have been ready at first."""
+        while "nursery" not in psutil.Process(record.processes[name]).cmdline():
+            os.kill(record.processes[name], signal.SIGKILL)
+            record = self.until_replaced(name, record)
+        return record
+
+    def children(self, option: str) -> list[psutil.Process]:
+        """Processes of the launcher that were started with the option."""
+        assert self.process is not None
+        found = []
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                found += [child] if option in child.cmdline() else []
+        return found
 
     def see(self) -> None:
         """Remember the launcher's processes: gateway, ranks, warden."""
@@ -111,7 +147,7 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
 def test_signal_once_ready_stops_everything_and_exits_0(launcher: Launcher, number: signal.Signals) -> None:
     process = launcher.start()
     record = launcher.until_ready()
-    assert len(launcher.seen) == 4
+    assert len(launcher.seen) >= 4
     assert [group.name for group in running_groups(launcher.home)] == ["stand-in"]
     began_s = time.monotonic()
     process.send_signal(number)
@@ -146,9 +182,128 @@ def test_signal_before_ready_exits_130(launcher: Launcher) -> None:
     assert "interrupted" in err
 
 
-def test_killed_rank_ends_the_group_and_is_named(launcher: Launcher) -> None:
-    launcher.start()
+def test_a_killed_process_is_started_anew_and_the_others_are_left_alone(launcher: Launcher) -> None:
+    process = launcher.start()
+    before = launcher.until_ready().processes
+    for name in ("cpu-1", "gateway", "cpu-0"):
+        killed = launcher.until_ready()
+        os.kill(killed.processes[name], signal.SIGKILL)
+        launcher.until_replaced(name, killed)
+    after = launcher.until_ready()
+    assert all(before[name] != after.processes[name] for name in before)
+    process.send_signal(signal.SIGINT)
+    code, _, err = launcher.end()
+    assert (code, launcher.left_over()) == (EXIT_OK, [])
+    assert f"cpu-1 (pid {before['cpu-1']}) was killed by SIGKILL; it is started anew" in err
+    assert f"gateway (pid {before['gateway']}) was killed by SIGKILL; it is started anew" in err
+    assert "ready again, epoch" in err
+
+
+def test_a_gateway_is_started_anew_on_the_ports_that_it_had(launcher: Launcher) -> None:
+    process = launcher.start()
+    before = launcher.until_ready()
+    os.kill(before.processes["gateway"], signal.SIGKILL)
+    after = launcher.until_replaced("gateway", before)
+    assert (after.inference, after.admin) == (before.inference, before.admin)
+    assert {name for name in before.processes if before.processes[name] == after.processes[name]} == {"cpu-0", "cpu-1"}
+    process.send_signal(signal.SIGINT)
+    assert launcher.end()[0] == EXIT_OK
+
+
+def test_a_frozen_rank_is_killed_and_started_anew(launcher: Launcher) -> None:
+    process = launcher.start()
+    before = launcher.until_ready()
+    began_s = time.monotonic()
+    os.kill(before.processes["cpu-0"], signal.SIGSTOP)
+    launcher.until_replaced("cpu-0", before)
+    assert time.monotonic() - began_s < 10
+    process.send_signal(signal.SIGINT)
+    code, _, err = launcher.end()
+    assert (code, launcher.left_over()) == (EXIT_OK, [])
+    assert f"cpu-0 (pid {before.processes['cpu-0']}) has been frozen for" in err
+
+
+def test_a_rank_that_is_late_with_its_work_is_killed_and_started_anew(launcher: Launcher) -> None:
+    launcher.start(STAND_IN_RANKS="cpu-1=stuck", recovery="maxRestarts: 1")
+    code, _, err = launcher.end()
+    assert (code, launcher.left_over()) == (EXIT_FAILURE, [])
+    assert err.count("late with its work; it is killed") == 2
+    assert "maxRestarts" in err
+
+
+def test_a_nursery_forks_the_successors_of_ranks_that_died(launcher: Launcher) -> None:
+    process = launcher.start()
     record = launcher.until_ready()
+    launcher.wait_for(lambda: len(launcher.children("nursery")) == 1)
+    record = launcher.until_forked("cpu-1", record)  # from here on the nursery is ready
+    for name in ("cpu-1", "cpu-0", "cpu-1"):
+        os.kill(record.processes[name], signal.SIGKILL)
+        record = launcher.until_replaced(name, record)
+        forked = psutil.Process(record.processes[name])
+        assert (forked.ppid(), "nursery" in forked.cmdline()) == (process.pid, True)
+        log = launcher.run.log_path(name).read_text(encoding="utf-8")
+        assert f"INFO rank {name} pid {forked.pid} args" in log
+    launcher.see()
+    process.send_signal(signal.SIGINT)
+    code, _, err = launcher.end()
+    assert (code, launcher.left_over()) == (EXIT_OK, [])
+    assert err.count("was killed by SIGKILL; it is started anew") >= 4
+
+
+def test_a_rank_that_was_forked_does_not_survive_a_killed_launcher(launcher: Launcher) -> None:
+    process = launcher.start()
+    launcher.until_forked("cpu-1", launcher.until_ready())
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + PATIENCE_S
+    while launcher.left_over():
+        assert time.monotonic() < deadline, launcher.left_over()
+        time.sleep(0.05)
+
+
+def test_without_its_nursery_a_rank_is_started_by_itself(launcher: Launcher) -> None:
+    process = launcher.start()
+    before = launcher.until_ready()
+    launcher.wait_for(lambda: len(launcher.children("nursery")) == 1)
+    launcher.children("nursery")[0].send_signal(signal.SIGSTOP)  # it takes no orders any more
+    os.kill(before.processes["cpu-1"], signal.SIGKILL)
+    after = launcher.until_replaced("cpu-1", before)
+    assert "nursery" not in psutil.Process(after.processes["cpu-1"]).cmdline()
+    launcher.see()
+    process.send_signal(signal.SIGINT)
+    assert (launcher.end()[0], launcher.left_over()) == (EXIT_OK, [])
+
+
+def test_a_rank_that_dies_again_and_again_is_started_ever_later_until_the_budget_is_used_up(launcher: Launcher) -> None:
+    launcher.start(STAND_IN_RANKS="cpu-0=later-exit:7", recovery="maxRestarts: 4", nursery="no")
+    record = launcher.until_ready()
+    began_s = time.monotonic()
+    os.kill(record.processes["cpu-0"], signal.SIGKILL)
+    code, _, err = launcher.end()
+    took_s = time.monotonic() - began_s
+    assert (code, launcher.left_over()) == (EXIT_FAILURE, [])
+    starts = [line for line in err.splitlines() if line.endswith("started anew") or " it is started anew in " in line]
+    assert [line.rpartition("started anew")[2] for line in starts] == ["", " in 0.5 s", " in 1 s", " in 2 s"]
+    assert took_s > 3.5
+    assert "started anew 4 times within 60 s, which is all that spec.recovery.maxRestarts allows" in err
+    assert "| ERROR the stand-in rank was told to end" in err
+
+
+def test_a_replaced_rank_with_a_permanent_error_ends_the_group_at_once(launcher: Launcher) -> None:
+    launcher.start(STAND_IN_RANKS="cpu-0=later-exit:3")
+    record = launcher.until_ready()
+    os.kill(record.processes["cpu-0"], signal.SIGKILL)
+    code, _, err = launcher.end()
+    assert (code, launcher.left_over()) == (EXIT_PERMANENT, [])
+    assert err.splitlines()[-1] == "hetero: ERROR the stand-in rank was told to end"
+
+
+def test_a_rank_that_dies_before_the_group_is_ready_ends_it(launcher: Launcher) -> None:
+    launcher.start(STAND_IN_GATEWAY="never-ready")
+    launcher.wait_for(launcher.run.record_path.exists)
+    launcher.see()
+    record = launcher.run.read_record()
+    assert record is not None
     os.kill(record.processes["cpu-1"], signal.SIGKILL)
     code, _, err = launcher.end()
     assert (code, launcher.left_over()) == (EXIT_FAILURE, [])
@@ -206,7 +361,7 @@ def test_second_signal_does_not_wait_for_the_grace_time(launcher: Launcher) -> N
 def test_nothing_survives_a_killed_launcher(launcher: Launcher) -> None:
     process = launcher.start(STAND_IN_GATEWAY="ignore-term", STAND_IN_RANKS="cpu-1=hang")
     launcher.until_ready()
-    assert len(launcher.seen) == 4
+    assert len(launcher.seen) >= 4
     process.kill()
     process.communicate()
     deadline = time.monotonic() + PATIENCE_S
@@ -253,13 +408,14 @@ def test_run_streams_one_answer_and_leaves_nothing(launcher: Launcher) -> None:
     assert running_groups(launcher.home) == []
 
 
-def test_run_ends_when_a_rank_dies_during_the_answer(launcher: Launcher) -> None:
-    launcher.start(prompt="hang")
-    record = launcher.until_ready()
-    os.kill(record.processes["cpu-0"], signal.SIGKILL)
+def test_run_goes_on_when_a_rank_dies_during_the_answer_and_ends_when_the_budget_does(launcher: Launcher) -> None:
+    launcher.start(prompt="hang", recovery="maxRestarts: 1")
+    before = launcher.until_ready()
+    os.kill(before.processes["cpu-0"], signal.SIGKILL)
+    os.kill(launcher.until_replaced("cpu-0", before).processes["cpu-0"], signal.SIGKILL)
     code, _, err = launcher.end()
     assert (code, launcher.left_over()) == (EXIT_FAILURE, [])
-    assert "cpu-0 was killed by SIGKILL" in err
+    assert "cpu-0 was killed by SIGKILL, and processes of the group were started anew 1 times" in err
 
 
 def test_run_is_interrupted_by_a_signal(launcher: Launcher) -> None:

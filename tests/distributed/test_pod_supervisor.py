@@ -78,7 +78,7 @@ def test_a_rank_that_dies_is_started_anew_and_its_neighbour_is_left_alone() -> N
         running.process.send_signal(signal.SIGTERM)
         assert running.exit_code() == EXIT_OK
     assert running.pids(1) == [neighbour]
-    assert "local_rank=0 ended with exit code 1; starting it anew in 0.02 s" in running.lines
+    assert "local_rank=0 ended with exit code 1; starting it anew in 0 s" in running.lines
 
 
 @pytest.mark.parametrize("code", [EXIT_PERMANENT, EXIT_USAGE])
@@ -93,7 +93,7 @@ def test_what_a_new_start_cannot_cure_ends_the_pod_with_the_ranks_last_lines(cod
 def test_a_rank_that_dies_again_and_again_ends_the_pod_with_its_exit_code() -> None:
     with pod("exit:7:out of luck") as running:
         assert running.exit_code() == 7
-    assert len(set(running.pids(0))) == 4  # at once, then after 0.02, 0.04 and 0.08 s
+    assert len(set(running.pids(0))) == 5  # twice at once, then after 0.02, 0.04 and 0.08 s
     assert running.lines[-1] == "out of luck"
 
 
@@ -104,7 +104,18 @@ def test_a_killed_rank_is_started_anew() -> None:
         assert running.pids(0) == [running.until_started(0)]
         running.process.send_signal(signal.SIGTERM)
         assert running.exit_code() == EXIT_OK
-    assert "local_rank=1 ended with exit code 137; starting it anew in 0.02 s" in running.lines
+    assert "local_rank=1 ended with exit code 137; starting it anew in 0 s" in running.lines
+
+
+def test_a_frozen_rank_is_killed_and_started_anew() -> None:
+    with pod("serve", "serve") as running:
+        neighbour = running.until_started(0)
+        subprocess.run(["kill", "-STOP", str(running.until_started(1))], check=True)
+        running.until_started(1, times=2)
+        assert running.pids(0) == [neighbour]
+        running.process.send_signal(signal.SIGTERM)
+        assert running.exit_code() == EXIT_OK
+    assert any(re.fullmatch(r"local_rank=1 has been frozen for \d\.\d s; killing it", line) for line in running.lines)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

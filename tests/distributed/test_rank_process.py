@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,11 +14,19 @@ from pathlib import Path
 
 import pytest
 
-from hetero_api.contract import ENV_GROUP_TOKEN_FILE, EXIT_FAILURE, EXIT_OK, EXIT_PERMANENT, EXIT_USAGE
+from hetero_api.contract import (
+    ENV_GROUP_TOKEN_FILE,
+    EXIT_FAILURE,
+    EXIT_OK,
+    EXIT_PERMANENT,
+    EXIT_USAGE,
+)
 from hetero_api.cpu_list import parse_cpu_list
+from hetero_api.host.death_signal import adopt_orphans
 from hetero_api.model_config import ModelConfig, model_fingerprint
 from hetero_api.sharding import LayerShard, RankShard, ShardPlan, ranges_of_counts
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.nursery import Order
 from tests.support.exchange_bodies import shm_left_over
 from tests.support.rank_processes import segment_prefix
 from tests.support.scripted_gateway import TOKEN, ScriptedGateway
@@ -82,7 +91,9 @@ def run_to_end(arguments: Sequence[str], env: dict[str, str]) -> subprocess.Comp
 def shard_plan(model: Path) -> ShardPlan:
     layers = ModelConfig.from_directory(model).num_layers
     heads, columns, rows = (ranges_of_counts(counts) for counts in SHARES)
-    return ShardPlan(tuple(RankShard((LayerShard(heads[r], columns[r]),) * layers, rows[r]) for r in range(len(heads))))
+    return ShardPlan(
+        tuple(RankShard((LayerShard(heads[r], columns[r]),) * layers, rows[r], rows[r]) for r in range(len(heads)))
+    )
 
 
 def serve(model: Path, ranks: Sequence[RankProcess], epoch: int) -> list[ranks_pb2.Loaded]:
@@ -118,18 +129,17 @@ def serve(model: Path, ranks: Sequence[RankProcess], epoch: int) -> list[ranks_p
 
 def generate(ranks: Sequence[RankProcess], epoch: int, num_tokens: int) -> list[int]:
     """Greedy tokens of one short prompt; every step is sent ahead of the answer to the one before."""
-    new = ranks_pb2.NewSequence(slot=0, token_ids=[72, 101, 108, 108, 111], sampling=ranks_pb2.Sampling(top_p=1))
-    for step_id in range(1, num_tokens + 1):
-        first = step_id == 1
-        plan = ranks_pb2.StepPlan(
-            step_id=step_id,
-            new_sequences=[new] if first else [],
-            scheduled=[
-                ranks_pb2.ScheduledSequence(
-                    slot=0, num_tokens=5 if first else 1, new_block_ids=[1] if first else [], sample=True
-                )
-            ],
-        )
+    new = ranks_pb2.NewSequence(
+        slot=0, token_ids=[72, 101, 108, 108, 111], num_prompt_tokens=5, sampling=ranks_pb2.Sampling(top_p=1)
+    )
+    first = ranks_pb2.StepPlan(
+        step_id=1,
+        new_sequences=[new],
+        spans=[ranks_pb2.ScheduledSpan(slot=0, num_tokens=5, sample=True)],
+        block_slots=[0],
+        block_ids=[1],
+    )
+    for plan in [first, *map(next_step, range(2, num_tokens + 1))]:
         for rank in ranks:
             rank.gateway.tell(epoch, step_plan=plan)
     results = [ranks[0].gateway.expect("step_result").step_result for _ in range(num_tokens)]
@@ -162,9 +172,7 @@ def test_survivor_of_a_killed_rank_keeps_its_weights_and_serves_the_next_epoch(m
 
 
 def next_step(step_id: int) -> ranks_pb2.StepPlan:
-    return ranks_pb2.StepPlan(
-        step_id=step_id, scheduled=[ranks_pb2.ScheduledSequence(slot=0, num_tokens=1, sample=True)]
-    )
+    return ranks_pb2.StepPlan(step_id=step_id, decode_slots=[0])
 
 
 def test_hello_tells_who_and_what_the_rank_is(model: Path, tmp_path: Path) -> None:
@@ -190,6 +198,66 @@ def thread_masks(pid: int) -> dict[int, set[int]]:
         line = next(x for x in status.read_text().splitlines() if x.startswith("Cpus_allowed_list:"))
         masks[int(status.parent.name)] = set(parse_cpu_list(line.partition(":")[2]))
     return masks
+
+
+@contextmanager
+def nursery(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """hetero_worker.nursery, once it is ready. Its ranks become children of this process."""
+    adopt_orphans()
+    with subprocess.Popen(
+        [sys.executable, "-m", "hetero_worker.nursery"],
+        env=environment(folder), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "ready\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def fork_rank(process: subprocess.Popen[str], order: Order) -> int:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(order.to_json() + "\n")
+    process.stdin.flush()
+    return int(process.stdout.readline())
+
+
+def test_a_forked_rank_is_bound_to_its_cores_and_joins_at_once(model: Path, tmp_path: Path) -> None:
+    core, log = min(os.sched_getaffinity(0)), tmp_path / "rank.log"
+    with nursery(tmp_path) as process, ScriptedGateway() as gateway:
+        assert len(list(Path(f"/proc/{process.pid}/task").iterdir())) == 1
+        arguments = command(model, gateway.target, cores=str(core), policy="BestEffort")[3:]
+        for _ in range(2):  # the second has nothing to measure any more
+            began_s = time.monotonic()
+            order = Order([*arguments, "--measurements-file", str(tmp_path / "kept")], {}, str(log), os.getpid())
+            pid = fork_rank(process, order)
+            hello = gateway.expect("hello", patience_s=START_S).hello
+            took_s = time.monotonic() - began_s
+            masks = thread_masks(pid)
+            gateway.tell(0, shutdown=ranks_pb2.Shutdown())
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == EXIT_OK, log.read_text()
+            assert (list(hello.device.cpus), masks[pid]) == ([core], {core})
+            # Threads that compute are bound; the pulse's and gRPC's are where they were before.
+            assert set(map(frozenset, masks.values())) <= {frozenset({core}), frozenset(os.sched_getaffinity(0))}
+            gateway.expect_end()
+    assert took_s < 2  # a rank that has to import torch takes longer on any machine
+
+
+def test_a_forked_rank_ends_as_one_that_was_started(model: Path, tmp_path: Path) -> None:
+    log = tmp_path / "rank.log"
+    with nursery(tmp_path) as process:
+        statuses = []
+        for arguments in (["--pool", "cpu"], command(tmp_path, "127.0.0.1:9")[3:]):
+            pid = fork_rank(process, Order(arguments, {}, str(log), os.getpid()))
+            statuses.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(timeout=30) == 0
+    assert statuses == [EXIT_USAGE, EXIT_PERMANENT]
+    assert "--gateway" in log.read_text()
+    assert f"{tmp_path / 'config.json'}" in log.read_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

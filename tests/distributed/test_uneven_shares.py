@@ -25,8 +25,12 @@ PROMPT = tuple(range(3, 120))
         ("qwen3", {}),
         ("qwen2", {"tie_word_embeddings": True}),
         ("llama", {"rope_parameters": LLAMA3_ROPE, "attention_bias": True, "mlp_bias": True}),
+        ("mixtral-window", {}),
+        ("qwen3-moe-some-dense", {}),
+        ("gemma2", {}),
+        ("gemma3", {}),
     ],
-    ids=["qwen3", "qwen2", "llama3"],
+    ids=["qwen3", "qwen2", "llama3", "mixtral", "qwen3-moe", "gemma2", "gemma3"],
 )
 def test_four_uneven_ranks_equal_transformers(tmp_path: Path, kind: str, changes: dict[str, Any]) -> None:
     model = save_tiny_model(tmp_path / "model", kind, **changes)

@@ -13,13 +13,19 @@ from pathlib import Path
 import torch
 
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.distributed.exchange import HostExchange
+from hetero_worker.distributed.exchange import HostExchange, PendingTensor
+from hetero_worker.distributed.routes import NO_ROUTES, Link, Routes
 from hetero_worker.errors import ExchangeAborted, ExchangeError, ExchangeTimeout
 from tests.support.rank_processes import RankContext
 
 AREA_BYTES = 4096
 SIZES = (0, 1, 3, 576, 1023, 1024, 1025, 2048, 5000)
 """Elements; in fp32 an area holds 1024."""
+ROUTES = {
+    3: Routes(subgroups=((0, 1), (1, 2)), links=(Link(0, 0, (1, 2)), Link(1, 2, (0,)), Link(2, 2, (0,)))),
+    4: Routes(subgroups=((0, 1), (2, 3), (0, 2, 3)), links=(Link(0, 0, (2, 3)), Link(1, 3, (1,)), Link(2, 1, (0, 2)))),
+}
+"""By the size of the group."""
 
 
 def shm_left_over(prefix: str) -> list[str]:
@@ -29,14 +35,15 @@ def shm_left_over(prefix: str) -> list[str]:
 
 def same_rounds_both_ways(ranks: RankContext, rounds: int, seed: int) -> tuple[str, str, list[str]]:
     """Digests of all results over shared memory and over Gloo, and what /dev/shm held meanwhile."""
-    shm = ranks.form(ranks_pb2.EXCHANGE_KIND_SHM, epoch=1, area_bytes=AREA_BYTES)
+    routes = ROUTES.get(ranks.world_size, NO_ROUTES)
+    shm = ranks.form(ranks_pb2.EXCHANGE_KIND_SHM, epoch=1, area_bytes=AREA_BYTES, routes=routes)
     assert shm.kind == ranks_pb2.EXCHANGE_KIND_SHM
     ranks.meet()
     left_over = shm_left_over(ranks.segment_prefix)
     ranks.meet()
     over_shm = _play(shm.exchange, rounds, seed, delays=True)
     shm.close()
-    gloo = ranks.form(ranks_pb2.EXCHANGE_KIND_GLOO, epoch=2)
+    gloo = ranks.form(ranks_pb2.EXCHANGE_KIND_GLOO, epoch=2, routes=routes)
     assert gloo.kind == ranks_pb2.EXCHANGE_KIND_GLOO
     over_gloo = _play(gloo.exchange, rounds, seed, delays=False)
     gloo.close()
@@ -58,19 +65,39 @@ def _play(exchange: HostExchange, rounds: int, seed: int, *, delays: bool) -> st
 
 
 def _play_one(exchange: HostExchange, script: random.Random, values: torch.Generator) -> list[torch.Tensor]:
-    world = range(exchange.world_size)
-    kind = script.choice(["all_reduce", "all_reduce", "all_gather", "broadcast"])
+    routes = ROUTES.get(exchange.world_size, NO_ROUTES)
+    kind = script.choice(["all_reduce", "all_gather", "broadcast", *(["among", "link"] if routes.links else [])])
     dtype = script.choice([torch.float32, torch.bfloat16])
     if kind == "all_gather":
-        counts = [script.choice(SIZES) for _ in world]
+        counts = [script.choice(SIZES) for _ in range(exchange.world_size)]
         mine = torch.randn(counts[exchange.rank], generator=values).to(dtype)
         return exchange.all_gather(mine, counts)
+    if kind == "link":
+        sizes = [script.choice(SIZES) for _ in range(script.randint(1, 4))]
+        return _play_link(
+            exchange, script.choice(routes.links), [torch.randn(n, generator=values).to(dtype) for n in sizes]
+        )
     tensor = torch.randn(script.choice(SIZES), generator=values).to(dtype)
     if kind == "broadcast":
-        exchange.broadcast(tensor, script.choice(world))
+        exchange.broadcast(tensor, script.randrange(exchange.world_size))
     else:
-        exchange.all_reduce(tensor, script.sample(world, script.randint(1, exchange.world_size)))
+        ranks = script.choice(routes.subgroups) if kind == "among" else tuple(range(exchange.world_size))
+        contributors = script.sample(ranks, script.randint(1, len(ranks)))
+        if exchange.rank in ranks:
+            exchange.among(ranks).all_reduce(tensor, contributors)
     return [tensor]
+
+
+def _play_link(exchange: HostExchange, link: Link, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The source's tensors, one after another; receivers post all before they wait for the first."""
+    if exchange.rank == link.source:
+        for tensor in tensors:
+            exchange.send(tensor, link)
+            tensor.fill_(1.0)
+    elif exchange.rank in link.receivers:
+        pending = [exchange.receive(tensor, link) for tensor in tensors]
+        return [tensor.wait() for tensor in pending]
+    return tensors
 
 
 def sums(ranks: RankContext, kind: ranks_pb2.ExchangeKind.ValueType, dtype: torch.dtype) -> list[list[float]]:
@@ -209,3 +236,72 @@ def _is_socket(path: Path) -> bool:
         return os.readlink(path).startswith("socket:[")
     except FileNotFoundError:  # the descriptor of the listing itself
         return False
+
+
+def abort_on_a_link(ranks: RankContext, kind: ranks_pb2.ExchangeKind.ValueType, waiting: int) -> float:
+    """Rank `waiting` of a link's two ends waits for the other and is aborted; how long it took to notice, seconds.
+
+    Rank 0 is the source: it sends until the link has no room. Rank 1 receives.
+    """
+    link = Link(0, 0, (1,))
+    group = ranks.form(kind, area_bytes=AREA_BYTES, routes=Routes(links=(link,)))
+    waited_s = 0.0
+    if ranks.rank == waiting:
+        aborted_at: list[float] = []
+
+        def abort() -> None:
+            aborted_at.append(time.monotonic())
+            group.exchange.abort()
+
+        threading.Timer(0.3, abort).start()
+        try:
+            _use_link(group.exchange, link)
+        except ExchangeAborted:
+            waited_s = time.monotonic() - aborted_at[0]
+    ranks.meet()
+    group.close()
+    return waited_s
+
+
+def _use_link(exchange: HostExchange, link: Link) -> None:
+    tensor = torch.ones(1000)
+    if exchange.rank == link.source:
+        for _ in range(100):
+            exchange.send(tensor, link)
+    else:
+        exchange.receive(tensor, link).wait()
+    raise AssertionError("a link went on without its other end")
+
+
+def late_end_of_a_link(ranks: RankContext, kind: ranks_pb2.ExchangeKind.ValueType, waiting: int) -> str:
+    """The same without an abort, and a group that is not patient; what the waiting end says."""
+    link = Link(0, 0, (1,))
+    group = ranks.form(kind, timeout_s=0.5, area_bytes=AREA_BYTES, routes=Routes(links=(link,)))
+    message = ""
+    if ranks.rank == waiting:
+        try:
+            _use_link(group.exchange, link)
+        except ExchangeTimeout as error:
+            message = str(error)
+    ranks.meet()
+    group.close()
+    return message
+
+
+def runs_ahead(ranks: RankContext, kind: ranks_pb2.ExchangeKind.ValueType) -> tuple[bool, list[float]]:
+    """Rank 0 sends twice before rank 1 asks for anything; whether it was free by then, and what came."""
+    link = Link(0, 0, (1,))
+    group = ranks.form(kind, area_bytes=AREA_BYTES, routes=Routes(links=(link,)))
+    tensor, seen = torch.ones(8), []
+    if ranks.rank == 0:
+        for number in (3.0, 4.0):
+            group.exchange.send(tensor.fill_(number), link)
+        tensor.fill_(-1.0)
+    ranks.meet()
+    if ranks.rank == 1:
+        pending: list[PendingTensor] = [group.exchange.receive(torch.zeros(8), link) for _ in range(2)]
+        seen = [float(tensor.wait().sum()) for tensor in pending]
+        assert pending[0].wait().sum() == seen[0]
+    ranks.meet()
+    group.close()
+    return True, seen

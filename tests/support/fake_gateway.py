@@ -3,6 +3,10 @@
 `FakeInference` answers a prompt by its first word, so a test says in the prompt what it wants to see:
 "echo a b" streams the words back; "hang" starts and then waits until the call is cancelled; "invalid",
 "full", "loading", "duplicate", "boom" end with the status of that name; "unfinished" ends too early.
+
+"break-N a b c" streams N words of each completion in a call and then breaks it, until all were streamed;
+"break-0-N ..." breaks the first N calls before Started and then echoes. It streams what comes after `received`, as a
+gateway does, tells the end of every completion again, and answers for all `n` completions.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from grpc_status import rpc_status
 
 from hetero_api.contract import GATEWAY_SERVICES
 from hetero_api.v1 import inference_pb2 as pb
-from hetero_api.v1 import inference_pb2_grpc
+from hetero_api.v1 import inference_pb2_grpc, logprobs_pb2
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -31,23 +35,28 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
 
     def __init__(self) -> None:
         self.requests: list[pb.GenerateRequest] = []
+        self.called = threading.Event()
         self.cancelled = threading.Event()
 
     def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateEvent]:  # noqa: N802
         self.requests.append(request)
+        self.called.set()
         verb, *words = _text(request).split()
         if verb in _STATUSES:
             context.abort_with_status(rpc_status.to_status(_STATUSES[verb]))
         if verb == "hang":  # Before the first event: the call may be cancelled as soon as that arrives.
             context.add_callback(self.cancelled.set)
+        verb, breaks, *times = verb.split("-") if verb.startswith("break") else (verb, "")
+        if times and len(self.requests) <= int(times[0]):
+            context.abort(grpc.StatusCode.UNAVAILABLE, "the group is gone")
         yield pb.GenerateEvent(started=pb.Started(request_id=request.request_id or "r1", prompt_tokens=3, seed=7))
         if verb == "hang":
             self.cancelled.wait(30)
             return
-        for index, word in enumerate(words):
-            yield pb.GenerateEvent(delta=pb.Delta(token_ids=[index], text=f"{word} "))
+        yield from _stream(request, words, at_most=int(breaks) if breaks and not times else None, context=context)
         if verb != "unfinished":
-            yield pb.GenerateEvent(finished=_finished(len(words)))
+            for index in range(max(1, request.sampling.n)):
+                yield pb.GenerateEvent(finished=_finished(len(words), index=index))
 
     def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:  # noqa: N802
         return pb.AbortResponse(found=request.request_id == "r1")
@@ -91,6 +100,10 @@ class FakeGateway:
         for service in GATEWAY_SERVICES:
             self._health.set(service, status)
 
+    def die(self) -> None:
+        """Cut off every call, as the end of the process would."""
+        self._server.stop(grace=None).wait()
+
     def stop(self) -> None:
         self.inference.cancelled.set()
         self._health.enter_graceful_shutdown()
@@ -105,8 +118,34 @@ def _text(request: pb.GenerateRequest) -> str:
     return request.text if kind == "text" else "echo " + " ".join(map(str, request.token_ids.ids))
 
 
-def _finished(tokens: int) -> pb.Finished:
+def _stream(
+    request: pb.GenerateRequest, words: list[str], *, at_most: int | None, context: grpc.ServicerContext
+) -> Iterator[pb.GenerateEvent]:
+    """Each completion's words after those that the client has; breaks off after `at_most` of each."""
+    count = max(1, request.sampling.n)
+    have = [len(entry.token_ids) for entry in request.received] or [0] * count
+    if request.sampling.HasField("prompt_logprobs"):
+        positions = [logprobs_pb2.TokenLogprobs(token_id=9, logprob=-0.5, rank=1)]
+        yield pb.GenerateEvent(prompt_logprobs=pb.PromptLogprobs(positions=positions))
+    for index in range(count):
+        end = len(words) if at_most is None else min(len(words), have[index] + at_most)
+        for token in range(have[index], end):
+            logprobs = [_logprobs(token)] if request.sampling.HasField("logprobs") else []
+            delta = pb.Delta(index=index, token_ids=[token], text=f"{words[token]} ", logprobs=logprobs)
+            yield pb.GenerateEvent(delta=delta)
+    if at_most is not None and min(have) + at_most < len(words):
+        context.abort(grpc.StatusCode.UNAVAILABLE, "the group is gone")
+
+
+def _logprobs(token: int) -> logprobs_pb2.TokenLogprobs:
+    return logprobs_pb2.TokenLogprobs(
+        token_id=token, logprob=-0.25, rank=1, top_token_ids=[token, 8], top_logprobs=[-0.25, -2.0]
+    )
+
+
+def _finished(tokens: int, *, index: int) -> pb.Finished:
     return pb.Finished(
+        index=index,
         reason=pb.FINISH_REASON_STOP,
         stop_token_id=2,
         usage=pb.Usage(prompt_tokens=3, cached_tokens=1, completion_tokens=tokens),

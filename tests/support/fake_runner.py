@@ -6,26 +6,35 @@ from collections.abc import Callable, Sequence
 
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.distributed.exchange import HostExchange, LocalExchange
-from hetero_worker.runners.base import LoadReport, LoadRequest, SampledToken
+from hetero_worker.runners.base import LoadReport, LoadRequest, MaskSource, SampledToken, StepOutput, no_masks
 
 WEIGHT_BYTES = 1000
 KV_BYTES_PER_TOKEN = 16
 
 
 class FakeRunner:
-    """Implements Runner. Set `on_load` or `on_execute` to make these do something else first."""
+    """Implements Runner. Set `on_load` or `on_execute` to make these do something else first.
+
+    A command is done as told by `report`; masks are kept as they come.
+    """
 
     def __init__(self) -> None:
         self.exchange: HostExchange = LocalExchange()
         self.requests: list[LoadRequest] = []
         self.plans: list[ranks_pb2.StepPlan] = []
+        self.masks: list[Sequence[bytes]] = []
+        self.report = ranks_pb2.CommandReport(done=True)
         self.attached = 0
+        self.detached = 0
         self.on_load: Callable[[], None] = _nothing
         self.on_execute: Callable[[], None] = _nothing
 
     def attach(self, exchange: HostExchange) -> None:
         self.exchange = exchange
         self.attached += 1
+
+    def detach(self) -> None:
+        self.detached += 1
 
     def load(self, request: LoadRequest) -> LoadReport:
         self.on_load()
@@ -42,10 +51,15 @@ class FakeRunner:
     def allocate(self, num_blocks: int, block_size: int) -> int:
         return num_blocks * block_size * KV_BYTES_PER_TOKEN
 
-    def execute(self, plan: ranks_pb2.StepPlan) -> Sequence[SampledToken]:
+    def execute(self, plan: ranks_pb2.StepPlan, masks: MaskSource = no_masks) -> StepOutput:
         self.on_execute()
+        if plan.masked_slots:
+            self.masks.append(masks())
         self.plans.append(plan)
-        return [SampledToken(part.slot, 100 + part.slot) for part in plan.scheduled if part.sample]
+        if plan.HasField("command"):
+            return StepOutput(report=self.report)
+        sampling = [*plan.decode_slots, *(span.slot for span in plan.spans if span.sample)]
+        return StepOutput(sampled=[SampledToken(slot, 100 + slot) for slot in sampling])
 
 
 def _nothing() -> None:

@@ -366,6 +366,12 @@ def _by_rules_of_the_rest() -> list[InvalidResource]:
             "spec.gateway.service.annotations",
             "must hold no key of heteroinference.io/ or app.kubernetes.io/",
         ),
+        (
+            "one-port-for-both-doors",
+            {"spec/gateway/service/port": 8000},
+            "spec.gateway.service.httpPort",
+            "must differ from port",
+        ),
     ]
     return [_refused("rule", *case) for case in cases]
 

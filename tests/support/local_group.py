@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,9 +20,12 @@ import psutil
 import yaml
 
 from hetero_client import AdminClient, HeteroClient
+from hetero_client.admin import GroupState
+from hetero_client.errors import RequestError
 from hetero_client.home import HeteroHome
 from hetero_client.launcher.run_directory import GroupRecord, RunDirectory
 
+REPOSITORY = Path(__file__).parents[2]
 READY_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 15.0
 
@@ -43,10 +46,12 @@ def write_manifest(
     ranks: int = 2,
     ranks_per_pod: int = 1,
     cores: int = 1,
+    mode: str = "Tensor",
     shares: Mapping[str, list[int]] | None = None,
     engine: Mapping[str, Any] | None = None,
     memory: str = "2Gi",
     max_model_len: int | None = 2048,
+    recovery: Mapping[str, Any] | None = None,
 ) -> GroupFile:
     """A HeteroInference of `ranks` unbound CPU ranks (tests share two cores) over a model directory."""
     pool = {
@@ -59,8 +64,9 @@ def write_manifest(
     spec: dict[str, Any] = {
         "model": {"uri": f"file://{model}", "dtype": "float32"},
         "pools": [pool],
-        "placement": {"mode": "Tensor", "shares": dict(shares or {})},
+        "placement": {"mode": mode, "shares": dict(shares or {})},
         "engine": dict(engine or {}),
+        "recovery": dict(recovery or {}),
     }
     if max_model_len is not None:
         spec["model"]["maxModelLen"] = max_model_len
@@ -76,11 +82,21 @@ def write_manifest(
 
 
 class LocalGroupProcess:
-    """`hetero up FILE --port 0`, ready when entered."""
+    """`hetero up FILE --port 0`, ready when entered. `module` may be another one with the same command line."""
 
-    def __init__(self, manifest: GroupFile, *, home: Path) -> None:
+    def __init__(
+        self,
+        manifest: GroupFile,
+        *,
+        home: Path,
+        module: str = "hetero_client",
+        options: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._manifest = manifest
         self._home = home
+        self._argv = [sys.executable, "-m", module, "up", str(manifest.path), "--port", "0", *options]
+        self._environment = dict(environment or {})
         self._run = RunDirectory.of(HeteroHome(home), manifest.name)
         self._process: subprocess.Popen[str] | None = None
         self.output = ""
@@ -101,8 +117,9 @@ class LocalGroupProcess:
         """Start without waiting."""
         self._home.mkdir(parents=True, exist_ok=True)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "hetero_client", "up", str(self._manifest.path), "--port", "0"],
-            env={**os.environ, "HETERO_HOME": str(self._home), "NO_COLOR": "1"},
+            self._argv,
+            cwd=REPOSITORY,
+            env={**os.environ, "HETERO_HOME": str(self._home), "NO_COLOR": "1", **self._environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -116,11 +133,30 @@ class LocalGroupProcess:
 
         wait_for(ready, READY_TIMEOUT_S, self.describe)
 
+    def wait_ready_again(self, *, after_epoch: int, timeout_s: float = READY_TIMEOUT_S) -> float:
+        """Until the group serves in a later epoch; when that was seen, monotonic seconds."""
+        with self.admin() as admin:
+
+            def ready() -> bool:
+                assert self.process.poll() is None, self.describe()
+                try:
+                    seen = admin.topology(timeout_s=1.0, wait_for_ready=True)
+                except RequestError:
+                    return False
+                return seen.state == GroupState.READY and seen.epoch > after_epoch
+
+            wait_for(ready, timeout_s, self.describe)
+            return time.monotonic()
+
     def client(self) -> HeteroClient:
         return HeteroClient(self.record.inference)
 
     def admin(self) -> AdminClient:
         return AdminClient(self.record.admin)
+
+    def descendants(self) -> set[int]:
+        """Pids of all processes of the group."""
+        return {child.pid for child in psutil.Process(self.process.pid).children(recursive=True)}
 
     def stop(self) -> int:
         """Ctrl-C; the exit status. Kills what does not end in time, and fails then."""
@@ -148,7 +184,7 @@ class LocalGroupProcess:
             self.wait_ready()
         except BaseException:
             self.process.kill()
-            self.process.communicate()
+            self.process.wait()
             raise
         return self
 

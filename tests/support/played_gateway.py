@@ -69,6 +69,11 @@ class PlayedGateway(admin_pb2_grpc.AdminServicer):
     def GetStats(self, request: Any, context: Any) -> admin_pb2.GetStatsResponse:  # noqa: N802
         return admin_pb2.GetStatsResponse()
 
+    def _refuse(self, request: Any, context: Any) -> Any:
+        context.abort(grpc.StatusCode.UNIMPLEMENTED, "the operator does not ask for this")
+
+    ResetCache = Sleep = WakeUp = Drain = Profile = _refuse
+
     def _serve(self, port: int) -> grpc.Server:
         server = grpc.server(futures.ThreadPoolExecutor(max_workers=2))
         server.add_insecure_port(f"{self.address}:{port}")

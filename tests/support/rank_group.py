@@ -14,36 +14,19 @@ from pathlib import Path
 import torch
 
 from hetero_api.model_config import ModelConfig
-from hetero_api.sharding import LayerShard, RankShard, ShardPlan, UnitRange, ranges_of_counts
+from hetero_api.sharding import UnitRange
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.distributed.exchange import HostExchange
-from hetero_worker.layers.sampler import gather_logits, sample_tokens
-from hetero_worker.runners.base import LoadReport, LoadRequest, SampledToken
+from hetero_worker.layers.sampler import SampledRows, gather_logits, sample_tokens
+from hetero_worker.runners.base import LoadReport, LoadRequest, SampledToken, StepOutput
 from hetero_worker.runners.cpu_runner import CpuRunner
 from hetero_worker.sampling.request import SamplingRow
+from tests.support.rank_shares import Shares
 from tests.support.thread_exchange import ThreadExchange, run_ranks, thread_exchanges
 
+__all__ = ["GREEDY", "LogitsRecorder", "PlanBuilder", "RankGroup", "Shares", "StepOutcome"]
+
 GREEDY = ranks_pb2.Sampling(temperature=0.0, top_p=1.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Shares:
-    """Units of each thing a rank owns, in rank order; heads and columns may differ by layer."""
-
-    kv_heads: tuple[tuple[int, ...], ...]
-    """One tuple a layer; the last one serves all further layers."""
-    mlp_columns: tuple[tuple[int, ...], ...]
-    vocab_rows: tuple[int, ...]
-
-    def plan(self, num_layers: int) -> ShardPlan:
-        heads = [ranges_of_counts(self.kv_heads[min(i, len(self.kv_heads) - 1)]) for i in range(num_layers)]
-        columns = [ranges_of_counts(self.mlp_columns[min(i, len(self.mlp_columns) - 1)]) for i in range(num_layers)]
-        return ShardPlan(
-            tuple(
-                RankShard(tuple(LayerShard(h[rank], c[rank]) for h, c in zip(heads, columns, strict=True)), rows)
-                for rank, rows in enumerate(ranges_of_counts(self.vocab_rows))
-            )
-        )
 
 
 @dataclass(slots=True)
@@ -57,11 +40,11 @@ class LogitsRecorder:
         logits: torch.Tensor,
         rows: Sequence[SamplingRow],
         *,
-        vocab_ranges: Sequence[UnitRange],
+        head_ranges: Sequence[UnitRange],
         exchange: HostExchange,
-    ) -> list[int]:
-        self.last = gather_logits(logits, vocab_ranges, exchange).clone()
-        return sample_tokens(logits, rows, vocab_ranges=vocab_ranges, exchange=exchange)
+    ) -> SampledRows:
+        self.last = gather_logits(logits, head_ranges, exchange).clone()
+        return sample_tokens(logits, rows, head_ranges=head_ranges, exchange=exchange)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +52,11 @@ class StepOutcome:
     """What all ranks agree on."""
 
     sampled: list[SampledToken]
+    """In batch order: slots that decode, then spans."""
     logits: torch.Tensor
     """float32 [draws, vocabulary], as rank 0 gathered them."""
+    outputs: list[StepOutput]
+    """What each rank says."""
 
 
 class RankGroup:
@@ -88,7 +74,7 @@ class RankGroup:
         max_num_seqs: int = 8,
     ) -> None:
         config = ModelConfig.from_directory(directory)
-        self.plan = shares.plan(config.num_layers)
+        self.plan = shares.plan(config.num_layers, expert_layers=config.expert_layers)
         self.recorders = [LogitsRecorder() for _ in self.plan.ranks]
         self.runners = [CpuRunner(sample=recorder) for recorder in self.recorders]
         self.requests = [
@@ -116,11 +102,15 @@ class RankGroup:
         self.exchanges = thread_exchanges(self.plan.world_size)
         self.reports = run_ranks(self.exchanges, self._start_rank)
 
-    def run(self, plan: ranks_pb2.StepPlan) -> StepOutcome:
-        results = run_ranks(self.exchanges, lambda rank: list(self.runners[rank].execute(plan)))
-        if any(result != results[0] for result in results):
-            raise AssertionError(f"ranks disagree on the sampled tokens: {results}")
-        return StepOutcome(results[0], self.recorders[0].last)
+    def run(self, plan: ranks_pb2.StepPlan, masks: Sequence[bytes] = ()) -> StepOutcome:
+        if len(self.runners) == 1:  # on this thread: a profiler belongs to one
+            outputs = [self.runners[0].execute(plan, lambda: masks)]
+        else:
+            outputs = run_ranks(self.exchanges, lambda rank: self.runners[rank].execute(plan, lambda: masks))
+        sampled = [list(output.sampled) for output in outputs]
+        if any(tokens != sampled[0] for tokens in sampled):
+            raise AssertionError(f"ranks disagree on the sampled tokens: {sampled}")
+        return StepOutcome(sampled[0], self.recorders[0].last, outputs)
 
     def _start_rank(self, rank: int) -> LoadReport:
         runner = self.runners[rank]
@@ -165,6 +155,7 @@ class PlanBuilder:
                 num_computed_tokens=computed,
                 block_ids=shared_blocks,
                 sampling=sampling,
+                num_prompt_tokens=len(tokens),
             )
         )
 
@@ -181,16 +172,36 @@ class PlanBuilder:
         needed = -(-sequence.computed // self._group.block_size) - len(sequence.blocks)
         new_blocks = [self._free.pop(0) for _ in range(needed)]
         sequence.blocks.extend(new_blocks)
-        self._plan.scheduled.append(
-            ranks_pb2.ScheduledSequence(slot=slot, num_tokens=count, new_block_ids=new_blocks, sample=count == left)
-        )
+        self._plan.block_slots.extend([slot] * needed)
+        self._plan.block_ids.extend(new_blocks)
+        if left == 1:
+            self._plan.decode_slots.append(slot)
+        else:
+            self._plan.spans.append(ranks_pb2.ScheduledSpan(slot=slot, num_tokens=count, sample=count == left))
 
     def run(self) -> StepOutcome:
         """Run what was built, follow the sampled tokens, begin the next plan."""
-        self._step_id += 1
-        self._plan.step_id = self._step_id
-        plan, self._plan = self._plan, ranks_pb2.StepPlan()
-        outcome = self._group.run(plan)
+        outcome = self.send(self.take_plan())
         for slot, token in outcome.sampled:
             self.sequences[slot].tokens.append(token)
         return outcome
+
+    def take_plan(self) -> ranks_pb2.StepPlan:
+        """What was built; the next plan begins."""
+        self._step_id += 1
+        self._plan.step_id = self._step_id
+        plan, self._plan = self._plan, ranks_pb2.StepPlan()
+        return plan
+
+    def send(self, plan: ranks_pb2.StepPlan, masks: Sequence[bytes] = ()) -> StepOutcome:
+        return self._group.run(plan, masks)
+
+    def use_blocks(self, num_blocks: int, block_size: int) -> None:
+        """The group's cache has been replaced by one of this shape."""
+        self._group.num_blocks, self._group.block_size = num_blocks, block_size
+        self._free = random.Random(0).sample(range(1, num_blocks), num_blocks - 1)
+
+    def command(self, command: ranks_pb2.GroupCommand) -> StepOutcome:
+        """Have the group do something between steps; what was released goes with it."""
+        self._plan.command.CopyFrom(command)
+        return self.run()

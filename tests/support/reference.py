@@ -39,7 +39,10 @@ class Reference:
     def from_directory(cls, directory: Path) -> Reference:
         from transformers import AutoModelForCausalLM
 
-        return cls(AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32).eval())
+        model = AutoModelForCausalLM.from_pretrained(
+            str(directory), dtype=torch.float32, experts_implementation="eager"
+        )
+        return cls(model.eval())
 
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Logits at every position: [len(token_ids), vocabulary]."""

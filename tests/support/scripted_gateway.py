@@ -85,6 +85,14 @@ class ScriptedGateway(ranks_pb2_grpc.RanksServicer):
         assert message.WhichOneof("body") == body, message
         return message
 
+    def hear_beside_heartbeats(self, body: str) -> ranks_pb2.RankMessage:
+        """The rank's next message that is no heartbeat, which must be of this kind."""
+        while (message := self._said.get(timeout=_PATIENCE_S)) is not None:
+            if not message.HasField("heartbeat"):
+                assert message.WhichOneof("body") == body, message
+                return message
+        raise AssertionError(f"the rank closed its side; expected {body}")
+
     def expect_end(self) -> None:
         """The rank closes its side, and says nothing before."""
         assert self._said.get(timeout=_PATIENCE_S) is None

@@ -79,6 +79,7 @@ AFTER: Final[Mapping[str, Mapping[str, Any]]] = {
     "engine.enforceEager": {"engine.enforceEager": False},
     "gateway.service.type": {"gateway.service.type": "NodePort"},
     "gateway.service.port": {"gateway.service.port": 8443},
+    "gateway.service.httpPort": {"gateway.service.httpPort": 8080},
     "gateway.service.annotations": {"gateway.service.annotations": {"example.com/internal": "false"}},
     "gateway.maxQueuedRequests": {"gateway.maxQueuedRequests": 11},
     "gateway.tlsSecretName": {"gateway.tlsSecretName": "other"},

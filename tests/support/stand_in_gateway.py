@@ -1,6 +1,6 @@
 """A small program with the gateway's command line and no engine: what the launcher needs of a gateway.
 
-It counts ranks that connect to its ranks port as joined, is READY when all of the manifest are, and answers
+It counts ranks that are connected to its ranks port as joined, is READY while all of the manifest are, and answers
 Generate like FakeGateway. STAND_IN_GATEWAY makes it misbehave: "exit:N", "ignore-term", "never-ready".
 """
 
@@ -32,21 +32,27 @@ class Group(admin_pb2_grpc.AdminServicer):
         self.name = name
         self.joined: list[str] = []
         self.failure = ""
-        self.ready = threading.Event()
+        self.epoch = 0
         self._world_size = world_size
         self._behaviour = behaviour
 
     def join(self, rank: str) -> None:
         self.joined.append(rank)
-        if len(self.joined) == self._world_size and self._behaviour != "never-ready":
-            self.ready.set()
+        self.epoch += self.is_ready
+
+    def leave(self, rank: str) -> None:
+        self.joined.remove(rank)
+
+    @property
+    def is_ready(self) -> bool:
+        return len(set(self.joined)) == self._world_size and self._behaviour != "never-ready"
 
     def GetTopology(self, request: Any, context: Any) -> admin_pb2.GetTopologyResponse:  # noqa: N802
-        state = admin_pb2.GROUP_STATE_READY if self.ready.is_set() else admin_pb2.GROUP_STATE_NEW
+        state = admin_pb2.GROUP_STATE_READY if self.is_ready else admin_pb2.GROUP_STATE_NEW
         return admin_pb2.GetTopologyResponse(
             name=self.name,
             state=state,
-            epoch=1,
+            epoch=self.epoch,
             ranks=[self._rank(rank) for rank in range(self._world_size)],
             exchange=ranks_pb2.EXCHANGE_KIND_SHM,
             reason=self.failure,
@@ -57,6 +63,11 @@ class Group(admin_pb2_grpc.AdminServicer):
 
     def GetStats(self, request: Any, context: Any) -> admin_pb2.GetStatsResponse:  # noqa: N802
         return admin_pb2.GetStatsResponse()
+
+    def _refuse(self, request: Any, context: Any) -> Any:
+        context.abort(grpc.StatusCode.UNIMPLEMENTED, "a stand-in has no engine")
+
+    ResetCache = Sleep = WakeUp = Drain = Profile = _refuse
 
     def _rank(self, rank: int) -> admin_pb2.RankStatus:
         name = f"cpu-{rank}"
@@ -76,19 +87,27 @@ class RankHandler(socketserver.StreamRequestHandler):
     server: RankServer
 
     def handle(self) -> None:
-        for line in self.rfile:
-            verb, _, rest = line.decode().strip().partition(" ")
-            if verb == "join":
-                self.server.group.join(rest)
-            else:
-                self.server.group.failure = rest
+        joined: list[str] = []
+        try:
+            for line in self.rfile:
+                verb, _, rest = line.decode().strip().partition(" ")
+                if verb == "join":
+                    self.server.group.join(rest)
+                    joined.append(rest)
+                else:
+                    self.server.group.failure = rest
+        except ConnectionError:
+            pass
+        for rank in joined:
+            self.server.group.leave(rank)
 
 
 class RankServer(socketserver.ThreadingTCPServer):
     daemon_threads = True
+    allow_reuse_address = True
 
-    def __init__(self, group: Group) -> None:
-        super().__init__(("127.0.0.1", 0), RankHandler)
+    def __init__(self, group: Group, *, port: int) -> None:
+        super().__init__(("127.0.0.1", port), RankHandler)
         self.group = group
 
 
@@ -97,6 +116,7 @@ def main() -> int:
     options = ("manifest", "model", "host", "inference-port", "admin-port", "ranks-port", "state-file")
     for name in (*options, "drain-timeout-s"):
         parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--http-port", default="0")
     args = parser.parse_args()
     behaviour = os.environ.get("STAND_IN_GATEWAY", "")
     if behaviour.startswith("exit:"):
@@ -110,17 +130,18 @@ def main() -> int:
     gateway = FakeGateway(f"{args.host}:{args.inference_port}")
     port = gateway.start()
     gateway.set_health(SERVING)
-    ranks = RankServer(group)
+    ranks = RankServer(group, port=int(args.ranks_port))
     threading.Thread(target=ranks.serve_forever, daemon=True).start()
     admin = grpc.server(futures.ThreadPoolExecutor(2))
     admin_pb2_grpc.add_AdminServicer_to_server(group, admin)
-    admin_port = admin.add_insecure_port(f"{args.host}:0")
+    admin_port = admin.add_insecure_port(f"{args.host}:{args.admin_port}")
     admin.start()
     state = {
         "pid": os.getpid(),
         "name": group.name,
         "inference": f"{args.host}:{port}",
         "admin": f"{args.host}:{admin_port}",
+        "http": f"{args.host}:{args.http_port}",
         "ranks": f"{args.host}:{ranks.server_address[1]}",
     }
     partial = Path(f"{args.state_file}.part")

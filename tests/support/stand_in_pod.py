@@ -17,10 +17,10 @@ import tempfile
 import threading
 from pathlib import Path
 
+from hetero_api.host.heartbeat import Heartbeat, Standing
+from hetero_api.host.restarts import RestartPauses
 from hetero_api.host.stop_signals import StopSignals
-from hetero_worker.heartbeat import Heartbeat, Standing
 from hetero_worker.pod.rank_process import RankProcess
-from hetero_worker.pod.restarts import RestartPauses
 from hetero_worker.pod.supervisor import PodSupervisor
 
 
@@ -42,7 +42,9 @@ def supervise(grace_s: float, behaviours: list[str]) -> int:
 def be_a_rank(number: int, behaviour: str) -> int:
     leave = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: None if behaviour == "ignore-term" else leave.set())
-    Heartbeat.open(Path(os.environ["HETERO_HEARTBEAT_FILE"])).stand(Standing.SERVING, epoch=1)
+    heartbeat = Heartbeat.open(Path(os.environ["HETERO_HEARTBEAT_FILE"]))
+    heartbeat.keep_pulse()
+    heartbeat.stand(Standing.SERVING, epoch=1)
     print(f"rank {number} runs as {os.getpid()}", flush=True)
     kind, _, rest = behaviour.partition(":")
     before = Path(os.environ["STAND_IN_FOLDER"]) / f"ran-{number}"

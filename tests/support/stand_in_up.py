@@ -13,16 +13,18 @@ from hetero_client import ChatMessage, SamplingParams
 from hetero_client.cli.main import report
 from hetero_client.cli.serving import answer_once, serve
 from hetero_client.home import HeteroHome
-from hetero_client.launcher.local_group import LocalGroupConfig, Programs
+from hetero_client.launcher.commands import Programs
+from hetero_client.launcher.local_group import LocalGroupConfig
 from hetero_client.launcher.local_plan import plan_locally
 
 PROGRAMS = Programs(
     gateway=(sys.executable, "-m", "tests.support.stand_in_gateway"),
     rank=(sys.executable, "-m", "tests.support.stand_in_rank"),
+    nursery=(sys.executable, "-m", "tests.support.stand_in_rank", "nursery"),
 )
 
 
-def stand_in_config(manifest: Path, *, port: int) -> LocalGroupConfig:
+def stand_in_config(manifest: Path, *, port: int, with_nursery: bool) -> LocalGroupConfig:
     """What `hetero up` would make of the manifest on a machine of two cores."""
     resource = load_manifest(manifest)
     cores = (LogicalCore(0, 0, 0), LogicalCore(1, 0, 1))
@@ -35,13 +37,14 @@ def stand_in_config(manifest: Path, *, port: int) -> LocalGroupConfig:
         port=port,
         programs=PROGRAMS,
         environment=dict(os.environ),
+        with_nursery=with_nursery,
     )
 
 
-def main(manifest: Path, *, port: int, prompt: str | None) -> int:
+def main(manifest: Path, *, port: int, with_nursery: bool, prompt: str | None) -> int:
     home = HeteroHome.from_environment()
     try:
-        config = stand_in_config(manifest, port=port)
+        config = stand_in_config(manifest, port=port, with_nursery=with_nursery)
         if prompt is None:
             serve(config, home=home)
         else:
@@ -53,4 +56,5 @@ def main(manifest: Path, *, port: int, prompt: str | None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), port=int(sys.argv[2]), prompt=next(iter(sys.argv[3:]), None)))
+    path, port, nursery, *prompt = sys.argv[1:]
+    sys.exit(main(Path(path), port=int(port), with_nursery=nursery == "yes", prompt=next(iter(prompt), None)))

@@ -14,6 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 VOCAB_SIZE = 200
 """No multiple of 64: the last shard of the vocabulary is an odd one."""
 
+NUM_EXPERTS = 6
+_QWEN3_MOE: dict[str, Any] = {"num_experts": NUM_EXPERTS, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 _SHAPE: dict[str, Any] = {
     "num_hidden_layers": 3,
     "hidden_size": 32,
@@ -50,8 +52,36 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
     ),
     "mistral": ("mistral", {"sliding_window": None}),
+    "mistral-window": ("mistral", {"sliding_window": 5}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
     "qwen3": ("qwen3", {"tie_word_embeddings": True}),
+    "mixtral": ("mixtral", {"num_local_experts": NUM_EXPERTS, "num_experts_per_tok": 2}),
+    "mixtral-window": ("mixtral", {"num_local_experts": NUM_EXPERTS, "num_experts_per_tok": 3, "sliding_window": 4}),
+    "qwen3-moe": ("qwen3_moe", {**_QWEN3_MOE, "norm_topk_prob": True}),
+    "qwen3-moe-some-dense": ("qwen3_moe", {**_QWEN3_MOE, "mlp_only_layers": [1]}),
+    "qwen3-moe-every-second": ("qwen3_moe", {**_QWEN3_MOE, "decoder_sparse_step": 2}),
+    "gemma2": (
+        "gemma2",
+        {
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": 4.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "sliding_window": 4,
+            "sliding_window_pattern": 2,
+            "query_pre_attn_scalar": 12,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
 }
 
 
@@ -76,7 +106,8 @@ def save_tiny(
     model_type, overrides = VARIANTS[variant]
     config = AutoConfig.for_model(model_type, **{**_SHAPE, **overrides, **changes})
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    # The faster ways to compute experts want widths of whole 16 bytes.
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):

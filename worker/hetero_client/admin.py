@@ -1,21 +1,29 @@
-"""What the launcher and `hetero topology` ask of the gateway's Admin service."""
+"""What the launcher, `hetero topology` and the commands that steer a group ask of the gateway's Admin service.
+
+What the group's state does not allow raises WrongStateError, a wrong argument InvalidRequestError with the fields.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import grpc
 
 from hetero_api.contract import AUTHORIZATION_KEY
 from hetero_api.sharding import UnitRange
 from hetero_api.v1 import admin_pb2, admin_pb2_grpc, ranks_pb2
-from hetero_client.channel import channel_options
+from hetero_client.channel import Options, channel_options
 from hetero_client.status import error_from
 
 CALL_TIMEOUT_S: Final = 5.0
+VERB_TIMEOUT_S: Final = 120.0
+"""Of what the ranks do in memory."""
+WAKE_TIMEOUT_S: Final = 1800.0
+"""Weights may have to be read again."""
+_RECEIVE_BOUND: Final = "grpc.max_receive_message_length"
 
 
 class GroupState(StrEnum):
@@ -25,16 +33,24 @@ class GroupState(StrEnum):
     FORMING = "forming"
     LOADING = "loading"
     READY = "ready"
+    ASLEEP = "asleep"
     ABORTED = "aborted"
     DRAINING = "draining"
     CLOSED = "closed"
+
+
+class CacheLayout(StrEnum):
+    """How KV blocks are laid out; the meaning of each is in admin.proto."""
+
+    PAGED = "paged"
+    CONTIGUOUS = "contiguous"
 
 
 @dataclass(frozen=True, slots=True)
 class RankView:
     """One rank as the gateway sees it.
 
-    `kv_heads` and `mlp_columns` are the ranges that it owns of every layer; None while the group has not
+    `kv_heads`, `mlp_columns` and `experts` are the ranges that it owns of every layer; None while the group has not
     formed, or when the layers differ.
     """
 
@@ -47,7 +63,9 @@ class RankView:
     joined: bool
     kv_heads: UnitRange | None
     mlp_columns: UnitRange | None
-    vocab_rows: UnitRange | None
+    experts: UnitRange | None
+    embedding_rows: UnitRange | None
+    head_rows: UnitRange | None
     layered: bool
     weight_bytes: int
     kv_bytes: int
@@ -57,7 +75,7 @@ class RankView:
 
 @dataclass(frozen=True, slots=True)
 class GroupTopology:
-    """The group as the gateway sees it."""
+    """The group as the gateway sees it. `cache_layout` is None until there is a cache."""
 
     name: str
     state: GroupState
@@ -68,6 +86,26 @@ class GroupTopology:
     failed: bool
     block_size: int
     num_blocks: int
+    cache_layout: CacheLayout | None = None
+    asleep: tuple[str, ...] = ()
+    paused_requests: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheView:
+    """The KV cache that a reset made. `num_blocks` leaves the null block out, `kv_bytes` is each rank's."""
+
+    block_size: int
+    num_blocks: int
+    kv_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankProfile:
+    """What one rank recorded: a table for a person, and a gzipped trace in Chrome's JSON format, empty if not asked."""
+
+    table: str
+    trace: bytes
 
 
 class AdminClient:
@@ -76,18 +114,63 @@ class AdminClient:
     def __init__(self, address: str, *, token: str | None = None, channel: grpc.Channel | None = None) -> None:
         self.address = address
         self._metadata = () if token is None else ((AUTHORIZATION_KEY, f"Bearer {token}"),)
-        self._channel = channel or grpc.insecure_channel(address, options=channel_options(address))
+        self._channel = channel or grpc.insecure_channel(address, options=_options(address))
         self._stub = admin_pb2_grpc.AdminStub(self._channel)
 
-    def topology(self, *, timeout_s: float = CALL_TIMEOUT_S) -> GroupTopology:
-        """Where every rank is and what it owns."""
+    def topology(self, *, timeout_s: float = CALL_TIMEOUT_S, wait_for_ready: bool = False) -> GroupTopology:
+        """Where every rank is and what it owns.
+
+        `wait_for_ready` spends the time on waiting for a gateway that cannot be reached. Without a call that waits, a
+        channel that has lost its server would hardly look for it.
+        """
+        request = admin_pb2.GetTopologyRequest()
+        return topology_from(self._call(self._stub.GetTopology, request, timeout_s, wait_for_ready=wait_for_ready))
+
+    def reset_cache(
+        self,
+        *,
+        layout: CacheLayout = CacheLayout.PAGED,
+        block_size: int = 0,
+        num_blocks: int = 0,
+        timeout_s: float = VERB_TIMEOUT_S,
+    ) -> CacheView:
+        """Replace the KV cache of all ranks. Needs an idle, READY group.
+
+        0 leaves block size or number to the gateway.
+        """
+        request = admin_pb2.ResetCacheRequest(
+            layout=admin_pb2.CacheLayout.Value(f"CACHE_LAYOUT_{layout.name}"),
+            block_size=block_size,
+            num_blocks=num_blocks,
+        )
+        answer = self._call(self._stub.ResetCache, request, timeout_s)
+        return CacheView(answer.block_size, answer.num_blocks, tuple(answer.kv_bytes))
+
+    def sleep(self, level: int = 1, *, timeout_s: float = VERB_TIMEOUT_S) -> tuple[int, ...]:
+        """Give up memory until `wake_up`; the bytes that each rank gave back. Needs an idle, READY group."""
+        return tuple(self._call(self._stub.Sleep, admin_pb2.SleepRequest(level=level), timeout_s).freed_bytes)
+
+    def wake_up(self, tags: Iterable[str] = (), *, timeout_s: float = WAKE_TIMEOUT_S) -> tuple[str, ...]:
+        """Take memory again, all or what `tags` name ("weights", "kv"); what is still asleep. Needs an ASLEEP group."""
+        return tuple(self._call(self._stub.WakeUp, admin_pb2.WakeUpRequest(tags=tags), timeout_s).asleep)
+
+    def drain(self, *, timeout_s: float | None = None) -> None:
+        """Refuse new requests, for good; returns once those in flight have ended."""
+        self._call(self._stub.Drain, admin_pb2.DrainRequest(), timeout_s)
+
+    def profile(
+        self, duration_s: float, *, with_trace: bool = False, timeout_s: float | None = None
+    ) -> tuple[RankProfile, ...]:
+        """Record what the ranks do for some seconds, at most 60, while requests are served; in rank order."""
+        request = admin_pb2.ProfileRequest(duration_s=duration_s, with_trace=with_trace)
+        limit_s = duration_s + VERB_TIMEOUT_S if timeout_s is None else timeout_s
+        return tuple(RankProfile(r.table, r.trace) for r in self._call(self._stub.Profile, request, limit_s).ranks)
+
+    def _call(self, method: Any, request: Any, timeout_s: float | None, *, wait_for_ready: bool = False) -> Any:
         try:
-            response = self._stub.GetTopology(
-                admin_pb2.GetTopologyRequest(), timeout=timeout_s, metadata=self._metadata
-            )
+            return method(request, timeout=timeout_s, metadata=self._metadata, wait_for_ready=wait_for_ready)
         except grpc.RpcError as error:
             raise error_from(error, address=self.address) from error
-        return topology_from(response)
 
     def close(self) -> None:
         self._channel.close()
@@ -112,7 +195,20 @@ def topology_from(message: admin_pb2.GetTopologyResponse) -> GroupTopology:
         failed=message.failed,
         block_size=message.block_size,
         num_blocks=message.num_blocks,
+        cache_layout=_layout(message.cache_layout),
+        asleep=tuple(message.asleep),
+        paused_requests=message.paused_requests,
     )
+
+
+def _options(address: str) -> Options:
+    """A client's, but for the bound on answers: the records of all ranks come in one."""
+    return [*(option for option in channel_options(address) if option[0] != _RECEIVE_BOUND), (_RECEIVE_BOUND, -1)]
+
+
+def _layout(value: admin_pb2.CacheLayout.ValueType) -> CacheLayout | None:
+    name = admin_pb2.CacheLayout.Name(value).removeprefix("CACHE_LAYOUT_").lower()
+    return None if name == "unspecified" else CacheLayout(name)
 
 
 def _state(value: admin_pb2.GroupState.ValueType) -> GroupState:
@@ -124,6 +220,7 @@ def _rank(message: admin_pb2.RankStatus) -> RankView:
     place, layers = message.place, message.shard.layers
     kv_heads = _common(layers, lambda layer: layer.kv_heads)
     mlp_columns = _common(layers, lambda layer: layer.mlp_columns)
+    experts = _common(layers, lambda layer: layer.experts)
     return RankView(
         rank=place.rank,
         pool=place.pool,
@@ -134,8 +231,10 @@ def _rank(message: admin_pb2.RankStatus) -> RankView:
         joined=message.joined,
         kv_heads=kv_heads,
         mlp_columns=mlp_columns,
-        vocab_rows=_range(message.shard.vocab_rows) if layers else None,
-        layered=bool(layers) and (kv_heads is None or mlp_columns is None),
+        experts=experts,
+        embedding_rows=_range(message.shard.embedding_rows) if layers else None,
+        head_rows=_range(message.shard.head_rows) if layers else None,
+        layered=bool(layers) and None in (kv_heads, mlp_columns, experts),
         weight_bytes=message.weight_bytes,
         kv_bytes=message.kv_bytes,
         load_s=message.load_s,

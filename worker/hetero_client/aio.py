@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
@@ -19,50 +19,61 @@ from hetero_api.v1 import inference_pb2 as pb
 from hetero_api.v1 import inference_pb2_grpc
 from hetero_client import wire
 from hetero_client.channel import channel_options
-from hetero_client.client import CALL_TIMEOUT_S, RETRY_S, health_request, is_serving, not_ready_message
-from hetero_client.errors import DeadlineError, UnavailableError
-from hetero_client.messages import ChatMessage, Completion, Event, ModelInfo, Prompt, SamplingParams, ServerInfo
+from hetero_client.client import (
+    CALL_TIMEOUT_S,
+    RETRY_S,
+    StreamCalls,
+    health_request,
+    is_serving,
+    may_serve,
+    not_ready_message,
+)
+from hetero_client.errors import DeadlineError, RequestError, UnavailableError
+from hetero_client.messages import ChatMessage, Completion, Event, GenerateOptions, ModelInfo, Prompt, ServerInfo
+from hetero_client.resuming import RESUME_TIMEOUT_S, ResumableRequest
 from hetero_client.status import error_from
 
 
 class AsyncGenerateStream(AsyncIterator[Event]):
-    """The events of one request: Started, any number of Delta, Finished."""
+    """The events of one request: Started, any number of Delta, a Finished for each completion."""
 
-    def __init__(self, call: Any, *, address: str) -> None:
-        self._call = call
+    def __init__(self, resumable: ResumableRequest, calls: StreamCalls, *, address: str) -> None:
+        self._resumable = resumable
+        self._calls = calls
         self._address = address
-        self._reader = wire.StreamReader()
-        self._closed = False
+        self._closed = asyncio.Event()
+        self._call = calls.generate(*resumable.next_call())
 
     @property
     def request_id(self) -> str:
-        """The request's id; empty until Started came."""
-        return self._reader.request_id
+        """The request's id, given or drawn."""
+        return self._resumable.request_id
 
     async def __anext__(self) -> Event:
-        while not self._closed:
+        while not self._closed.is_set():
             try:
                 message = await self._call.read()
             except grpc.RpcError as error:
-                self._closed = True
-                raise error_from(error, address=self._address) from error
+                if not self._closed.is_set():
+                    await self._resume(error)
+                continue
             except asyncio.CancelledError:
-                if not self._closed:  # The task was cancelled; otherwise aclose() ended the call.
+                if not self._closed.is_set():  # The task was cancelled; otherwise aclose() ended the call.
                     self._call.cancel()
                     raise
                 break
             if message is grpc.aio.EOF:
-                self._closed = True
-                self._reader.check_end()
+                self._closed.set()
+                self._resumable.check_end()
                 break
-            event = self._reader.read(message)
+            event = self._resumable.read(message)
             if event is not None:
                 return event
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
         """Cancel the call, unless it is over."""
-        self._closed = True
+        self._closed.set()
         self._call.cancel()
 
     async def __aenter__(self) -> Self:
@@ -70,6 +81,35 @@ class AsyncGenerateStream(AsyncIterator[Event]):
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
+
+    async def _resume(self, broken: grpc.RpcError) -> None:
+        try:
+            pause_s = self._resumable.pause_after(error_from(broken, address=self._address))
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._closed.wait(), pause_s)
+            await self._await_server()
+            if not self._closed.is_set():
+                self._call = self._calls.generate(*self._resumable.next_call())
+        except RequestError as error:
+            self._closed.set()
+            raise error from broken
+
+    async def _await_server(self) -> None:
+        """Until it serves, or patience ends. Whatever goes wrong here, the next call will tell."""
+        if self._closed.is_set():
+            return
+        self._call = self._calls.watch(self._resumable.patience_s)
+        try:
+            async for response in self._call:
+                if may_serve(response):
+                    break
+        except grpc.RpcError:
+            pass
+        except asyncio.CancelledError:
+            if not self._closed.is_set():
+                raise
+        finally:
+            self._call.cancel()
 
 
 class AsyncHeteroClient:
@@ -82,41 +122,25 @@ class AsyncHeteroClient:
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     def generate(
-        self,
-        prompt: Prompt,
-        *,
-        sampling: SamplingParams | None = None,
-        request_id: str = "",
-        timeout_s: float | None = None,
-        cache_salt: str = "",
-        final_only: bool = False,
+        self, prompt: Prompt, *, final_only: bool = False, **options: Unpack[GenerateOptions]
     ) -> AsyncGenerateStream:
-        """Stream a completion. `timeout_s` is the request's deadline; None means none."""
-        request = wire.generate_request(
-            prompt, sampling=sampling, request_id=request_id, cache_salt=cache_salt, final_only=final_only
+        """Stream the completions of a prompt; a stream that breaks is resumed. GenerateOptions tells the options."""
+        resumable = ResumableRequest(
+            wire.generate_request(prompt, final_only=final_only, **options),
+            timeout_s=options.get("timeout_s"),
+            resume_timeout_s=options.get("resume_timeout_s", RESUME_TIMEOUT_S),
         )
-        return AsyncGenerateStream(self._stub.Generate(request, timeout=timeout_s), address=self.address)
+        return AsyncGenerateStream(resumable, StreamCalls.of(self._stub, self._health), address=self.address)
 
-    async def generate_text(
-        self,
-        prompt: Prompt,
-        *,
-        sampling: SamplingParams | None = None,
-        request_id: str = "",
-        timeout_s: float | None = None,
-        cache_salt: str = "",
-    ) -> Completion:
+    async def generate_text(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
         """The whole completion at once."""
-        builder = wire.CompletionBuilder()
-        stream = self.generate(
-            prompt,
-            sampling=sampling,
-            request_id=request_id,
-            timeout_s=timeout_s,
-            cache_salt=cache_salt,
-            final_only=True,
-        )
-        async with stream:
+        wire.check_single(options.get("sampling"))
+        return (await self.generate_texts(prompt, **options))[0]
+
+    async def generate_texts(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> tuple[Completion, ...]:
+        """All `sampling.n` completions at once, in order."""
+        builder = wire.CompletionsBuilder()
+        async with self.generate(prompt, final_only=True, **options) as stream:
             async for event in stream:
                 builder.add(event)
         return builder.build()

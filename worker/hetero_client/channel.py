@@ -10,6 +10,9 @@ from hetero_api.contract import MAX_INFERENCE_MESSAGE_BYTES
 
 KEEPALIVE_MS: Final = 30_000
 KEEPALIVE_TIMEOUT_MS: Final = 10_000
+FIRST_RECONNECT_MS: Final = 100
+LONGEST_RECONNECT_MS: Final = 1_000
+"""A gateway that is started anew is back within seconds; by default gRPC would look for it ever less often."""
 
 Options = Sequence[tuple[str, int | str]]
 
@@ -22,6 +25,8 @@ def channel_options(address: str) -> Options:
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.initial_reconnect_backoff_ms", FIRST_RECONNECT_MS),
+        ("grpc.max_reconnect_backoff_ms", LONGEST_RECONNECT_MS),
     ]
     if is_loopback(address):
         # gRPC obeys http_proxy even for the local machine, which no proxy can reach.

@@ -1,17 +1,19 @@
 """The synchronous client.
 
 A client holds one channel and may be shared by threads. Every call raises the errors of
-`hetero_client.errors` and nothing of grpc's. A stream that is closed, or dropped before its end, cancels its
-call, and the gateway frees its memory within one step.
+`hetero_client.errors` and nothing of grpc's. A stream that breaks is resumed (`resuming.py`); one that is closed, or
+dropped before its end, cancels its call, and the gateway frees its memory within one step.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, Unpack
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -21,8 +23,9 @@ from hetero_api.v1 import inference_pb2 as pb
 from hetero_api.v1 import inference_pb2_grpc
 from hetero_client import wire
 from hetero_client.channel import channel_options
-from hetero_client.errors import DeadlineError, UnavailableError
-from hetero_client.messages import ChatMessage, Completion, Event, ModelInfo, Prompt, SamplingParams, ServerInfo
+from hetero_client.errors import DeadlineError, RequestError, UnavailableError
+from hetero_client.messages import ChatMessage, Completion, Event, GenerateOptions, ModelInfo, Prompt, ServerInfo
+from hetero_client.resuming import RESUME_TIMEOUT_S, ResumableRequest
 from hetero_client.status import error_from
 
 CALL_TIMEOUT_S: Final = 30.0
@@ -31,48 +34,89 @@ RETRY_S: Final = 0.1
 """Pause between two looks at a server that does not answer yet."""
 
 
-class GenerateStream(Iterator[Event]):
-    """The events of one request: Started, any number of Delta, Finished."""
+@dataclass(frozen=True, slots=True)
+class StreamCalls:
+    """How a stream calls its server: with the seconds that a call may take at most."""
 
-    def __init__(self, call: Any, *, address: str) -> None:
-        self._call = call
+    generate: Callable[[pb.GenerateRequest, float | None], Any]
+    watch: Callable[[float], Any]
+    """The server's health, from when it can be reached."""
+
+    @classmethod
+    def of(cls, inference: Any, health: Any) -> StreamCalls:
+        """Over the stubs of either API of grpc."""
+        return cls(
+            lambda request, timeout_s: inference.Generate(request, timeout=timeout_s),
+            lambda timeout_s: health.Watch(health_request(), timeout=timeout_s, wait_for_ready=True),
+        )
+
+
+class GenerateStream(Iterator[Event]):
+    """The events of one request: Started, any number of Delta, a Finished for each completion."""
+
+    def __init__(self, resumable: ResumableRequest, calls: StreamCalls, *, address: str) -> None:
+        self._resumable = resumable
+        self._calls = calls
         self._address = address
-        self._reader = wire.StreamReader()
-        self._closed = False
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._call = calls.generate(*resumable.next_call())
 
     @property
     def request_id(self) -> str:
-        """The request's id; empty until Started came."""
-        return self._reader.request_id
+        """The request's id, given or drawn."""
+        return self._resumable.request_id
 
     def __next__(self) -> Event:
-        while not self._closed:
+        while not self._closed.is_set():
             try:
                 message = next(self._call)
             except StopIteration:
-                self._closed = True
-                self._reader.check_end()
+                self._closed.set()
+                self._resumable.check_end()
                 break
             except grpc.RpcError as error:
-                if self._closed:
-                    break
-                self._closed = True
-                raise error_from(error, address=self._address) from error
-            event = self._reader.read(message)
+                if not self._closed.is_set():
+                    self._resume(error)
+                continue
+            event = self._resumable.read(message)
             if event is not None:
                 return event
         raise StopIteration
 
     def close(self) -> None:
         """Cancel the call, unless it is over. May be called from another thread; iteration then ends."""
-        self._closed = True
-        self._call.cancel()
+        with self._lock:
+            self._closed.set()
+            self._call.cancel()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _resume(self, broken: grpc.RpcError) -> None:
+        try:
+            pause_s = self._resumable.pause_after(error_from(broken, address=self._address))
+            if not self._closed.wait(pause_s):
+                self._await_server()
+                self._begin(lambda: self._calls.generate(*self._resumable.next_call()))
+        except RequestError as error:
+            self._closed.set()
+            raise error from broken
+
+    def _await_server(self) -> None:
+        """Until it serves, or patience ends. Whatever goes wrong here, the next call will tell."""
+        self._begin(lambda: self._calls.watch(self._resumable.patience_s))
+        with suppress(grpc.RpcError):
+            any(may_serve(response) for response in self._call)
+        self._call.cancel()
+
+    def _begin(self, open_call: Callable[[], Any]) -> None:
+        with self._lock:
+            if not self._closed.is_set():
+                self._call = open_call()
 
 
 class HeteroClient:
@@ -85,41 +129,25 @@ class HeteroClient:
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     def generate(
-        self,
-        prompt: Prompt,
-        *,
-        sampling: SamplingParams | None = None,
-        request_id: str = "",
-        timeout_s: float | None = None,
-        cache_salt: str = "",
-        final_only: bool = False,
+        self, prompt: Prompt, *, final_only: bool = False, **options: Unpack[GenerateOptions]
     ) -> GenerateStream:
-        """Stream a completion. `timeout_s` is the request's deadline; None means none."""
-        request = wire.generate_request(
-            prompt, sampling=sampling, request_id=request_id, cache_salt=cache_salt, final_only=final_only
+        """Stream the completions of a prompt; a stream that breaks is resumed. GenerateOptions tells the options."""
+        resumable = ResumableRequest(
+            wire.generate_request(prompt, final_only=final_only, **options),
+            timeout_s=options.get("timeout_s"),
+            resume_timeout_s=options.get("resume_timeout_s", RESUME_TIMEOUT_S),
         )
-        return GenerateStream(self._stub.Generate(request, timeout=timeout_s), address=self.address)
+        return GenerateStream(resumable, StreamCalls.of(self._stub, self._health), address=self.address)
 
-    def generate_text(
-        self,
-        prompt: Prompt,
-        *,
-        sampling: SamplingParams | None = None,
-        request_id: str = "",
-        timeout_s: float | None = None,
-        cache_salt: str = "",
-    ) -> Completion:
+    def generate_text(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
         """The whole completion at once."""
-        builder = wire.CompletionBuilder()
-        stream = self.generate(
-            prompt,
-            sampling=sampling,
-            request_id=request_id,
-            timeout_s=timeout_s,
-            cache_salt=cache_salt,
-            final_only=True,
-        )
-        with stream:
+        wire.check_single(options.get("sampling"))
+        return self.generate_texts(prompt, **options)[0]
+
+    def generate_texts(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> tuple[Completion, ...]:
+        """All `sampling.n` completions at once, in order."""
+        builder = wire.CompletionsBuilder()
+        with self.generate(prompt, final_only=True, **options) as stream:
             for event in stream:
                 builder.add(event)
         return builder.build()
@@ -190,6 +218,11 @@ def health_request() -> health_pb2.HealthCheckRequest:
 
 def is_serving(response: health_pb2.HealthCheckResponse) -> bool:
     return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def may_serve(response: health_pb2.HealthCheckResponse) -> bool:
+    """Unless it says that it does not: one that tells nothing of its health may well."""
+    return bool(response.status != health_pb2.HealthCheckResponse.NOT_SERVING)
 
 
 def not_ready_message(address: str, timeout_s: float) -> str:

@@ -25,6 +25,7 @@
             ├── AlreadyRunningError     a group of this name runs; .pid
             ├── PortTakenError          another program listens on the port
             ├── ProcessDiedError        a process of the group ended; .exit_status, .log_tail
+            │   └── RestartsExhaustedError  once more often than spec.recovery allows
             ├── GroupFailedError        the gateway says that trying again cannot help
             ├── StartTimeoutError       the group did not become ready in time
             └── StartInterruptedError   a signal came before the work was done; .signal_number
@@ -202,6 +203,10 @@ class ProcessDiedError(LaunchError):
         self.log_tail = tuple(log_tail)
         if permanent:
             self.exit_code = exit_status
+
+
+class RestartsExhaustedError(ProcessDiedError):
+    """A process ended, and the group's budget of restarts is used up."""
 
 
 class GroupFailedError(LaunchError):

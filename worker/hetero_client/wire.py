@@ -1,34 +1,44 @@
 """Between the client's dataclasses and protobuf: the one place where both are known.
 
-`StreamReader` is the part of a Generate stream that the sync and the asyncio client share: it turns
-messages into events and knows whether the stream ended as it must.
+Messages of a Generate stream become events in `resuming.py`, with `event_from` and `CompletionsBuilder` of here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Final
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, Unpack
 
 from hetero_api.v1 import inference_pb2 as pb
+from hetero_api.v1 import logprobs_pb2
 from hetero_client.errors import FieldViolation, IncompleteStreamError, InvalidRequestError, ServerError
 from hetero_client.messages import (
     ChatMessage,
+    Choice,
     Completion,
+    Constraint,
     Delta,
     Event,
     Finished,
     FinishReason,
+    GenerateOptions,
+    Grammar,
+    JsonSchema,
     ModelInfo,
     Prompt,
+    PromptLogprobs,
+    Regex,
     SamplingParams,
     ServerInfo,
     Started,
     Timings,
+    TokenLogprobs,
     Usage,
 )
 
 _OPTIONAL_SAMPLING: Final = (
-    "temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "ignore_eos",
+    "temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "ignore_eos", "presence_penalty",
+    "frequency_penalty", "repetition_penalty", "min_tokens", "n", "logprobs", "prompt_logprobs",
 )  # fmt: skip
 _REASONS: Final = {
     pb.FINISH_REASON_STOP: FinishReason.STOP,
@@ -38,18 +48,17 @@ _REASONS: Final = {
 
 
 def generate_request(
-    prompt: Prompt, *, sampling: SamplingParams | None, request_id: str, cache_salt: str, final_only: bool
+    prompt: Prompt, *, final_only: bool = False, **options: Unpack[GenerateOptions]
 ) -> pb.GenerateRequest:
     """The request on the wire. Raises InvalidRequestError for what no message can hold, e.g. a negative id."""
-    mode = pb.OUTPUT_MODE_FINAL_ONLY if final_only else pb.OUTPUT_MODE_DELTA
-    request = pb.GenerateRequest(request_id=request_id, cache_salt=cache_salt, output_mode=mode)
-    if isinstance(prompt, str):
-        request.text = prompt
-    elif _is_chat(prompt):
-        request.chat.CopyFrom(chat_messages(prompt))
-    else:
-        request.token_ids.SetInParent()
-        _fill("token_ids", request.token_ids.ids, prompt)
+    request = pb.GenerateRequest(
+        request_id=options.get("request_id", ""),
+        cache_salt=options.get("cache_salt", ""),
+        output_mode=pb.OUTPUT_MODE_FINAL_ONLY if final_only else pb.OUTPUT_MODE_DELTA,
+    )
+    _set(request, "priority", options.get("priority", 0))
+    _fill_prompt(request, prompt, options.get("tools", ()))
+    sampling = options.get("sampling")
     if sampling is not None:
         _fill_sampling(request.sampling, sampling)
     return request
@@ -70,71 +79,82 @@ def detokenize_request(token_ids: Iterable[int]) -> pb.DetokenizeRequest:
 def chat_messages(messages: Iterable[Any]) -> pb.ChatMessages:
     chat = pb.ChatMessages()
     for index, message in enumerate(messages):
+        path = f"chat.messages[{index}]"
         if not isinstance(message, ChatMessage):
-            raise _invalid(f"chat.messages[{index}]", f"must be a ChatMessage, not {type(message).__name__}")
-        chat.messages.add(role=message.role, content=message.content)
+            raise _invalid(path, f"must be a ChatMessage, not {type(message).__name__}")
+        chat.messages.add(
+            role=message.role,
+            content=message.content,
+            tool_calls_json=_json(f"{path}.tool_calls", message.tool_calls),
+            tool_call_id=message.tool_call_id,
+            name=message.name,
+        )
     return chat
 
 
-class StreamReader:
-    """Turns a Generate stream's messages into events."""
-
-    def __init__(self) -> None:
-        self.request_id = ""
-        self._finished = False
-
-    def read(self, message: pb.GenerateEvent) -> Event | None:
-        """The event; None for a kind that this version does not know."""
-        kind = message.WhichOneof("event")
-        if kind == "started":
-            self.request_id = message.started.request_id
+def event_from(message: pb.GenerateEvent) -> Event | None:
+    """The event; None for a kind that this version does not know."""
+    match message.WhichOneof("event"):
+        case "started":
             return _started(message.started)
-        if kind == "delta":
-            return Delta(message.delta.index, tuple(message.delta.token_ids), message.delta.text)
-        if kind == "finished":
-            self._finished = True
+        case "prompt_logprobs":
+            return PromptLogprobs(tuple(map(_logprobs, message.prompt_logprobs.positions)))
+        case "delta":
+            delta = message.delta
+            return Delta(delta.index, tuple(delta.token_ids), delta.text, tuple(map(_logprobs, delta.logprobs)))
+        case "finished":
             return _finished(message.finished)
-        return None
-
-    def check_end(self) -> None:
-        """To be called when the stream ended with OK. Raises IncompleteStreamError."""
-        if not self._finished:
-            raise IncompleteStreamError(f"request {self.request_id or '(not started)'}: the stream ended unfinished")
+        case _:
+            return None
 
 
-class CompletionBuilder:
-    """Collects a stream's events into a Completion."""
+class CompletionsBuilder:
+    """Collects a stream's events into its completions."""
 
     def __init__(self) -> None:
         self._started: Started | None = None
-        self._token_ids: list[int] = []
-        self._text: list[str] = []
-        self._end: Finished | None = None
+        self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        self._deltas: dict[int, list[Delta]] = {}
+        self._ends: dict[int, Finished] = {}
 
     def add(self, event: Event) -> None:
         match event:
             case Started():
                 self._started = event
+            case PromptLogprobs():
+                self._prompt_logprobs = event.positions
             case Delta():
-                self._token_ids.extend(event.token_ids)
-                self._text.append(event.text)
+                self._deltas.setdefault(event.index, []).append(event)
             case Finished():
-                self._end = event
+                self._ends[event.index] = event
 
-    def build(self) -> Completion:
-        """The completion. Raises IncompleteStreamError when Started or Finished never came."""
-        if self._started is None or self._end is None:
+    def build(self) -> tuple[Completion, ...]:
+        """All completions, by index. Raises IncompleteStreamError when Started or every Finished never came."""
+        if self._started is None or not self._ends:
             raise IncompleteStreamError("the stream lacked its Started or its Finished event")
+        return tuple(self._completion(self._started, self._ends[index]) for index in sorted(self._ends))
+
+    def _completion(self, started: Started, end: Finished) -> Completion:
+        deltas = self._deltas.get(end.index, [])
         return Completion(
-            request_id=self._started.request_id,
-            seed=self._started.seed,
-            text="".join(self._text),
-            token_ids=tuple(self._token_ids),
-            reason=self._end.reason,
-            matched_stop=self._end.matched_stop,
-            usage=self._end.usage,
-            timings=self._end.timings,
+            request_id=started.request_id,
+            seed=started.seed,
+            text="".join(delta.text for delta in deltas),
+            token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+            reason=end.reason,
+            matched_stop=end.matched_stop,
+            usage=end.usage,
+            timings=end.timings,
+            index=end.index,
+            logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
+            prompt_logprobs=self._prompt_logprobs,
         )
+
+
+def check_single(sampling: SamplingParams | None) -> None:
+    """Raise InvalidRequestError when more than one completion is asked for."""
+    if sampling is not None and (sampling.n or 1) > 1:
+        raise _invalid("sampling.n", f"is {sampling.n}; this call returns one completion, generate_texts returns all")
 
 
 def model_info(message: pb.GetModelInfoResponse) -> ModelInfo:
@@ -194,17 +214,71 @@ def _reason(message: pb.Finished) -> FinishReason:
     return reason
 
 
+def _logprobs(message: logprobs_pb2.TokenLogprobs) -> TokenLogprobs:
+    top = tuple(zip(message.top_token_ids, message.top_logprobs, strict=True))
+    return TokenLogprobs(message.token_id, message.logprob, message.rank, top)
+
+
+def _fill_prompt(request: pb.GenerateRequest, prompt: Prompt, tools: Sequence[Mapping[str, Any]]) -> None:
+    if tools and not _is_chat(prompt):
+        raise _invalid("tools", "need a chat prompt, whose template shows them to the model")
+    if isinstance(prompt, str):
+        request.text = prompt
+    elif _is_chat(prompt):
+        request.chat.CopyFrom(chat_messages(prompt))
+        request.chat.tools_json = _json("tools", tools)
+    else:
+        request.token_ids.SetInParent()
+        _fill("token_ids", request.token_ids.ids, prompt)
+
+
+def _json(field: str, data: Sequence[Mapping[str, Any]]) -> str:
+    """A JSON array; "" for none."""
+    if not data:
+        return ""
+    try:
+        return json.dumps(list(data), ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise _invalid(field, f"is no JSON: {error}") from error
+
+
 def _fill_sampling(message: pb.SamplingParams, sampling: SamplingParams) -> None:
     for name in _OPTIONAL_SAMPLING:
         value = getattr(sampling, name)
-        if value is None:
-            continue
-        try:
-            setattr(message, name, value)
-        except (TypeError, ValueError) as error:
-            raise _invalid(f"sampling.{name}", f"{value!r} is out of range or of a wrong type") from error
+        if value is not None:
+            _set(message, name, value, path=f"sampling.{name}")
     _fill("sampling.stop", message.stop, sampling.stop)
     _fill("sampling.stop_token_ids", message.stop_token_ids, sampling.stop_token_ids)
+    for token_id, bias in sampling.logit_bias.items():
+        try:
+            message.logit_bias[token_id] = bias
+        except (TypeError, ValueError) as error:
+            raise _invalid(
+                f"sampling.logit_bias[{token_id}]", f"{bias!r} is out of range or of a wrong type"
+            ) from error
+    if sampling.constraint is not None:
+        _fill_constraint(message, sampling.constraint)
+
+
+def _fill_constraint(message: pb.SamplingParams, constraint: Constraint) -> None:
+    match constraint:
+        case JsonSchema(schema):
+            text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
+            _set(message, "json_schema", text, path="sampling.json_schema")
+        case Regex(pattern):
+            _set(message, "regex", pattern, path="sampling.regex")
+        case Grammar(text):
+            _set(message, "grammar", text, path="sampling.grammar")
+        case Choice(texts):
+            message.choice.SetInParent()
+            _fill("sampling.choice", message.choice.texts, texts)
+
+
+def _set(message: Any, name: str, value: Any, *, path: str = "") -> None:
+    try:
+        setattr(message, name, value)
+    except (TypeError, ValueError) as error:
+        raise _invalid(path or name, f"{value!r} is out of range or of a wrong type") from error
 
 
 def _fill(field: str, target: Any, values: Iterable[Any]) -> None:

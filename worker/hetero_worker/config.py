@@ -45,6 +45,8 @@ class RankConfig:
     """Longest time to leave an aborted epoch; then the process ends itself."""
     reconnect_timeout_s: float
     """Longest wait for another gateway after the loss of one, weights kept; 0: exit then."""
+    measurements_file: Path | None
+    """Where to keep what is measured at start for the process that takes this one's place; None: nowhere."""
     heartbeat_file: Path | None
     """Where to tell a supervisor what the rank is at; None: nowhere."""
     token: str = field(repr=False)
@@ -95,4 +97,5 @@ def _parser() -> argparse.ArgumentParser:
         type=seconds_or_none,
         help="longest wait for another gateway, weights kept, when the gateway goes away; 0: exit then",
     )
+    add("--measurements-file", type=Path, metavar="FILE", help="keeps what is measured at start, for the next start")
     return parser

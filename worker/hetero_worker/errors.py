@@ -7,7 +7,10 @@ HeteroError (hetero_api)
     │   └── ExchangeTimeout    a peer did not come in time
     ├── PinningError           cores or memory cannot be bound as required
     ├── ProtocolError          the gateway sent something that does not fit the rank's state
-    └── MemoryBudgetError      weights or cache do not fit the rank's memory
+    ├── MemoryBudgetError      weights or cache do not fit the rank's memory
+    ├── CommandRefused         a command does not fit what the rank holds
+    ├── WeightsChangedError    weights that were read again after sleep are not those that went to sleep
+    └── WeightsDamagedError    weights in memory are not those that went to sleep
 """
 
 from __future__ import annotations
@@ -41,3 +44,15 @@ class ProtocolError(WorkerError):
 
 class MemoryBudgetError(WorkerError):
     """Weights or KV cache do not fit the memory that the rank was given."""
+
+
+class CommandRefused(WorkerError):
+    """A command does not fit what the rank holds; nothing was changed."""
+
+
+class WeightsChangedError(WorkerError):
+    """The model's files are not what they were when the rank went to sleep."""
+
+
+class WeightsDamagedError(WorkerError):
+    """Weights that were kept in memory during sleep compute something else than before it."""

@@ -4,6 +4,9 @@ One thread of its own reads the stream into a queue that the main thread takes f
 goes through another queue, in order, without blocking. An observer sees every event on the reading thread before
 it is queued, so that an Abort can act while the main thread is busy.
 
+The thread that sends also says heartbeats, whenever one is due, whatever else there is to say: so the gateway hears
+that this process is alive and has its wits about it, however long the main thread computes.
+
 gRPC's threads are born of the reading thread, which first gives itself the CPUs that it was told: the process's
 own from before it was pinned. So they need not share a core with a compute thread where there are others.
 
@@ -19,8 +22,9 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Final, NamedTuple
 
 import grpc
@@ -78,6 +82,22 @@ class LeaveRequested:
 Event = Arrival | StreamEnded | LeaveRequested
 
 
+@dataclass(frozen=True, slots=True)
+class _Pulse:
+    """Heartbeats: how often, and what they say at the time."""
+
+    interval_s: float
+    beat: Callable[[], ranks_pb2.RankMessage]
+
+
+class _Signal(Enum):
+    """What the sending thread is told, in between messages."""
+
+    FINISH = auto()
+    LOOK_AGAIN = auto()
+    """The pulse is another."""
+
+
 class GatewayLink:
     """See the module. `cpus` is where gRPC's threads may run; None leaves them where the caller is."""
 
@@ -87,7 +107,9 @@ class GatewayLink:
         self._connect_timeout_s = connect_timeout_s
         self._cpus = None if cpus is None else frozenset(cpus)
         self._incoming: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._outgoing: queue.SimpleQueue[ranks_pb2.RankMessage | None] = queue.SimpleQueue()
+        self._outgoing: queue.SimpleQueue[ranks_pb2.RankMessage | _Signal] = queue.SimpleQueue()
+        self._returned: Event | None = None
+        self._pulse: _Pulse | None = None
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._hang_up: Callable[[], object] = self._closing.set
@@ -99,11 +121,24 @@ class GatewayLink:
 
     def receive(self) -> Event:
         """The next event; blocks."""
-        return self._incoming.get()
+        event, self._returned = self._returned, None
+        return self._incoming.get() if event is None else event
+
+    def put_back(self, event: Event) -> None:
+        """The event that was received last is what `receive` gives next."""
+        self._returned = event
 
     def send(self, message: ranks_pb2.RankMessage) -> None:
         """Queue a message. What is sent after the stream ended is lost; StreamEnded tells so."""
         self._outgoing.put(message)
+
+    def start_heartbeats(self, interval_s: float, beat: Callable[[], ranks_pb2.RankMessage]) -> None:
+        """Say `beat()`, made on the sending thread, now and every `interval_s` until `stop_heartbeats`."""
+        self._pulse = _Pulse(interval_s, beat)
+        self._outgoing.put(_Signal.LOOK_AGAIN)
+
+    def stop_heartbeats(self) -> None:
+        self._pulse = None
 
     def inject(self, event: LeaveRequested) -> None:
         """Queue an event of this process's own."""
@@ -111,7 +146,7 @@ class GatewayLink:
 
     def finish(self, timeout_s: float) -> None:
         """Send what is queued, close our side, and give the gateway this long to close its own."""
-        self._outgoing.put(None)
+        self._outgoing.put(_Signal.FINISH)
         self._closing.set()
         if self._thread is not None:
             self._thread.join(timeout_s)
@@ -136,7 +171,7 @@ class GatewayLink:
             reason = f"no gateway at {self._target} within {self._connect_timeout_s:g} s"
             return StreamEnded(reason, permanent=False)
         with grpc.insecure_channel(self._target, options=_CHANNEL_OPTIONS) as channel:
-            call = ranks_pb2_grpc.RanksStub(channel).Join(iter(self._outgoing.get, None), metadata=self._metadata)
+            call = ranks_pb2_grpc.RanksStub(channel).Join(self._messages(), metadata=self._metadata)
             self._hang_up = call.cancel
             try:
                 for message in call:
@@ -144,6 +179,25 @@ class GatewayLink:
             except grpc.RpcError as error:
                 return _ended_by(error)
         return StreamEnded("the gateway closed the stream", permanent=False)
+
+    def _messages(self) -> Iterator[ranks_pb2.RankMessage]:
+        """What is sent, and a heartbeat whenever one is due; on gRPC's thread."""
+        pulse, due_s = self._pulse, 0.0
+        while True:
+            try:
+                timeout_s = None if pulse is None else max(0.0, due_s - time.monotonic())
+                message = self._outgoing.get(timeout=timeout_s)
+            except queue.Empty:
+                message = _Signal.LOOK_AGAIN
+            if message is _Signal.FINISH:
+                return
+            if not isinstance(message, _Signal):
+                yield message
+            if pulse is not self._pulse:
+                pulse, due_s = self._pulse, 0.0
+            if pulse is not None and time.monotonic() >= due_s:
+                due_s = time.monotonic() + pulse.interval_s
+                yield pulse.beat()
 
     def _await_gateway(self) -> bool:
         """Knock until someone listens. gRPC's own way of waiting leaves a thread that fails when it closes."""

@@ -10,7 +10,7 @@ from hetero_api.contract import VERSION
 from hetero_api.model_config import model_fingerprint
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.config import RankConfig
-from hetero_worker.platforms.base import Platform
+from hetero_worker.platforms.base import Measurement, Platform
 from hetero_worker.platforms.pinning import PinningReport
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
@@ -30,9 +30,8 @@ def host_id(*, boot_id: Path = _BOOT_ID, shm: Path = _SHM) -> str:
         return f"unshared:{uuid.uuid4().hex}"
 
 
-def describe_device(platform: Platform, pinning: PinningReport) -> ranks_pb2.DeviceReport:
-    """What the rank computes on; measures it."""
-    measured = platform.measure()
+def describe_device(platform: Platform, pinning: PinningReport, measured: Measurement) -> ranks_pb2.DeviceReport:
+    """What the rank computes on, and how fast that was measured to be."""
     return ranks_pb2.DeviceReport(
         kind=platform.kind,
         name=platform.name,

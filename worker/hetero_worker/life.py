@@ -5,9 +5,13 @@
        ╰──────Abort──────────┴──────────┬──────────┴──────────────────────────╯
                                         ╰──(failed, or a peer did)──► BROKEN ──Abort──► JOINING
 
-One thread, the main one, runs all of it, in the order in which the gateway speaks. The link's thread only tells
-the EpochFence of aborts. The rank decides nothing: it does what it is told or says why it could not, and a message
-that does not fit its state or epoch is refused. Weights outlive epochs; groups, cache and slots do not.
+One thread, the main one, runs all of it, in the order in which the gateway speaks. The link's threads only tell
+the EpochFence of aborts and the gateway that this process is alive. The rank decides nothing: it does what it is told
+or says why it could not, and a message that does not fit its state or epoch is refused. Weights outlive epochs;
+groups, cache and slots do not.
+
+Plans are worked off strictly in order. While one is, the next may have come: it waits in the link, and nothing of it
+is looked at before. Only a step whose draws are masked looks at what comes next, which are its masks.
 
 Nothing of an aborted epoch survives into the next: its group is gone before Hello is said again. A life is one
 gateway's: what becomes of the rank after that is for `rejoining.py` to say.
@@ -17,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
@@ -25,10 +29,12 @@ from typing import Final, Protocol
 
 from hetero_api.contract import EXIT_FAILURE, EXIT_OK, EXIT_PERMANENT
 from hetero_api.errors import HeteroError, ModelError, PlanError
+from hetero_api.host.heartbeat import Heartbeat, Standing
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.distributed.groups import GroupRequest, RankGroup
+from hetero_worker.distributed.routes import routes_of
 from hetero_worker.distributed.store import StoreListener
 from hetero_worker.epoch_fence import EpochFence
 from hetero_worker.errors import (
@@ -37,10 +43,10 @@ from hetero_worker.errors import (
     MemoryBudgetError,
     PinningError,
     ProtocolError,
+    WeightsChangedError,
 )
 from hetero_worker.gateway_link import Arrival, Event, GatewayLink, LeaveRequested, StreamEnded
-from hetero_worker.heartbeat import Heartbeat, Standing
-from hetero_worker.runners.base import LoadRequest, Runner
+from hetero_worker.runners.base import LoadRequest, Runner, StepOutput
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +55,8 @@ LOAD_LIMIT_S: Final = 3600.0
 _LIMIT_FACTOR: Final = 2.0
 """How much longer than a collective may take everything else may take, before it hangs."""
 
-_PERMANENT: Final = (ModelError, PlanError, MemoryBudgetError, PinningError)
+_PERMANENT: Final = (ModelError, PlanError, MemoryBudgetError, PinningError, WeightsChangedError)
+_ENDINGS: Final = ("abort", "shutdown")
 
 
 class FormGroupFunction(Protocol):
@@ -126,6 +133,7 @@ class RankLife:
         self._ended_epoch = 0
         self._rank = -1
         self._next_step = 1
+        self._step_ended_s = 0.0
         self._group: RankGroup | None = None
         self._form_message: ranks_pb2.FormGroup | None = None
         self._orders: dict[str | None, tuple[RankState, Callable[[Arrival], None]]] = {
@@ -205,6 +213,8 @@ class RankLife:
 
     def _leave_group(self) -> None:
         """Free what belongs to the epoch. The process ends here if its groups cannot be left."""
+        self._link.stop_heartbeats()
+        self._runner.detach()
         try:
             if self._group is not None:
                 self._group.close()
@@ -238,7 +248,8 @@ class RankLife:
             order(arrival)
 
     def _limit_s(self, message: ranks_pb2.GatewayMessage) -> float:
-        if message.HasField("load_model"):
+        reads_weights = message.HasField("step_plan") and message.step_plan.command.wake.weights
+        if reads_weights or message.HasField("load_model"):
             return LOAD_LIMIT_S
         form = message.form_group if message.HasField("form_group") else self._form_message
         return _LIMIT_FACTOR * form.timeout_s if form is not None else LOAD_LIMIT_S
@@ -257,23 +268,15 @@ class RankLife:
         _log.error("epoch=%d rank=%d failed", self._epoch, self._rank, exc_info=error)
         permanent = isinstance(error, _PERMANENT)
         text = str(error) if isinstance(error, HeteroError) else f"{type(error).__name__}: {error}"
-        self._send(failure=ranks_pb2.Failure(message=text, permanent=permanent))
+        self._send(ranks_pb2.RankMessage(failure=ranks_pb2.Failure(message=text, permanent=permanent)))
         if self._group is not None:
             self._group.exchange.abort()  # peers that wait for this rank need not wait for the gateway
         self._break_epoch("this rank failed")
         return not permanent
 
-    def _send(
-        self,
-        *,
-        formed: ranks_pb2.Formed | None = None,
-        loaded: ranks_pb2.Loaded | None = None,
-        allocated: ranks_pb2.Allocated | None = None,
-        failure: ranks_pb2.Failure | None = None,
-    ) -> None:
-        self._link.send(
-            ranks_pb2.RankMessage(epoch=self._epoch, formed=formed, loaded=loaded, allocated=allocated, failure=failure)
-        )
+    def _send(self, message: ranks_pb2.RankMessage) -> None:
+        message.epoch = self._epoch
+        self._link.send(message)
 
     def _join_group(self, arrival: Arrival) -> None:
         message = arrival.message.form_group
@@ -281,6 +284,8 @@ class RankLife:
         if message.rank >= len(message.places):
             raise ProtocolError(f"form_group.rank is {message.rank}, and form_group.places holds {len(message.places)}")
         self.was_in_group = True
+        self._next_step = 1
+        self._say_heartbeats(message.heartbeat_interval_s)
         self._fence.enter(self._epoch)
         request = GroupRequest(
             epoch=self._epoch,
@@ -291,13 +296,24 @@ class RankLife:
             segment_name=message.segment_name,
             timeout_s=message.timeout_s,
             host=self._identity.store_host,
+            routes=routes_of(ShardPlan.from_proto(message.shard_plan)),
         )
         self._group = self._form(request, listener=self._listener, aborted=lambda: self._fence.aborted)
         self._fence.adopt(self._group.exchange)
         self._runner.attach(self._group.exchange)
         self._form_message = message
         self._enter(RankState.FORMED)
-        self._send(formed=ranks_pb2.Formed(exchange=self._group.kind))
+        self._send(ranks_pb2.RankMessage(formed=ranks_pb2.Formed(exchange=self._group.kind)))
+
+    def _say_heartbeats(self, interval_s: float) -> None:
+        """Until the epoch's end; a gateway that names no interval listens to none."""
+        epoch = self._epoch
+
+        def beat() -> ranks_pb2.RankMessage:
+            return ranks_pb2.RankMessage(epoch=epoch, heartbeat=ranks_pb2.Heartbeat(step_id=self._next_step - 1))
+
+        if interval_s > 0:
+            self._link.start_heartbeats(interval_s, beat)
 
     def _load(self, arrival: Arrival) -> None:
         group = self._form_message
@@ -314,41 +330,61 @@ class RankLife:
             max_num_batched_tokens=group.max_num_batched_tokens,
             max_num_seqs=group.max_num_seqs,
             memory_bytes=self._identity.memory_bytes,
+            cache_size_is_given=order.cache_size_is_given,
         )
         with self._fence.patient():
             report = self._runner.load(request)
         self._fence.check()
         self._enter(RankState.LOADED)
-        self._send(
-            loaded=ranks_pb2.Loaded(
-                weight_bytes=report.weight_bytes,
-                kv_budget_bytes=report.kv_budget_bytes,
-                kv_bytes_per_token=report.kv_bytes_per_token,
-                load_s=report.load_s,
-                kernels=report.kernels,
-                local_memory_percent=self._local_memory_percent(),
-            )
+        loaded = ranks_pb2.Loaded(
+            weight_bytes=report.weight_bytes,
+            kv_budget_bytes=report.kv_budget_bytes,
+            kv_bytes_per_token=report.kv_bytes_per_token,
+            load_s=report.load_s,
+            kernels=report.kernels,
+            local_memory_percent=self._local_memory_percent(),
         )
+        self._send(ranks_pb2.RankMessage(loaded=loaded))
 
     def _allocate(self, arrival: Arrival) -> None:
         order = arrival.message.allocate_cache
         kv_bytes = self._runner.allocate(order.num_blocks, order.block_size)
-        self._next_step = 1
         self._enter(RankState.SERVING)
-        self._send(allocated=ranks_pb2.Allocated(kv_bytes=kv_bytes))
+        self._send(ranks_pb2.RankMessage(allocated=ranks_pb2.Allocated(kv_bytes=kv_bytes)))
 
     def _step(self, arrival: Arrival) -> None:
         plan = arrival.message.step_plan
         if plan.step_id != self._next_step:
             raise ProtocolError(f"the gateway sent step {plan.step_id}, expected step {self._next_step}")
-        tokens = self._runner.execute(plan)
+        began_s = max(arrival.arrived_s, self._step_ended_s)
+        output = self._runner.execute(plan, lambda: self._receive_masks(plan))
+        self._step_ended_s = time.monotonic()
         self._next_step += 1
         self._heartbeat.count_step()
-        if self._rank == 0:
-            result = ranks_pb2.StepResult(
-                step_id=plan.step_id,
-                slots=[token.slot for token in tokens],
-                token_ids=[token.token for token in tokens],
-                step_s=time.monotonic() - arrival.arrived_s,
-            )
-            self._link.send(ranks_pb2.RankMessage(epoch=self._epoch, step_result=result))
+        if self._rank == 0 or output.report is not None:
+            result = _step_result(plan, output, step_s=self._step_ended_s - began_s)
+            self._send(ranks_pb2.RankMessage(step_result=result))
+
+    def _receive_masks(self, plan: ranks_pb2.StepPlan) -> Sequence[bytes]:
+        """The masks of the step that is being done. Raises ExchangeAborted when its epoch, or this life, is over."""
+        event = self._link.receive()
+        if not isinstance(event, Arrival) or event.message.WhichOneof("body") in _ENDINGS:
+            self._link.put_back(event)
+            raise ExchangeAborted(f"the epoch ended while step {plan.step_id} waited for its masks")
+        masks, epoch = event.message.token_masks, event.message.epoch
+        if not event.message.HasField("token_masks") or (epoch, masks.step_id) != (self._epoch, plan.step_id):
+            body = event.message.WhichOneof("body")
+            raise ProtocolError(f"the gateway sent {body} while step {plan.step_id} waited for its token_masks")
+        return masks.masks
+
+
+def _step_result(plan: ranks_pb2.StepPlan, output: StepOutput, *, step_s: float) -> ranks_pb2.StepResult:
+    return ranks_pb2.StepResult(
+        step_id=plan.step_id,
+        slots=[token.slot for token in output.sampled],
+        token_ids=[token.token for token in output.sampled],
+        step_s=step_s,
+        logprobs=output.logprobs,
+        prompt_logprobs=output.prompt_logprobs,
+        command_report=output.report,
+    )

@@ -3,6 +3,8 @@
 The order matters: configuration, then binding to cores and memory, and only then torch, whose thread pools and
 allocator keep what they find when they start. So everything that imports torch or gRPC is imported late, in
 functions. One rank is one process; its main thread computes, all others wait for the network.
+
+A rank that is forked (`nursery`) finds torch imported, but not started: it has one thread, and binds itself first too.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ from functools import partial
 from typing import Final
 
 from hetero_api.contract import EXIT_PERMANENT, EXIT_STUCK
+from hetero_api.cpu_list import format_cpu_list
 from hetero_api.errors import HeteroError
+from hetero_api.host.heartbeat import Heartbeat
 from hetero_worker.config import RankConfig
-from hetero_worker.heartbeat import Heartbeat
 from hetero_worker.platforms.host_allocator import keep_freed_memory
 from hetero_worker.platforms.numa import LinuxKernel, local_memory_percent
 from hetero_worker.platforms.pinning import PinningReport, PinningRequest, pin
@@ -42,6 +45,8 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, _LEAVE_SIGNALS)
     kernel = LinuxKernel()
     cpus_before = kernel.affinity()
+    heartbeat = Heartbeat.open(config.heartbeat_file)
+    heartbeat.keep_pulse()  # from here, where it is not bound to the cores that compute
     try:
         pinning = pin(
             PinningRequest(config.cores, config.num_threads, config.numa_policy),
@@ -53,14 +58,24 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
             os.environ[variable] = str(pinning.num_threads)
         if not keep_freed_memory():
             _log.warning("this C library has no mallopt: steps pay page faults for their buffers")
-        return _live(config, pinning, cpus_before)
+        return _live(config, pinning, cpus_before, heartbeat)
     except HeteroError as error:
         _log.error("%s", error)
         return EXIT_PERMANENT
 
 
-def _live(config: RankConfig, pinning: PinningReport, link_cpus: frozenset[int]) -> int:
-    heartbeat = Heartbeat.open(config.heartbeat_file)
+def preload() -> None:
+    """Import what a rank needs, and start nothing."""
+    import hetero_worker.distributed.groups
+    import hetero_worker.gateway_link
+    import hetero_worker.identity
+    import hetero_worker.life
+    import hetero_worker.measurements
+    import hetero_worker.platforms.cpu
+    import hetero_worker.runners.cpu_runner  # noqa: F401
+
+
+def _live(config: RankConfig, pinning: PinningReport, link_cpus: frozenset[int], heartbeat: Heartbeat) -> int:
     with heartbeat.working(_START_LIMIT_S):
         new_session = _prepare(config, pinning, link_cpus, heartbeat)
     rank = RejoiningRank(
@@ -81,19 +96,29 @@ def _prepare(
     from hetero_worker.gateway_link import GatewayLink
     from hetero_worker.identity import describe_device, introduce
     from hetero_worker.life import RankIdentity, RankLife
+    from hetero_worker.measurements import KeptMeasurements
     from hetero_worker.platforms.cpu import CpuPlatform
     from hetero_worker.runners.cpu_runner import CpuRunner
 
     torch.set_num_threads(pinning.num_threads)
     platform = CpuPlatform(memory_bytes=config.memory_bytes)
+    kept = KeptMeasurements(
+        config.measurements_file,
+        circumstances={
+            "torch": torch.__version__,
+            "device": platform.name,
+            "cpus": format_cpu_list(pinning.cpus),
+            "threads": str(pinning.num_threads),
+        },
+    )
     identity = RankIdentity(
-        hello=introduce(config, describe_device(platform, pinning)),
+        hello=introduce(config, describe_device(platform, pinning, kept.speeds(platform.measure))),
         model_dir=config.model_dir,
         model_config=ModelConfig.from_directory(config.model_dir),
         memory_bytes=platform.memory_bytes,
         store_host=config.store_host,
     )
-    runner = CpuRunner()
+    runner = CpuRunner(choose=kept.choose_kernel, measure=kept.measure_workspace)
 
     def new_session(connect_timeout_s: float) -> Session:
         link = GatewayLink(

@@ -89,6 +89,7 @@ class GroupState(StrEnum):
     LOADING = "Loading"
     READY = "Ready"
     ABORTED = "Aborted"
+    ASLEEP = "Asleep"
     DRAINING = "Draining"
     CLOSED = "Closed"
 

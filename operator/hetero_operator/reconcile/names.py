@@ -33,6 +33,7 @@ MODEL_VOLUMES: Final = frozenset(
 
 HEALTH_PORT_NAME: Final = "health"
 INFERENCE_PORT_NAME: Final = "inference"
+HTTP_PORT_NAME: Final = "http"
 ADMIN_PORT_NAME: Final = "admin"
 RANKS_PORT_NAME: Final = "ranks"
 METRICS_PORT_NAME: Final = "metrics"

@@ -25,25 +25,49 @@ _sym_db = _symbol_database.Default()
 from hetero_api.v1 import ranks_pb2 as hetero__api_dot_v1_dot_ranks__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19hetero_api/v1/admin.proto\x12\thetero.v1\x1a\x19hetero_api/v1/ranks.proto\"\x14\n\x12GetTopologyRequest\"\x80\x02\n\nRankStatus\x12#\n\x05place\x18\x01 \x01(\x0b\x32\x14.hetero.v1.RankPlace\x12\x0e\n\x06joined\x18\x02 \x01(\x08\x12#\n\x05shard\x18\x03 \x01(\x0b\x32\x14.hetero.v1.RankShard\x12\x14\n\x0cweight_bytes\x18\x04 \x01(\x04\x12\x10\n\x08kv_bytes\x18\x05 \x01(\x04\x12\x0e\n\x06load_s\x18\x06 \x01(\x01\x12\x0f\n\x07kernels\x18\x07 \x03(\t\x12!\n\x14local_memory_percent\x18\x08 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0bpin_message\x18\t \x01(\tB\x17\n\x15_local_memory_percent\"\xb7\x02\n\x13GetTopologyResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.hetero.v1.GroupState\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12$\n\x05ranks\x18\x04 \x03(\x0b\x32\x15.hetero.v1.RankStatus\x12)\n\x08\x65xchange\x18\x05 \x01(\x0e\x32\x17.hetero.v1.ExchangeKind\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x0e\n\x06\x66\x61iled\x18\x07 \x01(\x08\x12\x12\n\nblock_size\x18\x08 \x01(\r\x12\x12\n\nnum_blocks\x18\t \x01(\r\x12\x16\n\x0eplacement_mode\x18\n \x01(\t\x12\x19\n\x11tokens_per_second\x18\x0b \x01(\x01\x12\x11\n\tstalled_s\x18\x0c \x01(\x01\"\x11\n\x0fGetStatsRequest\"\xa2\x02\n\x10GetStatsResponse\x12\x18\n\x10running_requests\x18\x01 \x01(\r\x12\x18\n\x10waiting_requests\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x04 \x01(\r\x12\x13\n\x0bused_blocks\x18\x05 \x01(\r\x12\x15\n\rcached_blocks\x18\x06 \x01(\r\x12\r\n\x05steps\x18\x07 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x08 \x01(\x04\x12\x15\n\rcached_tokens\x18\t \x01(\x04\x12\x18\n\x10generated_tokens\x18\n \x01(\x04\x12\x13\n\x0bpreemptions\x18\x0b \x01(\x04\x12\x19\n\x11\x66inished_requests\x18\x0c \x01(\x04*\xd2\x01\n\nGroupState\x12\x1b\n\x17GROUP_STATE_UNSPECIFIED\x10\x00\x12\x13\n\x0fGROUP_STATE_NEW\x10\x01\x12\x17\n\x13GROUP_STATE_FORMING\x10\x02\x12\x17\n\x13GROUP_STATE_LOADING\x10\x03\x12\x15\n\x11GROUP_STATE_READY\x10\x04\x12\x17\n\x13GROUP_STATE_ABORTED\x10\x05\x12\x18\n\x14GROUP_STATE_DRAINING\x10\x06\x12\x16\n\x12GROUP_STATE_CLOSED\x10\x07\x32\x9a\x01\n\x05\x41\x64min\x12L\n\x0bGetTopology\x12\x1d.hetero.v1.GetTopologyRequest\x1a\x1e.hetero.v1.GetTopologyResponse\x12\x43\n\x08GetStats\x12\x1a.hetero.v1.GetStatsRequest\x1a\x1b.hetero.v1.GetStatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19hetero_api/v1/admin.proto\x12\thetero.v1\x1a\x19hetero_api/v1/ranks.proto\"c\n\x11ResetCacheRequest\x12&\n\x06layout\x18\x01 \x01(\x0e\x32\x16.hetero.v1.CacheLayout\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\"N\n\x12ResetCacheResponse\x12\x12\n\nblock_size\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x10\n\x08kv_bytes\x18\x03 \x03(\x04\"\x1d\n\x0cSleepRequest\x12\r\n\x05level\x18\x01 \x01(\r\"$\n\rSleepResponse\x12\x13\n\x0b\x66reed_bytes\x18\x01 \x03(\x04\"\x1d\n\rWakeUpRequest\x12\x0c\n\x04tags\x18\x01 \x03(\t\" \n\x0eWakeUpResponse\x12\x0e\n\x06\x61sleep\x18\x01 \x03(\t\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse\"8\n\x0eProfileRequest\x12\x12\n\nduration_s\x18\x01 \x01(\x01\x12\x12\n\nwith_trace\x18\x02 \x01(\x08\"8\n\x0fProfileResponse\x12%\n\x05ranks\x18\x01 \x03(\x0b\x32\x16.hetero.v1.RankProfile\"+\n\x0bRankProfile\x12\r\n\x05table\x18\x01 \x01(\t\x12\r\n\x05trace\x18\x02 \x01(\x0c\"\x14\n\x12GetTopologyRequest\"\x80\x02\n\nRankStatus\x12#\n\x05place\x18\x01 \x01(\x0b\x32\x14.hetero.v1.RankPlace\x12\x0e\n\x06joined\x18\x02 \x01(\x08\x12#\n\x05shard\x18\x03 \x01(\x0b\x32\x14.hetero.v1.RankShard\x12\x14\n\x0cweight_bytes\x18\x04 \x01(\x04\x12\x10\n\x08kv_bytes\x18\x05 \x01(\x04\x12\x0e\n\x06load_s\x18\x06 \x01(\x01\x12\x0f\n\x07kernels\x18\x07 \x03(\t\x12!\n\x14local_memory_percent\x18\x08 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0bpin_message\x18\t \x01(\tB\x17\n\x15_local_memory_percent\"\x8e\x03\n\x13GetTopologyResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.hetero.v1.GroupState\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12$\n\x05ranks\x18\x04 \x03(\x0b\x32\x15.hetero.v1.RankStatus\x12)\n\x08\x65xchange\x18\x05 \x01(\x0e\x32\x17.hetero.v1.ExchangeKind\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x0e\n\x06\x66\x61iled\x18\x07 \x01(\x08\x12\x12\n\nblock_size\x18\x08 \x01(\r\x12\x12\n\nnum_blocks\x18\t \x01(\r\x12\x16\n\x0eplacement_mode\x18\n \x01(\t\x12\x19\n\x11tokens_per_second\x18\x0b \x01(\x01\x12\x11\n\tstalled_s\x18\x0c \x01(\x01\x12,\n\x0c\x63\x61\x63he_layout\x18\r \x01(\x0e\x32\x16.hetero.v1.CacheLayout\x12\x0e\n\x06\x61sleep\x18\x0e \x03(\t\x12\x17\n\x0fpaused_requests\x18\x0f \x01(\r\"\x11\n\x0fGetStatsRequest\"\xa2\x02\n\x10GetStatsResponse\x12\x18\n\x10running_requests\x18\x01 \x01(\r\x12\x18\n\x10waiting_requests\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x04 \x01(\r\x12\x13\n\x0bused_blocks\x18\x05 \x01(\r\x12\x15\n\rcached_blocks\x18\x06 \x01(\r\x12\r\n\x05steps\x18\x07 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x08 \x01(\x04\x12\x15\n\rcached_tokens\x18\t \x01(\x04\x12\x18\n\x10generated_tokens\x18\n \x01(\x04\x12\x13\n\x0bpreemptions\x18\x0b \x01(\x04\x12\x19\n\x11\x66inished_requests\x18\x0c \x01(\x04*`\n\x0b\x43\x61\x63heLayout\x12\x1c\n\x18\x43\x41\x43HE_LAYOUT_UNSPECIFIED\x10\x00\x12\x16\n\x12\x43\x41\x43HE_LAYOUT_PAGED\x10\x01\x12\x1b\n\x17\x43\x41\x43HE_LAYOUT_CONTIGUOUS\x10\x02*\xea\x01\n\nGroupState\x12\x1b\n\x17GROUP_STATE_UNSPECIFIED\x10\x00\x12\x13\n\x0fGROUP_STATE_NEW\x10\x01\x12\x17\n\x13GROUP_STATE_FORMING\x10\x02\x12\x17\n\x13GROUP_STATE_LOADING\x10\x03\x12\x15\n\x11GROUP_STATE_READY\x10\x04\x12\x17\n\x13GROUP_STATE_ABORTED\x10\x05\x12\x18\n\x14GROUP_STATE_DRAINING\x10\x06\x12\x16\n\x12GROUP_STATE_CLOSED\x10\x07\x12\x16\n\x12GROUP_STATE_ASLEEP\x10\x08\x32\xde\x03\n\x05\x41\x64min\x12L\n\x0bGetTopology\x12\x1d.hetero.v1.GetTopologyRequest\x1a\x1e.hetero.v1.GetTopologyResponse\x12\x43\n\x08GetStats\x12\x1a.hetero.v1.GetStatsRequest\x1a\x1b.hetero.v1.GetStatsResponse\x12I\n\nResetCache\x12\x1c.hetero.v1.ResetCacheRequest\x1a\x1d.hetero.v1.ResetCacheResponse\x12:\n\x05Sleep\x12\x17.hetero.v1.SleepRequest\x1a\x18.hetero.v1.SleepResponse\x12=\n\x06WakeUp\x12\x18.hetero.v1.WakeUpRequest\x1a\x19.hetero.v1.WakeUpResponse\x12:\n\x05\x44rain\x12\x17.hetero.v1.DrainRequest\x1a\x18.hetero.v1.DrainResponse\x12@\n\x07Profile\x12\x19.hetero.v1.ProfileRequest\x1a\x1a.hetero.v1.ProfileResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'hetero_api.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GROUPSTATE']._serialized_start=975
-  _globals['_GROUPSTATE']._serialized_end=1185
-  _globals['_GETTOPOLOGYREQUEST']._serialized_start=67
-  _globals['_GETTOPOLOGYREQUEST']._serialized_end=87
-  _globals['_RANKSTATUS']._serialized_start=90
-  _globals['_RANKSTATUS']._serialized_end=346
-  _globals['_GETTOPOLOGYRESPONSE']._serialized_start=349
-  _globals['_GETTOPOLOGYRESPONSE']._serialized_end=660
-  _globals['_GETSTATSREQUEST']._serialized_start=662
-  _globals['_GETSTATSREQUEST']._serialized_end=679
-  _globals['_GETSTATSRESPONSE']._serialized_start=682
-  _globals['_GETSTATSRESPONSE']._serialized_end=972
-  _globals['_ADMIN']._serialized_start=1188
-  _globals['_ADMIN']._serialized_end=1342
+  _globals['_CACHELAYOUT']._serialized_start=1570
+  _globals['_CACHELAYOUT']._serialized_end=1666
+  _globals['_GROUPSTATE']._serialized_start=1669
+  _globals['_GROUPSTATE']._serialized_end=1903
+  _globals['_RESETCACHEREQUEST']._serialized_start=67
+  _globals['_RESETCACHEREQUEST']._serialized_end=166
+  _globals['_RESETCACHERESPONSE']._serialized_start=168
+  _globals['_RESETCACHERESPONSE']._serialized_end=246
+  _globals['_SLEEPREQUEST']._serialized_start=248
+  _globals['_SLEEPREQUEST']._serialized_end=277
+  _globals['_SLEEPRESPONSE']._serialized_start=279
+  _globals['_SLEEPRESPONSE']._serialized_end=315
+  _globals['_WAKEUPREQUEST']._serialized_start=317
+  _globals['_WAKEUPREQUEST']._serialized_end=346
+  _globals['_WAKEUPRESPONSE']._serialized_start=348
+  _globals['_WAKEUPRESPONSE']._serialized_end=380
+  _globals['_DRAINREQUEST']._serialized_start=382
+  _globals['_DRAINREQUEST']._serialized_end=396
+  _globals['_DRAINRESPONSE']._serialized_start=398
+  _globals['_DRAINRESPONSE']._serialized_end=413
+  _globals['_PROFILEREQUEST']._serialized_start=415
+  _globals['_PROFILEREQUEST']._serialized_end=471
+  _globals['_PROFILERESPONSE']._serialized_start=473
+  _globals['_PROFILERESPONSE']._serialized_end=529
+  _globals['_RANKPROFILE']._serialized_start=531
+  _globals['_RANKPROFILE']._serialized_end=574
+  _globals['_GETTOPOLOGYREQUEST']._serialized_start=576
+  _globals['_GETTOPOLOGYREQUEST']._serialized_end=596
+  _globals['_RANKSTATUS']._serialized_start=599
+  _globals['_RANKSTATUS']._serialized_end=855
+  _globals['_GETTOPOLOGYRESPONSE']._serialized_start=858
+  _globals['_GETTOPOLOGYRESPONSE']._serialized_end=1256
+  _globals['_GETSTATSREQUEST']._serialized_start=1258
+  _globals['_GETSTATSREQUEST']._serialized_end=1275
+  _globals['_GETSTATSRESPONSE']._serialized_start=1278
+  _globals['_GETSTATSRESPONSE']._serialized_end=1568
+  _globals['_ADMIN']._serialized_start=1906
+  _globals['_ADMIN']._serialized_end=2384
 # @@protoc_insertion_point(module_scope)

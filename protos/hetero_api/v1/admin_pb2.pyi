@@ -20,6 +20,30 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _CacheLayout:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CacheLayoutEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CacheLayout.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CACHE_LAYOUT_UNSPECIFIED: _CacheLayout.ValueType  # 0
+    """As PAGED."""
+    CACHE_LAYOUT_PAGED: _CacheLayout.ValueType  # 1
+    """Blocks of block_size token positions, shared between requests with equal prefixes."""
+    CACHE_LAYOUT_CONTIGUOUS: _CacheLayout.ValueType  # 2
+    """One block a request, as long as the longest sequence: no sharing, no block tables to follow."""
+
+class CacheLayout(_CacheLayout, metaclass=_CacheLayoutEnumTypeWrapper):
+    """How KV blocks are laid out."""
+
+CACHE_LAYOUT_UNSPECIFIED: CacheLayout.ValueType  # 0
+"""As PAGED."""
+CACHE_LAYOUT_PAGED: CacheLayout.ValueType  # 1
+"""Blocks of block_size token positions, shared between requests with equal prefixes."""
+CACHE_LAYOUT_CONTIGUOUS: CacheLayout.ValueType  # 2
+"""One block a request, as long as the longest sequence: no sharing, no block tables to follow."""
+Global___CacheLayout: _TypeAlias = CacheLayout  # noqa: Y015
+
 class _GroupState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -42,6 +66,8 @@ class _GroupStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GroupState
     """No new requests; those in flight finish."""
     GROUP_STATE_CLOSED: _GroupState.ValueType  # 7
     """Over."""
+    GROUP_STATE_ASLEEP: _GroupState.ValueType  # 8
+    """Memory is given up until WakeUp; requests are refused."""
 
 class GroupState(_GroupState, metaclass=_GroupStateEnumTypeWrapper):
     """States of a group."""
@@ -62,7 +88,275 @@ GROUP_STATE_DRAINING: GroupState.ValueType  # 6
 """No new requests; those in flight finish."""
 GROUP_STATE_CLOSED: GroupState.ValueType  # 7
 """Over."""
+GROUP_STATE_ASLEEP: GroupState.ValueType  # 8
+"""Memory is given up until WakeUp; requests are refused."""
 Global___GroupState: _TypeAlias = GroupState  # noqa: Y015
+
+@_typing.final
+class ResetCacheRequest(_message.Message):
+    """The cache that is wanted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    layout: Global___CacheLayout.ValueType
+    """Its layout."""
+    block_size: _builtins.int
+    """Token positions a block; 0: the resource's spec.engine.blockSize. Must be 0 for CONTIGUOUS."""
+    num_blocks: _builtins.int
+    """Blocks, null block excluded; 0: as many as memory and the longest sequences allow."""
+    def __init__(
+        self,
+        *,
+        layout: Global___CacheLayout.ValueType = ...,
+        block_size: _builtins.int = ...,
+        num_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "layout", b"layout", "num_blocks", b"num_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResetCacheRequest: _TypeAlias = ResetCacheRequest  # noqa: Y015
+
+@_typing.final
+class ResetCacheResponse(_message.Message):
+    """The cache that stands now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    KV_BYTES_FIELD_NUMBER: _builtins.int
+    block_size: _builtins.int
+    """Token positions a block."""
+    num_blocks: _builtins.int
+    """Blocks, null block excluded."""
+    @_builtins.property
+    def kv_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Bytes of each rank's cache, in rank order."""
+
+    def __init__(
+        self,
+        *,
+        block_size: _builtins.int = ...,
+        num_blocks: _builtins.int = ...,
+        kv_bytes: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "kv_bytes", b"kv_bytes", "num_blocks", b"num_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResetCacheResponse: _TypeAlias = ResetCacheResponse  # noqa: Y015
+
+@_typing.final
+class SleepRequest(_message.Message):
+    """How deep."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEVEL_FIELD_NUMBER: _builtins.int
+    level: _builtins.int
+    """1: weights go to host memory, the KV cache is dropped; 2: both are dropped, weights are read again on waking."""
+    def __init__(
+        self,
+        *,
+        level: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["level", b"level"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SleepRequest: _TypeAlias = SleepRequest  # noqa: Y015
+
+@_typing.final
+class SleepResponse(_message.Message):
+    """What was given up."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FREED_BYTES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def freed_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Bytes that each rank gave back, measured, in rank order."""
+
+    def __init__(
+        self,
+        *,
+        freed_bytes: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["freed_bytes", b"freed_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SleepResponse: _TypeAlias = SleepResponse  # noqa: Y015
+
+@_typing.final
+class WakeUpRequest(_message.Message):
+    """What comes back."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TAGS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tags(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """"weights", "kv" or both; empty: all that is asleep."""
+
+    def __init__(
+        self,
+        *,
+        tags: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tags", b"tags"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WakeUpRequest: _TypeAlias = WakeUpRequest  # noqa: Y015
+
+@_typing.final
+class WakeUpResponse(_message.Message):
+    """What stands now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ASLEEP_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def asleep(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What is still asleep; empty: the group is READY."""
+
+    def __init__(
+        self,
+        *,
+        asleep: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asleep", b"asleep"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WakeUpResponse: _TypeAlias = WakeUpResponse  # noqa: Y015
+
+@_typing.final
+class DrainRequest(_message.Message):
+    """Nothing to say."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
+
+@_typing.final
+class DrainResponse(_message.Message):
+    """Drained: no request is in flight."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
+
+@_typing.final
+class ProfileRequest(_message.Message):
+    """How long, and what is wanted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DURATION_S_FIELD_NUMBER: _builtins.int
+    WITH_TRACE_FIELD_NUMBER: _builtins.int
+    duration_s: _builtins.float
+    """Seconds to record, more than 0 and at most 60."""
+    with_trace: _builtins.bool
+    """Whether traces are wanted, beside tables."""
+    def __init__(
+        self,
+        *,
+        duration_s: _builtins.float = ...,
+        with_trace: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_s", b"duration_s", "with_trace", b"with_trace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfileRequest: _TypeAlias = ProfileRequest  # noqa: Y015
+
+@_typing.final
+class ProfileResponse(_message.Message):
+    """One record a rank."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankProfile]:
+        """In rank order."""
+
+    def __init__(
+        self,
+        *,
+        ranks: _abc.Iterable[Global___RankProfile] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ranks", b"ranks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfileResponse: _TypeAlias = ProfileResponse  # noqa: Y015
+
+@_typing.final
+class RankProfile(_message.Message):
+    """One rank's record."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TABLE_FIELD_NUMBER: _builtins.int
+    TRACE_FIELD_NUMBER: _builtins.int
+    table: _builtins.str
+    """A table of where the time went, for a person."""
+    trace: _builtins.bytes
+    """gzip of a trace in Chrome's JSON format; empty unless asked for."""
+    def __init__(
+        self,
+        *,
+        table: _builtins.str = ...,
+        trace: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["table", b"table", "trace", b"trace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankProfile: _TypeAlias = RankProfile  # noqa: Y015
 
 @_typing.final
 class GetTopologyRequest(_message.Message):
@@ -163,6 +457,9 @@ class GetTopologyResponse(_message.Message):
     PLACEMENT_MODE_FIELD_NUMBER: _builtins.int
     TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     STALLED_S_FIELD_NUMBER: _builtins.int
+    CACHE_LAYOUT_FIELD_NUMBER: _builtins.int
+    ASLEEP_FIELD_NUMBER: _builtins.int
+    PAUSED_REQUESTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The resource's metadata.name."""
     state: Global___GroupState.ValueType
@@ -185,9 +482,17 @@ class GetTopologyResponse(_message.Message):
     """Tokens generated per second of stepping, in this epoch, of late: idle time does not count. 0 before any."""
     stalled_s: _builtins.float
     """Seconds that the step which the ranks compute has been out; 0 while none is."""
+    cache_layout: Global___CacheLayout.ValueType
+    """How KV blocks are laid out; unset until there is a cache."""
+    paused_requests: _builtins.int
+    """Requests that wait for a new epoch to go on where the last one left them."""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankStatus]:
         """In rank order, ranks that have not joined included."""
+
+    @_builtins.property
+    def asleep(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What is asleep, "weights" and "kv"; empty unless the group is ASLEEP."""
 
     def __init__(
         self,
@@ -204,10 +509,13 @@ class GetTopologyResponse(_message.Message):
         placement_mode: _builtins.str = ...,
         tokens_per_second: _builtins.float = ...,
         stalled_s: _builtins.float = ...,
+        cache_layout: Global___CacheLayout.ValueType = ...,
+        asleep: _abc.Iterable[_builtins.str] | None = ...,
+        paused_requests: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "epoch", b"epoch", "exchange", b"exchange", "failed", b"failed", "name", b"name", "num_blocks", b"num_blocks", "placement_mode", b"placement_mode", "ranks", b"ranks", "reason", b"reason", "stalled_s", b"stalled_s", "state", b"state", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asleep", b"asleep", "block_size", b"block_size", "cache_layout", b"cache_layout", "epoch", b"epoch", "exchange", b"exchange", "failed", b"failed", "name", b"name", "num_blocks", b"num_blocks", "paused_requests", b"paused_requests", "placement_mode", b"placement_mode", "ranks", b"ranks", "reason", b"reason", "stalled_s", b"stalled_s", "state", b"state", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

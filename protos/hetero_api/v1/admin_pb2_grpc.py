@@ -45,6 +45,31 @@ class AdminStub(object):
                 request_serializer=hetero__api_dot_v1_dot_admin__pb2.GetStatsRequest.SerializeToString,
                 response_deserializer=hetero__api_dot_v1_dot_admin__pb2.GetStatsResponse.FromString,
                 _registered_method=True)
+        self.ResetCache = channel.unary_unary(
+                '/hetero.v1.Admin/ResetCache',
+                request_serializer=hetero__api_dot_v1_dot_admin__pb2.ResetCacheRequest.SerializeToString,
+                response_deserializer=hetero__api_dot_v1_dot_admin__pb2.ResetCacheResponse.FromString,
+                _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/hetero.v1.Admin/Sleep',
+                request_serializer=hetero__api_dot_v1_dot_admin__pb2.SleepRequest.SerializeToString,
+                response_deserializer=hetero__api_dot_v1_dot_admin__pb2.SleepResponse.FromString,
+                _registered_method=True)
+        self.WakeUp = channel.unary_unary(
+                '/hetero.v1.Admin/WakeUp',
+                request_serializer=hetero__api_dot_v1_dot_admin__pb2.WakeUpRequest.SerializeToString,
+                response_deserializer=hetero__api_dot_v1_dot_admin__pb2.WakeUpResponse.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/hetero.v1.Admin/Drain',
+                request_serializer=hetero__api_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
+                response_deserializer=hetero__api_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+                _registered_method=True)
+        self.Profile = channel.unary_unary(
+                '/hetero.v1.Admin/Profile',
+                request_serializer=hetero__api_dot_v1_dot_admin__pb2.ProfileRequest.SerializeToString,
+                response_deserializer=hetero__api_dot_v1_dot_admin__pb2.ProfileResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -65,6 +90,45 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ResetCache(self, request, context):
+        """Replaces the KV cache of all ranks in one step: another layout, block size or number of blocks. What was cached is
+        forgotten. FAILED_PRECONDITION unless the group is READY and idle; the cache stays as it was when a rank cannot.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Sleep(self, request, context):
+        """READY to ASLEEP: gives up memory. Requests are refused with UNAVAILABLE until WakeUp. FAILED_PRECONDITION unless the
+        group is READY and idle.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WakeUp(self, request, context):
+        """ASLEEP to READY, once weights and KV cache are back; what was cached is forgotten. FAILED_PRECONDITION unless the
+        group is ASLEEP and what is asked for is asleep.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """READY or ASLEEP to DRAINING, for good: refuses new requests; answers once those in flight have ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Profile(self, request, context):
+        """Records what the ranks do for some time, while requests are served. FAILED_PRECONDITION unless the group is READY and
+        no other profile runs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -77,6 +141,31 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.GetStats,
                     request_deserializer=hetero__api_dot_v1_dot_admin__pb2.GetStatsRequest.FromString,
                     response_serializer=hetero__api_dot_v1_dot_admin__pb2.GetStatsResponse.SerializeToString,
+            ),
+            'ResetCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetCache,
+                    request_deserializer=hetero__api_dot_v1_dot_admin__pb2.ResetCacheRequest.FromString,
+                    response_serializer=hetero__api_dot_v1_dot_admin__pb2.ResetCacheResponse.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=hetero__api_dot_v1_dot_admin__pb2.SleepRequest.FromString,
+                    response_serializer=hetero__api_dot_v1_dot_admin__pb2.SleepResponse.SerializeToString,
+            ),
+            'WakeUp': grpc.unary_unary_rpc_method_handler(
+                    servicer.WakeUp,
+                    request_deserializer=hetero__api_dot_v1_dot_admin__pb2.WakeUpRequest.FromString,
+                    response_serializer=hetero__api_dot_v1_dot_admin__pb2.WakeUpResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=hetero__api_dot_v1_dot_admin__pb2.DrainRequest.FromString,
+                    response_serializer=hetero__api_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
+            'Profile': grpc.unary_unary_rpc_method_handler(
+                    servicer.Profile,
+                    request_deserializer=hetero__api_dot_v1_dot_admin__pb2.ProfileRequest.FromString,
+                    response_serializer=hetero__api_dot_v1_dot_admin__pb2.ProfileResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -134,6 +223,141 @@ class Admin(object):
             '/hetero.v1.Admin/GetStats',
             hetero__api_dot_v1_dot_admin__pb2.GetStatsRequest.SerializeToString,
             hetero__api_dot_v1_dot_admin__pb2.GetStatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hetero.v1.Admin/ResetCache',
+            hetero__api_dot_v1_dot_admin__pb2.ResetCacheRequest.SerializeToString,
+            hetero__api_dot_v1_dot_admin__pb2.ResetCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hetero.v1.Admin/Sleep',
+            hetero__api_dot_v1_dot_admin__pb2.SleepRequest.SerializeToString,
+            hetero__api_dot_v1_dot_admin__pb2.SleepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WakeUp(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hetero.v1.Admin/WakeUp',
+            hetero__api_dot_v1_dot_admin__pb2.WakeUpRequest.SerializeToString,
+            hetero__api_dot_v1_dot_admin__pb2.WakeUpResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hetero.v1.Admin/Drain',
+            hetero__api_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
+            hetero__api_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Profile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hetero.v1.Admin/Profile',
+            hetero__api_dot_v1_dot_admin__pb2.ProfileRequest.SerializeToString,
+            hetero__api_dot_v1_dot_admin__pb2.ProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

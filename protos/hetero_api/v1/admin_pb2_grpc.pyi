@@ -37,6 +37,24 @@ class AdminStub:
     """Says where every rank is, what it owns, and how the group stands."""
     GetStats: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetStatsRequest, _admin_pb2.GetStatsResponse]
     """Counts of the scheduler and the block pool, consistent with one another (taken between two steps)."""
+    ResetCache: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ResetCacheRequest, _admin_pb2.ResetCacheResponse]
+    """Replaces the KV cache of all ranks in one step: another layout, block size or number of blocks. What was cached is
+    forgotten. FAILED_PRECONDITION unless the group is READY and idle; the cache stays as it was when a rank cannot.
+    """
+    Sleep: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SleepRequest, _admin_pb2.SleepResponse]
+    """READY to ASLEEP: gives up memory. Requests are refused with UNAVAILABLE until WakeUp. FAILED_PRECONDITION unless the
+    group is READY and idle.
+    """
+    WakeUp: _grpc.UnaryUnaryMultiCallable[_admin_pb2.WakeUpRequest, _admin_pb2.WakeUpResponse]
+    """ASLEEP to READY, once weights and KV cache are back; what was cached is forgotten. FAILED_PRECONDITION unless the
+    group is ASLEEP and what is asked for is asleep.
+    """
+    Drain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]
+    """READY or ASLEEP to DRAINING, for good: refuses new requests; answers once those in flight have ended."""
+    Profile: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ProfileRequest, _admin_pb2.ProfileResponse]
+    """Records what the ranks do for some time, while requests are served. FAILED_PRECONDITION unless the group is READY and
+    no other profile runs.
+    """
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -47,6 +65,24 @@ class AdminAsyncStub(AdminStub):
     """Says where every rank is, what it owns, and how the group stands."""
     GetStats: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetStatsRequest, _admin_pb2.GetStatsResponse]  # type: ignore[assignment]
     """Counts of the scheduler and the block pool, consistent with one another (taken between two steps)."""
+    ResetCache: _aio.UnaryUnaryMultiCallable[_admin_pb2.ResetCacheRequest, _admin_pb2.ResetCacheResponse]  # type: ignore[assignment]
+    """Replaces the KV cache of all ranks in one step: another layout, block size or number of blocks. What was cached is
+    forgotten. FAILED_PRECONDITION unless the group is READY and idle; the cache stays as it was when a rank cannot.
+    """
+    Sleep: _aio.UnaryUnaryMultiCallable[_admin_pb2.SleepRequest, _admin_pb2.SleepResponse]  # type: ignore[assignment]
+    """READY to ASLEEP: gives up memory. Requests are refused with UNAVAILABLE until WakeUp. FAILED_PRECONDITION unless the
+    group is READY and idle.
+    """
+    WakeUp: _aio.UnaryUnaryMultiCallable[_admin_pb2.WakeUpRequest, _admin_pb2.WakeUpResponse]  # type: ignore[assignment]
+    """ASLEEP to READY, once weights and KV cache are back; what was cached is forgotten. FAILED_PRECONDITION unless the
+    group is ASLEEP and what is asked for is asleep.
+    """
+    Drain: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]  # type: ignore[assignment]
+    """READY or ASLEEP to DRAINING, for good: refuses new requests; answers once those in flight have ended."""
+    Profile: _aio.UnaryUnaryMultiCallable[_admin_pb2.ProfileRequest, _admin_pb2.ProfileResponse]  # type: ignore[assignment]
+    """Records what the ranks do for some time, while requests are served. FAILED_PRECONDITION unless the group is READY and
+    no other profile runs.
+    """
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     """Looks at and steers the group."""
@@ -66,5 +102,53 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.GetStatsResponse, _abc.Awaitable[_admin_pb2.GetStatsResponse]]:
         """Counts of the scheduler and the block pool, consistent with one another (taken between two steps)."""
+
+    @_abc_1.abstractmethod
+    def ResetCache(
+        self,
+        request: _admin_pb2.ResetCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ResetCacheResponse, _abc.Awaitable[_admin_pb2.ResetCacheResponse]]:
+        """Replaces the KV cache of all ranks in one step: another layout, block size or number of blocks. What was cached is
+        forgotten. FAILED_PRECONDITION unless the group is READY and idle; the cache stays as it was when a rank cannot.
+        """
+
+    @_abc_1.abstractmethod
+    def Sleep(
+        self,
+        request: _admin_pb2.SleepRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.SleepResponse, _abc.Awaitable[_admin_pb2.SleepResponse]]:
+        """READY to ASLEEP: gives up memory. Requests are refused with UNAVAILABLE until WakeUp. FAILED_PRECONDITION unless the
+        group is READY and idle.
+        """
+
+    @_abc_1.abstractmethod
+    def WakeUp(
+        self,
+        request: _admin_pb2.WakeUpRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.WakeUpResponse, _abc.Awaitable[_admin_pb2.WakeUpResponse]]:
+        """ASLEEP to READY, once weights and KV cache are back; what was cached is forgotten. FAILED_PRECONDITION unless the
+        group is ASLEEP and what is asked for is asleep.
+        """
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _admin_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.DrainResponse, _abc.Awaitable[_admin_pb2.DrainResponse]]:
+        """READY or ASLEEP to DRAINING, for good: refuses new requests; answers once those in flight have ended."""
+
+    @_abc_1.abstractmethod
+    def Profile(
+        self,
+        request: _admin_pb2.ProfileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ProfileResponse, _abc.Awaitable[_admin_pb2.ProfileResponse]]:
+        """Records what the ranks do for some time, while requests are served. FAILED_PRECONDITION unless the group is READY and
+        no other profile runs.
+        """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

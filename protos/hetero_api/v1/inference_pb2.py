@@ -23,61 +23,72 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from hetero_api.v1 import logprobs_pb2 as hetero__api_dot_v1_dot_logprobs__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dhetero_api/v1/inference.proto\x12\thetero.v1\x1a\x1egoogle/protobuf/duration.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"8\n\x0c\x43hatMessages\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.hetero.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xa6\x02\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x17\n\nignore_eos\x18\t \x01(\x08H\x06\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_ignore_eos\"\xff\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.hetero.v1.TokenIdsH\x00\x12\'\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x17.hetero.v1.ChatMessagesH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.hetero.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12*\n\x0boutput_mode\x18\x07 \x01(\x0e\x32\x15.hetero.v1.OutputModeB\x08\n\x06prompt\"B\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x0c\n\x04seed\x18\x03 \x01(\x04\"7\n\x05\x44\x65lta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"\x8e\x01\n\x07Timings\x12)\n\x06queued\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05total\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xc6\x01\n\x08\x46inished\x12\r\n\x05index\x18\x01 \x01(\r\x12\'\n\x06reason\x18\x02 \x01(\x0e\x32\x17.hetero.v1.FinishReason\x12\x13\n\tstop_text\x18\x03 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x04 \x01(\rH\x00\x12\x1f\n\x05usage\x18\x05 \x01(\x0b\x32\x10.hetero.v1.Usage\x12#\n\x07timings\x18\x06 \x01(\x0b\x32\x12.hetero.v1.TimingsB\x0e\n\x0cmatched_stop\"\x8b\x01\n\rGenerateEvent\x12%\n\x07started\x18\x01 \x01(\x0b\x32\x12.hetero.v1.StartedH\x00\x12!\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x10.hetero.v1.DeltaH\x00\x12\'\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x13.hetero.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1e\n\rAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"S\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x17.hetero.v1.ChatMessagesH\x00\x42\x07\n\x05input\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"&\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x15\n\x13GetModelInfoRequest\"\xc3\x01\n\x14GetModelInfoResponse\x12\x11\n\tmodel_uri\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x19\n\x11has_chat_template\x18\x07 \x01(\x08\x12\x16\n\x0enum_parameters\x18\x08 \x01(\x04\"\x16\n\x14GetServerInfoRequest\"\xae\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05ready\x18\x03 \x01(\x08\x12\x12\n\nworld_size\x18\x04 \x01(\r\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x10\n\x08uptime_s\x18\x06 \x01(\x01\x12\x18\n\x10running_requests\x18\x07 \x01(\r\x12\x18\n\x10waiting_requests\x18\x08 \x01(\r*\\\n\nOutputMode\x12\x1b\n\x17OUTPUT_MODE_UNSPECIFIED\x10\x00\x12\x15\n\x11OUTPUT_MODE_DELTA\x10\x01\x12\x1a\n\x16OUTPUT_MODE_FINAL_ONLY\x10\x02*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\xc0\x03\n\tInference\x12\x42\n\x08Generate\x12\x1a.hetero.v1.GenerateRequest\x1a\x18.hetero.v1.GenerateEvent0\x01\x12:\n\x05\x41\x62ort\x12\x17.hetero.v1.AbortRequest\x1a\x18.hetero.v1.AbortResponse\x12\x43\n\x08Tokenize\x12\x1a.hetero.v1.TokenizeRequest\x1a\x1b.hetero.v1.TokenizeResponse\x12I\n\nDetokenize\x12\x1c.hetero.v1.DetokenizeRequest\x1a\x1d.hetero.v1.DetokenizeResponse\x12O\n\x0cGetModelInfo\x12\x1e.hetero.v1.GetModelInfoRequest\x1a\x1f.hetero.v1.GetModelInfoResponse\x12R\n\rGetServerInfo\x12\x1f.hetero.v1.GetServerInfoRequest\x1a .hetero.v1.GetServerInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dhetero_api/v1/inference.proto\x12\thetero.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1chetero_api/v1/logprobs.proto\"i\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x17\n\x0ftool_calls_json\x18\x03 \x01(\t\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\"L\n\x0c\x43hatMessages\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.hetero.v1.ChatMessage\x12\x12\n\ntools_json\x18\x02 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xba\x06\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x05\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x17\n\nignore_eos\x18\t \x01(\x08H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\n \x01(\x02H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0b \x01(\x02H\t\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0c \x01(\x02H\n\x88\x01\x01\x12<\n\nlogit_bias\x18\r \x03(\x0b\x32(.hetero.v1.SamplingParams.LogitBiasEntry\x12\x17\n\nmin_tokens\x18\x0e \x01(\rH\x0b\x88\x01\x01\x12\x0e\n\x01n\x18\x0f \x01(\rH\x0c\x88\x01\x01\x12\x15\n\x08logprobs\x18\x10 \x01(\rH\r\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\rH\x0e\x88\x01\x01\x12\x15\n\x0bjson_schema\x18\x12 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x13 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x14 \x01(\tH\x00\x12#\n\x06\x63hoice\x18\x15 \x01(\x0b\x32\x11.hetero.v1.ChoiceH\x00\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0c\n\nconstraintB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_ignore_eosB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\r\n\x0b_min_tokensB\x04\n\x02_nB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x17\n\x06\x43hoice\x12\r\n\x05texts\x18\x01 \x03(\t\"\xb8\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.hetero.v1.TokenIdsH\x00\x12\'\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x17.hetero.v1.ChatMessagesH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.hetero.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12*\n\x0boutput_mode\x18\x07 \x01(\x0e\x32\x15.hetero.v1.OutputMode\x12\x10\n\x08priority\x18\x08 \x01(\x11\x12%\n\x08received\x18\t \x03(\x0b\x32\x13.hetero.v1.ReceivedB\x08\n\x06prompt\"\x1d\n\x08Received\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"B\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x0c\n\x04seed\x18\x03 \x01(\x04\"=\n\x0ePromptLogprobs\x12+\n\tpositions\x18\x01 \x03(\x0b\x32\x18.hetero.v1.TokenLogprobs\"c\n\x05\x44\x65lta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.hetero.v1.TokenLogprobs\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"\x8e\x01\n\x07Timings\x12)\n\x06queued\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05total\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xc6\x01\n\x08\x46inished\x12\r\n\x05index\x18\x01 \x01(\r\x12\'\n\x06reason\x18\x02 \x01(\x0e\x32\x17.hetero.v1.FinishReason\x12\x13\n\tstop_text\x18\x03 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x04 \x01(\rH\x00\x12\x1f\n\x05usage\x18\x05 \x01(\x0b\x32\x10.hetero.v1.Usage\x12#\n\x07timings\x18\x06 \x01(\x0b\x32\x12.hetero.v1.TimingsB\x0e\n\x0cmatched_stop\"\xc1\x01\n\rGenerateEvent\x12%\n\x07started\x18\x01 \x01(\x0b\x32\x12.hetero.v1.StartedH\x00\x12!\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x10.hetero.v1.DeltaH\x00\x12\'\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x13.hetero.v1.FinishedH\x00\x12\x34\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x19.hetero.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1e\n\rAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"S\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x17.hetero.v1.ChatMessagesH\x00\x42\x07\n\x05input\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"&\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x15\n\x13GetModelInfoRequest\"\xc3\x01\n\x14GetModelInfoResponse\x12\x11\n\tmodel_uri\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x19\n\x11has_chat_template\x18\x07 \x01(\x08\x12\x16\n\x0enum_parameters\x18\x08 \x01(\x04\"\x16\n\x14GetServerInfoRequest\"\xae\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05ready\x18\x03 \x01(\x08\x12\x12\n\nworld_size\x18\x04 \x01(\r\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x10\n\x08uptime_s\x18\x06 \x01(\x01\x12\x18\n\x10running_requests\x18\x07 \x01(\r\x12\x18\n\x10waiting_requests\x18\x08 \x01(\r*\\\n\nOutputMode\x12\x1b\n\x17OUTPUT_MODE_UNSPECIFIED\x10\x00\x12\x15\n\x11OUTPUT_MODE_DELTA\x10\x01\x12\x1a\n\x16OUTPUT_MODE_FINAL_ONLY\x10\x02*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\xc0\x03\n\tInference\x12\x42\n\x08Generate\x12\x1a.hetero.v1.GenerateRequest\x1a\x18.hetero.v1.GenerateEvent0\x01\x12:\n\x05\x41\x62ort\x12\x17.hetero.v1.AbortRequest\x1a\x18.hetero.v1.AbortResponse\x12\x43\n\x08Tokenize\x12\x1a.hetero.v1.TokenizeRequest\x1a\x1b.hetero.v1.TokenizeResponse\x12I\n\nDetokenize\x12\x1c.hetero.v1.DetokenizeRequest\x1a\x1d.hetero.v1.DetokenizeResponse\x12O\n\x0cGetModelInfo\x12\x1e.hetero.v1.GetModelInfoRequest\x1a\x1f.hetero.v1.GetModelInfoResponse\x12R\n\rGetServerInfo\x12\x1f.hetero.v1.GetServerInfoRequest\x1a .hetero.v1.GetServerInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'hetero_api.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_OUTPUTMODE']._serialized_start=2145
-  _globals['_OUTPUTMODE']._serialized_end=2237
-  _globals['_FINISHREASON']._serialized_start=2239
-  _globals['_FINISHREASON']._serialized_end=2359
-  _globals['_CHATMESSAGE']._serialized_start=76
-  _globals['_CHATMESSAGE']._serialized_end=120
-  _globals['_CHATMESSAGES']._serialized_start=122
-  _globals['_CHATMESSAGES']._serialized_end=178
-  _globals['_TOKENIDS']._serialized_start=180
-  _globals['_TOKENIDS']._serialized_end=203
-  _globals['_SAMPLINGPARAMS']._serialized_start=206
-  _globals['_SAMPLINGPARAMS']._serialized_end=500
-  _globals['_GENERATEREQUEST']._serialized_start=503
-  _globals['_GENERATEREQUEST']._serialized_end=758
-  _globals['_STARTED']._serialized_start=760
-  _globals['_STARTED']._serialized_end=826
-  _globals['_DELTA']._serialized_start=828
-  _globals['_DELTA']._serialized_end=883
-  _globals['_USAGE']._serialized_start=885
-  _globals['_USAGE']._serialized_end=965
-  _globals['_TIMINGS']._serialized_start=968
-  _globals['_TIMINGS']._serialized_end=1110
-  _globals['_FINISHED']._serialized_start=1113
-  _globals['_FINISHED']._serialized_end=1311
-  _globals['_GENERATEEVENT']._serialized_start=1314
-  _globals['_GENERATEEVENT']._serialized_end=1453
-  _globals['_ABORTREQUEST']._serialized_start=1455
-  _globals['_ABORTREQUEST']._serialized_end=1489
-  _globals['_ABORTRESPONSE']._serialized_start=1491
-  _globals['_ABORTRESPONSE']._serialized_end=1521
-  _globals['_TOKENIZEREQUEST']._serialized_start=1523
-  _globals['_TOKENIZEREQUEST']._serialized_end=1606
-  _globals['_TOKENIZERESPONSE']._serialized_start=1608
-  _globals['_TOKENIZERESPONSE']._serialized_end=1645
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1647
-  _globals['_DETOKENIZEREQUEST']._serialized_end=1685
-  _globals['_DETOKENIZERESPONSE']._serialized_start=1687
-  _globals['_DETOKENIZERESPONSE']._serialized_end=1721
-  _globals['_GETMODELINFOREQUEST']._serialized_start=1723
-  _globals['_GETMODELINFOREQUEST']._serialized_end=1744
-  _globals['_GETMODELINFORESPONSE']._serialized_start=1747
-  _globals['_GETMODELINFORESPONSE']._serialized_end=1942
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=1944
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=1966
-  _globals['_GETSERVERINFORESPONSE']._serialized_start=1969
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=2143
-  _globals['_INFERENCE']._serialized_start=2362
-  _globals['_INFERENCE']._serialized_end=2810
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_OUTPUTMODE']._serialized_start=3062
+  _globals['_OUTPUTMODE']._serialized_end=3154
+  _globals['_FINISHREASON']._serialized_start=3156
+  _globals['_FINISHREASON']._serialized_end=3276
+  _globals['_CHATMESSAGE']._serialized_start=106
+  _globals['_CHATMESSAGE']._serialized_end=211
+  _globals['_CHATMESSAGES']._serialized_start=213
+  _globals['_CHATMESSAGES']._serialized_end=289
+  _globals['_TOKENIDS']._serialized_start=291
+  _globals['_TOKENIDS']._serialized_end=314
+  _globals['_SAMPLINGPARAMS']._serialized_start=317
+  _globals['_SAMPLINGPARAMS']._serialized_end=1143
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=876
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=924
+  _globals['_CHOICE']._serialized_start=1145
+  _globals['_CHOICE']._serialized_end=1168
+  _globals['_GENERATEREQUEST']._serialized_start=1171
+  _globals['_GENERATEREQUEST']._serialized_end=1483
+  _globals['_RECEIVED']._serialized_start=1485
+  _globals['_RECEIVED']._serialized_end=1514
+  _globals['_STARTED']._serialized_start=1516
+  _globals['_STARTED']._serialized_end=1582
+  _globals['_PROMPTLOGPROBS']._serialized_start=1584
+  _globals['_PROMPTLOGPROBS']._serialized_end=1645
+  _globals['_DELTA']._serialized_start=1647
+  _globals['_DELTA']._serialized_end=1746
+  _globals['_USAGE']._serialized_start=1748
+  _globals['_USAGE']._serialized_end=1828
+  _globals['_TIMINGS']._serialized_start=1831
+  _globals['_TIMINGS']._serialized_end=1973
+  _globals['_FINISHED']._serialized_start=1976
+  _globals['_FINISHED']._serialized_end=2174
+  _globals['_GENERATEEVENT']._serialized_start=2177
+  _globals['_GENERATEEVENT']._serialized_end=2370
+  _globals['_ABORTREQUEST']._serialized_start=2372
+  _globals['_ABORTREQUEST']._serialized_end=2406
+  _globals['_ABORTRESPONSE']._serialized_start=2408
+  _globals['_ABORTRESPONSE']._serialized_end=2438
+  _globals['_TOKENIZEREQUEST']._serialized_start=2440
+  _globals['_TOKENIZEREQUEST']._serialized_end=2523
+  _globals['_TOKENIZERESPONSE']._serialized_start=2525
+  _globals['_TOKENIZERESPONSE']._serialized_end=2562
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2564
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2602
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2604
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2638
+  _globals['_GETMODELINFOREQUEST']._serialized_start=2640
+  _globals['_GETMODELINFOREQUEST']._serialized_end=2661
+  _globals['_GETMODELINFORESPONSE']._serialized_start=2664
+  _globals['_GETMODELINFORESPONSE']._serialized_end=2859
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=2861
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=2883
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=2886
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=3060
+  _globals['_INFERENCE']._serialized_start=3279
+  _globals['_INFERENCE']._serialized_end=3727
 # @@protoc_insertion_point(module_scope)

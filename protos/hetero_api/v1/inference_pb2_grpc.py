@@ -80,7 +80,10 @@ class InferenceServicer(object):
     """
 
     def Generate(self, request, context):
-        """Streams a completion of one prompt: Started once, then Delta events, then one Finished.
+        """Streams completions of one prompt: Started once, then Delta events, then one Finished for each completion.
+
+        A stream that broke (UNAVAILABLE, a lost connection) can be taken up again: call Generate with the same request, the
+        same request_id and seed, and in `received` what came so far. The stream goes on behind that.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

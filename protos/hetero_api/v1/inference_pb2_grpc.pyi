@@ -39,7 +39,11 @@ class InferenceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> InferenceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateEvent]
-    """Streams a completion of one prompt: Started once, then Delta events, then one Finished."""
+    """Streams completions of one prompt: Started once, then Delta events, then one Finished for each completion.
+
+    A stream that broke (UNAVAILABLE, a lost connection) can be taken up again: call Generate with the same request, the
+    same request_id and seed, and in `received` what came so far. The stream goes on behind that.
+    """
     Abort: _grpc.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]
     """Ends a request that is in flight, by its id. Its stream ends with Finished{reason: ABORT}."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
@@ -62,7 +66,11 @@ class InferenceAsyncStub(InferenceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateEvent]  # type: ignore[assignment]
-    """Streams a completion of one prompt: Started once, then Delta events, then one Finished."""
+    """Streams completions of one prompt: Started once, then Delta events, then one Finished for each completion.
+
+    A stream that broke (UNAVAILABLE, a lost connection) can be taken up again: call Generate with the same request, the
+    same request_id and seed, and in `received` what came so far. The stream goes on behind that.
+    """
     Abort: _aio.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]  # type: ignore[assignment]
     """Ends a request that is in flight, by its id. Its stream ends with Finished{reason: ABORT}."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
@@ -88,7 +96,11 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateEvent], _abc.AsyncIterator[_inference_pb2.GenerateEvent]]:
-        """Streams a completion of one prompt: Started once, then Delta events, then one Finished."""
+        """Streams completions of one prompt: Started once, then Delta events, then one Finished for each completion.
+
+        A stream that broke (UNAVAILABLE, a lost connection) can be taken up again: call Generate with the same request, the
+        same request_id and seed, and in `received` what came so far. The stream goes on behind that.
+        """
 
     @_abc_1.abstractmethod
     def Abort(

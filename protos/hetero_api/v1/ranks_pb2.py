@@ -22,65 +22,84 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from hetero_api.v1 import logprobs_pb2 as hetero__api_dot_v1_dot_logprobs__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19hetero_api/v1/ranks.proto\x12\thetero.v1\"\x91\x02\n\x0bRankMessage\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12!\n\x05hello\x18\x02 \x01(\x0b\x32\x10.hetero.v1.HelloH\x00\x12#\n\x06\x66ormed\x18\x03 \x01(\x0b\x32\x11.hetero.v1.FormedH\x00\x12#\n\x06loaded\x18\x04 \x01(\x0b\x32\x11.hetero.v1.LoadedH\x00\x12)\n\tallocated\x18\x05 \x01(\x0b\x32\x14.hetero.v1.AllocatedH\x00\x12,\n\x0bstep_result\x18\x06 \x01(\x0b\x32\x15.hetero.v1.StepResultH\x00\x12%\n\x07\x66\x61ilure\x18\x07 \x01(\x0b\x32\x12.hetero.v1.FailureH\x00\x42\x06\n\x04\x62ody\"\xa9\x02\n\x0eGatewayMessage\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12*\n\nform_group\x18\x02 \x01(\x0b\x32\x14.hetero.v1.FormGroupH\x00\x12*\n\nload_model\x18\x03 \x01(\x0b\x32\x14.hetero.v1.LoadModelH\x00\x12\x32\n\x0e\x61llocate_cache\x18\x04 \x01(\x0b\x32\x18.hetero.v1.AllocateCacheH\x00\x12(\n\tstep_plan\x18\x05 \x01(\x0b\x32\x13.hetero.v1.StepPlanH\x00\x12!\n\x05\x61\x62ort\x18\x06 \x01(\x0b\x32\x10.hetero.v1.AbortH\x00\x12\'\n\x08shutdown\x18\x07 \x01(\x0b\x32\x13.hetero.v1.ShutdownH\x00\x42\x06\n\x04\x62ody\"\xcc\x01\n\x0c\x44\x65viceReport\x12#\n\x04kind\x18\x01 \x01(\x0e\x32\x15.hetero.v1.DeviceKind\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x14\n\x0cmemory_bytes\x18\x03 \x01(\x04\x12\x0c\n\x04\x63pus\x18\x04 \x03(\r\x12\x12\n\nnuma_nodes\x18\x05 \x03(\r\x12\x0e\n\x06pinned\x18\x06 \x01(\x08\x12\x18\n\x10memory_bandwidth\x18\x07 \x01(\x01\x12\x12\n\nfp32_flops\x18\x08 \x01(\x01\x12\x13\n\x0bpin_message\x18\t \x01(\t\"\xde\x01\n\x05Hello\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0f\n\x07ordinal\x18\x02 \x01(\r\x12\x12\n\nlocal_rank\x18\x03 \x01(\r\x12\x10\n\x08pod_name\x18\x04 \x01(\t\x12\x0f\n\x07host_id\x18\x05 \x01(\t\x12\x13\n\x0binstance_id\x18\x06 \x01(\t\x12\'\n\x06\x64\x65vice\x18\x07 \x01(\x0b\x32\x17.hetero.v1.DeviceReport\x12\x15\n\rstore_address\x18\x08 \x01(\t\x12\x0f\n\x07version\x18\t \x01(\t\x12\x19\n\x11model_fingerprint\x18\n \x01(\t\"\'\n\tUnitRange\x12\r\n\x05\x62\x65gin\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\"_\n\nLayerShard\x12&\n\x08kv_heads\x18\x01 \x01(\x0b\x32\x14.hetero.v1.UnitRange\x12)\n\x0bmlp_columns\x18\x02 \x01(\x0b\x32\x14.hetero.v1.UnitRange\"\\\n\tRankShard\x12%\n\x06layers\x18\x01 \x03(\x0b\x32\x15.hetero.v1.LayerShard\x12(\n\nvocab_rows\x18\x02 \x01(\x0b\x32\x14.hetero.v1.UnitRange\"0\n\tShardPlan\x12#\n\x05ranks\x18\x01 \x03(\x0b\x32\x14.hetero.v1.RankShard\"s\n\tRankPlace\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x10\n\x08pod_name\x18\x03 \x01(\t\x12\x0f\n\x07host_id\x18\x04 \x01(\t\x12\'\n\x06\x64\x65vice\x18\x05 \x01(\x0b\x32\x17.hetero.v1.DeviceReport\"\x8a\x02\n\tFormGroup\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12$\n\x06places\x18\x02 \x03(\x0b\x32\x14.hetero.v1.RankPlace\x12(\n\nshard_plan\x18\x03 \x01(\x0b\x32\x14.hetero.v1.ShardPlan\x12\x15\n\rstore_address\x18\x04 \x01(\t\x12)\n\x08\x65xchange\x18\x05 \x01(\x0e\x32\x17.hetero.v1.ExchangeKind\x12\x14\n\x0csegment_name\x18\x06 \x01(\t\x12\x11\n\ttimeout_s\x18\x07 \x01(\x01\x12\x1e\n\x16max_num_batched_tokens\x18\x08 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\"3\n\x06\x46ormed\x12)\n\x08\x65xchange\x18\x01 \x01(\x0e\x32\x17.hetero.v1.ExchangeKind\"1\n\tLoadModel\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"\xb0\x01\n\x06Loaded\x12\x14\n\x0cweight_bytes\x18\x01 \x01(\x04\x12\x17\n\x0fkv_budget_bytes\x18\x02 \x01(\x04\x12\x1a\n\x12kv_bytes_per_token\x18\x03 \x01(\x04\x12\x0e\n\x06load_s\x18\x04 \x01(\x01\x12\x0f\n\x07kernels\x18\x05 \x03(\t\x12!\n\x14local_memory_percent\x18\x06 \x01(\rH\x00\x88\x01\x01\x42\x17\n\x15_local_memory_percent\"7\n\rAllocateCache\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x12\n\nblock_size\x18\x02 \x01(\r\"\x1d\n\tAllocated\x12\x10\n\x08kv_bytes\x18\x01 \x01(\x04\"Z\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x0c\n\x04seed\x18\x05 \x01(\x04\"\x85\x01\n\x0bNewSequence\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x1b\n\x13num_computed_tokens\x18\x03 \x01(\r\x12\x11\n\tblock_ids\x18\x04 \x03(\r\x12%\n\x08sampling\x18\x05 \x01(\x0b\x32\x13.hetero.v1.Sampling\"\\\n\x11ScheduledSequence\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x15\n\rnew_block_ids\x18\x03 \x03(\r\x12\x0e\n\x06sample\x18\x04 \x01(\x08\"\x93\x01\n\x08StepPlan\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x16\n\x0ereleased_slots\x18\x02 \x03(\r\x12-\n\rnew_sequences\x18\x03 \x03(\x0b\x32\x16.hetero.v1.NewSequence\x12/\n\tscheduled\x18\x04 \x03(\x0b\x32\x1c.hetero.v1.ScheduledSequence\"O\n\nStepResult\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\r\n\x05slots\x18\x02 \x03(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0e\n\x06step_s\x18\x04 \x01(\x01\"-\n\x07\x46\x61ilure\x12\x0f\n\x07message\x18\x01 \x01(\t\x12\x11\n\tpermanent\x18\x02 \x01(\x08\"\x17\n\x05\x41\x62ort\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x1a\n\x08Shutdown\x12\x0e\n\x06reason\x18\x01 \x01(\t*T\n\nDeviceKind\x12\x1b\n\x17\x44\x45VICE_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x44\x45VICE_KIND_CPU\x10\x01\x12\x14\n\x10\x44\x45VICE_KIND_CUDA\x10\x02*\\\n\x0c\x45xchangeKind\x12\x1d\n\x19\x45XCHANGE_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11\x45XCHANGE_KIND_SHM\x10\x01\x12\x16\n\x12\x45XCHANGE_KIND_GLOO\x10\x02\x32\x46\n\x05Ranks\x12=\n\x04Join\x12\x16.hetero.v1.RankMessage\x1a\x19.hetero.v1.GatewayMessage(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19hetero_api/v1/ranks.proto\x12\thetero.v1\x1a\x1chetero_api/v1/logprobs.proto\"\xbc\x02\n\x0bRankMessage\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12!\n\x05hello\x18\x02 \x01(\x0b\x32\x10.hetero.v1.HelloH\x00\x12#\n\x06\x66ormed\x18\x03 \x01(\x0b\x32\x11.hetero.v1.FormedH\x00\x12#\n\x06loaded\x18\x04 \x01(\x0b\x32\x11.hetero.v1.LoadedH\x00\x12)\n\tallocated\x18\x05 \x01(\x0b\x32\x14.hetero.v1.AllocatedH\x00\x12,\n\x0bstep_result\x18\x06 \x01(\x0b\x32\x15.hetero.v1.StepResultH\x00\x12%\n\x07\x66\x61ilure\x18\x07 \x01(\x0b\x32\x12.hetero.v1.FailureH\x00\x12)\n\theartbeat\x18\x08 \x01(\x0b\x32\x14.hetero.v1.HeartbeatH\x00\x42\x06\n\x04\x62ody\"\xd7\x02\n\x0eGatewayMessage\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12*\n\nform_group\x18\x02 \x01(\x0b\x32\x14.hetero.v1.FormGroupH\x00\x12*\n\nload_model\x18\x03 \x01(\x0b\x32\x14.hetero.v1.LoadModelH\x00\x12\x32\n\x0e\x61llocate_cache\x18\x04 \x01(\x0b\x32\x18.hetero.v1.AllocateCacheH\x00\x12(\n\tstep_plan\x18\x05 \x01(\x0b\x32\x13.hetero.v1.StepPlanH\x00\x12!\n\x05\x61\x62ort\x18\x06 \x01(\x0b\x32\x10.hetero.v1.AbortH\x00\x12\'\n\x08shutdown\x18\x07 \x01(\x0b\x32\x13.hetero.v1.ShutdownH\x00\x12,\n\x0btoken_masks\x18\x08 \x01(\x0b\x32\x15.hetero.v1.TokenMasksH\x00\x42\x06\n\x04\x62ody\"\xcc\x01\n\x0c\x44\x65viceReport\x12#\n\x04kind\x18\x01 \x01(\x0e\x32\x15.hetero.v1.DeviceKind\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x14\n\x0cmemory_bytes\x18\x03 \x01(\x04\x12\x0c\n\x04\x63pus\x18\x04 \x03(\r\x12\x12\n\nnuma_nodes\x18\x05 \x03(\r\x12\x0e\n\x06pinned\x18\x06 \x01(\x08\x12\x18\n\x10memory_bandwidth\x18\x07 \x01(\x01\x12\x12\n\nfp32_flops\x18\x08 \x01(\x01\x12\x13\n\x0bpin_message\x18\t \x01(\t\"\xde\x01\n\x05Hello\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0f\n\x07ordinal\x18\x02 \x01(\r\x12\x12\n\nlocal_rank\x18\x03 \x01(\r\x12\x10\n\x08pod_name\x18\x04 \x01(\t\x12\x0f\n\x07host_id\x18\x05 \x01(\t\x12\x13\n\x0binstance_id\x18\x06 \x01(\t\x12\'\n\x06\x64\x65vice\x18\x07 \x01(\x0b\x32\x17.hetero.v1.DeviceReport\x12\x15\n\rstore_address\x18\x08 \x01(\t\x12\x0f\n\x07version\x18\t \x01(\t\x12\x19\n\x11model_fingerprint\x18\n \x01(\t\"\'\n\tUnitRange\x12\r\n\x05\x62\x65gin\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\"\x86\x01\n\nLayerShard\x12&\n\x08kv_heads\x18\x01 \x01(\x0b\x32\x14.hetero.v1.UnitRange\x12)\n\x0bmlp_columns\x18\x02 \x01(\x0b\x32\x14.hetero.v1.UnitRange\x12%\n\x07\x65xperts\x18\x03 \x01(\x0b\x32\x14.hetero.v1.UnitRange\"\x89\x01\n\tRankShard\x12%\n\x06layers\x18\x01 \x03(\x0b\x32\x15.hetero.v1.LayerShard\x12,\n\x0e\x65mbedding_rows\x18\x02 \x01(\x0b\x32\x14.hetero.v1.UnitRange\x12\'\n\thead_rows\x18\x03 \x01(\x0b\x32\x14.hetero.v1.UnitRange\"0\n\tShardPlan\x12#\n\x05ranks\x18\x01 \x03(\x0b\x32\x14.hetero.v1.RankShard\"s\n\tRankPlace\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x10\n\x08pod_name\x18\x03 \x01(\t\x12\x0f\n\x07host_id\x18\x04 \x01(\t\x12\'\n\x06\x64\x65vice\x18\x05 \x01(\x0b\x32\x17.hetero.v1.DeviceReport\"\xa8\x02\n\tFormGroup\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12$\n\x06places\x18\x02 \x03(\x0b\x32\x14.hetero.v1.RankPlace\x12(\n\nshard_plan\x18\x03 \x01(\x0b\x32\x14.hetero.v1.ShardPlan\x12\x15\n\rstore_address\x18\x04 \x01(\t\x12)\n\x08\x65xchange\x18\x05 \x01(\x0e\x32\x17.hetero.v1.ExchangeKind\x12\x14\n\x0csegment_name\x18\x06 \x01(\t\x12\x11\n\ttimeout_s\x18\x07 \x01(\x01\x12\x1e\n\x16max_num_batched_tokens\x18\x08 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x1c\n\x14heartbeat_interval_s\x18\n \x01(\x01\"3\n\x06\x46ormed\x12)\n\x08\x65xchange\x18\x01 \x01(\x0e\x32\x17.hetero.v1.ExchangeKind\"N\n\tLoadModel\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x1b\n\x13\x63\x61\x63he_size_is_given\x18\x03 \x01(\x08\"\xb0\x01\n\x06Loaded\x12\x14\n\x0cweight_bytes\x18\x01 \x01(\x04\x12\x17\n\x0fkv_budget_bytes\x18\x02 \x01(\x04\x12\x1a\n\x12kv_bytes_per_token\x18\x03 \x01(\x04\x12\x0e\n\x06load_s\x18\x04 \x01(\x01\x12\x0f\n\x07kernels\x18\x05 \x03(\t\x12!\n\x14local_memory_percent\x18\x06 \x01(\rH\x00\x88\x01\x01\x42\x17\n\x15_local_memory_percent\"7\n\rAllocateCache\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x12\n\nblock_size\x18\x02 \x01(\r\"\x1d\n\tAllocated\x12\x10\n\x08kv_bytes\x18\x01 \x01(\x04\"\xe4\x02\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x08 \x01(\x02\x12\x16\n\x0e\x62ias_token_ids\x18\t \x03(\r\x12\x0e\n\x06\x62iases\x18\n \x03(\x02\x12\x12\n\nmin_tokens\x18\x0b \x01(\r\x12\x15\n\rend_token_ids\x18\x0c \x03(\r\x12\x19\n\x0cnum_logprobs\x18\r \x01(\rH\x00\x88\x01\x01\x12 \n\x13num_prompt_logprobs\x18\x0e \x01(\rH\x01\x88\x01\x01\x42\x0f\n\r_num_logprobsB\x16\n\x14_num_prompt_logprobs\"\xa0\x01\n\x0bNewSequence\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x1b\n\x13num_computed_tokens\x18\x03 \x01(\r\x12\x11\n\tblock_ids\x18\x04 \x03(\r\x12%\n\x08sampling\x18\x05 \x01(\x0b\x32\x13.hetero.v1.Sampling\x12\x19\n\x11num_prompt_tokens\x18\x06 \x01(\r\"A\n\rScheduledSpan\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x0e\n\x06sample\x18\x03 \x01(\x08\"\x89\x02\n\x08StepPlan\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x16\n\x0ereleased_slots\x18\x02 \x03(\r\x12-\n\rnew_sequences\x18\x03 \x03(\x0b\x32\x16.hetero.v1.NewSequence\x12\x14\n\x0c\x64\x65\x63ode_slots\x18\x04 \x03(\r\x12\'\n\x05spans\x18\x05 \x03(\x0b\x32\x18.hetero.v1.ScheduledSpan\x12\x13\n\x0b\x62lock_slots\x18\x06 \x03(\r\x12\x11\n\tblock_ids\x18\x07 \x03(\r\x12\x14\n\x0cmasked_slots\x18\x08 \x03(\r\x12(\n\x07\x63ommand\x18\t \x01(\x0b\x32\x17.hetero.v1.GroupCommand\",\n\nTokenMasks\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\r\n\x05masks\x18\x02 \x03(\x0c\"\xfd\x01\n\x0cGroupCommand\x12/\n\x0breset_cache\x18\x01 \x01(\x0b\x32\x18.hetero.v1.AllocateCacheH\x00\x12(\n\x05sleep\x18\x02 \x01(\x0b\x32\x17.hetero.v1.SleepCommandH\x00\x12&\n\x04wake\x18\x03 \x01(\x0b\x32\x16.hetero.v1.WakeCommandH\x00\x12\x30\n\rstart_profile\x18\x04 \x01(\x0b\x32\x17.hetero.v1.StartProfileH\x00\x12.\n\x0cstop_profile\x18\x05 \x01(\x0b\x32\x16.hetero.v1.StopProfileH\x00\x42\x08\n\x06\x61\x63tion\"\x1d\n\x0cSleepCommand\x12\r\n\x05level\x18\x01 \x01(\r\"G\n\x0bWakeCommand\x12\x0f\n\x07weights\x18\x01 \x01(\x08\x12\'\n\x05\x63\x61\x63he\x18\x02 \x01(\x0b\x32\x18.hetero.v1.AllocateCache\"\x0e\n\x0cStartProfile\"!\n\x0bStopProfile\x12\x12\n\nwith_trace\x18\x01 \x01(\x08\"\x99\x01\n\rCommandReport\x12\x0c\n\x04\x64one\x18\x01 \x01(\x08\x12\x0f\n\x07problem\x18\x02 \x01(\t\x12\x14\n\x0cweight_bytes\x18\x03 \x01(\x04\x12\x10\n\x08kv_bytes\x18\x04 \x01(\x04\x12\x13\n\x0b\x66reed_bytes\x18\x05 \x01(\x04\x12\x15\n\rprofile_table\x18\x06 \x01(\t\x12\x15\n\rprofile_trace\x18\x07 \x01(\x0c\"^\n\x12PromptSpanLogprobs\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\r\n\x05\x62\x65gin\x18\x02 \x01(\r\x12+\n\tpositions\x18\x03 \x03(\x0b\x32\x18.hetero.v1.TokenLogprobs\"\xe5\x01\n\nStepResult\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\r\n\x05slots\x18\x02 \x03(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0e\n\x06step_s\x18\x04 \x01(\x01\x12*\n\x08logprobs\x18\x05 \x03(\x0b\x32\x18.hetero.v1.TokenLogprobs\x12\x36\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x1d.hetero.v1.PromptSpanLogprobs\x12\x30\n\x0e\x63ommand_report\x18\x07 \x01(\x0b\x32\x18.hetero.v1.CommandReport\"\x1c\n\tHeartbeat\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\"-\n\x07\x46\x61ilure\x12\x0f\n\x07message\x18\x01 \x01(\t\x12\x11\n\tpermanent\x18\x02 \x01(\x08\"\x17\n\x05\x41\x62ort\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x1a\n\x08Shutdown\x12\x0e\n\x06reason\x18\x01 \x01(\t*T\n\nDeviceKind\x12\x1b\n\x17\x44\x45VICE_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x44\x45VICE_KIND_CPU\x10\x01\x12\x14\n\x10\x44\x45VICE_KIND_CUDA\x10\x02*\\\n\x0c\x45xchangeKind\x12\x1d\n\x19\x45XCHANGE_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11\x45XCHANGE_KIND_SHM\x10\x01\x12\x16\n\x12\x45XCHANGE_KIND_GLOO\x10\x02\x32\x46\n\x05Ranks\x12=\n\x04Join\x12\x16.hetero.v1.RankMessage\x1a\x19.hetero.v1.GatewayMessage(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'hetero_api.v1.ranks_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DEVICEKIND']._serialized_start=2740
-  _globals['_DEVICEKIND']._serialized_end=2824
-  _globals['_EXCHANGEKIND']._serialized_start=2826
-  _globals['_EXCHANGEKIND']._serialized_end=2918
-  _globals['_RANKMESSAGE']._serialized_start=41
-  _globals['_RANKMESSAGE']._serialized_end=314
-  _globals['_GATEWAYMESSAGE']._serialized_start=317
-  _globals['_GATEWAYMESSAGE']._serialized_end=614
-  _globals['_DEVICEREPORT']._serialized_start=617
-  _globals['_DEVICEREPORT']._serialized_end=821
-  _globals['_HELLO']._serialized_start=824
-  _globals['_HELLO']._serialized_end=1046
-  _globals['_UNITRANGE']._serialized_start=1048
-  _globals['_UNITRANGE']._serialized_end=1087
-  _globals['_LAYERSHARD']._serialized_start=1089
-  _globals['_LAYERSHARD']._serialized_end=1184
-  _globals['_RANKSHARD']._serialized_start=1186
-  _globals['_RANKSHARD']._serialized_end=1278
-  _globals['_SHARDPLAN']._serialized_start=1280
-  _globals['_SHARDPLAN']._serialized_end=1328
-  _globals['_RANKPLACE']._serialized_start=1330
-  _globals['_RANKPLACE']._serialized_end=1445
-  _globals['_FORMGROUP']._serialized_start=1448
-  _globals['_FORMGROUP']._serialized_end=1714
-  _globals['_FORMED']._serialized_start=1716
-  _globals['_FORMED']._serialized_end=1767
-  _globals['_LOADMODEL']._serialized_start=1769
-  _globals['_LOADMODEL']._serialized_end=1818
-  _globals['_LOADED']._serialized_start=1821
-  _globals['_LOADED']._serialized_end=1997
-  _globals['_ALLOCATECACHE']._serialized_start=1999
-  _globals['_ALLOCATECACHE']._serialized_end=2054
-  _globals['_ALLOCATED']._serialized_start=2056
-  _globals['_ALLOCATED']._serialized_end=2085
-  _globals['_SAMPLING']._serialized_start=2087
-  _globals['_SAMPLING']._serialized_end=2177
-  _globals['_NEWSEQUENCE']._serialized_start=2180
-  _globals['_NEWSEQUENCE']._serialized_end=2313
-  _globals['_SCHEDULEDSEQUENCE']._serialized_start=2315
-  _globals['_SCHEDULEDSEQUENCE']._serialized_end=2407
-  _globals['_STEPPLAN']._serialized_start=2410
-  _globals['_STEPPLAN']._serialized_end=2557
-  _globals['_STEPRESULT']._serialized_start=2559
-  _globals['_STEPRESULT']._serialized_end=2638
-  _globals['_FAILURE']._serialized_start=2640
-  _globals['_FAILURE']._serialized_end=2685
-  _globals['_ABORT']._serialized_start=2687
-  _globals['_ABORT']._serialized_end=2710
-  _globals['_SHUTDOWN']._serialized_start=2712
-  _globals['_SHUTDOWN']._serialized_end=2738
-  _globals['_RANKS']._serialized_start=2920
-  _globals['_RANKS']._serialized_end=2990
+  _globals['_DEVICEKIND']._serialized_start=4279
+  _globals['_DEVICEKIND']._serialized_end=4363
+  _globals['_EXCHANGEKIND']._serialized_start=4365
+  _globals['_EXCHANGEKIND']._serialized_end=4457
+  _globals['_RANKMESSAGE']._serialized_start=71
+  _globals['_RANKMESSAGE']._serialized_end=387
+  _globals['_GATEWAYMESSAGE']._serialized_start=390
+  _globals['_GATEWAYMESSAGE']._serialized_end=733
+  _globals['_DEVICEREPORT']._serialized_start=736
+  _globals['_DEVICEREPORT']._serialized_end=940
+  _globals['_HELLO']._serialized_start=943
+  _globals['_HELLO']._serialized_end=1165
+  _globals['_UNITRANGE']._serialized_start=1167
+  _globals['_UNITRANGE']._serialized_end=1206
+  _globals['_LAYERSHARD']._serialized_start=1209
+  _globals['_LAYERSHARD']._serialized_end=1343
+  _globals['_RANKSHARD']._serialized_start=1346
+  _globals['_RANKSHARD']._serialized_end=1483
+  _globals['_SHARDPLAN']._serialized_start=1485
+  _globals['_SHARDPLAN']._serialized_end=1533
+  _globals['_RANKPLACE']._serialized_start=1535
+  _globals['_RANKPLACE']._serialized_end=1650
+  _globals['_FORMGROUP']._serialized_start=1653
+  _globals['_FORMGROUP']._serialized_end=1949
+  _globals['_FORMED']._serialized_start=1951
+  _globals['_FORMED']._serialized_end=2002
+  _globals['_LOADMODEL']._serialized_start=2004
+  _globals['_LOADMODEL']._serialized_end=2082
+  _globals['_LOADED']._serialized_start=2085
+  _globals['_LOADED']._serialized_end=2261
+  _globals['_ALLOCATECACHE']._serialized_start=2263
+  _globals['_ALLOCATECACHE']._serialized_end=2318
+  _globals['_ALLOCATED']._serialized_start=2320
+  _globals['_ALLOCATED']._serialized_end=2349
+  _globals['_SAMPLING']._serialized_start=2352
+  _globals['_SAMPLING']._serialized_end=2708
+  _globals['_NEWSEQUENCE']._serialized_start=2711
+  _globals['_NEWSEQUENCE']._serialized_end=2871
+  _globals['_SCHEDULEDSPAN']._serialized_start=2873
+  _globals['_SCHEDULEDSPAN']._serialized_end=2938
+  _globals['_STEPPLAN']._serialized_start=2941
+  _globals['_STEPPLAN']._serialized_end=3206
+  _globals['_TOKENMASKS']._serialized_start=3208
+  _globals['_TOKENMASKS']._serialized_end=3252
+  _globals['_GROUPCOMMAND']._serialized_start=3255
+  _globals['_GROUPCOMMAND']._serialized_end=3508
+  _globals['_SLEEPCOMMAND']._serialized_start=3510
+  _globals['_SLEEPCOMMAND']._serialized_end=3539
+  _globals['_WAKECOMMAND']._serialized_start=3541
+  _globals['_WAKECOMMAND']._serialized_end=3612
+  _globals['_STARTPROFILE']._serialized_start=3614
+  _globals['_STARTPROFILE']._serialized_end=3628
+  _globals['_STOPPROFILE']._serialized_start=3630
+  _globals['_STOPPROFILE']._serialized_end=3663
+  _globals['_COMMANDREPORT']._serialized_start=3666
+  _globals['_COMMANDREPORT']._serialized_end=3819
+  _globals['_PROMPTSPANLOGPROBS']._serialized_start=3821
+  _globals['_PROMPTSPANLOGPROBS']._serialized_end=3915
+  _globals['_STEPRESULT']._serialized_start=3918
+  _globals['_STEPRESULT']._serialized_end=4147
+  _globals['_HEARTBEAT']._serialized_start=4149
+  _globals['_HEARTBEAT']._serialized_end=4177
+  _globals['_FAILURE']._serialized_start=4179
+  _globals['_FAILURE']._serialized_end=4224
+  _globals['_ABORT']._serialized_start=4226
+  _globals['_ABORT']._serialized_end=4249
+  _globals['_SHUTDOWN']._serialized_start=4251
+  _globals['_SHUTDOWN']._serialized_end=4277
+  _globals['_RANKS']._serialized_start=4459
+  _globals['_RANKS']._serialized_end=4529
 # @@protoc_insertion_point(module_scope)

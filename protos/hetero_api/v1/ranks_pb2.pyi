@@ -13,6 +13,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from hetero_api.v1 import logprobs_pb2 as _logprobs_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -85,6 +86,7 @@ class RankMessage(_message.Message):
     ALLOCATED_FIELD_NUMBER: _builtins.int
     STEP_RESULT_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The epoch it is spoken in; 0 in Hello."""
     @_builtins.property
@@ -105,11 +107,15 @@ class RankMessage(_message.Message):
 
     @_builtins.property
     def step_result(self) -> Global___StepResult:
-        """Rank 0 only: a plan's outcome."""
+        """Rank 0: a plan's outcome. The other ranks answer only plans that carry a command."""
 
     @_builtins.property
     def failure(self) -> Global___Failure:
         """I could not do what I was told; the epoch ends."""
+
+    @_builtins.property
+    def heartbeat(self) -> Global___Heartbeat:
+        """I am alive: said every heartbeat_interval_s from FormGroup to the epoch's end, whatever else is going on."""
 
     def __init__(
         self,
@@ -121,12 +127,13 @@ class RankMessage(_message.Message):
         allocated: Global___Allocated | None = ...,
         step_result: Global___StepResult | None = ...,
         failure: Global___Failure | None = ...,
+        heartbeat: Global___Heartbeat | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["allocated", b"allocated", "body", b"body", "failure", b"failure", "formed", b"formed", "hello", b"hello", "loaded", b"loaded", "step_result", b"step_result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["allocated", b"allocated", "body", b"body", "failure", b"failure", "formed", b"formed", "heartbeat", b"heartbeat", "hello", b"hello", "loaded", b"loaded", "step_result", b"step_result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allocated", b"allocated", "body", b"body", "epoch", b"epoch", "failure", b"failure", "formed", b"formed", "hello", b"hello", "loaded", b"loaded", "step_result", b"step_result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allocated", b"allocated", "body", b"body", "epoch", b"epoch", "failure", b"failure", "formed", b"formed", "heartbeat", b"heartbeat", "hello", b"hello", "loaded", b"loaded", "step_result", b"step_result"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "formed", "loaded", "allocated", "step_result", "failure"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "formed", "loaded", "allocated", "step_result", "failure", "heartbeat"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -145,6 +152,7 @@ class GatewayMessage(_message.Message):
     STEP_PLAN_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
     SHUTDOWN_FIELD_NUMBER: _builtins.int
+    TOKEN_MASKS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The epoch it is spoken in."""
     @_builtins.property
@@ -171,6 +179,10 @@ class GatewayMessage(_message.Message):
     def shutdown(self) -> Global___Shutdown:
         """The group is over: leave the process groups and exit with status 0."""
 
+    @_builtins.property
+    def token_masks(self) -> Global___TokenMasks:
+        """What the masked draws of a step that is out already may choose from."""
+
     def __init__(
         self,
         *,
@@ -181,12 +193,13 @@ class GatewayMessage(_message.Message):
         step_plan: Global___StepPlan | None = ...,
         abort: Global___Abort | None = ...,
         shutdown: Global___Shutdown | None = ...,
+        token_masks: Global___TokenMasks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "allocate_cache", b"allocate_cache", "body", b"body", "form_group", b"form_group", "load_model", b"load_model", "shutdown", b"shutdown", "step_plan", b"step_plan"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "allocate_cache", b"allocate_cache", "body", b"body", "form_group", b"form_group", "load_model", b"load_model", "shutdown", b"shutdown", "step_plan", b"step_plan", "token_masks", b"token_masks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "allocate_cache", b"allocate_cache", "body", b"body", "epoch", b"epoch", "form_group", b"form_group", "load_model", b"load_model", "shutdown", b"shutdown", "step_plan", b"step_plan"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "allocate_cache", b"allocate_cache", "body", b"body", "epoch", b"epoch", "form_group", b"form_group", "load_model", b"load_model", "shutdown", b"shutdown", "step_plan", b"step_plan", "token_masks", b"token_masks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["form_group", "load_model", "allocate_cache", "step_plan", "abort", "shutdown"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["form_group", "load_model", "allocate_cache", "step_plan", "abort", "shutdown", "token_masks"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -344,23 +357,29 @@ class LayerShard(_message.Message):
 
     KV_HEADS_FIELD_NUMBER: _builtins.int
     MLP_COLUMNS_FIELD_NUMBER: _builtins.int
+    EXPERTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def kv_heads(self) -> Global___UnitRange:
         """KV heads, each with its group of query heads."""
 
     @_builtins.property
     def mlp_columns(self) -> Global___UnitRange:
-        """MLP columns (intermediate features)."""
+        """MLP columns (intermediate features) of a dense layer; empty on every rank where the layer has experts."""
+
+    @_builtins.property
+    def experts(self) -> Global___UnitRange:
+        """Experts of a mixture-of-experts layer; empty on every rank where the layer is dense."""
 
     def __init__(
         self,
         *,
         kv_heads: Global___UnitRange | None = ...,
         mlp_columns: Global___UnitRange | None = ...,
+        experts: Global___UnitRange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kv_heads", b"kv_heads", "mlp_columns", b"mlp_columns"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["experts", b"experts", "kv_heads", b"kv_heads", "mlp_columns", b"mlp_columns"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_heads", b"kv_heads", "mlp_columns", b"mlp_columns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["experts", b"experts", "kv_heads", b"kv_heads", "mlp_columns", b"mlp_columns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -373,24 +392,30 @@ class RankShard(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LAYERS_FIELD_NUMBER: _builtins.int
-    VOCAB_ROWS_FIELD_NUMBER: _builtins.int
+    EMBEDDING_ROWS_FIELD_NUMBER: _builtins.int
+    HEAD_ROWS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def layers(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerShard]:
         """One a decoder layer."""
 
     @_builtins.property
-    def vocab_rows(self) -> Global___UnitRange:
-        """Rows of the embedding and of the output head."""
+    def embedding_rows(self) -> Global___UnitRange:
+        """Vocabulary rows of the token embedding."""
+
+    @_builtins.property
+    def head_rows(self) -> Global___UnitRange:
+        """Vocabulary rows of the output head. A rank with rows of a tied embedding and other rows of its head holds both."""
 
     def __init__(
         self,
         *,
         layers: _abc.Iterable[Global___LayerShard] | None = ...,
-        vocab_rows: Global___UnitRange | None = ...,
+        embedding_rows: Global___UnitRange | None = ...,
+        head_rows: Global___UnitRange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["vocab_rows", b"vocab_rows"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["embedding_rows", b"embedding_rows", "head_rows", b"head_rows"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layers", b"layers", "vocab_rows", b"vocab_rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embedding_rows", b"embedding_rows", "head_rows", b"head_rows", "layers", b"layers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -475,6 +500,7 @@ class FormGroup(_message.Message):
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_INTERVAL_S_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """The receiver's rank."""
     store_address: _builtins.str
@@ -489,6 +515,8 @@ class FormGroup(_message.Message):
     """Most tokens in a step: sizes of buffers."""
     max_num_seqs: _builtins.int
     """Most sequences in a step: sizes of buffers and slots."""
+    heartbeat_interval_s: _builtins.float
+    """Seconds between two heartbeats of a rank."""
     @_builtins.property
     def places(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankPlace]:
         """All ranks, in rank order."""
@@ -509,10 +537,11 @@ class FormGroup(_message.Message):
         timeout_s: _builtins.float = ...,
         max_num_batched_tokens: _builtins.int = ...,
         max_num_seqs: _builtins.int = ...,
+        heartbeat_interval_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["shard_plan", b"shard_plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exchange", b"exchange", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "places", b"places", "rank", b"rank", "segment_name", b"segment_name", "shard_plan", b"shard_plan", "store_address", b"store_address", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exchange", b"exchange", "heartbeat_interval_s", b"heartbeat_interval_s", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "places", b"places", "rank", b"rank", "segment_name", b"segment_name", "shard_plan", b"shard_plan", "store_address", b"store_address", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -548,19 +577,23 @@ class LoadModel(_message.Message):
 
     DTYPE_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
+    CACHE_SIZE_IS_GIVEN_FIELD_NUMBER: _builtins.int
     dtype: _builtins.str
     """Arithmetic type, "float32" or "bfloat16"."""
     max_model_len: _builtins.int
     """Longest sequence, tokens."""
+    cache_size_is_given: _builtins.bool
+    """Whether the KV cache's size is given (kvCacheMemoryBytes): then ranks need not find out what the largest step takes."""
     def __init__(
         self,
         *,
         dtype: _builtins.str = ...,
         max_model_len: _builtins.int = ...,
+        cache_size_is_given: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "max_model_len", b"max_model_len"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_size_is_given", b"cache_size_is_given", "dtype", b"dtype", "max_model_len", b"max_model_len"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -674,6 +707,15 @@ class Sampling(_message.Message):
     TOP_P_FIELD_NUMBER: _builtins.int
     MIN_P_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    BIAS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BIASES_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    END_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    NUM_LOGPROBS_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 is greedy."""
     top_k: _builtins.int
@@ -684,6 +726,30 @@ class Sampling(_message.Message):
     """0 means all."""
     seed: _builtins.int
     """Key of the noise, with the position."""
+    presence_penalty: _builtins.float
+    """Subtracted from the logit of every token that the output holds. Default 0."""
+    frequency_penalty: _builtins.float
+    """Subtracted from a token's logit for each time that the output holds it. Default 0."""
+    repetition_penalty: _builtins.float
+    """Logits of tokens that prompt or output hold are divided (if positive) or multiplied by it; 1, or 0, means none."""
+    min_tokens: _builtins.int
+    """While the output is shorter than this, end_token_ids cannot be drawn."""
+    num_logprobs: _builtins.int
+    """How many of the likeliest tokens are told with each sampled one, besides its own log-probability; absent: nothing."""
+    num_prompt_logprobs: _builtins.int
+    """The same for each token of the prompt but the first; absent: nothing."""
+    @_builtins.property
+    def bias_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens whose logit is raised by the bias of the same index."""
+
+    @_builtins.property
+    def biases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Bias of each."""
+
+    @_builtins.property
+    def end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens that would end the output; only sent with min_tokens."""
+
     def __init__(
         self,
         *,
@@ -692,12 +758,28 @@ class Sampling(_message.Message):
         top_p: _builtins.float = ...,
         min_p: _builtins.float = ...,
         seed: _builtins.int = ...,
+        presence_penalty: _builtins.float = ...,
+        frequency_penalty: _builtins.float = ...,
+        repetition_penalty: _builtins.float = ...,
+        bias_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        biases: _abc.Iterable[_builtins.float] | None = ...,
+        min_tokens: _builtins.int = ...,
+        end_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        num_logprobs: _builtins.int | None = ...,
+        num_prompt_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["min_p", b"min_p", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "bias_token_ids", b"bias_token_ids", "biases", b"biases", "end_token_ids", b"end_token_ids", "frequency_penalty", b"frequency_penalty", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__num_logprobs: _TypeAlias = _typing.Literal["num_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__num_logprobs: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__num_prompt_logprobs: _TypeAlias = _typing.Literal["num_prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__num_prompt_logprobs: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_logprobs) -> _WhichOneofReturnType__num_logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_prompt_logprobs) -> _WhichOneofReturnType__num_prompt_logprobs | None: ...
 
 Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
 
@@ -712,10 +794,13 @@ class NewSequence(_message.Message):
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """The slot, in [0, max_num_seqs)."""
     num_computed_tokens: _builtins.int
     """Leading tokens whose KV is in the blocks already."""
+    num_prompt_tokens: _builtins.int
+    """How many of token_ids are the prompt's; the rest is output."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All tokens known so far: the prompt and, after a preemption, what was generated."""
@@ -736,24 +821,24 @@ class NewSequence(_message.Message):
         num_computed_tokens: _builtins.int = ...,
         block_ids: _abc.Iterable[_builtins.int] | None = ...,
         sampling: Global___Sampling | None = ...,
+        num_prompt_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "num_computed_tokens", b"num_computed_tokens", "sampling", b"sampling", "slot", b"slot", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "sampling", b"sampling", "slot", b"slot", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___NewSequence: _TypeAlias = NewSequence  # noqa: Y015
 
 @_typing.final
-class ScheduledSequence(_message.Message):
-    """One sequence's part of a step."""
+class ScheduledSpan(_message.Message):
+    """A sequence that computes several tokens in a step, or does not reach its last one."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SLOT_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
-    NEW_BLOCK_IDS_FIELD_NUMBER: _builtins.int
     SAMPLE_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """The slot."""
@@ -763,36 +848,39 @@ class ScheduledSequence(_message.Message):
     """Whether this step reaches the last known token: then the next token is sampled, and every rank
     appends it to the slot.
     """
-    @_builtins.property
-    def new_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Blocks appended to the slot's block table before the step."""
-
     def __init__(
         self,
         *,
         slot: _builtins.int = ...,
         num_tokens: _builtins.int = ...,
-        new_block_ids: _abc.Iterable[_builtins.int] | None = ...,
         sample: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["new_block_ids", b"new_block_ids", "num_tokens", b"num_tokens", "sample", b"sample", "slot", b"slot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens", "sample", b"sample", "slot", b"slot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ScheduledSequence: _TypeAlias = ScheduledSequence  # noqa: Y015
+Global___ScheduledSpan: _TypeAlias = ScheduledSpan  # noqa: Y015
 
 @_typing.final
 class StepPlan(_message.Message):
-    """One step, the same for every rank. Ids rise by one within an epoch, from 1."""
+    """One step, the same for every rank. Ids rise by one within an epoch, from 1. Plans are worked off in order, one after
+    another, so the next plan may be sent before the last one's result came: a token to compute may be the one that the
+    plan before samples, which every rank appends to the slot by itself.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     STEP_ID_FIELD_NUMBER: _builtins.int
     RELEASED_SLOTS_FIELD_NUMBER: _builtins.int
     NEW_SEQUENCES_FIELD_NUMBER: _builtins.int
-    SCHEDULED_FIELD_NUMBER: _builtins.int
+    DECODE_SLOTS_FIELD_NUMBER: _builtins.int
+    SPANS_FIELD_NUMBER: _builtins.int
+    BLOCK_SLOTS_FIELD_NUMBER: _builtins.int
+    BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    MASKED_SLOTS_FIELD_NUMBER: _builtins.int
+    COMMAND_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """The step."""
     @_builtins.property
@@ -804,8 +892,30 @@ class StepPlan(_message.Message):
         """Slots that are bound, next."""
 
     @_builtins.property
-    def scheduled(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScheduledSequence]:
-        """What is computed; the batch order. May be empty: then only slots are released or bound."""
+    def decode_slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Slots that compute their one uncomputed token, and sample: first in the batch order."""
+
+    @_builtins.property
+    def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScheduledSpan]:
+        """What else is computed, after them in the batch order. With no decode_slots and no spans nothing is computed."""
+
+    @_builtins.property
+    def block_slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Blocks appended to slots' block tables before the step: the slot of each, in order of appending ..."""
+
+    @_builtins.property
+    def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """... and the block."""
+
+    @_builtins.property
+    def masked_slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Sampling slots whose next token is bound to a mask. Ranks wait for the step's TokenMasks before they draw."""
+
+    @_builtins.property
+    def command(self) -> Global___GroupCommand:
+        """Something that the whole group does, in place of computing: such a plan has no decode_slots and no spans, and every
+        rank answers it.
+        """
 
     def __init__(
         self,
@@ -813,19 +923,273 @@ class StepPlan(_message.Message):
         step_id: _builtins.int = ...,
         released_slots: _abc.Iterable[_builtins.int] | None = ...,
         new_sequences: _abc.Iterable[Global___NewSequence] | None = ...,
-        scheduled: _abc.Iterable[Global___ScheduledSequence] | None = ...,
+        decode_slots: _abc.Iterable[_builtins.int] | None = ...,
+        spans: _abc.Iterable[Global___ScheduledSpan] | None = ...,
+        block_slots: _abc.Iterable[_builtins.int] | None = ...,
+        block_ids: _abc.Iterable[_builtins.int] | None = ...,
+        masked_slots: _abc.Iterable[_builtins.int] | None = ...,
+        command: Global___GroupCommand | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["new_sequences", b"new_sequences", "released_slots", b"released_slots", "scheduled", b"scheduled", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "block_slots", b"block_slots", "command", b"command", "decode_slots", b"decode_slots", "masked_slots", b"masked_slots", "new_sequences", b"new_sequences", "released_slots", b"released_slots", "spans", b"spans", "step_id", b"step_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepPlan: _TypeAlias = StepPlan  # noqa: Y015
 
 @_typing.final
+class TokenMasks(_message.Message):
+    """What the masked draws of one step may choose from. Sent after the step's plan and before any later plan."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_ID_FIELD_NUMBER: _builtins.int
+    MASKS_FIELD_NUMBER: _builtins.int
+    step_id: _builtins.int
+    """The step."""
+    @_builtins.property
+    def masks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """A mask for each of the plan's masked_slots, in their order: ceil(vocabulary / 8) bytes, token t is allowed if bit
+        t % 8 (1 << (t % 8)) of byte t / 8 is set. At least one token is allowed.
+        """
+
+    def __init__(
+        self,
+        *,
+        step_id: _builtins.int = ...,
+        masks: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["masks", b"masks", "step_id", b"step_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenMasks: _TypeAlias = TokenMasks  # noqa: Y015
+
+@_typing.final
+class GroupCommand(_message.Message):
+    """Something that the whole group does between two steps, or leaves as it was: if one rank cannot, none does. All slots
+    must be free, but for profiles.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESET_CACHE_FIELD_NUMBER: _builtins.int
+    SLEEP_FIELD_NUMBER: _builtins.int
+    WAKE_FIELD_NUMBER: _builtins.int
+    START_PROFILE_FIELD_NUMBER: _builtins.int
+    STOP_PROFILE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def reset_cache(self) -> Global___AllocateCache:
+        """Replace the KV cache."""
+
+    @_builtins.property
+    def sleep(self) -> Global___SleepCommand:
+        """Give up memory."""
+
+    @_builtins.property
+    def wake(self) -> Global___WakeCommand:
+        """Take memory again."""
+
+    @_builtins.property
+    def start_profile(self) -> Global___StartProfile:
+        """Begin to record what the steps do."""
+
+    @_builtins.property
+    def stop_profile(self) -> Global___StopProfile:
+        """End the record and report it."""
+
+    def __init__(
+        self,
+        *,
+        reset_cache: Global___AllocateCache | None = ...,
+        sleep: Global___SleepCommand | None = ...,
+        wake: Global___WakeCommand | None = ...,
+        start_profile: Global___StartProfile | None = ...,
+        stop_profile: Global___StopProfile | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "reset_cache", b"reset_cache", "sleep", b"sleep", "start_profile", b"start_profile", "stop_profile", b"stop_profile", "wake", b"wake"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "reset_cache", b"reset_cache", "sleep", b"sleep", "start_profile", b"start_profile", "stop_profile", b"stop_profile", "wake", b"wake"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["reset_cache", "sleep", "wake", "start_profile", "stop_profile"]  # noqa: Y015
+    _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_action) -> _WhichOneofReturnType_action | None: ...
+
+Global___GroupCommand: _TypeAlias = GroupCommand  # noqa: Y015
+
+@_typing.final
+class SleepCommand(_message.Message):
+    """Give up memory; the KV cache is dropped on both levels."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEVEL_FIELD_NUMBER: _builtins.int
+    level: _builtins.int
+    """1: weights go to host memory (where a CPU rank has them anyway); 2: weights are dropped, to be read again."""
+    def __init__(
+        self,
+        *,
+        level: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["level", b"level"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SleepCommand: _TypeAlias = SleepCommand  # noqa: Y015
+
+@_typing.final
+class WakeCommand(_message.Message):
+    """Take again what sleep gave up."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    CACHE_FIELD_NUMBER: _builtins.int
+    weights: _builtins.bool
+    """Whether weights come back."""
+    @_builtins.property
+    def cache(self) -> Global___AllocateCache:
+        """The KV cache to make; absent: not yet."""
+
+    def __init__(
+        self,
+        *,
+        weights: _builtins.bool = ...,
+        cache: Global___AllocateCache | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WakeCommand: _TypeAlias = WakeCommand  # noqa: Y015
+
+@_typing.final
+class StartProfile(_message.Message):
+    """Begin to record."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StartProfile: _TypeAlias = StartProfile  # noqa: Y015
+
+@_typing.final
+class StopProfile(_message.Message):
+    """End the record. Ranks report."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WITH_TRACE_FIELD_NUMBER: _builtins.int
+    with_trace: _builtins.bool
+    """Whether the trace itself is wanted, beside the table."""
+    def __init__(
+        self,
+        *,
+        with_trace: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["with_trace", b"with_trace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StopProfile: _TypeAlias = StopProfile  # noqa: Y015
+
+@_typing.final
+class CommandReport(_message.Message):
+    """How a command went on one rank."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DONE_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    WEIGHT_BYTES_FIELD_NUMBER: _builtins.int
+    KV_BYTES_FIELD_NUMBER: _builtins.int
+    FREED_BYTES_FIELD_NUMBER: _builtins.int
+    PROFILE_TABLE_FIELD_NUMBER: _builtins.int
+    PROFILE_TRACE_FIELD_NUMBER: _builtins.int
+    done: _builtins.bool
+    """Whether the group did it: the same on every rank."""
+    problem: _builtins.str
+    """Why this rank could not; empty if it could, also where another could not."""
+    weight_bytes: _builtins.int
+    """Bytes of weights in the memory that the rank computes in, after it."""
+    kv_bytes: _builtins.int
+    """Bytes of the KV cache after it."""
+    freed_bytes: _builtins.int
+    """Bytes that the rank's process or device gave back, measured; 0 when none."""
+    profile_table: _builtins.str
+    """stop_profile: a table of where the time went, for a person."""
+    profile_trace: _builtins.bytes
+    """stop_profile with_trace: gzip of a trace in Chrome's JSON format."""
+    def __init__(
+        self,
+        *,
+        done: _builtins.bool = ...,
+        problem: _builtins.str = ...,
+        weight_bytes: _builtins.int = ...,
+        kv_bytes: _builtins.int = ...,
+        freed_bytes: _builtins.int = ...,
+        profile_table: _builtins.str = ...,
+        profile_trace: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "freed_bytes", b"freed_bytes", "kv_bytes", b"kv_bytes", "problem", b"problem", "profile_table", b"profile_table", "profile_trace", b"profile_trace", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommandReport: _TypeAlias = CommandReport  # noqa: Y015
+
+@_typing.final
+class PromptSpanLogprobs(_message.Message):
+    """Log-probabilities of prompt tokens that a step computed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: _builtins.int
+    BEGIN_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    slot: _builtins.int
+    """The slot."""
+    begin: _builtins.int
+    """Index in the prompt of the first position."""
+    @_builtins.property
+    def positions(self) -> _containers.RepeatedCompositeFieldContainer[_logprobs_pb2.TokenLogprobs]:
+        """One a position."""
+
+    def __init__(
+        self,
+        *,
+        slot: _builtins.int = ...,
+        begin: _builtins.int = ...,
+        positions: _abc.Iterable[_logprobs_pb2.TokenLogprobs] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "positions", b"positions", "slot", b"slot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptSpanLogprobs: _TypeAlias = PromptSpanLogprobs  # noqa: Y015
+
+@_typing.final
 class StepResult(_message.Message):
-    """What rank 0 answers to a StepPlan."""
+    """What rank 0 answers to a StepPlan, and every rank to one with a command."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -833,10 +1197,13 @@ class StepResult(_message.Message):
     SLOTS_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     STEP_S_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    COMMAND_REPORT_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """The step."""
     step_s: _builtins.float
-    """Seconds from the plan's arrival on rank 0 to its result."""
+    """Seconds from the plan's arrival on rank 0, or from the end of the step before it if that came later, to its result."""
     @_builtins.property
     def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Slots that sampled, in batch order."""
@@ -845,6 +1212,18 @@ class StepResult(_message.Message):
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The token of each."""
 
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_logprobs_pb2.TokenLogprobs]:
+        """For the slots that ask for them (Sampling.num_logprobs), in batch order."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptSpanLogprobs]:
+        """For the slots that ask for them (Sampling.num_prompt_logprobs), in batch order."""
+
+    @_builtins.property
+    def command_report(self) -> Global___CommandReport:
+        """For a plan with a command."""
+
     def __init__(
         self,
         *,
@@ -852,14 +1231,39 @@ class StepResult(_message.Message):
         slots: _abc.Iterable[_builtins.int] | None = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         step_s: _builtins.float = ...,
+        logprobs: _abc.Iterable[_logprobs_pb2.TokenLogprobs] | None = ...,
+        prompt_logprobs: _abc.Iterable[Global___PromptSpanLogprobs] | None = ...,
+        command_report: Global___CommandReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["command_report", b"command_report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["slots", b"slots", "step_id", b"step_id", "step_s", b"step_s", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command_report", b"command_report", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "slots", b"slots", "step_id", b"step_id", "step_s", b"step_s", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepResult: _TypeAlias = StepResult  # noqa: Y015
+
+@_typing.final
+class Heartbeat(_message.Message):
+    """A sign of life."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_ID_FIELD_NUMBER: _builtins.int
+    step_id: _builtins.int
+    """The last step that this rank finished."""
+    def __init__(
+        self,
+        *,
+        step_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["step_id", b"step_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
 
 @_typing.final
 class Failure(_message.Message):

@@ -49,11 +49,117 @@ def test_architectures_are_switches(change: dict[str, Any], expected: tuple[bool
     assert (config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm) == expected
 
 
-def test_a_sliding_window_bounds_the_length() -> None:
+def _windows(architecture: str, **fields: Any) -> tuple[int | None, ...]:
+    small = BASE | {"num_hidden_layers": 4, "sliding_window": 64} | fields
+    return ModelConfig.from_hf(small | {"architectures": [architecture]}).windows
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "layers"),
+    [
+        ("LlamaForCausalLM", {}, ()),
+        ("MistralForCausalLM", {}, (0, 1, 2, 3)),
+        ("MistralForCausalLM", {"sliding_window": None}, ()),
+        ("MixtralForCausalLM", {"num_local_experts": 8, "num_experts_per_tok": 2}, (0, 1, 2, 3)),
+        ("Qwen2ForCausalLM", {}, ()),
+        ("Qwen2ForCausalLM", {"use_sliding_window": True, "max_window_layers": 3}, (3,)),
+        ("Qwen3ForCausalLM", {"use_sliding_window": True}, ()),
+        ("Gemma2ForCausalLM", {}, (0, 2)),
+        ("Gemma3ForCausalLM", {}, (0, 1, 2, 3)),
+        ("Gemma3ForCausalLM", {"sliding_window_pattern": 3}, (0, 1, 3)),
+        ("Gemma3ForCausalLM", {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, (3,)),
+    ],
+)
+def test_sliding_windows_are_told_by_layer(architecture: str, fields: dict[str, Any], layers: tuple[int, ...]) -> None:
+    assert _windows(architecture, **fields) == tuple(64 if i in layers else None for i in range(4))
+
+
+def test_a_sliding_window_does_not_bound_the_length() -> None:
     mistral = BASE | {"architectures": ["MistralForCausalLM"], "sliding_window": 4096}
-    assert ModelConfig.from_hf(mistral).max_position == 4096
-    qwen2 = BASE | {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 4096, "use_sliding_window": False}
-    assert ModelConfig.from_hf(qwen2).max_position == 8192
+    assert ModelConfig.from_hf(mistral).max_position == 8192
+
+
+def test_gemma_is_switches() -> None:
+    gemma2 = ModelConfig.from_hf(BASE | {"architectures": ["Gemma2ForCausalLM"], "query_pre_attn_scalar": 144})
+    assert (gemma2.norm_offset, gemma2.post_norms, gemma2.embedding_scale) == (1.0, True, 24.0)
+    assert (gemma2.activation, gemma2.attention_scale, gemma2.head_dim) == ("gelu_tanh", 1 / 12, 256)
+    assert (gemma2.attention_soft_cap, gemma2.logit_soft_cap, gemma2.tie_word_embeddings) == (50.0, 30.0, True)
+    gemma3 = ModelConfig.from_hf(BASE | {"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": None})
+    assert (gemma3.qk_norm, gemma3.attention_soft_cap, gemma3.logit_soft_cap) == (True, None, None)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_theta": 7e5, "rope_local_base_freq": 2e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 7e5, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+            }
+        },
+    ],
+    ids=["old", "new"],
+)
+def test_gemma3_has_rotations_for_each_kind_of_layer(fields: dict[str, Any]) -> None:
+    gemma3 = BASE | {"architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 6, "sliding_window": 64}
+    config = ModelConfig.from_hf(gemma3 | fields)
+    thetas = [(rope.theta, rope.factor) for rope in config.ropes]
+    assert thetas == [(2e4, 1.0)] * 5 + [(7e5, 8.0)]
+
+
+def test_experts_are_in_the_layers_that_have_them() -> None:
+    qwen3 = BASE | {
+        "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 16, "num_experts_per_tok": 4,
+        "moe_intermediate_size": 96, "decoder_sparse_step": 2, "mlp_only_layers": [3, 5],
+    }  # fmt: skip
+    config = ModelConfig.from_hf(qwen3)
+    assert config.expert_layers == (1, *range(7, 30, 2))
+    assert config.experts is not None
+    assert (config.num_experts, config.experts.per_token, config.experts.normalised) == (16, 4, False)
+    assert config.params_per_expert == 3 * 576 * 96
+    dense = ModelConfig.from_hf(qwen3 | {"mlp_only_layers": list(range(30))})
+    assert (dense.experts, dense.num_experts, dense.expert_layers) == (None, 0, ())
+
+
+PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
+    "Mixtral-8x7B": (
+        {
+            "architectures": ["MixtralForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336,
+            "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000,
+            "num_local_experts": 8, "num_experts_per_tok": 2, "tie_word_embeddings": False,
+        },
+        46_702_792_704,
+    ),
+    "Qwen3-30B-A3B": (
+        {
+            "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "intermediate_size": 6144, "head_dim": 128,
+            "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 151936,
+            "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "tie_word_embeddings": False,
+        },
+        30_532_122_624,
+    ),
+    "gemma-2-2b": (
+        {
+            "architectures": ["Gemma2ForCausalLM"], "hidden_size": 2304, "intermediate_size": 9216, "head_dim": 256,
+            "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 256000,
+        },
+        2_614_341_888,
+    ),
+    "gemma-3-1b": (
+        {
+            "architectures": ["Gemma3ForCausalLM"], "hidden_size": 1152, "intermediate_size": 6912, "head_dim": 256,
+            "num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1, "vocab_size": 262144,
+        },
+        999_885_952,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_models_have_their_published_size(name: str) -> None:
+    fields, size = PUBLISHED[name]
+    assert ModelConfig.from_hf({"max_position_embeddings": 8192} | fields).num_parameters == size
 
 
 def test_rope_frequencies_equal_transformers() -> None:
@@ -78,7 +184,31 @@ def test_rope_frequencies_equal_transformers() -> None:
         ({"hidden_size": None}, "hidden_size must be a whole number of at least 1, not None"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number of at least 1, not 0"),
         ({"num_key_value_heads": 2}, r"num_attention_heads \(9\) is no multiple of num_key_value_heads \(2\)"),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "not supported; .*MixtralFor.*, Gemma3ForCausalLM$"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is set"),
+        ({"final_logit_softcapping": 0}, "final_logit_softcapping must be a number of more than 0 or null, not 0"),
+        (
+            {"architectures": ["MistralForCausalLM"], "sliding_window": -1},
+            "sliding_window must be a whole number of at least 1, not -1",
+        ),
+        (
+            {"architectures": ["MistralForCausalLM"], "sliding_window": 8, "layer_types": ["chunked_attention"] * 30},
+            "layer_types chunked_attention are not supported; supported: full_attention, sliding_attention",
+        ),
+        (
+            {"architectures": ["MistralForCausalLM"], "sliding_window": 8, "layer_types": ["full_attention"]},
+            "layer_types must list a kind for each of the 30 layers",
+        ),
+        ({"architectures": ["MixtralForCausalLM"]}, "num_local_experts must be a whole number of at least 1"),
+        (
+            {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 5},
+            r"num_experts_per_tok \(5\) is more than the 4 experts of a layer",
+        ),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2},
+            "moe_intermediate_size must be a whole number",
+        ),
         ({"rope_scaling": {"type": "yarn"}}, "rope type 'yarn' is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantised checkpoints are not supported"),
     ],

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_api.errors import PlanError
-from hetero_api.sharding import LayerShard, RankShard, ShardPlan, UnitRange, ranges_of_counts
+from hetero_api.sharding import NO_UNITS as NO
+from hetero_api.sharding import LayerShard, RankShard, ShardPlan, Stage, UnitRange, ranges_of_counts
 
 pytestmark = pytest.mark.unit
 
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.unit
 def plan_of(heads: list[int], columns: list[int], rows: list[int], layers: int = 2) -> ShardPlan:
     return ShardPlan(
         tuple(
-            RankShard((LayerShard(h, c),) * layers, v)
+            RankShard((LayerShard(h, c),) * layers, embedding_rows=v, head_rows=v)
             for h, c, v in zip(*map(ranges_of_counts, (heads, columns, rows)), strict=True)
         )
     )
@@ -30,7 +31,7 @@ counts = st.integers(1, 6).flatmap(
 def test_consecutive_ranges_cover_exactly_and_survive_the_wire(kinds: tuple[list[int], list[int], list[int]]) -> None:
     heads, columns, rows = kinds
     plan = plan_of(heads, columns, rows)
-    plan.validate(num_layers=2, num_kv_heads=sum(heads), mlp_columns=sum(columns), vocab_rows=sum(rows))
+    plan.validate(num_layers=2, num_kv_heads=sum(heads), mlp_columns=sum(columns), vocab_size=sum(rows))
     assert ShardPlan.from_proto(plan.to_proto()) == plan
     assert plan.attention_owners(0) == tuple(r for r, n in enumerate(heads) if n)
 
@@ -45,10 +46,72 @@ def test_consecutive_ranges_cover_exactly_and_survive_the_wire(kinds: tuple[list
 )
 def test_a_plan_that_does_not_cover_is_refused(heads: list[int], layers: int, message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        plan_of(heads, [4, 4], [8, 8], layers).validate(num_layers=2, num_kv_heads=3, mlp_columns=8, vocab_rows=16)
+        plan_of(heads, [4, 4], [8, 8], layers).validate(num_layers=2, num_kv_heads=3, mlp_columns=8, vocab_size=16)
 
 
 def test_overlap_is_refused() -> None:
-    shard = RankShard((LayerShard(UnitRange(0, 1), UnitRange(0, 8)),), UnitRange(0, 16))
+    shard = RankShard((LayerShard(UnitRange(0, 1), UnitRange(0, 8)),), UnitRange(0, 16), UnitRange(0, 16))
     with pytest.raises(PlanError, match="rank 1 owns"):
-        ShardPlan((shard, shard)).validate(num_layers=1, num_kv_heads=1, mlp_columns=8, vocab_rows=16)
+        ShardPlan((shard, shard)).validate(num_layers=1, num_kv_heads=1, mlp_columns=8, vocab_size=16)
+
+
+def test_layers_of_the_same_owners_are_a_stage() -> None:
+    column, head = LayerShard(UnitRange(1, 1), UnitRange(0, 8)), LayerShard(UnitRange(0, 1), NO)
+    whole = LayerShard(UnitRange(0, 1), UnitRange(0, 8))
+    rest = LayerShard(UnitRange(1, 1), UnitRange(8, 8))
+    plan = ShardPlan(
+        (
+            RankShard((whole, whole, head, rest), UnitRange(0, 16), UnitRange(0, 0)),
+            RankShard((rest, rest, column, whole), UnitRange(16, 16), UnitRange(0, 16)),
+        )
+    )
+    assert plan.stages() == (Stage((0,), 0, 2), Stage((0, 1), 2, 3), Stage((1,), 3, 4))
+    assert (plan.embedding_owners(), plan.head_owners()) == ((0,), (1,))
+    assert plan.layer_owners(2) == (0, 1)
+
+
+def test_a_layer_without_owner_has_no_stage() -> None:
+    shard = RankShard((LayerShard(NO, NO),), NO, NO)
+    with pytest.raises(PlanError, match="layer 0 is owned by no rank"):
+        ShardPlan((shard,)).stages()
+    with pytest.raises(PlanError, match="at least one rank"):
+        ShardPlan(()).stages()
+
+
+def test_a_layer_is_dense_or_has_experts() -> None:
+    dense = LayerShard(UnitRange(0, 1), UnitRange(0, 8))
+    sparse = LayerShard(UnitRange(0, 1), NO, UnitRange(0, 4))
+    both = LayerShard(UnitRange(0, 1), UnitRange(0, 8), UnitRange(0, 4))
+    rows = UnitRange(0, 16)
+
+    def validate(*layers: LayerShard, num_experts: int, expert_layers: tuple[int, ...]) -> ShardPlan:
+        plan = ShardPlan((RankShard(layers, rows, rows),))
+        plan.validate(
+            num_layers=len(layers),
+            num_kv_heads=1,
+            mlp_columns=8,
+            vocab_size=16,
+            num_experts=num_experts,
+            expert_layers=expert_layers,
+        )
+        return plan
+
+    plan = validate(dense, sparse, num_experts=4, expert_layers=(1,))
+    assert [plan.expert_owners(0), plan.expert_owners(1), plan.mlp_owners(1)] == [(), (0,), ()]
+    assert ShardPlan.from_proto(plan.to_proto()) == plan
+    with pytest.raises(PlanError, match="layer 0 MLP columns: 8 of 0 are owned"):
+        validate(both, num_experts=4, expert_layers=(0,))
+    with pytest.raises(PlanError, match="layer 1 experts: 4 of 6 are owned"):
+        validate(dense, sparse, num_experts=6, expert_layers=(1,))
+    with pytest.raises(PlanError, match="layer 0 MLP columns: 0 of 8 are owned"):
+        validate(sparse, num_experts=4, expert_layers=())
+    with pytest.raises(PlanError, match="layer 0 MLP columns: 8 of 0 are owned"):
+        validate(dense, num_experts=4, expert_layers=(0,))
+
+
+@pytest.mark.parametrize(("embedding", "head", "what"), [(15, 16, "embedding rows"), (16, 15, "output head rows")])
+def test_embedding_and_head_are_covered_each(embedding: int, head: int, what: str) -> None:
+    layer = LayerShard(UnitRange(0, 1), UnitRange(0, 8))
+    plan = ShardPlan((RankShard((layer,), UnitRange(0, embedding), UnitRange(0, head)),))
+    with pytest.raises(PlanError, match=f"{what}: 15 of 16 are owned"):
+        plan.validate(num_layers=1, num_kv_heads=1, mlp_columns=8, vocab_size=16)

@@ -29,6 +29,11 @@ class GuardedAdmin(admin_pb2_grpc.AdminServicer):
     def GetStats(self, request: Any, context: Any) -> admin_pb2.GetStatsResponse:  # noqa: N802
         return admin_pb2.GetStatsResponse()
 
+    def _refuse(self, request: Any, context: Any) -> Any:
+        context.abort(grpc.StatusCode.UNIMPLEMENTED, "not asked for here")
+
+    ResetCache = Sleep = WakeUp = Drain = Profile = _refuse
+
 
 @pytest.fixture
 def address() -> Iterator[str]:

@@ -111,6 +111,49 @@ def test_generate_as_json_is_an_object_a_line(tmp_path: Path) -> None:
     assert events[2]["usage"]["completion_tokens"] == 1
 
 
+def test_generate_sends_what_its_options_say(tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object"}')
+    gateway = FakeGateway(f"unix:{tmp_path / 'g.sock'}")
+    gateway.start()
+    result = hetero(
+        "generate", "echo one", "--address", gateway.address, "--json-schema", str(schema), "--completions", "2",
+        "--logprobs", "3", "--priority", "-5", "--repetition-penalty", "1.5", "--presence-penalty", "0.5", "--json",
+    )  # fmt: skip
+    gateway.stop()
+    assert result.exit_code == EXIT_OK, result.stderr
+    (request,) = gateway.inference.requests
+    sampling = request.sampling
+    assert (sampling.json_schema, sampling.n, sampling.logprobs, request.priority) == ('{"type": "object"}', 2, 3, -5)
+    assert (sampling.repetition_penalty, sampling.presence_penalty) == (1.5, 0.5)
+    deltas = [event for line in result.stdout.splitlines() if (event := json.loads(line))["event"] == "delta"]
+    assert [(event["index"], event["logprobs"][0]["top"]) for event in deltas] == [
+        (index, [[0, -0.25], [8, -2.0]]) for index in range(2)
+    ]
+
+
+def test_generate_shows_several_completions_one_after_another(tmp_path: Path) -> None:
+    with served(tmp_path) as address:
+        result = hetero("generate", "echo one two", "--completions", "2", "--address", address)
+    assert result.stdout == "--- 0\none two \n--- 1\none two \n"
+
+
+def test_generate_goes_on_when_its_stream_breaks(tmp_path: Path) -> None:
+    with served(tmp_path) as address:
+        result = hetero("generate", "break-1 one two three", "--address", address)
+        refused = hetero("generate", "loading", "--resume-timeout", "0", "--address", address)
+    assert (result.exit_code, result.stdout) == (EXIT_OK, "one two three \n")
+    assert (refused.exit_code, refused.stderr) == (EXIT_FAILURE, "hetero: the group is loading\n")
+
+
+def test_an_answer_has_one_form_at_most(tmp_path: Path) -> None:
+    result = hetero("generate", "echo", "--choice", "a", "--regex", "b", "--address", "unix:nowhere")
+    assert result.exit_code == EXIT_USAGE
+    assert "give one of --json-schema" in result.stderr
+    missing = hetero("generate", "echo", "--json-schema", str(tmp_path / "none"), "--address", "unix:nowhere")
+    assert (missing.exit_code, "cannot" in missing.stderr) == (EXIT_USAGE, True)
+
+
 def test_wrong_request_exits_as_wrong_usage_and_a_fault_as_failure(tmp_path: Path) -> None:
     with served(tmp_path) as address:
         wrong = hetero("generate", "invalid", "--address", address)

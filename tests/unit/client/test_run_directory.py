@@ -21,7 +21,18 @@ def start(home: HeteroHome, name: str) -> RunDirectory:
     assert run.lock.try_acquire()
     run.prepare()
     run.write_record(
-        GroupRecord(name, os.getpid(), "m.yaml", "/m", "ready", f"{name}:1", f"{name}:2", time.time(), {"gateway": 1})
+        GroupRecord(
+            name,
+            os.getpid(),
+            "m.yaml",
+            "/m",
+            "ready",
+            f"{name}:1",
+            f"{name}:2",
+            f"{name}:3",
+            time.time(),
+            {"gateway": 1},
+        )
     )
     return run
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -11,7 +12,7 @@ from hetero_api.sharding import UnitRange
 from hetero_api.v1 import admin_pb2, ranks_pb2
 from hetero_client.admin import GroupState, GroupTopology, topology_from
 from hetero_client.cli.progress import StartDisplay, rank_phase
-from hetero_client.cli.tables import duration, placement_cells, placement_view
+from hetero_client.cli.tables import duration, placement_cells, placement_view, topology_line
 
 pytestmark = pytest.mark.unit
 
@@ -21,7 +22,8 @@ def shard(kv: tuple[int, int], mlp: tuple[int, int], *, layers: int = 2) -> rank
         kv_heads=ranks_pb2.UnitRange(begin=kv[0], end=kv[1]),
         mlp_columns=ranks_pb2.UnitRange(begin=mlp[0], end=mlp[1]),
     )
-    return ranks_pb2.RankShard(layers=[layer] * layers, vocab_rows=ranks_pb2.UnitRange(begin=0, end=100))
+    rows = ranks_pb2.UnitRange(begin=0, end=100)
+    return ranks_pb2.RankShard(layers=[layer] * layers, embedding_rows=rows, head_rows=rows)
 
 
 def topology(
@@ -46,6 +48,7 @@ def topology(
         (topology(admin_pb2.GROUP_STATE_LOADING, weight_bytes=5), "allocating KV cache"),
         (topology(admin_pb2.GROUP_STATE_LOADING, weight_bytes=5, kv_bytes=5), "warming up"),
         (topology(admin_pb2.GROUP_STATE_READY), "ready"),
+        (topology(admin_pb2.GROUP_STATE_ASLEEP), "asleep"),
     ],
 )
 def test_phases_of_a_rank(view: GroupTopology, phase: str) -> None:
@@ -104,3 +107,28 @@ def test_rank_that_has_not_joined_is_shown_under_its_process_name() -> None:
 
 def test_durations() -> None:
     assert [duration(s) for s in (4.9, 185, 7620)] == ["4s", "3m05s", "2h07m"]
+
+
+def line_of(**fields: Any) -> str:
+    return topology_line(topology_from(admin_pb2.GetTopologyResponse(name="g", epoch=3, **fields)))
+
+
+def test_the_groups_line_tells_its_cache_and_what_is_asleep() -> None:
+    cache: dict[str, Any] = {"cache_layout": admin_pb2.CACHE_LAYOUT_CONTIGUOUS, "block_size": 64, "num_blocks": 4}
+    assert line_of(state=admin_pb2.GROUP_STATE_ASLEEP, asleep=["kv", "weights"], **cache) == (
+        "g: asleep, epoch 3, exchange none, KV cache contiguous, 4 blocks of 64 tokens, asleep: kv, weights"
+    )
+
+
+def test_the_groups_line_tells_why_requests_wait() -> None:
+    assert line_of(state=admin_pb2.GROUP_STATE_ABORTED, reason="rank 1 is gone", paused_requests=3) == (
+        "g: aborted (rank 1 is gone), epoch 3, exchange none, paused requests: 3"
+    )
+
+
+def test_experts_are_shown_in_place_of_columns() -> None:
+    layer = ranks_pb2.LayerShard(experts=ranks_pb2.UnitRange(begin=2, end=4))
+    message = admin_pb2.GetTopologyResponse(ranks=[admin_pb2.RankStatus(shard=ranks_pb2.RankShard(layers=[layer] * 2))])
+    (rank,) = topology_from(message).ranks
+    assert rank.experts == UnitRange(2, 4)
+    assert placement_cells(rank)["MLP columns"] == "experts 2..3 (2)"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
+from hetero_api.v1 import logprobs_pb2, ranks_pb2
 from hetero_gateway.engine.config import EngineConfig
-from hetero_gateway.engine.request import GenerationRequest, Request, SamplingConfig
+from hetero_gateway.engine.request import Completion, Constraint, GenerationRequest, Request, SamplingConfig
 from hetero_gateway.engine.scheduler import Scheduler
-from hetero_gateway.engine.step import RequestUpdate, ScheduledStep
-from tests.unit.engine.fake_ranks import FakeRanks
+from hetero_gateway.engine.step import CompletionUpdate, ScheduledStep, StepOutcome
+from tests.unit.engine.fake_ranks import FakeRanks, PlanError
 
 VOCAB_SIZE = 64
 NO_EOS: frozenset[int] = frozenset()
@@ -24,6 +26,9 @@ def engine_config(
     enable_prefix_caching: bool = True,
     eos_token_ids: frozenset[int] = NO_EOS,
     vocab_size: int = VOCAB_SIZE,
+    max_steps_in_flight: int = 2,
+    pause_limit_s: float = 60.0,
+    ageing_s: float = 10.0,
 ) -> EngineConfig:
     return EngineConfig(
         max_num_seqs=max_num_seqs,
@@ -34,6 +39,9 @@ def engine_config(
         enable_prefix_caching=enable_prefix_caching,
         eos_token_ids=eos_token_ids,
         vocab_size=vocab_size,
+        max_steps_in_flight=max_steps_in_flight,
+        pause_limit_s=pause_limit_s,
+        ageing_s=ageing_s,
     )
 
 
@@ -48,61 +56,136 @@ def generation(
     stop_token_ids: frozenset[int] = frozenset(),
     ignore_eos: bool = False,
     deadline_s: float | None = None,
+    n: int = 1,
+    priority: int = 0,
+    received: tuple[tuple[int, ...], ...] = (),
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+    constraint: Constraint | None = None,
+    min_tokens: int = 0,
+    tenant: int = 0,
 ) -> GenerationRequest:
+    """`tenant` is where the fake ranks' KV begins."""
     return GenerationRequest(
         request_id=request_id,
         prompt_token_ids=tuple(prompt),
         sampling=SamplingConfig(
-            seed=seed, max_tokens=max_tokens, stop=stop, stop_token_ids=stop_token_ids, ignore_eos=ignore_eos
+            seed=seed,
+            top_k=tenant,
+            max_tokens=max_tokens,
+            stop=stop,
+            stop_token_ids=stop_token_ids,
+            ignore_eos=ignore_eos,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            constraint=constraint,
+            min_tokens=min_tokens,
         ),
         cache_salt=salt,
         deadline_s=deadline_s,
+        n=n,
+        priority=priority,
+        received=received,
     )
 
 
 @dataclass
 class Bench:
-    """A scheduler and the fake ranks that do its plans. `outputs` are the tokens of every request, by id."""
+    """A scheduler and the fake ranks that do its plans, as many steps ahead as the configuration allows.
+
+    `outputs` are the tokens that were told, by request id or, for completions but the first, `ID/INDEX`.
+    """
 
     config: EngineConfig
     num_blocks: int
     scheduler: Scheduler = field(init=False)
     ranks: FakeRanks = field(init=False)
+    in_flight: deque[tuple[ScheduledStep, ranks_pb2.StepResult]] = field(default_factory=deque)
     outputs: dict[str, list[int]] = field(default_factory=dict)
-    updates: dict[str, list[RequestUpdate]] = field(default_factory=dict)
+    updates: dict[str, list[CompletionUpdate]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[logprobs_pb2.TokenLogprobs]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.block_size = self.config.block_size
         self.scheduler = Scheduler(self.config, num_blocks=self.num_blocks)
         self.ranks = self.new_ranks()
 
     def new_ranks(self) -> FakeRanks:
         return FakeRanks(
             num_blocks=self.num_blocks,
-            block_size=self.config.block_size,
+            block_size=self.block_size,
             vocab_size=self.config.vocab_size,
             max_num_seqs=self.config.max_num_seqs,
         )
 
-    def add(self, asked: GenerationRequest) -> Request:
-        self.outputs[asked.request_id] = []
-        return self.scheduler.add(asked, now=0.0)
+    def add(self, asked: GenerationRequest, *, now: float = 0.0) -> Request:
+        request = self.scheduler.add(asked, now=now)
+        for completion in request.completions:
+            self.outputs[name_of(completion)] = []
+            self.updates[name_of(completion)] = []
+        return request
 
-    def step(self) -> ScheduledStep | None:
-        """One whole step, the pool's counts checked around it."""
-        step = self.scheduler.schedule(0.0)
+    def send(self, now: float = 0.0) -> ScheduledStep | None:
+        """Schedule a step, if one can go out; ranks do it, and their result is on its way."""
+        step = self.scheduler.schedule(now)
         if step is not None:
-            self.scheduler.check_integrity()
-            self.take(self.scheduler.apply(self.ranks.execute(step.plan)))
-            self.scheduler.check_integrity()
+            if [completion.slot for completion in step.masked] != list(step.plan.masked_slots):
+                raise PlanError("masked completions and masked slots do not fit")
+            if step.num_tokens > self.config.max_num_batched_tokens:
+                raise PlanError(f"{step.num_tokens} tokens are more than the budget")
+            self.in_flight.append((step, self.ranks.execute(step.plan)))
         return step
 
-    def take(self, updates: list[RequestUpdate]) -> None:
-        for update in updates:
-            self.outputs[update.request.request_id].append(update.token_id)
-            self.updates.setdefault(update.request.request_id, []).append(update)
+    def receive(self) -> StepOutcome:
+        """Apply the oldest result that is on its way."""
+        _, result = self.in_flight.popleft()
+        outcome = self.scheduler.apply(result)
+        for update in outcome.updates:
+            self.outputs[name_of(update.completion)].append(update.token_id)
+            self.updates[name_of(update.completion)].append(update)
+        for request, positions in outcome.prompt_logprobs:
+            if request.request_id in self.prompt_logprobs:
+                raise PlanError(f"prompt log-probabilities of {request.request_id} came twice")
+            self.prompt_logprobs[request.request_id] = positions
+        return outcome
+
+    def step(self, now: float = 0.0) -> ScheduledStep | None:
+        """One whole step that computes something, after those in flight; the pool's counts are checked around it."""
+        while self.in_flight:
+            self.receive()
+        step = self.send(now)
+        self.scheduler.check_integrity()
+        if step is not None:
+            self.receive()
+            self.scheduler.check_integrity()
+        return step if step is not None and step.computes else None
 
     def run(self, *, max_steps: int = 10_000) -> None:
+        """To the end of every request, with steps in flight."""
         for _ in range(max_steps):
-            if self.step() is None:
-                return
+            if self.send() is None:
+                if not self.in_flight:
+                    return
+                self.receive()
+                self.scheduler.check_integrity()
         raise TimeoutError(f"requests are still in flight after {max_steps} steps")
+
+    def lose_group(self) -> None:
+        """The ranks are gone, with the steps in flight."""
+        self.in_flight.clear()
+        self.scheduler.lose_group()
+
+    def open_group(self, *, num_blocks: int | None = None, block_size: int | None = None) -> list[Request]:
+        """Other ranks; the requests that do not fit them."""
+        self.num_blocks = num_blocks or self.num_blocks
+        self.block_size = block_size or self.block_size
+        self.in_flight.clear()
+        self.ranks = self.new_ranks()
+        refused = self.scheduler.open_group(num_blocks=self.num_blocks, block_size=self.block_size)
+        return [request for request, _ in refused]
+
+
+def name_of(completion: Completion) -> str:
+    """The request's id, with the index of completions but the first."""
+    request_id = completion.request.request_id
+    return f"{request_id}/{completion.index}" if completion.index else request_id

@@ -1,18 +1,19 @@
 """Ranks that obey StepPlans without a model: a KV cache of numbers, read and written through block tables only.
 
 The number at a position is a digest of the number before it, as read back from the cache, and of the position's
-token; the next token is a digest of every number of the sequence, read back. So a block that is reused wrongly,
-overwritten or missing changes the tokens, as it would with a real model, and `tokens_alone` tells what they
-must be. The chain starts at the request's seed: tests give each tenant one, so that a hit across salts shows too.
+token; the next token is a digest of every number of the sequence, read back, and of the sequence's seed. So a block
+that is reused wrongly, overwritten or missing changes the tokens, as it would with a real model, and `tokens_alone`
+tells what they must be. The chain starts at a number of the tenant's, so that a hit across salts shows too; requests
+carry it in a field of Sampling that nothing else needs here, top_k.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from hetero_api.v1 import ranks_pb2
+from hetero_api.v1 import logprobs_pb2, ranks_pb2
 
 NULL_BLOCK = 0
 
@@ -24,33 +25,49 @@ class PlanError(Exception):
 @dataclass(slots=True)
 class _Slot:
     tokens: list[int]
+    num_prompt: int
     num_computed: int
     blocks: list[int]
-    seed: int
+    sampling: ranks_pb2.Sampling
 
 
 def _digest(*numbers: int) -> int:
     return zlib.crc32(repr(numbers).encode())
 
 
-def _next_token(values: Iterable[int], vocab_size: int) -> int:
-    return _digest(*values) % vocab_size
+def _next_token(values: Iterable[int], *, seed: int, vocab_size: int) -> int:
+    return _digest(seed, *values) % vocab_size
 
 
-def tokens_alone(prompt: Iterable[int], *, seed: int, count: int, vocab_size: int) -> list[int]:
+def _logprobs(value: int, token_id: int) -> logprobs_pb2.TokenLogprobs:
+    return logprobs_pb2.TokenLogprobs(token_id=token_id, logprob=-(value % 64) / 8, rank=1 + value % 5)
+
+
+def tokens_alone(prompt: Iterable[int], *, seed: int, count: int, vocab_size: int, tenant: int = 0) -> list[int]:
     """The first `count` tokens that the fake model generates when nothing else runs and nothing is cached."""
-    values: list[int] = []
-    for token in prompt:
-        values.append(_digest(values[-1] if values else seed, token))
+    values = _values(prompt, tenant=tenant)
     output: list[int] = []
     for _ in range(count):
-        output.append(_next_token(values, vocab_size))
+        output.append(_next_token(values, seed=seed, vocab_size=vocab_size))
         values.append(_digest(values[-1], output[-1]))
     return output
 
 
+def logprobs_alone(tokens: Sequence[int], *, begin: int, tenant: int = 0) -> list[logprobs_pb2.TokenLogprobs]:
+    """What the fake model tells of tokens[begin:], each given those before it; `begin` at least 1."""
+    values = _values(tokens, tenant=tenant)
+    return [_logprobs(values[index - 1], tokens[index]) for index in range(begin, len(tokens))]
+
+
+def _values(tokens: Iterable[int], *, tenant: int) -> list[int]:
+    values: list[int] = []
+    for token in tokens:
+        values.append(_digest(values[-1] if values else tenant, token))
+    return values
+
+
 class FakeRanks:
-    """One epoch of a group. `num_blocks` includes the null block."""
+    """One epoch of a group. `num_blocks` includes the null block. Plans are to be executed in order."""
 
     def __init__(self, *, num_blocks: int, block_size: int, vocab_size: int, max_num_seqs: int) -> None:
         self._block_size = block_size
@@ -59,21 +76,42 @@ class FakeRanks:
         self._kv: list[int | None] = [None] * (num_blocks * block_size)
         self._slots: dict[int, _Slot] = {}
         self._step_id = 0
+        self._written: dict[int, _Slot] = {}
 
-    def execute(self, plan: ranks_pb2.StepPlan) -> ranks_pb2.StepResult:
+    @property
+    def num_bound_slots(self) -> int:
+        return len(self._slots)
+
+    def execute(self, plan: ranks_pb2.StepPlan, *, masks: Sequence[bytes] = ()) -> ranks_pb2.StepResult:
+        """Without `masks` masked draws are drawn like the others."""
         self._step_id += 1
         self._require(plan.step_id == self._step_id, f"step {plan.step_id} instead of {self._step_id}")
+        self._take_deltas(plan)
+        result = ranks_pb2.StepResult(step_id=plan.step_id)
+        computing = [*plan.decode_slots, *(span.slot for span in plan.spans)]
+        self._require(len(set(computing)) == len(computing), "a slot computes twice")
+        self._require(set(computing) <= set(self._slots), "a slot computes that is not bound")
+        self._written.clear()
+        sampling = [slot for slot in plan.decode_slots if self._compute_decode(slot)]
+        sampling += [span.slot for span in plan.spans if self._compute_span(span, result)]
+        self._require(set(plan.masked_slots) <= set(sampling), "a slot is masked that does not sample")
+        self._require(len(set(plan.masked_slots)) == len(plan.masked_slots), "a slot is masked twice")
+        mask_of = dict(zip(plan.masked_slots, masks, strict=False))
+        for slot in sampling:
+            self._sample(slot, result, mask=mask_of.get(slot))
+        return result
+
+    def _take_deltas(self, plan: ranks_pb2.StepPlan) -> None:
         for slot in plan.released_slots:
             self._require(slot in self._slots, f"slot {slot} is released and was not bound")
             del self._slots[slot]
         for new in plan.new_sequences:
             self._bind(new)
-        scheduled = [entry.slot for entry in plan.scheduled]
-        self._require(bool(scheduled) and len(set(scheduled)) == len(scheduled), "scheduled slots are empty or repeat")
-        result = ranks_pb2.StepResult(step_id=plan.step_id)
-        for entry in plan.scheduled:
-            self._compute(entry, result)
-        return result
+        self._require(len(plan.block_slots) == len(plan.block_ids), "block_slots and block_ids are not parallel")
+        for slot, block_id in zip(plan.block_slots, plan.block_ids, strict=True):
+            self._require(slot in self._slots, f"a block is appended to slot {slot}, which is not bound")
+            self._require(block_id != NULL_BLOCK, "the null block is in a block table")
+            self._slots[slot].blocks.append(block_id)
 
     def _bind(self, new: ranks_pb2.NewSequence) -> None:
         self._require(new.slot not in self._slots, f"slot {new.slot} is bound already")
@@ -81,36 +119,66 @@ class FakeRanks:
         covered = len(new.block_ids) * self._block_size
         self._require(new.num_computed_tokens == covered, "prefix hits are not whole blocks")
         self._require(new.num_computed_tokens < len(new.token_ids), "nothing is left to compute")
-        self._slots[new.slot] = _Slot(list(new.token_ids), covered, list(new.block_ids), new.sampling.seed)
+        self._require(0 < new.num_prompt_tokens <= len(new.token_ids), "the prompt is not among the tokens")
+        self._slots[new.slot] = _Slot(
+            list(new.token_ids), new.num_prompt_tokens, covered, list(new.block_ids), new.sampling
+        )
 
-    def _compute(self, entry: ranks_pb2.ScheduledSequence, result: ranks_pb2.StepResult) -> None:
-        slot = self._slots[entry.slot]
-        slot.blocks.extend(entry.new_block_ids)
-        self._require(NULL_BLOCK not in slot.blocks, "the null block is in a block table")
-        end = slot.num_computed + entry.num_tokens
-        self._require(entry.num_tokens >= 1 and end <= len(slot.tokens), "more tokens than are known")
-        self._require(len(slot.blocks) == -(-end // self._block_size), "block table and tokens do not fit")
+    def _compute_decode(self, number: int) -> bool:
+        slot = self._slots[number]
+        self._require(len(slot.tokens) - slot.num_computed == 1, f"slot {number} decodes and is not one token behind")
+        self._compute(slot, slot.num_computed + 1)
+        return True
+
+    def _compute_span(self, span: ranks_pb2.ScheduledSpan, result: ranks_pb2.StepResult) -> bool:
+        slot = self._slots[span.slot]
+        begin, end = slot.num_computed, slot.num_computed + span.num_tokens
+        self._require(span.num_tokens >= 1 and end <= len(slot.tokens), "more tokens than are known")
+        self._require(span.sample == (end == len(slot.tokens)), "sample is not said at the last token")
+        self._compute(slot, end)
+        if slot.sampling.HasField("num_prompt_logprobs"):
+            last = min(end, slot.num_prompt - 1)
+            positions = [_logprobs(self._read(slot, i), slot.tokens[i + 1]) for i in range(begin, last)]
+            if positions:
+                result.prompt_logprobs.add(slot=span.slot, begin=begin + 1, positions=positions)
+        return span.sample
+
+    def _compute(self, slot: _Slot, end: int) -> None:
+        self._require(len(slot.blocks) * self._block_size >= end, "the block table ends before the tokens")
         for position in range(slot.num_computed, end):
             self._write(slot, position)
         slot.num_computed = end
-        self._require(entry.sample == (end == len(slot.tokens)), "sample is not said at the last token")
-        if entry.sample:
-            token = _next_token((self._read(slot, position) for position in range(end)), self._vocab_size)
-            slot.tokens.append(token)
-            result.slots.append(entry.slot)
-            result.token_ids.append(token)
+
+    def _sample(self, number: int, result: ranks_pb2.StepResult, *, mask: bytes | None) -> None:
+        slot = self._slots[number]
+        values = [self._read(slot, position) for position in range(len(slot.tokens))]
+        token = _next_token(values, seed=slot.sampling.seed, vocab_size=self._vocab_size)
+        if mask is not None:
+            allowed = [each for each in range(self._vocab_size) if mask[each // 8] >> each % 8 & 1]
+            self._require(bool(allowed), "a mask allows nothing")
+            token = allowed[token % len(allowed)]
+        if slot.sampling.HasField("num_logprobs"):
+            result.logprobs.append(_logprobs(values[-1], token))
+        slot.tokens.append(token)
+        result.slots.append(number)
+        result.token_ids.append(token)
 
     def _write(self, slot: _Slot, position: int) -> None:
         block = slot.blocks[position // self._block_size]
         sharing = [other for other in self._slots.values() if other is not slot and block in other.blocks]
         self._require(not sharing, f"block {block} is written while another sequence has it")
-        before = self._read(slot, position - 1) if position else slot.seed
-        self._kv[self._place(slot, position)] = _digest(before, slot.tokens[position])
+        before = self._read(slot, position - 1) if position else slot.sampling.top_k
+        place = self._place(slot, position)
+        self._kv[place] = _digest(before, slot.tokens[position])
+        self._written[place] = slot
 
     def _read(self, slot: _Slot, position: int) -> int:
-        value = self._kv[self._place(slot, position)]
+        place = self._place(slot, position)
+        value = self._kv[place]
         if value is None:
             raise PlanError(f"position {position} is read and was never computed")
+        # The sequences of a batch are computed side by side.
+        self._require(self._written.get(place, slot) is slot, f"position {position} is another sequence's of this step")
         return value
 
     def _place(self, slot: _Slot, position: int) -> int:

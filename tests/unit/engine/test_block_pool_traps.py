@@ -1,14 +1,22 @@
-"""Traps that other engines' block pools fell into; each test names the trap."""
+"""Traps that other engines' block pools fell into; each test names the trap.
+
+Of nano-vllm's issues: a full hit with nothing left to compute (#144), a prompt of exactly one block that is cached
+(#114, #117), preemption and a hit beyond the tokens (#211, #233), prefill again (#217), a hit on a block that the same
+batch computes (#208), a sequence larger than the pool (#274, #277), a free list that is searched. Of vLLM's: hashes
+that can be made to collide, within a tenant or across (GHSA-rm76-4mrf-v9r8, #17045, #44701), the last token of a full
+hit (#53706), prefixes that are evicted head first.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from types import FrameType
 from typing import Any
 
 import pytest
 
-from hetero_gateway.engine.block_pool import BlockPool
+from hetero_gateway.engine.block_pool import BlockDigests, BlockPool
 from hetero_gateway.engine.errors import InvalidRequest
 from tests.unit.engine.engine_setup import VOCAB_SIZE, Bench, engine_config, generation
 from tests.unit.engine.fake_ranks import tokens_alone
@@ -92,7 +100,7 @@ def test_no_hit_on_blocks_that_the_same_batch_computes() -> None:
     step = bench.step()
     assert step is not None
     assert [entry.num_tokens for entry in step.entries] == [9, 9]
-    tables = [set(twin.block_ids) for twin in twins]
+    tables = [set(twin.completions[0].block_ids) for twin in twins]
     assert not tables[0] & tables[1]
     bench.run()
     assert bench.outputs["one"] == bench.outputs["two"] == expected(range(9), 4)
@@ -106,6 +114,52 @@ def test_no_hit_on_a_chunked_prefill_beyond_what_is_computed() -> None:
     bench.run()
     assert second.num_cached_tokens < 12
     assert bench.outputs["one"] == bench.outputs["two"] == expected(range(12), 4)
+
+
+def test_blocks_of_equal_tokens_behind_other_prefixes_are_not_hit() -> None:
+    bench = Bench(engine_config(block_size=2), num_blocks=20)
+    prompts = ([1, 2, 3, 4, 5], [3, 4, 1, 2, 5], [3, 4, 3, 4, 5])
+    for index, prompt in enumerate(prompts):
+        bench.add(generation(f"r{index}", prompt))
+        bench.run()
+        assert bench.outputs[f"r{index}"] == expected(prompt, 4)
+
+
+def test_order_of_blocks_is_part_of_a_digest() -> None:
+    chain = BlockDigests(cache_salt="", block_size=1)
+    other = BlockDigests(cache_salt="", block_size=1)
+    assert chain.upto(2, [0, 1]) != other.upto(2, [1, 0])
+    assert len(set(chain.upto(2, [0, 1]) + other.upto(2, [1, 0]))) == 4
+    assert all(len(digest) == 32 for digest in chain.upto(2, [0, 1]))
+
+
+def test_digests_are_the_same_in_every_process() -> None:
+    digest = BlockDigests(cache_salt="tenant", block_size=2).upto(1, [7, 9])[0]
+    root = hashlib.sha256(b"hetero-kv-root\0tenant").digest()
+    assert digest == hashlib.sha256(root + (7).to_bytes(4, "little") + (9).to_bytes(4, "little")).digest()
+
+
+def test_another_tenant_never_hits_however_its_salt_is_chosen() -> None:
+    bench = Bench(engine_config(block_size=BLOCK), num_blocks=40)
+    for index, salt in enumerate(("", "a", "a\0", "\0a", "hetero-kv-root")):
+        request = bench.add(generation(f"r{index}", range(12), salt=salt, tenant=index))
+        bench.run()
+        assert request.num_cached_tokens == 0
+        assert bench.outputs[f"r{index}"] == tokens_alone(
+            range(12), seed=0, count=4, vocab_size=VOCAB_SIZE, tenant=index
+        )
+
+
+def test_ended_request_gives_up_the_tail_of_its_prefix_first() -> None:
+    bench = Bench(engine_config(block_size=BLOCK, max_num_seqs=1), num_blocks=6)
+    bench.add(generation("first", range(4 * BLOCK), max_tokens=1))
+    bench.run()
+    # Takes the free block, and two of the four that the first one left behind.
+    bench.add(generation("other", [9] * (3 * BLOCK), max_tokens=1))
+    bench.run()
+    third = bench.add(generation("third", range(4 * BLOCK), max_tokens=1))
+    bench.run()
+    assert third.num_cached_tokens == 2 * BLOCK
 
 
 def test_sequence_larger_than_the_pool_is_rejected_with_the_arithmetic() -> None:

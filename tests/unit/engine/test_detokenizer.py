@@ -23,7 +23,7 @@ def text_tokenizer(tokenizer: Tokenizer) -> TextTokenizer:
 
 
 def deltas(detokenizer: IncrementalDetokenizer, token_ids: list[int]) -> list[str]:
-    return [*(detokenizer.push(each) for each in token_ids), detokenizer.finish()]
+    return [*(detokenizer.push([each]) for each in token_ids), detokenizer.finish()]
 
 
 def byte_ids(tokenizer: Tokenizer, data: bytes) -> list[int]:
@@ -64,7 +64,7 @@ def test_incomplete_character_at_the_end_is_replaced(tokenizer: Tokenizer) -> No
 def test_endless_bytes_that_are_no_text_are_shown_as_they_come(tokenizer: Tokenizer) -> None:
     ids = byte_ids(tokenizer, b"\x80" * 300)
     detokenizer = text_tokenizer(tokenizer).detokenizer()
-    shown = [detokenizer.push(each) for each in ids]
+    shown = [detokenizer.push([each]) for each in ids]
     assert len("".join(shown)) >= 300 - 4
     assert "".join([*shown, detokenizer.finish()]) == text_tokenizer(tokenizer).decode(ids)
 
@@ -94,6 +94,21 @@ def test_leading_space_of_a_word_survives_skipped_tokens() -> None:
 def test_deltas_of_any_byte_level_tokens_make_the_full_text(ids: list[int]) -> None:
     tokenizer = text_tokenizer(BYTE_LEVEL)
     assert "".join(deltas(tokenizer.detokenizer(), ids)) == tokenizer.decode(ids)
+
+
+@given(data=st.data(), tokenizer=st.sampled_from([BYTE_LEVEL, BYTE_FALLBACK]), stop=st.booleans())
+def test_how_tokens_are_cut_into_calls_makes_no_difference(
+    data: st.DataObject, tokenizer: Tokenizer, stop: bool
+) -> None:
+    ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() + 2), max_size=30))
+    detokenizer = text_tokenizer(tokenizer).detokenizer(["s", "你好"] if stop else ())
+    pieces, rest = [], ids
+    while rest:
+        length = data.draw(st.integers(1, len(rest)))
+        pieces.append(detokenizer.push(rest[:length]))
+        rest = rest[length:]
+    expected = "".join(deltas(text_tokenizer(tokenizer).detokenizer(["s", "你好"] if stop else ()), ids))
+    assert "".join([*pieces, detokenizer.finish()]) == expected
 
 
 @given(text=st.text(max_size=30))

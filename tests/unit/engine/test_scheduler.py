@@ -18,7 +18,7 @@ from hetero_gateway.engine.errors import (
 )
 from hetero_gateway.engine.request import FinishReason
 from hetero_gateway.engine.scheduler import Scheduler
-from tests.unit.engine.engine_setup import VOCAB_SIZE, Bench, engine_config, generation
+from tests.unit.engine.engine_setup import VOCAB_SIZE, Bench, engine_config, generation, name_of
 from tests.unit.engine.fake_ranks import tokens_alone
 
 pytestmark = pytest.mark.unit
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.unit
 def names(bench: Bench) -> list[str]:
     step = bench.step()
     assert step is not None
-    return [entry.request.request_id for entry in step.entries]
+    return [name_of(entry.completion) for entry in step.entries]
 
 
 def test_requests_start_in_order_of_arrival() -> None:
@@ -55,21 +55,24 @@ def test_running_requests_come_before_waiting_ones_in_the_budget() -> None:
     bench.add(generation("new", range(20)))
     step = bench.step()
     assert step is not None
-    assert [(e.request.request_id, e.num_tokens) for e in step.entries] == [("running", 1), ("new", 7)]
+    assert [(name_of(e.completion), e.num_tokens) for e in step.entries] == [("running", 1), ("new", 7)]
 
 
-def test_decode_entry_is_one_token_and_names_new_blocks_only() -> None:
+def test_decodes_are_slots_alone_and_name_new_blocks_only() -> None:
     bench = Bench(engine_config(block_size=4), num_blocks=40)
-    bench.add(generation("r", range(3), max_tokens=4))
-    bench.step()
-    second, third = bench.step(), bench.step()
-    assert second is not None
-    assert third is not None
-    assert not second.plan.new_sequences
-    assert [list(e.new_block_ids) for e in second.plan.scheduled] == [[]]
-    assert [len(e.new_block_ids) for e in third.plan.scheduled] == [1]
-    assert third.plan.scheduled[0].sample
-    assert third.plan.scheduled[0].num_tokens == 1
+    bench.add(generation("r", range(4), max_tokens=7))
+    first, *decodes = [bench.step() for _ in range(6)]
+    assert first is not None
+    # Room for the first drawn token comes with the prompt's.
+    assert list(first.plan.block_slots) == [0, 0]
+    grown = []
+    for step in decodes:
+        assert step is not None
+        assert list(step.plan.decode_slots) == [0]
+        assert not step.plan.new_sequences
+        assert not step.plan.spans
+        grown.append(list(step.plan.block_slots))
+    assert grown == [[], [], [], [], [0]]
 
 
 def test_step_ids_rise_by_one_from_one() -> None:
@@ -110,7 +113,7 @@ def test_latest_running_request_is_preempted_and_comes_back_before_the_queue() -
     started: list[str] = []
     while (step := bench.step()) is not None:
         bound = {new.slot for new in step.plan.new_sequences}
-        started += [entry.request.request_id for entry in step.entries if entry.slot in bound]
+        started += [name_of(entry.completion) for entry in step.entries if entry.slot in bound]
     assert bench.scheduler.stats().preemptions > 0
     assert started[:3] == ["a", "b", "c"]
     assert started.index("c", 3) < started.index("d")
@@ -213,27 +216,24 @@ def test_abort_frees_blocks_at_once_when_no_step_is_in_flight() -> None:
     assert not bench.scheduler.abort("r")
 
 
-def test_abort_in_flight_frees_blocks_with_the_result() -> None:
+def test_abort_in_flight_frees_blocks_at_once_and_drops_what_comes() -> None:
     bench = Bench(engine_config(), num_blocks=40)
     bench.add(generation("r", range(9)))
-    step = bench.scheduler.schedule(0.0)
-    assert step is not None
+    bench.send()
     bench.scheduler.abort("r")
-    assert bench.scheduler.stats().used_blocks == 3
-    assert bench.scheduler.stats().running_requests == 0
-    assert bench.scheduler.apply(bench.ranks.execute(step.plan)) == []
     assert bench.scheduler.stats().used_blocks == 0
+    assert bench.scheduler.stats().running_requests == 0
+    assert bench.receive().updates == []
     bench.scheduler.check_integrity()
 
 
 def test_id_of_a_request_aborted_in_flight_can_be_used_again() -> None:
     bench = Bench(engine_config(), num_blocks=40)
     bench.add(generation("r", range(9)))
-    step = bench.scheduler.schedule(0.0)
-    assert step is not None
+    bench.send()
     bench.scheduler.abort("r")
     bench.add(generation("r", range(20, 29)))
-    bench.take(bench.scheduler.apply(bench.ranks.execute(step.plan)))
+    bench.receive()
     bench.run()
     assert bench.outputs["r"] == tokens_alone(range(20, 29), seed=0, count=4, vocab_size=VOCAB_SIZE)
 
@@ -268,26 +268,6 @@ def test_deadlines_of_ended_requests_do_not_pile_up() -> None:
     assert len(scheduler._deadlines) <= 65
 
 
-def test_reset_drops_everything_and_starts_a_fresh_pool() -> None:
-    bench = Bench(engine_config(max_num_seqs=1), num_blocks=20)
-    bench.add(generation("running", range(9), max_tokens=9))
-    bench.add(generation("waiting", range(9)))
-    bench.step()
-    in_flight = bench.scheduler.schedule(0.0)
-    assert in_flight is not None
-    bench.scheduler.reset(num_blocks=20)
-    bench.ranks = bench.new_ranks()
-    stats = bench.scheduler.stats()
-    assert (stats.running_requests, stats.waiting_requests, stats.used_blocks, stats.cached_blocks) == (0, 0, 0, 0)
-    assert stats.finished_requests == 2
-    request = bench.add(generation("running", range(9)))
-    step = bench.step()
-    assert step is not None
-    assert (step.plan.step_id, list(step.plan.released_slots), request.num_cached_tokens) == (1, [], 0)
-    bench.run()
-    assert bench.outputs["running"] == tokens_alone(range(9), seed=0, count=4, vocab_size=VOCAB_SIZE)
-
-
 def test_without_a_group_nothing_fits() -> None:
     scheduler = Scheduler(engine_config())
     assert scheduler.stats().num_blocks == 0
@@ -314,14 +294,17 @@ def test_result_that_does_not_fit_the_plan_is_refused(result: ranks_pb2.StepResu
     assert bench.scheduler.stats().steps == 0
 
 
-def test_one_step_is_in_flight_at_a_time() -> None:
-    bench = Bench(engine_config(), num_blocks=20)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_so_many_steps_are_in_flight_at_most(steps: int) -> None:
+    bench = Bench(engine_config(max_steps_in_flight=steps), num_blocks=20)
     with pytest.raises(EngineFault, match="no step is in flight"):
         bench.scheduler.apply(ranks_pb2.StepResult(step_id=1))
     bench.add(generation("r", range(3)))
-    bench.scheduler.schedule(0.0)
-    with pytest.raises(EngineFault, match="still in flight"):
-        bench.scheduler.schedule(0.0)
+    sent = [bench.send() is not None for _ in range(3)]
+    assert sent == [index < steps for index in range(3)]
+    assert bench.scheduler.num_in_flight_steps == steps
+    bench.receive()
+    assert bench.send() is not None
 
 
 def test_prefix_caching_can_be_disabled() -> None:

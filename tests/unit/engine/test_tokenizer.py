@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -124,8 +125,37 @@ def test_decoder_of_the_file_chooses_how_text_is_made(tmp_path: Path) -> None:
     loaded = TextTokenizer.from_directory(save(byte_fallback_tokenizer(), tmp_path))
     detokenizer = loaded.detokenizer()
     ids = loaded.encode(" stop 🙂")
-    text = "".join([*(detokenizer.push(token_id) for token_id in ids), detokenizer.finish()])
+    text = "".join([*(detokenizer.push([token_id]) for token_id in ids), detokenizer.finish()])
     assert text == loaded.decode(ids) == "stop 🙂"
+
+
+def test_the_bytes_of_tokens_are_those_of_the_text(tmp_path: Path) -> None:
+    for make in (byte_level_tokenizer, byte_fallback_tokenizer):
+        loaded = TextTokenizer.from_directory(save(make(), tmp_path))
+        ids = [token_id for token_id in loaded.encode(" stop 🙂 你") if loaded.decode([token_id]) or token_id > 2]
+        assert b"".join(map(loaded.token_bytes, ids)).decode().strip() == "stop 🙂 你"
+        assert loaded.token_bytes(100_000) == b""
+    special = byte_level_tokenizer()
+    assert TextTokenizer(special, byte_level=True, chat_template=None).token_bytes(1) == b"</s>"
+
+
+def test_a_template_is_shown_tools_and_what_messages_hold_besides(tmp_path: Path) -> None:
+    save(byte_level_tokenizer(), tmp_path)
+    template = (
+        "{% for tool in tools or [] %}<{{ tool.function.name }}>{% endfor %}"
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+        "{% for call in m.tool_calls or [] %}={{ call.function.arguments | tojson }}{% endfor %}"
+        "{% if m.tool_call_id %}@{{ m.tool_call_id }}{% endif %};{% endfor %}"
+    )
+    (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
+    loaded = TextTokenizer.from_directory(tmp_path)
+    messages: list[dict[str, Any]] = [
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]},
+        {"role": "tool", "content": "2", "tool_call_id": "c1"},
+    ]
+    ids = loaded.encode_chat(messages, tools=[{"type": "function", "function": {"name": "f"}}])
+    assert loaded.decode(ids) == '<f>assistant:={"a": 1};tool:2@c1;'
+    assert loaded.decode(loaded.encode_chat(messages[1:])) == "tool:2@c1;"
 
 
 def test_missing_tokenizer_names_the_file_and_how_to_get_it(tmp_path: Path) -> None:

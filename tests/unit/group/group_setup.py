@@ -11,12 +11,15 @@ from hetero_api.manifest import parse_resource
 from hetero_api.model_config import ModelConfig
 from hetero_api.spec import HeteroInference, HeteroInferenceSpec
 from hetero_api.v1 import admin_pb2, ranks_pb2
+from hetero_gateway.engine.config import EngineConfig
 from hetero_gateway.engine.core import EngineCore
 from hetero_gateway.engine.detokenizer import ByteLevelText, IncrementalDetokenizer
 from hetero_gateway.group.formation import Group
+from hetero_gateway.group.heartbeats import HEARTBEAT_INTERVAL_S
 from hetero_gateway.group.rank_link import Closing, RankLink
 from hetero_gateway.group.settings import GroupSettings
 from hetero_gateway.group.topology import GroupState
+from hetero_gateway.group.verbs import GroupVerbs
 from tests.unit.engine.engine_setup import VOCAB_SIZE, engine_config
 from tests.unit.engine.fake_ranks import FakeRanks
 
@@ -68,24 +71,64 @@ def group_settings(*pools: dict[str, Any], **rest: Any) -> GroupSettings:
     )
 
 
-def new_core() -> EngineCore:
+def new_core(config: EngineConfig | None = None) -> EngineCore:
     def detokenizer(stop: Sequence[str]) -> IncrementalDetokenizer:
         text = ByteLevelText(lambda token_id: bytes([ord("A") + token_id % 26]))
-        return IncrementalDetokenizer(text, is_silent=lambda _: False, stop=stop)
+        return IncrementalDetokenizer(text, stop=stop)
 
-    return EngineCore(engine_config(), new_detokenizer=detokenizer)
+    return EngineCore(config or engine_config(), new_detokenizer=detokenizer)
 
 
 class WarmRanks(FakeRanks):
-    """FakeRanks that also take the plan which computes nothing and gives slots back: the end of a warm-up."""
+    """FakeRanks that also do commands. Asleep, they compute nothing."""
 
-    def execute(self, plan: ranks_pb2.StepPlan) -> ranks_pb2.StepResult:
-        if plan.scheduled:
-            return super().execute(plan)
+    def __init__(self, *, num_blocks: int, block_size: int, vocab_size: int, max_num_seqs: int) -> None:
+        super().__init__(num_blocks=num_blocks, block_size=block_size, vocab_size=vocab_size, max_num_seqs=max_num_seqs)
+        self.cache: tuple[int, int] | None = (num_blocks, block_size)
+        """Blocks, null block included, and positions a block; None while it is asleep."""
+        self.has_weights = True
+        self.is_recording = False
+
+    def execute(self, plan: ranks_pb2.StepPlan, *, masks: Sequence[bytes] = ()) -> ranks_pb2.StepResult:
+        assert self.cache is not None
+        assert self.has_weights
+        return super().execute(plan, masks=masks)
+
+    def obey(self, step_id: int, command: ranks_pb2.GroupCommand) -> ranks_pb2.CommandReport:
+        """Do it, as a plan of this id."""
         self._step_id += 1
-        for slot in plan.released_slots:
-            del self._slots[slot]
-        return ranks_pb2.StepResult(step_id=plan.step_id)
+        action = command.WhichOneof("action") or ""
+        assert step_id == self._step_id
+        assert not self.bound_slots or action.endswith("profile")
+        report = ranks_pb2.CommandReport(done=True)
+        match action:
+            case "reset_cache":
+                self._allocate(command.reset_cache)
+            case "sleep":
+                self.cache, self.has_weights = None, False
+                report.freed_bytes = command.sleep.level * 1000
+            case "wake":
+                self.has_weights = self.has_weights or command.wake.weights
+                if command.wake.HasField("cache"):
+                    self._allocate(command.wake.cache)
+            case "start_profile":
+                self.is_recording = True
+            case "stop_profile":
+                assert self.is_recording
+                self.is_recording = False
+                report.profile_table = "a table"
+                report.profile_trace = b"a trace" if command.stop_profile.with_trace else b""
+        report.weight_bytes = 1000 if self.has_weights else 0
+        report.kv_bytes = KV_BYTES_PER_TOKEN * self.cache[0] * self.cache[1] if self.cache is not None else 0
+        return report
+
+    def _allocate(self, order: ranks_pb2.AllocateCache) -> None:
+        step_id, has_weights = self._step_id, self.has_weights
+        self.__init__(  # type: ignore[misc]
+            num_blocks=order.num_blocks, block_size=order.block_size, vocab_size=self._vocab_size,
+            max_num_seqs=self._max_num_seqs,
+        )  # fmt: skip
+        self._step_id, self.has_weights = step_id, has_weights
 
     @property
     def bound_slots(self) -> set[int]:
@@ -116,7 +159,11 @@ class ScriptedRank:
         self.instance = instance or f"instance-{ordinal}"
         self.link = RankLink(f"peer-{ordinal}")
         self.epoch = 0
-        self._messages = self.link.outgoing()
+        self._messages = self._parsed()
+
+    async def _parsed(self) -> AsyncIterator[ranks_pb2.GatewayMessage]:
+        async for payload in self.link.outgoing():
+            yield ranks_pb2.GatewayMessage.FromString(payload)
 
     def join(self, **changes: Any) -> None:
         self.say(0, hello=hello(self.ordinal, instance=self.instance, **changes))
@@ -172,20 +219,42 @@ class ObedientRank(ScriptedRank):
         self.plans: list[ranks_pb2.StepPlan] = []
         self.holds_steps = False
         """Keep quiet when a plan comes."""
+        self.beats = True
+        self.problem = ""
+        """Why it cannot do commands."""
+        self.peers_fail = False
+        """It can do commands, and another rank cannot."""
         self.aborts: list[str] = []
+        self._ended_epoch = 0
         self._ranks: WarmRanks | None = None
 
+    async def beat(self) -> None:
+        """Say that it lives, while it is in an epoch and `beats`."""
+        while self.link.closing is None:
+            if self.beats and self.epoch > self._ended_epoch:
+                self.say(self.epoch, heartbeat=ranks_pb2.Heartbeat())
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+
     async def live(self) -> None:
-        async for message in self._messages:
-            self.epoch = message.epoch
-            kind = message.WhichOneof("body") or ""
-            if kind == "abort":
-                self.aborts.append(message.abort.reason)
-                self.join()
-            elif kind == "step_plan":
-                self._step(message.step_plan)
-            else:
-                self._note(kind, getattr(message, kind))
+        try:
+            async for message in self._messages:
+                self._take(message)
+        except Exception as error:
+            # So that nobody waits for what this rank does no more.
+            self.group.close(f"the test's rank {self.ordinal} broke: {error!r}")
+            raise
+
+    def _take(self, message: ranks_pb2.GatewayMessage) -> None:
+        self.epoch = message.epoch
+        kind = message.WhichOneof("body") or ""
+        if kind == "abort":
+            self.aborts.append(message.abort.reason)
+            self._ended_epoch = message.epoch
+            self.join()
+        elif kind == "step_plan":
+            self._step(message.step_plan)
+        elif kind != "shutdown":
+            self._note(kind, getattr(message, kind))
 
     def _note(self, kind: str, order: Any) -> None:
         if kind == "allocate_cache":
@@ -198,17 +267,40 @@ class ObedientRank(ScriptedRank):
     def _step(self, plan: ranks_pb2.StepPlan) -> None:
         self.plans.append(plan)
         assert self._ranks is not None
-        if not self.holds_steps:
+        if self.holds_steps:
+            return
+        if plan.HasField("command"):
+            report = self._obey(plan)
+            self.say(self.epoch, step_result=ranks_pb2.StepResult(step_id=plan.step_id, command_report=report))
+        else:
             result = self._ranks.execute(plan)
             if self.ordinal == 0:
                 self.say(self.epoch, step_result=result)
+
+    def _obey(self, plan: ranks_pb2.StepPlan) -> ranks_pb2.CommandReport:
+        assert self._ranks is not None
+        if not self.problem and not self.peers_fail:
+            return self._ranks.obey(plan.step_id, plan.command)
+        self._ranks._step_id += 1
+        return ranks_pb2.CommandReport(done=False, problem=self.problem)
+
+    @property
+    def commands(self) -> list[str]:
+        """Kinds of the commands that came in this epoch."""
+        return [plan.command.WhichOneof("action") or "" for plan in self.plans if plan.HasField("command")]
 
 
 class GroupBench:
     """A group and its core, running, with every state that the group took."""
 
-    def __init__(self, settings: GroupSettings | None = None, *, clock: Callable[[], float] | None = None) -> None:
-        self.core = new_core()
+    def __init__(
+        self,
+        settings: GroupSettings | None = None,
+        *,
+        engine: EngineConfig | None = None,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        self.core = new_core(engine)
         self.states: list[GroupState] = []
         self.steps: list[float] = []
         arguments: dict[str, Any] = {} if clock is None else {"clock": clock}
@@ -219,6 +311,7 @@ class GroupBench:
             observe_step=self.steps.append,
             **arguments,
         )
+        self.verbs = GroupVerbs(self.group, core=self.core, settings=settings or group_settings())
         self._tasks: list[asyncio.Task[Any]] = []
 
     async def __aenter__(self) -> GroupBench:
@@ -238,7 +331,7 @@ class GroupBench:
         """A rank that has joined and obeys."""
         rank = ObedientRank(self.group, ordinal, instance=instance)
         rank.join()
-        self._tasks.append(asyncio.create_task(rank.live()))
+        self._tasks += [asyncio.create_task(rank.live()), asyncio.create_task(rank.beat())]
         return rank
 
     async def ready(self) -> tuple[ObedientRank, ObedientRank]:

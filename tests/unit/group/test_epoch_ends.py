@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from hetero_api.v1 import admin_pb2, ranks_pb2
 from hetero_gateway.engine.errors import EngineUnavailable
+from hetero_gateway.group import formation, heartbeats
 from hetero_gateway.group.rank_link import LinkEnd
 from hetero_gateway.group.settings import GroupSettings
 from hetero_gateway.group.topology import GroupState
-from tests.unit.engine.engine_setup import generation
-from tests.unit.group.group_setup import GroupBench, ScriptedRank, collect, group_settings, wait_until
+from tests.unit.engine.engine_setup import VOCAB_SIZE, engine_config, generation
+from tests.unit.engine.fake_ranks import tokens_alone
+from tests.unit.group.group_setup import (
+    GroupBench,
+    ObedientRank,
+    ScriptedRank,
+    collect,
+    group_settings,
+    wait_until,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -26,19 +37,18 @@ ENDINGS: dict[str, tuple[Callable[[ScriptedRank], None], str]] = {
         "rank 1 (pod-1) failed: out of luck",
     ),
     "future epoch": (lambda rank: rank.say(2, formed=ranks_pb2.Formed()), "spoke in epoch 2, the current one is 1"),
-    "wrong kind": (
-        lambda rank: rank.say(1, step_result=ranks_pb2.StepResult(step_id=1)),
-        "rank 1 (pod-1) said step_result in epoch 1",
-    ),
     "hello": (lambda rank: rank.join(), "said Hello and is engaged already"),
     "nothing": (lambda rank: rank.say(1), "said nothing in epoch 1"),
+    "wrong kind": (
+        lambda rank: rank.say(1, step_result=ranks_pb2.StepResult(step_id=1)),
+        "rank 1 answered step 1, which it had not to answer now",
+    ),
 }
 
 
-def timed(**recovery: float) -> GroupSettings:
-    settings = group_settings()
-    values: dict[str, Any] = {name: getattr(settings, name) for name in settings.__slots__}
-    return GroupSettings(**(values | recovery))
+def timed(**changes: float) -> GroupSettings:
+    fields: dict[str, Any] = changes
+    return replace(group_settings(), **fields)
 
 
 async def engaged(bench: GroupBench, *, through: int = 0) -> tuple[ScriptedRank, ScriptedRank]:
@@ -119,51 +129,199 @@ async def test_the_same_answer_twice_is_misbehaviour() -> None:
         assert "said formed in epoch 1" in (await zero.expect("abort")).reason
 
 
+# --- streams go on --------------------------------------------------------------------------------------
+
+
+def tokens_of(events: list[Any]) -> list[int]:
+    return [token for event in events[:-1] for token in event.token_ids]
+
+
+async def heal(bench: GroupBench, survivors: tuple[ObedientRank, ...], ordinal: int) -> None:
+    """Once the survivors know that the epoch is over, a new process takes the place."""
+    await wait_until(lambda: all(rank.aborts for rank in survivors))
+    bench.obedient(ordinal, instance="replacement")
+    await bench.until(GroupState.READY)
+
+
 @pytest.mark.parametrize("victim", [0, 1])
-async def test_a_lost_rank_ends_every_request_unavailable(victim: int) -> None:
+async def test_a_lost_rank_pauses_requests_and_its_replacement_lets_them_go_on(victim: int) -> None:
     async with GroupBench() as bench:
         ranks = await bench.ready()
-        ranks[0].holds_steps = True
-        streams = [bench.core.submit(generation(f"r{i}", range(3))) for i in range(3)]
+        streams = [bench.core.submit(generation(f"r{i}", range(5 + i), max_tokens=20, seed=i)) for i in range(3)]
+        await wait_until(lambda: len(ranks[0].plans) > 9)
         ranks[victim].lose()
-        for stream in streams:
-            with pytest.raises(EngineUnavailable, match=rf"rank {victim} \(pod-{victim}\): its stream ended"):
-                await collect(stream)
         await bench.until(GroupState.ABORTED)
-        assert bench.core.stats().used_blocks == 0
+        assert bench.topology.paused_requests == 3
+        queued = bench.core.submit(generation("late", range(4), max_tokens=3))
+        assert bench.topology.paused_requests == 4
+        await heal(bench, (ranks[1 - victim],), victim)
+        for index, stream in enumerate(streams):
+            alone = tokens_alone(range(5 + index), seed=index, count=20, vocab_size=VOCAB_SIZE)
+            assert tokens_of(await collect(stream)) == alone
+        assert len(tokens_of(await collect(queued))) == 3
+        assert (bench.group.epoch, bench.topology.paused_requests) == (2, 0)
 
 
-async def test_a_group_that_is_lost_while_idle_serves_no_more() -> None:
+async def test_while_requests_wait_the_warm_up_is_brief() -> None:
     async with GroupBench() as bench:
-        _, one = await bench.ready()
+        zero, one = await bench.ready()
+        assert max(span.num_tokens for plan in zero.plans for span in plan.spans) > 16
+        stream = bench.core.submit(generation("r", range(5), max_tokens=20))
+        await wait_until(lambda: len(zero.plans) > 9)
         one.lose()
-        await bench.until(GroupState.ABORTED)
-        assert not bench.core.is_serving
-        with pytest.raises(EngineUnavailable, match=r"rank 1 \(pod-1\): its stream ended"):
-            bench.core.submit(generation("r", range(3)))
+        await heal(bench, (zero,), 1)
+        assert max(span.num_tokens for plan in zero.plans[:4] for span in plan.spans) == 16
+        await collect(stream)
 
 
-async def test_a_step_without_a_result_ends_requests_and_epoch() -> None:
-    async with GroupBench(timed(step_timeout_s=0.05)) as bench:
-        zero, _ = await bench.ready()
+async def test_a_step_without_a_result_ends_the_epoch_and_the_request_goes_on_in_the_next() -> None:
+    async with GroupBench(timed(step_timeout_s=0.2)) as bench:
+        zero, one = await bench.ready()
         zero.holds_steps = True
-        with pytest.raises(EngineUnavailable, match=r"had no result within 0\.05 s"):
-            await collect(bench.core.submit(generation("r", range(3))))
-        await bench.until(GroupState.ABORTED)
+        stream = bench.core.submit(generation("r", range(3), max_tokens=4))
+        await wait_until(lambda: bool(one.aborts))
+        assert "had no result within 0.2 s" in one.aborts[0]
+        zero.holds_steps = False
+        assert tokens_of(await collect(stream)) == tokens_alone(range(3), seed=0, count=4, vocab_size=VOCAB_SIZE)
 
 
-async def test_a_result_that_does_not_fit_its_plan_ends_the_epoch() -> None:
+async def test_a_result_that_does_not_fit_its_plan_ends_the_epoch_and_the_request_goes_on() -> None:
+    async with GroupBench() as bench:
+        zero, one = await bench.ready()
+        zero.holds_steps = True
+        stream = bench.core.submit(generation("r", range(3), max_tokens=4))
+        await wait_until(lambda: len(zero.plans) >= 6)
+        zero.holds_steps = False
+        zero.say(1, step_result=ranks_pb2.StepResult(step_id=6, slots=[2], token_ids=[1]))
+        assert tokens_of(await collect(stream)) == tokens_alone(range(3), seed=0, count=4, vocab_size=VOCAB_SIZE)
+        assert "slots [0] had to sample, slots [2] did" in one.aborts[0]
+
+
+async def test_a_request_that_waits_too_long_for_a_group_ends_unavailable() -> None:
+    bench = GroupBench(engine=engine_config(pause_limit_s=0.05))
+    async with bench:
+        zero, one = await bench.ready()
+        zero.holds_steps = True
+        stream = bench.core.submit(generation("r", range(3)))
+        await wait_until(lambda: len(zero.plans) > 5)
+        one.lose()
+        with pytest.raises(EngineUnavailable, match=r"rank 1 \(pod-1\): its stream ended"):
+            await collect(stream)
+
+
+async def test_a_permanent_failure_ends_every_request_and_refuses_new_ones() -> None:
+    async with GroupBench() as bench:
+        zero, one = await bench.ready()
+        zero.holds_steps = True
+        streams = [bench.core.submit(generation(f"r{i}", range(3))) for i in range(2)]
+        await wait_until(lambda: len(zero.plans) > 5)
+        one.say(1, failure=ranks_pb2.Failure(message="model.safetensors: damaged", permanent=True))
+        for stream in streams:
+            with pytest.raises(EngineUnavailable, match=r"model\.safetensors: damaged"):
+                await collect(stream)
+        with pytest.raises(EngineUnavailable, match="damaged"):
+            bench.core.submit(generation("r", range(3)))
+        one.lose()
+        zero.holds_steps = False
+        bench.obedient(1, instance="mended")
+        await bench.until(GroupState.READY)
+        assert len(tokens_of(await collect(bench.core.submit(generation("r", range(3)))))) == 4
+
+
+async def test_a_rank_lost_while_draining_ends_requests_for_there_is_no_other_epoch() -> None:
     async with GroupBench() as bench:
         zero, one = await bench.ready()
         zero.holds_steps = True
         stream = bench.core.submit(generation("r", range(3)))
-        await wait_until(lambda: len(zero.plans) == 6)
-        result = ranks_pb2.StepResult(step_id=zero.plans[-1].step_id, slots=[2], token_ids=[1])
-        zero.say(1, step_result=result)
-        with pytest.raises(EngineUnavailable, match=r"slots \[0\] had to sample, slots \[2\] did"):
+        await wait_until(lambda: len(zero.plans) > 5)
+        bench.group.drain()
+        one.lose()
+        with pytest.raises(EngineUnavailable, match="its stream ended"):
             await collect(stream)
+
+
+async def test_draining_between_two_epochs_ends_the_requests_that_wait_for_the_next() -> None:
+    async with GroupBench() as bench:
+        zero, one = await bench.ready()
+        zero.holds_steps = True
+        stream = bench.core.submit(generation("r", range(3)))
+        await wait_until(lambda: len(zero.plans) > 5)
+        one.lose()
         await bench.until(GroupState.ABORTED)
-        assert "had to sample" in one.group.topology().reason
+        bench.group.drain()
+        with pytest.raises(EngineUnavailable, match=r"draining and its group was lost: rank 1 \(pod-1\)"):
+            await collect(stream)
+
+
+# --- silence --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silence is noticed ten times as fast."""
+    monkeypatch.setattr("hetero_gateway.group.epoch.SERVING_SILENCE_S", 0.2)
+    monkeypatch.setattr("tests.unit.group.group_setup.HEARTBEAT_INTERVAL_S", 0.02)
+    monkeypatch.setattr(heartbeats, "FORMING_SILENCE_S", 0.2)
+    monkeypatch.setattr(heartbeats, "CHECK_S", 0.03)
+
+
+@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.usefixtures("impatient")
+async def test_a_frozen_rank_loses_its_place_and_requests_go_on_with_its_replacement(busy: bool) -> None:
+    async with GroupBench() as bench:
+        zero, one = await bench.ready()
+        stream = None
+        if busy:
+            zero.holds_steps = True
+            stream = bench.core.submit(generation("r", range(3), max_tokens=4))
+        one.beats = False
+        await bench.until(GroupState.ABORTED)
+        assert "rank 1 (pod-1): said nothing for 0." in bench.topology.reason
+        assert one.link.closing is not None
+        assert one.link.closing.end is LinkEnd.REPLACED
+        assert not bench.topology.ranks[1].joined
+        zero.holds_steps = False
+        await heal(bench, (zero,), 1)
+        if stream is not None:
+            assert len(tokens_of(await collect(stream))) == 4
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_rank_that_beats_while_it_computes_is_not_accused() -> None:
+    async with GroupBench() as bench:
+        zero, _ = await bench.ready()
+        zero.holds_steps = True
+        stream = bench.core.submit(generation("r", range(3), max_tokens=4))
+        await asyncio.sleep(0.6)
+        assert bench.group.state is GroupState.READY
+        stream.cancel()
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_gateway_that_stood_still_accuses_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    async with GroupBench() as bench:
+        await bench.ready()
+        await asyncio.sleep(0.05)
+        time.sleep(1.2)  # noqa: ASYNC251 - the loop does not turn
+        await asyncio.sleep(0.3)
+        assert bench.group.state is GroupState.READY
+        assert "the event loop did not turn for 1." in caplog.text
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_rank_that_is_frozen_from_the_start_of_an_epoch_is_noticed() -> None:
+    async with GroupBench() as bench:
+        zero, one = ScriptedRank(bench.group, 0), ScriptedRank(bench.group, 1)
+        zero.join()
+        one.join()
+        for rank in (zero, one):
+            await rank.expect("form_group")
+            closing = await rank.expect_end()
+            assert closing.end is LinkEnd.REPLACED
+            assert "said nothing for 0." in closing.reason
+
+
+# --- the next epoch -------------------------------------------------------------------------------------
 
 
 async def test_survivors_and_a_replacement_form_the_next_epoch_and_serve() -> None:
@@ -230,7 +388,9 @@ async def test_a_survivor_that_does_not_come_back_in_time_loses_its_stream() -> 
         one.lose()
         await zero.expect("abort")
         closing = await zero.expect_end()
-        assert (closing.end, closing.reason) == (LinkEnd.REPLACED, "did not say Hello within 0.05 s")
+        assert (closing.end, closing.reason) == (
+            LinkEnd.REPLACED, "did not say Hello within 0.05 s of the end of epoch 1",
+        )  # fmt: skip
         assert not bench.topology.ranks[0].joined
 
 
@@ -271,26 +431,107 @@ async def test_a_cache_that_holds_no_full_sequence_is_a_permanent_failure() -> N
         assert bench.topology.failed
 
 
-async def test_more_ends_than_the_restart_budget_allows_is_a_failure() -> None:
-    now = [0.0]
-    settings = timed(max_restarts=1, restart_window_s=100.0)
-    async with GroupBench(settings, clock=lambda: now[0]) as bench:
-        zero, one = await engaged(bench)
-        for epoch, failed in ((1, False), (2, True)):
-            one.say(epoch, failure=ranks_pb2.Failure(message="no luck"))
-            for rank in (zero, one):
-                await rank.expect("abort")
-            assert bench.topology.failed is failed
-            for rank in (zero, one):
-                rank.join()
-            if not failed:
-                for rank in (zero, one):
-                    await rank.expect("form_group")
-        assert "no luck; the group has ended more than spec.recovery.maxRestarts (1) times" in bench.topology.reason
-        now[0] = 1000.0
-        one.lose()
-        ScriptedRank(bench.group, 1, instance="new").join()
-        await zero.expect("form_group")
-        zero.say(3, failure=ranks_pb2.Failure(message="again"))
-        await zero.expect("abort")
+class Clock:
+    """A time that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def fail_once(bench: GroupBench, *ranks: ScriptedRank) -> None:
+    """All ranks get into an epoch, the last one fails, and all say Hello again."""
+    for rank in ranks:
+        await rank.expect("form_group")
+    ranks[-1].say(bench.group.epoch, failure=ranks_pb2.Failure(message="no luck"))
+    for rank in ranks:
+        await rank.expect("abort")
+        rank.join()
+
+
+async def test_more_ends_than_the_restart_budget_allows_is_a_failure_that_a_new_process_may_mend() -> None:
+    clock = Clock()
+    async with GroupBench(timed(max_restarts=1, restart_window_s=100.0), clock=clock) as bench:
+        zero, one = ScriptedRank(bench.group, 0), ScriptedRank(bench.group, 1)
+        zero.join()
+        one.join()
+        await fail_once(bench, zero, one)
         assert not bench.topology.failed
+        await fail_once(bench, zero, one)
+        assert bench.topology.failed
+        assert "no luck; the group has ended more than spec.recovery.maxRestarts (1) times" in bench.topology.reason
+        assert "a new process is tried in 30.0 s" in bench.topology.reason
+        one.lose()
+        ScriptedRank(bench.group, 1, instance="at once").join()
+        await settle()
+        assert (bench.topology.failed, bench.group.state) == (True, GroupState.ABORTED)
+        clock.now = 30.0
+        zero.lose()
+        again = ScriptedRank(bench.group, 0, instance="later")
+        again.join()
+        await fail_once(bench, again)
+        assert bench.topology.failed
+        clock.now = 1000.0
+        ScriptedRank(bench.group, 1, instance="new").join()
+
+
+async def test_an_epoch_that_fails_at_once_again_and_again_waits_longer_and_tells() -> None:
+    clock = Clock()
+    async with GroupBench(timed(max_restarts=100), clock=clock) as bench:
+        zero, one = ScriptedRank(bench.group, 0), ScriptedRank(bench.group, 1)
+        zero.join()
+        one.join()
+        for pause_s in (0.0, 0.5, 1.0, 2.0):
+            await fail_once(bench, zero, one)
+            if not pause_s:
+                continue
+            await settle()
+            assert bench.group.state is GroupState.ABORTED
+            assert bench.topology.reason.endswith(f"no luck; next try in {pause_s:.1f} s")
+            clock.now += pause_s
+            bench.group._changed.set()  # the clock is not the loop's
+        await zero.expect("form_group")
+        assert bench.topology.reason == "rank 1 (pod-1) failed: no luck"
+
+
+async def test_a_pause_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetero_gateway.group.restarts.FIRST_PAUSE_S", 0.05)
+    async with GroupBench(timed(max_restarts=100)) as bench:
+        zero, one = ScriptedRank(bench.group, 0), ScriptedRank(bench.group, 1)
+        zero.join()
+        one.join()
+        for _ in range(2):
+            await fail_once(bench, zero, one)
+        began_s = time.monotonic()
+        await zero.expect("form_group")
+        assert 0.03 < time.monotonic() - began_s < 2
+
+
+async def test_an_epoch_that_served_well_is_followed_by_the_next_at_once() -> None:
+    async with GroupBench(timed(max_restarts=100)) as bench:
+        zero, one = await bench.ready()
+        for epoch in range(2, 6):
+            await collect(bench.core.submit(generation("r", range(3), max_tokens=12)))
+            one.say(one.epoch, failure=ranks_pb2.Failure(message="no luck"))
+            await wait_until(lambda epoch=epoch: bench.group.epoch == epoch)  # type: ignore[misc]
+            await bench.until(GroupState.READY)
+        assert len(zero.aborts) == 4
+
+
+async def test_a_survivor_that_was_loading_has_longer_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formation, "LEAVING_S", 0.05)
+    for through, comes_back in ((0, False), (1, True)):
+        async with GroupBench() as bench:
+            zero, one = await engaged(bench, through=through)
+            one.lose()
+            await zero.expect("abort")
+            await asyncio.sleep(0.15)
+            assert (zero.link.closing is None) is comes_back
+
+
+async def settle() -> None:
+    """Let everything happen that can happen now."""
+    for _ in range(20):
+        await asyncio.sleep(0)

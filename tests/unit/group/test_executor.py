@@ -1,8 +1,9 @@
-"""StepPlans over links: ids, timeouts, loss."""
+"""StepPlans and commands over links: ids, order, time-outs, loss."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -14,70 +15,210 @@ from hetero_gateway.group.rank_link import RankLink
 
 pytestmark = pytest.mark.unit
 
+SLEEP = ranks_pb2.GroupCommand(sleep=ranks_pb2.SleepCommand(level=1))
+
 
 class Bench:
-    def __init__(self, *, timeout_s: float = 60.0) -> None:
-        self.links = [RankLink("a"), RankLink("b")]
-        self.seconds: list[float] = []
-        self.executor = GroupExecutor(self.links, epoch=7, step_timeout_s=timeout_s, observe_step=self.seconds.append)
+    """An executor over links that nobody reads but the test. Being late ends the epoch, as in a group."""
 
-    def start(self, step_id: int = 1) -> asyncio.Task[ranks_pb2.StepResult]:
-        plan = ranks_pb2.StepPlan(step_id=step_id, scheduled=[ranks_pb2.ScheduledSequence(slot=3, num_tokens=1)])
-        return asyncio.create_task(self.executor.execute(plan))
+    def __init__(self, *, timeout_s: float = 60.0, num_ranks: int = 2) -> None:
+        self.links = [RankLink(str(rank)) for rank in range(num_ranks)]
+        self.seconds: list[float] = []
+        self.late: list[str] = []
+        self.executor = GroupExecutor(
+            self.links, epoch=7, step_timeout_s=timeout_s, command_timeout_s=timeout_s,
+            observe_step=self.seconds.append, on_late=self.end,
+        )  # fmt: skip
+
+    def end(self, reason: str) -> None:
+        self.late.append(reason)
+        self.executor.lose(reason)
+
+    def submit(self, own_id: int = 1, *, masked: tuple[int, ...] = ()) -> asyncio.Future[ranks_pb2.StepResult]:
+        return self.executor.submit(ranks_pb2.StepPlan(step_id=own_id, decode_slots=[3], masked_slots=masked))
+
+    async def command(self) -> asyncio.Task[list[ranks_pb2.CommandReport]]:
+        task = asyncio.create_task(self.executor.command(SLEEP))
+        await asyncio.sleep(0)
+        return task
+
+    def answer(self, step_id: int, *, rank: int = 0, token: int = 5) -> None:
+        self.executor.take_result(rank, ranks_pb2.StepResult(step_id=step_id, token_ids=[token]))
+
+    def report(self, rank: int, step_id: int, *, freed: int = 0) -> None:
+        report = ranks_pb2.CommandReport(done=True, freed_bytes=freed)
+        self.executor.take_result(rank, ranks_pb2.StepResult(step_id=step_id, command_report=report))
 
     async def sent(self) -> list[ranks_pb2.GatewayMessage]:
-        return [await anext(link.outgoing()) for link in self.links]
+        """The next message on every link."""
+        return [ranks_pb2.GatewayMessage.FromString(await anext(link.outgoing())) for link in self.links]
 
 
 async def test_all_ranks_get_the_same_plan_and_the_answer_has_the_plans_own_id() -> None:
     bench = Bench()
     for epoch_id, own_id in ((1, 1), (2, 2), (3, 1)):
-        task = bench.start(own_id)
+        future = bench.submit(own_id)
         first, second = await bench.sent()
         assert first == second
-        assert (first.epoch, first.step_plan.step_id, first.step_plan.scheduled[0].slot) == (7, epoch_id, 3)
-        bench.executor.take_result(ranks_pb2.StepResult(step_id=epoch_id, token_ids=[5]))
-        result = await task
+        assert (first.epoch, first.step_plan.step_id, list(first.step_plan.decode_slots)) == (7, epoch_id, [3])
+        bench.answer(epoch_id)
+        result = await future
         assert (result.step_id, list(result.token_ids)) == (own_id, [5])
-    assert len(bench.seconds) == 3
+    assert (len(bench.seconds), bench.executor.num_steps) == (3, 3)
+
+
+async def test_the_next_plan_goes_out_before_the_last_result_came_and_results_come_in_order() -> None:
+    bench = Bench()
+    first, second = bench.submit(1), bench.submit(2)
+    assert [(await bench.sent())[0].step_plan.step_id for _ in range(2)] == [1, 2]
+    with pytest.raises(RankMisbehaved, match="rank 0 answered step 2"):
+        bench.answer(2)
+    bench.answer(1, token=8)
+    third = bench.submit(3)
+    assert (await first).token_ids == [8]
+    assert not second.done()
+    bench.answer(2)
+    bench.answer(3)
+    assert [(await future).step_id for future in (second, third)] == [2, 3]
+
+
+async def test_a_step_has_its_time_from_when_it_became_the_oldest() -> None:
+    bench = Bench(timeout_s=0.2)
+    first, second = bench.submit(1), bench.submit(2)
+    await asyncio.sleep(0.15)
+    bench.answer(1)
+    await asyncio.sleep(0.15)
+    assert bench.late == []
+    assert 0.1 < bench.executor.stalled_s < 0.2
+    began_s = time.monotonic()
+    with pytest.raises(GroupLost, match=r"step 2 had no result within 0\.2 s .*stepTimeoutSeconds"):
+        await second
+    assert time.monotonic() - began_s < 0.2
+    assert first.done()
+    assert len(bench.late) == 1
 
 
 async def test_no_answer_in_time_is_a_lost_group() -> None:
     bench = Bench(timeout_s=0.01)
     with pytest.raises(GroupLost, match=r"step 1 had no result within 0\.01 s .*stepTimeoutSeconds"):
-        await bench.start()
+        await bench.submit()
     assert bench.seconds == []
+    assert bench.executor.stalled_s == 0
 
 
-async def test_loss_ends_the_step_in_flight_and_every_later_one() -> None:
+async def test_loss_ends_every_step_in_flight_and_every_later_one() -> None:
     bench = Bench()
-    task = bench.start()
-    await bench.sent()
+    futures = [bench.submit(1), bench.submit(2)]
     bench.executor.lose("rank 1 is gone")
-    with pytest.raises(GroupLost, match="rank 1 is gone"):
-        await task
-    with pytest.raises(GroupLost, match="rank 1 is gone"):
-        await bench.start(2)
+    bench.executor.lose("a second reason")
+    for future in (*futures, bench.submit(3)):
+        with pytest.raises(GroupLost, match="rank 1 is gone"):
+            await future
+    bench.executor.send_masks(2, [])
+    bench.answer(1)
 
 
-@pytest.mark.parametrize("step_id", [0, 2])
-async def test_an_answer_to_another_step_is_misbehaviour(step_id: int) -> None:
+@pytest.mark.parametrize(("rank", "step_id"), [(0, 0), (0, 2), (1, 1)])
+async def test_an_answer_that_is_not_awaited_is_misbehaviour(rank: int, step_id: int) -> None:
     bench = Bench()
-    task = bench.start()
-    await bench.sent()
-    with pytest.raises(RankMisbehaved, match=f"answered step {step_id}"):
-        bench.executor.take_result(ranks_pb2.StepResult(step_id=step_id))
-    bench.executor.take_result(ranks_pb2.StepResult(step_id=1))
+    future = bench.submit()
+    with pytest.raises(RankMisbehaved, match=f"rank {rank} answered step {step_id}"):
+        bench.answer(step_id, rank=rank)
+    bench.answer(1)
     with pytest.raises(RankMisbehaved, match="answered step 1"):
-        bench.executor.take_result(ranks_pb2.StepResult(step_id=1))
-    await task
+        bench.answer(1)
+    await future
 
 
-async def test_two_steps_at_once_are_a_bug() -> None:
+async def test_a_result_that_nobody_waits_for_any_more_is_taken() -> None:
     bench = Bench()
-    task = bench.start()
+    future = bench.submit()
+    future.cancel()
+    bench.answer(1)
+    assert bench.executor.num_steps == 1
+
+
+async def test_masks_follow_their_plan_under_its_id_of_the_epoch() -> None:
+    bench = Bench()
+    bench.submit(41)
+    bench.answer(1)
+    bench.submit(42, masked=(3,))
+    with pytest.raises(EngineFault, match="before the masks of step 42"):
+        bench.submit(43)
+    with pytest.raises(RankMisbehaved, match="before its masks"):
+        bench.answer(2)
+    bench.executor.send_masks(42, [b"\x01"])
+    bench.submit(43)
+    kinds = []
+    for _ in range(4):
+        for message in await bench.sent():
+            kinds.append((message.WhichOneof("body"), message.step_plan.step_id or message.token_masks.step_id))
+    expected = [("step_plan", 1), ("step_plan", 2), ("token_masks", 2), ("step_plan", 3)]
+    assert kinds == [kind for kind in expected for _ in bench.links]
+    with pytest.raises(EngineFault, match="masks of step 43 are not due"):
+        bench.executor.send_masks(43, [])
+
+
+async def test_a_command_is_a_plan_that_every_rank_answers() -> None:
+    bench = Bench(num_ranks=3)
+    bench.submit()
+    bench.answer(1)
     await bench.sent()
-    with pytest.raises(EngineFault, match="still in flight"):
-        await bench.start(2)
-    bench.executor.take_result(ranks_pb2.StepResult(step_id=1))
+    task = await bench.command()
+    assert all((m.step_plan.step_id, m.step_plan.command) == (2, SLEEP) for m in await bench.sent())
+    for rank in (2, 0, 1):
+        assert not task.done()
+        bench.report(rank, 2, freed=10 + rank)
+    assert [report.freed_bytes for report in await task] == [10, 11, 12]
+    assert bench.executor.num_steps == 1
+    bench.submit(2)
+    assert (await bench.sent())[0].step_plan.step_id == 3
+
+
+async def test_a_command_needs_that_nothing_is_out_and_lets_nothing_out() -> None:
+    bench = Bench()
+    bench.submit()
+    with pytest.raises(EngineFault, match="while something else is"):
+        await bench.executor.command(SLEEP)
+    bench.answer(1)
+    task = await bench.command()
+    with pytest.raises(EngineFault, match="while a command does"):
+        bench.submit(2)
+    bench.report(0, 2)
+    with pytest.raises(RankMisbehaved, match="rank 0 answered step 2"):
+        bench.report(0, 2)
+    with pytest.raises(RankMisbehaved, match="without a report"):
+        bench.answer(2, rank=1)
+    bench.report(1, 2)
     await task
+
+
+async def test_a_command_that_a_rank_does_not_answer_is_a_lost_group() -> None:
+    bench = Bench(timeout_s=0.02)
+    task = await bench.command()
+    bench.report(0, 1)
+    with pytest.raises(GroupLost, match=r"rank 1 did not answer a command within 0\.02 s"):
+        await task
+    assert len(bench.late) == 1
+
+
+async def test_a_command_goes_on_when_its_caller_gives_up() -> None:
+    bench = Bench()
+    task = await bench.command()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    for rank in (0, 1):
+        bench.report(rank, 1)
+    bench.submit()
+
+
+async def test_a_plan_of_256_decodes_goes_to_4_ranks_within_300_microseconds() -> None:
+    bench = Bench(num_ranks=4)
+    plan = ranks_pb2.StepPlan(decode_slots=range(256), block_slots=range(16), block_ids=range(9_000, 9_016))
+    fastest_s = 1.0
+    for step_id in range(1, 201):
+        began_s = time.perf_counter()
+        bench.executor.submit(plan)
+        fastest_s = min(fastest_s, time.perf_counter() - began_s)
+        bench.answer(step_id)
+    assert fastest_s < 300e-6

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_api.errors import PlanError
-from hetero_api.sharding import ShardPlan
-from hetero_gateway.group.placement import UNIT, expected_places, make_shard_plan
+from hetero_api.sharding import ShardPlan, Stage
+from hetero_gateway.group.placement import expected_places, make_shard_plan
+from hetero_gateway.group.tensor_plan import UNIT
 from tests.unit.group.group_setup import model_config, spec_of
 
 pytestmark = pytest.mark.unit
@@ -22,7 +23,7 @@ def counts(plan: ShardPlan, *, layer: int = 0) -> tuple[list[int], list[int], li
     return (
         [shard.kv_heads.size for shard in layers],
         [shard.mlp_columns.size for shard in layers],
-        [rank.vocab_rows.size for rank in plan.ranks],
+        [rank.head_rows.size for rank in plan.ranks],
     )
 
 
@@ -106,7 +107,7 @@ def test_every_plan_covers_the_model_exactly_in_whole_units(
         # Possible only when a rank can be left with nothing: by zeros, or by too few units for its cores.
         assert shares or max(heads, config.intermediate_size / UNIT, config.vocab_size / UNIT) < sum(cores)
         return
-    plan.validate(num_layers=30, num_kv_heads=heads, mlp_columns=config.intermediate_size, vocab_rows=config.vocab_size)
+    plan.validate(num_layers=30, num_kv_heads=heads, mlp_columns=config.intermediate_size, vocab_size=config.vocab_size)
     dealt, columns, rows = counts(plan)
     assert all(sum(owned) for owned in zip(dealt, columns, rows, strict=True))
     for sizes in (columns, rows):
@@ -138,3 +139,110 @@ def test_a_rank_without_heads_is_fine_when_it_owns_something_else() -> None:
     heads, columns, _ = counts(plan)
     assert heads == [1, 1, 1, 0]
     assert columns[3] > columns[0]
+
+
+def layer_counts(plan: ShardPlan) -> list[int]:
+    """Layers of each rank; none of them is shared."""
+    for shards in zip(*(rank.layers for rank in plan.ranks), strict=True):
+        assert sum(not shard.is_empty for shard in shards) == 1
+    return [sum(not layer.is_empty for layer in rank.layers) for rank in plan.ranks]
+
+
+def test_whole_layers_are_dealt_in_a_row_by_cores() -> None:
+    spec = spec_of(
+        {"name": "a", "ranks": 2, "cpu": {"coresPerRank": 1}},
+        {"name": "b", "ranks": 1, "cpu": {"coresPerRank": 2}},
+        placement={"mode": "Layer"},
+    )
+    plan = make_shard_plan(spec, model_config())
+    # 30 layers over 1 + 1 + 2 cores: 7.5, 7.5 and 15; the one left over goes to the lower rank.
+    assert layer_counts(plan) == [8, 7, 15]
+    assert plan.stages() == (Stage((0,), 0, 8), Stage((1,), 8, 15), Stage((2,), 15, 30))
+    assert [rank.embedding_rows.size for rank in plan.ranks] == [49152, 0, 0]
+    assert [rank.head_rows.size for rank in plan.ranks] == [0, 0, 49152]
+    assert plan.ranks[1].layers[8].kv_heads.size == 3
+    assert plan.ranks[1].layers[8].mlp_columns.size == 1536
+    assert ShardPlan.from_proto(plan.to_proto()) == plan
+
+
+@pytest.mark.parametrize("shares", [{"attention": [1.0, 4.0]}, {"mlp": [1.0, 4.0]}])
+def test_either_share_deals_whole_layers(shares: dict[str, Any]) -> None:
+    spec = spec_of(placement={"mode": "Layer", "shares": shares})
+    assert layer_counts(make_shard_plan(spec, model_config())) == [6, 24]
+
+
+@pytest.mark.parametrize(
+    ("shares", "message"),
+    [
+        ({"vocabulary": [1.0, 1.0]}, r"spec\.placement\.shares\.vocabulary does not apply in mode Layer"),
+        ({"attention": [1.0, 2.0], "mlp": [1.0, 1.0]}, "attention and mlp differ"),
+        ({"mlp": [1.0, 0.0]}, r"shares\.mlp: rank 1 \(cpu-1\) would own nothing of the model \(30 layers"),
+    ],
+)
+def test_shares_that_do_not_fit_whole_layers_are_errors(shares: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        make_shard_plan(spec_of(placement={"mode": "Layer", "shares": shares}), model_config())
+
+
+def test_more_ranks_than_layers_is_an_error_with_the_number() -> None:
+    spec = spec_of({"name": "cpu", "ranks": 4}, placement={"mode": "Layer"})
+    with pytest.raises(PlanError, match=r"4 ranks are more than .* \(3 layers, each whole on one rank\): rank 3"):
+        make_shard_plan(spec, model_config(num_hidden_layers=3))
+
+
+@given(cores=st.lists(st.integers(1, 64), min_size=1, max_size=6), num_layers=st.integers(1, 40))
+def test_every_layered_plan_covers_the_model_and_has_a_stage_a_rank(cores: list[int], num_layers: int) -> None:
+    pools = [{"name": f"p{i}", "ranks": 1, "cpu": {"coresPerRank": number}} for i, number in enumerate(cores)]
+    config = model_config(num_hidden_layers=num_layers)
+    try:
+        plan = make_shard_plan(spec_of(*pools, placement={"mode": "Layer"}), config)
+    except PlanError:
+        assert num_layers < sum(cores)
+        return
+    assert [stage.ranks for stage in plan.stages()] == [(rank,) for rank in range(len(cores))]
+    for rank, count in enumerate(layer_counts(plan)):
+        assert abs(count - num_layers * cores[rank] / sum(cores)) < 1
+
+
+EIGHT_EXPERTS: dict[str, Any] = {
+    "architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
+EVERY_THIRD_LAYER: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 16, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96, "decoder_sparse_step": 3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["Tensor", "Layer"])
+def test_experts_are_dealt_in_place_of_columns(mode: str) -> None:
+    config = model_config(**EIGHT_EXPERTS)
+    plan = make_shard_plan(spec_of(placement={"mode": mode}), config)
+    assert not any(layer.mlp_columns.size for rank in plan.ranks for layer in rank.layers)
+    first = [rank.layers[0].experts.size for rank in plan.ranks]
+    # In Tensor mode heads 2 and 1 weigh little beside experts.
+    assert first == ([4, 4] if mode == "Tensor" else [8, 0])
+    assert plan.expert_owners(0) == ((0, 1) if mode == "Tensor" else (0,))
+
+
+def test_experts_follow_their_shares() -> None:
+    config = model_config(**EIGHT_EXPERTS)
+    plan = make_shard_plan(spec_of(shares={"mlp": [3.0, 1.0]}), config)
+    assert [rank.layers[0].experts.size for rank in plan.ranks] == [6, 2]
+
+
+def test_small_experts_make_up_for_uneven_heads() -> None:
+    """Heads 2 and 1 differ by 576 · 64 · 8 weights, an expert has 3 · 576 · 96: two experts' worth, rounded."""
+    plan = make_shard_plan(spec_of(), model_config(**EVERY_THIRD_LAYER))
+    assert [rank.layers[2].experts.size for rank in plan.ranks] == [7, 9]
+
+
+@pytest.mark.parametrize("mode", ["Tensor", "Layer"])
+def test_a_model_of_dense_layers_and_such_with_experts_is_dealt_by_the_kind_of_each(mode: str) -> None:
+    plan = make_shard_plan(spec_of(placement={"mode": mode}), model_config(**EVERY_THIRD_LAYER))
+    for layer in range(30):
+        shards = [rank.layers[layer] for rank in plan.ranks]
+        has_experts = layer % 3 == 2
+        assert sum(shard.experts.size for shard in shards) == (16 if has_experts else 0)
+        assert sum(shard.mlp_columns.size for shard in shards) == (0 if has_experts else 1536)
+    if mode == "Tensor":
+        assert counts(plan, layer=1) == counts(make_shard_plan(spec_of(), model_config()))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hetero_gateway.group.errors import UnsupportedSpecError
-from hetero_gateway.group.support import check_supported, resolve_dtype, resolve_max_model_len
+from hetero_gateway.group.support import check_supported, resolve_dtype, resolve_max_model_len, resolve_placement_mode
 from tests.unit.group.group_setup import model_config, spec_of
 
 pytestmark = pytest.mark.unit
@@ -18,7 +18,6 @@ MODEL = {"uri": "hf://org/model"}
 @pytest.mark.parametrize(
     ("spec", "field"),
     [
-        ({"placement": {"mode": "Layer"}}, "spec.placement.mode"),
         ({"model": MODEL | {"quantization": "int8"}}, "spec.model.quantization"),
         ({"model": MODEL | {"dtype": "float16"}}, "spec.model.dtype"),
         ({"model": MODEL | {"maxModelLen": 8193}}, "spec.model.maxModelLen"),
@@ -32,6 +31,13 @@ def test_a_field_that_cannot_be_served_is_named(spec: dict[str, Any], field: str
     with pytest.raises(UnsupportedSpecError) as caught:
         check_supported(spec_of(**spec), model_config())
     assert [problem.partition(": ")[0] for problem in caught.value.problems] == [field]
+
+
+def test_layer_placement_is_served_and_auto_is_tensor() -> None:
+    for mode, in_force in (("Layer", "Layer"), ("Tensor", "Tensor"), ("Auto", "Tensor")):
+        spec = spec_of(placement={"mode": mode})
+        check_supported(spec, model_config())
+        assert resolve_placement_mode(spec) == in_force
 
 
 def test_gpu_pools_are_named_by_their_index_and_all_problems_are_told() -> None:

@@ -6,45 +6,58 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_gateway.group.warm_up import MAX_WARM_SEQS, StepBounds, warm_up_plans
+from hetero_api.v1 import ranks_pb2
+from hetero_gateway.group.warm_up import MAX_WARM_SEQS, StepBounds, sampling_slots, warm_up_plans
 from tests.unit.group.group_setup import WarmRanks
 
 pytestmark = pytest.mark.unit
 
 
+def shape_of(plan: ranks_pb2.StepPlan) -> list[int]:
+    """Tokens that each sequence computes, in batch order."""
+    return [1] * len(plan.decode_slots) + [span.num_tokens for span in plan.spans]
+
+
 @given(
-    st.builds(
+    bounds=st.builds(
         StepBounds,
         max_num_seqs=st.integers(1, 100),
         max_num_batched_tokens=st.integers(1, 200),
         max_model_len=st.integers(1, 100),
         block_size=st.integers(1, 32),
         num_blocks=st.integers(1, 60),
-    )
+    ),
+    brief=st.booleans(),
 )
-def test_ranks_can_do_every_plan_and_end_with_no_slot_bound(bounds: StepBounds) -> None:
+def test_ranks_can_do_every_plan_and_end_with_no_slot_bound(bounds: StepBounds, brief: bool) -> None:
     ranks = WarmRanks(
         num_blocks=bounds.num_blocks, block_size=bounds.block_size, vocab_size=9, max_num_seqs=bounds.max_num_seqs
     )
     lengths: dict[int, int] = {}
-    for plan in warm_up_plans(bounds):
+    for plan in warm_up_plans(bounds, brief=brief):
         result = ranks.execute(plan)
-        assert list(result.slots) == [part.slot for part in plan.scheduled]
-        assert sum(part.num_tokens for part in plan.scheduled) <= bounds.max_num_batched_tokens
-        for part in plan.scheduled:
-            lengths[part.slot] = lengths.get(part.slot, 0) + part.num_tokens
-            assert lengths[part.slot] < bounds.max_model_len
+        assert list(result.slots) == sampling_slots(plan) == [*plan.decode_slots, *(s.slot for s in plan.spans)]
+        assert sum(shape_of(plan)) <= bounds.max_num_batched_tokens
+        for slot, num_tokens in zip(result.slots, shape_of(plan), strict=True):
+            lengths[slot] = lengths.get(slot, 0) + num_tokens
+            assert lengths[slot] < bounds.max_model_len
     assert ranks.bound_slots == set()
 
 
+LARGE = StepBounds(max_num_seqs=200, max_num_batched_tokens=128, max_model_len=512, block_size=16, num_blocks=400)
+
+
 def test_it_prefills_as_much_as_a_step_takes_then_decodes_one_and_many() -> None:
-    plans = warm_up_plans(
-        StepBounds(max_num_seqs=200, max_num_batched_tokens=128, max_model_len=512, block_size=16, num_blocks=400)
-    )
-    shapes = [[part.num_tokens for part in plan.scheduled] for plan in plans]
-    assert shapes == [[128], [1], [1] * MAX_WARM_SEQS, [1] * MAX_WARM_SEQS, []]
+    plans = warm_up_plans(LARGE)
+    assert [shape_of(plan) for plan in plans] == [[128], [1], [1] * MAX_WARM_SEQS, [1] * MAX_WARM_SEQS, []]
     assert list(plans[-1].released_slots) == list(range(MAX_WARM_SEQS))
     assert [plan.step_id for plan in plans] == [1, 2, 3, 4, 5]
+
+
+def test_a_brief_one_has_a_short_prefill_and_the_same_decodes() -> None:
+    brief, full = warm_up_plans(LARGE, brief=True), warm_up_plans(LARGE)
+    assert shape_of(brief[0]) == [16]
+    assert list(map(shape_of, brief[1:])) == list(map(shape_of, full[1:]))
 
 
 def test_without_room_for_a_sequence_there_is_nothing_to_warm() -> None:

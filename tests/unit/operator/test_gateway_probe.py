@@ -40,7 +40,8 @@ TOPOLOGY = admin_pb2.GetTopologyResponse(
                     ),
                     ranks_pb2.LayerShard(kv_heads=ranks_pb2.UnitRange(begin=0, end=1)),
                 ],
-                vocab_rows=ranks_pb2.UnitRange(begin=10, end=30),
+                embedding_rows=ranks_pb2.UnitRange(begin=0, end=5),
+                head_rows=ranks_pb2.UnitRange(begin=10, end=30),
             ),
             weight_bytes=7,
             local_memory_percent=0,
@@ -60,6 +61,11 @@ class Admin(admin_pb2_grpc.AdminServicer):
 
     async def GetStats(self, request: Any, context: Any) -> admin_pb2.GetStatsResponse:  # noqa: N802
         return admin_pb2.GetStatsResponse()
+
+    async def _refuse(self, request: Any, context: Any) -> Any:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "the operator does not ask for this")
+
+    ResetCache = Sleep = WakeUp = Drain = Profile = _refuse
 
 
 class Gateway:

@@ -18,6 +18,7 @@ from tests.support.spec_changes import AFTER, IMMUTABLE, before, changed
 LIVE_CHANGES: Final[Mapping[str, set[str]]] = {
     "gateway.service.type": {"Service/everything"},
     "gateway.service.port": {"Service/everything"},
+    "gateway.service.httpPort": {"Service/everything"},
     "gateway.service.annotations": {"Service/everything"},
     "recovery.maxRestarts": set(),
     "recovery.windowSeconds": set(),

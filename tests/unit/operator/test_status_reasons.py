@@ -345,6 +345,7 @@ CASES = {
         group(state=GroupState.ABORTED, failed=True, reason="rank 0 (x-gpu-0) failed: model.safetensors is cut off"),
         "GroupFailed", "model.safetensors is cut off$", progressing="False",
     ),
+    "the group sleeps": Case(group(state=GroupState.ASLEEP), "Asleep", "refuses requests$", degraded="False"),
     "the gateway drains": Case(group(state=GroupState.DRAINING), "Draining", "takes no more$", degraded="False"),
     "the group is formed, and the front door is shut": Case(
         group(), "RankNotReady", r"^ranks 0-1 \(pod x-gpu-0, node n1\): is not ready", degraded="False"

@@ -22,6 +22,7 @@ from hetero_api.v1 import (
     ranks_pb2,
     ranks_pb2_grpc,
 )
+from hetero_gateway.group.heartbeats import HEARTBEAT_INTERVAL_S
 from hetero_gateway.server.gateway import Addresses, Gateway, Ports
 from hetero_gateway.server.model_files import ServedModel, read_model
 from tests.unit.group.group_setup import PATIENCE_S, SMOLLM2, WarmRanks, hello, wait_until
@@ -70,10 +71,12 @@ class GrpcRank:
         self.may_step.set()
         self.num_plans = 0
         self.kinds: list[str] = []
+        self.epoch = 0
         self._settings = model.group_settings
         self._metadata = ((AUTHORIZATION_KEY, f"Bearer {token}"),)
         self._stub = ranks_pb2_grpc.RanksStub(channel)
         self._ranks: WarmRanks | None = None
+        self._writing = asyncio.Lock()
         self._orders: asyncio.Queue[ranks_pb2.GatewayMessage] = asyncio.Queue()
 
     async def live(self, **changes: Any) -> None:
@@ -82,13 +85,22 @@ class GrpcRank:
         first = hello(0, model_fingerprint=self._settings.model_fingerprint, **changes)
         await call.write(ranks_pb2.RankMessage(hello=first))
         worker = asyncio.create_task(self._work(call))
+        heart = asyncio.create_task(self._beat(call))
         try:
             async for message in call:
                 self.kinds.append(message.WhichOneof("body"))
+                self.epoch = message.epoch
                 self._orders.put_nowait(message)
         finally:
             worker.cancel()
+            heart.cancel()
             call.cancel()
+
+    async def _beat(self, call: Any) -> None:
+        while True:
+            if self.epoch:
+                await self._write(call, ranks_pb2.RankMessage(epoch=self.epoch, heartbeat=ranks_pb2.Heartbeat()))
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
 
     async def _work(self, call: Any) -> None:
         while True:
@@ -97,7 +109,7 @@ class GrpcRank:
             answer = await self._answer(kind, getattr(message, kind))
             if answer is not None:
                 answer.epoch = message.epoch
-                await call.write(answer)
+                await self._write(call, answer)
 
     async def _answer(self, kind: str, order: Any) -> ranks_pb2.RankMessage | None:
         match kind:
@@ -117,8 +129,26 @@ class GrpcRank:
                 self.num_plans += 1
                 await self.may_step.wait()
                 assert self._ranks is not None
-                return ranks_pb2.RankMessage(step_result=self._ranks.execute(order))
+                if not order.HasField("command"):
+                    masks = await self._masks_of(order)
+                    return ranks_pb2.RankMessage(step_result=self._ranks.execute(order, masks=masks))
+                report = self._ranks.obey(order.step_id, order.command)
+                result = ranks_pb2.StepResult(step_id=order.step_id, command_report=report)
+                return ranks_pb2.RankMessage(step_result=result)
         return None
+
+    async def _write(self, call: Any, message: ranks_pb2.RankMessage) -> None:
+        # gRPC takes one write at a time.
+        async with self._writing:
+            await call.write(message)
+
+    async def _masks_of(self, plan: ranks_pb2.StepPlan) -> list[bytes]:
+        """They come before any later plan."""
+        if not plan.masked_slots:
+            return []
+        order = await self._orders.get()
+        assert order.token_masks.step_id == plan.step_id
+        return list(order.token_masks.masks)
 
 
 class GatewayBench:
@@ -133,7 +163,7 @@ class GatewayBench:
         self._closed = False
 
     async def __aenter__(self) -> GatewayBench:
-        self._addresses = await self.gateway.listen(Ports("127.0.0.1", inference=0, admin=0, ranks=0))
+        self._addresses = await self.gateway.listen(Ports("127.0.0.1", inference=0, admin=0, ranks=0, http=0))
         self.serving = self.serve()
         return self
 

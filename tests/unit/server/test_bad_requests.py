@@ -25,6 +25,17 @@ def with_sampling(**fields: Any) -> pb.GenerateRequest:
     return request("hello", sampling=sampling(**fields))
 
 
+def resumed(received: list[list[int]], **fields: Any) -> pb.GenerateRequest:
+    defaults: dict[str, Any] = {"request_id": "mine", "sampling": sampling(seed=1, max_tokens=9)}
+    came = [pb.Received(token_ids=token_ids) for token_ids in received]
+    return request([5], received=came, **(defaults | fields))
+
+
+def spoken(*, tools_json: str = "", **fields: Any) -> pb.GenerateRequest:
+    """A conversation of one message."""
+    return pb.GenerateRequest(chat=pb.ChatMessages(messages=[pb.ChatMessage(**fields)], tools_json=tools_json))
+
+
 BAD: list[tuple[pb.GenerateRequest, str, str]] = [
     (request("a", request_id="x" * 129), "request_id", "at most 128 characters, not 129"),
     (pb.GenerateRequest(), "prompt", "is missing"),
@@ -32,7 +43,7 @@ BAD: list[tuple[pb.GenerateRequest, str, str]] = [
     (request([]), "token_ids.ids", "is empty"),
     (request([0, 258]), "token_ids.ids[1]", "must be in the vocabulary [0, 258), not 258"),
     (chat(), "chat.messages", "is empty"),
-    (chat(("user", "a"), ("robot", "b")), "chat.messages[1].role", "one of system, user, assistant, not 'robot'"),
+    (chat(("user", "a"), ("robot", "b")), "chat.messages[1].role", "system, user, assistant, tool, not 'robot'"),
     (request([1] * 64), "prompt", "has 64 tokens; with at least one to generate the model's length of 64 allows 63"),
     (request("x" * 10_000), "prompt", "has 10000 tokens"),
     (with_sampling(temperature=-1), "sampling.temperature", "must be between 0 and 100, not -1"),
@@ -48,6 +59,38 @@ BAD: list[tuple[pb.GenerateRequest, str, str]] = [
     (with_sampling(stop=["a"] * 17), "sampling.stop", "at most 16 strings, not 17"),
     (with_sampling(stop_token_ids=[1] * 65), "sampling.stop_token_ids", "at most 64 ids, not 65"),
     (with_sampling(stop_token_ids=[300]), "sampling.stop_token_ids[0]", "vocabulary [0, 258), not 300"),
+    (with_sampling(presence_penalty=2.5), "sampling.presence_penalty", "between -2 and 2, not 2.5"),
+    (with_sampling(presence_penalty=math.nan), "sampling.presence_penalty", "between -2 and 2, not nan"),
+    (with_sampling(frequency_penalty=-3), "sampling.frequency_penalty", "between -2 and 2, not -3"),
+    (with_sampling(repetition_penalty=0), "sampling.repetition_penalty", "more than 0 and at most 10, not 0"),
+    (with_sampling(repetition_penalty=math.nan), "sampling.repetition_penalty", "at most 10, not nan"),
+    (with_sampling(logit_bias={258: 1.0}), "sampling.logit_bias[258]", "vocabulary [0, 258), not 258"),
+    (with_sampling(logit_bias={5: 101.0}), "sampling.logit_bias[5]", "between -100 and 100, not 101"),
+    (with_sampling(logit_bias={5: math.inf}), "sampling.logit_bias[5]", "between -100 and 100, not inf"),
+    (with_sampling(max_tokens=4, min_tokens=5), "sampling.min_tokens", "at most max_tokens, 4, not 5"),
+    (with_sampling(n=0), "sampling.n", "between 1 and 16, not 0"),
+    (with_sampling(n=17), "sampling.n", "between 1 and 16, not 17"),
+    (with_sampling(logprobs=21), "sampling.logprobs", "at most 20, not 21"),
+    (with_sampling(prompt_logprobs=21), "sampling.prompt_logprobs", "at most 20, not 21"),
+    (with_sampling(choice=pb.Choice()), "sampling.choice.texts", "between 1 and 256 texts, not 0"),
+    (with_sampling(choice=pb.Choice(texts=["a"] * 257)), "sampling.choice.texts", "between 1 and 256 texts, not 257"),
+    (with_sampling(choice=pb.Choice(texts=["a", ""])), "sampling.choice.texts[1]", "is empty"),
+    (with_sampling(regex="a", ignore_eos=True), "sampling.ignore_eos", "cannot be set with regex"),
+    (with_sampling(regex="a", min_tokens=2), "sampling.min_tokens", "cannot be set with regex"),
+    (with_sampling(json_schema="{"), "sampling.json_schema", "is no JSON"),
+    (with_sampling(grammar="start: foo"), "sampling.grammar", "unknown name"),
+    (request("a", priority=101), "priority", "between -100 and 100, not 101"),
+    (request("a", priority=-101), "priority", "between -100 and 100, not -101"),
+    (resumed([[5]], request_id=""), "request_id", "as Started told it"),
+    (resumed([[5]], sampling=sampling()), "sampling.seed", "as Started told it"),
+    (resumed([[5], [6]]), "received", "at most 1 completions (sampling.n), not 2"),
+    (resumed([[5, 258]]), "received[0].token_ids[1]", "vocabulary [0, 258), not 258"),
+    (resumed([[256, 5]]), "received[0].token_ids", "goes on behind a token that ends"),
+    (spoken(role="user", tool_calls_json="[]"), "chat.messages[0].tool_calls_json", "of the assistant only"),
+    (spoken(role="assistant", tool_calls_json="["), "chat.messages[0].tool_calls_json", "is no JSON"),
+    (spoken(role="assistant", tool_calls_json="{}"), "chat.messages[0].tool_calls_json", "a JSON array of objects"),
+    (spoken(role="user", tool_call_id="c"), "chat.messages[0].tool_call_id", "in a tool's message only"),
+    (spoken(role="user", tools_json="[1]"), "chat.tools_json", "must be a JSON array of objects, not '[1]'"),
     (request("a", output_mode=9), "output_mode", "must be OUTPUT_MODE_DELTA or OUTPUT_MODE_FINAL_ONLY, not 9"),
 ]
 
@@ -57,6 +100,15 @@ EDGES = [
     request([1] * 63),
     with_sampling(temperature=0, max_tokens=1),
     with_sampling(temperature=100, top_p=1, min_p=1, max_tokens=1),
+    with_sampling(presence_penalty=-2, frequency_penalty=2, repetition_penalty=10, max_tokens=1),
+    with_sampling(logit_bias=dict.fromkeys(range(258), -100.0), max_tokens=1),
+    with_sampling(n=16, max_tokens=1, min_tokens=1, logprobs=20, prompt_logprobs=20),
+    with_sampling(choice=pb.Choice(texts=[f"{number}" for number in range(256)])),
+    request("a", priority=100, sampling=sampling(max_tokens=1)),
+    request("a", priority=-100, sampling=sampling(max_tokens=1)),
+    resumed([], request_id=""),
+    resumed([[]], sampling=sampling(temperature=0, max_tokens=1)),
+    resumed([[5] * 9]),
     with_sampling(top_k=2**32 - 1, seed=2**64 - 1, max_tokens=1),
     with_sampling(max_tokens=2**32 - 1),
     with_sampling(stop=["a"] * 16, stop_token_ids=[257] * 64, max_tokens=1),

@@ -56,6 +56,7 @@ async def test_requests_tokens_blocks_and_times_are_counted(scraped: tuple[Gatew
     assert values["hetero_time_to_first_token_seconds_count"] == 1
     assert values["hetero_step_seconds_count"] >= values["hetero_steps_total"] == 3
     assert (values["hetero_epoch"], values["hetero_ready"]) == (1, 1)
+    assert (values["hetero_paused_requests"], values["hetero_recoveries_total"]) == (0, 0)
     assert (values["hetero_num_blocks"], values["hetero_free_blocks"]) == (32, 32)
     assert (values["hetero_running_requests"], values["hetero_waiting_requests"]) == (0, 0)
 
@@ -77,7 +78,7 @@ async def test_a_metrics_port_that_is_taken_is_named(tmp_path: Path) -> None:
     gateway = Gateway(served_model(tmp_path), token=TOKEN)
     try:
         with pytest.raises(BindError, match=f"--metrics-port: cannot listen on 127.0.0.1 port {server.port}"):
-            await gateway.listen(Ports("127.0.0.1", 0, 0, 0, metrics=server.port))
+            await gateway.listen(Ports("127.0.0.1", 0, 0, 0, 0, metrics=server.port))
     finally:
         await gateway.close("over")
         await asyncio.to_thread(server.stop)

@@ -86,6 +86,7 @@ def _write(path: Path, text: str) -> None:
 
 
 POOL = {"name": "cpu", "type": "CPU"}
+MODEL = {"uri": "hf://org/model"}
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,7 @@ POOL = {"name": "cpu", "type": "CPU"}
         (nothing, {"pools": [POOL | {"ranks": 0}]}, EXIT_USAGE, "spec.pools[0].ranks: must be at least 1, not 0"),
         (nothing, {"pools": [POOL | {"rnaks": 1}]}, EXIT_USAGE, "did you mean ranks?"),
         (nothing, {"pools": [POOL | {"ranks": 64}]}, EXIT_USAGE, "spec.pools: 64 ranks are more than the model"),
-        (nothing, {"placement": {"mode": "Layer"}}, EXIT_USAGE, "spec.placement.mode: Layer: this version does not"),
+        (nothing, {"model": MODEL | {"dtype": "float16"}}, EXIT_USAGE, "spec.model.dtype: float16 is not computed"),
         (remove("config.json"), {}, EXIT_PERMANENT, "config.json: no such file"),
         (replace("config.json", "{"), {}, EXIT_PERMANENT, "config.json: cannot be read as JSON"),
         (remove("tokenizer.json"), {}, EXIT_PERMANENT, "tokenizer.json: no such file"),
@@ -124,10 +125,10 @@ def test_every_problem_of_the_manifest_has_its_line(
     tmp_path: Path, environment: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_model(tmp_path)
-    manifest = write_manifest(tmp_path / "g.yaml", suspend=True, placement={"mode": "Layer"})
+    manifest = write_manifest(tmp_path / "g.yaml", suspend=True, model=MODEL | {"dtype": "float16"})
     assert main(["--manifest", str(manifest), "--model", str(tmp_path)], environment) == EXIT_USAGE
     told = capsys.readouterr().err.splitlines()
-    assert ["spec.placement.mode" in told[-2], "spec.suspend" in told[-1]] == [True, True]
+    assert ["spec.model.dtype" in told[-2], "spec.suspend" in told[-1]] == [True, True]
 
 
 @pytest.mark.parametrize("option", ["inference", "admin", "ranks"])
@@ -153,10 +154,10 @@ def test_a_port_that_is_taken_is_named_with_its_option(
 async def test_two_gateways_do_not_share_a_port(tmp_path: Path) -> None:
     first, second = (Gateway(served_model(tmp_path), token=TOKEN) for _ in range(2))
     try:
-        addresses = await first.listen(Ports("127.0.0.1", 0, 0, 0))
+        addresses = await first.listen(Ports("127.0.0.1", 0, 0, 0, 0))
         port = int(addresses.inference.rpartition(":")[2])
         with pytest.raises(BindError, match=f"--inference-port: cannot listen on 127.0.0.1:{port}"):
-            await second.listen(Ports("127.0.0.1", port, 0, 0))
+            await second.listen(Ports("127.0.0.1", port, 0, 0, 0))
     finally:
         await first.close("over")
         await second.close("over")
@@ -165,10 +166,10 @@ async def test_two_gateways_do_not_share_a_port(tmp_path: Path) -> None:
 def test_the_state_file_is_whole_or_not_there(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     path.write_text("old")
-    write_state(path, ListeningState(pid=1, name="g", inference="h:1", admin="h:2", ranks="h:3"))
+    write_state(path, ListeningState(pid=1, name="g", inference="h:1", admin="h:2", ranks="h:3", http="h:4"))
     assert json.loads(path.read_text()) == {
-        "pid": 1, "name": "g", "inference": "h:1", "admin": "h:2", "ranks": "h:3",
+        "pid": 1, "name": "g", "inference": "h:1", "admin": "h:2", "ranks": "h:3", "http": "h:4",
     }  # fmt: skip
     assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(OSError, match="No such file"):
-        write_state(tmp_path / "gone" / "state.json", ListeningState(1, "g", "", "", ""))
+        write_state(tmp_path / "gone" / "state.json", ListeningState(1, "g", "", "", "", ""))

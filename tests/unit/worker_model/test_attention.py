@@ -9,15 +9,17 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from hetero_worker.attention.base import AttentionBatch, DecodeRows, PrefillSpan
+from hetero_worker.attention.base import AttentionBatch, AttentionRule, DecodeRows, PrefillSpan
 from hetero_worker.attention.decode import DecodeKernel, GatherDecode, SparseDecode
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.attention.length_groups import LengthGroup, group_by_length
 from hetero_worker.attention.paged import PagedAttention, paged_attention
+from hetero_worker.attention.workspace import Workspace
 
 pytestmark = pytest.mark.unit
 
 HEAD_DIM = 16
+RULE = AttentionRule(HEAD_DIM**-0.5)
 
 
 class _Pool:
@@ -55,7 +57,7 @@ class _Pool:
         size = self.cache.block_size
         return torch.from_numpy(self.tables[row, positions // size] * size + positions % size).long()
 
-    def expected(self, query: torch.Tensor, row: int, *, last: int) -> torch.Tensor:
+    def expected(self, query: torch.Tensor, row: int, *, last: int, rule: AttentionRule | None = None) -> torch.Tensor:
         """Causal attention of the sequence's last `last` tokens, query [last, heads, head_dim], in float32."""
         slots = self.slots(row)
         group = query.shape[1] // self.cache.num_kv_heads
@@ -64,8 +66,24 @@ class _Pool:
             for rows in (self.cache.keys, self.cache.values)
         )
         hidden = torch.ones(last, len(slots), dtype=torch.bool).tril(len(slots) - last)
+        if rule is not None:
+            return _by_rule(query.float().transpose(0, 1), key, value, rule)
         out = F.scaled_dot_product_attention(query.float().transpose(0, 1), key, value, attn_mask=hidden)
         return out.transpose(0, 1).flatten(1)
+
+
+def _by_rule(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
+    """The definition, written out: [heads, rows, head_dim] → [rows, heads · head_dim]."""
+    rows, tokens = query.shape[1], key.shape[1]
+    scores = rule.scale * query @ key.transpose(1, 2)
+    if rule.soft_cap is not None:
+        scores = rule.soft_cap * torch.tanh(scores / rule.soft_cap)
+    for i in range(rows):
+        own = tokens - rows + i
+        for j in range(tokens):
+            if j > own or (rule.window is not None and j <= own - rule.window):
+                scores[:, i, j] = float("-inf")
+    return (scores.softmax(dim=-1) @ value).transpose(0, 1).flatten(1)
 
 
 @pytest.mark.parametrize("kernel", [SparseDecode(), GatherDecode()], ids=lambda kernel: kernel.name)
@@ -80,8 +98,10 @@ def test_decode_equals_plain_attention(kernel: DecodeKernel, lengths: list[int],
     heads = 3 * group
     torch.manual_seed(1)
     query = torch.randn(len(lengths), heads, HEAD_DIM)
-    attention = kernel.prepare(DecodeRows(pool.lengths, pool.tables), num_heads=heads, cache=pool.cache)
-    out = attention(query, pool.cache)
+    attention = kernel.prepare(
+        DecodeRows(pool.lengths, pool.tables), num_heads=heads, window=None, cache=pool.cache, workspace=Workspace()
+    )
+    out = attention(query, pool.cache, RULE)
     expected = torch.cat([pool.expected(query[i : i + 1], i, last=1) for i in range(len(lengths))])
     assert torch.allclose(out, expected, atol=2e-6)
 
@@ -91,15 +111,16 @@ def test_a_prepared_group_serves_every_layer() -> None:
     first, second = _Pool([9, 5, 2]), _Pool([9, 5, 2])
     second.cache.keys.mul_(-3.0)
     query = torch.randn(3, 6, HEAD_DIM)
-    attention = SparseDecode().prepare(DecodeRows(first.lengths, first.tables), num_heads=6, cache=first.cache)
+    decode = DecodeRows(first.lengths, first.tables)
+    attention = SparseDecode().prepare(decode, num_heads=6, window=None, cache=first.cache, workspace=Workspace())
     for pool in (first, second, first):
         expected = torch.cat([pool.expected(query[i : i + 1], i, last=1) for i in range(3)])
-        assert torch.allclose(attention(query, pool.cache), expected, atol=2e-6)
+        assert torch.allclose(attention(query, pool.cache, RULE), expected, atol=2e-6)
 
 
 def _groups(pool: _Pool) -> list[LengthGroup]:
     decode = DecodeRows(pool.lengths, pool.tables)
-    return group_by_length(decode, block_size=4, num_heads=9, launch_cost_elements=1000)
+    return group_by_length(decode, block_size=4, num_heads=9, launch_cost_elements=1000, workspace=Workspace())
 
 
 def test_short_rows_are_not_padded_to_a_long_one() -> None:
@@ -131,7 +152,7 @@ def test_backend_mixes_decode_fresh_spans_and_continued_spans(dtype: torch.dtype
             PrefillSpan(11, 16, 8, pool.tables[3, :4]),
         ),
     )
-    out = paged_attention(dtype).begin(batch).attend(query, key, value, pool.cache)
+    out = paged_attention(dtype).begin(batch).attend(query, key, value, pool.cache, RULE)
     assert torch.equal(pool.cache.keys[mapping], key)
     expected = torch.cat(
         [pool.expected(query[end - n : end], i, last=n) for i, (end, n) in enumerate(zip(ends, last, strict=True))]
@@ -149,7 +170,7 @@ def test_one_step_serves_layers_with_different_heads() -> None:
     for pool in (wide, narrow, wide):
         heads = pool.cache.num_kv_heads
         query, key, value = (torch.randn(2, heads, HEAD_DIM) for _ in range(3))
-        out = step.attend(query, key, value, pool.cache)
+        out = step.attend(query, key, value, pool.cache, RULE)
         expected = torch.cat([pool.expected(query[i : i + 1], i, last=1) for i in range(2)])
         assert torch.allclose(out, expected, atol=2e-6)
 
@@ -157,3 +178,70 @@ def test_one_step_serves_layers_with_different_heads() -> None:
 def test_the_kernel_is_chosen_by_dtype() -> None:
     assert paged_attention(torch.float32).name == "paged-sparse"
     assert paged_attention(torch.bfloat16).name == "paged-gather"
+
+
+RULES = {
+    "scale": AttentionRule(0.31),
+    "window": AttentionRule(0.25, window=5),
+    "window of one": AttentionRule(0.25, window=1),
+    "window of a block": AttentionRule(0.25, window=4),
+    "wide window": AttentionRule(0.25, window=10_000),
+    "soft cap": AttentionRule(0.7, soft_cap=1.5),
+    "window and soft cap": AttentionRule(0.7, window=6, soft_cap=1.5),
+}
+
+
+@pytest.mark.parametrize("kernel", [SparseDecode(), GatherDecode()], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("lengths", [[1], [9, 9], [7, 6, 5, 4, 3, 1], [300, *[40] * 8]], ids=str)
+def test_decode_follows_its_rule(kernel: DecodeKernel, rule: AttentionRule, lengths: list[int]) -> None:
+    pool = _Pool(lengths)
+    torch.manual_seed(1)
+    query = torch.randn(len(lengths), 6, HEAD_DIM)
+    decode = DecodeRows(pool.lengths, pool.tables)
+    attention = kernel.prepare(decode, num_heads=6, window=rule.window, cache=pool.cache, workspace=Workspace())
+    for _ in range(2):  # another layer
+        out = attention(query, pool.cache, rule)
+        expected = [pool.expected(query[i : i + 1], i, last=1, rule=rule) for i in range(len(lengths))]
+        assert torch.allclose(out, torch.cat(expected), atol=2e-6)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_step_serves_layers_of_different_rules(rule: AttentionRule, dtype: torch.dtype) -> None:
+    """Decode rows, a fresh span and continued ones, longer and shorter than the window."""
+    lengths, last = [11, 2, 9, 13, 21], [1, 1, 9, 5, 2]
+    ends = np.cumsum(last)
+    layers = [_Pool(lengths, dtype=dtype), _Pool(lengths, dtype=dtype)]
+    mapping = torch.cat([layers[0].slots(i)[lengths[i] - last[i] :] for i in range(5)])
+    tables = layers[0].tables
+    spans = (
+        PrefillSpan(2, 11, 0, tables[2, :3]),
+        PrefillSpan(11, 16, 8, tables[3, :4]),
+        PrefillSpan(16, 18, 19, tables[4, :6]),
+    )
+    step = paged_attention(dtype).begin(AttentionBatch(mapping, DecodeRows(layers[0].lengths[:2], tables[:2]), spans))
+    for pool, own in zip(layers, (rule, RULE), strict=True):
+        torch.manual_seed(2)
+        query = torch.randn(18, 6, HEAD_DIM).to(dtype)
+        key, value = torch.randn(2, 18, 3, HEAD_DIM).to(dtype)
+        out = step.attend(query, key, value, pool.cache, own)
+        expected = [
+            pool.expected(query[end - n : end], i, last=n, rule=own)
+            for i, (end, n) in enumerate(zip(ends, last, strict=True))
+        ]
+        assert out.is_contiguous()
+        assert torch.allclose(out.float(), torch.cat(expected), atol=2e-6 if dtype == torch.float32 else 3e-2)
+
+
+def test_a_window_reads_no_more_of_the_cache_than_it_reaches() -> None:
+    """What lies before the window's first block may be anything, even no number."""
+    pool = _Pool([21])
+    pool.cache.keys[pool.slots(0)[:12]] = float("nan")
+    pool.cache.values[pool.slots(0)[:12]] = float("nan")
+    span = PrefillSpan(0, 2, 19, pool.tables[0])
+    step = paged_attention(torch.float32).begin(
+        AttentionBatch(pool.slots(0)[19:], DecodeRows(pool.lengths[:0], pool.tables[:0]), (span,))
+    )
+    query, key, value = (torch.randn(2, heads, HEAD_DIM) for heads in (6, 3, 3))
+    assert step.attend(query, key, value, pool.cache, AttentionRule(0.25, window=8)).isfinite().all()

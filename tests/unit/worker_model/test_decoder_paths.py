@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetero_api.v1 import ranks_pb2
+from hetero_api.v1 import logprobs_pb2, ranks_pb2
 from tests.support.rank_group import PlanBuilder, RankGroup, Shares, StepOutcome
 from tests.support.tiny_checkpoints import VOCAB_SIZE, TinyCheckpoint, save_tiny
 
@@ -82,7 +82,7 @@ def test_full_hit_still_computes_the_last_token(builder: PlanBuilder, checkpoint
     _check(outcome, builder, checkpoint)
 
 
-def test_mixed_batch_of_prefill_chunk_and_decode_keeps_the_plans_order(
+def test_mixed_batch_decodes_first_and_then_works_off_the_spans_in_order(
     builder: PlanBuilder, checkpoint: TinyCheckpoint
 ) -> None:
     for slot, length in {0: 6, 1: 19}.items():
@@ -99,7 +99,7 @@ def test_mixed_batch_of_prefill_chunk_and_decode_keeps_the_plans_order(
     for slot in (2, 3, 1, 0):
         builder.schedule(slot)
     outcome = builder.run()
-    assert [slot for slot, _ in outcome.sampled] == [2, 3, 1, 0]
+    assert [slot for slot, _ in outcome.sampled] == [3, 1, 0, 2]
     _check(outcome, builder, checkpoint)
 
 
@@ -154,3 +154,156 @@ def test_sampled_tokens_do_not_depend_on_layout_or_company(checkpoint: TinyCheck
             builder.run()
         outputs.append(builder.sequences[1].tokens)
     assert all(output == outputs[0] for output in outputs)
+
+
+@pytest.mark.parametrize("length", [2 * BLOCK_SIZE, 2 * BLOCK_SIZE + 1, 3 * BLOCK_SIZE - 1])
+def test_a_hit_of_all_blocks_but_the_last_tokens_equals_the_whole(
+    builder: PlanBuilder, checkpoint: TinyCheckpoint, length: int
+) -> None:
+    """Also of a prompt of just so many blocks, of which the last must be computed anew."""
+    prompt = _prompt(length)
+    builder.start(0, prompt)
+    builder.schedule(0)
+    builder.run()
+    shared = (length - 1) // BLOCK_SIZE
+    builder.start(1, prompt, shared_blocks=builder.sequences[0].blocks[:shared])
+    for _ in range(3):
+        builder.schedule(1)
+        builder.schedule(0)
+        _check(builder.run(), builder, checkpoint)
+
+
+def test_a_preempted_sequence_comes_back_through_its_own_blocks(
+    builder: PlanBuilder, checkpoint: TinyCheckpoint
+) -> None:
+    builder.start(0, _prompt(2 * BLOCK_SIZE + 2))
+    for _ in range(3):
+        builder.schedule(0)
+        builder.run()
+    tokens, blocks = list(builder.sequences[0].tokens), builder.sequences[0].blocks[:2]
+    builder.release(0)
+    builder.start(4, tokens, shared_blocks=blocks)
+    builder.schedule(4, 2)
+    builder.run()
+    builder.schedule(4)
+    _check(builder.run(), builder, checkpoint)
+
+
+def test_plans_sent_ahead_decode_tokens_that_nobody_has_seen(builder: PlanBuilder, checkpoint: TinyCheckpoint) -> None:
+    """The gateway need not know a token for the next step to compute it."""
+    builder.start(0, _prompt(5))
+    builder.start(1, _prompt(9, seed=3))
+    builder.schedule(0)
+    builder.schedule(1)
+    plans = [builder.take_plan()]
+    for _ in range(4):
+        for slot in (0, 1):
+            builder.sequences[slot].tokens.append(-1)
+            builder.schedule(slot)
+        plans.append(builder.take_plan())
+    outcomes = [builder.send(plan) for plan in plans]
+    for slot, length in {0: 5, 1: 9}.items():
+        builder.sequences[slot].tokens[length:] = [dict(outcome.sampled)[slot] for outcome in outcomes]
+    _check(outcomes[-1], builder, checkpoint)
+
+
+RESHAPED = {
+    "contiguous": [(9, 128)],
+    "contiguous and back": [(9, 128), (64, BLOCK_SIZE)],
+    "smaller blocks": [(150, 1)],
+    "odd blocks": [(40, 7)],
+}
+
+
+@pytest.mark.parametrize("name", RESHAPED)
+def test_every_path_is_right_after_the_cache_was_reset(
+    builder: PlanBuilder, checkpoint: TinyCheckpoint, name: str
+) -> None:
+    _use_and_release(builder)
+    for num_blocks, block_size in RESHAPED[name]:
+        order = ranks_pb2.AllocateCache(num_blocks=num_blocks, block_size=block_size)
+        _obey(builder, ranks_pb2.GroupCommand(reset_cache=order))
+        builder.use_blocks(num_blocks, block_size)
+    _check_all_paths(builder, checkpoint)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_every_path_is_right_after_sleep(builder: PlanBuilder, checkpoint: TinyCheckpoint, level: int) -> None:
+    _use_and_release(builder)
+    _obey(builder, ranks_pb2.GroupCommand(sleep=ranks_pb2.SleepCommand(level=level)))
+    cache = ranks_pb2.AllocateCache(num_blocks=64, block_size=BLOCK_SIZE)
+    _obey(builder, ranks_pb2.GroupCommand(wake=ranks_pb2.WakeCommand(weights=True, cache=cache)))
+    builder.use_blocks(64, BLOCK_SIZE)
+    _check_all_paths(builder, checkpoint)
+
+
+def _use_and_release(builder: PlanBuilder) -> None:
+    builder.start(6, _prompt(11, seed=6))
+    builder.schedule(6)
+    builder.run()
+    builder.release(6)
+
+
+def _obey(builder: PlanBuilder, command: ranks_pb2.GroupCommand) -> None:
+    outputs = builder.command(command).outputs
+    assert all(output.report is not None and output.report.done for output in outputs)
+
+
+def _check_all_paths(builder: PlanBuilder, checkpoint: TinyCheckpoint) -> None:
+    """Whole, in chunks, and decoding in company."""
+    builder.start(0, _prompt(13, seed=2))
+    builder.start(1, _prompt(10, seed=5))
+    builder.schedule(0)
+    builder.schedule(1, 4)
+    _check(builder.run(), builder, checkpoint)
+    for _ in range(4):
+        builder.schedule(0)
+        builder.schedule(1, 3)
+        _check(builder.run(), builder, checkpoint)
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 3, 5])
+def test_log_probabilities_of_a_prompt_are_the_references(
+    builder: PlanBuilder, checkpoint: TinyCheckpoint, chunk: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hetero_worker.runners.cpu_runner.PROMPT_LOGIT_ROWS", 2)
+    prompt = _prompt(9)
+    expected = checkpoint.logits(prompt).log_softmax(-1)
+    builder.start(0, _prompt(4, seed=7))
+    builder.schedule(0)
+    builder.run()
+    builder.start(3, prompt, sampling=ranks_pb2.Sampling(num_prompt_logprobs=2, num_logprobs=1))
+    told: dict[int, logprobs_pb2.TokenLogprobs] = {}
+    outcome = None
+    while outcome is None or not any(slot == 3 for slot, _ in outcome.sampled):
+        builder.schedule(0)
+        builder.schedule(3, chunk)
+        outcome = builder.run()
+        for span in outcome.outputs[0].prompt_logprobs:
+            assert span.slot == 3
+            told.update(enumerate(span.positions, start=span.begin))
+    assert list(told) == list(range(1, len(prompt)))
+    for position, logprobs in told.items():
+        row = expected[position - 1]
+        assert logprobs.token_id == prompt[position]
+        assert logprobs.logprob == pytest.approx(float(row[prompt[position]]), abs=TOLERANCE)
+        assert list(logprobs.top_token_ids) == row.topk(2).indices.tolist()
+    (drawn,) = outcome.outputs[0].logprobs
+    assert drawn.token_id == dict(outcome.sampled)[3]
+
+
+def test_a_masked_draw_keeps_to_its_mask_and_leaves_others_alone(builder: PlanBuilder) -> None:
+    for slot in (0, 1):
+        builder.start(slot, _prompt(6))
+        builder.schedule(slot)
+    free = dict(builder.run().sampled)[0]
+    builder.schedule(0)
+    builder.schedule(1)
+    only = (free + 17) % VOCAB_SIZE
+    mask = bytearray(-(-VOCAB_SIZE // 8))
+    mask[only // 8] |= 1 << only % 8
+    plan = builder.take_plan()
+    plan.masked_slots.append(1)
+    tokens = dict(builder.send(plan, masks=[bytes(mask)]).sampled)
+    assert tokens[1] == only
+    assert tokens[0] != only

@@ -16,12 +16,21 @@ pytestmark = pytest.mark.unit
 TOLERANCE = 1e-4
 
 LAYOUTS = {
-    "one rank": Shares(kv_heads=((8,),), mlp_columns=((50,),), vocab_rows=(200,)),
-    "uneven": Shares(kv_heads=((5, 3),), mlp_columns=((17, 33),), vocab_rows=(64, 136)),
-    "5:2:1:0": Shares(kv_heads=((5, 2, 1, 0),), mlp_columns=((31, 13, 6, 0),), vocab_rows=(128, 64, 8, 0)),
-    "first rank idle": Shares(kv_heads=((0, 8),), mlp_columns=((0, 50),), vocab_rows=(0, 200)),
-    "mlp elsewhere": Shares(kv_heads=((8, 0, 0),), mlp_columns=((0, 49, 1),), vocab_rows=(0, 64, 136)),
-    "layers of stages": Shares(kv_heads=((8, 0), (3, 5), (0, 8)), mlp_columns=((50, 0), (0, 50)), vocab_rows=(192, 8)),
+    "one rank": Shares(kv_heads=((8,),), mlp_columns=((50,),), vocab_rows=(200,), experts=((6,),)),
+    "uneven": Shares(kv_heads=((5, 3),), mlp_columns=((17, 33),), vocab_rows=(64, 136), experts=((1, 5),)),
+    "5:2:1:0": Shares(
+        kv_heads=((5, 2, 1, 0),), mlp_columns=((31, 13, 6, 0),), vocab_rows=(128, 64, 8, 0), experts=((3, 1, 2, 0),)
+    ),
+    "first rank idle": Shares(kv_heads=((0, 8),), mlp_columns=((0, 50),), vocab_rows=(0, 200), experts=((0, 6),)),
+    "mlp elsewhere": Shares(
+        kv_heads=((8, 0, 0),), mlp_columns=((0, 49, 1),), vocab_rows=(0, 64, 136), experts=((0, 5, 1),)
+    ),
+    "layers of stages": Shares(
+        kv_heads=((8, 0), (3, 5), (0, 8)),
+        mlp_columns=((50, 0), (0, 50)),
+        vocab_rows=(192, 8),
+        experts=((6, 0), (2, 4), (0, 6)),
+    ),
 }
 
 PROMPT = [7, 150, 3, 88, 199, 0, 42, 42, 64, 63, 127]
@@ -41,17 +50,18 @@ def test_logits_equal_the_reference_for_every_variant(
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in ("one rank", "5:2:1:0")])
-@pytest.mark.parametrize("variant", ["llama-biased", "qwen3"])
+@pytest.mark.parametrize("variant", ["llama-biased", "qwen3", "qwen3-moe-some-dense", "gemma3"])
 def test_logits_equal_the_reference_for_every_layout(
     checkpoints: dict[str, TinyCheckpoint], variant: str, layout: str
 ) -> None:
     _check_prefill_and_decode(checkpoints[variant], LAYOUTS[layout])
 
 
+@pytest.mark.parametrize("variant", ["llama", "gemma2", "gemma3", "mixtral"])
 def test_bfloat16_is_as_close_to_float32_as_the_references_own_bfloat16(
-    checkpoints: dict[str, TinyCheckpoint],
+    checkpoints: dict[str, TinyCheckpoint], variant: str
 ) -> None:
-    checkpoint = checkpoints["llama"]
+    checkpoint = checkpoints[variant]
     rounded = TinyCheckpoint(checkpoint.directory, copy.deepcopy(checkpoint.reference).bfloat16())
     builder = PlanBuilder(RankGroup(checkpoint.directory, LAYOUTS["uneven"], dtype="bfloat16"))
     builder.start(0, PROMPT)

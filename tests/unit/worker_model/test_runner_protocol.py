@@ -41,93 +41,124 @@ def _begin(*, step_id: int, slot: int = 0) -> Plan:
     return Plan(
         step_id=step_id,
         new_sequences=[_new(slot=slot)],
-        scheduled=[_scheduled(slot=slot, num_tokens=5, new_block_ids=[3, 9], sample=True)],
+        block_slots=[slot, slot],
+        block_ids=[3, 9],
+        spans=[_span(slot=slot, num_tokens=5, sample=True)],
     )
 
 
 def _new(**fields: Any) -> ranks_pb2.NewSequence:
-    defaults: dict[str, Any] = {"slot": 1, "token_ids": [1, 2, 3, 4, 5], "sampling": GREEDY}
+    defaults: dict[str, Any] = {"slot": 1, "token_ids": [1, 2, 3, 4, 5], "sampling": GREEDY, "num_prompt_tokens": 1}
     return ranks_pb2.NewSequence(**{**defaults, **fields})
 
 
-def _scheduled(**fields: Any) -> ranks_pb2.ScheduledSequence:
-    return ranks_pb2.ScheduledSequence(**fields)
+def _span(**fields: Any) -> ranks_pb2.ScheduledSpan:
+    return ranks_pb2.ScheduledSpan(**fields)
 
 
 def _decode(step_id: int) -> Plan:
-    return Plan(step_id=step_id, scheduled=[_scheduled(slot=0, num_tokens=1, sample=True)])
+    return Plan(step_id=step_id, decode_slots=[0])
 
+
+def _with(**fields: Any) -> Plan:
+    """Step 2, beside sequence 0."""
+    return Plan(step_id=2, **fields)
+
+
+def _chunk(num_tokens: int, *blocks: int, sample: bool = False, **new: Any) -> Plan:
+    """Step 2: slot 1 is bound and computes so many tokens."""
+    return _with(
+        new_sequences=[_new(**new)],
+        block_slots=[1] * len(blocks),
+        block_ids=blocks,
+        spans=[_span(slot=1, num_tokens=num_tokens, sample=sample)],
+    )
+
+
+BIASED = ranks_pb2.Sampling(bias_token_ids=[1, 2], biases=[0.5])
+RESET = ranks_pb2.GroupCommand(reset_cache=ranks_pb2.AllocateCache(num_blocks=8, block_size=4))
 
 BAD_PLANS: dict[str, tuple[Plan, str]] = {
     "step repeated": (_decode(1), "expected step 2"),
     "step skipped": (_decode(3), "expected step 2"),
-    "release of a free slot": (Plan(step_id=2, released_slots=[4]), "slot 4"),
-    "release beyond the slots": (Plan(step_id=2, released_slots=[99]), "slot 99"),
-    "bind of a slot in use": (Plan(step_id=2, new_sequences=[_new(slot=0)]), "slot 0, which is in use"),
-    "bind twice": (Plan(step_id=2, new_sequences=[_new(), _new()]), "slot 1, which is in use"),
-    "bind beyond the slots": (Plan(step_id=2, new_sequences=[_new(slot=8)]), "slot 8"),
-    "no tokens": (Plan(step_id=2, new_sequences=[ranks_pb2.NewSequence(slot=1)]), "0 tokens"),
-    "too many tokens": (Plan(step_id=2, new_sequences=[_new(token_ids=[1] * 130)]), "1 to 128"),
-    "token beyond the vocabulary": (Plan(step_id=2, new_sequences=[_new(token_ids=[200])]), "vocabulary"),
+    "release of a free slot": (_with(released_slots=[4]), "slot 4"),
+    "release beyond the slots": (_with(released_slots=[99]), "slot 99"),
+    "release twice": (_with(released_slots=[0, 0]), "slot 0, which is not in use"),
+    "bind of a slot in use": (_with(new_sequences=[_new(slot=0)]), "slot 0, which is in use"),
+    "bind twice": (_with(new_sequences=[_new(), _new()]), "slot 1, which is in use"),
+    "bind beyond the slots": (_with(new_sequences=[_new(slot=8)]), "slot 8"),
+    "no tokens": (_with(new_sequences=[ranks_pb2.NewSequence(slot=1)]), "0 tokens"),
+    "too many tokens": (_with(new_sequences=[_new(token_ids=[1] * 130)]), "1 to 128"),
+    "no prompt": (_with(new_sequences=[_new(num_prompt_tokens=0)]), "of which 0 are the prompt's"),
+    "a prompt longer than the tokens": (_with(new_sequences=[_new(num_prompt_tokens=6)]), "of which 6"),
+    "token beyond the vocabulary": (_with(new_sequences=[_new(token_ids=[200])]), "vocabulary"),
+    "bias beyond the vocabulary": (
+        _with(new_sequences=[_new(sampling=ranks_pb2.Sampling(bias_token_ids=[200], biases=[1.0]))]),
+        "a bias_token_id beyond",
+    ),
+    "end token beyond the vocabulary": (
+        _with(new_sequences=[_new(sampling=ranks_pb2.Sampling(min_tokens=1, end_token_ids=[200]))]),
+        "an end_token_id beyond",
+    ),
+    "fewer biases than tokens": (_with(new_sequences=[_new(sampling=BIASED)]), "1 biases for 2"),
     "nothing left to compute": (
-        Plan(step_id=2, new_sequences=[_new(num_computed_tokens=5, block_ids=[1, 2])]),
+        _with(new_sequences=[_new(num_computed_tokens=5, block_ids=[1, 2])]),
         "one must be left",
     ),
-    "computed tokens without blocks": (
-        Plan(step_id=2, new_sequences=[_new(num_computed_tokens=4)]),
-        "0 blocks of 4",
-    ),
-    "null block": (Plan(step_id=2, new_sequences=[_new(block_ids=[0])]), "outside [1, 16)"),
-    "block beyond the pool": (Plan(step_id=2, new_sequences=[_new(block_ids=[16])]), "outside [1, 16)"),
-    "more blocks than a sequence can fill": (
-        Plan(step_id=2, new_sequences=[_new(block_ids=[1] * 33)]),
-        "at most 32",
-    ),
-    "schedule of a free slot": (
-        Plan(step_id=2, scheduled=[_scheduled(slot=5, num_tokens=1, sample=True)]),
-        "slot 5, which is not in use",
-    ),
-    "schedule of a released slot": (
-        Plan(step_id=2, released_slots=[0], scheduled=[_scheduled(slot=0, num_tokens=1, sample=True)]),
+    "computed tokens without blocks": (_with(new_sequences=[_new(num_computed_tokens=4)]), "0 blocks of 4"),
+    "null block": (_with(new_sequences=[_new(block_ids=[0])]), "outside [1, 16)"),
+    "block beyond the pool": (_with(new_sequences=[_new(block_ids=[16])]), "outside [1, 16)"),
+    "null block appended": (_with(block_slots=[0], block_ids=[0]), "outside [1, 16)"),
+    "block beyond the pool appended": (_with(block_slots=[0], block_ids=[16]), "outside [1, 16)"),
+    "block for a free slot": (_with(block_slots=[6], block_ids=[1]), "slot 6, which is not in use"),
+    "block for a slot beyond": (_with(block_slots=[99], block_ids=[1]), "slot 99, which is not in use"),
+    "block for a released slot": (
+        _with(released_slots=[0], block_slots=[0], block_ids=[1]),
         "slot 0, which is not in use",
     ),
-    "slot twice": (
-        Plan(step_id=2, scheduled=[_scheduled(slot=0, num_tokens=1, sample=True)] * 2),
+    "more slots than blocks": (_with(block_slots=[0, 0], block_ids=[1]), "2 block_slots for 1"),
+    "more blocks than a sequence can fill": (_with(new_sequences=[_new(block_ids=[1] * 33)]), "at most 32"),
+    "more blocks appended than a sequence can fill": (
+        _with(block_slots=[0] * 31, block_ids=[1] * 31),
+        "33 blocks, at most 32",
+    ),
+    "decoding in a free slot": (_with(decode_slots=[5]), "slot 5, which is not in use"),
+    "decoding beyond the slots": (_with(decode_slots=[8]), "beyond the 8"),
+    "decoding in a released slot": (_with(released_slots=[0], decode_slots=[0]), "slot 0, which is not in use"),
+    "decoding with two tokens left": (
+        _with(new_sequences=[_new(token_ids=[1, 2])], block_slots=[1], block_ids=[4], decode_slots=[0, 1]),
+        "slot 1 reaches 1 of 2 tokens",
+    ),
+    "decoding without a block": (
+        _with(new_sequences=[_new(token_ids=[1])], decode_slots=[0, 1]),
+        "slot 1 has 0 blocks",
+    ),
+    "decoding twice": (_with(decode_slots=[0, 0]), "slot twice"),
+    "decoding and a span": (
+        _with(decode_slots=[0], spans=[_span(slot=0, num_tokens=1, sample=True)]),
         "slot twice",
     ),
-    "zero tokens": (Plan(step_id=2, scheduled=[_scheduled(slot=0, num_tokens=0, sample=True)]), "computes 0"),
+    "span of a free slot": (_with(spans=[_span(slot=5, num_tokens=1, sample=True)]), "slot 5, which is not in use"),
+    "span beyond the slots": (_with(spans=[_span(slot=99, num_tokens=1)]), "slot 99, which is not in use"),
+    "span twice": (_with(spans=[_span(slot=0, num_tokens=1, sample=True)] * 2), "slot twice"),
+    "zero tokens": (_with(spans=[_span(slot=0, num_tokens=0, sample=True)]), "computes 0"),
     "more tokens than known": (
-        Plan(step_id=2, scheduled=[_scheduled(slot=0, num_tokens=2, sample=True)]),
+        _with(spans=[_span(slot=0, num_tokens=2, sample=True)]),
         "computes 2 tokens of slot 0",
     ),
-    "no sample at the last token": (
-        Plan(step_id=2, scheduled=[_scheduled(slot=0, num_tokens=1, sample=False)]),
-        "sample is False",
+    "no sample at the last token": (_with(spans=[_span(slot=0, num_tokens=1, sample=False)]), "sample is False"),
+    "sample before the last token": (_chunk(2, 4, sample=True), "sample is True"),
+    "too few blocks": (_chunk(5, 4, sample=True), "1 blocks of 4 for 5 tokens"),
+    "budget exceeded": (_chunk(41, *range(1, 12), token_ids=[1] * 42), "at most 40"),
+    "mask for a slot that does not sample": (
+        _with(decode_slots=[0], masked_slots=[1]),
+        "slot 1, which does not sample",
     ),
-    "sample before the last token": (
-        Plan(
-            step_id=2,
-            new_sequences=[_new()],
-            scheduled=[_scheduled(slot=1, num_tokens=2, new_block_ids=[4], sample=True)],
-        ),
-        "sample is True",
-    ),
-    "too few blocks": (
-        Plan(
-            step_id=2,
-            new_sequences=[_new()],
-            scheduled=[_scheduled(slot=1, num_tokens=5, new_block_ids=[4], sample=True)],
-        ),
-        "1 blocks of 4 for 5 tokens",
-    ),
-    "budget exceeded": (
-        Plan(
-            step_id=2,
-            new_sequences=[_new(token_ids=[1] * 40)],
-            scheduled=[_scheduled(slot=1, num_tokens=41, sample=True)],
-        ),
-        "at most 40",
-    ),
+    "mask for a slot beyond": (_with(decode_slots=[0], masked_slots=[99]), "slot 99, which does not sample"),
+    "mask twice": (_with(decode_slots=[0], masked_slots=[0, 0]), "slot 0, twice"),
+    "unknown command": (_with(command=ranks_pb2.GroupCommand()), "does not know"),
+    "command beside computing": (_with(command=RESET, decode_slots=[0]), "computes beside its command reset_cache"),
+    "command while a slot is in use": (_with(command=RESET), "1 slots are in use"),
 }
 
 
@@ -145,6 +176,15 @@ def test_slot_released_and_bound_in_one_plan_is_the_new_sequence(group: RankGrou
     plan = _begin(step_id=2)
     plan.released_slots.append(0)
     assert len(group.run(plan).sampled) == 1
+
+
+def test_a_span_may_have_one_token(checkpoint: TinyCheckpoint) -> None:
+    as_span, as_decode = (RankGroup(checkpoint.directory, ONE_RANK, num_blocks=16) for _ in range(2))
+    for group in (as_span, as_decode):
+        group.run(_begin(step_id=1))
+    span = as_span.run(_with(spans=[_span(slot=0, num_tokens=1, sample=True)]))
+    decode = as_decode.run(_decode(2))
+    assert (span.logits - decode.logits).abs().max() <= 1e-5
 
 
 def test_a_plan_without_sequences_is_a_step(group: RankGroup) -> None:
@@ -169,7 +209,7 @@ def test_a_new_epoch_needs_a_new_cache_and_counts_steps_anew(group: RankGroup) -
     runner.allocate(16, 4)
     with pytest.raises(ProtocolError, match="slot 0"):
         runner.execute(_decode(1))
-    assert len(runner.execute(_begin(step_id=1))) == 1
+    assert len(runner.execute(_begin(step_id=1)).sampled) == 1
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from hetero_api.errors import ModelError
-from hetero_api.sharding import UnitRange, ranges_of_counts
-from hetero_worker.distributed.exchange import LocalExchange
+from hetero_api.sharding import ranges_of_counts
 from hetero_worker.layers.sampler import sample_tokens
-from hetero_worker.sampling.noise import gumbel_noise
+from hetero_worker.sampling.noise import NoiseKey, gumbel_noise
 from hetero_worker.sampling.request import SamplingRow
+from tests.support.sampling_checks import check_wide_nuclei
+from tests.support.sampling_reference import sample_on
 from tests.support.thread_exchange import run_ranks, thread_exchanges
 
 pytestmark = pytest.mark.unit
@@ -29,19 +30,7 @@ def _row(**fields: Any) -> SamplingRow:
 
 
 def _sample(logits: torch.Tensor, rows: Sequence[SamplingRow], counts: Sequence[int] = ()) -> list[int]:
-    """Draw with the vocabulary split as `counts` says; all ranks must agree."""
-    if not counts:
-        ranges: Sequence[UnitRange] = [UnitRange(0, logits.shape[1])]
-        return sample_tokens(logits, rows, vocab_ranges=ranges, exchange=LocalExchange())
-    ranges, exchanges = ranges_of_counts(counts), thread_exchanges(len(counts))
-
-    def body(rank: int) -> list[int]:
-        shard = logits[:, ranges[rank].begin : ranges[rank].end]
-        return sample_tokens(shard, rows, vocab_ranges=ranges, exchange=exchanges[rank])
-
-    results = run_ranks(exchanges, body)
-    assert all(result == results[0] for result in results)
-    return results[0]
+    return sample_on(logits, rows, counts).tokens
 
 
 def _by_transformers(logits: torch.Tensor, row: SamplingRow) -> int:
@@ -54,7 +43,7 @@ def _by_transformers(logits: torch.Tensor, row: SamplingRow) -> int:
     if row.min_p:
         filters.append(MinPLogitsWarper(row.min_p))
     kept = filters(torch.LongTensor([[0]]), (logits / row.temperature)[None])[0]
-    noise = gumbel_noise(seed=row.seed, position=row.position, begin=0, count=len(logits))
+    noise = gumbel_noise([NoiseKey(row.seed, row.position)], begin=0, count=len(logits))[0]
     return int((kept + noise).argmax())
 
 
@@ -87,17 +76,8 @@ def test_a_draw_equals_the_references_filters_on_any_layout(
     assert _sample(logits, [row], layout) == [_by_transformers(logits[0], row)]
 
 
-@pytest.mark.parametrize("counts", [(), (704, 1344), (1024, 0, 1024)])
-@pytest.mark.parametrize(
-    "filters",
-    [{"top_p": 0.9}, {"top_p": 0.999}, {"min_p": 1e-6}, {"top_p": 0.99, "min_p": 0.3}, {"top_k": 700, "top_p": 0.9}],
-    ids=str,
-)
-def test_a_nucleus_beyond_the_candidates_is_still_exact(counts: tuple[int, ...], filters: dict[str, float]) -> None:
-    """2048 nearly equal rows: 256 candidates a shard prove nothing, whole rows must come."""
-    logits = torch.randn(3, 2048, generator=torch.Generator().manual_seed(5)) * 0.2
-    rows = [_row(seed=9, position=i, **filters) for i in range(3)]
-    assert _sample(logits, rows, counts) == [_by_transformers(logits[i], row) for i, row in enumerate(rows)]
+def test_a_nucleus_beyond_the_candidates_is_still_exact() -> None:
+    check_wide_nuclei()
 
 
 @pytest.mark.parametrize("filters", [{"min_p": 0.5}, {"top_p": 0.7}], ids=str)
@@ -118,46 +98,11 @@ def test_whole_rows_travel_only_when_candidates_do_not_suffice() -> None:
 
         def body(rank: int, logits: torch.Tensor = logits, exchanges: Any = exchanges) -> list[int]:
             shard = logits[:, ranges[rank].begin : ranges[rank].end]
-            return sample_tokens(shard, [row], vocab_ranges=ranges, exchange=exchanges[rank])
+            return sample_tokens(shard, [row], head_ranges=ranges, exchange=exchanges[rank]).tokens
 
         run_ranks(exchanges, body)
         rounds.append(exchanges[0].rounds)
     assert rounds == [2, 4]
-
-
-@pytest.mark.parametrize(
-    "filters",
-    [{}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 5, "top_p": 0.8, "min_p": 0.1}],
-    ids=str,
-)
-def test_draws_follow_the_analytic_distribution(filters: dict[str, float]) -> None:
-    """Chi-square over 6000 positions; the bound is the 0.9999 quantile of the largest case (7 degrees)."""
-    logits = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -1.5])
-    draws = 6000
-    rows = [_row(seed=77, position=i, **filters) for i in range(draws)]
-    tokens = _sample(logits.expand(draws, -1).contiguous(), rows)
-    observed = np.bincount(tokens, minlength=8)
-    expected = draws * _distribution(logits, rows[0])
-    assert observed[expected == 0].sum() == 0
-    kept = expected > 0
-    chi_square = float(((observed[kept] - expected[kept]) ** 2 / expected[kept]).sum())
-    assert chi_square < 29.9
-
-
-def _distribution(logits: torch.Tensor, row: SamplingRow) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """By definition: cut, renormalise, cut again."""
-    p = torch.softmax(logits.double() / row.temperature, dim=0).numpy()
-    order = np.argsort(-p)
-    if row.top_k:
-        p[order[row.top_k :]] = 0
-        p /= p.sum()
-    if row.top_p < 1:
-        before = np.cumsum(p[order]) - p[order]
-        p[order[before >= row.top_p]] = 0
-        p /= p.sum()
-    p[p < row.min_p * p.max()] = 0
-    result: np.ndarray[Any, np.dtype[np.float64]] = p / p.sum()
-    return result
 
 
 def test_greedy_takes_the_lowest_id_of_equal_logits_on_any_layout() -> None:
@@ -179,6 +124,20 @@ def test_temperatures_too_small_to_divide_by_are_greedy() -> None:
     assert _sample(logits, [_row(temperature=1e-38, top_p=0.9)]) == [int(logits.argmax())]
 
 
+def test_the_smallest_temperature_that_is_not_greedy_follows_the_logits() -> None:
+    logits = torch.randn(1, 200, generator=torch.Generator().manual_seed(3)) * 30
+    for layout in LAYOUTS:
+        for filters in ({}, {"top_p": 0.9}, {"min_p": 0.1}):
+            assert _sample(logits, [_row(temperature=1e-5, **filters)], layout) == [int(logits.argmax())]
+
+
+def test_a_huge_temperature_makes_all_tokens_equally_likely() -> None:
+    logits = torch.tensor([[50.0, -50.0, 0.0, 3.0]]).expand(4000, -1)
+    for filters in ({}, {"top_p": 0.999}):
+        tokens = _sample(logits, [_row(temperature=1e30, position=i, **filters) for i in range(4000)], (1, 3))
+        assert np.bincount(tokens) == pytest.approx(1000, abs=130)
+
+
 def test_a_mixed_batch_draws_what_each_row_draws_alone() -> None:
     logits = torch.randn(5, 200, generator=torch.Generator().manual_seed(4)) * 2
     rows = [
@@ -191,22 +150,6 @@ def test_a_mixed_batch_draws_what_each_row_draws_alone() -> None:
     alone = [_sample(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
     for layout in LAYOUTS:
         assert _sample(logits, rows, layout) == alone
-
-
-@pytest.mark.parametrize(("begin", "count"), [(0, 1), (64, 64), (63, 5), (130, 70)])
-def test_a_shard_draws_the_noise_of_its_own_rows(begin: int, count: int) -> None:
-    whole = gumbel_noise(seed=2**64 - 1, position=3, begin=0, count=256)
-    assert torch.equal(gumbel_noise(seed=2**64 - 1, position=3, begin=begin, count=count), whole[begin : begin + count])
-
-
-def test_noise_differs_by_seed_and_by_position_and_is_gumbel() -> None:
-    base = gumbel_noise(seed=1, position=1, begin=0, count=100_000)
-    for seed, position in [(1, 2), (2, 1)]:
-        other = gumbel_noise(seed=seed, position=position, begin=0, count=100_000)
-        assert abs(float(torch.corrcoef(torch.stack([base, other]))[0, 1])) < 0.02
-    assert float(base.mean()) == pytest.approx(0.5772, abs=0.02)
-    assert float(base.var()) == pytest.approx(np.pi**2 / 6, abs=0.05)
-    assert bool(base.isfinite().all())
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

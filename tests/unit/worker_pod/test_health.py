@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from prometheus_client import generate_latest
 
-from hetero_worker.heartbeat import Beat, Standing
+from hetero_api.host.heartbeat import Beat, Standing
+from hetero_api.host.restarts import RestartPauses
 from hetero_worker.pod.health import LOOP_LIMIT_S, PodHealth
 from hetero_worker.pod.rank_process import RankProcess
-from hetero_worker.pod.restarts import RestartPauses
 
 pytestmark = pytest.mark.unit
 
@@ -19,7 +19,7 @@ class SaidRank(RankProcess):
     """A rank that says what the test wants; None while it does not run."""
 
     def __init__(self, local_rank: int, beat: Beat | None = None) -> None:
-        super().__init__(local_rank, argv=(), environment={}, pauses=RestartPauses())
+        super().__init__(local_rank, argv=(), environment={}, pauses=RestartPauses(first_s=1, longest_s=60))
         self.said = beat
 
     def beat(self) -> Beat | None:

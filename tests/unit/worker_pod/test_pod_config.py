@@ -56,10 +56,11 @@ def test_a_rank_is_given_its_place_cores_and_patience(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("t")
     config = PodConfig.from_command_line(RENDERED, POD)
-    program, *arguments = rank_command(config, 1, CoreGrant((4, 5, 6), 3), memory_bytes=1 << 30)
+    program, *arguments = rank_command(config, 1, CoreGrant((4, 5, 6), 3), memory_bytes=1 << 30, folder=tmp_path)
     assert (program, arguments[:2]) == (sys.executable, ["-m", "hetero_worker"])
     rank = RankConfig.from_command_line(arguments[2:], {"HETERO_GROUP_TOKEN_FILE": str(token)})
     assert (rank.pool, rank.ordinal, rank.local_rank, rank.pod_name) == ("cpu", 12, 1, "x-cpu-12")
     assert (rank.cores, rank.num_threads, rank.numa_policy) == ((4, 5, 6), 3, NumaPolicy.REQUIRED)
     assert (rank.memory_bytes, rank.store_host) == (1 << 30, "10.0.0.9")
+    assert rank.measurements_file == tmp_path / "1.measured"
     assert rank.reconnect_timeout_s == rank.connect_timeout_s == 24 * 3600

@@ -57,6 +57,7 @@ def test_command_line_and_environment_become_one_frozen_config(tmp_path: Path) -
         connect_timeout_s=120.0,
         abort_timeout_s=5.0,
         reconnect_timeout_s=0.0,
+        measurements_file=None,
         heartbeat_file=None,
         token="s3cret",
         log_level="DEBUG",

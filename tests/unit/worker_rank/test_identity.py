@@ -40,7 +40,7 @@ def test_device_report_tells_what_was_pinned_and_measured(tmp_path: Path) -> Non
     platform = CpuPlatform(memory_bytes=1 << 30, read_bytes=1 << 20, cpuinfo=cpuinfo)
     pinning = PinningReport(pinned=True, cpus=(2, 3), numa_nodes=(1,), num_threads=2, memory="bound", reason="")
 
-    report = describe_device(platform, pinning)
+    report = describe_device(platform, pinning, platform.measure())
 
     assert (report.kind, report.name, report.memory_bytes) == (ranks_pb2.DEVICE_KIND_CPU, "Test CPU 9000", 1 << 30)
     assert (list(report.cpus), list(report.numa_nodes), report.pinned) == ([2, 3], [1], True)

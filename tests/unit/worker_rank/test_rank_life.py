@@ -16,6 +16,7 @@ import torch
 
 from hetero_api.contract import EXIT_FAILURE, EXIT_OK, EXIT_PERMANENT
 from hetero_api.errors import ModelError
+from hetero_api.host.heartbeat import Heartbeat, HeartbeatMemory, Standing
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import LayerShard, RankShard, ShardPlan, UnitRange
 from hetero_api.v1 import ranks_pb2
@@ -24,14 +25,13 @@ from hetero_worker.distributed.groups import GroupRequest, RankGroup, form_group
 from hetero_worker.distributed.store import StoreListener
 from hetero_worker.errors import ExchangeAborted, ExchangeError, MemoryBudgetError
 from hetero_worker.gateway_link import GatewayLink
-from hetero_worker.heartbeat import Heartbeat, HeartbeatMemory, Standing
 from hetero_worker.life import FormGroupFunction, RankIdentity, RankLife
 from tests.support.fake_runner import FakeRunner
 from tests.support.scripted_gateway import TOKEN, ScriptedGateway
 
 pytestmark = pytest.mark.unit
 
-PLAN = ShardPlan((RankShard((LayerShard(UnitRange(0, 2), UnitRange(0, 32)),), UnitRange(0, 64)),))
+PLAN = ShardPlan((RankShard((LayerShard(UnitRange(0, 2), UnitRange(0, 32)),), UnitRange(0, 64), UnitRange(0, 64)),))
 CONFIG = ModelConfig.from_hf(
     {
         "architectures": ["LlamaForCausalLM"],
@@ -171,8 +171,7 @@ def serve_epoch(gateway: ScriptedGateway, epoch: int, **changes: Any) -> ranks_p
 
 
 def step(step_id: int, *slots: int) -> ranks_pb2.StepPlan:
-    scheduled = [ranks_pb2.ScheduledSequence(slot=slot, num_tokens=1, sample=True) for slot in slots]
-    return ranks_pb2.StepPlan(step_id=step_id, scheduled=scheduled)
+    return ranks_pb2.StepPlan(step_id=step_id, decode_slots=slots)
 
 
 def shut_down(gateway: ScriptedGateway, epoch: int, rank: Rank) -> None:
@@ -225,6 +224,180 @@ def test_other_ranks_do_not_answer_steps(tmp_path: Path) -> None:
         gateway.expect_end()
 
     assert len(rank.runner.plans) == 2
+
+
+def test_every_rank_answers_a_command(tmp_path: Path) -> None:
+    places = [ranks_pb2.RankPlace(rank=0), ranks_pb2.RankPlace(rank=1)]
+    with joined(tmp_path, form=forming(LocalExchange())) as (gateway, rank):
+        serve_epoch(gateway, 1, rank=1, places=places)
+        rank.runner.report = ranks_pb2.CommandReport(done=False, problem="no memory")
+        command = ranks_pb2.GroupCommand(sleep=ranks_pb2.SleepCommand(level=1))
+        gateway.tell(1, step_plan=ranks_pb2.StepPlan(step_id=1, command=command))
+        result = gateway.expect("step_result")
+        shut_down(gateway, 1, rank)
+
+    assert (result.epoch, result.step_result.step_id) == (1, 1)
+    assert result.step_result.command_report == rank.runner.report
+
+
+def test_a_plan_that_computes_nothing_is_answered_by_rank_0(tmp_path: Path) -> None:
+    with joined(tmp_path) as (gateway, rank):
+        serve_epoch(gateway, 1)
+        gateway.tell(1, step_plan=step(1))
+        result = gateway.expect("step_result").step_result
+        shut_down(gateway, 1, rank)
+
+    assert (result.step_id, list(result.slots)) == (1, [])
+
+
+def test_plans_that_come_early_are_worked_off_in_order_and_timed_apart(tmp_path: Path) -> None:
+    computing, go_on = threading.Event(), threading.Event()
+
+    def slow_step() -> None:
+        computing.set()
+        _wait_for(go_on)
+
+    with joined(tmp_path) as (gateway, rank):
+        serve_epoch(gateway, 1)
+        rank.runner.on_execute = slow_step
+        gateway.tell(1, step_plan=step(1, 0))
+        gateway.tell(1, step_plan=step(2, 0))
+        assert computing.wait(20)
+        _wait_for(Elapsed(0.3))
+        go_on.set()
+        results = [gateway.expect("step_result").step_result for _ in range(2)]
+        shut_down(gateway, 1, rank)
+
+    assert [result.step_id for result in results] == [1, 2]
+    assert results[0].step_s >= 0.25
+    assert results[1].step_s < 0.25, "the second step is timed from the end of the first"
+
+
+class Elapsed:
+    """An event that happens after so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self._due_s = time.monotonic() + seconds
+
+    def is_set(self) -> bool:
+        return time.monotonic() >= self._due_s
+
+
+def masked_step(step_id: int) -> ranks_pb2.StepPlan:
+    return ranks_pb2.StepPlan(step_id=step_id, decode_slots=[2, 5], masked_slots=[5])
+
+
+def test_masks_are_waited_for_and_belong_to_their_step(tmp_path: Path) -> None:
+    with joined(tmp_path) as (gateway, rank):
+        serve_epoch(gateway, 1)
+        for step_id, mask in enumerate([b"\x01", b"\x02"], start=1):
+            gateway.tell(1, step_plan=masked_step(step_id))
+            gateway.tell(1, token_masks=ranks_pb2.TokenMasks(step_id=step_id, masks=[mask]))
+        gateway.tell(1, step_plan=step(3, 0))
+        for _ in range(3):
+            gateway.expect("step_result")
+        shut_down(gateway, 1, rank)
+
+    assert [list(masks) for masks in rank.runner.masks] == [[b"\x01"], [b"\x02"]]
+
+
+@pytest.mark.parametrize(
+    ("epoch", "body", "complaint"),
+    [
+        (1, {"step_plan": step(2, 0)}, "sent step_plan while step 1 waited for its token_masks"),
+        (1, {"token_masks": ranks_pb2.TokenMasks(step_id=2)}, "while step 1 waited"),
+        (2, {"token_masks": ranks_pb2.TokenMasks(step_id=1)}, "while step 1 waited"),
+    ],
+)
+def test_something_else_than_the_masks_is_refused(
+    epoch: int, body: dict[str, Any], complaint: str, tmp_path: Path
+) -> None:
+    with joined(tmp_path) as (gateway, rank):
+        serve_epoch(gateway, 1)
+        gateway.tell(1, step_plan=masked_step(1))
+        gateway.tell(epoch, **body)
+        failure = gateway.expect("failure").failure
+        shut_down(gateway, 1, rank)
+
+    assert complaint in failure.message
+
+
+def test_masks_that_no_step_waits_for_are_refused(tmp_path: Path) -> None:
+    with joined(tmp_path) as (gateway, rank):
+        serve_epoch(gateway, 1)
+        gateway.tell(1, token_masks=ranks_pb2.TokenMasks(step_id=1))
+        failure = gateway.expect("failure").failure
+        shut_down(gateway, 1, rank)
+
+    assert "token_masks" in failure.message
+
+
+def test_abort_ends_the_wait_for_masks(tmp_path: Path) -> None:
+    with joined(tmp_path) as (gateway, rank):
+        serve_epoch(gateway, 1)
+        gateway.tell(1, step_plan=masked_step(1))
+        gateway.tell(1, abort=ranks_pb2.Abort(reason="a peer is gone"))
+        serve_epoch(gateway, 2)
+        shut_down(gateway, 2, rank)
+
+    assert not rank.gave_up.is_set()
+    assert rank.runner.plans == []
+
+
+@pytest.mark.parametrize("by", ["shutdown", "leave", "hang up"])
+def test_the_end_of_life_ends_the_wait_for_masks(by: str, tmp_path: Path) -> None:
+    with joined(tmp_path) as (gateway, rank):
+        serve_epoch(gateway, 1)
+        gateway.tell(1, step_plan=masked_step(1))
+        if by == "shutdown":
+            gateway.tell(1, shutdown=ranks_pb2.Shutdown(reason="test"))
+        elif by == "leave":
+            rank.life.request_leave("SIGTERM")
+        else:
+            gateway.hang_up(grpc.StatusCode.UNAVAILABLE)
+        assert rank.exit_code() == (EXIT_FAILURE if by == "hang up" else EXIT_OK)
+
+
+def expect_beats(gateway: ScriptedGateway, count: int) -> list[tuple[int, int]]:
+    """Epoch and step of the next messages, all heartbeats."""
+    beats = [gateway.expect("heartbeat") for _ in range(count)]
+    return [(message.epoch, message.heartbeat.step_id) for message in beats]
+
+
+def test_heartbeats_go_on_while_the_main_thread_computes_and_end_with_the_epoch(tmp_path: Path) -> None:
+    computing, go_on = threading.Event(), threading.Event()
+
+    def slow_step() -> None:
+        computing.set()
+        _wait_for(go_on)
+
+    with joined(tmp_path, form=forming(LocalExchange(), LocalExchange())) as (gateway, rank):
+        gateway.expect("hello")
+        gateway.tell(4, form_group=form_message(heartbeat_interval_s=0.05))
+        others = [gateway.hear_beside_heartbeats("formed")]
+        gateway.tell(4, load_model=ranks_pb2.LoadModel(dtype="float32", max_model_len=128))
+        others.append(gateway.hear_beside_heartbeats("loaded"))
+        gateway.tell(4, allocate_cache=ranks_pb2.AllocateCache(num_blocks=8, block_size=16))
+        others.append(gateway.hear_beside_heartbeats("allocated"))
+        gateway.tell(4, step_plan=step(1, 0))
+        gateway.hear_beside_heartbeats("step_result")
+        rank.runner.on_execute = slow_step
+        gateway.tell(4, step_plan=step(2, 0))
+        assert computing.wait(20)
+        began_s = time.monotonic()
+        beats = expect_beats(gateway, 6)
+        took_s = time.monotonic() - began_s
+        go_on.set()
+        gateway.hear_beside_heartbeats("step_result")
+        gateway.tell(4, abort=ranks_pb2.Abort(reason="test"))
+        gateway.hear_beside_heartbeats("hello")
+        gateway.tell(5, form_group=form_message())
+        gateway.expect("formed")
+        shut_down(gateway, 5, rank)
+        gateway.expect_end()
+
+    assert beats == [(4, 1)] * 6
+    assert took_s >= 4 * 0.05
 
 
 def test_abort_between_steps_leads_to_a_new_hello_that_keeps_the_weights(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -43,13 +43,17 @@ def show_answer(
     sent_at_s: float,
     as_json: bool = False,
     quiet: bool = False,
+    num_completions: int = 1,
     clock: Callable[[], float] = time.monotonic,
 ) -> AnswerFigures:
-    """Write events as they come: text, one JSON object a line, or, quiet, nothing. Raises what the stream raises."""
+    """Write events as they come: text, one JSON object a line, or, quiet, nothing. Raises what the stream raises.
+
+    The texts of several completions, which come all at a time, are written at the end, one after another.
+    """
     started: Started | None = None
-    finished: Finished | None = None
+    finished: list[Finished] = []
     first_s = last_s = 0.0
-    text: list[str] = []
+    texts = [""] * num_completions
     show_text = not (as_json or quiet)
     for event in events:
         if as_json and not quiet:
@@ -60,28 +64,35 @@ def show_answer(
             case Delta():
                 last_s = clock()
                 first_s = first_s or last_s
-                text.append(event.text)
-                if show_text:
+                texts[event.index] += event.text
+                if show_text and num_completions == 1:
                     write_model_text(event.text)
             case Finished():
-                finished = event
+                finished.append(event)
     if show_text:
-        write_model_text("\n")
-    if started is None or finished is None:
+        _write_texts(texts if num_completions > 1 else [])
+    if started is None or not finished:
         raise IncompleteStreamError("the stream lacked its Started or its Finished event")
-    tokens = finished.usage.completion_tokens
+    tokens = sum(end.usage.completion_tokens for end in finished)
     return AnswerFigures(
         request_id=started.request_id,
-        prompt_tokens=finished.usage.prompt_tokens,
-        cached_tokens=finished.usage.cached_tokens,
+        prompt_tokens=started.prompt_tokens,
+        cached_tokens=finished[0].usage.cached_tokens,
         output_tokens=tokens,
-        finish_reason=finished.reason.value,
+        finish_reason=finished[-1].reason.value,
         first_token_s=(first_s or clock()) - sent_at_s,
         decode_tokens_per_s=(tokens - 1) / (last_s - first_s) if tokens > 1 and last_s > first_s else None,
         total_s=clock() - sent_at_s,
         first_token_at_s=first_s or clock(),
-        text="".join(text),
+        text=texts[0],
     )
+
+
+def _write_texts(texts: Sequence[str]) -> None:
+    for index, text in enumerate(texts):
+        write_model_text(f"--- {index}\n{text}\n")
+    if not texts:
+        write_model_text("\n")
 
 
 def event_json(event: Event) -> dict[str, Any]:

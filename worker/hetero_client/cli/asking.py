@@ -32,8 +32,20 @@ def generate(
     seed: options.SeedOption = None,
     stop: options.StopOption = None,
     ignore_eos: options.IgnoreEosOption = False,
+    presence_penalty: options.PresencePenaltyOption = None,
+    frequency_penalty: options.FrequencyPenaltyOption = None,
+    repetition_penalty: options.RepetitionPenaltyOption = None,
+    min_tokens: options.MinTokensOption = None,
+    completions: options.CompletionsOption = None,
+    logprobs: options.LogprobsOption = None,
+    json_schema: options.JsonSchemaOption = None,
+    regex: options.RegexOption = None,
+    grammar: options.GrammarOption = None,
+    choice: options.ChoiceOption = None,
+    priority: options.PriorityOption = 0,
     request_id: Annotated[str, typer.Option(help="Name of the request, for logs. Default: assigned.")] = "",
     timeout: options.TimeoutOption = None,
+    resume_timeout: options.ResumeTimeoutOption = 60.0,
     figures: Annotated[bool, typer.Option("--figures", help="Tell token counts and rates on standard error.")] = False,
     as_json: options.JsonOption = False,
     address: options.AddressOption = None,
@@ -45,22 +57,31 @@ def generate(
     hetero generate "The capital of France is" -n 16 --temperature 0
     hetero generate --chat "Name three rivers." --json | jq -r 'select(.event=="delta").text'
     cat notes.txt | hetero generate - -n 100 --figures
+    hetero generate --chat "Is water wet?" --choice yes --choice no
+    hetero generate --chat "Name a river." --json-schema river.schema.json
 
-    With --json every event is one JSON object a line: started, delta ..., finished.
+    When the gateway or its group goes away meanwhile, the answer goes on when they are back. With --json every event is
+    one JSON object a line: started, delta ..., finished.
     """
     from hetero_client.cli.answers import show_answer
     from hetero_client.client import HeteroClient
 
     sampling = options.sampling_params(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-        seed=seed, stop=stop, ignore_eos=ignore_eos,
+        seed=seed, stop=stop, ignore_eos=ignore_eos, presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty, repetition_penalty=repetition_penalty, min_tokens=min_tokens,
+        n=completions, logprobs=logprobs,
+        constraint=options.constraint(json_schema=json_schema, regex=regex, grammar=grammar, choice=choice),
     )  # fmt: skip
     text = sys.stdin.read() if prompt == "-" else prompt
     question: Prompt = conversation(text, system=system) if chat or system is not None else text
     with HeteroClient(options.inference_address(address, group)) as client:
         sent_at_s = time.monotonic()
-        with client.generate(question, sampling=sampling, request_id=request_id, timeout_s=timeout) as stream:
-            answer = show_answer(stream, sent_at_s=sent_at_s, as_json=as_json)
+        with client.generate(
+            question, sampling=sampling, request_id=request_id, timeout_s=timeout, priority=priority,
+            resume_timeout_s=resume_timeout,
+        ) as stream:  # fmt: skip
+            answer = show_answer(stream, sent_at_s=sent_at_s, as_json=as_json, num_completions=completions or 1)
     if figures:
         print_note(answer.line())
 

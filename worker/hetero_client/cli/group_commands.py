@@ -41,33 +41,24 @@ def ps(as_json: options.JsonOption = False) -> None:
 
 
 def topology(
-    admin_address: Annotated[
-        str | None,
-        typer.Option(
-            "--admin-address", metavar="HOST:PORT", help="The gateway's Admin port. Default: the local group's."
-        ),
-    ] = None,
+    admin_address: options.AdminAddressOption = None,
     group: options.GroupOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Show where every rank is and what part of the model it holds.
+    """Show how a group stands, where every rank is and what part of the model it holds.
 
     \b
     hetero topology
     hetero topology --json | jq '.ranks[].kv_heads'
     """
-    from hetero_client.admin import AdminClient
-    from hetero_client.cli.tables import placement_view
+    from hetero_client.cli.tables import placement_view, topology_line
 
-    # A local group's gateway is on loopback and asks for no token.
-    token = options.admin_token(os.environ) if admin_address else None
-    with AdminClient(admin_address or options.local_group(group).admin, token=token) as admin:
+    with options.admin_client(admin_address, group) as admin:
         view = admin.topology()
     if as_json:
         print_json(asdict(view))
         return
-    reason = f" ({view.reason})" if view.reason else ""
-    print_data(f"{view.name}: {view.state.value}{reason}, epoch {view.epoch}, exchange {view.exchange or 'none'}")
+    print_data(topology_line(view))
     console = output()
     console.print(placement_view(view, width=console.width))
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
+    from hetero_client.admin import AdminClient
     from hetero_client.launcher.run_directory import GroupRecord
-    from hetero_client.messages import SamplingParams
+    from hetero_client.messages import Constraint, SamplingParams
 
 _SAMPLING = "Sampling"
+_FORM = "Form of the answer (one of them)"
 _WHERE = "Where to ask"
 
 ManifestArgument = Annotated[Path, typer.Argument(metavar="FILE", help="HeteroInference manifest (YAML).")]
@@ -29,6 +33,15 @@ ModelDirOption = Annotated[
 AddressOption = Annotated[
     str | None,
     typer.Option(metavar="HOST:PORT", help="The gateway. Default: the local group.", rich_help_panel=_WHERE),
+]
+AdminAddressOption = Annotated[
+    str | None,
+    typer.Option(
+        "--admin-address",
+        metavar="HOST:PORT",
+        help="The gateway's Admin port. Default: the local group's.",
+        rich_help_panel=_WHERE,
+    ),
 ]
 GroupOption = Annotated[
     str | None,
@@ -60,6 +73,60 @@ StopOption = Annotated[
     list[str] | None,
     typer.Option("--stop", help="Text that ends the completion; repeatable.", rich_help_panel=_SAMPLING),
 ]
+PresencePenaltyOption = Annotated[
+    float | None,
+    typer.Option(help="Above 0: generated tokens become less likely.", rich_help_panel=_SAMPLING),
+]
+FrequencyPenaltyOption = Annotated[
+    float | None, typer.Option(help="The same, for each time that one was.", rich_help_panel=_SAMPLING)
+]
+RepetitionPenaltyOption = Annotated[
+    float | None,
+    typer.Option(help="Above 1: tokens of prompt and completion become less likely.", rich_help_panel=_SAMPLING),
+]
+MinTokensOption = Annotated[
+    int | None, typer.Option(min=0, help="No end before so many tokens.", rich_help_panel=_SAMPLING)
+]
+CompletionsOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1, metavar="N", help="Completions of the prompt, which share its cache.", rich_help_panel=_SAMPLING
+    ),
+]
+LogprobsOption = Annotated[
+    int | None,
+    typer.Option(
+        min=0, metavar="N", help="With --json: log-probabilities of each token and the N likeliest.",
+        rich_help_panel=_SAMPLING,
+    ),
+]  # fmt: skip
+JsonSchemaOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="The completion is JSON of this schema; - reads standard input.", rich_help_panel=_FORM
+    ),
+]
+RegexOption = Annotated[
+    str | None, typer.Option(help="Text that this expression matches as a whole.", rich_help_panel=_FORM)
+]
+GrammarOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Text of this grammar, in Lark's notation.", rich_help_panel=_FORM),
+]
+ChoiceOption = Annotated[
+    list[str] | None,
+    typer.Option("--choice", metavar="TEXT", help="One of these texts; repeatable.", rich_help_panel=_FORM),
+]
+PriorityOption = Annotated[
+    int, typer.Option(min=-100, max=100, help="Requests of a lower number go first.", rich_help_panel=_WHERE)
+]
+ResumeTimeoutOption = Annotated[
+    float,
+    typer.Option(
+        "--resume-timeout", min=0, metavar="SECONDS", rich_help_panel=_WHERE,
+        help="How long to wait for a gateway or a group that went away, and go on where it stopped; 0: not at all.",
+    ),
+]  # fmt: skip
 IgnoreEosOption = Annotated[
     bool, typer.Option("--ignore-eos", help="Go on past the end-of-sequence token.", rich_help_panel=_SAMPLING)
 ]
@@ -74,9 +141,10 @@ def sampling_params(
     min_p: float | None,
     seed: int | None,
     stop: list[str] | None,
-    ignore_eos: bool,
+    ignore_eos: bool = False,
+    **others: Any,
 ) -> SamplingParams:
-    """What the sampling options say; absent ones are left to the server."""
+    """What the sampling options say; absent ones are left to the server. `others` are SamplingParams' own."""
     from hetero_client.messages import SamplingParams
 
     return SamplingParams(
@@ -88,7 +156,35 @@ def sampling_params(
         seed=seed,
         stop=tuple(stop or ()),
         ignore_eos=ignore_eos or None,
+        **others,
     )
+
+
+def constraint(
+    *, json_schema: Path | None, regex: str | None, grammar: Path | None, choice: list[str] | None
+) -> Constraint | None:
+    """The form that the options ask for. Raises BadParameter for more than one, or a file that cannot be read."""
+    from hetero_client.messages import Choice, Grammar, JsonSchema, Regex
+
+    asked: list[Constraint] = []
+    if json_schema is not None:
+        asked.append(JsonSchema(_read_text(json_schema)))
+    if regex is not None:
+        asked.append(Regex(regex))
+    if grammar is not None:
+        asked.append(Grammar(_read_text(grammar)))
+    if choice:
+        asked.append(Choice(tuple(choice)))
+    if len(asked) > 1:
+        raise typer.BadParameter("give one of --json-schema, --regex, --grammar and --choice")
+    return asked[0] if asked else None
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{path} cannot be read: {error}") from error
 
 
 def local_group(name: str | None) -> GroupRecord:
@@ -102,6 +198,15 @@ def local_group(name: str | None) -> GroupRecord:
 def inference_address(address: str | None, group: str | None) -> str:
     """Where to ask. Raises NoGroupError."""
     return address or local_group(group).inference
+
+
+def admin_client(admin_address: str | None, group: str | None) -> AdminClient:
+    """A client of the Admin service that is meant. Raises NoGroupError."""
+    from hetero_client.admin import AdminClient
+
+    # A local group's gateway is on loopback and asks for no token.
+    token = admin_token(os.environ) if admin_address else None
+    return AdminClient(admin_address or local_group(group).admin, token=token)
 
 
 def admin_token(environment: Mapping[str, str]) -> str | None:

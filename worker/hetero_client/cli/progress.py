@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hetero_client.admin import GroupState, GroupTopology, RankView
-from hetero_client.launcher.local_group import GATEWAY
+from hetero_client.launcher.commands import GATEWAY
 
 STARTING: Final = "starting"
 

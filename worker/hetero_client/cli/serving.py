@@ -29,6 +29,13 @@ def up(
     file: options.ManifestArgument,
     port: options.PortOption = None,
     model: options.ModelDirOption = None,
+    nursery: Annotated[
+        bool,
+        typer.Option(
+            help="Keep a prepared process, from which a lost rank is replaced in a second; it takes some hundred "
+            "megabytes of memory."
+        ),
+    ] = True,
 ) -> None:
     """Run a manifest on this machine until Ctrl-C: a gateway and its ranks, as processes.
 
@@ -37,13 +44,15 @@ def up(
     hetero up examples/smollm2-cpu.yaml --port 0
 
     Then, in another terminal: hetero chat, hetero generate, hetero topology, hetero ps.
-    Ctrl-C once ready stops everything and exits 0; before that it exits 130. When a process of the group dies,
-    the others are stopped, its last lines are shown, and the exit code is 1 (3 if trying again cannot help).
+    Ctrl-C once ready stops everything and exits 0; before that it exits 130. A process that dies or hangs once the
+    group was ready is started anew, and requests go on from where they were. When one dies more often than
+    spec.recovery.maxRestarts within windowSeconds, or before the group is ready, all are stopped, its last lines
+    are shown, and the exit code is 1 (3 if trying again cannot help).
     """
     from hetero_client.home import HeteroHome
 
     home = HeteroHome.from_environment()
-    serve(prepare(file, port=port, model=model, home=home), home=home)
+    serve(prepare(file, port=port, model=model, home=home, with_nursery=nursery), home=home)
 
 
 def run(
@@ -76,7 +85,7 @@ def run(
         seed=seed, stop=stop, ignore_eos=False,
     )  # fmt: skip
     home = HeteroHome.from_environment()
-    config = prepare(file, port=port, model=model, home=home)
+    config = prepare(file, port=port, model=model, home=home, with_nursery=False)
     answer_once(config, conversation(prompt, system=system), sampling=sampling, home=home, as_json=as_json)
 
 
@@ -113,7 +122,9 @@ def validate(
         raise typer.Exit(EXIT_USAGE)
 
 
-def prepare(file: Path, *, port: int | None, model: Path | None, home: HeteroHome) -> LocalGroupConfig:
+def prepare(
+    file: Path, *, port: int | None, model: Path | None, home: HeteroHome, with_nursery: bool
+) -> LocalGroupConfig:
     """All that is decided before the first process: manifest, model, cores, memory. Warnings are shown."""
     from hetero_api.host.cores import read_cpu_set
     from hetero_api.host.memory import total_memory_bytes
@@ -140,6 +151,7 @@ def prepare(file: Path, *, port: int | None, model: Path | None, home: HeteroHom
         model_dir=resolved.directory,
         plan=plan,
         port=resource.spec.gateway.service.port if port is None else port,
+        with_nursery=with_nursery,
     )
 
 
@@ -150,7 +162,7 @@ def serve(config: LocalGroupConfig, *, home: HeteroHome) -> None:
     from hetero_client.launcher.run_directory import RunDirectory
 
     run_directory = RunDirectory.of(home, config.resource.metadata.name)
-    with StopSignals() as signals, LocalGroup(config, run=run_directory, signals=signals) as group:
+    with StopSignals() as signals, LocalGroup(config, run=run_directory, signals=signals, report=print_note) as group:
         _show_ready(group, *_start(group, config))
         print_note(f"logs in {run_directory.path}; Ctrl-C stops")
         group.watch()
@@ -167,7 +179,7 @@ def answer_once(
     from hetero_client.launcher.run_directory import RunDirectory
 
     run_directory = RunDirectory.of(home, config.resource.metadata.name)
-    with StopSignals() as signals, LocalGroup(config, run=run_directory, signals=signals) as group:
+    with StopSignals() as signals, LocalGroup(config, run=run_directory, signals=signals, report=print_note) as group:
         topology, times = _start(group, config)
         _show_ready(group, topology, times)
         answer = _ask(group, prompt, sampling=sampling, quiet=as_json)

@@ -40,12 +40,26 @@ def placement_cells(rank: RankView, *, counts: bool = True) -> dict[str, str]:
         "device": rank.device or _NONE,
         "cores": _cores(rank),
         "KV heads": _units(rank.kv_heads, rank, count=True),
-        "MLP columns": _units(rank.mlp_columns, rank, count=counts),
-        "vocab rows": _units(rank.vocab_rows, rank, count=counts),
+        "MLP columns": _mlp(rank, count=counts),
+        "vocab rows": _vocabulary(rank, count=counts),
         "weights MB": f"{rank.weight_bytes / MB:.1f}",
         "KV MB": f"{rank.kv_bytes / MB:.1f}",
         "kernels": ", ".join(rank.kernels) or _NONE,
     }
+
+
+def topology_line(topology: GroupTopology) -> str:
+    """How the group stands, in a line."""
+    parts = [f"epoch {topology.epoch}", f"exchange {topology.exchange or 'none'}"]
+    if topology.cache_layout is not None:
+        blocks = f"{topology.num_blocks} blocks of {topology.block_size} tokens"
+        parts.append(f"KV cache {topology.cache_layout.value}, {blocks}")
+    if topology.asleep:
+        parts.append(f"asleep: {', '.join(topology.asleep)}")
+    if topology.paused_requests:
+        parts.append(f"paused requests: {topology.paused_requests}")
+    reason = f" ({topology.reason})" if topology.reason else ""
+    return f"{topology.name}: {topology.state.value}{reason}, {', '.join(parts)}"
 
 
 def groups_table(groups: Sequence[GroupRecord]) -> Table:
@@ -88,6 +102,19 @@ def _units(units: UnitRange | None, rank: RankView, *, count: bool) -> str:
     if not units.size:
         return "none"
     return f"{units.begin}..{units.end - 1}" + (f" ({units.size})" if count else "")
+
+
+def _mlp(rank: RankView, *, count: bool) -> str:
+    """Columns of dense layers; where a model has experts, these."""
+    if rank.experts is not None and rank.experts.size:
+        return f"experts {_units(rank.experts, rank, count=count)}"
+    return _units(rank.mlp_columns, rank, count=count)
+
+
+def _vocabulary(rank: RankView, *, count: bool) -> str:
+    """Rows of embedding and output head: one range where they are the same."""
+    embedding, head = (_units(rows, rank, count=count) for rows in (rank.embedding_rows, rank.head_rows))
+    return head if embedding == head else f"{embedding} in, {head} out"
 
 
 def _table(columns: Sequence[str], rows: Sequence[Mapping[str, str]]) -> Table:

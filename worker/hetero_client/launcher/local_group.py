@@ -1,17 +1,16 @@
 """One HeteroInference running on this machine, from its first process to its last.
 
 The order is fixed: take the run directory's lock, start the gateway, wait until it listens, start the ranks,
-watch the gateway's topology until the group is ready. From the first process on, the end of any of them, or
-a failure that the gateway calls permanent, ends all. Single-threaded: everything here runs in the launcher's
-main thread (see supervisor.py), and no wait in it is unbounded.
+watch the gateway's topology until the group is ready. Until then the end of any process ends all: nothing is served
+yet, and who starts a group wants to know. From then on processes are started anew (`healing`), until that is of no
+more use, or the gateway says that it is not. Single-threaded: everything here runs in the launcher's main thread (see
+supervisor.py), and no wait in it is unbounded.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,8 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from hetero_api.contract import ENV_ADMIN_TOKEN_FILE, ENV_GROUP_TOKEN_FILE, EXIT_PERMANENT, EXIT_USAGE
-from hetero_api.cpu_list import format_cpu_list
+from hetero_api.contract import ENV_ADMIN_TOKEN_FILE, ENV_GROUP_TOKEN_FILE, EXIT_PERMANENT
 from hetero_api.host.stop_signals import StopSignals
 from hetero_api.spec import HeteroInference
 from hetero_client.admin import AdminClient, GroupState, GroupTopology
@@ -29,40 +27,36 @@ from hetero_client.errors import (
     GroupFailedError,
     LaunchError,
     PortTakenError,
-    ProcessDiedError,
     RequestError,
     StartInterruptedError,
     StartTimeoutError,
 )
-from hetero_client.launcher.local_plan import LocalPlan, RankProcess
+from hetero_client.launcher.commands import GATEWAY, HOST, GatewayPorts, GroupCommands, Programs
+from hetero_client.launcher.failures import died, is_permanent, timeout_message
+from hetero_client.launcher.healing import Healing, Report, RestartLimits, Service
+from hetero_client.launcher.local_plan import LocalPlan
+from hetero_client.launcher.nursery import Nursery
 from hetero_client.launcher.run_directory import GroupRecord, RunDirectory
 from hetero_client.launcher.supervisor import Child, Command, Supervisor
 
-HOST: Final = "127.0.0.1"
-GATEWAY: Final = "gateway"
 GATEWAY_START_S: Final = 60.0
 STARTING_LOOK_S: Final = 0.15
 RUNNING_LOOK_S: Final = 1.0
+HEALING_LOOK_S: Final = 0.2
 TOPOLOGY_TIMEOUT_S: Final = 2.0
+RUNNING_TOPOLOGY_TIMEOUT_S: Final = 0.5
+"""Shorter: meanwhile nobody looks after the processes."""
+GATEWAY_SILENCE_S: Final = 15.0
+"""A running gateway that has not answered for so long is killed."""
 REASON_WAIT_S: Final = 1.0
 SETTLE_S: Final = 1.0
-LOG_TAIL_LINES: Final = 15
-LOG_TAIL_BYTES: Final = 16 * 1024
 
 TopologyListener = Callable[[GroupTopology], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Programs:
-    """How gateway and rank are started; tests put small stand-ins here."""
-
-    gateway: tuple[str, ...] = (sys.executable, "-m", "hetero_gateway")
-    rank: tuple[str, ...] = (sys.executable, "-m", "hetero_worker")
-
-
-@dataclass(frozen=True, slots=True)
 class LocalGroupConfig:
-    """All that a local group is made of. `port` 0 lets the system choose."""
+    """All that a local group is made of. `port` 0 lets the system choose it, and that of HTTP."""
 
     resource: HeteroInference
     manifest: Path
@@ -71,6 +65,8 @@ class LocalGroupConfig:
     port: int
     programs: Programs = field(default_factory=Programs)
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    with_nursery: bool = True
+    """Keep a process from which lost ranks are replaced quickly; it takes some hundred megabytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,21 +79,31 @@ class StartTimes:
 
 
 class LocalGroup:
-    """Enter it to take the run directory, `start`, `wait_ready`, `watch`; leaving it stops everything."""
+    """Enter it to take the run directory, `start`, `wait_ready`, `watch`; leaving it stops everything.
 
-    def __init__(self, config: LocalGroupConfig, *, run: RunDirectory, signals: StopSignals) -> None:
+    `report` is told what befell the processes of a running group, in lines for a person.
+    """
+
+    def __init__(
+        self, config: LocalGroupConfig, *, run: RunDirectory, signals: StopSignals, report: Report = lambda _: None
+    ) -> None:
         self._config = config
         self._run = run
         self._signals = signals
+        self._report = report
+        self._commands = GroupCommands(config.programs, config.manifest, config.model_dir, run)
         # PYTHONSAFEPATH: a json.py where the user stands must not become the gateway's.
         own = {ENV_GROUP_TOKEN_FILE: str(run.token_path), "PYTHONSAFEPATH": "1"}
         # The gateway is on loopback: the launcher, `hetero ps` and `hetero topology` ask it without a token.
         inherited = {key: value for key, value in config.environment.items() if key != ENV_ADMIN_TOKEN_FILE}
         self._supervisor = Supervisor(environment={**inherited, **own})
-        self._gateway: Child | None = None
+        self._services: list[Service] = []
+        self._healing: Healing | None = None
         self._admin: AdminClient | None = None
         self._record: GroupRecord | None = None
         self._started_s = 0.0
+        self._answered_s = 0.0
+        """When the gateway told its topology last."""
 
     @property
     def record(self) -> GroupRecord:
@@ -121,14 +127,19 @@ class LocalGroup:
         self._run.clear()
         self._run.lock.release()
 
+    # --- until it is ready --------------------------------------------------------------------------------
+
     def start(self) -> None:
         """Start the gateway, wait until it listens, start the ranks."""
         check_port(self._config.port)
         self._started_s = time.monotonic()
-        self._gateway = self._supervisor.start(self._gateway_command())
+        http = 0 if self._config.port == 0 else None
+        self._start_service(self._commands.gateway(GatewayPorts(self._config.port, http)))
         addresses = self._wait_for_gateway()
+        self._services[0].command = self._commands.gateway(GatewayPorts.of_addresses(addresses))
         self._admin = AdminClient(addresses["admin"])
-        ranks = [self._supervisor.start(self._rank_command(r, addresses["ranks"])) for r in self._config.plan.ranks]
+        for rank in self._config.plan.ranks:
+            self._start_service(self._commands.rank(rank, addresses["ranks"]))
         self._record = GroupRecord(
             name=self._config.resource.metadata.name,
             pid=os.getpid(),
@@ -137,8 +148,9 @@ class LocalGroup:
             phase="starting",
             inference=addresses["inference"],
             admin=addresses["admin"],
+            http=addresses["http"],
             started_at=time.time(),
-            processes={child.name: child.pid for child in [self._gateway, *ranks]},
+            processes={service.name: service.child.pid for service in self._services},
         )
         self._run.write_record(self._record)
 
@@ -160,28 +172,99 @@ class LocalGroup:
             if loading_s is None and seen.state in (GroupState.LOADING, GroupState.READY):
                 loading_s = time.monotonic()
             if seen.state == GroupState.READY and loading_s is not None:
-                self._record = replace(self.record, phase="ready")
-                self._run.write_record(self._record)
+                self._update_record(phase="ready")
                 return seen, StartTimes(self._started_s, loading_s, time.monotonic())
-        raise StartTimeoutError(_timeout_message(seen, limit_s, self._run.path))
+        raise StartTimeoutError(timeout_message(seen, limit_s, self._run.path))
+
+    # --- from then on -------------------------------------------------------------------------------------
 
     def watch(self, *, until: Callable[[], bool] = lambda: False) -> None:
-        """Return on a stop signal or when `until` says so; raise when a process ends or the group failed."""
-        look_at = time.monotonic() + RUNNING_LOOK_S
+        """Keep the group running; return on a stop signal or when `until` says so.
+
+        Raises ProcessDiedError, RestartsExhaustedError or GroupFailedError when it cannot be kept.
+        """
+        healing = self._healing = self._healing or self._new_healing()
+        self._answered_s = time.monotonic()
+        look_at_s = 0.0
         while not until():
-            ended = self._supervisor.wait(STARTING_LOOK_S, wake=self._signals.fileno())
+            ended = self._supervisor.wait(healing.pause_s(STARTING_LOOK_S), wake=self._signals.fileno())
             if self._signals.first is not None:
                 return
-            self._raise_if_ended(ended)
-            if time.monotonic() >= look_at:
-                self._look()
-                look_at = time.monotonic() + RUNNING_LOOK_S
+            self._heal(healing, ended)
+            if time.monotonic() >= look_at_s:
+                look_at_s = time.monotonic() + self._look_after(healing)
 
     def check_alive(self, *, settle_s: float = SETTLE_S) -> None:
-        """Raise when a process ends within `settle_s`: why a request failed, if it failed for that."""
+        """Raise when a process ends within `settle_s` that ends the group: why a request failed, if for that."""
         deadline = time.monotonic() + settle_s
         while (left_s := deadline - time.monotonic()) > 0:
-            self._raise_if_ended(self._supervisor.wait(left_s))
+            ended = self._supervisor.wait(min(left_s, STARTING_LOOK_S))
+            if self._healing is not None:
+                self._heal(self._healing, ended)
+            else:
+                self._raise_if_ended(ended)
+
+    def _new_healing(self) -> Healing:
+        recovery = self._config.resource.spec.recovery
+        return Healing(
+            self._supervisor,
+            self._services,
+            limits=RestartLimits(recovery.max_restarts, recovery.window_seconds),
+            report=self._report,
+            nursery=Nursery(self._supervisor, self._commands) if self._config.with_nursery else None,
+        )
+
+    def _heal(self, healing: Healing, ended: Sequence[Child]) -> None:
+        if any(map(is_permanent, ended)):
+            self._wait_for_reason(ended)
+        if any(child is self._gateway for child in ended):
+            # What a gateway that was killed left would be taken for the word of the next.
+            self._run.gateway_state_path.unlink(missing_ok=True)
+        if healing.heal(ended):
+            self._update_record(phase="recovering", processes=healing.pids)
+            self._answered_s = time.monotonic() + GATEWAY_START_S
+
+    def _look_after(self, healing: Healing) -> float:
+        """See how the group is and do what follows; seconds until the next look."""
+        try:
+            topology = self._look(timeout_s=RUNNING_TOPOLOGY_TIMEOUT_S)
+        except GroupFailedError:
+            # When a process's end was the last that the group could bear, the launcher's own word for it comes first.
+            self._heal(healing, self._supervisor.wait(0))
+            raise
+        if topology is None:
+            self._kill_silent_gateway()
+            return HEALING_LOOK_S
+        self._answered_s = time.monotonic()
+        is_well = topology.state == GroupState.READY and healing.all_run
+        if not is_well:
+            return HEALING_LOOK_S
+        if self.record.phase != "ready":
+            self._report(f"ready again, epoch {topology.epoch}")
+            self._update_record(phase="ready")
+        healing.prepare()
+        return RUNNING_LOOK_S
+
+    def _kill_silent_gateway(self) -> None:
+        gateway = self._gateway
+        if gateway is None or gateway.exit_status is not None:
+            return
+        if (silent_s := time.monotonic() - self._answered_s) > GATEWAY_SILENCE_S:
+            self._report(f"{GATEWAY} (pid {gateway.pid}) has not answered for {silent_s:.0f} s; it is killed")
+            gateway.kill()
+
+    # --- parts of both ------------------------------------------------------------------------------------
+
+    @property
+    def _gateway(self) -> Child | None:
+        return self._services[0].child if self._services else None
+
+    def _start_service(self, command: Command) -> None:
+        self._services.append(Service(command, self._supervisor.start(command), time.monotonic()))
+
+    def _update_record(self, *, phase: str, processes: dict[str, int] | None = None) -> None:
+        self._record = replace(self.record, phase=phase, processes=processes or self.record.processes)
+        self._run.write_record(self._record)
 
     def _check(self, ended: Sequence[Child]) -> None:
         if self._signals.first is not None:
@@ -191,14 +274,14 @@ class LocalGroup:
     def _raise_if_ended(self, ended: Sequence[Child]) -> None:
         if not ended:
             return
-        if self._gateway is not None and self._gateway.exit_status is None:
-            self._wait_for_reason(ended)
+        self._wait_for_reason(ended)
         # When one rank's failure ends several processes at once, the one that knows best speaks.
-        cause = max(ended, key=lambda child: child.exit_status in (EXIT_PERMANENT, EXIT_USAGE))
-        raise _died(cause)
+        raise died(max(ended, key=is_permanent))
 
     def _wait_for_reason(self, ended: Sequence[Child]) -> None:
         """A rank tells the gateway why before it ends; give the gateway a moment to know it too."""
+        if self._gateway is None or self._gateway.exit_status is not None:
+            return
         permanent = any(child.exit_status == EXIT_PERMANENT for child in ended)
         deadline = time.monotonic() + (REASON_WAIT_S if permanent else 0.0)
         while True:
@@ -207,12 +290,12 @@ class LocalGroup:
                 return
             time.sleep(STARTING_LOOK_S)
 
-    def _look(self) -> GroupTopology | None:
+    def _look(self, *, timeout_s: float = TOPOLOGY_TIMEOUT_S) -> GroupTopology | None:
         """The topology; None when the gateway does not answer in time. Raises GroupFailedError."""
         if self._admin is None:
             return None
         try:
-            topology = self._admin.topology(timeout_s=TOPOLOGY_TIMEOUT_S)
+            topology = self._admin.topology(timeout_s=timeout_s, wait_for_ready=True)
         except RequestError:
             return None
         if topology.failed:
@@ -225,41 +308,10 @@ class LocalGroup:
             self._check(self._supervisor.wait(STARTING_LOOK_S / 3, wake=self._signals.fileno()))
             state = self._run.read_gateway_state()
             if state is not None:
-                return {key: str(state[key]) for key in ("inference", "admin", "ranks")}
+                return {key: str(state[key]) for key in ("inference", "http", "admin", "ranks")}
         raise StartTimeoutError(
             f"the gateway did not listen within {GATEWAY_START_S:g} s; see {self._run.log_path(GATEWAY)}"
         )
-
-    def _gateway_command(self) -> Command:
-        argv = (
-            *self._config.programs.gateway,
-            "--manifest", str(self._config.manifest),
-            "--model", str(self._config.model_dir),
-            "--host", HOST,
-            "--inference-port", str(self._config.port),
-            "--admin-port", "0",
-            "--ranks-port", "0",
-            "--state-file", str(self._run.gateway_state_path),
-            "--drain-timeout-s", "0",  # Ctrl-C means now
-        )  # fmt: skip
-        return Command(GATEWAY, argv, self._run.log_path(GATEWAY))
-
-    def _rank_command(self, rank: RankProcess, gateway: str) -> Command:
-        argv = (
-            *self._config.programs.rank,
-            "--gateway", gateway,
-            "--model", str(self._config.model_dir),
-            "--pool", rank.pool,
-            "--ordinal", str(rank.ordinal),
-            "--local-rank", str(rank.local_rank),
-            "--pod-name", rank.name,
-            "--cores", format_cpu_list(rank.cores),
-            "--num-threads", str(rank.num_threads),
-            "--numa-policy", str(rank.numa_policy),
-            "--memory-bytes", str(rank.memory_bytes),
-            "--store-host", HOST,
-        )  # fmt: skip
-        return Command(rank.name, argv, self._run.log_path(rank.name))
 
 
 def check_port(port: int) -> None:
@@ -274,32 +326,3 @@ def check_port(port: int) -> None:
                 f"port {port} on {HOST} cannot be used ({error.strerror}); choose another with --port N "
                 "(0 lets the system choose) or spec.gateway.service.port"
             ) from error
-
-
-def _died(child: Child) -> ProcessDiedError:
-    status = child.exit_status or 0
-    tail = _log_tail(child.log_path)
-    if status in (EXIT_PERMANENT, EXIT_USAGE) and tail:
-        return ProcessDiedError(tail[-1], exit_status=status, permanent=True)
-    how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
-    return ProcessDiedError(f"{child.name} {how}; its log is {child.log_path}", exit_status=status, log_tail=tail)
-
-
-def _log_tail(path: Path) -> list[str]:
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
-            text = file.read().decode("utf-8", errors="replace")
-    except OSError:
-        return []
-    return [line.rstrip() for line in text.splitlines() if line.strip()][-LOG_TAIL_LINES:]
-
-
-def _timeout_message(seen: GroupTopology | None, limit_s: float, logs: Path) -> str:
-    state = f"it is {seen.state.value}" if seen is not None else "the gateway does not answer"
-    missing = [rank.pod_name or f"rank {rank.rank}" for rank in seen.ranks if not rank.joined] if seen else []
-    waiting = f", waiting for {', '.join(missing)}" if missing else ""
-    return (
-        f"the group was not ready within {limit_s:g} s (spec.recovery.rendezvousTimeoutSeconds): "
-        f"{state}{waiting}; logs are in {logs}"
-    )

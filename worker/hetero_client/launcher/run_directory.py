@@ -5,6 +5,7 @@ group.json     GroupRecord: pids and addresses, for `hetero ps` and for commands
 gateway.json   written by the gateway once it listens
 token          what ranks prove themselves with, mode 0600
 *.log          one a process; the last run's are kept until the next start
+*.measured     one a rank: what it measured at start, for the process that takes its place
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class GroupRecord:
     phase: str
     inference: str
     admin: str
+    http: str
     started_at: float
     processes: dict[str, int]
 
@@ -65,10 +67,14 @@ class RunDirectory:
     def log_path(self, process: str) -> Path:
         return self.path / f"{process}.log"
 
+    def measurements_path(self, rank: str) -> Path:
+        return self.path / f"{rank}.measured"
+
     def prepare(self) -> None:
         """Clear what an earlier run left and write a fresh token. The lock must be held."""
         self.path.chmod(0o700)
-        for stale in [self.token_path, self.gateway_state_path, self.record_path, *self.path.glob("*.log")]:
+        files = [self.token_path, self.gateway_state_path, self.record_path]
+        for stale in [*files, *self.path.glob("*.log"), *self.path.glob("*.measured")]:
             stale.unlink(missing_ok=True)
         fd = os.open(self.token_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(fd, "w", encoding="ascii") as file:
@@ -76,7 +82,8 @@ class RunDirectory:
 
     def clear(self) -> None:
         """Remove what must not outlast the run; logs stay."""
-        for path in (self.token_path, self.gateway_state_path, self.record_path):
+        files = [self.token_path, self.gateway_state_path, self.record_path]
+        for path in [*files, *self.path.glob("*.measured")]:
             path.unlink(missing_ok=True)
 
     def write_record(self, record: GroupRecord) -> None:

@@ -7,6 +7,8 @@ block_id * block_size + offset. The pool knows ids, reference counts and digests
 - free + used = all. Used means that at least one request refers to it.
 - A registered block's content is the KV of exactly the tokens in its digest, computed. Blocks are registered
   once the step that filled them is done, so no lookup finds a block that is still being computed.
+- Ranks work plans off in order. So a block may be freed, and handed out to a later plan, while a step that reads or
+  writes it is in flight: whatever that step does to it comes before whatever the later plan does.
 - A free block keeps its digest until it is handed out again: that is the prefix cache. Free blocks are handed out
   least recently used first, those without a digest before all others.
 
@@ -40,12 +42,21 @@ class BlockDigests:
 
     def upto(self, num_blocks: int, token_ids: Sequence[int]) -> list[bytes]:
         """Digests of the first `num_blocks` blocks of `token_ids`, whose known tokens must never change."""
-        size = self._block_size
-        for index in range(len(self._chain), num_blocks):
-            parent = self._chain[-1] if self._chain else self._root
-            tokens = array("I", token_ids[index * size : (index + 1) * size])
-            self._chain.append(hashlib.sha256(parent + tokens.tobytes()).digest())
+        if num_blocks > len(self._chain):
+            self._extend(num_blocks, token_ids)
         return self._chain[:num_blocks]
+
+    def of_block(self, index: int, token_ids: Sequence[int]) -> bytes:
+        """The digest of one block."""
+        if index >= len(self._chain):
+            self._extend(index + 1, token_ids)
+        return self._chain[index]
+
+    def _extend(self, num_blocks: int, token_ids: Sequence[int]) -> None:
+        size, chain = self._block_size, self._chain
+        for index in range(len(chain), num_blocks):
+            tokens = array("I", token_ids[index * size : (index + 1) * size])
+            chain.append(hashlib.sha256((chain[-1] if chain else self._root) + tokens.tobytes()).digest())
 
 
 class BlockPool:
@@ -97,11 +108,11 @@ class BlockPool:
         return count <= len(self._free) - kept
 
     def acquire(self, block_ids: Sequence[int]) -> None:
-        """One reference more to each of these, which a lookup has just found."""
+        """One reference more to each of these, which a lookup has just found, or another request uses."""
         for block_id in block_ids:
-            if self._digests[block_id] is None:
-                raise EngineFault(f"block {block_id} holds nothing that could be shared")
             if self._num_refs[block_id] == 0:
+                if self._digests[block_id] is None:
+                    raise EngineFault(f"block {block_id} holds nothing that could be shared")
                 del self._free[block_id]
                 self._num_used += 1
                 self._num_cached -= 1

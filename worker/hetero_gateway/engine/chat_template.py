@@ -35,13 +35,13 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(f"{source}: the chat template is no valid Jinja, line {error.lineno}: {error}") from error
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None) -> str:
         """The prompt's text with the assistant's turn opened. Raises InvalidRequest if the template refuses."""
         try:
             return self._template.render(
                 **self._special_tokens,
                 messages=[dict(message) for message in messages],
-                tools=None,
+                tools=[dict(tool) for tool in tools] if tools else None,
                 documents=None,
                 add_generation_prompt=True,
             )

@@ -9,8 +9,11 @@ from dataclasses import dataclass
 class EngineConfig:
     """What the scheduler and the core may do. Raises ValueError that names the field when a bound is no bound.
 
-    `max_model_len` is the longest prompt plus completion, in tokens. `max_queued_requests` bounds the requests
-    that wait although every sequence of a step is taken; those that the next step can start do not count.
+    `block_size` is what the KV cache begins with; a reset of the cache can change it. `max_model_len` is the longest
+    prompt plus completion, in tokens. `max_queued_requests` bounds the requests that wait although every sequence of
+    a step is taken; those that the next step can start do not count. `max_steps_in_flight` 2 lets the next plan go out
+    before the last result came, 1 does not. A request that has waited `pause_limit_s` for a group of ranks to come
+    back ends. `ageing_s` is how long a request waits to gain on a newer one of the next lower priority number.
     """
 
     max_num_seqs: int
@@ -21,6 +24,9 @@ class EngineConfig:
     enable_prefix_caching: bool
     eos_token_ids: frozenset[int]
     vocab_size: int
+    max_steps_in_flight: int = 2
+    pause_limit_s: float = 60.0
+    ageing_s: float = 10.0
 
     def __post_init__(self) -> None:
         least = {"max_model_len": 2, "max_queued_requests": 0}
@@ -34,3 +40,8 @@ class EngineConfig:
         ):
             if getattr(self, name) < least.get(name, 1):
                 raise ValueError(f"{name} must be at least {least.get(name, 1)}, not {getattr(self, name)}")
+        if self.max_steps_in_flight not in (1, 2):
+            raise ValueError(f"max_steps_in_flight must be 1 or 2, not {self.max_steps_in_flight}")
+        for name in ("pause_limit_s", "ageing_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")

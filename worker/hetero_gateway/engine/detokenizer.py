@@ -26,10 +26,10 @@ _LONGEST_CHARACTER: Final = 4
 
 
 class TokenText(Protocol):
-    """Turns tokens into text, one at a time. Special tokens do not come here."""
+    """Turns tokens into text. How they are cut into calls makes no difference to the pieces' sum."""
 
-    def push(self, token_id: int) -> str:
-        """Text that is certain with this token."""
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Text that is certain with these tokens. Those without text may be among them."""
         ...
 
     def flush(self) -> str:
@@ -38,33 +38,37 @@ class TokenText(Protocol):
 
 
 class ByteLevelText:
-    """For tokenizers whose tokens are bytes; `bytes_of` tells a token's."""
+    """For tokenizers whose tokens are bytes; `bytes_of` tells a token's, none for one without text."""
 
     def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
         self._bytes_of = bytes_of
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    def push(self, token_id: int) -> str:
-        return self._decoder.decode(self._bytes_of(token_id))
+    def push(self, token_ids: Sequence[int]) -> str:
+        return self._decoder.decode(b"".join(map(self._bytes_of, token_ids)))
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
 
 
 class WindowText:
-    """For any tokenizer; `decode` turns token ids into text.
+    """For any tokenizer; `decode` turns token ids into text, `is_silent` tells those that have none.
 
     `_context` are tokens whose text, `_shown`, is shown: a decoder may treat the first token it sees differently
     (SentencePiece drops its leading space). `_pending` are those after them.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, decode: Callable[[Sequence[int]], str], *, is_silent: Callable[[int], bool]) -> None:
         self._decode = decode
+        self._is_silent = is_silent
         self._context: list[int] = []
         self._shown = ""
         self._pending: list[int] = []
 
-    def push(self, token_id: int) -> str:
+    def push(self, token_ids: Sequence[int]) -> str:
+        return "".join(self._push(token_id) for token_id in token_ids if not self._is_silent(token_id))
+
+    def _push(self, token_id: int) -> str:
         self._pending.append(token_id)
         text = self._decode(self._context + self._pending)
         # With as many tokens as any character has bytes and still no end, these bytes are no UTF-8.
@@ -85,28 +89,31 @@ class WindowText:
 
 
 class IncrementalDetokenizer:
-    """One completion's text: token text, less special tokens, up to the first stop string."""
+    """One completion's text: token text, up to the first stop string."""
 
-    def __init__(self, text: TokenText, *, is_silent: Callable[[int], bool], stop: Sequence[str]) -> None:
-        """`is_silent` tells the tokens that have no text: special ones, and ids beyond the vocabulary."""
+    def __init__(self, text: TokenText, *, stop: Sequence[str]) -> None:
         self._text = text
-        self._is_silent = is_silent
-        self._stop = StopStrings(stop)
+        self._stop = StopStrings(stop) if stop else None
+
+    @property
+    def looks_for_stops(self) -> bool:
+        """Whether tokens have to be pushed as they come, because one may complete a stop string."""
+        return self._stop is not None
 
     @property
     def matched_stop(self) -> str | None:
         """The stop string that was met; from then on there is no more text."""
-        return self._stop.matched
+        return None if self._stop is None else self._stop.matched
 
-    def push(self, token_id: int) -> str:
-        """Add a token; the text to show now, possibly empty."""
-        if self._is_silent(token_id):
-            return ""
-        return self._stop.feed(self._text.push(token_id))
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Add tokens; the text to show now, possibly empty."""
+        text = self._text.push(token_ids)
+        return text if self._stop is None else self._stop.feed(text)
 
     def finish(self) -> str:
         """No more tokens come: the rest, up to a stop string that may be met only now."""
-        return self._stop.feed(self._text.flush()) + self._stop.flush()
+        text = self._text.flush()
+        return text if self._stop is None else self._stop.feed(text) + self._stop.flush()
 
 
 def byte_level_alphabet() -> dict[str, int]:

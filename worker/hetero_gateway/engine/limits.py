@@ -1,36 +1,87 @@
-"""What a request may ask for: tokens of the vocabulary, within the model's length and the KV cache."""
+"""What a request may ask for: tokens of the vocabulary, within the model's length and the KV cache.
+
+Memory is counted for all of a request's completions at once, as many as a step may hold: they share the full blocks
+of the prompt, and each has the rest for itself. So no request can only be served by preempting itself.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from hetero_gateway.engine.config import EngineConfig
 from hetero_gateway.engine.errors import InvalidRequest
 from hetero_gateway.engine.request import GenerationRequest
 
 
-def resolve_max_tokens(asked: GenerationRequest, *, config: EngineConfig, pool_blocks: int) -> int:
-    """Most tokens that the request may generate. Raises InvalidRequest if it can never be served.
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """`num_blocks` that requests can have (the null block is none of them), of `block_size` positions."""
+
+    num_blocks: int
+    block_size: int
+
+    def blocks_of(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+
+def resolve_max_tokens(asked: GenerationRequest, *, config: EngineConfig, cache: CacheSize) -> int:
+    """Most tokens that each completion may have. Raises InvalidRequest if the request can never be served.
 
     What is asked for is capped at the model's length, as with every engine in the field. It is not capped at
-    the pool (`pool_blocks`, null block excluded): that would cut an answer short for a reason the client cannot see.
-    A request that leaves max_tokens open gets what both allow.
+    the cache: that would cut an answer short for a reason the client cannot see. A request that leaves max_tokens
+    open gets what both allow.
     """
-    num_prompt = len(asked.prompt_token_ids)
     _check_prompt(asked, config=config)
-    # The last token is never fed back, so its KV takes no room.
-    pool_room = pool_blocks * config.block_size - num_prompt + 1
+    num_prompt = len(asked.prompt_token_ids)
     model_room = config.max_model_len - num_prompt
     wanted = asked.sampling.max_tokens
     if wanted is not None and wanted < 1:
         raise InvalidRequest("sampling.max_tokens", f"must be at least 1, not {wanted}")
-    max_tokens = min(wanted, model_room) if wanted is not None else min(model_room, max(pool_room, 1))
-    if max_tokens > pool_room:
-        blocks = -(-(num_prompt + max_tokens - 1) // config.block_size)
-        raise InvalidRequest(
-            "sampling.max_tokens" if pool_room >= 1 else "prompt",
-            f"{num_prompt} prompt tokens and max_tokens {max_tokens} need the KV of {num_prompt + max_tokens - 1} "
-            f"positions = {blocks} blocks of {config.block_size}; the KV cache has {pool_blocks}",
-        )
+    at_once = min(asked.n, max_running(config))
+    cache_room = _room(num_prompt, at_once=at_once, cache=cache)
+    max_tokens = min(wanted, model_room) if wanted is not None else min(model_room, max(cache_room, 1))
+    if max_tokens > cache_room:
+        raise does_not_fit(num_prompt, max_tokens, at_once=at_once, cache=cache)
+    _check_received(asked, max_tokens=max_tokens, config=config)
     return max_tokens
+
+
+def room_alone(num_prompt: int, *, cache: CacheSize) -> int:
+    """Most tokens that one completion may have if nothing else is in the cache; below 1: not even one."""
+    return _room(num_prompt, at_once=1, cache=cache)
+
+
+def max_running(config: EngineConfig) -> int:
+    """Most completions that may run. Each can then compute a token in every step."""
+    return min(config.max_num_seqs, config.max_num_batched_tokens)
+
+
+def does_not_fit(num_prompt: int, max_tokens: int, *, at_once: int, cache: CacheSize) -> InvalidRequest:
+    """Why so many tokens do not fit, with the arithmetic."""
+    # The last token is never fed back, so its KV takes no room.
+    num_positions = num_prompt + max_tokens - 1
+    blocks = cache.blocks_of(num_positions)
+    shared = _shared_blocks(num_prompt, cache=cache)
+    together = (
+        f"; {at_once} completions share {shared} of them and need {shared + at_once * (blocks - shared)}"
+        if at_once > 1
+        else ""
+    )
+    return InvalidRequest(
+        "sampling.max_tokens" if _room(num_prompt, at_once=at_once, cache=cache) >= 1 else "prompt",
+        f"{num_prompt} prompt tokens and max_tokens {max_tokens} need the KV of {num_positions} positions = {blocks} "
+        f"blocks of {cache.block_size}{together}; the KV cache has {cache.num_blocks}",
+    )
+
+
+def _room(num_prompt: int, *, at_once: int, cache: CacheSize) -> int:
+    shared = _shared_blocks(num_prompt, cache=cache)
+    blocks = shared + (cache.num_blocks - shared) // at_once
+    return blocks * cache.block_size - num_prompt + 1
+
+
+def _shared_blocks(num_prompt: int, *, cache: CacheSize) -> int:
+    return (num_prompt - 1) // cache.block_size
 
 
 def _check_prompt(asked: GenerationRequest, *, config: EngineConfig) -> None:
@@ -43,6 +94,33 @@ def _check_prompt(asked: GenerationRequest, *, config: EngineConfig) -> None:
             f"has {len(tokens)} tokens; with at least one to generate the model's length of "
             f"{config.max_model_len} allows {config.max_model_len - 1}",
         )
+    _check_vocabulary("prompt", tokens, config=config)
+    if asked.n < 1:
+        raise InvalidRequest("sampling.n", f"must be at least 1, not {asked.n}")
+
+
+def _check_received(asked: GenerationRequest, *, max_tokens: int, config: EngineConfig) -> None:
+    if len(asked.received) > asked.n:
+        raise InvalidRequest("received", f"is of {len(asked.received)} completions; sampling.n asks for {asked.n}")
+    ends = end_token_ids(asked, config=config)
+    for index, tokens in enumerate(asked.received):
+        field = f"received[{index}].token_ids"
+        if not tokens:
+            continue
+        if len(tokens) > max_tokens:
+            raise InvalidRequest(field, f"has {len(tokens)} tokens; the completion may have {max_tokens}")
+        _check_vocabulary(field, tokens, config=config)
+        if not ends.isdisjoint(tokens[:-1]):
+            raise InvalidRequest(field, "goes on behind a token that ends the completion")
+
+
+def end_token_ids(asked: GenerationRequest, *, config: EngineConfig) -> frozenset[int]:
+    """Tokens that end a completion."""
+    sampling = asked.sampling
+    return sampling.stop_token_ids if sampling.ignore_eos else sampling.stop_token_ids | config.eos_token_ids
+
+
+def _check_vocabulary(field: str, tokens: tuple[int, ...], *, config: EngineConfig) -> None:
     if min(tokens) < 0 or max(tokens) >= config.vocab_size:
         bad = next(token for token in tokens if not 0 <= token < config.vocab_size)
-        raise InvalidRequest("prompt", f"token id {bad} is outside the vocabulary [0, {config.vocab_size})")
+        raise InvalidRequest(field, f"token id {bad} is outside the vocabulary [0, {config.vocab_size})")

@@ -1,16 +1,26 @@
-"""One request: what was asked (frozen) and how far it is (mutable, owned by the scheduler).
+"""One request: what was asked (frozen), and how far each of its completions is (mutable, owned by the scheduler).
 
-A request has no phases. It has tokens, of which the first `num_computed_tokens` have their KV in
-`block_ids`; the scheduler lets the second number chase the first. Prefill, decode, chunks, prefix hits and the
-way back after a preemption differ only in the distance between the two.
+What is scheduled is a completion; a request has `n` of them, with one prompt. A completion has no phases. It has
+tokens, of which the first `num_scheduled` have their KV in `block_ids` once every step that is out is done; the
+scheduler lets the second number chase the first. Prefill, decode, chunks, prefix hits and the way back after a
+preemption or a lost group differ only in the distance between the two.
+
+With steps in flight a completion has more tokens than are known here: those that the steps will sample. They are its
+*pending* tokens; ranks know them first, and only their number is known here.
 """
 
 from __future__ import annotations
 
 import enum
+import hashlib
+import struct
 from dataclasses import dataclass, field
 
+from hetero_api.v1 import logprobs_pb2
 from hetero_gateway.engine.block_pool import BlockDigests
+
+Urgency = tuple[float, int, int]
+"""Smaller is served first: when it arrived, put off by its priority; order of arrival; index in the request."""
 
 
 class FinishReason(enum.Enum):
@@ -24,19 +34,38 @@ class FinishReason(enum.Enum):
     """Somebody ended it."""
 
 
-class RequestStatus(enum.Enum):
-    """Where the scheduler keeps a request."""
+class ConstraintKind(enum.Enum):
+    """What a completion can be bound to."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    GRAMMAR = "grammar"
+    CHOICE = "choice"
+
+
+class CompletionStatus(enum.Enum):
+    """Where the scheduler keeps a completion."""
 
     WAITING = "waiting"
     RUNNING = "running"
+    """It has a slot and blocks."""
     ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """The form that a completion is bound to. `choices` is what CHOICE has in place of `text`."""
+
+    kind: ConstraintKind
+    text: str
+    choices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingConfig:
     """How tokens are chosen and what ends them. Meanings and bounds: `SamplingParams` in inference.proto.
 
-    `max_tokens` None means as many as the model's length and the KV cache allow.
+    `max_tokens` None means as many as the model's length and the KV cache allow. `logit_bias` is (token, bias) pairs.
     """
 
     seed: int
@@ -48,61 +77,154 @@ class SamplingConfig:
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """A request for one completion. `deadline_s` is a time of the engine's monotonic clock."""
+    """A request for `n` completions of one prompt. `deadline_s` is a time of the engine's monotonic clock.
+
+    Lower numbers of `priority` go first. `received` holds, per completion, the tokens that the client has already, from
+    an earlier stream of the same request: they are output and known, and are never sent again.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingConfig
     cache_salt: str = ""
     deadline_s: float | None = None
+    n: int = 1
+    priority: int = 0
+    received: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Completion:
+    """One completion of a request. Only the scheduler writes to it.
+
+    `token_ids` are the known tokens: the prompt's, `num_received` received ones, generated ones. `end_token_ids` end
+    it. `ended`, with `reason` and, if a token was the reason, `stop_token_id`, is for good; `reason` stays None when
+    somebody else ended it (an abort, a deadline, a stop string).
+
+    `slot`, `block_ids` and what follows them mean something while it runs. Each time that it starts is a residency:
+    what a step did for an earlier one says nothing about the blocks of this one. `num_scheduled` is out of date while
+    it is in the decode batch, which knows better. The KV of the first `num_filled` tokens is there, by steps that are
+    done; once `is_prefilled`, that of all known tokens but the last.
+    """
+
+    request: Request
+    index: int
+    seed: int
+    urgency: Urgency
+    token_ids: list[int]
+    num_received: int
+    end_token_ids: frozenset[int]
+    digests: BlockDigests
+    ended: bool = False
+    reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    slot: int = -1
+    block_ids: list[int] = field(default_factory=list)
+    residency: int = 0
+    num_scheduled: int = 0
+    num_filled: int = 0
+    is_prefilled: bool = False
+    num_registered_blocks: int = 0
+    decode_offset: int = 0
+    next_block_day: int = -1
+    last_draw_day: int = -1
+
+    @property
+    def status(self) -> CompletionStatus:
+        if self.ended:
+            return CompletionStatus.ENDED
+        return CompletionStatus.WAITING if self.slot < 0 else CompletionStatus.RUNNING
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known: the prompt's, received and generated ones."""
+        return len(self.token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.asked.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Received and generated ones."""
+        return len(self.token_ids) - len(self.request.asked.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """A copy of the received and generated tokens."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether each of its draws is bound to a mask."""
+        return self.request.asked.sampling.constraint is not None
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether log-probabilities come with its tokens."""
+        return self.request.asked.sampling.logprobs is not None
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Tokens that it has when max_tokens ends it."""
+        return self.num_prompt_tokens + self.request.max_tokens
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
     """A request that the scheduler holds. Only the scheduler writes to it.
 
-    `max_tokens` is resolved; `order` is its place in the order of arrival. `slot` and `block_ids` mean something
-    while it runs; `in_flight` says that the step which ranks now compute includes it, hence that they may still
-    write to its blocks.
+    `max_tokens` is resolved, and is each completion's; `order` is its place in the order of arrival. `prompt_logprobs`
+    are those that came so far, of one completion's residency; None if there are none to come (any more).
     """
 
     asked: GenerationRequest
     max_tokens: int
     arrival_s: float
     order: int
-    digests: BlockDigests
-    token_ids: list[int]
-    status: RequestStatus = RequestStatus.WAITING
-    num_computed_tokens: int = 0
-    num_registered_blocks: int = 0
-    block_ids: list[int] = field(default_factory=list)
-    slot: int = -1
-    in_flight: bool = False
+    completions: tuple[Completion, ...] = ()
     first_scheduled_s: float | None = None
     num_cached_tokens: int = 0
+    num_open: int = 0
+    num_running: int = 0
+    parked: list[Completion] = field(default_factory=list)
+    prompt_logprobs: list[logprobs_pb2.TokenLogprobs] | None = None
+    prompt_logprobs_source: tuple[Completion, int] | None = None
 
     @property
     def request_id(self) -> str:
         return self.asked.request_id
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens known: the prompt's and the generated ones."""
-        return len(self.token_ids)
-
-    @property
     def num_prompt_tokens(self) -> int:
         return len(self.asked.prompt_token_ids)
 
     @property
-    def num_output_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
+    def is_ended(self) -> bool:
+        """Whether every completion has ended."""
+        return self.num_open == 0
 
     @property
-    def output_token_ids(self) -> list[int]:
-        """A copy of the generated tokens."""
-        return self.token_ids[self.num_prompt_tokens :]
+    def first_open(self) -> Completion | None:
+        """The first completion that has not ended."""
+        return next((completion for completion in self.completions if not completion.ended), None)
+
+
+def derived_seed(seed: int, index: int) -> int:
+    """The seed of completion `index`: the request's own for the first, 64 bits made of both for the others."""
+    if index == 0:
+        return seed
+    digest = hashlib.sha256(b"hetero-completion-seed\0" + struct.pack("<QQ", seed, index)).digest()
+    return int.from_bytes(digest[:8], "little")

@@ -1,344 +1,325 @@
-"""The scheduler: one StepPlan a step, from what every request still has to compute.
+"""The scheduler: one StepPlan a step, from what every completion still has to compute.
 
-There are no phases. Every request has `num_computed_tokens` chasing `num_tokens`; a step spends one budget of
-tokens, on running requests first, in order of arrival, then on waiting ones. What always holds:
+There are no phases. Every completion has `num_scheduled` chasing its tokens; a step spends one budget of tokens: a
+token for each running completion that has only its newest to compute, then chunks of running prefills, then of
+waiting ones. What always holds:
 
-- Requests start in order of arrival, and a running one never waits for a later one: when blocks run out, the
-  latest-arrived running request is preempted, i.e. its blocks are freed and it goes to the front of the queue,
-  to be computed again (less what is still cached). The earliest therefore always advances, so all end.
-- A request is accepted only if it fits the pool alone.
-- Blocks that ranks may still write to are not free: a request that is ended while its step is in flight keeps
-  them until the step's result is applied.
-- One step is in flight at a time: schedule, apply, schedule, apply.
+- **Order.** Whoever waits is served in the order of `Urgency`: the time of arrival, put off by `ageing_s` for each
+  step of priority. It never changes, so it is one total order of all completions, waiting or running. Within a
+  priority it is first come, first served.
+- **Nobody starves.** A request of priority p that arrived at t goes before every request of priority q that arrives
+  after t + (p - q) * ageing_s, hence before all that arrive later than t + 200 * ageing_s. It waits for the finitely
+  many before it, and for those that run when it becomes the first: nobody starts past the first in line.
+- **Progress.** When blocks run out, the least urgent running completion is preempted: its blocks are freed and it
+  queues again, to be computed anew (less what is still cached). So the most urgent running one always advances;
+  a request is accepted only if it fits the cache alone; hence all end.
+- **Decodes do not wait for prefills, nor prefills for decodes.** At most as many completions run as a step may compute
+  tokens, so each decode gets its token in every step, and the most urgent prefill at least one.
+- **Overlap.** Up to `max_steps_in_flight` steps are out. A completion whose result shows that it ended may be in a
+  later step that is out already: what that samples is dropped. One that is preempted while steps that sample for it
+  are out queues again when their tokens are known. Ranks work plans off in order, so blocks and slots are free for the
+  next plan at once, whatever is in flight.
+
+Completions of one request share the full blocks of its prompt: one computes them, the others are *parked* till then.
 
 Plain single-threaded Python without a clock of its own: the same calls give the same plans. A step costs
-O(tokens and requests in it), however many requests wait.
+O(tokens and completions in it) in bulk operations and O(1) Python for what is new in it, however many requests wait.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import deque
 from itertools import count
 from typing import Final
 
-from hetero_api.v1 import ranks_pb2
-from hetero_gateway.engine.block_pool import BlockDigests, BlockPool
+from hetero_api.v1 import logprobs_pb2, ranks_pb2
+from hetero_gateway.engine.admission import mark_if_received_whole, new_request
+from hetero_gateway.engine.block_pool import BlockDigests
 from hetero_gateway.engine.config import EngineConfig
-from hetero_gateway.engine.deadlines import DeadlineHeap
-from hetero_gateway.engine.errors import DuplicateRequest, EngineFault, QueueFull
-from hetero_gateway.engine.limits import resolve_max_tokens
-from hetero_gateway.engine.request import FinishReason, GenerationRequest, Request, RequestStatus
-from hetero_gateway.engine.slots import SlotTable
-from hetero_gateway.engine.step import EngineStats, RequestUpdate, ScheduledEntry, ScheduledStep
+from hetero_gateway.engine.counts import Counts
+from hetero_gateway.engine.errors import DuplicateRequest, EngineFault, InvalidRequest, QueueFull
+from hetero_gateway.engine.limits import does_not_fit, resolve_max_tokens, room_alone
+from hetero_gateway.engine.live_heap import LiveHeap
+from hetero_gateway.engine.planner import Planner
+from hetero_gateway.engine.request import Completion, GenerationRequest, Request
+from hetero_gateway.engine.residents import Residents
+from hetero_gateway.engine.results import append_prompt_logprobs, append_tokens
+from hetero_gateway.engine.step import EngineStats, ScheduledStep, SpanEntry, StepOutcome
+from hetero_gateway.engine.waiting import WaitingLine
 
 NULL_BLOCK_ONLY: Final = 1
 
 
 class Scheduler:
-    """Queue, running requests, slots and blocks of one group. Without a group its pool is empty."""
+    """Queue and running completions of one engine, on the cache of the group that it has at the moment.
+
+    Made with blocks it has a group from the start. Without one it queues, and schedules nothing.
+    """
 
     def __init__(self, config: EngineConfig, *, num_blocks: int = NULL_BLOCK_ONLY) -> None:
         self._config = config
         self._requests: dict[str, Request] = {}
-        self._running: dict[int, Request] = {}
-        self._waiting: OrderedDict[int, Request] = OrderedDict()
-        self._deadlines = DeadlineHeap()
+        self._waiting = WaitingLine()
+        self._deadlines: LiveHeap[Request] = LiveHeap(is_dead=lambda request: request.is_ended)
         self._orders = count()
-        self._pool = BlockPool(num_blocks=num_blocks)
-        self._slots = SlotTable(config.max_num_seqs)
-        self._last_step_id = 0
-        self._in_flight: ScheduledStep | None = None
-        self._steps = 0
-        self._prompt_tokens = 0
-        self._cached_tokens = 0
-        self._generated_tokens = 0
-        self._preemptions = 0
-        self._finished_requests = 0
+        self._counts = Counts()
+        self._residents, self._planner = self._new_cache(num_blocks=num_blocks, block_size=config.block_size)
+        # What requests have to fit: the group's cache, or the last group's while there is none.
+        self._cache = self._residents.cache
+        self._is_open = num_blocks > NULL_BLOCK_ONLY
+        self._in_flight: deque[ScheduledStep] = deque()
 
     # --- requests come and go ---------------------------------------------------------------------------
 
     def add(self, asked: GenerationRequest, *, now: float) -> Request:
-        """Queue a request. Raises DuplicateRequest, InvalidRequest or QueueFull, and then has changed nothing."""
+        """Queue a request. Raises DuplicateRequest, InvalidRequest or QueueFull, and then has changed nothing.
+
+        A completion whose received tokens are complete has ended when this returns; if all have, the request is not
+        held at all.
+        """
         if asked.request_id in self._requests:
             raise DuplicateRequest(f"request_id: a request {asked.request_id!r} is in flight; choose another id")
-        max_tokens = resolve_max_tokens(asked, config=self._config, pool_blocks=self._pool.capacity)
+        max_tokens = resolve_max_tokens(asked, config=self._config, cache=self._cache)
         self._check_queue()
-        request = Request(
-            asked=asked,
+        request = new_request(
+            asked,
             max_tokens=max_tokens,
             arrival_s=now,
             order=next(self._orders),
-            digests=BlockDigests(cache_salt=asked.cache_salt, block_size=self._config.block_size),
-            token_ids=list(asked.prompt_token_ids),
+            config=self._config,
+            block_size=self._cache.block_size,
         )
         self._requests[asked.request_id] = request
-        self._waiting[request.order] = request
-        self._deadlines.push(request, live=len(self._requests))
+        if asked.deadline_s is not None:
+            self._deadlines.push((asked.deadline_s, request.order), request)
+        for completion in request.completions:
+            if mark_if_received_whole(completion):
+                self._end(completion)
+        self._enter_line(request)
         return request
 
     def abort(self, request_id: str) -> bool:
-        """End a request. Its blocks are free at once, or, if a step in flight writes to them, with its result.
-
-        False if there is no such request.
-        """
+        """End a request; its blocks are free at once. False if there is no such request."""
         request = self._requests.get(request_id)
         if request is None:
             return False
-        self._end(request)
+        self._end_request(request)
         return True
+
+    def finish(self, completion: Completion) -> None:
+        """End one completion for a reason that is not seen here, e.g. a stop string. Nothing if it has ended."""
+        if not completion.ended:
+            self._end(completion)
 
     def expire(self, now: float) -> list[Request]:
         """End the requests whose deadline has come, waiting or running, and return them."""
-        expired = list(self._deadlines.pop_expired(now))
-        for request in expired:
-            self._end(request)
+        expired: list[Request] = []
+        while (request := self._deadlines.first()) is not None and _deadline_s(request) <= now:
+            self._deadlines.pop()
+            self._end_request(request)
+            expired.append(request)
         return expired
 
     def next_deadline_s(self) -> float | None:
         """When `expire` has something to do next."""
-        return self._deadlines.next_s()
+        request = self._deadlines.first()
+        return None if request is None else _deadline_s(request)
+
+    def clear(self) -> list[Request]:
+        """End all requests, and return them."""
+        requests = list(self._requests.values())
+        for request in requests:
+            self._end_request(request)
+        return requests
 
     def has_requests(self) -> bool:
-        """Whether a step could do something."""
+        """Whether there is a request that has not ended."""
         return bool(self._requests)
 
-    def reset(self, *, num_blocks: int = NULL_BLOCK_ONLY) -> None:
-        """A new epoch: forget every request, the step in flight and what was cached; step ids start at 1 again."""
-        for request in list(self._requests.values()):
-            request.in_flight = False
-            self._end(request)
-        self._deadlines.clear()
-        self._pool = BlockPool(num_blocks=num_blocks)
-        self._slots = SlotTable(self._config.max_num_seqs)
-        self._last_step_id = 0
-        self._in_flight = None
+    @property
+    def num_in_flight_steps(self) -> int:
+        """Steps that were scheduled and not applied."""
+        return len(self._in_flight)
+
+    @property
+    def is_idle(self) -> bool:
+        """No request, no step in flight, and no slot that ranks would still have to be told to drop."""
+        return not self._requests and not self._in_flight and not self._residents.slots.has_released
 
     def stats(self) -> EngineStats:
         """Counts of one moment, consistent with one another."""
+        pool, counts = self._residents.pool, self._counts
         return EngineStats(
-            running_requests=len(self._running),
-            waiting_requests=len(self._waiting),
-            num_blocks=self._pool.capacity,
-            free_blocks=self._pool.free_blocks,
-            used_blocks=self._pool.used_blocks,
-            cached_blocks=self._pool.cached_blocks,
-            steps=self._steps,
-            prompt_tokens=self._prompt_tokens,
-            cached_tokens=self._cached_tokens,
-            generated_tokens=self._generated_tokens,
-            preemptions=self._preemptions,
-            finished_requests=self._finished_requests,
+            running_requests=counts.running_requests,
+            waiting_requests=len(self._requests) - counts.running_requests,
+            num_blocks=pool.capacity,
+            free_blocks=pool.free_blocks,
+            used_blocks=pool.used_blocks,
+            cached_blocks=pool.cached_blocks,
+            steps=counts.steps,
+            prompt_tokens=counts.prompt_tokens,
+            cached_tokens=counts.cached_tokens,
+            generated_tokens=counts.generated_tokens,
+            preemptions=counts.preemptions,
+            finished_requests=counts.finished_requests,
         )
 
     def check_integrity(self) -> None:
         """Compare the pool's counts with its blocks, O(blocks). Raises EngineFault."""
-        self._pool.check_integrity()
+        self._residents.pool.check_integrity()
+
+    # --- the group comes and goes -----------------------------------------------------------------------
+
+    def open_group(self, *, num_blocks: int, block_size: int) -> list[tuple[Request, InvalidRequest]]:
+        """A new epoch or another cache (`num_blocks` includes the null block): step ids start at 1 again.
+
+        All requests go on from the tokens that they have. Those that do not fit the cache even alone have ended, and
+        are returned with the arithmetic; one that left max_tokens open gets what fits.
+        """
+        self._replace_cache(num_blocks=num_blocks, block_size=block_size)
+        self._cache = self._residents.cache
+        self._is_open = True
+        refused = [(request, problem) for request in self._requests.values() if (problem := self._refit(request))]
+        for request, _ in refused:
+            self._end_request(request)
+        return refused
+
+    def lose_group(self) -> None:
+        """The cache and the steps in flight are gone. Every completion queues again, with all tokens it has."""
+        self._replace_cache(num_blocks=NULL_BLOCK_ONLY, block_size=self._cache.block_size)
+        self._is_open = False
+
+    def _replace_cache(self, *, num_blocks: int, block_size: int) -> None:
+        for completion in list(self._residents.running):
+            self._residents.leave(completion)
+        self._residents, self._planner = self._new_cache(num_blocks=num_blocks, block_size=block_size)
+        self._in_flight.clear()
+        self._waiting.clear()
+        for request in self._requests.values():
+            if block_size != self._cache.block_size:
+                _forget_digests(request, block_size=block_size)
+            self._enter_line(request)
+
+    def _new_cache(self, *, num_blocks: int, block_size: int) -> tuple[Residents, Planner]:
+        residents = Residents(self._config, num_blocks=num_blocks, block_size=block_size, counts=self._counts)
+        return residents, Planner(self._config, residents=residents, waiting=self._waiting, counts=self._counts)
+
+    def _refit(self, request: Request) -> InvalidRequest | None:
+        room = room_alone(request.num_prompt_tokens, cache=self._cache)
+        if request.max_tokens <= room:
+            return None
+        longest = max(completion.num_output_tokens for completion in request.completions if not completion.ended)
+        if request.asked.sampling.max_tokens is None and longest < room:
+            request.max_tokens = room
+            return None
+        return does_not_fit(request.num_prompt_tokens, request.max_tokens, at_once=1, cache=self._cache)
 
     # --- a step goes out --------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> ScheduledStep | None:
-        """The next step, or None when there is no request. `now` only dates each request's first step.
+        """The next step; None if there is nothing that can go out now. `now` only dates each request's first step.
 
-        Call `expire` with the same `now` before, so that no expired request is computed.
+        Call `expire` with the same `now` before, so that no expired request is computed. A step may compute nothing:
+        it only tells ranks to drop what has ended, so that they are idle too.
         """
-        if self._in_flight is not None:
-            raise EngineFault(f"step {self._last_step_id} is still in flight")
-        if not self._requests:
+        if not self._is_open or len(self._in_flight) >= self._config.max_steps_in_flight:
             return None
-        plan = ranks_pb2.StepPlan(step_id=self._last_step_id + 1)
-        entries: list[ScheduledEntry] = []
-        num_preempted = self._preemptions
-        budget = self._schedule_running(plan, entries)
-        plan.released_slots.extend(self._slots.release())
-        if self._preemptions == num_preempted:
-            self._admit(plan, entries, budget=budget, now=now)
-        if not entries:
+        step = self._planner.plan(now)
+        if step is None and not self._requests:
+            step = self._planner.plan_release()
+        if step is not None:
+            self._in_flight.append(step)
+        elif self._requests and not self._in_flight:
             raise EngineFault(f"{len(self._requests)} requests are in flight and none can be scheduled")
-        self._last_step_id = plan.step_id
-        self._in_flight = ScheduledStep(plan, tuple(entries))
-        return self._in_flight
-
-    def _schedule_running(self, plan: ranks_pb2.StepPlan, entries: list[ScheduledEntry]) -> int:
-        """Give running requests their tokens, earliest first; what is left of the budget."""
-        budget = self._config.max_num_batched_tokens
-        for request in list(self._running.values()):
-            # Victims of a preemption are the latest, hence not yet in `entries`.
-            if budget == 0 or request.status is not RequestStatus.RUNNING:
-                break
-            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
-            if not self._make_room(request, num_tokens):
-                break
-            entries.append(self._schedule_one(request, plan, num_tokens))
-            budget -= num_tokens
-        return budget
-
-    def _make_room(self, request: Request, num_tokens: int) -> bool:
-        """Preempt until `request` can have the blocks it needs; False if that took the request itself."""
-        needed = self._new_blocks(request, num_tokens)
-        while not self._pool.can_allocate(needed):
-            victim = next(reversed(self._running.values()))
-            self._preempt(victim)
-            if victim is request:
-                return False
-        return True
-
-    def _preempt(self, request: Request) -> None:
-        self._stop_running(request)
-        self._release_blocks(request)
-        request.status = RequestStatus.WAITING
-        request.num_computed_tokens = 0
-        self._waiting[request.order] = request
-        self._waiting.move_to_end(request.order, last=False)
-        self._preemptions += 1
-
-    def _admit(self, plan: ranks_pb2.StepPlan, entries: list[ScheduledEntry], *, budget: int, now: float) -> None:
-        """Start waiting requests, in order, while budget, slots and blocks last."""
-        while self._waiting and budget > 0 and self._slots.has_free():
-            request = next(iter(self._waiting.values()))
-            hits = self._find_prefix(request)
-            # All blocks that its known tokens take have to be free, though the first chunk may need fewer: what
-            # cannot be prefilled to its end would only be preempted again.
-            if not self._pool.can_allocate(self._blocks_of(request.num_tokens) - len(hits), keeping=hits):
-                return
-            self._start(request, plan, hits=hits, now=now)
-            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
-            entries.append(self._schedule_one(request, plan, num_tokens))
-            budget -= num_tokens
-
-    def _find_prefix(self, request: Request) -> list[int]:
-        """Cached blocks of the leading tokens, less one if they are all.
-
-        The last token is always computed: it is what is sampled from.
-        """
-        if not self._config.enable_prefix_caching:
-            return []
-        num_blocks = (request.num_tokens - 1) // self._config.block_size
-        return self._pool.lookup(request.digests.upto(num_blocks, request.token_ids))
-
-    def _start(self, request: Request, plan: ranks_pb2.StepPlan, *, hits: list[int], now: float) -> None:
-        self._pool.acquire(hits)
-        del self._waiting[request.order]
-        self._running[request.order] = request
-        request.status = RequestStatus.RUNNING
-        request.slot = self._slots.take()
-        request.block_ids = hits
-        request.num_registered_blocks = len(hits)
-        request.num_computed_tokens = len(hits) * self._config.block_size
-        if request.first_scheduled_s is None:
-            request.first_scheduled_s = now
-            request.num_cached_tokens = request.num_computed_tokens
-            self._cached_tokens += request.num_cached_tokens
-        plan.new_sequences.append(_new_sequence(request))
-
-    def _schedule_one(self, request: Request, plan: ranks_pb2.StepPlan, num_tokens: int) -> ScheduledEntry:
-        new_block_ids = self._pool.allocate(self._new_blocks(request, num_tokens))
-        request.block_ids.extend(new_block_ids)
-        request.in_flight = True
-        sample = request.num_computed_tokens + num_tokens == request.num_tokens
-        plan.scheduled.add(slot=request.slot, num_tokens=num_tokens, new_block_ids=new_block_ids, sample=sample)
-        return ScheduledEntry(request, request.slot, num_tokens, sample)
+        return step
 
     # --- its result comes back --------------------------------------------------------------------------
 
-    def apply(self, result: ranks_pb2.StepResult) -> list[RequestUpdate]:
-        """Take in the result of the step in flight: tokens, computed blocks, requests that end.
+    def apply(self, result: ranks_pb2.StepResult) -> StepOutcome:
+        """Take in the result of the oldest step in flight: tokens, computed blocks, completions that end.
 
-        Raises StepMismatch, having changed nothing, if the result does not answer that step.
+        Raises StepMismatch if the result does not answer that step; then the group is to be lost.
         """
-        step = self._in_flight
-        if step is None:
+        if not self._in_flight:
             raise EngineFault(f"no step is in flight, a result of step {result.step_id} came")
-        tokens = step.tokens_by_slot(result, vocab_size=self._config.vocab_size)
-        self._in_flight = None
-        self._steps += 1
-        updates = [self._apply_one(entry, tokens) for entry in step.entries]
-        return [update for update in updates if update is not None]
+        step = self._in_flight[0]
+        with_prompt_logprobs = append_prompt_logprobs(step, result)
+        # Last of what may refuse the result: a token that was appended is told.
+        updates = append_tokens(step, result, vocab_size=self._config.vocab_size)
+        self._in_flight.popleft()
+        self._counts.steps += step.computes
+        self._counts.generated_tokens += len(updates.all)
+        for grown in step.grown:
+            if grown.completion.residency == grown.residency:
+                self._residents.register(grown.completion, grown.num_full_blocks)
+        for span in step.spans:
+            self._take_span(span)
+        if self._waiting.has_returning:
+            self._waiting.tokens_came(update.completion for update in updates.all)
+        for update in updates.ending:
+            update.completion.reason = update.reason
+            update.completion.stop_token_id = update.stop_token_id
+            self._end(update.completion)
+        return StepOutcome(updates.all, [(request, _take_prompt_logprobs(request)) for request in with_prompt_logprobs])
 
-    def _apply_one(self, entry: ScheduledEntry, tokens: dict[int, int]) -> RequestUpdate | None:
-        request = entry.request
-        request.in_flight = False
-        prompt_left = max(0, request.num_prompt_tokens - request.num_computed_tokens)
-        self._prompt_tokens += min(prompt_left, entry.num_tokens)
-        request.num_computed_tokens += entry.num_tokens
-        self._register_computed(request)
-        if request.status is RequestStatus.ENDED:
-            self._release_blocks(request)
-            return None
-        if not entry.sample:
-            return None
-        return self._append(request, tokens[entry.slot])
-
-    def _register_computed(self, request: Request) -> None:
-        if not self._config.enable_prefix_caching:
+    def _take_span(self, span: SpanEntry) -> None:
+        completion = span.completion
+        num_prompt = completion.num_prompt_tokens
+        self._counts.prompt_tokens += min(span.end, num_prompt) - min(span.begin, num_prompt)
+        if completion.residency != span.residency:
             return
-        num_full = request.num_computed_tokens // self._config.block_size
-        digests = request.digests.upto(num_full, request.token_ids)
-        for index in range(request.num_registered_blocks, num_full):
-            self._pool.register(request.block_ids[index], digests[index])
-        request.num_registered_blocks = num_full
-
-    def _append(self, request: Request, token_id: int) -> RequestUpdate:
-        request.token_ids.append(token_id)
-        self._generated_tokens += 1
-        sampling = request.asked.sampling
-        is_eos = token_id in self._config.eos_token_ids and not sampling.ignore_eos
-        reason, stop_token_id = None, None
-        if is_eos or token_id in sampling.stop_token_ids:
-            reason, stop_token_id = FinishReason.STOP, token_id
-        elif request.num_output_tokens >= request.max_tokens:
-            reason = FinishReason.LENGTH
-        if reason is not None:
-            self._end(request)
-        return RequestUpdate(request, token_id, reason, stop_token_id)
+        residents = self._residents
+        completion.num_filled = span.end
+        completion.is_prefilled = span.sample
+        residents.register(completion, span.end // self._cache.block_size)
+        parked = completion.request.parked
+        if parked and span.end >= residents.shareable_blocks(parked[0]) * self._cache.block_size:
+            self._waiting.unpark(completion.request)
 
     # --- shared -----------------------------------------------------------------------------------------
 
+    def _enter_line(self, request: Request) -> None:
+        waiting = [completion for completion in request.completions if not completion.ended]
+        shares_blocks = len(waiting) > 1 and self._residents.shareable_blocks(waiting[1]) > 0
+        self._waiting.enter(request, shares_blocks=shares_blocks)
+
     def _check_queue(self) -> None:
         # Those that the next step can start do not wait for anything.
-        startable = self._config.max_num_seqs - len(self._running)
-        if len(self._waiting) >= self._config.max_queued_requests + startable:
-            raise QueueFull(f"{len(self._waiting)} requests wait, maxQueuedRequests allows no more; try later")
+        num_waiting = len(self._requests) - self._counts.running_requests
+        if num_waiting >= self._config.max_queued_requests + self._residents.num_startable:
+            raise QueueFull(f"{num_waiting} requests wait, maxQueuedRequests allows no more; try later")
 
-    def _end(self, request: Request) -> None:
-        del self._requests[request.request_id]
-        if request.status is RequestStatus.RUNNING:
-            self._stop_running(request)
+    def _end_request(self, request: Request) -> None:
+        for completion in request.completions:
+            self.finish(completion)
+
+    def _end(self, completion: Completion) -> None:
+        request = completion.request
+        if completion.slot >= 0:
+            self._residents.leave(completion)
+        completion.ended = True
+        self._waiting.forget(completion)
+        request.num_open -= 1
+        if request.is_ended:
+            del self._requests[request.request_id]
+            self._counts.finished_requests += 1
         else:
-            del self._waiting[request.order]
-        request.status = RequestStatus.ENDED
-        self._finished_requests += 1
-        if not request.in_flight:
-            self._release_blocks(request)
-
-    def _stop_running(self, request: Request) -> None:
-        del self._running[request.order]
-        self._slots.give_up(request.slot)
-        request.slot = -1
-
-    def _release_blocks(self, request: Request) -> None:
-        self._pool.release(request.block_ids)
-        request.block_ids = []
-        request.num_registered_blocks = 0
-
-    def _blocks_of(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._config.block_size)
-
-    def _new_blocks(self, request: Request, num_tokens: int) -> int:
-        return self._blocks_of(request.num_computed_tokens + num_tokens) - len(request.block_ids)
+            self._waiting.replace_first(request)
 
 
-def _new_sequence(request: Request) -> ranks_pb2.NewSequence:
-    sampling = request.asked.sampling
-    return ranks_pb2.NewSequence(
-        slot=request.slot,
-        token_ids=request.token_ids,
-        num_computed_tokens=request.num_computed_tokens,
-        block_ids=request.block_ids,
-        sampling=ranks_pb2.Sampling(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
-        ),
-    )
+def _forget_digests(request: Request, *, block_size: int) -> None:
+    for completion in request.completions:
+        completion.digests = BlockDigests(cache_salt=request.asked.cache_salt, block_size=block_size)
+
+
+def _deadline_s(request: Request) -> float:
+    deadline_s = request.asked.deadline_s
+    assert deadline_s is not None, "only requests with a deadline are in the heap"
+    return deadline_s
+
+
+def _take_prompt_logprobs(request: Request) -> list[logprobs_pb2.TokenLogprobs]:
+    """They are told once, and not computed again."""
+    prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
+    assert prompt_logprobs is not None, "the request waited for them"
+    return prompt_logprobs

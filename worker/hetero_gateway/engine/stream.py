@@ -1,22 +1,28 @@
-"""What a request's reader sees: token events, then exactly one end.
+"""What a request's reader sees: token events of its completions, then exactly one end of each.
 
-The engine never waits for a reader. What a slow one has not read yet is merged into one pending event, so a stream
-holds at most one completion's tokens and a reader that catches up gets them in one piece. One loop, one reader.
+The engine never waits for a reader. What a slow one has not read yet is merged, a pending event a completion, so a
+stream holds at most its completions' tokens and a reader that catches up gets them in one piece. Text is made of
+tokens when the reader takes them, many at once for one that is behind; only where stop strings are looked for it is
+made token by token. One loop, one reader.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from hetero_api.v1.logprobs_pb2 import TokenLogprobs
+from hetero_gateway.engine.detokenizer import IncrementalDetokenizer
 from hetero_gateway.engine.errors import EngineError
+from hetero_gateway.engine.pace import Pace
 from hetero_gateway.engine.request import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts. `completion_tokens` includes an ending token."""
+    """Token counts of one completion. `completion_tokens` includes an ending token, and what was received before."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -34,16 +40,30 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class TokensEvent:
-    """Tokens and text since the last event; `text` may be empty while a character or a stop string is unclear."""
+    """Tokens and text of a completion since its last event.
 
-    token_ids: tuple[int, ...]
+    `text` may be empty while a character or a stop string is unclear. `logprobs` has one for each token if the request
+    asked for them, else none.
+    """
+
+    index: int
+    token_ids: list[int]
     text: str
+    logprobs: Sequence[TokenLogprobs] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobsEvent:
+    """One for each token of the prompt but the first. Before any TokensEvent."""
+
+    positions: Sequence[TokenLogprobs]
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedEvent:
-    """The completion's end. With STOP, one of `stop_text` and `stop_token_id` says what ended it."""
+    """A completion's end. With STOP, one of `stop_text` and `stop_token_id` says what ended it."""
 
+    index: int
     reason: FinishReason
     stop_text: str | None
     stop_token_id: int | None
@@ -51,56 +71,193 @@ class FinishedEvent:
     timings: Timings
 
 
-class RequestStream:
-    """Iterate: TokensEvents, then a FinishedEvent or an EngineError raised, then the iteration is over."""
+StreamEvent = TokensEvent | PromptLogprobsEvent | FinishedEvent
 
-    def __init__(self, request_id: str, *, num_prompt_tokens: int, cancel: Callable[[RequestStream], None]) -> None:
-        self.request_id = request_id
-        self.num_prompt_tokens = num_prompt_tokens
-        self._cancel = cancel
+
+class CompletionFeed:
+    """One completion's way from tokens to events. Made by its stream; the engine puts in, the stream takes out."""
+
+    __slots__ = (
+        "_detokenizer", "_finished", "_index", "_is_closed", "_is_eager", "_logprobs", "_stream", "_text",
+        "_token_ids", "is_queued",
+    )  # fmt: skip
+
+    def __init__(self, stream: RequestStream, index: int, detokenizer: IncrementalDetokenizer) -> None:
+        self._stream = stream
+        self._index = index
+        self._detokenizer = detokenizer
+        self._is_eager = detokenizer.looks_for_stops
+        self._is_closed = False
         self._token_ids: list[int] = []
         self._text: list[str] = []
-        self._end: FinishedEvent | EngineError | None = None
-        self._news = asyncio.Event()
+        self._logprobs: list[TokenLogprobs] = []
+        self._finished: FinishedEvent | None = None
+        self.is_queued = False
+        """Whether the stream knows that there is something to take. The stream's own."""
+
+    @property
+    def matched_stop(self) -> str | None:
+        """The stop string that was met."""
+        return self._detokenizer.matched_stop
+
+    def prime(self, token_ids: Sequence[int], *, is_all: bool) -> None:
+        """Tokens that the reader has, with their text, from an earlier stream; with `is_all` no text follows."""
+        self._detokenizer.push(token_ids)
+        if is_all:
+            self._detokenizer.finish()
+            self._is_closed = True
+
+    def push(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        """One more token, and its text."""
+        self._token_ids.append(token_id)
+        if logprobs is not None:
+            self._logprobs.append(logprobs)
+        if self._is_eager:
+            self._text.append(self._detokenizer.push((token_id,)))
+        if not self.is_queued:
+            self._stream.has_news(self)
+
+    def push_last(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        """A token that ends the completion: it is reported, but is no part of the text."""
+        self.close()
+        self.push(token_id, logprobs)
+
+    def close(self) -> None:
+        """No more text: make what is held back certain, which may complete a stop string."""
+        if not self._is_closed:
+            self._text += (self._pending_text(), self._detokenizer.finish())
+            self._is_closed, self._is_eager = True, False
+
+    def end(self, event: FinishedEvent) -> None:
+        """The end, after `close`. Comes once."""
+        self._finished = event
+        self._stream.has_news(self, ended=True)
+
+    def take(self) -> TokensEvent | FinishedEvent | None:
+        """The next event for the reader; None if there is none now."""
+        if self._token_ids or self._text:
+            event = self._take_tokens()
+            if event is not None:
+                return event
+        finished, self._finished = self._finished, None
+        return finished
+
+    @property
+    def has_more(self) -> bool:
+        """Whether `take` would give something after what it gave."""
+        return self._finished is not None
+
+    def _take_tokens(self) -> TokensEvent | None:
+        text = "".join(self._text) + self._pending_text()
+        self._text.clear()
+        token_ids, self._token_ids = self._token_ids, []
+        if not token_ids and not text:
+            return None
+        if not self._logprobs:
+            return TokensEvent(self._index, token_ids, text)
+        logprobs, self._logprobs = self._logprobs, []
+        return TokensEvent(self._index, token_ids, text, logprobs)
+
+    def _pending_text(self) -> str:
+        return "" if self._is_eager or self._is_closed else self._detokenizer.push(self._token_ids)
+
+
+class RequestStream:
+    """Iterate: TokensEvents, a FinishedEvent for each completion; an EngineError raised is the end as well."""
+
+    def __init__(
+        self,
+        request_id: str,
+        *,
+        num_prompt_tokens: int,
+        detokenizers: Sequence[IncrementalDetokenizer],
+        cancel: Callable[[RequestStream], None],
+        pace: Pace,
+    ) -> None:
+        self.request_id = request_id
+        self.num_prompt_tokens = num_prompt_tokens
+        self.feeds = tuple(CompletionFeed(self, index, each) for index, each in enumerate(detokenizers))
+        self._cancel = cancel
+        self._pace = pace
+        self._num_open = len(self.feeds)
+        self._with_news: deque[CompletionFeed] = deque()
+        self._prompt_logprobs: PromptLogprobsEvent | None = None
+        self._error: EngineError | None = None
+        self._reader: asyncio.Future[None] | None = None
 
     def __aiter__(self) -> RequestStream:
         return self
 
-    async def __anext__(self) -> TokensEvent | FinishedEvent:
-        await self._news.wait()
-        if self._token_ids or self._text:
-            return self._take_tokens()
-        end, self._end = self._end, None
-        if end is None:
-            raise StopAsyncIteration
-        if isinstance(end, EngineError):
-            raise end
-        return end
+    async def __anext__(self) -> StreamEvent:
+        while True:
+            if self._prompt_logprobs is not None or self._with_news:
+                await self._pace.wait()
+            event = self.take()
+            if event is not None:
+                return event
+            if self._error is not None:
+                error, self._error = self._error, None
+                raise error
+            if not self._num_open:
+                raise StopAsyncIteration
+            await self._wait()
+
+    def take(self) -> StreamEvent | None:
+        """The next event, if there is one now. Never an error: the iteration raises it."""
+        if self._prompt_logprobs is not None:
+            event, self._prompt_logprobs = self._prompt_logprobs, None
+            return event
+        while self._with_news:
+            feed = self._with_news.popleft()
+            feed.is_queued = False
+            taken = feed.take()
+            if feed.has_more:
+                self._queue(feed)
+            if taken is not None:
+                return taken
+        return None
 
     def cancel(self) -> None:
         """The reader goes away: end the request, unless it has ended. Its blocks are free within one step."""
         self._cancel(self)
 
-    def push(self, token_id: int, text: str) -> None:
-        """Engine only: one more token."""
-        self._token_ids.append(token_id)
-        self._add_text(text)
-        self._news.set()
+    # --- for the engine ---------------------------------------------------------------------------------
 
-    def end(self, event: FinishedEvent | EngineError, *, text: str = "") -> None:
-        """Engine only: the end, after the last piece of text. Comes once; nothing comes after it."""
-        self._add_text(text)
-        self._end = event
-        self._news.set()
+    @property
+    def num_open(self) -> int:
+        """Completions that have not ended."""
+        return self._num_open
 
-    def _add_text(self, text: str) -> None:
-        if text:
-            self._text.append(text)
+    def push_prompt_logprobs(self, positions: Sequence[TokenLogprobs]) -> None:
+        """Those of the whole prompt. Comes once."""
+        self._prompt_logprobs = PromptLogprobsEvent(positions)
+        self._wake()
 
-    def _take_tokens(self) -> TokensEvent:
-        event = TokensEvent(tuple(self._token_ids), "".join(self._text))
-        self._token_ids.clear()
-        self._text.clear()
-        if self._end is None:
-            self._news.clear()
-        return event
+    def fail(self, error: EngineError) -> None:
+        """End every completion that has not ended. Nothing comes after it, but what is pending before."""
+        self._error = error
+        self._num_open = 0
+        self._wake()
+
+    def has_news(self, feed: CompletionFeed, *, ended: bool = False) -> None:
+        """A feed had nothing to take and now has, or has ended."""
+        if not feed.is_queued:
+            self._queue(feed)
+        if ended:
+            self._num_open -= 1
+        self._wake()
+
+    def _queue(self, feed: CompletionFeed) -> None:
+        feed.is_queued = True
+        self._with_news.append(feed)
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def _wait(self) -> None:
+        self._reader = asyncio.get_running_loop().create_future()
+        try:
+            await self._reader
+        finally:
+            self._reader = None

@@ -8,6 +8,7 @@ once made; encoding and decoding may be called from any thread.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -30,6 +31,9 @@ TOKENIZER_CONFIG_FILE: Final = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE: Final = "special_tokens_map.json"
 CHAT_TEMPLATE_FILE: Final = "chat_template.jinja"
 
+_BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-F]{2})>")
+"""A byte of SentencePiece's byte fallback."""
+_SENTENCEPIECE_SPACE: Final = "\N{LOWER ONE EIGHTH BLOCK}"
 _SPECIAL_TOKEN_NAMES: Final = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
@@ -41,7 +45,7 @@ class TextTokenizer:
         self._chat_template = chat_template
         added = tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._bytes_of = _ByteVocabulary(tokenizer) if byte_level else None
+        self._bytes_of = _ByteVocabulary(tokenizer, self._special_ids) if byte_level else None
 
     @classmethod
     def from_directory(cls, directory: Path) -> TextTokenizer:
@@ -70,10 +74,14 @@ class TextTokenizer:
         """Token ids of plain text, with the model's special tokens."""
         return list(self._tokenizer.encode(text).ids)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation (`role` and `content` each) with the assistant's turn opened after it.
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """Token ids of a conversation with the assistant's turn opened after it.
 
-        Raises InvalidRequest if the model has no chat template or its template refuses the messages.
+        Messages have `role` and `content`, and what the template knows besides (`tool_calls`, `tool_call_id`, `name`);
+        `tools` are shown to the model as the template does it. Raises InvalidRequest if the model has no chat template
+        or its template refuses the messages.
         """
         if self._chat_template is None:
             raise InvalidRequest(
@@ -81,34 +89,53 @@ class TextTokenizer:
                 f"this model has no chat template ({CHAT_TEMPLATE_FILE}, or chat_template in "
                 f"{TOKENIZER_CONFIG_FILE}); send text or token ids",
             )
-        text = self._chat_template.render(messages)
+        text = self._chat_template.render(messages, tools=tools)
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens; bytes that are no UTF-8 become U+FFFD, ids beyond the vocabulary nothing."""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
+    def to_json(self) -> str:
+        """The tokenizer as the text of a tokenizer.json."""
+        return str(self._tokenizer.to_str())
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token, special ones as they are written; none for an id beyond the vocabulary.
+
+        Exact for byte-level tokenizers; for others the text of the token alone.
+        """
+        if self._bytes_of is not None and token_id not in self._special_ids:
+            return self._bytes_of[token_id]
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None or token_id in self._special_ids:
+            return (token or "").encode()
+        byte = _BYTE_TOKEN.fullmatch(token)
+        return bytes.fromhex(byte[1]) if byte else token.replace(_SENTENCEPIECE_SPACE, " ").encode()
+
     def detokenizer(self, stop: Sequence[str] = ()) -> IncrementalDetokenizer:
         """For one completion, which ends at any of the strings `stop`."""
-        text: TokenText = ByteLevelText(self._bytes_of) if self._bytes_of else WindowText(self.decode)
-        return IncrementalDetokenizer(text, is_silent=self._is_silent, stop=stop)
+        text: TokenText
+        if self._bytes_of is not None:
+            text = ByteLevelText(self._bytes_of.__getitem__)
+        else:
+            text = WindowText(self.decode, is_silent=self._is_silent)
+        return IncrementalDetokenizer(text, stop=stop)
 
     def _is_silent(self, token_id: int) -> bool:
         return token_id in self._special_ids or self._tokenizer.id_to_token(token_id) is None
 
 
-class _ByteVocabulary:
-    """The bytes of each token of a byte-level tokenizer, remembered once asked for."""
+class _ByteVocabulary(dict[int, bytes]):
+    """The bytes of each token of a byte-level tokenizer, remembered once asked for; special tokens have none."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, special_ids: frozenset[int]) -> None:
+        super().__init__(dict.fromkeys(special_ids, b""))
         self._tokenizer = tokenizer
         self._alphabet = byte_level_alphabet()
-        self._known: dict[int, bytes] = {}
 
-    def __call__(self, token_id: int) -> bytes:
-        known = self._known.get(token_id)
-        if known is None:
-            known = self._known[token_id] = self._bytes(self._tokenizer.id_to_token(token_id))
+    def __missing__(self, token_id: int) -> bytes:
+        known = self[token_id] = self._bytes(self._tokenizer.id_to_token(token_id))
         return known
 
     def _bytes(self, token: str | None) -> bytes:

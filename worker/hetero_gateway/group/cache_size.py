@@ -1,47 +1,144 @@
-"""How many KV blocks a group has: what the rank with the least room for its heads can hold.
+"""How the KV cache of a group is cut: what the rank with the least room for its heads can hold.
 
-Ranks without heads have no cache and no say. More blocks than all sequences at full length could fill are not made.
+Ranks without heads have no cache and no say. The same arithmetic serves the first cache of an epoch, which is the
+resource's, and every reset, which an administrator asks for. Unless a number of blocks is asked for, no more are made
+than all sequences at full length could fill. Each problem is told with the numbers and the fields that it follows from.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
 
-from hetero_api.v1 import ranks_pb2
-from hetero_gateway.group.errors import CacheSizeError
+from hetero_api.v1 import admin_pb2, ranks_pb2
+from hetero_gateway.group.errors import CacheSizeError, InvalidCommand
 from hetero_gateway.group.placement import ExpectedPlace
 from hetero_gateway.group.settings import GroupSettings
 
+MAX_BLOCKS: Final = 1 << 31
 
-def choose_num_blocks(settings: GroupSettings, loaded: Sequence[ranks_pb2.Loaded]) -> int:
-    """Blocks, the null block included, from what the ranks reported, in rank order. Raises CacheSizeError."""
-    blocks_a_sequence = -(-settings.max_model_len // settings.block_size)
-    num_blocks = settings.max_num_seqs * blocks_a_sequence + 1
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """A group's KV cache. `num_blocks` includes the null block, as in AllocateCache."""
+
+    block_size: int
+    num_blocks: int
+
+    def layout(self, settings: GroupSettings) -> admin_pb2.CacheLayout.ValueType:
+        """Contiguous if a block holds the longest sequence."""
+        contiguous = self.block_size >= settings.max_model_len
+        return admin_pb2.CACHE_LAYOUT_CONTIGUOUS if contiguous else admin_pb2.CACHE_LAYOUT_PAGED
+
+    def to_proto(self) -> ranks_pb2.AllocateCache:
+        return ranks_pb2.AllocateCache(num_blocks=self.num_blocks, block_size=self.block_size)
+
+
+def first_cache(settings: GroupSettings, loaded: Sequence[ranks_pb2.Loaded]) -> CacheShape:
+    """The resource's own cache, from what the ranks reported, in rank order. Raises CacheSizeError."""
+    return CacheShape(settings.block_size, _choose_num_blocks(settings, loaded, settings.block_size))
+
+
+def asked_cache(
+    request: admin_pb2.ResetCacheRequest, settings: GroupSettings, loaded: Sequence[ranks_pb2.Loaded]
+) -> CacheShape:
+    """The cache that a reset asks for. Raises InvalidCommand, naming the field."""
+    block_size = _asked_block_size(request, settings)
+    try:
+        if not request.num_blocks:
+            return CacheShape(block_size, _choose_num_blocks(settings, loaded, block_size))
+    except CacheSizeError as error:
+        field = "block_size" if request.block_size else "layout"
+        raise InvalidCommand(field, f"asks for blocks of {block_size} tokens; {error}") from error
+    cache = CacheShape(block_size, request.num_blocks + 1)
+    _check_asked(cache, settings, loaded)
+    return cache
+
+
+def _asked_block_size(request: admin_pb2.ResetCacheRequest, settings: GroupSettings) -> int:
+    match request.layout:
+        case admin_pb2.CACHE_LAYOUT_CONTIGUOUS:
+            if request.block_size:
+                raise InvalidCommand("block_size", "must be 0 for CONTIGUOUS: a block is as long as a sequence may be")
+            return settings.max_model_len
+        case admin_pb2.CACHE_LAYOUT_PAGED | admin_pb2.CACHE_LAYOUT_UNSPECIFIED:
+            if request.block_size > settings.max_model_len:
+                raise InvalidCommand(
+                    "block_size",
+                    f"must be at most spec.model.maxModelLen {settings.max_model_len}, not {request.block_size}",
+                )
+            return request.block_size or settings.block_size
+        case _:
+            raise InvalidCommand("layout", f"{request.layout} is no CacheLayout; use PAGED or CONTIGUOUS")
+
+
+def _check_asked(cache: CacheShape, settings: GroupSettings, loaded: Sequence[ranks_pb2.Loaded]) -> None:
+    asked, needed = cache.num_blocks - 1, blocks_of_longest(settings, cache.block_size)
+    if asked < needed:
+        raise InvalidCommand(
+            "num_blocks",
+            f"must be at least {needed}, not {asked}: one sequence of spec.model.maxModelLen {settings.max_model_len} "
+            f"tokens takes {needed} blocks of {cache.block_size}",
+        )
+    if cache.num_blocks > MAX_BLOCKS:
+        raise InvalidCommand("num_blocks", f"must be less than {MAX_BLOCKS}, not {asked}")
+    for place, report in zip(settings.places, loaded, strict=True):
+        budget, block_bytes = _budget(settings, report), report.kv_bytes_per_token * cache.block_size
+        if cache.num_blocks * block_bytes > budget:
+            raise InvalidCommand(
+                "num_blocks",
+                f"{asked} blocks and the null block need {cache.num_blocks * block_bytes} bytes = {cache.num_blocks} * "
+                f"{report.kv_bytes_per_token} bytes a token * {cache.block_size}; {place} has {budget} bytes "
+                f"({_budget_field(settings, place)}), room for {max(0, budget // block_bytes - 1)} blocks",
+            )
+
+
+def blocks_of_longest(settings: GroupSettings, block_size: int) -> int:
+    """Blocks that one sequence of full length takes."""
+    return -(-settings.max_model_len // block_size)
+
+
+def _choose_num_blocks(settings: GroupSettings, loaded: Sequence[ranks_pb2.Loaded], block_size: int) -> int:
+    num_blocks = settings.max_num_seqs * blocks_of_longest(settings, block_size) + 1
     for place, report in zip(settings.places, loaded, strict=True):
         if report.kv_bytes_per_token:
-            num_blocks = min(num_blocks, _blocks_of(settings, place, report, needed=blocks_a_sequence + 1))
+            num_blocks = min(num_blocks, _blocks_of(settings, place, report, block_size))
     return num_blocks
 
 
-def _blocks_of(settings: GroupSettings, place: ExpectedPlace, report: ranks_pb2.Loaded, *, needed: int) -> int:
-    budget, block_bytes = report.kv_budget_bytes, report.kv_bytes_per_token * settings.block_size
-    memory = f"spec.pools[{place.pool_index}].cpu.memoryPerRank"
-    field = memory
-    if settings.kv_cache_bytes is not None:
-        field = "spec.engine.kvCacheMemoryBytes"
-        if settings.kv_cache_bytes > budget:
-            raise CacheSizeError(
-                f"{field}: {settings.kv_cache_bytes} bytes are asked for, {place} has {budget} bytes left for its KV "
-                f"cache; lower it or raise {memory}"
-            )
-        budget = settings.kv_cache_bytes
-    num_blocks = budget // block_bytes
+def _blocks_of(settings: GroupSettings, place: ExpectedPlace, report: ranks_pb2.Loaded, block_size: int) -> int:
+    _check_explicit_size(settings, place, report)
+    budget, block_bytes = _budget(settings, report), report.kv_bytes_per_token * block_size
+    num_blocks, needed = budget // block_bytes, blocks_of_longest(settings, block_size) + 1
     if num_blocks < needed:
-        room = max(0, num_blocks - 1) * settings.block_size
+        field, room = _budget_field(settings, place), max(0, num_blocks - 1) * block_size
+        size_field = "spec.engine.blockSize " if block_size == settings.block_size else ""
         raise CacheSizeError(
             f"{field}: {place} can hold {num_blocks} KV blocks = {budget} bytes / ({report.kv_bytes_per_token} bytes a "
-            f"token * spec.engine.blockSize {settings.block_size}); one sequence of spec.model.maxModelLen "
+            f"token * {size_field}{block_size}); one sequence of spec.model.maxModelLen "
             f"{settings.max_model_len} tokens needs {needed} (one of them the null block) = {needed * block_bytes} "
             f"bytes; raise {field} or lower spec.model.maxModelLen to at most {room}"
         )
     return num_blocks
+
+
+def _check_explicit_size(settings: GroupSettings, place: ExpectedPlace, report: ranks_pb2.Loaded) -> None:
+    asked, left = settings.kv_cache_bytes, report.kv_budget_bytes
+    if asked is not None and asked > left:
+        raise CacheSizeError(
+            f"spec.engine.kvCacheMemoryBytes: {asked} bytes are asked for, {place} has {left} bytes left for its KV "
+            f"cache; lower it or raise {_memory_field(place)}"
+        )
+
+
+def _budget(settings: GroupSettings, report: ranks_pb2.Loaded) -> int:
+    return report.kv_budget_bytes if settings.kv_cache_bytes is None else settings.kv_cache_bytes
+
+
+def _budget_field(settings: GroupSettings, place: ExpectedPlace) -> str:
+    return _memory_field(place) if settings.kv_cache_bytes is None else "spec.engine.kvCacheMemoryBytes"
+
+
+def _memory_field(place: ExpectedPlace) -> str:
+    return f"spec.pools[{place.pool_index}].cpu.memoryPerRank"

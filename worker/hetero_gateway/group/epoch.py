@@ -1,10 +1,11 @@
 """One epoch of a group: rendezvous, load, allocate, warm up, serve, until something ends it.
 
 `run` goes through the phases in order and never returns: it raises EpochEnded with the first reason, be it a rank's
-Failure, its stream's end, an answer that did not come in time or does not fit, or the engine's own finding. Whoever
-runs it clears up: nothing here outlives the epoch but what `run` was given.
+Failure, its stream's end, its silence, an answer that did not come in time or does not fit, or the engine's own
+finding. Whoever runs it clears up: nothing here outlives the epoch but what `run` was given.
 
-`receive` and `end` may be called at any time from the same asyncio loop; they do not wait.
+While it serves, `command` has the ranks do something else together; `cache`, `asleep` and the bytes of the ranks tell
+what stands after it. `receive` and `end` may be called at any time from the same asyncio loop; they do not wait.
 """
 
 from __future__ import annotations
@@ -13,22 +14,34 @@ import asyncio
 import enum
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final, NoReturn
 
 from hetero_api.v1 import ranks_pb2
 from hetero_gateway.engine.core import EngineCore
 from hetero_gateway.engine.errors import GroupLost
-from hetero_gateway.group.cache_size import choose_num_blocks
-from hetero_gateway.group.errors import CacheSizeError, EpochEnded, RankMisbehaved
+from hetero_gateway.group.cache_size import CacheShape, first_cache
+from hetero_gateway.group.errors import CacheSizeError, CommandFailed, EpochEnded, RankMisbehaved
 from hetero_gateway.group.executor import GroupExecutor
+from hetero_gateway.group.heartbeats import (
+    BUSY_SILENCE_S,
+    HEARTBEAT_INTERVAL_S,
+    SERVING_SILENCE_S,
+    HeartbeatWatch,
+)
+from hetero_gateway.group.rank_link import broadcast
 from hetero_gateway.group.roster import Member
 from hetero_gateway.group.settings import GroupSettings
-from hetero_gateway.group.warm_up import StepBounds, warm_up_plans
+from hetero_gateway.group.warm_up import StepBounds, sampling_slots, warm_up_plans
 
 logger = logging.getLogger(__name__)
 
 _SEGMENT_RANDOM_BYTES: Final = 4
+RAN_WELL_STEPS: Final = 10
+"""So many steps of requests show that an epoch works ..."""
+RAN_WELL_S: Final = 10.0
+"""... and so does serving for so long."""
 
 
 class Phase(enum.Enum):
@@ -40,7 +53,7 @@ class Phase(enum.Enum):
 
 
 class Epoch:
-    """See the module. `on_phase` is told of every phase after it began."""
+    """See the module. `on_phase` is told of every phase after it began, `on_silent` of members that fell silent."""
 
     def __init__(
         self,
@@ -50,16 +63,20 @@ class Epoch:
         settings: GroupSettings,
         core: EngineCore,
         on_phase: Callable[[Phase], None],
+        on_silent: Callable[[Member, str], None],
         observe_step: Callable[[float], None],
     ) -> None:
         self.number = number
         self.members = tuple(members)
         self.phase = Phase.FORMING
         self.exchange = ranks_pb2.EXCHANGE_KIND_UNSPECIFIED
-        self.num_blocks = 0
-        """Null block included; 0 until chosen."""
+        self.cache: CacheShape | None = None
+        """None until chosen. While the cache is asleep, the one that was and will be."""
+        self.asleep: frozenset[str] = frozenset()
+        """Tags of what memory was given up of."""
         self.loaded: dict[int, ranks_pb2.Loaded] = {}
-        self.allocated: dict[int, ranks_pb2.Allocated] = {}
+        self.weight_bytes: dict[int, int] = {}
+        self.kv_bytes: dict[int, int] = {}
         self._settings = settings
         self._core = core
         self._on_phase = on_phase
@@ -67,8 +84,15 @@ class Epoch:
             [member.link for member in members],
             epoch=number,
             step_timeout_s=settings.step_timeout_s,
+            command_timeout_s=settings.rendezvous_timeout_s,
             observe_step=observe_step,
+            on_late=self.end,
         )
+        self._heartbeats = HeartbeatWatch(
+            range(len(members)), on_silent=lambda rank, reason: on_silent(self.members[rank], reason)
+        )
+        self._served_since_s: float | None = None
+        self._warm_up_steps = 0
         self._expected = ""
         self._answers: dict[int, ranks_pb2.RankMessage] = {}
         self._answered = asyncio.Event()
@@ -80,19 +104,36 @@ class Epoch:
         return self._over.done()
 
     @property
+    def over(self) -> asyncio.Future[EpochEnded]:
+        """Done when it has ended. Not to be cancelled."""
+        return self._over
+
+    @property
     def stalled_s(self) -> float:
-        """Seconds that the step in flight, of warm-up or of requests, has been out; 0 when there is none."""
+        """Seconds that the oldest step out, of warm-up or of requests, has had; 0 when there is none."""
         return self._executor.stalled_s
+
+    @property
+    def ran_well(self) -> bool:
+        """Whether it served for long enough to say that the ranks and their model work."""
+        if self._served_since_s is None:
+            return False
+        served_s = asyncio.get_running_loop().time() - self._served_since_s
+        return served_s >= RAN_WELL_S or self._executor.num_steps - self._warm_up_steps >= RAN_WELL_STEPS
 
     async def run(self) -> NoReturn:
         """Live. Raises EpochEnded."""
-        deadline_s = asyncio.get_running_loop().time() + self._settings.rendezvous_timeout_s
-        await self._form(deadline_s)
-        await self._load(deadline_s)
-        await self._allocate(deadline_s)
-        await self._warm_up()
-        self._open()
-        raise await self._over
+        watching = asyncio.create_task(self._heartbeats.run(), name="heartbeats")
+        try:
+            deadline_s = asyncio.get_running_loop().time() + self._settings.rendezvous_timeout_s
+            await self._form(deadline_s)
+            await self._load(deadline_s)
+            await self._allocate(deadline_s)
+            await self._warm_up()
+            self._open()
+            raise await self._over
+        finally:
+            watching.cancel()
 
     def end(self, reason: str, *, permanent: bool = False) -> None:
         """The epoch is over. Only the first reason counts."""
@@ -102,11 +143,14 @@ class Epoch:
 
     def receive(self, member: Member, message: ranks_pb2.RankMessage) -> None:
         """What a member said in this epoch. Raises RankMisbehaved if it must not say that now."""
+        self._heartbeats.hear(member.rank)
         kind = message.WhichOneof("body") or "nothing"
-        if kind == "failure":
+        if kind == "step_result":
+            self._executor.take_result(member.rank, message.step_result)
+        elif kind == "heartbeat":
+            pass
+        elif kind == "failure":
             self.end(f"{member} failed: {message.failure.message}", permanent=message.failure.permanent)
-        elif kind == "step_result" and member.rank == 0:
-            self._executor.take_result(message.step_result)
         elif kind == self._expected and member.rank not in self._answers:
             self._answers[member.rank] = message
             if len(self._answers) == len(self.members):
@@ -114,6 +158,39 @@ class Epoch:
         else:
             expected = self._expected or "nothing"
             raise RankMisbehaved(f"{member} said {kind} in epoch {self.number}, expected of it is {expected}")
+
+    async def command(self, command: ranks_pb2.GroupCommand) -> list[ranks_pb2.CommandReport]:
+        """Have every rank do it between two steps; their reports, in rank order.
+
+        The engine must be held. Raises CommandFailed when no rank did it, GroupLost when the epoch ended.
+        """
+        with self._bearing_silence():
+            reports = await self._executor.command(command)
+        if all(report.done for report in reports):
+            return reports
+        problems = "; ".join(
+            f"{member}: {report.problem}"
+            for member, report in zip(self.members, reports, strict=True)
+            if report.problem
+        )
+        if any(report.done for report in reports):
+            done = ", ".join(str(rank) for rank, report in enumerate(reports) if report.done)
+            self.end(f"only rank {done} did what all had to do: {problems or 'the others do not say why'}")
+            raise GroupLost(f"the ranks do not agree on what they did: {problems}")
+        raise CommandFailed(problems or "the ranks do not say why")
+
+    def note_bytes(self, reports: Sequence[ranks_pb2.CommandReport]) -> None:
+        """What the ranks hold after a command that changed it."""
+        self.weight_bytes = {rank: report.weight_bytes for rank, report in enumerate(reports)}
+        self.kv_bytes = {rank: report.kv_bytes for rank, report in enumerate(reports)}
+
+    @contextmanager
+    def _bearing_silence(self) -> Iterator[None]:
+        self._heartbeats.bear(BUSY_SILENCE_S)
+        try:
+            yield
+        finally:
+            self._heartbeats.bear(SERVING_SILENCE_S)
 
     # --- phases -----------------------------------------------------------------------------------------
 
@@ -129,6 +206,7 @@ class Epoch:
             timeout_s=self._settings.step_timeout_s,
             max_num_batched_tokens=self._settings.max_num_batched_tokens,
             max_num_seqs=self._settings.max_num_seqs,
+            heartbeat_interval_s=HEARTBEAT_INTERVAL_S,
         )
         for member in self.members:
             message = ranks_pb2.GatewayMessage(epoch=self.number, form_group=form)
@@ -142,48 +220,71 @@ class Epoch:
         self.exchange = kinds.pop()
 
     async def _load(self, deadline_s: float) -> None:
+        self._heartbeats.bear(BUSY_SILENCE_S)
         self._enter(Phase.LOADING)
-        order = ranks_pb2.LoadModel(dtype=self._settings.dtype, max_model_len=self._settings.max_model_len)
+        order = ranks_pb2.LoadModel(
+            dtype=self._settings.dtype,
+            max_model_len=self._settings.max_model_len,
+            cache_size_is_given=self._settings.kv_cache_bytes is not None,
+        )
         self._send_all(ranks_pb2.GatewayMessage(epoch=self.number, load_model=order))
         answers = await self._await_answers("loaded", deadline_s)
         self.loaded = {rank: message.loaded for rank, message in enumerate(answers)}
+        self.weight_bytes = {rank: loaded.weight_bytes for rank, loaded in self.loaded.items()}
 
     async def _allocate(self, deadline_s: float) -> None:
         try:
-            self.num_blocks = choose_num_blocks(self._settings, [self.loaded[member.rank] for member in self.members])
+            self.cache = first_cache(self._settings, self.loaded_in_rank_order)
         except CacheSizeError as error:
             raise EpochEnded(str(error), permanent=True) from error
-        order = ranks_pb2.AllocateCache(num_blocks=self.num_blocks, block_size=self._settings.block_size)
-        self._send_all(ranks_pb2.GatewayMessage(epoch=self.number, allocate_cache=order))
+        self._send_all(ranks_pb2.GatewayMessage(epoch=self.number, allocate_cache=self.cache.to_proto()))
         answers = await self._await_answers("allocated", deadline_s)
-        self.allocated = {rank: message.allocated for rank, message in enumerate(answers)}
+        self.kv_bytes = {rank: message.allocated.kv_bytes for rank, message in enumerate(answers)}
 
     async def _warm_up(self) -> None:
         self._expected = ""
-        bounds = StepBounds(
-            max_num_seqs=self._settings.max_num_seqs,
-            max_num_batched_tokens=self._settings.max_num_batched_tokens,
-            max_model_len=self._settings.max_model_len,
-            block_size=self._settings.block_size,
-            num_blocks=self.num_blocks,
-        )
-        for plan in warm_up_plans(bounds):
+        # Ranks that all kept their weights are warm, and only their gateway is new.
+        are_warm = all(report.load_s == 0 for report in self.loaded.values())
+        for plan in warm_up_plans(self._step_bounds(), brief=are_warm or self._core.paused_requests > 0):
             try:
-                result = await self._executor.execute(plan)
+                result = await self._executor.submit(plan)
             except GroupLost as error:
                 self.end(f"warm-up: {error}")
                 raise await self._over from error
-            expected = [part.slot for part in plan.scheduled if part.sample]
+            expected = sampling_slots(plan)
             if list(result.slots) != expected:
                 raise EpochEnded(f"warm-up: slots {expected} had to sample, slots {list(result.slots)} did")
+        self._warm_up_steps = self._executor.num_steps
+
+    def _step_bounds(self) -> StepBounds:
+        cache = self._cache_that_stands()
+        return StepBounds(
+            max_num_seqs=self._settings.max_num_seqs,
+            max_num_batched_tokens=self._settings.max_num_batched_tokens,
+            max_model_len=self._settings.max_model_len,
+            block_size=cache.block_size,
+            num_blocks=cache.num_blocks,
+        )
 
     def _open(self) -> None:
         if self.is_over:
             return
-        self._core.open(self._executor, num_blocks=self.num_blocks, on_broken=self.end)
+        cache = self._cache_that_stands()
+        self._heartbeats.bear(SERVING_SILENCE_S)
+        self._served_since_s = asyncio.get_running_loop().time()
+        self._core.open(self._executor, num_blocks=cache.num_blocks, block_size=cache.block_size, on_broken=self.end)
         self._enter(Phase.READY)
 
     # --- shared -----------------------------------------------------------------------------------------
+
+    @property
+    def loaded_in_rank_order(self) -> list[ranks_pb2.Loaded]:
+        """What each rank said of its load; once they all have."""
+        return [self.loaded[member.rank] for member in self.members]
+
+    def _cache_that_stands(self) -> CacheShape:
+        assert self.cache is not None, "the cache is chosen before it is used"
+        return self.cache
 
     def _enter(self, phase: Phase) -> None:
         self.phase = phase
@@ -191,8 +292,7 @@ class Epoch:
         self._on_phase(phase)
 
     def _send_all(self, message: ranks_pb2.GatewayMessage) -> None:
-        for member in self.members:
-            member.link.send(message)
+        broadcast((member.link for member in self.members), message)
 
     async def _await_answers(self, kind: str, deadline_s: float) -> list[ranks_pb2.RankMessage]:
         """Everyone's answer of this kind, in rank order. Raises EpochEnded."""

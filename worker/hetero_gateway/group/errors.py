@@ -6,6 +6,9 @@ HeteroError (hetero_api)
     ├── RankRefused        a rank cannot take the place that it asks for
     ├── CacheSizeError     the KV cache that the ranks can hold is too small
     ├── RankMisbehaved     a rank said what it must not say now: a bug, or another program
+    ├── InvalidCommand     what is asked of the group has a wrong field
+    ├── WrongState         what is asked of the group does not fit its state
+    │   └── CommandFailed  the ranks could not do it; the group is as it was
     └── EpochEnded         an epoch is over; `permanent` if trying again cannot help
 """
 
@@ -38,6 +41,23 @@ class RankRefused(GroupError):
 
 class RankMisbehaved(GroupError):
     """A message that the protocol does not allow."""
+
+
+class InvalidCommand(GroupError):
+    """`field` is a path in the message of an Admin call, `problem` what is wrong with it."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        self.field = field
+        self.problem = problem
+        super().__init__(f"{field}: {problem}")
+
+
+class WrongState(GroupError):
+    """The group cannot do this now; the message has its state and what to do."""
+
+
+class CommandFailed(WrongState):
+    """A rank could not do its part, so none did; the message has which and why."""
 
 
 class EpochEnded(GroupError):

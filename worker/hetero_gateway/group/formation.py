@@ -1,16 +1,19 @@
 """Group: its epochs, one after another, and who is in them.
 
-    NEW ──all joined──► FORMING ──► LOADING ──► READY        any ──close──► DRAINING ──► CLOSED
-                           ▲           │          │
-                           ╰──all said Hello again── ABORTED ◄── a rank is lost, fails, hangs or misbehaves
+    NEW ──all joined──► FORMING ──► LOADING ──► READY ⇄ ASLEEP        any ──close──► DRAINING ──► CLOSED
+                           ▲           │          │        │
+                           ╰──all said Hello again── ABORTED ◄── a rank is lost, silent, fails, hangs or misbehaves
 
 What always holds:
 
 - At most one epoch is live. Its number fences it: what is said in an ended epoch is dropped, what is said in one that
   has not begun is an error of the rank that says it.
-- The end of an epoch ends the engine's streams first, then tells every rank that is still connected to abort.
-- An epoch begins when every place has a rank that said Hello since the last one. After a permanent failure, or more
-  ends than the restart budget allows, it takes besides a process that was not there at the failure.
+- The end of an epoch pauses the engine's streams first, then tells every rank that is still connected to abort. The
+  next epoch, with the same processes or new ones in their places, lets the streams go on.
+- An epoch begins when every place has a rank that said Hello since the last one, and not before the pause that
+  `restarts` asks for. After a permanent failure, or more ends than the restart budget allows, every stream ends; it
+  takes a process that was not there at the failure to begin again.
+- A new epoch is awake and has the resource's own cache, whatever verbs (`verbs.py`) made of the one before it.
 
 Whoever serves the ranks' streams calls `receive` and `leave`; nothing here waits for a rank. One asyncio loop.
 """
@@ -21,17 +24,18 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
 from hetero_api.v1 import admin_pb2, ranks_pb2
 from hetero_gateway.engine.core import EngineCore
 from hetero_gateway.group.epoch import Epoch, Phase
 from hetero_gateway.group.errors import EpochEnded, RankMisbehaved, RankRefused
-from hetero_gateway.group.rank_link import LinkEnd, RankLink
-from hetero_gateway.group.restarts import RestartBudget
+from hetero_gateway.group.rank_link import LinkEnd, RankLink, broadcast
+from hetero_gateway.group.restarts import EpochRestarts
 from hetero_gateway.group.roster import Member, MemberState, Roster
 from hetero_gateway.group.settings import GroupSettings
-from hetero_gateway.group.topology import GroupState, describe_ranks
+from hetero_gateway.group.topology import GroupState, describe_epoch, describe_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +45,8 @@ _STATES: Final = {
     Phase.READY: GroupState.READY,
 }
 _LAST_STATES: Final = (GroupState.DRAINING, GroupState.CLOSED)
+LEAVING_S: Final = 20.0
+"""Longest time that a rank may take from an epoch's end to its next Hello, unless it was loading."""
 
 
 class Group:
@@ -58,7 +64,6 @@ class Group:
         self.state = GroupState.NEW
         self.epoch = 0
         """Number of the current or last epoch; 0 before the first."""
-        self.failed = False
         self.dropped_messages = 0
         """Messages of ended epochs, so far."""
         self._settings = settings
@@ -66,14 +71,10 @@ class Group:
         self._on_state = on_state
         self._observe_step = observe_step
         self._roster = Roster(settings.places, version=settings.version, model_fingerprint=settings.model_fingerprint)
-        self._restarts = RestartBudget(
-            max_restarts=settings.max_restarts, window_s=settings.restart_window_s, clock=clock
-        )
+        self._restarts = EpochRestarts(settings, clock=clock)
         self._current: Epoch | None = None
-        self._ended_reason = ""
         self._refusal = ""
-        self._present_at_failure: frozenset[str] = frozenset()
-        self._joined = asyncio.Event()
+        self._changed = asyncio.Event()
         self._eviction: asyncio.TimerHandle | None = None
 
     # --- what ranks' streams bring ----------------------------------------------------------------------
@@ -106,7 +107,8 @@ class Group:
         elif message.epoch > self.epoch:
             raise RankMisbehaved(f"{member} spoke in epoch {message.epoch}, the current one is {self.epoch}")
         elif self._current is None or self._current.is_over or message.epoch < self.epoch:
-            self._drop(member, message)
+            if not message.HasField("heartbeat"):
+                self._drop(member, message)
         elif member.state is not MemberState.ENGAGED:
             raise RankMisbehaved(f"{member} spoke in epoch {message.epoch}, which it is no part of")
         else:
@@ -119,11 +121,9 @@ class Group:
             raise RankRefused("the gateway is shutting down")
         member = self._roster.admit(link, message.hello)
         logger.info("%s joined from %s instance=%s", member, link.peer, message.hello.instance_id)
-        if self.failed and message.hello.instance_id not in self._present_at_failure:
-            logger.info("%s is a new process: the group may form again", member)
-            self.failed = False
         self._refusal = ""
-        self._joined.set()
+        self._restarts.reconsider(self._roster.instance_ids)
+        self._changed.set()
 
     def _drop(self, member: Member, message: ranks_pb2.RankMessage) -> None:
         self.dropped_messages += 1
@@ -131,7 +131,9 @@ class Group:
         logger.info("%s dropped=%s epoch=%d, which ended", member, kind, message.epoch)
         if message.HasField("failure") and message.failure.permanent:
             # It came second, but it is what a person has to know.
-            self._fail(f"{member} failed: {message.failure.message}")
+            reason = f"{member} failed: {message.failure.message}"
+            self._restarts.note_failure(reason, present=self._roster.instance_ids)
+            self._core.fail(reason)
 
     def _remove(self, link: RankLink, reason: str) -> None:
         member = self._roster.remove(link)
@@ -141,15 +143,28 @@ class Group:
         if member.state is MemberState.ENGAGED and self._current is not None:
             self._current.end(f"{member}: {reason}")
 
+    def _replace(self, member: Member, reason: str) -> None:
+        """It does not answer: it loses its place, and its stream, so that whoever supervises it starts another."""
+        logger.error("%s %s", member, reason)
+        member.link.close(LinkEnd.REPLACED, reason)
+        self._remove(member.link, reason)
+
     # --- epochs -----------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Form epochs until cancelled."""
         while True:
-            while self.failed or self.state in _LAST_STATES or not self._roster.is_complete():
-                self._joined.clear()
-                await self._joined.wait()
+            while not self._may_begin():
+                self._changed.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._restarts.pause_left_s or None):
+                        await self._changed.wait()
             await self._live_epoch()
+
+    def _may_begin(self) -> bool:
+        self._restarts.reconsider(self._roster.instance_ids)
+        is_over = self.failed or self.state in _LAST_STATES
+        return not is_over and self._roster.is_complete() and not self._restarts.pause_left_s
 
     async def _live_epoch(self) -> None:
         self._cancel_eviction()
@@ -160,6 +175,7 @@ class Group:
             settings=self._settings,
             core=self._core,
             on_phase=lambda phase: self._enter(_STATES[phase]),
+            on_silent=self._replace,
             observe_step=self._observe_step,
         )
         logger.info("epoch=%d forming: %s", self.epoch, ", ".join(map(str, epoch.members)))
@@ -167,7 +183,8 @@ class Group:
         try:
             await epoch.run()
         except EpochEnded as error:
-            self._end_epoch(epoch, str(error), permanent=error.permanent)
+            if self.state is not GroupState.CLOSED:
+                self._end_epoch(epoch, str(error), permanent=error.permanent)
         except Exception as error:
             logger.exception("epoch=%d: a bug ended the epoch", self.epoch)
             self._end_epoch(epoch, f"internal error: {type(error).__name__}: {error}", permanent=False)
@@ -176,34 +193,29 @@ class Group:
         logger.error("epoch=%d ended%s: %s", epoch.number, " for good" if permanent else "", reason)
         epoch.end(reason)
         self._current = None
-        self._core.lose(reason)
+        self._restarts.note_end(reason, permanent=permanent, ran_well=epoch.ran_well, present=self._roster.instance_ids)
+        self._tell_engine(reason)
         abort = ranks_pb2.GatewayMessage(epoch=epoch.number, abort=ranks_pb2.Abort(reason=reason))
-        for member in self._roster.release():
-            member.link.send(abort)
-        if not self.failed:
-            self._ended_reason = reason
-        may_restart = self._restarts.spend()
-        if permanent:
-            self._fail(reason)
-        elif not may_restart and not self.failed:
-            self._fail(
-                f"{reason}; the group has ended more than spec.recovery.maxRestarts ({self._settings.max_restarts}) "
-                f"times within {self._settings.restart_window_s:g} s"
-            )
+        broadcast((member.link for member in self._roster.release()), abort)
         self._enter(GroupState.ABORTED)
-        self._eviction = asyncio.get_running_loop().call_later(self._settings.rendezvous_timeout_s, self._evict)
+        patience_s = self._settings.rendezvous_timeout_s
+        if epoch.phase is not Phase.LOADING:
+            patience_s = min(patience_s, LEAVING_S)
+        self._eviction = asyncio.get_running_loop().call_later(patience_s, self._evict, patience_s)
 
-    def _fail(self, reason: str) -> None:
-        self.failed = True
-        self._ended_reason = reason
-        self._present_at_failure = frozenset(member.hello.instance_id for member in self._roster.members)
+    def _tell_engine(self, reason: str) -> None:
+        """Streams pause if there may be another epoch, and end if not."""
+        self._core.open_intake()  # a verb may have closed it; the next epoch is awake
+        failure = self._restarts.failure
+        if failure is not None or self.state in _LAST_STATES:
+            self._core.fail(failure or reason)
+        else:
+            self._core.lose(reason)
 
-    def _evict(self) -> None:
+    def _evict(self, patience_s: float) -> None:
         """Ranks that did not come back from the last epoch lose their streams."""
         for member in self._roster.leaving():
-            logger.error("%s did not come back from epoch %d", member, self.epoch)
-            member.link.close(LinkEnd.REPLACED, f"did not say Hello within {self._settings.rendezvous_timeout_s:g} s")
-            self._roster.remove(member.link)
+            self._replace(member, f"did not say Hello within {patience_s:g} s of the end of epoch {self.epoch}")
 
     def _cancel_eviction(self) -> None:
         if self._eviction is not None:
@@ -219,29 +231,51 @@ class Group:
     # --- the end, and what there is to tell -------------------------------------------------------------
 
     def drain(self) -> None:
-        """No new requests, no new epoch, no new rank; requests in flight go on. For good."""
+        """No new requests, no new epoch, no new rank; requests in flight go on if there is an epoch. For good."""
         if self.state not in _LAST_STATES:
             self._core.drain()
             self._enter(GroupState.DRAINING)
+            if self.current is None and self._core.paused_requests:
+                self._core.fail(f"the gateway is draining and its group was lost: {self._restarts.ended_reason}")
 
     def close(self, reason: str) -> None:
         """Over: requests in flight end with EngineUnavailable, ranks are told. `run` must be cancelled."""
         if self.state is GroupState.CLOSED:
             return
+        self._core.fail(reason)
         self.drain()
         self._cancel_eviction()
-        self._core.lose(reason)
-        self._current = None
+        if self._current is not None:
+            self._current.end(reason)
+            self._current = None
         shutdown = ranks_pb2.GatewayMessage(epoch=self.epoch, shutdown=ranks_pb2.Shutdown(reason=reason))
         for member in self._roster.members:
             member.link.send(shutdown)
             member.link.close(LinkEnd.DONE, reason)
         self._enter(GroupState.CLOSED)
 
+    def fall_asleep(self) -> None:
+        """The ranks gave up memory: no more READY."""
+        self._enter(GroupState.ASLEEP)
+
+    def wake_up(self) -> None:
+        """All memory is back: READY again."""
+        self._enter(GroupState.READY)
+
     @property
     def is_ready(self) -> bool:
         """Whether requests are served."""
         return self.state is GroupState.READY and self._core.is_serving
+
+    @property
+    def failed(self) -> bool:
+        """Whether no epoch begins until a new process has joined."""
+        return self._restarts.failure is not None
+
+    @property
+    def current(self) -> Epoch | None:
+        """The epoch that is live."""
+        return self._current if self._current is not None and not self._current.is_over else None
 
     @property
     def stalled_s(self) -> float:
@@ -254,25 +288,32 @@ class Group:
 
     def topology(self) -> admin_pb2.GetTopologyResponse:
         """All of Admin.GetTopology's answer."""
-        epoch = self._current
-        return admin_pb2.GetTopologyResponse(
+        answer = admin_pb2.GetTopologyResponse(
             name=self._settings.name,
             state=self.state.to_proto(),
             epoch=self.epoch,
-            ranks=describe_ranks(self._settings, self._roster, epoch),
-            exchange=epoch.exchange if epoch is not None else ranks_pb2.EXCHANGE_KIND_UNSPECIFIED,
+            ranks=describe_ranks(self._settings, self._roster, self._current),
             reason=self._reason(),
             failed=self.failed,
             block_size=self._settings.block_size,
-            num_blocks=max(0, epoch.num_blocks - 1) if epoch is not None else 0,
             placement_mode=self._settings.placement_mode,
             tokens_per_second=self._core.tokens_per_second,
             stalled_s=self.stalled_s,
+            paused_requests=self._core.paused_requests,
         )
+        if self._current is not None:
+            describe_epoch(self._settings, self._current, answer)
+        return answer
 
     def _reason(self) -> str:
-        if self.state is GroupState.NEW or (self.state is GroupState.ABORTED and not self.failed):
-            waiting = ", ".join(map(str, self._roster.missing()))
-            parts = [self._ended_reason, f"waiting for {waiting}" if waiting else "", self._refusal]
-            return "; ".join(part for part in parts if part)
-        return self._ended_reason if self.state is GroupState.ABORTED else ""
+        """What the group waits for, and why; while it forms again, why it has to."""
+        ended_reason = self._restarts.ended_reason
+        match self.state:
+            case GroupState.NEW | GroupState.ABORTED:
+                missing = "" if self.failed else ", ".join(map(str, self._roster.missing()))
+                waiting = f"waiting for {missing}" if missing else ""
+                return "; ".join(filter(None, (ended_reason, waiting, self._restarts.outlook, self._refusal)))
+            case GroupState.FORMING | GroupState.LOADING:
+                return ended_reason
+            case _:
+                return ""

@@ -3,13 +3,15 @@
 The group puts messages in and never waits; whoever serves the stream takes them out in order and writes them. A
 rank that does not read holds up nobody but itself. A closed link takes nothing more; what was put in before is
 still delivered. One asyncio loop.
+
+Messages travel serialised: what all ranks are told is turned into bytes once (`broadcast`), not once a rank.
 """
 
 from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 
 from hetero_api.v1 import ranks_pb2
@@ -25,7 +27,7 @@ class LinkEnd(enum.Enum):
     MISBEHAVED = "misbehaved"
     """The rank broke the protocol."""
     REPLACED = "replaced"
-    """The rank did not come back from an epoch that ended."""
+    """The rank hangs, or did not come back from an epoch that ended: a new process is to take its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +44,16 @@ class RankLink:
     def __init__(self, peer: str) -> None:
         self.peer = peer
         self.closing: Closing | None = None
-        self._queue: asyncio.Queue[ranks_pb2.GatewayMessage | None] = asyncio.Queue()
+        self._queue: asyncio.Queue[bytes | None] = asyncio.Queue()
 
     def send(self, message: ranks_pb2.GatewayMessage) -> None:
-        """Queue a message; it must not be changed from here on. Does nothing on a closed link."""
+        """Queue a message. Does nothing on a closed link."""
+        self.send_serialized(message.SerializeToString())
+
+    def send_serialized(self, payload: bytes) -> None:
+        """Queue a GatewayMessage that is bytes already. Does nothing on a closed link."""
         if self.closing is None:
-            self._queue.put_nowait(message)
+            self._queue.put_nowait(payload)
 
     def close(self, end: LinkEnd, reason: str) -> None:
         """End the stream after what is queued. Only the first call counts."""
@@ -55,7 +61,14 @@ class RankLink:
             self.closing = Closing(end, reason)
             self._queue.put_nowait(None)
 
-    async def outgoing(self) -> AsyncIterator[ranks_pb2.GatewayMessage]:
-        """Messages in order, until the link is closed. For one reader."""
-        while (message := await self._queue.get()) is not None:
-            yield message
+    async def outgoing(self) -> AsyncIterator[bytes]:
+        """Serialised GatewayMessages in order, until the link is closed. For one reader."""
+        while (payload := await self._queue.get()) is not None:
+            yield payload
+
+
+def broadcast(links: Iterable[RankLink], message: ranks_pb2.GatewayMessage) -> None:
+    """The same message to every link."""
+    payload = message.SerializeToString()
+    for link in links:
+        link.send_serialized(payload)

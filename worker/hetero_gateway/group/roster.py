@@ -56,6 +56,11 @@ class Roster:
         """In rank order."""
         return [self._members[rank] for rank in sorted(self._members)]
 
+    @property
+    def instance_ids(self) -> frozenset[str]:
+        """Of the processes that are there."""
+        return frozenset(member.hello.instance_id for member in self._members.values())
+
     def at(self, rank: int) -> Member | None:
         """Who holds a place."""
         return self._members.get(rank)

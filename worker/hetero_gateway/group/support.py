@@ -24,7 +24,7 @@ def resolve_dtype(spec: HeteroInferenceSpec) -> str:
 
 
 def resolve_placement_mode(spec: HeteroInferenceSpec) -> str:
-    """The placement mode in force: Auto is Tensor, the only one that this version has."""
+    """The placement mode in force: Auto is Tensor, since pipeline stages that are not full take turns."""
     return str(PlacementMode.TENSOR if spec.placement.mode == PlacementMode.AUTO else spec.placement.mode)
 
 
@@ -40,8 +40,8 @@ def _placement(spec: HeteroInferenceSpec) -> list[str]:
         if pool.type == PoolType.GPU
     ]
     mode = spec.placement.mode
-    if mode not in (PlacementMode.AUTO, PlacementMode.TENSOR):
-        problems.append(f"spec.placement.mode: {mode}: {NOT_YET}; use Auto or Tensor")
+    if mode == PlacementMode.GPU_ONLY:
+        problems.append(f"spec.placement.mode: {mode}: {NOT_YET}; use Auto, Tensor or Layer")
     return problems
 
 
@@ -54,7 +54,7 @@ def _model(spec: HeteroInferenceSpec, config: ModelConfig) -> list[str]:
     asked = spec.model.max_model_len
     if asked is not None and asked > config.max_position:
         problems.append(
-            f"spec.model.maxModelLen: {asked} is more than the {config.max_position} tokens that the model attends to"
+            f"spec.model.maxModelLen: {asked} is more than the {config.max_position} positions of the model"
         )
     return problems
 

@@ -18,6 +18,7 @@ class GroupState(enum.Enum):
     FORMING = "FORMING"
     LOADING = "LOADING"
     READY = "READY"
+    ASLEEP = "ASLEEP"
     ABORTED = "ABORTED"
     DRAINING = "DRAINING"
     CLOSED = "CLOSED"
@@ -30,6 +31,16 @@ def describe_ranks(settings: GroupSettings, roster: Roster, epoch: Epoch | None)
     """All ranks, in rank order, those that have not joined included."""
     shards = settings.shard_plan.to_proto().ranks
     return [_describe(place, roster, epoch, shards[place.rank]) for place in settings.places]
+
+
+def describe_epoch(settings: GroupSettings, epoch: Epoch, answer: admin_pb2.GetTopologyResponse) -> None:
+    """Write what the epoch knows of the group as a whole."""
+    answer.exchange = epoch.exchange
+    answer.asleep.extend(sorted(epoch.asleep))
+    cache = epoch.cache
+    if cache is not None:
+        answer.block_size, answer.num_blocks = cache.block_size, cache.num_blocks - 1
+        answer.cache_layout = cache.layout(settings)
 
 
 def _describe(
@@ -45,12 +56,11 @@ def _describe(
         status.pin_message = member.hello.device.pin_message
     if epoch is not None and epoch.phase is not Phase.FORMING:
         status.shard.CopyFrom(shard)
-        loaded, allocated = epoch.loaded.get(place.rank), epoch.allocated.get(place.rank)
+        loaded = epoch.loaded.get(place.rank)
+        status.weight_bytes, status.kv_bytes = epoch.weight_bytes.get(place.rank, 0), epoch.kv_bytes.get(place.rank, 0)
         if loaded is not None:
-            status.weight_bytes, status.load_s = loaded.weight_bytes, loaded.load_s
+            status.load_s = loaded.load_s
             status.kernels.extend(loaded.kernels)
             if loaded.HasField("local_memory_percent"):
                 status.local_memory_percent = loaded.local_memory_percent
-        if allocated is not None:
-            status.kv_bytes = allocated.kv_bytes
     return status

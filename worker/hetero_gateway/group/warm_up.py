@@ -1,7 +1,8 @@
 """The first plans of an epoch: they touch what requests will need, so that no request pays for it.
 
 A prefill as large as a step allows, a decode of one sequence, and a decode of many. They are ordinary plans on real
-slots and blocks, and the last one gives every slot back; the KV they leave behind is overwritten, never read.
+slots and blocks, and the last one gives every slot back; the KV they leave behind is overwritten, never read. While
+requests wait for an epoch to go on in, a short prefill has to do: a long one would take as long as theirs.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ MAX_WARM_SEQS: Final = 64
 _DECODES: Final = 3
 """Steps after its prefill that the long sequence takes part in."""
 _TOKEN: Final = 0
+_BRIEF_TOKENS: Final = 16
+"""The prefill of a brief warm-up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +33,13 @@ class StepBounds:
     num_blocks: int
 
 
-def warm_up_plans(bounds: StepBounds) -> tuple[ranks_pb2.StepPlan, ...]:
+def warm_up_plans(bounds: StepBounds, *, brief: bool = False) -> tuple[ranks_pb2.StepPlan, ...]:
     """Plans with ids from 1; none where not even the shortest sequence has room."""
     writer = _PlanWriter(bounds.block_size)
     room = (bounds.num_blocks - 1) * bounds.block_size
     # The last step samples a token more, which has no KV but counts for the length.
     longest = min(bounds.max_num_batched_tokens, bounds.max_model_len - _DECODES - 1, room - _DECODES)
+    longest = min(longest, _BRIEF_TOKENS) if brief else longest
     if longest < 1:
         return ()
     batch = _batch_size(bounds, blocks_of_longest=-(-(longest + _DECODES) // bounds.block_size))
@@ -67,23 +71,31 @@ class _PlanWriter:
 
     def add(self, *, decode: Sequence[int] = (), new: dict[int, int] | None = None) -> None:
         """A step: one token for each slot of `decode`, then sequences of the given lengths in new slots."""
-        plan = ranks_pb2.StepPlan(step_id=len(self.plans) + 1)
+        plan = ranks_pb2.StepPlan(step_id=len(self.plans) + 1, decode_slots=decode)
         for slot in decode:
-            self._schedule(plan, slot, 1)
+            self._lengthen(plan, slot, 1)
         for slot, num_tokens in (new or {}).items():
-            sequence = plan.new_sequences.add(slot=slot, token_ids=[_TOKEN] * num_tokens)
+            sequence = plan.new_sequences.add(slot=slot, token_ids=[_TOKEN] * num_tokens, num_prompt_tokens=num_tokens)
             sequence.sampling.CopyFrom(ranks_pb2.Sampling(temperature=0, top_p=1))
-            self._schedule(plan, slot, num_tokens)
+            plan.spans.add(slot=slot, num_tokens=num_tokens, sample=True)
+            self._lengthen(plan, slot, num_tokens)
         self.plans.append(plan)
 
     def release(self, slots: Sequence[int]) -> None:
         """A step that computes nothing and drops the slots."""
         self.plans.append(ranks_pb2.StepPlan(step_id=len(self.plans) + 1, released_slots=slots))
 
-    def _schedule(self, plan: ranks_pb2.StepPlan, slot: int, num_tokens: int) -> None:
+    def _lengthen(self, plan: ranks_pb2.StepPlan, slot: int, num_tokens: int) -> None:
+        """Give the slot the blocks that so many more tokens take."""
         length = self.lengths[slot] = self.lengths.get(slot, 0) + num_tokens
         needed, have = -(-length // self.block_size), self.blocks.get(slot, 0)
         block_ids = range(self.next_block, self.next_block + needed - have)
         self.next_block += len(block_ids)
         self.blocks[slot] = needed
-        plan.scheduled.add(slot=slot, num_tokens=num_tokens, new_block_ids=block_ids, sample=True)
+        plan.block_slots.extend([slot] * len(block_ids))
+        plan.block_ids.extend(block_ids)
+
+
+def sampling_slots(plan: ranks_pb2.StepPlan) -> list[int]:
+    """Slots that sample in a plan, in batch order."""
+    return [*plan.decode_slots, *(span.slot for span in plan.spans if span.sample)]

@@ -9,6 +9,7 @@ told in one line a problem, as the last lines on stderr.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import sys
@@ -52,11 +53,18 @@ async def _live(config: GatewayConfig, model: ServedModel) -> int:
     try:
         addresses = await gateway.listen(_ports(config, model))
         _announce(config, model, addresses)
+        _spare_the_collector()
         return await serve_until(stop, gateway, drain_timeout_s=_drain_timeout_s(config, model))
     finally:
         await gateway.close(SHUTTING_DOWN)
         if config.state_file is not None:
             config.state_file.unlink(missing_ok=True)
+
+
+def _spare_the_collector() -> None:
+    """What lives as long as the process need not be looked through in the middle of steps."""
+    gc.collect()
+    gc.freeze()
 
 
 def _drain_timeout_s(config: GatewayConfig, model: ServedModel) -> float:
@@ -66,18 +74,22 @@ def _drain_timeout_s(config: GatewayConfig, model: ServedModel) -> float:
 
 
 def _ports(config: GatewayConfig, model: ServedModel) -> Ports:
-    inference = config.inference_port
+    inference, service = config.inference_port, model.resource.spec.gateway.service
     return Ports(
         host=config.host,
-        inference=model.resource.spec.gateway.service.port if inference is None else inference,
+        inference=service.port if inference is None else inference,
         admin=config.admin_port,
         ranks=config.ranks_port,
+        http=service.http_port if config.http_port is None else config.http_port,
         metrics=config.metrics_port,
     )
 
 
 def _announce(config: GatewayConfig, model: ServedModel, addresses: Addresses) -> None:
-    logger.info("listening inference=%s admin=%s ranks=%s", addresses.inference, addresses.admin, addresses.ranks)
+    logger.info(
+        "listening inference=%s http=%s admin=%s ranks=%s",
+        addresses.inference, addresses.http, addresses.admin, addresses.ranks,
+    )  # fmt: skip
     if config.state_file is not None:
         state = ListeningState(
             pid=os.getpid(),
@@ -85,6 +97,7 @@ def _announce(config: GatewayConfig, model: ServedModel, addresses: Addresses) -
             inference=addresses.inference,
             admin=addresses.admin,
             ranks=addresses.ranks,
+            http=addresses.http,
         )
         write_state(config.state_file, state)
 

@@ -27,6 +27,8 @@ class GatewayConfig:
     """None: the resource's spec.gateway.service.port."""
     admin_port: int
     ranks_port: int
+    http_port: int | None
+    """None: the resource's spec.gateway.service.httpPort."""
     metrics_port: int | None
     """None: no probes and no metrics over HTTP."""
     state_file: Path | None
@@ -80,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--inference-port", type=_port, metavar="N", help="default: the resource's spec.gateway.service.port")
     add("--admin-port", default=ADMIN_PORT, type=_port, metavar="N", help="default: %(default)s")
     add("--ranks-port", default=RANKS_PORT, type=_port, metavar="N", help="default: %(default)s")
+    add("--http-port", type=_port, metavar="N", help="default: the resource's spec.gateway.service.httpPort")
     add("--metrics-port", type=_port, metavar="N", help="/livez, /readyz and /metrics over HTTP; default: none")
     add(
         "--drain-timeout-s",

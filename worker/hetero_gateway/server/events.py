@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from typing import Final
 
 from google.protobuf import duration_pb2
 
 from hetero_api.v1 import inference_pb2 as pb
 from hetero_gateway.engine.request import FinishReason
-from hetero_gateway.engine.stream import FinishedEvent, Timings, TokensEvent
+from hetero_gateway.engine.stream import FinishedEvent, PromptLogprobsEvent, StreamEvent, Timings, TokensEvent
 
 _NANOS: Final = 1_000_000_000
 _REASONS: Final = {
@@ -22,13 +23,24 @@ def started_event(request_id: str, *, prompt_tokens: int, seed: int) -> pb.Gener
     return pb.GenerateEvent(started=pb.Started(request_id=request_id, prompt_tokens=prompt_tokens, seed=seed))
 
 
-def delta_event(tokens: TokensEvent) -> pb.GenerateEvent:
-    return pb.GenerateEvent(delta=pb.Delta(token_ids=tokens.token_ids, text=tokens.text))
+def stream_event(event: StreamEvent) -> pb.GenerateEvent:
+    """What a request's stream said."""
+    if isinstance(event, TokensEvent):
+        return _delta_event(event)
+    if isinstance(event, PromptLogprobsEvent):
+        return pb.GenerateEvent(prompt_logprobs=pb.PromptLogprobs(positions=event.positions))
+    return _finished_event(event)
 
 
-def finished_event(finished: FinishedEvent) -> pb.GenerateEvent:
+def _delta_event(tokens: TokensEvent) -> pb.GenerateEvent:
+    delta = pb.Delta(index=tokens.index, token_ids=tokens.token_ids, text=tokens.text, logprobs=tokens.logprobs)
+    return pb.GenerateEvent(delta=delta)
+
+
+def _finished_event(finished: FinishedEvent) -> pb.GenerateEvent:
     usage = finished.usage
     message = pb.Finished(
+        index=finished.index,
         reason=_REASONS[finished.reason],
         usage=pb.Usage(
             prompt_tokens=usage.prompt_tokens,
@@ -58,3 +70,24 @@ def _duration(seconds: float | None) -> duration_pb2.Duration | None:
         return None
     whole, nanos = divmod(max(0, round(seconds * _NANOS)), _NANOS)
     return duration_pb2.Duration(seconds=whole, nanos=nanos)
+
+
+async def merged(events: AsyncIterable[StreamEvent]) -> AsyncIterator[StreamEvent]:
+    """All tokens of a completion in one event, just before its end."""
+    pieces: dict[int, list[TokensEvent]] = {}
+    async for event in events:
+        if isinstance(event, TokensEvent):
+            pieces.setdefault(event.index, []).append(event)
+            continue
+        if isinstance(event, FinishedEvent) and event.index in pieces:
+            yield _sum(pieces.pop(event.index))
+        yield event
+
+
+def _sum(events: Sequence[TokensEvent]) -> TokensEvent:
+    return TokensEvent(
+        events[0].index,
+        [token_id for event in events for token_id in event.token_ids],
+        "".join(event.text for event in events),
+        [logprobs for event in events for logprobs in event.logprobs],
+    )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,21 +20,27 @@ from grpc_reflection.v1alpha import reflection
 
 from hetero_api.contract import GATEWAY_SERVICES, MAX_INFERENCE_MESSAGE_BYTES, MAX_RANKS_MESSAGE_BYTES, VERSION
 from hetero_api.probe_server import ProbeServer
-from hetero_api.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, ranks_pb2, ranks_pb2_grpc
+from hetero_api.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, ranks_pb2
+from hetero_gateway.engine.constraints import ConstraintCompiler
 from hetero_gateway.engine.core import EngineCore
 from hetero_gateway.group.formation import Group
 from hetero_gateway.group.topology import GroupState
+from hetero_gateway.group.verbs import GroupVerbs
 from hetero_gateway.server.admin import AdminServicer
 from hetero_gateway.server.bearer import Bearer, BearerInterceptor
 from hetero_gateway.server.errors import BindError
 from hetero_gateway.server.health import WHOLE_SERVER, HealthServicer
+from hetero_gateway.server.in_flight import InFlight
 from hetero_gateway.server.inference import Facts, InferenceServicer, Standing
-from hetero_gateway.server.listening import bind, new_server
+from hetero_gateway.server.listening import UNBOUNDED, bind, new_server
 from hetero_gateway.server.loop_reader import LoopReader
 from hetero_gateway.server.metrics import EngineReading, GatewayMetrics
 from hetero_gateway.server.model_files import ServedModel
+from hetero_gateway.server.openai.endpoint import OpenAiEndpoint, ServedName, TextTools
+from hetero_gateway.server.openai.listener import HttpListener
 from hetero_gateway.server.probes import GatewayProbes
-from hetero_gateway.server.ranks import RanksServicer
+from hetero_gateway.server.ranks import serve_ranks
+from hetero_gateway.server.reading import RequestReader
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +60,7 @@ class Ports:
     inference: int
     admin: int
     ranks: int
+    http: int
     metrics: int | None = None
 
 
@@ -63,6 +71,7 @@ class Addresses:
     inference: str
     admin: str
     ranks: str
+    http: str
 
 
 class Gateway:
@@ -73,24 +82,31 @@ class Gateway:
         self._probe_server: ProbeServer | None = None
         self._step_timeout_s = model.group_settings.step_timeout_s
         self.core = EngineCore(model.engine_config, new_detokenizer=model.tokenizer.detokenizer)
+        self._reader = request_reader(model)
+        self._in_flight = InFlight()
         self.group = Group(
             model.group_settings,
             core=self.core,
             on_state=self._on_state,
             observe_step=self._metrics.observe_step,
         )
+        self._verbs = GroupVerbs(self.group, core=self.core, settings=model.group_settings)
         # The admin port's health is the process's; the inference port's is the replica's.
         self._health = HealthServicer([WHOLE_SERVER, *GATEWAY_SERVICES])
         self._admin_health = HealthServicer([WHOLE_SERVER, _ADMIN_SERVICE, *GATEWAY_SERVICES])
         self._servicer = self._inference_servicer(model)
+        self._endpoint = self._openai_endpoint(model)
+        self._http: HttpListener | None = None
         self._inference = self._inference_server()
         self._admin = self._admin_server(admin_token)
         self._ranks = new_server(max_message_bytes=MAX_RANKS_MESSAGE_BYTES)
-        ranks_pb2_grpc.add_RanksServicer_to_server(RanksServicer(self.group, token=token), self._ranks)
+        serve_ranks(self._ranks, self.group, token=token)
 
     async def listen(self, ports: Ports) -> Addresses:
         """Bind every port, then answer on all. Raises BindError; `close` is to be called then too."""
+        self._http = HttpListener(self._endpoint.application(), host=ports.host, port=ports.http, option="--http-port")
         addresses = Addresses(
+            http=self._http.address,
             inference=bind(self._inference, host=ports.host, port=ports.inference, option="--inference-port"),
             admin=bind(self._admin, host=ports.host, port=ports.admin, option="--admin-port"),
             ranks=bind(self._ranks, host=ports.host, port=ports.ranks, option="--ranks-port"),
@@ -100,6 +116,7 @@ class Gateway:
             logger.info("probes and metrics on %s port %d", ports.host, self._probe_server.port)
         for server in self._servers:
             await server.start()
+        self._http.start()
         self._admin_health.set_serving([WHOLE_SERVER, _ADMIN_SERVICE], True)
         return addresses
 
@@ -114,15 +131,19 @@ class Gateway:
         self.group.drain()
 
     async def wait_idle(self) -> None:
-        """Return once no Generate call is in flight, however its last one ended."""
-        await self._servicer.wait_idle()
+        """Return once no call for completions is in flight, however its last one ended."""
+        await self._in_flight.wait_idle()
 
     async def close(self, reason: str) -> None:
         """End everything; `serve` must have ended. A second call does nothing."""
         self.group.close(reason)
         self._health.close()
         self._admin_health.close()
-        await asyncio.gather(*(server.stop(STOP_GRACE_S) for server in self._servers))
+        stopping = [server.stop(STOP_GRACE_S) for server in self._servers]
+        if self._http is not None:
+            stopping.append(self._http.stop(STOP_GRACE_S))
+            self._http = None
+        await asyncio.gather(*stopping)
         if self._probe_server is not None:
             # In a thread: it waits for an answer under way, which may be waiting for this loop.
             await asyncio.to_thread(self._probe_server.stop)
@@ -142,7 +163,13 @@ class Gateway:
         return Standing(ready=self.group.is_ready, epoch=self.group.epoch)
 
     def _read_engine(self) -> EngineReading:
-        return EngineReading(self.core.stats(), epoch=self.group.epoch, ready=self.group.is_ready)
+        return EngineReading(
+            self.core.stats(),
+            epoch=self.group.epoch,
+            ready=self.group.is_ready,
+            paused_requests=self.core.paused_requests,
+            recoveries=self.core.recoveries,
+        )
 
     def _start_probes(self, host: str, port: int) -> ProbeServer:
         reader = LoopReader(asyncio.get_running_loop())
@@ -162,6 +189,7 @@ class Gateway:
         return InferenceServicer(
             self.core,
             tokenizer=model.tokenizer,
+            reader=self._reader,
             facts=Facts(
                 model=model.info,
                 name=model.group_settings.name,
@@ -170,6 +198,23 @@ class Gateway:
             ),
             standing=self._standing,
             metrics=self._metrics,
+            in_flight=self._in_flight,
+        )
+
+    def _openai_endpoint(self, model: ServedModel) -> OpenAiEndpoint:
+        uri, tokenizer = model.info.model_uri, model.tokenizer
+        return OpenAiEndpoint(
+            self.core,
+            read=self._reader.read,
+            text=TextTools(tokenizer.token_bytes, tokenizer.decode, model.engine_config.eos_token_ids),
+            served=ServedName(
+                name=model.group_settings.name,
+                root=uri.partition("://")[2] or uri,
+                max_model_len=model.info.max_model_len,
+                created=int(time.time()),
+            ),
+            metrics=self._metrics,
+            in_flight=self._in_flight,
         )
 
     def _inference_server(self) -> grpc.aio.Server:
@@ -180,11 +225,20 @@ class Gateway:
 
     def _admin_server(self, token: str | None) -> grpc.aio.Server:
         interceptors = [] if token is None else [BearerInterceptor(Bearer(token, whose="the administrator's"))]
-        server = new_server(max_message_bytes=MAX_INFERENCE_MESSAGE_BYTES, interceptors=interceptors)
-        servicer = AdminServicer(topology=self.group.topology, stats=self.core.stats)
+        server = new_server(
+            max_message_bytes=MAX_INFERENCE_MESSAGE_BYTES, max_answer_bytes=UNBOUNDED, interceptors=interceptors
+        )
+        servicer = AdminServicer(topology=self.group.topology, stats=self.core.stats, verbs=self._verbs)
         admin_pb2_grpc.add_AdminServicer_to_server(servicer, server)
         _add_health_and_reflection(server, self._admin_health, _ADMIN_SERVICE)
         return server
+
+
+def request_reader(model: ServedModel) -> RequestReader:
+    """What reads the requests of both doors."""
+    config = model.engine_config
+    constraints = ConstraintCompiler(model.tokenizer, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids)
+    return RequestReader(model.tokenizer, constraints=constraints, vocab_size=config.vocab_size)
 
 
 def _add_health_and_reflection(server: grpc.aio.Server, servicer: HealthServicer, service: str) -> None:

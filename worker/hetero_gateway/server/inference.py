@@ -6,9 +6,7 @@ last message, a status, the client's cancellation or its disappearance, the requ
 
 from __future__ import annotations
 
-import asyncio
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,22 +17,19 @@ from hetero_api.v1 import inference_pb2 as pb
 from hetero_api.v1 import inference_pb2_grpc
 from hetero_gateway.engine.core import EngineCore
 from hetero_gateway.engine.errors import DeadlineExceeded
-from hetero_gateway.engine.request import GenerationRequest
-from hetero_gateway.engine.stream import FinishedEvent, RequestStream, TokensEvent
+from hetero_gateway.engine.stream import FinishedEvent, TokensEvent
 from hetero_gateway.engine.tokenizer import TextTokenizer
-from hetero_gateway.server.events import delta_event, finished_event, started_event
+from hetero_gateway.server.events import merged, started_event, stream_event
+from hetero_gateway.server.in_flight import InFlight
 from hetero_gateway.server.metrics import GatewayMetrics
 from hetero_gateway.server.prompts import decode, encode_chat, encode_text
+from hetero_gateway.server.reading import RequestReader
 from hetero_gateway.server.statuses import Context, answering, status_of, when_over
 from hetero_gateway.server.validation import (
     check_abort,
     check_detokenize,
-    check_generate,
     check_tokenize,
-    sampling_config,
 )
-
-Events = AsyncIterator[TokensEvent | FinishedEvent]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +58,22 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         core: EngineCore,
         *,
         tokenizer: TextTokenizer,
+        reader: RequestReader,
         facts: Facts,
         standing: Callable[[], Standing],
         metrics: GatewayMetrics,
+        in_flight: InFlight,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._core = core
         self._tokenizer = tokenizer
+        self._reader = reader
         self._facts = facts
         self._standing = standing
         self._metrics = metrics
         self._clock = clock
         self._started_s = clock()
-        self._in_flight = _InFlight()
+        self._in_flight = in_flight
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateEvent]:  # noqa: N802
         outcome = _Outcome()
@@ -85,10 +83,21 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         when_over(context, lambda: self._metrics.count_request(outcome.name))
         async with answering(context, "Generate"):
             with outcome.named():
-                async for event in self._generate(request, context):
-                    if event.HasField("finished"):
-                        outcome.name = pb.FinishReason.Name(event.finished.reason).removeprefix("FINISH_REASON_")
-                    yield event
+                arrived_s = self._clock()
+                asked = await self._reader.read(request, deadline_s=_deadline(context, now=arrived_s))
+                stream = self._core.submit(asked)
+                when_over(context, stream.cancel)
+                prompt_tokens = stream.num_prompt_tokens
+                yield started_event(asked.request_id, prompt_tokens=prompt_tokens, seed=asked.sampling.seed)
+                is_whole = request.output_mode == pb.OUTPUT_MODE_FINAL_ONLY
+                is_first = True
+                async for event in merged(stream) if is_whole else stream:
+                    if isinstance(event, FinishedEvent):
+                        outcome.name = event.reason.name
+                    elif is_first and isinstance(event, TokensEvent):
+                        is_first = False
+                        self._metrics.observe_first_token(self._clock() - arrived_s)
+                    yield stream_event(event)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: N802
         async with answering(context, "Abort"):
@@ -126,69 +135,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 waiting_requests=stats.waiting_requests,
             )
 
-    async def wait_idle(self) -> None:
-        """Return once no Generate call is in flight."""
-        await self._in_flight.none.wait()
-
-    async def _generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateEvent]:
-        arrived_s = self._clock()
-        deadline_s = _deadline(context, now=arrived_s)
-        check_generate(request, vocab_size=self._facts.model.vocab_size)
-        asked = await self._read(request, deadline_s=deadline_s)
-        stream = self._core.submit(asked)
-        when_over(context, stream.cancel)
-        yield started_event(asked.request_id, prompt_tokens=stream.num_prompt_tokens, seed=asked.sampling.seed)
-        events = self._timed(stream, arrived_s=arrived_s)
-        if request.output_mode == pb.OUTPUT_MODE_FINAL_ONLY:
-            events = _merged(events)
-        async for event in events:
-            yield finished_event(event) if isinstance(event, FinishedEvent) else delta_event(event)
-
-    async def _timed(self, stream: RequestStream, *, arrived_s: float) -> Events:
-        """The stream's events; the first token's time is observed as it passes."""
-        is_first = True
-        async for event in stream:
-            if is_first and isinstance(event, TokensEvent):
-                self._metrics.observe_first_token(self._clock() - arrived_s)
-                is_first = False
-            yield event
-
-    async def _read(self, request: pb.GenerateRequest, *, deadline_s: float | None) -> GenerationRequest:
-        return GenerationRequest(
-            request_id=request.request_id or uuid.uuid4().hex,
-            prompt_token_ids=tuple(await self._prompt(request)),
-            sampling=sampling_config(request.sampling),
-            cache_salt=request.cache_salt,
-            deadline_s=deadline_s,
-        )
-
-    async def _prompt(self, request: pb.GenerateRequest) -> list[int]:
-        match request.WhichOneof("prompt"):
-            case "chat":
-                return await encode_chat(self._tokenizer, request.chat)
-            case "text":
-                return await encode_text(self._tokenizer, request.text)
-            case _:
-                return list(request.token_ids.ids)
-
-
-class _InFlight:
-    """How many calls are; `none` is set while there is none."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self.none = asyncio.Event()
-        self.none.set()
-
-    def enter(self) -> None:
-        self._count += 1
-        self.none.clear()
-
-    def leave(self) -> None:
-        self._count -= 1
-        if not self._count:
-            self.none.set()
-
 
 class _Outcome:
     """What a call is counted as: the client's cancellation until something else ends it."""
@@ -214,17 +160,3 @@ def _deadline(context: Context, *, now: float) -> float | None:
     if left_s <= 0:
         raise DeadlineExceeded("the call's deadline had passed when it arrived; give it more time")
     return now + left_s
-
-
-async def _merged(events: Events) -> Events:
-    """All tokens in one event, just before the end."""
-    token_ids: list[int] = []
-    text: list[str] = []
-    async for event in events:
-        if isinstance(event, TokensEvent):
-            token_ids.extend(event.token_ids)
-            text.append(event.text)
-        else:
-            if token_ids:
-                yield TokensEvent(tuple(token_ids), "".join(text))
-            yield event

@@ -13,6 +13,8 @@ from hetero_gateway.server.errors import BindError
 KEEPALIVE_MS: Final = 30_000
 KEEPALIVE_TIMEOUT_MS: Final = 15_000
 MIN_CLIENT_PING_MS: Final = 5_000
+UNBOUNDED: Final = -1
+"""A message size for answers that only an administrator gets: the records of all ranks in one."""
 
 _OPTIONS: Final[tuple[tuple[str, Any], ...]] = (
     # Two gateways must not share a port without a word.
@@ -28,10 +30,15 @@ _OPTIONS: Final[tuple[tuple[str, Any], ...]] = (
 )
 
 
-def new_server(*, max_message_bytes: int, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> grpc.aio.Server:
-    """A server that listens nowhere yet."""
+def new_server(
+    *,
+    max_message_bytes: int,
+    max_answer_bytes: int | None = None,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+) -> grpc.aio.Server:
+    """A server that listens nowhere yet. What it sends may be as large as what it takes, unless told otherwise."""
     sizes = (
-        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes if max_answer_bytes is None else max_answer_bytes),
         ("grpc.max_receive_message_length", max_message_bytes),
     )
     return grpc.aio.server(options=[*_OPTIONS, *sizes], interceptors=list(interceptors))

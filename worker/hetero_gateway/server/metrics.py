@@ -43,6 +43,8 @@ class EngineReading:
     stats: EngineStats
     epoch: int
     ready: bool
+    paused_requests: int
+    recoveries: int
 
 
 class GatewayMetrics:
@@ -53,6 +55,12 @@ class GatewayMetrics:
         self._requests = Counter(
             "hetero_requests",
             "Generate calls that ended, by outcome: a finish reason or a gRPC status code.",
+            ["outcome"],
+            registry=self.registry,
+        )
+        self._http_calls = Counter(
+            "hetero_http_calls",
+            "Calls of the OpenAI endpoint for completions that ended, by HTTP status; 499: the client went away.",
             ["outcome"],
             registry=self.registry,
         )
@@ -78,6 +86,9 @@ class GatewayMetrics:
     def count_request(self, outcome: str) -> None:
         self._requests.labels(outcome).inc()
 
+    def count_http_call(self, outcome: str) -> None:
+        self._http_calls.labels(outcome).inc()
+
     def watch_engine(self, read: Callable[[], EngineReading], reader: LoopReader) -> None:
         """Read the engine, on its loop, at every scrape."""
         self.registry.register(_EngineCollector(read, reader))
@@ -95,4 +106,8 @@ class _EngineCollector(Collector):
         for name, text in _COUNTERS.items():
             yield CounterMetricFamily(f"hetero_{name}", text, value=getattr(reading.stats, name))
         yield GaugeMetricFamily("hetero_epoch", "The group's epoch.", value=reading.epoch)
+        paused = "Requests that wait for a new epoch to go on where the last one left them."
+        yield GaugeMetricFamily("hetero_paused_requests", paused, value=reading.paused_requests)
+        survived = "Epochs that were lost and followed by another on which requests went on."
+        yield CounterMetricFamily("hetero_recoveries", survived, value=reading.recoveries)
         yield GaugeMetricFamily("hetero_ready", "1 while requests are served.", value=float(reading.ready))

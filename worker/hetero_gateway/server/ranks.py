@@ -2,6 +2,9 @@
 
 A stream is read by one task and written by another, through the rank's link, so a rank that does not read holds up
 neither the group nor the loop. Nothing is read from who does not hold the group's token.
+
+What the gateway says comes serialised from the link and is written as it is: `serve_ranks` registers the service with
+a handler that passes bytes through, which the generated one does not.
 """
 
 from __future__ import annotations
@@ -9,11 +12,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from typing import Final
+from typing import Any, Final
 
 import grpc
 
-from hetero_api.v1 import ranks_pb2, ranks_pb2_grpc
+from hetero_api.v1 import ranks_pb2
 from hetero_gateway.group.formation import Group
 from hetero_gateway.group.rank_link import LinkEnd, RankLink
 from hetero_gateway.server.bearer import Bearer
@@ -29,7 +32,20 @@ _CODES: Final = {
 """How the rank sees the end of its stream; OK for the rest."""
 
 
-class RanksServicer(ranks_pb2_grpc.RanksServicer):
+_SERVICE: Final = ranks_pb2.DESCRIPTOR.services_by_name["Ranks"].full_name
+
+
+def serve_ranks(server: grpc.aio.Server, group: Group, *, token: str) -> None:
+    """Have `server` answer hetero.v1.Ranks for `group`."""
+    join: Any = grpc.stream_stream_rpc_method_handler(
+        RanksServicer(group, token=token).Join,
+        request_deserializer=ranks_pb2.RankMessage.FromString,
+        response_serializer=None,  # bytes already
+    )
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {"Join": join}),))
+
+
+class RanksServicer:
     """Ranks that show `token` become the group's links."""
 
     def __init__(self, group: Group, *, token: str) -> None:
@@ -38,15 +54,15 @@ class RanksServicer(ranks_pb2_grpc.RanksServicer):
 
     async def Join(  # noqa: N802
         self, request_iterator: AsyncIterator[ranks_pb2.RankMessage], context: Context
-    ) -> AsyncIterator[ranks_pb2.GatewayMessage]:
+    ) -> AsyncIterator[bytes]:
         async with answering(context, "Join"):
             if not self._bearer.is_shown(context.invocation_metadata()):
                 await self._bearer.refuse(context)
             link = RankLink(context.peer())
             reader = asyncio.create_task(self._read(request_iterator, link))
             when_over(context, lambda: self._hang_up(link, reader))
-            async for message in link.outgoing():
-                yield message
+            async for payload in link.outgoing():
+                yield payload
             # A read that is still waiting when the call ends would fail.
             reader.cancel()
             closing = link.closing

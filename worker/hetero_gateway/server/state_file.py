@@ -18,6 +18,7 @@ class ListeningState:
     inference: str
     admin: str
     ranks: str
+    http: str
 
 
 def write_state(path: Path, state: ListeningState) -> None:

@@ -27,6 +27,7 @@ from hetero_gateway.engine.errors import (
     InvalidRequest,
     QueueFull,
 )
+from hetero_gateway.group.errors import CommandFailed, WrongState
 from hetero_gateway.server.errors import InvalidArguments, Violation
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,8 @@ _CODES: Final[dict[type[HeteroError], grpc.StatusCode]] = {
     EngineUnavailable: grpc.StatusCode.UNAVAILABLE,
     GroupLost: grpc.StatusCode.UNAVAILABLE,
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    WrongState: grpc.StatusCode.FAILED_PRECONDITION,
+    CommandFailed: grpc.StatusCode.FAILED_PRECONDITION,
 }
 
 

@@ -46,7 +46,7 @@ async def serve_until(stop: StopSignals, gateway: Gateway, *, drain_timeout_s: f
         logger.critical("the gateway broke", exc_info=serving.exception())
         return EXIT_FAILURE
     # Before the loops end: so that the engine's readers are told this reason.
-    gateway.core.lose(SHUTTING_DOWN)
+    gateway.core.fail(SHUTTING_DOWN)
     serving.cancel()
     await asyncio.wait((serving,))
     return EXIT_OK

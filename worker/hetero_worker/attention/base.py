@@ -60,14 +60,28 @@ class AttentionBatch:
     prefills: tuple[PrefillSpan, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionRule:
+    """How a layer attends. Layers of one model may differ in it."""
+
+    scale: float
+    """What scores are multiplied by."""
+    window: int | None = None
+    """A token attends to so many tokens up to and including itself; None: to all."""
+    soft_cap: float | None = None
+    """Scaled scores s become cap · tanh(s / cap)."""
+
+
 class StepAttention(Protocol):
     """A backend, prepared for one step."""
 
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: LayerCache) -> torch.Tensor:
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: LayerCache, rule: AttentionRule
+    ) -> torch.Tensor:
         """Write key and value to the cache, attend causally; returns [tokens, heads · head_dim], contiguous.
 
         `query` is [tokens, heads, head_dim], `key` and `value` [tokens, kv_heads, head_dim]; query heads
-        [h·g, (h+1)·g) read KV head h. The scale is head_dim^-½.
+        [h·g, (h+1)·g) read KV head h.
         """
         ...
 
@@ -79,3 +93,7 @@ class AttentionBackend(Protocol):
     def name(self) -> str: ...
 
     def begin(self, batch: AttentionBatch) -> StepAttention: ...
+
+    def release(self) -> None:
+        """Give up memory that is kept from step to step. No step may be under way."""
+        ...

@@ -2,26 +2,53 @@
 
 from __future__ import annotations
 
-import torch
-from torch.nn import functional as F
+import weakref
 
-from hetero_worker.attention.base import AttentionBatch, PrefillSpan, StepAttention
+import torch
+
+from hetero_worker.attention.base import AttentionBatch, AttentionRule, StepAttention
 from hetero_worker.attention.decode import DecodeAttention, DecodeKernel, GatherDecode, SparseDecode
 from hetero_worker.attention.kv_cache import LayerCache
+from hetero_worker.attention.spans import Span
+from hetero_worker.attention.workspace import Workspace
 
 
 class PagedAttention:
-    """Holds no state between steps."""
+    """Holds nothing between steps but memory for the next: a workspace is free again when its step is gone."""
 
     def __init__(self, decode: DecodeKernel) -> None:
         self._decode = decode
+        self._leases: list[_Lease] = []
 
     @property
     def name(self) -> str:
         return self._decode.name
 
     def begin(self, batch: AttentionBatch) -> StepAttention:
-        return _PagedStep(batch, self._decode)
+        lease = next((lease for lease in self._leases if lease.is_free), None)
+        if lease is None:
+            self._leases.append(lease := _Lease())
+        return lease.give(batch, self._decode)
+
+    def release(self) -> None:
+        self._leases.clear()
+
+
+class _Lease:
+    """A workspace, and the step that has it."""
+
+    def __init__(self) -> None:
+        self._workspace = Workspace()
+        self._holder: weakref.ref[_PagedStep] | None = None
+
+    @property
+    def is_free(self) -> bool:
+        return self._holder is None or self._holder() is None
+
+    def give(self, batch: AttentionBatch, decode: DecodeKernel) -> _PagedStep:
+        step = _PagedStep(batch, decode, self._workspace)
+        self._holder = weakref.ref(step)
+        return step
 
 
 def paged_attention(dtype: torch.dtype) -> PagedAttention:
@@ -30,64 +57,38 @@ def paged_attention(dtype: torch.dtype) -> PagedAttention:
 
 
 class _PagedStep:
-    """Indices are made by the first layer that needs them and shared by all with as many heads."""
+    """Indices are made by the first layer that needs them and shared by all with as many heads and the same window."""
 
-    def __init__(self, batch: AttentionBatch, decode: DecodeKernel) -> None:
+    def __init__(self, batch: AttentionBatch, decode: DecodeKernel, workspace: Workspace) -> None:
         self._batch = batch
         self._decode = decode
-        self._prepared: dict[int, DecodeAttention] = {}
-        self._spans = [_Span(span) for span in batch.prefills]
+        self._workspace = workspace
+        self._prepared: dict[tuple[int, int | None], DecodeAttention] = {}
+        self._spans = [Span(span) for span in batch.prefills]
 
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: LayerCache) -> torch.Tensor:
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: LayerCache, rule: AttentionRule
+    ) -> torch.Tensor:
         cache.write(self._batch.slot_mapping, key, value)
         if not self._spans:
-            return self._attend_decode(query, cache)
+            return self._attend_decode(query, cache, rule)
         out = torch.empty(query.shape[0], query.shape[1] * query.shape[2], dtype=query.dtype)
         if num_decode := self._batch.decode.num_rows:
-            out[:num_decode] = self._attend_decode(query[:num_decode], cache)
+            out[:num_decode] = self._attend_decode(query[:num_decode], cache, rule)
         for span in self._spans:
             rows = span.rows
-            out[rows] = span.attend(query[rows], key[rows], value[rows], cache)
+            out[rows] = span.attend(query[rows], key[rows], value[rows], cache, rule)
         return out
 
-    def _attend_decode(self, query: torch.Tensor, cache: LayerCache) -> torch.Tensor:
-        num_heads = query.shape[1]
-        attention = self._prepared.get(num_heads)
+    def _attend_decode(self, query: torch.Tensor, cache: LayerCache, rule: AttentionRule) -> torch.Tensor:
+        kind = (query.shape[1], rule.window)
+        attention = self._prepared.get(kind)
         if attention is None:
-            attention = self._decode.prepare(self._batch.decode, num_heads=num_heads, cache=cache)
-            self._prepared[num_heads] = attention
-        return attention(query, cache)
-
-
-class _Span:
-    """One sequence's rows: causal among themselves, after what is cached."""
-
-    def __init__(self, span: PrefillSpan) -> None:
-        self.rows = slice(span.begin, span.end)
-        self._length = span.length
-        self._block_ids: torch.Tensor | None = None
-        self._mask: torch.Tensor | None = None
-        if span.num_computed:
-            self._block_ids = torch.from_numpy(span.block_ids)
-            # Row i sees the cached tokens and the rows up to itself: a lower triangle, aligned bottom right.
-            future = torch.full((span.end - span.begin, span.length), float("-inf"))
-            self._mask = future.triu_(span.num_computed + 1)
-
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: LayerCache) -> torch.Tensor:
-        if self._block_ids is not None and self._mask is not None:
-            key, value = cache.read_blocks(self._block_ids, self._length)
-            self._mask = self._mask.to(query.dtype)
-        out = F.scaled_dot_product_attention(
-            _heads_first(query),
-            _heads_first(key),
-            _heads_first(value),
-            attn_mask=self._mask,
-            is_causal=self._mask is None,
-            enable_gqa=True,
-        )
-        return out.squeeze(0).transpose(0, 1).flatten(1)
-
-
-def _heads_first(x: torch.Tensor) -> torch.Tensor:
-    """[tokens, heads, head_dim] → [1, heads, tokens, head_dim]."""
-    return x.transpose(0, 1).unsqueeze(0)
+            attention = self._prepared[kind] = self._decode.prepare(
+                self._batch.decode,
+                num_heads=query.shape[1],
+                window=rule.window,
+                cache=cache,
+                workspace=self._workspace.section(kind),
+            )
+        return attention(query, cache, rule)

@@ -1,6 +1,6 @@
 """Makes every process group of an epoch: one function, called by all ranks, in one order.
 
-    rendezvous store → Gloo over all ranks → agree on the exchange → the exchange
+    rendezvous store → Gloo over all ranks → agree on the exchange → the exchange, with its subgroups and links
 
 Groups are collective over the world: a rank that skipped one, or made it earlier, would hang the others. So
 nothing else in the worker makes a group. Teardown is the reverse, is bounded, and leaves the process able to
@@ -27,7 +27,8 @@ import torch.distributed as dist
 
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.distributed.exchange import HostExchange, LocalExchange
-from hetero_worker.distributed.gloo_exchange import GlooExchange
+from hetero_worker.distributed.gloo_exchange import GlooExchange, GlooGroups
+from hetero_worker.distributed.routes import NO_ROUTES, Routes
 from hetero_worker.distributed.shm_exchange import AREA_BYTES, ShmExchange, unsupported_reason
 from hetero_worker.distributed.shm_segment import SHM_FOLDER, SegmentLayout, ShmSegment
 from hetero_worker.distributed.store import StoreListener, open_store
@@ -55,6 +56,8 @@ class GroupRequest:
     host: str
     """Address of this machine on the network that ranks meet on: nothing listens on another."""
     shm_folder: Path = SHM_FOLDER
+    routes: Routes = NO_ROUTES
+    """Subgroups and links of the exchange; the same on every rank."""
     area_bytes: int = AREA_BYTES
     machine: str | None = None
     """Machine type, if not the one that this runs on."""
@@ -139,11 +142,29 @@ def _interface_of(host: str) -> str:
 def _make_exchange(request: GroupRequest) -> tuple[HostExchange, ranks_pb2.ExchangeKind.ValueType]:
     if request.exchange == ranks_pb2.EXCHANGE_KIND_SHM and _all_can_share(request):
         return _make_shm(request), ranks_pb2.EXCHANGE_KIND_SHM
+    return GlooExchange(_gloo_groups(request), rank=request.rank, timeout_s=request.timeout_s), (
+        ranks_pb2.EXCHANGE_KIND_GLOO
+    )
+
+
+def _gloo_groups(request: GroupRequest) -> GlooGroups:
+    """A process group for all, and for every subgroup and link; all ranks make all of them, in the same order."""
     world = dist.group.WORLD
     if world is None:
         raise ExchangeError("the Gloo group is gone")
-    exchange = GlooExchange(world, rank=request.rank, world_size=request.world_size, timeout_s=request.timeout_s)
-    return exchange, ranks_pb2.EXCHANGE_KIND_GLOO
+    everyone = tuple(range(request.world_size))
+    subgroups = {ranks: _new_gloo(request, ranks) for ranks in request.routes.subgroups}
+    links = {link: _new_gloo(request, (link.source, *link.receivers)) for link in request.routes.links}
+    return GlooGroups({everyone: world, **subgroups}, links)
+
+
+def _new_gloo(request: GroupRequest, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    timeout = timedelta(seconds=request.timeout_s + _GLOO_GRACE_S)
+    try:
+        group: dist.ProcessGroup = dist.new_group(sorted(ranks), timeout=timeout, backend="gloo")
+    except RuntimeError as error:
+        raise ExchangeError(f"epoch {request.epoch}: Gloo group of ranks {sorted(ranks)}: {error}") from error
+    return group
 
 
 def _all_can_share(request: GroupRequest) -> bool:
@@ -158,7 +179,7 @@ def _all_can_share(request: GroupRequest) -> bool:
 
 
 def _make_shm(request: GroupRequest) -> ShmExchange:
-    layout = SegmentLayout(request.world_size, request.area_bytes)
+    layout = SegmentLayout(request.world_size, request.area_bytes, request.routes)
     segment: ShmSegment | None = None
     try:
         for turn in ("create", "attach"):

@@ -3,8 +3,9 @@
 Layout, in 128-byte lines (two cache lines, so that a prefetched neighbour is never another rank's):
 
     line 0        abort word: not 0 once any rank has aborted
-    line 1 + r    counter of rank r: the round that it has published
-    next page     areas: rank 0 even, rank 0 odd, rank 1 even, …
+    lines         a counter for each rank of the group, then for each of every subgroup: the round that it has published
+    lines         for each link: a counter of what its source has sent, and of what each receiver has taken
+    next page     areas: rank 0 even, rank 0 odd, rank 1 even, …, the same for subgroups, then LINK_DEPTH for each link
 
 The file lives in /dev/shm, readable by its owner only, from `create` until `unlink`, which follows as soon as
 all ranks have attached: a few milliseconds. Afterwards it has no name and the kernel frees it with the last
@@ -25,11 +26,38 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from hetero_worker.distributed.routes import NO_ROUTES, Link, Routes
 from hetero_worker.errors import ExchangeError
 
 SHM_FOLDER: Final = Path("/dev/shm")
 LINE_BYTES: Final = 128
+LINK_DEPTH: Final = 8
+"""Messages that a link holds: so far may its source be ahead of a receiver."""
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+
+
+@dataclass(frozen=True, slots=True)
+class RoundsLayout:
+    """Where the rounds of one group or subgroup take place."""
+
+    ranks: tuple[int, ...]
+    counters: tuple[int, ...]
+    """Index of each rank's counter among the segment's 64-bit words, in the order of `ranks`."""
+    areas: tuple[tuple[int, int], ...]
+    """First byte of each rank's area for even and for odd rounds."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLayout:
+    """Where one link's messages lie."""
+
+    link: Link
+    sent: int
+    """Word: how many the source has published."""
+    taken: tuple[int, ...]
+    """Words: how many each receiver has read, in the order of `link.receivers`."""
+    areas: tuple[int, ...]
+    """First bytes; message n lies in area n mod LINK_DEPTH."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +66,7 @@ class SegmentLayout:
 
     world_size: int
     area_bytes: int
+    routes: Routes = NO_ROUTES
 
     def __post_init__(self) -> None:
         if self.area_bytes < 1 or self.area_bytes % mmap.PAGESIZE:
@@ -45,20 +74,50 @@ class SegmentLayout:
 
     @property
     def header_bytes(self) -> int:
-        lines = (1 + self.world_size) * LINE_BYTES
+        link_lines = sum(1 + len(link.receivers) for link in self.routes.links)
+        lines = (1 + self._num_seats + link_lines) * LINE_BYTES
         return -(-lines // mmap.PAGESIZE) * mmap.PAGESIZE
 
     @property
     def total_bytes(self) -> int:
-        return self.header_bytes + 2 * self.world_size * self.area_bytes
+        num_areas = 2 * self._num_seats + LINK_DEPTH * len(self.routes.links)
+        return self.header_bytes + num_areas * self.area_bytes
 
-    def counter_word(self, rank: int) -> int:
-        """Index of the rank's counter among the segment's 64-bit words."""
-        return (1 + rank) * LINE_BYTES // 8
+    def rounds(self) -> list[RoundsLayout]:
+        """Of the whole group, then of each subgroup."""
+        layouts, seat = [], 0
+        for ranks in self._groups:
+            seats = range(seat, seat + len(ranks))
+            areas = tuple((self._area(2 * seat), self._area(2 * seat + 1)) for seat in seats)
+            layouts.append(RoundsLayout(ranks, tuple(self._word(seat) for seat in seats), areas))
+            seat += len(ranks)
+        return layouts
 
-    def area_offset(self, rank: int, parity: int) -> int:
-        """First byte of the rank's area for even (0) or odd (1) rounds."""
-        return self.header_bytes + (2 * rank + parity) * self.area_bytes
+    def links(self) -> list[LinkLayout]:
+        """In the order of the routes' links."""
+        layouts, line, area = [], self._num_seats, 2 * self._num_seats
+        for link in self.routes.links:
+            end = line + 1 + len(link.receivers)
+            taken = tuple(self._word(i) for i in range(line + 1, end))
+            areas = tuple(self._area(area + i) for i in range(LINK_DEPTH))
+            layouts.append(LinkLayout(link, self._word(line), taken, areas))
+            line, area = end, area + LINK_DEPTH
+        return layouts
+
+    @property
+    def _groups(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(range(self.world_size)), *self.routes.subgroups
+
+    @property
+    def _num_seats(self) -> int:
+        """Ranks, counted once for every group that they are in."""
+        return sum(map(len, self._groups))
+
+    def _word(self, line: int) -> int:
+        return (1 + line) * LINE_BYTES // 8
+
+    def _area(self, index: int) -> int:
+        return self.header_bytes + index * self.area_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,19 @@
 """The two halves of a decoder layer on one rank: self-attention over its heads, gated MLP over its columns.
 
 Both return a partial sum over ranks of the layer's output. They hold their own input norm, since only a rank
-that owns a part of the layer computes it.
+that owns a part of the layer computes it. A layer's MLP may be one of experts instead (moe.py). Norms of the halves'
+outputs, where a model has them, are of whole sums: they belong to the layer.
 """
 
 from __future__ import annotations
 
 import torch
-from torch.nn import functional as F
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import UnitRange
-from hetero_worker.attention.base import StepAttention
+from hetero_worker.attention.base import AttentionRule, StepAttention
 from hetero_worker.attention.kv_cache import LayerCache
+from hetero_worker.layers.activation import gated
 from hetero_worker.layers.linear import down_linear, gate_up_linear, output_linear, qkv_linear
 from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.layers.norm import HeadNorms, RmsNorm
@@ -28,9 +29,8 @@ class SelfAttention:
         self._num_kv_heads = heads.size
         self._num_heads = heads.size * config.group_size
         self._head_dim = config.head_dim
-        self._norm = RmsNorm(
-            f"model.layers.{layer}.input_layernorm.weight", width=config.hidden_size, eps=config.rms_norm_eps
-        )
+        self._rule = AttentionRule(config.attention_scale, config.windows[layer], config.attention_soft_cap)
+        self._norm = layer_norm(config, layer, "input_layernorm")
         self._qkv = qkv_linear(config, prefix, heads)
         self._output = output_linear(config, prefix, heads, bias=adds_bias)
         self._head_norms = _head_norms(config, prefix, heads) if config.qk_norm else None
@@ -44,9 +44,14 @@ class SelfAttention:
         return self._qkv.shape, self._output.shape
 
     @property
-    def num_parameters(self) -> int:
+    def window(self) -> int | None:
+        """So many tokens are attended to; None: all."""
+        return self._rule.window
+
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        """Once loaded."""
         parts = (self._norm, self._qkv, self._output, self._head_norms)
-        return sum(part.num_parameters for part in parts if part is not None)
+        return sum(part.weight_bytes(dtype) for part in parts if part is not None)
 
     def load(self, checkpoint: Checkpoint, *, dtype: torch.dtype, kernel: LinearKernel) -> None:
         self._norm.load(checkpoint, dtype=dtype)
@@ -67,20 +72,16 @@ class SelfAttention:
         rotated = rotation.apply(rotating)
         query, key = rotated[:, : self._num_heads], rotated[:, self._num_heads :]
         value = qkv[:, self._num_heads + self._num_kv_heads :]
-        return self._output(attention.attend(query, key, value, cache))
+        return self._output(attention.attend(query, key, value, cache, self._rule))
 
 
 class GatedMlp:
-    """norm → fused gate and up → silu(gate) · up → down projection."""
+    """norm → fused gate and up → activation(gate) · up → down projection."""
 
     def __init__(self, config: ModelConfig, layer: int, columns: UnitRange, *, adds_bias: bool) -> None:
         prefix = f"model.layers.{layer}.mlp"
-        self._columns = columns.size
-        self._norm = RmsNorm(
-            f"model.layers.{layer}.post_attention_layernorm.weight",
-            width=config.hidden_size,
-            eps=config.rms_norm_eps,
-        )
+        self._activation = config.activation
+        self._norm = mlp_norm(config, layer)
         self._gate_up = gate_up_linear(config, prefix, columns)
         self._down = down_linear(config, prefix, columns, bias=adds_bias)
 
@@ -88,9 +89,9 @@ class GatedMlp:
     def linear_shapes(self) -> tuple[tuple[int, int], ...]:
         return self._gate_up.shape, self._down.shape
 
-    @property
-    def num_parameters(self) -> int:
-        return sum(part.num_parameters for part in (self._norm, self._gate_up, self._down))
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        """Once loaded."""
+        return sum(part.weight_bytes(dtype) for part in (self._norm, self._gate_up, self._down))
 
     def load(self, checkpoint: Checkpoint, *, dtype: torch.dtype, kernel: LinearKernel) -> None:
         self._norm.load(checkpoint, dtype=dtype)
@@ -99,9 +100,22 @@ class GatedMlp:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [tokens, hidden] → partial [tokens, hidden]."""
-        gate_up = self._gate_up(self._norm(hidden))
-        gate, up = gate_up[:, : self._columns], gate_up[:, self._columns :]
-        return self._down(F.silu(gate).mul_(up))
+        return self._down(gated(self._gate_up(self._norm(hidden)), self._activation))
+
+
+def mlp_norm(config: ModelConfig, layer: int) -> RmsNorm:
+    """Of an MLP's input. Where a model norms outputs too, the name that others use for this one is an output's."""
+    return layer_norm(config, layer, "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm")
+
+
+def layer_norm(config: ModelConfig, layer: int, name: str) -> RmsNorm:
+    """One of a layer's norms of the residual stream's width."""
+    return RmsNorm(
+        f"model.layers.{layer}.{name}.weight",
+        width=config.hidden_size,
+        eps=config.rms_norm_eps,
+        offset=config.norm_offset,
+    )
 
 
 def _head_norms(config: ModelConfig, prefix: str, heads: UnitRange) -> HeadNorms:
@@ -111,4 +125,5 @@ def _head_norms(config: ModelConfig, prefix: str, heads: UnitRange) -> HeadNorms
         num_kv_heads=heads.size,
         head_dim=config.head_dim,
         eps=config.rms_norm_eps,
+        offset=config.norm_offset,
     )

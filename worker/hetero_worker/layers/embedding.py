@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch.nn import functional as F
 
@@ -22,11 +24,12 @@ class ShardedEmbedding:
         self._source = TensorSlice(EMBEDDING, (config.vocab_size, config.hidden_size), rows=rows)
         self._rows = rows
         self._is_whole = rows.size == config.vocab_size
+        self._scale = config.embedding_scale
         self._weight = torch.empty(0)
 
-    @property
-    def num_parameters(self) -> int:
-        return self._rows.size * self._source.full_shape[1]
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        """Once loaded."""
+        return math.prod(self._source.shape) * dtype.itemsize
 
     @property
     def weight(self) -> torch.Tensor:
@@ -39,8 +42,11 @@ class ShardedEmbedding:
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 [tokens] → [tokens, hidden]: zero where another rank holds the row; the sum over ranks is whole."""
-        if self._is_whole:
-            return F.embedding(token_ids, self._weight)
+        found = F.embedding(token_ids, self._weight) if self._is_whole else self._own(token_ids)
+        # The scale is rounded to the weight's type, as the models were trained.
+        return found if self._scale == 1.0 else found.mul_(torch.tensor(self._scale, dtype=found.dtype))
+
+    def _own(self, token_ids: torch.Tensor) -> torch.Tensor:
         local = token_ids - self._rows.begin
         foreign = (local < 0) | (local >= self._rows.size)
         found = F.embedding(local.masked_fill_(foreign, 0), self._weight)
@@ -48,28 +54,38 @@ class ShardedEmbedding:
 
 
 class OutputHead:
-    """Logits of this rank's vocabulary rows. A tied head is packed from the embedding's rows."""
+    """Logits of this rank's vocabulary rows.
 
-    def __init__(self, config: ModelConfig, rows: UnitRange) -> None:
-        self._linear = ShardedLinear([TensorSlice(HEAD, (config.vocab_size, config.hidden_size), rows=rows)])
-        self._tied = config.tie_word_embeddings
+    A tied head is packed from the embedding's rows if this rank's `embedding_rows` are the same, else it reads its own.
+    """
+
+    def __init__(self, config: ModelConfig, rows: UnitRange, *, embedding_rows: UnitRange) -> None:
+        tied = config.tie_word_embeddings
+        source = TensorSlice(EMBEDDING if tied else HEAD, (config.vocab_size, config.hidden_size), rows=rows)
+        self._linear = ShardedLinear([source])
+        self._shares_rows = tied and rows == embedding_rows
+        self._soft_cap = config.logit_soft_cap
 
     @property
     def shape(self) -> tuple[int, int]:
         return self._linear.shape
 
-    def num_parameters(self, kernel: LinearKernel) -> int:
-        """Beside the embedding's: 0 when the kernel works on the embedding's own rows."""
-        return self._linear.num_parameters if kernel.copies_weight or not self._tied else 0
+    def weight_bytes(self, dtype: torch.dtype, kernel: LinearKernel) -> int:
+        """Once loaded, beside the embedding's: 0 when the kernel works on the embedding's own rows."""
+        return self._linear.weight_bytes(dtype) if kernel.copies_weight or not self._shares_rows else 0
 
     def load(
-        self, checkpoint: Checkpoint, embedding: ShardedEmbedding, *, dtype: torch.dtype, kernel: LinearKernel
+        self, checkpoint: Checkpoint, embedding: ShardedEmbedding | None, *, dtype: torch.dtype, kernel: LinearKernel
     ) -> None:
-        if self._tied:
+        """`embedding` is this rank's, loaded, if it has one."""
+        if self._shares_rows and embedding is not None:
             self._linear.tie(embedding.weight, kernel)
         else:
             self._linear.load(checkpoint, dtype=dtype, kernel=kernel)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] → float32 [rows, vocabulary rows of this rank]."""
-        return self._linear(hidden).float()
+        logits = self._linear(hidden).float()
+        if self._soft_cap is not None:
+            logits.div_(self._soft_cap).tanh_().mul_(self._soft_cap)
+        return logits

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from hetero_api.model_config import ModelConfig
+from hetero_api.model_parts import ExpertsConfig
 from hetero_api.sharding import UnitRange
 from hetero_worker.layers.linear_kernels import LinearKernel, PackedWeight
 from hetero_worker.memory.loader import Checkpoint, TensorSlice
@@ -32,9 +33,9 @@ class ShardedLinear:
         """(out features, in features) on this rank."""
         return sum(part.shape[0] for part in self._weights), self._weights[0].shape[1]
 
-    @property
-    def num_parameters(self) -> int:
-        return math.prod(self.shape) + sum(part.shape[0] for part in self._biases)
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        """Once loaded."""
+        return (math.prod(self.shape) + sum(part.shape[0] for part in self._biases)) * dtype.itemsize
 
     def load(self, checkpoint: Checkpoint, *, dtype: torch.dtype, kernel: LinearKernel) -> None:
         weight = torch.empty(self.shape, dtype=dtype)
@@ -87,6 +88,22 @@ def down_linear(config: ModelConfig, prefix: str, columns: UnitRange, *, bias: b
     return _row_parallel(
         f"{prefix}.down_proj", config, (config.intermediate_size, columns), bias=bias and config.mlp_bias
     )
+
+
+def expert_gate_up_linear(config: ModelConfig, experts: ExpertsConfig, prefix: str) -> ShardedLinear:
+    """Fused gate and up projections of a whole expert; output [gate | up]."""
+    width = experts.intermediate_size
+    return _column_parallel(
+        {f"{prefix}.{name}": (width, UnitRange(0, width)) for name in (experts.names.gate, experts.names.up)},
+        in_features=config.hidden_size,
+        bias=False,
+    )
+
+
+def expert_down_linear(config: ModelConfig, experts: ExpertsConfig, prefix: str) -> ShardedLinear:
+    """The down projection of a whole expert."""
+    width = experts.intermediate_size
+    return _row_parallel(f"{prefix}.{experts.names.down}", config, (width, UnitRange(0, width)), bias=False)
 
 
 def _column_parallel(parts: dict[str, tuple[int, UnitRange]], *, in_features: int, bias: bool) -> ShardedLinear:

@@ -6,6 +6,7 @@ flip of the halves is all that is left of rotate_half.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,10 +28,28 @@ class Rotation:
         return torch.mul(heads, self.cos).addcmul_(swapped, self.signed_sin)
 
 
-class RotaryTable:
-    """cos and sin of every position up to the longest sequence."""
+class RotaryTables:
+    """cos and sin of every position up to the longest sequence, for layers some of which rotate otherwise."""
 
-    def __init__(self, rope: RopeConfig, *, head_dim: int, max_length: int, dtype: torch.dtype) -> None:
+    def __init__(self, ropes: Sequence[RopeConfig], *, head_dim: int, max_length: int, dtype: torch.dtype) -> None:
+        distinct = list(dict.fromkeys(ropes))
+        self._of_layer = [distinct.index(rope) for rope in ropes]
+        self._tables = [_RotaryTable(rope, head_dim, max_length, dtype) for rope in distinct]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(table.num_bytes for table in self._tables)
+
+    def at(self, positions: torch.Tensor) -> list[Rotation]:
+        """One a layer; layers that rotate alike share it. `positions`: int64 [tokens]."""
+        rotations = [table.at(positions) for table in self._tables]
+        return [rotations[table] for table in self._of_layer]
+
+
+class _RotaryTable:
+    """Of one kind of rotation."""
+
+    def __init__(self, rope: RopeConfig, head_dim: int, max_length: int, dtype: torch.dtype) -> None:
         frequencies = torch.tensor(rope.inverse_frequencies(head_dim), dtype=torch.float32)
         angles = torch.outer(torch.arange(max_length, dtype=torch.float32), frequencies)
         cos, sin = angles.cos(), angles.sin()

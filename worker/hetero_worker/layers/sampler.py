@@ -3,153 +3,170 @@
 One round of gathering and one broadcast a step: every rank sends the best of its shard, or candidates for draws
 with filters; rank 0 decides and tells all. Only when the candidates do not prove where a filter ends (a nucleus
 of more than some hundred tokens) a second pair of rounds brings the whole rows of those draws. That it is
-needed is part of the broadcast, so that all ranks take the same rounds.
+needed is part of the broadcast, so that all ranks take the same rounds. Log-probabilities take two more rounds of
+gathering, in steps where a draw asks for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 
-from hetero_api.errors import ModelError
 from hetero_api.sharding import UnitRange
+from hetero_api.v1 import logprobs_pb2
 from hetero_worker.distributed.exchange import HostExchange
-from hetero_worker.sampling.decision import decide_best, decide_filtered
+from hetero_worker.sampling.draw_batch import UNDECIDED, DrawBatch, decide_whole
+from hetero_worker.sampling.logprobs import ShardLogprobs, TokenTarget, count_before, decide_logprobs, pack_shard
 from hetero_worker.sampling.request import SamplingRow
-from hetero_worker.sampling.shard import (
-    BEST_FIELDS,
-    ShardCandidates,
-    best_of_shard,
-    candidates_of_shard,
-)
+from hetero_worker.sampling.shard import scaled_logits, take_rows
 
-_UNDECIDED = -1
+
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """The outcome of a step's draws, in their order."""
+
+    tokens: list[int]
+    """The same on every rank."""
+    logprobs: list[logprobs_pb2.TokenLogprobs | None]
+    """On rank 0, for the draws that ask for them; elsewhere None throughout."""
 
 
 def sample_tokens(
     logits: torch.Tensor,
     rows: Sequence[SamplingRow],
     *,
-    vocab_ranges: Sequence[UnitRange],
+    head_ranges: Sequence[UnitRange],
     exchange: HostExchange,
-) -> list[int]:
-    """Tokens of the draws, the same on every rank.
+) -> SampledRows:
+    """Draw a token for each row.
 
-    `logits` is float32 [draws, this rank's vocabulary rows]; `vocab_ranges` has every rank's rows. Raises
-    ModelError when logits are not finite.
+    `logits` is float32 on the host, [draws, this rank's vocabulary rows], and stays as it is; `head_ranges` has
+    every rank's rows. Raises ModelError when logits are not finite, ProtocolError when a row's edits leave no
+    token; the rank that decides raises, others are freed from their round by the group's abort.
     """
-    draws = _Draws(tuple(rows), tuple(vocab_ranges), exchange)
-    gathered = exchange.all_gather(draws.pack(logits), draws.counts)
-    tokens = torch.full((len(rows),), _UNDECIDED, dtype=torch.int64)
-    if exchange.rank == 0:
-        draws.decide(gathered, tokens)
-    if exchange.world_size > 1:
-        exchange.broadcast(tokens, 0)
-    pending = (tokens == _UNDECIDED).nonzero().view(-1).tolist()
-    if pending:
-        tokens[pending] = _sample_whole(logits[pending], [rows[i] for i in pending], draws)
-    return list(map(int, tokens.tolist()))
+    if not rows:
+        return SampledRows([], [])
+    shards = _Shards(tuple(head_ranges), exchange)
+    tokens = _draw(logits, rows, shards)
+    return SampledRows(tokens, _sampled_logprobs(logits, rows, tokens, shards))
 
 
-def gather_logits(logits: torch.Tensor, vocab_ranges: Sequence[UnitRange], exchange: HostExchange) -> torch.Tensor:
+def prompt_logprobs(
+    logits: torch.Tensor,
+    token_ids: Sequence[int],
+    num_top: int,
+    *,
+    head_ranges: Sequence[UnitRange],
+    exchange: HostExchange,
+) -> list[logprobs_pb2.TokenLogprobs]:
+    """Log-probabilities of given tokens, and of the `num_top` likeliest, a row of logits each.
+
+    Row i of `logits` (as for `sample_tokens`) is where token_ids[i] is predicted. On rank 0; elsewhere empty.
+    Raises ModelError when logits are not finite.
+    """
+    targets = [TokenTarget(token_id, num_top) for token_id in token_ids]
+    return _logprobs(logits, targets, _Shards(tuple(head_ranges), exchange))
+
+
+def gather_logits(logits: torch.Tensor, head_ranges: Sequence[UnitRange], exchange: HostExchange) -> torch.Tensor:
     """Whole rows from all shards, on every rank: float32 [draws, vocabulary]."""
     if exchange.world_size == 1:
         return logits
     draws = logits.shape[0]
-    counts = [draws * rows.size for rows in vocab_ranges]
+    counts = [draws * rows.size for rows in head_ranges]
     shards = exchange.all_gather(logits.reshape(-1), counts)
     return torch.cat([shard.view(draws, -1) for shard in shards if len(shard)], dim=1)
 
 
 @dataclass(frozen=True, slots=True)
-class _Draws:
-    """One step's draws and how their messages are laid out: pairs of all plain draws, then filtered ones."""
+class _Shards:
+    """Which rank holds which vocabulary rows, and how messages about them get around."""
 
-    rows: tuple[SamplingRow, ...]
-    vocab_ranges: tuple[UnitRange, ...]
+    head_ranges: tuple[UnitRange, ...]
     exchange: HostExchange
 
     @property
-    def plain(self) -> list[int]:
-        return [i for i, row in enumerate(self.rows) if not row.is_filtered]
+    def own(self) -> UnitRange:
+        return self.head_ranges[self.exchange.rank]
 
     @property
-    def filtered(self) -> list[int]:
-        return [i for i, row in enumerate(self.rows) if row.is_filtered]
+    def filled(self) -> list[UnitRange]:
+        """Shards that have rows; the others send nothing."""
+        return [rows for rows in self.head_ranges if rows.size]
 
-    @property
-    def counts(self) -> list[int]:
-        """Elements that each rank sends."""
-        return [sum(self._sizes(rows.size)) for rows in self.vocab_ranges]
+    def gather(self, message: torch.Tensor | None, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Messages of all filled shards, sizes[i] elements from the i-th; a rank without rows sends None."""
+        of_filled = iter(sizes)
+        counts = [next(of_filled) if rows.size else 0 for rows in self.head_ranges]
+        sent = torch.empty(0, dtype=torch.float64) if message is None else message
+        gathered = self.exchange.all_gather(sent, counts)
+        return [part for part, rows in zip(gathered, self.head_ranges, strict=True) if rows.size]
 
-    def _sizes(self, shard_rows: int) -> list[int]:
-        if not shard_rows:
-            return [0]
-        sizes = [BEST_FIELDS * len(self.plain)]
-        for i in self.filtered:
-            sizes.append(ShardCandidates.packed_size(self.rows[i].num_candidates(shard_rows)))
-        return sizes
-
-    def pack(self, logits: torch.Tensor) -> torch.Tensor:
-        """This rank's message: float64 [counts[rank]]."""
-        own = self.vocab_ranges[self.exchange.rank]
-        if not own.size:
-            return torch.empty(0, dtype=torch.float64)
-        plain, filtered, parts = self.plain, self.filtered, []
-        if plain:
-            chosen = [self.rows[i] for i in plain]
-            parts.append(best_of_shard(logits[plain] if filtered else logits, chosen, own.begin).view(-1))
-        if filtered:
-            chosen = [self.rows[i] for i in filtered]
-            shards = candidates_of_shard(logits[filtered] if plain else logits, chosen, begin=own.begin)
-            parts.extend(shard.pack() for shard in shards)
-        return torch.cat(parts)
-
-    def decide(self, gathered: Sequence[torch.Tensor], tokens: torch.Tensor) -> None:
-        """Fill `tokens` from every rank's message; draws that stay undecided are left."""
-        ranges = [rows for rows in self.vocab_ranges if rows.size]
-        messages = [
-            _fields(message, self._sizes(rows.size))
-            for rows, message in zip(self.vocab_ranges, gathered, strict=True)
-            if rows.size
-        ]
-        if self.plain:
-            best = torch.stack([message[0] for message in messages]).view(len(messages), -1, BEST_FIELDS)
-            _check_finite(best[:, :, 0])
-            tokens[self.plain] = decide_best(best)
-        for field, i in enumerate(self.filtered, start=1):
-            row = self.rows[i]
-            shards = [
-                ShardCandidates.unpack(message[field], complete=row.num_candidates(rows.size) == rows.size)
-                for rows, message in zip(ranges, messages, strict=True)
-            ]
-            _check_finite(torch.tensor([shard.log_sum_exp for shard in shards]))
-            token = decide_filtered(shards, row)
-            tokens[i] = _UNDECIDED if token is None else token
+    def broadcast(self, tokens: torch.Tensor) -> None:
+        if self.exchange.world_size > 1:
+            self.exchange.broadcast(tokens, 0)
 
 
-def _sample_whole(logits: torch.Tensor, rows: Sequence[SamplingRow], draws: _Draws) -> torch.Tensor:
-    """Draws whose candidates did not suffice, from their whole rows: int64 [rows]."""
-    exchange = draws.exchange
-    whole = gather_logits(logits, draws.vocab_ranges, exchange)
-    tokens = torch.full((len(rows),), _UNDECIDED, dtype=torch.int64)
-    if exchange.rank == 0:
-        for i, shard in enumerate(candidates_of_shard(whole, rows, begin=0, whole=True)):
-            token = decide_filtered([shard], rows[i])
-            tokens[i] = _UNDECIDED if token is None else token
-    if exchange.world_size > 1:
-        exchange.broadcast(tokens, 0)
+def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow], shards: _Shards) -> list[int]:
+    batch, own = DrawBatch(rows), shards.own
+    sizes = [shard.size for shard in shards.filled]
+    message = batch.pack(logits, own.begin) if own.size else None
+    messages = shards.gather(message, [batch.message_size(size) for size in sizes])
+    tokens = torch.empty(len(rows), dtype=torch.int64)
+    if shards.exchange.rank == 0:
+        tokens = batch.decide(messages, sizes)
+    shards.broadcast(tokens)
+    undecided = (tokens == UNDECIDED).nonzero().view(-1).tolist()
+    if undecided:
+        tokens[undecided] = _draw_whole(logits, rows, undecided, shards)
+    return list(map(int, tokens.tolist()))
+
+
+def _draw_whole(
+    logits: torch.Tensor, rows: Sequence[SamplingRow], undecided: Sequence[int], shards: _Shards
+) -> torch.Tensor:
+    """Draws whose candidates did not suffice, from their whole rows: int64 [undecided]."""
+    own = scaled_logits(logits, rows, undecided, shards.own.begin)
+    whole = gather_logits(own, shards.head_ranges, shards.exchange)
+    tokens = torch.empty(len(undecided), dtype=torch.int64)
+    if shards.exchange.rank == 0:
+        tokens = decide_whole(whole, [rows[i] for i in undecided])
+    shards.broadcast(tokens)
     return tokens
 
 
-def _fields(message: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    ends = list(accumulate(sizes))
-    return [message[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+def _sampled_logprobs(
+    logits: torch.Tensor, rows: Sequence[SamplingRow], tokens: Sequence[int], shards: _Shards
+) -> list[logprobs_pb2.TokenLogprobs | None]:
+    asking = {i: row.num_logprobs for i, row in enumerate(rows) if row.num_logprobs is not None}
+    told: list[logprobs_pb2.TokenLogprobs | None] = [None] * len(rows)
+    if asking:
+        targets = [TokenTarget(tokens[i], num_top) for i, num_top in asking.items()]
+        # None for all but rank 0.
+        for i, logprobs in zip(asking, _logprobs(take_rows(logits, list(asking)), targets, shards), strict=False):
+            told[i] = logprobs
+    return told
 
 
-def _check_finite(scores: torch.Tensor) -> None:
-    if not bool(scores.isfinite().all()):
-        raise ModelError("the model's logits are not finite; the weights are damaged or overflow their dtype")
+def _logprobs(
+    logits: torch.Tensor, targets: Sequence[TokenTarget], shards: _Shards
+) -> list[logprobs_pb2.TokenLogprobs]:
+    """Of the targets, a row of logits each; on rank 0, elsewhere empty."""
+    if not targets:
+        return []
+    own = shards.own
+    sizes = [[target.message_size(shard.size) for target in targets] for shard in shards.filled]
+    message = pack_shard(logits, targets, own.begin) if own.size else None
+    messages = shards.gather(message, [sum(fields) for fields in sizes])
+    parts = (torch.split(message, fields) for message, fields in zip(messages, sizes, strict=True))
+    by_target = [tuple(map(ShardLogprobs.unpack, of_target)) for of_target in zip(*parts, strict=True)]
+    before = count_before(logits, targets, by_target, own.begin) if own.size else None
+    counts = shards.gather(before, [len(targets)] * len(sizes))
+    if shards.exchange.rank != 0:
+        return []
+    return [
+        decide_logprobs(told, target, sum(int(count[i]) for count in counts))
+        for i, (told, target) in enumerate(zip(by_target, targets, strict=True))
+    ]

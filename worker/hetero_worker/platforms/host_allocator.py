@@ -4,6 +4,8 @@ Left alone, glibc may give large buffers back to the kernel when a step frees th
 for every 4 KiB of them again: measured, 1,536 in every decode step of 32 sequences (its 6 MiB of logits). So malloc is
 told to keep freed memory of up to 32 MiB a piece and never to trim its heap. What a rank keeps in this way is bounded
 by its largest step.
+
+Between steps, when a rank goes to sleep, `release_freed_memory` gives back what is kept.
 """
 
 from __future__ import annotations
@@ -24,3 +26,9 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     return bool(mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)) and bool(mallopt(_M_TRIM_THRESHOLD, _NEVER_TRIM))
+
+
+def release_freed_memory() -> bool:
+    """Give freed memory back to the system, once; False where the C library cannot."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return trim is not None and bool(trim(0))

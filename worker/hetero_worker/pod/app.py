@@ -10,24 +10,29 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
 from hetero_api.contract import EXIT_FAILURE, EXIT_PERMANENT
 from hetero_api.cpu_list import format_cpu_list
 from hetero_api.host.cores import CoreGrant, read_cpu_set
 from hetero_api.host.memory import total_memory_bytes
+from hetero_api.host.restarts import RestartPauses
 from hetero_api.host.stop_signals import StopSignals
 from hetero_api.probe_server import ProbeServer
 from hetero_worker.pod.config import PROGRAM, PodConfig
 from hetero_worker.pod.cores import plan_pod_cores
 from hetero_worker.pod.health import PodHealth
 from hetero_worker.pod.rank_process import RankProcess
-from hetero_worker.pod.restarts import RestartPauses
 from hetero_worker.pod.supervisor import PodSupervisor
 
 _log = logging.getLogger(__name__)
 
+_FIRST_PAUSE_S: Final = 1.0
+"""Before the second new start of a rank that cannot get up; the first is at once."""
+_LONGEST_PAUSE_S: Final = 60.0
 _DEFAULT_MEMORY_SHARE: Final = 0.8
 """Share of the container's memory that ranks without memoryPerRank divide among themselves."""
 
@@ -54,22 +59,23 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         sys.stderr.write("".join(f"{PROGRAM}: {problem}\n" for problem in plan.problems))
         return EXIT_PERMANENT
     try:
-        return _supervise(config, plan.grants[0], environment)
+        with tempfile.TemporaryDirectory(prefix="hetero-pod-") as folder:
+            return _supervise(config, plan.grants[0], environment, Path(folder))
     except OSError as error:
         sys.stderr.write(f"{PROGRAM}: {error}\n")
         return EXIT_FAILURE
 
 
-def _supervise(config: PodConfig, grants: Sequence[CoreGrant], environment: Mapping[str, str]) -> int:
+def _supervise(config: PodConfig, grants: Sequence[CoreGrant], environment: Mapping[str, str], folder: Path) -> int:
     memory_bytes = config.memory_bytes_per_rank or int(
         total_memory_bytes() * _DEFAULT_MEMORY_SHARE / config.ranks_per_pod
     )
     ranks = [
         RankProcess(
             local_rank,
-            argv=rank_command(config, local_rank, grant, memory_bytes=memory_bytes),
+            argv=rank_command(config, local_rank, grant, memory_bytes=memory_bytes, folder=folder),
             environment=environment,
-            pauses=RestartPauses(),
+            pauses=RestartPauses(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S),
         )
         for local_rank, grant in enumerate(grants)
     ]
@@ -86,8 +92,10 @@ def _supervise(config: PodConfig, grants: Sequence[CoreGrant], environment: Mapp
             server.stop()
 
 
-def rank_command(config: PodConfig, local_rank: int, grant: CoreGrant, *, memory_bytes: int) -> tuple[str, ...]:
-    """The command line of one rank."""
+def rank_command(
+    config: PodConfig, local_rank: int, grant: CoreGrant, *, memory_bytes: int, folder: Path
+) -> tuple[str, ...]:
+    """The command line of one rank; what its process measures is kept in `folder` for the next."""
     options = {
         "--gateway": config.gateway,
         "--model": config.model_dir,
@@ -102,6 +110,7 @@ def rank_command(config: PodConfig, local_rank: int, grant: CoreGrant, *, memory
         "--store-host": config.pod_ip,
         "--connect-timeout-s": config.reconnect_timeout_s,
         "--reconnect-timeout-s": config.reconnect_timeout_s,
+        "--measurements-file": folder / f"{local_rank}.measured",
     }
     return (sys.executable, "-m", "hetero_worker", *(str(part) for option in options.items() for part in option))
 

@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from hetero_api.host.heartbeat import Beat, Standing
 from hetero_api.probe_server import Probe
-from hetero_worker.heartbeat import Beat, Standing
 from hetero_worker.pod.rank_process import RankProcess
 
 LOOP_LIMIT_S: Final = 15.0

@@ -16,13 +16,15 @@ from typing import Final
 
 from hetero_api.contract import ENV_HEARTBEAT_FILE, EXIT_PERMANENT, EXIT_USAGE
 from hetero_api.host.death_signal import dying_with_parent
-from hetero_worker.heartbeat import Beat, HeartbeatMemory
-from hetero_worker.pod.restarts import RestartPauses
+from hetero_api.host.heartbeat import Beat, HangWatch, HeartbeatMemory
+from hetero_api.host.restarts import RestartPauses
 
 _CHUNK_BYTES: Final = 64 * 1024
 _TAIL_BYTES: Final = 1500
 """Kubernetes keeps 2048 bytes of a container's last output."""
 _TAIL_LINES: Final = 12
+RAN_WELL_S: Final = 300.0
+"""A rank that ran for so long did well, whatever ended it."""
 _LONGEST_LINE_BYTES: Final = 64 * 1024
 """A line that is longer is passed on in pieces."""
 
@@ -51,6 +53,8 @@ class RankProcess:
         self._pidfd = -1
         self._output_fd = -1
         self._heartbeat: HeartbeatMemory | None = None
+        self._watch = HangWatch()
+        self._is_killed = False
         self._tail = b""
         self._unfinished = b""
 
@@ -68,6 +72,11 @@ class RankProcess:
         """What it is at; None while it does not run."""
         heartbeat = self._heartbeat
         return heartbeat.read() if heartbeat is not None and self.is_running else None
+
+    def hung(self) -> str:
+        """Why it is to be killed, "" if it is not or was. To be asked often, as HangWatch says."""
+        beat = self.beat()
+        return self._watch.why(beat, self._clock()) if beat is not None and not self._is_killed else ""
 
     def descriptors(self) -> list[int]:
         """What to wait for: its end, and its output."""
@@ -91,6 +100,7 @@ class RankProcess:
         finally:
             heartbeat.release()
         self._heartbeat, self._tail = heartbeat, b""
+        self._watch, self._is_killed = HangWatch(), False
         self._pidfd = os.pidfd_open(self._process.pid)
         self._output_fd = self._process.stdout.fileno() if self._process.stdout is not None else -1
         os.set_blocking(self._output_fd, False)
@@ -134,18 +144,24 @@ class RankProcess:
         return status if status >= 0 else 128 - status
 
     def plan_restart(self, exit_code: int) -> float | None:
-        """It ended: the pause until its next start, None if there is to be none."""
+        """It ended: the pause until its next start, None if there is to be none.
+
+        One that dies once more after the longest pause is given up: the container ends, so that Kubernetes counts it.
+        """
         if exit_code in (EXIT_PERMANENT, EXIT_USAGE):
             return None
         now_s = self._clock()
-        pause_s = self._pauses.next_pause_s(now_s - self.due_s)
-        if pause_s is not None:
-            self.restarts += 1
-            self.due_s = now_s + pause_s
+        did_well = now_s - self.due_s >= RAN_WELL_S
+        if self._pauses.is_exhausted and not did_well:
+            return None
+        pause_s = self._pauses.next_pause_s(did_well=did_well)
+        self.restarts += 1
+        self.due_s = now_s + pause_s
         return pause_s
 
     def signal(self, number: int) -> None:
         """Signal it, if it runs."""
+        self._is_killed = self._is_killed or number == signal.SIGKILL
         if self._process is not None:
             with suppress(ProcessLookupError):
                 self._process.send_signal(number)

@@ -1,4 +1,4 @@
-"""The loop of a rank pod: passes output on, starts anew what died, ends when it is told to or when it must.
+"""The loop of a rank pod: passes output on, kills what hangs, starts anew what died, ends when it is told to or must.
 
 One thread, the main one: children's death signals are tied to the thread that started them. Every wait is bounded, and
 `turned_s` shows that the loop turns.
@@ -21,7 +21,7 @@ from hetero_worker.pod.rank_process import RankProcess
 
 _log = logging.getLogger(__name__)
 
-_TURN_S: Final = 1.0
+_TURN_S: Final = 0.5
 _LOOK_S: Final = 0.05
 
 
@@ -59,6 +59,7 @@ class PodSupervisor:
             while self._signals.first is None:
                 self._start_due()
                 self._turn(self._pause_s(), wake=self._signals.fileno())
+                self._kill_hung()
                 for rank in self._ranks:
                     if rank.has_ended() and (exit_code := self._bury(rank)) is not None:
                         return exit_code
@@ -91,6 +92,13 @@ class PodSupervisor:
         self.turned_s = self._clock()
         for rank in self._ranks:
             rank.forward_output(self._write)
+
+    def _kill_hung(self) -> None:
+        """Its neighbours keep their weights, which they would not if the kubelet had to find out."""
+        for rank in self._ranks:
+            if why := rank.hung():
+                _log.error("local_rank=%d %s; killing it", rank.local_rank, why)
+                rank.signal(signal.SIGKILL)
 
     def _bury(self, rank: RankProcess) -> int | None:
         """A rank ended: plan its next start, or stop the others and return the exit code for all."""

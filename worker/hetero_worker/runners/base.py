@@ -1,27 +1,32 @@
 """Runner: what a rank's life needs from the code that computes, whatever the device.
 
-`rank.py` drives it in the order of the group's life, from one thread:
+`life.py` drives it in the order of the group's life, from one thread:
 
-    attach(exchange) → load(request) → allocate(...) → execute(plan 1), execute(plan 2), …
+    attach(exchange) → load(request) → allocate(...) → execute(plan 1), execute(plan 2), … → detach()
 
 A new epoch starts again at `attach`; weights survive it, and `load` with an equal request costs nothing. Only
 the exchange may be touched by another thread (its `abort`), which ends a blocked `execute` with
-ExchangeAborted; the runner is then good for the next `attach`.
+ExchangeAborted; the runner is then good for `detach` and the next `attach`.
+
+What the whole group does between steps (reset of the cache, sleep, wake, profiles) are plans too: `execute` answers
+these with a report. The group does such a thing as a whole or not at all: ranks prepare it, vote, and then commit it
+or let it go.
 
 Errors: ModelError (the directory cannot be served; permanent), MemoryBudgetError (it does not fit; permanent),
-ProtocolError (a plan or an order that does not fit the state), ExchangeError (a peer is gone).
+ProtocolError (a plan or an order that does not fit the state), ExchangeError (a peer is gone), WeightsChangedError
+(weights that were read again are others; permanent), WeightsDamagedError (weights changed in memory).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan
-from hetero_api.v1 import ranks_pb2
+from hetero_api.v1 import logprobs_pb2, ranks_pb2
 from hetero_worker.distributed.exchange import HostExchange
 
 
@@ -43,6 +48,8 @@ class LoadRequest:
     """Most sequences in a step, and the number of slots."""
     memory_bytes: int
     """Memory that weights, workspace and KV cache of this rank may take together."""
+    cache_size_is_given: bool = False
+    """Whether somebody else has decided how large the KV cache is, so that the largest step need not be measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +68,29 @@ class SampledToken(NamedTuple):
 
     slot: int
     token: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What became of a plan."""
+
+    sampled: Sequence[SampledToken] = ()
+    """In batch order, the same on every rank."""
+    logprobs: Sequence[logprobs_pb2.TokenLogprobs] = ()
+    """Of the draws that asked for them, in batch order; complete on rank 0."""
+    prompt_logprobs: Sequence[ranks_pb2.PromptSpanLogprobs] = ()
+    """Of the spans that asked for them, in batch order; complete on rank 0."""
+    report: ranks_pb2.CommandReport | None = field(default=None)
+    """How the plan's command went; None for a plan without one."""
+
+
+MaskSource = Callable[[], Sequence[bytes]]
+"""Gives the masks of a step's masked_slots, in their order; blocks until they have come. Raises ExchangeAborted."""
+
+
+def no_masks() -> Sequence[bytes]:
+    """The source of a step without masked slots."""
+    return ()
 
 
 class Runner(Protocol):
@@ -87,10 +117,14 @@ class Runner(Protocol):
         """
         ...
 
-    def execute(self, plan: ranks_pb2.StepPlan) -> Sequence[SampledToken]:
-        """Do one step; returns the slots that sampled, in batch order, the same on every rank.
+    def execute(self, plan: ranks_pb2.StepPlan, masks: MaskSource = no_masks) -> StepOutput:
+        """Do one step. `masks` is called just before the draw, and only for a plan with masked slots.
 
         Raises ProtocolError before any state changed when the plan does not fit; ExchangeError when a peer is
-        gone, after which only `attach` is of use.
+        gone, after which only `detach` and `attach` are of use.
         """
+        ...
+
+    def detach(self) -> None:
+        """The epoch is over: let go of its exchange, cache and slots; weights are kept. Idempotent."""
         ...

@@ -3,29 +3,39 @@
 Everything runs on the calling thread and torch's intra-op threads; the cores are bound before torch starts, by
 the rank. Weights are kept over epochs. A step that failed half-way leaves the slots undefined; the epoch ends
 with it, and `attach` begins anew.
+
+What a steady step that only decodes takes from memory: inputs are made in buffers that last (`input_batch`), and so
+are the indices and scores of attention and what is gathered by it (`attention`). Temporaries are left where torch's
+kernels have no out= variant, or packed ones have none: outputs of linear layers and norms, the embedded tokens, the
+attention's sum, the sampler's scores. They come from and go back to the C library's heap, which keeps them
+(`host_allocator`): a steady step takes nothing from the system.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
 from hetero_api.sharding import UnitRange
-from hetero_api.v1 import ranks_pb2
-from hetero_worker.attention.kv_cache import LayerCache
+from hetero_api.v1 import logprobs_pb2, ranks_pb2
 from hetero_worker.distributed.exchange import HostExchange
-from hetero_worker.errors import MemoryBudgetError, ProtocolError
-from hetero_worker.layers.sampler import sample_tokens
-from hetero_worker.memory.budget import mib
-from hetero_worker.runners.base import LoadReport, LoadRequest, SampledToken
-from hetero_worker.runners.input_batch import InputBatch, InputBuffers
-from hetero_worker.runners.plan_check import PlanBounds, check_plan
-from hetero_worker.runners.shard import LoadedShard, load_shard
-from hetero_worker.runners.slots import SlotTable
+from hetero_worker.errors import ProtocolError
+from hetero_worker.layers.kernel_choice import choose_kernel
+from hetero_worker.layers.sampler import SampledRows, prompt_logprobs, sample_tokens
+from hetero_worker.memory.budget import PROMPT_LOGIT_ROWS, StepLimits
+from hetero_worker.memory.snapshot import MemorySnapshot
+from hetero_worker.models.decoder import Decoder
+from hetero_worker.runners.base import LoadReport, LoadRequest, MaskSource, SampledToken, StepOutput, no_masks
+from hetero_worker.runners.commands import GroupCommands
+from hetero_worker.runners.holdings import Holdings
+from hetero_worker.runners.input_batch import InputBatch, PromptRows
+from hetero_worker.runners.largest_step import limits_of, measure_workspace
+from hetero_worker.runners.serving import ServingCache, make_cache
+from hetero_worker.runners.shard import ChooseKernel, LoadedShard, load_shard
+from hetero_worker.runners.step_times import StepTimes
 from hetero_worker.sampling.request import SamplingRow
 
 logger = logging.getLogger(__name__)
@@ -39,123 +49,171 @@ class SampleTokens(Protocol):
         logits: torch.Tensor,
         rows: Sequence[SamplingRow],
         *,
-        vocab_ranges: Sequence[UnitRange],
+        head_ranges: Sequence[UnitRange],
         exchange: HostExchange,
-    ) -> list[int]: ...
+    ) -> SampledRows: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Cache:
-    """What `allocate` makes: layer caches, slots and buffers live and go together."""
-
-    layers: tuple[LayerCache | None, ...]
-    slots: SlotTable
-    buffers: InputBuffers
-    bounds: PlanBounds
+MeasureWorkspace = Callable[[Decoder, LoadRequest], int | None]
+"""`largest_step.measure_workspace`, or one that remembers its answers."""
 
 
 class CpuRunner:
     """Implements runners.base.Runner."""
 
-    def __init__(self, *, sample: SampleTokens = sample_tokens) -> None:
+    def __init__(
+        self,
+        *,
+        sample: SampleTokens = sample_tokens,
+        choose: ChooseKernel = choose_kernel,
+        measure: MeasureWorkspace = measure_workspace,
+    ) -> None:
         self._sample = sample
+        self._measure = measure
+        self._workspaces: dict[StepLimits, int | None] = {}
+        self._choose = choose
         self._exchange: HostExchange | None = None
-        self._request: LoadRequest | None = None
-        self._shard: LoadedShard | None = None
-        self._report: LoadReport | None = None
-        self._cache: _Cache | None = None
+        self._holdings = Holdings()
+        self._commands = GroupCommands(self._holdings)
+        self._times = StepTimes()
         self._last_step_id = 0
 
     def attach(self, exchange: HostExchange) -> None:
+        self.detach()
         self._exchange = exchange
-        self._cache = None
         self._last_step_id = 0
 
+    def detach(self) -> None:
+        if (summary := self._times.summary()) is not None:
+            logger.info("%s", summary)
+        self._times = StepTimes()
+        self._commands.begin_epoch()
+        self._holdings.begin_epoch()
+        self._exchange = None
+
     def load(self, request: LoadRequest) -> LoadReport:
-        self._cache = self._report = self._request = None
-        load_s = 0.0
-        if self._shard is None or not self._shard.serves(request):
-            self._shard = None  # the old weights go before the new ones come
-            self._shard = load_shard(request)
-            load_s = self._shard.load_s
-        self._report = self._shard.report(request, load_s=load_s)
-        self._request = request
-        return self._report
+        logger.info("rank %d: with its group, before the load: %s", request.rank, MemorySnapshot.take())
+        holdings = self._holdings
+        shard, load_s = holdings.take_shard(), 0.0
+        if shard is None or not shard.serves(request):
+            shard = None  # the old weights go before the new ones come
+            shard = load_shard(request, choose=self._choose)
+            load_s = shard.load_s
+            self._workspaces.clear()
+        workspace = None if request.cache_size_is_given else self._workspace_of(shard, request)
+        after = MemorySnapshot.take()
+        logger.info("rank %d: after the load: %s", request.rank, after)
+        report = shard.report(request, load_s=load_s, workspace=workspace, available=after.available_bytes)
+        holdings.hold(shard, request, report)
+        return report
+
+    def _workspace_of(self, shard: LoadedShard, request: LoadRequest) -> int | None:
+        """What the largest step takes; measured once for a shard and its bounds."""
+        limits = limits_of(request)
+        if limits not in self._workspaces:
+            self._workspaces[limits] = self._measure(shard.decoder, request)
+        return self._workspaces[limits]
 
     def allocate(self, num_blocks: int, block_size: int) -> int:
-        shard, request, report = self._shard, self._request, self._report
-        if shard is None or request is None or report is None:
-            raise ProtocolError("AllocateCache came before LoadModel")
-        if num_blocks < 2 or block_size < 1:
-            raise ProtocolError(
-                f"a cache of {num_blocks} blocks of {block_size} tokens holds nothing beside the null block"
-            )
-        self._cache = None
-        _check_budget(report, num_blocks * block_size)
-        layers = tuple(shard.decoder.allocate_caches(num_blocks=num_blocks, block_size=block_size))
-        self._cache = _Cache(
-            layers=layers,
-            slots=SlotTable(max_num_seqs=request.max_num_seqs, max_blocks=-(-request.max_model_len // block_size)),
-            buffers=InputBuffers(
-                max_num_batched_tokens=request.max_num_batched_tokens, max_num_seqs=request.max_num_seqs
-            ),
-            bounds=PlanBounds(
-                max_num_batched_tokens=request.max_num_batched_tokens,
-                max_model_len=request.max_model_len,
-                vocab_size=request.config.vocab_size,
-                num_blocks=num_blocks,
-                block_size=block_size,
-            ),
-        )
-        return sum(layer.num_bytes for layer in layers if layer is not None)
+        shard, request, report = self._holdings.loaded("AllocateCache")
+        self._holdings.cache = None
+        order = ranks_pb2.AllocateCache(num_blocks=num_blocks, block_size=block_size)
+        cache = make_cache(order, decoder=shard.decoder, request=request, report=report)
+        self._holdings.cache = cache
+        return cache.num_bytes
 
-    def execute(self, plan: ranks_pb2.StepPlan) -> list[SampledToken]:
-        cache = self._cache
-        if cache is None:
-            raise ProtocolError(f"step plan {plan.step_id} came before AllocateCache")
-        check_plan(plan, cache.slots, cache.bounds, last_step_id=self._last_step_id)
+    def execute(self, plan: ranks_pb2.StepPlan, masks: MaskSource = no_masks) -> StepOutput:
+        exchange = self._check(plan)
         self._last_step_id = plan.step_id
-        _apply_deltas(plan, cache.slots)
-        if not plan.scheduled:
-            return []
-        batch = cache.buffers.fill(plan, cache.slots, block_size=cache.bounds.block_size)
-        tokens = self._compute(batch, cache)
-        for scheduled in plan.scheduled:
-            cache.slots.bound(scheduled.slot).num_computed += scheduled.num_tokens
-        for slot, token in zip(batch.draw_slots, tokens, strict=True):
-            cache.slots.bound(slot).token_ids.append(token)
-        return [SampledToken(slot, token) for slot, token in zip(batch.draw_slots, tokens, strict=True)]
+        cache = self._holdings.cache
+        if cache is not None:
+            cache.slots.apply(plan)
+        if plan.HasField("command"):
+            return StepOutput(report=self._commands.run(plan.command, exchange, self._times))
+        if cache is None or not (plan.decode_slots or plan.spans):
+            return StepOutput()
+        self._times.begin()
+        output = self._compute(plan, masks, cache, exchange)
+        self._times.end()
+        self._commands.count_step()
+        return output
 
-    def _compute(self, batch: InputBatch, cache: _Cache) -> list[int]:
-        """One forward pass and the draws."""
-        shard, request, exchange = self._shard, self._request, self._exchange
-        if shard is None or request is None or exchange is None:
-            raise ProtocolError("a step plan came before the group was formed")
+    def _check(self, plan: ranks_pb2.StepPlan) -> HostExchange:
+        """Raise ProtocolError unless the plan fits the rank's state. The exchange that it is for."""
+        holdings = self._holdings
+        if self._exchange is None or not (holdings.cache or holdings.is_asleep):
+            raise ProtocolError(f"step plan {plan.step_id} came before AllocateCache")
+        if plan.step_id != self._last_step_id + 1:
+            raise ProtocolError(f"step plan {plan.step_id}: expected step {self._last_step_id + 1}")
+        if not plan.HasField("command"):
+            holdings.check_awake(plan)
+        if holdings.cache is not None:
+            holdings.cache.check.run(plan, holdings.cache.slots.counts)
+        return self._exchange
+
+    def _compute(
+        self, plan: ranks_pb2.StepPlan, masks: MaskSource, cache: ServingCache, exchange: HostExchange
+    ) -> StepOutput:
+        """One forward pass, and the draws."""
+        shard, request, _ = self._holdings.loaded("a step plan")
+        batch = cache.buffers.fill(plan, cache.slots)
+        head_ranges = [rank.head_rows for rank in request.shard_plan.ranks]
         with torch.inference_mode():
-            logits = shard.decoder.forward(batch.decoder_input, caches=cache.layers, exchange=exchange)
-            if not batch.draws:
-                return []
-            return self._sample(
-                logits,
-                batch.draws,
-                vocab_ranges=[rank.vocab_rows for rank in request.shard_plan.ranks],
-                exchange=exchange,
-            )
-
-
-def _check_budget(report: LoadReport, positions: int) -> None:
-    kv_bytes = positions * report.kv_bytes_per_token
-    if kv_bytes > report.kv_budget_bytes:
-        raise MemoryBudgetError(
-            f"{positions} KV positions of {report.kv_bytes_per_token} bytes are {mib(kv_bytes)}, the rank has "
-            f"{mib(report.kv_budget_bytes)} for them; ask for fewer blocks (kvCacheMemoryBytes)"
+            hidden = shard.decoder.hidden(batch.decoder_input, caches=cache.layers, exchange=exchange)
+            prompts = [
+                _prompt_span(prompt, hidden, shard, head_ranges=head_ranges, exchange=exchange)
+                for prompt in batch.prompts
+            ]
+            num_draws = len(batch.draw_slots)
+            logits = shard.decoder.logits(hidden[:num_draws]) if num_draws else None
+            _advance(plan, cache)
+            if logits is None:
+                return StepOutput(prompt_logprobs=prompts)
+            rows = _draws(plan, batch, cache, masks)
+            drawn = self._sample(logits, rows, head_ranges=head_ranges, exchange=exchange)
+        cache.slots.append_tokens(batch.draw_slots, drawn.tokens)
+        return StepOutput(
+            sampled=list(map(SampledToken, batch.draw_slots.tolist(), drawn.tokens)),
+            logprobs=[logprobs for logprobs in drawn.logprobs if logprobs is not None],
+            prompt_logprobs=prompts,
         )
 
 
-def _apply_deltas(plan: ranks_pb2.StepPlan, slots: SlotTable) -> None:
-    for slot in plan.released_slots:
-        slots.release(slot)
-    for sequence in plan.new_sequences:
-        slots.bind(sequence)
-    for scheduled in plan.scheduled:
-        slots.append_blocks(scheduled.slot, scheduled.new_block_ids)
+def _draws(plan: ranks_pb2.StepPlan, batch: InputBatch, cache: ServingCache, masks: MaskSource) -> list[SamplingRow]:
+    """How each token is drawn. Waits for the step's masks if it has any."""
+    mask_of = dict(zip(plan.masked_slots, _masks_of(plan, masks), strict=True)) if plan.masked_slots else {}
+    return [cache.slots.sampling(slot).draw(mask_of.get(slot)) for slot in batch.draw_slots.tolist()]
+
+
+def _masks_of(plan: ranks_pb2.StepPlan, masks: MaskSource) -> Sequence[bytes]:
+    given = masks()
+    if len(given) != len(plan.masked_slots):
+        raise ProtocolError(
+            f"step plan {plan.step_id}: {len(given)} masks came for {len(plan.masked_slots)} masked_slots"
+        )
+    return given
+
+
+def _advance(plan: ranks_pb2.StepPlan, cache: ServingCache) -> None:
+    """What the step computed is in the cache now."""
+    cache.buffers.advance_decoding(len(plan.decode_slots), cache.slots)
+    for span in plan.spans:
+        cache.slots.counts.num_computed[span.slot] += span.num_tokens
+
+
+def _prompt_span(
+    prompt: PromptRows,
+    hidden: torch.Tensor,
+    shard: LoadedShard,
+    *,
+    head_ranges: Sequence[UnitRange],
+    exchange: HostExchange,
+) -> ranks_pb2.PromptSpanLogprobs:
+    """Log-probabilities of the prompt's tokens behind the rows, a bounded number of rows at a time."""
+    positions: list[logprobs_pb2.TokenLogprobs] = []
+    for begin in range(0, len(prompt.token_ids), PROMPT_LOGIT_ROWS):
+        token_ids = prompt.token_ids[begin : begin + PROMPT_LOGIT_ROWS]
+        first = prompt.first_row + begin
+        logits = shard.decoder.logits(hidden[first : first + len(token_ids)])
+        positions += prompt_logprobs(logits, token_ids, prompt.num_top, head_ranges=head_ranges, exchange=exchange)
+    return ranks_pb2.PromptSpanLogprobs(slot=prompt.slot, begin=prompt.begin, positions=positions)

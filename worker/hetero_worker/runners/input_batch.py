@@ -1,13 +1,18 @@
 """Turns a plan and the slots' state into one step's tensors.
 
-`InputBuffers` are allocated once, at the maximum; a step's `InputBatch` holds slices of them. Rows of the step
-are ordered decode first and longest first, as attention takes them; draws keep the plan's order.
+`InputBuffers` are allocated once, at the maximum, and filled in place; an `InputBatch` is views of them, valid until
+the next is made. A steady step, which decodes what the one before it did, allocates no array and no tensor here:
+the views of each number of sequences are made once and kept, slots are gathered with `out=`, and the order of the rows
+stays. A step with other sequences sorts them; one with spans makes views for these.
+
+Rows of the step are ordered decode first and longest first, as attention takes them; draws keep the plan's order,
+through `logit_rows`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
@@ -15,8 +20,27 @@ import torch
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.attention.base import AttentionBatch, DecodeRows, PrefillSpan
 from hetero_worker.models.decoder import DecoderInput
-from hetero_worker.runners.slots import SlotTable
-from hetero_worker.sampling.request import SamplingRow
+from hetero_worker.runners.plan_check import PlanBounds
+from hetero_worker.runners.slot_list import SlotList
+from hetero_worker.runners.slots import Int64Array, SlotTable
+
+_ROW_BITS: Final = 20
+"""A sorting key holds the row's number in so many low bits, and how much shorter than the longest it is above them."""
+_ROW_MASK: Final = (1 << _ROW_BITS) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRows:
+    """Logit rows of a span whose prompt's log-probabilities are wanted."""
+
+    slot: int
+    begin: int
+    """Index in the prompt of the token that the first of the rows is followed by."""
+    token_ids: tuple[int, ...]
+    """The prompt's token behind each row."""
+    num_top: int
+    first_row: int
+    """Index of the first of them in `DecoderInput.logit_rows`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,95 +48,206 @@ class InputBatch:
     """One step. Valid until the next is made of the same buffers."""
 
     decoder_input: DecoderInput
-    draw_slots: tuple[int, ...]
-    """Slots that sample, in the plan's order."""
-    draws: tuple[SamplingRow, ...]
-    """How, in the same order."""
+    draw_slots: Int64Array
+    """Slots that sample, in the plan's order; theirs are the first logit rows."""
+    prompts: tuple[PromptRows, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeViews:
+    """Views of the buffers for one number of decoding sequences."""
+
+    slots: Int64Array
+    keys: Int64Array
+    order: Int64Array
+    positions: Int64Array
+    table_rows: Int64Array
+    logit_rows: Int64Array
+    slot_tensor: torch.Tensor
+    table_tensor: torch.Tensor
+    rows: DecodeRows
 
 
 class InputBuffers:
-    """Host arrays of the largest step."""
+    """Host arrays of the largest step; see the module."""
 
-    def __init__(self, *, max_num_batched_tokens: int, max_num_seqs: int) -> None:
-        self._token_ids = np.zeros(max_num_batched_tokens, dtype=np.int64)
-        self._positions = np.zeros(max_num_batched_tokens, dtype=np.int64)
-        self._slot_mapping = np.zeros(max_num_batched_tokens, dtype=np.int64)
-        self._starts = np.zeros(max_num_seqs + 1, dtype=np.int64)
-        self._num_computed = np.zeros(max_num_seqs, dtype=np.int64)
+    def __init__(self, bounds: PlanBounds) -> None:
+        tokens, seqs = bounds.max_num_batched_tokens, bounds.max_num_seqs
+        if seqs > _ROW_MASK:
+            raise ValueError(f"{seqs} sequences a step are more than {_ROW_MASK}")
+        self._bounds = bounds
+        self._token_ids = np.zeros(tokens, dtype=np.int64)
+        self._positions = np.zeros(tokens, dtype=np.int64)
+        self._table_rows = np.zeros(tokens, dtype=np.int64)
+        self._block_index = np.zeros(tokens, dtype=np.int64)
+        self._blocks = np.zeros(tokens, dtype=np.int32)
+        self._slot_mapping = np.zeros(tokens, dtype=np.int64)
+        self._logit_rows = np.zeros(seqs + tokens, dtype=np.int64)
+        self._draw_slots = SlotList(seqs)
+        self._decode_slots = SlotList(seqs)
+        self._ordered_slots = np.zeros(seqs, dtype=np.int64)
+        self._keys = np.zeros(seqs, dtype=np.int64)
+        self._order = np.zeros(seqs, dtype=np.int64)
+        self._num_ordered = 0
+        """How many rows `_order` is an order of."""
+        self._falls = np.zeros(seqs, dtype=np.bool_)
+        self._lengths = np.zeros(seqs, dtype=np.int32)
+        self._tables = np.zeros((seqs, bounds.max_blocks), dtype=np.int32)
+        self._row_numbers = np.arange(seqs, dtype=np.int64)
+        self._all_positions = np.arange(bounds.max_model_len, dtype=np.int64)
+        self._token_tensor = torch.from_numpy(self._token_ids)
+        self._position_tensor = torch.from_numpy(self._positions)
+        self._mapping_tensor = torch.from_numpy(self._slot_mapping)
+        self._logit_row_tensor = torch.from_numpy(self._logit_rows)
+        self._views: dict[int, _DecodeViews] = {}
+        self._decode_inputs: dict[int, DecoderInput] = {}
 
-    def fill(self, plan: ranks_pb2.StepPlan, slots: SlotTable, *, block_size: int) -> InputBatch:
-        """The step's batch; the plan has been checked, its blocks are appended, and it schedules something."""
-        ordered = sorted(plan.scheduled, key=lambda scheduled: _row_order(scheduled, slots))
-        slot_ids = np.array([scheduled.slot for scheduled in ordered], dtype=np.int64)
-        total = self._fill_tokens(ordered, slots)
-        self._fill_positions(slot_ids, slots, total=total, block_size=block_size)
-        last_row = dict(zip(slot_ids.tolist(), (self._starts[1 : len(ordered) + 1] - 1).tolist(), strict=True))
-        draw_slots = tuple(scheduled.slot for scheduled in plan.scheduled if scheduled.sample)
-        return InputBatch(
-            decoder_input=DecoderInput(
-                token_ids=torch.from_numpy(self._token_ids[:total]),
-                positions=torch.from_numpy(self._positions[:total]),
-                attention=self._attention(ordered, slot_ids, slots, total=total, block_size=block_size),
-                logit_rows=_logit_rows([last_row[slot] for slot in draw_slots], total),
-            ),
-            draw_slots=draw_slots,
-            draws=tuple(slots.bound(slot).next_draw() for slot in draw_slots),
+    def fill(self, plan: ranks_pb2.StepPlan, slots: SlotTable) -> InputBatch:
+        """The step's batch; the plan has been checked and applied to the slots, and it computes something."""
+        count = len(plan.decode_slots)
+        if count:
+            self._fill_decode(plan, slots, self._views_of(count))
+        if not plan.spans:
+            self._map_slots(count, slots)
+            return InputBatch(self._decode_input(count), self._decode_slots.fill(plan.decode_slots), ())
+        return self._fill_mixed(plan, slots, count)
+
+    def advance_decoding(self, count: int, slots: SlotTable) -> None:
+        """The first `count` rows of the batch that was last made, its decode rows, are in the cache now."""
+        if count:
+            views = self._views_of(count)
+            slots.advance(views.slots, views.keys)
+
+    def _fill_decode(self, plan: ranks_pb2.StepPlan, slots: SlotTable, views: _DecodeViews) -> None:
+        count = len(views.slots)
+        self._order_rows(self._decode_slots.fill(plan.decode_slots), slots, views)
+        np.take(slots.last_tokens, views.slots, out=self._token_ids[:count], mode="clip")
+        np.copyto(views.rows.lengths, views.positions, casting="same_kind")
+        np.add(views.rows.lengths, 1, out=views.rows.lengths)
+        np.multiply(views.slots, slots.max_blocks, out=views.table_rows)
+        longest = int(views.rows.lengths[0])
+        num_blocks = -(-longest // self._bounds.block_size)
+        source = slots.block_table_tensor[:, :num_blocks]
+        torch.index_select(source, 0, views.slot_tensor, out=views.table_tensor[:, :num_blocks])
+        np.put(views.logit_rows, views.order, self._row_numbers[:count], mode="clip")
+
+    def _order_rows(self, decoding: Int64Array, slots: SlotTable, views: _DecodeViews) -> None:
+        """Fill the rows' slots and positions, the longest first.
+
+        Sequences that decode together all get longer by one, so the order of the last step is tried first; on every
+        rank it is the same one, for all have done the same steps.
+        """
+        count = len(decoding)
+        if self._num_ordered != count:
+            self._sort_rows(decoding, slots, views)
+        self._take_in_order(decoding, slots, views)
+        np.less_equal(views.positions[1:], views.positions[:-1], out=self._falls[: count - 1])
+        if not self._falls[: count - 1].all():
+            self._sort_rows(decoding, slots, views)
+            self._take_in_order(decoding, slots, views)
+
+    def _take_in_order(self, decoding: Int64Array, slots: SlotTable, views: _DecodeViews) -> None:
+        np.take(decoding, views.order, out=views.slots, mode="clip")
+        np.take(slots.counts.num_computed, views.slots, out=views.positions, mode="clip")
+
+    def _sort_rows(self, decoding: Int64Array, slots: SlotTable, views: _DecodeViews) -> None:
+        """The longest first, and as the plan has them where they are equally long."""
+        np.take(slots.counts.num_computed, decoding, out=views.keys, mode="clip")
+        np.subtract(self._bounds.max_model_len, views.keys, out=views.keys)
+        np.left_shift(views.keys, _ROW_BITS, out=views.keys)
+        np.bitwise_or(views.keys, self._row_numbers[: len(decoding)], out=views.keys)
+        views.keys.sort()
+        np.bitwise_and(views.keys, _ROW_MASK, out=views.order)
+        self._num_ordered = len(decoding)
+
+    def _map_slots(self, total: int, slots: SlotTable) -> None:
+        """Where each row's key and value go, from its position and its slot's block table."""
+        size = self._bounds.block_size
+        index, mapping, blocks = self._block_index[:total], self._slot_mapping[:total], self._blocks[:total]
+        np.floor_divide(self._positions[:total], size, out=index)
+        np.add(index, self._table_rows[:total], out=mapping)
+        np.take(slots.flat_block_tables, mapping, out=blocks, mode="clip")
+        np.copyto(mapping, blocks)
+        np.subtract(mapping, index, out=mapping)
+        np.multiply(mapping, size, out=mapping)
+        np.add(mapping, self._positions[:total], out=mapping)
+
+    def _fill_mixed(self, plan: ranks_pb2.StepPlan, slots: SlotTable, count: int) -> InputBatch:
+        spans: list[PrefillSpan] = []
+        drawing: list[int] = []
+        prompts: list[PromptRows] = []
+        row, num_logits = count, count + sum(span.sample for span in plan.spans)
+        for span in plan.spans:
+            spans.append(self._fill_span(span, slots, row))
+            row += span.num_tokens
+            if span.sample:
+                self._logit_rows[count + len(drawing)] = row - 1
+                drawing.append(span.slot)
+            if (prompt := _prompt_rows(span, slots, num_logits)) is not None:
+                begin, wanted = row - span.num_tokens, len(prompt.token_ids)
+                self._logit_rows[num_logits : num_logits + wanted] = range(begin, begin + wanted)
+                num_logits += wanted
+                prompts.append(prompt)
+        self._map_slots(row, slots)
+        decode = self._views_of(count).rows
+        decoder_input = self._decoder_input(row, num_logits, decode, tuple(spans))
+        return InputBatch(decoder_input, self._draw_slots.fill(plan.decode_slots, *drawing), tuple(prompts))
+
+    def _fill_span(self, span: ranks_pb2.ScheduledSpan, slots: SlotTable, begin: int) -> PrefillSpan:
+        slot, end = span.slot, begin + span.num_tokens
+        first = int(slots.counts.num_computed[slot])
+        last = first + span.num_tokens
+        self._token_ids[begin:end] = slots.token_ids[slot, first:last]
+        self._positions[begin:end] = self._all_positions[first:last]
+        self._table_rows[begin:end] = slot * slots.max_blocks
+        num_blocks = -(-last // self._bounds.block_size)
+        return PrefillSpan(begin, end, first, slots.block_tables[slot, :num_blocks])
+
+    def _decode_input(self, count: int) -> DecoderInput:
+        made = self._decode_inputs.get(count)
+        if made is None:
+            made = self._decoder_input(count, count, self._views_of(count).rows, ())
+            self._decode_inputs[count] = made
+        return made
+
+    def _decoder_input(
+        self, total: int, num_logits: int, decode: DecodeRows, spans: tuple[PrefillSpan, ...]
+    ) -> DecoderInput:
+        return DecoderInput(
+            token_ids=self._token_tensor[:total],
+            positions=self._position_tensor[:total],
+            attention=AttentionBatch(self._mapping_tensor[:total], decode, spans),
+            logit_rows=self._logit_row_tensor[:num_logits],
         )
 
-    def _fill_tokens(self, ordered: Sequence[ranks_pb2.ScheduledSequence], slots: SlotTable) -> int:
-        end = 0
-        for i, scheduled in enumerate(ordered):
-            state = slots.bound(scheduled.slot)
-            begin, end = end, end + scheduled.num_tokens
-            first = state.num_computed
-            self._token_ids[begin:end] = state.token_ids[first : first + scheduled.num_tokens]
-            self._num_computed[i] = first
-            self._starts[i + 1] = end
-        return end
+    def _views_of(self, count: int) -> _DecodeViews:
+        views = self._views.get(count)
+        if views is None:
+            views = self._views[count] = self._make_views(count)
+        return views
 
-    def _fill_positions(
-        self, slot_ids: np.ndarray[tuple[int], np.dtype[np.int64]], slots: SlotTable, *, total: int, block_size: int
-    ) -> None:
-        starts = self._starts[: len(slot_ids)]
-        counts = self._starts[1 : len(slot_ids) + 1] - starts
-        offsets = np.repeat(self._num_computed[: len(slot_ids)] - starts, counts)
-        positions = np.arange(total) + offsets
-        block_index, within = np.divmod(positions, block_size)
-        self._positions[:total] = positions
-        self._slot_mapping[:total] = slots.block_tables[np.repeat(slot_ids, counts), block_index]
-        self._slot_mapping[:total] *= block_size
-        self._slot_mapping[:total] += within
-
-    def _attention(
-        self,
-        ordered: Sequence[ranks_pb2.ScheduledSequence],
-        slot_ids: np.ndarray[tuple[int], np.dtype[np.int64]],
-        slots: SlotTable,
-        *,
-        total: int,
-        block_size: int,
-    ) -> AttentionBatch:
-        num_decode = sum(scheduled.num_tokens == 1 for scheduled in ordered)
-        decode = DecodeRows(
-            lengths=(self._num_computed[:num_decode] + 1).astype(np.int32),
-            block_tables=slots.block_tables[slot_ids[:num_decode]],
+    def _make_views(self, count: int) -> _DecodeViews:
+        slots, tables = self._ordered_slots[:count], self._tables[:count]
+        return _DecodeViews(
+            slots=slots,
+            keys=self._keys[:count],
+            order=self._order[:count],
+            positions=self._positions[:count],
+            table_rows=self._table_rows[:count],
+            logit_rows=self._logit_rows[:count],
+            slot_tensor=torch.from_numpy(slots),
+            table_tensor=torch.from_numpy(tables),
+            rows=DecodeRows(self._lengths[:count], tables),
         )
-        spans = []
-        for i in range(num_decode, len(ordered)):
-            begin, end = int(self._starts[i]), int(self._starts[i + 1])
-            computed = int(self._num_computed[i])
-            num_blocks = -(-(computed + end - begin) // block_size)
-            block_ids = slots.block_tables[ordered[i].slot, :num_blocks]
-            spans.append(PrefillSpan(begin, end, computed, block_ids))
-        return AttentionBatch(torch.from_numpy(self._slot_mapping[:total]), decode, tuple(spans))
 
 
-def _row_order(scheduled: ranks_pb2.ScheduledSequence, slots: SlotTable) -> tuple[bool, int]:
-    """Decode rows first, the longest of them before all others; spans keep the plan's order."""
-    if scheduled.num_tokens > 1:
-        return True, 0
-    return False, -slots.bound(scheduled.slot).num_computed
-
-
-def _logit_rows(rows: list[int], total: int) -> torch.Tensor | None:
-    return None if rows == list(range(total)) else torch.tensor(rows, dtype=torch.int64)
+def _prompt_rows(span: ranks_pb2.ScheduledSpan, slots: SlotTable, first_row: int) -> PromptRows | None:
+    """The span's rows that are followed by a token of the prompt, if their log-probabilities are wanted."""
+    num_top = slots.sampling(span.slot).num_prompt_logprobs
+    if num_top is None:
+        return None
+    begin = int(slots.counts.num_computed[span.slot]) + 1
+    end = min(begin + span.num_tokens, slots.num_prompt_tokens(span.slot))
+    if begin >= end:
+        return None
+    return PromptRows(span.slot, begin, tuple(slots.token_ids[span.slot, begin:end].tolist()), num_top, first_row)

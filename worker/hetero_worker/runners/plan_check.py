@@ -3,116 +3,210 @@
 The gateway's scheduler is trusted to be fair, not to be free of bugs: a wrong block id would silently read or
 overwrite another request's cache. Every violation is a ProtocolError that names the step, the slot and the
 numbers that disagree.
+
+The check applies the plan's deltas to a copy of the slots' counts, and looks at the outcome. Its arrays are
+allocated once; the decoding slots, which are nearly all of a steady step, are checked by array operations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
 
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.errors import ProtocolError
-from hetero_worker.runners.slots import SlotTable
+from hetero_worker.runners.slot_list import SlotList
+from hetero_worker.runners.slots import Int64Array, SlotCounts
+
+BoolArray = npt.NDArray[np.bool_]
+
+_COMPUTES: Final = 1
+_SAMPLES: Final = 2
+_MASKED: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
 class PlanBounds:
     """Limits that the epoch's messages set."""
 
+    max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     vocab_size: int
     num_blocks: int
     block_size: int
 
-
-@dataclass(slots=True)
-class _Extent:
-    """A slot's counts, as they would be while the plan is applied."""
-
-    num_tokens: int
-    num_computed: int
-    num_blocks: int
+    @property
+    def max_blocks(self) -> int:
+        """Blocks of the longest sequence."""
+        return -(-self.max_model_len // self.block_size)
 
 
-def check_plan(plan: ranks_pb2.StepPlan, slots: SlotTable, bounds: PlanBounds, *, last_step_id: int) -> None:
-    """Raise ProtocolError unless the plan follows `last_step_id` and fits the slots and the bounds."""
-    _PlanCheck(plan, slots, bounds).run(last_step_id)
+class PlanCheck:
+    """For one cache; see the module."""
 
-
-class _PlanCheck:
-    def __init__(self, plan: ranks_pb2.StepPlan, slots: SlotTable, bounds: PlanBounds) -> None:
-        self._plan = plan
-        self._slots = slots
+    def __init__(self, bounds: PlanBounds) -> None:
         self._bounds = bounds
-        self._released = set(plan.released_slots)
-        self._new: dict[int, _Extent] = {}
+        self._counts = SlotCounts(bounds.max_num_seqs)
+        self._roles = np.zeros(bounds.max_num_seqs, dtype=np.int8)
+        """What each slot does in the step: nothing, or one of the constants above."""
+        self._decoding = SlotList(bounds.max_num_seqs)
+        self._computed = np.zeros(bounds.max_num_seqs, dtype=np.int64)
+        self._other = np.zeros(bounds.max_num_seqs, dtype=np.int64)
+        self._fits = np.zeros(bounds.max_num_seqs, dtype=np.bool_)
+        self._plan = ranks_pb2.StepPlan()
 
-    def run(self, last_step_id: int) -> None:
-        if self._plan.step_id != last_step_id + 1:
-            raise self._error(f"expected step {last_step_id + 1}")
-        for slot in self._plan.released_slots:
-            if self._slots.get(slot) is None:
-                raise self._error(f"releases slot {slot}, which is not in use")
-        for sequence in self._plan.new_sequences:
-            self._check_new(sequence)
-        if len({scheduled.slot for scheduled in self._plan.scheduled}) != len(self._plan.scheduled):
-            raise self._error("schedules a slot twice")
-        total = sum(scheduled.num_tokens for scheduled in self._plan.scheduled)
+    def run(self, plan: ranks_pb2.StepPlan, counts: SlotCounts) -> None:
+        """Raise ProtocolError unless the plan fits the slots, as `counts` tells them, and the bounds."""
+        self._plan = plan
+        self._counts.copy_from(counts)
+        self._roles.fill(0)
+        self._release()
+        for sequence in plan.new_sequences:
+            self._bind(sequence)
+        self._append_blocks()
+        if plan.HasField("command"):
+            self._check_command()
+            return
+        self._check_decoding()
+        for span in plan.spans:
+            self._check_span(span)
+        total = len(plan.decode_slots) + sum(span.num_tokens for span in plan.spans)
         if total > self._bounds.max_num_batched_tokens:
             raise self._error(f"computes {total} tokens, at most {self._bounds.max_num_batched_tokens} are allowed")
-        for scheduled in self._plan.scheduled:
-            self._check_scheduled(scheduled)
+        self._check_masked()
 
-    def _check_new(self, sequence: ranks_pb2.NewSequence) -> None:
-        slot, known = sequence.slot, len(sequence.token_ids)
-        if slot >= len(self._slots):
-            raise self._error(f"binds slot {slot}, there are {len(self._slots)}")
-        if slot in self._new or (self._slots.get(slot) is not None and slot not in self._released):
+    def _release(self) -> None:
+        for slot in self._plan.released_slots:
+            if not self._counts.holds(slot):
+                raise self._error(f"releases slot {slot}, which is not in use")
+            self._counts.set(slot, num_tokens=0, num_computed=0, num_blocks=0)
+
+    def _bind(self, sequence: ranks_pb2.NewSequence) -> None:
+        slot, known, bounds = sequence.slot, len(sequence.token_ids), self._bounds
+        if slot >= bounds.max_num_seqs:
+            raise self._error(f"binds slot {slot}, there are {bounds.max_num_seqs}")
+        if self._counts.holds(slot):
             raise self._error(f"binds slot {slot}, which is in use")
-        if not 0 < known <= self._bounds.max_model_len:
-            raise self._error(f"slot {slot} begins with {known} tokens, 1 to {self._bounds.max_model_len} are allowed")
-        if max(sequence.token_ids) >= self._bounds.vocab_size:
-            raise self._error(f"slot {slot} has a token id beyond the vocabulary of {self._bounds.vocab_size}")
+        if not 0 < known <= bounds.max_model_len:
+            raise self._error(f"slot {slot} begins with {known} tokens, 1 to {bounds.max_model_len} are allowed")
+        if not 0 < sequence.num_prompt_tokens <= known:
+            raise self._error(f"slot {slot} has {known} tokens, of which {sequence.num_prompt_tokens} are the prompt's")
         if sequence.num_computed_tokens >= known:
             raise self._error(f"slot {slot} has {known} tokens, all computed: one must be left")
-        self._check_blocks(slot, sequence.block_ids, before=0, needed=sequence.num_computed_tokens)
-        self._new[slot] = _Extent(known, sequence.num_computed_tokens, len(sequence.block_ids))
+        self._check_tokens(slot, "a token id", sequence.token_ids)
+        self._check_sampling(slot, sequence.sampling)
+        self._check_block_ids(slot, sequence.block_ids)
+        self._check_room(slot, len(sequence.block_ids), needed=sequence.num_computed_tokens)
+        self._counts.set(
+            slot, num_tokens=known, num_computed=sequence.num_computed_tokens, num_blocks=len(sequence.block_ids)
+        )
 
-    def _check_scheduled(self, scheduled: ranks_pb2.ScheduledSequence) -> None:
-        slot = scheduled.slot
-        extent = self._extent(slot)
-        reached = extent.num_computed + scheduled.num_tokens
-        if not 0 < scheduled.num_tokens <= extent.num_tokens - extent.num_computed:
+    def _check_sampling(self, slot: int, sampling: ranks_pb2.Sampling) -> None:
+        if len(sampling.bias_token_ids) != len(sampling.biases):
             raise self._error(
-                f"computes {scheduled.num_tokens} tokens of slot {slot}, of which "
-                f"{extent.num_computed} of {extent.num_tokens} are computed"
+                f"slot {slot} has {len(sampling.biases)} biases for {len(sampling.bias_token_ids)} bias_token_ids"
+            )
+        self._check_tokens(slot, "a bias_token_id", sampling.bias_token_ids)
+        self._check_tokens(slot, "an end_token_id", sampling.end_token_ids)
+
+    def _check_tokens(self, slot: int, what: str, token_ids: Sequence[int]) -> None:
+        if token_ids and max(token_ids) >= self._bounds.vocab_size:
+            raise self._error(f"slot {slot} has {what} beyond the vocabulary of {self._bounds.vocab_size}")
+
+    def _append_blocks(self) -> None:
+        slots, ids = self._plan.block_slots, self._plan.block_ids
+        if len(slots) != len(ids):
+            raise self._error(f"has {len(slots)} block_slots for {len(ids)} block_ids")
+        for slot, block_id in zip(slots, ids, strict=True):
+            if not self._counts.holds(slot):
+                raise self._error(f"gives a block to slot {slot}, which is not in use")
+            self._check_block_ids(slot, (block_id,))
+            self._counts.num_blocks[slot] += 1
+        for slot in set(slots):
+            self._check_room(slot, int(self._counts.num_blocks[slot]), needed=0)
+
+    def _check_block_ids(self, slot: int, ids: Sequence[int]) -> None:
+        if ids and not (min(ids) > 0 and max(ids) < self._bounds.num_blocks):
+            raise self._error(f"gives slot {slot} a block outside [1, {self._bounds.num_blocks})")
+
+    def _check_room(self, slot: int, num_blocks: int, *, needed: int) -> None:
+        if num_blocks > self._bounds.max_blocks:
+            raise self._error(f"gives slot {slot} {num_blocks} blocks, at most {self._bounds.max_blocks} are allowed")
+        if num_blocks * self._bounds.block_size < needed:
+            raise self._error(f"slot {slot} has {num_blocks} blocks of {self._bounds.block_size} for {needed} tokens")
+
+    def _check_command(self) -> None:
+        plan = self._plan
+        action = plan.command.WhichOneof("action")
+        if action is None:
+            raise self._error("has a command that this rank does not know")
+        if plan.decode_slots or plan.spans or plan.masked_slots:
+            raise self._error(f"computes beside its command {action}")
+        if action not in ("start_profile", "stop_profile") and (in_use := self._counts.in_use):
+            raise self._error(f"has the command {action} while {in_use} slots are in use: all must be free")
+
+    def _check_decoding(self) -> None:
+        """As `_check_sequence` for each decoding slot, at once."""
+        count = len(self._plan.decode_slots)
+        if not count:
+            return
+        if count > self._bounds.max_num_seqs or max(self._plan.decode_slots) >= self._bounds.max_num_seqs:
+            raise self._error(f"decodes in slots beyond the {self._bounds.max_num_seqs} that there are")
+        slots = self._decoding.fill(self._plan.decode_slots)
+        computed, other, fits = self._computed[:count], self._other[:count], self._fits[:count]
+        np.put(self._roles, slots, _SAMPLES, mode="clip")
+        if np.count_nonzero(self._roles) != count:
+            raise self._error("schedules a slot twice")
+        np.take(self._counts.num_computed, slots, out=computed, mode="clip")
+        np.take(self._counts.num_tokens, slots, out=other, mode="clip")
+        np.add(computed, 1, out=computed)
+        np.equal(computed, other, out=fits)
+        self._check_each(slots, fits)
+        np.less_equal(computed, self._bounds.max_model_len, out=fits)
+        self._check_each(slots, fits)
+        np.take(self._counts.num_blocks, slots, out=other, mode="clip")
+        np.multiply(other, self._bounds.block_size, out=other)
+        np.less_equal(computed, other, out=fits)
+        self._check_each(slots, fits)
+
+    def _check_each(self, slots: Int64Array, fits: BoolArray) -> None:
+        if not fits.all():
+            self._check_sequence(int(slots[int(fits.argmin())]), 1, sample=True)
+
+    def _check_span(self, span: ranks_pb2.ScheduledSpan) -> None:
+        if span.slot < self._bounds.max_num_seqs and self._roles[span.slot]:
+            raise self._error("schedules a slot twice")
+        self._check_sequence(span.slot, span.num_tokens, sample=span.sample)
+        self._roles[span.slot] = _SAMPLES if span.sample else _COMPUTES
+
+    def _check_sequence(self, slot: int, num_tokens: int, *, sample: bool) -> None:
+        """Raise unless the slot can compute so many tokens, and samples just when they reach its last one."""
+        if not self._counts.holds(slot):
+            raise self._error(f"schedules slot {slot}, which is not in use")
+        known, computed = int(self._counts.num_tokens[slot]), int(self._counts.num_computed[slot])
+        reached = computed + num_tokens
+        if not 0 < num_tokens <= known - computed:
+            raise self._error(
+                f"computes {num_tokens} tokens of slot {slot}, of which {computed} of {known} are computed"
             )
         if reached > self._bounds.max_model_len:
             raise self._error(f"slot {slot} reaches {reached} tokens, max_model_len is {self._bounds.max_model_len}")
-        if scheduled.sample != (reached == extent.num_tokens):
-            raise self._error(
-                f"slot {slot} reaches {reached} of {extent.num_tokens} tokens, but sample is {scheduled.sample}"
-            )
-        self._check_blocks(slot, scheduled.new_block_ids, before=extent.num_blocks, needed=reached)
+        if sample != (reached == known):
+            raise self._error(f"slot {slot} reaches {reached} of {known} tokens, but sample is {sample}")
+        self._check_room(slot, int(self._counts.num_blocks[slot]), needed=reached)
 
-    def _extent(self, slot: int) -> _Extent:
-        if slot in self._new:
-            return self._new[slot]
-        state = None if slot in self._released else self._slots.get(slot)
-        if state is None:
-            raise self._error(f"schedules slot {slot}, which is not in use")
-        return _Extent(len(state.token_ids), state.num_computed, state.num_blocks)
-
-    def _check_blocks(self, slot: int, block_ids: Iterable[int], *, before: int, needed: int) -> None:
-        ids = list(block_ids)
-        if ids and not (min(ids) > 0 and max(ids) < self._bounds.num_blocks):
-            raise self._error(f"gives slot {slot} a block outside [1, {self._bounds.num_blocks})")
-        have = before + len(ids)
-        if have > self._slots.max_blocks:
-            raise self._error(f"gives slot {slot} {have} blocks, at most {self._slots.max_blocks} are allowed")
-        if have * self._bounds.block_size < needed:
-            raise self._error(f"slot {slot} has {have} blocks of {self._bounds.block_size} for {needed} tokens")
+    def _check_masked(self) -> None:
+        for slot in self._plan.masked_slots:
+            role = self._roles[slot] if slot < self._bounds.max_num_seqs else 0
+            if role != _SAMPLES:
+                problem = "twice" if role == _MASKED else "which does not sample"
+                raise self._error(f"masks slot {slot}, {problem}")
+            self._roles[slot] = _MASKED
 
     def _error(self, problem: str) -> ProtocolError:
         return ProtocolError(f"step plan {self._plan.step_id}: {problem}")

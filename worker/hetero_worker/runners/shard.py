@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Protocol
 
 import torch
 
 from hetero_api.errors import ModelError, PlanError
+from hetero_worker.attention.base import AttentionBackend
 from hetero_worker.attention.paged import paged_attention
 from hetero_worker.layers.kernel_choice import choose_kernel
-from hetero_worker.layers.linear_kernels import available_kernels
+from hetero_worker.layers.linear_kernels import LinearKernel, available_kernels
 from hetero_worker.memory.budget import KvCost, MemoryBudget, StepLimits, mib, workspace_bytes
 from hetero_worker.memory.loader import Checkpoint
 from hetero_worker.models.decoder import Decoder
@@ -29,6 +31,7 @@ class LoadedShard:
 
     request: LoadRequest
     decoder: Decoder
+    kernel: LinearKernel
     weight_bytes: int
     kernels: tuple[str, ...]
     load_s: float
@@ -41,33 +44,44 @@ class LoadedShard:
         is_long_enough = request.max_model_len <= self.request.max_model_len
         return is_long_enough and _identity(self.request) == _identity(request)
 
-    def report(self, request: LoadRequest, *, load_s: float) -> LoadReport:
-        """Raises MemoryBudgetError when the request's memory leaves nothing for the cache."""
+    def report(
+        self, request: LoadRequest, *, load_s: float, workspace: int | None = None, available: int | None = None
+    ) -> LoadReport:
+        """With the workspace that was measured, or else computed, and what the machine has available, if that is known.
+
+        Raises MemoryBudgetError when the request's memory leaves nothing for the cache.
+        """
         cost = kv_cost(request)
+        budget = _budget(request, self.weight_bytes)
+        if workspace is not None:
+            budget = replace(budget, workspace_bytes=workspace)
+        budget = replace(budget, available_bytes=available)
+        logger.info("rank %d: memory for the KV cache: %s", request.rank, budget)
         return LoadReport(
             weight_bytes=self.weight_bytes,
-            kv_budget_bytes=_budget(request, self.weight_bytes).kv_budget_bytes(cost),
+            kv_budget_bytes=budget.kv_budget_bytes(cost),
             kv_bytes_per_token=cost.cache_bytes,
             load_s=load_s,
             kernels=self.kernels,
         )
 
 
-def load_shard(request: LoadRequest) -> LoadedShard:
+class ChooseKernel(Protocol):
+    """`kernel_choice.choose_kernel`, or one that remembers its answers."""
+
+    def __call__(
+        self, candidates: Sequence[LinearKernel], shapes: Sequence[tuple[int, int]], *, dtype: torch.dtype
+    ) -> LinearKernel: ...
+
+
+def load_shard(request: LoadRequest, *, choose: ChooseKernel = choose_kernel) -> LoadedShard:
     """Raises ModelError, PlanError, MemoryBudgetError; the last before anything is read."""
     begin = time.perf_counter()
     dtype = _dtype(request)
     _check_plan(request)
     attention = paged_attention(dtype)
-    decoder = Decoder(
-        request.config,
-        request.shard_plan,
-        rank=request.rank,
-        dtype=dtype,
-        max_length=request.max_model_len,
-        attention=attention,
-    )
-    kernel = choose_kernel(available_kernels(dtype), sorted(decoder.linear_shapes), dtype=dtype)
+    decoder = _empty_decoder(request, attention)
+    kernel = choose(available_kernels(dtype), sorted(decoder.linear_shapes), dtype=dtype)
     weight_bytes = decoder.weight_bytes(kernel)
     _budget(request, weight_bytes).kv_budget_bytes(kv_cost(request))
     with Checkpoint(request.directory) as checkpoint:
@@ -75,7 +89,23 @@ def load_shard(request: LoadRequest) -> LoadedShard:
     load_s = time.perf_counter() - begin
     logger.info("rank %d: loaded %s of weights in %.1f s", request.rank, mib(weight_bytes), load_s)
     kernels = (f"linear={kernel.name}", f"attention={attention.name}")
-    return LoadedShard(request, decoder, weight_bytes, kernels, load_s)
+    return LoadedShard(request, decoder, kernel, weight_bytes, kernels, load_s)
+
+
+def empty_decoder(request: LoadRequest) -> Decoder:
+    """The rank's part of the model without weights: it can say what a cache looks like."""
+    return _empty_decoder(request, paged_attention(_dtype(request)))
+
+
+def _empty_decoder(request: LoadRequest, attention: AttentionBackend) -> Decoder:
+    return Decoder(
+        request.config,
+        request.shard_plan,
+        rank=request.rank,
+        dtype=_dtype(request),
+        max_length=request.max_model_len,
+        attention=attention,
+    )
 
 
 def kv_cost(request: LoadRequest) -> KvCost:
@@ -104,7 +134,9 @@ def _check_plan(request: LoadRequest) -> None:
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         mlp_columns=config.intermediate_size,
-        vocab_rows=config.vocab_size,
+        vocab_size=config.vocab_size,
+        num_experts=config.num_experts,
+        expert_layers=config.expert_layers,
     )
     if request.max_model_len > config.max_position:
         raise ModelError(

@@ -1,86 +1,145 @@
 """Slot state of a rank: what the gateway's deltas add up to.
 
 Plans name requests by slot and say only what is new. The state here is the same on every rank after every step,
-because every rank applies the same plans and appends the same sampled tokens.
+because every rank applies the same plans and appends the same sampled tokens. It lies in arrays over all slots,
+allocated once, so that a step's inputs are gathered by a few array operations, whatever the number of sequences.
+A slot without tokens is free.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.sampling.request import SamplingRow
+from hetero_worker.sampling.request import SequenceSampling
+
+Int64Array = npt.NDArray[np.int64]
+Int32Array = npt.NDArray[np.int32]
 
 
-@dataclass(slots=True)
-class Slot:
-    """One request's state."""
+class SlotCounts:
+    """How many tokens and blocks each slot has: int64 [slots] each."""
 
-    token_ids: list[int]
-    """Prompt and generated tokens."""
-    num_computed: int
-    """Leading tokens whose keys and values are in the cache."""
-    num_blocks: int
-    sampling: ranks_pb2.Sampling
+    def __init__(self, num_slots: int) -> None:
+        self.num_tokens: Int64Array = np.zeros(num_slots, dtype=np.int64)
+        """Known tokens: prompt and output; 0 means that the slot is free."""
+        self.num_computed: Int64Array = np.zeros(num_slots, dtype=np.int64)
+        """Leading tokens whose keys and values are in the cache."""
+        self.num_blocks: Int64Array = np.zeros(num_slots, dtype=np.int64)
 
-    def next_draw(self) -> SamplingRow:
-        """How the token after the known ones is drawn."""
-        return SamplingRow(
-            temperature=self.sampling.temperature,
-            top_k=self.sampling.top_k,
-            top_p=self.sampling.top_p,
-            min_p=self.sampling.min_p,
-            seed=self.sampling.seed,
-            position=len(self.token_ids),
-        )
+    def __len__(self) -> int:
+        return len(self.num_tokens)
+
+    @property
+    def in_use(self) -> int:
+        """Slots that are bound."""
+        return int(np.count_nonzero(self.num_tokens))
+
+    def holds(self, slot: int) -> bool:
+        """Whether the slot exists and is bound."""
+        return slot < len(self) and bool(self.num_tokens[slot])
+
+    def set(self, slot: int, *, num_tokens: int, num_computed: int, num_blocks: int) -> None:
+        self.num_tokens[slot], self.num_computed[slot] = num_tokens, num_computed
+        self.num_blocks[slot] = num_blocks
+
+    def copy_from(self, other: SlotCounts) -> None:
+        np.copyto(self.num_tokens, other.num_tokens)
+        np.copyto(self.num_computed, other.num_computed)
+        np.copyto(self.num_blocks, other.num_blocks)
 
 
 class SlotTable:
-    """State of all slots; block tables lie in one array, so that a step's indices are computed at once."""
+    """State of all slots. Callers have checked the plan (`plan_check`): nothing is checked again here."""
 
-    def __init__(self, *, max_num_seqs: int, max_blocks: int) -> None:
-        self._slots: list[Slot | None] = [None] * max_num_seqs
-        self.block_tables: npt.NDArray[np.int32] = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
+    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        self.counts = SlotCounts(max_num_seqs)
+        self.last_tokens: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
+        """[slots]: the last known token of each."""
+        # One more than the longest sequence: the token sampled at its end is known, though never computed.
+        self.token_ids: Int32Array = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
+        """[slots, tokens]: all known tokens."""
+        self.block_tables: Int32Array = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
         """[slots, blocks]: ids of a slot's blocks; zeros (the null block) behind them."""
-
-    def __len__(self) -> int:
-        return len(self._slots)
+        self.flat_block_tables: Int32Array = self.block_tables.reshape(-1)
+        self.block_table_tensor = torch.from_numpy(self.block_tables)
+        self._flat_tokens = self.token_ids.reshape(-1)
+        self._samplings: list[SequenceSampling | None] = [None] * max_num_seqs
+        self._num_prompt_tokens = [0] * max_num_seqs
+        self._where: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
+        self._drawn: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
+        self._drawn32: Int32Array = np.zeros(max_num_seqs, dtype=np.int32)
 
     @property
     def max_blocks(self) -> int:
+        """Blocks of the longest sequence."""
         return int(self.block_tables.shape[1])
 
-    def get(self, slot: int) -> Slot | None:
-        """None when the slot is free or out of range."""
-        return self._slots[slot] if slot < len(self._slots) else None
-
-    def bound(self, slot: int) -> Slot:
-        """The state of a slot that is known to be in use."""
-        state = self._slots[slot]
-        if state is None:
+    def sampling(self, slot: int) -> SequenceSampling:
+        """How the tokens of a bound slot are chosen."""
+        sampling = self._samplings[slot]
+        if sampling is None:
             raise KeyError(f"slot {slot} is free")
-        return state
+        return sampling
 
-    def release(self, slot: int) -> None:
-        self._slots[slot] = None
+    def num_prompt_tokens(self, slot: int) -> int:
+        return self._num_prompt_tokens[slot]
+
+    def apply(self, plan: ranks_pb2.StepPlan) -> None:
+        """Release, bind and append blocks, as the plan says."""
+        for slot in plan.released_slots:
+            self._release(slot)
+        for sequence in plan.new_sequences:
+            self._bind(sequence)
+        for slot, block_id in zip(plan.block_slots, plan.block_ids, strict=True):
+            self._append_blocks(slot, (block_id,))
+
+    def advance(self, slots: Int64Array, scratch: Int64Array) -> None:
+        """Of each slot one more token is computed. `scratch` is as long as `slots`."""
+        np.take(self.counts.num_computed, slots, out=scratch, mode="clip")
+        np.add(scratch, 1, out=scratch)
+        np.put(self.counts.num_computed, slots, scratch, mode="clip")
+
+    def append_tokens(self, slots: Int64Array, token_ids: Sequence[int]) -> None:
+        """Append the token drawn for each slot."""
+        count = len(slots)
+        where, drawn, drawn32 = self._where[:count], self._drawn[:count], self._drawn32[:count]
+        drawn[:] = token_ids
+        np.copyto(drawn32, drawn, casting="same_kind")
+        np.put(self.last_tokens, slots, drawn, mode="clip")
+        np.take(self.counts.num_tokens, slots, out=where, mode="clip")
+        np.add(where, 1, out=where)
+        np.put(self.counts.num_tokens, slots, where, mode="clip")
+        np.multiply(slots, self.token_ids.shape[1], out=drawn)
+        np.add(where, drawn, out=where)
+        np.subtract(where, 1, out=where)
+        np.put(self._flat_tokens, where, drawn32, mode="clip")
+        for slot, token_id in zip(slots.tolist(), token_ids, strict=True):
+            self.sampling(slot).append(token_id)
+
+    def _release(self, slot: int) -> None:
+        self.counts.set(slot, num_tokens=0, num_computed=0, num_blocks=0)
         self.block_tables[slot] = 0
+        self._samplings[slot] = None
 
-    def bind(self, sequence: ranks_pb2.NewSequence) -> None:
-        self._slots[sequence.slot] = Slot(
-            token_ids=list(sequence.token_ids),
-            num_computed=sequence.num_computed_tokens,
-            num_blocks=0,
-            sampling=sequence.sampling,
+    def _bind(self, sequence: ranks_pb2.NewSequence) -> None:
+        slot, known = sequence.slot, len(sequence.token_ids)
+        self.counts.set(slot, num_tokens=known, num_computed=sequence.num_computed_tokens, num_blocks=0)
+        self.token_ids[slot, :known] = sequence.token_ids
+        self.last_tokens[slot] = sequence.token_ids[-1]
+        prompt = sequence.num_prompt_tokens
+        self._num_prompt_tokens[slot] = prompt
+        self._samplings[slot] = SequenceSampling(
+            sequence.sampling, sequence.token_ids[:prompt], sequence.token_ids[prompt:]
         )
-        self.append_blocks(sequence.slot, sequence.block_ids)
+        self._append_blocks(slot, sequence.block_ids)
 
-    def append_blocks(self, slot: int, block_ids: Iterable[int]) -> None:
+    def _append_blocks(self, slot: int, block_ids: Iterable[int]) -> None:
         ids = list(block_ids)
-        if ids:
-            state = self.bound(slot)
-            self.block_tables[slot, state.num_blocks : state.num_blocks + len(ids)] = ids
-            state.num_blocks += len(ids)
+        begin = int(self.counts.num_blocks[slot])
+        self.block_tables[slot, begin : begin + len(ids)] = ids
+        self.counts.num_blocks[slot] = begin + len(ids)

@@ -3,7 +3,7 @@
 For filtered draws the shards' candidates are merged in one global order. The merged list equals the head of the
 whole vocabulary's order only up to the first place where a shard that held rows back ends: behind it, one of
 the rows it kept could stand. If a filter ends within that proven head the draw is exact; if none does, the
-caller is told so (None) and asks for whole shards.
+caller is told so (None) and asks for whole shards. Shards without rows are not among the shards here.
 """
 
 from __future__ import annotations
@@ -11,67 +11,98 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
+from hetero_api.errors import ModelError
+from hetero_worker.errors import ProtocolError
+from hetero_worker.sampling.ordering import merged_order
 from hetero_worker.sampling.request import SamplingRow
-from hetero_worker.sampling.shard import ShardCandidates
+from hetero_worker.sampling.shard import Float64Array, ShardCandidates
 
 
-def decide_best(best: torch.Tensor) -> torch.Tensor:
+def decide_best(best: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """Ids of the best scores over the shards: int64 [draws], from float64 [shards, draws, 2].
 
-    Shards come in ascending order of their rows, so that of equal scores the lowest id wins.
+    Shards come in ascending order of their rows, so that of equal scores the lowest id wins. Raises as
+    `check_drawable` does.
     """
-    winner = best[:, :, 0].argmax(dim=0, keepdim=True)
-    return best[:, :, 1].gather(0, winner).squeeze(0).long()
+    scores, winner = best[:, :, 0].max(dim=0)
+    for row, score in zip(rows, scores.tolist(), strict=True):
+        check_drawable(score, row)
+    return best[:, :, 1].gather(0, winner.unsqueeze(0)).squeeze(0).long()
 
 
 def decide_filtered(shards: Sequence[ShardCandidates], row: SamplingRow) -> int | None:
-    """The token of a filtered draw, or None when the candidates do not prove the filters' outcome."""
+    """The token of a filtered draw, or None when the candidates do not prove the filters' outcome.
+
+    Raises as `check_drawable` does.
+    """
+    check_drawable(float(np.max([shard.largest for shard in shards])), row)
     scaled, noise, ids, proven = _merge(shards)
     closed = proven == len(ids) and all(shard.complete for shard in shards)
-    scaled, log_total = scaled[:proven], _log_sum_exp([shard.log_sum_exp for shard in shards])
+    scaled, log_total = scaled[:proven], log_sum_exp_of(np.array([shard.log_sum_exp for shard in shards]))
     if 0 < row.top_k <= proven:
         scaled, closed = scaled[: row.top_k], True
-        log_total = float(torch.logsumexp(scaled, dim=0))
-    cuts = [_nucleus_size(scaled, log_total, row.top_p), _likely_size(scaled, row.min_p)]
+    if row.top_k and row.has_nucleus:
+        log_total = log_sum_exp_of(scaled)
+    cuts = [_nucleus_size(scaled, log_total, row), _likely_size(scaled, row.min_p)]
     if not closed and all(cut is None for cut in cuts):
         return None
     kept = min([len(scaled), *(cut for cut in cuts if cut is not None)])
-    return int(ids[int((scaled[:kept] + noise[:kept]).argmax())])
+    return int(ids[(scaled[:kept] + noise[:kept]).argmax()])
 
 
-def _merge(shards: Sequence[ShardCandidates]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+def check_drawable(best: float, row: SamplingRow) -> None:
+    """Raise unless a draw's best score or logit is a number that a token can have.
+
+    ModelError for what the model brought about, ProtocolError for what the row's edits did.
+    """
+    if best == -math.inf and row.edits is not None:
+        raise ProtocolError(
+            f"no token can be drawn at position {row.position}: the mask, the bias and min_tokens leave none; "
+            "TokenMasks must allow at least one token of a draw"
+        )
+    check_finite(best)
+
+
+def check_finite(number: float) -> None:
+    """Raise ModelError unless a number that the model's logits make is finite."""
+    if not math.isfinite(number):
+        raise ModelError("the model's logits are not finite; the weights are damaged or overflow their dtype")
+
+
+def log_sum_exp_of(values: Float64Array) -> float:
+    """Of numbers none of which is NaN or +inf; -inf of nothing but -inf."""
+    largest = float(values.max())
+    return largest + math.log(np.exp(values - largest).sum()) if largest > -math.inf else largest
+
+
+def _merge(shards: Sequence[ShardCandidates]) -> tuple[Float64Array, Float64Array, Float64Array, int]:
     """Scaled logits, noise and ids in the order (scaled descending, id ascending), and the proven length."""
     if len(shards) == 1:
         shard = shards[0]
-        return shard.scaled, shard.noise, shard.ids.long(), len(shard.ids)
-    ids = torch.cat([shard.ids for shard in shards])
-    by_id = ids.argsort()
-    scaled = torch.cat([shard.scaled for shard in shards])[by_id]
-    order = torch.sort(scaled, descending=True, stable=True).indices
-    ids, by_id = ids[by_id][order], by_id[order]
-    last_ids = [shard.ids[-1] for shard in shards if not shard.complete]
-    ends = [int((ids == last).nonzero()[0]) + 1 for last in last_ids]
-    noise = torch.cat([shard.noise for shard in shards])[by_id]
-    return scaled[order], noise, ids.long(), min([len(ids), *ends])
+        return shard.scaled, shard.noise, shard.ids, len(shard.ids)
+    scaled = np.concatenate([shard.scaled for shard in shards])
+    noise = np.concatenate([shard.noise for shard in shards])
+    ids = np.concatenate([shard.ids for shard in shards])
+    order = merged_order(scaled, ids)
+    ids = ids[order]
+    ends = [int((ids == shard.ids[-1]).argmax()) + 1 for shard in shards if not shard.complete]
+    return scaled[order], noise[order], ids, min([len(ids), *ends])
 
 
-def _nucleus_size(scaled: torch.Tensor, log_total: float, top_p: float) -> int | None:
+def _nucleus_size(scaled: Float64Array, log_total: float, row: SamplingRow) -> int | None:
     """How many leading rows first reach the mass top_p; None when they do not, or without the filter."""
-    if not 0.0 < top_p < 1.0:
+    if not row.has_nucleus:
         return None
-    reached = (scaled - log_total).exp().cumsum(0) >= top_p
-    return int(reached.int().argmax()) + 1 if bool(reached.any()) else None
+    reached = np.exp(scaled - log_total).cumsum() >= row.top_p
+    return int(reached.argmax()) + 1 if reached.any() else None
 
 
-def _likely_size(scaled: torch.Tensor, min_p: float) -> int | None:
+def _likely_size(scaled: Float64Array, min_p: float) -> int | None:
     """How many rows are at least min_p times as likely as the first; None when all, or without the filter."""
     if min_p <= 0.0:
         return None
     size = int((scaled >= scaled[0] + math.log(min_p)).sum())
     return size if size < len(scaled) else None
-
-
-def _log_sum_exp(values: Sequence[float]) -> float:
-    return float(torch.logsumexp(torch.tensor(values, dtype=torch.float64), dim=0))

@@ -1,17 +1,28 @@
-"""How the next token of one sequence is chosen."""
+"""How the next token of a sequence is chosen."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
+
+import numpy as np
+
+from hetero_api.v1 import ranks_pb2
+from hetero_worker.sampling.edits import Bias, LogitEdits, Penalties, mask_without
+from hetero_worker.sampling.noise import NoiseKey
+from hetero_worker.sampling.token_counts import TokenCounts
 
 GREEDY_TEMPERATURE: Final = 1e-5
 """Temperatures below are greedy: dividing by them overflows."""
 
+MIN_CANDIDATES: Final = 256
+"""Nearly every nucleus is smaller; a larger one costs a second round, not exactness."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """One token to draw. Filters apply in the order top_k, top_p, min_p, after the temperature."""
+    """One token to draw. Edits come first, then the temperature, then the filters top_k, top_p, min_p."""
 
     temperature: float
     top_k: int
@@ -23,6 +34,10 @@ class SamplingRow:
     seed: int
     position: int
     """Index of the drawn token in its sequence; with the seed the key of the noise."""
+    edits: LogitEdits | None = None
+    """Good until the sequence's next token is appended."""
+    num_logprobs: int | None = None
+    """How many of the likeliest tokens are told with the drawn one; None: no log-probabilities at all."""
 
     @property
     def is_greedy(self) -> bool:
@@ -31,12 +46,81 @@ class SamplingRow:
     @property
     def is_filtered(self) -> bool:
         """Whether a part of the vocabulary may be cut off before the draw."""
-        return not self.is_greedy and (self.top_k > 0 or 0.0 < self.top_p < 1.0 or self.min_p > 0.0)
+        return not self.is_greedy and (self.top_k > 0 or self.has_nucleus or self.min_p > 0.0)
+
+    @property
+    def has_nucleus(self) -> bool:
+        return 0.0 < self.top_p < 1.0
+
+    @property
+    def noise_key(self) -> NoiseKey:
+        return NoiseKey(self.seed, self.position)
 
     def num_candidates(self, rows: int) -> int:
         """How many of a shard's `rows` vocabulary rows are sent for a filtered draw."""
-        return min(rows, max(MIN_CANDIDATES, self.top_k))
+        return min(rows, self.top_k or MIN_CANDIDATES)
 
 
-MIN_CANDIDATES: Final = 256
-"""Nearly every nucleus is smaller; a larger one costs a second round, not exactness."""
+class SequenceSampling:
+    """One bound slot's way of sampling, with what of the sequence's history it looks at.
+
+    Ranks keep one a slot and append every sampled token to it, so that a draw after a preemption, which makes it
+    anew from prompt and output, equals the draw without.
+    """
+
+    def __init__(
+        self, sampling: ranks_pb2.Sampling, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int] = ()
+    ) -> None:
+        self._sampling = sampling
+        self._num_prompt, self._num_output = len(prompt_token_ids), len(output_token_ids)
+        self._bias = _bias_of(sampling)
+        self._penalties = _penalties_of(sampling, prompt_token_ids, output_token_ids)
+        self._end_ids = np.array(sampling.end_token_ids, dtype=np.int64)
+        self.num_logprobs = sampling.num_logprobs if sampling.HasField("num_logprobs") else None
+        self.num_prompt_logprobs = sampling.num_prompt_logprobs if sampling.HasField("num_prompt_logprobs") else None
+
+    def append(self, token_id: int) -> None:
+        """The next output token is known."""
+        self._num_output += 1
+        if self._penalties is not None:
+            self._penalties.counts.append(token_id)
+
+    def draw(self, mask: bytes | None = None) -> SamplingRow:
+        """How the token after the known ones is drawn; `mask` as TokenMasks has it."""
+        sampling = self._sampling
+        return SamplingRow(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+            position=self._num_prompt + self._num_output,
+            edits=self._edits(mask),
+            num_logprobs=self.num_logprobs,
+        )
+
+    def _edits(self, mask: bytes | None) -> LogitEdits | None:
+        banned = self._end_ids if self._num_output < self._sampling.min_tokens and len(self._end_ids) else None
+        if mask is None:
+            if banned is None and self._bias is None and self._penalties is None:
+                return None
+            return LogitEdits(self._bias, self._penalties, banned)
+        allowed = np.frombuffer(mask, dtype=np.uint8)
+        if banned is not None:
+            allowed = mask_without(allowed, banned)
+        return LogitEdits(self._bias, self._penalties, mask=allowed)
+
+
+def _bias_of(sampling: ranks_pb2.Sampling) -> Bias | None:
+    if not sampling.bias_token_ids:
+        return None
+    ids = np.array(sampling.bias_token_ids, dtype=np.int64)
+    return Bias(ids, np.array(sampling.biases, dtype=np.float32))
+
+
+def _penalties_of(sampling: ranks_pb2.Sampling, prompt: Sequence[int], output: Sequence[int]) -> Penalties | None:
+    repetition = sampling.repetition_penalty or 1.0
+    if repetition == 1.0 and sampling.presence_penalty == 0.0 and sampling.frequency_penalty == 0.0:
+        return None
+    counts = TokenCounts(seen=prompt if repetition != 1.0 else (), counted=output)
+    return Penalties(sampling.presence_penalty, sampling.frequency_penalty, repetition, counts)

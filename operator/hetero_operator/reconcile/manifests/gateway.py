@@ -14,6 +14,7 @@ from hetero_api.contract import (
     CONFIG_MANIFEST_KEY,
     ENV_ADMIN_TOKEN_FILE,
     ENV_GROUP_TOKEN_FILE,
+    HTTP_PORT,
     INFERENCE_PORT,
     LABEL_GATEWAY_REVISION,
     LABEL_REVISION,
@@ -48,6 +49,7 @@ from hetero_operator.reconcile.manifests.scheduling import gateway_scheduling
 from hetero_operator.reconcile.names import (
     ADMIN_PORT_NAME,
     GATEWAY_CONTAINER,
+    HTTP_PORT_NAME,
     INFERENCE_PORT_NAME,
     METRICS_PORT_NAME,
     RANKS_PORT_NAME,
@@ -112,6 +114,7 @@ def _container(
 ) -> dict[str, Any]:
     ports = {
         INFERENCE_PORT_NAME: INFERENCE_PORT,
+        HTTP_PORT_NAME: HTTP_PORT,
         ADMIN_PORT_NAME: ADMIN_PORT,
         RANKS_PORT_NAME: RANKS_PORT,
         METRICS_PORT_NAME: METRICS_PORT,

@@ -1,7 +1,7 @@
 """NetworkPolicies: who may talk to a group's pods, and whom they may talk to.
 
 Collectives between ranks are neither authenticated nor encrypted, and use ports of their own choosing: ranks are
-open to one another and closed to everybody else. The gateway's client port is open to all, its admin port to the
+open to one another and closed to everybody else. The gateway's client ports are open to all, its admin port to the
 operator alone, its ranks port to this group's ranks. Metrics are open: nobody can know where Prometheus runs.
 """
 
@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from hetero_api.contract import (
     ADMIN_PORT,
+    HTTP_PORT,
     INFERENCE_PORT,
     METRICS_PORT,
     POD_HEALTH_PORT,
@@ -50,7 +51,7 @@ def network_policies(rendering: Rendering) -> list[dict[str, Any]]:
         _policy(
             rendering, names.gateway, component=ROLE_GATEWAY, selector=gateway,
             ingress=[
-                {"ports": [_tcp(INFERENCE_PORT), _tcp(METRICS_PORT)]},
+                {"ports": [_tcp(INFERENCE_PORT), _tcp(HTTP_PORT), _tcp(METRICS_PORT)]},
                 {"from": [_pods(ranks)], "ports": [_tcp(RANKS_PORT)]},
                 {"from": [_operator(rendering)], "ports": [_tcp(ADMIN_PORT)]},
             ],

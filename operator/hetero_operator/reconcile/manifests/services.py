@@ -13,6 +13,7 @@ from hetero_operator.reconcile.manifests.rendering import Rendering, gateway_sel
 from hetero_operator.reconcile.names import (
     ADMIN_PORT_NAME,
     HEALTH_PORT_NAME,
+    HTTP_PORT_NAME,
     INFERENCE_PORT_NAME,
     METRICS_PORT_NAME,
     RANKS_PORT_NAME,
@@ -28,10 +29,13 @@ def services(rendering: Rendering) -> list[dict[str, Any]]:
 
 def _client(rendering: Rendering) -> dict[str, Any]:
     service = rendering.spec.gateway.service
-    port = {"name": "grpc", "port": service.port, "protocol": "TCP", "targetPort": INFERENCE_PORT_NAME}
+    ports = [
+        {"name": "grpc", "port": service.port, "protocol": "TCP", "targetPort": INFERENCE_PORT_NAME},
+        {"name": "http", "port": service.http_port, "protocol": "TCP", "targetPort": HTTP_PORT_NAME},
+    ]
     return manifest(
         rendering, _KIND, rendering.names.client_service, component=ROLE_GATEWAY, annotations=service.annotations,
-        spec={"type": service.type, "selector": gateway_selector(rendering), "ports": [port]},
+        spec={"type": service.type, "selector": gateway_selector(rendering), "ports": ports},
     )  # fmt: skip
 
 

@@ -205,6 +205,8 @@ def _group_trouble(answer: GatewayReport, step_timeout_s: int) -> Trouble | None
         return broken(_reason_of_abort(said), said or "the last epoch ended")
     if answer.state in (GroupState.DRAINING, GroupState.CLOSED):
         return absent(Reason.DRAINING, "the gateway finishes what it has, and takes no more")
+    if answer.state is GroupState.ASLEEP:
+        return absent(Reason.ASLEEP, "sleeps, as an administrator asked: it has given up memory and refuses requests")
     if answer.state is GroupState.NEW:
         # Its ranks tell more where they can.
         return Trouble(Level.UNREADY, Reason.WAITING_FOR_RANKS, said or "waits for ranks")

@@ -50,6 +50,8 @@ class Reason(StrEnum):
     """A rank's pod runs, and the rank has not joined the gateway yet."""
     FORMING = "Forming"
     """All ranks are there and meet."""
+    ASLEEP = "Asleep"
+    """An administrator put the group to sleep: it has given up memory and refuses requests. `hetero wake` ends it."""
     LOADING_MODEL = "LoadingModel"
     """Ranks read their weights, allocate their caches and warm up."""
     DRAINING = "Draining"

@@ -21,7 +21,7 @@ from hetero_operator.reconcile.status.expected import ExpectedPod, expected_pods
 from hetero_operator.reconcile.status.pods import is_ready
 from hetero_operator.reconcile.status.stored import stored_status
 
-FORMED_STATES = frozenset({GroupState.LOADING, GroupState.READY})
+FORMED_STATES = frozenset({GroupState.LOADING, GroupState.READY, GroupState.ASLEEP})
 
 
 @dataclass(frozen=True, slots=True)

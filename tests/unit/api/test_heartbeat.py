@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_worker.heartbeat import Beat, Heartbeat, HeartbeatMemory, Standing
+from hetero_api.host.heartbeat import Beat, HangWatch, Heartbeat, HeartbeatMemory, PulseWatch, Standing
 
 pytestmark = pytest.mark.unit
 
@@ -90,3 +90,49 @@ def test_reading_leaves_no_descriptor_behind() -> None:
 
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_pulses_are_counted_beside_the_beats(memory: HeartbeatMemory) -> None:
+    heartbeat = writer(memory)
+    heartbeat.keep_pulse()
+    heartbeat.stand(Standing.JOINING, epoch=2)
+    deadline_s = time.monotonic() + 10
+    while memory.read().pulse < 3:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    assert memory.read().standing is Standing.JOINING
+
+
+def beat(pulse: int) -> Beat:
+    return Beat(Standing.SERVING, 1, 0.0, 0, 0, pulse)
+
+
+def test_silence_is_the_time_since_the_pulse_was_seen_to_change() -> None:
+    watch = PulseWatch()
+    looks = [(1, 0.0), (1, 0.25), (1, 0.5), (2, 0.75), (2, 1.0)]
+    assert [watch.silent_s(beat(pulse), 100.0 + now_s) for pulse, now_s in looks] == [0, 0.25, 0.5, 0, 0.25]
+
+
+def test_a_watch_that_was_held_up_does_not_take_its_own_absence_for_silence() -> None:
+    watch = PulseWatch()
+    watch.silent_s(beat(1), 100.0)
+    assert watch.silent_s(beat(1), 1000.0) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("standing", "for_s", "verdict"),
+    [(Standing.SERVING, 1.5, ""), (Standing.SERVING, 2.0, "has been frozen for 2.0 s"), (Standing.STARTING, 15.0, "")],
+)
+def test_a_process_without_a_pulse_is_frozen_unless_it_has_just_begun(
+    standing: Standing, for_s: float, verdict: str
+) -> None:
+    watch, beat, now_s = HangWatch(), Beat(standing, 1, 0.0, 0, 0, 7), 50.0
+    watch.why(beat, now_s)
+    while for_s > 0:
+        now_s, for_s = now_s + 0.5, for_s - 0.5
+        seen = watch.why(beat, now_s)
+    assert seen == verdict
+
+
+def test_a_process_that_is_late_hangs_though_its_pulse_goes_on() -> None:
+    assert HangWatch().why(Beat(Standing.SERVING, 1, 100.0, 5, 1, 9), 112.0) == "is 12 s late with its work"

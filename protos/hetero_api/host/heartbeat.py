@@ -1,11 +1,15 @@
-"""What a rank's main thread is at, for the supervisor beside it: a few numbers in shared memory.
+"""What a rank is at, for the supervisor beside it: a few numbers in shared memory.
 
-The rank writes at every change, in about a microsecond; nobody has to ask it, so it can be told from outside that a
-main thread hangs. A rank that waits (for a gateway, for its peers, for a request) is not late, however long it takes.
-Work has a limit, and is late after it. Times are of the monotonic clock, which all processes of a machine share.
+The rank's main thread writes at every change, in about a microsecond; nobody has to ask it, so it can be told from
+outside that a main thread hangs. A rank that waits (for a gateway, for its peers, for a request) is not late, however
+long it takes. Work has a limit, and is late after it. Times are of the monotonic clock, which all processes of a
+machine share.
+
+A process that is frozen as a whole (stopped, or never given a core) cannot say so; a second thread counts pulses. From
+both, `HangWatch` tells a supervisor that a process is to be killed.
 
 A writer counts to an odd number before it writes and to an even one after it; a reader that sees an odd number, or
-another one after it read, reads again.
+another one after it read, reads again. The pulse lies outside of that: one number, written by its own thread.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import enum
 import mmap
 import os
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,8 +29,17 @@ from typing import Final
 _LAYOUT: Final = struct.Struct("=QQdQQ")
 """Standing, epoch, end of the current work's limit (0: waiting), steps done, loads done."""
 _COUNTER: Final = struct.Struct("=Q")
-SIZE_BYTES: Final = _COUNTER.size + _LAYOUT.size
+_PULSE_OFFSET: Final = _COUNTER.size + _LAYOUT.size
+SIZE_BYTES: Final = _PULSE_OFFSET + _COUNTER.size
+PULSE_INTERVAL_S: Final = 0.1
+"""Between two pulses of a process that is not frozen."""
+FROZEN_S: Final = 1.5
+"""A process without a pulse for so long is frozen."""
+STARTING_FROZEN_S: Final = 20.0
+"""The same while it starts: to import a large library holds up all of a Python process's threads."""
 _READS: Final = 100
+_LONGEST_LOOK_S: Final = 0.5
+"""A watch that was away for longer was held up itself, and takes no more than this for silence."""
 
 
 class Standing(enum.IntEnum):
@@ -52,6 +66,8 @@ class Beat:
     """Steps done by this process."""
     loads: int
     """Times that weights were loaded, or found to be loaded, by this process."""
+    pulse: int = 0
+    """Pulses so far."""
 
     def overdue_s(self, now_s: float) -> float:
         """Seconds that the current work is late; 0 when it is not."""
@@ -59,7 +75,10 @@ class Beat:
 
 
 class Heartbeat:
-    """The writing side, for one thread. `memory` is at least SIZE_BYTES long and begins as zeros."""
+    """The writing side. `memory` is at least SIZE_BYTES long and begins as zeros.
+
+    For one thread, apart from the pulse's.
+    """
 
     def __init__(self, memory: mmap.mmap | bytearray) -> None:
         self._memory = memory
@@ -100,6 +119,17 @@ class Heartbeat:
             self._due_s = 0.0
             self._write()
 
+    def keep_pulse(self) -> None:
+        """Count pulses from a thread of its own until the process ends."""
+        threading.Thread(target=self._pulse, name="pulse", daemon=True).start()
+
+    def _pulse(self) -> None:
+        count = 0
+        while True:
+            count += 1
+            _COUNTER.pack_into(self._memory, _PULSE_OFFSET, count)
+            time.sleep(PULSE_INTERVAL_S)
+
     def _write(self) -> None:
         _COUNTER.pack_into(self._memory, 0, self._counter + 1)
         _LAYOUT.pack_into(
@@ -122,6 +152,11 @@ class HeartbeatMemory:
         """The file's name within a child that has inherited `fd` under its number."""
         return f"/proc/self/fd/{self.fd}"
 
+    @property
+    def path_from_outside(self) -> str:
+        """The file's name for another process of the same user, until `release`."""
+        return f"/proc/{os.getpid()}/fd/{self.fd}"
+
     def read(self) -> Beat:
         """The latest beat; a process that has not begun stands at STARTING."""
         for _ in range(_READS):
@@ -130,8 +165,44 @@ class HeartbeatMemory:
             if self._memory[: _COUNTER.size] == before and before[0] % 2 == 0:
                 break
         standing, epoch, due_s, steps, loads = fields
-        return Beat(Standing(standing), epoch, due_s, steps, loads)
+        (pulse,) = _COUNTER.unpack_from(self._memory, _PULSE_OFFSET)
+        return Beat(Standing(standing), epoch, due_s, steps, loads, pulse)
 
     def release(self) -> None:
         """Give up the file, which the child has by now; `read` goes on."""
-        os.close(self.fd)
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class PulseWatch:
+    """How long a process has been silent. Counts only time in which whoever watches was awake itself."""
+
+    def __init__(self) -> None:
+        self._pulse = -1
+        self._silent_s = 0.0
+        self._looked_s = 0.0
+
+    def silent_s(self, beat: Beat, now_s: float) -> float:
+        """Seconds without a pulse, as of this look."""
+        waited_s, self._looked_s = now_s - self._looked_s, now_s
+        if beat.pulse != self._pulse:
+            self._pulse, self._silent_s = beat.pulse, 0.0
+        else:
+            self._silent_s += min(waited_s, _LONGEST_LOOK_S)
+        return self._silent_s
+
+
+class HangWatch:
+    """Whether one process hangs, or is frozen. To be asked often: a pulse is missing only while somebody looks."""
+
+    def __init__(self) -> None:
+        self._pulse = PulseWatch()
+
+    def why(self, beat: Beat, now_s: float) -> str:
+        """Why it is to be killed; "" if it is not."""
+        silent_s = self._pulse.silent_s(beat, now_s)
+        if silent_s > (STARTING_FROZEN_S if beat.standing is Standing.STARTING else FROZEN_S):
+            return f"has been frozen for {silent_s:.1f} s"
+        late_s = beat.overdue_s(now_s)
+        return f"is {late_s:.0f} s late with its work" if late_s else ""

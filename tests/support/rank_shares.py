@@ -1,0 +1,61 @@
+"""Shard plans by counts of units, for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from hetero_api.sharding import LayerShard, RankShard, ShardPlan, ranges_of_counts
+from tests.support.tiny_checkpoints import NUM_EXPERTS, VOCAB_SIZE
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Units of each thing a rank owns, in rank order; heads and columns may differ by layer."""
+
+    kv_heads: tuple[tuple[int, ...], ...]
+    """One tuple a layer; the last one serves all further layers."""
+    mlp_columns: tuple[tuple[int, ...], ...]
+    vocab_rows: tuple[int, ...]
+    """Of the output head, and of the embedding unless that has rows of its own."""
+    embedding_rows: tuple[int, ...] | None = None
+    experts: tuple[tuple[int, ...], ...] = ()
+    """In place of columns in layers that have experts."""
+
+    def plan(self, num_layers: int, *, expert_layers: Collection[int] = ()) -> ShardPlan:
+        layers = [self._layer(i, has_experts=i in expert_layers) for i in range(num_layers)]
+        head = ranges_of_counts(self.vocab_rows)
+        embedding = ranges_of_counts(self.embedding_rows or self.vocab_rows)
+        return ShardPlan(
+            tuple(
+                RankShard(tuple(layer[rank] for layer in layers), *rows)
+                for rank, rows in enumerate(zip(embedding, head, strict=True))
+            )
+        )
+
+    def _layer(self, layer: int, *, has_experts: bool) -> list[LayerShard]:
+        """In rank order."""
+        nothing = (0,) * len(self.vocab_rows)
+        columns = nothing if has_experts else _of_layer(self.mlp_columns, layer)
+        experts = _of_layer(self.experts, layer) if has_experts else nothing
+        counts = (_of_layer(self.kv_heads, layer), columns, experts)
+        return list(map(LayerShard, *map(ranges_of_counts, counts)))
+
+
+def layers_on(*owners: int, world_size: int, embedding: int | None = None, head: int | None = None) -> Shares:
+    """Whole layers on one rank each; the embedding on the first layer's rank and the head on the last's by default."""
+
+    def units(total: int, owner: int) -> tuple[int, ...]:
+        return tuple(total if rank == owner else 0 for rank in range(world_size))
+
+    return Shares(
+        kv_heads=tuple(units(8, owner) for owner in owners),
+        mlp_columns=tuple(units(50, owner) for owner in owners),
+        experts=tuple(units(NUM_EXPERTS, owner) for owner in owners),
+        vocab_rows=units(VOCAB_SIZE, owners[-1] if head is None else head),
+        embedding_rows=units(VOCAB_SIZE, owners[0] if embedding is None else embedding),
+    )
+
+
+def _of_layer(counts: Sequence[tuple[int, ...]], layer: int) -> tuple[int, ...]:
+    return counts[min(layer, len(counts) - 1)]

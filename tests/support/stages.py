@@ -1,0 +1,110 @@
+"""Decoders of all ranks of a plan, driven step by step without runners: what a step computes is known beforehand."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from hetero_api.model_config import ModelConfig
+from hetero_api.sharding import ShardPlan
+from hetero_worker.attention.base import AttentionBatch, DecodeRows, PrefillSpan
+from hetero_worker.attention.kv_cache import LayerCache
+from hetero_worker.attention.paged import paged_attention
+from hetero_worker.distributed.exchange import HostExchange
+from hetero_worker.layers.linear_kernels import available_kernels
+from hetero_worker.memory.loader import Checkpoint
+from hetero_worker.models.decoder import Decoder, DecoderInput
+from tests.support.rank_shares import Shares
+from tests.support.thread_exchange import ThreadExchange, run_ranks, thread_exchanges
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 64
+
+
+@dataclass(slots=True)
+class KnownSequence:
+    """A sequence whose tokens are known; `computed` of them are in the cache."""
+
+    tokens: list[int]
+    blocks: list[int]
+    computed: int = 0
+
+
+@dataclass(slots=True)
+class Stages:
+    """All ranks' decoders of one plan, loaded, on threads of this process."""
+
+    plan: ShardPlan
+    decoders: list[Decoder]
+    exchanges: list[ThreadExchange]
+    caches: list[list[LayerCache | None]]
+    free_blocks: list[int] = field(
+        default_factory=lambda: random.Random(0).sample(range(1, NUM_BLOCKS), NUM_BLOCKS - 1)
+    )
+
+    @classmethod
+    def load(cls, directory: Path, shares: Shares, *, num_parts: int = 1) -> Stages:
+        """Every step goes in `num_parts` micro-batches, as many as rows when there are fewer."""
+        config = ModelConfig.from_directory(directory)
+        plan = shares.plan(config.num_layers, expert_layers=config.expert_layers)
+        decoders = [load_decoder(directory, config, plan, rank, num_parts) for rank in range(plan.world_size)]
+        caches = [decoder.allocate_caches(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE) for decoder in decoders]
+        return cls(plan, decoders, thread_exchanges(plan.world_size), caches)
+
+    def start(self, tokens: list[int]) -> KnownSequence:
+        needed = -(-len(tokens) // BLOCK_SIZE)
+        blocks = [self.free_blocks.pop() for _ in range(needed)]
+        return KnownSequence(tokens, blocks)
+
+    def logits(self, *computing: tuple[KnownSequence, int]) -> torch.Tensor:
+        """Compute so many tokens of each, those with one first; float32 [tokens, vocabulary] of all of them."""
+        step = step_of(computing)
+        outputs = run_ranks(self.exchanges, lambda rank: self._forward(rank, step))
+        for sequence, count in computing:
+            sequence.computed += count
+        return torch.cat(outputs, dim=1)
+
+    def _forward(self, rank: int, step: DecoderInput) -> torch.Tensor:
+        exchange: HostExchange = self.exchanges[rank]
+        with torch.inference_mode():
+            return self.decoders[rank].forward(step, caches=self.caches[rank], exchange=exchange)
+
+
+def load_decoder(directory: Path, config: ModelConfig, plan: ShardPlan, rank: int, num_parts: int) -> Decoder:
+    decoder = Decoder(
+        config,
+        plan,
+        rank=rank,
+        dtype=torch.float32,
+        max_length=128,
+        attention=paged_attention(torch.float32),
+        count_parts=lambda num_rows, num_stages: num_parts,
+    )
+    with Checkpoint(directory) as checkpoint:
+        decoder.load(checkpoint, available_kernels(torch.float32)[0])
+    return decoder
+
+
+def step_of(computing: tuple[tuple[KnownSequence, int], ...]) -> DecoderInput:
+    decoding = sorted((s for s, count in computing if count == 1), key=lambda s: -s.computed)
+    assert [s for s, count in computing[: len(decoding)]] == decoding, "decode rows first, longest first"
+    rows = [(sequence, sequence.computed + i) for sequence, count in computing for i in range(count)]
+    spans, begin = [], len(decoding)
+    for sequence, count in computing[len(decoding) :]:
+        spans.append(PrefillSpan(begin, begin + count, sequence.computed, np.array(sequence.blocks, dtype=np.int32)))
+        begin += count
+    tables = np.zeros((len(decoding), NUM_BLOCKS), dtype=np.int32)
+    for row, sequence in enumerate(decoding):
+        tables[row, : len(sequence.blocks)] = sequence.blocks
+    lengths = np.array([sequence.computed + 1 for sequence in decoding], dtype=np.int32)
+    mapping = [s.blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE for s, position in rows]
+    return DecoderInput(
+        token_ids=torch.tensor([sequence.tokens[position] for sequence, position in rows]),
+        positions=torch.tensor([position for _, position in rows]),
+        attention=AttentionBatch(torch.tensor(mapping), DecodeRows(lengths, tables), tuple(spans)),
+        logit_rows=None,
+    )

@@ -1,0 +1,244 @@
+"""An engine core over ranks in memory, for the tests of this folder."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from hetero_api.v1 import ranks_pb2
+from hetero_api.v1.logprobs_pb2 import TokenLogprobs
+from hetero_gateway.engine.config import EngineConfig
+from hetero_gateway.engine.core import EngineCore
+from hetero_gateway.engine.errors import EngineError, GroupLost
+from hetero_gateway.engine.request import GenerationRequest, derived_seed
+from hetero_gateway.engine.stream import FinishedEvent, PromptLogprobsEvent, RequestStream, TokensEvent
+from hetero_gateway.engine.tokenizer import TextTokenizer
+from tests.unit.engine.engine_setup import engine_config
+from tests.unit.engine.fake_ranks import FakeRanks, tokens_alone
+from tests.unit.engine.tiny_tokenizers import byte_level_tokenizer
+
+TOKENIZER = TextTokenizer(byte_level_tokenizer(), byte_level=True, chat_template=None)
+VOCAB_SIZE = TOKENIZER.vocab_size
+NUM_BLOCKS = 40
+LIMIT_S = 20.0
+
+
+@dataclass
+class _Out:
+    """A plan that is out."""
+
+    plan: ranks_pb2.StepPlan
+    result: asyncio.Future[ranks_pb2.StepResult]
+    masks: Sequence[bytes] | None
+
+
+class RanksInMemory:
+    """A StepExecutor. With `hold`, steps are taken but done only after `let_go`; `do_one` does one."""
+
+    def __init__(self, config: EngineConfig, *, num_blocks: int = NUM_BLOCKS) -> None:
+        self._config = config
+        self.reset_cache(num_blocks=num_blocks, block_size=config.block_size)
+        self._out: deque[_Out] = deque()
+        self._is_holding = False
+        self._lost: str | None = None
+        self.steps = 0
+        """Plans that came."""
+        self.most_out = 0
+        self.spoil: Callable[[ranks_pb2.StepResult], object] = lambda result: None
+
+    def hold(self) -> None:
+        self._is_holding = True
+
+    def let_go(self) -> None:
+        self._is_holding = False
+        while self.can_do:
+            self.do_one()
+
+    def reset_cache(self, *, num_blocks: int, block_size: int) -> None:
+        """An empty cache; plans count from 1 again."""
+        self._ranks = FakeRanks(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            vocab_size=self._config.vocab_size,
+            max_num_seqs=self._config.max_num_seqs,
+        )
+
+    @property
+    def num_out(self) -> int:
+        return len(self._out)
+
+    @property
+    def num_bound_slots(self) -> int:
+        return self._ranks.num_bound_slots
+
+    def lose(self, reason: str) -> None:
+        """What is out, and what comes later, raises GroupLost."""
+        self._lost = reason
+        for out in self._out:
+            out.result.set_exception(GroupLost(reason))
+        self._out.clear()
+
+    # --- StepExecutor -----------------------------------------------------------------------------------
+
+    def submit(self, plan: ranks_pb2.StepPlan) -> asyncio.Future[ranks_pb2.StepResult]:
+        assert all(out.masks is not None for out in self._out), "a plan came before the masks of an earlier one"
+        result: asyncio.Future[ranks_pb2.StepResult] = asyncio.get_running_loop().create_future()
+        if self._lost is not None:
+            result.set_exception(GroupLost(self._lost))
+            return result
+        self.steps += 1
+        sent = ranks_pb2.StepPlan()
+        sent.CopyFrom(plan)
+        self._out.append(_Out(sent, result, None if plan.masked_slots else ()))
+        self.most_out = max(self.most_out, len(self._out))
+        if not self._is_holding:
+            self.let_go()
+        return result
+
+    def send_masks(self, step_id: int, masks: Sequence[bytes]) -> None:
+        if self._lost is not None:
+            return
+        out = self._out[-1]
+        assert out.plan.step_id == step_id
+        assert len(masks) == len(out.plan.masked_slots)
+        assert len(self._out) == 1, "masks came before the results that they follow from"
+        out.masks = masks
+        if not self._is_holding:
+            self.let_go()
+
+    async def command(self, command: ranks_pb2.GroupCommand) -> list[ranks_pb2.CommandReport]:
+        raise AssertionError("the core sends no commands")
+
+    # --- what the ranks do ------------------------------------------------------------------------------
+
+    @property
+    def can_do(self) -> bool:
+        """Whether the oldest plan could be done now."""
+        return bool(self._out) and self._out[0].masks is not None
+
+    def do_one(self) -> None:
+        """Do the oldest plan and answer it."""
+        out = self._out.popleft()
+        try:
+            result = self._ranks.execute(out.plan, masks=out.masks or ())
+            self.spoil(result)
+        except Exception as error:
+            out.result.set_exception(error)
+        else:
+            out.result.set_result(result)
+
+
+@dataclass
+class Engine:
+    core: EngineCore
+    ranks: RanksInMemory
+    config: EngineConfig
+    broken: list[str] = field(default_factory=list)
+
+    def new_group(self, *, num_blocks: int = NUM_BLOCKS) -> None:
+        self.ranks = RanksInMemory(self.config, num_blocks=num_blocks)
+        self.open(num_blocks=num_blocks)
+
+    def open(self, *, num_blocks: int = NUM_BLOCKS) -> None:
+        self.core.open(
+            self.ranks, num_blocks=num_blocks, block_size=self.config.block_size, on_broken=self.broken.append
+        )
+
+
+@contextlib.asynccontextmanager
+async def engine(
+    config: EngineConfig | None = None, *, clock: Callable[[], float] = time.monotonic
+) -> AsyncIterator[Engine]:
+    config = config or engine_config(vocab_size=VOCAB_SIZE)
+    core = EngineCore(config, new_detokenizer=TOKENIZER.detokenizer, clock=clock)
+    running = Engine(core, RanksInMemory(config), config)
+    running.open()
+    task = asyncio.create_task(core.run())
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            yield running
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+    assert core.stats().used_blocks == 0
+    assert core.is_idle
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the loop turn until `condition` holds; the engine's own limit bounds it."""
+    while not condition():  # noqa: ASYNC110 - the conditions are counts, no events
+        await asyncio.sleep(0)
+
+
+async def turn_loop(times: int = 10) -> None:
+    for _ in range(times):
+        await asyncio.sleep(0)
+
+
+@dataclass
+class Answer:
+    """All that a stream said; token ids, text and logprobs by completion."""
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    texts: dict[int, str] = field(default_factory=dict)
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    ends: dict[int, FinishedEvent] = field(default_factory=dict)
+    error: EngineError | None = None
+    num_events: int = 0
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.tokens.get(0, [])
+
+    @property
+    def text(self) -> str:
+        return self.texts.get(0, "")
+
+    @property
+    def finished(self) -> FinishedEvent:
+        assert self.error is None, self.error
+        return self.ends[0]
+
+
+async def read(stream: RequestStream, answer: Answer | None = None) -> Answer:
+    """Read a stream to its end, and check that there is one, and nothing after it. Goes on with `answer` if given."""
+    answer = answer or Answer()
+    try:
+        async for event in stream:
+            _note(answer, event)
+    except EngineError as error:
+        answer.error = error
+    assert answer.error is not None or len(answer.ends) == len(stream.feeds)
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+    return answer
+
+
+def _note(answer: Answer, event: TokensEvent | PromptLogprobsEvent | FinishedEvent) -> None:
+    if isinstance(event, PromptLogprobsEvent):
+        assert answer.prompt_logprobs is None
+        assert not answer.num_events
+        answer.prompt_logprobs = list(event.positions)
+        return
+    assert event.index not in answer.ends, "an event after the completion's end"
+    if isinstance(event, FinishedEvent):
+        answer.ends[event.index] = event
+        return
+    answer.num_events += 1
+    answer.tokens.setdefault(event.index, []).extend(event.token_ids)
+    answer.texts[event.index] = answer.texts.get(event.index, "") + event.text
+    answer.logprobs.setdefault(event.index, []).extend(event.logprobs)
+
+
+def alone(asked: GenerationRequest, count: int, *, index: int = 0) -> list[int]:
+    """The first tokens of a completion as nothing but the request decides them."""
+    seed = derived_seed(asked.sampling.seed, index)
+    return tokens_alone(asked.prompt_token_ids, seed=seed, count=count, vocab_size=VOCAB_SIZE)

@@ -1,0 +1,168 @@
+"""Penalties, bias, min_tokens and masks: each against a dense reference, and what happens where they meet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetero_worker.errors import ProtocolError
+from hetero_worker.sampling.edits import LogitEdits
+from hetero_worker.sampling.request import SequenceSampling
+from hetero_worker.sampling.shard import ShardCandidates, candidates_of_shard, scaled_logits
+from hetero_worker.sampling.token_counts import TokenCounts
+from tests.support.examples import examples
+from tests.support.sampling_checks import LAYOUTS, VOCABULARY, check_masked_sampling
+from tests.support.sampling_reference import (
+    Draw,
+    Float32Array,
+    mask_of,
+    reference_logits,
+    reference_token,
+    sampling_of,
+    tokens_on,
+)
+
+pytestmark = pytest.mark.unit
+
+LOGITS = np.random.default_rng(1).normal(0, 3, VOCABULARY).astype(np.float32)
+PROMPT, OUTPUT = (5, 5, 299, 400), (5, 300, 300, 511, 300, 0)
+EDITS: dict[str, dict[str, Any]] = {
+    "presence": {"presence_penalty": 1.5},
+    "negative presence": {"presence_penalty": -1.5},
+    "frequency": {"frequency_penalty": 0.7},
+    "repetition": {"repetition_penalty": 1.8},
+    "repetition below 1": {"repetition_penalty": 0.6},
+    "all penalties": {"presence_penalty": 0.4, "frequency_penalty": 0.3, "repetition_penalty": 1.2},
+    "bias": {"bias_token_ids": [299, 300, 0, 511], "biases": [12.0, 11.5, -100.0, 11.9]},
+    "bias of one token twice": {"bias_token_ids": [300, 300], "biases": [6.0, 6.5]},
+    "bias, then repetition": {"bias_token_ids": [300], "biases": [20.0], "repetition_penalty": 1.5},
+    "min_tokens": {"min_tokens": 7, "end_token_ids": [int(LOGITS.argmax()), 300]},
+    "min_tokens reached": {"min_tokens": 6, "end_token_ids": [int(LOGITS.argmax())]},
+}
+
+
+def _edited(draw: Draw, begin: int, end: int) -> Float32Array:
+    logits, edits = draw.logits[begin:end].copy(), draw.row.edits
+    if edits is not None:
+        edits.apply(logits, begin)
+    return logits
+
+
+@pytest.mark.parametrize("mask", [None, mask_of([0, 5, 7, 255, 299, 300, 301, 511], VOCABULARY)], ids=["", "masked"])
+@pytest.mark.parametrize("fields", EDITS.values(), ids=EDITS)
+def test_a_shards_edits_are_those_of_the_whole(fields: dict[str, Any], mask: bytes | None) -> None:
+    draw = Draw(LOGITS, sampling_of(**fields), PROMPT, OUTPUT, mask)
+    for begin, end in [(0, VOCABULARY), (0, 300), (300, 512), (299, 301), (511, 512), (5, 5), (3, 29)]:
+        np.testing.assert_array_equal(_edited(draw, begin, end), reference_logits(draw)[begin:end])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+@pytest.mark.parametrize("fields", EDITS.values(), ids=EDITS)
+def test_edits_decide_the_token_on_any_layout(fields: dict[str, Any], temperature: float) -> None:
+    draw = Draw(LOGITS, sampling_of(temperature=temperature, **fields), PROMPT, OUTPUT)
+    for counts in LAYOUTS:
+        assert tokens_on([draw], counts) == [reference_token(draw)]
+
+
+@settings(max_examples=examples(60))
+@given(
+    prompt=st.lists(st.integers(0, 30), max_size=20),
+    output=st.lists(st.integers(0, 30), max_size=300),
+    grown=st.integers(0, 300),
+)
+def test_counts_that_grew_equal_counts_of_the_whole(prompt: list[int], output: list[int], grown: int) -> None:
+    grown = min(grown, len(output))
+    counts = TokenCounts(seen=prompt, counted=output[: len(output) - grown])
+    for token_id in output[len(output) - grown :]:
+        counts.append(token_id)
+    assert dict(zip(counts.ids.tolist(), counts.counts.tolist(), strict=True)) == {
+        token_id: output.count(token_id) for token_id in {*prompt, *output}
+    }
+
+
+def test_counts_hold_more_distinct_tokens_than_they_began_with() -> None:
+    counts = TokenCounts(seen=(), counted=())
+    for token_id in range(1000):
+        counts.append(token_id)
+    assert counts.ids.tolist() == list(range(1000))
+    assert counts.counts.tolist() == [1.0] * 1000
+
+
+def test_a_request_without_edits_has_none_to_apply() -> None:
+    sequence = SequenceSampling(sampling_of(repetition_penalty=0.0, min_tokens=3), PROMPT, OUTPUT)
+    sequence.append(4)
+    assert sequence.draw().edits is None
+    assert sequence.draw().position == len(PROMPT) + len(OUTPUT) + 1
+
+
+def test_end_tokens_can_be_drawn_from_min_tokens_on() -> None:
+    likeliest = int(LOGITS.argmax())
+    sequence = SequenceSampling(sampling_of(min_tokens=2, end_token_ids=[likeliest]), PROMPT)
+    banned = []
+    for _ in range(3):
+        banned.append(sequence.draw().edits is not None)
+        sequence.append(1)
+    assert banned == [True, True, False]
+
+
+def test_presence_and_frequency_leave_the_prompts_tokens_alone() -> None:
+    draw = Draw(LOGITS, sampling_of(presence_penalty=2.0, frequency_penalty=2.0), prompt=(7, 8))
+    np.testing.assert_array_equal(_edited(draw, 0, VOCABULARY), LOGITS)
+
+
+def test_repetition_moves_logits_of_either_sign_towards_less_likely() -> None:
+    draw = Draw(
+        np.array([2.0, -2.0, 0.0, 1.0], dtype=np.float32), sampling_of(repetition_penalty=2.0), prompt=(0, 1, 2)
+    )
+    assert _edited(draw, 0, 4).tolist() == [1.0, -4.0, 0.0, 1.0]
+
+
+def test_masks_and_min_tokens_hold_on_every_layout() -> None:
+    check_masked_sampling()
+
+
+def test_the_mask_wins_where_min_tokens_would_leave_nothing() -> None:
+    """A complete JSON text may only end; min_tokens cannot ask for more of it."""
+    sampling = sampling_of(min_tokens=50, end_token_ids=[7, 9])
+    for allowed, expected in ([7], {7}), ([7, 8], {8}):
+        draws = [Draw(LOGITS, sampling, prompt=(1,) * n, mask=mask_of(allowed, VOCABULARY)) for n in range(1, 9)]
+        for counts in LAYOUTS:
+            assert set(tokens_on(draws, counts)) == expected
+
+
+@pytest.mark.parametrize("counts", [(), (300, 212), (0, 512)], ids=str)
+@pytest.mark.parametrize("fields", [{"temperature": 0.0}, {}, {"top_p": 0.5}, {"top_k": 3}], ids=str)
+def test_a_draw_that_no_token_is_left_to_is_refused(fields: dict[str, Any], counts: tuple[int, ...]) -> None:
+    good = Draw(LOGITS, sampling_of(**fields))
+    bad = Draw(LOGITS, sampling_of(**fields), prompt=(1,) * 41, mask=mask_of([], VOCABULARY))
+    with pytest.raises(ProtocolError, match="no token can be drawn at position 41: the mask"):
+        tokens_on([good, bad], counts)
+
+
+def test_a_mask_that_is_too_short_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="of 2 bytes does not reach vocabulary row 19"):
+        LogitEdits(mask=np.zeros(2, dtype=np.uint8)).apply(np.zeros(10, dtype=np.float32), 10)
+
+
+def test_a_mask_that_few_tokens_pass_takes_no_second_round() -> None:
+    """What a shard holds back is worth nothing when its last candidate cannot be drawn."""
+    flat = np.zeros(4096, dtype=np.float32)
+    draw = Draw(flat, sampling_of(top_p=0.999), mask=mask_of(range(0, 4096, 50), 4096))
+    assert all(shard.complete for shard in _candidates(draw, (2048, 2048)))
+    assert tokens_on([draw], (2048, 2048)) == [reference_token(draw)]
+
+
+def _candidates(draw: Draw, counts: tuple[int, int]) -> list[ShardCandidates]:
+    shards: list[ShardCandidates] = []
+    begin = 0
+    for count in counts:
+        logits = torch.from_numpy(draw.logits[begin : begin + count])[None]
+        scaled = scaled_logits(logits, [draw.row], [0], begin)
+        shards += candidates_of_shard(scaled, [draw.row], begin, counts=[draw.row.num_candidates(count)])
+        begin += count
+    return shards

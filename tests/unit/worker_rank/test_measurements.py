@@ -1,0 +1,102 @@
+"""What one process of a rank measured holds for the next."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hetero_worker.layers.linear_kernels import available_kernels
+from hetero_worker.measurements import KeptMeasurements
+from hetero_worker.platforms.base import Measurement
+from tests.support.rank_group import RankGroup
+from tests.support.rank_shares import Shares
+from tests.support.tiny_checkpoints import save_tiny
+
+pytestmark = pytest.mark.unit
+
+HERE = {"torch": "1", "cpus": "0-1"}
+ONE_RANK = Shares(kv_heads=((8,),), mlp_columns=((50,),), vocab_rows=(200,))
+SHAPES = [(64, 32), (32, 64)]
+
+
+@dataclass
+class Device:
+    """Never measures the same twice."""
+
+    measured: int = 0
+
+    def measure(self) -> Measurement:
+        self.measured += 1
+        return Measurement(memory_bandwidth=self.measured * 1e9, fp32_flops=1e9)
+
+
+def test_the_next_process_is_told_what_the_first_measured(tmp_path: Path) -> None:
+    device, path = Device(), tmp_path / "rank.measured"
+    seen = [KeptMeasurements(path, circumstances=HERE).speeds(device.measure) for _ in range(3)]
+    assert (seen, device.measured) == ([Measurement(1e9, 1e9)] * 3, 1)
+    assert [file.name for file in tmp_path.iterdir()] == ["rank.measured"]
+
+
+@pytest.mark.parametrize("circumstances", [{}, {**HERE, "torch": "2"}])
+def test_what_was_measured_elsewhere_does_not_count(tmp_path: Path, circumstances: dict[str, str]) -> None:
+    device, path = Device(), tmp_path / "rank.measured"
+    KeptMeasurements(path, circumstances=HERE).speeds(device.measure)
+    assert KeptMeasurements(path, circumstances=circumstances).speeds(device.measure).memory_bandwidth == 2e9
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff"])
+def test_a_damaged_file_is_measured_over(tmp_path: Path, content: bytes) -> None:
+    device, path = Device(), tmp_path / "rank.measured"
+    path.write_bytes(content)
+    KeptMeasurements(path, circumstances=HERE).speeds(device.measure)
+    assert KeptMeasurements(path, circumstances=HERE).speeds(device.measure).memory_bandwidth == 1e9
+    assert device.measured == 1
+
+
+def test_without_a_file_or_without_room_for_one_everything_is_measured(tmp_path: Path) -> None:
+    device = Device()
+    for path in (None, tmp_path / "missing" / "rank.measured"):
+        KeptMeasurements(path, circumstances=HERE).speeds(device.measure)
+    assert device.measured == 2
+
+
+def test_the_next_process_takes_the_kernel_that_the_first_chose(tmp_path: Path) -> None:
+    path = tmp_path / "rank.measured"
+    candidates = available_kernels(torch.float32)
+    KeptMeasurements(path, circumstances=HERE).choose_kernel(candidates, SHAPES, dtype=torch.float32)
+    names = {kernel.name for kernel in candidates}
+    for name in sorted(names):
+        text = path.read_text(encoding="utf-8")
+        for other in names:
+            text = text.replace(f'": "{other}"', f'": "{name}"')  # what a machine might have chosen
+        path.write_text(text, encoding="utf-8")
+        kept = KeptMeasurements(path, circumstances=HERE)
+        assert kept.choose_kernel(candidates, SHAPES, dtype=torch.float32).name == name
+
+
+def test_other_shapes_are_another_question(tmp_path: Path) -> None:
+    path = tmp_path / "rank.measured"
+    candidates = available_kernels(torch.float32)
+    KeptMeasurements(path, circumstances=HERE).choose_kernel(candidates, SHAPES, dtype=torch.float32)
+    KeptMeasurements(path, circumstances=HERE).choose_kernel(candidates, [(8, 8)], dtype=torch.float32)
+    assert path.read_text(encoding="utf-8").count("torch.float32") == 2
+
+
+def test_a_workspace_is_measured_once_for_its_shard_and_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = RankGroup(save_tiny("llama", tmp_path / "model").directory, ONE_RANK)
+    shard, request, _ = group.runners[0]._holdings.loaded("this test")
+    answers = iter([1000, 2000, None, 3000])
+    monkeypatch.setattr("hetero_worker.measurements.measure_workspace", lambda decoder, request: next(answers))
+
+    def measured(**changes: Any) -> int | None:
+        kept = KeptMeasurements(tmp_path / "rank.measured", circumstances=HERE)
+        return kept.measure_workspace(shard.decoder, dataclasses.replace(request, **changes))
+
+    assert [measured(), measured()] == [1000, 1000]
+    assert [measured(max_num_seqs=3), measured(max_num_seqs=3), measured()] == [2000, 2000, 1000]
+    assert [measured(dtype="bfloat16"), measured(dtype="bfloat16")] == [None, 3000], "not knowing is not kept"

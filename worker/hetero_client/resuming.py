@@ -1,0 +1,151 @@
+"""A Generate stream that outlives its calls: what the sync and the asyncio client share.
+
+A call that breaks (UNAVAILABLE, a lost connection) is made anew with what has come so far, and the gateway goes on
+behind that, as soon as its health says that it serves. gRPC has to be told to wait for it: a channel of Python's looks
+for its server only while a call waits. For all this every request has an id and a seed before it is first sent.
+
+What always holds: whoever reads the events sees one stream, Started once and no token, text or end twice; a request
+that is refused for its own sake is never sent again; and all calls together keep the caller's deadline.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+import time
+import uuid
+from collections.abc import Callable
+from typing import Final
+
+from hetero_api.v1 import inference_pb2 as pb
+from hetero_client import wire
+from hetero_client.errors import (
+    DeadlineError,
+    IncompleteStreamError,
+    QueueFullError,
+    RequestCancelledError,
+    RequestError,
+    UnavailableError,
+)
+from hetero_client.messages import Delta, Event, Finished, PromptLogprobs, Started
+
+RESUME_TIMEOUT_S: Final = 60.0
+FIRST_PAUSE_S: Final = 0.05
+LONGEST_PAUSE_S: Final = 1.0
+_SEED_BITS: Final = 64
+
+
+class ResumableRequest:
+    """One request and what came of it, over all its calls. `request` is completed with an id and a seed."""
+
+    def __init__(
+        self,
+        request: pb.GenerateRequest,
+        *,
+        timeout_s: float | None,
+        resume_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        self._request = request
+        self._request.request_id = request.request_id or uuid.uuid4().hex
+        if not request.sampling.HasField("seed"):
+            self._request.sampling.seed = secrets.randbits(_SEED_BITS)
+        self._deadline_s = None if timeout_s is None else clock() + timeout_s
+        self._resume_timeout_s = resume_timeout_s
+        self._clock = clock
+        self._jitter = jitter
+        self._received: list[list[int]] = [[] for _ in range(max(1, request.sampling.n))]
+        self._finished: set[int] = set()
+        self._has_started = self._has_prompt_logprobs = False
+        self._calls = 0
+        self._pause_s = FIRST_PAUSE_S
+        self._broken_since_s: float | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self._request.request_id
+
+    def next_call(self) -> tuple[pb.GenerateRequest, float | None]:
+        """What to send next, and the time that the call may take. Raises DeadlineError when there is none."""
+        self._calls += 1
+        if self._calls > 1:
+            del self._request.received[:]
+            for token_ids in self._received:
+                self._request.received.add(token_ids=token_ids)
+        return self._request, self._left_s()
+
+    def read(self, message: pb.GenerateEvent) -> Event | None:
+        """The event that the caller is to see; None for what came before, or is of an unknown kind."""
+        event = wire.event_from(message)
+        if event is not None and not self._is_new(event):
+            event = None
+        if isinstance(event, Delta | Finished):
+            self._broken_since_s, self._pause_s = None, FIRST_PAUSE_S
+        return event
+
+    def check_end(self) -> None:
+        """To be called when a call ended with OK. Raises IncompleteStreamError."""
+        if len(self._finished) < len(self._received):
+            raise IncompleteStreamError(
+                f"request {self.request_id}: the stream ended with {len(self._finished)} of {len(self._received)} "
+                "completions finished"
+            )
+
+    def pause_after(self, error: RequestError) -> float:
+        """A call broke: seconds to wait before the next one. Raises the error when there is to be none."""
+        now_s = self._clock()
+        if self._broken_since_s is None:
+            self._broken_since_s = now_s
+        if not self._may_resume(error) or now_s - self._broken_since_s >= self._resume_timeout_s:
+            raise error
+        pause_s = max(self._pause_s * (0.5 + self._jitter()), _advised_s(error))
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        left_s = self._left_s()
+        return pause_s if left_s is None else min(pause_s, left_s)
+
+    @property
+    def patience_s(self) -> float:
+        """How long to wait now for a server that serves, before the next call is made regardless."""
+        waited_s = 0.0 if self._broken_since_s is None else self._clock() - self._broken_since_s
+        patience_s = max(0.0, self._resume_timeout_s - waited_s)
+        left_s = self._left_s()
+        return patience_s if left_s is None else min(patience_s, left_s)
+
+    def _may_resume(self, error: RequestError) -> bool:
+        if isinstance(error, QueueFullError):
+            # Refused at first, it is for the caller to decide; a stream that has begun is owed its rest.
+            return self._has_started
+        # That it was cancelled comes from the server here: a caller who cancels reads no further.
+        return isinstance(error, UnavailableError | RequestCancelledError)
+
+    def _is_new(self, event: Event) -> bool:
+        match event:
+            case Started():
+                is_new, self._has_started = not self._has_started, True
+            case PromptLogprobs():
+                is_new, self._has_prompt_logprobs = not self._has_prompt_logprobs, True
+            case Delta():
+                is_new = event.index not in self._finished
+                if is_new:
+                    self._received[event.index].extend(event.token_ids)
+            case Finished():
+                is_new = event.index not in self._finished
+                self._finished.add(event.index)
+        return is_new
+
+    def _left_s(self) -> float | None:
+        if self._deadline_s is None:
+            return None
+        left_s = self._deadline_s - self._clock()
+        if left_s <= 0:
+            raise DeadlineError(
+                f"request {self.request_id}: the deadline passed while its stream was being resumed",
+                code="DEADLINE_EXCEEDED",
+            )
+        return left_s
+
+
+def _advised_s(error: RequestError) -> float:
+    """The server's own advice when to come back, 0 without."""
+    return (error.retry_after_s or 0.0) if isinstance(error, QueueFullError) else 0.0

@@ -1,0 +1,257 @@
+"""Completions bound to a form: a JSON Schema, a regular expression, a grammar, a list of choices.
+
+A constraint is compiled once a request, then every completion has a matcher of its own, which says before each draw
+which tokens may come next and is told the token that came. llguidance does both; what is added here:
+
+- Nothing of it runs on the event loop for long: compiling and masks have threads of their own.
+- A request cannot harm the gateway. The text is bounded, the library's own limits bound time and memory, and the
+  threads have stacks that fit the deepest nesting which the text's bound allows (the library recurses). The first mask
+  is computed with the constraint, because that is where what is expensive comes to light.
+- A mask never allows what the ranks could not embed: ids beyond the tokenizer's (padding) are not in it.
+
+A form that is complete allows only the model's end-of-sequence tokens. One asyncio loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, TypeVar
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from hetero_gateway.engine.errors import EngineFault, InvalidRequest
+from hetero_gateway.engine.request import Constraint, ConstraintKind, GenerationRequest
+from hetero_gateway.engine.tokenizer import TextTokenizer
+
+MAX_CONSTRAINT_CHARS: Final = 65_536
+COMPILE_LIMIT_S: Final = 10.0
+_STACK_BYTES: Final = 256 * 1024 * 1024
+"""Of address space; memory is taken only as deep as the nesting goes. Twice 10,000 levels of 8 KiB each."""
+_KEPT: Final = 64
+"""Compiled constraints that are kept for the next request which asks for the same."""
+_MAX_PROBLEM_CHARS: Final = 500
+_FIELDS: Final = {
+    ConstraintKind.JSON_SCHEMA: "sampling.json_schema",
+    ConstraintKind.REGEX: "sampling.regex",
+    ConstraintKind.GRAMMAR: "sampling.grammar",
+    ConstraintKind.CHOICE: "sampling.choice",
+}
+
+_T = TypeVar("_T")
+
+
+class TokenMatcher:
+    """How far one completion is in its form."""
+
+    def __init__(self, matcher: LLMatcher, *, field_name: str, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._field = field_name
+        self._vocab_size = vocab_size
+
+    def mask(self) -> bytes:
+        """Tokens that may come next, as TokenMasks in ranks.proto has them. Raises InvalidRequest. From any thread."""
+        mask = _clipped(self._matcher.compute_bitmask(), self._vocab_size)
+        if self._matcher.is_error():
+            raise InvalidRequest(self._field, f"became too complex: {_short(self._matcher.get_error())}")
+        if not mask.strip(b"\0"):
+            raise InvalidRequest(self._field, "came to where no token of the model's vocabulary can follow")
+        return mask
+
+    def advance(self, token_id: int) -> None:
+        """The token that came, one of those that the mask allowed. Raises InvalidRequest."""
+        if not self._matcher.consume_token(token_id):
+            raise InvalidRequest(self._field, f"became too complex: {_short(self._matcher.get_error())}")
+
+    def replay(self, token_ids: Sequence[int], *, field_name: str) -> None:
+        """Tokens that came in an earlier life of the completion. Raises InvalidRequest if they do not fit the form."""
+        fitting = self._matcher.try_consume_tokens(list(token_ids))
+        if fitting < len(token_ids):
+            raise InvalidRequest(
+                f"{field_name}.token_ids[{fitting}]", f"token {token_ids[fitting]} does not fit {self._field}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledConstraint(Constraint):
+    """A constraint that is known to be good; it takes the Constraint's place in a request's sampling."""
+
+    prototype: LLMatcher = field(kw_only=True, repr=False, compare=False)
+    vocab_size: int = field(kw_only=True)
+
+    def matcher(self) -> TokenMatcher:
+        """At the form's beginning."""
+        return TokenMatcher(self.prototype.deep_copy(), field_name=_FIELDS[self.kind], vocab_size=self.vocab_size)
+
+
+class ConstraintCompiler:
+    """Compiles for one model. `vocab_size` is the model's, padding included.
+
+    The tokenizer is prepared, which takes about a second, when the first constraint comes.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, *, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        self._text = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = sorted(eos_token_ids)
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="constraints")
+        self._tokenizer: LLTokenizer | None = None
+        self._tokenizer_lock = threading.Lock()
+        self._kept: OrderedDict[Constraint, CompiledConstraint] = OrderedDict()
+
+    async def compile(self, constraint: Constraint) -> CompiledConstraint:
+        """Raises InvalidRequest, with the library's words, if this is no form or one that is too complex."""
+        kept = self._kept.get(constraint)
+        if kept is None:
+            kept = await self._compile_in_time(constraint)
+            self._keep(constraint, kept)
+        else:
+            self._kept.move_to_end(constraint)
+        return kept
+
+    async def _compile_in_time(self, constraint: Constraint) -> CompiledConstraint:
+        field_name = _FIELDS[constraint.kind]
+        _check_size(constraint, field_name)
+        if not self._eos_token_ids:
+            raise InvalidRequest(field_name, "needs a model that names its end-of-sequence token; this one does not")
+        try:
+            async with asyncio.timeout(COMPILE_LIMIT_S):
+                return await self._in_thread(lambda: self._compile(constraint, field_name))
+        except TimeoutError as error:
+            raise InvalidRequest(
+                field_name, f"was not compiled within {COMPILE_LIMIT_S:g} s; make it simpler, or try later"
+            ) from error
+
+    def _compile(self, constraint: Constraint, field_name: str) -> CompiledConstraint:
+        tokenizer = self._load_tokenizer(field_name)
+        grammar = _grammar(constraint, field_name)
+        prototype = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        if prototype.is_error():
+            raise InvalidRequest(field_name, _short(prototype.get_error()))
+        compiled = CompiledConstraint(
+            constraint.kind, constraint.text, constraint.choices, prototype=prototype, vocab_size=self._vocab_size
+        )
+        # On the prototype itself, so that what this works out is there for all its copies.
+        TokenMatcher(prototype, field_name=field_name, vocab_size=self._vocab_size).mask()
+        return compiled
+
+    def _load_tokenizer(self, field_name: str) -> LLTokenizer:
+        with self._tokenizer_lock:
+            if self._tokenizer is None:
+                try:
+                    # A tokenizer may know more tokens than the model has rows; masks are cut to the model's.
+                    size = max(self._vocab_size, self._text.vocab_size)
+                    self._tokenizer = LLTokenizer(self._text.to_json(), n_vocab=size, eos_token=self._eos_token_ids)
+                except ValueError as error:
+                    raise InvalidRequest(
+                        field_name, f"constraints do not work with this model's tokenizer: {_short(str(error))}"
+                    ) from error
+            return self._tokenizer
+
+    def _keep(self, constraint: Constraint, compiled: CompiledConstraint) -> None:
+        self._kept[constraint] = compiled
+        if len(self._kept) > _KEPT:
+            self._kept.popitem(last=False)
+
+    def _in_thread(self, work: Callable[[], _T]) -> asyncio.Future[_T]:
+        # Threads begin as work comes, with the stack size of that moment.
+        usual = threading.stack_size(_STACK_BYTES)
+        try:
+            return asyncio.get_running_loop().run_in_executor(self._threads, work)
+        finally:
+            threading.stack_size(usual)
+
+
+class Mask(NamedTuple):
+    """What a draw may choose from: as TokenMasks in ranks.proto has it. With a `problem` the form cannot go on."""
+
+    allowed: bytes
+    problem: InvalidRequest | None = None
+
+
+class MaskWriter:
+    """Computes the masks of steps, one step's after another's, in a thread of its own."""
+
+    def __init__(self, *, vocab_size: int) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="masks")
+        self._anything = all_tokens(vocab_size)
+
+    async def masks(self, matchers: Sequence[TokenMatcher | None]) -> list[Mask]:
+        """One for each; for None, and where there is a problem, anything is allowed."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: [*map(self._mask, matchers)])
+
+    def _mask(self, matcher: TokenMatcher | None) -> Mask:
+        if matcher is None:
+            return Mask(self._anything)
+        try:
+            return Mask(matcher.mask())
+        except InvalidRequest as error:
+            return Mask(self._anything, error)
+
+
+def matchers_of(asked: GenerationRequest, *, end_token_ids: frozenset[int]) -> list[TokenMatcher | None]:
+    """One a completion, behind what it has received. Raises InvalidRequest if that does not fit the form."""
+    constraint = asked.sampling.constraint
+    if constraint is None:
+        return [None] * asked.n
+    if not isinstance(constraint, CompiledConstraint):
+        raise EngineFault("the request's constraint was not compiled")
+    matchers = [constraint.matcher() for _ in range(asked.n)]
+    for index, (matcher, token_ids) in enumerate(zip(matchers, asked.received, strict=False)):
+        # A token that ends the completion is no part of the form.
+        is_ended = bool(token_ids) and token_ids[-1] in end_token_ids
+        matcher.replay(token_ids[:-1] if is_ended else token_ids, field_name=f"received[{index}]")
+    return [*matchers]
+
+
+def all_tokens(vocab_size: int) -> bytes:
+    """A mask that allows every token."""
+    return _clipped(b"\xff" * -(-vocab_size // 8), vocab_size)
+
+
+def _clipped(mask: bytes, vocab_size: int) -> bytes:
+    """`mask` without tokens beyond the vocabulary."""
+    length, odd = divmod(vocab_size, 8)
+    if not odd:
+        return mask[:length]
+    return mask[:length] + bytes((mask[length] & (1 << odd) - 1,))
+
+
+def _check_size(constraint: Constraint, field_name: str) -> None:
+    size = len(constraint.text) + sum(map(len, constraint.choices))
+    if size > MAX_CONSTRAINT_CHARS:
+        raise InvalidRequest(field_name, f"must have at most {MAX_CONSTRAINT_CHARS} characters, not {size}")
+
+
+def _grammar(constraint: Constraint, field_name: str) -> str:
+    match constraint.kind:
+        case ConstraintKind.JSON_SCHEMA:
+            return LLMatcher.grammar_from_json_schema(_json_schema(constraint.text, field_name))
+        case ConstraintKind.REGEX:
+            return LLMatcher.grammar_from_regex(constraint.text)
+        case ConstraintKind.GRAMMAR:
+            return LLMatcher.grammar_from_lark(constraint.text)
+        case ConstraintKind.CHOICE:
+            # A string of Lark's notation is one of JSON's.
+            return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, constraint.choices)))
+
+
+def _json_schema(text: str, field_name: str) -> str:
+    # The library reads the schema as a part of something bigger: its line and column would mean nothing to the client.
+    try:
+        schema = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise InvalidRequest(field_name, f"is no JSON: {error}") from error
+    if not isinstance(schema, dict | bool):
+        raise InvalidRequest(field_name, f"must be a JSON object (a schema), not {_short(text)}")
+    return text
+
+
+def _short(problem: str) -> str:
+    problem = " ".join(problem.replace("<non-verbose/>", "").split())
+    return problem if len(problem) <= _MAX_PROBLEM_CHARS else problem[: _MAX_PROBLEM_CHARS - 1] + "…"

@@ -1,0 +1,220 @@
+"""GroupVerbs: what an administrator has a group do, beside serving.
+
+Each verb is a command to all ranks, sent between two steps, which either the whole group does or nobody. What always
+holds:
+
+- One verb at a time; a second one is refused, not queued. Only Drain may come at any time.
+- A verb that is refused, or that the ranks cannot do, leaves the group as it was.
+- A verb that has begun is done to its end, whoever asked for it still waits or not; a Profile then ends early.
+- A rank that is lost during a verb, or while the group sleeps, ends the epoch like any other loss. The next epoch is
+  awake and has the resource's own cache.
+
+Raises InvalidCommand, WrongState, CommandFailed, and GroupLost when the epoch ended meanwhile. One asyncio loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any, Final, NoReturn, TypeVar
+
+from hetero_api.v1 import admin_pb2, ranks_pb2
+from hetero_gateway.engine.core import EngineCore
+from hetero_gateway.engine.errors import GroupLost
+from hetero_gateway.group.cache_size import CacheShape, asked_cache
+from hetero_gateway.group.epoch import Epoch
+from hetero_gateway.group.errors import CommandFailed, InvalidCommand, WrongState
+from hetero_gateway.group.formation import Group
+from hetero_gateway.group.settings import GroupSettings
+from hetero_gateway.group.topology import GroupState
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+WEIGHTS: Final = "weights"
+KV: Final = "kv"
+TAGS: Final = frozenset({WEIGHTS, KV})
+LONGEST_PROFILE_S: Final = 60.0
+
+_HINTS: Final = {
+    GroupState.NEW: "wait until it is READY",
+    GroupState.FORMING: "wait until it is READY",
+    GroupState.LOADING: "wait until it is READY",
+    GroupState.ABORTED: "wait until it is READY again",
+    GroupState.READY: "there is nothing to wake",
+    GroupState.ASLEEP: "call WakeUp first",
+    GroupState.DRAINING: "it comes back from draining no more; start another gateway",
+    GroupState.CLOSED: "start another gateway",
+}
+
+
+class GroupVerbs:
+    """See the module. Each method is one call of hetero.v1.Admin."""
+
+    def __init__(self, group: Group, *, core: EngineCore, settings: GroupSettings) -> None:
+        self._group = group
+        self._core = core
+        self._settings = settings
+        self._under_way = ""
+        self._given_up = asyncio.Event()
+
+    async def reset_cache(self, request: admin_pb2.ResetCacheRequest) -> admin_pb2.ResetCacheResponse:
+        """Another layout, block size or number of blocks. Needs READY and idle."""
+        epoch = self._require("ResetCache", GroupState.READY)
+        self._require_idle("ResetCache")
+        cache = asked_cache(request, self._settings, epoch.loaded_in_rank_order)
+        return await self._run("ResetCache", self._reset_cache(epoch, cache))
+
+    async def sleep(self, request: admin_pb2.SleepRequest) -> admin_pb2.SleepResponse:
+        """READY to ASLEEP. Needs an idle group."""
+        if request.level not in (1, 2):
+            raise InvalidCommand("level", f"must be 1 or 2, not {request.level}")
+        epoch = self._require("Sleep", GroupState.READY)
+        self._require_idle("Sleep")
+        return await self._run("Sleep", self._sleep(epoch, request.level))
+
+    async def wake_up(self, request: admin_pb2.WakeUpRequest) -> admin_pb2.WakeUpResponse:
+        """ASLEEP to READY, once nothing is asleep any more."""
+        for index, tag in enumerate(request.tags):
+            if tag not in TAGS:
+                raise InvalidCommand(f"tags[{index}]", f'must be "{WEIGHTS}" or "{KV}", not "{tag}"')
+        epoch = self._require("WakeUp", GroupState.ASLEEP)
+        tags = frozenset(request.tags) or epoch.asleep
+        if awake := sorted(tags - epoch.asleep):
+            asleep = ", ".join(sorted(epoch.asleep))
+            raise WrongState(f"WakeUp: {', '.join(awake)} is awake already; leave it out (asleep: {asleep})")
+        return await self._run("WakeUp", self._wake_up(epoch, tags))
+
+    async def drain(self) -> None:
+        """To DRAINING, for good; returns once no request is in flight."""
+        if self._group.state is not GroupState.DRAINING:
+            if self._group.state not in (GroupState.READY, GroupState.ASLEEP):
+                self._refuse("Drain", GroupState.READY)
+            self._group.drain()
+        await self._core.wait_idle()
+
+    async def profile(self, request: admin_pb2.ProfileRequest) -> admin_pb2.ProfileResponse:
+        """Record what the ranks do. Needs READY; requests are served meanwhile."""
+        if not 0 < request.duration_s <= LONGEST_PROFILE_S:
+            raise InvalidCommand(
+                "duration_s", f"must be more than 0 and at most {LONGEST_PROFILE_S:g}, not {request.duration_s:g}"
+            )
+        epoch = self._require("Profile", GroupState.READY)
+        return await self._run("Profile", self._profile(epoch, request))
+
+    # --- what the ranks do ------------------------------------------------------------------------------
+
+    async def _reset_cache(self, epoch: Epoch, cache: CacheShape) -> admin_pb2.ResetCacheResponse:
+        async with self._core.hold():
+            self._require_idle("ResetCache")
+            reports = await self._command(epoch, ranks_pb2.GroupCommand(reset_cache=cache.to_proto()))
+            self._core.reset_cache(num_blocks=cache.num_blocks, block_size=cache.block_size)
+            epoch.cache = cache
+            epoch.note_bytes(reports)
+        return admin_pb2.ResetCacheResponse(
+            block_size=cache.block_size,
+            num_blocks=cache.num_blocks - 1,
+            kv_bytes=[report.kv_bytes for report in reports],
+        )
+
+    async def _sleep(self, epoch: Epoch, level: int) -> admin_pb2.SleepResponse:
+        self._core.close_intake("the group is asleep; an administrator has to wake it (Admin.WakeUp, hetero wake)")
+        try:
+            async with self._core.hold():
+                self._require_idle("Sleep")
+                command = ranks_pb2.GroupCommand(sleep=ranks_pb2.SleepCommand(level=level))
+                reports = await self._command(epoch, command)
+                epoch.asleep = TAGS
+                epoch.note_bytes(reports)
+                self._group.fall_asleep()
+        except BaseException:
+            self._core.open_intake()
+            raise
+        return admin_pb2.SleepResponse(freed_bytes=[report.freed_bytes for report in reports])
+
+    async def _wake_up(self, epoch: Epoch, tags: frozenset[str]) -> admin_pb2.WakeUpResponse:
+        cache = epoch.cache
+        assert cache is not None, "a group that sleeps had a cache"
+        wake = ranks_pb2.WakeCommand(weights=WEIGHTS in tags, cache=cache.to_proto() if KV in tags else None)
+        async with self._core.hold():
+            reports = await self._command(epoch, ranks_pb2.GroupCommand(wake=wake))
+            if KV in tags:
+                self._core.reset_cache(num_blocks=cache.num_blocks, block_size=cache.block_size)
+            epoch.asleep -= tags
+            epoch.note_bytes(reports)
+            if not epoch.asleep:
+                self._core.open_intake()
+                self._group.wake_up()
+        return admin_pb2.WakeUpResponse(asleep=sorted(epoch.asleep))
+
+    async def _profile(self, epoch: Epoch, request: admin_pb2.ProfileRequest) -> admin_pb2.ProfileResponse:
+        async with self._core.hold():
+            await self._command(epoch, ranks_pb2.GroupCommand(start_profile=ranks_pb2.StartProfile()))
+        given_up = asyncio.ensure_future(self._given_up.wait())
+        await asyncio.wait((given_up, epoch.over), timeout=request.duration_s, return_when=asyncio.FIRST_COMPLETED)
+        given_up.cancel()
+        stop = ranks_pb2.StopProfile(with_trace=request.with_trace)
+        async with self._core.hold():
+            reports = await self._command(epoch, ranks_pb2.GroupCommand(stop_profile=stop))
+        ranks = [admin_pb2.RankProfile(table=report.profile_table, trace=report.profile_trace) for report in reports]
+        return admin_pb2.ProfileResponse(ranks=ranks)
+
+    async def _command(self, epoch: Epoch, command: ranks_pb2.GroupCommand) -> list[ranks_pb2.CommandReport]:
+        """Inside a hold. When it returns, the epoch is live and every rank has done it."""
+        _check_live(epoch)
+        try:
+            reports = await epoch.command(command)
+        except CommandFailed as error:
+            raise CommandFailed(f"the group is as it was; a rank could not do it: {error}") from error
+        _check_live(epoch)
+        return reports
+
+    # --- one at a time, in the right state --------------------------------------------------------------
+
+    async def _run(self, verb: str, work: Coroutine[Any, Any, T]) -> T:
+        """Do it to its end, even if the caller gives up waiting."""
+        self._under_way = verb
+        self._given_up.clear()
+        logger.info("%s begins", verb)
+        task = asyncio.create_task(work, name=verb)
+        task.add_done_callback(self._note_end)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            self._given_up.set()
+            raise
+
+    def _note_end(self, task: asyncio.Task[Any]) -> None:
+        self._under_way = ""
+        error = None if task.cancelled() else task.exception()
+        logger.info("%s ended%s", task.get_name(), f": {error}" if error else "")
+
+    def _require(self, verb: str, state: GroupState) -> Epoch:
+        """The live epoch of a group that is in this state and that nothing else is asked of."""
+        epoch = self._group.current
+        if self._group.state is not state or epoch is None:
+            self._refuse(verb, state)
+        if self._under_way:
+            raise WrongState(f"{verb}: {self._under_way} is under way; try again when it has ended")
+        return epoch
+
+    def _refuse(self, verb: str, state: GroupState) -> NoReturn:
+        now = self._group.state
+        # An epoch that has just ended has not changed the state yet.
+        hint = _HINTS[GroupState.ABORTED if now is state else now]
+        raise WrongState(f"{verb} needs a group that is {state.value}; it is {now.value}: {hint}")
+
+    def _require_idle(self, verb: str) -> None:
+        if not self._core.is_idle:
+            stats = self._core.stats()
+            raise WrongState(
+                f"{verb} needs a group without requests; {stats.running_requests} run and {stats.waiting_requests} "
+                "wait: try again when they have ended, or abort them"
+            )
+
+
+def _check_live(epoch: Epoch) -> None:
+    if epoch.is_over:
+        raise GroupLost(f"epoch {epoch.number} has ended; the next one is awake and has the resource's own cache")

@@ -1,0 +1,146 @@
+"""One call of the endpoint: the requests it is made of, and its answer, whole or in chunks.
+
+A list of prompts is as many requests side by side; their completions are numbered through. However the call ends, its
+requests end with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from hetero_api.v1.logprobs_pb2 import TokenLogprobs
+from hetero_gateway.engine.request import GenerationRequest
+from hetero_gateway.engine.stream import FinishedEvent, PromptLogprobsEvent, RequestStream, TokensEvent
+from hetero_gateway.server.openai.answers import Choice, Frame, Json, Position, usage_object
+from hetero_gateway.server.openai.merging import merged
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """Text and tokens of one choice."""
+
+    index: int
+    text: str
+    positions: list[Position]
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A choice is over."""
+
+    index: int
+    finished: FinishedEvent
+
+
+class Part:
+    """One request of a call. `ending_tokens` end a completion: they are counted, but are no part of what it says."""
+
+    def __init__(
+        self, asked: GenerationRequest, stream: RequestStream, *, first_choice: int, eos_token_ids: frozenset[int]
+    ) -> None:
+        self.stream = stream
+        self.num_prompt_tokens = len(asked.prompt_token_ids)
+        self.choices = range(first_choice, first_choice + asked.n)
+        self._asked = asked
+        self._ending_tokens = asked.sampling.stop_token_ids
+        if not asked.sampling.ignore_eos:
+            self._ending_tokens |= eos_token_ids
+
+    def read(self, event: TokensEvent | FinishedEvent) -> Said | Ended:
+        index = self.choices[event.index]
+        if isinstance(event, FinishedEvent):
+            return Ended(index, event)
+        return Said(index, event.text, self._positions(event), len(event.token_ids))
+
+    def echo(self, decode: Callable[[Sequence[int]], str], logprobs: Sequence[TokenLogprobs]) -> Iterator[Said]:
+        """The prompt, at the head of each choice."""
+        tokens = self._asked.prompt_token_ids
+        known = [None, *logprobs] if logprobs else [None] * len(tokens)
+        positions = [Position(token, each) for token, each in zip(tokens, known, strict=True)]
+        text = decode(tokens)
+        return (Said(index, text, list(positions), 0) for index in self.choices)
+
+    def _positions(self, event: TokensEvent) -> list[Position]:
+        if not event.logprobs:
+            return []
+        pairs = zip(event.token_ids, event.logprobs, strict=True)
+        return [Position(token, known) for token, known in pairs if token not in self._ending_tokens]
+
+
+class Call:
+    """See the module. `echo` decodes prompts, if they are to be part of the answer."""
+
+    def __init__(
+        self, parts: Sequence[Part], *, frame: Frame, echo: Callable[[Sequence[int]], str] | None = None
+    ) -> None:
+        self._parts = tuple(parts)
+        self._frame = frame
+        self._echo = echo
+        self._num_generated = 0
+        self._cached = dict.fromkeys(range(len(parts)), 0)
+
+    def cancel(self) -> None:
+        """End what has not ended."""
+        for part in self._parts:
+            part.stream.cancel()
+
+    async def whole(self) -> Json:
+        """The answer at once. Raises what a request ends with."""
+        choices = {index: Choice(index) for part in self._parts for index in part.choices}
+        async for event in self._events():
+            choice = choices[event.index]
+            if isinstance(event, Ended):
+                choice.finished = event.finished
+            else:
+                choice.text.append(event.text)
+                choice.positions.extend(event.positions)
+        return self._frame.whole(choices.values(), self._usage())
+
+    async def chunks(self, *, usage_at_end: bool, usage_in_all: bool) -> AsyncIterator[Json]:
+        """The answer as it comes. Raises what a request ends with."""
+        async for chunk in self._bare_chunks():
+            yield chunk | {"usage": self._usage()} if usage_in_all else chunk
+        if usage_at_end:
+            yield self._frame.usage(self._usage())
+
+    async def _bare_chunks(self) -> AsyncIterator[Json]:
+        for index in (index for part in self._parts for index in part.choices):
+            opening = self._frame.opening(index)
+            if opening is not None:
+                yield opening
+        async for event in self._events():
+            if isinstance(event, Ended):
+                yield self._frame.end(event.index, event.finished)
+            elif event.text or event.positions:
+                yield self._frame.delta(event.index, event.text, event.positions)
+
+    async def _events(self) -> AsyncIterator[Said | Ended]:
+        """What the choices say, and their ends; a prompt that is echoed comes first."""
+        to_echo = set(range(len(self._parts))) if self._echo is not None else set()
+        async for number, event in merged([(number, part.stream) for number, part in enumerate(self._parts)]):
+            part = self._parts[number]
+            if number in to_echo and self._echo is not None:
+                to_echo.discard(number)
+                logprobs = event.positions if isinstance(event, PromptLogprobsEvent) else ()
+                for said in part.echo(self._echo, logprobs):
+                    yield said
+            if isinstance(event, PromptLogprobsEvent):
+                continue
+            read = part.read(event)
+            self._count(number, read)
+            yield read
+
+    def _count(self, number: int, event: Said | Ended) -> None:
+        if isinstance(event, Said):
+            self._num_generated += event.num_tokens
+        else:
+            self._cached[number] = max(self._cached[number], event.finished.usage.cached_tokens)
+
+    def _usage(self) -> Json:
+        return usage_object(
+            prompt_tokens=sum(part.num_prompt_tokens for part in self._parts),
+            cached_tokens=sum(self._cached.values()),
+            completion_tokens=self._num_generated,
+        )

@@ -1,0 +1,156 @@
+"""Bodies to requests: an OpenAI body becomes the GenerateRequest that says the same, so that bounds and defaults have
+one home, whichever door a request came through.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from hetero_api.v1 import inference_pb2 as pb
+from hetero_gateway.server.errors import InvalidArguments, Violation
+from hetero_gateway.server.openai.schema import (
+    DEFAULT_COMPLETION_TOKENS,
+    ChatBody,
+    CompletionBody,
+    Generation,
+    Message,
+    ResponseFormat,
+    StructuredOutputs,
+    Tool,
+)
+
+_AS_THEY_ARE: Final = (
+    "temperature", "top_p", "min_p", "n", "ignore_eos", "min_tokens",
+    "presence_penalty", "frequency_penalty", "repetition_penalty",
+)  # fmt: skip
+_SEED_SPACE: Final = 1 << 64
+_ANY_OBJECT: Final = '{"type": "object"}'
+
+
+def chat_request(body: ChatBody, *, request_id: str) -> pb.GenerateRequest:
+    """Raises InvalidArguments for what no GenerateRequest can hold, by the body's field."""
+    request = _request(body, request_id=request_id)
+    request.chat.messages.extend(_message(message) for message in body.messages)
+    if body.tools and body.tool_choice != "none":
+        request.chat.tools_json = _tools_json(body.tools)
+    max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    if max_tokens is not None:
+        _set(request.sampling, "max_tokens", max_tokens)
+    if body.logprobs:
+        _set(request.sampling, "logprobs", body.top_logprobs or 0)
+    return request
+
+
+def completion_requests(body: CompletionBody, *, request_id: str) -> list[pb.GenerateRequest]:
+    """One a prompt; with several, each id ends with the prompt's number. Raises InvalidArguments."""
+    prompts = body.prompts
+    ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{index}" for index in range(len(prompts))]
+    return [_completion_request(body, prompt, each) for prompt, each in zip(prompts, ids, strict=True)]
+
+
+def _completion_request(body: CompletionBody, prompt: str | list[int], request_id: str) -> pb.GenerateRequest:
+    request = _request(body, request_id=request_id)
+    if isinstance(prompt, str):
+        request.text = prompt
+    else:
+        request.token_ids.SetInParent()
+        _try("prompt", lambda: request.token_ids.ids.extend(prompt))
+    max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    _set(request.sampling, "max_tokens", max_tokens)
+    if body.logprobs is not None:
+        _set(request.sampling, "logprobs", body.logprobs)
+        if body.echo:
+            _set(request.sampling, "prompt_logprobs", body.logprobs)
+    return request
+
+
+def _request(body: Generation, *, request_id: str) -> pb.GenerateRequest:
+    request = pb.GenerateRequest(request_id=request_id, cache_salt=body.cache_salt)
+    _set(request, "priority", body.priority)
+    sampling = request.sampling
+    sampling.SetInParent()
+    for name in _AS_THEY_ARE:
+        value = getattr(body, name)
+        if value is not None:
+            _set(sampling, name, value)
+    if body.top_k is not None:
+        _set(sampling, "top_k", max(body.top_k, 0) if body.top_k >= -1 else body.top_k)
+    if body.seed is not None:
+        sampling.seed = body.seed % _SEED_SPACE
+    sampling.stop.extend([body.stop] if isinstance(body.stop, str) else body.stop or ())
+    _try("stop_token_ids", lambda: sampling.stop_token_ids.extend(body.stop_token_ids or ()))
+    _try("logit_bias", lambda: _set_biases(sampling, body.logit_bias or {}))
+    if body.response_format is not None:
+        _constrain_response(sampling, body.response_format)
+    if body.structured_outputs is not None:
+        _constrain(sampling, body.structured_outputs)
+    return request
+
+
+def _constrain_response(sampling: pb.SamplingParams, form: ResponseFormat) -> None:
+    if form.type == "json_object":
+        sampling.json_schema = _ANY_OBJECT
+    elif form.json_schema is not None:
+        sampling.json_schema = json.dumps(form.json_schema.schema_)
+
+
+def _constrain(sampling: pb.SamplingParams, form: StructuredOutputs) -> None:
+    if form.json_ is not None:
+        sampling.json_schema = form.json_ if isinstance(form.json_, str) else json.dumps(form.json_)
+    elif form.regex is not None:
+        sampling.regex = form.regex
+    elif form.grammar is not None:
+        sampling.grammar = form.grammar
+    else:
+        sampling.choice.SetInParent()
+        sampling.choice.texts.extend(form.choice or ())
+
+
+def _set_biases(sampling: pb.SamplingParams, biases: Mapping[str, float]) -> None:
+    """JSON's keys are text; these are token ids."""
+    for token, bias in biases.items():
+        sampling.logit_bias[int(token)] = bias
+
+
+def _message(message: Message) -> pb.ChatMessage:
+    content = message.content or ""
+    if not isinstance(content, str):
+        content = "".join(part.text for part in content)
+    calls = [call.model_dump() for call in message.tool_calls or ()]
+    return pb.ChatMessage(
+        # The API's newer name of the same role; templates know the older one.
+        role="system" if message.role == "developer" else message.role,
+        content=content,
+        tool_calls_json=json.dumps(calls) if calls else "",
+        tool_call_id=message.tool_call_id or "",
+        name=message.name or "",
+    )
+
+
+def _tools_json(tools: Sequence[Tool]) -> str:
+    return json.dumps([tool.model_dump(exclude_none=True) for tool in tools])
+
+
+def _set(message: Any, name: str, value: Any) -> None:
+    _try(name, lambda: setattr(message, name, value))
+
+
+def _try(name: str, assign: Callable[[], object]) -> None:
+    """Protobuf refuses what its types cannot hold, e.g. a negative count."""
+    try:
+        assign()
+    except (ValueError, TypeError) as error:
+        raise InvalidArguments([Violation(name, str(error))]) from error
+
+
+_FIELD_NAMES: Final[Mapping[str, str]] = {"chat": "messages", "token_ids": "prompt", "text": "prompt"}
+
+
+def body_field(path: str) -> str:
+    """The body's field for a path in a GenerateRequest: "top_p" for "sampling.top_p"."""
+    for prefix in ("sampling.", "chat."):
+        path = path.removeprefix(prefix)
+    head, *_ = path.split(".", 1)
+    return _FIELD_NAMES.get(head, path)

@@ -1,0 +1,223 @@
+"""Bodies of the OpenAI API's calls, as far as they are served: their fields and types.
+
+Bounds are not checked here: a body becomes a hetero.v1.GenerateRequest, which has them (`requests.py`). Unknown fields
+are refused: one that is dropped silently is an answer to another question. Fields that only account for a request
+(`user`, `store`, ...) are taken and not looked at.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+MAX_PROMPTS: Final = 64
+"""Prompts in one completions call; each is a request of its own."""
+DEFAULT_COMPLETION_TOKENS: Final = 16
+"""The API's own default of /v1/completions; chats go on to the model's length."""
+
+
+class Body(BaseModel):
+    """Strict: "1" is no number, and what is not known is refused. Null is as good as absent."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+class StreamOptions(Body):
+    """What a stream tells beside the text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """Usage so far in every chunk."""
+
+
+class JsonSchema(Body):
+    """A schema with a name."""
+
+    name: str
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | bool, Field(alias="schema")] = True
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """The form of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_is_there(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema goes with type json_schema, and only with it")
+        return self
+
+
+class StructuredOutputs(Body):
+    """Other forms, one of them; vLLM's field."""
+
+    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+    @model_validator(mode="after")
+    def _just_one(self) -> StructuredOutputs:
+        if sum(form is not None for form in (self.json_, self.regex, self.choice, self.grammar)) != 1:
+            raise ValueError("exactly one of json, regex, choice and grammar is needed")
+        return self
+
+
+class Generation(Body):
+    """What both calls have."""
+
+    model: str
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    """-1 means all, as 0 does."""
+    min_p: float | None = None
+    n: int | None = None
+    seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: str = ""
+    priority: int = 0
+    request_id: str | None = None
+    user: str | None = None
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Generation:
+        if self.structured_outputs is not None and self.response_format is not None:
+            raise ValueError("response_format and structured_outputs exclude one another")
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options goes with stream: true, and only with it")
+        return self
+
+    @property
+    def num_completions(self) -> int:
+        """A prompt."""
+        return self.n or 1
+
+    @property
+    def wants_stream(self) -> bool:
+        return bool(self.stream)
+
+
+class TextPart(Body):
+    """A piece of a message; other kinds (images, audio) are no text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(Body):
+    """A call that the model made."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    """One of an assistant's calls."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Body):
+    """One message of a chat. The template of the model decides which roles it knows."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+
+
+class Function(Body):
+    """What a tool can do."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool that the template tells the model of."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ChatBody(Generation):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    """The API's newer name of max_tokens."""
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    """What the model says is answered as it is: nothing is parsed, nothing is forced."""
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: Literal[True] = True
+
+    @model_validator(mode="after")
+    def _fits(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs goes with logprobs: true, and only with it")
+        return self
+
+
+class CompletionBody(Generation):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool = False
+    logprobs: int | None = None
+    best_of: int | None = None
+    suffix: Literal[""] | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> CompletionBody:
+        if self.best_of is not None and self.best_of != self.num_completions:
+            raise ValueError("best_of must equal n: completions are not drawn to be thrown away")
+        if not self.prompts:
+            raise ValueError("prompt must not be an empty list")
+        if len(self.prompts) > MAX_PROMPTS:
+            raise ValueError(f"prompt holds {len(self.prompts)} prompts, at most {MAX_PROMPTS} are allowed")
+        return self
+
+    @property
+    def prompts(self) -> tuple[str | list[int], ...]:
+        """Each prompt by itself, text or token ids."""
+        if isinstance(self.prompt, str):
+            return (self.prompt,)
+        tokens = [item for item in self.prompt if isinstance(item, int)]
+        return (tokens,) if tokens else tuple(item for item in self.prompt if not isinstance(item, int))

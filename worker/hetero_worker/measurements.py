@@ -1,0 +1,110 @@
+"""What a rank measures when it starts, kept for the process that takes its place.
+
+A rank that is started anew while its neighbours wait for it, spinning, would measure them and not the machine. Worse,
+it might choose other kernels than the process before it, whose sums differ in the last bits: a stream that goes on
+after a rank was lost must go on as if it had not been. So what was measured first is what holds, for as long as whoever
+starts the ranks keeps the file. A file that was made under other circumstances (torch, CPU, cores) counts for nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from hetero_worker.layers.kernel_choice import choose_kernel
+from hetero_worker.layers.linear_kernels import LinearKernel
+from hetero_worker.models.decoder import Decoder
+from hetero_worker.platforms.base import Measurement
+from hetero_worker.runners.base import LoadRequest
+from hetero_worker.runners.largest_step import limits_of, measure_workspace
+
+_log = logging.getLogger(__name__)
+
+_CIRCUMSTANCES: Final = "circumstances"
+_SPEEDS: Final = "speeds"
+_KERNELS: Final = "kernels"
+_WORKSPACES: Final = "workspaces"
+
+
+class KeptMeasurements:
+    """One rank's file; None: nothing is kept, and everything measured anew."""
+
+    def __init__(self, path: Path | None, *, circumstances: Mapping[str, str]) -> None:
+        self._path = path
+        self._circumstances = dict(circumstances)
+        self._data = self._read()
+
+    def speeds(self, measure: Callable[[], Measurement]) -> Measurement:
+        """The device's, measured if they were not before."""
+        kept = self._data.get(_SPEEDS)
+        if kept is not None:
+            return Measurement(**kept)
+        measured = measure()
+        self._data[_SPEEDS] = asdict(measured)
+        self._write()
+        return measured
+
+    def choose_kernel(
+        self, candidates: Sequence[LinearKernel], shapes: Sequence[tuple[int, int]], *, dtype: torch.dtype
+    ) -> LinearKernel:
+        """As `kernel_choice.choose_kernel`, which is asked if it was not before."""
+        question = f"{dtype} {sorted(shapes)} {[kernel.name for kernel in candidates]}"
+        kernels = self._data.setdefault(_KERNELS, {})
+        for kernel in candidates:
+            if kernel.name == kernels.get(question):
+                return kernel
+        chosen = choose_kernel(candidates, shapes, dtype=dtype)
+        kernels[question] = chosen.name
+        self._write()
+        return chosen
+
+    def measure_workspace(self, decoder: Decoder, request: LoadRequest) -> int | None:
+        """As `largest_step.measure_workspace`, which is asked if it was not before."""
+        asked = (request.config, request.dtype, request.shard_plan, request.rank, limits_of(request))
+        question = hashlib.sha256(repr(asked).encode()).hexdigest()
+        workspaces = self._data.setdefault(_WORKSPACES, {})
+        if question in workspaces:
+            return int(workspaces[question])
+        measured = measure_workspace(decoder, request)
+        if measured is not None:
+            workspaces[question] = measured
+            self._write()
+        return measured
+
+    def _read(self) -> dict[str, Any]:
+        fresh: dict[str, Any] = {_CIRCUMSTANCES: self._circumstances}
+        if self._path is None:
+            return fresh
+        try:
+            data = json.loads(self._path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return fresh
+        is_ours = isinstance(data, dict) and data.get(_CIRCUMSTANCES) == self._circumstances
+        return data if is_ours else fresh
+
+    def _write(self) -> None:
+        """A reader sees all of it or nothing. Not to be able to keep it costs time only."""
+        if self._path is None:
+            return
+        try:
+            fd, partial = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.name}.")
+            try:
+                with os.fdopen(fd, "w", encoding="utf-8") as file:
+                    json.dump(self._data, file)
+                os.replace(partial, self._path)
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(partial)
+                raise
+        except OSError as error:
+            _log.warning("measurements cannot be kept in %s: %s", self._path, error)

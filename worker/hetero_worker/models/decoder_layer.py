@@ -1,0 +1,98 @@
+"""One decoder layer's part on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hetero_api.model_config import ModelConfig
+from hetero_api.sharding import ShardPlan
+from hetero_worker.attention.base import StepAttention
+from hetero_worker.attention.kv_cache import LayerCache
+from hetero_worker.distributed.exchange import SumExchange
+from hetero_worker.layers.blocks import GatedMlp, SelfAttention, layer_norm, mlp_norm
+from hetero_worker.layers.linear_kernels import LinearKernel
+from hetero_worker.layers.moe import ExpertMlp
+from hetero_worker.layers.norm import RmsNorm
+from hetero_worker.layers.rotary import Rotation
+from hetero_worker.memory.loader import Checkpoint
+
+
+class DecoderLayer:
+    """Two halves, each summed over its owners by one round; a half is None where the rank owns nothing of it.
+
+    Some models norm the sums: then every rank of the layer's stage does, since each holds the residual stream.
+    """
+
+    def __init__(self, config: ModelConfig, plan: ShardPlan, *, layer: int, rank: int) -> None:
+        shard = plan.ranks[rank].layers[layer]
+        self._attention_owners = plan.attention_owners(layer)
+        self._mlp_owners = plan.mlp_owners(layer) or plan.expert_owners(layer)
+        self.attention: SelfAttention | None = None
+        self.mlp: GatedMlp | ExpertMlp | None = None
+        if shard.kv_heads.size:
+            first = self._attention_owners[0] == rank
+            self.attention = SelfAttention(config, layer, shard.kv_heads, adds_bias=first)
+        if shard.mlp_columns.size:
+            first = self._mlp_owners[0] == rank
+            self.mlp = GatedMlp(config, layer, shard.mlp_columns, adds_bias=first)
+        if shard.experts.size:
+            self.mlp = ExpertMlp(config, layer, shard.experts, norm=mlp_norm(config, layer))
+        self._sum_norms: tuple[RmsNorm, ...] = ()
+        if config.post_norms and not shard.is_empty:
+            names = ("post_attention_layernorm", "post_feedforward_layernorm")
+            self._sum_norms = tuple(layer_norm(config, layer, name) for name in names)
+
+    @property
+    def parts(self) -> tuple[SelfAttention | GatedMlp | ExpertMlp, ...]:
+        """What the rank owns of the layer."""
+        return tuple(part for part in (self.attention, self.mlp) if part is not None)
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """The same for layers whose steps take the same memory."""
+        window = self.attention.window if self.attention is not None else None
+        return window, *((type(part), part.linear_shapes) for part in self.parts)
+
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        """Once loaded."""
+        return sum(part.weight_bytes(dtype) for part in (*self.parts, *self._sum_norms))
+
+    def load(self, checkpoint: Checkpoint, *, dtype: torch.dtype, kernel: LinearKernel) -> None:
+        for part in self.parts:
+            part.load(checkpoint, dtype=dtype, kernel=kernel)
+        for norm in self._sum_norms:
+            norm.load(checkpoint, dtype=dtype)
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        rotation: Rotation,
+        *,
+        attention: StepAttention,
+        cache: LayerCache | None,
+        exchange: SumExchange,
+    ) -> None:
+        """Add the layer's two halves to the residual stream `hidden` [tokens, hidden], in place.
+
+        `exchange` is that of all ranks that own something of the layer.
+        """
+        partial = None
+        if self.attention is not None and cache is not None:
+            partial = self.attention(hidden, rotation, attention, cache)
+        joined = _joined(partial, hidden, self._attention_owners, exchange)
+        hidden.add_(self._sum_norms[0](joined) if self._sum_norms else joined)
+        partial = self.mlp(hidden) if self.mlp is not None else None
+        joined = _joined(partial, hidden, self._mlp_owners, exchange)
+        hidden.add_(self._sum_norms[1](joined) if self._sum_norms else joined)
+
+
+def _joined(
+    partial: torch.Tensor | None, like: torch.Tensor, owners: Sequence[int], exchange: SumExchange
+) -> torch.Tensor:
+    """The sum of the owners' partials, on every rank."""
+    joined = torch.empty_like(like) if partial is None else partial
+    if exchange.world_size > 1:
+        exchange.all_reduce(joined, owners)
+    return joined

@@ -1,0 +1,89 @@
+"""Cuts a step into micro-batches, so that the stages of a pipeline compute at the same time.
+
+Stage k computes micro-batch i while stage k+1 computes i-1. Of how many is a trade: a stage reads all its weights for
+every one of them. Let reading them take as long as computing `BALANCE_ROWS` rows. A micro-batch of r rows then costs
+a stage BALANCE_ROWS + r units of time, and n rows in m micro-batches on s stages
+
+    (m + s - 1) · (BALANCE_ROWS + n/m)  =  m · BALANCE_ROWS + (s - 1) · n/m + what does not depend on m,
+
+which is least at m = √((s - 1) · n / BALANCE_ROWS). So 512 rows on 2 stages go in 4, and a batch of 64 decoding
+sequences, for which reading the weights is most of the work, is not cut at all. Every rank comes to the same number,
+since it follows from the plan alone. Rows keep their order: a sequence's later rows are computed after its earlier
+ones, whose keys and values are in the cache by then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+from hetero_worker.attention.base import AttentionBatch, DecodeRows, PrefillSpan
+
+BALANCE_ROWS: Final = 32
+"""Rows whose computation takes as long as reading the weights: measured 13 to 25 on one core (float32, SmolLM2).
+
+Rather more than fewer: what a micro-batch costs besides, its messages and Python's share, is not in the sum.
+"""
+_SNAP: Final = 4
+"""A cut moves to the end of a sequence that is nearer than this part of a micro-batch."""
+
+CountParts = Callable[[int, int], int]
+"""From a step's rows and a pipeline's stages to the number of micro-batches, the same on every rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Rows [begin, end) of a step; rows of `attention` are counted from `begin`."""
+
+    begin: int
+    end: int
+    attention: AttentionBatch
+
+
+def best_number(num_rows: int, num_stages: int) -> int:
+    """How many micro-batches; see the module."""
+    return min(num_rows, math.isqrt((num_stages - 1) * num_rows // BALANCE_ROWS)) or 1
+
+
+def micro_batches(attention: AttentionBatch, number: int) -> list[MicroBatch]:
+    """The step's rows in `number` pieces of about the same size, in order; no more pieces than rows."""
+    num_rows = len(attention.slot_mapping)
+    number = min(number, num_rows)
+    if number == 1:
+        return [MicroBatch(0, num_rows, attention)]
+    cuts = [0, *_cuts(num_rows, number, _sequence_ends(attention)), num_rows]
+    return [MicroBatch(begin, end, _part(attention, begin, end)) for begin, end in pairwise(cuts)]
+
+
+def _cuts(num_rows: int, number: int, ends: Sequence[int]) -> Iterator[int]:
+    """Where to cut: evenly, or at the end of a sequence if that is near."""
+    reach = num_rows // number // _SNAP
+    for i in range(1, number):
+        even = num_rows * i // number
+        nearest = min(ends, key=lambda end: abs(end - even))
+        yield nearest if abs(nearest - even) <= reach else even
+
+
+def _sequence_ends(attention: AttentionBatch) -> list[int]:
+    return [*range(1, attention.decode.num_rows + 1), *(span.end for span in attention.prefills)]
+
+
+def _part(attention: AttentionBatch, begin: int, end: int) -> AttentionBatch:
+    decode = attention.decode
+    rows = slice(begin, min(end, decode.num_rows))
+    spans = (_cut_span(span, begin, end) for span in attention.prefills if span.begin < end and begin < span.end)
+    return AttentionBatch(
+        attention.slot_mapping[begin:end],
+        DecodeRows(decode.lengths[rows], decode.block_tables[rows]),
+        tuple(spans),
+    )
+
+
+def _cut_span(span: PrefillSpan, begin: int, end: int) -> PrefillSpan:
+    """What of the span lies in rows [begin, end); the rows before count as computed."""
+    first, last = max(span.begin, begin), min(span.end, end)
+    computed = span.num_computed + first - span.begin
+    return PrefillSpan(first - begin, last - begin, computed, span.block_ids)

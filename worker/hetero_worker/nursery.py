@@ -1,0 +1,133 @@
+"""Where ranks come from that have to be there at once: a process that has torch imported, and forks.
+
+    python -m hetero_worker.nursery     orders on standard input, answers on standard output, a line each
+
+It says "ready"; each order, as `Order.to_json` writes it, is answered with the pid of a rank. Importing torch takes
+longer than everything else that stands between a lost rank and its successor, and the memory is shared between them.
+
+A fork takes over the calling thread alone, and what other threads held stays held for ever. So there are none: nothing
+here computes, and that this process has one thread is checked before every fork. A rank binds itself to its cores after
+it was forked and before torch has started any thread, as one does that was started by itself; torch is told then how
+many threads to use.
+
+A rank is no child of the nursery: it is forked twice over, so that it becomes a child of the nearest process above that
+adopts (`death_signal.adopt_orphans`), who waits for its end, and with whom it dies.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final, NoReturn, TextIO
+
+from hetero_api.contract import EXIT_FAILURE
+from hetero_api.host.death_signal import die_with_adopter
+
+_TASKS: Final = Path("/proc/self/task")
+_PID_BYTES: Final = 32
+
+BeRank = Callable[[Sequence[str], Mapping[str, str]], int]
+"""`rank.main`, or a test's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A rank to be forked."""
+
+    arguments: list[str]
+    """hetero_worker's."""
+    environment: dict[str, str]
+    """In addition to the nursery's own."""
+    log: str
+    """File that its output is appended to."""
+    adopter: int
+    """Pid of who becomes its parent."""
+
+    @classmethod
+    def from_json(cls, line: str) -> Order:
+        return cls(**json.loads(line))
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def serve(be_rank: BeRank, *, orders: TextIO, answers: TextIO) -> None:
+    """Fork a rank for every order, until there are no more. Raises RuntimeError when this process has threads."""
+    _say("ready", answers)
+    for line in orders:
+        if (threads := len(list(_TASKS.iterdir()))) != 1:
+            raise RuntimeError(f"a nursery of {threads} threads cannot fork")
+        _say(str(_fork_away(Order.from_json(line), be_rank)), answers)
+
+
+def _say(word: str, answers: TextIO) -> None:
+    answers.write(f"{word}\n")
+    answers.flush()
+
+
+def _fork_away(order: Order, be_rank: BeRank) -> int:
+    """The pid of a rank that is nobody's child here."""
+    reader, writer = os.pipe()
+    go_between = os.fork()
+    if go_between == 0:
+        pid = os.fork()
+        if pid == 0:
+            os.close(reader)
+            os.close(writer)
+            _become(order, be_rank)
+        os.write(writer, str(pid).encode())
+        os._exit(0)
+    os.close(writer)
+    os.waitpid(go_between, 0)
+    with open(reader, "rb") as told:
+        return int(told.read(_PID_BYTES))
+
+
+def _become(order: Order, be_rank: BeRank) -> NoReturn:
+    """Be the rank; the nursery's own code is never returned to."""
+    exit_code = EXIT_FAILURE
+    try:
+        os.setsid()
+        _redirect(order.log)
+        die_with_adopter(order.adopter, signal_number=signal.SIGTERM)
+        os.environ.update(order.environment)
+        exit_code = be_rank(order.arguments, os.environ)
+    except SystemExit as end:
+        exit_code = end.code if isinstance(end.code, int) else EXIT_FAILURE
+    except BaseException:  # noqa: BLE001 — the process's top
+        traceback.print_exc()
+    finally:
+        logging.shutdown()
+        sys.stderr.flush()
+        os._exit(exit_code)
+
+
+def _redirect(log: str) -> None:
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for source, target in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(source, target)
+    for descriptor in (nothing, output):
+        os.close(descriptor)
+
+
+def run() -> None:
+    """The process's `main`."""
+    # Before numpy and torch are imported: their libraries would start threads, or take the machine's cores for theirs.
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[variable] = "1"
+    from hetero_worker.rank import main, preload
+
+    preload()
+    serve(main, orders=sys.stdin, answers=sys.stdout)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,235 @@
+"""What the whole group does between two steps, or leaves as it was.
+
+Every rank prepares the command without changing anything: it allocates the new cache beside the old one, reads weights
+that were dropped, looks whether it can at all. Then the ranks vote, through the exchange; if one cannot, all let go of
+what they prepared. Only after the vote does anything change, by steps that cannot fail.
+
+What a rank cannot do (too little memory, a command that does not fit its state) is told in its report. Weights that
+come back as others than went to sleep are no such thing: that raises, and ends the epoch.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from hetero_api.errors import HeteroError, ModelError
+from hetero_api.v1 import ranks_pb2
+from hetero_worker.distributed.exchange import HostExchange
+from hetero_worker.errors import (
+    CommandRefused,
+    MemoryBudgetError,
+    ProtocolError,
+    WeightsChangedError,
+    WeightsDamagedError,
+)
+from hetero_worker.memory.snapshot import MemorySnapshot
+from hetero_worker.platforms.host_allocator import release_freed_memory
+from hetero_worker.runners.holdings import Holdings, SleepingWeights
+from hetero_worker.runners.rehearsal import checksum
+from hetero_worker.runners.serving import ServingCache, make_cache
+from hetero_worker.runners.shard import LoadedShard, empty_decoder, load_shard
+from hetero_worker.runners.step_recorder import StepRecorder
+from hetero_worker.runners.step_times import StepTimes
+
+logger = logging.getLogger(__name__)
+
+_LEVELS: Final = (1, 2)
+_CANNOT: Final = (CommandRefused, MemoryBudgetError, ModelError, ProtocolError, MemoryError, OSError, RuntimeError)
+"""What preparing may end with where the rank is none the worse for it; torch tells want of memory as RuntimeError."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What a command that was done has to tell."""
+
+    freed_bytes: int = 0
+    table: str = ""
+    trace: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A command that can be done."""
+
+    commit: Callable[[], _Outcome]
+    discard: Callable[[], None] = lambda: None
+
+
+class GroupCommands:
+    """One rank's side; see the module."""
+
+    def __init__(self, holdings: Holdings) -> None:
+        self._holdings = holdings
+        self._recorder: StepRecorder | None = None
+
+    def count_step(self) -> None:
+        """A step was computed."""
+        if self._recorder is not None:
+            self._recorder.count_step()
+
+    def begin_epoch(self) -> None:
+        """Whatever is being recorded is of an epoch that is over."""
+        if self._recorder is not None:
+            self._recorder.stop()
+            self._recorder = None
+
+    def run(self, command: ranks_pb2.GroupCommand, exchange: HostExchange, times: StepTimes) -> ranks_pb2.CommandReport:
+        """Do it if all can. Raises ExchangeError, WeightsChangedError, WeightsDamagedError."""
+        prepared, problem = None, ""
+        try:
+            prepared = self._prepare(command, times)
+        except _CANNOT as error:
+            problem = _told(error)
+            logger.warning("cannot do %s: %s", command.WhichOneof("action"), problem)
+        done = False
+        try:
+            done = _all_can(exchange, prepared is not None)
+        finally:
+            if prepared is not None and not done:
+                prepared.discard()
+        outcome = prepared.commit() if prepared is not None and done else _Outcome()
+        return ranks_pb2.CommandReport(
+            done=done,
+            problem=problem,
+            weight_bytes=self._holdings.weight_bytes,
+            kv_bytes=self._holdings.kv_bytes,
+            freed_bytes=outcome.freed_bytes,
+            profile_table=outcome.table,
+            profile_trace=outcome.trace,
+        )
+
+    def _prepare(self, command: ranks_pb2.GroupCommand, times: StepTimes) -> _Prepared:
+        match command.WhichOneof("action"):
+            case "reset_cache":
+                return self._prepare_reset(command.reset_cache)
+            case "sleep":
+                return self._prepare_sleep(command.sleep.level)
+            case "wake":
+                return self._prepare_wake(command.wake)
+            case "start_profile":
+                return self._prepare_recording()
+            case "stop_profile":
+                return self._prepare_record(times, with_trace=command.stop_profile.with_trace)
+            case action:
+                raise CommandRefused(f"this rank does not know the command {action}")
+
+    def _prepare_reset(self, order: ranks_pb2.AllocateCache) -> _Prepared:
+        if parts := self._holdings.asleep_parts:
+            raise CommandRefused(f"the cache cannot be reset while the rank is asleep ({', '.join(parts)})")
+        shard, request, report = self._holdings.loaded("reset_cache")
+        cache = make_cache(order, decoder=shard.decoder, request=request, report=report)
+
+        def commit() -> _Outcome:
+            return _Outcome(freed_bytes=_freed_by(lambda: self._swap(cache)))
+
+        return _Prepared(commit)
+
+    def _swap(self, cache: ServingCache) -> None:
+        self._holdings.drop_cache()
+        self._holdings.cache = cache
+        self._holdings.cache_sleeps = False
+
+    def _prepare_sleep(self, level: int) -> _Prepared:
+        if level not in _LEVELS:
+            raise CommandRefused(f"sleep level {level}: there are 1 and 2")
+        if parts := self._holdings.asleep_parts:
+            raise CommandRefused(f"the rank is asleep already ({', '.join(parts)})")
+        shard, _, _ = self._holdings.loaded("sleep")
+        sleeping = SleepingWeights(shard.request, shard.kernel, checksum(shard), are_dropped=level == max(_LEVELS))
+        return _Prepared(lambda: _Outcome(freed_bytes=_freed_by(lambda: self._fall_asleep(sleeping))))
+
+    def _fall_asleep(self, sleeping: SleepingWeights) -> None:
+        self._holdings.drop_cache()
+        self._holdings.cache_sleeps = True
+        self._holdings.sleeping = sleeping
+        if sleeping.are_dropped:
+            self._holdings.shard = None
+
+    def _prepare_wake(self, command: ranks_pb2.WakeCommand) -> _Prepared:
+        wakes_cache = command.HasField("cache")
+        if not (command.weights or wakes_cache):
+            raise CommandRefused("wake names neither weights nor cache")
+        if wakes_cache and not self._holdings.cache_sleeps:
+            raise CommandRefused("the KV cache is awake")
+        shard = self._wake_weights() if command.weights else self._holdings.shard
+        cache = self._wake_cache(command.cache, shard) if wakes_cache else None
+
+        def commit() -> _Outcome:
+            if command.weights:
+                self._holdings.shard, self._holdings.sleeping = shard, None
+            if cache is not None:
+                self._swap(cache)
+            return _Outcome()
+
+        return _Prepared(commit)
+
+    def _wake_weights(self) -> LoadedShard:
+        """The weights as they went to sleep."""
+        sleeping, kept = self._holdings.sleeping, self._holdings.shard
+        if sleeping is None:
+            raise CommandRefused("the weights are awake")
+        if not sleeping.are_dropped and kept is not None:
+            if checksum(kept) != sleeping.checksum:
+                self._holdings.take_shard()  # the next epoch reads them anew
+                raise WeightsDamagedError("weights changed in memory while they were asleep; they are read again")
+            return kept
+        shard = load_shard(sleeping.request, choose=lambda *_, **__: sleeping.kernel)
+        if checksum(shard) != sleeping.checksum:
+            raise WeightsChangedError(
+                f"{sleeping.request.directory}: the weights read on waking are not those that went to sleep; put the "
+                "files back that the group was started with, or restart the whole group with the new ones"
+            )
+        return shard
+
+    def _wake_cache(self, order: ranks_pb2.AllocateCache, shard: LoadedShard | None) -> ServingCache:
+        request, report = self._holdings.ordered("wake")
+        decoder = empty_decoder(request) if shard is None else shard.decoder
+        return make_cache(order, decoder=decoder, request=request, report=report)
+
+    def _prepare_recording(self) -> _Prepared:
+        if self._recorder is not None:
+            raise CommandRefused("a profile is being recorded already; stop it first")
+        recorder = StepRecorder()
+
+        def commit() -> _Outcome:
+            self._recorder = recorder
+            return _Outcome()
+
+        return _Prepared(commit, recorder.stop)
+
+    def _prepare_record(self, times: StepTimes, *, with_trace: bool) -> _Prepared:
+        if self._recorder is None:
+            raise CommandRefused("no profile is being recorded; start one first")
+        record = self._recorder.finish(with_trace=with_trace)
+        table = "\n".join([*([str(summary)] if (summary := times.summary()) else []), record.table])
+
+        def commit() -> _Outcome:
+            self._recorder = None
+            return _Outcome(table=table, trace=record.trace)
+
+        return _Prepared(commit)
+
+
+def _all_can(exchange: HostExchange, can: bool) -> bool:
+    votes = exchange.all_gather(torch.tensor([can], dtype=torch.int64), [1] * exchange.world_size)
+    return all(bool(vote.item()) for vote in votes)
+
+
+def _freed_by(change: Callable[[], None]) -> int:
+    """Bytes that the process is resident with less after the change, the allocator's spare memory given back too."""
+    before = MemorySnapshot.take().resident_bytes
+    change()
+    gc.collect()
+    release_freed_memory()
+    return max(0, before - MemorySnapshot.take().resident_bytes)
+
+
+def _told(error: BaseException) -> str:
+    text = str(error) if isinstance(error, HeteroError) else f"{type(error).__name__}: {error}"
+    return text.partition("\n")[0]

@@ -1,0 +1,108 @@
+"""What a rank holds between steps: weights, cache, and whether they are asleep.
+
+Weights outlive epochs; a cache and sleep do not: a new epoch is awake. One object, changed only between steps, so that
+a command is prepared beside it and then changes it at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hetero_api.v1 import ranks_pb2
+from hetero_worker.errors import ProtocolError
+from hetero_worker.layers.linear_kernels import LinearKernel
+from hetero_worker.runners.base import LoadReport, LoadRequest
+from hetero_worker.runners.serving import ServingCache
+from hetero_worker.runners.shard import LoadedShard
+
+
+@dataclass(frozen=True, slots=True)
+class SleepingWeights:
+    """What is remembered of weights that are asleep, so that they come back as they went."""
+
+    request: LoadRequest
+    """What they were loaded for."""
+    kernel: LinearKernel
+    checksum: int
+    """As `rehearsal.checksum` computes it of the weights."""
+    are_dropped: bool
+    """Whether they must be read again (level 2)."""
+
+
+class Holdings:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self.shard: LoadedShard | None = None
+        self.cache: ServingCache | None = None
+        self.sleeping: SleepingWeights | None = None
+        """Of weights that are asleep; None: they are awake."""
+        self.cache_sleeps = False
+        self._request: LoadRequest | None = None
+        self._report: LoadReport | None = None
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether anything is."""
+        return self.sleeping is not None or self.cache_sleeps
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the weights that are in memory."""
+        return 0 if self.shard is None else self.shard.weight_bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        return 0 if self.cache is None else self.cache.num_bytes
+
+    def begin_epoch(self) -> None:
+        """Awake and without a cache; weights that are in memory stay."""
+        self.drop_cache()
+        self.sleeping = self._request = self._report = None
+        self.cache_sleeps = False
+
+    def drop_cache(self) -> None:
+        """With all that is kept from step to step."""
+        self.cache = None
+        if self.shard is not None:
+            self.shard.decoder.release_buffers()
+
+    def take_shard(self) -> LoadedShard | None:
+        """Give up the weights, to whoever decides about them."""
+        self.begin_epoch()
+        shard, self.shard = self.shard, None
+        return shard
+
+    def hold(self, shard: LoadedShard, request: LoadRequest, report: LoadReport) -> None:
+        self.shard, self._request, self._report = shard, request, report
+
+    def ordered(self, what: str) -> tuple[LoadRequest, LoadReport]:
+        """What was last ordered to be loaded, and told of it. Raises ProtocolError, naming `what` came too early."""
+        if self._request is None or self._report is None:
+            raise ProtocolError(f"{what} came before LoadModel")
+        return self._request, self._report
+
+    def loaded(self, what: str) -> tuple[LoadedShard, LoadRequest, LoadReport]:
+        """As `ordered`, with the weights, which must be in memory."""
+        request, report = self.ordered(what)
+        if self.shard is None:
+            raise ProtocolError(f"{what} came while the weights are asleep; wake them first")
+        return self.shard, request, report
+
+    def check_awake(self, plan: ranks_pb2.StepPlan) -> None:
+        """Raise ProtocolError when the plan touches slots of a rank that is asleep."""
+        if any(_touches(plan)) and (parts := self.asleep_parts):
+            raise ProtocolError(
+                f"step plan {plan.step_id} came while the rank is asleep ({', '.join(parts)}); wake the group first"
+            )
+
+    @property
+    def asleep_parts(self) -> list[str]:
+        """Names of what is asleep."""
+        parts = {"weights": self.sleeping is not None, "KV cache": self.cache_sleeps}
+        return [name for name, is_asleep in parts.items() if is_asleep]
+
+
+def _touches(plan: ranks_pb2.StepPlan) -> Iterable[object]:
+    yield from (plan.released_slots, plan.new_sequences, plan.decode_slots, plan.spans, plan.block_slots)

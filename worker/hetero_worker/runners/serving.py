@@ -1,0 +1,66 @@
+"""What a rank needs to work off plans: KV caches, slots and buffers. They are made together, and go together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hetero_api.v1 import ranks_pb2
+from hetero_worker.attention.kv_cache import LayerCache
+from hetero_worker.errors import MemoryBudgetError, ProtocolError
+from hetero_worker.memory.budget import mib
+from hetero_worker.models.decoder import Decoder
+from hetero_worker.runners.base import LoadReport, LoadRequest
+from hetero_worker.runners.input_batch import InputBuffers
+from hetero_worker.runners.plan_check import PlanBounds, PlanCheck
+from hetero_worker.runners.slots import SlotTable
+
+
+@dataclass(frozen=True, slots=True)
+class ServingCache:
+    """For one number and size of blocks."""
+
+    layers: tuple[LayerCache | None, ...]
+    slots: SlotTable
+    buffers: InputBuffers
+    check: PlanCheck
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the KV cache."""
+        return sum(layer.num_bytes for layer in self.layers if layer is not None)
+
+
+def make_cache(
+    order: ranks_pb2.AllocateCache, *, decoder: Decoder, request: LoadRequest, report: LoadReport
+) -> ServingCache:
+    """Empty, of the size ordered. Raises ProtocolError, MemoryBudgetError, and what torch raises without memory."""
+    num_blocks, block_size = order.num_blocks, order.block_size
+    if num_blocks < 2 or block_size < 1:
+        raise ProtocolError(
+            f"a cache of {num_blocks} blocks of {block_size} tokens holds nothing beside the null block"
+        )
+    check_budget(report, num_blocks * block_size)
+    bounds = PlanBounds(
+        max_num_seqs=request.max_num_seqs,
+        max_num_batched_tokens=request.max_num_batched_tokens,
+        max_model_len=request.max_model_len,
+        vocab_size=request.config.vocab_size,
+        num_blocks=num_blocks,
+        block_size=block_size,
+    )
+    return ServingCache(
+        layers=tuple(decoder.allocate_caches(num_blocks=num_blocks, block_size=block_size)),
+        slots=SlotTable(max_num_seqs=request.max_num_seqs, max_model_len=request.max_model_len, block_size=block_size),
+        buffers=InputBuffers(bounds),
+        check=PlanCheck(bounds),
+    )
+
+
+def check_budget(report: LoadReport, positions: int) -> None:
+    """Raise MemoryBudgetError when so many KV positions are more than the rank has said that it can hold."""
+    kv_bytes = positions * report.kv_bytes_per_token
+    if kv_bytes > report.kv_budget_bytes:
+        raise MemoryBudgetError(
+            f"{positions} KV positions of {report.kv_bytes_per_token} bytes are {mib(kv_bytes)}, the rank has "
+            f"{mib(report.kv_budget_bytes)} for them; ask for fewer blocks (kvCacheMemoryBytes)"
+        )

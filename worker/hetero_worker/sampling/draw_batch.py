@@ -1,0 +1,93 @@
+"""A step's draws, and what is said about them: what a rank sends, and what rank 0 makes of it.
+
+A shard's message holds the bests of all plain draws, then the candidates of each filtered one. Its layout follows
+from the draws and the shard's size, which every rank knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from hetero_worker.sampling.decision import decide_best, decide_filtered
+from hetero_worker.sampling.request import SamplingRow
+from hetero_worker.sampling.shard import (
+    BEST_FIELDS,
+    ShardCandidates,
+    best_of_shard,
+    candidates_of_shard,
+    chunks_of,
+    scaled_logits,
+    take_rows,
+)
+
+UNDECIDED: Final = -1
+"""Stands for the token of a draw whose candidates did not suffice."""
+_MORE_CANDIDATES: Final = 8
+
+
+class DrawBatch:
+    """The draws of one step."""
+
+    def __init__(self, rows: Sequence[SamplingRow]) -> None:
+        self._rows = rows
+        self._plain = [i for i, row in enumerate(rows) if not row.is_filtered]
+        self._filtered = [i for i, row in enumerate(rows) if row.is_filtered]
+
+    def message_size(self, shard_rows: int) -> int:
+        """Elements of a shard's message; the shard has at least one row."""
+        return sum(self._field_sizes(shard_rows))
+
+    def pack(self, logits: torch.Tensor, begin: int) -> torch.Tensor:
+        """A shard's message: float64, 1-d; `logits` is float32 [draws, shard rows]."""
+        parts = []
+        if self._plain:
+            own = take_rows(logits, self._plain) if self._filtered else logits
+            parts.append(best_of_shard(own, [self._rows[i] for i in self._plain], begin).view(-1))
+        for chunk in chunks_of(self._filtered, logits.shape[1]):
+            rows = [self._rows[i] for i in chunk]
+            scaled = scaled_logits(logits, self._rows, chunk, begin)
+            counts = [row.num_candidates(logits.shape[1]) for row in rows]
+            parts += [shard.pack() for shard in candidates_of_shard(scaled, rows, begin, counts=counts)]
+        return torch.cat(parts)
+
+    def decide(self, messages: Sequence[torch.Tensor], shard_rows: Sequence[int]) -> torch.Tensor:
+        """Tokens of the draws, some UNDECIDED: int64 [draws]. From one message a shard, in the shards' order.
+
+        Raises as `decision.check_drawable` does.
+        """
+        tokens = torch.full((len(self._rows),), UNDECIDED, dtype=torch.int64)
+        shards = [torch.split(part, self._field_sizes(n)) for part, n in zip(messages, shard_rows, strict=True)]
+        if self._plain:
+            best = torch.stack([fields[0].view(-1, BEST_FIELDS) for fields in shards])
+            tokens[self._plain] = decide_best(best, [self._rows[i] for i in self._plain])
+        for field, i in enumerate(self._filtered, start=1):
+            candidates = [
+                ShardCandidates.unpack(fields[field], shard_rows=n)
+                for fields, n in zip(shards, shard_rows, strict=True)
+            ]
+            token = decide_filtered(candidates, self._rows[i])
+            tokens[i] = UNDECIDED if token is None else token
+        return tokens
+
+    def _field_sizes(self, shard_rows: int) -> list[int]:
+        candidates = [self._rows[i].num_candidates(shard_rows) for i in self._filtered]
+        return [BEST_FIELDS * len(self._plain), *map(ShardCandidates.packed_size, candidates)]
+
+
+def decide_whole(scaled: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """Tokens of filtered draws from whole rows of scaled logits: int64 [draws]; `scaled` is [draws, vocabulary]."""
+    return torch.tensor([_decide_whole(scaled[i : i + 1], row) for i, row in enumerate(rows)])
+
+
+def _decide_whole(scaled: torch.Tensor, row: SamplingRow) -> int:
+    """Among more and more candidates; once they are all rows the draw is decided."""
+    vocabulary = scaled.shape[1]
+    count = row.num_candidates(vocabulary)
+    while True:
+        count = min(vocabulary, _MORE_CANDIDATES * count)
+        token = decide_filtered(candidates_of_shard(scaled, [row], 0, counts=[count]), row)
+        if token is not None:
+            return token
