@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -109,7 +110,9 @@ async def run(options: argparse.Namespace, token: str) -> int:
         life = asyncio.create_task(rank.live(hello(options.fingerprint)))
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, life.cancel)
         await asyncio.wait((life,))
-    sys.stdout.write("\n".join(map(str, rank.answered_ns)))
+    with suppress(BrokenPipeError):  # only the latency load reads it
+        sys.stdout.write("\n".join(map(str, rank.answered_ns)))
+        sys.stdout.flush()
     return 0 if life.cancelled() or life.exception() is None else 1
 
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,11 +55,21 @@ class Contender(Protocol):
 
 
 class HeteroContender:
-    """Ours: `ranks` CPU ranks of `cores` cores each."""
+    """Ours: `ranks` CPU ranks of `cores` cores each. `engine` are fields of spec.engine, `mode` is the placement's."""
 
-    def __init__(self, *, model: Path, ranks: int, cores: int) -> None:
-        self.name = f"hetero {ranks}x{cores}"
+    def __init__(
+        self,
+        *,
+        model: Path,
+        ranks: int,
+        cores: int,
+        mode: str = "Tensor",
+        engine: Mapping[str, Any] | None = None,
+        note: str = "",
+    ) -> None:
+        self.name = f"hetero {ranks}x{cores}{note}"
         self._model, self._ranks, self._cores = model, ranks, cores
+        self._mode, self._engine = mode, dict(engine or {})
         self._folder = tempfile.TemporaryDirectory(prefix="hetero-bench-")
         self._home = HeteroHome(Path(self._folder.name))
         self._process: subprocess.Popen[bytes] | None = None
@@ -94,13 +104,26 @@ class HeteroContender:
         assert self._process is not None
         return peak_rss_bytes(self._process.pid)
 
+    @property
+    def client(self) -> HeteroClient:
+        """Of the group that was started."""
+        assert self._client is not None
+        return self._client
+
     def stop(self) -> None:
+        self.end()
+        self._folder.cleanup()
+
+    def end(self) -> str:
+        """End the group; what its first rank logged."""
         if self._client is not None:
             self._client.close()
         if self._process is not None:
             self._process.terminate()
             self._process.wait(30)
-        self._folder.cleanup()
+            self._process = None
+        logs = sorted(RunDirectory.of(self._home, "bench").path.glob("cpu-0*.log"))
+        return logs[0].read_text(encoding="utf-8") if logs else ""
 
     def _one(self, prompt: Sequence[int], max_new: int, salt: str) -> tuple[float, int]:
         assert self._client is not None
@@ -129,7 +152,8 @@ class HeteroContender:
             "spec": {
                 "model": {"uri": f"file://{self._model}", "dtype": "float32", "maxModelLen": 2048},
                 "pools": [{"name": "cpu", "type": "CPU", "ranks": self._ranks, "cpu": cpu}],
-                "placement": {"mode": "Tensor"},
+                "placement": {"mode": self._mode},
+                "engine": self._engine,
             },
         }
 

@@ -6,7 +6,8 @@ Three loads, each after a warm-up, the best of some rounds counts (whatever else
 
 - 256 streams, as fast as it goes: tokens/s.
 - 1 stream, ranks that take 3 ms a step: from the rank's answer to the token at the client; beside it the same over
-  bare wires (bench.bare_relay), which is what gRPC alone takes on this machine at this moment.
+  bare wires (bench.bare_relay), which is what gRPC alone takes on this machine at this moment. What the gateway adds to
+  them is bounded; the sum of both is shown.
 - 64 streams, ranks that take 3 ms a step, without and with one reader that takes a message a second: how much slower
   the others are.
 
@@ -227,8 +228,9 @@ def measure_latency(rounds: int) -> Row:
     best, bare = _added_ms(rounds, bare=False), _added_ms(rounds, bare=True)
     median = statistics.median(best)
     p90 = best[int(len(best) * 0.9)]
-    figures = f"{median:.3f} ms added a token (p90 {p90:.3f}); the bare wires add {statistics.median(bare):.3f}"
-    return Row("1 stream", figures, f"<= {MOST_ADDED_MS} ms", median <= MOST_ADDED_MS)
+    wires = statistics.median(bare)
+    figures = f"{median - wires:.3f} ms added a token by the gateway: {median:.3f} (p90 {p90:.3f}), wires {wires:.3f}"
+    return Row("1 stream", figures, f"<= {MOST_ADDED_MS} ms", median - wires <= MOST_ADDED_MS)
 
 
 def _added_ms(rounds: int, *, bare: bool) -> list[float]:

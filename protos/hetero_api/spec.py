@@ -172,6 +172,9 @@ class EngineSpec(SpecModel):
         Field(description="KV cache a rank, e.g. 4Gi. Default: what memory leaves after the weights."),
     ] = None
     enable_prefix_caching: Annotated[bool, Field(description="Reuse KV blocks of equal prefixes.")] = True
+    overlap_scheduling: Annotated[
+        bool, Field(description="Send a step to the ranks while they still compute the one before.")
+    ] = True
     enforce_eager: Annotated[bool, Field(description="Never capture CUDA graphs.")] = False
 
 

@@ -130,6 +130,7 @@ CHANGES: Final[Mapping[str, Change]] = {
     "engine.gpuMemoryUtilization": Change(0.5, GATEWAY),
     "engine.kvCacheMemoryBytes": Change("256Mi", GATEWAY),
     "engine.enablePrefixCaching": Change(False, GATEWAY),
+    "engine.overlapScheduling": Change(False, GATEWAY),
     "engine.enforceEager": Change(True, GATEWAY),
     # --- gateway
     "gateway.service.type": Change("NodePort", NOTHING, more=_CLIENT_SERVICE),

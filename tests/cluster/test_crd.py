@@ -84,10 +84,10 @@ def test_defaults_are_the_ones_in_the_golden_resource(client: Client, namespace:
             "placement": {"mode": "Auto", "shares": {}},
             "engine": {
                 "maxNumSeqs": 64, "maxNumBatchedTokens": 512, "blockSize": 16, "gpuMemoryUtilization": 0.9,
-                "enablePrefixCaching": True, "enforceEager": False,
+                "enablePrefixCaching": True, "overlapScheduling": True, "enforceEager": False,
             },
             "gateway": {
-                "service": {"type": "ClusterIP", "port": 50051}, "maxQueuedRequests": 1024,
+                "service": {"type": "ClusterIP", "port": 50051, "httpPort": 8000}, "maxQueuedRequests": 1024,
                 "resources": {"cpuMillis": 1000, "memory": "2Gi"}, "drainTimeoutSeconds": 60,
             },
             "recovery": {

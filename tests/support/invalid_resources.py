@@ -456,7 +456,8 @@ _EVERYTHING: Final[Document] = {
         "placement": {"mode": "Tensor", "shares": {"attention": [1, 1, 1, 1, 0, 0], "mlp": [8, 8, 8, 8, 0.5, 1]}},
         "engine": {
             "maxNumSeqs": 32, "maxNumBatchedTokens": 1024, "blockSize": 32, "gpuMemoryUtilization": 0.85,
-            "kvCacheMemoryBytes": "1.5Gi", "enablePrefixCaching": False, "enforceEager": True,
+            "kvCacheMemoryBytes": "1.5Gi", "enablePrefixCaching": False, "overlapScheduling": False,
+            "enforceEager": True,
         },
         "gateway": {
             "service": {"type": "LoadBalancer", "port": 443, "annotations": {"example.com/class": "any text"}},

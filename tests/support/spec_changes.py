@@ -76,6 +76,7 @@ AFTER: Final[Mapping[str, Mapping[str, Any]]] = {
     "engine.gpuMemoryUtilization": {"engine.gpuMemoryUtilization": 0.8},
     "engine.kvCacheMemoryBytes": {"engine.kvCacheMemoryBytes": "5Gi"},
     "engine.enablePrefixCaching": {"engine.enablePrefixCaching": True},
+    "engine.overlapScheduling": {"engine.overlapScheduling": False},
     "engine.enforceEager": {"engine.enforceEager": False},
     "gateway.service.type": {"gateway.service.type": "NodePort"},
     "gateway.service.port": {"gateway.service.port": 8443},

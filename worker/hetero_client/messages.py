@@ -99,7 +99,8 @@ class GenerateOptions(TypedDict, total=False):
     tools: Sequence[Mapping[str, Any]]
     """Shown to the model by a chat's template, as the OpenAI API has them."""
     resume_timeout_s: float
-    """How long a stream that broke is taken up again and again without getting on; 0: not at all. Default 60."""
+    """How long a stream that broke is taken up again and again without getting on, 10 seconds at most for one that has
+    not begun; 0: not at all. Default 60."""
 
 
 class FinishReason(StrEnum):

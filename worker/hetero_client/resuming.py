@@ -30,6 +30,8 @@ from hetero_client.errors import (
 from hetero_client.messages import Delta, Event, Finished, PromptLogprobs, Started
 
 RESUME_TIMEOUT_S: Final = 60.0
+UNSTARTED_TIMEOUT_S: Final = 10.0
+"""A stream that has not begun is owed nothing yet, and an address where nobody is should be told soon."""
 FIRST_PAUSE_S: Final = 0.05
 LONGEST_PAUSE_S: Final = 1.0
 _SEED_BITS: Final = 64
@@ -97,7 +99,7 @@ class ResumableRequest:
         now_s = self._clock()
         if self._broken_since_s is None:
             self._broken_since_s = now_s
-        if not self._may_resume(error) or now_s - self._broken_since_s >= self._resume_timeout_s:
+        if not self._may_resume(error) or now_s - self._broken_since_s >= self._timeout_s:
             raise error
         pause_s = max(self._pause_s * (0.5 + self._jitter()), _advised_s(error))
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
@@ -108,9 +110,15 @@ class ResumableRequest:
     def patience_s(self) -> float:
         """How long to wait now for a server that serves, before the next call is made regardless."""
         waited_s = 0.0 if self._broken_since_s is None else self._clock() - self._broken_since_s
-        patience_s = max(0.0, self._resume_timeout_s - waited_s)
+        patience_s = max(0.0, self._timeout_s - waited_s)
         left_s = self._left_s()
         return patience_s if left_s is None else min(patience_s, left_s)
+
+    @property
+    def _timeout_s(self) -> float:
+        """How long to try again after a call broke."""
+        timeout_s = self._resume_timeout_s
+        return timeout_s if self._has_started else min(timeout_s, UNSTARTED_TIMEOUT_S)
 
     def _may_resume(self, error: RequestError) -> bool:
         if isinstance(error, QueueFullError):

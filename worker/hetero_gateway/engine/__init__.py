@@ -13,5 +13,5 @@ Layer at the bottom of the gateway; it knows neither ranks nor gRPC services. Wh
     config, limits bounds                                        constraints      forms that text is bound to
                                                                  pace             whose turn it is to be read
                                                                  pauses, intake   waiting for a group; who is let in
-                                                                 holds, alarm     no steps for a while; the next deadline
+                                                                 holds, alarm     no steps for a while; deadlines
 """

@@ -59,6 +59,7 @@ def _engine_config(resource: HeteroInference, config: ModelConfig, settings: Gro
         max_model_len=settings.max_model_len,
         max_queued_requests=resource.spec.gateway.max_queued_requests,
         enable_prefix_caching=resource.spec.engine.enable_prefix_caching,
+        max_steps_in_flight=2 if resource.spec.engine.overlap_scheduling else 1,
         eos_token_ids=frozenset(config.eos_token_ids),
         vocab_size=config.vocab_size,
     )
