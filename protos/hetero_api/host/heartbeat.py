@@ -20,7 +20,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,10 +33,11 @@ _PULSE_OFFSET: Final = _COUNTER.size + _LAYOUT.size
 SIZE_BYTES: Final = _PULSE_OFFSET + _COUNTER.size
 PULSE_INTERVAL_S: Final = 0.1
 """Between two pulses of a process that is not frozen."""
-FROZEN_S: Final = 1.5
-"""A process without a pulse for so long is frozen."""
-STARTING_FROZEN_S: Final = 20.0
-"""The same while it starts: to import a large library holds up all of a Python process's threads."""
+STOPPED_S: Final = 1.5
+"""A process that is stopped, and gave no pulse for so long, is frozen."""
+SILENT_S: Final = 20.0
+"""The same for one that is not stopped: importing a large library, or reading a slow file, may hold up all threads of a
+Python process, and a crowded machine does."""
 _READS: Final = 100
 _LONGEST_LOOK_S: Final = 0.5
 """A watch that was away for longer was held up itself, and takes no more than this for silence."""
@@ -199,10 +200,10 @@ class HangWatch:
     def __init__(self) -> None:
         self._pulse = PulseWatch()
 
-    def why(self, beat: Beat, now_s: float) -> str:
-        """Why it is to be killed; "" if it is not."""
+    def why(self, beat: Beat, now_s: float, *, is_stopped: Callable[[], bool]) -> str:
+        """Why it is to be killed; "" if it is not. `is_stopped` asks the kernel, and is asked only if need be."""
         silent_s = self._pulse.silent_s(beat, now_s)
-        if silent_s > (STARTING_FROZEN_S if beat.standing is Standing.STARTING else FROZEN_S):
+        if silent_s > STOPPED_S and (silent_s > SILENT_S or is_stopped()):
             return f"has been frozen for {silent_s:.1f} s"
         late_s = beat.overdue_s(now_s)
         return f"is {late_s:.0f} s late with its work" if late_s else ""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from hetero_api.host.heartbeat import Beat, HangWatch, Heartbeat, HeartbeatMemory, PulseWatch, Standing
+from hetero_api.host.process_state import is_stopped
 
 pytestmark = pytest.mark.unit
 
@@ -120,19 +123,39 @@ def test_a_watch_that_was_held_up_does_not_take_its_own_absence_for_silence() ->
 
 
 @pytest.mark.parametrize(
-    ("standing", "for_s", "verdict"),
-    [(Standing.SERVING, 1.5, ""), (Standing.SERVING, 2.0, "has been frozen for 2.0 s"), (Standing.STARTING, 15.0, "")],
+    ("stopped", "for_s", "verdict"),
+    [
+        (True, 1.5, ""),
+        (True, 2.0, "has been frozen for 2.0 s"),
+        (False, 20.0, ""),
+        (False, 20.5, "has been frozen for 20.5 s"),
+    ],
 )
-def test_a_process_without_a_pulse_is_frozen_unless_it_has_just_begun(
-    standing: Standing, for_s: float, verdict: str
-) -> None:
-    watch, beat, now_s = HangWatch(), Beat(standing, 1, 0.0, 0, 0, 7), 50.0
-    watch.why(beat, now_s)
+def test_a_process_without_a_pulse_is_frozen_soon_if_it_is_stopped(stopped: bool, for_s: float, verdict: str) -> None:
+    watch, beat, now_s = HangWatch(), Beat(Standing.SERVING, 1, 0.0, 0, 0, 7), 50.0
+    watch.why(beat, now_s, is_stopped=lambda: stopped)
     while for_s > 0:
         now_s, for_s = now_s + 0.5, for_s - 0.5
-        seen = watch.why(beat, now_s)
+        seen = watch.why(beat, now_s, is_stopped=lambda: stopped)
     assert seen == verdict
 
 
 def test_a_process_that_is_late_hangs_though_its_pulse_goes_on() -> None:
-    assert HangWatch().why(Beat(Standing.SERVING, 1, 100.0, 5, 1, 9), 112.0) == "is 12 s late with its work"
+    late = Beat(Standing.SERVING, 1, 100.0, 5, 1, 9)
+    assert HangWatch().why(late, 112.0, is_stopped=lambda: False) == "is 12 s late with its work"
+
+
+def test_the_kernel_tells_whether_a_process_is_stopped() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        assert not is_stopped(process.pid)
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        assert is_stopped(process.pid)
+        process.kill()
+    assert not is_stopped(process.pid)
+
+
+def test_a_program_may_be_called_anything(tmp_path: Path) -> None:
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "stat").write_text("7 (a) T (b) S 1 7 7 0")
+    assert not is_stopped(7, proc=tmp_path)

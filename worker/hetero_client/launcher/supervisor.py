@@ -26,6 +26,7 @@ from typing import IO, Final, Protocol
 from hetero_api.contract import ENV_HEARTBEAT_FILE
 from hetero_api.host.death_signal import adopt_orphans, dying_with_parent
 from hetero_api.host.heartbeat import Beat, HangWatch, HeartbeatMemory
+from hetero_api.host.process_state import is_stopped
 
 STOP_GRACE_S: Final = 5.0
 """From the first SIGTERM to SIGKILL."""
@@ -104,7 +105,7 @@ class Child:
         beat = self.beat()
         if beat is None or self._is_killed or self.exit_status is not None:
             return ""
-        return self._watch.why(beat, now_s)
+        return self._watch.why(beat, now_s, is_stopped=lambda: is_stopped(self.pid))
 
     def signal(self, number: int) -> None:
         """Signal the process group, unless the end was seen."""

@@ -17,6 +17,7 @@ from typing import Final
 from hetero_api.contract import ENV_HEARTBEAT_FILE, EXIT_PERMANENT, EXIT_USAGE
 from hetero_api.host.death_signal import dying_with_parent
 from hetero_api.host.heartbeat import Beat, HangWatch, HeartbeatMemory
+from hetero_api.host.process_state import is_stopped
 from hetero_api.host.restarts import RestartPauses
 
 _CHUNK_BYTES: Final = 64 * 1024
@@ -75,8 +76,10 @@ class RankProcess:
 
     def hung(self) -> str:
         """Why it is to be killed, "" if it is not or was. To be asked often, as HangWatch says."""
-        beat = self.beat()
-        return self._watch.why(beat, self._clock()) if beat is not None and not self._is_killed else ""
+        beat, pid = self.beat(), self.pid
+        if beat is None or pid is None or self._is_killed:
+            return ""
+        return self._watch.why(beat, self._clock(), is_stopped=lambda: is_stopped(pid))
 
     def descriptors(self) -> list[int]:
         """What to wait for: its end, and its output."""
