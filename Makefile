@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 export HF_HUB_OFFLINE ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-unit test-distributed test-healing test-cluster kubernetes bench-operator bench-recovery lint format type protos manifests docs chart golden verify bench clean
+.PHONY: help install demo test test-unit test-distributed test-healing test-cluster kubernetes bench-engine bench-operator bench-recovery lint format type protos manifests docs chart golden verify bench clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  \033[1m%-18s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -78,6 +78,13 @@ verify: $(STAMP) ## Fail when generated files differ from their sources
 bench: $(STAMP) ## Measure against transformers and this machine's limits; writes bench/results
 	@$(BIN)/hetero model fetch smollm2-135m-instruct
 	$(BIN)/python -m bench.run
+
+bench-engine: $(STAMP) ## Measure scheduler, gateway, overlap, prefix cache and micro-batches, each against its limit
+	@$(BIN)/hetero model fetch smollm2-135m-instruct
+	$(BIN)/python -m bench.scheduler_steps
+	$(BIN)/python -m bench.gateway_alone
+	$(BIN)/python -m bench.engine_core
+	$(BIN)/python -m bench.micro_batches
 
 bench-recovery: $(STAMP) ## Measure how long a group takes to recover from 50 killed or frozen ranks; writes bench/results
 	@$(BIN)/hetero model fetch smollm2-135m-instruct
