@@ -31,10 +31,10 @@ def up(manifest: Path) -> int:
 
     home = HeteroHome.from_environment()
     try:
-        config = prepare(manifest, port=0, model=None, home=home, with_nursery=False)
+        config = prepare(manifest, port=0, http_port=None, model=None, home=home, with_nursery=False)
         faulty = LocalGroupConfig(
-            config.resource, config.manifest, config.model_dir, config.plan, config.port, with_nursery=False,
-            programs=Programs(rank=(sys.executable, "-m", "tests.support.faulty_up", "rank")),
+            config.resource, config.manifest, config.model_dir, config.plan, config.port, config.http_port,
+            with_nursery=False, programs=Programs(rank=(sys.executable, "-m", "tests.support.faulty_up", "rank")),
         )  # fmt: skip
         serve(faulty, home=home)
     except HeteroError as error:

@@ -35,6 +35,7 @@ def stand_in_config(manifest: Path, *, port: int, with_nursery: bool) -> LocalGr
         model_dir=manifest.parent,
         plan=plan,
         port=port,
+        http_port=0,
         programs=PROGRAMS,
         environment=dict(os.environ),
         with_nursery=with_nursery,

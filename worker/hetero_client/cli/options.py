@@ -26,6 +26,15 @@ PortOption = Annotated[
         min=0, max=65535, help="Port to listen on; 0 lets the system choose. Default: spec.gateway.service.port."
     ),
 ]
+HttpPortOption = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        max=65535,
+        help="Port of the OpenAI-compatible endpoint; 0 lets the system choose. Default: 0 with --port 0, else "
+        "spec.gateway.service.httpPort.",
+    ),
+]
 ModelDirOption = Annotated[
     Path | None,
     typer.Option("--model", metavar="DIR", help="Serve this model directory in place of spec.model.uri."),

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 def up(
     file: options.ManifestArgument,
     port: options.PortOption = None,
+    http_port: options.HttpPortOption = None,
     model: options.ModelDirOption = None,
     nursery: Annotated[
         bool,
@@ -52,7 +53,8 @@ def up(
     from hetero_client.home import HeteroHome
 
     home = HeteroHome.from_environment()
-    serve(prepare(file, port=port, model=model, home=home, with_nursery=nursery), home=home)
+    config = prepare(file, port=port, http_port=http_port, model=model, home=home, with_nursery=nursery)
+    serve(config, home=home)
 
 
 def run(
@@ -85,7 +87,7 @@ def run(
         seed=seed, stop=stop, ignore_eos=False,
     )  # fmt: skip
     home = HeteroHome.from_environment()
-    config = prepare(file, port=port, model=model, home=home, with_nursery=False)
+    config = prepare(file, port=port, http_port=None, model=model, home=home, with_nursery=False)
     answer_once(config, conversation(prompt, system=system), sampling=sampling, home=home, as_json=as_json)
 
 
@@ -123,7 +125,7 @@ def validate(
 
 
 def prepare(
-    file: Path, *, port: int | None, model: Path | None, home: HeteroHome, with_nursery: bool
+    file: Path, *, port: int | None, http_port: int | None, model: Path | None, home: HeteroHome, with_nursery: bool
 ) -> LocalGroupConfig:
     """All that is decided before the first process: manifest, model, cores, memory. Warnings are shown."""
     from hetero_api.host.cores import read_cpu_set
@@ -145,12 +147,14 @@ def prepare(
     else:
         resolved = resolve_model(resource.spec.model, ModelStore(home), report=print_note)
     print_note(f"model {resource.spec.model.uri}: {resolved.origin}\n  in {resolved.directory}")
+    service = resource.spec.gateway.service
     return LocalGroupConfig(
         resource=resource,
         manifest=file.absolute(),
         model_dir=resolved.directory,
         plan=plan,
-        port=resource.spec.gateway.service.port if port is None else port,
+        port=service.port if port is None else port,
+        http_port=http_port if http_port is not None else 0 if port == 0 else service.http_port,
         with_nursery=with_nursery,
     )
 
@@ -209,6 +213,7 @@ def _show_ready(group: LocalGroup, topology: GroupTopology, times: StartTimes) -
         f" · started in {times.ready_s - times.started_s:.1f} s",
         style="dim", highlight=False,
     )  # fmt: skip
+    console.print(f"OpenAI API: http://{group.record.http}/v1", style="dim", highlight=False)
     console.print(f"ready: {group.record.inference}", style="bold green", highlight=False)
 
 

@@ -32,10 +32,10 @@ class Programs:
 
 @dataclass(frozen=True, slots=True)
 class GatewayPorts:
-    """Where the gateway listens; 0 lets the system choose, and None leaves the choice to the resource."""
+    """Where the gateway listens; 0 lets the system choose."""
 
     inference: int
-    http: int | None
+    http: int
     admin: int = 0
     ranks: int = 0
 
@@ -62,7 +62,7 @@ class GroupCommands:
             "--model", str(self.model_dir),
             "--host", HOST,
             "--inference-port", str(ports.inference),
-            *(() if ports.http is None else ("--http-port", str(ports.http))),
+            "--http-port", str(ports.http),
             "--admin-port", str(ports.admin),
             "--ranks-port", str(ports.ranks),
             "--state-file", str(self.run.gateway_state_path),

@@ -56,13 +56,14 @@ TopologyListener = Callable[[GroupTopology], None]
 
 @dataclass(frozen=True, slots=True)
 class LocalGroupConfig:
-    """All that a local group is made of. `port` 0 lets the system choose it, and that of HTTP."""
+    """All that a local group is made of. Ports of 0 let the system choose."""
 
     resource: HeteroInference
     manifest: Path
     model_dir: Path
     plan: LocalPlan
     port: int
+    http_port: int
     programs: Programs = field(default_factory=Programs)
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     with_nursery: bool = True
@@ -131,10 +132,10 @@ class LocalGroup:
 
     def start(self) -> None:
         """Start the gateway, wait until it listens, start the ranks."""
-        check_port(self._config.port)
+        check_port(self._config.port, option="--port", field_path="spec.gateway.service.port")
+        check_port(self._config.http_port, option="--http-port", field_path="spec.gateway.service.httpPort")
         self._started_s = time.monotonic()
-        http = 0 if self._config.port == 0 else None
-        self._start_service(self._commands.gateway(GatewayPorts(self._config.port, http)))
+        self._start_service(self._commands.gateway(GatewayPorts(self._config.port, self._config.http_port)))
         addresses = self._wait_for_gateway()
         self._services[0].command = self._commands.gateway(GatewayPorts.of_addresses(addresses))
         self._admin = AdminClient(addresses["admin"])
@@ -314,7 +315,7 @@ class LocalGroup:
         )
 
 
-def check_port(port: int) -> None:
+def check_port(port: int, *, option: str, field_path: str) -> None:
     """Raise PortTakenError unless the port can be listened on. 0 always can."""
     # gRPC listens with SO_REUSEPORT, so two gateways would share a port without a word; a plain bind tells.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -323,6 +324,6 @@ def check_port(port: int) -> None:
             probe.bind((HOST, port))
         except OSError as error:
             raise PortTakenError(
-                f"port {port} on {HOST} cannot be used ({error.strerror}); choose another with --port N "
-                "(0 lets the system choose) or spec.gateway.service.port"
+                f"port {port} on {HOST} cannot be used ({error.strerror}); choose another with {option} N "
+                f"(0 lets the system choose) or {field_path}"
             ) from error
