@@ -7,7 +7,8 @@ import socket
 import pytest
 
 from hetero_client.errors import PortTakenError
-from hetero_client.launcher.local_group import HOST, check_port
+from hetero_client.launcher.commands import HOST
+from hetero_client.launcher.local_group import check_port
 
 pytestmark = pytest.mark.unit
 
