@@ -297,3 +297,12 @@ async def test_tools_reach_the_template(tmp_path: Path) -> None:
             answer = await client.chat.completions.create(model=NAME, messages=messages, tools=tools, max_tokens=1)
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == len("<look>hi(look)seen")
+
+
+async def test_calls_are_counted_by_their_outcome_and_first_tokens_are_timed(ready: GatewayBench) -> None:
+    assert (await _post(ready, "/v1/completions", model=NAME, prompt="hello", max_tokens=2)).status_code == 200
+    assert (await _post(ready, "/v1/completions", model=NAME, prompt="hello", n=0)).status_code == 400
+    registry = ready.gateway.metrics.registry
+    assert registry.get_sample_value("hetero_http_calls_total", {"outcome": "200"}) == 1
+    assert registry.get_sample_value("hetero_http_calls_total", {"outcome": "400"}) == 1
+    assert registry.get_sample_value("hetero_time_to_first_token_seconds_count") == 1

@@ -78,7 +78,7 @@ class Gateway:
     """See the module. To be made on the loop that runs it."""
 
     def __init__(self, model: ServedModel, *, token: str, admin_token: str | None = None) -> None:
-        self._metrics = GatewayMetrics()
+        self.metrics = GatewayMetrics()
         self._probe_server: ProbeServer | None = None
         self._step_timeout_s = model.group_settings.step_timeout_s
         self.core = EngineCore(model.engine_config, new_detokenizer=model.tokenizer.detokenizer)
@@ -88,7 +88,7 @@ class Gateway:
             model.group_settings,
             core=self.core,
             on_state=self._on_state,
-            observe_step=self._metrics.observe_step,
+            observe_step=self.metrics.observe_step,
         )
         self._verbs = GroupVerbs(self.group, core=self.core, settings=model.group_settings)
         # The admin port's health is the process's; the inference port's is the replica's.
@@ -173,14 +173,14 @@ class Gateway:
 
     def _start_probes(self, host: str, port: int) -> ProbeServer:
         reader = LoopReader(asyncio.get_running_loop())
-        self._metrics.watch_engine(self._read_engine, reader)
+        self.metrics.watch_engine(self._read_engine, reader)
         probes = GatewayProbes(self.group, reader, step_timeout_s=self._step_timeout_s)
         try:
             return ProbeServer.start(
                 host=host,
                 port=port,
                 probes={"/livez": probes.live, "/readyz": probes.ready},
-                registry=self._metrics.registry,
+                registry=self.metrics.registry,
             )
         except OSError as error:
             raise BindError(f"--metrics-port: cannot listen on {host} port {port}: {error.strerror}") from error
@@ -197,7 +197,7 @@ class Gateway:
                 world_size=self.group.world_size,
             ),
             standing=self._standing,
-            metrics=self._metrics,
+            metrics=self.metrics,
             in_flight=self._in_flight,
         )
 
@@ -213,7 +213,7 @@ class Gateway:
                 max_model_len=model.info.max_model_len,
                 created=int(time.time()),
             ),
-            metrics=self._metrics,
+            metrics=self.metrics,
             in_flight=self._in_flight,
         )
 

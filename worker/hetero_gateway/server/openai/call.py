@@ -70,13 +70,19 @@ class Part:
 
 
 class Call:
-    """See the module. `echo` decodes prompts, if they are to be part of the answer."""
+    """See the module. `echo` decodes prompts, if they are to be part of the answer; `on_end` is told every end."""
 
     def __init__(
-        self, parts: Sequence[Part], *, frame: Frame, echo: Callable[[Sequence[int]], str] | None = None
+        self,
+        parts: Sequence[Part],
+        *,
+        frame: Frame,
+        on_end: Callable[[FinishedEvent], None],
+        echo: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         self._parts = tuple(parts)
         self._frame = frame
+        self._on_end = on_end
         self._echo = echo
         self._num_generated = 0
         self._cached = dict.fromkeys(range(len(parts)), 0)
@@ -137,6 +143,7 @@ class Call:
             self._num_generated += event.num_tokens
         else:
             self._cached[number] = max(self._cached[number], event.finished.usage.cached_tokens)
+            self._on_end(event.finished)
 
     def _usage(self) -> Json:
         return usage_object(

@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from hetero_api.v1 import inference_pb2 as pb
 from hetero_gateway.engine.core import EngineCore
 from hetero_gateway.engine.request import GenerationRequest
+from hetero_gateway.engine.stream import FinishedEvent
 from hetero_gateway.server.in_flight import InFlight
 from hetero_gateway.server.metrics import GatewayMetrics
 from hetero_gateway.server.openai.answers import ChatVoice, CompletionVoice, Frame, Json
@@ -117,7 +118,8 @@ class OpenAiEndpoint:
     async def _chat(self, request: Request) -> Response:
         async def start(body: ChatBody, call_id: str) -> Call:
             frame = self._frame(f"chatcmpl-{call_id}", ChatVoice(self._text.token_bytes), bool(body.logprobs))
-            return Call(await self._submit([chat_request(body, request_id=call_id)]), frame=frame)
+            parts = await self._submit([chat_request(body, request_id=call_id)])
+            return Call(parts, frame=frame, on_end=self._note_end)
 
         return await self._answer(request, ChatBody, start)
 
@@ -126,7 +128,7 @@ class OpenAiEndpoint:
             voice = CompletionVoice(self._text.token_bytes)
             frame = self._frame(f"cmpl-{call_id}", voice, body.logprobs is not None)
             parts = await self._submit(completion_requests(body, request_id=call_id))
-            return Call(parts, frame=frame, echo=self._text.decode if body.echo else None)
+            return Call(parts, frame=frame, on_end=self._note_end, echo=self._text.decode if body.echo else None)
 
         return await self._answer(request, CompletionBody, start)
 
@@ -181,6 +183,11 @@ class OpenAiEndpoint:
                 part.stream.cancel()
             raise
         return parts
+
+    def _note_end(self, finished: FinishedEvent) -> None:
+        first_token_s = finished.timings.first_token_s
+        if finished.index == 0 and first_token_s is not None:
+            self._metrics.observe_first_token(first_token_s)
 
     def _frame(self, object_id: str, voice: ChatVoice | CompletionVoice, with_logprobs: bool) -> Frame:
         return Frame(object_id, int(time.time()), self._served.name, voice, with_logprobs)
