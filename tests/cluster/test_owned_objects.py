@@ -14,6 +14,7 @@ from hetero_api.contract import (
     CONFIG_MANIFEST_KEY,
     CONFIG_TEMPLATES_KEY,
     GROUP,
+    HTTP_PORT,
     INFERENCE_PORT,
     KIND,
     LABEL_GATEWAY_REVISION,
@@ -179,7 +180,7 @@ def assert_restricted(pod: Object) -> None:
 
 def assert_services(services: dict[str, Any], name: str) -> None:
     client, gateway, ranks = services[name], services[f"{name}-gateway"], services[f"{name}-ranks"]
-    assert (client["type"], [port["port"] for port in client["ports"]]) == ("ClusterIP", [INFERENCE_PORT])
+    assert (client["type"], [port["port"] for port in client["ports"]]) == ("ClusterIP", [INFERENCE_PORT, HTTP_PORT])
     assert client["selector"] == gateway["selector"] == {LABEL_NAME: name, LABEL_ROLE: ROLE_GATEWAY}
     assert ranks["selector"] == {LABEL_NAME: name, LABEL_ROLE: ROLE_RANK}
     for headless in (gateway, ranks):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from hetero_api.contract import KIND, LABEL_NAME, LABEL_REVISION
+from hetero_operator.cluster.resources import FRESH_S
 from tests.support.hetero_resources import ABSENT, SPEC, resource
 from tests.support.kube.client import Client, Object
 from tests.support.kube.kubelet import Kubelet
@@ -33,6 +34,7 @@ POLL_S: Final = 0.25
 LONGEST_S: Final = 240.0
 SLACK: Final = 1.6
 GRACE_S: Final = 5.0
+QUIET_MARGIN_S: Final = 1.0
 MOUNT_MESSAGE: Final = 'MountVolume.SetUp failed for volume "shared-memory"'
 
 OPTIONAL: Final[Mapping[str, Any]] = {
@@ -112,6 +114,7 @@ class Tour:
             self.begin_to_wait()
             self.create_everything()
             self.count_what_is_said_twice()
+            self.mend_what_somebody_deleted()
             self.replace_a_pod_on_a_node_that_is_gone()
             self.roll_out_without_the_optional_objects()
             self.claim_cores_and_give_them_back()
@@ -151,6 +154,16 @@ class Tour:
         self._wait(
             lambda: any(event["count"] >= 2 for event in self._events()),
             lambda: f"no Event was counted: {[(event['reason'], event['message']) for event in self._events()]}",
+        )
+
+    def mend_what_somebody_deleted(self) -> None:
+        """Long after anything was last heard of the resource itself, which has to be asked for again then."""
+        self._wait_quiet()
+        uid = self._client_service()["metadata"]["uid"]
+        self.client.delete("Service", NAME, self.namespace)
+        self._wait(
+            lambda: (self._client_service() or {"metadata": {"uid": uid}})["metadata"]["uid"] != uid,
+            lambda: "the Service that was deleted did not come back",
         )
 
     def replace_a_pod_on_a_node_that_is_gone(self) -> None:
@@ -214,6 +227,23 @@ class Tour:
             return found
 
         self._wait(lambda: until(status()), lambda: f"no status that {what}: {status()}")
+
+    def _wait_quiet(self) -> None:
+        """Until the resource has not changed for longer than the operator takes its own word for it."""
+        seen, since_s = "", time.monotonic()
+
+        def is_quiet() -> bool:
+            nonlocal seen, since_s
+            version = self.client.get(KIND, NAME, self.namespace)["metadata"]["resourceVersion"]
+            if version != seen:
+                seen, since_s = version, time.monotonic()
+            return time.monotonic() - since_s > FRESH_S + QUIET_MARGIN_S
+
+        self._wait(is_quiet, lambda: "the resource is written to again and again")
+
+    def _client_service(self) -> Object:
+        found: Object = self.client.find("Service", NAME, self.namespace) or {}
+        return found
 
     def _wait_there(self, keys: Sequence[Key]) -> None:
         for key in keys:  # one after another, so that waiting costs one call at a time
