@@ -102,7 +102,7 @@ def test_a_damaged_model_is_named_and_ends_the_start(
         ("type: CPU", "type: CPU\n    colour: red", "spec.pools[0].colour: unknown field"),
         ("ranks: 2", "ranks: 0", "spec.pools[0].ranks: must be at least 1, not 0"),
         ("ranks: 2", "ranks: 24", "spec.pools"),
-        ("mode: Tensor", "mode: Layer", "spec.placement.mode"),
+        ("mode: Tensor", "mode: GpuOnly", "spec.placement.mode: GpuOnly needs a pool of type GPU"),
     ],
 )
 def test_a_wrong_manifest_names_the_field(pristine: Path, tmp_path: Path, old: str, new: str, said: str) -> None:
