@@ -37,6 +37,8 @@ EFFECTS: Final[Mapping[str, Effect]] = {
     "model.maxModelLen": Effect.GATEWAY,
     "pools": Effect.RANKS,
     "placement": Effect.GATEWAY,
+    "exchange.kind": Effect.GATEWAY,
+    "exchange.hostPath": Effect.RANKS,
     "engine": Effect.GATEWAY,
     "gateway": Effect.GATEWAY,
     "gateway.service": Effect.NONE,

@@ -5,7 +5,11 @@ heads) and of MLP columns or experts, and for every rank a range of the embeddin
 output head's. Ranges may be uneven and empty; over the ranks they are disjoint, ascending, and their union is exact.
 `ShardPlan.validate` proves it.
 
-Which ranks work on a layer follows from what they own of it, and so does the pipeline: `ShardPlan.stages`.
+Which ranks work on a layer follows from what they own of it, and so does the pipeline: `ShardPlan.stages`. Ranks of a
+stage that own KV heads *hold* the residual stream there; those that own MLP columns or experts only *help*: a leader
+among the holders lends them each layer's hidden states and takes their partial sums.
+
+Experts of a layer are dealt in an order of their own (`expert_orders`), so that any expert can be any rank's.
 """
 
 from __future__ import annotations
@@ -39,7 +43,10 @@ NO_UNITS: Final = UnitRange(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class LayerShard:
-    """What one rank owns of one layer: MLP columns of a dense one, experts of one that has experts."""
+    """What one rank owns of one layer: MLP columns of a dense one, experts of one that has experts.
+
+    `experts` are positions in the layer's expert order; `ShardPlan.experts_of` tells which experts these are.
+    """
 
     kv_heads: UnitRange
     mlp_columns: UnitRange
@@ -66,11 +73,23 @@ class RankShard:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Consecutive decoder layers [begin, end) that the same ranks (ascending) work on."""
+    """Consecutive decoder layers [begin, end) that the same ranks (ascending) work on, in the same roles."""
 
     ranks: tuple[int, ...]
+    holders: tuple[int, ...]
+    """Those that own KV heads: each has the residual stream. Ascending, at least one."""
     begin: int
     end: int
+
+    @property
+    def leader(self) -> int:
+        """The holder that helpers, and other stages, exchange with."""
+        return self.holders[0]
+
+    @property
+    def helpers(self) -> tuple[int, ...]:
+        """Ranks that own MLP columns or experts only, ascending."""
+        return tuple(rank for rank in self.ranks if rank not in self.holders)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +97,8 @@ class ShardPlan:
     """Who owns what, in rank order."""
 
     ranks: tuple[RankShard, ...]
+    expert_orders: tuple[tuple[int, ...], ...] = ()
+    """A permutation of its experts for each layer, () for their own order; () for all layers' own."""
 
     @property
     def world_size(self) -> int:
@@ -99,6 +120,12 @@ class ShardPlan:
         """Ranks that hold experts of the layer, ascending; none for a dense one."""
         return tuple(r for r, shard in enumerate(self.ranks) if shard.layers[layer].experts.size)
 
+    def experts_of(self, rank: int, layer: int) -> tuple[int, ...]:
+        """Numbers of the experts of a layer that a rank holds, in the order of their positions."""
+        positions = self.ranks[rank].layers[layer].experts
+        order = self.expert_orders[layer] if self.expert_orders else ()
+        return order[positions.begin : positions.end] if order else tuple(range(positions.begin, positions.end))
+
     def embedding_owners(self) -> tuple[int, ...]:
         """Ranks that hold vocabulary rows of the embedding, ascending."""
         return tuple(r for r, shard in enumerate(self.ranks) if shard.embedding_rows.size)
@@ -112,17 +139,22 @@ class ShardPlan:
         return tuple(r for r, shard in enumerate(self.ranks) if not shard.layers[layer].is_empty)
 
     def stages(self) -> tuple[Stage, ...]:
-        """The pipeline: maximal runs of layers with the same owners, in order. One rank may be in several.
+        """The pipeline: maximal runs of layers with the same owners in the same roles, in order.
 
-        Raises PlanError when a layer has no owner.
+        One rank may be in several. Raises PlanError when a layer's attention has no owner.
         """
         if not self.ranks or not self.num_layers:
             raise PlanError("a shard plan needs at least one rank and one layer")
-        runs = [(ranks, list(layers)) for ranks, layers in groupby(range(self.num_layers), key=self.layer_owners)]
-        for ranks, layers in runs:
-            if not ranks:
-                raise PlanError(f"layer {layers[0]} is owned by no rank")
-        return tuple(Stage(ranks, layers[0], layers[-1] + 1) for ranks, layers in runs)
+        stages = []
+        for (ranks, holders), run in groupby(range(self.num_layers), key=self._roles):
+            layers = list(run)
+            if not holders:
+                raise PlanError(f"the KV heads of layer {layers[0]} are owned by no rank")
+            stages.append(Stage(ranks, holders, layers[0], layers[-1] + 1))
+        return tuple(stages)
+
+    def _roles(self, layer: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.layer_owners(layer), self.attention_owners(layer)
 
     def validate(
         self,
@@ -148,15 +180,30 @@ class ShardPlan:
             _check_cover(f"layer {layer} KV heads", (s.kv_heads for s in shards), num_kv_heads)
             _check_cover(f"layer {layer} MLP columns", (s.mlp_columns for s in shards), columns)
             _check_cover(f"layer {layer} experts", (s.experts for s in shards), experts)
+        self._check_expert_orders(num_layers, num_experts, expert_layers)
         _check_cover("embedding rows", (shard.embedding_rows for shard in self.ranks), vocab_size)
         _check_cover("output head rows", (shard.head_rows for shard in self.ranks), vocab_size)
 
+    def _check_expert_orders(self, num_layers: int, num_experts: int, expert_layers: Collection[int]) -> None:
+        if self.expert_orders and len(self.expert_orders) != num_layers:
+            raise PlanError(f"expert_orders: there are {len(self.expert_orders)} for {num_layers} layers")
+        for layer, order in enumerate(self.expert_orders):
+            expected = num_experts if layer in expert_layers else 0
+            if order and sorted(order) != list(range(expected)):
+                raise PlanError(f"expert_orders: layer {layer}'s is no permutation of its {expected} experts")
+
     def to_proto(self) -> ranks_pb2.ShardPlan:
-        return ranks_pb2.ShardPlan(ranks=[_rank_to_proto(shard) for shard in self.ranks])
+        return ranks_pb2.ShardPlan(
+            ranks=[_rank_to_proto(shard) for shard in self.ranks],
+            expert_orders=[ranks_pb2.ExpertOrder(experts=order) for order in self.expert_orders],
+        )
 
     @classmethod
     def from_proto(cls, message: ranks_pb2.ShardPlan) -> ShardPlan:
-        return cls(tuple(_rank_from_proto(rank) for rank in message.ranks))
+        return cls(
+            tuple(_rank_from_proto(rank) for rank in message.ranks),
+            tuple(tuple(order.experts) for order in message.expert_orders),
+        )
 
 
 def ranges_of_counts(counts: Sequence[int]) -> tuple[UnitRange, ...]:

@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hetero_api.contract import API_VERSION, GROUP, HTTP_PORT, INFERENCE_PORT, KIND
-from hetero_api.rules import Rule, TransitionRule
+from hetero_api.rules import Reason, Rule, TransitionRule
 from hetero_api.spec_cluster import (
     DisruptionBudgetSpec,
     ImagesSpec,
@@ -39,6 +39,7 @@ from hetero_api.spec_types import (
     MAX_NAME_LENGTH,
     Annotations,
     Bytes,
+    HostFolder,
     Name,
     ObjectName,
     SpecEnum,
@@ -55,6 +56,8 @@ __all__ = [
     "CpuSpec",
     "DType",
     "EngineSpec",
+    "ExchangeKind",
+    "ExchangeSpec",
     "GatewaySpec",
     "GpuSpec",
     "HeteroInference",
@@ -73,6 +76,7 @@ __all__ = [
     "RecoverySpec",
     "SecretKeyRef",
     "ServiceSpec",
+    "WorkloadSpec",
     "field_error",
 ]
 
@@ -135,6 +139,14 @@ class PlacementShares(SpecModel):
     ] = None
 
 
+class WorkloadSpec(SpecModel):
+    """The load that a placement is chosen for, and predictions are told for."""
+
+    prompt_tokens: Annotated[int, Field(ge=1, le=10_000_000, description="Tokens of a prompt.")] = 512
+    output_tokens: Annotated[int, Field(ge=1, le=10_000_000, description="Tokens of an output.")] = 128
+    concurrency: Annotated[int, Field(ge=1, le=4096, description="Requests at a time.")] = 1
+
+
 class PlacementSpec(SpecModel):
     """How the model is spread over the ranks."""
 
@@ -142,8 +154,9 @@ class PlacementSpec(SpecModel):
         PlacementMode,
         spelled(PlacementMode),
         Field(
-            description="Auto: chosen by predicted speed. Tensor: every layer is split over all ranks. Layer: ranks "
-            "hold whole layers. GpuOnly: CPU ranks hold nothing."
+            description="Auto: the way that is predicted to be fastest, by what ranks measured; it may leave ranks "
+            "idle. Tensor: every layer is split over ranks. Layer: ranks hold whole layers. GpuOnly: CPU ranks hold "
+            "nothing."
         ),
     ] = PlacementMode.AUTO
     shares: Annotated[
@@ -153,6 +166,54 @@ class PlacementSpec(SpecModel):
             "weights for whole layers (if both are given, equal), and vocabulary does not apply."
         ),
     ] = PlacementShares()
+    workload: Annotated[
+        WorkloadSpec, Field(description="The load that mode and shares are chosen for, where they are computed.")
+    ] = WorkloadSpec()
+    rebalance_experts: Annotated[
+        bool,
+        Field(
+            description="While nothing is served, move experts that were often chosen to the ranks that are fastest "
+            "with them."
+        ),
+    ] = True
+
+
+class ExchangeKind(SpecEnum):
+    AUTO = "Auto"
+    SHARED_MEMORY = "SharedMemory"
+    GLOO = "Gloo"
+
+
+class ExchangeSpec(SpecModel):
+    """How ranks exchange tensors in host memory."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "hostPath",
+            "self.kind != 'Gloo' || !has(self.hostPath)",
+            "is of no use with kind Gloo; leave it out",
+            lambda exchange: exchange.kind != ExchangeKind.GLOO or exchange.host_path is None,
+            Reason.FORBIDDEN,
+        ),
+    )
+
+    kind: Annotated[
+        ExchangeKind,
+        spelled(ExchangeKind),
+        Field(
+            description="Auto: shared memory where all ranks have it in common, else Gloo. SharedMemory: nothing else; "
+            "ranks that have none in common do not serve. Gloo: over the network, always."
+        ),
+    ] = ExchangeKind.AUTO
+    host_path: Annotated[
+        HostFolder | None,
+        Field(
+            description="Folder in the memory of each node, e.g. /dev/shm, that becomes /dev/shm of all rank pods: "
+            "pods of one node then share memory, where each has its own by default. It must exist, and pods must be "
+            "allowed to write to it. Pod Security levels Baseline and Restricted forbid such volumes. Of use where "
+            "pods share nodes: scheduling.topology with key kubernetes.io/hostname brings them together."
+        ),
+    ] = None
 
 
 class EngineSpec(SpecModel):
@@ -281,6 +342,7 @@ class HeteroInferenceSpec(SpecModel):
     model: Annotated[ModelSpec, Field(description="Which model is served.")]
     pools: Pools
     placement: Annotated[PlacementSpec, Field(description="How the model is spread over the ranks.")] = PlacementSpec()
+    exchange: Annotated[ExchangeSpec, Field(description="How ranks exchange tensors in host memory.")] = ExchangeSpec()
     engine: Annotated[EngineSpec, Field(description="Bounds and sizes of the engine.")] = EngineSpec()
     gateway: Annotated[GatewaySpec, Field(description="The front door.")] = GatewaySpec()
     recovery: Annotated[RecoverySpec, Field(description="What happens when a rank is lost.")] = RecoverySpec()

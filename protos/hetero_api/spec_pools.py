@@ -37,6 +37,25 @@ class NumaPolicy(SpecEnum):
 class GpuSpec(SpecModel):
     """What a rank of a GPU pool gets."""
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "devices",
+            "!has(self.devices) || self.devices.all(d, self.devices.exists_one(e, e == d))",
+            "must name every device once",
+            lambda gpu: gpu.devices is None or len(set(gpu.devices)) == len(gpu.devices),
+        ),
+    )
+
+    devices: Annotated[
+        list[Annotated[int, Field(ge=0, le=1023)]] | None,
+        Field(
+            min_length=1,
+            max_length=MAX_RANKS,
+            description="CUDA device of each rank of a pod, by its number, in PCI order, among those that the pod (on "
+            "one machine: the user) may see. There may be gaps, e.g. [0, 2, 4, 6]: a pod asks for as many devices as "
+            "it takes to have the highest. Default: 0, 1, and so on.",
+        ),
+    ] = None
     cores_per_rank: Annotated[
         int, Field(ge=1, le=1024, description="Whole cores a rank, for launching work on the GPU and for the exchange.")
     ] = 2
@@ -124,6 +143,12 @@ class PoolSpec(SpecModel):
             Reason.FORBIDDEN,
         ),
         Rule(
+            "gpu.devices",
+            "!has(self.gpu) || !has(self.gpu.devices) || size(self.gpu.devices) == self.ranksPerPod",
+            "must hold one device for each rank of a pod (ranksPerPod)",
+            lambda pool: pool.gpu is None or pool.gpu.devices is None or len(pool.gpu.devices) == pool.ranks_per_pod,
+        ),
+        Rule(
             "ranks",
             "self.ranks % self.ranksPerPod == 0",
             "must be a multiple of ranksPerPod",
@@ -150,7 +175,11 @@ class PoolSpec(SpecModel):
     gpu: Annotated[GpuSpec | None, Field(description="What a rank gets, for type GPU.")] = None
     cpu: Annotated[CpuSpec | None, Field(description="What a rank gets, for type CPU.")] = None
     shared_memory: Annotated[
-        Bytes, Field(description="Size of a pod's /dev/shm, which ranks of one host exchange through.")
+        Bytes,
+        Field(
+            description="Size of a pod's /dev/shm, which its ranks exchange through; it is part of the pod's memory. "
+            "With exchange.hostPath the node's folder takes its place, and this is what the pod's memory allows for it."
+        ),
     ] = 2**30
     scheduling: Annotated[PoolScheduling, Field(description="Where this pool's pods may run.")] = PoolScheduling()
 
@@ -163,6 +192,16 @@ class PoolSpec(SpecModel):
     def gpu_or_default(self) -> GpuSpec:
         """The GPU settings in force for a GPU pool."""
         return self.gpu or GpuSpec()
+
+    @property
+    def cores_per_rank(self) -> int:
+        """Whole cores that each rank gets, whatever it computes on."""
+        return (self.gpu_or_default if self.type == PoolType.GPU else self.cpu_or_default).cores_per_rank
+
+    @property
+    def memory_per_rank(self) -> int | None:
+        """Bytes of host memory that each rank gets; None where the pool names none."""
+        return (self.gpu_or_default if self.type == PoolType.GPU else self.cpu_or_default).memory_per_rank
 
     @property
     def pods(self) -> int:

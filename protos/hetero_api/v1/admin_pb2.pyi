@@ -359,6 +359,161 @@ class RankProfile(_message.Message):
 Global___RankProfile: _TypeAlias = RankProfile  # noqa: Y015
 
 @_typing.final
+class PlaceExpertsRequest(_message.Message):
+    """Nothing to say."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlaceExpertsRequest: _TypeAlias = PlaceExpertsRequest  # noqa: Y015
+
+@_typing.final
+class PlaceExpertsResponse(_message.Message):
+    """What moved."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MOVED_EXPERTS_FIELD_NUMBER: _builtins.int
+    COUNTED_TOKENS_FIELD_NUMBER: _builtins.int
+    STEP_S_BEFORE_FIELD_NUMBER: _builtins.int
+    STEP_S_AFTER_FIELD_NUMBER: _builtins.int
+    moved_experts: _builtins.int
+    """Experts that another rank holds now, over all layers."""
+    counted_tokens: _builtins.int
+    """Tokens that were counted."""
+    step_s_before: _builtins.float
+    """Predicted decode step before and after, seconds."""
+    step_s_after: _builtins.float
+    """See step_s_before."""
+    def __init__(
+        self,
+        *,
+        moved_experts: _builtins.int = ...,
+        counted_tokens: _builtins.int = ...,
+        step_s_before: _builtins.float = ...,
+        step_s_after: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counted_tokens", b"counted_tokens", "moved_experts", b"moved_experts", "step_s_after", b"step_s_after", "step_s_before", b"step_s_before"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlaceExpertsResponse: _TypeAlias = PlaceExpertsResponse  # noqa: Y015
+
+@_typing.final
+class PlacementOption(_message.Message):
+    """One way to spread the model that was considered."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    CHOSEN_FIELD_NUMBER: _builtins.int
+    WHY_NOT_FIELD_NUMBER: _builtins.int
+    DECODE_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    WORKLOAD_S_FIELD_NUMBER: _builtins.int
+    WEIGHT_SHARES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name, e.g. "Tensor, CPU ranks on MLP only"."""
+    mode: _builtins.str
+    """As spec.placement.mode writes it; empty for one that is told for comparison only."""
+    chosen: _builtins.bool
+    """Whether it is the one in force."""
+    why_not: _builtins.str
+    """Why it cannot be had; empty if it can."""
+    decode_tokens_per_second: _builtins.float
+    """Predicted tokens a second over all streams while they decode; 0 if it cannot be had."""
+    prefill_tokens_per_second: _builtins.float
+    """Predicted prompt tokens a second."""
+    workload_s: _builtins.float
+    """Predicted seconds for the workload: all prompts, then all outputs."""
+    @_builtins.property
+    def weight_shares(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Each rank's part of the weights' bytes, in rank order, 0 to 1; empty if it cannot be had."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        mode: _builtins.str = ...,
+        chosen: _builtins.bool = ...,
+        why_not: _builtins.str = ...,
+        decode_tokens_per_second: _builtins.float = ...,
+        prefill_tokens_per_second: _builtins.float = ...,
+        workload_s: _builtins.float = ...,
+        weight_shares: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "decode_tokens_per_second", b"decode_tokens_per_second", "mode", b"mode", "name", b"name", "prefill_tokens_per_second", b"prefill_tokens_per_second", "weight_shares", b"weight_shares", "why_not", b"why_not", "workload_s", b"workload_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlacementOption: _TypeAlias = PlacementOption  # noqa: Y015
+
+@_typing.final
+class PlacementReport(_message.Message):
+    """How the model is spread, why, and whether the prediction came true."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPTIONS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    PREDICTED_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    STEP_TIME_RATIO_FIELD_NUMBER: _builtins.int
+    MEASURED_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    HOST_TIMES_FIELD_NUMBER: _builtins.int
+    DEVICE_TIMES_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """Why the chosen one was chosen; for a person."""
+    predicted_tokens_per_second: _builtins.float
+    """Of the option in force, for the workload's streams."""
+    step_time_ratio: _builtins.float
+    """Of steps that only decoded, lately: measured seconds over those predicted for the same number of rows; 0 before any."""
+    measured_tokens_per_second: _builtins.float
+    """Tokens a second of the steps that step_time_ratio is about, at the workload's streams: predicted / step_time_ratio."""
+    @_builtins.property
+    def options(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacementOption]:
+        """All that was considered."""
+
+    @_builtins.property
+    def host_times(self) -> _containers.RepeatedCompositeFieldContainer[_ranks_pb2.ExchangeTime]:
+        """What an exchange of the host was measured to take, ascending in bytes."""
+
+    @_builtins.property
+    def device_times(self) -> _containers.RepeatedCompositeFieldContainer[_ranks_pb2.ExchangeTime]:
+        """The same among GPU ranks."""
+
+    def __init__(
+        self,
+        *,
+        options: _abc.Iterable[Global___PlacementOption] | None = ...,
+        reason: _builtins.str = ...,
+        predicted_tokens_per_second: _builtins.float = ...,
+        step_time_ratio: _builtins.float = ...,
+        measured_tokens_per_second: _builtins.float = ...,
+        host_times: _abc.Iterable[_ranks_pb2.ExchangeTime] | None = ...,
+        device_times: _abc.Iterable[_ranks_pb2.ExchangeTime] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_times", b"device_times", "host_times", b"host_times", "measured_tokens_per_second", b"measured_tokens_per_second", "options", b"options", "predicted_tokens_per_second", b"predicted_tokens_per_second", "reason", b"reason", "step_time_ratio", b"step_time_ratio"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlacementReport: _TypeAlias = PlacementReport  # noqa: Y015
+
+@_typing.final
 class GetTopologyRequest(_message.Message):
     """Nothing to say."""
 
@@ -460,6 +615,8 @@ class GetTopologyResponse(_message.Message):
     CACHE_LAYOUT_FIELD_NUMBER: _builtins.int
     ASLEEP_FIELD_NUMBER: _builtins.int
     PAUSED_REQUESTS_FIELD_NUMBER: _builtins.int
+    PLACEMENT_FIELD_NUMBER: _builtins.int
+    EXCHANGE_REASON_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The resource's metadata.name."""
     state: Global___GroupState.ValueType
@@ -486,6 +643,8 @@ class GetTopologyResponse(_message.Message):
     """How KV blocks are laid out; unset until there is a cache."""
     paused_requests: _builtins.int
     """Requests that wait for a new epoch to go on where the last one left them."""
+    exchange_reason: _builtins.str
+    """Why the exchange is not the fastest that could be; empty if it is."""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankStatus]:
         """In rank order, ranks that have not joined included."""
@@ -493,6 +652,10 @@ class GetTopologyResponse(_message.Message):
     @_builtins.property
     def asleep(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What is asleep, "weights" and "kv"; empty unless the group is ASLEEP."""
+
+    @_builtins.property
+    def placement(self) -> Global___PlacementReport:
+        """How the model is spread and how fast that is; absent until it was decided."""
 
     def __init__(
         self,
@@ -512,10 +675,12 @@ class GetTopologyResponse(_message.Message):
         cache_layout: Global___CacheLayout.ValueType = ...,
         asleep: _abc.Iterable[_builtins.str] | None = ...,
         paused_requests: _builtins.int = ...,
+        placement: Global___PlacementReport | None = ...,
+        exchange_reason: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["asleep", b"asleep", "block_size", b"block_size", "cache_layout", b"cache_layout", "epoch", b"epoch", "exchange", b"exchange", "failed", b"failed", "name", b"name", "num_blocks", b"num_blocks", "paused_requests", b"paused_requests", "placement_mode", b"placement_mode", "ranks", b"ranks", "reason", b"reason", "stalled_s", b"stalled_s", "state", b"state", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asleep", b"asleep", "block_size", b"block_size", "cache_layout", b"cache_layout", "epoch", b"epoch", "exchange", b"exchange", "exchange_reason", b"exchange_reason", "failed", b"failed", "name", b"name", "num_blocks", b"num_blocks", "paused_requests", b"paused_requests", "placement", b"placement", "placement_mode", b"placement_mode", "ranks", b"ranks", "reason", b"reason", "stalled_s", b"stalled_s", "state", b"state", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -55,6 +55,10 @@ class AdminStub:
     """Records what the ranks do for some time, while requests are served. FAILED_PRECONDITION unless the group is READY and
     no other profile runs.
     """
+    PlaceExperts: _grpc.UnaryUnaryMultiCallable[_admin_pb2.PlaceExpertsRequest, _admin_pb2.PlaceExpertsResponse]
+    """Moves often chosen experts to the ranks that are fastest with them, by what was counted since the last time.
+    FAILED_PRECONDITION unless the group is READY and idle, and its model has experts.
+    """
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -82,6 +86,10 @@ class AdminAsyncStub(AdminStub):
     Profile: _aio.UnaryUnaryMultiCallable[_admin_pb2.ProfileRequest, _admin_pb2.ProfileResponse]  # type: ignore[assignment]
     """Records what the ranks do for some time, while requests are served. FAILED_PRECONDITION unless the group is READY and
     no other profile runs.
+    """
+    PlaceExperts: _aio.UnaryUnaryMultiCallable[_admin_pb2.PlaceExpertsRequest, _admin_pb2.PlaceExpertsResponse]  # type: ignore[assignment]
+    """Moves often chosen experts to the ranks that are fastest with them, by what was counted since the last time.
+    FAILED_PRECONDITION unless the group is READY and idle, and its model has experts.
     """
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
@@ -149,6 +157,16 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_pb2.ProfileResponse, _abc.Awaitable[_admin_pb2.ProfileResponse]]:
         """Records what the ranks do for some time, while requests are served. FAILED_PRECONDITION unless the group is READY and
         no other profile runs.
+        """
+
+    @_abc_1.abstractmethod
+    def PlaceExperts(
+        self,
+        request: _admin_pb2.PlaceExpertsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.PlaceExpertsResponse, _abc.Awaitable[_admin_pb2.PlaceExpertsResponse]]:
+        """Moves often chosen experts to the ranks that are fastest with them, by what was counted since the last time.
+        FAILED_PRECONDITION unless the group is READY and idle, and its model has experts.
         """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

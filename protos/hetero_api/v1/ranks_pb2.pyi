@@ -49,6 +49,46 @@ DEVICE_KIND_CUDA: DeviceKind.ValueType  # 2
 """An NVIDIA GPU."""
 Global___DeviceKind: _TypeAlias = DeviceKind  # noqa: Y015
 
+class _ModelPart:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ModelPartEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ModelPart.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MODEL_PART_UNSPECIFIED: _ModelPart.ValueType  # 0
+    """Never sent."""
+    MODEL_PART_ATTENTION_DECODE: _ModelPart.ValueType  # 1
+    """A layer's attention half, norm and projections included, in a step of `rows` sequences that decode. Unit: a KV head."""
+    MODEL_PART_ATTENTION_PREFILL: _ModelPart.ValueType  # 2
+    """The same in a step of one prompt's `rows` tokens."""
+    MODEL_PART_MLP: _ModelPart.ValueType  # 3
+    """A dense layer's MLP half. Unit: 64 columns."""
+    MODEL_PART_EXPERTS: _ModelPart.ValueType  # 4
+    """A layer's MLP half of experts, over `rows` tokens that are routed evenly. Unit: an expert."""
+    MODEL_PART_HEAD: _ModelPart.ValueType  # 5
+    """The output head and the draw, over `rows` rows. Unit: 64 vocabulary rows."""
+    MODEL_PART_STEP: _ModelPart.ValueType  # 6
+    """What a step costs beside its layers and the head: inputs, embedding, the plan's way. It has no units."""
+
+class ModelPart(_ModelPart, metaclass=_ModelPartEnumTypeWrapper):
+    """Parts of a model whose cost a rank measures with its own kernels."""
+
+MODEL_PART_UNSPECIFIED: ModelPart.ValueType  # 0
+"""Never sent."""
+MODEL_PART_ATTENTION_DECODE: ModelPart.ValueType  # 1
+"""A layer's attention half, norm and projections included, in a step of `rows` sequences that decode. Unit: a KV head."""
+MODEL_PART_ATTENTION_PREFILL: ModelPart.ValueType  # 2
+"""The same in a step of one prompt's `rows` tokens."""
+MODEL_PART_MLP: ModelPart.ValueType  # 3
+"""A dense layer's MLP half. Unit: 64 columns."""
+MODEL_PART_EXPERTS: ModelPart.ValueType  # 4
+"""A layer's MLP half of experts, over `rows` tokens that are routed evenly. Unit: an expert."""
+MODEL_PART_HEAD: ModelPart.ValueType  # 5
+"""The output head and the draw, over `rows` rows. Unit: 64 vocabulary rows."""
+MODEL_PART_STEP: ModelPart.ValueType  # 6
+"""What a step costs beside its layers and the head: inputs, embedding, the plan's way. It has no units."""
+Global___ModelPart: _TypeAlias = ModelPart  # noqa: Y015
+
 class _ExchangeKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -58,9 +98,11 @@ class _ExchangeKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Exchange
     EXCHANGE_KIND_UNSPECIFIED: _ExchangeKind.ValueType  # 0
     """Never sent."""
     EXCHANGE_KIND_SHM: _ExchangeKind.ValueType  # 1
-    """Shared memory; all ranks on one host."""
+    """Shared memory, by the native library; all ranks on one host."""
     EXCHANGE_KIND_GLOO: _ExchangeKind.ValueType  # 2
     """Gloo over the network."""
+    EXCHANGE_KIND_SHM_PYTHON: _ExchangeKind.ValueType  # 3
+    """Shared memory, without the native library, which could not be built: slower."""
 
 class ExchangeKind(_ExchangeKind, metaclass=_ExchangeKindEnumTypeWrapper):
     """How ranks exchange host tensors."""
@@ -68,9 +110,11 @@ class ExchangeKind(_ExchangeKind, metaclass=_ExchangeKindEnumTypeWrapper):
 EXCHANGE_KIND_UNSPECIFIED: ExchangeKind.ValueType  # 0
 """Never sent."""
 EXCHANGE_KIND_SHM: ExchangeKind.ValueType  # 1
-"""Shared memory; all ranks on one host."""
+"""Shared memory, by the native library; all ranks on one host."""
 EXCHANGE_KIND_GLOO: ExchangeKind.ValueType  # 2
 """Gloo over the network."""
+EXCHANGE_KIND_SHM_PYTHON: ExchangeKind.ValueType  # 3
+"""Shared memory, without the native library, which could not be built: slower."""
 Global___ExchangeKind: _TypeAlias = ExchangeKind  # noqa: Y015
 
 @_typing.final
@@ -206,6 +250,120 @@ class GatewayMessage(_message.Message):
 Global___GatewayMessage: _TypeAlias = GatewayMessage  # noqa: Y015
 
 @_typing.final
+class MatmulRate(_message.Message):
+    """Rate of matrix products in one arithmetic type."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DTYPE_FIELD_NUMBER: _builtins.int
+    FLOPS_FIELD_NUMBER: _builtins.int
+    dtype: _builtins.str
+    """As LoadModel.dtype writes it."""
+    flops: _builtins.float
+    """FLOP a second of a large product (2·n³ each)."""
+    def __init__(
+        self,
+        *,
+        dtype: _builtins.str = ...,
+        flops: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "flops", b"flops"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MatmulRate: _TypeAlias = MatmulRate  # noqa: Y015
+
+@_typing.final
+class PartCost(_message.Message):
+    """A measured cost: a part with `units` units on this rank takes fixed_s + units * unit_s seconds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PART_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    CONTEXT_FIELD_NUMBER: _builtins.int
+    FIXED_S_FIELD_NUMBER: _builtins.int
+    UNIT_S_FIELD_NUMBER: _builtins.int
+    part: Global___ModelPart.ValueType
+    """Which."""
+    rows: _builtins.int
+    """Rows of the step."""
+    context: _builtins.int
+    """Tokens that each row attends to, for ATTENTION_DECODE; 0 elsewhere."""
+    fixed_s: _builtins.float
+    """Seconds whatever the units, if there are any."""
+    unit_s: _builtins.float
+    """Seconds a unit."""
+    def __init__(
+        self,
+        *,
+        part: Global___ModelPart.ValueType = ...,
+        rows: _builtins.int = ...,
+        context: _builtins.int = ...,
+        fixed_s: _builtins.float = ...,
+        unit_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "fixed_s", b"fixed_s", "part", b"part", "rows", b"rows", "unit_s", b"unit_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PartCost: _TypeAlias = PartCost  # noqa: Y015
+
+@_typing.final
+class DeviceSpeeds(_message.Message):
+    """How fast a rank's device was measured to be, when the rank started."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMORY_BANDWIDTH_FIELD_NUMBER: _builtins.int
+    MATMUL_FIELD_NUMBER: _builtins.int
+    COSTS_FIELD_NUMBER: _builtins.int
+    COSTS_DTYPE_FIELD_NUMBER: _builtins.int
+    TO_DEVICE_BANDWIDTH_FIELD_NUMBER: _builtins.int
+    FROM_DEVICE_BANDWIDTH_FIELD_NUMBER: _builtins.int
+    DEVICE_LATENCY_S_FIELD_NUMBER: _builtins.int
+    memory_bandwidth: _builtins.float
+    """Memory read bandwidth, bytes a second."""
+    costs_dtype: _builtins.str
+    """Arithmetic type of `costs`."""
+    to_device_bandwidth: _builtins.float
+    """Bytes a second from host memory to the device's, pinned; 0 where they are the same."""
+    from_device_bandwidth: _builtins.float
+    """Bytes a second back."""
+    device_latency_s: _builtins.float
+    """Seconds of the smallest copy from the device and back."""
+    @_builtins.property
+    def matmul(self) -> _containers.RepeatedCompositeFieldContainer[Global___MatmulRate]:
+        """By arithmetic type."""
+
+    @_builtins.property
+    def costs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PartCost]:
+        """Of the model's parts, with the kernels and the type that are to be used; may be empty."""
+
+    def __init__(
+        self,
+        *,
+        memory_bandwidth: _builtins.float = ...,
+        matmul: _abc.Iterable[Global___MatmulRate] | None = ...,
+        costs: _abc.Iterable[Global___PartCost] | None = ...,
+        costs_dtype: _builtins.str = ...,
+        to_device_bandwidth: _builtins.float = ...,
+        from_device_bandwidth: _builtins.float = ...,
+        device_latency_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs", "costs_dtype", b"costs_dtype", "device_latency_s", b"device_latency_s", "from_device_bandwidth", b"from_device_bandwidth", "matmul", b"matmul", "memory_bandwidth", b"memory_bandwidth", "to_device_bandwidth", b"to_device_bandwidth"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeviceSpeeds: _TypeAlias = DeviceSpeeds  # noqa: Y015
+
+@_typing.final
 class DeviceReport(_message.Message):
     """What a rank computes on, and how fast it measured that to be."""
 
@@ -217,8 +375,7 @@ class DeviceReport(_message.Message):
     CPUS_FIELD_NUMBER: _builtins.int
     NUMA_NODES_FIELD_NUMBER: _builtins.int
     PINNED_FIELD_NUMBER: _builtins.int
-    MEMORY_BANDWIDTH_FIELD_NUMBER: _builtins.int
-    FP32_FLOPS_FIELD_NUMBER: _builtins.int
+    SPEEDS_FIELD_NUMBER: _builtins.int
     PIN_MESSAGE_FIELD_NUMBER: _builtins.int
     kind: Global___DeviceKind.ValueType
     """Kind of device."""
@@ -228,10 +385,6 @@ class DeviceReport(_message.Message):
     """Memory that the rank may use, bytes."""
     pinned: _builtins.bool
     """Whether the binding was read back from the kernel and is as asked."""
-    memory_bandwidth: _builtins.float
-    """Measured memory read bandwidth, bytes a second."""
-    fp32_flops: _builtins.float
-    """Measured fp32 matrix multiplication, FLOP a second."""
     pin_message: _builtins.str
     """What the binding lacks, or how memory is placed ("memory: bound"); for a person."""
     @_builtins.property
@@ -242,6 +395,10 @@ class DeviceReport(_message.Message):
     def numa_nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """NUMA nodes of these cores, ascending."""
 
+    @_builtins.property
+    def speeds(self) -> Global___DeviceSpeeds:
+        """How fast it was measured to be."""
+
     def __init__(
         self,
         *,
@@ -251,13 +408,12 @@ class DeviceReport(_message.Message):
         cpus: _abc.Iterable[_builtins.int] | None = ...,
         numa_nodes: _abc.Iterable[_builtins.int] | None = ...,
         pinned: _builtins.bool = ...,
-        memory_bandwidth: _builtins.float = ...,
-        fp32_flops: _builtins.float = ...,
+        speeds: Global___DeviceSpeeds | None = ...,
         pin_message: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["speeds", b"speeds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpus", b"cpus", "fp32_flops", b"fp32_flops", "kind", b"kind", "memory_bandwidth", b"memory_bandwidth", "memory_bytes", b"memory_bytes", "name", b"name", "numa_nodes", b"numa_nodes", "pin_message", b"pin_message", "pinned", b"pinned"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpus", b"cpus", "kind", b"kind", "memory_bytes", b"memory_bytes", "name", b"name", "numa_nodes", b"numa_nodes", "pin_message", b"pin_message", "pinned", b"pinned", "speeds", b"speeds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -279,6 +435,7 @@ class Hello(_message.Message):
     STORE_ADDRESS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """Name of the pool in the resource."""
     ordinal: _builtins.int
@@ -301,6 +458,10 @@ class Hello(_message.Message):
     def device(self) -> Global___DeviceReport:
         """What it computes on."""
 
+    @_builtins.property
+    def held(self) -> Global___HeldShard:
+        """What it holds in memory from earlier epochs, maybe another gateway's; absent: nothing."""
+
     def __init__(
         self,
         *,
@@ -314,14 +475,47 @@ class Hello(_message.Message):
         store_address: _builtins.str = ...,
         version: _builtins.str = ...,
         model_fingerprint: _builtins.str = ...,
+        held: Global___HeldShard | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "held", b"held"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "host_id", b"host_id", "instance_id", b"instance_id", "local_rank", b"local_rank", "model_fingerprint", b"model_fingerprint", "ordinal", b"ordinal", "pod_name", b"pod_name", "pool", b"pool", "store_address", b"store_address", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "held", b"held", "host_id", b"host_id", "instance_id", b"instance_id", "local_rank", b"local_rank", "model_fingerprint", b"model_fingerprint", "ordinal", b"ordinal", "pod_name", b"pod_name", "pool", b"pool", "store_address", b"store_address", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Hello: _TypeAlias = Hello  # noqa: Y015
+
+@_typing.final
+class HeldShard(_message.Message):
+    """Weights that a rank has."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARD_PLAN_FIELD_NUMBER: _builtins.int
+    PLAN_KEY_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    plan_key: _builtins.str
+    """LoadModel.plan_key of that plan."""
+    rank: _builtins.int
+    """Which rank's."""
+    @_builtins.property
+    def shard_plan(self) -> Global___ShardPlan:
+        """The plan that they are a shard of."""
+
+    def __init__(
+        self,
+        *,
+        shard_plan: Global___ShardPlan | None = ...,
+        plan_key: _builtins.str = ...,
+        rank: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["shard_plan", b"shard_plan"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["plan_key", b"plan_key", "rank", b"rank", "shard_plan", b"shard_plan"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeldShard: _TypeAlias = HeldShard  # noqa: Y015
 
 @_typing.final
 class UnitRange(_message.Message):
@@ -368,7 +562,7 @@ class LayerShard(_message.Message):
 
     @_builtins.property
     def experts(self) -> Global___UnitRange:
-        """Experts of a mixture-of-experts layer; empty on every rank where the layer is dense."""
+        """Experts of a mixture-of-experts layer, as positions in its ExpertOrder; empty on every rank where it is dense."""
 
     def __init__(
         self,
@@ -428,22 +622,52 @@ class ShardPlan(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RANKS_FIELD_NUMBER: _builtins.int
+    EXPERT_ORDERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankShard]:
         """In rank order."""
+
+    @_builtins.property
+    def expert_orders(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExpertOrder]:
+        """One a decoder layer, or none at all: then every layer's experts are in their own order."""
 
     def __init__(
         self,
         *,
         ranks: _abc.Iterable[Global___RankShard] | None = ...,
+        expert_orders: _abc.Iterable[Global___ExpertOrder] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ranks", b"ranks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expert_orders", b"expert_orders", "ranks", b"ranks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ShardPlan: _TypeAlias = ShardPlan  # noqa: Y015
+
+@_typing.final
+class ExpertOrder(_message.Message):
+    """In which order a layer's experts are dealt to the ranks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXPERTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def experts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """A permutation of the layer's experts; empty: their own order."""
+
+    def __init__(
+        self,
+        *,
+        experts: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["experts", b"experts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExpertOrder: _TypeAlias = ExpertOrder  # noqa: Y015
 
 @_typing.final
 class RankPlace(_message.Message):
@@ -493,7 +717,7 @@ class FormGroup(_message.Message):
 
     RANK_FIELD_NUMBER: _builtins.int
     PLACES_FIELD_NUMBER: _builtins.int
-    SHARD_PLAN_FIELD_NUMBER: _builtins.int
+    MEASURE_EXCHANGE_FIELD_NUMBER: _builtins.int
     STORE_ADDRESS_FIELD_NUMBER: _builtins.int
     EXCHANGE_FIELD_NUMBER: _builtins.int
     SEGMENT_NAME_FIELD_NUMBER: _builtins.int
@@ -503,6 +727,8 @@ class FormGroup(_message.Message):
     HEARTBEAT_INTERVAL_S_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """The receiver's rank."""
+    measure_exchange: _builtins.bool
+    """Whether to measure the exchange, and tell in Formed."""
     store_address: _builtins.str
     """"host:port" of the rendezvous store, hosted by rank 0."""
     exchange: Global___ExchangeKind.ValueType
@@ -521,16 +747,12 @@ class FormGroup(_message.Message):
     def places(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankPlace]:
         """All ranks, in rank order."""
 
-    @_builtins.property
-    def shard_plan(self) -> Global___ShardPlan:
-        """Who owns what."""
-
     def __init__(
         self,
         *,
         rank: _builtins.int = ...,
         places: _abc.Iterable[Global___RankPlace] | None = ...,
-        shard_plan: Global___ShardPlan | None = ...,
+        measure_exchange: _builtins.bool = ...,
         store_address: _builtins.str = ...,
         exchange: Global___ExchangeKind.ValueType = ...,
         segment_name: _builtins.str = ...,
@@ -539,9 +761,9 @@ class FormGroup(_message.Message):
         max_num_seqs: _builtins.int = ...,
         heartbeat_interval_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["shard_plan", b"shard_plan"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exchange", b"exchange", "heartbeat_interval_s", b"heartbeat_interval_s", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "places", b"places", "rank", b"rank", "segment_name", b"segment_name", "shard_plan", b"shard_plan", "store_address", b"store_address", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exchange", b"exchange", "heartbeat_interval_s", b"heartbeat_interval_s", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "measure_exchange", b"measure_exchange", "places", b"places", "rank", b"rank", "segment_name", b"segment_name", "store_address", b"store_address", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -554,20 +776,62 @@ class Formed(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     EXCHANGE_FIELD_NUMBER: _builtins.int
+    EXCHANGE_REASON_FIELD_NUMBER: _builtins.int
+    HOST_TIMES_FIELD_NUMBER: _builtins.int
+    DEVICE_TIMES_FIELD_NUMBER: _builtins.int
     exchange: Global___ExchangeKind.ValueType
-    """Where the exchange stands."""
+    """The exchange that stands; the same on every rank."""
+    exchange_reason: _builtins.str
+    """Why it is not the one that FormGroup asked for; empty if it is."""
+    @_builtins.property
+    def host_times(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExchangeTime]:
+        """What an all-reduce over the host exchange takes, ascending in bytes; empty unless asked for."""
+
+    @_builtins.property
+    def device_times(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExchangeTime]:
+        """The same over the device group; empty also where a rank is in none, or alone in it."""
+
     def __init__(
         self,
         *,
         exchange: Global___ExchangeKind.ValueType = ...,
+        exchange_reason: _builtins.str = ...,
+        host_times: _abc.Iterable[Global___ExchangeTime] | None = ...,
+        device_times: _abc.Iterable[Global___ExchangeTime] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exchange", b"exchange"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_times", b"device_times", "exchange", b"exchange", "exchange_reason", b"exchange_reason", "host_times", b"host_times"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Formed: _TypeAlias = Formed  # noqa: Y015
+
+@_typing.final
+class ExchangeTime(_message.Message):
+    """What an all-reduce of one size was measured to take."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BYTES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    bytes: _builtins.int
+    """Of the tensor."""
+    seconds: _builtins.float
+    """Median, seconds."""
+    def __init__(
+        self,
+        *,
+        bytes: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExchangeTime: _TypeAlias = ExchangeTime  # noqa: Y015
 
 @_typing.final
 class LoadModel(_message.Message):
@@ -578,22 +842,38 @@ class LoadModel(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     CACHE_SIZE_IS_GIVEN_FIELD_NUMBER: _builtins.int
+    SHARD_PLAN_FIELD_NUMBER: _builtins.int
+    PLAN_KEY_FIELD_NUMBER: _builtins.int
+    DEVICE_MEMORY_UTILIZATION_FIELD_NUMBER: _builtins.int
     dtype: _builtins.str
     """Arithmetic type, "float32" or "bfloat16"."""
     max_model_len: _builtins.int
     """Longest sequence, tokens."""
     cache_size_is_given: _builtins.bool
     """Whether the KV cache's size is given (kvCacheMemoryBytes): then ranks need not find out what the largest step takes."""
+    plan_key: _builtins.str
+    """Names what the plan was made from (resource and model); told again in Hello.held."""
+    device_memory_utilization: _builtins.float
+    """The part of a GPU's memory that its rank may take, above 0 and at most 1 (gpuMemoryUtilization); 0: all. CPU ranks
+    have what they were started with.
+    """
+    @_builtins.property
+    def shard_plan(self) -> Global___ShardPlan:
+        """Who owns what."""
+
     def __init__(
         self,
         *,
         dtype: _builtins.str = ...,
         max_model_len: _builtins.int = ...,
         cache_size_is_given: _builtins.bool = ...,
+        shard_plan: Global___ShardPlan | None = ...,
+        plan_key: _builtins.str = ...,
+        device_memory_utilization: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["shard_plan", b"shard_plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_size_is_given", b"cache_size_is_given", "dtype", b"dtype", "max_model_len", b"max_model_len"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_size_is_given", b"cache_size_is_given", "device_memory_utilization", b"device_memory_utilization", "dtype", b"dtype", "max_model_len", b"max_model_len", "plan_key", b"plan_key", "shard_plan", b"shard_plan"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -981,6 +1261,8 @@ class GroupCommand(_message.Message):
     WAKE_FIELD_NUMBER: _builtins.int
     START_PROFILE_FIELD_NUMBER: _builtins.int
     STOP_PROFILE_FIELD_NUMBER: _builtins.int
+    COUNT_EXPERTS_FIELD_NUMBER: _builtins.int
+    PLACE_EXPERTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def reset_cache(self) -> Global___AllocateCache:
         """Replace the KV cache."""
@@ -1001,6 +1283,14 @@ class GroupCommand(_message.Message):
     def stop_profile(self) -> Global___StopProfile:
         """End the record and report it."""
 
+    @_builtins.property
+    def count_experts(self) -> Global___CountExperts:
+        """Tell how often each expert was chosen."""
+
+    @_builtins.property
+    def place_experts(self) -> Global___PlaceExperts:
+        """Take other experts, as the plan says. Everything else of the plan must be as it is."""
+
     def __init__(
         self,
         *,
@@ -1009,12 +1299,14 @@ class GroupCommand(_message.Message):
         wake: Global___WakeCommand | None = ...,
         start_profile: Global___StartProfile | None = ...,
         stop_profile: Global___StopProfile | None = ...,
+        count_experts: Global___CountExperts | None = ...,
+        place_experts: Global___PlaceExperts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "reset_cache", b"reset_cache", "sleep", b"sleep", "start_profile", b"start_profile", "stop_profile", b"stop_profile", "wake", b"wake"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "count_experts", b"count_experts", "place_experts", b"place_experts", "reset_cache", b"reset_cache", "sleep", b"sleep", "start_profile", b"start_profile", "stop_profile", b"stop_profile", "wake", b"wake"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "reset_cache", b"reset_cache", "sleep", b"sleep", "start_profile", b"start_profile", "stop_profile", b"stop_profile", "wake", b"wake"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "count_experts", b"count_experts", "place_experts", b"place_experts", "reset_cache", b"reset_cache", "sleep", b"sleep", "start_profile", b"start_profile", "stop_profile", b"stop_profile", "wake", b"wake"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["reset_cache", "sleep", "wake", "start_profile", "stop_profile"]  # noqa: Y015
+    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["reset_cache", "sleep", "wake", "start_profile", "stop_profile", "count_experts", "place_experts"]  # noqa: Y015
     _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_action) -> _WhichOneofReturnType_action | None: ...
 
@@ -1110,6 +1402,75 @@ class StopProfile(_message.Message):
 Global___StopProfile: _TypeAlias = StopProfile  # noqa: Y015
 
 @_typing.final
+class CountExperts(_message.Message):
+    """Tell how many tokens chose each expert since the last time."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CountExperts: _TypeAlias = CountExperts  # noqa: Y015
+
+@_typing.final
+class PlaceExperts(_message.Message):
+    """Replace experts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARD_PLAN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def shard_plan(self) -> Global___ShardPlan:
+        """The plan from now on: differs from the one in force in expert_orders only."""
+
+    def __init__(
+        self,
+        *,
+        shard_plan: Global___ShardPlan | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["shard_plan", b"shard_plan"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["shard_plan", b"shard_plan"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlaceExperts: _TypeAlias = PlaceExperts  # noqa: Y015
+
+@_typing.final
+class ExpertCounts(_message.Message):
+    """How often a layer's experts were chosen."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYER_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    layer: _builtins.int
+    """The layer."""
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens that chose each expert, by the expert's number; 0 for those that other ranks hold."""
+
+    def __init__(
+        self,
+        *,
+        layer: _builtins.int = ...,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layer", b"layer", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExpertCounts: _TypeAlias = ExpertCounts  # noqa: Y015
+
+@_typing.final
 class CommandReport(_message.Message):
     """How a command went on one rank."""
 
@@ -1122,6 +1483,7 @@ class CommandReport(_message.Message):
     FREED_BYTES_FIELD_NUMBER: _builtins.int
     PROFILE_TABLE_FIELD_NUMBER: _builtins.int
     PROFILE_TRACE_FIELD_NUMBER: _builtins.int
+    EXPERT_COUNTS_FIELD_NUMBER: _builtins.int
     done: _builtins.bool
     """Whether the group did it: the same on every rank."""
     problem: _builtins.str
@@ -1136,6 +1498,10 @@ class CommandReport(_message.Message):
     """stop_profile: a table of where the time went, for a person."""
     profile_trace: _builtins.bytes
     """stop_profile with_trace: gzip of a trace in Chrome's JSON format."""
+    @_builtins.property
+    def expert_counts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExpertCounts]:
+        """count_experts: of the layers of which this rank holds experts, ascending."""
+
     def __init__(
         self,
         *,
@@ -1146,10 +1512,11 @@ class CommandReport(_message.Message):
         freed_bytes: _builtins.int = ...,
         profile_table: _builtins.str = ...,
         profile_trace: _builtins.bytes = ...,
+        expert_counts: _abc.Iterable[Global___ExpertCounts] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "freed_bytes", b"freed_bytes", "kv_bytes", b"kv_bytes", "problem", b"problem", "profile_table", b"profile_table", "profile_trace", b"profile_trace", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "expert_counts", b"expert_counts", "freed_bytes", b"freed_bytes", "kv_bytes", b"kv_bytes", "problem", b"problem", "profile_table", b"profile_table", "profile_trace", b"profile_trace", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
