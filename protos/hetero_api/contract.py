@@ -101,6 +101,11 @@ MAX_RANKS_MESSAGE_BYTES: Final = 64 * 1024 * 1024
 GATEWAY_SERVICES: Final = ("hetero.v1.Inference",)
 """Service names whose health `grpc.health.v1` tells, beside the whole server's empty name."""
 
+# --- bounds that two programs judge by -----------------------------------------------------------------
+LEAST_LOCAL_MEMORY_PERCENT: Final = 95
+"""Less of a rank's memory on the NUMA node of its cores means that it reads its weights from another. The rest is what
+other threads took, and pages that were shared before."""
+
 # --- process exit codes --------------------------------------------------------------------------------
 EXIT_OK: Final = 0
 EXIT_FAILURE: Final = 1

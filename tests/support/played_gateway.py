@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from concurrent import futures
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -20,6 +20,23 @@ from hetero_api.contract import ADMIN_PORT, AUTHORIZATION_KEY, GATEWAY_SERVICES,
 from hetero_api.v1 import admin_pb2, admin_pb2_grpc, ranks_pb2
 
 _SERIAL = itertools.count(2)
+PLACEMENT: Final = admin_pb2.PlacementReport(
+    options=[
+        admin_pb2.PlacementOption(
+            name="Tensor, CPU ranks on MLP only", mode="Tensor", chosen=True,
+            decode_tokens_per_second=118.4, prefill_tokens_per_second=4321.0,
+        ),
+        admin_pb2.PlacementOption(
+            name="GPU only", mode="GpuOnly", decode_tokens_per_second=96.1, prefill_tokens_per_second=4400.0
+        ),
+        admin_pb2.PlacementOption(name="CPU only", why_not="rank 2 lacks 3.1 GiB: raise cpu.memoryPerRank"),
+    ],
+    reason="Tensor, CPU ranks on MLP only: 118 tokens/s; GPU only would give 96.",
+    predicted_tokens_per_second=118.4,
+    step_time_ratio=0.9595,
+    measured_tokens_per_second=123.4,
+)  # fmt: skip
+"""What the gateway tells unless it is told otherwise."""
 
 
 def own_address() -> str:
@@ -47,11 +64,14 @@ class PlayedGateway(admin_pb2_grpc.AdminServicer):
         *,
         epoch: int = 1,
         reason: str = "",
+        placement: admin_pb2.PlacementReport | None = None,
+        exchange: ranks_pb2.ExchangeKind.ValueType = ranks_pb2.EXCHANGE_KIND_SHM,
+        exchange_reason: str = "",
     ) -> None:
         """How the group stands from now on; it serves when it is READY."""
         self.topology = admin_pb2.GetTopologyResponse(
-            state=state, epoch=epoch, ranks=ranks, exchange=ranks_pb2.EXCHANGE_KIND_SHM, reason=reason,
-            placement_mode="Tensor", tokens_per_second=123.4,
+            state=state, epoch=epoch, ranks=ranks, reason=reason, placement_mode="Tensor", tokens_per_second=123.4,
+            exchange=exchange, exchange_reason=exchange_reason, placement=placement or PLACEMENT,
         )  # fmt: skip
         serving = state == admin_pb2.GROUP_STATE_READY
         for service in GATEWAY_SERVICES:
@@ -72,7 +92,7 @@ class PlayedGateway(admin_pb2_grpc.AdminServicer):
     def _refuse(self, request: Any, context: Any) -> Any:
         context.abort(grpc.StatusCode.UNIMPLEMENTED, "the operator does not ask for this")
 
-    ResetCache = Sleep = WakeUp = Drain = Profile = _refuse
+    ResetCache = Sleep = WakeUp = Drain = Profile = PlaceExperts = _refuse
 
     def _serve(self, port: int) -> grpc.Server:
         server = grpc.server(futures.ThreadPoolExecutor(max_workers=2))
@@ -92,6 +112,20 @@ class PlayedGateway(admin_pb2_grpc.AdminServicer):
     ) -> None:
         for server in self._servers:
             server.stop(grace=None).wait()
+
+
+def gpu_rank_status(rank: int, pool: str, pod: str, *, kv_heads: range, columns: range) -> admin_pb2.RankStatus:
+    """A GPU rank of a model of one layer, which has loaded."""
+    shard = ranks_pb2.LayerShard(
+        kv_heads=ranks_pb2.UnitRange(begin=kv_heads.start, end=kv_heads.stop),
+        mlp_columns=ranks_pb2.UnitRange(begin=columns.start, end=columns.stop),
+    )
+    place = ranks_pb2.RankPlace(rank=rank, pool=pool, pod_name=pod)
+    place.device.CopyFrom(ranks_pb2.DeviceReport(kind=ranks_pb2.DEVICE_KIND_CUDA, name="NVIDIA H200"))
+    return admin_pb2.RankStatus(
+        place=place, joined=True, weight_bytes=8000, kv_bytes=4000, load_s=1.0,
+        shard=ranks_pb2.RankShard(layers=[shard]),
+    )  # fmt: skip
 
 
 def rank_status(rank: int, pool: str, pod: str, *, joined: bool = True) -> admin_pb2.RankStatus:

@@ -55,7 +55,7 @@ def test_overlap_is_refused() -> None:
         ShardPlan((shard, shard)).validate(num_layers=1, num_kv_heads=1, mlp_columns=8, vocab_size=16)
 
 
-def test_layers_of_the_same_owners_are_a_stage() -> None:
+def test_layers_of_the_same_owners_in_the_same_roles_are_a_stage() -> None:
     column, head = LayerShard(UnitRange(1, 1), UnitRange(0, 8)), LayerShard(UnitRange(0, 1), NO)
     whole = LayerShard(UnitRange(0, 1), UnitRange(0, 8))
     rest = LayerShard(UnitRange(1, 1), UnitRange(8, 8))
@@ -65,15 +65,28 @@ def test_layers_of_the_same_owners_are_a_stage() -> None:
             RankShard((rest, rest, column, whole), UnitRange(16, 16), UnitRange(0, 16)),
         )
     )
-    assert plan.stages() == (Stage((0,), 0, 2), Stage((0, 1), 2, 3), Stage((1,), 3, 4))
+    assert plan.stages() == (Stage((0,), (0,), 0, 2), Stage((0, 1), (0,), 2, 3), Stage((1,), (1,), 3, 4))
+    assert [(stage.leader, stage.helpers) for stage in plan.stages()] == [(0, ()), (0, (1,)), (1, ())]
     assert (plan.embedding_owners(), plan.head_owners()) == ((0,), (1,))
     assert plan.layer_owners(2) == (0, 1)
 
 
+def test_ranks_that_change_roles_begin_a_stage() -> None:
+    whole, columns, none = (LayerShard(UnitRange(0, h), UnitRange(0, c)) for h, c in ((1, 4), (0, 4), (0, 0)))
+    rows = UnitRange(0, 4)
+    plan = ShardPlan((RankShard((columns, whole), NO, NO), RankShard((whole, columns), rows, rows)))
+    assert plan.stages() == (Stage((0, 1), (1,), 0, 1), Stage((0, 1), (0,), 1, 2))
+    idle = ShardPlan((*plan.ranks, RankShard((none, none), NO, NO)))
+    assert idle.stages() == plan.stages()
+
+
 def test_a_layer_without_owner_has_no_stage() -> None:
     shard = RankShard((LayerShard(NO, NO),), NO, NO)
-    with pytest.raises(PlanError, match="layer 0 is owned by no rank"):
+    with pytest.raises(PlanError, match="the KV heads of layer 0 are owned by no rank"):
         ShardPlan((shard,)).stages()
+    helper = RankShard((LayerShard(NO, UnitRange(0, 8)),), NO, NO)
+    with pytest.raises(PlanError, match="the KV heads of layer 0 are owned by no rank"):
+        ShardPlan((helper,)).stages()
     with pytest.raises(PlanError, match="at least one rank"):
         ShardPlan(()).stages()
 
@@ -115,3 +128,37 @@ def test_embedding_and_head_are_covered_each(embedding: int, head: int, what: st
     plan = ShardPlan((RankShard((layer,), UnitRange(0, embedding), UnitRange(0, head)),))
     with pytest.raises(PlanError, match=f"{what}: 15 of 16 are owned"):
         plan.validate(num_layers=1, num_kv_heads=1, mlp_columns=8, vocab_size=16)
+
+
+def sparse_plan(*orders: tuple[int, ...]) -> ShardPlan:
+    """Three experts in each of two layers: two positions on rank 0, one on rank 1."""
+    rows = UnitRange(0, 4)
+    zero, one = LayerShard(UnitRange(0, 1), NO, UnitRange(0, 2)), LayerShard(UnitRange(1, 1), NO, UnitRange(2, 3))
+    return ShardPlan(
+        (RankShard((zero, zero), rows, rows), RankShard((one, one), UnitRange(4, 4), UnitRange(4, 4))), orders
+    )
+
+
+def test_any_expert_can_be_any_ranks() -> None:
+    plan = sparse_plan((2, 0, 1), ())
+    assert [plan.experts_of(rank, 0) for rank in (0, 1)] == [(2, 0), (1,)]
+    assert [plan.experts_of(rank, 1) for rank in (0, 1)] == [(0, 1), (2,)]
+    assert sparse_plan().experts_of(1, 0) == (2,)
+    assert ShardPlan.from_proto(plan.to_proto()) == plan
+
+
+@pytest.mark.parametrize(
+    ("orders", "message"),
+    [
+        (((0, 1, 2),), "there are 1 for 2 layers"),
+        (((0, 1, 1), ()), "layer 0's is no permutation of its 3 experts"),
+        (((), (0, 1)), "layer 1's is no permutation of its 3 experts"),
+    ],
+)
+def test_an_order_holds_every_expert_of_its_layer_once(orders: tuple[tuple[int, ...], ...], message: str) -> None:
+    def validate(plan: ShardPlan) -> None:
+        plan.validate(num_layers=2, num_kv_heads=1, mlp_columns=0, vocab_size=4, num_experts=3, expert_layers=(0, 1))
+
+    validate(sparse_plan((2, 1, 0), (0, 2, 1)))
+    with pytest.raises(PlanError, match=message):
+        validate(sparse_plan(*orders))

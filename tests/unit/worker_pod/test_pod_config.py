@@ -11,7 +11,7 @@ from hetero_api.contract import ENV_POD_IP, ENV_POD_NAME, EXIT_USAGE
 from hetero_api.host.cores import CoreGrant
 from hetero_api.spec import NumaPolicy
 from hetero_worker.config import RankConfig
-from hetero_worker.pod.app import rank_command
+from hetero_worker.pod.app import policy_in_force, rank_command
 from hetero_worker.pod.config import PodConfig
 
 pytestmark = pytest.mark.unit
@@ -38,6 +38,9 @@ def test_the_ordinal_is_the_number_that_ends_the_pods_name() -> None:
         (RENDERED, {}, "POD_NAME: ''"),
         ([*RENDERED, "--health-port", "70000"], POD, "--health-port: '70000' is no port number"),
         ([*RENDERED, "--ranks-per-pod", "0"], POD, "--ranks-per-pod"),
+        ([*RENDERED, "--cuda-devices", "0"], POD, "[0] is not a device of its own for each of 2 ranks"),
+        ([*RENDERED, "--cuda-devices", "1,1"], POD, "[1, 1] is not a device of its own for each of 2 ranks"),
+        ([*RENDERED, "--cuda-devices", "0,"], POD, "--cuda-devices: '' is no whole number"),
         ([*RENDERED, "--numa-policy", "Maybe"], POD, "'Maybe' is none of Required, BestEffort, None"),
     ],
 )
@@ -56,11 +59,41 @@ def test_a_rank_is_given_its_place_cores_and_patience(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("t")
     config = PodConfig.from_command_line(RENDERED, POD)
-    program, *arguments = rank_command(config, 1, CoreGrant((4, 5, 6), 3), memory_bytes=1 << 30, folder=tmp_path)
+    grant = CoreGrant((4, 5, 6), 3, communication=(7, 23))
+    program, *arguments = rank_command(config, 1, grant, memory_bytes=1 << 30, folder=tmp_path)
     assert (program, arguments[:2]) == (sys.executable, ["-m", "hetero_worker"])
     rank = RankConfig.from_command_line(arguments[2:], {"HETERO_GROUP_TOKEN_FILE": str(token)})
     assert (rank.pool, rank.ordinal, rank.local_rank, rank.pod_name) == ("cpu", 12, 1, "x-cpu-12")
     assert (rank.cores, rank.num_threads, rank.numa_policy) == ((4, 5, 6), 3, NumaPolicy.REQUIRED)
+    assert rank.communication_cores == (7, 23)
     assert (rank.memory_bytes, rank.store_host) == (1 << 30, "10.0.0.9")
     assert rank.measurements_file == tmp_path / "1.measured"
     assert rank.reconnect_timeout_s == rank.connect_timeout_s == 24 * 3600
+
+
+@pytest.mark.parametrize(("devices", "given"), [(["--cuda-devices", "0,6"], (0, 6)), ([], (None, None))])
+def test_a_rank_is_given_the_device_of_its_local_rank(
+    devices: list[str], given: tuple[int | None, int | None], tmp_path: Path
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("t")
+    config = PodConfig.from_command_line([*RENDERED, *devices], POD)
+    for local_rank, device in enumerate(given):
+        _, _, _, *arguments = rank_command(config, local_rank, CoreGrant((), 4), memory_bytes=1, folder=tmp_path)
+        rank = RankConfig.from_command_line(arguments, {"HETERO_GROUP_TOKEN_FILE": str(token)})
+        assert (rank.local_rank, rank.cuda_device) == (local_rank, device)
+
+
+@pytest.mark.parametrize(
+    ("devices", "num_cpus", "policy"),
+    [
+        (["--cuda-devices", "0,1"], 8, NumaPolicy.BEST_EFFORT),
+        (["--cuda-devices", "0,1"], 9, NumaPolicy.NONE),
+        ([], 8, NumaPolicy.NONE),
+    ],
+)
+def test_gpu_ranks_are_bound_where_no_other_pod_uses_their_cpus(
+    devices: list[str], num_cpus: int, policy: NumaPolicy
+) -> None:
+    config = PodConfig.from_command_line([*RENDERED, "--numa-policy", "None", *devices], POD)
+    assert policy_in_force(config, num_cpus=num_cpus) is policy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetero_api.host.cores import LogicalCore
+from hetero_api.host.topology import LogicalCore, NumaNode
 from hetero_api.spec import NumaPolicy
 from hetero_worker.pod.cores import plan_pod_cores
 
@@ -61,13 +61,43 @@ def test_each_rank_stays_on_one_numa_node() -> None:
 
 def test_pods_that_see_the_whole_node_take_different_cores() -> None:
     taken = [cores(node(), ranks=2, threads=2, ordinal=ordinal) for ordinal in range(4)]
-    assert taken[0] == [(0, 1), (2, 3)]
+    assert taken[0] == [(0, 1), (8, 9)]
     used = [number for grants in taken for grant in grants for number in grant]
     assert len(set(used)) == len(used) == 16
 
 
 def test_an_ordinal_beyond_the_node_begins_again() -> None:
     assert cores(node(), threads=8, ordinal=5) == cores(node(), threads=8, ordinal=1)
+
+
+def test_pods_that_share_a_node_leave_each_others_cores_to_compute() -> None:
+    plans = [
+        plan_pod_cores(node(), pool="cpu", ranks=1, threads=5, ordinal=ordinal, policy=REQUIRED) for ordinal in range(2)
+    ]
+    grants = [plan.grants[0][0] for plan in plans]
+    computing = {cpu for grant in grants for cpu in grant.cores}
+    assert len(computing) == 10
+    assert all(grant.communication and not set(grant.communication) & computing for grant in grants)
+
+
+def test_pods_on_a_node_with_room_for_fewer_compute_with_all_the_threads_they_asked_for() -> None:
+    assert [len(cores(node(), threads=5, ordinal=ordinal)[0]) for ordinal in range(6)] == [5] * 6
+
+
+def test_a_rank_gets_cores_near_its_device() -> None:
+    plan = plan_pod_cores(
+        node(), pool="gpu", ranks=2, threads=2, ordinal=1, policy=BEST_EFFORT, near=(1, None), field="gpu.coresPerRank"
+    )
+    first, second = plan.grants[0]
+    assert (first.cores[0] // 8, second.cores[0] // 8) == (1, 0)
+
+
+def test_memory_that_a_node_lacks_is_refused_when_required() -> None:
+    nodes = {0: NumaNode(0, None, 2**30), 1: NumaNode(1, None, 2**30)}
+    plan = plan_pod_cores(
+        node(), pool="cpu", ranks=1, threads=2, ordinal=0, policy=REQUIRED, nodes=nodes, memory_bytes=2**31
+    )
+    assert "one NUMA node with 2.0 GiB, are not free here (free: node 0: 16 with 1.0 GiB" in plan.problems[0]
 
 
 def test_too_few_cpus_are_a_problem_when_required_and_a_warning_else() -> None:

@@ -1,35 +1,67 @@
 """Platform: what a rank's device is, what it can do and how fast it is.
 
-One object a rank, made once by the process's entry and handed on; nothing asks a global. `measure` is what the
-placement solver gets to see, so it is a measurement and never a data sheet.
+One object a rank, made once by the process's entry and handed on; nothing asks a global, and a rank on host cores
+never comes near a GPU's driver: that code is imported by the ranks that compute there. `measure` is what the placement
+solver gets to see, so it is a measurement and never a data sheet.
+
+Which kernels suit a device is the platform's to say (`attention`, `packs_weights`), by name: they live in layers above.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
 
 import torch
 
 from hetero_api.v1 import ranks_pb2
 
+HOST: Final = torch.device("cpu")
+"""Where everything lies that is not on a device of its own."""
+
+
+class AttentionKind(StrEnum):
+    """Families of attention backends; attention.selection makes them."""
+
+    HOST = "host"
+    """Indices on the host, kernels that suit its cores."""
+    DEVICE = "device"
+    """Indices on the device, kernels of torch that every device has."""
+
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Speeds of the threads and memory that the rank has."""
+    """Speeds of the threads and memory, or the device, that the rank has."""
 
     memory_bandwidth: float
     """Bytes read a second, from memory, not from cache."""
-    fp32_flops: float
-    """FLOP a second of a square fp32 matrix product (2·n³ each)."""
+    matmul_flops: Mapping[str, float]
+    """FLOP a second of a square matrix product (2·n³ each), by arithmetic type."""
+    to_device_bandwidth: float = 0.0
+    """Bytes a second from pinned host memory to the device's; 0 where they are the same."""
+    from_device_bandwidth: float = 0.0
+    """Bytes a second back."""
+    device_latency_s: float = 0.0
+    """Seconds of the smallest copy from the device to the host and back."""
 
 
 class Platform(ABC):
-    """A kind of device."""
+    """A kind of device, and one of that kind.
+
+    Made without a look at the device; `open` takes it. What it is called, has and can do is known from then on.
+    """
 
     @property
     @abstractmethod
     def kind(self) -> ranks_pb2.DeviceKind.ValueType: ...
+
+    @property
+    def is_host(self) -> bool:
+        """Whether its tensors are the host's."""
+        return self.kind == ranks_pb2.DEVICE_KIND_CPU
 
     @property
     @abstractmethod
@@ -43,12 +75,40 @@ class Platform(ABC):
     @property
     @abstractmethod
     def memory_bytes(self) -> int:
-        """Memory that the rank may use."""
+        """Memory that the rank may use: the host's share of it, or the whole device's."""
 
     @property
     @abstractmethod
     def dtypes(self) -> frozenset[str]:
         """Arithmetic types, by the names of LoadModel.dtype."""
+
+    @property
+    @abstractmethod
+    def device_backend(self) -> str | None:
+        """torch.distributed's backend for collectives among devices of this kind; None: they lie on the host."""
+
+    @property
+    @abstractmethod
+    def attention(self) -> AttentionKind:
+        """Which attention suits the device."""
+
+    @property
+    @abstractmethod
+    def packs_weights(self) -> bool:
+        """Whether linear kernels that pack weights are candidates; else weights stay plain tensors."""
+
+    @property
+    @abstractmethod
+    def pins_memory(self) -> bool:
+        """Whether host memory that is copied to and from the device should be pinned."""
+
+    @abstractmethod
+    def open(self) -> None:
+        """Take the device for this process. Raises DeviceError when there is no such device. Idempotent."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until the device has done all that this thread asked of it."""
 
     @abstractmethod
     def measure(self) -> Measurement:

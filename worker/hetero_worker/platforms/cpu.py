@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 import torch
 
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.platforms.base import Measurement, Platform
+from hetero_worker.platforms.base import HOST, AttentionKind, Measurement, Platform
+from hetero_worker.platforms.speeds import matmul_flops, read_bandwidth
 
 _READ_BYTES: Final = 128 * 1024 * 1024
 _MATRIX_SIZE: Final = 768
-_REPEATS: Final = 3
 
 
 def total_memory_bytes() -> int:
@@ -51,7 +49,7 @@ class CpuPlatform(Platform):
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cpu")
+        return HOST
 
     @property
     def memory_bytes(self) -> int:
@@ -61,18 +59,30 @@ class CpuPlatform(Platform):
     def dtypes(self) -> frozenset[str]:
         return frozenset({"float32", "bfloat16"})
 
+    @property
+    def device_backend(self) -> None:
+        return None
+
+    @property
+    def attention(self) -> AttentionKind:
+        return AttentionKind.HOST
+
+    @property
+    def packs_weights(self) -> bool:
+        return True
+
+    @property
+    def pins_memory(self) -> bool:
+        return False
+
+    def open(self) -> None:
+        """The rank was bound to its cores before torch was imported."""
+
+    def synchronize(self) -> None:
+        """Nothing is ever under way."""
+
     def measure(self) -> Measurement:
-        data = torch.ones(min(self._read_bytes, self.memory_bytes // 8) // 4)
-        left = torch.ones(_MATRIX_SIZE, _MATRIX_SIZE)
-        read_s = _best_s(data.sum)
-        multiply_s = _best_s(lambda: left @ left)
-        return Measurement(memory_bandwidth=data.nbytes / read_s, fp32_flops=2 * _MATRIX_SIZE**3 / multiply_s)
-
-
-def _best_s(work: Callable[[], object]) -> float:
-    times = []
-    for _ in range(1 + _REPEATS):  # the first warms up
-        began = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - began)
-    return min(times[1:])
+        return Measurement(
+            memory_bandwidth=read_bandwidth(self, min(self._read_bytes, self.memory_bytes // 8)),
+            matmul_flops=matmul_flops(self, self.dtypes, size=_MATRIX_SIZE),
+        )

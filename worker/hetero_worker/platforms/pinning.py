@@ -3,7 +3,7 @@
 Runs before torch is imported: OpenMP and the allocator take what they find then. Cores are used one thread a
 physical core, within what affinity and cpuset allow. Memory: set_mempolicy where it is permitted, else the
 kernel's own rule that memory lies where it is touched first. Either way the result is read back from the kernel,
-and only what was seen is reported.
+and only what was seen is reported. `binding` looks again later.
 
 Policy Required: anything short of what was asked raises PinningError. BestEffort: it goes on with what it got
 and says what is missing. None: nothing is bound.
@@ -11,22 +11,43 @@ and says what is missing. None: nothing is bound.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hetero_api.cpu_list import format_cpu_list
+from hetero_api.host.topology import UNKNOWN_NODE, CpuTopology
 from hetero_api.spec import NumaPolicy
 from hetero_worker.errors import PinningError
-from hetero_worker.platforms.numa import MPOL_BIND, MPOL_PREFERRED, Kernel
-from hetero_worker.platforms.topology import CpuTopology
+from hetero_worker.platforms.numa import MPOL_BIND, MPOL_PREFERRED, Kernel, MemoryPolicy
+
+_GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class PinningRequest:
-    """What the rank was told: CPU numbers (empty: not bound), compute threads, how strictly."""
+    """What the rank was told."""
 
     cores: tuple[int, ...]
+    """CPUs to compute on; empty: not bound."""
     num_threads: int
+    """Compute threads."""
     policy: NumaPolicy
+    """How strictly."""
+    communication: tuple[int, ...] = ()
+    """CPUs for all other threads; empty: all that the process may use."""
+    memory_bytes: int = 0
+    """What the rank may take, all of it on the node of its cores if that is Required; 0: not told."""
+    pool: str = ""
+    """Name of the rank's pool in the resource."""
+
+    @property
+    def required(self) -> bool:
+        return self.policy == NumaPolicy.REQUIRED
+
+    @property
+    def path(self) -> str:
+        """Of the fields that this comes from."""
+        return f"spec.pools[{self.pool}].cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,33 +59,50 @@ class PinningReport:
     cpus: tuple[int, ...]
     """CPUs that the process is bound to, ascending; empty when it is not bound."""
     numa_nodes: tuple[int, ...]
-    """Nodes of these CPUs, ascending."""
+    """Nodes of these CPUs that the machine tells, ascending."""
     num_threads: int
     """Compute threads to use: as asked, or one a core where there are fewer."""
     memory: str
     """How memory is placed: "bound", "preferred", "first touch" (and why) or "default"."""
     reason: str
     """What is missing, for a person; empty when pinned."""
+    communication: tuple[int, ...] = ()
+    """CPUs where threads that do not compute belong, ascending; those of before where none were given."""
 
 
 def pin(request: PinningRequest, *, topology: CpuTopology, kernel: Kernel) -> PinningReport:
     """Bind the calling thread, and so all threads it starts from now on. Raises PinningError; see the module."""
-    required = request.policy == NumaPolicy.REQUIRED
     if request.policy == NumaPolicy.NONE:
-        return _unbound(request, "numa policy is None")
+        return _unbound(request, "numa policy is None", kernel)
     cpus, problems = _choose(request, topology, kernel)
-    if not cpus or (required and problems):
-        report = _unbound(request, "; ".join(problems))
+    if not cpus or (request.required and problems):
+        report = _unbound(request, "; ".join(problems), kernel)
     else:
         report = _bind(request, cpus, problems, topology=topology, kernel=kernel)
-    if required and not report.pinned:
-        raise PinningError(f"numa policy is Required, but {report.reason}")
+    require(request, report)
     return report
 
 
-def _unbound(request: PinningRequest, reason: str) -> PinningReport:
+def require(request: PinningRequest, report: PinningReport) -> None:
+    """Raises PinningError when the policy is Required and something is missing."""
+    if request.required and not report.pinned:
+        raise PinningError(f"numa policy is Required, but {report.reason}")
+
+
+def told_nodes(topology: CpuTopology, cpus: Iterable[int]) -> tuple[int, ...]:
+    """NUMA nodes of these CPUs as far as the machine tells them, ascending."""
+    return tuple(node for node in topology.nodes_of(cpus) if node != UNKNOWN_NODE)
+
+
+def _unbound(request: PinningRequest, reason: str, kernel: Kernel) -> PinningReport:
     return PinningReport(
-        pinned=False, cpus=(), numa_nodes=(), num_threads=request.num_threads, memory="default", reason=reason
+        pinned=False,
+        cpus=(),
+        numa_nodes=(),
+        num_threads=request.num_threads,
+        memory="default",
+        reason=reason,
+        communication=tuple(sorted(kernel.affinity())),
     )
 
 
@@ -89,10 +127,34 @@ def _choose(request: PinningRequest, topology: CpuTopology, kernel: Kernel) -> t
             f"{request.num_threads} threads need as many physical cores, and CPUs "
             f"{format_cpu_list(usable) or '(none)'} are on {len(cpus)}"
         )
+    return cpus, [*problems, *_check_nodes(request, cpus, topology, kernel)]
+
+
+def _check_nodes(request: PinningRequest, cpus: tuple[int, ...], topology: CpuTopology, kernel: Kernel) -> list[str]:
+    """What is wrong with the NUMA nodes of these CPUs."""
+    if not topology.tells_nodes and kernel.knows_numa():
+        return ["the machine's NUMA nodes are hidden from this process (/sys/devices/system/node)"]
     nodes = topology.nodes_of(cpus)
+    if UNKNOWN_NODE in nodes:
+        unknown = format_cpu_list(cpu for cpu in cpus if topology.cpus[cpu].node == UNKNOWN_NODE)
+        return [f"the NUMA node of CPUs {unknown} is not told (/sys/devices/system/node)"]
     if len(nodes) > 1:
-        problems.append(f"CPUs {format_cpu_list(cpus)} are on NUMA nodes {format_cpu_list(nodes)}, not on one")
-    return cpus, problems
+        return [f"CPUs {format_cpu_list(cpus)} are on NUMA nodes {format_cpu_list(nodes)}, not on one"]
+    return [problem for node in nodes for problem in _check_node_memory(request, node, topology, kernel)]
+
+
+def _check_node_memory(request: PinningRequest, node: int, topology: CpuTopology, kernel: Kernel) -> list[str]:
+    """Whether memory can be had where the cores are. BestEffort takes what lies elsewhere when its node is full."""
+    allowed = kernel.memory_nodes()
+    if topology.tells_nodes and allowed is not None and node not in allowed:
+        return [f"this process's cpuset allows memory of NUMA nodes {format_cpu_list(allowed)} only, not of {node}"]
+    size = topology.numa[node].memory_bytes
+    if size == 0:
+        return [f"NUMA node {node} has no memory"]
+    if request.required and size is not None and request.memory_bytes > size:
+        asked = f"{request.path}.memoryPerRank is {request.memory_bytes / _GIB:.1f} GiB"
+        return [f"{asked}, and NUMA node {node} has {size / _GIB:.1f} GiB"]
+    return []
 
 
 def _bind(
@@ -103,18 +165,20 @@ def _bind(
     topology: CpuTopology,
     kernel: Kernel,
 ) -> PinningReport:
+    before = kernel.affinity()
     problems = [*problems, *_bind_cores(cpus, kernel)]
-    nodes = topology.nodes_of(cpus)
-    memory = _place_memory(request.policy, nodes, kernel)
-    problems += _check_memory(nodes, topology, kernel)
+    nodes = told_nodes(topology, cpus)
+    memory, unlike = _place_memory(request, nodes, kernel)
+    problems += [*unlike, *_check_memory(nodes, topology, kernel)]
     bound = tuple(sorted(kernel.affinity())) if kernel.affinity() <= frozenset(cpus) else ()
     return PinningReport(
         pinned=not problems,
         cpus=bound,
-        numa_nodes=topology.nodes_of(bound),
+        numa_nodes=told_nodes(topology, bound),
         num_threads=min(request.num_threads, len(cpus)),
         memory=memory,
         reason="; ".join(problems),
+        communication=tuple(sorted(before & frozenset(request.communication) or before)),
     )
 
 
@@ -128,19 +192,23 @@ def _bind_cores(cpus: tuple[int, ...], kernel: Kernel) -> list[str]:
     return []
 
 
-def _place_memory(policy: NumaPolicy, nodes: tuple[int, ...], kernel: Kernel) -> str:
+def _place_memory(request: PinningRequest, nodes: tuple[int, ...], kernel: Kernel) -> tuple[str, list[str]]:
+    """How memory is placed from now on, and what the kernel made of it that was not asked for."""
     if len(nodes) != 1:
-        return "first touch"
-    required = policy == NumaPolicy.REQUIRED
+        return "first touch", []
+    wanted = MemoryPolicy(MPOL_BIND if request.required else MPOL_PREFERRED, nodes)
     try:
-        kernel.set_memory_policy(MPOL_BIND if required else MPOL_PREFERRED, nodes)
+        kernel.set_memory_policy(wanted.mode, wanted.nodes)
     except OSError as error:
-        return f"first touch (set_mempolicy: {error.strerror or error})"
-    return "bound" if required else "preferred"
+        return f"first touch (set_mempolicy: {error.strerror or error})", []
+    seen = kernel.memory_policy()
+    if seen is not None and seen != wanted:
+        return "default", [f"the kernel has memory policy {seen.mode} of NUMA nodes {format_cpu_list(seen.nodes)}"]
+    return "bound" if request.required else "preferred", []
 
 
 def _check_memory(nodes: tuple[int, ...], topology: CpuTopology, kernel: Kernel) -> list[str]:
-    if len(topology.nodes) == 1:
+    if len(topology.nodes_of_memory) <= 1:
         return []  # there is no other memory
     pages = kernel.probe_pages()
     if not pages:

@@ -12,16 +12,20 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from hetero_api.contract import EXIT_FAILURE, EXIT_PERMANENT
 from hetero_api.cpu_list import format_cpu_list
-from hetero_api.host.cores import CoreGrant, read_cpu_set
+from hetero_api.host.cores import CoreGrant
+from hetero_api.host.gpus import IN_PCI_ORDER, visible_gpus
 from hetero_api.host.memory import total_memory_bytes
 from hetero_api.host.restarts import RestartPauses
 from hetero_api.host.stop_signals import StopSignals
+from hetero_api.host.topology import CpuTopology
 from hetero_api.probe_server import ProbeServer
+from hetero_api.spec import NumaPolicy
 from hetero_worker.pod.config import PROGRAM, PodConfig
 from hetero_worker.pod.cores import plan_pod_cores
 from hetero_worker.pod.health import PodHealth
@@ -45,13 +49,19 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         stream=sys.stderr,
         format=f"%(asctime)s %(levelname)s pod={config.pod_name.replace('%', '%%')} %(name)s: %(message)s",
     )
+    topology = CpuTopology.of_this_process()
+    config = replace(config, numa_policy=policy_in_force(config, num_cpus=len(topology.cores)))
     plan = plan_pod_cores(
-        read_cpu_set(),
+        topology.cores,
+        nodes=topology.numa,
         pool=config.pool,
         ranks=config.ranks_per_pod,
         threads=config.threads_per_rank,
         ordinal=config.ordinal,
         policy=config.numa_policy,
+        near=_near(config, environment),
+        memory_bytes=config.memory_bytes_per_rank,
+        field="gpu.coresPerRank" if config.cuda_devices else "cpu.coresPerRank",
     )
     for warning in plan.warnings:
         _log.warning("%s", warning)
@@ -66,6 +76,22 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         return EXIT_FAILURE
 
 
+def policy_in_force(config: PodConfig, *, num_cpus: int) -> NumaPolicy:
+    """The pool's; but GPU ranks that have CPUs to themselves are bound to those near their device.
+
+    A container that sees more CPUs than it asked for shares them: there the kernel's scheduler does better than ranks
+    that choose without knowing of their neighbours'.
+    """
+    has_own_cpus = num_cpus <= config.ranks_per_pod * config.threads_per_rank
+    return NumaPolicy.BEST_EFFORT if config.cuda_devices and has_own_cpus else config.numa_policy
+
+
+def _near(config: PodConfig, environment: Mapping[str, str]) -> list[int | None]:
+    """NUMA node of each rank's device, as far as it is told; [] for ranks on host cores."""
+    nodes = {gpu.number: gpu.numa_node for gpu in visible_gpus(environment)}
+    return [nodes.get(number) for number in config.cuda_devices]
+
+
 def _supervise(config: PodConfig, grants: Sequence[CoreGrant], environment: Mapping[str, str], folder: Path) -> int:
     memory_bytes = config.memory_bytes_per_rank or int(
         total_memory_bytes() * _DEFAULT_MEMORY_SHARE / config.ranks_per_pod
@@ -74,7 +100,7 @@ def _supervise(config: PodConfig, grants: Sequence[CoreGrant], environment: Mapp
         RankProcess(
             local_rank,
             argv=rank_command(config, local_rank, grant, memory_bytes=memory_bytes, folder=folder),
-            environment=environment,
+            environment={**environment, **(IN_PCI_ORDER if config.cuda_devices else {})},
             pauses=RestartPauses(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S),
         )
         for local_rank, grant in enumerate(grants)
@@ -103,7 +129,9 @@ def rank_command(
         "--ordinal": config.ordinal,
         "--local-rank": local_rank,
         "--pod-name": config.pod_name,
+        "--device": f"cuda:{config.cuda_devices[local_rank]}" if config.cuda_devices else "cpu",
         "--cores": format_cpu_list(grant.cores),
+        "--communication-cores": format_cpu_list(grant.communication),
         "--num-threads": grant.num_threads,
         "--numa-policy": config.numa_policy,
         "--memory-bytes": memory_bytes,

@@ -33,6 +33,8 @@ class PodConfig:
     numa_policy: NumaPolicy
     memory_bytes_per_rank: int
     """0: an equal part of what this container may use."""
+    cuda_devices: tuple[int, ...]
+    """Device of each rank, by local rank; empty: ranks compute on host cores."""
     health_port: int
     reconnect_timeout_s: float
     stop_grace_s: float
@@ -50,6 +52,7 @@ class PodConfig:
         options = vars(parser.parse_args(arguments))
         try:
             pod_name = environment.get(ENV_POD_NAME, "")
+            _check_devices(options["cuda_devices"], options["ranks_per_pod"])
             return cls(
                 **options,
                 pod_name=pod_name,
@@ -59,6 +62,11 @@ class PodConfig:
             )
         except ValueError as error:
             parser.error(str(error))
+
+
+def _check_devices(devices: Sequence[int], ranks: int) -> None:
+    if devices and (len(devices) != ranks or len(set(devices)) != ranks):
+        raise ValueError(f"--cuda-devices: {list(devices)} is not a device of its own for each of {ranks} ranks")
 
 
 def _ordinal_of(pod_name: str) -> int:
@@ -85,6 +93,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="memory of each rank; 0: an equal part of what this container may use",
     )
+    add(
+        "--cuda-devices",
+        default=(),
+        type=_numbers,
+        metavar="LIST",
+        help='CUDA device of each rank, in PCI order, e.g. "0,2"; none: ranks compute on host cores',
+    )
     add("--health-port", default=POD_HEALTH_PORT, type=_port, metavar="N", help="probes and metrics; 0: any port")
     add(
         "--reconnect-timeout-s",
@@ -95,6 +110,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--stop-grace-s", default=STOP_GRACE_S, type=seconds, metavar="S", help="longest that ranks may take to leave")
     return parser
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(count, text.split(",")))
 
 
 def _port(text: str) -> int:

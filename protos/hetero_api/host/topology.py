@@ -1,0 +1,209 @@
+"""The machine's logical CPUs, physical cores, caches and NUMA nodes: the project's one reader of /sys/devices/system.
+
+Who picks cores (launcher, pod) and who binds to them and proves it (rank) read the same value here, so they cannot
+disagree. Files are as the kernel documents them (Documentation/admin-guide/cputopology.rst, ABI/stable/
+sysfs-devices-node); only online CPUs appear.
+
+Containers hide parts of /sys, and what is hidden is never made up:
+- no list of online CPUs: those that this process may run on, which are online;
+- no siblings of a CPU: it is a physical core of its own;
+- no third-level cache: all cores of a node count as sharing one;
+- nodes, but no list of their CPUs: these are of `UNKNOWN_NODE`, which Required accepts nowhere;
+- no nodes at all: one node 0, and `tells_nodes` is False. A kernel without NUMA looks like this, but so does a sandbox
+  on a machine of many nodes; whoever needs certainty has to ask the kernel otherwise (`platforms.pinning` does).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+from hetero_api.cpu_list import parse_cpu_list
+
+SYSFS_ROOT: Final = Path("/sys/devices/system")
+PROC_ROOT: Final = Path("/proc")
+PCI_ROOT: Final = Path("/sys/bus/pci/devices")
+UNKNOWN_NODE: Final = -1
+"""As the kernel numbers it: no node, or none that it tells."""
+_OWN_DISTANCE: Final = 10
+_OTHER_DISTANCE: Final = 20
+"""What firmware says where nothing is known: ACPI 6.5, section 5.2.17 (SLIT)."""
+_NODE_FOLDER: Final = re.compile(r"node(\d+)")
+_MEMS_ALLOWED: Final = re.compile(r"^Mems_allowed_list:[ \t]*([\d,-]+)$", re.MULTILINE)
+_MEM_TOTAL: Final = re.compile(r"\bMemTotal:\s*(\d+) kB")
+
+
+@dataclass(frozen=True, slots=True)
+class LogicalCore:
+    """One online hardware thread: a logical CPU in the kernel's words."""
+
+    number: int
+    node: int
+    """NUMA node, or UNKNOWN_NODE."""
+    physical: int
+    """The lowest number among the threads of its physical core: alike for these, and for no other."""
+    cache: int = 0
+    """The lowest number among the CPUs that share its third-level cache; 0 where that is not told."""
+
+
+@dataclass(frozen=True, slots=True)
+class NumaNode:
+    """One online node. It may have CPUs only (no module in its slots) or memory only (CXL, HBM in flat mode)."""
+
+    number: int
+    cpus: tuple[int, ...] | None
+    """Online CPUs, ascending; None where that is not told."""
+    memory_bytes: int | None
+    """Memory that may be used; None where that is not told."""
+    distances: Mapping[int, int] = field(default_factory=dict)
+    """By node, itself included; 10 is its own memory, 20 twice as slow."""
+
+    def distance(self, other: int) -> int:
+        """To another node; as firmware without a table says where it is not told."""
+        return self.distances.get(other, _OWN_DISTANCE if other == self.number else _OTHER_DISTANCE)
+
+    @property
+    def is_memory_only(self) -> bool:
+        return self.cpus == () and bool(self.memory_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class CpuTopology:
+    """All online CPUs and nodes, by number."""
+
+    cpus: Mapping[int, LogicalCore]
+    numa: Mapping[int, NumaNode]
+    tells_nodes: bool = True
+    """Whether the kernel tells of NUMA nodes at all; see the module."""
+
+    @classmethod
+    def read(cls, root: Path = SYSFS_ROOT, *, known: Iterable[int] | None = None) -> CpuTopology:
+        """Never raises for what is hidden. `known`: online CPUs where no file lists them; default: the caller's own."""
+        online = _read_list(root / "cpu" / "online")
+        if not online:
+            online = tuple(sorted(os.sched_getaffinity(0) if known is None else known))
+        numa = {node.number: node for node in _read_nodes(root / "node")}
+        node_of = {cpu: node.number for node in numa.values() for cpu in node.cpus or ()}
+        absent = UNKNOWN_NODE if numa else 0
+        cpus = {n: _read_cpu(root / "cpu", n, node=node_of.get(n, absent)) for n in online}
+        return cls(cpus, numa or {0: NumaNode(0, online, None)}, tells_nodes=bool(numa))
+
+    @classmethod
+    def of_this_process(
+        cls, root: Path = SYSFS_ROOT, *, allowed: Iterable[int] | None = None, proc_root: Path = PROC_ROOT
+    ) -> CpuTopology:
+        """What of the machine the calling thread may use: its affinity's CPUs, and memory of its cpuset's nodes.
+
+        `allowed` replaces the affinity. Nodes whose memory the cpuset withholds have none.
+        """
+        allowed = frozenset(os.sched_getaffinity(0) if allowed is None else allowed)
+        machine = cls.read(root, known=allowed)
+        cpus = {number: cpu for number, cpu in machine.cpus.items() if number in allowed}
+        mems = allowed_memory_nodes(proc_root)
+        return replace(machine, cpus=cpus, numa={n: _withhold(node, mems) for n, node in machine.numa.items()})
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """NUMA nodes that have online CPUs, ascending."""
+        return self.nodes_of(self.cpus)
+
+    @property
+    def nodes_of_memory(self) -> tuple[int, ...]:
+        """Nodes that have memory, as far as is told, ascending: where a page can lie."""
+        return tuple(sorted(n for n, node in self.numa.items() if node.memory_bytes is None or node.memory_bytes > 0))
+
+    @property
+    def memory_only_nodes(self) -> tuple[int, ...]:
+        """Nodes with memory and no CPU, ascending."""
+        return tuple(sorted(n for n, node in self.numa.items() if node.is_memory_only))
+
+    @property
+    def cores(self) -> tuple[LogicalCore, ...]:
+        """All of `cpus`, ascending."""
+        return tuple(self.cpus[number] for number in sorted(self.cpus))
+
+    def nodes_of(self, numbers: Iterable[int]) -> tuple[int, ...]:
+        """NUMA nodes of the given online CPUs, ascending; UNKNOWN_NODE among them where one is not told."""
+        return tuple(sorted({self.cpus[number].node for number in numbers}))
+
+    def one_per_core(self, numbers: Iterable[int]) -> tuple[int, ...]:
+        """The lowest of the given online CPUs on each physical core, ascending."""
+        first: dict[int, int] = {}
+        for number in sorted(numbers):
+            first.setdefault(self.cpus[number].physical, number)
+        return tuple(sorted(first.values()))
+
+
+def pci_numa_node(address: str, *, root: Path = PCI_ROOT) -> int | None:
+    """The node next to a PCI device such as "0000:3b:00.0" (either case); None where the machine does not tell."""
+    text = _read(root / address.lower() / "numa_node").strip()
+    return int(text) if text.isdecimal() else None  # -1 where firmware names none
+
+
+def allowed_memory_nodes(proc_root: Path = PROC_ROOT) -> frozenset[int] | None:
+    """Nodes whose memory this process's cpuset lets it have; None where the kernel does not tell.
+
+    The kubelet's Memory Manager narrows them with policy Static, `--cpuset-mems` of a container runtime does too.
+    """
+    match = _MEMS_ALLOWED.search(_read(proc_root / "self" / "status"))
+    return frozenset(parse_cpu_list(match[1])) if match else None
+
+
+def _withhold(node: NumaNode, mems: frozenset[int] | None) -> NumaNode:
+    return node if mems is None or node.number in mems else replace(node, memory_bytes=0)
+
+
+def _read_nodes(folder: Path) -> list[NumaNode]:
+    """Online nodes, ascending: an offline one has no folder."""
+    numbers = sorted(int(match[1]) for name in _entries(folder) if (match := _NODE_FOLDER.fullmatch(name)))
+    nodes = []
+    for number in numbers:
+        path = folder / f"node{number}"
+        distances = dict(zip(numbers, _read_numbers(path / "distance"), strict=False))
+        nodes.append(NumaNode(number, _read_list(path / "cpulist"), _read_memory_bytes(path / "meminfo"), distances))
+    return nodes
+
+
+def _read_memory_bytes(path: Path) -> int | None:
+    match = _MEM_TOTAL.search(_read(path))
+    return int(match[1]) * 1024 if match else None
+
+
+def _read_cpu(folder: Path, number: int, *, node: int) -> LogicalCore:
+    topology = folder / f"cpu{number}" / "topology"
+    # The second is the name before Linux 5.5.
+    siblings = _read_list(topology / "core_cpus_list") or _read_list(topology / "thread_siblings_list") or ()
+    sharers = _read_list(folder / f"cpu{number}" / "cache" / "index3" / "shared_cpu_list") or ()
+    return LogicalCore(number, node, min((number, *siblings)), cache=min(sharers, default=0))
+
+
+def _read_numbers(path: Path) -> list[int]:
+    words = _read(path).split()
+    return [int(word) for word in words] if all(word.isdecimal() for word in words) else []
+
+
+def _read_list(path: Path) -> tuple[int, ...] | None:
+    """() for a list that is empty, which ends its line too; None for one that is not told."""
+    text = _read(path)
+    try:
+        return parse_cpu_list(text) if text.endswith("\n") else None
+    except ValueError:  # A sandbox that answers with something else tells as little as one that hides it.
+        return None
+
+
+def _entries(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError):
+        return ""

@@ -1,0 +1,97 @@
+"""One CUDA device as a platform.
+
+Only ranks that compute on a GPU import this module, and nothing happens before `open`: a rank on host cores makes no
+CUDA context, however many GPUs its machine has.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from hetero_api.v1 import ranks_pb2
+from hetero_worker.errors import DeviceError
+from hetero_worker.platforms.base import AttentionKind, Measurement, Platform
+from hetero_worker.platforms.speeds import copy_bandwidths, matmul_flops, read_bandwidth, round_trip_s
+
+_READ_BYTES: Final = 1024 * 1024 * 1024
+_MATRIX_SIZE: Final = 4096
+_BFLOAT16_CAPABILITY: Final = (8, 0)
+
+
+class CudaPlatform(Platform):
+    """The device of an index, among those that this process sees. `pool` is named in errors."""
+
+    def __init__(self, index: int, *, pool: str) -> None:
+        self._index = index
+        self._pool = pool
+
+    @property
+    def kind(self) -> ranks_pb2.DeviceKind.ValueType:
+        return ranks_pb2.DEVICE_KIND_CUDA
+
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self._index)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", self._index)
+
+    @property
+    def memory_bytes(self) -> int:
+        return int(torch.cuda.get_device_properties(self._index).total_memory)
+
+    @property
+    def dtypes(self) -> frozenset[str]:
+        has_bfloat16 = torch.cuda.get_device_capability(self._index) >= _BFLOAT16_CAPABILITY
+        return frozenset({"float32", "bfloat16"} if has_bfloat16 else {"float32"})
+
+    @property
+    def device_backend(self) -> str:
+        return "nccl"
+
+    @property
+    def attention(self) -> AttentionKind:
+        return AttentionKind.DEVICE
+
+    @property
+    def packs_weights(self) -> bool:
+        return False
+
+    @property
+    def pins_memory(self) -> bool:
+        return True
+
+    def open(self) -> None:
+        if (problem := _problem(self._index)) is not None:
+            raise DeviceError(f"pool {self._pool}: this rank is to compute on cuda:{self._index}, but {problem}")
+        torch.cuda.set_device(self._index)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._index)
+
+    def measure(self) -> Measurement:
+        to_device, from_device = copy_bandwidths(self)
+        free, _ = torch.cuda.mem_get_info(self._index)
+        return Measurement(
+            memory_bandwidth=read_bandwidth(self, min(_READ_BYTES, free // 4)),
+            matmul_flops=matmul_flops(self, self.dtypes, size=_MATRIX_SIZE),
+            to_device_bandwidth=to_device,
+            from_device_bandwidth=from_device,
+            device_latency_s=round_trip_s(self),
+        )
+
+
+def _problem(index: int) -> str | None:
+    """Why the device cannot be had, and what to do; None if it can."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} was built without CUDA; install a CUDA build of torch"
+    if not torch.cuda.is_available():
+        return "no CUDA device can be used here: see what nvidia-smi says; a pod needs the pool's gpu.resourceName"
+    count = torch.cuda.device_count()
+    if index < count:
+        return None
+    found = ", ".join(f"{i} ({torch.cuda.get_device_name(i)})" for i in range(count))
+    return f"there are only these: {found}; name others in the pool's gpu.devices"
