@@ -3,16 +3,17 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+NATIVE := worker/hetero_worker/native/libhetero_exchange.so
 export HF_HUB_OFFLINE ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-unit test-distributed test-healing test-cluster kubernetes bench-engine bench-operator bench-recovery lint format type protos manifests docs chart golden verify bench clean
+.PHONY: help install native demo test test-unit test-distributed test-sanitizers test-healing test-gpu test-cluster kubernetes bench-engine bench-operator bench-recovery bench-exchange bench-prediction lint format type protos manifests docs chart golden verify bench clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  \033[1m%-18s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # torch goes first and by version, so that nothing else chooses a build of it.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt hatch_build.py
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "Python 3.11 or newer is needed, this is %d.%d; say make PYTHON=…" % v[:2])'
 	@echo "Installing into $(VENV) (once; some minutes)"
 	@$(PYTHON) -m venv $(VENV)
@@ -20,24 +21,37 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-install: $(STAMP) ## Make .venv with everything that development needs
+install: $(STAMP) $(NATIVE) ## Make .venv with everything that development needs
 
-demo: $(STAMP) ## Serve SmolLM2 on two CPU ranks of this machine and let it answer a question
+# Built by the installation; again when its sources are newer. Ranks can do without, so a machine without a compiler goes on.
+$(NATIVE): $(addprefix worker/hetero_worker/native/,exchange.c exchange.h build.py) | $(STAMP)
+	@$(BIN)/python -m hetero_worker.native.build || echo "going on without it: exchanges will be slower"
+
+native: $(STAMP) ## Build the exchange in C again (`make install` does so too); needs a C compiler
+	@$(BIN)/python -m hetero_worker.native.build
+
+demo: $(STAMP) $(NATIVE) ## Serve SmolLM2 on two CPU ranks of this machine and let it answer a question
 	@$(BIN)/hetero model fetch smollm2-135m-instruct
 	@$(BIN)/hetero run examples/smollm2-cpu.yaml --temperature 0 "In three sentences, explain why the sky is blue."
 
 test: test-unit test-cluster test-distributed ## Run all tests that CI runs
 
-test-unit: $(STAMP) ## Run the tests that start no processes
+test-unit: $(STAMP) $(NATIVE) ## Run the tests that start no processes
 	$(BIN)/pytest tests/unit -n 2 -q
 
-test-distributed: $(STAMP) ## Run the tests with real rank processes and the real model, one after another
+test-distributed: $(STAMP) $(NATIVE) ## Run the tests with real rank processes and the real model, one after another
 	@$(BIN)/hetero model fetch smollm2-135m-instruct
 	$(BIN)/pytest tests/distributed -q
 
-test-healing: $(STAMP) ## Kill and freeze ranks 50 times in a row under load (`make test` does so 5 times)
+test-sanitizers: $(STAMP) $(NATIVE) ## Stress the exchange in C under ThreadSanitizer, AddressSanitizer and UBSan (`make test` does, too)
+	$(BIN)/pytest tests/unit/worker_rank/test_native_stress.py -q
+
+test-healing: $(STAMP) $(NATIVE) ## Kill and freeze ranks 50 times in a row under load (`make test` does so 5 times)
 	@$(BIN)/hetero model fetch smollm2-135m-instruct
 	HETERO_HEALING_KILLS=50 $(BIN)/pytest tests/distributed/test_healing.py -q -s --timeout=0
+
+test-gpu: $(STAMP) $(NATIVE) ## Run the tests that need an NVIDIA GPU; without one they are skipped, and say so
+	$(BIN)/pytest tests/gpu -q -rs
 
 kubernetes: $(STAMP) ## Find or fetch a Kubernetes control plane, kubectl and Helm for the tests
 	@$(BIN)/python -m tests.support.kube.provision
@@ -55,7 +69,7 @@ format: $(STAMP) ## Format the code
 	$(BIN)/ruff format .
 
 type: $(STAMP) ## Check types, strictly
-	$(BIN)/mypy operator/hetero_operator worker/hetero_gateway worker/hetero_worker worker/hetero_client protos/hetero_api tools tests bench
+	$(BIN)/mypy operator/hetero_operator worker/hetero_gateway worker/hetero_worker worker/hetero_client worker/hetero_placement protos/hetero_api tools tests bench
 
 protos: $(STAMP) ## Generate the protobuf and gRPC stubs
 	$(BIN)/python -m tools.generate protos
@@ -75,18 +89,25 @@ golden: $(STAMP) ## Write the golden renders of tests/unit/operator anew; read t
 verify: $(STAMP) ## Fail when generated files differ from their sources
 	$(BIN)/python -m tools.generate --check protos manifests docs chart
 
-bench: $(STAMP) ## Measure against transformers and this machine's limits; writes bench/results
+bench: $(STAMP) $(NATIVE) ## Measure against transformers and this machine's limits; writes bench/results
 	@$(BIN)/hetero model fetch smollm2-135m-instruct
 	$(BIN)/python -m bench.run
 
-bench-engine: $(STAMP) ## Measure scheduler, gateway, overlap, prefix cache and micro-batches, each against its limit
+bench-engine: $(STAMP) $(NATIVE) ## Measure scheduler, gateway, overlap, prefix cache and micro-batches, each against its limit
 	@$(BIN)/hetero model fetch smollm2-135m-instruct
 	$(BIN)/python -m bench.scheduler_steps
 	$(BIN)/python -m bench.gateway_alone
 	$(BIN)/python -m bench.engine_core
 	$(BIN)/python -m bench.micro_batches
 
-bench-recovery: $(STAMP) ## Measure how long a group takes to recover from 50 killed or frozen ranks; writes bench/results
+bench-exchange: native ## Measure an exchange of two ranks on two cores: native, in Python, over Gloo; writes bench/results
+	$(BIN)/python -m bench.exchange
+
+bench-prediction: $(STAMP) $(NATIVE) ## Measure whether placements of two models are as fast as predicted; writes bench/results
+	@$(BIN)/hetero model fetch smollm2-135m-instruct
+	$(BIN)/python -m bench.prediction
+
+bench-recovery: $(STAMP) $(NATIVE) ## Measure how long a group takes to recover from 50 killed or frozen ranks; writes bench/results
 	@$(BIN)/hetero model fetch smollm2-135m-instruct
 	$(BIN)/python -m bench.recovery
 

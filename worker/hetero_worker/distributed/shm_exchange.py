@@ -1,8 +1,8 @@
-"""ShmExchange: ranks of one host exchange through shared memory, in rounds (shm_rounds) and over links (shm_links).
+"""ShmExchange: ranks of one host exchange through shared memory, in rounds and over links.
 
-There are no fences in Python. The algorithms rely on stores becoming visible in program order, which x86-64
-promises (total store order) and other machines do not; the constructor refuses those. Areas stay below the size
-from which libc's memcpy uses non-temporal stores.
+By the native library where all ranks have it; else in Python (shm_rounds, shm_links, shm_words), some times slower.
+There are no fences in Python: that path relies on stores becoming visible in program order, which x86-64 promises
+(total store order) and other machines do not; those are refused. Ranks must agree on which of the two it is.
 
 All is called from one thread; only `abort` and `close` may come from another.
 """
@@ -10,47 +10,95 @@ All is called from one thread; only `abort` and `close` may come from another.
 from __future__ import annotations
 
 import platform
+import threading
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 
-from hetero_worker.distributed.exchange import LocalExchange, PendingTensor, SumExchange
+from hetero_worker.distributed.exchange import LocalExchange, PendingTensor, SendsAtOnce, SumExchange
 from hetero_worker.distributed.routes import Link
 from hetero_worker.distributed.shm_links import LinkReceiver, LinkSource
+from hetero_worker.distributed.shm_native import NativeRank
+from hetero_worker.distributed.shm_native_links import NativeReceiver, NativeSource
+from hetero_worker.distributed.shm_native_rounds import NativeRounds
 from hetero_worker.distributed.shm_rounds import ShmRounds
-from hetero_worker.distributed.shm_segment import ShmSegment
+from hetero_worker.distributed.shm_segment import LINK_DEPTH, LinkLayout, RoundsLayout, ShmSegment
 from hetero_worker.distributed.shm_words import SharedWords
+from hetero_worker.distributed.traffic import Traffic, TrafficCounter
 from hetero_worker.errors import ExchangeError
+from hetero_worker.native.library import MAX_SEATS, NativeLibrary
 
 AREA_BYTES: Final = 512 * 1024
-SUPPORTED_MACHINES: Final = frozenset({"x86_64", "AMD64"})
+_ORDERED_MACHINES: Final = frozenset({"x86_64", "AMD64"})
 
 
 def unsupported_reason(machine: str | None = None) -> str | None:
-    """Why this machine cannot use ShmExchange; None when it can."""
+    """Why this machine cannot use ShmExchange without the native library; None when it can."""
     machine = machine or platform.machine()
-    if machine in SUPPORTED_MACHINES:
+    if machine in _ORDERED_MACHINES:
         return None
-    return f"shared-memory exchange needs the store order of x86-64; this machine is {machine}"
+    return f"shared-memory exchange needs the native library or the store order of x86-64; this machine is {machine}"
 
 
-class ShmExchange:
-    """HostExchange over a ShmSegment; see the module. Raises ExchangeError on a machine without store order."""
+class _Rounds(SumExchange, Protocol):
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None: ...
 
-    def __init__(self, segment: ShmSegment, *, rank: int, timeout_s: float, machine: str | None = None) -> None:
-        if reason := unsupported_reason(machine):
+    def all_gather(self, tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]: ...
+
+
+class _Source(Protocol):
+    def send(self, tensor: torch.Tensor) -> None: ...
+
+
+class _Receiver(Protocol):
+    def post(self, out: torch.Tensor) -> PendingTensor: ...
+
+
+class _Way(Protocol):
+    """One of the two ways to use a segment."""
+
+    @property
+    def traffic(self) -> Traffic: ...
+
+    def rounds(self, layout: RoundsLayout) -> _Rounds: ...
+
+    def source(self, layout: LinkLayout) -> _Source: ...
+
+    def receiver(self, layout: LinkLayout) -> _Receiver: ...
+
+    def abort(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class ShmExchange(SendsAtOnce):
+    """HostExchange over a ShmSegment, which it closes; see the module.
+
+    Without a library it is the Python way. Raises ExchangeError where neither serves: on a machine without store order,
+    for more than 64 ranks.
+    """
+
+    def __init__(
+        self, segment: ShmSegment, *, timeout_s: float, library: NativeLibrary | None, machine: str | None = None
+    ) -> None:
+        if segment.layout.world_size > MAX_SEATS:
+            raise ExchangeError(f"ranks of one host are {MAX_SEATS} at most, not {segment.layout.world_size}")
+        if library is None and (reason := unsupported_reason(machine)):
             raise ExchangeError(reason)
-        self._rank = rank
-        self._words = words = SharedWords(segment, timeout_s=timeout_s)
+        self._segment = segment
+        self._rank = rank = segment.rank
+        self._way: _Way = (
+            _NativeWay(segment, library, timeout_s) if library is not None else _PythonWay(segment, timeout_s)
+        )
         rounds = [layout for layout in segment.layout.rounds() if rank in layout.ranks]
-        self._groups = {layout.ranks: ShmRounds(segment, layout, rank=rank, words=words) for layout in rounds}
+        self._groups = {layout.ranks: self._way.rounds(layout) for layout in rounds}
         self._world = self._groups[tuple(range(segment.layout.world_size))]
         links = segment.layout.links()
-        self._sources = {at.link: LinkSource(segment, at, words) for at in links if rank == at.link.source}
-        self._receivers = {
-            at.link: LinkReceiver(segment, at, words, rank=rank) for at in links if rank in at.link.receivers
-        }
+        self._sources = {at.link: self._way.source(at) for at in links if rank == at.link.source}
+        self._receivers = {at.link: self._way.receiver(at) for at in links if rank in at.link.receivers}
+        self._lock = threading.Lock()
+        self._closed = False
 
     @property
     def rank(self) -> int:
@@ -59,6 +107,14 @@ class ShmExchange:
     @property
     def world_size(self) -> int:
         return self._world.world_size
+
+    @property
+    def link_bytes(self) -> int:
+        return LINK_DEPTH * self._segment.layout.area_bytes
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._way.traffic
 
     def all_reduce(self, tensor: torch.Tensor, contributors: Sequence[int]) -> None:
         self._world.all_reduce(tensor, contributors)
@@ -79,12 +135,70 @@ class ShmExchange:
         return self._receivers[link].post(out)
 
     def abort(self) -> None:
-        """Set the segment's abort word: every rank's blocked or later call raises ExchangeAborted."""
+        """End it for all: every rank's blocked or later call raises ExchangeAborted. Once closed this does nothing."""
+        with self._lock:
+            if not self._closed:
+                self._way.abort()
+
+    def close(self) -> None:
+        """Leave the segment: later calls raise, and a rank that still waits for this one learns that it is gone."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._way.close()
+                self._segment.leave()
+
+
+class _NativeWay:
+    def __init__(self, segment: ShmSegment, library: NativeLibrary, timeout_s: float) -> None:
+        self._rank = NativeRank(segment, library, timeout_s=timeout_s)
+        self.abort = self._rank.abort
+        self.close = self._rank.close
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._rank.traffic
+
+    def rounds(self, layout: RoundsLayout) -> NativeRounds:
+        return NativeRounds(self._rank, layout)
+
+    def source(self, layout: LinkLayout) -> NativeSource:
+        return NativeSource(self._rank, layout)
+
+    def receiver(self, layout: LinkLayout) -> NativeReceiver:
+        return NativeReceiver(self._rank, layout)
+
+
+class _PythonWay:
+    def __init__(self, segment: ShmSegment, timeout_s: float) -> None:
+        self._segment = segment
+        self._words = SharedWords(segment, timeout_s=timeout_s)
+        self._counter = TrafficCounter()
+        self._ends: list[ShmRounds | LinkSource | LinkReceiver] = []
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._counter.total()
+
+    def rounds(self, layout: RoundsLayout) -> ShmRounds:
+        made = ShmRounds(self._segment, layout, words=self._words, counter=self._counter)
+        self._ends.append(made)
+        return made
+
+    def source(self, layout: LinkLayout) -> LinkSource:
+        made = LinkSource(self._segment, layout, self._words, self._counter)
+        self._ends.append(made)
+        return made
+
+    def receiver(self, layout: LinkLayout) -> LinkReceiver:
+        made = LinkReceiver(self._segment, layout, self._words)
+        self._ends.append(made)
+        return made
+
+    def abort(self) -> None:
         self._words.abort()
 
     def close(self) -> None:
         self._words.close()
-        for rounds in self._groups.values():
-            rounds.forget()
-        for end in (*self._sources.values(), *self._receivers.values()):
+        for end in self._ends:
             end.forget()

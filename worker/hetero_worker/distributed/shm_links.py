@@ -1,4 +1,4 @@
-"""Links through shared memory: a ring of areas that one rank writes and others read.
+"""Links through shared memory, without the native library: a ring of areas that one rank writes and others read.
 
 The source writes message n into area n mod LINK_DEPTH once every receiver has taken message n - LINK_DEPTH, then
 raises its counter to n; a receiver waits for that, copies the message out and raises its own. So the source runs
@@ -14,8 +14,11 @@ from collections.abc import Iterator
 import torch
 
 from hetero_worker.distributed.exchange import Arrived, PendingTensor
+from hetero_worker.distributed.shm_peers import Late
+from hetero_worker.distributed.shm_pending import OUT_OF_TURN, PendingMessages
 from hetero_worker.distributed.shm_segment import LINK_DEPTH, LinkLayout, ShmSegment
 from hetero_worker.distributed.shm_words import SharedWords
+from hetero_worker.distributed.traffic import TrafficCounter
 
 
 class _LinkEnd:
@@ -45,8 +48,9 @@ class _LinkEnd:
 class LinkSource(_LinkEnd):
     """The sending end."""
 
-    def __init__(self, segment: ShmSegment, layout: LinkLayout, words: SharedWords) -> None:
+    def __init__(self, segment: ShmSegment, layout: LinkLayout, words: SharedWords, counter: TrafficCounter) -> None:
         super().__init__(segment, layout, words)
+        self._counter = counter
         self._sent = 0
 
     def send(self, tensor: torch.Tensor) -> None:
@@ -56,19 +60,20 @@ class LinkSource(_LinkEnd):
             self._words.await_all(self._layout.taken, number - LINK_DEPTH, self._late)
             self._area(number, part).copy_(part)
             self._words[self._layout.sent] = self._sent = number
+        if tensor.numel():
+            self._counter.count_message(tensor.nbytes)
 
-    def _late(self, number: int) -> str:
+    def _late(self, number: int) -> Late:
         taken = zip(self._layout.link.receivers, self._layout.taken, strict=True)
-        late = ", ".join(str(rank) for rank, word in taken if self._words[word] < number)
-        return f"rank(s) {late} did not take what was sent to them within {self._words.timeout_s:g} s"
+        return Late(tuple(rank for rank, word in taken if self._words[word] < number), "take what was sent to them")
 
 
 class LinkReceiver(_LinkEnd):
     """A receiving end."""
 
-    def __init__(self, segment: ShmSegment, layout: LinkLayout, words: SharedWords, *, rank: int) -> None:
+    def __init__(self, segment: ShmSegment, layout: LinkLayout, words: SharedWords) -> None:
         super().__init__(segment, layout, words)
-        self._own_word = layout.taken[layout.link.receivers.index(rank)]
+        self._own_word = layout.taken[layout.link.receivers.index(segment.rank)]
         self._posted = 0
         self._taken = 0
 
@@ -76,33 +81,18 @@ class LinkReceiver(_LinkEnd):
         self._words.check_open()
         first = self._posted + 1
         self._posted += -(-out.nbytes // self._area_bytes)
-        return Arrived(out) if first > self._posted else _PendingMessages(self, out, first)
+        return Arrived(out) if first > self._posted else PendingMessages(self, out, first)
 
     def take(self, out: torch.Tensor, first: int) -> None:
         """Copy the messages from `first` on into `out`."""
         self._words.check_open()
         if self._taken != first - 1:
-            raise ValueError("tensors of one link must be waited for in the order in which they were posted")
+            raise ValueError(OUT_OF_TURN)
         for number, part in enumerate(self._slices(out), first):
             self._words.await_all((self._layout.sent,), number, self._late)
             part.copy_(self._area(number, part))
             self._words[self._own_word] = self._taken = number
 
-    def _late(self, _number: int) -> str:
-        return f"rank {self._layout.link.source} did not send within {self._words.timeout_s:g} s"
-
-
-class _PendingMessages:
-    """A posted receipt."""
-
-    def __init__(self, receiver: LinkReceiver, out: torch.Tensor, first: int) -> None:
-        self._receiver = receiver
-        self._out = out
-        self._first = first
-        self._done = False
-
-    def wait(self) -> torch.Tensor:
-        if not self._done:
-            self._receiver.take(self._out, self._first)
-            self._done = True
-        return self._out
+    def _late(self, number: int) -> Late:
+        is_late = self._words[self._layout.sent] < number
+        return Late((self._layout.link.source,) if is_late else (), "send")

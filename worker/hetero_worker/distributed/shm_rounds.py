@@ -1,4 +1,4 @@
-"""Rounds of a group, or subgroup, through shared memory.
+"""Rounds of a group, or subgroup, through shared memory, without the native library.
 
 A round, for one rank: write into my area of the round's parity, raise my counter to the round's number, wait until
 the contributors' counters reach it, read their areas. Two areas a rank are enough: a counter at n says that its rank
@@ -16,8 +16,10 @@ from typing import Final
 import torch
 
 from hetero_worker.distributed.reduction import check_summable, sum_in_order
+from hetero_worker.distributed.shm_peers import Late
 from hetero_worker.distributed.shm_segment import RoundsLayout, ShmSegment
 from hetero_worker.distributed.shm_words import SharedWords
+from hetero_worker.distributed.traffic import TrafficCounter
 
 _MAX_ROUTES: Final = 1024
 
@@ -35,7 +37,10 @@ class _Route:
 class ShmRounds:
     """One rank's end; see the module. Ranks are named by their number in the whole group."""
 
-    def __init__(self, segment: ShmSegment, layout: RoundsLayout, *, rank: int, words: SharedWords) -> None:
+    def __init__(
+        self, segment: ShmSegment, layout: RoundsLayout, *, words: SharedWords, counter: TrafficCounter
+    ) -> None:
+        rank = segment.rank
         self._ranks = layout.ranks
         self._rank = rank
         self._counters = dict(zip(layout.ranks, layout.counters, strict=True))
@@ -43,6 +48,7 @@ class ShmRounds:
         self._area_bytes = segment.layout.area_bytes
         self._memory: mmap.mmap | None = segment.memory
         self._words = words
+        self._counter = counter
         self._own_word = self._counters[rank]
         self._peer_words = tuple(word for peer, word in self._counters.items() if peer != rank)
         self._routes: dict[tuple[object, ...], _Route] = {}
@@ -69,6 +75,8 @@ class ShmRounds:
         gathered = [torch.empty(count, dtype=tensor.dtype) for count in counts]
         gathered[own].copy_(tensor)
         step = self._area_bytes // tensor.element_size()
+        if any(counts):
+            self._counter.count_round(tensor.nbytes)
         for begin in range(0, max(counts), step):
             parts = [whole[begin : begin + step] for whole in gathered]
             self._gather_round(dict(zip(self._ranks, parts, strict=True)))
@@ -81,11 +89,16 @@ class ShmRounds:
 
     def _share(self, tensor: torch.Tensor, contributors: tuple[int, ...]) -> None:
         self._words.check_open()
+        if not tensor.is_contiguous():
+            raise ValueError("tensors are exchanged where they lie: they must be contiguous")
+        if tensor.numel():
+            self._counter.count_round(tensor.nbytes if self._rank in contributors else 0)
+            self._share_slice(tensor, contributors)
+
+    def _share_slice(self, tensor: torch.Tensor, contributors: tuple[int, ...]) -> None:
         key = (tensor.shape, tensor.dtype, contributors)
         route = self._routes.get(key)
         if route is None:
-            if tensor.numel() == 0:
-                return
             if tensor.nbytes > self._area_bytes:
                 self._share_in_slices(tensor.view(-1), contributors)
                 return
@@ -95,7 +108,7 @@ class ShmRounds:
     def _share_in_slices(self, flat: torch.Tensor, contributors: tuple[int, ...]) -> None:
         step = self._area_bytes // flat.element_size()
         for begin in range(0, flat.numel(), step):
-            self._share(flat[begin : begin + step], contributors)
+            self._share_slice(flat[begin : begin + step], contributors)
 
     def _share_round(self, tensor: torch.Tensor, route: _Route) -> None:
         number = self._round + 1
@@ -148,6 +161,6 @@ class ShmRounds:
     def _await(self, words: tuple[int, ...], number: int) -> None:
         self._words.await_all(words, number, self._late)
 
-    def _late(self, number: int) -> str:
-        late = ", ".join(str(rank) for rank, word in self._counters.items() if self._words[word] < number)
-        return f"rank(s) {late} did not reach round {number} within {self._words.timeout_s:g} s"
+    def _late(self, number: int) -> Late:
+        ranks = tuple(rank for rank, word in self._counters.items() if self._words[word] < number)
+        return Late(ranks, f"reach round {number}")

@@ -2,7 +2,8 @@
 
 Layout, in 128-byte lines (two cache lines, so that a prefetched neighbour is never another rank's):
 
-    line 0        abort word: not 0 once any rank has aborted
+    line 0        end word: not 0 once the exchange has ended for all (shm_peers.py)
+    lines         a seat for each rank: the word that it sleeps on, whether it sleeps, its mark (native/exchange.h)
     lines         a counter for each rank of the group, then for each of every subgroup: the round that it has published
     lines         for each link: a counter of what its source has sent, and of what each receiver has taken
     next page     areas: rank 0 even, rank 0 odd, rank 1 even, …, the same for subgroups, then LINK_DEPTH for each link
@@ -10,7 +11,13 @@ Layout, in 128-byte lines (two cache lines, so that a prefetched neighbour is ne
 The file lives in /dev/shm, readable by its owner only, from `create` until `unlink`, which follows as soon as
 all ranks have attached: a few milliseconds. Afterwards it has no name and the kernel frees it with the last
 process that maps it, however that process ends. Space is reserved before it is mapped, so a full /dev/shm is an
-error here and not a SIGBUS later.
+error here and not a SIGBUS later; every rank reserves the areas that it writes, so that they are its node's memory.
+
+While a rank is there it holds a lock on one byte of the file, its own. The kernel lets go of it when the process ends,
+however it ends and in whatever pid namespace; so peers can ask the file who is still there (`absent`).
+
+Whether ranks that opened the same name share memory is proved, not assumed: each leaves its *mark*, made of a nonce
+that they agreed upon elsewhere, and then looks for all others' (`unmarked`).
 
 The mapping is never closed by hand: tensors point into it, and it goes when the last of them does.
 """
@@ -19,20 +26,28 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import hashlib
 import mmap
 import os
 import re
+import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from hetero_worker.distributed.routes import NO_ROUTES, Link, Routes
-from hetero_worker.errors import ExchangeError
+from hetero_worker.errors import ExchangeError, SegmentNotShared
+from hetero_worker.native import library
 
 SHM_FOLDER: Final = Path("/dev/shm")
-LINE_BYTES: Final = 128
-LINK_DEPTH: Final = 8
-"""Messages that a link holds: so far may its source be ahead of a receiver."""
+LINE_BYTES: Final = library.LINE_BYTES
+LINK_DEPTH: Final = library.LINK_DEPTH
+_MARK_OFFSET: Final = 8
+"""Of a rank's mark in its seat, bytes."""
+_FLOCK: Final = struct.Struct("@hhqqi0q")
+"""struct flock: type, whence, start, length, pid."""
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 
 
@@ -75,27 +90,43 @@ class SegmentLayout:
     @property
     def header_bytes(self) -> int:
         link_lines = sum(1 + len(link.receivers) for link in self.routes.links)
-        lines = (1 + self._num_seats + link_lines) * LINE_BYTES
+        lines = (1 + self.world_size + self._num_counters + link_lines) * LINE_BYTES
         return -(-lines // mmap.PAGESIZE) * mmap.PAGESIZE
 
     @property
     def total_bytes(self) -> int:
-        num_areas = 2 * self._num_seats + LINK_DEPTH * len(self.routes.links)
+        num_areas = 2 * self._num_counters + LINK_DEPTH * len(self.routes.links)
         return self.header_bytes + num_areas * self.area_bytes
+
+    def written_by(self, rank: int) -> Iterator[tuple[int, int]]:
+        """First byte and length of what a rank is to reserve: what it writes, and the header if it is rank 0."""
+        if rank == 0:
+            yield 0, self.header_bytes
+        for group in self.rounds():
+            for member, (even, _) in zip(group.ranks, group.areas, strict=True):
+                if member == rank:
+                    yield even, 2 * self.area_bytes
+        for at in self.links():
+            if at.link.source == rank:
+                yield at.areas[0], LINK_DEPTH * self.area_bytes
+
+    def mark_word(self, rank: int) -> int:
+        """Index of a rank's mark among the segment's 64-bit words."""
+        return ((1 + rank) * LINE_BYTES + _MARK_OFFSET) // 8
 
     def rounds(self) -> list[RoundsLayout]:
         """Of the whole group, then of each subgroup."""
-        layouts, seat = [], 0
+        layouts, first = [], 0
         for ranks in self._groups:
-            seats = range(seat, seat + len(ranks))
-            areas = tuple((self._area(2 * seat), self._area(2 * seat + 1)) for seat in seats)
-            layouts.append(RoundsLayout(ranks, tuple(self._word(seat) for seat in seats), areas))
-            seat += len(ranks)
+            lines = range(first, first + len(ranks))
+            areas = tuple((self._area(2 * line), self._area(2 * line + 1)) for line in lines)
+            layouts.append(RoundsLayout(ranks, tuple(self._word(line) for line in lines), areas))
+            first += len(ranks)
         return layouts
 
     def links(self) -> list[LinkLayout]:
         """In the order of the routes' links."""
-        layouts, line, area = [], self._num_seats, 2 * self._num_seats
+        layouts, line, area = [], self._num_counters, 2 * self._num_counters
         for link in self.routes.links:
             end = line + 1 + len(link.receivers)
             taken = tuple(self._word(i) for i in range(line + 1, end))
@@ -109,12 +140,12 @@ class SegmentLayout:
         return tuple(range(self.world_size)), *self.routes.subgroups
 
     @property
-    def _num_seats(self) -> int:
+    def _num_counters(self) -> int:
         """Ranks, counted once for every group that they are in."""
         return sum(map(len, self._groups))
 
     def _word(self, line: int) -> int:
-        return (1 + line) * LINE_BYTES // 8
+        return (1 + self.world_size + line) * LINE_BYTES // 8
 
     def _area(self, index: int) -> int:
         return self.header_bytes + index * self.area_bytes
@@ -122,54 +153,103 @@ class SegmentLayout:
 
 @dataclass(frozen=True, slots=True)
 class ShmSegment:
-    """A mapped segment."""
+    """A segment, mapped by one rank that holds its lock."""
 
     path: Path
     layout: SegmentLayout
+    rank: int
     memory: mmap.mmap
+    fd: int
 
     @classmethod
     def create(cls, name: str, layout: SegmentLayout, *, folder: Path = SHM_FOLDER) -> ShmSegment:
-        """Make it, zeroed. Raises ExchangeError, and leaves no file, when it exists or there is no room."""
+        """Rank 0 makes it, zeroed. Raises ExchangeError, and leaves no file, when it exists or there is no room."""
         path = _path(folder, name)
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ExchangeError(f"{path}: cannot make the shared segment: {error.strerror}") from error
         try:
-            os.posix_fallocate(fd, 0, layout.total_bytes)
-            return cls(path, layout, mmap.mmap(fd, layout.total_bytes))
+            os.ftruncate(fd, layout.total_bytes)
+            return cls._map(path, layout, rank=0, fd=fd)
         except OSError as error:
-            path.unlink(missing_ok=True)
-            raise ExchangeError(_no_room(path, layout, error)) from error
-        finally:
             os.close(fd)
+            path.unlink(missing_ok=True)
+            raise ExchangeError(_complaint(path, layout, rank=0, error=error)) from error
 
     @classmethod
-    def attach(cls, name: str, layout: SegmentLayout, *, folder: Path = SHM_FOLDER) -> ShmSegment:
-        """Map what rank 0 made. Raises ExchangeError when it is missing, another user's or of another size."""
+    def attach(cls, name: str, layout: SegmentLayout, *, rank: int, folder: Path = SHM_FOLDER) -> ShmSegment:
+        """Map what rank 0 made.
+
+        Raises SegmentNotShared when it is missing, another user's or of another size, ExchangeError when there is no
+        room.
+        """
         path = _path(folder, name)
         try:
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
-            raise ExchangeError(
+            raise SegmentNotShared(
                 f"{path}: cannot open rank 0's shared segment: {error.strerror}; ranks must share {folder}"
             ) from error
         try:
-            status = os.fstat(fd)
-            if status.st_uid != os.geteuid() or status.st_size != layout.total_bytes:
-                raise ExchangeError(
-                    f"{path}: not rank 0's segment: {status.st_size} bytes of user {status.st_uid}, "
-                    f"expected {layout.total_bytes} of user {os.geteuid()}"
-                )
-            return cls(path, layout, mmap.mmap(fd, layout.total_bytes))
-        finally:
+            _check_origin(path, os.fstat(fd), layout)
+            return cls._map(path, layout, rank=rank, fd=fd)
+        except OSError as error:
             os.close(fd)
+            raise ExchangeError(_complaint(path, layout, rank=rank, error=error)) from error
+        except ExchangeError:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def _map(cls, path: Path, layout: SegmentLayout, *, rank: int, fd: int) -> ShmSegment:
+        """Reserve, lock, map. Raises OSError."""
+        for begin, length in layout.written_by(rank):
+            os.posix_fallocate(fd, begin, length)
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0))
+        return cls(path, layout, rank, mmap.mmap(fd, layout.total_bytes), fd)
 
     def unlink(self) -> None:
         """Take the name away; the memory stays for those who map it. Idempotent."""
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
+
+    def leave(self) -> None:
+        """Let go of the lock: peers that wait for this rank find it gone. Call once; the memory stays mapped."""
+        fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, self.rank, 1, 0))
+        os.close(self.fd)
+
+    def absent(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Those among other ranks that hold their lock no more: ended, or gone by `leave`. Some microseconds each."""
+        return tuple(rank for rank in ranks if not self._is_locked(rank))
+
+    def mark(self, nonce: int) -> None:
+        """Leave this rank's mark."""
+        with memoryview(self.memory).cast("Q") as words:
+            words[self.layout.mark_word(self.rank)] = _mark(nonce, self.rank)
+
+    def unmarked(self, nonce: int) -> tuple[int, ...]:
+        """Ranks whose mark is not here. Once all have left theirs: empty if, and only if, all share this memory."""
+        with memoryview(self.memory).cast("Q") as words:
+            ranks = range(self.layout.world_size)
+            return tuple(rank for rank in ranks if words[self.layout.mark_word(rank)] != _mark(nonce, rank))
+
+    def _is_locked(self, rank: int) -> bool:
+        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0)
+        kind: int = _FLOCK.unpack(fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, asked))[0]
+        return kind != fcntl.F_UNLCK
+
+
+def _mark(nonce: int, rank: int) -> int:
+    return int.from_bytes(hashlib.sha256(f"{nonce} {rank}".encode()).digest()[:8], "little")
+
+
+def _check_origin(path: Path, status: os.stat_result, layout: SegmentLayout) -> None:
+    if status.st_uid != os.geteuid() or status.st_size != layout.total_bytes:
+        raise SegmentNotShared(
+            f"{path}: not rank 0's segment: {status.st_size} bytes of user {status.st_uid}, "
+            f"expected {layout.total_bytes} of user {os.geteuid()}"
+        )
 
 
 def _path(folder: Path, name: str) -> Path:
@@ -178,7 +258,9 @@ def _path(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def _no_room(path: Path, layout: SegmentLayout, error: OSError) -> str:
+def _complaint(path: Path, layout: SegmentLayout, *, rank: int, error: OSError) -> str:
+    if error.errno in (errno.EAGAIN, errno.EACCES):
+        return f"{path}: rank {rank}'s place in the shared segment is taken by another process"
     needed = f"{path}: cannot reserve {layout.total_bytes} bytes of shared memory: {error.strerror}"
     if error.errno in (errno.ENOSPC, errno.EFBIG):
         needed += f"; enlarge {path.parent} (in a pod: an emptyDir with medium Memory)"

@@ -1,8 +1,7 @@
-"""The counters of a shared segment, and how to wait for them.
+"""The counters of a shared segment, and how to wait for them without the native library.
 
 Waiting: a short spin on the counter, then sched_yield, then sleeps that grow to 200 µs, so that ranks that share
-cores with others let them run. Abort is a word in the segment: it ends the wait of every rank of the group, and
-makes every later call raise. All is called from one thread; only `abort` and `close` may come from another.
+cores with others let them run. All is called from one thread; only `abort` and `close` may come from another.
 """
 
 from __future__ import annotations
@@ -13,24 +12,24 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from hetero_worker.distributed.shm_peers import ABORTED, LOOK_EVERY_S, Late, Peers
 from hetero_worker.distributed.shm_segment import ShmSegment
-from hetero_worker.errors import ExchangeAborted, ExchangeTimeout
 
-_ABORT_WORD: Final = 0
+_END_WORD: Final = 0
 _SPINS: Final = 400
 _YIELD_S: Final = 0.002
 _SLEEP_MIN_S: Final = 20e-6
 _SLEEP_MAX_S: Final = 200e-6
 
-Complaint = Callable[[int], str]
-"""Who is late for a number, for a person."""
+Complaint = Callable[[int], Late]
+"""Who is late for a number."""
 
 
 class SharedWords:
     """The 64-bit words of one rank's mapping."""
 
     def __init__(self, segment: ShmSegment, *, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
+        self.peers = Peers(segment, timeout_s=timeout_s, end=self._end)
         self._words = memoryview(segment.memory).cast("Q")
         self._closed = False
         self._lock = threading.Lock()
@@ -43,21 +42,20 @@ class SharedWords:
 
     def abort(self) -> None:
         """Every rank's blocked or later call raises ExchangeAborted."""
-        with self._lock:
-            if not self._closed:
-                self._words[_ABORT_WORD] = 1
+        self._end(ABORTED)
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            self._words = memoryview(b"\x01" * 8).cast("Q")  # a later call still finds an abort word that is set
+            self._words = memoryview(b"\x01" * 8).cast("Q")  # a later call still finds an end word that is set
+            self.peers.close()
 
     def check_open(self) -> None:
-        if self._words[_ABORT_WORD]:
-            raise ExchangeAborted("the exchange is closed" if self._closed else "the epoch was aborted")
+        if self._words[_END_WORD]:
+            raise self.peers.ended()
 
     def await_all(self, words: Sequence[int], number: int, complaint: Complaint) -> None:
-        """Until every word is at least `number`. Raises ExchangeAborted, ExchangeTimeout."""
+        """Until every word is at least `number`. Raises ExchangeAborted, ExchangeTimeout, PeerLost."""
         shared = self._words
         for word in words:
             if shared[word] < number:
@@ -68,18 +66,23 @@ class SharedWords:
                     self._await_patiently(word, number, complaint)
 
     def _await_patiently(self, word: int, number: int, complaint: Complaint) -> None:
-        """Yield, then sleep, until the counter comes, the epoch is aborted or the time is over."""
+        """Yield, then sleep, until the counter comes, the exchange has ended or the time is over."""
         shared = self._words
-        began = time.monotonic()
+        began_s = looked_s = time.monotonic()
         sleep_s = _SLEEP_MIN_S
         while shared[word] < number:
-            if shared[_ABORT_WORD]:
-                raise ExchangeAborted("the epoch was aborted while waiting for a peer")
-            waited_s = time.monotonic() - began
-            if waited_s < _YIELD_S:
+            self.check_open()
+            now_s = time.monotonic()
+            if now_s - began_s < _YIELD_S:
                 os.sched_yield()
-            elif waited_s < self.timeout_s:
+            elif now_s - looked_s < min(LOOK_EVERY_S, self.peers.timeout_s):
                 time.sleep(sleep_s)
                 sleep_s = min(2 * sleep_s, _SLEEP_MAX_S)
             else:
-                raise ExchangeTimeout(complaint(number))
+                self.peers.look(lambda: complaint(number), since_s=began_s)
+                looked_s = now_s
+
+    def _end(self, word: int) -> None:
+        with self._lock:
+            if not self._closed and not self._words[_END_WORD]:
+                self._words[_END_WORD] = word

@@ -1,0 +1,54 @@
+"""Builds the native exchange into the package, for wheels and for `pip install -e .`.
+
+Without a C compiler the package is built without it, pure Python: ranks then exchange in Python, slower, say so in the
+topology, and name the fix.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sysconfig
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+_BUILD_MODULE = "worker/hetero_worker/native/build.py"
+
+
+class NativeBuildHook(BuildHookInterface):
+    """hatchling's custom hook; see the module."""
+
+    PLUGIN_NAME = "custom"
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: ARG002
+        if self.target_name != "wheel":
+            return
+        native = _load(Path(self.root) / _BUILD_MODULE)
+        try:
+            library = native.build()
+        except native.BuildError as error:
+            self.app.display_warning(
+                f"The native exchange was not built ({error}). Ranks of one host will exchange in Python, slower. "
+                f"To mend it, install a C compiler and say `make native`, or python -m hetero_worker.native.build"
+            )
+            return
+        build_data["pure_python"] = False
+        build_data["tag"] = f"py3-none-{_platform_tag()}"
+        build_data["artifacts"].append(str(library.relative_to(self.root)))
+
+
+def _load(path: Path) -> ModuleType:
+    """The module, though its package is not installed yet."""
+    spec = importlib.util.spec_from_file_location("hetero_native_build", path)
+    if spec is None or spec.loader is None:
+        raise FileNotFoundError(path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _platform_tag() -> str:
+    """The library asks nothing of Python, only of the platform."""
+    return sysconfig.get_platform().replace("-", "_").replace(".", "_")

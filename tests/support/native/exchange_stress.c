@@ -1,0 +1,250 @@
+/* Drives native/exchange.c as ranks do, with threads for ranks, so that sanitizers see everything.
+ *
+ *     exchange_stress RANKS ROUNDS SEED
+ *
+ * Every rank plays the same random script of rounds, gatherings and messages over links, of random sizes (also empty, odd
+ * and longer than an area), with pauses of its own, and compares each element with what arithmetic says it must be. Waits
+ * spin and yield so shortly that most end in sleep. Then one rank ends the exchange while the others wait. Exit status: 0
+ * if all was right, 1 for a wrong element, 2 for a wait that nobody ended in PATIENCE.
+ */
+#define _GNU_SOURCE
+#include "exchange.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+enum { MAX_RANKS = 8, AREA_BYTES = 256, MAX_ELEMENTS = 1500 };
+static const uint64_t PATIENCE_NS = UINT64_C(5000000000);
+
+typedef struct {
+    hx_rank rank;
+    hx_group world, pair; /* pair: the last two ranks */
+    hx_link out, back;    /* from rank 0 to all others, from the last rank to rank 0 */
+} ends;
+
+static uint64_t num_ranks, num_rounds, seed;
+static uint8_t *memory;
+
+static uint64_t next(uint64_t *state)
+{
+    *state += UINT64_C(0x9e3779b97f4a7c15);
+    uint64_t mixed = (*state ^ (*state >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
+    mixed = (mixed ^ (mixed >> 27)) * UINT64_C(0x94d049bb133111eb);
+    return mixed ^ (mixed >> 31);
+}
+
+/* Small whole numbers, so that sums are exact in every type. */
+static float value(uint64_t round, uint64_t rank, uint64_t i)
+{
+    return (float)((round * 7 + rank * 5 + i * 3) % 13);
+}
+
+static void fail(const char *what, uint64_t round, uint64_t rank, uint64_t i, float is, float must)
+{
+    fprintf(stderr, "%s: round %llu rank %llu element %llu is %g instead of %g\n", what, (unsigned long long)round,
+            (unsigned long long)rank, (unsigned long long)i, (double)is, (double)must);
+    _Exit(1);
+}
+
+static void expect_done(int code, const char *what, uint64_t round)
+{
+    if (code != HX_DONE) {
+        fprintf(stderr, "%s: round %llu answered %d\n", what, (unsigned long long)round, code);
+        _Exit(2);
+    }
+}
+
+static void lay_out_group(hx_group *group, uint64_t first, uint64_t *line, uint64_t *area)
+{
+    group->size = num_ranks - first;
+    for (uint64_t seat = 0; seat < group->size; seat++) {
+        group->ranks[seat] = first + seat;
+        group->counters[seat] = (*line)++ * HX_LINE_BYTES;
+        for (int parity = 0; parity < 2; parity++, *area += AREA_BYTES)
+            group->areas[seat][parity] = *area;
+    }
+}
+
+static void lay_out_link(hx_link *link, uint64_t source, uint64_t first, uint64_t end, uint64_t *line, uint64_t *area)
+{
+    link->source = source;
+    link->sent = (*line)++ * HX_LINE_BYTES;
+    for (uint64_t rank = first; rank < end; rank++) {
+        link->receivers[link->size] = rank;
+        link->taken[link->size++] = (*line)++ * HX_LINE_BYTES;
+    }
+    for (int i = 0; i < HX_LINK_DEPTH; i++, *area += AREA_BYTES)
+        link->areas[i] = *area;
+}
+
+/* Returns the bytes of memory that it takes. */
+static uint64_t lay_out(ends *mine, uint64_t rank)
+{
+    uint64_t line = 1 + num_ranks, area = 64 * HX_LINE_BYTES;
+    memset(mine, 0, sizeof *mine);
+    lay_out_group(&mine->world, 0, &line, &area);
+    lay_out_group(&mine->pair, num_ranks - 2, &line, &area);
+    lay_out_link(&mine->out, 0, 1, num_ranks, &line, &area);
+    lay_out_link(&mine->back, num_ranks - 1, 0, 1, &line, &area);
+    mine->rank = (hx_rank){.memory = memory, .rank = rank, .world_size = num_ranks, .area_bytes = AREA_BYTES,
+                           .spin_ns = 2000, .yield_ns = 20000, .nap_ns = PATIENCE_NS};
+    mine->world.own = rank;
+    mine->pair.own = rank - (num_ranks - 2);
+    mine->out.own = rank - 1;
+    mine->world.rank = mine->pair.rank = mine->out.rank = mine->back.rank = &mine->rank;
+    return area;
+}
+
+static uint64_t random_size(uint64_t *script)
+{
+    static const uint64_t SIZES[] = {0, 1, 3, 63, 64, 65, 255, 256, 257, MAX_ELEMENTS};
+    return SIZES[next(script) % (sizeof SIZES / sizeof *SIZES)];
+}
+
+static void play_share(hx_group *group, uint64_t *script, uint64_t round, int takes_part)
+{
+    float data[MAX_ELEMENTS];
+    uint16_t halves[MAX_ELEMENTS];
+    uint64_t elements = random_size(script), is_half = next(script) & 1;
+    uint64_t contributors = 1 + next(script) % ((UINT64_C(1) << group->size) - 1);
+    if (!takes_part)
+        return;
+    for (uint64_t i = 0; i < elements; i++) {
+        data[i] = contributors >> group->own & 1 ? value(round, group->ranks[group->own], i) : -1.0f;
+        uint32_t bits;
+        memcpy(&bits, &data[i], sizeof bits);
+        halves[i] = (uint16_t)(bits >> 16); /* bfloat16 */
+    }
+    hx_route route = {.bytes = elements * (is_half ? 2 : 4), .dtype = is_half ? HX_BFLOAT16 : HX_FLOAT32,
+                      .contributors = contributors};
+    expect_done(hx_share(group, &route, is_half ? (void *)halves : (void *)data), "share", round);
+    for (uint64_t i = 0; i < elements; i++) {
+        float must = 0, is = data[i];
+        for (uint64_t seat = 0; seat < group->size; seat++)
+            must += contributors >> seat & 1 ? value(round, group->ranks[seat], i) : 0;
+        uint32_t bits = (uint32_t)halves[i] << 16;
+        if (is_half)
+            memcpy(&is, &bits, sizeof is);
+        if (is != must)
+            fail("share", round, group->ranks[group->own], i, is, must);
+    }
+}
+
+static void play_gather(hx_group *group, uint64_t *script, uint64_t round)
+{
+    static _Thread_local float out[MAX_RANKS * MAX_ELEMENTS];
+    float mine[MAX_ELEMENTS];
+    hx_gathering gathering = {.longest = 0};
+    uint64_t counts[MAX_RANKS], own = group->own, at = 0;
+    for (uint64_t seat = 0; seat < group->size; seat++) {
+        counts[seat] = random_size(script);
+        gathering.bytes[seat] = 4 * counts[seat];
+        gathering.longest = gathering.longest > 4 * counts[seat] ? gathering.longest : 4 * counts[seat];
+    }
+    for (uint64_t i = 0; i < counts[own]; i++)
+        mine[i] = value(round, own, i);
+    expect_done(hx_gather(group, &gathering, mine, out), "gather", round);
+    for (uint64_t seat = 0; seat < group->size; seat++)
+        for (uint64_t i = 0; i < counts[seat]; i++, at++)
+            if (out[at] != value(round, seat, i))
+                fail("gather", round, own, i, out[at], value(round, seat, i));
+}
+
+static void play_link(hx_link *link, uint64_t rank, uint64_t *script, uint64_t round)
+{
+    float data[MAX_ELEMENTS];
+    for (uint64_t tensors = 1 + next(script) % 6; tensors; tensors--) {
+        uint64_t elements = random_size(script);
+        if (rank == link->source) {
+            for (uint64_t i = 0; i < elements; i++)
+                data[i] = value(round + tensors, rank, i);
+            expect_done(hx_send(link, data, 4 * elements), "send", round);
+        } else if (rank == 0 || link->source == 0) {
+            expect_done(hx_receive(link, data, 4 * elements), "receive", round);
+            for (uint64_t i = 0; i < elements; i++)
+                if (data[i] != value(round + tensors, link->source, i))
+                    fail("receive", round, rank, i, data[i], value(round + tensors, link->source, i));
+        }
+    }
+}
+
+static void pause_sometimes(uint64_t *pauses)
+{
+    struct timespec time = {.tv_nsec = (long)(next(pauses) % 200000)};
+    uint64_t drawn = next(pauses) % 256;
+    if (drawn == 0)
+        nanosleep(&time, NULL);
+    else if (drawn < 8)
+        sched_yield();
+}
+
+/* All but rank 0 wait for a round that it never comes to. */
+static void play_end(ends *mine)
+{
+    float number = 1;
+    hx_route route = {.bytes = 4, .dtype = HX_FLOAT32, .contributors = (UINT64_C(1) << num_ranks) - 1};
+    struct timespec time = {.tv_nsec = 20000000};
+    if (mine->rank.rank == 0) {
+        nanosleep(&time, NULL);
+        hx_end(&mine->rank, 1);
+    } else if (hx_share(&mine->world, &route, &number) != HX_ENDED) {
+        fprintf(stderr, "a wait did not end with the exchange\n");
+        _Exit(2);
+    }
+}
+
+static void *play(void *rank_number)
+{
+    uint64_t rank = (uint64_t)(uintptr_t)rank_number, script = seed, pauses = seed * 1000 + rank;
+    ends mine;
+    lay_out(&mine, rank);
+    for (uint64_t round = 0; round < num_rounds; round++) {
+        pause_sometimes(&pauses);
+        switch (next(&script) % 8) {
+        case 0:
+            play_gather(&mine.world, &script, round);
+            break;
+        case 1:
+            play_link(&mine.out, rank, &script, round);
+            break;
+        case 2:
+            play_link(&mine.back, rank, &script, round);
+            break;
+        case 3:
+        case 4:
+            play_share(&mine.pair, &script, round, rank + 2 >= num_ranks);
+            break;
+        default:
+            play_share(&mine.world, &script, round, 1);
+        }
+    }
+    play_end(&mine);
+    return NULL;
+}
+
+int main(int count, char **arguments)
+{
+    pthread_t threads[MAX_RANKS];
+    ends measured;
+    num_ranks = count == 4 ? strtoull(arguments[1], NULL, 10) : 0;
+    if (num_ranks < 2 || num_ranks > MAX_RANKS)
+        return fprintf(stderr, "usage: exchange_stress RANKS(2-8) ROUNDS SEED\n"), 64;
+    num_rounds = strtoull(arguments[2], NULL, 10);
+    seed = strtoull(arguments[3], NULL, 10);
+    uint64_t total_bytes = lay_out(&measured, 0);
+    memory = aligned_alloc(4096, (total_bytes + 4095) / 4096 * 4096);
+    if (memory == NULL)
+        return 64;
+    memset(memory, 0, total_bytes);
+    for (uint64_t rank = 0; rank < num_ranks; rank++)
+        if (pthread_create(&threads[rank], NULL, play, (void *)(uintptr_t)rank))
+            return 64;
+    for (uint64_t rank = 0; rank < num_ranks; rank++)
+        pthread_join(threads[rank], NULL);
+    free(memory);
+    return 0;
+}
