@@ -68,10 +68,13 @@ def test_validate_as_json_tells_file_and_problems(tmp_path: Path) -> None:
     assert "No such file" in data["problems"][0]
 
 
-def test_up_refuses_a_gpu_pool_before_anything_starts(tmp_path: Path) -> None:
+def test_up_refuses_a_gpu_pool_without_a_gpu_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     result = hetero("up", str(EXAMPLES / "gpu-cpu.yaml"))
     assert result.exit_code == EXIT_USAGE
-    assert "spec.pools[0].type: GPU pools are not supported by this version" in result.stderr
+    assert "spec.pools[0].type: GPU: this machine has no NVIDIA GPU that may be used; use type CPU" in result.stderr
     assert not (tmp_path / "home" / "run").exists()
 
 

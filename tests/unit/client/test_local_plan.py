@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from hetero_api.host.cores import LogicalCore
+from hetero_api.host.gpus import Gpu
+from hetero_api.host.topology import LogicalCore
 from hetero_api.manifest import parse_resource
 from hetero_api.spec import HeteroInference
 from hetero_client.errors import LocalSpecError
@@ -33,13 +34,29 @@ def pool(ranks: int = 1, *, name: str = "cpu", ranks_per_pod: int = 1, **cpu: An
     return {"name": name, "type": "CPU", "ranks": ranks, "ranksPerPod": ranks_per_pod, "cpu": cpu}
 
 
-def plan(resource: HeteroInference, *, memory_bytes: int = 8 * GIB) -> LocalPlan:
-    return plan_locally(resource, cores=TWO_CORES, memory_bytes=memory_bytes)
+def gpu_pool(ranks: int = 1, *, name: str = "gpu", ranks_per_pod: int = 1, **gpu: Any) -> dict[str, Any]:
+    return {"name": name, "type": "GPU", "ranks": ranks, "ranksPerPod": ranks_per_pod, "gpu": gpu}
 
 
-def problems(resource: HeteroInference) -> tuple[str, ...]:
+def gpus(*nodes: int | None) -> tuple[Gpu, ...]:
+    """Devices on these NUMA nodes."""
+    return tuple(Gpu(number, numa_node=node) for number, node in enumerate(nodes))
+
+
+def plan(
+    resource: HeteroInference,
+    *,
+    memory_bytes: int = 8 * GIB,
+    gpus: tuple[Gpu, ...] = (),
+    cores: tuple[LogicalCore, ...] = TWO_CORES,
+    dp_local_rank: int = 0,
+) -> LocalPlan:
+    return plan_locally(resource, cores=cores, memory_bytes=memory_bytes, gpus=gpus, dp_local_rank=dp_local_rank)
+
+
+def problems(resource: HeteroInference, **machine: Any) -> tuple[str, ...]:
     with pytest.raises(LocalSpecError) as caught:
-        plan(resource)
+        plan(resource, **machine)
     return caught.value.problems
 
 
@@ -69,11 +86,113 @@ def test_too_many_required_cores_name_the_pool_of_the_manifest() -> None:
     assert found.startswith("spec.pools[1].cpu.coresPerRank: 3 x 1 = 3 cores")
 
 
-def test_gpu_pools_are_refused_where_they_stand() -> None:
-    gpu = {"name": "gpu", "type": "GPU", "ranks": 1}
-    assert problems(resource(pool(), gpu)) == (
-        "spec.pools[1].type: GPU pools are not supported by this version; use type CPU",
+# --- GPU ranks --------------------------------------------------------------------------------------------
+
+NO_GPU = "GPU: this machine has no NVIDIA GPU that may be used; use type CPU"
+
+
+def test_gpu_pools_need_a_gpu_and_are_refused_where_they_stand() -> None:
+    found = problems(resource(pool(), gpu_pool(), gpu_pool(name="b", devices=[0])))
+    assert found == (f"spec.pools[1].type: {NO_GPU}", f"spec.pools[2].type: {NO_GPU}")
+
+
+def test_gpu_ranks_come_first_and_take_devices_in_order() -> None:
+    made = plan(resource(pool(), gpu_pool(2, name="a", ranks_per_pod=2), gpu_pool(name="b")), gpus=gpus(0, 0, 0, 0))
+    assert [(rank.name, rank.device) for rank in made.ranks] == [
+        ("a-0", "cuda:0"), ("a-1", "cuda:1"), ("b-0", "cuda:2"), ("cpu-0", "cpu"),
+    ]  # fmt: skip
+    assert made.uses_gpus
+    assert not plan(resource(pool())).uses_gpus
+
+
+def test_devices_with_gaps_are_taken_as_named_and_others_take_what_is_left() -> None:
+    named = gpu_pool(3, name="a", ranks_per_pod=3, devices=[4, 0, 2])
+    made = plan(resource(gpu_pool(2, name="b"), named), gpus=gpus(*[None] * 5))
+    assert [(rank.name, rank.device) for rank in made.ranks] == [
+        ("b-0", "cuda:1"), ("b-1", "cuda:3"), ("a-0", "cuda:4"), ("a-1", "cuda:0"), ("a-2", "cuda:2"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("pools", "found"),
+    [
+        (
+            [gpu_pool(2, ranks_per_pod=2, devices=[1, 6])],
+            "spec.pools[0].gpu.devices: there is no device 6; this machine has 0-1",
+        ),
+        ([gpu_pool(2, devices=[0])], "spec.pools[0].gpu.devices: device 0 would be two ranks'"),
+        (
+            [gpu_pool(name="a", devices=[1]), gpu_pool(name="b", devices=[1])],
+            "spec.pools[1].gpu.devices: device 1 would be two ranks'",
+        ),
+        ([gpu_pool(3)], "spec.pools[0].ranks: 3 GPU ranks need a device each; free on this machine: 0-1"),
+        (
+            [gpu_pool(name="a", devices=[1]), gpu_pool(2, name="b")],
+            "spec.pools[1].ranks: 2 GPU ranks need a device each; free on this machine: 0",
+        ),
+    ],
+)
+def test_devices_that_are_not_there_are_refused_by_field(pools: list[dict[str, Any]], found: str) -> None:
+    (told,) = problems(resource(*pools), gpus=gpus(0, 0))
+    assert told.startswith(found)
+
+
+def test_a_second_group_takes_the_devices_and_cores_after_the_first() -> None:
+    cores = tuple(LogicalCore(number, 0, number) for number in range(8))
+    asked = resource(gpu_pool(2, coresPerRank=1), pool(coresPerRank=2))
+    first, second = (plan(asked, gpus=gpus(0, 0, 0, 0), cores=cores, dp_local_rank=n) for n in (0, 1))
+    assert [rank.device for rank in first.ranks] == ["cuda:0", "cuda:1", "cpu"]
+    assert [rank.device for rank in second.ranks] == ["cuda:2", "cuda:3", "cpu"]
+    taken = [number for made in (first, second) for rank in made.ranks for number in rank.cores]
+    assert sorted(taken) == list(range(8))
+    (told,) = problems(asked, gpus=gpus(0, 0, 0), cores=cores, dp_local_rank=1)
+    assert told == (
+        "spec.pools[0].ranks: 2 GPU ranks need a device each after those of the groups before this one "
+        "(--dp-local-rank 1); free on this machine: 0-2"
     )
+
+
+def test_a_second_group_does_not_compute_on_second_threads_of_the_first_ones_cores() -> None:
+    cores = tuple(LogicalCore(number, 0, number % 4) for number in range(8))
+    first, second = (plan(resource(pool(coresPerRank=2)), cores=cores, dp_local_rank=n).ranks[0] for n in (0, 1))
+    assert (first.cores, second.cores) == ((0, 1), (2, 3))
+
+
+def test_threads_that_do_not_compute_get_the_cores_that_are_left() -> None:
+    cores = tuple(LogicalCore(number, 0, number) for number in range(4))
+    ranks = plan(resource(pool(3, coresPerRank=1)), cores=cores).ranks
+    assert [rank.communication_cores for rank in ranks] == [(3,)] * 3
+
+
+def test_a_second_group_cannot_have_the_devices_that_the_resource_names() -> None:
+    (told,) = problems(resource(gpu_pool(devices=[0])), gpus=gpus(0, 0), dp_local_rank=1)
+    assert told.startswith("spec.pools[0].gpu.devices: names the devices of one group; leave it out")
+
+
+def test_gpu_ranks_get_cores_near_their_device_and_no_cpu_rank_gets_these() -> None:
+    cores = tuple(LogicalCore(number, number // 4, number) for number in range(8))
+    cpu = pool(2, coresPerRank=2, memoryPerRank="1Gi", numa={"policy": "Required"})
+    made = plan(resource(cpu, gpu_pool(2, coresPerRank=2)), gpus=gpus(1, 0), cores=cores)
+    nodes = [{number // 4 for number in rank.cores} for rank in made.ranks]
+    assert nodes[:2] == [{1}, {0}]
+    assert sorted(number for rank in made.ranks for number in rank.cores) == list(range(8))
+    assert [rank.num_threads for rank in made.ranks] == [2, 2, 2, 2]
+
+
+def test_gpu_ranks_without_cores_of_their_own_run_unbound() -> None:
+    made = plan(resource(gpu_pool(2, coresPerRank=2), pool()), gpus=gpus(0, 0))
+    assert [rank.cores for rank in made.ranks if rank.device != "cpu"] == [(), ()]
+    assert made.warnings[0].startswith("spec.pools[0].gpu.coresPerRank")
+
+
+def test_cpu_ranks_divide_the_memory_that_gpu_ranks_do_not_ask_for() -> None:
+    made = plan(resource(gpu_pool(1, name="a", memoryPerRank="3Gi"), gpu_pool(name="b"), pool()), gpus=gpus(0, 0))
+    assert [rank.memory_bytes for rank in made.ranks] == [3 * GIB, 0, 4 * GIB]
+    (told,) = problems(resource(gpu_pool(memoryPerRank="9Gi")), gpus=gpus(0))
+    assert told.startswith("spec.pools[0].gpu.memoryPerRank: 1 x 9Gi; all ranks together ask for 9.0 GiB")
+
+
+# --- what only a cluster has ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

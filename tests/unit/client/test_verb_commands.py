@@ -1,4 +1,4 @@
-"""`hetero reset-cache`, `sleep`, `wake`, `drain` and `profile` against a scripted Admin service."""
+"""`hetero reset-cache`, `sleep`, `wake`, `drain`, `profile` and `place-experts` against a scripted Admin service."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hetero_client.cli.main import app
 
 pytestmark = pytest.mark.unit
 
-COMMANDS = ("reset-cache", "sleep", "wake", "drain", "profile")
+COMMANDS = ("reset-cache", "sleep", "wake", "drain", "profile", "place-experts")
 
 
 class ScriptedAdmin(admin_pb2_grpc.AdminServicer):
@@ -30,6 +30,9 @@ class ScriptedAdmin(admin_pb2_grpc.AdminServicer):
     def __init__(self) -> None:
         self.asked: list[Any] = []
         self.refusal: status_pb2.Status | None = None
+        self.placed = admin_pb2.PlaceExpertsResponse(
+            moved_experts=6, counted_tokens=12_345, step_s_before=0.025, step_s_after=0.0125
+        )
 
     def _take(self, request: Any, context: Any) -> None:
         self.asked.append(request)
@@ -64,6 +67,10 @@ class ScriptedAdmin(admin_pb2_grpc.AdminServicer):
         return admin_pb2.ProfileResponse(
             ranks=[admin_pb2.RankProfile(table=f"table {i}", trace=trace) for i, trace in enumerate(traces)]
         )
+
+    def PlaceExperts(self, request: Any, context: Any) -> admin_pb2.PlaceExpertsResponse:  # noqa: N802
+        self._take(request, context)
+        return self.placed
 
 
 class Bench:
@@ -147,6 +154,18 @@ def test_a_trace_folder_that_cannot_be_is_told_before_anything_is_recorded(bench
     assert (result.exit_code, bench.admin.asked) == (EXIT_USAGE, [])
 
 
+def test_place_experts_says_what_moved_and_what_for(bench: Bench) -> None:
+    assert bench.run("place-experts").stdout == (
+        "experts that moved: 6; by 12345 tokens that were counted, a decode step takes 12.500 ms instead of 25.000 ms "
+        "(predicted)\n"
+    )
+    bench.admin.placed = admin_pb2.PlaceExpertsResponse(counted_tokens=10, step_s_before=0.025, step_s_after=0.025)
+    assert bench.run("place-experts").stdout == (
+        "no expert moved: by 10 tokens that were counted, it would gain too little\n"
+    )
+    assert bench.admin.asked == [admin_pb2.PlaceExpertsRequest()] * 2
+
+
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
@@ -154,6 +173,10 @@ def test_a_trace_folder_that_cannot_be_is_told_before_anything_is_recorded(bench
         ("sleep", {"freed_bytes": [1_500_000]}),
         ("wake", {"asleep": []}),
         ("profile", {"ranks": [{"table": "table 0", "trace": None}, {"table": "table 1", "trace": None}]}),
+        (
+            "place-experts",
+            {"moved_experts": 6, "counted_tokens": 12_345, "step_s_before": 0.025, "step_s_after": 0.0125},
+        ),
     ],
 )
 def test_answers_as_json(bench: Bench, command: str, expected: dict[str, Any]) -> None:

@@ -51,7 +51,7 @@ def topology(
     hetero topology
     hetero topology --json | jq '.ranks[].kv_heads'
     """
-    from hetero_client.cli.tables import placement_view, topology_line
+    from hetero_client.cli.tables import options_view, placement_view, topology_line
 
     with options.admin_client(admin_address, group) as admin:
         view = admin.topology()
@@ -61,6 +61,10 @@ def topology(
     print_data(topology_line(view))
     console = output()
     console.print(placement_view(view, width=console.width))
+    if view.exchange_reason:
+        console.print(f"exchange {view.exchange}: {view.exchange_reason}", markup=False)
+    if view.placement is not None:
+        console.print(options_view(view.placement))
 
 
 def down(

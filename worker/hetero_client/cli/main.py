@@ -16,7 +16,7 @@ import typer.core
 
 from hetero_api.contract import EXIT_FAILURE, EXIT_USAGE, VERSION
 from hetero_api.errors import HeteroError, ManifestError
-from hetero_client.cli import asking, group_commands, model_commands, serving, verb_commands
+from hetero_client.cli import asking, group_commands, model_commands, plan_commands, serving, verb_commands
 from hetero_client.cli.console import print_error
 from hetero_client.errors import ClientError, ProcessDiedError
 
@@ -81,6 +81,7 @@ def root(
 app.command()(serving.up)
 app.command()(serving.run)
 app.command()(serving.validate)
+app.command()(plan_commands.plan)
 app.command()(asking.generate)
 app.command()(asking.chat)
 app.command()(group_commands.ps)
@@ -91,6 +92,7 @@ app.command()(verb_commands.sleep)
 app.command()(verb_commands.wake)
 app.command()(verb_commands.drain)
 app.command()(verb_commands.profile)
+app.command()(verb_commands.place_experts)
 app.add_typer(model_commands.app, name="model")
 
 

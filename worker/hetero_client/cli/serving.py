@@ -37,12 +37,22 @@ def up(
             "megabytes of memory."
         ),
     ] = True,
+    dp_local_rank: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Start one more group of the manifest beside N others on this machine, on the devices and cores after "
+            "theirs. It is called NAME.N.",
+        ),
+    ] = 0,
 ) -> None:
     """Run a manifest on this machine until Ctrl-C: a gateway and its ranks, as processes.
 
     \b
     hetero up examples/smollm2-cpu.yaml
     hetero up examples/smollm2-cpu.yaml --port 0
+    hetero up examples/smollm2-cpu.yaml --port 0 --dp-local-rank 1
 
     Then, in another terminal: hetero chat, hetero generate, hetero topology, hetero ps.
     Ctrl-C once ready stops everything and exits 0; before that it exits 130. A process that dies or hangs once the
@@ -53,7 +63,9 @@ def up(
     from hetero_client.home import HeteroHome
 
     home = HeteroHome.from_environment()
-    config = prepare(file, port=port, http_port=http_port, model=model, home=home, with_nursery=nursery)
+    config = prepare(
+        file, port=port, http_port=http_port, model=model, home=home, with_nursery=nursery, dp_local_rank=dp_local_rank
+    )
     serve(config, home=home)
 
 
@@ -125,20 +137,25 @@ def validate(
 
 
 def prepare(
-    file: Path, *, port: int | None, http_port: int | None, model: Path | None, home: HeteroHome, with_nursery: bool
+    file: Path,
+    *,
+    port: int | None,
+    http_port: int | None,
+    model: Path | None,
+    home: HeteroHome,
+    with_nursery: bool,
+    dp_local_rank: int = 0,
 ) -> LocalGroupConfig:
-    """All that is decided before the first process: manifest, model, cores, memory. Warnings are shown."""
-    from hetero_api.host.cores import read_cpu_set
-    from hetero_api.host.memory import total_memory_bytes
+    """All that is decided before the first process: manifest, model, devices, cores, memory. Warnings are shown."""
     from hetero_api.manifest import load_manifest
     from hetero_client.launcher.local_group import LocalGroupConfig
-    from hetero_client.launcher.local_plan import plan_locally
+    from hetero_client.launcher.machine import plan_here
     from hetero_client.model_store.checks import check_model_directory
     from hetero_client.model_store.resolve import ResolvedModel, resolve_model
     from hetero_client.model_store.store import ModelStore
 
     resource = load_manifest(file)
-    plan = plan_locally(resource, cores=read_cpu_set(), memory_bytes=total_memory_bytes())
+    plan = plan_here(resource, dp_local_rank=dp_local_rank)
     for warning in plan.warnings:
         print_warning(warning)
     if model is not None:
@@ -156,6 +173,7 @@ def prepare(
         port=service.port if port is None else port,
         http_port=http_port if http_port is not None else 0 if port == 0 else service.http_port,
         with_nursery=with_nursery,
+        dp_local_rank=dp_local_rank,
     )
 
 
@@ -165,7 +183,7 @@ def serve(config: LocalGroupConfig, *, home: HeteroHome) -> None:
     from hetero_client.launcher.local_group import LocalGroup
     from hetero_client.launcher.run_directory import RunDirectory
 
-    run_directory = RunDirectory.of(home, config.resource.metadata.name)
+    run_directory = RunDirectory.of(home, config.name)
     with StopSignals() as signals, LocalGroup(config, run=run_directory, signals=signals, report=print_note) as group:
         _show_ready(group, *_start(group, config))
         print_note(f"logs in {run_directory.path}; Ctrl-C stops")
@@ -182,7 +200,7 @@ def answer_once(
     from hetero_client.launcher.local_group import LocalGroup
     from hetero_client.launcher.run_directory import RunDirectory
 
-    run_directory = RunDirectory.of(home, config.resource.metadata.name)
+    run_directory = RunDirectory.of(home, config.name)
     with StopSignals() as signals, LocalGroup(config, run=run_directory, signals=signals, report=print_note) as group:
         topology, times = _start(group, config)
         _show_ready(group, topology, times)
@@ -274,19 +292,17 @@ def _show_figures(answer: AnswerFigures, times: StartTimes, *, as_json: bool) ->
 def _problems(path: Path, *, local: bool, was: Path | None) -> tuple[list[str], list[str]]:
     """Problems and warnings of one manifest."""
     from hetero_api.errors import ManifestError
-    from hetero_api.host.cores import read_cpu_set
-    from hetero_api.host.memory import total_memory_bytes
     from hetero_api.manifest import load_manifest
     from hetero_api.validation import check_transition
     from hetero_client.errors import LocalSpecError
-    from hetero_client.launcher.local_plan import plan_locally
+    from hetero_client.launcher.machine import plan_here
 
     try:
         resource = load_manifest(path)
         forbidden = [] if was is None else check_transition(load_manifest(was).spec, resource.spec)
         if forbidden or not local:
             return forbidden, []
-        plan = plan_locally(resource, cores=read_cpu_set(), memory_bytes=total_memory_bytes())
+        plan = plan_here(resource)
     except (ManifestError, LocalSpecError) as error:
         return list(error.problems), []
     return [], list(plan.warnings)

@@ -13,6 +13,7 @@ from rich.text import Text
 from hetero_api.sharding import UnitRange
 from hetero_client.admin import GroupTopology, RankView
 from hetero_client.launcher.run_directory import GroupRecord
+from hetero_client.placement_view import PlacementView
 
 MB = 1_000_000
 WIDE = 130
@@ -20,7 +21,8 @@ FULL_COLUMNS = (
     "rank", "pool", "device", "cores", "KV heads", "MLP columns", "vocab rows", "weights MB", "KV MB", "kernels",
 )  # fmt: skip
 NARROW_COLUMNS = tuple(name for name in FULL_COLUMNS if name not in ("device", "kernels"))
-_NUMBERS = ("rank", "weights MB", "KV MB")
+OPTION_COLUMNS = ("", "placement", "decode tok/s", "prefill tok/s", "workload s", "why not")
+_NUMBERS = ("rank", "weights MB", "KV MB", "decode tok/s", "prefill tok/s", "workload s")
 _NONE = "-"
 
 
@@ -51,6 +53,8 @@ def placement_cells(rank: RankView, *, counts: bool = True) -> dict[str, str]:
 def topology_line(topology: GroupTopology) -> str:
     """How the group stands, in a line."""
     parts = [f"epoch {topology.epoch}", f"exchange {topology.exchange or 'none'}"]
+    if topology.placement_mode:
+        parts.append(f"placement {topology.placement_mode}")
     if topology.cache_layout is not None:
         blocks = f"{topology.num_blocks} blocks of {topology.block_size} tokens"
         parts.append(f"KV cache {topology.cache_layout.value}, {blocks}")
@@ -60,6 +64,38 @@ def topology_line(topology: GroupTopology) -> str:
         parts.append(f"paused requests: {topology.paused_requests}")
     reason = f" ({topology.reason})" if topology.reason else ""
     return f"{topology.name}: {topology.state.value}{reason}, {', '.join(parts)}"
+
+
+def options_view(placement: PlacementView) -> RenderableType:
+    """What was considered, the one in force marked, and what became of its prediction."""
+    rows = [
+        {
+            "": "*" if option.chosen else "",
+            "placement": option.name,
+            "decode tok/s": _figure(option.decode_tokens_per_second),
+            "prefill tok/s": _figure(option.prefill_tokens_per_second),
+            "workload s": _figure(option.workload_s),
+            "why not": option.why_not,
+        }
+        for option in placement.options
+    ]
+    return Group(_table(OPTION_COLUMNS, rows), Text(prediction_line(placement)), Text(placement.reason))
+
+
+def prediction_line(placement: PlacementView) -> str:
+    """Predicted and measured speed, in a line."""
+    predicted = f"predicted {placement.predicted_tokens_per_second:.3g} tokens/s"
+    if not placement.step_time_ratio:
+        return f"{predicted}; nothing measured yet"
+    return (
+        f"{predicted}, measured {placement.measured_tokens_per_second:.3g}: "
+        f"a step takes {placement.step_time_ratio:.2f} of the predicted time"
+    )
+
+
+def _figure(value: float) -> str:
+    """3 digits; nothing for what was not predicted."""
+    return f"{float(f'{value:.3g}'):,g}" if value else _NONE
 
 
 def groups_table(groups: Sequence[GroupRecord]) -> Table:

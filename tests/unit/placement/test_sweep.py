@@ -1,0 +1,49 @@
+"""Curves over the share of the weights."""
+
+from __future__ import annotations
+
+import pytest
+
+from hetero_placement.decision import PlacementRequest
+from hetero_placement.solver import solve
+from hetero_placement.sweep import sweep
+from hetero_placement.workload import Workload
+from tests.unit.placement.placement_setup import GB, LLAMA_8B, SMOLLM2, bounds_of, config_of, cpu, gpu, group
+
+pytestmark = pytest.mark.unit
+
+
+def test_a_mixed_group_has_a_curve_a_mode_over_the_gpus_share() -> None:
+    config, hardware = config_of(**LLAMA_8B), group(gpu(9e11, memory=24 * GB), cpu(3.7e11), host_s=3e-5)
+    bounds = bounds_of(config)
+    drawn = sweep(config, hardware, dtype="float32", workload=Workload(), bounds=bounds, points=11)
+    assert drawn.side == "GPU ranks"
+    assert [curve.name for curve in drawn.curves] == [
+        "Tensor, CPU ranks on MLP only", "Tensor, CPU ranks on all parts", "Layer split",
+    ]  # fmt: skip
+    for curve in drawn.curves:
+        shares = [point.share for point in curve.points]
+        assert shares == sorted(set(shares))
+        assert shares[-1] == 1.0
+        # 32 GB of weights do not fit 24 GB; a small part of them does.
+        assert not curve.points[-1].fits
+        assert curve.points[0].fits
+
+
+def test_no_fitting_point_beats_what_was_chosen_for_decoding_alone() -> None:
+    config, hardware = config_of(**SMOLLM2), group(cpu(2e10), cpu(1e10, pool="slow"), host_s=1e-6)
+    bounds, workload = bounds_of(config), Workload(1, 1000, 1)
+    decision = solve(config, hardware, dtype="float32", workload=workload, request=PlacementRequest(), bounds=bounds)
+    drawn = sweep(config, hardware, dtype="float32", workload=workload, bounds=bounds, points=31)
+    best = max(point.decode_tokens_per_s for curve in drawn.curves for point in curve.points if point.fits)
+    assert decision.chosen.prediction is not None
+    assert best <= decision.chosen.prediction.decode_tokens_per_s * 1.001
+    assert drawn.side == "rank 0"
+    assert 0.5 < drawn.share(decision.chosen.weight_shares) < 0.75
+
+
+def test_one_side_alone_has_no_curves() -> None:
+    config = config_of(**SMOLLM2)
+    for hardware in (group(cpu(1e10)), group(gpu(1e12), gpu(1e12))):
+        drawn = sweep(config, hardware, dtype="float32", workload=Workload(), bounds=bounds_of(config))
+        assert drawn.curves == ()

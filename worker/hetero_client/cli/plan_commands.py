@@ -1,0 +1,141 @@
+"""`hetero plan`: which placement is best, without starting anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hetero_client.cli import options
+from hetero_client.cli.console import output, print_json, print_note, print_warning
+
+if TYPE_CHECKING:
+    from hetero_api.model_config import ModelConfig
+    from hetero_api.spec import HeteroInference
+    from hetero_placement.hardware import Hardware
+    from hetero_placement.workload import Workload
+
+
+def plan(
+    file: options.ManifestArgument,
+    assume: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Take the hardware from this YAML file in place of measuring this machine."),
+    ] = None,
+    model: options.ModelDirOption = None,
+    model_config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="With --assume: the model's config.json is enough, no weights are needed."),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw predicted tokens/s over the share of the weights: .png or .svg."),
+    ] = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Predict every placement of a manifest's model over its ranks, pick the best, and say why.
+
+    \b
+    hetero plan examples/smollm2-cpu.yaml
+    hetero plan examples/gpu-cpu-auto.yaml --assume examples/hardware/rtx4090.yaml --model-config config.json
+    hetero plan examples/gpu-cpu-auto.yaml --assume examples/hardware/h100.yaml --plot shares.png
+
+    Without --assume this machine is measured, as `hetero up` would place the ranks: it takes seconds, and wants a
+    machine that is otherwise quiet.
+    """
+    from hetero_api.manifest import load_manifest
+    from hetero_placement import from_spec
+    from hetero_placement.memory_model import MemoryModel
+    from hetero_placement.solver import solve
+    from hetero_placement.workload import Workload
+
+    _check_options(assume, model_config=model_config, model=model, plot=plot)
+    resource = load_manifest(file)
+    spec = resource.spec
+    hardware, config = _hardware_and_model(resource, assume=assume, model=model, model_config=model_config)
+    dtype, bounds = from_spec.dtype_of(spec), from_spec.bounds_of(spec, config)
+    workload = Workload.from_spec(spec.placement.workload)
+    decision = solve(
+        config, hardware, dtype=dtype, workload=workload, request=from_spec.request_of(spec), bounds=bounds
+    )
+    if plot is not None:
+        from hetero_client.cli.plan_plot import draw
+        from hetero_placement.sweep import sweep
+
+        curves = sweep(config, hardware, dtype=dtype, workload=workload, bounds=bounds)
+        draw(curves, decision, title=f"{resource.metadata.name}: {_described(workload)}, {dtype}", path=plot)
+        print_note(f"drawn: {plot}")
+    if as_json:
+        from hetero_client.cli.plan_tables import decision_json
+
+        print_json(decision_json(decision, hardware))
+        return
+    from hetero_client.cli.plan_tables import options_table, ranks_table
+
+    console = output()
+    console.print(f"{resource.metadata.name}: {_described(workload)}, {dtype}", highlight=False)
+    console.print(options_table(decision, hardware))
+    console.print(decision.reason, markup=False, highlight=False)
+    console.print(ranks_table(decision, hardware, MemoryModel(config, hardware, bounds, dtype=dtype)))
+
+
+def _check_options(assume: Path | None, *, model_config: Path | None, model: Path | None, plot: Path | None) -> None:
+    from hetero_client.cli.plan_plot import SUFFIXES
+
+    if model_config is not None and assume is None:
+        raise typer.BadParameter(
+            "--model-config: goes with --assume; to measure, a model directory is needed (--model)"
+        )
+    if model_config is not None and model is not None:
+        raise typer.BadParameter("give one of --model and --model-config")
+    if plot is not None and plot.suffix not in SUFFIXES:
+        raise typer.BadParameter(f"--plot: {plot} must end in {' or '.join(SUFFIXES)}")
+
+
+def _hardware_and_model(
+    resource: HeteroInference, *, assume: Path | None, model: Path | None, model_config: Path | None
+) -> tuple[Hardware, ModelConfig]:
+    """As assumed, or measured here."""
+    from hetero_api.hf_config import read_json
+    from hetero_api.model_config import ModelConfig
+    from hetero_placement.assumed_hardware import assume as assume_hardware
+    from hetero_placement.assumed_hardware import load_assumed_hardware
+
+    if assume is None:
+        return _measured(resource, model)
+    hardware = assume_hardware(resource.spec, load_assumed_hardware(assume), source=str(assume))
+    if model_config is not None:
+        return hardware, ModelConfig.from_hf(read_json(model_config), source=str(model_config))
+    return hardware, ModelConfig.from_directory(_model_directory(resource, model))
+
+
+def _measured(resource: HeteroInference, model: Path | None) -> tuple[Hardware, ModelConfig]:
+    from hetero_api.model_config import ModelConfig
+    from hetero_client.cli.plan_probe import ProbeTask, measure_here
+    from hetero_client.launcher.machine import plan_here
+    from hetero_placement.from_spec import dtype_of
+
+    local = plan_here(resource)
+    for warning in local.warnings:
+        print_warning(warning)
+    directory = _model_directory(resource, model)
+    config = ModelConfig.from_directory(directory)
+    print_note(f"measuring {len(local.ranks)} ranks of this machine")
+    return measure_here(ProbeTask(local, directory, dtype_of(resource.spec)), resource.spec), config
+
+
+def _model_directory(resource: HeteroInference, model: Path | None) -> Path:
+    from hetero_client.home import HeteroHome
+    from hetero_client.model_store.resolve import resolve_model
+    from hetero_client.model_store.store import ModelStore
+
+    if model is not None:
+        return model.absolute()
+    store = ModelStore(HeteroHome.from_environment())
+    return resolve_model(resource.spec.model, store, report=print_note).directory
+
+
+def _described(workload: Workload) -> str:
+    tokens = f"prompts of {workload.prompt_tokens} and outputs of {workload.output_tokens} tokens"
+    return f"{tokens}, {workload.concurrency} at a time"

@@ -1,0 +1,212 @@
+"""How long a step takes under a plan: the arithmetic that placements are compared by.
+
+A layer has two halves, and after each its ranks meet; so a half takes as long as its slowest rank, plus a round among
+the ranks that hold the residual stream, and what a rank saves in one half does not make up for the other. Ranks that
+own MLP columns or experts only are lent the hidden states by the leader, slice by slice: the MLP half takes the longer
+of the leader's own part and the helpers' way there, computation and way back. Stages of a pipeline take turns, or, if a
+step is cut into micro-batches, follow each other. After the last layer come the output head, on all ranks that have
+rows of it, and a round of the whole group that decides the tokens.
+
+Pure arithmetic; a step of 80 layers on 2 ranks costs well under a millisecond, of 64 ranks some.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+from hetero_api.model_config import ModelConfig
+from hetero_api.sharding import ShardPlan
+from hetero_placement.decision import Prediction
+from hetero_placement.exchange_costs import ExchangeCosts
+from hetero_placement.hardware import Hardware
+from hetero_placement.part_costs import PartCosts, element_bytes
+from hetero_placement.plan_view import LayerKind, PlanView, StageView
+from hetero_placement.steps import Repeated, Step, WorkloadSteps, decode_step, micro_batches, prompt_steps
+from hetero_placement.tensor_plan import UNIT
+from hetero_placement.workload import Workload
+
+SLICE_ROWS: Final = 128
+"""Rows of hidden states that travel to a helper at a time."""
+_DRAW_BYTES: Final = 16
+"""What a rank tells of a draw: score and token."""
+
+
+@dataclass(frozen=True, slots=True)
+class WidePlace:
+    """Who meets in a layer's MLP half."""
+
+    holders: Sequence[int]
+    lends: bool
+    """Whether there are helpers: then the leader works slice by slice, as they do."""
+    experts: bool
+
+
+class CostModel:
+    """Of one model on one group. Speeds are taken as they are: see Hardware.levelled."""
+
+    def __init__(self, config: ModelConfig, hardware: Hardware, *, dtype: str) -> None:
+        self.config = config
+        self.hardware = hardware
+        self.element_bytes = element_bytes(dtype)
+        self.exchange = ExchangeCosts(hardware)
+        shared: dict[int, PartCosts] = {}
+        self.ranks = tuple(
+            shared.setdefault(id(rank.speeds), PartCosts(config, rank.speeds, dtype=dtype)) for rank in hardware.ranks
+        )
+
+    def predict(self, plan: ShardPlan, workload: Workload, *, chunk: int, max_num_seqs: int) -> Prediction:
+        """What the plan makes of the workload; `chunk` is the most tokens of one step."""
+        view = self.view(plan)
+        steps = WorkloadSteps.of(workload, chunk=chunk, max_num_seqs=max_num_seqs)
+        prefill_s, decode_s = self._all_s(view, steps.prefill), self._all_s(view, steps.decode)
+        decode = steps.decode[0].step
+        step_s = self._step_s(view, decode)
+        return Prediction(
+            decode_tokens_per_s=decode.draws / step_s,
+            prefill_tokens_per_s=workload.prompt_tokens * workload.concurrency / prefill_s,
+            workload_s=prefill_s + decode_s,
+            decode_step_s=step_s,
+        )
+
+    def decode_step_s(self, plan: ShardPlan, *, batch: int, context: float) -> float:
+        """Seconds of a step in which `batch` sequences decode, each attending to `context` tokens."""
+        return self.step_s(plan, decode_step(batch, context))
+
+    def prefill_s(self, plan: ShardPlan, *, tokens: int, chunk: int) -> float:
+        """Seconds of one prompt, in steps of at most `chunk` tokens."""
+        return self._all_s(self.view(plan), tuple(prompt_steps(tokens, chunk)))
+
+    def step_s(self, plan: ShardPlan, step: Step) -> float:
+        """Seconds of one step."""
+        return self._step_s(self.view(plan), step)
+
+    def view(self, plan: ShardPlan) -> PlanView:
+        """What of a plan counts here."""
+        return PlanView.of(plan, self.config.windows)
+
+    def attention_half_s(self, heads: Sequence[int], step: Step, window: int | None) -> float:
+        """A layer's attention half: the slowest of its ranks, and their round. `heads` in rank order."""
+        holders = [rank for rank, count in enumerate(heads) if count]
+        slowest = max(self.ranks[rank].attention(step, window).of(heads[rank]) for rank in holders)
+        return slowest + self.exchange.among(holders, self.hidden_bytes(step.rows))
+
+    def wide_half_s(self, holders: Sequence[int], units: Sequence[float], step: Step, *, experts: bool) -> float:
+        """The other half, of experts or of 64 columns a unit."""
+        lends = any(count and rank not in holders for rank, count in enumerate(units))
+        place = WidePlace(holders, lends=lends, experts=experts)
+        times = (self.wide_part_s(rank, count, step, place) for rank, count in enumerate(units) if count)
+        return max(times, default=0.0) + self.exchange.among(holders, self.hidden_bytes(step.rows))
+
+    def wide_part_s(self, rank: int, units: float, step: Step, place: WidePlace) -> float:
+        """One rank's time of the other half, round excluded; a helper's with its ways from and to the leader."""
+        if not units:
+            return 0.0
+        costs = self.ranks[rank]
+        cost_of = costs.experts if place.experts else costs.mlp
+        leader = place.holders[0]
+        if rank in place.holders and not (place.lends and rank == leader):
+            return cost_of(step.rows).of(units)
+        number = max(1, math.ceil(step.rows / SLICE_ROWS))
+        rows = step.rows / number
+        own = cost_of(rows).of(units)
+        if rank == leader:
+            return number * own
+        num_bytes = self.hidden_bytes(rows)
+        there, back = self.exchange.there_s(leader, [rank], num_bytes), self.exchange.there_s(rank, [leader], num_bytes)
+        return there + own + back + (number - 1) * max(there, own, back)
+
+    def head_part_s(self, rank: int, units: float, step: Step) -> float:
+        """One rank's part of the output head; a unit is 64 rows."""
+        told = self.exchange.from_device_s(rank, _DRAW_BYTES * step.draws)
+        return self.ranks[rank].head(step.draws).of(units) + told if units and step.draws else 0.0
+
+    def draw_s(self, step: Step) -> float:
+        """The rounds in which all ranks learn the drawn tokens."""
+        gathered = self.exchange.small_s(_DRAW_BYTES * step.draws * len(self.ranks))
+        return gathered + self.exchange.small_s(_DRAW_BYTES * step.draws)
+
+    def hidden_bytes(self, rows: float) -> float:
+        """Of rows of the residual stream."""
+        return rows * self.config.hidden_size * self.element_bytes
+
+    def exchange_s(self, plan: ShardPlan, step: Step) -> float:
+        """Seconds of a step's exchanges, those that are hidden behind computation included."""
+        view, num_bytes = self.view(plan), self.hidden_bytes(step.rows)
+        seconds = self._embedding_s(view, step) + self.draw_s(step)
+        for stage in view.stages:
+            a_layer = 2 * self.exchange.among(stage.holders, num_bytes)
+            for helper in stage.helpers[:1]:
+                there = self.exchange.there_s(stage.leader, [helper], num_bytes)
+                a_layer += there + self.exchange.there_s(helper, [stage.leader], num_bytes)
+            seconds += stage.num_layers * a_layer
+        return seconds + self._hops_s(view, step)
+
+    def weight_bytes(self, plan: ShardPlan) -> tuple[int, ...]:
+        """Each rank's, in rank order: matrices; a tied output head counts once."""
+        config = self.config
+        tables = 1 if config.tie_word_embeddings else 2
+        counts = []
+        for shard in plan.ranks:
+            layers = Counter((s.kv_heads.size, s.mlp_columns.size, s.experts.size) for s in shard.layers)
+            params = sum(
+                times * (
+                    heads * config.attention_params_per_kv_head
+                    + columns * config.mlp_params_per_column
+                    + experts * config.params_per_expert
+                )
+                for (heads, columns, experts), times in layers.items()
+            )  # fmt: skip
+            rows = shard.head_rows.size if tables == 1 else shard.head_rows.size + shard.embedding_rows.size
+            counts.append((params + rows * config.hidden_size) * self.element_bytes)
+        return tuple(counts)
+
+    def moved_bytes(self, plan: ShardPlan, step: Step) -> float:
+        """Bytes of activations that a step's exchanges hand over."""
+        stages, num_bytes = self.view(plan).stages, self.hidden_bytes(step.rows)
+        rounds = sum(s.num_layers * 2 * (len(s.holders) - 1 + len(s.helpers)) for s in stages)
+        return (rounds + len(stages) - 1) * num_bytes
+
+    def _step_s(self, view: PlanView, step: Step) -> float:
+        number = micro_batches(step.rows, len(view.stages))
+        part = step.part(number)
+        times = [self._stage_s(stage, part) for stage in view.stages]
+        pipeline = sum(times) + (number - 1) * max(times) + self._hops_s(view, part)
+        overhead = max(rank.step_s(step.rows) for rank in self.ranks)
+        return self._embedding_s(view, step) + pipeline + self._head_s(view, step) + overhead
+
+    def _stage_s(self, stage: StageView, step: Step) -> float:
+        return sum(times * self._layer_s(kind, stage.holders, step) for kind, times in stage.kinds.items())
+
+    def _layer_s(self, kind: LayerKind, holders: Sequence[int], step: Step) -> float:
+        experts = any(kind.experts)
+        units = kind.experts if experts else [count / UNIT for count in kind.columns]
+        attention = self.attention_half_s(kind.heads, step, kind.window)
+        return attention + self.wide_half_s(holders, units, step, experts=experts)
+
+    def _hops_s(self, view: PlanView, step: Step) -> float:
+        return sum(self._hop_s(here, there.holders, step.rows) for here, there in pairwise(view.stages))
+
+    def _hop_s(self, stage: StageView, receivers: Sequence[int], rows: float) -> float:
+        """From a stage's leader to ranks that have not its states."""
+        missing = [rank for rank in receivers if rank not in stage.holders]
+        return self.exchange.there_s(stage.leader, missing, self.hidden_bytes(rows)) if missing else 0.0
+
+    def _embedding_s(self, view: PlanView, step: Step) -> float:
+        """The round in which embeddings are summed, if several ranks need or have them."""
+        ranks = sorted({*view.embedding_owners, *view.stages[0].holders})
+        return self.exchange.among(ranks, self.hidden_bytes(step.rows))
+
+    def _head_s(self, view: PlanView, step: Step) -> float:
+        """From the last layer to the drawn tokens; 0 for a step that draws nothing."""
+        if not step.draws:
+            return 0.0
+        slowest = max(self.head_part_s(rank, rows / UNIT, step) for rank, rows in enumerate(view.head_rows))
+        return slowest + self._hop_s(view.stages[-1], view.head_owners, step.draws) + self.draw_s(step)
+
+    def _all_s(self, view: PlanView, steps: Sequence[Repeated]) -> float:
+        return sum(times * self._step_s(view, step) for step, times in steps)

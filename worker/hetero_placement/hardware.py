@@ -1,0 +1,196 @@
+"""How fast the ranks of a group are, and what lies between them: what a placement is computed from.
+
+Measured by the ranks (`Hello`, `Formed`) or assumed (assumed_hardware). Speeds are those that a rank reaches while all
+the others work too, since it is measured that way; a plan that leaves ranks idle may therefore be faster than told.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from statistics import median
+
+from hetero_api.v1 import ranks_pb2
+
+
+class DeviceKind(Enum):
+    """What a rank computes on."""
+
+    CPU = "CPU"
+    GPU = "GPU"
+
+
+class Part(Enum):
+    """Parts of a model whose cost is known by measurement; units as in ranks.proto's ModelPart."""
+
+    ATTENTION_DECODE = ranks_pb2.MODEL_PART_ATTENTION_DECODE
+    ATTENTION_PREFILL = ranks_pb2.MODEL_PART_ATTENTION_PREFILL
+    MLP = ranks_pb2.MODEL_PART_MLP
+    EXPERTS = ranks_pb2.MODEL_PART_EXPERTS
+    HEAD = ranks_pb2.MODEL_PART_HEAD
+    STEP = ranks_pb2.MODEL_PART_STEP
+
+
+@dataclass(frozen=True, slots=True)
+class CostPoint:
+    """A part with `units` units takes fixed_s + units · unit_s seconds, in a step of `rows` rows."""
+
+    part: Part
+    rows: int
+    context: int
+    """Tokens that each row attends to, for ATTENTION_DECODE; 0 elsewhere."""
+    fixed_s: float
+    unit_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """How fast a device is. Bandwidths in bytes a second."""
+
+    memory_bandwidth: float
+    flops: Mapping[str, float] = field(default_factory=dict)
+    """FLOP a second of a large matrix product, by arithmetic type."""
+    costs: tuple[CostPoint, ...] = ()
+    costs_dtype: str = ""
+    """Arithmetic type of `costs`."""
+    to_device_bandwidth: float = 0.0
+    """From host memory to the device's; 0 where they are the same."""
+    from_device_bandwidth: float = 0.0
+    device_latency_s: float = 0.0
+    """Of the smallest copy from the device and back."""
+
+    @classmethod
+    def from_proto(cls, message: ranks_pb2.DeviceSpeeds) -> Speeds:
+        """Costs of parts that this version does not know are left out."""
+        known = {part.value for part in Part}
+        return cls(
+            memory_bandwidth=message.memory_bandwidth,
+            flops={rate.dtype: rate.flops for rate in message.matmul},
+            costs=tuple(
+                CostPoint(Part(cost.part), cost.rows, cost.context, cost.fixed_s, cost.unit_s)
+                for cost in message.costs
+                if cost.part in known
+            ),
+            costs_dtype=message.costs_dtype,
+            to_device_bandwidth=message.to_device_bandwidth,
+            from_device_bandwidth=message.from_device_bandwidth,
+            device_latency_s=message.device_latency_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RankHardware:
+    """One rank's. Ranks of one `pool`, kind and number of cores are taken as equally fast."""
+
+    kind: DeviceKind
+    host: str
+    """Same for ranks that share a machine."""
+    memory_bytes: int
+    """What it may use for weights, KV cache and workspace."""
+    speeds: Speeds
+    pool: str = ""
+    cores: int = 1
+
+    @classmethod
+    def from_report(cls, report: ranks_pb2.DeviceReport, *, host: str, pool: str, cores: int = 1) -> RankHardware:
+        """What a rank said at Hello."""
+        kind = DeviceKind.GPU if report.kind == ranks_pb2.DEVICE_KIND_CUDA else DeviceKind.CPU
+        return cls(kind, host, report.memory_bytes, Speeds.from_proto(report.speeds), pool, cores)
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeSpeeds:
+    """What an all-reduce takes: (bytes, seconds), ascending in bytes; () where nothing is known or needed.
+
+    A number for all sizes is one point.
+    """
+
+    points: tuple[tuple[int, float], ...] = ()
+
+    @classmethod
+    def from_protos(cls, times: Iterable[ranks_pb2.ExchangeTime]) -> ExchangeSpeeds:
+        return cls(tuple(sorted((time.bytes, time.seconds) for time in times)))
+
+    @classmethod
+    def of_rates(cls, latency_s: float, bandwidth: float | None = None) -> ExchangeSpeeds:
+        """`latency_s`, and bytes at `bandwidth` a second; None: bytes cost nothing."""
+        if bandwidth is None:
+            return cls(((1, latency_s),))
+        size = 2**24
+        return cls(((0, latency_s), (size, latency_s + size / bandwidth)))
+
+    def seconds(self, num_bytes: float) -> float:
+        """Between points by a line; below the first its value; beyond the last on along the last line."""
+        if not self.points:
+            return 0.0
+        if len(self.points) == 1 or num_bytes <= self.points[0][0]:
+            return self.points[0][1]
+        index = min(bisect_right(self.points, num_bytes, key=lambda point: point[0]), len(self.points) - 1)
+        (low, low_s), (high, high_s) = self.points[index - 1], self.points[index]
+        slope = (high_s - low_s) / (high - low)
+        # Noise may let a measured line fall; beyond the last point it must not.
+        return low_s + slope * (num_bytes - low) if num_bytes <= high else high_s + max(0.0, slope) * (num_bytes - high)
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """A group's, ranks in rank order, GPU ranks first."""
+
+    ranks: tuple[RankHardware, ...]
+    host_exchange: ExchangeSpeeds = ExchangeSpeeds()
+    """All-reduce in host memory over all ranks."""
+    device_exchange: ExchangeSpeeds = ExchangeSpeeds()
+    """All-reduce among GPU ranks."""
+
+    @property
+    def num_gpu_ranks(self) -> int:
+        return sum(rank.kind is DeviceKind.GPU for rank in self.ranks)
+
+    def classes(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks that are alike, in rank order."""
+        alike: dict[tuple[object, ...], list[int]] = {}
+        for number, rank in enumerate(self.ranks):
+            alike.setdefault((rank.pool, rank.kind, rank.cores), []).append(number)
+        return tuple(map(tuple, alike.values()))
+
+    def levelled(self) -> Hardware:
+        """The same with ranks that are alike made equal: the median of their speeds, the least of their memory."""
+        ranks = list(self.ranks)
+        for alike in self.classes():
+            members = [self.ranks[number] for number in alike]
+            speeds = _median_speeds([member.speeds for member in members])
+            memory = min(member.memory_bytes for member in members)
+            for number in alike:
+                ranks[number] = replace(self.ranks[number], speeds=speeds, memory_bytes=memory)
+        return replace(self, ranks=tuple(ranks))
+
+
+def _median_speeds(speeds: Sequence[Speeds]) -> Speeds:
+    first = speeds[0]
+    dtypes = [dtype for dtype in first.flops if all(dtype in each.flops for each in speeds)]
+    return Speeds(
+        memory_bandwidth=median(each.memory_bandwidth for each in speeds),
+        flops={dtype: median(each.flops[dtype] for each in speeds) for dtype in dtypes},
+        costs=_median_costs(speeds),
+        costs_dtype=first.costs_dtype,
+        to_device_bandwidth=median(each.to_device_bandwidth for each in speeds),
+        from_device_bandwidth=median(each.from_device_bandwidth for each in speeds),
+        device_latency_s=median(each.device_latency_s for each in speeds),
+    )
+
+
+def _median_costs(speeds: Sequence[Speeds]) -> tuple[CostPoint, ...]:
+    """Of the points that all of them measured, in one type."""
+    if len({each.costs_dtype for each in speeds}) > 1:
+        return ()
+    found: dict[tuple[Part, int, int], list[CostPoint]] = {}
+    for each in speeds:
+        for point in each.costs:
+            found.setdefault((point.part, point.rows, point.context), []).append(point)
+    return tuple(
+        CostPoint(*key, median(p.fixed_s for p in points), median(p.unit_s for p in points))
+        for key, points in found.items()
+        if len(points) == len(speeds)
+    )

@@ -1,0 +1,184 @@
+"""The best plan that deals whole layers: how many layers in a row each rank gets.
+
+Ranks that are alike get as many, give or take one, or nothing. Where there are few ways to deal, all are looked at;
+else one starts by speed and moves layers between ranks as long as that helps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise, permutations
+from typing import Final
+
+from hetero_api.sharding import ShardPlan
+from hetero_placement.apportionment import largest_remainder
+from hetero_placement.cost_model import CostModel
+from hetero_placement.layer_plan import plan_of_layers, shard_of_layers
+from hetero_placement.memory_model import MemoryModel
+from hetero_placement.search import EXHAUSTIVE
+from hetero_placement.steps import Repeated, Step, micro_batches
+from hetero_placement.tensor_plan import UNIT
+
+_SAME: Final = 1e-9
+
+
+class LayerSearch:
+    """Over one model, group and workload."""
+
+    def __init__(
+        self,
+        model: CostModel,
+        memory: MemoryModel,
+        steps: Sequence[Repeated],
+        *,
+        all_ranks: bool = False,
+        exhaustive: int = EXHAUSTIVE,
+    ) -> None:
+        """`all_ranks`: each rank must get a layer."""
+        self._model = model
+        self._memory = memory
+        self._steps = steps
+        self._least = int(all_ranks)
+        self._exhaustive = exhaustive
+        self._world = len(model.hardware.ranks)
+        self._layers = model.config.num_layers
+        self._class_of = {r: number for number, alike in enumerate(model.hardware.classes()) for r in alike}
+        self._until_of: dict[tuple[int, Step], list[float]] = {}
+        self._need_of: dict[tuple[int, int, int], int] = {}
+
+    def plan(self) -> ShardPlan | None:
+        """The one whose predicted time is least; None if none fits."""
+        counts = self._best()
+        return plan_of_layers(self._model.config, counts) if counts is not None else None
+
+    def _best(self) -> tuple[int, ...] | None:
+        free = self._layers - self._least * self._world
+        if free < 0:
+            return None
+        if math.comb(free + self._world - 1, self._world - 1) <= self._exhaustive:
+            candidates = _compositions(self._layers, self._world, self._least)
+            fitting = (counts for counts in candidates if self._excess(counts) == 0)
+            return min(fitting, key=lambda counts: (self._seconds(counts), counts[::-1]), default=None)
+        found = [self._descend(start) for start in self._starts()]
+        fitting = (counts for counts in found if self._excess(counts) == 0)
+        return min(fitting, key=self._seconds, default=None)
+
+    def _starts(self) -> Iterator[tuple[int, ...]]:
+        """Even, by speed in each kind of step, by memory, and all on one rank."""
+        ranks = self._model.hardware.ranks
+        slowness = [[self._layer_s(rank, 0, step) for rank in range(self._world)] for step, _ in self._steps]
+        weights: list[list[float]] = [
+            [1.0] * self._world,
+            [float(rank.memory_bytes) for rank in ranks],
+            *([1 / seconds for seconds in kind] for kind in slowness),
+            *([float(rank == only) for rank in range(self._world)] for only in self._firsts()),
+        ]
+        free = self._layers - self._least * self._world
+        for each in weights:
+            yield tuple(count + self._least for count in largest_remainder(free, each))
+
+    def _firsts(self) -> list[int]:
+        """A rank of each class."""
+        return [alike[0] for alike in self._model.hardware.classes()]
+
+    def _descend(self, counts: tuple[int, ...]) -> tuple[int, ...]:
+        best = self._excess(counts), self._seconds(counts)
+        for amount in [1 << bit for bit in range(self._layers.bit_length() - 1, -1, -1)]:
+            improved = True
+            while improved:
+                improved = False
+                for moved in self._moved(counts, amount):
+                    found = self._excess(moved), self._seconds(moved)
+                    if found[0] < best[0] or (found[0] == best[0] and found[1] < best[1] * (1 - _SAME)):
+                        counts, best, improved = moved, found, True
+                        break
+        return counts
+
+    def _moved(self, counts: tuple[int, ...], amount: int) -> Iterator[tuple[int, ...]]:
+        """`amount` layers from one rank to another; of ranks that are alike and have as many, one stands for all."""
+        kinds = {(self._class_of[rank], count): rank for rank, count in reversed(list(enumerate(counts)))}
+        for source, target in permutations(kinds.values(), 2):
+            if counts[source] - amount >= self._least:
+                moved = list(counts)
+                moved[source] -= amount
+                moved[target] += amount
+                yield tuple(moved)
+        yield from self._moved_within(counts, amount)
+
+    def _moved_within(self, counts: tuple[int, ...], amount: int) -> Iterator[tuple[int, ...]]:
+        """Between two ranks that are alike and have as many."""
+        for alike in self._model.hardware.classes():
+            for source, target in pairwise(alike):
+                if counts[source] == counts[target] >= amount + self._least:
+                    moved = list(counts)
+                    moved[source] -= amount
+                    moved[target] += amount
+                    yield tuple(moved)
+
+    def _seconds(self, counts: Sequence[int]) -> float:
+        """As CostModel.step_s of the plan that it makes, for all steps of the workload."""
+        owners = [rank for rank, count in enumerate(counts) if count]
+        return sum(times * self._step_s(counts, owners, step) for step, times in self._steps)
+
+    def _step_s(self, counts: Sequence[int], owners: Sequence[int], step: Step) -> float:
+        model = self._model
+        number = micro_batches(step.rows, len(owners))
+        part = step.part(number)
+        stages = self._stages_s(counts, owners, part)
+        num_bytes = model.hidden_bytes(part.rows)
+        hops = sum(model.exchange.there_s(a, [b], num_bytes) for a, b in itertools.pairwise(owners))
+        head = 0.0
+        if step.draws:
+            head = model.head_part_s(owners[-1], model.config.vocab_size / UNIT, step) + model.draw_s(step)
+        overhead = max(rank.step_s(step.rows) for rank in model.ranks)
+        return sum(stages) + (number - 1) * max(stages) + hops + head + overhead
+
+    def _stages_s(self, counts: Sequence[int], owners: Sequence[int], step: Step) -> list[float]:
+        times, begin = [], 0
+        for rank in owners:
+            end = begin + counts[rank]
+            until = self._until(rank, step)
+            times.append(until[end] - until[begin])
+            begin = end
+        return times
+
+    def _until(self, rank: int, step: Step) -> list[float]:
+        """Seconds of the layers before each layer, if the rank has them all; ranks that are alike share it."""
+        key = (self._class_of[rank], step)
+        if key not in self._until_of:
+            layers = (self._layer_s(rank, layer, step) for layer in range(self._layers))
+            self._until_of[key] = list(accumulate(layers, initial=0.0))
+        return self._until_of[key]
+
+    def _layer_s(self, rank: int, layer: int, step: Step) -> float:
+        config, costs = self._model.config, self._model.ranks[rank]
+        attention = costs.attention(step, config.windows[layer]).of(config.num_kv_heads)
+        if layer in config.expert_layers:
+            return attention + costs.experts(step.rows).of(config.num_experts)
+        return attention + costs.mlp(step.rows).of(config.intermediate_size / UNIT)
+
+    def _excess(self, counts: Sequence[int]) -> int:
+        """Bytes by which ranks are over, together."""
+        over, begin = 0, 0
+        for rank, count in enumerate(counts):
+            if count:
+                over += max(0, self._need(rank, begin, begin + count) - self._model.hardware.ranks[rank].memory_bytes)
+            begin += count
+        return over
+
+    def _need(self, rank: int, begin: int, end: int) -> int:
+        key = (rank, begin, end)
+        if key not in self._need_of:
+            self._need_of[key] = self._memory.need(rank, shard_of_layers(self._model.config, begin, end)).total
+        return self._need_of[key]
+
+
+def _compositions(units: int, parts: int, least: int) -> Iterator[tuple[int, ...]]:
+    if parts == 1:
+        yield (units,)
+        return
+    for first in range(least, units - least * (parts - 1) + 1):
+        for rest in _compositions(units - first, parts - 1, least):
+            yield (first, *rest)

@@ -1,0 +1,205 @@
+"""What the parts of a model cost one rank: from what it measured, else from its bandwidth and FLOP rate.
+
+Costs are linear in units (heads, 64 columns, experts, 64 vocabulary rows): a part that a rank owns nothing of is free.
+Measured points are joined by lines over rows, and over context; below the first point its value holds, beyond the last
+the line goes on. Points of another arithmetic type are scaled by the ratio of what rates say for the two types.
+
+By rates, a unit takes the longer of reading it (weights once, keys and values a row) and computing it. Where no FLOP
+rate is known, computing takes no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Final, NamedTuple
+
+from hetero_api.errors import PlanError
+from hetero_api.model_config import ModelConfig
+from hetero_placement.hardware import CostPoint, Part, Speeds
+from hetero_placement.steps import Step
+from hetero_placement.tensor_plan import UNIT
+
+_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
+_ROUTER_BYTES: Final = 8
+"""Routers compute in float64."""
+
+
+def element_bytes(dtype: str) -> int:
+    """Raises PlanError for a type that is not known."""
+    try:
+        return _BYTES[dtype]
+    except KeyError:
+        raise PlanError(f"dtype {dtype!r} is not known; known: {', '.join(_BYTES)}") from None
+
+
+class PartTime(NamedTuple):
+    """Seconds: some whatever the units, and some a unit."""
+
+    fixed_s: float
+    unit_s: float
+
+    def of(self, units: float) -> float:
+        return self.fixed_s + self.unit_s * units if units else 0.0
+
+    def plus(self, other: PartTime) -> PartTime:
+        return PartTime(self.fixed_s + other.fixed_s, self.unit_s + other.unit_s)
+
+
+_FREE: Final = PartTime(0.0, 0.0)
+
+
+class PartCosts:
+    """Of one rank. `dtype` is the arithmetic type in force."""
+
+    def __init__(self, config: ModelConfig, speeds: Speeds, *, dtype: str) -> None:
+        self._speeds = speeds
+        self._dtype = dtype
+        self._measured = {part: [p for p in speeds.costs if p.part is part] for part in Part}
+        self._rates = Rates(config, speeds)
+        self.attention = cache(self._attention)
+        self.mlp = cache(self._mlp)
+        self.experts = cache(self._experts)
+        self.head = cache(self._head)
+
+    def _attention(self, step: Step, window: int | None) -> PartTime:
+        """A layer's attention half; unit: a KV head."""
+        decode = self._decode(step.decode_rows, _seen(step.context, window)) if step.decode_rows else _FREE
+        return decode.plus(self._prefill(step, window)) if step.spans else decode
+
+    def _mlp(self, rows: float) -> PartTime:
+        """A dense layer's MLP half; unit: 64 columns."""
+        return self._of(Part.MLP, rows, self._rates.mlp)
+
+    def _experts(self, rows: float) -> PartTime:
+        """A layer's half of experts, rows routed evenly; unit: an expert."""
+        return self._of(Part.EXPERTS, rows, self._rates.experts)
+
+    def _head(self, rows: float) -> PartTime:
+        """The output head and the draw; unit: 64 vocabulary rows."""
+        return self._of(Part.HEAD, rows, self._rates.head)
+
+    def step_s(self, rows: float) -> float:
+        """What a step costs beside layers and head; 0 unless measured."""
+        points = self._measured[Part.STEP]
+        return _over_rows(points, rows).fixed_s if points else 0.0
+
+    def _of(self, part: Part, rows: float, by_rates: Callable[[str, float], PartTime]) -> PartTime:
+        points = self._measured[part]
+        if not points:
+            return by_rates(self._dtype, rows)
+        return self._scaled(_over_rows(points, rows), lambda dtype: by_rates(dtype, rows))
+
+    def _decode(self, rows: float, context: float) -> PartTime:
+        points = self._measured[Part.ATTENTION_DECODE]
+        if not points:
+            return self._rates.decode(self._dtype, rows, context)
+        contexts = sorted({point.context for point in points})
+        lines = [(c, _over_rows([p for p in points if p.context == c], rows)) for c in contexts]
+        return self._scaled(_on_line(lines, context), lambda dtype: self._rates.decode(dtype, rows, context))
+
+    def _prefill(self, step: Step, window: int | None) -> PartTime:
+        rows = sum(span.rows for span in step.spans)
+        pairs = sum(span.rows * _seen(span.context + span.rows / 2, window) for span in step.spans)
+        points = self._measured[Part.ATTENTION_PREFILL]
+        if not points:
+            return self._rates.prefill(self._dtype, rows, pairs)
+        # Measured with one prompt of as many rows: pairs of row and token attended to are rows² / 2.
+        measured, pair_s = _over_rows(points, rows), _pair_s(points)
+        unit_s = max(measured.unit_s + pair_s * (pairs - rows * rows / 2), 0.1 * measured.unit_s)
+        time = PartTime(measured.fixed_s, unit_s)
+        return self._scaled(time, lambda dtype: self._rates.prefill(dtype, rows, pairs))
+
+    def _scaled(self, time: PartTime, by_rates: Callable[[str], PartTime]) -> PartTime:
+        """A measured time, in the type in force."""
+        measured_in = self._speeds.costs_dtype
+        if not measured_in or measured_in == self._dtype:
+            return time
+        return PartTime(time.fixed_s, time.unit_s * by_rates(self._dtype).unit_s / by_rates(measured_in).unit_s)
+
+
+class Rates:
+    """The same from bandwidth and FLOP rate alone."""
+
+    def __init__(self, config: ModelConfig, speeds: Speeds) -> None:
+        self._config = config
+        self._speeds = speeds
+
+    def decode(self, dtype: str, rows: float, context: float) -> PartTime:
+        return self._attention(dtype, rows, tokens=rows * context, pairs=rows * context)
+
+    def prefill(self, dtype: str, rows: float, pairs: float) -> PartTime:
+        return self._attention(dtype, rows, tokens=pairs / rows, pairs=pairs)
+
+    def mlp(self, dtype: str, rows: float) -> PartTime:
+        params = UNIT * self._config.mlp_params_per_column
+        return PartTime(0.0, self._seconds(dtype, params * element_bytes(dtype), 2 * params * rows))
+
+    def experts(self, dtype: str, rows: float) -> PartTime:
+        """An expert is read if a row is routed to it."""
+        experts = self._config.experts
+        if experts is None:
+            return _FREE
+        part = experts.per_token / experts.number
+        params = self._config.params_per_expert
+        read = params * element_bytes(dtype) * active_share(part, rows)
+        router = self._config.hidden_size * experts.number
+        fixed = self._seconds(dtype, router * _ROUTER_BYTES, 2 * router * rows)
+        return PartTime(fixed, self._seconds(dtype, read, 2 * params * rows * part))
+
+    def head(self, dtype: str, rows: float) -> PartTime:
+        params = UNIT * self._config.hidden_size
+        return PartTime(0.0, self._seconds(dtype, params * element_bytes(dtype), 2 * params * rows))
+
+    def _attention(self, dtype: str, rows: float, *, tokens: float, pairs: float) -> PartTime:
+        """`tokens` whose keys and values are read, `pairs` of a row and a token that it attends to."""
+        config, size = self._config, element_bytes(dtype)
+        params = config.attention_params_per_kv_head
+        read = (params + 2 * tokens * config.head_dim) * size
+        flops = 2 * params * rows + 4 * config.group_size * config.head_dim * pairs
+        return PartTime(0.0, self._seconds(dtype, read, flops))
+
+    def _seconds(self, dtype: str, num_bytes: float, flops: float) -> float:
+        rates = self._speeds.flops
+        rate = rates.get(dtype) or rates.get("float32")
+        return max(num_bytes / self._speeds.memory_bandwidth, flops / rate if rate else 0.0)
+
+
+def active_share(chosen: float, rows: float) -> float:
+    """Expected share of experts that at least one of `rows` rows chooses, each with probability `chosen`."""
+    return float(1.0 - (1.0 - chosen) ** rows)
+
+
+def _seen(context: float, window: int | None) -> float:
+    return context if window is None else min(context, window)
+
+
+def _over_rows(points: Sequence[CostPoint], rows: float) -> PartTime:
+    line = sorted((point.rows, PartTime(point.fixed_s, point.unit_s)) for point in points)
+    return _on_line(line, rows)
+
+
+def _on_line(line: Sequence[tuple[int, PartTime]], at: float) -> PartTime:
+    """Between points by a line, before the first its value, beyond the last on along a line that does not fall."""
+    if at <= line[0][0]:
+        return line[0][1]
+    if len(line) == 1:
+        at_known, time = line[0]
+        return PartTime(time.fixed_s, time.unit_s * at / at_known) if at_known else time
+    index = next((i for i in range(1, len(line)) if at <= line[i][0]), len(line) - 1)
+    (low, before), (high, after) = line[index - 1], line[index]
+    part = (at - low) / (high - low)
+    return PartTime(*(_between(b, a, part) for b, a in zip(before, after, strict=True)))
+
+
+def _between(before: float, after: float, part: float) -> float:
+    return before + (after - before) * part if part <= 1 else after + max(0.0, after - before) * (part - 1)
+
+
+def _pair_s(points: Sequence[CostPoint]) -> float:
+    """Seconds of one head and one pair of row and token, from how measured times bend over the rows."""
+    if len(points) < 2:
+        return 0.0
+    *_, low, high = sorted(points, key=lambda point: point.rows)
+    bend = (high.unit_s / high.rows - low.unit_s / low.rows) / (high.rows - low.rows)
+    return max(0.0, 2 * bend)

@@ -1,0 +1,303 @@
+"""Chooses how a model is spread over the ranks of a group: predicts every way, takes the fastest allowed, says why.
+
+The ways are
+
+    GPU only                        all on GPU ranks, every layer split over them
+    Layer split                     whole layers
+    Tensor, CPU ranks on MLP only   GPU ranks hold heads and vocabulary, CPU ranks help with the MLP
+    Tensor, CPU ranks on all parts  every layer split over GPU and CPU ranks, heads too
+    CPU ranks only                  all of them, or the number of them that is fastest
+    Weight streaming                weights that do not fit the GPU come over the bus; for comparison, not to be had
+
+The resource's mode and shares restrict what may be chosen; the rest is told all the same. Ranks that are alike count as
+equally fast. The same input gives the same plan on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from hetero_api.errors import PlanError
+from hetero_api.model_config import ModelConfig
+from hetero_api.sharding import ShardPlan
+from hetero_api.spec import SHARE_KINDS, PlacementMode, PlacementShares
+from hetero_placement.apportionment import largest_remainder
+from hetero_placement.closed_form import streaming_s
+from hetero_placement.cost_model import CostModel
+from hetero_placement.decision import Bounds, Decision, Option, PlacementRequest, Prediction
+from hetero_placement.hardware import DeviceKind, Hardware
+from hetero_placement.layer_plan import deal_layers, describe_layers
+from hetero_placement.layer_search import LayerSearch
+from hetero_placement.memory_model import MemoryModel
+from hetero_placement.reasons import explain
+from hetero_placement.roles import RoleChoices
+from hetero_placement.search import EXHAUSTIVE
+from hetero_placement.steps import WorkloadSteps, decode_step
+from hetero_placement.tensor_plan import describe_units, in_units, units_of
+from hetero_placement.tensor_search import NOTHING_FIXED, FixedCounts, Roles, TensorSearch
+from hetero_placement.workload import Workload
+
+GPU_ONLY: Final = "GPU only"
+LAYER: Final = "Layer split"
+MLP_ONLY: Final = "Tensor, CPU ranks on MLP only"
+ALL_PARTS: Final = "Tensor, CPU ranks on all parts"
+CPU_ONLY: Final = "CPU ranks only"
+TENSOR: Final = "Tensor, all ranks"
+SHARES: Final = "Tensor, by the spec's shares"
+STREAMING: Final = "Weight streaming"
+ADOPTED: Final = "As the ranks hold it"
+
+_SAME: Final = 1e-6
+
+
+def solve(
+    config: ModelConfig,
+    hardware: Hardware,
+    *,
+    dtype: str,
+    workload: Workload,
+    request: PlacementRequest,
+    bounds: Bounds,
+    exhaustive: int = EXHAUSTIVE,
+) -> Decision:
+    """The plan to use. Raises PlanError, naming fields, when nothing that the request allows can be had.
+
+    `exhaustive` bounds how many deals of a component are all looked at; beyond, the search goes step by step. Takes
+    milliseconds for some ranks, up to seconds for 64.
+    """
+    return _Solver(config, hardware.levelled(), dtype, workload, request, bounds, exhaustive).solve()
+
+
+def predict(
+    config: ModelConfig, hardware: Hardware, plan: ShardPlan, *, dtype: str, workload: Workload, bounds: Bounds
+) -> Prediction:
+    """What a plan that stands makes of the workload."""
+    model = CostModel(config, hardware.levelled(), dtype=dtype)
+    return model.predict(plan, workload, chunk=bounds.max_num_batched_tokens, max_num_seqs=bounds.max_num_seqs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The best plan of some, and by what it was compared."""
+
+    plan: ShardPlan
+    prediction: Prediction
+    moved_bytes: float
+    owners: int
+
+    def better_than(self, other: _Found | None) -> bool:
+        """By time; of equal times fewer bytes moved, then fewer ranks."""
+        if other is None:
+            return True
+        mine, theirs = self.prediction.workload_s, other.prediction.workload_s
+        if abs(mine - theirs) > _SAME * theirs:
+            return mine < theirs
+        return (self.moved_bytes, self.owners) < (other.moved_bytes, other.owners)
+
+
+class _Solver:
+    def __init__(
+        self,
+        config: ModelConfig,
+        hardware: Hardware,
+        dtype: str,
+        workload: Workload,
+        request: PlacementRequest,
+        bounds: Bounds,
+        exhaustive: int,
+    ) -> None:
+        self._config = config
+        self._hardware = hardware
+        self._workload = workload
+        self._request = request
+        self._bounds = bounds
+        self._exhaustive = exhaustive
+        self._model = CostModel(config, hardware, dtype=dtype)
+        self._memory = MemoryModel(config, hardware, bounds, dtype=dtype)
+        self._steps = WorkloadSteps.of(
+            workload, chunk=bounds.max_num_batched_tokens, max_num_seqs=bounds.max_num_seqs
+        ).all
+        self._roles = RoleChoices(
+            hardware, num_kv_heads=config.num_kv_heads, every_rank=request.mode == PlacementMode.TENSOR
+        )
+        self._gpus = tuple(r for r, rank in enumerate(hardware.ranks) if rank.kind is DeviceKind.GPU)
+        self._cpus = tuple(r for r, rank in enumerate(hardware.ranks) if rank.kind is DeviceKind.CPU)
+        self._all = tuple(range(len(hardware.ranks)))
+
+    def solve(self) -> Decision:
+        options = list(self._options())
+        eligible = [option for option in options if option.eligible]
+        if not eligible:
+            told = "; ".join(f"{option.name}: {option.why_not}" for option in options if option.mode is not None)
+            raise PlanError(f"spec.placement: no placement can be had: {told}")
+        chosen = min(eligible, key=self._key)
+        decode = decode_step(min(self._workload.concurrency, self._bounds.max_num_seqs), self._workload.decode_context)
+        assert chosen.plan is not None
+        reason = explain(chosen, options, self._model, decode, self._request)
+        return Decision(chosen.plan, tuple(options), chosen, reason)
+
+    def _key(self, option: Option) -> float:
+        assert option.prediction is not None  # an eligible option has a plan, and a plan is predicted
+        # Rounded: what differs by less than a millionth is the same, and the earlier option, which is simpler, wins.
+        return float(f"{option.prediction.workload_s:.6g}")
+
+    def _options(self) -> Iterator[Option]:
+        shares = self._request.shares
+        if shares.attention or shares.mlp or shares.vocabulary:
+            yield from self._by_shares(shares)
+            return
+        if self._gpus:
+            yield self._option(GPU_ONLY, PlacementMode.GPU_ONLY, self._best(self._roles.gpu_only()), self._gpus)
+        elif self._request.mode == PlacementMode.GPU_ONLY:
+            yield Option(GPU_ONLY, PlacementMode.GPU_ONLY, why_not="spec.pools has no pool of type GPU")
+        if len(self._all) > 1 or self._request.mode == PlacementMode.LAYER:
+            yield self._layer_option()
+        if self._gpus and self._cpus:
+            yield self._option(MLP_ONLY, PlacementMode.TENSOR, self._best(self._roles.mlp_only()), self._all)
+            yield self._option(ALL_PARTS, PlacementMode.TENSOR, self._best(self._roles.all_parts()), self._all)
+        elif self._cpus:
+            yield self._option(TENSOR, PlacementMode.TENSOR, self._best(self._roles.every_cpu_rank()), self._all)
+        yield from self._some_cpus()
+        if self._gpus and self._cpus:
+            yield self._streaming()
+
+    def _allowed(self, option: Option) -> Option:
+        """With a word why it may not be chosen, if the resource asks for something else."""
+        mode = self._request.mode
+        if option.mode is None or option.why_not or mode in (PlacementMode.AUTO, option.mode):
+            return option
+        return replace(option, why_not=f"spec.placement.mode asks for {mode}")
+
+    def _option(
+        self, name: str, mode: PlacementMode, found: _Found | None, ranks: Sequence[int], *, problem: str = ""
+    ) -> Option:
+        if found is None:
+            return Option(name, mode, why_not=problem or self._no_room(ranks))
+        weights = self._model.weight_bytes(found.plan)
+        shares = tuple(part / sum(weights) for part in weights)
+        return self._allowed(Option(name, mode, found.plan, found.prediction, weight_shares=shares))
+
+    def _best(self, choices: Iterator[Roles], fixed: FixedCounts = NOTHING_FIXED) -> _Found | None:
+        search = TensorSearch(self._model, self._memory, self._steps, fixed=fixed, exhaustive=self._exhaustive)
+        best: _Found | None = None
+        for roles in choices:
+            plan = search.plan(roles)
+            found = self._judged(plan) if plan is not None else None
+            if found is not None and found.better_than(best):
+                best = found
+        return best
+
+    def _judged(self, plan: ShardPlan) -> _Found:
+        bounds = self._bounds
+        prediction = self._model.predict(
+            plan, self._workload, chunk=bounds.max_num_batched_tokens, max_num_seqs=bounds.max_num_seqs
+        )
+        moved = self._model.moved_bytes(plan, decode_step(1, 0))
+        return _Found(plan, prediction, moved, sum(weights > 0 for weights in self._model.weight_bytes(plan)))
+
+    def _some_cpus(self) -> Iterator[Option]:
+        """CPU ranks alone, as many of them as are of use; in a group without GPU ranks fewer than all."""
+        if self._gpus:
+            computing = [self._cpus] if self._cpus else []
+        else:
+            dropped = [alike[-1] for alike in self._roles.classes(self._cpus)] if len(self._cpus) > 1 else []
+            computing = [tuple(rank for rank in self._cpus if rank != one) for one in dropped]
+        if not computing:
+            return
+        best = self._best(roles for ranks in computing for roles in self._roles.cpu_ranks_within(ranks))
+        yield self._option(self._name_of_some(best), PlacementMode.AUTO, best, self._cpus)
+
+    def _name_of_some(self, found: _Found | None) -> str:
+        """With how many CPU ranks take part."""
+        number = len(self._cpus)
+        if found is None:
+            return CPU_ONLY if self._gpus else f"{CPU_ONLY}, fewer than {number}"
+        if found.owners < number:
+            return f"{CPU_ONLY}, {found.owners} of {number}"
+        in_layers = len({rank for stage in found.plan.stages() for rank in stage.ranks})
+        return CPU_ONLY if in_layers == number else f"{CPU_ONLY}, layers on {in_layers} of {number}"
+
+    def _layer_option(self) -> Option:
+        search = LayerSearch(
+            self._model, self._memory, self._steps, all_ranks=self._request.mode == PlacementMode.LAYER,
+            exhaustive=self._exhaustive,
+        )  # fmt: skip
+        plan = search.plan()
+        too_many = self._request.mode == PlacementMode.LAYER and len(self._all) > self._config.num_layers
+        problem = self._too_many(describe_layers(self._config)) if too_many else ""
+        found = self._judged(plan) if plan is not None else None
+        return self._option(LAYER, PlacementMode.LAYER, found, self._all, problem=problem)
+
+    def _by_shares(self, shares: PlacementShares) -> Iterator[Option]:
+        """Only what the shares leave open is solved."""
+        if self._request.mode == PlacementMode.LAYER:
+            plan = deal_layers(self._config, cores=[1] * len(self._all), shares=shares)
+            problem = self._idle_problem(plan, describe_layers(self._config)) or self._memory.problem(plan)
+            found = None if problem else self._judged(plan)
+            yield self._option(LAYER, PlacementMode.LAYER, found, self._all, problem=problem)
+            return
+        fixed = self._fixed(shares)
+        found = self._best(self._roles.by_shares(fixed), fixed)
+        problem = self._idle_problem(found.plan, describe_units(self._config)) if found is not None else ""
+        yield self._option(SHARES, PlacementMode.TENSOR, None if problem else found, self._all, problem=problem)
+
+    def _idle_problem(self, plan: ShardPlan, units: str) -> str:
+        """That shares leave a rank with nothing; empty if they do not."""
+        weights = self._model.weight_bytes(plan)
+        names = [f"rank {rank} ({self._hardware.ranks[rank].pool})" for rank in self._all if not weights[rank]]
+        if not names:
+            return ""
+        shares = self._request.shares
+        given = [name for name in SHARE_KINDS if getattr(shares, name)]
+        fields = ", ".join(f"spec.placement.shares.{name}" for name in given)
+        return f"{fields}: {', '.join(names)} would own nothing of the model ({units}); give it a share or fewer ranks"
+
+    def _fixed(self, shares: PlacementShares) -> FixedCounts:
+        config = self._config
+        mlp = shares.mlp
+        return FixedCounts(
+            heads=tuple(largest_remainder(config.num_kv_heads, shares.attention)) if shares.attention else None,
+            columns=_units_by(config.intermediate_size, mlp) if mlp else None,
+            experts=tuple(largest_remainder(config.num_experts, mlp)) if mlp and config.experts else None,
+            rows=_units_by(config.vocab_size, shares.vocabulary) if shares.vocabulary else None,
+        )
+
+    def _streaming(self) -> Option:
+        """By the closed formula, in the GPUs' memory less what is not weights."""
+        why_not = "for comparison only: weights are not streamed to GPUs in this version"
+        seconds = streaming_s(self._model, self._memory, self._gpus, self._workload)
+        if seconds is None:
+            return Option(STREAMING, None, why_not=f"{why_not}; the speed of the bus is not known")
+        batch = min(self._workload.concurrency, self._bounds.max_num_seqs)
+        prediction = Prediction(batch / seconds, 0.0, 0.0, seconds)
+        return Option(STREAMING, None, prediction=prediction, why_not=why_not)
+
+    @property
+    def _every_rank(self) -> bool:
+        """Whether the resource wants every layer split over all ranks."""
+        return self._request.mode == PlacementMode.TENSOR
+
+    def _no_room(self, ranks: Sequence[int]) -> str:
+        if self._every_rank and self._gives_too_little(len(ranks)):
+            return self._too_many(describe_units(self._config))
+        unit = self._memory.units(ranks[0])
+        heads = self._config.num_layers * self._config.num_kv_heads
+        cache = heads * unit.head_cache
+        return self._memory.shortage(self._config.num_parameters * self._model.element_bytes + cache, tuple(ranks))
+
+    def _gives_too_little(self, ranks: int) -> bool:
+        config = self._config
+        wide = config.num_experts or units_of(config.intermediate_size)
+        return ranks > wide + config.num_kv_heads
+
+    def _too_many(self, units: str) -> str:
+        return (
+            f"spec.pools: {len(self._all)} ranks are more than the model has something to give each ({units}); "
+            "use fewer ranks"
+        )
+
+
+def _units_by(total: int, weights: Sequence[float]) -> tuple[int, ...]:
+    return tuple(in_units(total, largest_remainder(units_of(total), weights)))

@@ -1,0 +1,263 @@
+"""The best plan that splits every layer alike, for given roles of the ranks.
+
+Who may hold heads, columns and rows is given; how many each gets is searched for. The halves of a layer and the output
+head are components with costs of their own, since the ranks meet after each.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Final
+
+from hetero_api.sharding import ShardPlan
+from hetero_placement.cost_model import CostModel, WidePlace
+from hetero_placement.memory_model import MemoryModel, vocabulary_unit_bytes
+from hetero_placement.search import EXHAUSTIVE, Component, Deal, Room, best_deals
+from hetero_placement.steps import Repeated, Step
+from hetero_placement.tensor_plan import UNIT, in_units, plan_within_layers, units_of
+
+SINGLE: Final = 3
+"""Up to so many ranks each is dealt to by itself; beyond, ranks that are alike share evenly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """What ranks may own, in rank order."""
+
+    holders: tuple[int, ...]
+    """Each gets one KV head at least."""
+    helpers: tuple[int, ...] = ()
+    """May own columns or experts, beside the holders."""
+    vocabulary: tuple[int, ...] = ()
+    """May own vocabulary rows."""
+    busy: frozenset[int] = frozenset()
+    """Helpers that must own columns or experts."""
+    rows: frozenset[int] = frozenset()
+    """Ranks that must own vocabulary rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class FixedCounts:
+    """What the spec's shares say, in rank order; None: to be solved."""
+
+    heads: tuple[int, ...] | None = None
+    columns: tuple[int, ...] | None = None
+    experts: tuple[int, ...] | None = None
+    rows: tuple[int, ...] | None = None
+
+    @property
+    def any(self) -> bool:
+        return any(part is not None for part in (self.heads, self.columns, self.experts, self.rows))
+
+
+NOTHING_FIXED: Final = FixedCounts()
+
+
+class TensorSearch:
+    """Over one model, group and workload."""
+
+    def __init__(
+        self,
+        model: CostModel,
+        memory: MemoryModel,
+        steps: Sequence[Repeated],
+        *,
+        fixed: FixedCounts = NOTHING_FIXED,
+        exhaustive: int = EXHAUSTIVE,
+    ) -> None:
+        self._model = model
+        self._memory = memory
+        self._steps = steps
+        self._fixed = fixed
+        self._exhaustive = exhaustive
+
+    def plan(self, roles: Roles) -> ShardPlan | None:
+        """The one whose predicted time is least; None if none fits."""
+        deal = _Deal(self._model, self._memory, self._steps, roles, self._fixed)
+        if not deal.feasible:
+            return None
+        deals = best_deals(deal.components, deal.room, exhaustive=self._exhaustive)
+        return deal.plan(deals) if deals is not None else None
+
+
+class _Deal:
+    """One search: slots and components made of roles."""
+
+    def __init__(
+        self, model: CostModel, memory: MemoryModel, steps: Sequence[Repeated], roles: Roles, fixed: FixedCounts
+    ) -> None:
+        self._model = model
+        self._memory = memory
+        self._steps = steps
+        self._roles = roles
+        self._fixed = fixed
+        self._config = model.config
+        self.slots = self._make_slots()
+        self._names = [name for name in self._makers if getattr(fixed, name) is None]
+        self.components = [self._makers[name]() for name in self._names]
+
+    @property
+    def feasible(self) -> bool:
+        return all(component.possible for component in self.components)
+
+    @cached_property
+    def room(self) -> Room:
+        """Of one rank of each slot, beside what is fixed."""
+        return Room(tuple(min(self._room_of(rank) for rank in slot) for slot in self.slots))
+
+    def plan(self, deals: Sequence[Deal]) -> ShardPlan:
+        counts = {
+            name: self._spread(deal, from_the_end=name in ("columns", "experts"))
+            for name, deal in zip(self._names, deals, strict=True)
+        }
+        units = {"columns": self._config.intermediate_size, "rows": self._config.vocab_size}
+        solved = {name: in_units(units[name], each) if name in units else each for name, each in counts.items()}
+        given = {name: getattr(self._fixed, name) for name in self._makers if name not in counts}
+        return plan_within_layers(self._config, **{"experts": [0] * self._world, **solved, **given})
+
+    @property
+    def _world(self) -> int:
+        return len(self._model.hardware.ranks)
+
+    @property
+    def _makers(self) -> dict[str, Callable[[], Component]]:
+        makers = {"heads": self._heads, "rows": self._rows, "columns": self._columns, "experts": self._experts}
+        if self._num_dense == 0:
+            makers["columns"] = self._no_columns
+        if self._config.experts is None:
+            del makers["experts"]
+        return makers
+
+    @property
+    def _num_dense(self) -> int:
+        return self._config.num_layers - len(self._config.expert_layers)
+
+    def _make_slots(self) -> tuple[tuple[int, ...], ...]:
+        roles = self._roles
+        owners = sorted({*roles.holders, *roles.helpers, *roles.vocabulary})
+        if len(owners) <= SINGLE or self._fixed.any:
+            return tuple((rank,) for rank in owners)
+        slots: dict[tuple[object, ...], list[int]] = {}
+        for number, alike in enumerate(self._model.hardware.classes()):
+            for rank in alike:
+                key = (
+                    number,
+                    *(
+                        rank in part
+                        for part in (roles.holders, roles.helpers, roles.vocabulary, roles.busy, roles.rows)
+                    ),
+                )
+                if rank in owners:
+                    slots.setdefault(key, []).append(rank)
+        return tuple(map(tuple, slots.values()))
+
+    def _spread(self, deal: Deal, *, from_the_end: bool) -> list[int]:
+        """Each slot's units over its ranks; what is left over after an even deal goes to its first or last ranks."""
+        counts = [0] * self._world
+        for slot, units in zip(self.slots, deal, strict=True):
+            each, over = divmod(units, len(slot))
+            ranks = slot[::-1] if from_the_end else slot
+            for position, rank in enumerate(ranks):
+                counts[rank] = each + (position < over)
+        return counts
+
+    def _heads(self) -> Component:
+        windows = Counter(self._config.windows)
+        kinds = [(r.step, window, r.times * count) for r in self._steps for window, count in windows.items()]
+        ranks = self._model.ranks
+        return self._component(
+            self._config.num_kv_heads,
+            allowed=self._roles.holders,
+            needed=self._roles.holders,
+            times=lambda rank, units: tuple(ranks[rank].attention(step, window).of(units) for step, window, _ in kinds),
+            weights=tuple(weight for *_, weight in kinds),
+            unit_bytes=self._head_bytes,
+        )
+
+    def _columns(self) -> Component:
+        needed = () if self._config.experts is not None else self._roles.busy
+        return self._wide(units_of(self._config.intermediate_size), self._num_dense, needed, experts=False)
+
+    def _no_columns(self) -> Component:
+        return self._wide(0, 0, (), experts=False)
+
+    def _experts(self) -> Component:
+        number = len(self._config.expert_layers)
+        return self._wide(self._config.num_experts, number, self._roles.busy, experts=True)
+
+    def _wide(self, units: int, num_layers: int, needed: Sequence[int] | frozenset[int], *, experts: bool) -> Component:
+        holders = self._roles.holders
+        model = self._model
+        place = WidePlace(holders, lends=bool(self._roles.helpers), experts=experts)
+
+        def times(rank: int, count: float) -> tuple[float, ...]:
+            return tuple(model.wide_part_s(rank, count, step, place) for step, _ in self._steps)
+
+        return self._component(
+            units,
+            allowed=(*holders, *self._roles.helpers),
+            needed=needed,
+            times=times,
+            weights=tuple(repeats * num_layers for _, repeats in self._steps),
+            unit_bytes=self._expert_bytes if experts else self._column_bytes,
+        )
+
+    def _rows(self) -> Component:
+        drawing = [(step, times) for step, times in self._steps if step.draws] or [(Step(), 0.0)]
+        return self._component(
+            units_of(self._config.vocab_size),
+            allowed=self._roles.vocabulary,
+            needed=self._roles.rows,
+            times=lambda rank, units: tuple(self._model.head_part_s(rank, units, step) for step, _ in drawing),
+            weights=tuple(times for _, times in drawing),
+            unit_bytes=lambda rank: vocabulary_unit_bytes(self._memory.units(rank)),
+        )
+
+    def _component(
+        self,
+        units: int,
+        *,
+        allowed: Sequence[int],
+        needed: Sequence[int] | frozenset[int],
+        times: Callable[[int, float], tuple[float, ...]],
+        weights: tuple[float, ...],
+        unit_bytes: Callable[[int], float],
+    ) -> Component:
+        return Component(
+            units=units,
+            sizes=tuple(map(len, self.slots)),
+            least=tuple(len(slot) if slot[0] in needed else 0 for slot in self.slots),
+            most=tuple(units if slot[0] in allowed else 0 for slot in self.slots),
+            times=cache(lambda slot, count: times(self.slots[slot][0], count)),
+            weights=weights,
+            unit_bytes=tuple(unit_bytes(slot[0]) for slot in self.slots),
+        )
+
+    def _head_bytes(self, rank: int) -> float:
+        unit = self._memory.units(rank)
+        return self._config.num_layers * (unit.head + unit.head_cache) + unit.head_work
+
+    def _column_bytes(self, rank: int) -> float:
+        unit = self._memory.units(rank)
+        return UNIT * (self._num_dense * unit.column + unit.column_work)
+
+    def _expert_bytes(self, rank: int) -> float:
+        return len(self._config.expert_layers) * self._memory.units(rank).expert
+
+    def _room_of(self, rank: int) -> float:
+        has = self._model.hardware.ranks[rank].memory_bytes
+        room = has - self._memory.fixed_bytes(holds_heads=rank in self._roles.holders)
+        per_unit = {
+            "heads": (self._head_bytes, 1),
+            "columns": (self._column_bytes, UNIT),
+            "experts": (self._expert_bytes, 1),
+            "rows": (lambda r: vocabulary_unit_bytes(self._memory.units(r)), UNIT),
+        }
+        for name, (unit_bytes, size) in per_unit.items():
+            counts = getattr(self._fixed, name)
+            if counts is not None:
+                room -= counts[rank] / size * unit_bytes(rank)
+        return room
