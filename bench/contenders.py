@@ -22,7 +22,8 @@ import yaml
 
 from bench.processes import peak_rss_bytes
 from bench.workloads import Workload
-from hetero_client import HeteroClient, SamplingParams
+from hetero_client import AdminClient, HeteroClient, SamplingParams
+from hetero_client.admin import GroupTopology
 from hetero_client.home import HeteroHome
 from hetero_client.launcher.run_directory import GroupRecord, RunDirectory
 
@@ -55,7 +56,7 @@ class Contender(Protocol):
 
 
 class HeteroContender:
-    """Ours: `ranks` CPU ranks of `cores` cores each. `engine` are fields of spec.engine, `mode` is the placement's."""
+    """Ours: `ranks` CPU ranks of `cores` cores each. `engine`, `placement` and `exchange` are fields of the spec's."""
 
     def __init__(
         self,
@@ -65,11 +66,14 @@ class HeteroContender:
         cores: int,
         mode: str = "Tensor",
         engine: Mapping[str, Any] | None = None,
+        placement: Mapping[str, Any] | None = None,
+        exchange: Mapping[str, Any] | None = None,
         note: str = "",
     ) -> None:
         self.name = f"hetero {ranks}x{cores}{note}"
         self._model, self._ranks, self._cores = model, ranks, cores
-        self._mode, self._engine = mode, dict(engine or {})
+        self._engine, self._exchange = dict(engine or {}), dict(exchange or {})
+        self._placement = {"mode": mode, **(placement or {})}
         self._folder = tempfile.TemporaryDirectory(prefix="hetero-bench-")
         self._home = HeteroHome(Path(self._folder.name))
         self._process: subprocess.Popen[bytes] | None = None
@@ -109,6 +113,13 @@ class HeteroContender:
         """Of the group that was started."""
         assert self._client is not None
         return self._client
+
+    def topology(self) -> GroupTopology:
+        """How the group that was started stands."""
+        record = RunDirectory.of(self._home, "bench").read_record()
+        assert record is not None
+        with AdminClient(record.admin) as admin:
+            return admin.topology()
 
     def stop(self) -> None:
         self.end()
@@ -152,7 +163,8 @@ class HeteroContender:
             "spec": {
                 "model": {"uri": f"file://{self._model}", "dtype": "float32", "maxModelLen": 2048},
                 "pools": [{"name": "cpu", "type": "CPU", "ranks": self._ranks, "cpu": cpu}],
-                "placement": {"mode": self._mode},
+                "placement": self._placement,
+                "exchange": self._exchange,
                 "engine": self._engine,
             },
         }

@@ -20,7 +20,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hetero_api.contract import ADMIN_PORT, AUTHORIZATION_KEY, GATEWAY_SERVICES, INFERENCE_PORT
 from hetero_api.cpu_list import format_cpu_list
 from hetero_api.v1 import admin_pb2, admin_pb2_grpc, ranks_pb2
-from hetero_operator.reconcile.model import GatewayReport, GroupState, ObservedRank
+from hetero_operator.reconcile.model import (
+    GatewayReport,
+    GroupState,
+    ObservedOption,
+    ObservedPlacement,
+    ObservedRank,
+)
 
 TIMEOUT_S: Final = 5.0
 CONCURRENCY: Final = 16
@@ -114,9 +120,10 @@ def report_of(pod: str, topology: admin_pb2.GetTopologyResponse, *, serving: boo
         ranks=tuple(_rank(status) for status in topology.ranks),
         mode=topology.placement_mode,
         exchange=_EXCHANGES.get(topology.exchange, ""),
+        exchange_reason=topology.exchange_reason,
+        placement=_placement(topology.placement) if topology.HasField("placement") else None,
         serving=serving,
         stalled_s=topology.stalled_s,
-        tokens_per_second=topology.tokens_per_second or None,
     )
 
 
@@ -130,7 +137,31 @@ _STATES: Final = {
     admin_pb2.GROUP_STATE_DRAINING: GroupState.DRAINING,
     admin_pb2.GROUP_STATE_CLOSED: GroupState.CLOSED,
 }
-_EXCHANGES: Final = {ranks_pb2.EXCHANGE_KIND_SHM: "shm", ranks_pb2.EXCHANGE_KIND_GLOO: "gloo"}
+_EXCHANGES: Final = {
+    ranks_pb2.EXCHANGE_KIND_SHM: "shm",
+    ranks_pb2.EXCHANGE_KIND_SHM_PYTHON: "shm_python",
+    ranks_pb2.EXCHANGE_KIND_GLOO: "gloo",
+}
+
+
+def _placement(report: admin_pb2.PlacementReport) -> ObservedPlacement:
+    return ObservedPlacement(
+        options=tuple(map(_option, report.options)),
+        reason=report.reason,
+        predicted_speed=report.predicted_tokens_per_second or None,
+        measured_speed=report.measured_tokens_per_second or None,
+        step_ratio=report.step_time_ratio or None,
+    )
+
+
+def _option(option: admin_pb2.PlacementOption) -> ObservedOption:
+    return ObservedOption(
+        name=option.name,
+        chosen=option.chosen,
+        decode_speed=option.decode_tokens_per_second or None,
+        prefill_speed=option.prefill_tokens_per_second or None,
+        why_not=option.why_not,
+    )
 
 
 def _rank(status: admin_pb2.RankStatus) -> ObservedRank:
@@ -149,6 +180,7 @@ def _rank(status: admin_pb2.RankStatus) -> ObservedRank:
         pin_message=status.pin_message,
         kv_heads=_most(layer.kv_heads for layer in status.shard.layers),
         mlp_columns=_most(layer.mlp_columns for layer in status.shard.layers),
+        experts=_most(layer.experts for layer in status.shard.layers),
         vocabulary_rows=_most([status.shard.embedding_rows, status.shard.head_rows]),
         weight_bytes=status.weight_bytes,
         kv_bytes=status.kv_bytes,

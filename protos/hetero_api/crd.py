@@ -39,7 +39,7 @@ COLUMNS: Final = (
     ("Reason", "string", ".status.reason", "Why it is Ready or not.", 0),
     ("Model", "string", ".spec.model.uri", "Which model is served.", 1),
     ("Mode", "string", ".status.placement.mode", "How the model is spread.", 1),
-    ("Tok/s", "number", ".status.placement.measuredTokensPerSecond", "Measured tokens a second.", 1),
+    ("Tok/s", "number", ".status.placement.measuredTokensPerSecond", "Measured decode speed.", 1),
     ("Age", "date", ".metadata.creationTimestamp", "Time since its creation.", 0),
 )
 """Columns of `kubectl get`: name, type, path, description, and 1 for those of `-o wide` only."""

@@ -1,7 +1,7 @@
 """The status of a HeteroInference as types: what the operator has seen, never more.
 
 The CRD's status schema is generated from these, and the operator builds what it writes with them. Conditions follow
-the Kubernetes API conventions; there is no phase. Every list is bounded by MAX_RANKS.
+the Kubernetes API conventions; there is no phase. Every list and text is bounded.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from pydantic.config import JsonDict
 from hetero_api.spec import MAX_POOLS, MAX_RANKS
 
 MAX_MESSAGE_LENGTH: Final = 2048
+MAX_OPTIONS: Final = 16
+"""Ways to spread a model that are told; there are fewer kinds of them."""
+MAX_OPTION_NAME_LENGTH: Final = 128
 
 
 class ConditionType(StrEnum):
@@ -94,6 +97,7 @@ class ShareStatus(_Status):
 
     kv_heads: Annotated[int, Field(ge=0, description="KV heads, the most over its layers.")] = 0
     mlp_columns: Annotated[int, Field(ge=0, description="MLP columns, the most over its layers.")] = 0
+    experts: Annotated[int, Field(ge=0, description="Experts, the most over its layers.")] = 0
     vocabulary_rows: Annotated[int, Field(ge=0, description="Rows of the vocabulary.")] = 0
     weight_bytes: Annotated[int, Field(ge=0, description="Bytes of its weights.")] = 0
     kv_bytes: Annotated[int, Field(ge=0, description="Bytes of its KV cache.")] = 0
@@ -117,18 +121,46 @@ class PlacedRank(_Status):
     shares: Annotated[ShareStatus, Field(description="What it owns.")] = ShareStatus()
 
 
+class PlacementOptionStatus(_Status):
+    """One way to spread the model that was weighed up."""
+
+    name: Annotated[
+        str, Field(max_length=MAX_OPTION_NAME_LENGTH, description='Its name, e.g. "Tensor, CPU ranks on MLP only".')
+    ]
+    chosen: Annotated[bool, Field(description="Whether it is the one in force.")] = False
+    predicted_tokens_per_second: Annotated[
+        float | None, Field(ge=0, description="Decode speed that it is predicted to have; none if it cannot be had.")
+    ] = None
+    predicted_prefill_tokens_per_second: Annotated[
+        float | None, Field(ge=0, description="Prompt tokens a second, predicted; none if it cannot be had.")
+    ] = None
+    why_not: Annotated[str, Field(max_length=MAX_MESSAGE_LENGTH, description="Why it cannot be had.")] = ""
+
+
 class PlacementStatus(_Status):
-    """How the model is spread, and how fast that is."""
+    """How the model is spread, why, and how fast that is, for the load of spec.placement.workload."""
 
     mode: Annotated[str, Field(max_length=32, description="The mode in force.")] = ""
     exchange: Annotated[str, Field(max_length=32, description="How ranks exchange tensors in host memory.")] = ""
+    exchange_reason: Annotated[
+        str, Field(max_length=MAX_MESSAGE_LENGTH, description="Why that is not the fastest way; empty if it is.")
+    ] = ""
     predicted_tokens_per_second: Annotated[
-        float | None, Field(ge=0, description="Decode speed that the solver predicted.")
+        float | None, Field(ge=0, description="Decode speed that was predicted, over all streams.")
     ] = None
     measured_tokens_per_second: Annotated[
-        float | None,
-        Field(ge=0, description="Generated tokens a second of busy time, to two digits, seldom renewed."),
+        float | None, Field(ge=0, description="Decode speed that was measured, to two digits, seldom renewed.")
     ] = None
+    prediction_ratio: Annotated[
+        float | None,
+        Field(ge=0, description="Measured seconds of a decode step over predicted ones: 1.1 is 10 % slower."),
+    ] = None
+    reason: Annotated[
+        str, Field(max_length=MAX_MESSAGE_LENGTH, description="Why this way was chosen, for a person.")
+    ] = ""
+    options: Annotated[
+        list[PlacementOptionStatus], Field(max_length=MAX_OPTIONS, description="All ways that were weighed up.")
+    ] = Field(default_factory=list)
 
 
 class SeenRestarts(_Status):

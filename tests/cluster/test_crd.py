@@ -81,7 +81,11 @@ def test_defaults_are_the_ones_in_the_golden_resource(client: Client, namespace:
                     "cpu": {"coresPerRank": 1, "memoryPerRank": "1Gi", "numa": {"policy": "BestEffort"}},
                 }
             ],
-            "placement": {"mode": "Auto", "shares": {}},
+            "placement": {
+                "mode": "Auto", "shares": {}, "rebalanceExperts": True,
+                "workload": {"promptTokens": 512, "outputTokens": 128, "concurrency": 1},
+            },
+            "exchange": {"kind": "Auto"},
             "engine": {
                 "maxNumSeqs": 64, "maxNumBatchedTokens": 512, "blockSize": 16, "gpuMemoryUtilization": 0.9,
                 "enablePrefixCaching": True, "overlapScheduling": True, "enforceEager": False,

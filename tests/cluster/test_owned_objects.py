@@ -97,7 +97,8 @@ def assert_as_designed(owned: Owned) -> None:
     for item in owned.objects.values():
         assert_owned_by(item, owned.resource)
     for item in owned.of_kind("StatefulSet"):
-        assert_stateful_set(item, pools[item["metadata"]["name"]], name, revision)
+        folder = spec["exchange"].get("hostPath", "")
+        assert_stateful_set(item, pools[item["metadata"]["name"]], name, revision, folder=folder)
     (deployment,) = owned.of_kind("Deployment")
     assert_gateway(deployment, name, revision, gateway_revision)
     services = {item["metadata"]["name"]: item["spec"] for item in owned.of_kind("Service")}
@@ -133,7 +134,7 @@ def assert_owned_by(item: Object, resource: Object) -> None:
     assert labels["app.kubernetes.io/component"] in (ROLE_RANK, ROLE_GATEWAY)
 
 
-def assert_stateful_set(item: Object, pool: Object, name: str, revision: str) -> None:
+def assert_stateful_set(item: Object, pool: Object, name: str, revision: str, *, folder: str) -> None:
     spec, template = item["spec"], item["spec"]["template"]
     assert (spec["serviceName"], spec["podManagementPolicy"]) == (f"{name}-ranks", "Parallel")
     assert spec["updateStrategy"] == {"type": "OnDelete"}
@@ -149,8 +150,14 @@ def assert_stateful_set(item: Object, pool: Object, name: str, revision: str) ->
     if pool["type"] == "GPU":
         (rank,) = template["spec"]["containers"]
         assert rank["resources"]["limits"]["nvidia.com/gpu"] == str(pool["ranksPerPod"])
-    shared = [volume["emptyDir"] for volume in template["spec"]["volumes"] if volume["name"] == "shared-memory"]
-    assert shared == [{"medium": "Memory", "sizeLimit": "1Gi"}]
+    (rank,) = template["spec"]["containers"]
+    (at,) = [mount["name"] for mount in rank["volumeMounts"] if mount["mountPath"] == "/dev/shm"]
+    (memory,) = [volume for volume in template["spec"]["volumes"] if volume["name"] == at]
+    assert {key: value for key, value in memory.items() if key != "name"} == (
+        {"hostPath": {"path": folder, "type": "Directory"}}
+        if folder
+        else {"emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}}
+    )
 
 
 def assert_gateway(item: Object, name: str, revision: str, gateway_revision: str) -> None:

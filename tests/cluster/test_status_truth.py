@@ -204,7 +204,8 @@ def test_a_group_that_serves_and_loses_a_rank(scene: Scene, operator: OperatorPr
         status = group.status()
         assert (status["ranks"], status["readyReplicas"], status["epoch"]) == ("2/2", 1, 1)
         assert [item["node"] for item in status["placements"]] == ["node", "node"]
-        assert status["placement"] == {"mode": "Tensor", "exchange": "shm", "measuredTokensPerSecond": 120}
+        told = status["placement"]
+        assert (told["mode"], told["exchange"], told["measuredTokensPerSecond"]) == ("Tensor", "shm", 120)
         assert status["endpoint"] == f"served.{scene.namespace}.svc.cluster.local:50051"
         group.wait_for_events(("Normal", "Ready"))
         # Nothing changes: nothing is written.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,25 +14,28 @@ from tests.support.rank_processes import run_ranks, segment_prefix
 
 pytestmark = pytest.mark.distributed
 
-SHM, GLOO = ranks_pb2.EXCHANGE_KIND_SHM, ranks_pb2.EXCHANGE_KIND_GLOO
-BOTH = pytest.mark.parametrize("kind", [SHM, GLOO], ids=["shm", "gloo"])
+SHM, SHM_PYTHON = ranks_pb2.EXCHANGE_KIND_SHM, ranks_pb2.EXCHANGE_KIND_SHM_PYTHON
+GLOO = ranks_pb2.EXCHANGE_KIND_GLOO
+EVERY_KIND = pytest.mark.parametrize("kind", [SHM, SHM_PYTHON, GLOO], ids=["native", "python", "gloo"])
+BOTH_SHM = pytest.mark.parametrize("kind", [SHM, SHM_PYTHON], ids=["native", "python"])
 
 
+@BOTH_SHM
 @pytest.mark.parametrize(("world_size", "rounds", "seed"), [(2, 800, 1), (3, 1200, 2), (4, 800, 3)])
-def test_shm_equals_gloo_bit_for_bit_on_every_rank(world_size: int, rounds: int, seed: int) -> None:
-    results = run_ranks(bodies.same_rounds_both_ways, world_size, rounds, seed)
+def test_shm_equals_gloo_bit_for_bit_on_every_rank(kind: int, world_size: int, rounds: int, seed: int) -> None:
+    results = run_ranks(bodies.same_rounds_both_ways, world_size, kind, rounds, seed)
 
     over_shm, over_gloo = [r[0] for r in results], [r[1] for r in results]
     assert over_shm == over_gloo
 
 
 def test_segment_has_no_name_once_the_group_stands() -> None:
-    results = run_ranks(bodies.same_rounds_both_ways, 2, 1, 3)
+    results = run_ranks(bodies.same_rounds_both_ways, 2, SHM, 1, 3)
 
     assert [left_over for _, _, left_over in results] == [[], []]
 
 
-@BOTH
+@EVERY_KIND
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_all_reduce_is_the_fp32_sum_in_rank_order(kind: int, dtype: torch.dtype) -> None:
     results = run_ranks(bodies.sums, 3, kind, dtype)
@@ -41,21 +45,21 @@ def test_all_reduce_is_the_fp32_sum_in_rank_order(kind: int, dtype: torch.dtype)
     assert results == [expected.tolist()] * 3
 
 
-@BOTH
+@EVERY_KIND
 def test_abort_from_another_thread_ends_a_waiting_rank_within_a_second(kind: int) -> None:
     waited_s = run_ranks(bodies.abort_while_waiting, 2, kind)[0]
 
     assert waited_s < 1.0
 
 
-@BOTH
+@EVERY_KIND
 def test_a_source_does_not_wait_for_its_receivers_and_may_reuse_what_it_sent(kind: int) -> None:
     (_, nothing), (_, seen) = run_ranks(bodies.runs_ahead, 2, kind)
 
     assert (nothing, seen) == ([], [24.0, 32.0])
 
 
-@BOTH
+@EVERY_KIND
 @pytest.mark.parametrize("waiting", [0, 1], ids=["source", "receiver"])
 def test_abort_ends_either_end_of_a_link_within_a_second(kind: int, waiting: int) -> None:
     waited_s = run_ranks(bodies.abort_on_a_link, 2, kind, waiting)[waiting]
@@ -64,7 +68,7 @@ def test_abort_ends_either_end_of_a_link_within_a_second(kind: int, waiting: int
     assert bodies.shm_left_over(segment_prefix()) == []
 
 
-@BOTH
+@EVERY_KIND
 @pytest.mark.parametrize(("waiting", "complaint"), [(0, "rank(s) 1 did not take"), (1, "0 did not send")])
 def test_timeout_names_the_other_end_of_a_link(kind: int, waiting: int, complaint: str) -> None:
     message = run_ranks(bodies.late_end_of_a_link, 2, kind, waiting)[waiting]
@@ -73,8 +77,9 @@ def test_timeout_names_the_other_end_of_a_link(kind: int, waiting: int, complain
     assert message.endswith("within 0.5 s")
 
 
-def test_timeout_names_the_rank_that_did_not_come() -> None:
-    first, second, _ = run_ranks(bodies.late_rank, 3, SHM)
+@BOTH_SHM
+def test_timeout_names_the_rank_that_did_not_come(kind: int) -> None:
+    first, second, _ = run_ranks(bodies.late_rank, 3, kind)
 
     assert first == second == "rank(s) 2 did not reach round 1 within 0.5 s"
 
@@ -86,13 +91,33 @@ def test_gloo_timeout_names_the_rank_that_did_not_come_or_waits_behind_it() -> N
     assert re.fullmatch(r"the exchange with rank\(s\) (0, )?2 was not done within 0.5 s", second)
 
 
-def test_abort_frees_all_survivors_of_a_killed_rank() -> None:
-    first, second, killed = run_ranks(bodies.killed_peer, 3, may_die=[2])
+@BOTH_SHM
+def test_a_rank_that_is_killed_in_an_exchange_ends_it_for_all_within_two_seconds(kind: int) -> None:
+    first, second, killed = run_ranks(bodies.killed_peer, 3, kind, may_die=[2])
 
-    assert first < 2.0
-    assert second < 2.0
+    for waited_s, message in (first, second):
+        assert waited_s < 2.0
+        assert message == "rank 2 ended, or left the group, while others waited for it"
     assert killed is None
     assert bodies.shm_left_over(segment_prefix()) == []
+
+
+@BOTH_SHM
+@pytest.mark.parametrize("waiting", [0, 1], ids=["source", "receiver"])
+def test_a_link_whose_other_end_is_killed_ends_within_two_seconds(kind: int, waiting: int) -> None:
+    results = run_ranks(bodies.killed_end_of_a_link, 2, kind, waiting, may_die=[1 - waiting])
+
+    waited_s, message = results[waiting]
+    assert waited_s < 2.0
+    assert message == f"rank {1 - waiting} ended, or left the group, while others waited for it"
+    assert bodies.shm_left_over(segment_prefix()) == []
+
+
+@BOTH_SHM
+def test_a_frozen_rank_is_late_and_not_lost(kind: int) -> None:
+    first, second, _ = run_ranks(bodies.frozen_peer, 3, kind)
+
+    assert first == second == "rank(s) 2 did not reach round 1 within 0.5 s"
 
 
 def test_full_dev_shm_is_an_error_on_every_rank_and_the_next_epoch_forms() -> None:
@@ -104,8 +129,35 @@ def test_full_dev_shm_is_an_error_on_every_rank_and_the_next_epoch_forms() -> No
     assert left_by_creator == left_by_other == []
 
 
-def test_all_take_gloo_when_one_machine_lacks_store_order() -> None:
-    assert run_ranks(bodies.foreign_machine, 2) == [GLOO, GLOO]
+def test_all_share_memory_natively_where_all_can() -> None:
+    assert run_ranks(bodies.kind_and_reason, 2, {}) == [(SHM, "", [3.0] * 4)] * 2
+
+
+def test_all_do_without_the_native_library_when_one_rank_has_none() -> None:
+    first, second = run_ranks(bodies.kind_and_reason, 2, {"use_native": False})
+
+    assert first == second
+    assert first[0] == SHM_PYTHON
+    assert first[1].startswith("rank(s) 1: ")
+    assert first[2] == [3.0] * 4
+
+
+def test_all_take_gloo_when_one_machine_has_neither_the_library_nor_store_order() -> None:
+    first, second = run_ranks(bodies.kind_and_reason, 2, {"use_native": False, "machine": "aarch64"})
+
+    assert first == second
+    assert first[0] == GLOO
+    assert "this machine is aarch64" in first[1]
+    assert first[2] == [3.0] * 4
+
+
+def test_all_take_gloo_when_a_rank_sees_another_folder(tmp_path: Path) -> None:
+    first, second = run_ranks(bodies.kind_and_reason, 2, {"shm_folder": tmp_path})
+
+    assert first == second
+    assert first[0] == GLOO
+    assert re.search(r"rank\(s\) 1: .*ranks must share", first[1])
+    assert bodies.shm_left_over(segment_prefix()) == []
 
 
 def test_rendezvous_names_the_rank_that_did_not_come() -> None:

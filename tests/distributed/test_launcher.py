@@ -54,9 +54,10 @@ class Launcher:
         prompt: str | None = None,
         recovery: str = "maxRestarts: 20",
         nursery: str = "yes",
+        manifest: str = MANIFEST,
         **environment: str,
     ) -> subprocess.Popen[str]:
-        self.manifest.write_text(MANIFEST.replace("RECOVERY", recovery), encoding="utf-8")
+        self.manifest.write_text(manifest.replace("RECOVERY", recovery), encoding="utf-8")
         argv = [sys.executable, "-m", "tests.support.stand_in_up", str(self.manifest), str(port), nursery]
         self.process = subprocess.Popen(
             argv if prompt is None else [*argv, prompt],
@@ -168,8 +169,49 @@ def test_ranks_get_their_place_cores_and_memory(launcher: Launcher) -> None:
     process.send_signal(signal.SIGINT)
     launcher.end()
     assert mode == 0o600
-    assert "--pool cpu --ordinal 1 --local-rank 0 --pod-name cpu-1 --cores 1 --num-threads 1" in log
+    assert "--pool cpu --ordinal 1 --local-rank 0 --pod-name cpu-1 --device cpu --cores 1 " in log
+    assert "--num-threads 1 " in log
     assert f"--numa-policy BestEffort --memory-bytes {2**30}" in log
+
+
+GPU_MANIFEST = MANIFEST.replace(
+    "pools: [", "pools: [{name: gpu, type: GPU, ranks: 2, ranksPerPod: 2, gpu: {coresPerRank: 1}}, "
+)
+
+
+def devices(record: GroupRecord) -> dict[str, tuple[str, str | None]]:
+    """Device and numbering of every rank, by name."""
+    found = {}
+    for name in record.processes.keys() - {"gateway"}:
+        rank = psutil.Process(record.processes[name])
+        found[name] = (rank.cmdline()[rank.cmdline().index("--device") + 1], rank.environ().get("CUDA_DEVICE_ORDER"))
+    return found
+
+
+def test_gpu_ranks_get_devices_numbered_as_the_launcher_counts_them(launcher: Launcher) -> None:
+    process = launcher.start(manifest=GPU_MANIFEST, STAND_IN_GPUS="4")
+    assert devices(launcher.until_ready()) == {
+        "gpu-0": ("cuda:0", "PCI_BUS_ID"), "gpu-1": ("cuda:1", "PCI_BUS_ID"),
+        "cpu-0": ("cpu", "PCI_BUS_ID"), "cpu-1": ("cpu", "PCI_BUS_ID"),
+    }  # fmt: skip
+    process.send_signal(signal.SIGINT)
+    assert launcher.end()[0] == EXIT_OK
+
+
+def test_a_second_group_of_a_manifest_runs_beside_the_first_on_other_devices(launcher: Launcher) -> None:
+    first = launcher.start(manifest=GPU_MANIFEST, STAND_IN_GPUS="4")
+    launcher.until_ready()
+    launcher.run = RunDirectory.of(launcher.home, "stand-in.1")
+    second = launcher.start(manifest=GPU_MANIFEST, STAND_IN_GPUS="4", STAND_IN_DP="1")
+    record = launcher.until_ready()
+    assert [(name, device) for name, (device, _) in sorted(devices(record).items())] == [
+        ("cpu-0", "cpu"), ("cpu-1", "cpu"), ("gpu-0", "cuda:2"), ("gpu-1", "cuda:3"),
+    ]  # fmt: skip
+    assert [group.name for group in running_groups(launcher.home)] == ["stand-in", "stand-in.1"]
+    for process in (first, second):
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == EXIT_OK
 
 
 def test_signal_before_ready_exits_130(launcher: Launcher) -> None:

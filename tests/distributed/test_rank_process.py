@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -23,38 +22,21 @@ from hetero_api.contract import (
 )
 from hetero_api.cpu_list import parse_cpu_list
 from hetero_api.host.death_signal import adopt_orphans
-from hetero_api.model_config import ModelConfig, model_fingerprint
-from hetero_api.sharding import LayerShard, RankShard, ShardPlan, ranges_of_counts
+from hetero_api.model_config import model_fingerprint
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.nursery import Order
 from tests.support.exchange_bodies import shm_left_over
 from tests.support.rank_processes import segment_prefix
 from tests.support.scripted_gateway import TOKEN, ScriptedGateway
+from tests.support.scripted_life import START_S, RankProcess, generate, next_step, serve, shut_down
 from tests.support.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.distributed
-
-START_S = 60.0
-"""A rank has to import torch and measure before it says Hello."""
-SHARES = ((5, 3), (200, 120), (192, 128))
-"""KV heads, MLP columns and vocabulary rows of two ranks."""
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"), "llama")
-
-
-@dataclass(frozen=True, slots=True)
-class RankProcess:
-    gateway: ScriptedGateway
-    process: subprocess.Popen[bytes]
-
-    def exit_code(self) -> int:
-        return self.process.wait(timeout=30)
-
-    def pid(self) -> int:
-        return self.process.pid
 
 
 def command(model: Path, target: str, *, ordinal: int = 0, cores: str = "", policy: str = "None") -> list[str]:
@@ -88,70 +70,6 @@ def run_to_end(arguments: Sequence[str], env: dict[str, str]) -> subprocess.Comp
     return subprocess.run(arguments, env=env, capture_output=True, text=True, timeout=60, check=False)
 
 
-def shard_plan(model: Path) -> ShardPlan:
-    layers = ModelConfig.from_directory(model).num_layers
-    heads, columns, rows = (ranges_of_counts(counts) for counts in SHARES)
-    return ShardPlan(
-        tuple(RankShard((LayerShard(heads[r], columns[r]),) * layers, rows[r], rows[r]) for r in range(len(heads)))
-    )
-
-
-def serve(model: Path, ranks: Sequence[RankProcess], epoch: int) -> list[ranks_pb2.Loaded]:
-    """From every rank's Hello to a cache on each."""
-    hellos = [rank.gateway.expect("hello", patience_s=START_S).hello for rank in ranks]
-    places = [
-        ranks_pb2.RankPlace(rank=r, pool=h.pool, pod_name=h.pod_name, host_id=h.host_id, device=h.device)
-        for r, h in enumerate(hellos)
-    ]
-    assert len({place.host_id for place in places}) == 1
-    for number, rank in enumerate(ranks):
-        form = ranks_pb2.FormGroup(
-            rank=number,
-            places=places,
-            shard_plan=shard_plan(model).to_proto(),
-            store_address=hellos[0].store_address,
-            exchange=ranks_pb2.EXCHANGE_KIND_SHM,
-            segment_name=f"{segment_prefix()}{ranks[0].pid()}-{epoch}",
-            timeout_s=30,
-            max_num_batched_tokens=32,
-            max_num_seqs=2,
-        )
-        rank.gateway.tell(epoch, form_group=form)
-    assert {r.gateway.expect("formed").formed.exchange for r in ranks} == {ranks_pb2.EXCHANGE_KIND_SHM}
-    for rank in ranks:
-        rank.gateway.tell(epoch, load_model=ranks_pb2.LoadModel(dtype="float32", max_model_len=64))
-    loaded = [rank.gateway.expect("loaded").loaded for rank in ranks]
-    for rank in ranks:
-        rank.gateway.tell(epoch, allocate_cache=ranks_pb2.AllocateCache(num_blocks=8, block_size=16))
-        rank.gateway.expect("allocated")
-    return loaded
-
-
-def generate(ranks: Sequence[RankProcess], epoch: int, num_tokens: int) -> list[int]:
-    """Greedy tokens of one short prompt; every step is sent ahead of the answer to the one before."""
-    new = ranks_pb2.NewSequence(
-        slot=0, token_ids=[72, 101, 108, 108, 111], num_prompt_tokens=5, sampling=ranks_pb2.Sampling(top_p=1)
-    )
-    first = ranks_pb2.StepPlan(
-        step_id=1,
-        new_sequences=[new],
-        spans=[ranks_pb2.ScheduledSpan(slot=0, num_tokens=5, sample=True)],
-        block_slots=[0],
-        block_ids=[1],
-    )
-    for plan in [first, *map(next_step, range(2, num_tokens + 1))]:
-        for rank in ranks:
-            rank.gateway.tell(epoch, step_plan=plan)
-    results = [ranks[0].gateway.expect("step_result").step_result for _ in range(num_tokens)]
-    return [token for result in results for token in result.token_ids]
-
-
-def shut_down(ranks: Sequence[RankProcess], epoch: int) -> None:
-    for rank in ranks:
-        rank.gateway.tell(epoch, shutdown=ranks_pb2.Shutdown(reason="the test is over"))
-    assert [rank.exit_code() for rank in ranks] == [EXIT_OK] * len(ranks)
-
-
 def test_survivor_of_a_killed_rank_keeps_its_weights_and_serves_the_next_epoch(model: Path, tmp_path: Path) -> None:
     with ExitStack() as stack:
         first, second = (stack.enter_context(rank_process(model, tmp_path, ordinal=ordinal)) for ordinal in range(2))
@@ -171,10 +89,6 @@ def test_survivor_of_a_killed_rank_keeps_its_weights_and_serves_the_next_epoch(m
     assert shm_left_over(segment_prefix()) == []
 
 
-def next_step(step_id: int) -> ranks_pb2.StepPlan:
-    return ranks_pb2.StepPlan(step_id=step_id, decode_slots=[0])
-
-
 def test_hello_tells_who_and_what_the_rank_is(model: Path, tmp_path: Path) -> None:
     core = min(os.sched_getaffinity(0))
     with rank_process(model, tmp_path, cores=str(core), policy="BestEffort") as rank:
@@ -185,7 +99,7 @@ def test_hello_tells_who_and_what_the_rank_is(model: Path, tmp_path: Path) -> No
 
     assert (hello.pool, hello.pod_name, hello.device.memory_bytes) == ("cpu", "rank-0", 1 << 30)
     assert hello.model_fingerprint == model_fingerprint(model)
-    assert hello.device.memory_bandwidth > 1e8
+    assert hello.device.speeds.memory_bandwidth > 1e8
     assert list(hello.device.cpus) == [core]
     assert masks[rank.pid()] == {core}
     # The link's threads are where they were before the compute thread was bound.

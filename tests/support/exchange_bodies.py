@@ -9,13 +9,14 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.distributed.exchange import HostExchange, PendingTensor
 from hetero_worker.distributed.routes import NO_ROUTES, Link, Routes
-from hetero_worker.errors import ExchangeAborted, ExchangeError, ExchangeTimeout
+from hetero_worker.errors import ExchangeAborted, ExchangeError, ExchangeTimeout, PeerLost
 from tests.support.rank_processes import RankContext
 
 AREA_BYTES = 4096
@@ -33,19 +34,23 @@ def shm_left_over(prefix: str) -> list[str]:
     return [path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(prefix)]
 
 
-def same_rounds_both_ways(ranks: RankContext, rounds: int, seed: int) -> tuple[str, str, list[str]]:
+def same_rounds_both_ways(
+    ranks: RankContext, kind: ranks_pb2.ExchangeKind.ValueType, rounds: int, seed: int
+) -> tuple[str, str, list[str]]:
     """Digests of all results over shared memory and over Gloo, and what /dev/shm held meanwhile."""
     routes = ROUTES.get(ranks.world_size, NO_ROUTES)
-    shm = ranks.form(ranks_pb2.EXCHANGE_KIND_SHM, epoch=1, area_bytes=AREA_BYTES, routes=routes)
-    assert shm.kind == ranks_pb2.EXCHANGE_KIND_SHM
+    shm = ranks.form(kind, epoch=1, area_bytes=AREA_BYTES, routes=routes)
+    assert shm.kind == kind
     ranks.meet()
     left_over = shm_left_over(ranks.segment_prefix)
     ranks.meet()
     over_shm = _play(shm.exchange, rounds, seed, delays=True)
+    moved = shm.exchange.traffic
     shm.close()
     gloo = ranks.form(ranks_pb2.EXCHANGE_KIND_GLOO, epoch=2, routes=routes)
     assert gloo.kind == ranks_pb2.EXCHANGE_KIND_GLOO
     over_gloo = _play(gloo.exchange, rounds, seed, delays=False)
+    assert gloo.exchange.traffic == moved
     gloo.close()
     return over_shm, over_gloo, left_over
 
@@ -67,7 +72,7 @@ def _play(exchange: HostExchange, rounds: int, seed: int, *, delays: bool) -> st
 def _play_one(exchange: HostExchange, script: random.Random, values: torch.Generator) -> list[torch.Tensor]:
     routes = ROUTES.get(exchange.world_size, NO_ROUTES)
     kind = script.choice(["all_reduce", "all_gather", "broadcast", *(["among", "link"] if routes.links else [])])
-    dtype = script.choice([torch.float32, torch.bfloat16])
+    dtype = script.choice([torch.float32, torch.bfloat16, torch.float16])
     if kind == "all_gather":
         counts = [script.choice(SIZES) for _ in range(exchange.world_size)]
         mine = torch.randn(counts[exchange.rank], generator=values).to(dtype)
@@ -156,9 +161,9 @@ def late_rank(ranks: RankContext, kind: ranks_pb2.ExchangeKind.ValueType) -> str
     return message
 
 
-def killed_peer(ranks: RankContext) -> float:
-    """Rank 2 is killed between rounds; rank 1 aborts, as its gateway would tell it; seconds until all are out."""
-    group = ranks.form(ranks_pb2.EXCHANGE_KIND_SHM)
+def killed_peer(ranks: RankContext, kind: ranks_pb2.ExchangeKind.ValueType) -> tuple[float, str]:
+    """Rank 2 is killed in the middle of an exchange; how long the others wait, seconds, and what ends that."""
+    group = ranks.form(kind)
     tensor = torch.ones(64)
     for _ in range(50):
         group.exchange.all_reduce(tensor, (0, 1, 2))
@@ -166,14 +171,58 @@ def killed_peer(ranks: RankContext) -> float:
     if ranks.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
-    if ranks.rank == 1:
-        threading.Timer(0.3, group.exchange.abort).start()
     try:
         group.exchange.all_reduce(tensor, (0, 1, 2))
-    except ExchangeAborted:
+    except PeerLost as error:
         group.close()
-        return time.monotonic() - began
+        return time.monotonic() - began, str(error)
     raise AssertionError("a dead rank took part in a round")
+
+
+def killed_end_of_a_link(ranks: RankContext, kind: ranks_pb2.ExchangeKind.ValueType, waiting: int) -> tuple[float, str]:
+    """The end of a link that rank `waiting` is not is killed; as killed_peer."""
+    link = Link(0, 0, (1,))
+    group = ranks.form(kind, area_bytes=AREA_BYTES, routes=Routes(links=(link,)))
+    ranks.meet()
+    if ranks.rank != waiting:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    try:
+        _use_link(group.exchange, link)
+    except PeerLost as error:
+        group.close()
+        return time.monotonic() - began, str(error)
+    raise AssertionError("a link went on without its other end")
+
+
+def frozen_peer(ranks: RankContext, kind: ranks_pb2.ExchangeKind.ValueType) -> str:
+    """Rank 2 is stopped in the middle of an exchange; what the others say."""
+    group = ranks.form(kind, timeout_s=0.5)
+    frozen = int(ranks.meet(str(os.getpid()))[2])
+    if ranks.rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    message = ""
+    try:
+        if ranks.rank != 2:
+            group.exchange.all_reduce(torch.ones(64), (0, 1, 2))
+    except ExchangeTimeout as error:
+        message = str(error)
+    if ranks.rank == 0:
+        os.kill(frozen, signal.SIGCONT)
+    ranks.meet()
+    group.close()
+    return message
+
+
+def kind_and_reason(
+    ranks: RankContext, unlike: dict[str, Any]
+) -> tuple[ranks_pb2.ExchangeKind.ValueType, str, list[float]]:
+    """Shared memory is asked for, and rank 1's request differs; what stands, why, and what a round brings."""
+    group = ranks.form(ranks_pb2.EXCHANGE_KIND_SHM, **(unlike if ranks.rank == 1 else {}))
+    tensor = torch.full((4,), float(ranks.rank + 1))
+    group.exchange.all_reduce(tensor, (0, 1))
+    group.close()
+    return group.kind, group.coordinator.exchange_reason, tensor.tolist()
 
 
 def no_room(ranks: RankContext) -> tuple[str, list[str]]:
@@ -188,17 +237,6 @@ def no_room(ranks: RankContext) -> tuple[str, list[str]]:
     group.exchange.broadcast(torch.ones(1), 0)
     group.close()
     return message, left_over
-
-
-def foreign_machine(ranks: RankContext) -> ranks_pb2.ExchangeKind.ValueType:
-    """Rank 1 is on a machine without store order; the exchange that all take."""
-    machine = "aarch64" if ranks.rank == 1 else "x86_64"
-    group = ranks.form(ranks_pb2.EXCHANGE_KIND_SHM, machine=machine)
-    tensor = torch.full((4,), float(ranks.rank))
-    group.exchange.broadcast(tensor, 1)
-    assert tensor.tolist() == [1.0] * 4
-    group.close()
-    return group.kind
 
 
 def absent_rank(ranks: RankContext) -> str:

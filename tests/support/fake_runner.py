@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.distributed.exchange import HostExchange, LocalExchange
+from hetero_worker.distributed.exchange import Exchange, LocalExchange
 from hetero_worker.runners.base import LoadReport, LoadRequest, MaskSource, SampledToken, StepOutput, no_masks
 
 WEIGHT_BYTES = 1000
@@ -19,7 +19,7 @@ class FakeRunner:
     """
 
     def __init__(self) -> None:
-        self.exchange: HostExchange = LocalExchange()
+        self.exchange: Exchange = LocalExchange()
         self.requests: list[LoadRequest] = []
         self.plans: list[ranks_pb2.StepPlan] = []
         self.masks: list[Sequence[bytes]] = []
@@ -29,7 +29,11 @@ class FakeRunner:
         self.on_load: Callable[[], None] = _nothing
         self.on_execute: Callable[[], None] = _nothing
 
-    def attach(self, exchange: HostExchange) -> None:
+    @property
+    def held(self) -> LoadRequest | None:
+        return self.requests[-1] if self.requests else None
+
+    def attach(self, exchange: Exchange) -> None:
         self.exchange = exchange
         self.attached += 1
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hetero_api.model_config import ModelConfig
@@ -25,6 +25,8 @@ class Told:
     completions: list[list[int]]
     """One before the commands, one behind each that was done."""
     reports: list[tuple[bool, str]]
+    counts: list[dict[int, list[int]]] = field(default_factory=list)
+    """How often experts were chosen, by layer: one a command to count them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,8 @@ def serve_between_commands(
         report = plays.run(ranks_pb2.StepPlan(command=ranks_pb2.GroupCommand.FromString(order.command))).report
         assert report is not None
         told.reports.append((report.done, report.problem))
+        if report.expert_counts:
+            told.counts.append({counts.layer: list(counts.tokens) for counts in report.expert_counts})
         if order.serves:
             told.completions.append(plays.complete())
     runner.detach()

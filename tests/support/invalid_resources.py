@@ -177,6 +177,31 @@ def _by_schema() -> list[InvalidResource]:
             "must be the absolute path",
         ),
         (
+            "relative-exchange-folder",
+            {"spec/exchange/hostPath": "dev/shm"},
+            "spec.exchange.hostPath",
+            "must be the absolute path",
+        ),
+        (
+            "unknown-exchange",
+            {"spec/exchange/kind": "RDMA"},
+            "spec.exchange.kind",
+            "must be one of Auto, SharedMemory, Gloo, not 'RDMA'",
+        ),
+        ("no-devices", {"spec/pools/0/gpu/devices": []}, "spec.pools[0].gpu.devices", "must not be empty"),
+        (
+            "negative-device",
+            {"spec/pools/0/gpu/devices": [0, -1]},
+            "spec.pools[0].gpu.devices[1]",
+            "must be at least 0, not -1",
+        ),
+        (
+            "empty-prompts",
+            {"spec/placement/workload/promptTokens": 0},
+            "spec.placement.workload.promptTokens",
+            "must be at least 1, not 0",
+        ),
+        (
             "node-selector-value",
             {"spec/scheduling/nodeSelector": {"zone": "no good"}},
             "spec.scheduling.nodeSelector.zone",
@@ -279,6 +304,18 @@ def _by_rules_of_pools() -> list[InvalidResource]:
             "spec.pools[0].cpu",
             "is for pools of type CPU; this pool's type is GPU",
         ),
+        (
+            "too-few-devices",
+            {"spec/pools/0/gpu": {"devices": [2]}},
+            "spec.pools[0].gpu.devices",
+            "must hold one device for each rank of a pod (ranksPerPod)",
+        ),
+        (
+            "device-twice",
+            {"spec/pools/0/gpu": {"devices": [1, 1]}},
+            "spec.pools[0].gpu.devices",
+            "must name every device once",
+        ),
         ("uneven-pods", {"spec/pools/0/ranks": 3}, "spec.pools[0].ranks", "must be a multiple of ranksPerPod"),
         ("65-ranks", {"spec/pools/1/ranks": 63}, "spec.pools", "must hold at most 64 ranks together"),
         (
@@ -367,6 +404,12 @@ def _by_rules_of_the_rest() -> list[InvalidResource]:
             "must hold no key of heteroinference.io/ or app.kubernetes.io/",
         ),
         (
+            "folder-for-the-network",
+            {"spec/exchange": {"kind": "Gloo", "hostPath": "/dev/shm"}},
+            "spec.exchange.hostPath",
+            "is of no use with kind Gloo; leave it out",
+        ),
+        (
             "one-port-for-both-doors",
             {"spec/gateway/service/port": 8000},
             "spec.gateway.service.httpPort",
@@ -437,7 +480,7 @@ _EVERYTHING: Final[Document] = {
             {
                 "name": "gpu", "type": "GPU", "ranks": 4, "ranksPerPod": 2, "sharedMemory": "2Gi",
                 "gpu": {
-                    "coresPerRank": 4, "memoryPerRank": "32Gi", "runtimeClassName": "nvidia",
+                    "devices": [0, 6], "coresPerRank": 4, "memoryPerRank": "32Gi", "runtimeClassName": "nvidia",
                     "resourceName": "nvidia.com/gpu",
                 },
                 "scheduling": {
@@ -453,7 +496,11 @@ _EVERYTHING: Final[Document] = {
                 },
             },
         ],
-        "placement": {"mode": "Tensor", "shares": {"attention": [1, 1, 1, 1, 0, 0], "mlp": [8, 8, 8, 8, 0.5, 1]}},
+        "placement": {
+            "mode": "Tensor", "shares": {"attention": [1, 1, 1, 1, 0, 0], "mlp": [8, 8, 8, 8, 0.5, 1]},
+            "workload": {"promptTokens": 4000, "outputTokens": 1, "concurrency": 64}, "rebalanceExperts": False,
+        },
+        "exchange": {"kind": "SharedMemory", "hostPath": "/dev/shm/hetero"},
         "engine": {
             "maxNumSeqs": 32, "maxNumBatchedTokens": 1024, "blockSize": 32, "gpuMemoryUtilization": 0.85,
             "kvCacheMemoryBytes": "1.5Gi", "enablePrefixCaching": False, "overlapScheduling": False,
@@ -503,6 +550,12 @@ def _valid() -> list[ValidResource]:
         "volcano": {"spec/scheduling/gang": {"scheduler": "Volcano"}},
         "huge-pages-of-2Mi": {"spec/pools/1/cpu/hugepages": {"perRank": "66Mi"}},
         "no-numa": {"spec/pools/1/cpu": {"numa": {"policy": "None"}}},
+        "devices-with-gaps": {
+            "spec/pools/0/ranks": 8,
+            "spec/pools/0/ranksPerPod": 4,
+            "spec/pools/0/gpu": {"devices": [0, 2, 4, 6]},
+        },
+        "exchange-on-nodes": {"spec/exchange": {"hostPath": "/dev/shm"}},
         "whole-numbers-as-shares": {"spec/placement/shares": {"vocabulary": [1, 1, 0, 0]}},
     }
     documents = {name: changed(changes) for name, changes in cases.items()}

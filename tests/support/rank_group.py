@@ -1,4 +1,4 @@
-"""A group of CPU runners in one process, and the plans to drive it with.
+"""A group of runners in one process, and the plans to drive it with.
 
 `PlanBuilder` plays the scheduler's part with a trivial block allocator; `RankGroup` runs every plan on all ranks
 (a thread each), checks that they agree, and returns tokens and whole logits.
@@ -10,21 +10,24 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import UnitRange
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.distributed.exchange import HostExchange
+from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.layers.sampler import SampledRows, gather_logits, sample_tokens
+from hetero_worker.platforms.cpu import CpuPlatform
 from hetero_worker.runners.base import LoadReport, LoadRequest, SampledToken, StepOutput
-from hetero_worker.runners.cpu_runner import CpuRunner
+from hetero_worker.runners.selection import runner_of
 from hetero_worker.sampling.request import SamplingRow
+from tests.support.pseudo_gpu import PseudoGpuPlatform
 from tests.support.rank_shares import Shares
 from tests.support.thread_exchange import ThreadExchange, run_ranks, thread_exchanges
 
-__all__ = ["GREEDY", "LogitsRecorder", "PlanBuilder", "RankGroup", "Shares", "StepOutcome"]
+__all__ = ["GREEDY", "LogitsRecorder", "PlanBuilder", "PlanTaker", "RankGroup", "Shares", "StepOutcome"]
 
 GREEDY = ranks_pb2.Sampling(temperature=0.0, top_p=1.0)
 
@@ -41,7 +44,7 @@ class LogitsRecorder:
         rows: Sequence[SamplingRow],
         *,
         head_ranges: Sequence[UnitRange],
-        exchange: HostExchange,
+        exchange: Exchange,
     ) -> SampledRows:
         self.last = gather_logits(logits, head_ranges, exchange).clone()
         return sample_tokens(logits, rows, head_ranges=head_ranges, exchange=exchange)
@@ -59,8 +62,17 @@ class StepOutcome:
     """What each rank says."""
 
 
+class PlanTaker(Protocol):
+    """What a PlanBuilder builds plans for."""
+
+    num_blocks: int
+    block_size: int
+
+    def run(self, plan: ranks_pb2.StepPlan, masks: Sequence[bytes] = ()) -> StepOutcome: ...
+
+
 class RankGroup:
-    """Runners of one group, loaded and allocated."""
+    """Runners of one group, loaded and allocated; the first `num_gpu_ranks` are on pseudo GPUs."""
 
     def __init__(
         self,
@@ -72,11 +84,15 @@ class RankGroup:
         block_size: int = 4,
         max_num_batched_tokens: int = 128,
         max_num_seqs: int = 8,
+        num_gpu_ranks: int = 0,
     ) -> None:
         config = ModelConfig.from_directory(directory)
         self.plan = shares.plan(config.num_layers, expert_layers=config.expert_layers)
         self.recorders = [LogitsRecorder() for _ in self.plan.ranks]
-        self.runners = [CpuRunner(sample=recorder) for recorder in self.recorders]
+        self.runners = [
+            runner_of(PseudoGpuPlatform(rank) if rank < num_gpu_ranks else CpuPlatform(), sample=recorder)
+            for rank, recorder in enumerate(self.recorders)
+        ]
         self.requests = [
             LoadRequest(
                 directory=directory,
@@ -130,7 +146,7 @@ class _Sequence:
 class PlanBuilder:
     """Builds step plans; blocks are handed out in a scattered order and never given back."""
 
-    def __init__(self, group: RankGroup) -> None:
+    def __init__(self, group: PlanTaker) -> None:
         self._group = group
         self._free = random.Random(0).sample(range(1, group.num_blocks), group.num_blocks - 1)
         self._step_id = 0

@@ -18,10 +18,33 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.distributed.groups import GroupRequest, RankGroup, form_group
+from hetero_worker.distributed.coordinator import GroupCoordinator, GroupRequest, form_group
+from hetero_worker.distributed.exchange import Exchange, HostExchange
+from hetero_worker.distributed.routes import NO_ROUTES, Routes
 from hetero_worker.distributed.store import StoreListener
 
 HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class FormedGroup:
+    """A group whose routes are connected."""
+
+    coordinator: GroupCoordinator
+    connected: Exchange
+
+    @property
+    def kind(self) -> ranks_pb2.ExchangeKind.ValueType:
+        return self.coordinator.kind
+
+    @property
+    def exchange(self) -> HostExchange:
+        """Of a group without GPU ranks."""
+        exchange: Any = self.connected
+        return exchange  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        self.coordinator.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +64,26 @@ class RankContext:
         return words
 
     def form(
+        self,
+        kind: ranks_pb2.ExchangeKind.ValueType,
+        *,
+        routes: Routes = NO_ROUTES,
+        device_routes: Routes = NO_ROUTES,
+        **changes: Any,
+    ) -> FormedGroup:
+        """Meet, make the epoch's group as FormGroup would have it, and connect."""
+        coordinator = self.coordinate(kind, **changes)
+        return FormedGroup(coordinator, coordinator.connect_routes(routes, device_routes))
+
+    def coordinate(
         self, kind: ranks_pb2.ExchangeKind.ValueType, *, epoch: int = 1, timeout_s: float = 20.0, **changes: Any
-    ) -> RankGroup:
-        """Meet, then make the epoch's group as FormGroup would have it."""
+    ) -> GroupCoordinator:
+        """Meet, and make the epoch's group; `changes` are GroupRequest's.
+
+        SHM_PYTHON is asked for as what it is: shared memory where the native library is not to be used.
+        """
+        if kind == ranks_pb2.EXCHANGE_KIND_SHM_PYTHON:
+            kind, changes = ranks_pb2.EXCHANGE_KIND_SHM, {"use_native": False, **changes}
         listener = StoreListener(HOST)
         address = self.meet(listener.open())[0]
         request = GroupRequest(
@@ -51,7 +91,7 @@ class RankContext:
             rank=self.rank,
             world_size=self.world_size,
             store_address=address,
-            exchange=kind,
+            kind_asked=kind,
             segment_name=f"{self.segment_prefix}{address.rpartition(':')[2]}-{epoch}",
             timeout_s=timeout_s,
             host=HOST,

@@ -57,7 +57,7 @@ pools:
   ranks: 4
   ranksPerPod: 2
   sharedMemory: 8Gi
-  gpu: {coresPerRank: 4, memoryPerRank: 32Gi, runtimeClassName: nvidia, resourceName: amd.com/gpu}
+  gpu: {devices: [0, 2], coresPerRank: 4, memoryPerRank: 32Gi, runtimeClassName: nvidia, resourceName: amd.com/gpu}
   scheduling:
     nodeSelector: {accelerator: mi300}
     tolerations:
@@ -77,6 +77,9 @@ placement:
     attention: [1, 1, 1, 1, 0, 0]
     mlp: [8, 8, 8, 8, 1, 1]
     vocabulary: [1, 1, 1, 1, 0, 0]
+  workload: {promptTokens: 2048, outputTokens: 256, concurrency: 16}
+  rebalanceExperts: false
+exchange: {kind: Gloo}
 engine:
   maxNumSeqs: 128
   maxNumBatchedTokens: 1024
@@ -180,6 +183,7 @@ def render_cases() -> dict[str, RenderCase]:
         "model-hub-node-cache": RenderCase(_case("cached", "hf://a/b", cache="{hostPath: /var/cache/hetero}")),
         "kueue": RenderCase(_case("queued", "hf://a/b", "scheduling: {gang: {scheduler: Kueue, queue: serving}}")),
         "suspended": RenderCase(_case("suspended", "hf://a/b", "suspend: true")),
+        "exchange-on-node": RenderCase(_case("shared", "hf://a/b", "exchange: {hostPath: /dev/shm}")),
         "burstable": RenderCase(resource_of("burstable", _LEAST)),
     }  # fmt: skip
 

@@ -16,6 +16,7 @@ _HUB_TOLERATION: Final = {"key": "a", "operator": "Equal", "value": "b", "effect
 
 BEFORE: Final[Mapping[str, Mapping[str, Any]]] = {
     "model.cache.hostPath": {"model.cache": {"hostPath": "/var/a"}},
+    "exchange.hostPath": {"exchange.kind": "Auto"},
     "scheduling.schedulerName": _VOLCANO_FREE,
     **{
         f"{section}.tolerations.{field}": {f"{path}.tolerations": [_HUB_TOLERATION]}
@@ -47,7 +48,8 @@ AFTER: Final[Mapping[str, Mapping[str, Any]]] = {
         "pools.0.ranks": 2,
         "placement.shares": {kind: [1, 1, 1, 1] for kind in ("attention", "mlp", "vocabulary")},
     },
-    "pools.ranksPerPod": {"pools.0.ranksPerPod": 4},
+    "pools.ranksPerPod": {"pools.0.ranksPerPod": 4, "pools.0.gpu.devices": [0, 1, 2, 3]},
+    "pools.gpu.devices": {"pools.0.gpu.devices": [1, 3]},
     "pools.gpu.coresPerRank": {"pools.0.gpu.coresPerRank": 5},
     "pools.gpu.memoryPerRank": {"pools.0.gpu.memoryPerRank": "33Gi"},
     "pools.gpu.runtimeClassName": {"pools.0.gpu.runtimeClassName": "other"},
@@ -70,6 +72,12 @@ AFTER: Final[Mapping[str, Mapping[str, Any]]] = {
     "placement.shares.attention": {"placement.shares.attention": [2, 1, 1, 1, 0, 0]},
     "placement.shares.mlp": {"placement.shares.mlp": [9, 8, 8, 8, 1, 1]},
     "placement.shares.vocabulary": {"placement.shares.vocabulary": [2, 1, 1, 1, 0, 0]},
+    "placement.workload.promptTokens": {"placement.workload.promptTokens": 1024},
+    "placement.workload.outputTokens": {"placement.workload.outputTokens": 512},
+    "placement.workload.concurrency": {"placement.workload.concurrency": 32},
+    "placement.rebalanceExperts": {"placement.rebalanceExperts": True},
+    "exchange.kind": {"exchange.kind": "Auto"},
+    "exchange.hostPath": {"exchange.hostPath": "/dev/shm"},
     "engine.maxNumSeqs": {"engine.maxNumSeqs": 64},
     "engine.maxNumBatchedTokens": {"engine.maxNumBatchedTokens": 2048},
     "engine.blockSize": {"engine.blockSize": 16},

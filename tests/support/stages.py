@@ -14,7 +14,7 @@ from hetero_api.sharding import ShardPlan
 from hetero_worker.attention.base import AttentionBatch, DecodeRows, PrefillSpan
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.attention.paged import paged_attention
-from hetero_worker.distributed.exchange import HostExchange
+from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.layers.linear_kernels import available_kernels
 from hetero_worker.memory.loader import Checkpoint
 from hetero_worker.models.decoder import Decoder, DecoderInput
@@ -47,13 +47,13 @@ class Stages:
     )
 
     @classmethod
-    def load(cls, directory: Path, shares: Shares, *, num_parts: int = 1) -> Stages:
+    def load(cls, directory: Path, shares: Shares, *, num_parts: int = 1, link_bytes: int = 1 << 20) -> Stages:
         """Every step goes in `num_parts` micro-batches, as many as rows when there are fewer."""
         config = ModelConfig.from_directory(directory)
         plan = shares.plan(config.num_layers, expert_layers=config.expert_layers)
         decoders = [load_decoder(directory, config, plan, rank, num_parts) for rank in range(plan.world_size)]
         caches = [decoder.allocate_caches(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE) for decoder in decoders]
-        return cls(plan, decoders, thread_exchanges(plan.world_size), caches)
+        return cls(plan, decoders, thread_exchanges(plan.world_size, link_bytes=link_bytes), caches)
 
     def start(self, tokens: list[int]) -> KnownSequence:
         needed = -(-len(tokens) // BLOCK_SIZE)
@@ -69,7 +69,7 @@ class Stages:
         return torch.cat(outputs, dim=1)
 
     def _forward(self, rank: int, step: DecoderInput) -> torch.Tensor:
-        exchange: HostExchange = self.exchanges[rank]
+        exchange: Exchange = self.exchanges[rank]
         with torch.inference_mode():
             return self.decoders[rank].forward(step, caches=self.caches[rank], exchange=exchange)
 

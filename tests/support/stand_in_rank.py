@@ -24,8 +24,8 @@ from hetero_api.host.heartbeat import Heartbeat, Standing
 from hetero_worker.nursery import serve
 
 OPTIONS = (
-    "gateway", "model", "pool", "ordinal", "local-rank", "pod-name", "cores", "num-threads", "numa-policy",
-    "memory-bytes", "store-host", "reconnect-timeout-s", "measurements-file",
+    "gateway", "model", "pool", "ordinal", "local-rank", "pod-name", "device", "cores", "communication-cores",
+    "num-threads", "numa-policy", "memory-bytes", "store-host", "reconnect-timeout-s", "measurements-file",
 )  # fmt: skip
 
 

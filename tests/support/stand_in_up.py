@@ -1,4 +1,7 @@
-"""`hetero up` (or, with a prompt, `hetero run`) with stand-in programs for gateway and ranks."""
+"""`hetero up` (or, with a prompt, `hetero run`) with stand-in programs for gateway and ranks.
+
+STAND_IN_GPUS=N makes it a machine with N devices, STAND_IN_DP=N starts the group beside N others of the manifest.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ import sys
 from pathlib import Path
 
 from hetero_api.errors import HeteroError
-from hetero_api.host.cores import LogicalCore
+from hetero_api.host.gpus import Gpu
+from hetero_api.host.topology import LogicalCore
 from hetero_api.manifest import load_manifest
 from hetero_client import ChatMessage, SamplingParams
 from hetero_client.cli.main import report
@@ -25,10 +29,16 @@ PROGRAMS = Programs(
 
 
 def stand_in_config(manifest: Path, *, port: int, with_nursery: bool) -> LocalGroupConfig:
-    """What `hetero up` would make of the manifest on a machine of two cores."""
+    """What `hetero up` would make of the manifest on a machine of two cores (with GPUs: of eight)."""
     resource = load_manifest(manifest)
-    cores = (LogicalCore(0, 0, 0), LogicalCore(1, 0, 1))
-    plan = plan_locally(resource, cores=cores, memory_bytes=8 * 2**30)
+    num_gpus, dp_local_rank = int(os.environ.get("STAND_IN_GPUS", "0")), int(os.environ.get("STAND_IN_DP", "0"))
+    plan = plan_locally(
+        resource,
+        cores=[LogicalCore(number, 0, number) for number in range(8 if num_gpus else 2)],
+        memory_bytes=8 * 2**30,
+        gpus=[Gpu(number) for number in range(num_gpus)],
+        dp_local_rank=dp_local_rank,
+    )
     return LocalGroupConfig(
         resource=resource,
         manifest=manifest,
@@ -39,6 +49,7 @@ def stand_in_config(manifest: Path, *, port: int, with_nursery: bool) -> LocalGr
         programs=PROGRAMS,
         environment=dict(os.environ),
         with_nursery=with_nursery,
+        dp_local_rank=dp_local_rank,
     )
 
 

@@ -1,7 +1,8 @@
 """An exchange between threads of one process: several "ranks" in one test, without processes.
 
 Sums are taken in fp32 in ascending rank order, as HostExchange promises. A barrier with a timeout stands for
-the group's timeout; `abort` breaks it for all. Any subgroup and link can be used, without being announced.
+the group's timeout; `abort` breaks it for all. Any subgroup and link can be used, without being announced. A link
+holds `link_bytes`, and at least one tensor: whoever sends more waits for the slowest receiver.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from typing import TypeVar
 
 import torch
 
-from hetero_worker.distributed.exchange import LocalExchange, SumExchange
+from hetero_worker.distributed.exchange import LocalExchange, SendsAtOnce, SumExchange
 from hetero_worker.distributed.routes import Link
+from hetero_worker.distributed.traffic import Traffic, TrafficCounter
 from hetero_worker.errors import ExchangeAborted
 
 T = TypeVar("T")
@@ -34,8 +36,9 @@ class _Board:
 class _Wires:
     """What all threads of a group share."""
 
-    def __init__(self, world_size: int, timeout_s: float) -> None:
+    def __init__(self, world_size: int, timeout_s: float, link_bytes: int) -> None:
         self.timeout_s = timeout_s
+        self.link_bytes = link_bytes
         self.arrival = threading.Condition()
         self.on_the_way: defaultdict[tuple[Link, int], deque[torch.Tensor]] = defaultdict(deque)
         self.sent: list[Link] = []
@@ -64,8 +67,9 @@ class _Wires:
 class _ThreadRounds:
     """One rank's end of a group or subgroup."""
 
-    def __init__(self, board: _Board, rank: int) -> None:
+    def __init__(self, board: _Board, rank: int, counter: TrafficCounter) -> None:
         self._board = board
+        self._counter = counter
         self.rank = rank
 
     @property
@@ -101,6 +105,7 @@ class _ThreadRounds:
     def _round(self, tensor: torch.Tensor | None) -> dict[int, torch.Tensor | None]:
         board = self._board
         board.slots[self.rank] = tensor
+        self._counter.count_round(0 if tensor is None else tensor.nbytes)
         board.rounds[self.rank] += 1
         try:
             board.barrier.wait()
@@ -111,12 +116,20 @@ class _ThreadRounds:
         return published
 
 
-class ThreadExchange(_ThreadRounds):
+class ThreadExchange(SendsAtOnce, _ThreadRounds):
     """One rank's end."""
 
     def __init__(self, wires: _Wires, rank: int) -> None:
-        super().__init__(wires.board(), rank)
+        super().__init__(wires.board(), rank, TrafficCounter())
         self._wires = wires
+
+    @property
+    def link_bytes(self) -> int:
+        return self._wires.link_bytes
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._counter.total()
 
     @property
     def sent(self) -> list[Link]:
@@ -128,18 +141,32 @@ class ThreadExchange(_ThreadRounds):
             raise ValueError(f"rank {self.rank} is not among {ranks}")
         if len(ranks) == self.world_size:
             return self
-        return LocalExchange() if len(ranks) == 1 else _ThreadRounds(self._wires.board(ranks), self.rank)
+        return LocalExchange() if len(ranks) == 1 else _ThreadRounds(self._wires.board(ranks), self.rank, self._counter)
 
     def send(self, tensor: torch.Tensor, link: Link) -> None:
         if self.rank != link.source or not tensor.is_contiguous():
             raise ValueError(f"rank {self.rank} cannot send {tuple(tensor.shape)} over {link}")
         if not tensor.numel():
             return
+        self._counter.count_message(tensor.nbytes)
         with self._wires.arrival:
+            self._await_room(tensor, link)
             self._wires.sent.append(link)
             for receiver in link.receivers:
                 self._wires.on_the_way[link, receiver].append(tensor.clone())
             self._wires.arrival.notify_all()
+
+    def _await_room(self, tensor: torch.Tensor, link: Link) -> None:
+        wires, deadline = self._wires, time.monotonic() + self._wires.timeout_s
+
+        def is_full() -> bool:
+            queues = [wires.on_the_way[link, receiver] for receiver in link.receivers]
+            return any(q and sum(t.nbytes for t in q) + tensor.nbytes > wires.link_bytes for q in queues)
+
+        while is_full() and not wires.aborted and time.monotonic() < deadline:
+            wires.arrival.wait(deadline - time.monotonic())
+        if is_full():
+            raise ExchangeAborted("the test's group was aborted or timed out")
 
     def receive(self, out: torch.Tensor, link: Link) -> ThreadPending:
         if self.rank not in link.receivers or not out.is_contiguous():
@@ -177,14 +204,15 @@ class ThreadPending:
             if not queue:
                 raise ExchangeAborted("the test's group was aborted or timed out")
             tensor = queue.popleft()
+            self._wires.arrival.notify_all()
         if tensor.shape != self._out.shape:
             raise ValueError(f"{self._end} brought {tuple(tensor.shape)}, expected {tuple(self._out.shape)}")
         return tensor
 
 
-def thread_exchanges(world_size: int, *, timeout_s: float = 60.0) -> list[ThreadExchange]:
+def thread_exchanges(world_size: int, *, timeout_s: float = 60.0, link_bytes: int = 1 << 20) -> list[ThreadExchange]:
     """The ends of one new group, in rank order."""
-    wires = _Wires(world_size, timeout_s)
+    wires = _Wires(world_size, timeout_s, link_bytes)
     return [ThreadExchange(wires, rank) for rank in range(world_size)]
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 VOCAB_SIZE = 200
 """No multiple of 64: the last shard of the vocabulary is an odd one."""
@@ -103,6 +102,8 @@ def save_tiny(
     variant: str, directory: Path, *, max_shard_size: str = "5GB", seed: int = 0, **changes: Any
 ) -> TinyCheckpoint:
     """Save a seeded random float32 model of the variant, its config changed; biases and norms are random too."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     model_type, overrides = VARIANTS[variant]
     config = AutoConfig.for_model(model_type, **{**_SHAPE, **overrides, **changes})
     torch.manual_seed(seed)

@@ -16,6 +16,7 @@ from hetero_api.contract import AUTHORIZATION_KEY
 from hetero_api.sharding import UnitRange
 from hetero_api.v1 import admin_pb2, admin_pb2_grpc, ranks_pb2
 from hetero_client.channel import Options, channel_options
+from hetero_client.placement_view import PlacementView, placement_from
 from hetero_client.status import error_from
 
 CALL_TIMEOUT_S: Final = 5.0
@@ -89,6 +90,12 @@ class GroupTopology:
     cache_layout: CacheLayout | None = None
     asleep: tuple[str, ...] = ()
     paused_requests: int = 0
+    placement_mode: str = ""
+    """In force, as spec.placement.mode writes it; empty until it was decided."""
+    placement: PlacementView | None = None
+    """None until it was decided."""
+    exchange_reason: str = ""
+    """Why the exchange is not the fastest that could be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +113,16 @@ class RankProfile:
 
     table: str
     trace: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsView:
+    """What `place_experts` moved, by how many tokens, and the decode step that is predicted before and after."""
+
+    moved_experts: int
+    counted_tokens: int
+    step_s_before: float
+    step_s_after: float
 
 
 class AdminClient:
@@ -166,6 +183,11 @@ class AdminClient:
         limit_s = duration_s + VERB_TIMEOUT_S if timeout_s is None else timeout_s
         return tuple(RankProfile(r.table, r.trace) for r in self._call(self._stub.Profile, request, limit_s).ranks)
 
+    def place_experts(self, *, timeout_s: float = WAKE_TIMEOUT_S) -> ExpertsView:
+        """Move experts to the ranks that are fastest with them. Needs an idle, READY group whose model has experts."""
+        answer = self._call(self._stub.PlaceExperts, admin_pb2.PlaceExpertsRequest(), timeout_s)
+        return ExpertsView(answer.moved_experts, answer.counted_tokens, answer.step_s_before, answer.step_s_after)
+
     def _call(self, method: Any, request: Any, timeout_s: float | None, *, wait_for_ready: bool = False) -> Any:
         try:
             return method(request, timeout=timeout_s, metadata=self._metadata, wait_for_ready=wait_for_ready)
@@ -198,6 +220,9 @@ def topology_from(message: admin_pb2.GetTopologyResponse) -> GroupTopology:
         cache_layout=_layout(message.cache_layout),
         asleep=tuple(message.asleep),
         paused_requests=message.paused_requests,
+        placement_mode=message.placement_mode,
+        placement=placement_from(message.placement) if message.HasField("placement") else None,
+        exchange_reason=message.exchange_reason,
     )
 
 

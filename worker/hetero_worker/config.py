@@ -14,7 +14,16 @@ from typing import Final
 from hetero_api.contract import ENV_HEARTBEAT_FILE
 from hetero_api.program import ProgramParser, read_group_token, read_log_level
 from hetero_api.spec import NumaPolicy
-from hetero_worker.option_types import core_list, count, host_port, numa_policy, positive, seconds, seconds_or_none
+from hetero_worker.option_types import (
+    core_list,
+    count,
+    cuda_device,
+    host_port,
+    numa_policy,
+    positive,
+    seconds,
+    seconds_or_none,
+)
 
 CONNECT_TIMEOUT_S: Final = 120.0
 ABORT_TIMEOUT_S: Final = 5.0
@@ -31,12 +40,16 @@ class RankConfig:
     ordinal: int
     local_rank: int
     pod_name: str
+    cuda_device: int | None
+    """Index of the CUDA device to compute on, among those that this process sees; None: host cores."""
     cores: tuple[int, ...]
     """CPUs to bind to; empty: not bound."""
+    communication_cores: tuple[int, ...]
+    """CPUs for threads that do not compute; empty: all that this process may use."""
     num_threads: int
     numa_policy: NumaPolicy
     memory_bytes: int
-    """Memory the rank may use; 0: the machine's."""
+    """Host memory the rank may use; 0: the machine's."""
     store_host: str
     """Address of this machine on which ranks meet."""
     connect_timeout_s: float
@@ -51,6 +64,9 @@ class RankConfig:
     """Where to tell a supervisor what the rank is at; None: nowhere."""
     token: str = field(repr=False)
     """The group's token."""
+    dtype: str = ""
+    """Arithmetic type that the model will be computed in, as far as is known: costs are measured in it. Empty: the
+    device's usual one."""
     log_level: str = "INFO"
 
     @classmethod
@@ -78,7 +94,28 @@ def _parser() -> argparse.ArgumentParser:
     add("--ordinal", required=True, type=count, metavar="N", help="which pod of the pool")
     add("--local-rank", required=True, type=count, metavar="N", help="which rank within the pod")
     add("--pod-name", required=True, metavar="NAME", help="name of the pod, or of the process")
+    add(
+        "--device",
+        default=None,
+        type=cuda_device,
+        dest="cuda_device",
+        metavar="DEVICE",
+        help="what to compute on: cpu, the default, or cuda:N",
+    )
+    add(
+        "--dtype",
+        default="",
+        choices=("", "float32", "bfloat16"),
+        help="arithmetic type to measure the model's costs in; empty: the device's usual one",
+    )
     add("--cores", default=(), type=core_list, metavar="LIST", help='CPUs to bind to, e.g. "0-3,8"; empty: not bound')
+    add(
+        "--communication-cores",
+        default=(),
+        type=core_list,
+        metavar="LIST",
+        help="CPUs for threads that do not compute; empty: all that this process may use",
+    )
     add("--num-threads", required=True, type=positive, metavar="N", help="compute threads")
     add(
         "--numa-policy",

@@ -1,7 +1,7 @@
 """EpochFence: how an Abort reaches a main thread that is blocked in a collective, and what if it does not.
 
-Two threads meet here. The main thread enters an epoch, adopts its exchange and leaves the epoch; the thread that
-reads the gateway's stream aborts epochs. An abort marks the epoch, wakes the exchange, and starts a watchdog:
+Two threads meet here. The main thread enters an epoch, adopts its groups and leaves the epoch; the thread that
+reads the gateway's stream aborts epochs. An abort marks the epoch, wakes the groups, and starts a watchdog:
 when the main thread has not left in time (a collective that cannot be interrupted, a kernel that hangs), `give_up`
 ends the process, for a rank that neither works nor says so holds up its whole group.
 
@@ -14,9 +14,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
-from hetero_worker.distributed.exchange import HostExchange
 from hetero_worker.errors import ExchangeAborted
+
+
+class Abortable(Protocol):
+    """What can be woken: an epoch's groups."""
+
+    def abort(self) -> None:
+        """Make blocked and later calls raise ExchangeAborted. From any thread; must not block."""
+        ...
 
 
 class EpochFence:
@@ -29,7 +37,7 @@ class EpochFence:
         self._epoch: int | None = None
         self._aborted_through = 0
         self._closed = False
-        self._exchange: HostExchange | None = None
+        self._groups: Abortable | None = None
         self._patient = False
         self._watchdog: threading.Timer | None = None
 
@@ -50,16 +58,16 @@ class EpochFence:
             self._epoch = epoch
             self.check()
 
-    def adopt(self, exchange: HostExchange) -> None:
-        """An abort from now on wakes `exchange`. Raises ExchangeAborted when it came before."""
+    def adopt(self, groups: Abortable) -> None:
+        """An abort from now on wakes `groups`. Raises ExchangeAborted when it came before."""
         with self._lock:
-            self._exchange = exchange
+            self._groups = groups
             self.check()
 
     def leave(self) -> None:
         """The main thread has freed all that belongs to the epoch."""
         with self._lock:
-            self._epoch = self._exchange = None
+            self._epoch = self._groups = None
             if self._watchdog is not None:
                 self._watchdog.cancel()
                 self._watchdog = None
@@ -98,8 +106,8 @@ class EpochFence:
                     self._wake(watch=True)
 
     def _wake(self, *, watch: bool) -> None:
-        if self._exchange is not None:
-            self._exchange.abort()
+        if self._groups is not None:
+            self._groups.abort()
         if watch and self._watchdog is None:
             self._watchdog = threading.Timer(self._patience_s, self._give_up)
             self._watchdog.daemon = True

@@ -4,8 +4,11 @@ HeteroError (hetero_api)
 └── WorkerError
     ├── ExchangeError
     │   ├── ExchangeAborted    the epoch ended while, or before, the call
-    │   └── ExchangeTimeout    a peer did not come in time
+    │   ├── ExchangeTimeout    a peer did not come in time
+    │   ├── PeerLost           a peer's process is gone
+    │   └── SegmentNotShared   ranks do not see the same shared memory
     ├── PinningError           cores or memory cannot be bound as required
+    ├── DeviceError            the device that the rank is to compute on is not there
     ├── ProtocolError          the gateway sent something that does not fit the rank's state
     ├── MemoryBudgetError      weights or cache do not fit the rank's memory
     ├── CommandRefused         a command does not fit what the rank holds
@@ -34,8 +37,20 @@ class ExchangeTimeout(ExchangeError):
     """A peer did not come within the group's timeout."""
 
 
+class PeerLost(ExchangeError):
+    """A rank that others wait for has ended, or left the group: its hold on the shared segment is gone."""
+
+
+class SegmentNotShared(ExchangeError):
+    """What a rank finds under the segment's name is not what rank 0 made: they do not share that memory."""
+
+
 class PinningError(WorkerError):
     """Cores or memory cannot be bound as the policy requires."""
+
+
+class DeviceError(WorkerError):
+    """The rank's device is not there, or not usable."""
 
 
 class ProtocolError(WorkerError):

@@ -10,7 +10,7 @@ from hetero_api.contract import VERSION
 from hetero_api.model_config import model_fingerprint
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.config import RankConfig
-from hetero_worker.platforms.base import Measurement, Platform
+from hetero_worker.platforms.base import Platform
 from hetero_worker.platforms.pinning import PinningReport
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
@@ -30,19 +30,23 @@ def host_id(*, boot_id: Path = _BOOT_ID, shm: Path = _SHM) -> str:
         return f"unshared:{uuid.uuid4().hex}"
 
 
-def describe_device(platform: Platform, pinning: PinningReport, measured: Measurement) -> ranks_pb2.DeviceReport:
+def describe_device(
+    platform: Platform, pinning: PinningReport, speeds: ranks_pb2.DeviceSpeeds
+) -> ranks_pb2.DeviceReport:
     """What the rank computes on, and how fast that was measured to be."""
-    return ranks_pb2.DeviceReport(
-        kind=platform.kind,
-        name=platform.name,
-        memory_bytes=platform.memory_bytes,
-        cpus=pinning.cpus,
-        numa_nodes=pinning.numa_nodes,
-        pinned=pinning.pinned,
-        memory_bandwidth=measured.memory_bandwidth,
-        fp32_flops=measured.fp32_flops,
-        pin_message=pinning.reason or f"memory: {pinning.memory}",
+    device = ranks_pb2.DeviceReport(
+        kind=platform.kind, name=platform.name, memory_bytes=platform.memory_bytes, speeds=speeds
     )
+    tell_pinning(device, pinning)
+    return device
+
+
+def tell_pinning(device: ranks_pb2.DeviceReport, pinning: PinningReport) -> None:
+    """Say in `device` what is bound, whatever it said before."""
+    device.cpus[:] = pinning.cpus
+    device.numa_nodes[:] = pinning.numa_nodes
+    device.pinned = pinning.pinned
+    device.pin_message = pinning.reason or f"memory: {pinning.memory}"
 
 
 def introduce(config: RankConfig, device: ranks_pb2.DeviceReport) -> ranks_pb2.Hello:

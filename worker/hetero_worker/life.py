@@ -7,8 +7,9 @@
 
 One thread, the main one, runs all of it, in the order in which the gateway speaks. The link's threads only tell
 the EpochFence of aborts and the gateway that this process is alive. The rank decides nothing: it does what it is told
-or says why it could not, and a message that does not fit its state or epoch is refused. Weights outlive epochs;
-groups, cache and slots do not.
+or says why it could not, and a message that does not fit its state or epoch is refused. Weights outlive epochs, and
+Hello tells which they are; groups, cache and slots do not. Groups stand before the plan is known: FormGroup makes those
+of all ranks, LoadModel brings the plan and connects what it needs.
 
 Plans are worked off strictly in order. While one is, the next may have come: it waits in the link, and nothing of it
 is looked at before. Only a step whose draws are masked looks at what comes next, which are its masks.
@@ -22,19 +23,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
-from pathlib import Path
 from typing import Final, Protocol
 
 from hetero_api.contract import EXIT_FAILURE, EXIT_OK, EXIT_PERMANENT
 from hetero_api.errors import HeteroError, ModelError, PlanError
 from hetero_api.host.heartbeat import Heartbeat, Standing
-from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.distributed.groups import GroupRequest, RankGroup
-from hetero_worker.distributed.routes import routes_of
+from hetero_worker.distributed.coordinator import GroupRequest
+from hetero_worker.distributed.exchange import Exchange
+from hetero_worker.distributed.measuring import ExchangeTimes
 from hetero_worker.distributed.store import StoreListener
 from hetero_worker.epoch_fence import EpochFence
 from hetero_worker.errors import (
@@ -46,7 +45,20 @@ from hetero_worker.errors import (
     WeightsChangedError,
 )
 from hetero_worker.gateway_link import Arrival, Event, GatewayLink, LeaveRequested, StreamEnded
-from hetero_worker.runners.base import LoadRequest, Runner, StepOutput
+from hetero_worker.identity import tell_pinning
+from hetero_worker.life_messages import (
+    RankIdentity,
+    formed_message,
+    group_request,
+    held_message,
+    load_request,
+    loaded_message,
+    step_result,
+)
+from hetero_worker.platforms.binding import Binding, Unbound
+from hetero_worker.runners.base import Runner
+
+__all__ = ["FormGroupFunction", "Group", "RankIdentity", "RankLife", "RankState"]
 
 _log = logging.getLogger(__name__)
 
@@ -59,10 +71,28 @@ _PERMANENT: Final = (ModelError, PlanError, MemoryBudgetError, PinningError, Wei
 _ENDINGS: Final = ("abort", "shutdown")
 
 
-class FormGroupFunction(Protocol):
-    """`groups.form_group`, or a test's."""
+class Group(Protocol):
+    """What a life needs of `coordinator.GroupCoordinator`, which says how these behave."""
 
-    def __call__(self, request: GroupRequest, *, listener: StoreListener, aborted: Callable[[], bool]) -> RankGroup: ...
+    @property
+    def kind(self) -> ranks_pb2.ExchangeKind.ValueType: ...
+
+    @property
+    def exchange_reason(self) -> str: ...
+
+    def measure(self) -> ExchangeTimes: ...
+
+    def connect(self, plan: ShardPlan) -> Exchange: ...
+
+    def abort(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class FormGroupFunction(Protocol):
+    """`coordinator.form_group`, or a test's."""
+
+    def __call__(self, request: GroupRequest, *, listener: StoreListener, aborted: Callable[[], bool]) -> Group: ...
 
 
 class RankState(Enum):
@@ -82,23 +112,11 @@ _STANDINGS: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class RankIdentity:
-    """What stays the same over a rank's epochs."""
-
-    hello: ranks_pb2.Hello
-    """Without store_address, which every Hello has anew."""
-    model_dir: Path
-    model_config: ModelConfig
-    memory_bytes: int
-    store_host: str
-
-
 class RankLife:
     """Runs one rank; see the module.
 
-    `local_memory_percent` measures where the rank's memory lies. `rejoins` says that another life follows when the
-    gateway is lost, so that a load under way is worth finishing.
+    `binding` is looked at again whenever an epoch begins and when weights were read. `rejoins` says that another life
+    follows when the gateway is lost, so that a load under way is worth finishing.
     """
 
     def __init__(
@@ -111,7 +129,7 @@ class RankLife:
         abort_timeout_s: float,
         give_up: Callable[[], None],
         heartbeat: Heartbeat | None = None,
-        local_memory_percent: Callable[[], int | None] = lambda: None,
+        binding: Binding | None = None,
         rejoins: bool = False,
     ) -> None:
         self.gateway_lost = False
@@ -124,7 +142,7 @@ class RankLife:
         self._form = form
         self._give_up = give_up
         self._heartbeat = heartbeat or Heartbeat.open(None)
-        self._local_memory_percent = local_memory_percent
+        self._binding = binding or Unbound()
         self._rejoins = rejoins
         self._fence = EpochFence(patience_s=abort_timeout_s, give_up=give_up)
         self._listener = StoreListener(identity.store_host)
@@ -134,7 +152,7 @@ class RankLife:
         self._rank = -1
         self._next_step = 1
         self._step_ended_s = 0.0
-        self._group: RankGroup | None = None
+        self._group: Group | None = None
         self._form_message: ranks_pb2.FormGroup | None = None
         self._orders: dict[str | None, tuple[RankState, Callable[[Arrival], None]]] = {
             "step_plan": (RankState.SERVING, self._step),
@@ -202,7 +220,11 @@ class RankLife:
         self._enter(RankState.JOINING)
         hello = ranks_pb2.Hello()
         hello.CopyFrom(self._identity.hello)
+        if (pinning := self._binding.recheck()) is not None:
+            tell_pinning(hello.device, pinning)
         hello.store_address = self._listener.open()
+        if (held := self._runner.held) is not None:
+            hello.held.CopyFrom(held_message(held))
         self._link.send(ranks_pb2.RankMessage(hello=hello))
 
     def _end_epoch(self, message: ranks_pb2.GatewayMessage) -> None:
@@ -248,8 +270,8 @@ class RankLife:
             order(arrival)
 
     def _limit_s(self, message: ranks_pb2.GatewayMessage) -> float:
-        reads_weights = message.HasField("step_plan") and message.step_plan.command.wake.weights
-        if reads_weights or message.HasField("load_model"):
+        command = message.step_plan.command
+        if command.wake.weights or command.HasField("place_experts") or message.HasField("load_model"):
             return LOAD_LIMIT_S
         form = message.form_group if message.HasField("form_group") else self._form_message
         return _LIMIT_FACTOR * form.timeout_s if form is not None else LOAD_LIMIT_S
@@ -270,7 +292,7 @@ class RankLife:
         text = str(error) if isinstance(error, HeteroError) else f"{type(error).__name__}: {error}"
         self._send(ranks_pb2.RankMessage(failure=ranks_pb2.Failure(message=text, permanent=permanent)))
         if self._group is not None:
-            self._group.exchange.abort()  # peers that wait for this rank need not wait for the gateway
+            self._group.abort()  # peers that wait for this rank need not wait for the gateway
         self._break_epoch("this rank failed")
         return not permanent
 
@@ -287,23 +309,16 @@ class RankLife:
         self._next_step = 1
         self._say_heartbeats(message.heartbeat_interval_s)
         self._fence.enter(self._epoch)
-        request = GroupRequest(
-            epoch=self._epoch,
-            rank=message.rank,
-            world_size=len(message.places),
-            store_address=message.store_address,
-            exchange=message.exchange,
-            segment_name=message.segment_name,
-            timeout_s=message.timeout_s,
-            host=self._identity.store_host,
-            routes=routes_of(ShardPlan.from_proto(message.shard_plan)),
-        )
-        self._group = self._form(request, listener=self._listener, aborted=lambda: self._fence.aborted)
-        self._fence.adopt(self._group.exchange)
-        self._runner.attach(self._group.exchange)
+        self._binding.require()
+        with self._binding.communicating():
+            request = group_request(self._identity, message, epoch=self._epoch)
+            self._group = self._form(request, listener=self._listener, aborted=lambda: self._fence.aborted)
+        self._fence.adopt(self._group)
+        times = self._group.measure() if message.measure_exchange else ExchangeTimes()
         self._form_message = message
         self._enter(RankState.FORMED)
-        self._send(ranks_pb2.RankMessage(formed=ranks_pb2.Formed(exchange=self._group.kind)))
+        formed = formed_message(self._group.kind, self._group.exchange_reason, times)
+        self._send(ranks_pb2.RankMessage(formed=formed))
 
     def _say_heartbeats(self, interval_s: float) -> None:
         """Until the epoch's end; a gateway that names no interval listens to none."""
@@ -316,34 +331,20 @@ class RankLife:
             self._link.start_heartbeats(interval_s, beat)
 
     def _load(self, arrival: Arrival) -> None:
-        group = self._form_message
-        if group is None:
+        form, group = self._form_message, self._group
+        if form is None or group is None:
             raise ProtocolError("the gateway sent load_model before form_group")
         order = arrival.message.load_model
-        request = LoadRequest(
-            directory=self._identity.model_dir,
-            config=self._identity.model_config,
-            dtype=order.dtype,
-            shard_plan=ShardPlan.from_proto(group.shard_plan),
-            rank=self._rank,
-            max_model_len=order.max_model_len,
-            max_num_batched_tokens=group.max_num_batched_tokens,
-            max_num_seqs=group.max_num_seqs,
-            memory_bytes=self._identity.memory_bytes,
-            cache_size_is_given=order.cache_size_is_given,
-        )
+        request = load_request(self._identity, form, order, rank=self._rank)
+        with self._binding.communicating():
+            exchange = group.connect(request.shard_plan)
+        self._runner.attach(exchange)
         with self._fence.patient():
             report = self._runner.load(request)
         self._fence.check()
+        local_memory_percent = self._binding.check_memory()
         self._enter(RankState.LOADED)
-        loaded = ranks_pb2.Loaded(
-            weight_bytes=report.weight_bytes,
-            kv_budget_bytes=report.kv_budget_bytes,
-            kv_bytes_per_token=report.kv_bytes_per_token,
-            load_s=report.load_s,
-            kernels=report.kernels,
-            local_memory_percent=self._local_memory_percent(),
-        )
+        loaded = loaded_message(report, local_memory_percent=local_memory_percent)
         self._send(ranks_pb2.RankMessage(loaded=loaded))
 
     def _allocate(self, arrival: Arrival) -> None:
@@ -362,7 +363,7 @@ class RankLife:
         self._next_step += 1
         self._heartbeat.count_step()
         if self._rank == 0 or output.report is not None:
-            result = _step_result(plan, output, step_s=self._step_ended_s - began_s)
+            result = step_result(plan, output, step_s=self._step_ended_s - began_s)
             self._send(ranks_pb2.RankMessage(step_result=result))
 
     def _receive_masks(self, plan: ranks_pb2.StepPlan) -> Sequence[bytes]:
@@ -376,15 +377,3 @@ class RankLife:
             body = event.message.WhichOneof("body")
             raise ProtocolError(f"the gateway sent {body} while step {plan.step_id} waited for its token_masks")
         return masks.masks
-
-
-def _step_result(plan: ranks_pb2.StepPlan, output: StepOutput, *, step_s: float) -> ranks_pb2.StepResult:
-    return ranks_pb2.StepResult(
-        step_id=plan.step_id,
-        slots=[token.slot for token in output.sampled],
-        token_ids=[token.token for token in output.sampled],
-        step_s=step_s,
-        logprobs=output.logprobs,
-        prompt_logprobs=output.prompt_logprobs,
-        command_report=output.report,
-    )

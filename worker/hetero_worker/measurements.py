@@ -15,16 +15,16 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from google.protobuf import json_format
 
+from hetero_api.v1 import ranks_pb2
 from hetero_worker.layers.kernel_choice import choose_kernel
 from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.models.decoder import Decoder
-from hetero_worker.platforms.base import Measurement
 from hetero_worker.runners.base import LoadRequest
 from hetero_worker.runners.largest_step import limits_of, measure_workspace
 
@@ -44,13 +44,13 @@ class KeptMeasurements:
         self._circumstances = dict(circumstances)
         self._data = self._read()
 
-    def speeds(self, measure: Callable[[], Measurement]) -> Measurement:
-        """The device's, measured if they were not before."""
-        kept = self._data.get(_SPEEDS)
-        if kept is not None:
-            return Measurement(**kept)
+    def speeds(self, model: str, measure: Callable[[], ranks_pb2.DeviceSpeeds]) -> ranks_pb2.DeviceSpeeds:
+        """The device's with `model`, whatever names it, measured if they were not before."""
+        speeds = self._data.setdefault(_SPEEDS, {})
+        if model in speeds:
+            return json_format.ParseDict(speeds[model], ranks_pb2.DeviceSpeeds())
         measured = measure()
-        self._data[_SPEEDS] = asdict(measured)
+        speeds[model] = json_format.MessageToDict(measured)
         self._write()
         return measured
 

@@ -48,6 +48,16 @@ def core_list(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def cuda_device(text: str) -> int | None:
+    """Index of the device of "cuda:N"; None for "cpu"."""
+    kind, separator, index = text.partition(":")
+    if text == "cpu":
+        return None
+    if kind != "cuda" or not separator or not index.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither cpu nor cuda:N")
+    return int(index)
+
+
 def numa_policy(text: str) -> NumaPolicy:
     try:
         return NumaPolicy(text)

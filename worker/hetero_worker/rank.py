@@ -5,6 +5,9 @@ allocator keep what they find when they start. So everything that imports torch 
 functions. One rank is one process; its main thread computes, all others wait for the network.
 
 A rank that is forked (`nursery`) finds torch imported, but not started: it has one thread, and binds itself first too.
+
+A rank on host cores hides all GPUs from itself before anything can look for them: whatever a library asks torch, no
+context is made on a device that is not the rank's.
 """
 
 from __future__ import annotations
@@ -15,69 +18,108 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from hetero_api.contract import EXIT_PERMANENT, EXIT_STUCK
 from hetero_api.cpu_list import format_cpu_list
 from hetero_api.errors import HeteroError
 from hetero_api.host.heartbeat import Heartbeat
+from hetero_api.host.topology import CpuTopology
 from hetero_worker.config import RankConfig
+from hetero_worker.platforms.binding import CoreBinding
 from hetero_worker.platforms.host_allocator import keep_freed_memory
-from hetero_worker.platforms.numa import LinuxKernel, local_memory_percent
-from hetero_worker.platforms.pinning import PinningReport, PinningRequest, pin
-from hetero_worker.platforms.topology import CpuTopology
+from hetero_worker.platforms.numa import LinuxKernel
+from hetero_worker.platforms.pinning import PinningReport, PinningRequest
 from hetero_worker.rejoining import RejoiningRank, Session
+
+if TYPE_CHECKING:
+    from hetero_worker.platforms.base import Platform
 
 _log = logging.getLogger(__name__)
 
+Platforms = Callable[[RankConfig], "Platform"]
+"""Makes a rank's platform: `platform_of`, or a test's."""
+
 _THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+_VISIBLE_GPUS: Final = "CUDA_VISIBLE_DEVICES"
 _LEAVE_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 _START_LIMIT_S: Final = 600.0
 """Importing torch and measuring the device take seconds; longer than this hangs."""
 
 
-def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run one rank; returns its exit code (see hetero_api.contract)."""
+def platform_of(config: RankConfig) -> Platform:
+    """What the rank computes on. Imports what belongs to that kind of device, and nothing of another."""
+    if config.cuda_device is not None:
+        from hetero_worker.platforms.cuda import CudaPlatform
+
+        return CudaPlatform(config.cuda_device, pool=config.pool)
+    from hetero_worker.platforms.cpu import CpuPlatform
+
+    return CpuPlatform(memory_bytes=config.memory_bytes)
+
+
+def main(
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    platforms: Platforms = platform_of,
+) -> int:
+    """Run one rank; returns its exit code (see hetero_api.contract). `platforms` makes its platform."""
     config = RankConfig.from_command_line(arguments, environment)
     _configure_logging(config)
+    if config.cuda_device is None:
+        os.environ[_VISIBLE_GPUS] = ""
     # A thread of its own takes these signals: the main thread may be blocked where no handler would run.
     signal.pthread_sigmask(signal.SIG_BLOCK, _LEAVE_SIGNALS)
-    kernel = LinuxKernel()
-    cpus_before = kernel.affinity()
     heartbeat = Heartbeat.open(config.heartbeat_file)
     heartbeat.keep_pulse()  # from here, where it is not bound to the cores that compute
     try:
-        pinning = pin(
-            PinningRequest(config.cores, config.num_threads, config.numa_policy),
-            topology=CpuTopology.read(),
-            kernel=kernel,
-        )
-        _log_pinning(pinning)
+        binding = CoreBinding.make(_pinning_request(config), topology=CpuTopology.read(), kernel=LinuxKernel())
+        _log_pinning(binding.report)
         for variable in _THREAD_VARIABLES:
-            os.environ[variable] = str(pinning.num_threads)
+            os.environ[variable] = str(binding.report.num_threads)
         if not keep_freed_memory():
             _log.warning("this C library has no mallopt: steps pay page faults for their buffers")
-        return _live(config, pinning, cpus_before, heartbeat)
+        return _live(config, binding, heartbeat=heartbeat, platforms=platforms)
     except HeteroError as error:
         _log.error("%s", error)
         return EXIT_PERMANENT
 
 
+def _pinning_request(config: RankConfig) -> PinningRequest:
+    return PinningRequest(
+        config.cores,
+        config.num_threads,
+        config.numa_policy,
+        communication=config.communication_cores,
+        memory_bytes=config.memory_bytes,
+        pool=config.pool,
+    )
+
+
 def preload() -> None:
     """Import what a rank needs, and start nothing."""
-    import hetero_worker.distributed.groups
+    import hetero_worker.distributed.coordinator
     import hetero_worker.gateway_link
     import hetero_worker.identity
     import hetero_worker.life
     import hetero_worker.measurements
     import hetero_worker.platforms.cpu
-    import hetero_worker.runners.cpu_runner  # noqa: F401
+    import hetero_worker.probe.speeds
+    import hetero_worker.runners.selection  # noqa: F401
 
 
-def _live(config: RankConfig, pinning: PinningReport, link_cpus: frozenset[int], heartbeat: Heartbeat) -> int:
+def _live(
+    config: RankConfig,
+    binding: CoreBinding,
+    *,
+    heartbeat: Heartbeat,
+    platforms: Platforms,
+) -> int:
     with heartbeat.working(_START_LIMIT_S):
-        new_session = _prepare(config, pinning, link_cpus, heartbeat)
+        platform = platforms(config)
+        platform.open()
+        new_session = _prepare(config, binding, platform, heartbeat=heartbeat)
     rank = RejoiningRank(
         new_session, connect_timeout_s=config.connect_timeout_s, reconnect_timeout_s=config.reconnect_timeout_s
     )
@@ -86,22 +128,28 @@ def _live(config: RankConfig, pinning: PinningReport, link_cpus: frozenset[int],
 
 
 def _prepare(
-    config: RankConfig, pinning: PinningReport, link_cpus: frozenset[int], heartbeat: Heartbeat
+    config: RankConfig,
+    binding: CoreBinding,
+    platform: Platform,
+    *,
+    heartbeat: Heartbeat,
 ) -> Callable[[float], Session]:
     """All that lasts over gateways is made here, once; a session's link and life are made anew for each."""
     import torch
 
-    from hetero_api.model_config import ModelConfig
-    from hetero_worker.distributed.groups import form_group
+    from hetero_api.model_config import ModelConfig, model_fingerprint
+    from hetero_worker.distributed.coordinator import form_group
     from hetero_worker.gateway_link import GatewayLink
     from hetero_worker.identity import describe_device, introduce
     from hetero_worker.life import RankIdentity, RankLife
     from hetero_worker.measurements import KeptMeasurements
-    from hetero_worker.platforms.cpu import CpuPlatform
-    from hetero_worker.runners.cpu_runner import CpuRunner
+    from hetero_worker.platforms.compute_threads import start_compute_threads
+    from hetero_worker.platforms.heterogeneous import HeterogeneousPlatform
+    from hetero_worker.probe.speeds import measure_speeds
+    from hetero_worker.runners.selection import runner_of
 
-    torch.set_num_threads(pinning.num_threads)
-    platform = CpuPlatform(memory_bytes=config.memory_bytes)
+    pinning = binding.report
+    start_compute_threads(pinning.num_threads)
     kept = KeptMeasurements(
         config.measurements_file,
         circumstances={
@@ -111,18 +159,24 @@ def _prepare(
             "threads": str(pinning.num_threads),
         },
     )
+    model_config = ModelConfig.from_directory(config.model_dir)
+    speeds = kept.speeds(
+        f"{model_fingerprint(config.model_dir)} {config.dtype}",
+        lambda: measure_speeds(platform, model_config, dtype=config.dtype, choose=kept.choose_kernel),
+    )
     identity = RankIdentity(
-        hello=introduce(config, describe_device(platform, pinning, kept.speeds(platform.measure))),
+        hello=introduce(config, describe_device(platform, pinning, speeds)),
         model_dir=config.model_dir,
-        model_config=ModelConfig.from_directory(config.model_dir),
+        model_config=model_config,
         memory_bytes=platform.memory_bytes,
         store_host=config.store_host,
+        platform=HeterogeneousPlatform(platform, config.pool),
     )
-    runner = CpuRunner(choose=kept.choose_kernel, measure=kept.measure_workspace)
+    runner = runner_of(platform, choose=kept.choose_kernel, measure=kept.measure_workspace)
 
     def new_session(connect_timeout_s: float) -> Session:
         link = GatewayLink(
-            target=config.gateway, token=config.token, connect_timeout_s=connect_timeout_s, cpus=link_cpus
+            target=config.gateway, token=config.token, connect_timeout_s=connect_timeout_s, cpus=pinning.communication
         )
         life = RankLife(
             identity,
@@ -132,7 +186,7 @@ def _prepare(
             abort_timeout_s=config.abort_timeout_s,
             give_up=_give_up,
             heartbeat=heartbeat,
-            local_memory_percent=partial(local_memory_percent, pinning.numa_nodes),
+            binding=binding,
             rejoins=config.reconnect_timeout_s > 0,
         )
         return Session(life, link)

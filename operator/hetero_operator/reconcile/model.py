@@ -76,9 +76,35 @@ class ObservedRank:
     pin_message: str = ""
     kv_heads: int = 0
     mlp_columns: int = 0
+    experts: int = 0
     vocabulary_rows: int = 0
     weight_bytes: int = 0
     kv_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedOption:
+    """One way to spread the model that the gateway weighed up. Speeds are tokens a second, None if it cannot be had."""
+
+    name: str
+    chosen: bool = False
+    decode_speed: float | None = None
+    prefill_speed: float | None = None
+    why_not: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedPlacement:
+    """How the gateway spread the model and how fast that is, for the load that the spec names.
+
+    Speeds are decoded tokens a second over all streams; `step_ratio` is measured seconds of a step over predicted ones.
+    """
+
+    options: tuple[ObservedOption, ...] = ()
+    reason: str = ""
+    predicted_speed: float | None = None
+    measured_speed: float | None = None
+    step_ratio: float | None = None
 
 
 class GroupState(StrEnum):
@@ -108,11 +134,13 @@ class GatewayReport:
     ranks: tuple[ObservedRank, ...] = ()
     mode: str = ""
     exchange: str = ""
+    exchange_reason: str = ""
+    placement: ObservedPlacement | None = None
+    """None: not decided yet."""
     serving: bool = False
     """Whether grpc.health.v1 calls hetero.v1.Inference SERVING."""
     stalled_s: float = 0.0
     """Age of the oldest step that is not answered; 0 while none is out."""
-    tokens_per_second: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

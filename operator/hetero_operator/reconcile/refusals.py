@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hetero_api.contract import LABEL_REVISION
 from hetero_api.errors import ManifestError
 from hetero_api.manifest import parse_resource
-from hetero_api.spec import HeteroInferenceSpec
+from hetero_api.spec import ExchangeKind, HeteroInferenceSpec
 from hetero_api.spec_cluster import GangScheduler
 from hetero_api.validation import check_transition
 from hetero_operator.reconcile.inventory import Inventory
@@ -74,6 +74,12 @@ def _lacking(spec: HeteroInferenceSpec, capabilities: Capabilities) -> Iterator[
         for index, pool in enumerate(spec.pools):
             if device_class(pool):
                 yield f"spec.pools[{index}].cpu.numa.claim: {_missing(RESOURCE_CLAIM_TEMPLATE, capabilities)}"
+    num_pods = sum(pool.pods for pool in spec.pools)
+    if spec.exchange.kind == ExchangeKind.SHARED_MEMORY and spec.exchange.host_path is None and num_pods > 1:
+        yield (
+            f"spec.exchange.hostPath: is required where kind is SharedMemory: the ranks are in {num_pods} pods, each "
+            "with a /dev/shm of its own; put them into one pod, or use kind Auto"
+        )
     if spec.scheduling.gang.scheduler == GangScheduler.VOLCANO and not capabilities.has(*POD_GROUP):
         yield f"spec.scheduling.gang.scheduler: {_missing(POD_GROUP, capabilities)}"
 

@@ -26,6 +26,12 @@ from tests.unit.engine.fake_ranks import FakeRanks
 FINGERPRINT = "f" * 64
 KV_BYTES_PER_TOKEN = 8
 PATIENCE_S = 5.0
+DEVICE = ranks_pb2.DeviceReport(
+    kind=ranks_pb2.DEVICE_KIND_CPU,
+    memory_bytes=1 << 34,
+    speeds=ranks_pb2.DeviceSpeeds(memory_bandwidth=1e10, matmul=[ranks_pb2.MatmulRate(dtype="float32", flops=1e11)]),
+)
+HOST_TIMES = [ranks_pb2.ExchangeTime(bytes=4096, seconds=1e-5), ranks_pb2.ExchangeTime(bytes=1 << 20, seconds=1e-4)]
 
 SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,
@@ -146,6 +152,7 @@ def hello(place: int, *, instance: str = "", **changes: Any) -> ranks_pb2.Hello:
         "store_address": f"127.0.0.1:{4000 + place}",
         "version": VERSION,
         "model_fingerprint": FINGERPRINT,
+        "device": DEVICE,
     }
     return ranks_pb2.Hello(**(fields | changes))
 
@@ -195,7 +202,8 @@ class ScriptedRank:
     def answer(self, kind: str, order: Any, *, kv_budget_bytes: int = 1 << 20) -> None:
         match kind:
             case "form_group":
-                self.say(self.epoch, formed=ranks_pb2.Formed(exchange=order.exchange))
+                times = HOST_TIMES if order.measure_exchange else []
+                self.say(self.epoch, formed=ranks_pb2.Formed(exchange=order.exchange, host_times=times))
             case "load_model":
                 loaded = ranks_pb2.Loaded(
                     weight_bytes=1000 + self.ordinal, kv_budget_bytes=kv_budget_bytes,
@@ -224,6 +232,8 @@ class ObedientRank(ScriptedRank):
         """Why it cannot do commands."""
         self.peers_fail = False
         """It can do commands, and another rank cannot."""
+        self.expert_counts: dict[int, list[int]] = {}
+        """By layer, whenever it is asked how often experts were chosen."""
         self.aborts: list[str] = []
         self._ended_epoch = 0
         self._ranks: WarmRanks | None = None
@@ -280,7 +290,12 @@ class ObedientRank(ScriptedRank):
     def _obey(self, plan: ranks_pb2.StepPlan) -> ranks_pb2.CommandReport:
         assert self._ranks is not None
         if not self.problem and not self.peers_fail:
-            return self._ranks.obey(plan.step_id, plan.command)
+            report = self._ranks.obey(plan.step_id, plan.command)
+            if plan.command.HasField("count_experts"):
+                report.expert_counts.extend(
+                    ranks_pb2.ExpertCounts(layer=layer, tokens=tokens) for layer, tokens in self.expert_counts.items()
+                )
+            return report
         self._ranks._step_id += 1
         return ranks_pb2.CommandReport(done=False, problem=self.problem)
 

@@ -33,12 +33,14 @@ async def test_orders_go_out_phase_by_phase_to_everyone() -> None:
             assert form.segment_name.endswith("-1")
             assert (form.timeout_s, form.max_num_batched_tokens, form.max_num_seqs) == (60, 64, 4)
             assert form.heartbeat_interval_s == 0.5
-            assert form.shard_plan == group_settings().shard_plan.to_proto()
+            assert form.measure_exchange
         assert forms[0].segment_name == forms[1].segment_name
         one.answer("form_group", forms[1])
         load = await zero.obey("load_model")
         await one.obey("load_model", kv_budget_bytes=4000)
         assert (load.dtype, load.max_model_len) == ("float32", 64)
+        assert load.plan_key == group_settings().plan_key
+        assert [shard.layers[0].kv_heads.end for shard in load.shard_plan.ranks] == [2, 3]
         allocate = await zero.obey("allocate_cache")
         assert (allocate.num_blocks, allocate.block_size) == (65, 4)
         assert bench.states[1:] == [GroupState.LOADING]

@@ -13,6 +13,7 @@ from tests.unit.group.group_setup import model_config, spec_of
 pytestmark = pytest.mark.unit
 
 MODEL = {"uri": "hf://org/model"}
+GPU_AND_CPU = ({"name": "gpu", "type": "GPU", "ranks": 1}, {"name": "cpu", "ranks": 1})
 
 
 @pytest.mark.parametrize(
@@ -40,11 +41,17 @@ def test_layer_placement_is_served_and_auto_is_tensor() -> None:
         assert resolve_placement_mode(spec) == in_force
 
 
-def test_gpu_pools_are_named_by_their_index_and_all_problems_are_told() -> None:
-    spec = spec_of({"name": "cpu", "ranks": 1}, {"name": "gpu", "type": "GPU", "ranks": 1}, suspend=True)
+def test_all_problems_are_told() -> None:
+    spec = spec_of(model=MODEL | {"quantization": "int8"}, suspend=True)
     with pytest.raises(UnsupportedSpecError) as caught:
         check_supported(spec, model_config())
-    assert [problem.partition(":")[0] for problem in caught.value.problems] == ["spec.pools[1].type", "spec.suspend"]
+    fields = [problem.partition(":")[0] for problem in caught.value.problems]
+    assert fields == ["spec.model.quantization", "spec.suspend"]
+
+
+@pytest.mark.parametrize("mode", ["Auto", "Tensor", "Layer", "GpuOnly"])
+def test_gpu_ranks_are_served_beside_cpu_ranks_in_every_mode(mode: str) -> None:
+    check_supported(spec_of(*GPU_AND_CPU, placement={"mode": mode}), model_config())
 
 
 @pytest.mark.parametrize("mode", ["Auto", "Tensor"])
@@ -52,8 +59,10 @@ def test_cpu_pools_in_tensor_or_auto_mode_are_served(mode: str) -> None:
     check_supported(spec_of(placement={"mode": mode}), model_config())
 
 
-def test_auto_is_float32_and_the_models_own_length() -> None:
+def test_auto_is_the_arithmetic_of_those_that_compute_and_the_models_own_length() -> None:
     assert resolve_dtype(spec_of()) == "float32"
+    assert resolve_dtype(spec_of(*GPU_AND_CPU)) == "bfloat16"
+    assert resolve_dtype(spec_of(*GPU_AND_CPU, model=MODEL | {"dtype": "float32"})) == "float32"
     assert resolve_dtype(spec_of(model=MODEL | {"dtype": "bfloat16"})) == "bfloat16"
     assert resolve_max_model_len(spec_of(), model_config()) == 8192
     assert resolve_max_model_len(spec_of(model=MODEL | {"maxModelLen": 100}), model_config()) == 100

@@ -14,7 +14,7 @@ from grpc_health.v1.health import aio as health_aio
 
 from hetero_api.v1 import admin_pb2, admin_pb2_grpc, ranks_pb2
 from hetero_operator.gateway_probe import GatewayProbe
-from hetero_operator.reconcile.model import GroupState
+from hetero_operator.reconcile.model import GroupState, ObservedOption, ObservedPlacement
 from tests.support.kube.ports import free_port
 
 TOPOLOGY = admin_pb2.GetTopologyResponse(
@@ -22,8 +22,20 @@ TOPOLOGY = admin_pb2.GetTopologyResponse(
     state=admin_pb2.GROUP_STATE_READY,
     epoch=3,
     exchange=ranks_pb2.EXCHANGE_KIND_GLOO,
+    exchange_reason="the ranks are on two hosts",
     placement_mode="Tensor",
-    tokens_per_second=12.5,
+    placement=admin_pb2.PlacementReport(
+        options=[
+            admin_pb2.PlacementOption(
+                name="GPU only", chosen=True, decode_tokens_per_second=50, prefill_tokens_per_second=900
+            ),
+            admin_pb2.PlacementOption(name="CPU only", why_not="no memory"),
+        ],
+        reason="GPU only: 50 tokens/s",
+        predicted_tokens_per_second=50,
+        step_time_ratio=1.25,
+        measured_tokens_per_second=40,
+    ),
     ranks=[
         admin_pb2.RankStatus(
             joined=True,
@@ -38,7 +50,9 @@ TOPOLOGY = admin_pb2.GetTopologyResponse(
                     ranks_pb2.LayerShard(
                         kv_heads=ranks_pb2.UnitRange(begin=0, end=2), mlp_columns=ranks_pb2.UnitRange(begin=64, end=192)
                     ),
-                    ranks_pb2.LayerShard(kv_heads=ranks_pb2.UnitRange(begin=0, end=1)),
+                    ranks_pb2.LayerShard(
+                        kv_heads=ranks_pb2.UnitRange(begin=0, end=1), experts=ranks_pb2.UnitRange(begin=3, end=8)
+                    ),
                 ],
                 embedding_rows=ranks_pb2.UnitRange(begin=0, end=5),
                 head_rows=ranks_pb2.UnitRange(begin=10, end=30),
@@ -65,7 +79,7 @@ class Admin(admin_pb2_grpc.AdminServicer):
     async def _refuse(self, request: Any, context: Any) -> Any:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "the operator does not ask for this")
 
-    ResetCache = Sleep = WakeUp = Drain = Profile = _refuse
+    ResetCache = Sleep = WakeUp = Drain = Profile = PlaceExperts = _refuse
 
 
 class Gateway:
@@ -108,10 +122,21 @@ async def test_what_a_gateway_says_is_told_in_the_operators_terms(gateway: Gatew
     report = await probe.ask("x-gateway-0", "127.0.0.1", "secret")
     await probe.close()
     assert (report.pod, report.error, report.state, report.epoch) == ("x-gateway-0", "", GroupState.READY, 3)
-    assert (report.serving, report.mode, report.exchange, report.tokens_per_second) == (True, "Tensor", "gloo", 12.5)
+    assert (report.serving, report.mode, report.exchange) == (True, "Tensor", "gloo")
+    assert report.exchange_reason == "the ranks are on two hosts"
+    assert report.placement == ObservedPlacement(
+        options=(
+            ObservedOption("GPU only", chosen=True, decode_speed=50, prefill_speed=900),
+            ObservedOption("CPU only", why_not="no memory"),
+        ),
+        reason="GPU only: 50 tokens/s",
+        predicted_speed=50,
+        measured_speed=40,
+        step_ratio=1.25,
+    )
     first, second = report.ranks
     assert (first.pod, first.cpus, first.numa_nodes, first.pinned) == ("x-cpu-0", "0-2,8", (0,), True)
-    assert (first.kv_heads, first.mlp_columns, first.vocabulary_rows) == (2, 128, 20)
+    assert (first.kv_heads, first.mlp_columns, first.experts, first.vocabulary_rows) == (2, 128, 5, 20)
     assert (first.joined, first.loaded, first.local_memory_percent) == (True, True, 0)
     assert (second.joined, second.loaded, second.local_memory_percent, second.numa_nodes) == (False, False, None, None)
 

@@ -209,6 +209,21 @@ def test_claims_need_their_api() -> None:
     )
 
 
+def test_ranks_of_several_pods_share_memory_through_their_node_or_not_at_all() -> None:
+    def world(ranks_per_pod: int, **exchange: str) -> OperatorWorld:
+        pool = {"name": "cpu", "type": "CPU", "ranks": 2, "ranksPerPod": ranks_per_pod}
+        spec = {"model": {"uri": "hf://a/b"}, "pools": [pool], "exchange": {"kind": "SharedMemory", **exchange}}
+        return OperatorWorld(resource_of("x", spec))
+
+    todo = refused(world(1))
+    assert todo.refusal_reason == "NotSupportedByCluster"
+    assert todo.refusal[0].startswith(
+        "spec.exchange.hostPath: is required where kind is SharedMemory: the ranks are in 2"
+    )
+    for accepted in (world(2), world(1, hostPath="/dev/shm"), world(1, kind="Auto")):
+        assert accepted.plan().refusal == ()
+
+
 def test_an_object_of_somebody_else_is_never_taken_over() -> None:
     world = small()
     foreign = {

@@ -76,9 +76,20 @@ def test_pods_keep_to_the_restricted_profile_but_for_folders_of_the_node(pod: di
     assert violations == []
 
 
-def test_only_models_and_caches_on_the_node_leave_the_profile() -> None:
+def test_only_models_caches_and_memory_on_the_node_leave_the_profile() -> None:
     outside = {name for name in CASES for pod in templates(name).values() if list(restricted_violations(pod["spec"]))}
-    assert outside == {"model-folder", "model-hub-node-cache"}
+    assert outside == {"model-folder", "model-hub-node-cache", "exchange-on-node", "example-gpu-cpu-auto"}
+
+
+def test_pods_of_a_node_share_its_memory_when_the_user_says_so() -> None:
+    pods = templates("exchange-on-node")
+    rank, gateway = pods["shared-cpu"]["spec"], pods["shared-gateway"]["spec"]
+    (volume,) = [volume for volume in rank["volumes"] if "hostPath" in volume]
+    assert volume["hostPath"] == {"path": "/dev/shm", "type": "Directory"}
+    mounts = rank["containers"][0]["volumeMounts"]
+    assert [mount["name"] for mount in mounts if mount["mountPath"] == "/dev/shm"] == [volume["name"]]
+    assert all("medium" not in item.get("emptyDir", {}) for item in rank["volumes"])
+    assert all("hostPath" not in item for item in gateway["volumes"])
 
 
 @pytest.mark.parametrize("pod", every_pod())
@@ -119,7 +130,21 @@ def test_a_pods_memory_covers_its_ranks_and_its_shared_memory() -> None:
     [rank] = pods["everything-cpu"]["spec"]["containers"]
     assert rank["resources"]["limits"] == {"cpu": "32", "memory": "132Gi", "hugepages-1Gi": "64Gi"}
     [rank] = pods["everything-gpu"]["spec"]["containers"]
-    assert rank["resources"]["limits"] == {"cpu": "8", "memory": "72Gi", "amd.com/gpu": "2"}
+    assert rank["resources"]["limits"] == {"cpu": "8", "memory": "72Gi", "amd.com/gpu": "3"}
+
+
+def test_a_pod_asks_for_the_devices_that_its_ranks_name() -> None:
+    def devices(name: str, owner: str) -> tuple[str, str]:
+        [rank] = templates(name)[owner]["spec"]["containers"]
+        options = dict(zip(rank["args"][::2], rank["args"][1::2], strict=True))
+        amount = next(value for key, value in rank["resources"]["limits"].items() if key.endswith("/gpu"))
+        return options["--cuda-devices"], amount
+
+    assert devices("example-gpu-cpu", "qwen3-8b-gpu") == ("0,1", "2")
+    assert devices("everything", "everything-gpu") == ("0,2", "3")
+    assert all(
+        "--cuda-devices" not in item["args"] for item in templates("everything")["everything-cpu"]["spec"]["containers"]
+    )
 
 
 @pytest.mark.parametrize("pod", every_pod())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hetero_operator.reconcile.model import GroupState
+from hetero_operator.reconcile.model import GroupState, ObservedOption, ObservedPlacement
 from tests.support import pod_statuses as pods
 from tests.support.status_scene import GATEWAY, SPEC, StatusScene, conditions, message
 
@@ -172,17 +172,113 @@ def test_a_rank_that_owns_nothing_counts_as_loaded_once_the_group_is_ready() -> 
 # --- speeds ---------------------------------------------------------------------------------------------
 
 
-def told_speed(scene: StatusScene, measured: float | None) -> float | None:
-    scene.answer(tokens_per_second=measured)
-    speed: float | None = scene.tell().status["placement"].get("measuredTokensPerSecond")
-    return speed
+def told_placement(scene: StatusScene, **changes: Any) -> dict[str, Any]:
+    scene.answer(placement=ObservedPlacement(**changes))
+    placement: dict[str, Any] = scene.tell().status["placement"]
+    return placement
+
+
+def told_speed(scene: StatusScene, measured: float | None, predicted: float = 100.0) -> tuple[float, float] | None:
+    ratio = predicted / measured if measured else None
+    told = told_placement(scene, predicted_speed=predicted, measured_speed=measured, step_ratio=ratio)
+    assert told["predictedTokensPerSecond"] == predicted
+    assert ("measuredTokensPerSecond" in told) == ("predictionRatio" in told) == (measured is not None)
+    return (told["measuredTokensPerSecond"], told["predictionRatio"]) if measured else None
 
 
 def test_a_speed_is_told_in_two_digits_and_anew_only_when_it_is_another() -> None:
     scene = StatusScene.serving()
-    speeds = [(123.4, 120.0), (139.0, 120.0), (101.0, 120.0), (145.0, 140.0), (None, None), (0.01234, 0.012)]
+    speeds = [
+        (123.4, (120.0, 0.81)), (131.0, (120.0, 0.81)), (109.0, (120.0, 0.81)), (133.0, (130.0, 0.75)), (None, None),
+        (0.01234, (0.012, 8103.73)),
+    ]  # fmt: skip
     for measured, told in speeds:
         assert told_speed(scene, measured) == told
+
+
+def test_a_measurement_is_told_anew_beside_another_prediction() -> None:
+    scene = StatusScene.serving()
+    assert told_speed(scene, 100.0, predicted=100.0) == (100.0, 1.0)
+    assert told_speed(scene, 101.0, predicted=200.0) == (100.0, 1.98)
+
+
+def test_before_anything_was_measured_there_is_a_prediction_only() -> None:
+    scene = StatusScene.serving()
+    assert told_placement(scene, predicted_speed=68.94, reason="it is\n fastest") == {
+        "mode": "Tensor", "exchange": "shm", "predictedTokensPerSecond": 69.0, "reason": "it is fastest",
+    }  # fmt: skip
+
+
+# --- why the model is spread as it is ---------------------------------------------------------------------
+
+
+def test_all_that_was_weighed_up_is_told() -> None:
+    scene = StatusScene.serving()
+    options = (
+        ObservedOption("Tensor", chosen=True, decode_speed=69.04, prefill_speed=1234.0),
+        ObservedOption("GPU only", why_not="rank 0 (pool gpu) lacks 2.5 GiB; raise gpuMemoryUtilization"),
+    )
+    assert told_placement(scene, options=options)["options"] == [
+        {
+            "name": "Tensor", "chosen": True,
+            "predictedTokensPerSecond": 69.0, "predictedPrefillTokensPerSecond": 1200.0,
+        },
+        {
+            "name": "GPU only", "chosen": False,
+            "whyNot": "rank 0 (pool gpu) lacks 2.5 GiB; raise gpuMemoryUtilization",
+        },
+    ]  # fmt: skip
+
+
+def test_of_too_many_options_the_chosen_one_is_told() -> None:
+    scene = StatusScene.serving()
+    options = [ObservedOption(f"CPU only on {count} ranks") for count in range(40)]
+    options[37] = replace(options[37], chosen=True)
+    told = told_placement(scene, options=tuple(options))["options"]
+    assert [option["name"].split()[3] for option in told] == [*map(str, range(15)), "37"]
+
+
+def test_no_word_of_a_gateway_is_longer_than_the_status_may_hold() -> None:
+    scene = StatusScene.serving()
+    options = (ObservedOption("n" * 200, why_not="w" * 5000),)
+    told = told_placement(scene, options=options, reason="r" * 5000)
+    (option,) = told["options"]
+    assert (len(option["name"]), len(option["whyNot"]), len(told["reason"])) == (128, 600, 2048)
+
+
+def test_an_exchange_that_is_not_the_fastest_says_why() -> None:
+    scene = StatusScene.serving()
+    scene.answer(exchange="gloo", exchange_reason="pods x-cpu-0 and x-gpu-0 share no /dev/shm")
+    assert scene.report().status["placement"] == {
+        "mode": "Tensor", "exchange": "gloo", "exchangeReason": "pods x-cpu-0 and x-gpu-0 share no /dev/shm",
+    }  # fmt: skip
+
+
+def test_a_placement_is_not_told_before_the_group_is_formed() -> None:
+    scene = StatusScene.serving()
+    scene.answer(state=GroupState.FORMING, placement=ObservedPlacement(predicted_speed=1.0))
+    assert "placement" not in scene.report().status
+
+
+def test_shares_are_told_by_rank() -> None:
+    scene = StatusScene.serving()
+    gpu, _, cpu, idle = scene.ranks()
+    scene.answer(
+        ranks=(
+            replace(gpu, kv_heads=8, mlp_columns=512, vocabulary_rows=1000, kv_bytes=5),
+            replace(gpu, rank=1),
+            replace(cpu, experts=12),
+            replace(idle, weight_bytes=0, loaded=False),
+        )
+    )
+    placements = scene.report().status["placements"]
+    nothing = {"kvHeads": 0, "mlpColumns": 0, "experts": 0, "vocabularyRows": 0, "weightBytes": 10, "kvBytes": 0}
+    assert [item["shares"] for item in placements] == [
+        {**nothing, "kvHeads": 8, "mlpColumns": 512, "vocabularyRows": 1000, "kvBytes": 5},
+        nothing,
+        {**nothing, "experts": 12},
+        {**nothing, "weightBytes": 0},
+    ]
 
 
 # --- NUMA -----------------------------------------------------------------------------------------------

@@ -72,6 +72,12 @@ async def test_the_wrong_state_is_a_failed_precondition_that_says_what_to_do(rea
     assert error.details() == "WakeUp needs a group that is ASLEEP; it is READY: there is nothing to wake"
 
 
+async def test_experts_of_a_model_without_any_are_a_failed_precondition(ready: GatewayBench) -> None:
+    error = await refused(ready.admin().PlaceExperts(admin_pb2.PlaceExpertsRequest()))
+    assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "needs a model of experts" in str(error.details())
+
+
 @pytest.mark.parametrize(
     ("method", "message", "field"),
     [
@@ -145,6 +151,8 @@ async def test_the_client_has_a_method_and_typed_errors_for_each(ready: GatewayB
         assert await asyncio.to_thread(admin.sleep, 1) == (1000,)
         with pytest.raises(WrongStateError, match="it is ASLEEP: call WakeUp first"):
             await asyncio.to_thread(admin.profile, 0.01)
+        with pytest.raises(WrongStateError, match="PlaceExperts needs a group that is READY; it is ASLEEP"):
+            await asyncio.to_thread(admin.place_experts)
         assert await asyncio.to_thread(admin.wake_up, ["weights"]) == ("kv",)
         topology = await asyncio.to_thread(admin.topology)
         assert (topology.state.value, topology.asleep, topology.cache_layout) == (

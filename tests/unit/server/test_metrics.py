@@ -56,6 +56,12 @@ async def test_requests_tokens_blocks_and_times_are_counted(scraped: tuple[Gatew
     assert values["hetero_time_to_first_token_seconds_count"] == 1
     assert values["hetero_step_seconds_count"] >= values["hetero_steps_total"] == 3
     assert (values["hetero_epoch"], values["hetero_ready"]) == (1, 1)
+    assert (values["hetero_expert_rebalances_total"], values["hetero_moved_experts_total"]) == (0, 0)
+    assert values["hetero_placement_predicted_tokens_per_second"] > 0
+    assert values["hetero_placement_step_time_ratio"] > 0
+    assert values["hetero_placement_measured_tokens_per_second"] == pytest.approx(
+        values["hetero_placement_predicted_tokens_per_second"] / values["hetero_placement_step_time_ratio"]
+    )
     assert (values["hetero_paused_requests"], values["hetero_recoveries_total"]) == (0, 0)
     assert (values["hetero_num_blocks"], values["hetero_free_blocks"]) == (32, 32)
     assert (values["hetero_running_requests"], values["hetero_waiting_requests"]) == (0, 0)

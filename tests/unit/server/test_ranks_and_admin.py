@@ -10,7 +10,7 @@ import pytest
 
 from hetero_api.contract import AUTHORIZATION_KEY
 from hetero_api.v1 import admin_pb2, ranks_pb2, ranks_pb2_grpc
-from tests.unit.group.group_setup import PATIENCE_S
+from tests.unit.group.group_setup import DEVICE, PATIENCE_S
 from tests.unit.server.server_setup import TOKEN, GatewayBench, read_all, request, sampling
 
 pytestmark = pytest.mark.unit
@@ -85,6 +85,7 @@ async def test_admin_tells_topology_and_consistent_counts(ready: GatewayBench) -
 async def test_topology_tells_mode_pinning_proof_and_speed(bench: GatewayBench) -> None:
     rank = bench.new_rank()
     device = ranks_pb2.DeviceReport(pinned=True, numa_nodes=[1], pin_message="memory: bound")
+    device.MergeFrom(DEVICE)
     life = asyncio.create_task(rank.live(device=device))
     await bench.until(lambda: bench.gateway.group.is_ready)
     stub = bench.admin()

@@ -87,6 +87,8 @@ def _write(path: Path, text: str) -> None:
 
 POOL = {"name": "cpu", "type": "CPU"}
 MODEL = {"uri": "hf://org/model"}
+NOTHING_FOR_THE_SECOND = {kind: [1, 0] for kind in ("attention", "mlp", "vocabulary")}
+TWO_RANKS = {"pools": [POOL | {"ranks": 2}], "placement": {"shares": NOTHING_FOR_THE_SECOND}}
 
 
 @pytest.mark.parametrize(
@@ -95,8 +97,8 @@ MODEL = {"uri": "hf://org/model"}
         (remove("g.yaml"), {}, EXIT_USAGE, "g.yaml: cannot be read"),
         (nothing, {"pools": [POOL | {"ranks": 0}]}, EXIT_USAGE, "spec.pools[0].ranks: must be at least 1, not 0"),
         (nothing, {"pools": [POOL | {"rnaks": 1}]}, EXIT_USAGE, "did you mean ranks?"),
-        (nothing, {"pools": [POOL | {"ranks": 64}]}, EXIT_USAGE, "spec.pools: 64 ranks are more than the model"),
-        (nothing, {"model": MODEL | {"dtype": "float16"}}, EXIT_USAGE, "spec.model.dtype: float16 is not computed"),
+        (nothing, TWO_RANKS, EXIT_USAGE, "spec.placement.shares.attention, "),
+        (nothing, {"model": MODEL | {"dtype": "float16"}}, EXIT_USAGE, "spec.model.dtype: float16: this version"),
         (remove("config.json"), {}, EXIT_PERMANENT, "config.json: no such file"),
         (replace("config.json", "{"), {}, EXIT_PERMANENT, "config.json: cannot be read as JSON"),
         (remove("tokenizer.json"), {}, EXIT_PERMANENT, "tokenizer.json: no such file"),

@@ -1,25 +1,35 @@
-"""Both decode kernels and the backend equal plain attention over the same tokens."""
+"""Both decode kernels and the backends of host and device equal plain attention over the same tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
-from hetero_worker.attention.base import AttentionBatch, AttentionRule, DecodeRows, PrefillSpan
+from hetero_worker.attention.base import AttentionBackend, AttentionBatch, AttentionRule, DecodeRows, PrefillSpan
 from hetero_worker.attention.decode import DecodeKernel, GatherDecode, SparseDecode
+from hetero_worker.attention.device_paged import DevicePagedAttention
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.attention.length_groups import LengthGroup, group_by_length
-from hetero_worker.attention.paged import PagedAttention, paged_attention
+from hetero_worker.attention.paged import paged_attention
 from hetero_worker.attention.workspace import Workspace
+from hetero_worker.platforms.base import HOST
 
 pytestmark = pytest.mark.unit
 
 HEAD_DIM = 16
 RULE = AttentionRule(HEAD_DIM**-0.5)
+MakeBackend = Callable[[torch.dtype], AttentionBackend]
+BACKENDS: dict[str, MakeBackend] = {
+    "host": paged_attention,
+    "device": lambda dtype: DevicePagedAttention(HOST),
+    # Room for some tokens of 3 KV heads in float32: rows go one by one, or in unequal pieces.
+    "device, in pieces": lambda dtype: DevicePagedAttention(HOST, gather_bytes=20 * 2 * 3 * HEAD_DIM * 4),
+}
+each_backend = pytest.mark.parametrize("make_backend", BACKENDS.values(), ids=BACKENDS)
 
 
 class _Pool:
@@ -106,6 +116,25 @@ def test_decode_equals_plain_attention(kernel: DecodeKernel, lengths: list[int],
     assert torch.allclose(out, expected, atol=2e-6)
 
 
+@each_backend
+@pytest.mark.parametrize(
+    "lengths", [[1], [9], [4, 4, 4], [5, 4, 3, 2, 1], [90, *[19] * 3, *[7] * 4], [8, 8, 1]], ids=str
+)
+@pytest.mark.parametrize("window", [None, 1, 4, 6])
+def test_backends_decode_alike(make_backend: MakeBackend, lengths: list[int], window: int | None) -> None:
+    pool, rule = _Pool(lengths), AttentionRule(0.25, window=window)
+    torch.manual_seed(1)
+    query, key, value = (torch.randn(len(lengths), heads, HEAD_DIM) for heads in (6, 3, 3))
+    # Behind a row's last block lies whatever was there before.
+    for row, length in enumerate(lengths):
+        pool.tables[row, -(-length // 4) :] = 9999
+    mapping = torch.stack([pool.slots(i)[-1] for i in range(len(lengths))])
+    batch = AttentionBatch(mapping, DecodeRows(pool.lengths, pool.tables), ())
+    out = make_backend(torch.float32).begin(batch).attend(query, key, value, pool.cache, rule)
+    expected = [pool.expected(query[i : i + 1], i, last=1, rule=rule) for i in range(len(lengths))]
+    assert torch.allclose(out, torch.cat(expected), atol=2e-6)
+
+
 def test_a_prepared_group_serves_every_layer() -> None:
     """The score buffer is reused: what an earlier layer left in it must not matter."""
     first, second = _Pool([9, 5, 2]), _Pool([9, 5, 2])
@@ -134,8 +163,9 @@ def test_rows_of_similar_length_stay_together() -> None:
     assert (group.begin, group.end, group.slots.shape) == (0, 4, (4, 310))
 
 
+@each_backend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_backend_mixes_decode_fresh_spans_and_continued_spans(dtype: torch.dtype) -> None:
+def test_backend_mixes_decode_fresh_spans_and_continued_spans(make_backend: MakeBackend, dtype: torch.dtype) -> None:
     lengths, last = [7, 6, 9, 13], [1, 1, 9, 5]
     pool = _Pool(lengths, dtype=dtype)
     ends = np.cumsum(last)
@@ -152,7 +182,7 @@ def test_backend_mixes_decode_fresh_spans_and_continued_spans(dtype: torch.dtype
             PrefillSpan(11, 16, 8, pool.tables[3, :4]),
         ),
     )
-    out = paged_attention(dtype).begin(batch).attend(query, key, value, pool.cache, RULE)
+    out = make_backend(dtype).begin(batch).attend(query, key, value, pool.cache, RULE)
     assert torch.equal(pool.cache.keys[mapping], key)
     expected = torch.cat(
         [pool.expected(query[end - n : end], i, last=n) for i, (end, n) in enumerate(zip(ends, last, strict=True))]
@@ -161,12 +191,13 @@ def test_backend_mixes_decode_fresh_spans_and_continued_spans(dtype: torch.dtype
     assert torch.allclose(out.float(), expected, atol=2e-6 if dtype == torch.float32 else 3e-2)
 
 
-def test_one_step_serves_layers_with_different_heads() -> None:
+@each_backend
+def test_one_step_serves_layers_with_different_heads(make_backend: MakeBackend) -> None:
     lengths = [8, 5]
     wide, narrow = _Pool(lengths, kv_heads=3), _Pool(lengths, kv_heads=1)
     mapping = torch.stack([wide.slots(0)[-1], wide.slots(1)[-1]])
     batch = AttentionBatch(mapping, DecodeRows(wide.lengths, wide.tables), ())
-    step = PagedAttention(SparseDecode()).begin(batch)
+    step = make_backend(torch.float32).begin(batch)
     for pool in (wide, narrow, wide):
         heads = pool.cache.num_kv_heads
         query, key, value = (torch.randn(2, heads, HEAD_DIM) for _ in range(3))
@@ -206,9 +237,12 @@ def test_decode_follows_its_rule(kernel: DecodeKernel, rule: AttentionRule, leng
         assert torch.allclose(out, torch.cat(expected), atol=2e-6)
 
 
+@each_backend
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_one_step_serves_layers_of_different_rules(rule: AttentionRule, dtype: torch.dtype) -> None:
+def test_one_step_serves_layers_of_different_rules(
+    make_backend: MakeBackend, rule: AttentionRule, dtype: torch.dtype
+) -> None:
     """Decode rows, a fresh span and continued ones, longer and shorter than the window."""
     lengths, last = [11, 2, 9, 13, 21], [1, 1, 9, 5, 2]
     ends = np.cumsum(last)
@@ -220,7 +254,7 @@ def test_one_step_serves_layers_of_different_rules(rule: AttentionRule, dtype: t
         PrefillSpan(11, 16, 8, tables[3, :4]),
         PrefillSpan(16, 18, 19, tables[4, :6]),
     )
-    step = paged_attention(dtype).begin(AttentionBatch(mapping, DecodeRows(layers[0].lengths[:2], tables[:2]), spans))
+    step = make_backend(dtype).begin(AttentionBatch(mapping, DecodeRows(layers[0].lengths[:2], tables[:2]), spans))
     for pool, own in zip(layers, (rule, RULE), strict=True):
         torch.manual_seed(2)
         query = torch.randn(18, 6, HEAD_DIM).to(dtype)
@@ -234,13 +268,14 @@ def test_one_step_serves_layers_of_different_rules(rule: AttentionRule, dtype: t
         assert torch.allclose(out.float(), torch.cat(expected), atol=2e-6 if dtype == torch.float32 else 3e-2)
 
 
-def test_a_window_reads_no_more_of_the_cache_than_it_reaches() -> None:
+@each_backend
+def test_a_window_reads_no_more_of_the_cache_than_it_reaches(make_backend: MakeBackend) -> None:
     """What lies before the window's first block may be anything, even no number."""
     pool = _Pool([21])
     pool.cache.keys[pool.slots(0)[:12]] = float("nan")
     pool.cache.values[pool.slots(0)[:12]] = float("nan")
     span = PrefillSpan(0, 2, 19, pool.tables[0])
-    step = paged_attention(torch.float32).begin(
+    step = make_backend(torch.float32).begin(
         AttentionBatch(pool.slots(0)[19:], DecodeRows(pool.lengths[:0], pool.tables[:0]), (span,))
     )
     query, key, value = (torch.randn(2, heads, HEAD_DIM) for heads in (6, 3, 3))

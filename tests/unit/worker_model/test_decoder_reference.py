@@ -25,6 +25,12 @@ LAYOUTS = {
     "mlp elsewhere": Shares(
         kv_heads=((8, 0, 0),), mlp_columns=((0, 49, 1),), vocab_rows=(0, 64, 136), experts=((0, 5, 1),)
     ),
+    "helpers of two holders": Shares(
+        kv_heads=((5, 3, 0, 0),), mlp_columns=((9, 20, 0, 21),), vocab_rows=(64, 0, 64, 72), experts=((1, 0, 3, 2),)
+    ),
+    "the leader has no experts": Shares(
+        kv_heads=((0, 5, 3),), mlp_columns=((30, 0, 20),), vocab_rows=(0, 200, 0), experts=((4, 0, 2),)
+    ),
     "layers of stages": Shares(
         kv_heads=((8, 0), (3, 5), (0, 8)),
         mlp_columns=((50, 0), (0, 50)),

@@ -50,6 +50,31 @@ LAYOUTS = {
 }
 
 
+HELPED = {
+    "one helps": Shares(kv_heads=((8, 0),), mlp_columns=((20, 30),), vocab_rows=(64, 136)),
+    "two help two": Shares(kv_heads=((5, 3, 0, 0),), mlp_columns=((20, 10, 15, 5),), vocab_rows=(64, 64, 64, 8)),
+    "helpers have all of it": Shares(
+        kv_heads=((5, 3, 0, 0),), mlp_columns=((0, 0, 30, 20),), vocab_rows=(200, 0, 0, 0)
+    ),
+    "the leader has none of it": Shares(kv_heads=((5, 3, 0),), mlp_columns=((0, 20, 30),), vocab_rows=(0, 200, 0)),
+    "helpers before and after their leader": Shares(
+        kv_heads=((0, 8, 0),), mlp_columns=((20, 10, 20),), vocab_rows=(200, 0, 0)
+    ),
+    "one helps two stages": Shares(
+        kv_heads=((8, 0, 0), (8, 0, 0), (0, 8, 0)),
+        mlp_columns=((20, 0, 30), (20, 0, 30), (0, 20, 30)),
+        vocab_rows=(64, 64, 72),
+    ),
+    "leaders help each other": Shares(
+        kv_heads=((8, 0), (0, 8), (8, 0), (0, 8)), mlp_columns=((30, 20), (20, 30)), vocab_rows=(64, 136)
+    ),
+    "idle ranks": Shares(
+        kv_heads=((0, 8, 0, 0),), mlp_columns=((0, 20, 0, 30),), vocab_rows=(0, 200, 0, 0), experts=((0, 2, 0, 4),)
+    ),
+}
+"""Ranks without heads."""
+
+
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyCheckpoint]:
     return {
@@ -62,14 +87,14 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> bool:
     return got.shape == expected.shape and bool((got - expected).abs().max() <= TOLERANCE)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *HELPED])
 @pytest.mark.parametrize(("variant", "num_parts"), [("qwen3", 1), ("llama-biased", 3), ("llama-tied", 3)])
 def test_every_path_equals_the_reference(
     checkpoints: dict[str, TinyCheckpoint], variant: str, layout: str, num_parts: int
 ) -> None:
     """Whole prefill, chunks on top of cached tokens, single tokens, and all of these in one step."""
     checkpoint = checkpoints[variant]
-    stages = Stages.load(checkpoint.directory, LAYOUTS[layout], num_parts=num_parts)
+    stages = Stages.load(checkpoint.directory, (LAYOUTS | HELPED)[layout], num_parts=num_parts)
     expected = checkpoint.logits(PROMPT)
     assert close(stages.logits((stages.start(PROMPT), len(PROMPT))), expected)
     long, short, fresh = stages.start(PROMPT), stages.start(PROMPT[::-1]), stages.start(PROMPT[3:])
@@ -97,6 +122,34 @@ def test_one_stage_of_all_ranks_sends_nothing_and_needs_no_routes(checkpoints: d
     assert (routes_of(stages.plan).subgroups, routes_of(stages.plan).links) == ((), ())
     assert [exchange.rounds for exchange in stages.exchanges] == [1 + 2 * NUM_LAYERS] * 2
     assert stages.exchanges[0].sent == []
+
+
+@pytest.mark.parametrize("link_rows", [0.5, 1, 2, 3, 5])
+@pytest.mark.parametrize("layout", HELPED)
+def test_helpers_and_leaders_never_wait_for_each_other_however_little_a_link_holds(
+    checkpoints: dict[str, TinyCheckpoint], layout: str, link_rows: float
+) -> None:
+    checkpoint = checkpoints["qwen3"]
+    link_bytes = int(link_rows * checkpoint.reference.config.hidden_size * torch.float32.itemsize)
+    stages = Stages.load(checkpoint.directory, HELPED[layout], num_parts=2, link_bytes=link_bytes)
+
+    got = stages.logits((stages.start(PROMPT * 3), len(PROMPT) * 3))
+
+    assert close(got, checkpoint.logits(PROMPT * 3))
+
+
+def test_a_helper_costs_a_layer_one_message_each_way_and_no_round(checkpoints: dict[str, TinyCheckpoint]) -> None:
+    """1 GPU-like leader, 2 helpers: rows · hidden out once, and back once from each; nothing is summed in rounds."""
+    checkpoint = checkpoints["qwen3"]
+    shares = Shares(kv_heads=((8, 0, 0),), mlp_columns=((20, 20, 10),), vocab_rows=(200, 0, 0))
+    stages = Stages.load(checkpoint.directory, shares)
+    stages.logits((stages.start(PROMPT), len(PROMPT)))
+
+    row_bytes = len(PROMPT) * checkpoint.reference.config.hidden_size * torch.float32.itemsize
+    for exchange in stages.exchanges:
+        traffic = exchange.traffic
+        assert (traffic.rounds, traffic.messages) == (0, NUM_LAYERS)
+        assert traffic.published_bytes == NUM_LAYERS * row_bytes
 
 
 @pytest.mark.parametrize("fault", ["dropped", "doubled", "swapped"])

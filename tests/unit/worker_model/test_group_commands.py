@@ -50,9 +50,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
     return save_tiny("qwen3", tmp_path_factory.mktemp("qwen3"))
 
 
-@pytest.fixture(params=[ONE_RANK, THREE_RANKS], ids=["one rank", "three ranks"])
+LAYOUTS = {"one rank": (ONE_RANK, 0), "three ranks": (THREE_RANKS, 0), "a GPU and two more": (THREE_RANKS, 1)}
+
+
+@pytest.fixture(params=LAYOUTS.values(), ids=list(LAYOUTS))
 def group(checkpoint: TinyCheckpoint, request: pytest.FixtureRequest) -> RankGroup:
-    return RankGroup(checkpoint.directory, request.param, num_blocks=BLOCKS, block_size=BLOCK_SIZE)
+    shares, num_gpu_ranks = request.param
+    return RankGroup(
+        checkpoint.directory, shares, num_blocks=BLOCKS, block_size=BLOCK_SIZE, num_gpu_ranks=num_gpu_ranks
+    )
 
 
 def order(builder: PlanBuilder, command: Command) -> list[ranks_pb2.CommandReport]:

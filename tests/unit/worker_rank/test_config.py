@@ -19,6 +19,7 @@ ARGUMENTS = {
     "--local-rank": "0",
     "--pod-name": "demo-cpu-1",
     "--cores": "0,2-3",
+    "--communication-cores": "1,4",
     "--num-threads": "3",
     "--numa-policy": "Required",
     "--memory-bytes": "1024",
@@ -49,7 +50,9 @@ def test_command_line_and_environment_become_one_frozen_config(tmp_path: Path) -
         ordinal=1,
         local_rank=0,
         pod_name="demo-cpu-1",
+        cuda_device=None,
         cores=(0, 2, 3),
+        communication_cores=(1, 4),
         num_threads=3,
         numa_policy=NumaPolicy.REQUIRED,
         memory_bytes=1024,
@@ -65,7 +68,15 @@ def test_command_line_and_environment_become_one_frozen_config(tmp_path: Path) -
 
 
 def test_empty_core_list_means_not_bound(tmp_path: Path) -> None:
-    assert read(tmp_path, {"--cores": ""}).cores == ()
+    config = read(tmp_path, {"--cores": "", "--communication-cores": ""})
+    assert (config.cores, config.communication_cores) == ((), ())
+
+
+@pytest.mark.parametrize(("text", "index"), [("cpu", None), ("cuda:0", 0), ("cuda:17", 17)])
+def test_a_rank_computes_on_host_cores_or_on_the_device_that_it_is_told(
+    tmp_path: Path, text: str, index: int | None
+) -> None:
+    assert read(tmp_path, {"--device": text}).cuda_device == index
 
 
 def test_token_is_not_shown(tmp_path: Path) -> None:
@@ -81,6 +92,10 @@ def test_token_is_not_shown(tmp_path: Path) -> None:
         ("--ordinal", "-1"),
         ("--num-threads", "0"),
         ("--cores", "3-1"),
+        ("--device", "cuda"),
+        ("--device", "cuda:-1"),
+        ("--device", "gpu:0"),
+        ("--device", ""),
         ("--numa-policy", "Maybe"),
         ("--memory-bytes", "1Gi"),
         ("--connect-timeout-s", "0"),

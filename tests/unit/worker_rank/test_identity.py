@@ -37,15 +37,15 @@ def test_host_without_shared_memory_shares_with_nobody(tmp_path: Path) -> None:
 def test_device_report_tells_what_was_pinned_and_measured(tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor\t: 0\nmodel name\t: Test CPU 9000\n")
-    platform = CpuPlatform(memory_bytes=1 << 30, read_bytes=1 << 20, cpuinfo=cpuinfo)
+    platform = CpuPlatform(memory_bytes=1 << 30, cpuinfo=cpuinfo)
+    speeds = ranks_pb2.DeviceSpeeds(memory_bandwidth=2e9, costs_dtype="float32")
     pinning = PinningReport(pinned=True, cpus=(2, 3), numa_nodes=(1,), num_threads=2, memory="bound", reason="")
 
-    report = describe_device(platform, pinning, platform.measure())
+    report = describe_device(platform, pinning, speeds)
 
     assert (report.kind, report.name, report.memory_bytes) == (ranks_pb2.DEVICE_KIND_CPU, "Test CPU 9000", 1 << 30)
     assert (list(report.cpus), list(report.numa_nodes), report.pinned) == ([2, 3], [1], True)
-    assert report.memory_bandwidth > 1e8
-    assert report.fp32_flops > 1e8
+    assert report.speeds == speeds
 
 
 def test_memory_of_the_machine_is_used_when_none_is_given() -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from hetero_api.v1 import ranks_pb2
 from hetero_worker.layers.linear_kernels import available_kernels
 from hetero_worker.measurements import KeptMeasurements
-from hetero_worker.platforms.base import Measurement
 from tests.support.rank_group import RankGroup
 from tests.support.rank_shares import Shares
 from tests.support.tiny_checkpoints import save_tiny
@@ -30,38 +30,48 @@ class Device:
 
     measured: int = 0
 
-    def measure(self) -> Measurement:
+    def measure(self) -> ranks_pb2.DeviceSpeeds:
         self.measured += 1
-        return Measurement(memory_bandwidth=self.measured * 1e9, fp32_flops=1e9)
+        cost = ranks_pb2.PartCost(part=ranks_pb2.MODEL_PART_MLP, rows=4, fixed_s=1e-5, unit_s=1e-6)
+        rates = [ranks_pb2.MatmulRate(dtype="float32", flops=1e9)]
+        return ranks_pb2.DeviceSpeeds(memory_bandwidth=self.measured * 1e9, matmul=rates, costs=[cost])
 
 
 def test_the_next_process_is_told_what_the_first_measured(tmp_path: Path) -> None:
     device, path = Device(), tmp_path / "rank.measured"
-    seen = [KeptMeasurements(path, circumstances=HERE).speeds(device.measure) for _ in range(3)]
-    assert (seen, device.measured) == ([Measurement(1e9, 1e9)] * 3, 1)
+    first, *others = (KeptMeasurements(path, circumstances=HERE).speeds("m", device.measure) for _ in range(3))
+    assert (others, device.measured) == ([first] * 2, 1)
+    assert first.costs[0].rows == 4
     assert [file.name for file in tmp_path.iterdir()] == ["rank.measured"]
 
 
 @pytest.mark.parametrize("circumstances", [{}, {**HERE, "torch": "2"}])
 def test_what_was_measured_elsewhere_does_not_count(tmp_path: Path, circumstances: dict[str, str]) -> None:
     device, path = Device(), tmp_path / "rank.measured"
-    KeptMeasurements(path, circumstances=HERE).speeds(device.measure)
-    assert KeptMeasurements(path, circumstances=circumstances).speeds(device.measure).memory_bandwidth == 2e9
+    KeptMeasurements(path, circumstances=HERE).speeds("m", device.measure)
+    assert KeptMeasurements(path, circumstances=circumstances).speeds("m", device.measure).memory_bandwidth == 2e9
+
+
+def test_another_model_is_measured_anew_and_both_are_kept(tmp_path: Path) -> None:
+    device, path = Device(), tmp_path / "rank.measured"
+    for model, bandwidth in (("m", 1e9), ("n", 2e9), ("m", 1e9)):
+        speeds = KeptMeasurements(path, circumstances=HERE).speeds(model, device.measure)
+        assert speeds.memory_bandwidth == bandwidth
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff"])
 def test_a_damaged_file_is_measured_over(tmp_path: Path, content: bytes) -> None:
     device, path = Device(), tmp_path / "rank.measured"
     path.write_bytes(content)
-    KeptMeasurements(path, circumstances=HERE).speeds(device.measure)
-    assert KeptMeasurements(path, circumstances=HERE).speeds(device.measure).memory_bandwidth == 1e9
+    KeptMeasurements(path, circumstances=HERE).speeds("m", device.measure)
+    assert KeptMeasurements(path, circumstances=HERE).speeds("m", device.measure).memory_bandwidth == 1e9
     assert device.measured == 1
 
 
 def test_without_a_file_or_without_room_for_one_everything_is_measured(tmp_path: Path) -> None:
     device = Device()
     for path in (None, tmp_path / "missing" / "rank.measured"):
-        KeptMeasurements(path, circumstances=HERE).speeds(device.measure)
+        KeptMeasurements(path, circumstances=HERE).speeds("m", device.measure)
     assert device.measured == 2
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import pytest
@@ -20,18 +20,25 @@ from hetero_api.host.heartbeat import Heartbeat, HeartbeatMemory, Standing
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import LayerShard, RankShard, ShardPlan, UnitRange
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.distributed.exchange import LocalExchange
-from hetero_worker.distributed.groups import GroupRequest, RankGroup, form_group
+from hetero_worker.distributed.coordinator import GroupRequest, form_group
+from hetero_worker.distributed.exchange import Exchange, LocalExchange
+from hetero_worker.distributed.measuring import ExchangeTimes
 from hetero_worker.distributed.store import StoreListener
-from hetero_worker.errors import ExchangeAborted, ExchangeError, MemoryBudgetError
+from hetero_worker.errors import ExchangeAborted, ExchangeError, MemoryBudgetError, PinningError
 from hetero_worker.gateway_link import GatewayLink
-from hetero_worker.life import FormGroupFunction, RankIdentity, RankLife
+from hetero_worker.life import FormGroupFunction, Group, RankIdentity, RankLife
+from hetero_worker.platforms.binding import Binding
+from hetero_worker.platforms.cpu import CpuPlatform
+from hetero_worker.platforms.heterogeneous import HeterogeneousPlatform
 from tests.support.fake_runner import FakeRunner
+from tests.support.played_binding import PlayedBinding, pinned_report
 from tests.support.scripted_gateway import TOKEN, ScriptedGateway
 
 pytestmark = pytest.mark.unit
 
 PLAN = ShardPlan((RankShard((LayerShard(UnitRange(0, 2), UnitRange(0, 32)),), UnitRange(0, 64), UnitRange(0, 64)),))
+NOTHING = RankShard((LayerShard(UnitRange(2, 2), UnitRange(32, 32)),), UnitRange(64, 64), UnitRange(64, 64))
+TWO_RANKS = ShardPlan((*PLAN.ranks, NOTHING))
 CONFIG = ModelConfig.from_hf(
     {
         "architectures": ["LlamaForCausalLM"],
@@ -77,7 +84,7 @@ class Rank:
         form: FormGroupFunction,
         runner: FakeRunner | None = None,
         rejoins: bool = False,
-        local_memory_percent: int | None = None,
+        binding: Binding | None = None,
     ) -> None:
         self.runner = runner or FakeRunner()
         self.heartbeat = HeartbeatMemory()
@@ -91,6 +98,7 @@ class Rank:
                 model_config=CONFIG,
                 memory_bytes=1 << 20,
                 store_host="127.0.0.1",
+                platform=HeterogeneousPlatform(CpuPlatform(memory_bytes=1 << 20), "cpu"),
             ),
             link=self._link,
             runner=self.runner,
@@ -98,7 +106,7 @@ class Rank:
             abort_timeout_s=0.2,
             give_up=self.gave_up.set,
             heartbeat=Heartbeat.open(Path(self.heartbeat.path)),
-            local_memory_percent=lambda: local_memory_percent,
+            binding=binding,
             rejoins=rejoins,
         )
         self.heartbeat.release()
@@ -123,13 +131,31 @@ def joined(
         yield gateway, Rank(folder, gateway.target, token=token, form=form, **more)
 
 
+class PlayedGroup:
+    """Groups that stand already, over one exchange."""
+
+    kind = ranks_pb2.EXCHANGE_KIND_SHM_PYTHON
+    exchange_reason = "no compiler"
+
+    def __init__(self, exchange: LocalExchange) -> None:
+        self._exchange = exchange
+        self.abort = exchange.abort
+        self.close = exchange.close
+
+    def measure(self) -> ExchangeTimes:
+        return ExchangeTimes(host=((4096, 1e-5), (65536, 4e-5)), device=((4096, 2e-5),))
+
+    def connect(self, plan: ShardPlan) -> Exchange:
+        return self._exchange
+
+
 def forming(*exchanges: LocalExchange) -> FormGroupFunction:
     """A form_group that hands out these exchanges, one an epoch."""
     left = list(exchanges)
 
-    def form(request: GroupRequest, *, listener: StoreListener, aborted: Callable[[], bool]) -> RankGroup:
+    def form(request: GroupRequest, *, listener: StoreListener, aborted: Callable[[], bool]) -> Group:
         listener.close()
-        return RankGroup(request.epoch, left.pop(0), request.exchange)
+        return PlayedGroup(left.pop(0))
 
     return form
 
@@ -138,7 +164,6 @@ def form_message(**changes: Any) -> ranks_pb2.FormGroup:
     fields: dict[str, Any] = {
         "rank": 0,
         "places": [ranks_pb2.RankPlace(rank=0)],
-        "shard_plan": PLAN.to_proto(),
         "exchange": ranks_pb2.EXCHANGE_KIND_SHM,
         "timeout_s": 20,
         "max_num_batched_tokens": 64,
@@ -153,8 +178,12 @@ def form_epoch(gateway: ScriptedGateway, epoch: int, **changes: Any) -> None:
     assert gateway.expect("formed").epoch == epoch
 
 
-def load(gateway: ScriptedGateway, epoch: int, dtype: str = "float32") -> ranks_pb2.Loaded:
-    gateway.tell(epoch, load_model=ranks_pb2.LoadModel(dtype=dtype, max_model_len=128))
+def load_message(plan: ShardPlan = PLAN, plan_key: str = "key") -> ranks_pb2.LoadModel:
+    return ranks_pb2.LoadModel(dtype="float32", max_model_len=128, shard_plan=plan.to_proto(), plan_key=plan_key)
+
+
+def load(gateway: ScriptedGateway, epoch: int, plan: ShardPlan = PLAN, plan_key: str = "key") -> ranks_pb2.Loaded:
+    gateway.tell(epoch, load_model=load_message(plan, plan_key))
     return gateway.expect("loaded").loaded
 
 
@@ -163,9 +192,9 @@ def allocate(gateway: ScriptedGateway, epoch: int) -> ranks_pb2.Allocated:
     return gateway.expect("allocated").allocated
 
 
-def serve_epoch(gateway: ScriptedGateway, epoch: int, **changes: Any) -> ranks_pb2.Loaded:
+def serve_epoch(gateway: ScriptedGateway, epoch: int, plan: ShardPlan = PLAN, **changes: Any) -> ranks_pb2.Loaded:
     form_epoch(gateway, epoch, **changes)
-    loaded = load(gateway, epoch)
+    loaded = load(gateway, epoch, plan)
     allocate(gateway, epoch)
     return loaded
 
@@ -217,7 +246,7 @@ def test_load_request_holds_what_the_gateway_said(tmp_path: Path) -> None:
 def test_other_ranks_do_not_answer_steps(tmp_path: Path) -> None:
     places = [ranks_pb2.RankPlace(rank=0), ranks_pb2.RankPlace(rank=1)]
     with joined(tmp_path, form=forming(LocalExchange())) as (gateway, rank):
-        serve_epoch(gateway, 1, rank=1, places=places)
+        serve_epoch(gateway, 1, TWO_RANKS, rank=1, places=places)
         gateway.tell(1, step_plan=step(1, 0))
         gateway.tell(1, step_plan=step(2, 0))
         shut_down(gateway, 1, rank)
@@ -229,7 +258,7 @@ def test_other_ranks_do_not_answer_steps(tmp_path: Path) -> None:
 def test_every_rank_answers_a_command(tmp_path: Path) -> None:
     places = [ranks_pb2.RankPlace(rank=0), ranks_pb2.RankPlace(rank=1)]
     with joined(tmp_path, form=forming(LocalExchange())) as (gateway, rank):
-        serve_epoch(gateway, 1, rank=1, places=places)
+        serve_epoch(gateway, 1, TWO_RANKS, rank=1, places=places)
         rank.runner.report = ranks_pb2.CommandReport(done=False, problem="no memory")
         command = ranks_pb2.GroupCommand(sleep=ranks_pb2.SleepCommand(level=1))
         gateway.tell(1, step_plan=ranks_pb2.StepPlan(step_id=1, command=command))
@@ -375,7 +404,7 @@ def test_heartbeats_go_on_while_the_main_thread_computes_and_end_with_the_epoch(
         gateway.expect("hello")
         gateway.tell(4, form_group=form_message(heartbeat_interval_s=0.05))
         others = [gateway.hear_beside_heartbeats("formed")]
-        gateway.tell(4, load_model=ranks_pb2.LoadModel(dtype="float32", max_model_len=128))
+        gateway.tell(4, load_model=load_message())
         others.append(gateway.hear_beside_heartbeats("loaded"))
         gateway.tell(4, allocate_cache=ranks_pb2.AllocateCache(num_blocks=8, block_size=16))
         others.append(gateway.hear_beside_heartbeats("allocated"))
@@ -470,7 +499,7 @@ def test_load_is_finished_and_kept_when_the_epoch_is_aborted_meanwhile(tmp_path:
     with joined(tmp_path) as (gateway, rank):
         form_epoch(gateway, 1)
         rank.runner.on_load = slow_load
-        gateway.tell(1, load_model=ranks_pb2.LoadModel(dtype="float32", max_model_len=128))
+        gateway.tell(1, load_model=load_message())
         assert loading.wait(20)
         gateway.tell(1, abort=ranks_pb2.Abort(reason="a peer is gone"))
         assert not rank.gave_up.wait(0.4)
@@ -515,7 +544,7 @@ def test_permanent_failure_is_reported_and_ends_the_process(error: Exception, tm
     with joined(tmp_path) as (gateway, rank):
         form_epoch(gateway, 1)
         rank.runner.on_load = _raising(error)
-        gateway.tell(1, load_model=ranks_pb2.LoadModel(dtype="float32", max_model_len=128))
+        gateway.tell(1, load_model=load_message())
         failure = gateway.expect("failure").failure
         gateway.expect_end()
 
@@ -524,7 +553,7 @@ def test_permanent_failure_is_reported_and_ends_the_process(error: Exception, tm
 
 
 def test_group_that_cannot_form_is_reported(tmp_path: Path) -> None:
-    def form(request: GroupRequest, *, listener: StoreListener, aborted: Callable[[], bool]) -> RankGroup:
+    def form(request: GroupRequest, *, listener: StoreListener, aborted: Callable[[], bool]) -> Group:
         raise ExchangeError("rank(s) 1 did not come")
 
     with joined(tmp_path, form=form) as (gateway, rank):
@@ -537,7 +566,7 @@ def test_group_that_cannot_form_is_reported(tmp_path: Path) -> None:
 def test_abort_ends_the_forming_of_a_group(tmp_path: Path) -> None:
     forming_now = threading.Event()
 
-    def form(request: GroupRequest, *, listener: StoreListener, aborted: Callable[[], bool]) -> RankGroup:
+    def form(request: GroupRequest, *, listener: StoreListener, aborted: Callable[[], bool]) -> Group:
         forming_now.set()
         _wait_for(SimpleNamespace(is_set=aborted))
         raise ExchangeAborted("aborted while meeting")
@@ -557,7 +586,7 @@ def test_abort_ends_the_forming_of_a_group(tmp_path: Path) -> None:
         (1, {"step_plan": step(2, 0)}, "step 2, expected step 1"),
         (2, {"step_plan": step(1, 0)}, "step_plan of epoch 2 in epoch 1"),
         (1, {"form_group": form_message()}, "form_group to a rank that is SERVING"),
-        (1, {"load_model": ranks_pb2.LoadModel(dtype="float32")}, "load_model to a rank that is SERVING"),
+        (1, {"load_model": load_message()}, "load_model to a rank that is SERVING"),
         (1, {}, "does not know"),
     ],
 )
@@ -641,8 +670,8 @@ def test_leave_request_ends_the_process_in_good_order(tmp_path: Path) -> None:
     assert exchange.closed
 
 
-def _raising(error: Exception) -> Callable[[], None]:
-    def fail() -> None:
+def _raising(error: Exception) -> Callable[[], NoReturn]:
+    def fail() -> NoReturn:
         raise error
 
     return fail
@@ -657,11 +686,70 @@ def _wait_for(event: Any) -> None:
 
 @pytest.mark.parametrize("percent", [99, 0, None])
 def test_where_memory_lies_is_told_with_the_load(percent: int | None, tmp_path: Path) -> None:
-    with joined(tmp_path, local_memory_percent=percent) as (gateway, rank):
+    with joined(tmp_path, binding=PlayedBinding(percent=lambda: percent)) as (gateway, rank):
         loaded = serve_epoch(gateway, 1)
         shut_down(gateway, 1, rank)
 
     assert (loaded.local_memory_percent if loaded.HasField("local_memory_percent") else None) == percent
+
+
+def test_memory_on_the_wrong_node_fails_the_load_for_good(tmp_path: Path) -> None:
+    with joined(tmp_path, binding=PlayedBinding(percent=_raising(PinningError("only 61 %")))) as (gateway, rank):
+        form_epoch(gateway, 1)
+        gateway.tell(1, load_model=load_message())
+        failure = gateway.expect("failure").failure
+        assert rank.exit_code() == EXIT_PERMANENT
+
+    assert (failure.message, failure.permanent) == ("only 61 %", True)
+
+
+def test_every_hello_tells_what_the_rank_is_bound_to_by_then(tmp_path: Path) -> None:
+    shrunk = pinned_report(4, reason="the cpuset changed")
+    with joined(tmp_path, binding=PlayedBinding(pinned_report(4, 5), shrunk)) as (gateway, rank):
+        first = gateway.expect("hello").hello.device
+        gateway.tell(1, form_group=form_message())
+        gateway.expect("formed")
+        gateway.tell(1, abort=ranks_pb2.Abort(reason="test"))
+        second = gateway.expect("hello").hello.device
+        shut_down(gateway, 2, rank)
+
+    assert (list(first.cpus), first.pinned, first.pin_message) == ([4, 5], True, "memory: bound")
+    assert (list(second.cpus), second.pinned, second.pin_message) == ([4], False, "the cpuset changed")
+
+
+def test_an_epoch_does_not_begin_without_a_binding_that_is_required(tmp_path: Path) -> None:
+    binding = PlayedBinding(require=_raising(PinningError("the cpuset changed")))
+    with joined(tmp_path, binding=binding) as (gateway, rank):
+        gateway.expect("hello")
+        gateway.tell(1, form_group=form_message())
+        failure = gateway.expect("failure").failure
+        assert rank.exit_code() == EXIT_PERMANENT
+
+    assert (failure.message, failure.permanent) == ("the cpuset changed", True)
+
+
+def test_threads_of_the_group_are_started_off_the_cores_that_compute(tmp_path: Path) -> None:
+    binding, seen = PlayedBinding(), []
+
+    class Watched(PlayedGroup):
+        def measure(self) -> ExchangeTimes:
+            seen.append(("measure", binding.elsewhere))
+            return super().measure()
+
+        def connect(self, plan: ShardPlan) -> Exchange:
+            seen.append(("connect", binding.elsewhere))
+            return super().connect(plan)
+
+    def form(request: GroupRequest, *, listener: StoreListener, aborted: Callable[[], bool]) -> Group:
+        listener.close()
+        seen.append(("form", binding.elsewhere))
+        return Watched(LocalExchange())
+
+    with joined(tmp_path, binding=binding, form=form) as (gateway, rank):
+        serve_epoch(gateway, 1, measure_exchange=True)
+        shut_down(gateway, 1, rank)
+
+    assert seen == [("form", True), ("measure", False), ("connect", True)]
 
 
 def test_heartbeat_tells_how_far_the_rank_is_and_when_it_hangs(tmp_path: Path) -> None:
@@ -724,7 +812,7 @@ def test_a_load_under_way_is_finished_when_the_gateway_goes_and_another_life_fol
     with joined(tmp_path, rejoins=True) as (gateway, rank):
         form_epoch(gateway, 1)
         rank.runner.on_load = slow_load
-        gateway.tell(1, load_model=ranks_pb2.LoadModel(dtype="float32", max_model_len=128))
+        gateway.tell(1, load_model=load_message())
         assert loading.wait(20)
         gateway.hang_up(grpc.StatusCode.UNAVAILABLE)
         assert not rank.gave_up.wait(0.5)
@@ -743,3 +831,82 @@ def test_a_rank_that_was_told_to_leave_or_refused_has_not_lost_its_gateway(tmp_p
     with joined(tmp_path, token="wrong") as (_, refused):
         assert refused.exit_code() == EXIT_PERMANENT
     assert not refused.life.gateway_lost
+
+
+def test_hello_tells_what_is_held_and_by_which_plan_key(tmp_path: Path) -> None:
+    with joined(tmp_path) as (gateway, rank):
+        first = gateway.expect("hello").hello
+        gateway.tell(1, form_group=form_message())
+        gateway.expect("formed")
+        load(gateway, 1, plan_key="of this model")
+        gateway.tell(1, abort=ranks_pb2.Abort(reason="test"))
+        second = gateway.expect("hello").hello
+        shut_down(gateway, 1, rank)
+
+    assert not first.HasField("held")
+    assert ShardPlan.from_proto(second.held.shard_plan) == PLAN
+    assert (second.held.plan_key, second.held.rank) == ("of this model", 0)
+
+
+def test_formed_tells_the_exchange_why_and_what_it_takes_if_asked(tmp_path: Path) -> None:
+    with joined(tmp_path, form=forming(LocalExchange(), LocalExchange())) as (gateway, rank):
+        gateway.expect("hello")
+        gateway.tell(1, form_group=form_message(measure_exchange=True))
+        measured = gateway.expect("formed").formed
+        gateway.tell(1, abort=ranks_pb2.Abort(reason="test"))
+        gateway.expect("hello")
+        gateway.tell(2, form_group=form_message())
+        unmeasured = gateway.expect("formed").formed
+        shut_down(gateway, 2, rank)
+
+    assert (measured.exchange, measured.exchange_reason) == (ranks_pb2.EXCHANGE_KIND_SHM_PYTHON, "no compiler")
+    assert [(time.bytes, time.seconds) for time in measured.host_times] == [(4096, 1e-5), (65536, 4e-5)]
+    assert [(time.bytes, time.seconds) for time in measured.device_times] == [(4096, 2e-5)]
+    assert (list(unmeasured.host_times), list(unmeasured.device_times)) == ([], [])
+
+
+def place(rank: int, kind: ranks_pb2.DeviceKind.ValueType) -> ranks_pb2.RankPlace:
+    return ranks_pb2.RankPlace(rank=rank, device=ranks_pb2.DeviceReport(kind=kind))
+
+
+GPU, CPU = ranks_pb2.DEVICE_KIND_CUDA, ranks_pb2.DEVICE_KIND_CPU
+
+
+@pytest.mark.parametrize(
+    ("kinds", "rank_number", "complaint"),
+    [((GPU, CPU), 0, "pool cpu: "), ((CPU, GPU), 0, "ranks with a GPU must come before all others")],
+)
+def test_a_place_that_does_not_fit_the_process_is_refused(
+    kinds: tuple[ranks_pb2.DeviceKind.ValueType, ...], rank_number: int, complaint: str, tmp_path: Path
+) -> None:
+    with joined(tmp_path, form=forming(LocalExchange())) as (gateway, rank):
+        gateway.expect("hello")
+        places = [place(i, kind) for i, kind in enumerate(kinds)]
+        gateway.tell(1, form_group=form_message(rank=rank_number, places=places))
+        assert complaint in gateway.expect("failure").failure.message
+        shut_down(gateway, 1, rank)
+
+
+def test_the_group_is_told_how_many_ranks_compute_on_gpus(tmp_path: Path) -> None:
+    asked: list[GroupRequest] = []
+
+    def form(request: GroupRequest, *, listener: StoreListener, aborted: Callable[[], bool]) -> Group:
+        listener.close()
+        asked.append(request)
+        return PlayedGroup(LocalExchange())
+
+    with joined(tmp_path, form=form) as (gateway, rank):
+        form_epoch(gateway, 1, rank=2, places=[place(0, GPU), place(1, GPU), place(2, CPU)])
+        shut_down(gateway, 1, rank)
+
+    (request,) = asked
+    assert (request.rank, request.world_size, request.num_gpu_ranks) == (2, 3, 2)
+    assert (request.device, request.device_backend) == (torch.device("cpu"), None)
+
+
+def test_a_plan_for_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
+    with joined(tmp_path) as (gateway, rank):
+        form_epoch(gateway, 1)
+        gateway.tell(1, load_model=load_message(TWO_RANKS))
+        assert "is for 2 ranks, and the group has 1" in gateway.expect("failure").failure.message
+        shut_down(gateway, 1, rank)

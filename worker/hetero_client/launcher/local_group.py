@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from hetero_api.contract import ENV_ADMIN_TOKEN_FILE, ENV_GROUP_TOKEN_FILE, EXIT_PERMANENT
+from hetero_api.host.gpus import IN_PCI_ORDER
 from hetero_api.host.stop_signals import StopSignals
 from hetero_api.spec import HeteroInference
 from hetero_client.admin import AdminClient, GroupState, GroupTopology
@@ -68,6 +69,14 @@ class LocalGroupConfig:
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     with_nursery: bool = True
     """Keep a process from which lost ranks are replaced quickly; it takes some hundred megabytes."""
+    dp_local_rank: int = 0
+    """Which of several groups of the same resource on this machine, which share its devices and cores."""
+
+    @property
+    def name(self) -> str:
+        """The group's, unique on this machine."""
+        name = self.resource.metadata.name
+        return f"{name}.{self.dp_local_rank}" if self.dp_local_rank else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +104,8 @@ class LocalGroup:
         self._commands = GroupCommands(config.programs, config.manifest, config.model_dir, run)
         # PYTHONSAFEPATH: a json.py where the user stands must not become the gateway's.
         own = {ENV_GROUP_TOKEN_FILE: str(run.token_path), "PYTHONSAFEPATH": "1"}
+        if config.plan.uses_gpus:
+            own |= IN_PCI_ORDER  # as the plan numbers devices
         # The gateway is on loopback: the launcher, `hetero ps` and `hetero topology` ask it without a token.
         inherited = {key: value for key, value in config.environment.items() if key != ENV_ADMIN_TOKEN_FILE}
         self._supervisor = Supervisor(environment={**inherited, **own})
@@ -115,7 +126,7 @@ class LocalGroup:
 
     def __enter__(self) -> Self:
         if not self._run.lock.try_acquire():
-            raise AlreadyRunningError(self._config.resource.metadata.name, pid=self._run.lock.holder_pid())
+            raise AlreadyRunningError(self._config.name, pid=self._run.lock.holder_pid())
         self._run.prepare()
         return self
 
@@ -142,7 +153,7 @@ class LocalGroup:
         for rank in self._config.plan.ranks:
             self._start_service(self._commands.rank(rank, addresses["ranks"]))
         self._record = GroupRecord(
-            name=self._config.resource.metadata.name,
+            name=self._config.name,
             pid=os.getpid(),
             manifest=str(self._config.manifest),
             model_dir=str(self._config.model_dir),

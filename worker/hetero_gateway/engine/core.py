@@ -27,6 +27,7 @@ from typing import Final
 from hetero_gateway.engine.alarm import Alarm
 from hetero_gateway.engine.config import EngineConfig
 from hetero_gateway.engine.constraints import MaskWriter, matchers_of
+from hetero_gateway.engine.decode_pace import DecodePace
 from hetero_gateway.engine.deliveries import Active, Deliveries
 from hetero_gateway.engine.detokenizer import IncrementalDetokenizer
 from hetero_gateway.engine.errors import (
@@ -43,7 +44,7 @@ from hetero_gateway.engine.pace import Pace
 from hetero_gateway.engine.pauses import Pauses
 from hetero_gateway.engine.request import GenerationRequest
 from hetero_gateway.engine.scheduler import Scheduler
-from hetero_gateway.engine.step import EngineStats
+from hetero_gateway.engine.step import EngineStats, ScheduledStep
 from hetero_gateway.engine.steps_in_flight import Flight, StepExecutor, StepsInFlight
 from hetero_gateway.engine.stream import RequestStream
 from hetero_gateway.engine.throughput import Throughput
@@ -77,6 +78,8 @@ class EngineCore:
         self._deliveries = Deliveries(self._scheduler, clock=clock)
         self._pauses: Pauses[Active] = Pauses(config.pause_limit_s)
         self._throughput = Throughput()
+        self.decode_pace = DecodePace()
+        """Of steps that only decode, on the group that was opened last."""
         self._masks = MaskWriter(vocab_size=config.vocab_size)
         self._intake = Intake()
         self._pace = Pace()
@@ -106,6 +109,7 @@ class EngineCore:
         self.recoveries += self._intake.has_opened and bool(self._deliveries)
         self._intake.has_opened = True
         self._throughput.forget()
+        self.decode_pace.forget()
         self._pauses.over()
         self._use_cache(num_blocks=num_blocks, block_size=block_size)
         self._work.set()
@@ -292,10 +296,16 @@ class EngineCore:
         while (flight := group.flights.land(now=(now := self._clock()))) is not None:
             result = flight.result.result()
             self._throughput.add_step(now - flight.began_s, tokens=len(result.token_ids))
+            self._note_pace(flight.step, now - flight.began_s)
             outcome = self._scheduler.apply(result)
             self._deliveries.take(outcome)
             num_updates += len(outcome.updates)
         return num_updates
+
+    def _note_pace(self, step: ScheduledStep, seconds: float) -> None:
+        rows = len(step.decodes.slots)
+        if rows and not step.spans and not step.masked:
+            self.decode_pace.add_step(seconds, rows=rows, tokens=sum(map(len, step.decodes.token_ids)))
 
     def _send(self, group: _Group) -> None:
         """Send steps as long as there is one that can go out."""

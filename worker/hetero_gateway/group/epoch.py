@@ -18,11 +18,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, NoReturn
 
+from hetero_api.errors import PlanError
 from hetero_api.v1 import ranks_pb2
 from hetero_gateway.engine.core import EngineCore
 from hetero_gateway.engine.errors import GroupLost
 from hetero_gateway.group.cache_size import CacheShape, first_cache
+from hetero_gateway.group.decision import PlacedRanks, Placement
 from hetero_gateway.group.errors import CacheSizeError, CommandFailed, EpochEnded, RankMisbehaved
+from hetero_gateway.group.exchange_kind import asked_exchange, built_exchange
 from hetero_gateway.group.executor import GroupExecutor
 from hetero_gateway.group.heartbeats import (
     BUSY_SILENCE_S,
@@ -30,6 +33,7 @@ from hetero_gateway.group.heartbeats import (
     SERVING_SILENCE_S,
     HeartbeatWatch,
 )
+from hetero_gateway.group.planner import Planner
 from hetero_gateway.group.rank_link import broadcast
 from hetero_gateway.group.roster import Member
 from hetero_gateway.group.settings import GroupSettings
@@ -61,6 +65,7 @@ class Epoch:
         members: Sequence[Member],
         *,
         settings: GroupSettings,
+        planner: Planner,
         core: EngineCore,
         on_phase: Callable[[Phase], None],
         on_silent: Callable[[Member, str], None],
@@ -70,6 +75,8 @@ class Epoch:
         self.members = tuple(members)
         self.phase = Phase.FORMING
         self.exchange = ranks_pb2.EXCHANGE_KIND_UNSPECIFIED
+        self.exchange_reason = ""
+        """Why the exchange is not the one that was asked for."""
         self.cache: CacheShape | None = None
         """None until chosen. While the cache is asleep, the one that was and will be."""
         self.asleep: frozenset[str] = frozenset()
@@ -78,6 +85,7 @@ class Epoch:
         self.weight_bytes: dict[int, int] = {}
         self.kv_bytes: dict[int, int] = {}
         self._settings = settings
+        self._planner = planner
         self._core = core
         self._on_phase = on_phase
         self._executor = GroupExecutor(
@@ -126,8 +134,11 @@ class Epoch:
         watching = asyncio.create_task(self._heartbeats.run(), name="heartbeats")
         try:
             deadline_s = asyncio.get_running_loop().time() + self._settings.rendezvous_timeout_s
-            await self._form(deadline_s)
-            await self._load(deadline_s)
+            ranks = await self._form(deadline_s)
+            began_s = asyncio.get_running_loop().time()
+            placement = await self._plan(ranks)
+            deadline_s += asyncio.get_running_loop().time() - began_s  # no rank is late by what the gateway took
+            await self._load(placement, deadline_s)
             await self._allocate(deadline_s)
             await self._warm_up()
             self._open()
@@ -194,38 +205,54 @@ class Epoch:
 
     # --- phases -----------------------------------------------------------------------------------------
 
-    async def _form(self, deadline_s: float) -> None:
-        places = [_place_of(member) for member in self.members]
-        segment = f"hetero-{self._settings.name}-{secrets.token_hex(_SEGMENT_RANDOM_BYTES)}-{self.number}"
+    async def _form(self, deadline_s: float) -> PlacedRanks:
+        hellos = [member.hello for member in self.members]
+        for member, order in zip(self.members, self._form_orders(hellos), strict=True):
+            member.link.send(ranks_pb2.GatewayMessage(epoch=self.number, form_group=order))
+        answers = await self._await_answers("formed", deadline_s)
+        ranks = PlacedRanks(hellos, [message.formed for message in answers])
+        self.exchange, self.exchange_reason = built_exchange(self._settings.spec.exchange.kind, ranks.formed)
+        return ranks
+
+    def _form_orders(self, hellos: Sequence[ranks_pb2.Hello]) -> Iterator[ranks_pb2.FormGroup]:
         form = ranks_pb2.FormGroup(
-            places=places,
-            shard_plan=self._settings.shard_plan.to_proto(),
-            store_address=self.members[0].hello.store_address,
-            exchange=_exchange_between(self.members),
-            segment_name=segment,
+            places=[_place_of(member) for member in self.members],
+            measure_exchange=self._planner.needs_times and len(hellos) > 1,
+            store_address=hellos[0].store_address,
+            exchange=asked_exchange(self._settings.spec.exchange.kind, hellos),
+            segment_name=f"hetero-{self._settings.name}-{secrets.token_hex(_SEGMENT_RANDOM_BYTES)}-{self.number}",
             timeout_s=self._settings.step_timeout_s,
             max_num_batched_tokens=self._settings.max_num_batched_tokens,
             max_num_seqs=self._settings.max_num_seqs,
             heartbeat_interval_s=HEARTBEAT_INTERVAL_S,
         )
         for member in self.members:
-            message = ranks_pb2.GatewayMessage(epoch=self.number, form_group=form)
-            message.form_group.rank = member.rank
-            member.link.send(message)
-        answers = await self._await_answers("formed", deadline_s)
-        kinds = {message.formed.exchange for message in answers}
-        if len(kinds) != 1:
-            names = ", ".join(map(ranks_pb2.ExchangeKind.Name, sorted(kinds)))
-            raise EpochEnded(f"the ranks built different exchanges: {names}")
-        self.exchange = kinds.pop()
+            form.rank = member.rank
+            yield form
 
-    async def _load(self, deadline_s: float) -> None:
+    async def _plan(self, ranks: PlacedRanks) -> Placement:
+        """Who owns what. Ends the epoch for good when the model cannot be spread as the resource asks."""
+        settling = asyncio.ensure_future(self._planner.settle(ranks))
+        try:
+            await asyncio.wait((settling, self._over), return_when=asyncio.FIRST_COMPLETED)
+            if self.is_over:
+                raise self._over.result()
+            return settling.result()
+        except PlanError as error:
+            raise EpochEnded(str(error), permanent=True) from error
+        finally:
+            settling.cancel()
+
+    async def _load(self, placement: Placement, deadline_s: float) -> None:
         self._heartbeats.bear(BUSY_SILENCE_S)
         self._enter(Phase.LOADING)
         order = ranks_pb2.LoadModel(
             dtype=self._settings.dtype,
             max_model_len=self._settings.max_model_len,
             cache_size_is_given=self._settings.kv_cache_bytes is not None,
+            shard_plan=placement.plan.to_proto(),
+            plan_key=self._settings.plan_key,
+            device_memory_utilization=self._settings.spec.engine.gpu_memory_utilization,
         )
         self._send_all(ranks_pb2.GatewayMessage(epoch=self.number, load_model=order))
         answers = await self._await_answers("loaded", deadline_s)
@@ -255,6 +282,16 @@ class Epoch:
             if list(result.slots) != expected:
                 raise EpochEnded(f"warm-up: slots {expected} had to sample, slots {list(result.slots)} did")
         self._warm_up_steps = self._executor.num_steps
+        if self._settings.config.experts is not None:
+            await self._forget_counts()
+
+    async def _forget_counts(self) -> None:
+        """Which experts the tokens of a warm-up chose says nothing."""
+        try:
+            await self._executor.command(ranks_pb2.GroupCommand(count_experts=ranks_pb2.CountExperts()))
+        except GroupLost as error:
+            self.end(f"warm-up: {error}")
+            raise await self._over from error
 
     def _step_bounds(self) -> StepBounds:
         cache = self._cache_that_stands()
@@ -312,12 +349,6 @@ class Epoch:
                 "begin (spec.recovery.rendezvousTimeoutSeconds)"
             )
         return [self._answers[member.rank] for member in self.members]
-
-
-def _exchange_between(members: Sequence[Member]) -> ranks_pb2.ExchangeKind.ValueType:
-    """Shared memory where all ranks are on one host, the network otherwise."""
-    hosts = {member.hello.host_id for member in members}
-    return ranks_pb2.EXCHANGE_KIND_SHM if len(hosts) == 1 and "" not in hosts else ranks_pb2.EXCHANGE_KIND_GLOO
 
 
 def _place_of(member: Member) -> ranks_pb2.RankPlace:

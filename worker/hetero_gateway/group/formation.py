@@ -31,6 +31,8 @@ from hetero_api.v1 import admin_pb2, ranks_pb2
 from hetero_gateway.engine.core import EngineCore
 from hetero_gateway.group.epoch import Epoch, Phase
 from hetero_gateway.group.errors import EpochEnded, RankMisbehaved, RankRefused
+from hetero_gateway.group.placement_report import report_placement
+from hetero_gateway.group.planner import Planner
 from hetero_gateway.group.rank_link import LinkEnd, RankLink, broadcast
 from hetero_gateway.group.restarts import EpochRestarts
 from hetero_gateway.group.roster import Member, MemberState, Roster
@@ -67,6 +69,7 @@ class Group:
         self.dropped_messages = 0
         """Messages of ended epochs, so far."""
         self._settings = settings
+        self._planner = Planner(settings)
         self._core = core
         self._on_state = on_state
         self._observe_step = observe_step
@@ -173,6 +176,7 @@ class Group:
             self.epoch,
             self._roster.engage(),
             settings=self._settings,
+            planner=self._planner,
             core=self._core,
             on_phase=lambda phase: self._enter(_STATES[phase]),
             on_silent=self._replace,
@@ -263,6 +267,11 @@ class Group:
         self._enter(GroupState.READY)
 
     @property
+    def planner(self) -> Planner:
+        """Knows who owns what."""
+        return self._planner
+
+    @property
     def is_ready(self) -> bool:
         """Whether requests are served."""
         return self.state is GroupState.READY and self._core.is_serving
@@ -288,22 +297,37 @@ class Group:
 
     def topology(self) -> admin_pb2.GetTopologyResponse:
         """All of Admin.GetTopology's answer."""
+        placement = self._planner.placement
         answer = admin_pb2.GetTopologyResponse(
             name=self._settings.name,
             state=self.state.to_proto(),
             epoch=self.epoch,
-            ranks=describe_ranks(self._settings, self._roster, self._current),
+            ranks=describe_ranks(self._settings, self._roster, self._current, self._planner.plan),
             reason=self._reason(),
             failed=self.failed,
             block_size=self._settings.block_size,
-            placement_mode=self._settings.placement_mode,
+            placement_mode=placement.mode if placement is not None else "",
             tokens_per_second=self._core.tokens_per_second,
             stalled_s=self.stalled_s,
             paused_requests=self._core.paused_requests,
         )
         if self._current is not None:
             describe_epoch(self._settings, self._current, answer)
+        if (report := self.placement_report()) is not None:
+            answer.placement.CopyFrom(report)
         return answer
+
+    def placement_report(self) -> admin_pb2.PlacementReport | None:
+        """What there is to tell of the placement; None until it was decided."""
+        placement = self._planner.placement
+        return report_placement(placement, self._core.decode_pace) if placement is not None else None
+
+    @property
+    def exchange_name(self) -> str:
+        """Kind of the exchange that stands, as its enum is spelled; empty if none does."""
+        if self.current is None or not self.current.exchange:
+            return ""
+        return ranks_pb2.ExchangeKind.Name(self.current.exchange).removeprefix("EXCHANGE_KIND_")
 
     def _reason(self) -> str:
         """What the group waits for, and why; while it forms again, why it has to."""

@@ -1,20 +1,21 @@
-"""Where ranks are and who owns what, from the spec and the model's shape. Pure functions.
+"""Where ranks are and who may own what, from the spec and the model's shape. Pure functions.
 
-Ranks are numbered by pool, GPU pools first: rank = pool's base + ordinal * ranksPerPod + local rank. What they own is
-dealt as spec.placement.mode says: within every layer (tensor_plan) or layer by layer (layer_plan).
+Ranks are numbered by pool, GPU pools first: rank = pool's base + ordinal * ranksPerPod + local rank. What each owns is
+decided once they have all told how fast they are (decision.py); shares that the spec gives can be checked before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
 from dataclasses import dataclass
 
 from hetero_api.errors import PlanError
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import RankShard, ShardPlan
-from hetero_api.spec import HeteroInferenceSpec, PlacementMode
-from hetero_gateway.group.layer_plan import deal_layers, describe_layers
-from hetero_gateway.group.tensor_plan import deal_within_layers, describe_units
+from hetero_api.spec import SHARE_KINDS, HeteroInferenceSpec, PlacementMode, PoolType
+from hetero_placement.layer_plan import deal_layers, describe_layers
+from hetero_placement.tensor_plan import deal_within_layers, describe_units
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class ExpectedPlace:
     ordinal: int
     local_rank: int
     cores: int
+    is_gpu: bool = False
 
     @property
     def pod_name(self) -> str:
@@ -45,6 +47,7 @@ def expected_places(spec: HeteroInferenceSpec) -> tuple[ExpectedPlace, ...]:
     """All ranks of the group, in rank order."""
     places: list[ExpectedPlace] = []
     for pool in spec.pools_in_rank_order:
+        is_gpu = pool.type == PoolType.GPU
         for index in range(pool.ranks):
             ordinal, local_rank = divmod(index, pool.ranks_per_pod)
             place = ExpectedPlace(
@@ -53,23 +56,35 @@ def expected_places(spec: HeteroInferenceSpec) -> tuple[ExpectedPlace, ...]:
                 pool_index=spec.pools.index(pool),
                 ordinal=ordinal,
                 local_rank=local_rank,
-                cores=pool.cpu_or_default.cores_per_rank,
+                cores=pool.gpu_or_default.cores_per_rank if is_gpu else pool.cpu_or_default.cores_per_rank,
+                is_gpu=is_gpu,
             )
             places.append(place)
     return tuple(places)
 
 
-def make_shard_plan(spec: HeteroInferenceSpec, config: ModelConfig) -> ShardPlan:
-    """Who owns what; Auto is Tensor. Raises PlanError, naming the field, when a rank would own nothing."""
-    places = expected_places(spec)
-    cores = [place.cores for place in places]
+def check_shares(spec: HeteroInferenceSpec, config: ModelConfig) -> None:
+    """Raise PlanError, naming the field, when the spec's shares do not fit, or leave a rank with nothing.
+
+    What the spec gives no shares for counts as dealt by cores: the solver may find better, but has as much to give.
+    """
+    shares, places = spec.placement.shares, expected_places(spec)
+    given = [name for name in SHARE_KINDS if getattr(shares, name)]
+    if not given:
+        return
     is_layered = spec.placement.mode == PlacementMode.LAYER
     deal = deal_layers if is_layered else deal_within_layers
-    plan = deal(config, cores=cores, shares=spec.placement.shares)
-    idle = [place for place in places if _owns_nothing(plan.ranks[place.rank])]
-    if idle:
+    plan = deal(config, cores=[place.cores for place in places], shares=shares)
+    if idle := [place for place in places if _owns_nothing(plan.ranks[place.rank])]:
+        names, fields = ", ".join(map(str, idle)), ", ".join(f"spec.placement.shares.{name}" for name in given)
         units = describe_layers(config) if is_layered else describe_units(config)
-        raise PlanError(_idle_message(spec, idle, units))
+        raise PlanError(f"{fields}: {names} would own nothing of the model ({units}); give it a share or fewer ranks")
+
+
+def check_plan(plan: ShardPlan, config: ModelConfig, *, world_size: int) -> None:
+    """Raise PlanError unless so many ranks own all of this model, every unit once."""
+    if plan.world_size != world_size:
+        raise PlanError(f"the plan is for {plan.world_size} ranks, the group has {world_size}")
     plan.validate(
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
@@ -78,21 +93,20 @@ def make_shard_plan(spec: HeteroInferenceSpec, config: ModelConfig) -> ShardPlan
         num_experts=config.num_experts,
         expert_layers=config.expert_layers,
     )
-    return plan
+    plan.stages()
+
+
+def make_plan_key(spec: HeteroInferenceSpec, *, dtype: str, model_fingerprint: str, version: str) -> str:
+    """sha256, hex, of what plans are made from. What is decided anew while the group lives is no part of it."""
+    made_from = {
+        "placement": spec.placement.model_dump(mode="json", exclude={"rebalance_experts"}),
+        "pools": [pool.model_dump(mode="json") for pool in spec.pools_in_rank_order],
+        "dtype": dtype,
+        "model": model_fingerprint,
+        "version": version,
+    }
+    return hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
 
 
 def _owns_nothing(shard: RankShard) -> bool:
     return not (shard.embedding_rows.size or shard.head_rows.size) and all(layer.is_empty for layer in shard.layers)
-
-
-def _idle_message(spec: HeteroInferenceSpec, idle: Sequence[ExpectedPlace], units: str) -> str:
-    names = ", ".join(map(str, idle))
-    shares = spec.placement.shares
-    given = [name for name in ("attention", "mlp", "vocabulary") if getattr(shares, name)]
-    if given:
-        fields = ", ".join(f"spec.placement.shares.{name}" for name in given)
-        return f"{fields}: {names} would own nothing of the model ({units}); give it a share or fewer ranks"
-    return (
-        f"spec.pools: {spec.world_size} ranks are more than the model has something to give each ({units}): "
-        f"{names} would own nothing; use fewer ranks"
-    )

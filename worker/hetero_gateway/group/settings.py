@@ -6,20 +6,23 @@ from dataclasses import dataclass
 
 from hetero_api.contract import VERSION
 from hetero_api.model_config import ModelConfig
-from hetero_api.sharding import ShardPlan
-from hetero_api.spec import HeteroInference
-from hetero_gateway.group.placement import ExpectedPlace, expected_places, make_shard_plan
-from hetero_gateway.group.support import resolve_dtype, resolve_max_model_len, resolve_placement_mode
+from hetero_api.spec import HeteroInference, HeteroInferenceSpec
+from hetero_gateway.group.placement import ExpectedPlace, check_shares, expected_places, make_plan_key
+from hetero_gateway.group.support import resolve_dtype, resolve_max_model_len
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSettings:
-    """One group, as it is to be. `kv_cache_bytes` is a rank's, None to take what each rank reports."""
+    """One group, as it is to be. `kv_cache_bytes` is a rank's, None to take what each rank reports.
+
+    `plan_key` names what shard plans of the group are made from.
+    """
 
     name: str
+    spec: HeteroInferenceSpec
+    config: ModelConfig
     places: tuple[ExpectedPlace, ...]
-    shard_plan: ShardPlan
-    placement_mode: str
+    plan_key: str
     model_fingerprint: str
     dtype: str
     max_model_len: int
@@ -35,15 +38,17 @@ class GroupSettings:
 
     @classmethod
     def from_resource(cls, resource: HeteroInference, config: ModelConfig, *, model_fingerprint: str) -> GroupSettings:
-        """Raises PlanError when ranks and model do not fit. The spec must have passed `check_supported`."""
-        spec = resource.spec
+        """Raises PlanError when the spec's shares do not fit. The spec must have passed `check_supported`."""
+        spec, dtype = resource.spec, resolve_dtype(resource.spec)
+        check_shares(spec, config)
         return cls(
             name=resource.metadata.name,
+            spec=spec,
+            config=config,
             places=expected_places(spec),
-            shard_plan=make_shard_plan(spec, config),
-            placement_mode=resolve_placement_mode(spec),
+            plan_key=make_plan_key(spec, dtype=dtype, model_fingerprint=model_fingerprint, version=VERSION),
             model_fingerprint=model_fingerprint,
-            dtype=resolve_dtype(spec),
+            dtype=dtype,
             max_model_len=resolve_max_model_len(spec, config),
             max_num_seqs=spec.engine.max_num_seqs,
             max_num_batched_tokens=spec.engine.max_num_batched_tokens,

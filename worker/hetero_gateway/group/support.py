@@ -8,19 +8,22 @@ from hetero_api.model_config import ModelConfig
 from hetero_api.spec import DType, HeteroInferenceSpec, PlacementMode, PoolType, Quantization
 from hetero_gateway.group.errors import UnsupportedSpecError
 
-NOT_YET: Final = "this version does not support it yet on one machine"
+NOT_YET: Final = "this version does not support it yet"
 
 
 def check_supported(spec: HeteroInferenceSpec, config: ModelConfig) -> None:
     """Raise UnsupportedSpecError with every field that asks for what this version cannot do."""
-    problems = [*_placement(spec), *_model(spec, config), *_gateway(spec), *_nothing_to_run(spec)]
+    problems = [*_model(spec, config), *_gateway(spec), *_nothing_to_run(spec)]
     if problems:
         raise UnsupportedSpecError(problems)
 
 
 def resolve_dtype(spec: HeteroInferenceSpec) -> str:
-    """The arithmetic type in force, e.g. "float32": auto is float32 where only CPUs take part."""
-    return str(DType.FLOAT32 if spec.model.dtype == DType.AUTO else spec.model.dtype)
+    """The arithmetic type in force: auto is bfloat16 where GPU ranks compute, float32 where only CPU ranks do."""
+    if spec.model.dtype != DType.AUTO:
+        return str(spec.model.dtype)
+    has_gpus = any(pool.type == PoolType.GPU for pool in spec.pools)
+    return str(DType.BFLOAT16 if has_gpus else DType.FLOAT32)
 
 
 def resolve_placement_mode(spec: HeteroInferenceSpec) -> str:
@@ -33,24 +36,12 @@ def resolve_max_model_len(spec: HeteroInferenceSpec, config: ModelConfig) -> int
     return spec.model.max_model_len or config.max_position
 
 
-def _placement(spec: HeteroInferenceSpec) -> list[str]:
-    problems = [
-        f"spec.pools[{index}].type: GPU: {NOT_YET}; use type CPU"
-        for index, pool in enumerate(spec.pools)
-        if pool.type == PoolType.GPU
-    ]
-    mode = spec.placement.mode
-    if mode == PlacementMode.GPU_ONLY:
-        problems.append(f"spec.placement.mode: {mode}: {NOT_YET}; use Auto, Tensor or Layer")
-    return problems
-
-
 def _model(spec: HeteroInferenceSpec, config: ModelConfig) -> list[str]:
     problems = []
     if spec.model.quantization != Quantization.NONE:
         problems.append(f"spec.model.quantization: {spec.model.quantization}: {NOT_YET}; use none")
     if spec.model.dtype == DType.FLOAT16:
-        problems.append("spec.model.dtype: float16 is not computed on CPUs; use float32, bfloat16 or auto")
+        problems.append(f"spec.model.dtype: float16: {NOT_YET}; use bfloat16, float32 or auto")
     asked = spec.model.max_model_len
     if asked is not None and asked > config.max_position:
         problems.append(

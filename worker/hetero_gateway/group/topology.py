@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 
+from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import admin_pb2, ranks_pb2
 from hetero_gateway.group.epoch import Epoch, Phase
 from hetero_gateway.group.placement import ExpectedPlace
@@ -27,15 +28,18 @@ class GroupState(enum.Enum):
         return admin_pb2.GroupState.Value(f"GROUP_STATE_{self.value}")
 
 
-def describe_ranks(settings: GroupSettings, roster: Roster, epoch: Epoch | None) -> list[admin_pb2.RankStatus]:
+def describe_ranks(
+    settings: GroupSettings, roster: Roster, epoch: Epoch | None, plan: ShardPlan | None
+) -> list[admin_pb2.RankStatus]:
     """All ranks, in rank order, those that have not joined included."""
-    shards = settings.shard_plan.to_proto().ranks
+    shards = plan.to_proto().ranks if plan is not None else [ranks_pb2.RankShard()] * len(settings.places)
     return [_describe(place, roster, epoch, shards[place.rank]) for place in settings.places]
 
 
 def describe_epoch(settings: GroupSettings, epoch: Epoch, answer: admin_pb2.GetTopologyResponse) -> None:
     """Write what the epoch knows of the group as a whole."""
     answer.exchange = epoch.exchange
+    answer.exchange_reason = epoch.exchange_reason
     answer.asleep.extend(sorted(epoch.asleep))
     cache = epoch.cache
     if cache is not None:

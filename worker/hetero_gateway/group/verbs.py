@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Final, NoReturn, TypeVar
 
 from hetero_api.v1 import admin_pb2, ranks_pb2
@@ -25,6 +25,7 @@ from hetero_gateway.engine.errors import GroupLost
 from hetero_gateway.group.cache_size import CacheShape, asked_cache
 from hetero_gateway.group.epoch import Epoch
 from hetero_gateway.group.errors import CommandFailed, InvalidCommand, WrongState
+from hetero_gateway.group.experts import ExpertMover
 from hetero_gateway.group.formation import Group
 from hetero_gateway.group.settings import GroupSettings
 from hetero_gateway.group.topology import GroupState
@@ -53,8 +54,16 @@ _HINTS: Final = {
 class GroupVerbs:
     """See the module. Each method is one call of hetero.v1.Admin."""
 
-    def __init__(self, group: Group, *, core: EngineCore, settings: GroupSettings) -> None:
+    def __init__(
+        self,
+        group: Group,
+        *,
+        core: EngineCore,
+        settings: GroupSettings,
+        on_experts_moved: Callable[[int], None] = lambda _: None,
+    ) -> None:
         self._group = group
+        self._experts = ExpertMover(group.planner, core=core, on_moved=on_experts_moved)
         self._core = core
         self._settings = settings
         self._under_way = ""
@@ -103,6 +112,17 @@ class GroupVerbs:
             )
         epoch = self._require("Profile", GroupState.READY)
         return await self._run("Profile", self._profile(epoch, request))
+
+    async def place_experts(self) -> admin_pb2.PlaceExpertsResponse:
+        """Move experts to the ranks that are fastest with them. Needs READY and idle, and a model that has experts."""
+        epoch = self._require("PlaceExperts", GroupState.READY)
+        if self._settings.config.experts is None:
+            raise WrongState("PlaceExperts needs a model of experts; this one has none: there is nothing to place")
+        self._require_idle("PlaceExperts")
+        work = self._experts.place(
+            lambda command: self._command(epoch, command), require_idle=lambda: self._require_idle("PlaceExperts")
+        )
+        return await self._run("PlaceExperts", work)
 
     # --- what the ranks do ------------------------------------------------------------------------------
 

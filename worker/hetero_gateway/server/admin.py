@@ -63,6 +63,14 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         async with _obeying(context, "Profile"):
             return await self._verbs.profile(request)
 
+    async def PlaceExperts(  # noqa: N802
+        self,
+        request: admin_pb2.PlaceExpertsRequest,  # noqa: ARG002
+        context: Context,
+    ) -> admin_pb2.PlaceExpertsResponse:
+        async with _obeying(context, "PlaceExperts"):
+            return await self._verbs.place_experts()
+
 
 @asynccontextmanager
 async def _obeying(context: Context, method: str) -> AsyncIterator[None]:

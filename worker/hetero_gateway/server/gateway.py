@@ -24,6 +24,7 @@ from hetero_api.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb
 from hetero_gateway.engine.constraints import ConstraintCompiler
 from hetero_gateway.engine.core import EngineCore
 from hetero_gateway.group.formation import Group
+from hetero_gateway.group.rebalancing import ExpertRebalancer, is_wanted
 from hetero_gateway.group.topology import GroupState
 from hetero_gateway.group.verbs import GroupVerbs
 from hetero_gateway.server.admin import AdminServicer
@@ -90,7 +91,13 @@ class Gateway:
             on_state=self._on_state,
             observe_step=self.metrics.observe_step,
         )
-        self._verbs = GroupVerbs(self.group, core=self.core, settings=model.group_settings)
+        self._verbs = GroupVerbs(
+            self.group,
+            core=self.core,
+            settings=model.group_settings,
+            on_experts_moved=self.metrics.count_moved_experts,
+        )
+        self._rebalancer = ExpertRebalancer(self._verbs, core=self.core) if is_wanted(model.group_settings) else None
         # The admin port's health is the process's; the inference port's is the replica's.
         self._health = HealthServicer([WHOLE_SERVER, *GATEWAY_SERVICES])
         self._admin_health = HealthServicer([WHOLE_SERVER, _ADMIN_SERVICE, *GATEWAY_SERVICES])
@@ -125,6 +132,8 @@ class Gateway:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.core.run(), name="engine")
             tasks.create_task(self.group.run(), name="group")
+            if self._rebalancer is not None:
+                tasks.create_task(self._rebalancer.run(), name="experts")
 
     def drain(self) -> None:
         """Refuse new requests, and say so to health and probes; those in flight go on."""
@@ -169,6 +178,8 @@ class Gateway:
             ready=self.group.is_ready,
             paused_requests=self.core.paused_requests,
             recoveries=self.core.recoveries,
+            exchange=self.group.exchange_name,
+            placement=self.group.placement_report(),
         )
 
     def _start_probes(self, host: str, port: int) -> ProbeServer:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from hetero_api.v1 import admin_pb2
 from hetero_gateway.engine.step import EngineStats
 from hetero_gateway.server.loop_reader import LoopReader
 
@@ -45,6 +46,10 @@ class EngineReading:
     ready: bool
     paused_requests: int
     recoveries: int
+    exchange: str = ""
+    """Kind of the exchange that stands, e.g. "SHM"; empty if none does."""
+    placement: admin_pb2.PlacementReport | None = None
+    """None until it was decided."""
 
 
 class GatewayMetrics:
@@ -76,6 +81,12 @@ class GatewayMetrics:
             buckets=_FIRST_TOKEN_BUCKETS,
             registry=self.registry,
         )
+        self._rebalances = Counter(
+            "hetero_expert_rebalances",
+            "Times that experts were moved to other ranks, by how often they were chosen.",
+            registry=self.registry,
+        )
+        self._moved_experts = Counter("hetero_moved_experts", "Experts that changed ranks.", registry=self.registry)
 
     def observe_step(self, seconds: float) -> None:
         self._step.observe(seconds)
@@ -88,6 +99,11 @@ class GatewayMetrics:
 
     def count_http_call(self, outcome: str) -> None:
         self._http_calls.labels(outcome).inc()
+
+    def count_moved_experts(self, number: int) -> None:
+        """Once a time that experts were moved."""
+        self._rebalances.inc()
+        self._moved_experts.inc(number)
 
     def watch_engine(self, read: Callable[[], EngineReading], reader: LoopReader) -> None:
         """Read the engine, on its loop, at every scrape."""
@@ -111,3 +127,33 @@ class _EngineCollector(Collector):
         survived = "Epochs that were lost and followed by another on which requests went on."
         yield CounterMetricFamily("hetero_recoveries", survived, value=reading.recoveries)
         yield GaugeMetricFamily("hetero_ready", "1 while requests are served.", value=float(reading.ready))
+        if reading.exchange:
+            kind = InfoMetricFamily("hetero_exchange", "How ranks exchange tensors in host memory.")
+            kind.add_metric([], {"kind": reading.exchange})
+            yield kind
+        if reading.placement is not None:
+            yield from _placement_metrics(reading.placement)
+
+
+def _placement_metrics(placement: admin_pb2.PlacementReport) -> Iterator[Metric]:
+    """What was predicted of the placement in force, and whether it came true."""
+    predicted = "Tokens a second that the placement was predicted to decode, for the workload's streams."
+    yield GaugeMetricFamily(
+        "hetero_placement_predicted_tokens_per_second", predicted, value=placement.predicted_tokens_per_second
+    )
+    if placement.step_time_ratio:
+        measured = "The same by what steps that only decoded took lately."
+        yield GaugeMetricFamily(
+            "hetero_placement_measured_tokens_per_second", measured, value=placement.measured_tokens_per_second
+        )
+        ratio = "Of steps that only decoded, lately: measured seconds over predicted ones."
+        yield GaugeMetricFamily("hetero_placement_step_time_ratio", ratio, value=placement.step_time_ratio)
+    exchange = GaugeMetricFamily(
+        "hetero_exchange_seconds",
+        "What an all-reduce was measured to take when the group formed, by where and by bytes.",
+        labels=["among", "bytes"],
+    )
+    for among, times in (("host", placement.host_times), ("device", placement.device_times)):
+        for time in times:
+            exchange.add_metric([among, str(time.bytes)], time.seconds)
+    yield exchange

@@ -55,7 +55,7 @@ class AttentionBatch:
     """One step's sequences: decode rows [0, decode.num_rows), then the spans, in ascending row order."""
 
     slot_mapping: torch.Tensor
-    """int64 [tokens]: where each token's key and value go: block id · block size + offset."""
+    """int64 [tokens], on the backend's device: where each token's key and value go: block id · block size + offset."""
     decode: DecodeRows
     prefills: tuple[PrefillSpan, ...]
 
@@ -87,10 +87,15 @@ class StepAttention(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """Chosen when the model is built."""
+    """Chosen when the model is built (`selection.py`), for a device: tensors of the batch are on it."""
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def gather_bytes(self) -> int:
+        """What decode rows of a step may take at most, beside what memory.budget counts for every cached token."""
+        ...
 
     def begin(self, batch: AttentionBatch) -> StepAttention: ...
 

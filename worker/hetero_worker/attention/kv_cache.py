@@ -2,7 +2,8 @@
 
 Token-major: position `slot = block id · block size + offset` holds the keys (values) of all this rank's heads of
 one token, so that a step's tokens are written with one indexed copy and a block is one contiguous piece.
-Memory is touched when it is written, by the bound rank itself: the first touch places it on the rank's node.
+On the host, memory is touched when it is written, by the bound rank itself: the first touch places it on the rank's
+node.
 Block 0 is the null block: padded reads end there, so it holds zeros and never a token.
 """
 
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hetero_worker.platforms.base import HOST
 from hetero_worker.platforms.huge_pages import empty_on_huge_pages
 
 
@@ -25,10 +27,17 @@ class LayerCache:
 
     @classmethod
     def allocate(
-        cls, *, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+        cls,
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device = HOST,
     ) -> LayerCache:
         shape = (num_blocks * block_size, num_kv_heads, head_dim)
-        return cls(empty_on_huge_pages(shape, dtype), empty_on_huge_pages(shape, dtype), block_size)
+        return cls(_zeros(shape, dtype, device), _zeros(shape, dtype, device), block_size)
 
     @property
     def num_kv_heads(self) -> int:
@@ -48,6 +57,12 @@ class LayerCache:
         return _read(self.keys, block_ids, self.block_size)[:length], _read(self.values, block_ids, self.block_size)[
             :length
         ]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type == HOST.type:
+        return empty_on_huge_pages(shape, dtype)
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def _read(rows: torch.Tensor, block_ids: torch.Tensor, block_size: int) -> torch.Tensor:

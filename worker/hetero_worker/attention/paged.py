@@ -24,6 +24,10 @@ class PagedAttention:
     def name(self) -> str:
         return self._decode.name
 
+    @property
+    def gather_bytes(self) -> int:
+        return 0
+
     def begin(self, batch: AttentionBatch) -> StepAttention:
         lease = next((lease for lease in self._leases if lease.is_free), None)
         if lease is None:

@@ -6,6 +6,7 @@ any other from the cache, where they have been written by then: with a window, o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,12 @@ from torch.nn import functional as F
 from hetero_worker.attention.base import AttentionRule, PrefillSpan
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.attention.soft_cap import capped_attention
+from hetero_worker.platforms.base import HOST
+from hetero_worker.platforms.host_copies import to_device
+
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float], torch.Tensor]
+"""Attention of query [rows, heads, head_dim] to key and value [keys, kv_heads, head_dim], with an additive mask
+[rows, keys], or causal without one, and the scale: [rows, heads · head_dim]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +34,52 @@ class _Sight:
     """[rows, num_keys], to be added to scores; None: the lower triangle."""
 
 
+def grouped(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """The host's Product: its kernel knows groups of query heads."""
+    out = F.scaled_dot_product_attention(
+        _heads_first(query),
+        _heads_first(key),
+        _heads_first(value),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=True,
+    )
+    return out.squeeze(0).transpose(0, 1).flatten(1)
+
+
+def expanded(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """A device's Product: KV heads become the batch, and a group's query heads see theirs by a stride of 0.
+
+    CUDA's fused kernels take no groups together with a mask, and without them the scores of all heads would be in
+    memory.
+    """
+    num_rows, num_kv_heads, head_dim = len(query), key.shape[1], key.shape[2]
+    of_groups = query.reshape(num_rows, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+    num_grouped = of_groups.shape[1]
+    out = F.scaled_dot_product_attention(
+        of_groups,
+        key.transpose(0, 1).unsqueeze(1).expand(-1, num_grouped, -1, -1),
+        value.transpose(0, 1).unsqueeze(1).expand(-1, num_grouped, -1, -1),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+    )
+    return out.permute(2, 0, 1, 3).flatten(1)
+
+
 class Span:
     """A PrefillSpan, made ready by the first layer of each kind."""
 
-    def __init__(self, span: PrefillSpan) -> None:
+    def __init__(self, span: PrefillSpan, *, product: Product = grouped, device: torch.device = HOST) -> None:
         self.rows = slice(span.begin, span.end)
         self._span = span
+        self._product = product
+        self._device = device
         self._sights: dict[int | None, _Sight] = {}
 
     def attend(
@@ -46,37 +93,30 @@ class Span:
             key, value = cache.read_blocks(sight.block_ids, sight.num_keys)
         if rule.soft_cap is not None:
             return _capped(query, key, value, sight.mask, rule.scale, rule.soft_cap)
-        out = F.scaled_dot_product_attention(
-            _heads_first(query),
-            _heads_first(key),
-            _heads_first(value),
-            attn_mask=sight.mask,
-            is_causal=sight.mask is None,
-            scale=rule.scale,
-            enable_gqa=True,
-        )
-        return out.squeeze(0).transpose(0, 1).flatten(1)
+        return self._product(query, key, value, sight.mask, rule.scale)
 
     def _look(self, rule: AttentionRule, block_size: int, dtype: torch.dtype) -> _Sight:
         span, window = self._span, rule.window
         num_rows = span.end - span.begin
         if not span.num_computed:
             is_triangle = rule.soft_cap is None and (window is None or window >= num_rows)
-            return _Sight(None, num_rows, None if is_triangle else _mask(num_rows, num_rows, window).to(dtype))
+            return _Sight(None, num_rows, None if is_triangle else self._mask(num_rows, num_rows, window, dtype))
         first_seen = 0 if window is None else max(0, span.num_computed + 1 - window)
         first_block = first_seen // block_size
         num_keys = span.length - first_block * block_size
         block_ids = torch.from_numpy(span.block_ids[first_block:])
-        return _Sight(block_ids, num_keys, _mask(num_rows, num_keys, window).to(dtype))
+        if self._device.type != HOST.type:
+            block_ids = to_device(block_ids, self._device)
+        return _Sight(block_ids, num_keys, self._mask(num_rows, num_keys, window, dtype))
 
-
-def _mask(num_rows: int, num_keys: int, window: int | None) -> torch.Tensor:
-    """0 where a row sees a key, else -∞. The last row sees the last key, each row before it one less."""
-    own = num_keys - num_rows
-    mask = torch.full((num_rows, num_keys), float("-inf")).triu_(own + 1)
-    if window is not None:
-        mask += torch.full((num_rows, num_keys), float("-inf")).tril_(own - window)
-    return mask
+    def _mask(self, num_rows: int, num_keys: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """0 where a row sees a key, else -∞. The last row sees the last key, each row before it one less."""
+        own = num_keys - num_rows
+        nothing = torch.full((num_rows, num_keys), float("-inf"), device=self._device)
+        mask = nothing.triu(own + 1) if window is not None else nothing.triu_(own + 1)
+        if window is not None:
+            mask += nothing.tril_(own - window)
+        return mask.to(dtype)
 
 
 def _capped(

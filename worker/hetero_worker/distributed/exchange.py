@@ -1,35 +1,45 @@
-"""HostExchange: how the ranks of one group exchange host tensors, behind one interface.
+"""Exchange: what the model and the sampler see of the other ranks; HostExchange: how host tensors get around.
 
 A *round* is one primitive: ranks publish bytes, wait for one another, read. All ranks of the group, or of a subgroup
-(`among`), take part in every round, in the same order, with the same shapes; the step plan makes that so. Sums are
-taken in fp32 in ascending rank order on every rank, hence the result is bitwise the same everywhere and from run to
-run, whichever implementation carries it.
+(`among`), take part in every round, in the same order, with the same shapes; the step plan makes that so. Sums on the
+host are taken in fp32 in ascending rank order on every rank, hence the result is bitwise the same everywhere and from
+run to run, whichever implementation carries it.
 
 A *link* is the other: one rank sends, others receive, and neither waits for the other unless it must. A receive is
 posted, and waited for when its tensor is needed. Subgroups and links are fixed when the exchange is made (routes.py).
 
-Implementations: `LocalExchange` (one rank), `ShmExchange` (ranks that share memory), `GlooExchange` (any
-network; the reference the other is tested against).
+HostExchange's implementations: `LocalExchange` (one rank), `ShmExchange` (ranks that share memory), `GlooExchange`
+(any network; the reference the others are tested against). In a group of CPU ranks it is the Exchange too; where there
+are GPU ranks that is a `HierarchicalExchange` on top of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 
 from hetero_worker.distributed.routes import Link
+from hetero_worker.distributed.traffic import NO_TRAFFIC, Traffic
 
 
 class PendingTensor(Protocol):
     """A tensor that is on its way."""
 
     def wait(self) -> torch.Tensor:
-        """The tensor, once it is there; the same when called again. Raises as HostExchange does.
+        """The tensor, once it is there; the same when called again. Raises as Exchange does.
 
         Tensors of one link are waited for in the order in which they were posted.
         """
+        ...
+
+
+class PendingSend(Protocol):
+    """A tensor that is to be sent."""
+
+    def finish(self) -> None:
+        """Have it sent, as Exchange.send does. Sends of one link are finished in the order in which they began."""
         ...
 
 
@@ -42,15 +52,23 @@ class SumExchange(Protocol):
         ...
 
     def all_reduce(self, tensor: torch.Tensor, contributors: Sequence[int]) -> None:
-        """As HostExchange.all_reduce, among these ranks; contributors must be some of them."""
+        """In place: `tensor` becomes the sum of the contributors' tensors, bitwise the same on all of these ranks.
+
+        `tensor` is contiguous, of one floating dtype and shape on every rank, and on the rank's device. Contributors
+        are some of these ranks. The others send nothing; what their tensor held is overwritten. With one
+        contributor it is a broadcast. Nothing but `tensor` changes.
+
+        Among CPU ranks: one latency, b bytes published by each contributor, b read from each by every rank. With GPU
+        ranks see hierarchical.py.
+        """
         ...
 
 
-class HostExchange(Protocol):
-    """Collectives over host tensors of one group.
+class Exchange(Protocol):
+    """One rank's end of a group.
 
     Every method of a round blocks until the round is done. All methods raise ExchangeAborted when the group was aborted
-    meanwhile, ExchangeTimeout when a peer did not come within the group's timeout.
+    meanwhile, ExchangeTimeout when a peer did not come within the group's timeout, ExchangeError when one is lost.
     """
 
     @property
@@ -59,23 +77,20 @@ class HostExchange(Protocol):
     @property
     def world_size(self) -> int: ...
 
-    def all_reduce(self, tensor: torch.Tensor, contributors: Sequence[int]) -> None:
-        """In place: `tensor` becomes the sum of the contributors' tensors, in ascending rank order.
-
-        `tensor` is contiguous, of one floating dtype and shape on every rank. Ranks not in `contributors`
-        send nothing; what their tensor held is overwritten. With one contributor it is a broadcast.
-        """
+    @property
+    def link_bytes(self) -> int:
+        """How many bytes, in two tensors of half as much or fewer, a link takes in before its source has to wait."""
         ...
 
     def all_gather(self, tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
-        """Every rank's 1-d tensor, in rank order; `counts[r]` elements from rank r (0 is allowed).
+        """Every rank's 1-d host tensor, in rank order; `counts[r]` elements from rank r (0 is allowed).
 
-        The returned tensors belong to the caller.
+        The returned tensors belong to the caller. One latency; every rank's bytes are read by every other.
         """
         ...
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        """In place: `tensor` becomes the source's tensor. Contiguous, same dtype and shape everywhere."""
+        """In place: the host tensor becomes the source's. Contiguous, same dtype and shape everywhere. One latency."""
         ...
 
     def among(self, ranks: tuple[int, ...]) -> SumExchange:
@@ -85,7 +100,15 @@ class HostExchange(Protocol):
     def send(self, tensor: torch.Tensor, link: Link) -> None:
         """To all receivers of a link whose source this rank is. Contiguous; the caller may change it afterwards.
 
-        Returns as soon as the link has room, whether or not the receivers are there; in order.
+        Returns as soon as the link has room, whether or not the receivers are there; in order. One latency until it
+        arrives; published once, read by each receiver; off the device first where the source is a GPU rank.
+        """
+        ...
+
+    def start_send(self, tensor: torch.Tensor, link: Link) -> PendingSend:
+        """As `send`, in two parts: what may go on by itself (a copy off the device) begins, `finish` does the rest.
+
+        The tensor is left alone until then. Between the two other work can be given to the device.
         """
         ...
 
@@ -94,6 +117,19 @@ class HostExchange(Protocol):
 
         `out` must be left alone until it has been waited for. An empty tensor is there at once.
         """
+        ...
+
+
+class HostExchange(Exchange, Protocol):
+    """Collectives over host tensors of one group; its device is the host."""
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank has moved over it since it was made."""
+        ...
+
+    def all_reduce(self, tensor: torch.Tensor, contributors: Sequence[int]) -> None:
+        """As SumExchange.all_reduce, among all ranks, the sum taken in fp32 in ascending rank order."""
         ...
 
     def abort(self) -> None:
@@ -105,11 +141,34 @@ class HostExchange(Protocol):
         ...
 
 
-class LocalExchange:
-    """The exchange of one rank, a whole group or a subgroup: every collective is the identity."""
+class Sent:
+    """A PendingSend of what is sent already."""
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
+
+
+SENT: Final = Sent()
+
+
+class SendsAtOnce:
+    """`start_send` where nothing can go on by itself: mixed into exchanges whose tensors are on the host."""
+
+    def send(self, tensor: torch.Tensor, link: Link) -> None:
+        raise NotImplementedError
+
+    def start_send(self, tensor: torch.Tensor, link: Link) -> PendingSend:
+        self.send(tensor, link)
+        return SENT
+
+
+class LocalExchange(SendsAtOnce):
+    """The exchange of one rank, a whole group or a subgroup, on any device: every collective is the identity."""
 
     rank = 0
     world_size = 1
+    link_bytes = 0
+    traffic = NO_TRAFFIC
 
     def all_reduce(self, tensor: torch.Tensor, contributors: Sequence[int]) -> None:
         """The sum over one rank."""

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 import torch.distributed as dist
 
-from hetero_worker.distributed.exchange import LocalExchange, PendingTensor, SumExchange
+from hetero_worker.distributed.exchange import LocalExchange, PendingTensor, SendsAtOnce, SumExchange
 from hetero_worker.distributed.gloo_links import GlooLink
 from hetero_worker.distributed.gloo_rounds import GlooRounds, GlooWaits
 from hetero_worker.distributed.routes import Link
+from hetero_worker.distributed.traffic import Traffic, TrafficCounter
+
+LINK_BYTES: Final = 32 * 1024**2
+"""Links are bounded by the number of tensors that are on their way; this bounds what their copies take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,20 +31,23 @@ class GlooGroups:
     links: Mapping[Link, dist.ProcessGroup]
 
 
-class GlooExchange:
+class GlooExchange(SendsAtOnce):
     """HostExchange over Gloo process groups; see the module."""
+
+    link_bytes = LINK_BYTES
 
     def __init__(self, groups: GlooGroups, *, rank: int, timeout_s: float) -> None:
         self._rank = rank
         self._waits = waits = GlooWaits(timeout_s=timeout_s)
+        self._counter = counter = TrafficCounter()
         self._groups = {
-            ranks: GlooRounds(group, ranks, rank=rank, waits=waits)
+            ranks: GlooRounds(group, ranks, rank=rank, waits=waits, counter=counter)
             for ranks, group in groups.rounds.items()
             if rank in ranks
         }
         self._world = self._groups[next(iter(groups.rounds))]
         self._links = {
-            link: GlooLink(group, link, waits=waits)
+            link: GlooLink(group, link, waits=waits, counter=counter)
             for link, group in groups.links.items()
             if rank in (link.source, *link.receivers)
         }
@@ -51,6 +59,10 @@ class GlooExchange:
     @property
     def world_size(self) -> int:
         return self._world.world_size
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._counter.total()
 
     def all_reduce(self, tensor: torch.Tensor, contributors: Sequence[int]) -> None:
         self._world.all_reduce(tensor, contributors)

@@ -16,17 +16,19 @@ import torch.distributed as dist
 from hetero_worker.distributed.exchange import Arrived, PendingTensor
 from hetero_worker.distributed.gloo_rounds import GlooWaits, start_broadcast
 from hetero_worker.distributed.routes import Link
+from hetero_worker.distributed.traffic import TrafficCounter
 from hetero_worker.errors import ExchangeTimeout
 
-_MAX_UNSENT: Final = 16
+MAX_UNSENT: Final = 16
 """Tensors that may be on their way over one link: each is a copy in memory."""
 
 
 class GlooLink:
     """One rank's end of a link, whichever it is. In order."""
 
-    def __init__(self, group: dist.ProcessGroup, link: Link, *, waits: GlooWaits) -> None:
+    def __init__(self, group: dist.ProcessGroup, link: Link, *, waits: GlooWaits, counter: TrafficCounter) -> None:
         self._group = group
+        self._counter = counter
         self._link = link
         self._waits = waits
         self._unsent: deque[dist.Work] = deque()
@@ -34,10 +36,11 @@ class GlooLink:
     def send(self, tensor: torch.Tensor) -> None:
         self._waits.check_open()
         deadline = self._waits.deadline()
-        while self._unsent and (len(self._unsent) >= _MAX_UNSENT or self._unsent[0].is_completed()):
+        while self._unsent and (len(self._unsent) >= MAX_UNSENT or self._unsent[0].is_completed()):
             if not self._waits.await_work(self._unsent.popleft(), deadline):
                 raise ExchangeTimeout(self._late(self._link.receivers, "take what was sent to them"))
         if tensor.numel():
+            self._counter.count_message(tensor.nbytes)
             self._unsent.append(start_broadcast(tensor.clone(), self._link.source, self._group))
 
     def receive(self, out: torch.Tensor) -> PendingTensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Final
 
@@ -20,24 +20,33 @@ import torch
 import torch.distributed as dist
 
 from hetero_worker.distributed.reduction import check_summable, sum_in_order
+from hetero_worker.distributed.traffic import TrafficCounter
 from hetero_worker.errors import ExchangeAborted, ExchangeError, ExchangeTimeout
 
 _POLL: Final = timedelta(milliseconds=20)
 
 
 class GlooWaits:
-    """How one rank waits for what it has asked of Gloo. One thread waits; any thread may abort."""
+    """How one rank waits for what it has asked of Gloo. One thread waits; any thread may abort.
 
-    def __init__(self, *, timeout_s: float) -> None:
+    `aborted` is asked too: an abort may come before anybody knows these waits.
+    """
+
+    def __init__(self, *, timeout_s: float, aborted: Callable[[], bool] = lambda: False) -> None:
         self.timeout_s = timeout_s
+        self._aborted_elsewhere = aborted
         self._aborted = False
 
     def abort(self) -> None:
         self._aborted = True
 
     def check_open(self) -> None:
-        if self._aborted:
+        if self._is_aborted:
             raise ExchangeAborted("the epoch was aborted")
+
+    @property
+    def _is_aborted(self) -> bool:
+        return self._aborted or self._aborted_elsewhere()
 
     def deadline(self) -> float:
         return time.monotonic() + self.timeout_s
@@ -47,7 +56,7 @@ class GlooWaits:
         while not work.is_completed():
             with contextlib.suppress(RuntimeError):  # the poll's own timeout, or a failure that is told below
                 work.wait(_POLL)
-            if self._aborted:
+            if self._is_aborted:
                 raise ExchangeAborted("the epoch was aborted while waiting for a peer")
             if time.monotonic() > deadline:
                 return work.is_completed()
@@ -69,8 +78,17 @@ def start_broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup)
 class GlooRounds:
     """One rank's end; see the module. Ranks are named by their number in the whole group."""
 
-    def __init__(self, group: dist.ProcessGroup, ranks: tuple[int, ...], *, rank: int, waits: GlooWaits) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        ranks: tuple[int, ...],
+        *,
+        rank: int,
+        waits: GlooWaits,
+        counter: TrafficCounter | None = None,
+    ) -> None:
         self._group = group
+        self._counter = counter or TrafficCounter()
         self._ranks = ranks
         self._rank = rank
         self._waits = waits
@@ -110,6 +128,8 @@ class GlooRounds:
         self._waits.check_open()
         deadline = self._waits.deadline()
         pending = {source: start_broadcast(part, source, self._group) for source, part in parts.items() if part.numel()}
+        if pending:
+            self._counter.count_round(parts[self._rank].nbytes if self._rank in parts else 0)
         for work in pending.values():
             if not self._waits.await_work(work, deadline):
                 raise ExchangeTimeout(self._late(pending))

@@ -1,9 +1,18 @@
 """Who exchanges with whom, beside the rounds of the whole group: read from the shard plan.
 
-A pipeline's stage sums among its own ranks, in a *subgroup*; between stages hidden states travel over a *link*, from
-the first rank of one stage to those of the next that do not have them yet. Every rank derives the same routes from
-the same plan, so all can make the same process groups in the same order. A plan with one stage that all ranks work
-on has no routes: everything is a round of the group.
+Three kinds of path:
+
+* the ranks that hold a stage's residual stream sum among themselves, in a *subgroup*, and so do those that hold the
+  embedding with the first stage's holders;
+* between stages hidden states travel over a *hop*: a link from the leader of one stage to those holders of the next
+  that do not have them yet, at last to the ranks of the output head;
+* a stage's leader *lends* its helpers the hidden states of each layer over one link, and each helper *returns* its
+  partial sum over a link of its own.
+
+Every rank derives the same routes from the same plan, so all can make the same process groups in the same order. Where
+there are GPU ranks ([0, num_gpu_ranks)), those of a subgroup sum on their devices, and the first of them alone meets
+the CPU ranks on the host; a link between GPU ranks only is the devices' too. A plan with one stage whose holders are
+all ranks needs no routes: everything is a round of the group.
 """
 
 from __future__ import annotations
@@ -13,7 +22,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from hetero_api.sharding import ShardPlan
+from hetero_api.sharding import ShardPlan, Stage
+
+Ranks = tuple[int, ...]
+"""Ascending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,42 +33,108 @@ class Link:
     """A one-way path; what is sent arrives in order."""
 
     number: int
-    """Which hop of the pipeline it serves: two hops between the same ranks are two links."""
+    """Tells it from the plan's other links: two hops between the same ranks are two links."""
     source: int
-    receivers: tuple[int, ...]
+    receivers: Ranks
     """Ascending, without the source; at least one."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """All that it connects, ascending."""
+        return tuple(sorted((self.source, *self.receivers)))
 
 
 @dataclass(frozen=True, slots=True)
 class Routes:
     """What an exchange has to be able to do beside rounds of the whole group."""
 
-    subgroups: tuple[tuple[int, ...], ...] = ()
-    """Ranks, ascending; two at least, and never all."""
+    subgroups: tuple[Ranks, ...] = ()
+    """Two ranks at least, and never all."""
     links: tuple[Link, ...] = ()
 
 
 NO_ROUTES: Final = Routes()
 
 
-def routes_of(plan: ShardPlan) -> Routes:
-    """All subgroups and links that a decoder with this plan uses."""
-    groups = [input_ranks(plan), *(stage.ranks for stage in plan.stages())]
+@dataclass(frozen=True, slots=True)
+class HelperLinks:
+    """The paths between a stage's leader and its helpers."""
+
+    lend: Link
+    """From the leader to all helpers."""
+    returns: tuple[Link, ...]
+    """From each helper to the leader, in rank order."""
+
+
+def routes_of(plan: ShardPlan, num_gpu_ranks: int = 0) -> Routes:
+    """All subgroups and links of the host that a decoder with this plan uses."""
+    groups = (host_part(ranks, num_gpu_ranks) for ranks in _sum_groups(plan))
     useful = (ranks for ranks in groups if 1 < len(ranks) < plan.world_size)
-    return Routes(tuple(dict.fromkeys(useful)), tuple(link for link in hops(plan) if link is not None))
+    links = tuple(link for link in _links(plan) if not is_device_link(link, num_gpu_ranks))
+    return Routes(tuple(dict.fromkeys(useful)), links)
 
 
-def input_ranks(plan: ShardPlan) -> tuple[int, ...]:
-    """Ranks among which embeddings are summed: those that hold rows, and the first stage, which needs the sums."""
-    return tuple(sorted({*plan.embedding_owners(), *plan.stages()[0].ranks}))
+def device_routes_of(plan: ShardPlan, num_gpu_ranks: int) -> Routes:
+    """The same of the devices of GPU ranks; the subgroup of all GPU ranks is among the subgroups if it is used."""
+    groups = (device_part(ranks, num_gpu_ranks) for ranks in _sum_groups(plan))
+    links = tuple(link for link in _links(plan) if is_device_link(link, num_gpu_ranks))
+    return Routes(tuple(dict.fromkeys(ranks for ranks in groups if len(ranks) > 1)), links)
+
+
+def host_part(ranks: Ranks, num_gpu_ranks: int) -> Ranks:
+    """Those of a subgroup that meet on the host: its first GPU rank and its CPU ranks."""
+    return (*device_part(ranks, num_gpu_ranks)[:1], *(rank for rank in ranks if rank >= num_gpu_ranks))
+
+
+def device_part(ranks: Ranks, num_gpu_ranks: int) -> Ranks:
+    """A subgroup's GPU ranks."""
+    return tuple(rank for rank in ranks if rank < num_gpu_ranks)
+
+
+def is_device_link(link: Link, num_gpu_ranks: int) -> bool:
+    """Whether it connects GPU ranks only."""
+    return link.ranks[-1] < num_gpu_ranks
+
+
+def input_ranks(plan: ShardPlan) -> Ranks:
+    """Ranks among which embeddings are summed: those that hold rows, and the first stage's holders, which need them."""
+    return tuple(sorted({*plan.embedding_owners(), *plan.stages()[0].holders}))
 
 
 def hops(plan: ShardPlan) -> list[Link | None]:
     """Entry k leads from stage k to the next one, the last to the output head; None where all have the states."""
-    ranks: list[Sequence[int]] = [*(stage.ranks for stage in plan.stages()), plan.head_owners()]
+    ranks: list[Sequence[int]] = [*(stage.holders for stage in plan.stages()), plan.head_owners()]
     return [_hop(k, here, there) for k, (here, there) in enumerate(itertools.pairwise(ranks))]
+
+
+def helper_links(plan: ShardPlan) -> list[HelperLinks | None]:
+    """Entry k is stage k's; None where nobody helps. Stages with the same leader and helpers share theirs."""
+    stages = plan.stages()
+    numbers = itertools.count(len(stages))
+    made: dict[tuple[int, Ranks], HelperLinks] = {}
+    for stage in stages:
+        if stage.helpers and (stage.leader, stage.helpers) not in made:
+            made[stage.leader, stage.helpers] = _helper_links(stage, numbers)
+    return [made.get((stage.leader, stage.helpers)) for stage in stages]
+
+
+def _sum_groups(plan: ShardPlan) -> list[Ranks]:
+    return [input_ranks(plan), *(stage.holders for stage in plan.stages())]
+
+
+def _links(plan: ShardPlan) -> list[Link]:
+    """Hops, then what helpers need, by their numbers."""
+    lanes = [links for links in dict.fromkeys(helper_links(plan)) if links is not None]
+    between = [link for link in hops(plan) if link is not None]
+    return [*between, *(link for lane in lanes for link in (lane.lend, *lane.returns))]
 
 
 def _hop(number: int, here: Sequence[int], there: Iterable[int]) -> Link | None:
     receivers = tuple(rank for rank in there if rank not in here)
     return Link(number, here[0], receivers) if receivers else None
+
+
+def _helper_links(stage: Stage, numbers: Iterable[int]) -> HelperLinks:
+    number = iter(numbers)
+    lend = Link(next(number), stage.leader, stage.helpers)
+    return HelperLinks(lend, tuple(Link(next(number), helper, (stage.leader,)) for helper in stage.helpers))

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch's stubs omit them
+from torch.distributed import PrefixStore as PrefixStore  # type: ignore[attr-defined]  # as below; others take it from here
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs omit them
 
 from hetero_worker.errors import ExchangeAborted, ExchangeError, ExchangeTimeout
 
@@ -89,7 +90,7 @@ def open_store(
     Raises ExchangeTimeout naming the ranks that did not come, ExchangeAborted, ExchangeError.
     """
     host, port = parse_address(address)
-    wait = _Wait(time.monotonic() + timeout_s, timeout_s, aborted)
+    wait = Wait.begin(timeout_s, aborted)
     try:
         if rank == 0:
             store = _host_store(host, port, listener)
@@ -98,7 +99,7 @@ def open_store(
             store = TCPStore(host, port, is_master=False, timeout=_CONNECT, wait_for_workers=False)
         store.set_timeout(timedelta(seconds=timeout_s))
         shared = PrefixStore(f"epoch-{epoch}", store)
-        _await_all(shared, rank, world_size, wait)
+        await_all(shared, "here", rank=rank, world_size=world_size, wait=wait)
     except RuntimeError as error:  # torch's DistError
         reason = str(error).partition("\n")[0]
         raise ExchangeError(f"rendezvous store {address}: {reason}") from error
@@ -106,12 +107,16 @@ def open_store(
 
 
 @dataclass(frozen=True, slots=True)
-class _Wait:
+class Wait:
     """One bounded wait in polls that an Abort ends."""
 
     deadline_s: float
     timeout_s: float
     aborted: Callable[[], bool]
+
+    @classmethod
+    def begin(cls, timeout_s: float, aborted: Callable[[], bool]) -> Wait:
+        return cls(time.monotonic() + timeout_s, timeout_s, aborted)
 
     def pause(self, missing: str) -> None:
         if self.aborted():
@@ -132,7 +137,7 @@ def _host_store(host: str, port: int, listener: StoreListener) -> TCPStore:
     )
 
 
-def _await_listening(host: str, port: int, wait: _Wait) -> None:
+def _await_listening(host: str, port: int, wait: Wait) -> None:
     while True:
         try:
             socket.create_connection((host, port), timeout=_CONNECT.total_seconds()).close()
@@ -141,8 +146,9 @@ def _await_listening(host: str, port: int, wait: _Wait) -> None:
             wait.pause("rank 0")
 
 
-def _await_all(store: PrefixStore, rank: int, world_size: int, wait: _Wait) -> None:
-    store.set(f"rank-{rank}", "here")
+def await_all(store: PrefixStore, what: str, *, rank: int, world_size: int, wait: Wait) -> None:
+    """Until every rank is here for `what`, each of which is met for once. Raises as Wait.pause, and RuntimeError."""
+    store.set(f"{what}-{rank}", "here")
     missing = list(range(world_size))
-    while missing := [peer for peer in missing if not store.check([f"rank-{peer}"])]:
+    while missing := [peer for peer in missing if not store.check([f"{what}-{peer}"])]:
         wait.pause(f"rank(s) {', '.join(map(str, missing))}")

@@ -19,6 +19,7 @@ from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.layers.norm import HeadNorms, RmsNorm
 from hetero_worker.layers.rotary import Rotation
 from hetero_worker.memory.loader import Checkpoint
+from hetero_worker.platforms.base import HOST
 
 
 class SelfAttention:
@@ -53,12 +54,19 @@ class SelfAttention:
         parts = (self._norm, self._qkv, self._output, self._head_norms)
         return sum(part.weight_bytes(dtype) for part in parts if part is not None)
 
-    def load(self, checkpoint: Checkpoint, *, dtype: torch.dtype, kernel: LinearKernel) -> None:
-        self._norm.load(checkpoint, dtype=dtype)
-        self._qkv.load(checkpoint, dtype=dtype, kernel=kernel)
-        self._output.load(checkpoint, dtype=dtype, kernel=kernel)
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        parts = (self._norm, self._qkv, self._output, self._head_norms)
+        return tuple(tensor for part in parts if part is not None for tensor in part.tensors)
+
+    def load(
+        self, checkpoint: Checkpoint, *, dtype: torch.dtype, kernel: LinearKernel, device: torch.device = HOST
+    ) -> None:
+        self._norm.load(checkpoint, dtype=dtype, device=device)
+        self._qkv.load(checkpoint, dtype=dtype, kernel=kernel, device=device)
+        self._output.load(checkpoint, dtype=dtype, kernel=kernel, device=device)
         if self._head_norms is not None:
-            self._head_norms.load(checkpoint, dtype=dtype)
+            self._head_norms.load(checkpoint, dtype=dtype, device=device)
 
     def __call__(
         self, hidden: torch.Tensor, rotation: Rotation, attention: StepAttention, cache: LayerCache
@@ -93,10 +101,16 @@ class GatedMlp:
         """Once loaded."""
         return sum(part.weight_bytes(dtype) for part in (self._norm, self._gate_up, self._down))
 
-    def load(self, checkpoint: Checkpoint, *, dtype: torch.dtype, kernel: LinearKernel) -> None:
-        self._norm.load(checkpoint, dtype=dtype)
-        self._gate_up.load(checkpoint, dtype=dtype, kernel=kernel)
-        self._down.load(checkpoint, dtype=dtype, kernel=kernel)
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor for part in (self._norm, self._gate_up, self._down) for tensor in part.tensors)
+
+    def load(
+        self, checkpoint: Checkpoint, *, dtype: torch.dtype, kernel: LinearKernel, device: torch.device = HOST
+    ) -> None:
+        self._norm.load(checkpoint, dtype=dtype, device=device)
+        self._gate_up.load(checkpoint, dtype=dtype, kernel=kernel, device=device)
+        self._down.load(checkpoint, dtype=dtype, kernel=kernel, device=device)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [tokens, hidden] → partial [tokens, hidden]."""

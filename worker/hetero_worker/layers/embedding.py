@@ -12,6 +12,7 @@ from hetero_api.sharding import UnitRange
 from hetero_worker.layers.linear import ShardedLinear
 from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.memory.loader import Checkpoint, TensorSlice
+from hetero_worker.platforms.base import HOST
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -36,15 +37,19 @@ class ShardedEmbedding:
         """[rows of this rank, hidden]; a tied output head packs it."""
         return self._weight
 
-    def load(self, checkpoint: Checkpoint, *, dtype: torch.dtype) -> None:
-        self._weight = torch.empty(self._source.shape, dtype=dtype)
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self._weight,)
+
+    def load(self, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device = HOST) -> None:
+        self._weight = torch.empty(self._source.shape, dtype=dtype, device=device)
         checkpoint.read(self._source, self._weight)
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 [tokens] → [tokens, hidden]: zero where another rank holds the row; the sum over ranks is whole."""
         found = F.embedding(token_ids, self._weight) if self._is_whole else self._own(token_ids)
         # The scale is rounded to the weight's type, as the models were trained.
-        return found if self._scale == 1.0 else found.mul_(torch.tensor(self._scale, dtype=found.dtype))
+        return found if self._scale == 1.0 else found.mul_(torch.tensor(self._scale, dtype=found.dtype).item())
 
     def _own(self, token_ids: torch.Tensor) -> torch.Tensor:
         local = token_ids - self._rows.begin
@@ -74,14 +79,25 @@ class OutputHead:
         """Once loaded, beside the embedding's: 0 when the kernel works on the embedding's own rows."""
         return self._linear.weight_bytes(dtype) if kernel.copies_weight or not self._shares_rows else 0
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Beside the embedding's."""
+        return self._linear.tensors
+
     def load(
-        self, checkpoint: Checkpoint, embedding: ShardedEmbedding | None, *, dtype: torch.dtype, kernel: LinearKernel
+        self,
+        checkpoint: Checkpoint,
+        embedding: ShardedEmbedding | None,
+        *,
+        dtype: torch.dtype,
+        kernel: LinearKernel,
+        device: torch.device = HOST,
     ) -> None:
         """`embedding` is this rank's, loaded, if it has one."""
         if self._shares_rows and embedding is not None:
             self._linear.tie(embedding.weight, kernel)
         else:
-            self._linear.load(checkpoint, dtype=dtype, kernel=kernel)
+            self._linear.load(checkpoint, dtype=dtype, kernel=kernel, device=device)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] → float32 [rows, vocabulary rows of this rank]."""

@@ -1,8 +1,8 @@
 """Linear layers of one rank's shard, each with its own loading rule.
 
 A layer is told at construction which slices of the checkpoint it is made of, stacked along its output rows
-(fused q, k, v; fused gate and up). Loading reads them into one weight, packs it for the kernel and lets the
-unpacked weight go. A rank that owns nothing of a layer has no such object.
+(fused q, k, v; fused gate and up). Loading reads them into one weight on the rank's device, packs it for the kernel
+and lets the unpacked weight go where packing copies it. A rank that owns nothing of a layer has no such object.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from hetero_api.model_parts import ExpertsConfig
 from hetero_api.sharding import UnitRange
 from hetero_worker.layers.linear_kernels import LinearKernel, PackedWeight
 from hetero_worker.memory.loader import Checkpoint, TensorSlice
+from hetero_worker.platforms.base import HOST
 
 
 class ShardedLinear:
@@ -27,6 +28,7 @@ class ShardedLinear:
         self._biases = tuple(biases)
         self._packed: PackedWeight = _not_loaded
         self._bias: torch.Tensor | None = None
+        self._tensors: tuple[torch.Tensor, ...] = ()
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -37,17 +39,27 @@ class ShardedLinear:
         """Once loaded."""
         return (math.prod(self.shape) + sum(part.shape[0] for part in self._biases)) * dtype.itemsize
 
-    def load(self, checkpoint: Checkpoint, *, dtype: torch.dtype, kernel: LinearKernel) -> None:
-        weight = torch.empty(self.shape, dtype=dtype)
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What of the weights lies in tensors: nothing that a kernel has packed its own way, nor what is tied."""
+        return self._tensors
+
+    def load(
+        self, checkpoint: Checkpoint, *, dtype: torch.dtype, kernel: LinearKernel, device: torch.device = HOST
+    ) -> None:
+        weight = torch.empty(self.shape, dtype=dtype, device=device)
         checkpoint.read_all(self._weights, weight)
         if self._biases:
-            self._bias = torch.empty(self.shape[0], dtype=dtype)
+            self._bias = torch.empty(self.shape[0], dtype=dtype, device=device)
             checkpoint.read_all(self._biases, self._bias)
         self._packed = kernel.pack(weight)
+        kept = () if kernel.copies_weight else (weight,)
+        self._tensors = kept if self._bias is None else (*kept, self._bias)
 
     def tie(self, weight: torch.Tensor, kernel: LinearKernel) -> None:
         """Use a weight that another layer loaded and keeps."""
         self._packed = kernel.pack(weight)
+        self._tensors = ()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in] → [rows, out]."""

@@ -5,11 +5,14 @@ must be the same on all of them: a token whose second-best expert is one on this
 get both, or neither. So the router is computed in float64 from the residual stream, which is the same everywhere to
 the last bit, and its result rounded to float32: ranks whose kernels or cores add in another order still agree, and
 experts that tie do so on every rank, where the lower number wins.
+
+Which experts a rank holds may change between two steps (`read`, then `hold`); the router is the same whatever they are.
+Each rank counts the tokens that chose its own experts: it has these numbers at hand, so counting costs nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -17,42 +20,105 @@ import torch
 from hetero_api.errors import PlanError
 from hetero_api.model_config import ModelConfig
 from hetero_api.model_parts import ExpertsConfig
-from hetero_api.sharding import UnitRange
 from hetero_worker.layers.activation import gated
 from hetero_worker.layers.linear import expert_down_linear, expert_gate_up_linear
 from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.layers.norm import RmsNorm
 from hetero_worker.memory.budget import EXPERT_ROWS
 from hetero_worker.memory.loader import Checkpoint, TensorSlice
+from hetero_worker.platforms.base import HOST
 
 
 class ExpertMlp:
     """norm → router → each own expert's gated MLP on its tokens → their sum, weighted by the router."""
 
-    def __init__(self, config: ModelConfig, layer: int, own: UnitRange, *, norm: RmsNorm) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        own: Collection[int],
+        *,
+        norm: RmsNorm,
+        make_router: MakeRouter | None = None,
+    ) -> None:
+        """`own`: numbers of the experts that this rank holds, at least one, in any order."""
         if config.experts is None or layer not in config.experts.layers:
             raise PlanError(f"the plan deals experts of layer {layer}, which is dense")
-        prefix = f"model.layers.{layer}.{config.experts.names.block}"
+        self._prefix = f"model.layers.{layer}.{config.experts.names.block}"
+        self._config = config
+        self._shape = config.experts
         self._norm = norm
-        self._router = _Router(config.experts, f"{prefix}.gate.weight", config.hidden_size, norm)
-        self._begin = own.begin
-        self._experts = [_Expert(config, config.experts, f"{prefix}.experts.{i}") for i in range(own.begin, own.end)]
+        make_router = make_router or Router
+        self._router = make_router(config.experts, f"{self._prefix}.gate.weight", config.hidden_size, norm)
+        self._device = HOST
+        self._experts: dict[int, Expert] = {}
+        self.hold({number: self._new_expert(number) for number in own})
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Of the experts that this rank holds, ascending."""
+        return tuple(self._experts)
 
     @property
     def linear_shapes(self) -> tuple[tuple[int, int], ...]:
         """An expert's; all are alike."""
-        return self._experts[0].linear_shapes
+        return self._any_expert.linear_shapes
+
+    def expert_bytes(self, dtype: torch.dtype) -> int:
+        """Of each expert, once loaded."""
+        return self._any_expert.weight_bytes(dtype)
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Once loaded."""
-        experts = sum(expert.weight_bytes(dtype) for expert in self._experts)
+        experts = len(self._experts) * self.expert_bytes(dtype)
         return self._norm.weight_bytes(dtype) + self._router.weight_bytes + experts
 
-    def load(self, checkpoint: Checkpoint, *, dtype: torch.dtype, kernel: LinearKernel) -> None:
-        self._norm.load(checkpoint, dtype=dtype)
-        self._router.load(checkpoint)
-        for expert in self._experts:
-            expert.load(checkpoint, dtype=dtype, kernel=kernel)
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        experts = (tensor for expert in self._experts.values() for tensor in expert.tensors)
+        return *self._norm.tensors, *self._router.tensors, *experts
+
+    def load(
+        self, checkpoint: Checkpoint, *, dtype: torch.dtype, kernel: LinearKernel, device: torch.device = HOST
+    ) -> None:
+        self._device = device
+        self._norm.load(checkpoint, dtype=dtype, device=device)
+        self._router.load(checkpoint, device)
+        for expert in self._experts.values():
+            expert.load(checkpoint, dtype=dtype, kernel=kernel, device=device)
+        self.hold(self._experts)
+
+    def read(
+        self, numbers: Collection[int], checkpoint: Checkpoint, *, dtype: torch.dtype, kernel: LinearKernel
+    ) -> dict[int, Expert]:
+        """Experts of these numbers, for `hold`: those that are held already, the others read. Changes nothing.
+
+        Raises ModelError.
+        """
+        experts = {number: self._experts.get(number) or self._new_expert(number) for number in numbers}
+        for number in set(numbers) - self._experts.keys():
+            experts[number].load(checkpoint, dtype=dtype, kernel=kernel, device=self._device)
+        return experts
+
+    def hold(self, experts: Mapping[int, Expert]) -> None:
+        """Compute these from now on, and count anew."""
+        self._experts = dict(sorted(experts.items()))
+        # Where an expert's tokens begin and, of the next number, where they end.
+        self._bounds = torch.tensor([(number, number + 1) for number in self._experts], device=self._device)
+        self._chosen = dict.fromkeys(self._experts, 0)
+
+    def take_counts(self) -> list[int]:
+        """How many tokens chose each of the layer's experts since the last time; 0 for those of other ranks."""
+        counts = [self._chosen.get(number, 0) for number in range(self._shape.number)]
+        self._chosen = dict.fromkeys(self._experts, 0)
+        return counts
+
+    @property
+    def _any_expert(self) -> Expert:
+        return next(iter(self._experts.values()))
+
+    def _new_expert(self, number: int) -> Expert:
+        return Expert(self._config, self._shape, f"{self._prefix}.experts.{number}")
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [tokens, hidden] → partial [tokens, hidden]; zero for tokens that have no expert on this rank."""
@@ -65,19 +131,19 @@ class ExpertMlp:
         return partial
 
     def _assignments(self, chosen: torch.Tensor, weights: torch.Tensor) -> Iterator[_Assignment]:
-        """What this rank's experts have to do, in their order; nothing of those that no token wants."""
+        """What this rank's experts have to do, by their numbers; nothing of those that no token wants."""
         order = chosen.reshape(-1).argsort(stable=True)
         rows, shares = order // chosen.shape[1], weights.reshape(-1, 1)[order]
-        bounds = torch.arange(self._begin, self._begin + len(self._experts) + 1)
-        starts = torch.searchsorted(chosen.reshape(-1)[order], bounds).tolist()
-        for expert, start, end in zip(self._experts, starts, starts[1:], strict=False):
+        bounds = torch.searchsorted(chosen.reshape(-1)[order], self._bounds).tolist()
+        for (number, expert), (start, end) in zip(self._experts.items(), bounds, strict=True):
+            self._chosen[number] += end - start
             for begin in range(start, end, EXPERT_ROWS):
                 part = slice(begin, min(begin + EXPERT_ROWS, end))
                 yield _Assignment(expert, rows[part], shares[part])
 
 
-class _Expert:
-    """One expert, whole."""
+class Expert:
+    """One expert, whole: its gated MLP."""
 
     def __init__(self, config: ModelConfig, experts: ExpertsConfig, prefix: str) -> None:
         self._activation = config.activation
@@ -91,9 +157,15 @@ class _Expert:
     def weight_bytes(self, dtype: torch.dtype) -> int:
         return self._gate_up.weight_bytes(dtype) + self._down.weight_bytes(dtype)
 
-    def load(self, checkpoint: Checkpoint, *, dtype: torch.dtype, kernel: LinearKernel) -> None:
-        self._gate_up.load(checkpoint, dtype=dtype, kernel=kernel)
-        self._down.load(checkpoint, dtype=dtype, kernel=kernel)
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return *self._gate_up.tensors, *self._down.tensors
+
+    def load(
+        self, checkpoint: Checkpoint, *, dtype: torch.dtype, kernel: LinearKernel, device: torch.device = HOST
+    ) -> None:
+        self._gate_up.load(checkpoint, dtype=dtype, kernel=kernel, device=device)
+        self._down.load(checkpoint, dtype=dtype, kernel=kernel, device=device)
 
     def __call__(self, normed: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] → [rows, hidden]."""
@@ -103,14 +175,14 @@ class _Expert:
 class _Assignment(NamedTuple):
     """Rows that an expert computes."""
 
-    expert: _Expert
+    expert: Expert
     rows: torch.Tensor
     """int64 [rows]."""
     shares: torch.Tensor
     """float32 [rows, 1]: what the expert's result is multiplied by."""
 
 
-class _Router:
+class Router:
     """Chooses each token's experts. It holds the router's weight and the norm's, multiplied, in float64."""
 
     def __init__(self, experts: ExpertsConfig, name: str, hidden_size: int, norm: RmsNorm) -> None:
@@ -124,9 +196,13 @@ class _Router:
         """Once loaded."""
         return self._source.shape[0] * self._source.shape[1] * torch.float64.itemsize
 
-    def load(self, checkpoint: Checkpoint) -> None:
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self._weight,)
+
+    def load(self, checkpoint: Checkpoint, device: torch.device) -> None:
         """After the norm."""
-        self._weight = torch.empty(self._source.shape, dtype=torch.float64)
+        self._weight = torch.empty(self._source.shape, dtype=torch.float64, device=device)
         checkpoint.read(self._source, self._weight)
         self._weight.mul_(self._norm.weight)
 
@@ -139,3 +215,7 @@ class _Router:
         chosen = logits.argsort(dim=1, descending=True, stable=True)[:, : self._experts.per_token]
         weights = logits.softmax(dim=1).gather(1, chosen)
         return chosen, weights / weights.sum(dim=1, keepdim=True) if self._experts.normalised else weights
+
+
+MakeRouter = Callable[[ExpertsConfig, str, int, RmsNorm], Router]
+"""From experts, the name of the router's weight, hidden size and the norm before it."""

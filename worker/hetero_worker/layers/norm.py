@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from hetero_worker.memory.loader import Checkpoint, TensorSlice
+from hetero_worker.platforms.base import HOST
 
 
 class RmsNorm:
@@ -31,12 +32,16 @@ class RmsNorm:
         """[width], the offset added."""
         return self._weight
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self._weight,)
+
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Once loaded."""
         return self._shape[0] * _kept_dtype(dtype, self._offset).itemsize
 
-    def load(self, checkpoint: Checkpoint, *, dtype: torch.dtype) -> None:
-        self._weight = _read(checkpoint, self._source, dtype=dtype, offset=self._offset)
+    def load(self, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device = HOST) -> None:
+        self._weight = _read(checkpoint, self._source, dtype=dtype, offset=self._offset).to(device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if x.dtype == self._weight.dtype:
@@ -63,12 +68,16 @@ class HeadNorms:
         """Once loaded."""
         return sum(self._sources.values()) * self._head_dim * _kept_dtype(dtype, self._offset).itemsize
 
-    def load(self, checkpoint: Checkpoint, *, dtype: torch.dtype) -> None:
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self._weight,)
+
+    def load(self, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device = HOST) -> None:
         parts = [
             _read(checkpoint, source, dtype=dtype, offset=self._offset).expand(heads, -1)
             for source, heads in self._sources.items()
         ]
-        self._weight = torch.cat(parts)
+        self._weight = torch.cat(parts).to(device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         normed = F.rms_norm(x.to(self._weight.dtype), [self._head_dim], eps=self._eps)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from hetero_api.model_config import RopeConfig
+from hetero_worker.platforms.base import HOST
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +32,29 @@ class Rotation:
 class RotaryTables:
     """cos and sin of every position up to the longest sequence, for layers some of which rotate otherwise."""
 
-    def __init__(self, ropes: Sequence[RopeConfig], *, head_dim: int, max_length: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        ropes: Sequence[RopeConfig],
+        *,
+        head_dim: int,
+        max_length: int,
+        dtype: torch.dtype,
+        device: torch.device = HOST,
+    ) -> None:
         distinct = list(dict.fromkeys(ropes))
         self._of_layer = [distinct.index(rope) for rope in ropes]
-        self._tables = [_RotaryTable(rope, head_dim, max_length, dtype) for rope in distinct]
+        self._tables = [_RotaryTable(rope, head_dim, max_length, dtype, device) for rope in distinct]
 
     @property
     def num_bytes(self) -> int:
         return sum(table.num_bytes for table in self._tables)
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor for table in self._tables for tensor in table.tensors)
+
     def at(self, positions: torch.Tensor) -> list[Rotation]:
-        """One a layer; layers that rotate alike share it. `positions`: int64 [tokens]."""
+        """One a layer; layers that rotate alike share it. `positions`: int64 [tokens], on the tables' device."""
         rotations = [table.at(positions) for table in self._tables]
         return [rotations[table] for table in self._of_layer]
 
@@ -49,16 +62,23 @@ class RotaryTables:
 class _RotaryTable:
     """Of one kind of rotation."""
 
-    def __init__(self, rope: RopeConfig, head_dim: int, max_length: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, rope: RopeConfig, head_dim: int, max_length: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         frequencies = torch.tensor(rope.inverse_frequencies(head_dim), dtype=torch.float32)
+        # Computed on the host wherever it goes: ranks of different kinds rotate by the same bits.
         angles = torch.outer(torch.arange(max_length, dtype=torch.float32), frequencies)
         cos, sin = angles.cos(), angles.sin()
-        self._cos = torch.cat([cos, cos], dim=-1).to(dtype).unsqueeze(1)
-        self._signed_sin = torch.cat([-sin, sin], dim=-1).to(dtype).unsqueeze(1)
+        self._cos = torch.cat([cos, cos], dim=-1).to(dtype).unsqueeze(1).to(device)
+        self._signed_sin = torch.cat([-sin, sin], dim=-1).to(dtype).unsqueeze(1).to(device)
 
     @property
     def num_bytes(self) -> int:
         return self._cos.nbytes + self._signed_sin.nbytes
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self._cos, self._signed_sin
 
     def at(self, positions: torch.Tensor) -> Rotation:
         """`positions`: int64 [tokens]."""

@@ -16,7 +16,7 @@ import torch
 
 from hetero_api.sharding import UnitRange
 from hetero_api.v1 import logprobs_pb2
-from hetero_worker.distributed.exchange import HostExchange
+from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.sampling.draw_batch import UNDECIDED, DrawBatch, decide_whole
 from hetero_worker.sampling.logprobs import ShardLogprobs, TokenTarget, count_before, decide_logprobs, pack_shard
 from hetero_worker.sampling.request import SamplingRow
@@ -38,7 +38,7 @@ def sample_tokens(
     rows: Sequence[SamplingRow],
     *,
     head_ranges: Sequence[UnitRange],
-    exchange: HostExchange,
+    exchange: Exchange,
 ) -> SampledRows:
     """Draw a token for each row.
 
@@ -59,7 +59,7 @@ def prompt_logprobs(
     num_top: int,
     *,
     head_ranges: Sequence[UnitRange],
-    exchange: HostExchange,
+    exchange: Exchange,
 ) -> list[logprobs_pb2.TokenLogprobs]:
     """Log-probabilities of given tokens, and of the `num_top` likeliest, a row of logits each.
 
@@ -70,7 +70,7 @@ def prompt_logprobs(
     return _logprobs(logits, targets, _Shards(tuple(head_ranges), exchange))
 
 
-def gather_logits(logits: torch.Tensor, head_ranges: Sequence[UnitRange], exchange: HostExchange) -> torch.Tensor:
+def gather_logits(logits: torch.Tensor, head_ranges: Sequence[UnitRange], exchange: Exchange) -> torch.Tensor:
     """Whole rows from all shards, on every rank: float32 [draws, vocabulary]."""
     if exchange.world_size == 1:
         return logits
@@ -85,7 +85,7 @@ class _Shards:
     """Which rank holds which vocabulary rows, and how messages about them get around."""
 
     head_ranges: tuple[UnitRange, ...]
-    exchange: HostExchange
+    exchange: Exchange
 
     @property
     def own(self) -> UnitRange:

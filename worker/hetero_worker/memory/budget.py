@@ -1,6 +1,6 @@
 """How much of a rank's memory is left for the KV cache.
 
-The sum is: memory given - runtime - weights - workspace of the largest step; and no more than what the machine, after
+The sum is: memory given - runtime - weights - workspace of the largest step; and no more than what the device, after
 the load, still has beside the workspace. The workspace computed here is a bound from shapes, good enough to refuse a
 model before it is read; `runners.largest_step` measures it. Nothing here allocates.
 """
@@ -65,7 +65,9 @@ class MemoryBudget:
     workspace_bytes: int
     runtime_bytes: int = RUNTIME_BYTES
     available_bytes: int | None = None
-    """What the machine still had when the weights were in memory; None: not known, or not there yet."""
+    """What the device still had when the weights were in memory; None: not known, or not there yet."""
+    remedy: str = "give the rank more memory (memoryPerRank)"
+    """What gives this rank more memory."""
 
     @property
     def left_bytes(self) -> int:
@@ -81,8 +83,8 @@ class MemoryBudget:
         left = self.left_bytes
         if left <= 0:
             raise MemoryBudgetError(
-                f"no memory is left for the KV cache: {self}; give the rank more memory (memoryPerRank), a "
-                "smaller share, or lower maxNumBatchedTokens or maxModelLen"
+                f"no memory is left for the KV cache: {self}; {self.remedy}, give it a smaller share, or lower "
+                "maxNumBatchedTokens or maxModelLen"
             )
         if not cost.cache_bytes:
             return 0
@@ -97,7 +99,7 @@ class MemoryBudget:
         if self.left_bytes == left or self.available_bytes is None:
             return text
         return (
-            f"{text}, but the machine has {mib(self.available_bytes)} available - {mib(self.workspace_bytes)} "
+            f"{text}, but the device has {mib(self.available_bytes)} available - {mib(self.workspace_bytes)} "
             f"workspace = {mib(self.left_bytes)}"
         )
 

@@ -1,9 +1,10 @@
 """A decoder-only transformer, spread over ranks by a shard plan: over its layers, and within them.
 
 One class serves all supported families: ModelConfig's switches say what differs. The ranks that own something of a
-layer are its stage. Each of them holds the residual stream of all tokens; a layer's halves are computed by those that
-own a part of them and summed by one exchange round each, in which the stage takes part and nobody else. Between stages
-the stream travels, in micro-batches (pipeline.py). With one stage of all ranks nothing travels.
+layer are its stage. Those that own heads hold the residual stream of all tokens; a layer's halves are computed by those
+that own a part of them, and summed by one exchange round each among the holders. Ranks that own no heads help with the
+MLP, by what the holders' leader lends them (lending.py). Between stages the stream travels, in micro-batches
+(pipeline.py). With one stage that all ranks hold nothing travels. A rank that owns nothing computes nothing.
 
 A Decoder is built from shapes alone and weighs nothing until `load`. It keeps no state between steps; the KV
 caches and the exchange are handed in.
@@ -22,21 +23,24 @@ from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan, Stage
 from hetero_worker.attention.base import AttentionBackend, AttentionBatch
 from hetero_worker.attention.kv_cache import LayerCache
-from hetero_worker.distributed.exchange import HostExchange
-from hetero_worker.distributed.routes import input_ranks
+from hetero_worker.distributed.exchange import Exchange
+from hetero_worker.distributed.routes import helper_links, input_ranks
 from hetero_worker.layers.embedding import OutputHead, ShardedEmbedding
 from hetero_worker.layers.linear_kernels import LinearKernel
+from hetero_worker.layers.moe import ExpertMlp
 from hetero_worker.layers.norm import RmsNorm
 from hetero_worker.layers.rotary import RotaryTables
 from hetero_worker.memory.loader import Checkpoint
 from hetero_worker.models.decoder_layer import DecoderLayer
+from hetero_worker.models.lending import Lending
 from hetero_worker.models.micro_batches import CountParts, MicroBatch, best_number, micro_batches
 from hetero_worker.models.pipeline import Pipeline
+from hetero_worker.platforms.base import HOST
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderInput:
-    """One step's tokens."""
+    """One step's tokens; tensors are on the decoder's device."""
 
     token_ids: torch.Tensor
     """int64 [tokens]."""
@@ -60,9 +64,11 @@ class Decoder:
         max_length: int,
         attention: AttentionBackend,
         count_parts: CountParts = best_number,
+        device: torch.device = HOST,
     ) -> None:
         self._config = config
         self._dtype = dtype
+        self.device = device
         self._backend = attention
         self._count_parts = count_parts
         self._rank = rank
@@ -70,8 +76,11 @@ class Decoder:
         self._embedding_owners = plan.embedding_owners()
         self._input_ranks = input_ranks(plan)
         self._pipeline = Pipeline(plan, rank=rank)
+        self._helper_links = dict(zip(plan.stages(), helper_links(plan), strict=True))
         self._layers = [DecoderLayer(config, plan, layer=i, rank=rank) for i in range(config.num_layers)]
-        self._rotary = RotaryTables(config.ropes, head_dim=config.head_dim, max_length=max_length, dtype=dtype)
+        self._rotary = RotaryTables(
+            config.ropes, head_dim=config.head_dim, max_length=max_length, dtype=dtype, device=device
+        )
         self._embedding: ShardedEmbedding | None = None
         self._head: OutputHead | None = None
         self._norm = RmsNorm(
@@ -101,12 +110,23 @@ class Decoder:
     def load(self, checkpoint: Checkpoint, kernel: LinearKernel) -> None:
         """Read this rank's slices. Raises ModelError."""
         if self._embedding is not None:
-            self._embedding.load(checkpoint, dtype=self._dtype)
+            self._embedding.load(checkpoint, dtype=self._dtype, device=self.device)
         if self._head is not None:
-            self._head.load(checkpoint, self._embedding, dtype=self._dtype, kernel=kernel)
-            self._norm.load(checkpoint, dtype=self._dtype)
+            self._head.load(checkpoint, self._embedding, dtype=self._dtype, kernel=kernel, device=self.device)
+            self._norm.load(checkpoint, dtype=self._dtype, device=self.device)
         for layer in self._layers:
-            layer.load(checkpoint, dtype=self._dtype, kernel=kernel)
+            layer.load(checkpoint, dtype=self._dtype, kernel=kernel, device=self.device)
+
+    @property
+    def expert_mlps(self) -> dict[int, ExpertMlp]:
+        """Of the layers whose experts this rank holds some of, ascending."""
+        return {i: layer.mlp for i, layer in enumerate(self._layers) if isinstance(layer.mlp, ExpertMlp)}
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors that this rank's weights lie in, once loaded: not what a kernel has packed its own way."""
+        parts = (self._embedding, self._head, self._norm, self._rotary, *self._layers)
+        return [tensor for part in parts if part is not None for tensor in part.tensors]
 
     def allocate_caches(self, *, num_blocks: int, block_size: int) -> list[LayerCache | None]:
         """One cache a layer; None where this rank holds no heads of it."""
@@ -119,19 +139,16 @@ class Decoder:
                 num_kv_heads=layer.attention.num_kv_heads,
                 head_dim=self._config.head_dim,
                 dtype=self._dtype,
+                device=self.device,
             )
             for layer in self._layers
         ]
 
-    def forward(
-        self, step: DecoderInput, *, caches: Sequence[LayerCache | None], exchange: HostExchange
-    ) -> torch.Tensor:
+    def forward(self, step: DecoderInput, *, caches: Sequence[LayerCache | None], exchange: Exchange) -> torch.Tensor:
         """Logits of this rank's vocabulary rows for the step's draws: float32 [draws, vocabulary rows]."""
         return self.logits(self.hidden(step, caches=caches, exchange=exchange))
 
-    def hidden(
-        self, step: DecoderInput, *, caches: Sequence[LayerCache | None], exchange: HostExchange
-    ) -> torch.Tensor:
+    def hidden(self, step: DecoderInput, *, caches: Sequence[LayerCache | None], exchange: Exchange) -> torch.Tensor:
         """What `logits` takes of the step's logit rows: [rows, hidden]; content only where this rank has a head."""
         number = self._count_parts(len(step.token_ids), self._pipeline.num_stages)
         batches = micro_batches(step.attention, number)
@@ -146,7 +163,7 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Of rows of `hidden`, as many at a time as memory allows: float32 [rows, vocabulary rows of this rank]."""
         if self._head is None or not len(hidden):
-            return torch.empty(len(hidden), 0)
+            return torch.empty(len(hidden), 0, device=self.device)
         return self._head(self._norm(hidden))
 
     def shallow(self) -> Decoder:
@@ -168,12 +185,12 @@ class Decoder:
         """Give up memory that is kept from step to step."""
         self._backend.release()
 
-    def _embed(self, token_ids: torch.Tensor, exchange: HostExchange) -> torch.Tensor:
-        """[tokens, hidden]: the embeddings on the first stage's ranks, of no meaning on others."""
+    def _embed(self, token_ids: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+        """[tokens, hidden]: the embeddings on the first stage's holders, of no meaning on others."""
         if self._embedding is not None:
             hidden = self._embedding(token_ids)
         else:
-            hidden = torch.empty(len(token_ids), self._config.hidden_size, dtype=self._dtype)
+            hidden = torch.empty(len(token_ids), self._config.hidden_size, dtype=self._dtype, device=self.device)
         if self._rank in self._input_ranks and len(self._input_ranks) > 1:
             exchange.among(self._input_ranks).all_reduce(hidden, self._embedding_owners)
         return hidden
@@ -186,13 +203,33 @@ class Decoder:
         *,
         positions: torch.Tensor,
         caches: Sequence[LayerCache | None],
-        exchange: HostExchange,
+        exchange: Exchange,
     ) -> None:
-        """Run the stage's layers over a micro-batch's `hidden` [rows, hidden], in place."""
+        """Run the stage's layers over a micro-batch's `hidden` [rows, hidden], in place; or help with them."""
+        if self._rank not in stage.holders:
+            self._help(stage, hidden, exchange)
+            return
         rotations = self._rotary.at(positions[batch.begin : batch.end])
         attention = self._backend.begin(batch.attention)
-        peers = exchange.among(stage.ranks)
-        for i in range(stage.begin, stage.end):
-            if i in self._skipped:
-                continue
-            self._layers[i](hidden, rotations[i], attention=attention, cache=caches[i], exchange=peers)
+        lending = self._lending(stage, exchange)
+        peers = exchange.among(stage.holders)
+        for i in self._computed(stage):
+            self._layers[i](hidden, rotations[i], attention=attention, cache=caches[i], exchange=peers, lending=lending)
+
+    def _help(self, stage: Stage, like: torch.Tensor, exchange: Exchange) -> None:
+        """Do this rank's part of a stage that others hold; `like` is of a micro-batch's shape."""
+        lending = self._lending(stage, exchange)
+        for i in self._computed(stage):
+            if lending is not None:
+                self._layers[i].help(like, lending)
+
+    def _lending(self, stage: Stage, exchange: Exchange) -> Lending | None:
+        """This rank's end if it is the stage's leader, with helpers, or one of them."""
+        links = self._helper_links[stage]
+        takes_part = self._rank == stage.leader or self._rank in stage.helpers
+        if links is None or not takes_part:
+            return None
+        return Lending(links, exchange, at_once=self.device.type != HOST.type)
+
+    def _computed(self, stage: Stage) -> list[int]:
+        return [i for i in range(stage.begin, stage.end) if i not in self._skipped]

@@ -1,4 +1,4 @@
-"""One decoder layer's part on one rank."""
+"""One decoder layer's part on one rank: a holder's, with the residual stream, or a helper's, without (lending.py)."""
 
 from __future__ import annotations
 
@@ -17,30 +17,35 @@ from hetero_worker.layers.moe import ExpertMlp
 from hetero_worker.layers.norm import RmsNorm
 from hetero_worker.layers.rotary import Rotation
 from hetero_worker.memory.loader import Checkpoint
+from hetero_worker.models.lending import Lending
+from hetero_worker.platforms.base import HOST
 
 
 class DecoderLayer:
-    """Two halves, each summed over its owners by one round; a half is None where the rank owns nothing of it.
+    """Two halves; a half is None where the rank owns nothing of it.
 
-    Some models norm the sums: then every rank of the layer's stage does, since each holds the residual stream.
+    The attention's is summed over the ranks that own heads, the holders, by one round. So is the MLP's, with what the
+    leader has from its helpers in its part. A round among one rank is none. Some models norm the sums: then all
+    holders do, since each has the residual stream.
     """
 
     def __init__(self, config: ModelConfig, plan: ShardPlan, *, layer: int, rank: int) -> None:
         shard = plan.ranks[rank].layers[layer]
         self._attention_owners = plan.attention_owners(layer)
-        self._mlp_owners = plan.mlp_owners(layer) or plan.expert_owners(layer)
+        mlp_owners = plan.mlp_owners(layer) or plan.expert_owners(layer)
+        self._mlp_contributors = _contributors(self._attention_owners, mlp_owners)
         self.attention: SelfAttention | None = None
         self.mlp: GatedMlp | ExpertMlp | None = None
         if shard.kv_heads.size:
             first = self._attention_owners[0] == rank
             self.attention = SelfAttention(config, layer, shard.kv_heads, adds_bias=first)
         if shard.mlp_columns.size:
-            first = self._mlp_owners[0] == rank
+            first = mlp_owners[0] == rank
             self.mlp = GatedMlp(config, layer, shard.mlp_columns, adds_bias=first)
         if shard.experts.size:
-            self.mlp = ExpertMlp(config, layer, shard.experts, norm=mlp_norm(config, layer))
+            self.mlp = ExpertMlp(config, layer, plan.experts_of(rank, layer), norm=mlp_norm(config, layer))
         self._sum_norms: tuple[RmsNorm, ...] = ()
-        if config.post_norms and not shard.is_empty:
+        if config.post_norms and shard.kv_heads.size:
             names = ("post_attention_layernorm", "post_feedforward_layernorm")
             self._sum_norms = tuple(layer_norm(config, layer, name) for name in names)
 
@@ -59,11 +64,17 @@ class DecoderLayer:
         """Once loaded."""
         return sum(part.weight_bytes(dtype) for part in (*self.parts, *self._sum_norms))
 
-    def load(self, checkpoint: Checkpoint, *, dtype: torch.dtype, kernel: LinearKernel) -> None:
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [tensor for part in (*self.parts, *self._sum_norms) for tensor in part.tensors]
+
+    def load(
+        self, checkpoint: Checkpoint, *, dtype: torch.dtype, kernel: LinearKernel, device: torch.device = HOST
+    ) -> None:
         for part in self.parts:
-            part.load(checkpoint, dtype=dtype, kernel=kernel)
+            part.load(checkpoint, dtype=dtype, kernel=kernel, device=device)
         for norm in self._sum_norms:
-            norm.load(checkpoint, dtype=dtype)
+            norm.load(checkpoint, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -73,25 +84,41 @@ class DecoderLayer:
         attention: StepAttention,
         cache: LayerCache | None,
         exchange: SumExchange,
+        lending: Lending | None = None,
     ) -> None:
-        """Add the layer's two halves to the residual stream `hidden` [tokens, hidden], in place.
+        """On a holder: add the layer's two halves to the residual stream `hidden` [tokens, hidden], in place.
 
-        `exchange` is that of all ranks that own something of the layer.
+        `exchange` is that of the layer's holders, `lending` their leader's with its helpers; None elsewhere.
         """
         partial = None
         if self.attention is not None and cache is not None:
             partial = self.attention(hidden, rotation, attention, cache)
         joined = _joined(partial, hidden, self._attention_owners, exchange)
         hidden.add_(self._sum_norms[0](joined) if self._sum_norms else joined)
-        partial = self.mlp(hidden) if self.mlp is not None else None
-        joined = _joined(partial, hidden, self._mlp_owners, exchange)
+        if lending is not None:
+            partial = lending.sum(hidden, self.mlp)
+        else:
+            partial = self.mlp(hidden) if self.mlp is not None else None
+        joined = _joined(partial, hidden, self._mlp_contributors, exchange)
         hidden.add_(self._sum_norms[1](joined) if self._sum_norms else joined)
+
+    def help(self, like: torch.Tensor, lending: Lending) -> None:
+        """On a helper: its part of the MLP of rows that the leader lends; `like` [tokens, hidden] is their shape."""
+        if self.mlp is None:
+            raise ValueError("a rank that owns nothing of a layer cannot help with it")
+        lending.help(like, self.mlp)
+
+
+def _contributors(holders: Sequence[int], mlp_owners: Sequence[int]) -> tuple[int, ...]:
+    """Holders that have a part of the MLP's sum: those that own some of it, and their leader if anybody helps."""
+    is_helped = any(rank not in holders for rank in mlp_owners)
+    return tuple(rank for rank in holders if rank in mlp_owners or (is_helped and rank == holders[0]))
 
 
 def _joined(
     partial: torch.Tensor | None, like: torch.Tensor, owners: Sequence[int], exchange: SumExchange
 ) -> torch.Tensor:
-    """The sum of the owners' partials, on every rank."""
+    """The sum of the owners' partials, on every holder."""
     joined = torch.empty_like(like) if partial is None else partial
     if exchange.world_size > 1:
         exchange.all_reduce(joined, owners)

@@ -5,7 +5,8 @@ its own: receive, compute, send. The list is one order for everybody and a link 
 two ranks can wait for each other; a rank in several stages (uneven shares) only overlaps less. The receipt for the
 next micro-batch is posted before the present one is computed, hence arrives meanwhile.
 
-A rank that does not work in a stage does not see its states: what it holds of them then has no meaning.
+A rank that does not hold a stage does not see its states: what it has of them then has no meaning. One that helps a
+stage's leader does its part of each layer at that place of the list (lending.py).
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from dataclasses import dataclass
 import torch
 
 from hetero_api.sharding import ShardPlan, Stage
-from hetero_worker.distributed.exchange import HostExchange, PendingTensor
+from hetero_worker.distributed.exchange import Exchange, PendingTensor
 from hetero_worker.distributed.routes import Link, hops
 from hetero_worker.models.micro_batches import MicroBatch
 
 Compute = Callable[[MicroBatch, Stage, torch.Tensor], None]
-"""Runs a stage's layers over the micro-batch's rows of the residual stream, in place."""
+"""Runs a stage's layers over the micro-batch's rows of the residual stream, in place; or helps with them."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Visit:
-    """A stage that this rank works in."""
+    """A stage that this rank holds, or helps with: a helper has no arrivals and departures."""
 
     stage: Stage
     arrival: Link | None
@@ -49,9 +50,7 @@ class Pipeline:
         ]
         self.num_stages = len(stages)
 
-    def run(
-        self, hidden: torch.Tensor, batches: Sequence[MicroBatch], compute: Compute, *, exchange: HostExchange
-    ) -> None:
+    def run(self, hidden: torch.Tensor, batches: Sequence[MicroBatch], compute: Compute, *, exchange: Exchange) -> None:
         """Take all rows of `hidden` [tokens, hidden] through the stages, in place."""
         if not self._visits:
             return
@@ -62,8 +61,8 @@ class Pipeline:
             coming.append(_post(following, first, exchange))
             self._take_through(batch, part, coming.pop(0), compute=compute, exchange=exchange)
 
-    def deliver(self, rows: torch.Tensor, *, exchange: HostExchange) -> None:
-        """`rows` of the last stage's states reach, in place, the ranks of the output head that were not in it."""
+    def deliver(self, rows: torch.Tensor, *, exchange: Exchange) -> None:
+        """`rows` of the last stage's states reach, in place, the ranks of the output head that do not hold them."""
         if (link := self._if_source(self._to_head)) is not None:
             exchange.send(rows, link)
         if (link := self._if_receiver(self._to_head)) is not None:
@@ -76,7 +75,7 @@ class Pipeline:
         pending: PendingTensor | None,
         *,
         compute: Compute,
-        exchange: HostExchange,
+        exchange: Exchange,
     ) -> None:
         for visit in self._visits:
             if visit is not self._visits[0]:
@@ -94,6 +93,6 @@ class Pipeline:
         return link if link is not None and self._rank == link.source else None
 
 
-def _post(part: torch.Tensor | None, link: Link | None, exchange: HostExchange) -> PendingTensor | None:
+def _post(part: torch.Tensor | None, link: Link | None, exchange: Exchange) -> PendingTensor | None:
     """The receipt of a micro-batch's states in the rows that they belong to."""
     return None if part is None or link is None else exchange.receive(part, link)

@@ -8,9 +8,9 @@ A new epoch starts again at `attach`; weights survive it, and `load` with an equ
 the exchange may be touched by another thread (its `abort`), which ends a blocked `execute` with
 ExchangeAborted; the runner is then good for `detach` and the next `attach`.
 
-What the whole group does between steps (reset of the cache, sleep, wake, profiles) are plans too: `execute` answers
-these with a report. The group does such a thing as a whole or not at all: ranks prepare it, vote, and then commit it
-or let it go.
+What the whole group does between steps (reset of the cache, sleep, wake, profiles, experts that move) are plans too:
+`execute` answers these with a report. The group does such a thing as a whole or not at all: ranks prepare it, vote, and
+then commit it or let it go.
 
 Errors: ModelError (the directory cannot be served; permanent), MemoryBudgetError (it does not fit; permanent),
 ProtocolError (a plan or an order that does not fit the state), ExchangeError (a peer is gone), WeightsChangedError
@@ -27,7 +27,7 @@ from typing import NamedTuple, Protocol
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import logprobs_pb2, ranks_pb2
-from hetero_worker.distributed.exchange import HostExchange
+from hetero_worker.distributed.exchange import Exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,11 @@ class LoadRequest:
     max_num_seqs: int
     """Most sequences in a step, and the number of slots."""
     memory_bytes: int
-    """Memory that weights, workspace and KV cache of this rank may take together."""
+    """Memory of the device that weights, workspace and KV cache of this rank may take together."""
+    memory_utilization: float = 1.0
+    """The part of it that they may really take."""
+    plan_key: str = ""
+    """Names what the plan was made from; the weights do not depend on it."""
     cache_size_is_given: bool = False
     """Whether somebody else has decided how large the KV cache is, so that the largest step need not be measured."""
 
@@ -96,7 +100,12 @@ def no_masks() -> Sequence[bytes]:
 class Runner(Protocol):
     """Computes one rank's share of every step."""
 
-    def attach(self, exchange: HostExchange) -> None:
+    @property
+    def held(self) -> LoadRequest | None:
+        """What the weights in memory are for: the last load's, with the plan now in force. None: there are none."""
+        ...
+
+    def attach(self, exchange: Exchange) -> None:
         """Take a new epoch's exchange. Slot state is dropped, weights are kept; step ids begin at 1 again.
 
         The caller closes the exchange, after the last `execute` that uses it.

@@ -1,8 +1,8 @@
 """What the whole group does between two steps, or leaves as it was.
 
 Every rank prepares the command without changing anything: it allocates the new cache beside the old one, reads weights
-that were dropped, looks whether it can at all. Then the ranks vote, through the exchange; if one cannot, all let go of
-what they prepared. Only after the vote does anything change, by steps that cannot fail.
+that were dropped or that come to it, looks whether it can at all. Then the ranks vote, through the exchange; if one
+cannot, all let go of what they prepared. Only after the vote does anything change, by steps that cannot fail.
 
 What a rank cannot do (too little memory, a command that does not fit its state) is told in its report. Weights that
 come back as others than went to sleep are no such thing: that raises, and ends the epoch.
@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
 
 from hetero_api.errors import HeteroError, ModelError
+from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.distributed.exchange import HostExchange
+from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.errors import (
     CommandRefused,
     MemoryBudgetError,
@@ -28,8 +29,11 @@ from hetero_worker.errors import (
     WeightsChangedError,
     WeightsDamagedError,
 )
-from hetero_worker.memory.snapshot import MemorySnapshot
-from hetero_worker.platforms.host_allocator import release_freed_memory
+from hetero_worker.memory.accounts import MemoryAccount
+from hetero_worker.memory.parking import ParkedWeights
+from hetero_worker.models.decoder import Decoder
+from hetero_worker.runners.base import LoadReport, LoadRequest
+from hetero_worker.runners.experts import read_experts, take_counts
 from hetero_worker.runners.holdings import Holdings, SleepingWeights
 from hetero_worker.runners.rehearsal import checksum
 from hetero_worker.runners.serving import ServingCache, make_cache
@@ -51,6 +55,7 @@ class _Outcome:
     freed_bytes: int = 0
     table: str = ""
     trace: bytes = b""
+    expert_counts: Sequence[ranks_pb2.ExpertCounts] = field(default=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +84,7 @@ class GroupCommands:
             self._recorder.stop()
             self._recorder = None
 
-    def run(self, command: ranks_pb2.GroupCommand, exchange: HostExchange, times: StepTimes) -> ranks_pb2.CommandReport:
+    def run(self, command: ranks_pb2.GroupCommand, exchange: Exchange, times: StepTimes) -> ranks_pb2.CommandReport:
         """Do it if all can. Raises ExchangeError, WeightsChangedError, WeightsDamagedError."""
         prepared, problem = None, ""
         try:
@@ -102,6 +107,7 @@ class GroupCommands:
             freed_bytes=outcome.freed_bytes,
             profile_table=outcome.table,
             profile_trace=outcome.trace,
+            expert_counts=outcome.expert_counts,
         )
 
     def _prepare(self, command: ranks_pb2.GroupCommand, times: StepTimes) -> _Prepared:
@@ -116,6 +122,10 @@ class GroupCommands:
                 return self._prepare_recording()
             case "stop_profile":
                 return self._prepare_record(times, with_trace=command.stop_profile.with_trace)
+            case "count_experts":
+                return self._prepare_count()
+            case "place_experts":
+                return self._prepare_experts(ShardPlan.from_proto(command.place_experts.shard_plan))
             case action:
                 raise CommandRefused(f"this rank does not know the command {action}")
 
@@ -123,12 +133,18 @@ class GroupCommands:
         if parts := self._holdings.asleep_parts:
             raise CommandRefused(f"the cache cannot be reset while the rank is asleep ({', '.join(parts)})")
         shard, request, report = self._holdings.loaded("reset_cache")
-        cache = make_cache(order, decoder=shard.decoder, request=request, report=report)
+        cache = self._make_cache(order, shard.decoder, request, report)
 
         def commit() -> _Outcome:
-            return _Outcome(freed_bytes=_freed_by(lambda: self._swap(cache)))
+            return _Outcome(freed_bytes=_freed_by(lambda: self._swap(cache), self._holdings.device.account))
 
         return _Prepared(commit)
+
+    def _make_cache(
+        self, order: ranks_pb2.AllocateCache, decoder: Decoder, request: LoadRequest, report: LoadReport
+    ) -> ServingCache:
+        make_inputs = self._holdings.device.make_inputs
+        return make_cache(order, decoder=decoder, request=request, report=report, make_inputs=make_inputs)
 
     def _swap(self, cache: ServingCache) -> None:
         self._holdings.drop_cache()
@@ -142,14 +158,22 @@ class GroupCommands:
             raise CommandRefused(f"the rank is asleep already ({', '.join(parts)})")
         shard, _, _ = self._holdings.loaded("sleep")
         sleeping = SleepingWeights(shard.request, shard.kernel, checksum(shard), are_dropped=level == max(_LEVELS))
-        return _Prepared(lambda: _Outcome(freed_bytes=_freed_by(lambda: self._fall_asleep(sleeping))))
+        parked = None if sleeping.are_dropped else self._copy_to_host(shard)
+        account = self._holdings.device.account
+        return _Prepared(lambda: _Outcome(freed_bytes=_freed_by(lambda: self._fall_asleep(sleeping, parked), account)))
 
-    def _fall_asleep(self, sleeping: SleepingWeights) -> None:
+    def _copy_to_host(self, shard: LoadedShard) -> ParkedWeights | None:
+        """None where the weights are on the host already."""
+        return ParkedWeights(shard.decoder.tensors) if self._holdings.device.parks_weights else None
+
+    def _fall_asleep(self, sleeping: SleepingWeights, parked: ParkedWeights | None) -> None:
         self._holdings.drop_cache()
         self._holdings.cache_sleeps = True
         self._holdings.sleeping = sleeping
         if sleeping.are_dropped:
-            self._holdings.shard = None
+            self._holdings.drop_shard()
+        elif parked is not None:
+            self._holdings.park(parked)
 
     def _prepare_wake(self, command: ranks_pb2.WakeCommand) -> _Prepared:
         wakes_cache = command.HasField("cache")
@@ -157,17 +181,27 @@ class GroupCommands:
             raise CommandRefused("wake names neither weights nor cache")
         if wakes_cache and not self._holdings.cache_sleeps:
             raise CommandRefused("the KV cache is awake")
-        shard = self._wake_weights() if command.weights else self._holdings.shard
-        cache = self._wake_cache(command.cache, shard) if wakes_cache else None
+        parked = self._holdings.parked if command.weights else None
+
+        def discard() -> None:
+            if parked is not None:
+                parked.release()
+
+        try:
+            shard = self._wake_weights() if command.weights else self._holdings.shard
+            cache = self._wake_cache(command.cache, shard) if wakes_cache else None
+        except BaseException:
+            discard()
+            raise
 
         def commit() -> _Outcome:
             if command.weights:
-                self._holdings.shard, self._holdings.sleeping = shard, None
+                self._holdings.shard, self._holdings.sleeping, self._holdings.parked = shard, None, None
             if cache is not None:
                 self._swap(cache)
             return _Outcome()
 
-        return _Prepared(commit)
+        return _Prepared(commit, discard)
 
     def _wake_weights(self) -> LoadedShard:
         """The weights as they went to sleep."""
@@ -175,11 +209,13 @@ class GroupCommands:
         if sleeping is None:
             raise CommandRefused("the weights are awake")
         if not sleeping.are_dropped and kept is not None:
+            if self._holdings.parked is not None:
+                self._holdings.parked.restore()
             if checksum(kept) != sleeping.checksum:
-                self._holdings.take_shard()  # the next epoch reads them anew
+                self._holdings.drop_shard()  # the next epoch reads them anew
                 raise WeightsDamagedError("weights changed in memory while they were asleep; they are read again")
             return kept
-        shard = load_shard(sleeping.request, choose=lambda *_, **__: sleeping.kernel)
+        shard = load_shard(sleeping.request, self._holdings.device, choose=lambda *_, **__: sleeping.kernel)
         if checksum(shard) != sleeping.checksum:
             raise WeightsChangedError(
                 f"{sleeping.request.directory}: the weights read on waking are not those that went to sleep; put the "
@@ -189,13 +225,13 @@ class GroupCommands:
 
     def _wake_cache(self, order: ranks_pb2.AllocateCache, shard: LoadedShard | None) -> ServingCache:
         request, report = self._holdings.ordered("wake")
-        decoder = empty_decoder(request) if shard is None else shard.decoder
-        return make_cache(order, decoder=decoder, request=request, report=report)
+        decoder = empty_decoder(request, self._holdings.device.platform) if shard is None else shard.decoder
+        return self._make_cache(order, decoder, request, report)
 
     def _prepare_recording(self) -> _Prepared:
         if self._recorder is not None:
             raise CommandRefused("a profile is being recorded already; stop it first")
-        recorder = StepRecorder()
+        recorder = StepRecorder(device=self._holdings.device.platform.device)
 
         def commit() -> _Outcome:
             self._recorder = recorder
@@ -215,19 +251,36 @@ class GroupCommands:
 
         return _Prepared(commit)
 
+    def _prepare_count(self) -> _Prepared:
+        shard, _, _ = self._holdings.loaded("count_experts")
+        return _Prepared(lambda: _Outcome(expert_counts=take_counts(shard.decoder)))
 
-def _all_can(exchange: HostExchange, can: bool) -> bool:
+    def _prepare_experts(self, plan: ShardPlan) -> _Prepared:
+        if parts := self._holdings.asleep_parts:
+            raise CommandRefused(f"experts cannot be placed while the rank is asleep ({', '.join(parts)})")
+        shard, request, _ = self._holdings.loaded("place_experts")
+        experts = read_experts(shard, request, plan, kv_bytes=self._holdings.kv_bytes)
+
+        def commit() -> _Outcome:
+            experts.hold_in(shard.decoder)
+            self._holdings.adopt(plan)
+            return _Outcome()
+
+        return _Prepared(commit)
+
+
+def _all_can(exchange: Exchange, can: bool) -> bool:
     votes = exchange.all_gather(torch.tensor([can], dtype=torch.int64), [1] * exchange.world_size)
     return all(bool(vote.item()) for vote in votes)
 
 
-def _freed_by(change: Callable[[], None]) -> int:
-    """Bytes that the process is resident with less after the change, the allocator's spare memory given back too."""
-    before = MemorySnapshot.take().resident_bytes
+def _freed_by(change: Callable[[], None], account: MemoryAccount) -> int:
+    """Bytes of its device that the process holds less after the change, the allocator's spare memory given back too."""
+    before = account.held_bytes()
     change()
     gc.collect()
-    release_freed_memory()
-    return max(0, before - MemorySnapshot.take().resident_bytes)
+    account.release_unused()
+    return max(0, before - account.held_bytes())
 
 
 def _told(error: BaseException) -> str:

@@ -6,15 +6,21 @@ a command is prepared beside it and then changes it at once.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.errors import ProtocolError
 from hetero_worker.layers.linear_kernels import LinearKernel
+from hetero_worker.memory.parking import ParkedWeights
 from hetero_worker.runners.base import LoadReport, LoadRequest
+from hetero_worker.runners.runner_device import RunnerDevice
 from hetero_worker.runners.serving import ServingCache
 from hetero_worker.runners.shard import LoadedShard
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +39,22 @@ class SleepingWeights:
 class Holdings:
     """See the module."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: RunnerDevice) -> None:
+        self.device = device
         self.shard: LoadedShard | None = None
+        self.parked: ParkedWeights | None = None
+        """The shard's weights, while they sleep on the host: then the shard cannot be used."""
         self.cache: ServingCache | None = None
         self.sleeping: SleepingWeights | None = None
         """Of weights that are asleep; None: they are awake."""
         self.cache_sleeps = False
         self._request: LoadRequest | None = None
         self._report: LoadReport | None = None
+
+    @property
+    def held(self) -> LoadRequest | None:
+        """What the weights in memory are for; None: there are none."""
+        return None if self.shard is None else self.shard.request
 
     @property
     def is_asleep(self) -> bool:
@@ -69,13 +83,38 @@ class Holdings:
             self.shard.decoder.release_buffers()
 
     def take_shard(self) -> LoadedShard | None:
-        """Give up the weights, to whoever decides about them."""
+        """Give up the weights, on their device, to whoever decides about them. None if there are none, or no room."""
         self.begin_epoch()
         shard, self.shard = self.shard, None
+        parked, self.parked = self.parked, None
+        if parked is not None:
+            try:
+                parked.restore()
+            except RuntimeError as error:
+                logger.warning("weights that slept on the host do not fit the device any more: %s", error)
+                return None
         return shard
 
+    def drop_shard(self) -> None:
+        """The weights are of no use: whoever needs them reads them again."""
+        self.shard = self.parked = None
+
+    def park(self, parked: ParkedWeights) -> None:
+        """The weights sleep on the host, from now on."""
+        self.parked = parked
+        parked.release()
+
     def hold(self, shard: LoadedShard, request: LoadRequest, report: LoadReport) -> None:
-        self.shard, self._request, self._report = shard, request, report
+        # The shard remembers what it was read for, and which plan that is by its latest name.
+        kept = replace(shard.request, plan_key=request.plan_key)
+        self.shard, self._request, self._report = replace(shard, request=kept), request, report
+
+    def adopt(self, plan: ShardPlan) -> None:
+        """The weights in memory are a shard of this plan now; they are kept, and read again, as such."""
+        if self.shard is not None:
+            self.shard = replace(self.shard, request=replace(self.shard.request, shard_plan=plan))
+        if self._request is not None:
+            self._request = replace(self._request, shard_plan=plan)
 
     def ordered(self, what: str) -> tuple[LoadRequest, LoadReport]:
         """What was last ordered to be loaded, and told of it. Raises ProtocolError, naming `what` came too early."""

@@ -71,18 +71,22 @@ class _DecodeViews:
 class InputBuffers:
     """Host arrays of the largest step; see the module."""
 
-    def __init__(self, bounds: PlanBounds) -> None:
+    def __init__(self, bounds: PlanBounds, *, pins_memory: bool = False) -> None:
         tokens, seqs = bounds.max_num_batched_tokens, bounds.max_num_seqs
         if seqs > _ROW_MASK:
             raise ValueError(f"{seqs} sequences a step are more than {_ROW_MASK}")
         self._bounds = bounds
-        self._token_ids = np.zeros(tokens, dtype=np.int64)
-        self._positions = np.zeros(tokens, dtype=np.int64)
+        self._token_tensor = torch.zeros(tokens, dtype=torch.int64, pin_memory=pins_memory)
+        self._position_tensor = torch.zeros(tokens, dtype=torch.int64, pin_memory=pins_memory)
+        self._mapping_tensor = torch.zeros(tokens, dtype=torch.int64, pin_memory=pins_memory)
+        self._logit_row_tensor = torch.zeros(bounds.max_logit_rows, dtype=torch.int64, pin_memory=pins_memory)
+        self._token_ids: Int64Array = self._token_tensor.numpy()
+        self._positions: Int64Array = self._position_tensor.numpy()
+        self._slot_mapping: Int64Array = self._mapping_tensor.numpy()
+        self._logit_rows: Int64Array = self._logit_row_tensor.numpy()
         self._table_rows = np.zeros(tokens, dtype=np.int64)
         self._block_index = np.zeros(tokens, dtype=np.int64)
         self._blocks = np.zeros(tokens, dtype=np.int32)
-        self._slot_mapping = np.zeros(tokens, dtype=np.int64)
-        self._logit_rows = np.zeros(seqs + tokens, dtype=np.int64)
         self._draw_slots = SlotList(seqs)
         self._decode_slots = SlotList(seqs)
         self._ordered_slots = np.zeros(seqs, dtype=np.int64)
@@ -95,10 +99,6 @@ class InputBuffers:
         self._tables = np.zeros((seqs, bounds.max_blocks), dtype=np.int32)
         self._row_numbers = np.arange(seqs, dtype=np.int64)
         self._all_positions = np.arange(bounds.max_model_len, dtype=np.int64)
-        self._token_tensor = torch.from_numpy(self._token_ids)
-        self._position_tensor = torch.from_numpy(self._positions)
-        self._mapping_tensor = torch.from_numpy(self._slot_mapping)
-        self._logit_row_tensor = torch.from_numpy(self._logit_rows)
         self._views: dict[int, _DecodeViews] = {}
         self._decode_inputs: dict[int, DecoderInput] = {}
 

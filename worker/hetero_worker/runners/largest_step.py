@@ -2,8 +2,9 @@
 
 The most tokens, as the continuation of sequences as long as can be, and logits of as many rows as can be wanted at a
 time; alone, on a scratch cache, with no peers (`SoloExchange`), and through one layer of each kind only, for layers
-take their memory one after another. Its peak is the kernel's word (`PeakMeter`), taken after the allocator has given
-back what it keeps. On top of it come a margin, and what the sampler makes of the logits, which is computed.
+take their memory one after another. Its peak is what the host's kernel or the device's allocator says
+(`MemoryAccount`), taken after the allocator has given back what it keeps. On top of it come a margin, and what the
+sampler makes of the logits, which is computed.
 """
 
 from __future__ import annotations
@@ -18,10 +19,9 @@ import torch
 from hetero_worker.attention.base import AttentionBatch, PrefillSpan
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.errors import MemoryBudgetError
+from hetero_worker.memory.accounts import account_of
 from hetero_worker.memory.budget import LOGITS_AT_ONCE, PROMPT_LOGIT_ROWS, StepLimits, logits_bytes, mib
-from hetero_worker.memory.snapshot import PeakMeter
 from hetero_worker.models.decoder import Decoder, DecoderInput
-from hetero_worker.platforms.host_allocator import release_freed_memory
 from hetero_worker.runners.base import LoadRequest
 from hetero_worker.runners.rehearsal import NO_DECODE_ROWS, solo_exchange
 
@@ -34,14 +34,17 @@ _BLOCK: Final = 1
 
 
 def measure_workspace(decoder: Decoder, request: LoadRequest) -> int | None:
-    """Bytes; None where the kernel does not tell. Raises MemoryBudgetError when the step does not fit at all."""
+    """Bytes, beside what decode rows gather; None where nobody tells.
+
+    Raises MemoryBudgetError when the step does not fit at all.
+    """
     limits = limits_of(request)
     shallow = decoder.shallow()
     caches = _scratch_caches(shallow, limits.max_model_len)
-    step = _largest_step(limits, vocab_size=request.config.vocab_size)
-    release_freed_memory()
-    meter = PeakMeter()
-    if not meter.begin():
+    step = _largest_step(limits, vocab_size=request.config.vocab_size, device=decoder.device)
+    account = account_of(decoder.device)
+    account.release_unused()
+    if not account.begin_peak():
         logger.info("this kernel does not tell peaks of memory: the workspace of a step is computed, not measured")
         return None
     began_s = time.perf_counter()
@@ -56,7 +59,7 @@ def measure_workspace(decoder: Decoder, request: LoadRequest) -> int | None:
         ) from error
     finally:
         decoder.release_buffers()
-    grown = meter.grown_bytes()
+    grown = account.peak_growth_bytes()
     sampler = (LOGITS_AT_ONCE - 1) * logits_bytes(request.shard_plan.ranks[request.rank], limits)
     logger.info("the largest step took %s, in %.2f s", mib(grown), time.perf_counter() - began_s)
     return int(grown * (1 + _MARGIN)) + _MARGIN_BYTES + sampler
@@ -77,7 +80,7 @@ def _scratch_caches(decoder: Decoder, length: int) -> list[LayerCache | None]:
     return caches
 
 
-def _largest_step(limits: StepLimits, *, vocab_size: int) -> DecoderInput:
+def _largest_step(limits: StepLimits, *, vocab_size: int, device: torch.device) -> DecoderInput:
     """Spans of up to half the longest sequence, each at its end: together as many tokens as are allowed."""
     tokens, length = limits.max_num_batched_tokens, limits.max_model_len
     rows = min(tokens, max(1, length // 2))
@@ -86,11 +89,11 @@ def _largest_step(limits: StepLimits, *, vocab_size: int) -> DecoderInput:
     for begin in range(0, tokens, rows):
         end = min(begin + rows, tokens)
         spans.append(PrefillSpan(begin, end, length - (end - begin), block_ids))
-        positions.append(torch.arange(length - (end - begin), length))
+        positions.append(torch.arange(length - (end - begin), length, device=device))
     at = torch.cat(positions)
     return DecoderInput(
-        token_ids=torch.arange(tokens) % vocab_size,
+        token_ids=torch.arange(tokens, device=device) % vocab_size,
         positions=at,
         attention=AttentionBatch(at + length * _BLOCK, NO_DECODE_ROWS, tuple(spans)),
-        logit_rows=torch.arange(tokens),
+        logit_rows=torch.arange(tokens, device=device),
     )

@@ -45,6 +45,11 @@ class PlanBounds:
         """Blocks of the longest sequence."""
         return -(-self.max_model_len // self.block_size)
 
+    @property
+    def max_logit_rows(self) -> int:
+        """Rows of a step whose logits are wanted, at most: of draws, and of a prompt's tokens."""
+        return self.max_num_seqs + self.max_num_batched_tokens
+
 
 class PlanCheck:
     """For one cache; see the module."""

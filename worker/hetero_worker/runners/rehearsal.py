@@ -25,13 +25,13 @@ NO_DECODE_ROWS: Final = DecodeRows(np.zeros(0, dtype=np.int32), np.zeros((0, 1),
 
 def checksum(shard: LoadedShard) -> int:
     """Of what the shard's weights compute in a small step. The same weights, kernel and threads give the same."""
-    request = shard.request
+    request, device = shard.request, shard.decoder.device
     count = min(_CHECKED_TOKENS, request.max_model_len, request.config.vocab_size)
     step = DecoderInput(
-        token_ids=torch.linspace(0, request.config.vocab_size - 1, count).long(),
-        positions=torch.arange(count),
+        token_ids=torch.linspace(0, request.config.vocab_size - 1, count).long().to(device),
+        positions=torch.arange(count, device=device),
         attention=AttentionBatch(
-            slot_mapping=torch.arange(count) + count * _NULL_BLOCKS,
+            slot_mapping=torch.arange(count, device=device) + count * _NULL_BLOCKS,
             decode=NO_DECODE_ROWS,
             prefills=(PrefillSpan(0, count, 0, np.array([_NULL_BLOCKS], dtype=np.int32)),),
         ),

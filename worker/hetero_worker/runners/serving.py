@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hetero_api.v1 import ranks_pb2
@@ -10,8 +11,8 @@ from hetero_worker.errors import MemoryBudgetError, ProtocolError
 from hetero_worker.memory.budget import mib
 from hetero_worker.models.decoder import Decoder
 from hetero_worker.runners.base import LoadReport, LoadRequest
-from hetero_worker.runners.input_batch import InputBuffers
 from hetero_worker.runners.plan_check import PlanBounds, PlanCheck
+from hetero_worker.runners.runner_device import StepInputs
 from hetero_worker.runners.slots import SlotTable
 
 
@@ -21,7 +22,7 @@ class ServingCache:
 
     layers: tuple[LayerCache | None, ...]
     slots: SlotTable
-    buffers: InputBuffers
+    inputs: StepInputs
     check: PlanCheck
 
     @property
@@ -31,7 +32,12 @@ class ServingCache:
 
 
 def make_cache(
-    order: ranks_pb2.AllocateCache, *, decoder: Decoder, request: LoadRequest, report: LoadReport
+    order: ranks_pb2.AllocateCache,
+    *,
+    decoder: Decoder,
+    request: LoadRequest,
+    report: LoadReport,
+    make_inputs: Callable[[PlanBounds], StepInputs],
 ) -> ServingCache:
     """Empty, of the size ordered. Raises ProtocolError, MemoryBudgetError, and what torch raises without memory."""
     num_blocks, block_size = order.num_blocks, order.block_size
@@ -51,7 +57,7 @@ def make_cache(
     return ServingCache(
         layers=tuple(decoder.allocate_caches(num_blocks=num_blocks, block_size=block_size)),
         slots=SlotTable(max_num_seqs=request.max_num_seqs, max_model_len=request.max_model_len, block_size=block_size),
-        buffers=InputBuffers(bounds),
+        inputs=make_inputs(bounds),
         check=PlanCheck(bounds),
     )
 

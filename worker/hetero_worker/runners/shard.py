@@ -12,13 +12,16 @@ import torch
 
 from hetero_api.errors import ModelError, PlanError
 from hetero_worker.attention.base import AttentionBackend
-from hetero_worker.attention.paged import paged_attention
+from hetero_worker.attention.selection import attention_of
 from hetero_worker.layers.kernel_choice import choose_kernel
-from hetero_worker.layers.linear_kernels import LinearKernel, available_kernels
+from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel, available_kernels
+from hetero_worker.memory.accounts import MemoryAccount
 from hetero_worker.memory.budget import KvCost, MemoryBudget, StepLimits, mib, workspace_bytes
 from hetero_worker.memory.loader import Checkpoint
 from hetero_worker.models.decoder import Decoder
+from hetero_worker.platforms.base import Platform
 from hetero_worker.runners.base import LoadReport, LoadRequest
+from hetero_worker.runners.runner_device import RunnerDevice
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +38,10 @@ class LoadedShard:
     weight_bytes: int
     kernels: tuple[str, ...]
     load_s: float
+    gather_bytes: int
+    """What attention gathers at most, for decode rows of a step."""
+    account: MemoryAccount
+    """Of the memory that the weights are in."""
 
     def serves(self, request: LoadRequest) -> bool:
         """Whether these weights are what `request` asks for; bounds and memory do not matter to them.
@@ -44,18 +51,16 @@ class LoadedShard:
         is_long_enough = request.max_model_len <= self.request.max_model_len
         return is_long_enough and _identity(self.request) == _identity(request)
 
-    def report(
-        self, request: LoadRequest, *, load_s: float, workspace: int | None = None, available: int | None = None
-    ) -> LoadReport:
-        """With the workspace that was measured, or else computed, and what the machine has available, if that is known.
+    def report(self, request: LoadRequest, *, load_s: float, workspace: int | None = None) -> LoadReport:
+        """With the workspace that was measured, or else computed, and what the device has available now.
 
         Raises MemoryBudgetError when the request's memory leaves nothing for the cache.
         """
         cost = kv_cost(request)
-        budget = _budget(request, self.weight_bytes)
+        budget = _budget(request, self.weight_bytes, self.gather_bytes, self.account)
         if workspace is not None:
-            budget = replace(budget, workspace_bytes=workspace)
-        budget = replace(budget, available_bytes=available)
+            budget = replace(budget, workspace_bytes=workspace + self.gather_bytes)
+        budget = replace(budget, available_bytes=self.account.available_bytes())
         logger.info("rank %d: memory for the KV cache: %s", request.rank, budget)
         return LoadReport(
             weight_bytes=self.weight_bytes,
@@ -74,55 +79,72 @@ class ChooseKernel(Protocol):
     ) -> LinearKernel: ...
 
 
-def load_shard(request: LoadRequest, *, choose: ChooseKernel = choose_kernel) -> LoadedShard:
+def load_shard(request: LoadRequest, device: RunnerDevice, *, choose: ChooseKernel = choose_kernel) -> LoadedShard:
     """Raises ModelError, PlanError, MemoryBudgetError; the last before anything is read."""
     begin = time.perf_counter()
-    dtype = _dtype(request)
+    platform, account = device.platform, device.account
+    dtype = _dtype(request, platform)
     _check_plan(request)
-    attention = paged_attention(dtype)
-    decoder = _empty_decoder(request, attention)
-    kernel = choose(available_kernels(dtype), sorted(decoder.linear_shapes), dtype=dtype)
+    attention = attention_of(platform, dtype)
+    decoder = _empty_decoder(request, platform, attention)
+    kernel = choose(_kernels_of(platform, dtype), sorted(decoder.linear_shapes), dtype=dtype)
     weight_bytes = decoder.weight_bytes(kernel)
-    _budget(request, weight_bytes).kv_budget_bytes(kv_cost(request))
+    cost = kv_cost(request)
+    gather_bytes = attention.gather_bytes if cost.cache_bytes else 0
+    _budget(request, weight_bytes, gather_bytes, account).kv_budget_bytes(cost)
     with Checkpoint(request.directory) as checkpoint:
         decoder.load(checkpoint, kernel)
     load_s = time.perf_counter() - begin
     logger.info("rank %d: loaded %s of weights in %.1f s", request.rank, mib(weight_bytes), load_s)
     kernels = (f"linear={kernel.name}", f"attention={attention.name}")
-    return LoadedShard(request, decoder, kernel, weight_bytes, kernels, load_s)
+    return LoadedShard(request, decoder, kernel, weight_bytes, kernels, load_s, gather_bytes, account)
 
 
-def empty_decoder(request: LoadRequest) -> Decoder:
+def empty_decoder(request: LoadRequest, platform: Platform) -> Decoder:
     """The rank's part of the model without weights: it can say what a cache looks like."""
-    return _empty_decoder(request, paged_attention(_dtype(request)))
+    return _empty_decoder(request, platform, attention_of(platform, DTYPES[request.dtype]))
 
 
-def _empty_decoder(request: LoadRequest, attention: AttentionBackend) -> Decoder:
+def _kernels_of(platform: Platform, dtype: torch.dtype) -> tuple[LinearKernel, ...]:
+    return available_kernels(dtype) if platform.packs_weights else (PlainKernel(),)
+
+
+def _empty_decoder(request: LoadRequest, platform: Platform, attention: AttentionBackend) -> Decoder:
     return Decoder(
         request.config,
         request.shard_plan,
         rank=request.rank,
-        dtype=_dtype(request),
+        dtype=DTYPES[request.dtype],
         max_length=request.max_model_len,
         attention=attention,
+        device=platform.device,
     )
 
 
 def kv_cost(request: LoadRequest) -> KvCost:
     shard = request.shard_plan.ranks[request.rank]
-    return KvCost.of(request.config, shard, element_bytes=_dtype(request).itemsize)
+    return KvCost.of(request.config, shard, element_bytes=DTYPES[request.dtype].itemsize)
 
 
-def _budget(request: LoadRequest, weight_bytes: int) -> MemoryBudget:
+def _budget(request: LoadRequest, weight_bytes: int, gather_bytes: int, account: MemoryAccount) -> MemoryBudget:
     limits = StepLimits(request.max_num_batched_tokens, request.max_num_seqs, request.max_model_len)
     shard = request.shard_plan.ranks[request.rank]
-    step_bytes = workspace_bytes(request.config, shard, limits, element_bytes=_dtype(request).itemsize)
-    return MemoryBudget(request.memory_bytes, weight_bytes, step_bytes)
+    step_bytes = workspace_bytes(request.config, shard, limits, element_bytes=DTYPES[request.dtype].itemsize)
+    return MemoryBudget(
+        memory_bytes=int(request.memory_bytes * request.memory_utilization),
+        weight_bytes=weight_bytes,
+        workspace_bytes=step_bytes + gather_bytes,
+        runtime_bytes=account.runtime_bytes(),
+        remedy=account.remedy,
+    )
 
 
-def _dtype(request: LoadRequest) -> torch.dtype:
-    if request.dtype not in DTYPES:
-        raise ModelError(f"dtype {request.dtype!r} is not supported on CPU ranks; supported: {', '.join(DTYPES)}")
+def _dtype(request: LoadRequest, platform: Platform) -> torch.dtype:
+    supported = [name for name in DTYPES if name in platform.dtypes]
+    if request.dtype not in supported:
+        raise ModelError(
+            f"dtype {request.dtype!r} is not supported on {platform.name}; supported there: {', '.join(supported)}"
+        )
     return DTYPES[request.dtype]
 
 

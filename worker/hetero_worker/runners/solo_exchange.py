@@ -1,4 +1,4 @@
-"""An exchange that plays all peers itself: for steps that one rank makes alone, to see what they take or give.
+"""An Exchange that plays all peers itself: for steps that one rank makes alone, to see what they take or give.
 
 What the other ranks would have sent is made up (a constant); what this rank sends is kept as a checksum. So a step
 runs as it would in the group, with buffers of the same sizes, but waits for nobody, and its numbers are of no use
@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 
-from hetero_worker.distributed.exchange import Arrived, PendingTensor, SumExchange
+from hetero_worker.distributed.exchange import Arrived, PendingTensor, SendsAtOnce, SumExchange
 from hetero_worker.distributed.routes import Link
 
-_PEERS_VALUE = 0.5
+_PEERS_VALUE: Final = 0.5
+_LINK_BYTES: Final = 2 * 1024 * 1024
+"""Such as a real link takes."""
 
 
-class SoloExchange:
-    """Implements HostExchange."""
+class SoloExchange(SendsAtOnce):
+    """Implements Exchange, for tensors on any device."""
 
     def __init__(self, *, rank: int, world_size: int) -> None:
         self._rank = rank
@@ -35,9 +38,13 @@ class SoloExchange:
     def world_size(self) -> int:
         return self._world_size
 
+    @property
+    def link_bytes(self) -> int:
+        return _LINK_BYTES
+
     def add(self, tensor: torch.Tensor) -> None:
         """Take the tensor's bits into the checksum."""
-        self.checksum = zlib.crc32(tensor.contiguous().view(torch.uint8).numpy().data, self.checksum)
+        self.checksum = zlib.crc32(tensor.contiguous().view(torch.uint8).cpu().numpy().data, self.checksum)
 
     def all_reduce(self, tensor: torch.Tensor, contributors: Sequence[int]) -> None:
         self._share(tensor, is_sender=self._rank in contributors)

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import torch
 from torch.profiler import ProfilerActivity, profile
+
+from hetero_worker.platforms.base import HOST
 
 MAX_STEPS: Final = 256
 MAX_TRACE_BYTES: Final = 32 * 1024 * 1024
@@ -31,12 +34,16 @@ class StepRecord:
 class StepRecorder:
     """One record, from its making to `finish`; all on one thread."""
 
-    def __init__(self, *, max_steps: int = MAX_STEPS, max_trace_bytes: int = MAX_TRACE_BYTES) -> None:
+    def __init__(
+        self, *, max_steps: int = MAX_STEPS, max_trace_bytes: int = MAX_TRACE_BYTES, device: torch.device = HOST
+    ) -> None:
+        """Of a GPU's rank the record has its device's kernels too."""
         self._max_steps = max_steps
         self._max_trace_bytes = max_trace_bytes
         self._num_steps = 0
         self._is_running = True
-        self._profile = profile(activities=[ProfilerActivity.CPU])
+        on_device = [ProfilerActivity.CUDA] if device.type == "cuda" else []
+        self._profile = profile(activities=[ProfilerActivity.CPU, *on_device])
         self._profile.start()
 
     def count_step(self) -> None:

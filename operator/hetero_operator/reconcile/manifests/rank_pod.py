@@ -31,13 +31,20 @@ from hetero_operator.reconcile.manifests.gang import gang_annotations, gang_labe
 from hetero_operator.reconcile.manifests.model_volumes import ModelDelivery, deliver_model
 from hetero_operator.reconcile.manifests.probes import rank_probes
 from hetero_operator.reconcile.manifests.rendering import Rendering, common_labels, rank_selector
-from hetero_operator.reconcile.manifests.resources import memory, rank_init_resources, rank_resources
+from hetero_operator.reconcile.manifests.resources import (
+    device_numbers,
+    memory,
+    rank_init_resources,
+    rank_resources,
+)
 from hetero_operator.reconcile.manifests.scheduling import rank_scheduling
 from hetero_operator.reconcile.names import HEALTH_PORT_NAME, RANK_CONTAINER
 
 GRACE_PERIOD_S: Final = 60
 """Longest time that ranks take to leave their group."""
 _SHARED_MEMORY: Final = "shared-memory"
+_NODE_SHARED_MEMORY: Final = "node-shared-memory"
+"""Another name, so that a merge never makes one volume with two sources (see model_volumes)."""
 _HUGEPAGES: Final = "hugepages"
 
 
@@ -75,7 +82,7 @@ def _pod(rendering: Rendering, pool: PoolSpec, model: ModelDelivery) -> dict[str
         "volumes": [
             *model.volumes,
             *group_token(rendering).volumes,
-            {"name": _SHARED_MEMORY, "emptyDir": {"medium": "Memory", "sizeLimit": memory(pool.shared_memory)}},
+            _shared_memory(rendering, pool),
             tmp_volume(),
             *([{"name": _HUGEPAGES, "emptyDir": {"medium": "HugePages"}}] if _has_hugepages(pool) else []),
         ],
@@ -86,6 +93,18 @@ def _pod(rendering: Rendering, pool: PoolSpec, model: ModelDelivery) -> dict[str
         "resourceClaims": _resource_claims(rendering, pool),
     }
     return {**spec, **{key: value for key, value in optional.items() if value}}
+
+
+def _shared_memory(rendering: Rendering, pool: PoolSpec) -> dict[str, Any]:
+    """What is /dev/shm: the pod's own memory, or a folder in the node's, which has to be there.
+
+    The kubelet would make one that only root can write. Ranks leave nothing behind in it: they unlink a segment as
+    soon as all have it mapped, and its memory counts as the pod's that touched it first.
+    """
+    folder = rendering.spec.exchange.host_path
+    if folder is not None:
+        return {"name": _NODE_SHARED_MEMORY, "hostPath": {"path": folder, "type": "Directory"}}
+    return {"name": _SHARED_MEMORY, "emptyDir": {"medium": "Memory", "sizeLimit": memory(pool.shared_memory)}}
 
 
 def _container(rendering: Rendering, pool: PoolSpec, model: ModelDelivery) -> dict[str, Any]:
@@ -99,7 +118,7 @@ def _container(rendering: Rendering, pool: PoolSpec, model: ModelDelivery) -> di
         mounts=[
             *model.mounts,
             *group_token(rendering).mounts,
-            {"name": _SHARED_MEMORY, "mountPath": "/dev/shm"},
+            {"name": _shared_memory(rendering, pool)["name"], "mountPath": "/dev/shm"},
             tmp_mount(),
             *hugepages,
         ],
@@ -112,17 +131,18 @@ def _arguments(rendering: Rendering, pool: PoolSpec) -> list[str]:
     """Command line of `hetero_worker.pod`; it takes its ordinal from the pod's name."""
     host = rendering.names.gateway_host(rendering.namespace, rendering.options.cluster_domain)
     is_cpu = pool.type == PoolType.CPU
-    ranks = pool.cpu_or_default if is_cpu else pool.gpu_or_default
     options = {
         "--gateway": f"{host}:{RANKS_PORT}",
         "--model": POD_MODEL_DIR,
         "--pool": pool.name,
         "--ranks-per-pod": pool.ranks_per_pod,
-        "--threads-per-rank": ranks.cores_per_rank,
+        "--threads-per-rank": pool.cores_per_rank,
         "--numa-policy": (pool.cpu_or_default.numa.policy if is_cpu else NumaPolicy.NONE).value,
-        "--memory-bytes-per-rank": ranks.memory_per_rank or 0,
+        "--memory-bytes-per-rank": pool.memory_per_rank or 0,
         "--health-port": POD_HEALTH_PORT,
     }
+    if not is_cpu:
+        options["--cuda-devices"] = ",".join(map(str, device_numbers(pool)))
     return [text for option, value in options.items() for text in (option, str(value))]
 
 

@@ -1,8 +1,11 @@
-"""Requests and limits: what decides whether the kubelet gives a rank cores and memory of its own.
+"""Requests and limits: what decides whether the kubelet gives a rank cores, memory and devices of its own.
 
 CPU pods are Guaranteed: requests equal limits, in whole cores, on every container of the pod, init containers
 included; otherwise a static CPU manager leaves them in the shared pool. Memory covers the ranks and /dev/shm, which
 the kernel counts to the pod. Without `memoryPerRank` there is nothing to ask for, and the pod is Burstable.
+
+A pod sees the devices that it was given, numbered from 0. One whose ranks are to compute on certain numbers asks for as
+many as it takes to have the highest.
 """
 
 from __future__ import annotations
@@ -51,19 +54,23 @@ def millis(count: int) -> str:
     return f"{count}m" if count % 1000 else str(count // 1000)
 
 
+def device_numbers(pool: PoolSpec) -> list[int]:
+    """CUDA device of each rank of a pod of a GPU pool, in the order of their local ranks."""
+    return pool.gpu_or_default.devices or list(range(pool.ranks_per_pod))
+
+
 def _shared_limits(pool: PoolSpec) -> dict[str, str]:
     """Cores and memory of all ranks of a pod."""
-    ranks = pool.cpu_or_default if pool.type == PoolType.CPU else pool.gpu_or_default
-    limits = {"cpu": str(ranks.cores_per_rank * pool.ranks_per_pod)}
-    if ranks.memory_per_rank is not None:
-        limits["memory"] = memory(ranks.memory_per_rank * pool.ranks_per_pod + pool.shared_memory)
+    limits = {"cpu": str(pool.cores_per_rank * pool.ranks_per_pod)}
+    if pool.memory_per_rank is not None:
+        limits["memory"] = memory(pool.memory_per_rank * pool.ranks_per_pod + pool.shared_memory)
     return limits
 
 
 def _devices(pool: PoolSpec) -> dict[str, str]:
     """GPUs and huge pages."""
     if pool.type == PoolType.GPU:
-        return {pool.gpu_or_default.resource_name: str(pool.ranks_per_pod)}
+        return {pool.gpu_or_default.resource_name: str(max(device_numbers(pool)) + 1)}
     pages = pool.cpu_or_default.hugepages
     if pages is None:
         return {}

@@ -1,7 +1,7 @@
 """Security contexts: the Restricted profile of the Pod Security Standards, for every pod and container.
 
-Volumes that a user asks for by path on the node (`file://`, `cache.hostPath`) are outside of that profile; nothing
-else is.
+Volumes that a user asks for by path on the node (`file://`, `cache.hostPath`, `exchange.hostPath`) are outside of that
+profile; nothing else is.
 """
 
 from __future__ import annotations

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 from hetero_api.contract import LABEL_NAME
 from hetero_api.spec import HeteroInferenceSpec
-from hetero_api.status import PlacedRank, PlacementStatus, PoolStatus, ShareStatus
-from hetero_operator.reconcile.model import GatewayReport, ObservedRank
+from hetero_api.status import (
+    MAX_OPTION_NAME_LENGTH,
+    MAX_OPTIONS,
+    PlacedRank,
+    PlacementOptionStatus,
+    PlacementStatus,
+    PoolStatus,
+    ShareStatus,
+)
+from hetero_operator.reconcile.model import GatewayReport, ObservedOption, ObservedPlacement, ObservedRank
 from hetero_operator.reconcile.ownership import ObjectKey
 from hetero_operator.reconcile.status.expected import ExpectedPod
 from hetero_operator.reconcile.status.numa import is_pinned
 from hetero_operator.reconcile.status.pods import is_ready, node_of
 from hetero_operator.reconcile.status.situation import FORMED_STATES, Situation
+from hetero_operator.reconcile.status.text import bounded, steady
 
-STEADY_WITHIN: Final = 0.2
+STEADY_WITHIN: Final = 0.1
 """Share by which a speed has to differ from the one told, to be told anew."""
 
 
@@ -57,22 +67,55 @@ def _of_answer(situation: Situation, answer: GatewayReport) -> dict[str, Any]:
 def _placement(situation: Situation, answer: GatewayReport) -> PlacementStatus:
     if answer.state not in FORMED_STATES:
         return PlacementStatus()
+    placement = answer.placement or ObservedPlacement()
+    measured, ratio = _steady_speed(placement, situation.stored.placement)
     return PlacementStatus(
         mode=answer.mode,
         exchange=answer.exchange,
-        measured_tokens_per_second=_steady_speed(
-            answer.tokens_per_second, situation.stored.placement.measured_tokens_per_second
-        ),
+        exchange_reason=steady(answer.exchange_reason),
+        predicted_tokens_per_second=_rounded(placement.predicted_speed),
+        measured_tokens_per_second=measured,
+        prediction_ratio=ratio,
+        reason=bounded(" ".join(placement.reason.split())),
+        options=[_option(option) for option in _foremost(placement.options)],
     )
 
 
-def _steady_speed(measured: float | None, told: float | None) -> float | None:
-    """Two digits, and the ones told before while they are about right."""
-    if not measured:
-        return None
-    if told and abs(measured - told) <= STEADY_WITHIN * told:
-        return told
-    return float(f"{measured:.2g}")
+def _foremost(options: Sequence[ObservedOption]) -> list[ObservedOption]:
+    """As many as the status holds, in their order, the chosen one among them."""
+    chosen = [option for option in options if option.chosen][:1]
+    others = [option for option in options if not option.chosen][: MAX_OPTIONS - len(chosen)]
+    return [option for option in options if option in chosen or option in others][:MAX_OPTIONS]
+
+
+def _option(option: ObservedOption) -> PlacementOptionStatus:
+    return PlacementOptionStatus(
+        name=bounded(option.name, MAX_OPTION_NAME_LENGTH),
+        chosen=option.chosen,
+        predicted_tokens_per_second=_rounded(option.decode_speed),
+        predicted_prefill_tokens_per_second=_rounded(option.prefill_speed),
+        why_not=steady(option.why_not),
+    )
+
+
+def _steady_speed(placement: ObservedPlacement, told: PlacementStatus) -> tuple[float | None, float | None]:
+    """Measured speed and its ratio to the prediction: those told before while they are about right.
+
+    Both at once: a person who divides one figure of the status by the other finds the third.
+    """
+    measured, ratio = placement.measured_speed, placement.step_ratio
+    if not measured or ratio is None:
+        return None, None
+    known, predicted = told.measured_tokens_per_second, told.predicted_tokens_per_second
+    is_same = predicted == _rounded(placement.predicted_speed)
+    if is_same and known and told.prediction_ratio and abs(measured - known) <= STEADY_WITHIN * known:
+        return known, told.prediction_ratio
+    return _rounded(measured), round(ratio, 2)
+
+
+def _rounded(speed: float | None) -> float | None:
+    """Two digits."""
+    return float(f"{speed:.2g}") if speed else None
 
 
 def _pools(situation: Situation, spec: HeteroInferenceSpec) -> list[PoolStatus]:
@@ -107,6 +150,7 @@ def _placed(situation: Situation, expected: ExpectedPod, rank: ObservedRank) -> 
     shares = ShareStatus(
         kv_heads=rank.kv_heads,
         mlp_columns=rank.mlp_columns,
+        experts=rank.experts,
         vocabulary_rows=rank.vocabulary_rows,
         weight_bytes=rank.weight_bytes,
         kv_bytes=rank.kv_bytes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from hetero_api.contract import LEAST_LOCAL_MEMORY_PERCENT
 from hetero_api.spec import HeteroInferenceSpec, NumaPolicy, PoolSpec, PoolType
 from hetero_operator.reconcile.model import ObservedRank
 from hetero_operator.reconcile.status.expected import ExpectedPod
@@ -14,8 +15,6 @@ from hetero_operator.reconcile.status.reasons import Reason
 from hetero_operator.reconcile.status.situation import Situation
 from hetero_operator.reconcile.status.text import bounded, steady
 
-LEAST_LOCAL_PERCENT: Final = 90
-"""Less of its memory on its own node means that a rank reads its weights from another. The rest is the interpreter."""
 _GUARANTEED: Final = "Guaranteed"
 
 
@@ -75,7 +74,7 @@ def _spans_one_node(rank: ObservedRank) -> bool:
 
 
 def _is_local(rank: ObservedRank) -> bool:
-    return rank.local_memory_percent is None or rank.local_memory_percent >= LEAST_LOCAL_PERCENT
+    return rank.local_memory_percent is None or rank.local_memory_percent >= LEAST_LOCAL_MEMORY_PERCENT
 
 
 def _proven(situation: Situation, spec: HeteroInferenceSpec | None, pods: list[ExpectedPod]) -> Finding:

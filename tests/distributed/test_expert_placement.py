@@ -1,0 +1,95 @@
+"""A group whose tokens want one rank's experts: they are spread, stay spread, and the text stays what it was."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hetero_client import AdminClient, HeteroClient, SamplingParams
+from hetero_client.errors import WrongStateError
+from tests.support.local_group import LocalGroupProcess, write_manifest
+from tests.support.reference import Reference
+from tests.support.tiny_models import save_tiny_model
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+PROMPT = tuple(range(3, 43))
+HALVES = {"attention": [1, 1], "mlp": [1, 1], "vocabulary": [1, 1]}
+NUM_LAYERS, NUM_WANTED = 2, 3
+
+
+def save_lopsided_model(directory: Path) -> Path:
+    """Experts that take most of a step, and routers that choose of the first three, which are on rank 0, every time.
+
+    All embeddings have one large component in common, which the routers' first rows look at.
+    """
+    save_tiny_model(
+        directory, "qwen3-moe", num_hidden_layers=NUM_LAYERS, num_experts_per_tok=NUM_WANTED, moe_intermediate_size=8192
+    )
+    weights = load_file(directory / "model.safetensors")
+    weights["model.embed_tokens.weight"][:, 0] = 8.0
+    for layer in range(NUM_LAYERS):
+        prefix = f"model.layers.{layer}"
+        weights[f"{prefix}.post_attention_layernorm.weight"].abs_()
+        router = weights[f"{prefix}.mlp.gate.weight"]
+        router[:, 0] = torch.tensor([1.5] * NUM_WANTED + [-1.5] * (len(router) - NUM_WANTED))
+        for name in weights:
+            if name.startswith(prefix) and name.endswith(("o_proj.weight", "down_proj.weight")):
+                weights[name].mul_(0.02)  # what layers add must not drown it
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def generate(client: HeteroClient) -> tuple[int, ...]:
+    return tuple(client.generate_text(PROMPT, sampling=GREEDY).token_ids)
+
+
+def test_experts_that_are_wanted_are_spread_and_stay_spread(tmp_path: Path) -> None:
+    model = save_lopsided_model(tmp_path / "model")
+    reference = Reference.from_directory(model)
+    manifest = write_manifest(tmp_path, model=model, shares=HALVES, max_model_len=None)
+    with (
+        LocalGroupProcess(manifest, home=tmp_path / "home") as group,
+        group.client() as client,
+        group.admin() as admin,
+    ):
+        assert reference.disagreements(PROMPT, generate(client)) == []
+        before = {rank.rank: rank.weight_bytes for rank in admin.topology().ranks}
+
+        placed = admin.place_experts()
+        assert placed.counted_tokens == len(PROMPT) + 23
+        assert placed.moved_experts == 2 * NUM_LAYERS, "one of three goes to the other rank, for one that nobody wants"
+        assert placed.step_s_after < placed.step_s_before
+        assert reference.disagreements(PROMPT, generate(client)) == []
+        assert {rank.rank: rank.weight_bytes for rank in admin.topology().ranks} == before
+        assert admin.place_experts().moved_experts == 0
+
+        lose_a_rank(group, admin)
+        assert reference.disagreements(PROMPT, generate(client)) == []
+        again = admin.place_experts()
+        assert again.counted_tokens > 0
+        assert again.moved_experts == 0, "the next epoch went on with the experts as they had been placed"
+        assert admin.topology().ranks[1].load_s == 0, "the other rank kept its weights, those that moved too"
+
+
+def lose_a_rank(group: LocalGroupProcess, admin: AdminClient) -> None:
+    epoch = admin.topology().epoch
+    os.kill(group.record.processes["cpu-0"], signal.SIGKILL)
+    group.wait_ready_again(after_epoch=epoch)
+
+
+def test_a_model_without_experts_is_told_so(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model", "qwen3")
+    manifest = write_manifest(tmp_path, model=model, max_model_len=None)
+    with (
+        LocalGroupProcess(manifest, home=tmp_path / "home") as group,
+        group.admin() as admin,
+        pytest.raises(WrongStateError, match="needs a model of experts"),
+    ):
+        admin.place_experts()

@@ -1,0 +1,33 @@
+"""A rank process, as hetero_worker is one; on a pseudo GPU where it is told --device cuda:N.
+
+python -m tests.support.pseudo_gpu_rank ...
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from hetero_worker.config import RankConfig
+from hetero_worker.rank import main, platform_of
+
+if TYPE_CHECKING:
+    from hetero_worker.platforms.base import Platform
+
+
+def platforms(config: RankConfig) -> Platform:
+    """A pseudo GPU where a rank is told to compute on one. Imported late, as rank.py does."""
+    from tests.support.pseudo_gpu import PseudoGpuPlatform
+
+    return platform_of(config) if config.cuda_device is None else PseudoGpuPlatform(config.cuda_device)
+
+
+def be_rank(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """`rank.main`, with pseudo GPUs."""
+    return main(arguments, environment, platforms=platforms)
+
+
+if __name__ == "__main__":
+    sys.exit(be_rank(sys.argv[1:], os.environ))

@@ -1,0 +1,59 @@
+"""Shared-memory exchanges with threads for ranks, each with a mapping of its own, in either of the two ways."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from hetero_worker.distributed.routes import NO_ROUTES, Routes
+from hetero_worker.distributed.shm_exchange import ShmExchange
+from hetero_worker.distributed.shm_segment import SegmentLayout, ShmSegment
+from hetero_worker.native.library import NativeLibrary, load
+
+PAGE = mmap.PAGESIZE
+T = TypeVar("T")
+
+WAYS = pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+"""Both ways to use a segment."""
+
+
+def native_library() -> NativeLibrary:
+    """The library, which tests need. `make native` builds it."""
+    loaded = load()
+    assert loaded.library is not None, loaded.reason
+    return loaded.library
+
+
+def segments(folder: Path, layout: SegmentLayout) -> list[ShmSegment]:
+    """One segment, as each rank has it."""
+    made = [ShmSegment.create("segment", layout, folder=folder)]
+    made += [ShmSegment.attach("segment", layout, rank=rank, folder=folder) for rank in range(1, layout.world_size)]
+    made[0].unlink()
+    return made
+
+
+@contextmanager
+def exchanges(
+    folder: Path, world_size: int = 2, *, native: bool, timeout_s: float = 20.0, routes: Routes = NO_ROUTES
+) -> Iterator[list[ShmExchange]]:
+    """Every rank's, in rank order."""
+    library = native_library() if native else None
+    made = [
+        ShmExchange(segment, timeout_s=timeout_s, library=library, machine="x86_64")
+        for segment in segments(folder, SegmentLayout(world_size, PAGE, routes))
+    ]
+    yield made
+    for exchange in made:
+        exchange.close()
+
+
+def on_every_rank(ranks: list[ShmExchange], body: Callable[[ShmExchange], T]) -> list[T]:
+    """Results in rank order."""
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(body, ranks))

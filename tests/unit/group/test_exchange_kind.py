@@ -1,0 +1,76 @@
+"""What ranks are asked to exchange by, and what the gateway makes of what they built."""
+
+from __future__ import annotations
+
+import pytest
+
+from hetero_api.spec import ExchangeKind
+from hetero_api.v1 import ranks_pb2
+from hetero_gateway.group.errors import EpochEnded
+from hetero_gateway.group.exchange_kind import asked_exchange, built_exchange
+from hetero_gateway.group.topology import GroupState
+from tests.unit.group.group_setup import GroupBench, ScriptedRank, group_settings, hello
+
+pytestmark = pytest.mark.unit
+
+SHM, GLOO, SLOW_SHM = (
+    ranks_pb2.EXCHANGE_KIND_SHM,
+    ranks_pb2.EXCHANGE_KIND_GLOO,
+    ranks_pb2.EXCHANGE_KIND_SHM_PYTHON,
+)
+TOGETHER = [hello(0), hello(1)]
+APART = [hello(0), hello(1, host_id="there")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "together", "apart"), [(ExchangeKind.AUTO, SHM, GLOO), (ExchangeKind.GLOO, GLOO, GLOO)]
+)
+def test_shared_memory_is_asked_for_where_ranks_are_on_one_host(
+    kind: ExchangeKind, together: ranks_pb2.ExchangeKind.ValueType, apart: ranks_pb2.ExchangeKind.ValueType
+) -> None:
+    assert asked_exchange(kind, TOGETHER) == together
+    assert asked_exchange(kind, APART) == apart
+    assert asked_exchange(kind, [hello(0, host_id="")]) == GLOO
+
+
+def test_shared_memory_that_cannot_be_is_an_end_that_names_field_and_hosts() -> None:
+    assert asked_exchange(ExchangeKind.SHARED_MEMORY, TOGETHER) == SHM
+    with pytest.raises(EpochEnded, match=r"spec\.exchange\.kind: SharedMemory, .*pod-1 on there") as caught:
+        asked_exchange(ExchangeKind.SHARED_MEMORY, APART)
+    assert caught.value.permanent
+
+
+@pytest.mark.parametrize("kind", [ExchangeKind.AUTO, ExchangeKind.GLOO, ExchangeKind.SHARED_MEMORY])
+def test_what_ranks_built_is_told_with_their_reason(kind: ExchangeKind) -> None:
+    formed = [ranks_pb2.Formed(exchange=SLOW_SHM), ranks_pb2.Formed(exchange=SLOW_SHM, exchange_reason="no compiler")]
+    assert built_exchange(kind, formed) == (SLOW_SHM, "no compiler")
+
+
+def test_gloo_will_not_do_where_shared_memory_is_required() -> None:
+    formed = [ranks_pb2.Formed(exchange=GLOO, exchange_reason="/dev/shm is full")] * 2
+    assert built_exchange(ExchangeKind.AUTO, formed) == (GLOO, "/dev/shm is full")
+    with pytest.raises(EpochEnded, match=r"spec\.exchange\.kind: .*could not build: /dev/shm is full") as caught:
+        built_exchange(ExchangeKind.SHARED_MEMORY, formed)
+    assert caught.value.permanent
+
+
+async def test_a_group_that_must_share_memory_and_cannot_fails_for_good() -> None:
+    settings = group_settings(exchange={"kind": "SharedMemory"})
+    async with GroupBench(settings) as bench:
+        for ordinal in (0, 1):
+            ScriptedRank(bench.group, ordinal).join(host_id=f"host-{ordinal}")
+        await bench.until(GroupState.ABORTED)
+        assert bench.group.failed
+        assert "spec.exchange.kind: SharedMemory" in bench.topology.reason
+
+
+async def test_topology_tells_why_the_exchange_is_not_the_fastest() -> None:
+    async with GroupBench() as bench:
+        ranks = [ScriptedRank(bench.group, ordinal) for ordinal in (0, 1)]
+        for rank in ranks:
+            rank.join()
+        for rank in ranks:
+            await rank.expect("form_group")
+            rank.say(1, formed=ranks_pb2.Formed(exchange=GLOO, exchange_reason="no shared segment"))
+        await bench.until(GroupState.LOADING)
+        assert (bench.topology.exchange, bench.topology.exchange_reason) == (GLOO, "no shared segment")

@@ -1,0 +1,335 @@
+"""Experts are counted and moved while nobody is served, layer by layer, and the plan that stands is known."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+
+from hetero_api.model_config import ModelConfig
+from hetero_api.sharding import ShardPlan
+from hetero_api.v1 import admin_pb2, ranks_pb2
+from hetero_gateway.engine.errors import GroupLost
+from hetero_gateway.group.errors import CommandFailed, WrongState
+from hetero_gateway.group.experts import sum_counts
+from hetero_gateway.group.rebalancing import ExpertRebalancer, RebalancePolicy, is_wanted
+from hetero_gateway.group.settings import GroupSettings
+from hetero_gateway.group.topology import GroupState
+from hetero_gateway.group.verbs import GroupVerbs
+from tests.unit.engine.engine_setup import generation
+from tests.unit.group.group_setup import (
+    FINGERPRINT,
+    GroupBench,
+    ObedientRank,
+    collect,
+    group_settings,
+    resource,
+    wait_until,
+)
+
+pytestmark = pytest.mark.unit
+
+MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 3, "hidden_size": 512, "intermediate_size": 1024,
+    "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 128, "max_position_embeddings": 64,
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 2048, "mlp_only_layers": [1],
+}  # fmt: skip
+SKEWED = {0: [60, 60, 0, 0], 2: [100, 20, 0, 0]}
+"""Rank 0 holds experts 0 and 1: it has all the work."""
+SETTLED = {0: [60, 0, 60, 0], 2: [100, 0, 0, 20]}
+
+
+def moe_settings(**placement: Any) -> GroupSettings:
+    """Two ranks with half of everything each."""
+    half = resource(
+        engine={"blockSize": 4, "maxNumSeqs": 4, "maxNumBatchedTokens": 64},
+        placement={"mode": "Tensor", "shares": {"attention": [1, 1], "mlp": [1, 1], "vocabulary": [1, 1]}, **placement},
+        model={"uri": "hf://org/model", "maxModelLen": 64},
+    )
+    return GroupSettings.from_resource(half, ModelConfig.from_hf(MOE), model_fingerprint=FINGERPRINT)
+
+
+@asynccontextmanager
+async def serving(**counts: dict[int, list[int]]) -> AsyncIterator[tuple[GroupBench, ObedientRank, ObedientRank]]:
+    """A group of a model of experts; each rank reports the counts of its name, rank zero SKEWED by default."""
+    async with GroupBench(moe_settings()) as bench:
+        zero, one = bench.obedient(0), bench.obedient(1)
+        zero.expert_counts = counts.get("zero", SKEWED)
+        one.expert_counts = counts.get("one", {})
+        await bench.until(GroupState.READY)
+        yield bench, zero, one
+
+
+def placed(rank: ObedientRank) -> list[ShardPlan]:
+    """The plans that the rank was told in this epoch, one a command."""
+    orders = [plan.command for plan in rank.plans if plan.command.HasField("place_experts")]
+    return [ShardPlan.from_proto(order.place_experts.shard_plan) for order in orders]
+
+
+def held(plan: ShardPlan | None, layer: int) -> list[set[int]]:
+    assert plan is not None
+    return [set(plan.experts_of(rank, layer)) for rank in range(plan.world_size)]
+
+
+def on_place(rank: ObedientRank, act: Callable[[], None]) -> None:
+    """Do something when the first command to place experts comes to the rank, before it obeys."""
+    obey = rank._obey
+    done: list[bool] = []
+
+    def acting(plan: ranks_pb2.StepPlan) -> ranks_pb2.CommandReport:
+        if plan.command.HasField("place_experts") and not done:
+            done.append(True)
+            act()
+        return obey(plan)
+
+    rank._obey = acting  # type: ignore[method-assign]
+
+
+async def test_experts_move_layer_by_layer_and_the_plan_is_known() -> None:
+    async with serving() as (bench, zero, one):
+        before = bench.group.planner.plan
+        assert held(before, 0) == held(before, 2) == [{0, 1}, {2, 3}]
+        answer = await bench.verbs.place_experts()
+        assert (answer.moved_experts, answer.counted_tokens) == (4, 60)
+        assert 0 < answer.step_s_after < 0.9 * answer.step_s_before
+        after = bench.group.planner.plan
+        for layer in (0, 2):
+            assert all(len(experts & {0, 1}) == 1 for experts in held(after, layer))
+        assert zero.commands == one.commands == ["count_experts", "count_experts", "place_experts", "place_experts"]
+        first, second = placed(zero)
+        assert [bool(order) for order in first.expert_orders].count(True) == 1
+        assert second == after
+        assert bench.group.state is GroupState.READY
+        await collect(bench.core.submit(generation("r", range(9), max_tokens=6)))
+
+
+async def test_what_a_warm_up_chose_is_forgotten_before_anything_is_served() -> None:
+    async with serving() as (_, zero, one):
+        assert zero.commands == one.commands == ["count_experts"]
+
+
+async def test_ranks_that_settled_are_left_alone() -> None:
+    async with serving() as (bench, zero, one):
+        await bench.verbs.place_experts()
+        plan = bench.group.planner.plan
+        answer = await bench.verbs.place_experts()
+        assert answer.moved_experts == 0
+        assert answer.step_s_after == answer.step_s_before
+        assert bench.group.planner.plan is plan
+        assert len(placed(one)) == len(placed(zero)) == 2
+
+
+async def test_counts_of_all_ranks_are_added_up() -> None:
+    async with serving(zero={0: [60, 0, 0, 0]}, one={0: [0, 0, 60, 0]}) as (bench, _, _):
+        assert (await bench.verbs.place_experts()).moved_experts == 0
+    reports = [
+        ranks_pb2.CommandReport(expert_counts=[ranks_pb2.ExpertCounts(layer=layer, tokens=tokens)])
+        for layer, tokens in ((1, [1, 0]), (0, [0, 5]), (1, [0, 2]))
+    ]
+    assert sum_counts(reports) == {0: [0, 5], 1: [1, 2]}
+
+
+async def test_before_any_token_nothing_moves() -> None:
+    async with serving(zero={0: [0] * 4, 2: [0] * 4}) as (bench, _, _):
+        answer = await bench.verbs.place_experts()
+        assert (answer.moved_experts, answer.counted_tokens) == (0, 0)
+
+
+async def test_the_next_epoch_goes_on_with_experts_that_moved() -> None:
+    async with serving() as (bench, zero, one):
+        await bench.verbs.place_experts()
+        plan = bench.group.planner.plan
+        orders: list[Any] = []
+        note = zero._note
+
+        def noting(kind: str, order: Any) -> None:
+            orders.append(order)
+            note(kind, order)
+
+        zero._note = noting  # type: ignore[method-assign]
+        one.lose()
+        await bench.until(GroupState.ABORTED)
+        bench.obedient(1, instance="replacement")
+        await bench.until(GroupState.READY)
+        loads = [order for order in orders if isinstance(order, ranks_pb2.LoadModel)]
+        assert [ShardPlan.from_proto(load.shard_plan) for load in loads] == [plan]
+
+
+async def test_another_gateway_goes_on_with_experts_that_moved() -> None:
+    async with serving() as (bench, _, _):
+        await bench.verbs.place_experts()
+        plan = bench.group.planner.plan
+    assert plan is not None
+    settings = moe_settings()
+    async with GroupBench(settings) as bench:
+        for place in range(2):
+            rank = ObedientRank(bench.group, place)
+            held_shard = ranks_pb2.HeldShard(shard_plan=plan.to_proto(), plan_key=settings.plan_key, rank=place)
+            rank.join(held=held_shard)
+            bench._tasks += [asyncio.create_task(rank.live()), asyncio.create_task(rank.beat())]
+        await bench.until(GroupState.READY)
+        placement = bench.group.planner.placement
+        assert placement is not None
+        assert placement.plan == plan
+        assert "anew" not in placement.reason, "it is what the solver chose, but for where experts are"
+        rank.expert_counts = SKEWED
+        assert (await bench.verbs.place_experts()).moved_experts == 0
+
+
+async def test_a_model_without_experts_has_none_to_place() -> None:
+    async with GroupBench() as bench:
+        zero, _ = await bench.ready()
+        with pytest.raises(WrongState, match="PlaceExperts needs a model of experts"):
+            await bench.verbs.place_experts()
+        assert zero.commands == []
+
+
+async def test_a_group_with_requests_is_left_alone() -> None:
+    async with serving() as (bench, zero, _):
+        zero.holds_steps = True
+        stream = bench.core.submit(generation("r", range(3)))
+        with pytest.raises(WrongState, match="PlaceExperts needs a group without requests"):
+            await bench.verbs.place_experts()
+        stream.cancel()
+
+
+async def test_asleep_and_between_epochs_nothing_is_placed() -> None:
+    async with serving() as (bench, _, one):
+        await bench.verbs.sleep(admin_pb2.SleepRequest(level=1))
+        with pytest.raises(WrongState, match="PlaceExperts needs a group that is READY; it is ASLEEP"):
+            await bench.verbs.place_experts()
+        one.lose()
+        await bench.until(GroupState.ABORTED)
+        with pytest.raises(WrongState, match="it is ABORTED"):
+            await bench.verbs.place_experts()
+
+
+async def test_a_request_that_comes_meanwhile_waits_for_one_layer_and_no_more() -> None:
+    async with serving() as (bench, zero, one):
+        streams: list[Any] = []
+        on_place(one, lambda: streams.append(bench.core.submit(generation("r", range(9), max_tokens=6))))
+        answer = await bench.verbs.place_experts()
+        assert answer.moved_experts == 2
+        assert answer.step_s_after < answer.step_s_before
+        assert len(placed(zero)) == 1
+        assert bench.group.planner.plan == placed(zero)[0]
+        events = await collect(streams[0])
+        assert sum(len(event.token_ids) for event in events[:-1]) == 6
+        assert (await bench.verbs.place_experts()).moved_experts == 2, "the other layer, the next time"
+
+
+async def test_a_rank_that_cannot_leaves_the_group_as_it_was() -> None:
+    async with serving() as (bench, zero, one):
+        plan = bench.group.planner.plan
+        on_place(zero, lambda: setattr(zero, "peers_fail", True))
+        on_place(one, lambda: setattr(one, "problem", "no room"))
+        with pytest.raises(CommandFailed, match=r"the group is as it was; .* rank 1 \(pod-1\): no room"):
+            await bench.verbs.place_experts()
+        assert bench.group.planner.plan is plan
+        zero.peers_fail, one.problem = False, ""
+        await collect(bench.core.submit(generation("r", range(9), max_tokens=6)))
+        assert (await bench.verbs.place_experts()).moved_experts == 4
+
+
+async def test_a_rank_lost_meanwhile_ends_it() -> None:
+    async with serving() as (bench, _, one):
+        on_place(one, one.lose)
+        with pytest.raises(GroupLost):
+            await bench.verbs.place_experts()
+        assert bench.group.planner.plan is not None
+        assert held(bench.group.planner.plan, 0) == held(bench.group.planner.plan, 2) == [{0, 1}, {2, 3}]
+
+
+async def test_how_many_moved_is_told_once() -> None:
+    async with serving() as (bench, _, _):
+        told: list[int] = []
+        verbs = GroupVerbs(bench.group, core=bench.core, settings=moe_settings(), on_experts_moved=told.append)
+        await verbs.place_experts()
+        await verbs.place_experts()
+        assert told == [4]
+
+
+# --- without being asked ----------------------------------------------------------------------------------
+
+
+def test_only_models_of_experts_are_looked_at_and_only_if_the_resource_lets_them() -> None:
+    assert is_wanted(moe_settings())
+    assert not is_wanted(moe_settings(rebalanceExperts=False))
+    assert not is_wanted(group_settings())
+
+
+class Rebalancing:
+    """A rebalancer at work on a bench, with a clock in the test's hands."""
+
+    def __init__(self, bench: GroupBench, *, min_tokens: int) -> None:
+        self.now_s = 0.0
+        policy = RebalancePolicy(idle_s=0.01, min_tokens=min_tokens, interval_s=100.0)
+        rebalancer = ExpertRebalancer(bench.verbs, core=bench.core, policy=policy, clock=lambda: self.now_s)
+        self._task = asyncio.create_task(rebalancer.run())
+
+    async def __aenter__(self) -> Rebalancing:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+
+
+async def compute(bench: GroupBench, request_id: str) -> None:
+    """15 tokens."""
+    await collect(bench.core.submit(generation(request_id, range(9), max_tokens=6)))
+
+
+async def look_often(bench: GroupBench) -> None:
+    """Give the rebalancer the time to look many times."""
+    deadline_s = asyncio.get_running_loop().time() + 0.2
+    await wait_until(lambda: asyncio.get_running_loop().time() > deadline_s)
+    assert bench.core.is_idle
+
+
+async def test_an_idle_group_that_computed_enough_moves_experts_by_itself() -> None:
+    async with serving() as (bench, zero, _), Rebalancing(bench, min_tokens=20):
+        await compute(bench, "one")
+        await look_often(bench)
+        assert zero.commands == ["count_experts"], "15 tokens say too little"
+        await compute(bench, "two")
+        await wait_until(lambda: len(placed(zero)) == 2)
+        assert held(bench.group.planner.plan, 0) != [{0, 1}, {2, 3}]
+
+
+async def test_a_busy_group_is_never_looked_at() -> None:
+    async with serving() as (bench, zero, _), Rebalancing(bench, min_tokens=1):
+        await compute(bench, "one")
+        zero.holds_steps = True
+        stream = bench.core.submit(generation("two", range(9)))
+        deadline_s = asyncio.get_running_loop().time() + 0.1
+        await wait_until(lambda: asyncio.get_running_loop().time() > deadline_s)
+        assert zero.commands == ["count_experts"]
+        stream.cancel()
+
+
+async def test_experts_are_not_looked_at_often() -> None:
+    async with serving() as (bench, zero, _), Rebalancing(bench, min_tokens=1) as rebalancing:
+        await compute(bench, "one")
+        await wait_until(lambda: len(placed(zero)) == 2)
+        await compute(bench, "two")
+        await look_often(bench)
+        assert zero.commands.count("count_experts") == 2
+        rebalancing.now_s = 101.0
+        await wait_until(lambda: zero.commands.count("count_experts") == 3)
+
+
+async def test_a_rebalancer_lives_on_when_it_is_refused() -> None:
+    async with serving() as (bench, zero, one), Rebalancing(bench, min_tokens=1) as rebalancing:
+        on_place(zero, lambda: setattr(zero, "peers_fail", True))
+        on_place(one, lambda: setattr(one, "problem", "no room"))
+        await compute(bench, "one")
+        await wait_until(lambda: len(placed(zero)) == 1)
+        zero.peers_fail, one.problem = False, ""
+        await compute(bench, "two")
+        rebalancing.now_s = 101.0
+        await wait_until(lambda: len(placed(zero)) == 3)

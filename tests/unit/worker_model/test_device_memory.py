@@ -1,0 +1,114 @@
+"""What a device's memory account says, and weights that leave their device and come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from hetero_worker.errors import MemoryBudgetError
+from hetero_worker.memory.accounts import CudaAccount, HostAccount, account_of
+from hetero_worker.memory.budget import RUNTIME_BYTES, KvCost, MemoryBudget
+from hetero_worker.memory.parking import ParkedWeights
+
+pytestmark = pytest.mark.unit
+
+CUDA = torch.device("cuda", 1)
+
+
+class Driver:
+    """A device of 100 units: 30 are of contexts and other processes, 20 are kept by torch, 15 of these are in use."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: set[object] = set()
+        self.allocated, self.peak = 15, 15
+        monkeypatch.setattr(torch.cuda, "mem_get_info", self._of((50, 100)))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", self._of(20))
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: self.allocated)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: self.peak)
+        for name in ("synchronize", "reset_peak_memory_stats"):
+            monkeypatch.setattr(torch.cuda, name, self._of(None))
+
+    def _of(self, answer: object) -> Callable[[torch.device], object]:
+        def asked(device: torch.device) -> object:
+            self.asked.add(device)
+            return answer
+
+        return asked
+
+
+def test_memory_that_torch_keeps_and_nobody_uses_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, account = Driver(monkeypatch), account_of(CUDA)
+    assert isinstance(account, CudaAccount)
+    assert (account.runtime_bytes(), account.held_bytes(), account.available_bytes()) == (30, 20, 55)
+    assert driver.asked == {CUDA}
+
+
+def test_a_peak_counts_from_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, account = Driver(monkeypatch), account_of(CUDA)
+    assert account.begin_peak()
+    driver.peak = 41
+    driver.allocated = 17
+    assert account.peak_growth_bytes() == 26
+
+
+def test_the_hosts_account_asks_the_kernel() -> None:
+    account = account_of(torch.device("cpu"))
+    assert isinstance(account, HostAccount)
+    assert account.runtime_bytes() == RUNTIME_BYTES
+    assert account.held_bytes() > 0
+    account.release_unused()
+    assert "resident" in account.describe()
+
+
+@pytest.mark.parametrize(
+    ("account", "remedy"), [(HostAccount(), "memoryPerRank"), (CudaAccount(CUDA), "gpuMemoryUtilization")]
+)
+def test_want_of_memory_names_the_field_that_helps(account: HostAccount | CudaAccount, remedy: str) -> None:
+    budget = MemoryBudget(100, weight_bytes=90, workspace_bytes=20, runtime_bytes=0, remedy=account.remedy)
+    with pytest.raises(MemoryBudgetError, match=remedy):
+        budget.kv_budget_bytes(KvCost(1, 0))
+
+
+def _weights() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Tensors, one of them a view and one tied to another; and what is in them."""
+    torch.manual_seed(0)
+    plain, odd = torch.randn(7, 5), torch.randn(3).to(torch.bfloat16)
+    tensors = [plain, plain[2:4], plain, odd, torch.empty(0)]
+    return tensors, [tensor.clone() for tensor in tensors]
+
+
+def test_weights_come_back_as_they_were_views_and_ties_among_them() -> None:
+    tensors, contents = _weights()
+    parked = ParkedWeights(tensors)
+    assert parked.num_bytes == 7 * 5 * 4 + 3 * 2
+    assert all(torch.equal(a, b) for a, b in zip(tensors, contents, strict=True))  # not before they are released
+    parked.release()
+    assert not any(tensor.untyped_storage().nbytes() for tensor in tensors)
+    parked.restore()
+    assert all(torch.equal(a, b) for a, b in zip(tensors, contents, strict=True))
+    tensors[0][2, 0] = 17.0
+    assert tensors[1][0, 0] == 17.0
+
+
+def test_weights_that_do_not_fit_any_more_stay_parked(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, contents = _weights()
+    parked = ParkedWeights(tensors)
+    parked.release()
+    resize, grown = torch.UntypedStorage.resize_, list[int]()
+
+    def run_out(storage: torch.UntypedStorage, size: int) -> object:
+        if size and grown:
+            raise RuntimeError("CUDA out of memory")
+        grown.extend([size] if size else [])
+        return resize(storage, size)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.UntypedStorage, "resize_", run_out)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            parked.restore()
+    assert len(grown) == 1
+    assert not any(tensor.untyped_storage().nbytes() for tensor in tensors)
+    parked.restore()
+    assert all(torch.equal(a, b) for a, b in zip(tensors, contents, strict=True))

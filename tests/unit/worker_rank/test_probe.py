@@ -1,0 +1,160 @@
+"""What a rank measures of itself: sizes, lines through times, and the costs of a tiny model's parts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from hetero_api.model_config import ModelConfig
+from hetero_api.v1 import ranks_pb2
+from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel
+from hetero_worker.platforms.cpu import CpuPlatform
+from hetero_worker.probe.clock import HostClock, Work
+from hetero_worker.probe.costs import step_shapes
+from hetero_worker.probe.fit import Laps, Point, line, typical
+from hetero_worker.probe.layers import linear_shapes
+from hetero_worker.probe.sizes import LayerSize, probe_size, whole_layer
+from hetero_worker.probe.speeds import default_dtype, measure_speeds
+from tests.support.tiny_checkpoints import save_tiny
+
+pytestmark = pytest.mark.unit
+
+MLP = ranks_pb2.MODEL_PART_MLP
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """A team of threads on a busy machine waits for the slowest of them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def config_of(variant: str, folder: Path) -> ModelConfig:
+    return ModelConfig.from_directory(save_tiny(variant, folder).directory)
+
+
+def plain(*_: object, **__: object) -> PlainKernel:
+    """No kernel is chosen by timing here."""
+    return PlainKernel()
+
+
+@pytest.mark.parametrize(
+    ("times", "fixed_and_unit"),
+    [
+        ([(2, 5.0), (4, 9.0)], (1.0, 2.0)),
+        ([(2, 5.0), (3, 0.0), (4, 9.0)], (1.0, 2.0)),
+        ([(2, 9.0), (4, 5.0)], (5.0, 0.0)),
+        ([(2, 1.0), (4, 8.0)], (0.0, 2.0)),
+        ([(4, 8.0)], (0.0, 2.0)),
+        ([(0, 3.0)], (3.0, 0.0)),
+    ],
+    ids=["a line", "ends only", "falls: noise", "below the origin: noise", "one number of units", "no units"],
+)
+def test_a_line_through_times_is_never_negative(
+    times: list[tuple[int, float]], fixed_and_unit: tuple[float, float]
+) -> None:
+    assert line(times) == fixed_and_unit
+
+
+def test_laps_that_were_disturbed_do_not_count() -> None:
+    laps = Laps()
+    for seconds in (4.0, 90.0, 4.0, 70.0, 4.0, 4.0, 60.0, 4.0):
+        laps.add(Point(MLP, 8), 2, seconds)
+    for seconds in (50.0, 8.0, 9.0):
+        laps.add(Point(MLP, 8), 4, seconds)
+    laps.add(Point(MLP, 1), 2, 1.0)
+    [at_8, at_1] = laps.costs()
+    assert (at_8.part, at_8.rows, at_8.fixed_s, at_8.unit_s) == (MLP, 8, 0.0, 2.0)
+    assert (at_1.rows, at_1.unit_s) == (1, 0.5)
+    assert typical([3.0]) == 3.0
+
+
+def test_a_clock_tells_each_lap_apart() -> None:
+    order: list[int] = []
+
+    def work(number: int) -> Work:
+        return lambda: order.append(sum(range(number * 10_000)) and number)
+
+    laps = HostClock().laps([work(1), work(40)])
+    assert order == [1, 40]
+    assert 0 < laps[0] < laps[1]
+
+
+def test_a_small_model_is_built_whole_and_a_large_one_in_part(tmp_path: Path) -> None:
+    config = config_of("llama", tmp_path)
+    small = dataclasses.replace(config, intermediate_size=128)
+    size = probe_size(small, 4)
+    assert size.many == whole_layer(small) == LayerSize(heads=8, mlp=2, experts=0)
+    assert (size.few, size.copies_of_many) == (LayerSize(4, 1, 0), config.num_layers)
+    large = dataclasses.replace(config, hidden_size=8192, intermediate_size=28672, head_dim=128, num_layers=80)
+    size = probe_size(large, 4, weight_bytes := 1 << 28)
+    assert 1 < size.many.mlp < whole_layer(large).mlp
+    assert size.many.heads > size.few.heads > 0
+    total = size.copies_of_many * size.many.bytes(large, element_bytes=4)
+    total += size.copies_of_few * size.few.bytes(large, element_bytes=4)
+    total += int(1.5 * size.head * 64 * large.hidden_size * 4)
+    assert weight_bytes // 4 < total <= weight_bytes
+    assert size.copies_of_many >= 1
+    wide = dataclasses.replace(large, num_heads=64)
+    assert probe_size(wide, 4, weight_bytes).many.heads == 2, "a line needs two numbers of units"
+
+
+def test_steps_are_no_longer_than_the_model_allows() -> None:
+    assert max(rows for rows, context in step_shapes(100) if not context) == 100
+    assert {context for _, context in step_shapes(100)} == {0, 64, 100}
+    assert {context for _, context in step_shapes(40)} == {0, 40}
+
+
+VARIANTS = ("llama", "qwen3", "gemma2", "gemma3", "mixtral", "qwen3-moe-some-dense", "llama-biased")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_part_of_a_model_is_measured_at_every_step(variant: str, tmp_path: Path) -> None:
+    config = config_of(variant, tmp_path)
+    speeds = measure_speeds(CpuPlatform(memory_bytes=1 << 28, read_bytes=1 << 20), config, choose=plain)
+    assert (speeds.costs_dtype, speeds.memory_bandwidth > 0) == ("float32", True)
+    assert {rate.dtype for rate in speeds.matmul} == {"float32", "bfloat16"}
+    seen = {(cost.part, cost.rows, cost.context) for cost in speeds.costs}
+    assert len(seen) == len(speeds.costs)
+    shapes = list(step_shapes(config.max_position))
+    has_dense = len(config.expert_layers) < config.num_layers and config.intermediate_size >= 64
+    for rows, context in shapes:
+        attention = ranks_pb2.MODEL_PART_ATTENTION_DECODE if context else ranks_pb2.MODEL_PART_ATTENTION_PREFILL
+        assert (attention, rows, context) in seen
+        assert ((MLP, rows, 0) in seen) == has_dense
+        assert ((ranks_pb2.MODEL_PART_EXPERTS, rows, 0) in seen) == bool(config.expert_layers)
+        assert ((ranks_pb2.MODEL_PART_HEAD, rows, 0) in seen) == bool(context)
+        assert (ranks_pb2.MODEL_PART_STEP, rows, 0) in seen
+    for cost in speeds.costs:
+        assert 0 < cost.fixed_s + cost.unit_s < math.inf
+
+
+def test_another_type_is_measured_when_it_is_asked_for(tmp_path: Path) -> None:
+    platform = CpuPlatform(memory_bytes=1 << 28, read_bytes=1 << 20)
+    assert default_dtype(platform) == "float32"
+    asked: list[torch.dtype] = []
+
+    def choose(
+        candidates: Sequence[LinearKernel], shapes: Sequence[tuple[int, int]], *, dtype: torch.dtype
+    ) -> LinearKernel:
+        assert shapes
+        asked.append(dtype)
+        return candidates[0]
+
+    config = config_of("llama", tmp_path)
+    assert measure_speeds(platform, config, dtype="bfloat16", choose=choose).costs_dtype == "bfloat16"
+    assert asked == [torch.bfloat16]
+
+
+def test_the_kernel_is_chosen_on_the_shapes_of_the_whole_model(tmp_path: Path) -> None:
+    config = config_of("llama", tmp_path)
+    width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    assert (width, config.hidden_size) in linear_shapes(config)
+    assert (config.vocab_size, config.hidden_size) in linear_shapes(config)

@@ -1,0 +1,130 @@
+"""What a rank's messages to and from its gateway say, turned into what its parts take and from what they give.
+
+Pure functions. What does not fit together is a ProtocolError that names the field.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from hetero_api.model_config import ModelConfig
+from hetero_api.sharding import ShardPlan
+from hetero_api.v1 import ranks_pb2
+from hetero_worker.distributed.coordinator import GroupRequest
+from hetero_worker.distributed.measuring import ExchangeTimes, Times
+from hetero_worker.errors import ProtocolError
+from hetero_worker.platforms.heterogeneous import HeterogeneousPlatform
+from hetero_worker.runners.base import LoadReport, LoadRequest, StepOutput
+
+
+@dataclass(frozen=True, slots=True)
+class RankIdentity:
+    """What stays the same over a rank's epochs."""
+
+    hello: ranks_pb2.Hello
+    """Without store_address and held, which every Hello has anew."""
+    model_dir: Path
+    model_config: ModelConfig
+    memory_bytes: int
+    store_host: str
+    platform: HeterogeneousPlatform
+
+
+def held_message(held: LoadRequest) -> ranks_pb2.HeldShard:
+    """Weights in memory, for Hello."""
+    return ranks_pb2.HeldShard(shard_plan=held.shard_plan.to_proto(), plan_key=held.plan_key, rank=held.rank)
+
+
+def group_request(identity: RankIdentity, message: ranks_pb2.FormGroup, *, epoch: int) -> GroupRequest:
+    """Raises ProtocolError when this process is not of the kind that its place says."""
+    number = num_gpu_ranks(message)
+    platform = identity.platform.of_rank(message.rank, num_gpu_ranks=number)
+    return GroupRequest(
+        epoch=epoch,
+        rank=message.rank,
+        world_size=len(message.places),
+        store_address=message.store_address,
+        kind_asked=message.exchange,
+        segment_name=message.segment_name,
+        timeout_s=message.timeout_s,
+        host=identity.store_host,
+        num_gpu_ranks=number,
+        device=platform.device,
+        device_backend=platform.device_backend,
+    )
+
+
+def num_gpu_ranks(message: ranks_pb2.FormGroup) -> int:
+    """How many places are of GPU ranks. Raises ProtocolError unless these come first."""
+    are_gpus = [place.device.kind == ranks_pb2.DEVICE_KIND_CUDA for place in message.places]
+    number = sum(are_gpus)
+    if not all(are_gpus[:number]):
+        raise ProtocolError("form_group.places: ranks with a GPU must come before all others")
+    return number
+
+
+def formed_message(kind: ranks_pb2.ExchangeKind.ValueType, reason: str, times: ExchangeTimes) -> ranks_pb2.Formed:
+    """The groups stand."""
+    return ranks_pb2.Formed(
+        exchange=kind,
+        exchange_reason=reason,
+        host_times=_told(times.host),
+        device_times=_told(times.device),
+    )
+
+
+def _told(times: Times) -> list[ranks_pb2.ExchangeTime]:
+    return [ranks_pb2.ExchangeTime(bytes=size, seconds=seconds) for size, seconds in times]
+
+
+def load_request(
+    identity: RankIdentity, form: ranks_pb2.FormGroup, order: ranks_pb2.LoadModel, *, rank: int
+) -> LoadRequest:
+    """Raises ProtocolError when the plan is for another number of ranks."""
+    plan = ShardPlan.from_proto(order.shard_plan)
+    if plan.world_size != len(form.places):
+        raise ProtocolError(
+            f"load_model.shard_plan is for {plan.world_size} ranks, and the group has {len(form.places)}"
+        )
+    # Host memory is this rank's as it was given; of a device it takes a part.
+    utilization = 1.0 if identity.platform.own.is_host else order.device_memory_utilization or 1.0
+    return LoadRequest(
+        directory=identity.model_dir,
+        config=identity.model_config,
+        dtype=order.dtype,
+        shard_plan=plan,
+        plan_key=order.plan_key,
+        rank=rank,
+        max_model_len=order.max_model_len,
+        max_num_batched_tokens=form.max_num_batched_tokens,
+        max_num_seqs=form.max_num_seqs,
+        memory_bytes=identity.memory_bytes,
+        memory_utilization=utilization,
+        cache_size_is_given=order.cache_size_is_given,
+    )
+
+
+def loaded_message(report: LoadReport, *, local_memory_percent: int | None) -> ranks_pb2.Loaded:
+    """The shard is in memory."""
+    return ranks_pb2.Loaded(
+        weight_bytes=report.weight_bytes,
+        kv_budget_bytes=report.kv_budget_bytes,
+        kv_bytes_per_token=report.kv_bytes_per_token,
+        load_s=report.load_s,
+        kernels=report.kernels,
+        local_memory_percent=local_memory_percent,
+    )
+
+
+def step_result(plan: ranks_pb2.StepPlan, output: StepOutput, *, step_s: float) -> ranks_pb2.StepResult:
+    """What became of a plan that took `step_s` seconds."""
+    return ranks_pb2.StepResult(
+        step_id=plan.step_id,
+        slots=[token.slot for token in output.sampled],
+        token_ids=[token.token for token in output.sampled],
+        step_s=step_s,
+        logprobs=output.logprobs,
+        prompt_logprobs=output.prompt_logprobs,
+        command_report=output.report,
+    )

@@ -1,0 +1,68 @@
+"""From times to costs: a part with u units takes fixed + u · unit seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Final
+
+from hetero_api.v1 import ranks_pb2
+
+_MANY_LAPS: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Where a part's cost is measured; see ranks.proto's PartCost."""
+
+    part: ranks_pb2.ModelPart.ValueType
+    rows: int
+    context: int = 0
+
+
+class Laps:
+    """Times of points at numbers of units, as they were measured."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[Point, dict[float, list[float]]] = {}
+
+    def add(self, point: Point, units: float, seconds: float) -> None:
+        self._seconds.setdefault(point, {}).setdefault(units, []).append(seconds)
+
+    def costs(self) -> tuple[ranks_pb2.PartCost, ...]:
+        """A line through each point's typical times, in the order of the points' first laps."""
+        return tuple(
+            _cost(point, {units: typical(laps) for units, laps in of_units.items()})
+            for point, of_units in self._seconds.items()
+        )
+
+
+def typical(laps: Sequence[float]) -> float:
+    """What a lap takes on a machine that others use too: the median, or the least where there are only few laps.
+
+    Other processes start at the same time on the same cores, and whatever disturbs a lap makes it longer. Of many short
+    laps few are hit, and the median leaves them out. Long laps are few and are hit often.
+    """
+    return min(laps) if len(laps) < _MANY_LAPS else median(laps)
+
+
+def _cost(point: Point, seconds: dict[float, float]) -> ranks_pb2.PartCost:
+    fixed_s, unit_s = line(sorted(seconds.items()))
+    return ranks_pb2.PartCost(part=point.part, rows=point.rows, context=point.context, fixed_s=fixed_s, unit_s=unit_s)
+
+
+def line(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(fixed, unit) seconds through the first and the last of (units, seconds), ascending in units.
+
+    Neither is less than 0: noise must not make a part that gains from work. One time alone is all units' (with units
+    0: all fixed), since nothing tells them apart.
+    """
+    (few, few_s), (many, many_s) = times[0], times[-1]
+    if many == 0:
+        return many_s, 0.0
+    if few == many:
+        return 0.0, many_s / many
+    unit_s = max(0.0, (many_s - few_s) / (many - few))
+    fixed_s = many_s - many * unit_s
+    return (fixed_s, unit_s) if fixed_s >= 0.0 else (0.0, many_s / many)

@@ -1,0 +1,223 @@
+"""Copies of a decoder layer, made of the rank's own kernels, and steps that go through them.
+
+A copy's halves add to the residual stream as in a step; what peers would add is left out, for that is the exchange's
+cost. The layers' numbers go round, so that windows and rotations are as mixed as in the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import numpy as np
+import torch
+
+from hetero_api.model_config import ModelConfig
+from hetero_api.sharding import UnitRange
+from hetero_api.v1 import ranks_pb2
+from hetero_worker.attention.base import AttentionBackend, AttentionBatch, DecodeRows, PrefillSpan, StepAttention
+from hetero_worker.attention.kv_cache import LayerCache
+from hetero_worker.layers.blocks import GatedMlp, SelfAttention, layer_norm, mlp_norm
+from hetero_worker.layers.linear_kernels import LinearKernel
+from hetero_worker.layers.moe import ExpertMlp
+from hetero_worker.layers.norm import RmsNorm
+from hetero_worker.layers.rotary import RotaryTables, Rotation
+from hetero_worker.memory.loader import Checkpoint
+from hetero_worker.probe.clock import Work
+from hetero_worker.probe.fit import Point
+from hetero_worker.probe.routing import EvenRouter, even_units
+from hetero_worker.probe.sizes import UNIT, LayerSize, whole_layer
+
+BLOCK_SIZE: Final = 16
+CACHE_BYTES: Final = 48 * 1024**2
+"""Of all caches of a stack of layers: what a large batch reads exceeds the processor's caches by itself."""
+_NULL_BLOCKS: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where and how the rank computes."""
+
+    device: torch.device
+    dtype: torch.dtype
+    kernel: LinearKernel
+    backend: AttentionBackend
+    checkpoint: Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class SyntheticStep:
+    """Rows of one step: `rows` sequences that decode with `context` tokens each, or (context 0) one whole prompt."""
+
+    rows: int
+    context: int
+    hidden: torch.Tensor
+    rotations: list[Rotation]
+    batch: AttentionBatch
+    attention: StepAttention
+
+    @property
+    def attention_point(self) -> Point:
+        if self.context:
+            return Point(ranks_pb2.MODEL_PART_ATTENTION_DECODE, self.rows, self.context)
+        return Point(ranks_pb2.MODEL_PART_ATTENTION_PREFILL, self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class TimedWork:
+    """One half of one copy: what it is a measurement of, its units, and how to do it."""
+
+    point: Point
+    units: float
+    work: Work
+
+
+def make_step(config: ModelConfig, site: Site, rotary: RotaryTables, *, rows: int, context: int) -> SyntheticStep:
+    """With inputs of its own; `rotary` must reach as far."""
+    length = context or rows
+    positions = torch.full((rows,), length - 1) if context else torch.arange(rows)
+    hidden = torch.randn(rows, config.hidden_size, generator=torch.Generator().manual_seed(rows))
+    batch = _batch(rows, context, site.device)
+    return SyntheticStep(
+        rows=rows,
+        context=context,
+        hidden=hidden.to(device=site.device, dtype=site.dtype),
+        rotations=rotary.at(positions.to(site.device)),
+        batch=batch,
+        attention=site.backend.begin(batch),
+    )
+
+
+def _batch(rows: int, context: int, device: torch.device) -> AttentionBatch:
+    """Blocks in a row, the first one after the null block."""
+    if not context:
+        span = PrefillSpan(0, rows, 0, np.arange(_NULL_BLOCKS, _NULL_BLOCKS + _blocks_of(rows), dtype=np.int32))
+        slots = torch.arange(rows) + _NULL_BLOCKS * BLOCK_SIZE
+        none = DecodeRows(np.zeros(0, dtype=np.int32), np.zeros((0, 1), dtype=np.int32))
+        return AttentionBatch(slots.to(device), none, (span,))
+    blocks = _blocks_of(context)
+    tables = np.arange(rows * blocks, dtype=np.int32).reshape(rows, blocks) + _NULL_BLOCKS
+    slots = torch.from_numpy(tables[:, 0].astype(np.int64)) * BLOCK_SIZE + context - 1
+    return AttentionBatch(slots.to(device), DecodeRows(np.full(rows, context, dtype=np.int32), tables), ())
+
+
+def _blocks_of(tokens: int) -> int:
+    return -(-tokens // BLOCK_SIZE)
+
+
+def positions_of(rows: int, context: int) -> int:
+    """Positions that a step needs in a cache, null block included."""
+    return (_NULL_BLOCKS + (rows * _blocks_of(context) if context else _blocks_of(rows))) * BLOCK_SIZE
+
+
+class LayerStack:
+    """`copies` copies of a layer of one size; caches hold up to `positions` positions."""
+
+    def __init__(self, config: ModelConfig, size: LayerSize, *, copies: int, positions: int, site: Site) -> None:
+        self._size = size
+        self._layers = [_Copy(config, i, size) for i in range(copies)]
+        for layer in self._layers:
+            layer.load(site)
+        self._caches = list(_caches(config, size, copies=copies, positions=positions, site=site))
+
+    def first_attention(self, step: SyntheticStep, site: Site) -> Work:
+        """What the first layer of a step does: attention that has to prepare what all layers share."""
+        layer, cache = self._layers[0], self._caches[0]
+
+        def work() -> None:
+            layer.attend(step, site.backend.begin(step.batch), cache)
+
+        return work
+
+    def works(self, step: SyntheticStep) -> list[TimedWork]:
+        """All copies' halves in a step's order."""
+        return [
+            TimedWork(*timed)
+            for i, layer in enumerate(self._layers)
+            for timed in layer.halves(step, self._caches[i % len(self._caches)])
+        ]
+
+
+def _caches(config: ModelConfig, size: LayerSize, *, copies: int, positions: int, site: Site) -> Iterator[LayerCache]:
+    taken = 0
+    for _ in range(copies):
+        cache = LayerCache.allocate(
+            num_blocks=positions // BLOCK_SIZE, block_size=BLOCK_SIZE, num_kv_heads=size.heads,
+            head_dim=config.head_dim, dtype=site.dtype, device=site.device,
+        )  # fmt: skip
+        cache.keys.fill_(1.0)
+        cache.values.fill_(1.0)
+        yield cache
+        taken += cache.num_bytes
+        if taken + cache.num_bytes > CACHE_BYTES:
+            return
+
+
+class _Copy:
+    """One layer: its attention, and its MLP of either kind that the model has. To be loaded."""
+
+    def __init__(self, config: ModelConfig, number: int, size: LayerSize) -> None:
+        self._shape = config.experts
+        self._number = number % config.num_layers
+        self._size = size
+        self._attention = SelfAttention(config, self._number, UnitRange(0, size.heads), adds_bias=True)
+        self._mlp: GatedMlp | None = None
+        self._experts: ExpertMlp | None = None
+        if size.mlp:
+            layer = _layer_of_kind(config, number, with_experts=False)
+            self._mlp = GatedMlp(config, layer, UnitRange(0, size.mlp * UNIT), adds_bias=True)
+        if size.experts:
+            layer = _layer_of_kind(config, number, with_experts=True)
+            self._experts = ExpertMlp(
+                config,
+                layer,
+                range(size.experts),
+                norm=mlp_norm(config, layer),
+                make_router=partial(EvenRouter, own=size.experts),
+            )
+        self._sum_norm: RmsNorm | None = None
+        if config.post_norms:
+            self._sum_norm = layer_norm(config, self._number, "post_feedforward_layernorm")
+
+    @property
+    def parts(self) -> tuple[SelfAttention | GatedMlp | ExpertMlp, ...]:
+        return tuple(part for part in (self._attention, self._mlp, self._experts) if part is not None)
+
+    def load(self, site: Site) -> None:
+        for part in self.parts:
+            part.load(site.checkpoint, dtype=site.dtype, kernel=site.kernel, device=site.device)
+        if self._sum_norm is not None:
+            self._sum_norm.load(site.checkpoint, dtype=site.dtype, device=site.device)
+
+    def halves(self, step: SyntheticStep, cache: LayerCache) -> Iterator[tuple[Point, float, Work]]:
+        yield step.attention_point, self._size.heads, lambda: self.attend(step, step.attention, cache)
+        if self._mlp is not None:
+            point = Point(ranks_pb2.MODEL_PART_MLP, step.rows)
+            yield point, self._size.mlp, partial(self._add, step, self._mlp)
+        if self._experts is not None and self._shape is not None:
+            point = Point(ranks_pb2.MODEL_PART_EXPERTS, step.rows)
+            units = even_units(self._shape, own=self._size.experts, rows=step.rows)
+            yield point, units, partial(self._add, step, self._experts)
+
+    def attend(self, step: SyntheticStep, attention: StepAttention, cache: LayerCache) -> None:
+        rotation = step.rotations[self._number]
+        self._add(step, lambda hidden: self._attention(hidden, rotation, attention, cache))
+
+    def _add(self, step: SyntheticStep, half: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        total = half(step.hidden)
+        step.hidden.add_(total if self._sum_norm is None else self._sum_norm(total))
+
+
+def linear_shapes(config: ModelConfig) -> list[tuple[int, int]]:
+    """Distinct (out, in) shapes of the whole model's linear layers, the output head's too, ascending."""
+    layer = _Copy(config, 0, whole_layer(config))
+    shapes = {shape for part in layer.parts for shape in part.linear_shapes}
+    return sorted(shapes | {(config.vocab_size, config.hidden_size)})
+
+
+def _layer_of_kind(config: ModelConfig, number: int, *, with_experts: bool) -> int:
+    """Layers of one kind go round."""
+    layers = [layer for layer in range(config.num_layers) if (layer in config.expert_layers) is with_experts]
+    return layers[number % len(layers)]

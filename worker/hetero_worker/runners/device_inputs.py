@@ -1,0 +1,56 @@
+"""A step's inputs on a device: filled on the host as ever, in pinned memory, then copied to tensors that last.
+
+Block tables and lengths stay on the host: attention takes of them what it needs. A step's inputs are at the same
+addresses as the last one's of the same kind, whatever their number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from hetero_api.v1 import ranks_pb2
+from hetero_worker.models.decoder import DecoderInput
+from hetero_worker.platforms.base import Platform
+from hetero_worker.platforms.host_copies import PendingCopies
+from hetero_worker.runners.input_batch import InputBatch, InputBuffers
+from hetero_worker.runners.plan_check import PlanBounds
+from hetero_worker.runners.slots import SlotTable
+
+
+class DeviceInputs:
+    """Implements StepInputs for one device."""
+
+    def __init__(self, bounds: PlanBounds, platform: Platform) -> None:
+        tokens, rows = bounds.max_num_batched_tokens, bounds.max_logit_rows
+        self._host = InputBuffers(bounds, pins_memory=platform.pins_memory)
+        self._copies = PendingCopies(platform.device)
+        self._token_ids = torch.zeros(tokens, dtype=torch.int64, device=platform.device)
+        self._positions = torch.zeros_like(self._token_ids)
+        self._slot_mapping = torch.zeros_like(self._token_ids)
+        self._logit_rows = torch.zeros(rows, dtype=torch.int64, device=platform.device)
+
+    def fill(self, plan: ranks_pb2.StepPlan, slots: SlotTable) -> InputBatch:
+        self._copies.wait()  # the host's buffers are about to be overwritten
+        batch = self._host.fill(plan, slots)
+        decoder_input = self._copied(batch.decoder_input)
+        self._copies.began()
+        return replace(batch, decoder_input=decoder_input)
+
+    def advance_decoding(self, count: int, slots: SlotTable) -> None:
+        self._host.advance_decoding(count, slots)
+
+    def _copied(self, step: DecoderInput) -> DecoderInput:
+        attention = replace(step.attention, slot_mapping=_copy(step.attention.slot_mapping, self._slot_mapping))
+        return DecoderInput(
+            token_ids=_copy(step.token_ids, self._token_ids),
+            positions=_copy(step.positions, self._positions),
+            attention=attention,
+            logit_rows=None if step.logit_rows is None else _copy(step.logit_rows, self._logit_rows),
+        )
+
+
+def _copy(host: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+    """The first elements of `room`, which now hold the host's."""
+    return room[: len(host)].copy_(host, non_blocking=True)
