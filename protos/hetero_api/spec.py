@@ -367,6 +367,14 @@ class HeteroInferenceSpec(SpecModel):
         return sum(pool.ranks for pool in self.pools)
 
     @property
+    def dtype_in_force(self) -> str:
+        """The arithmetic type: Auto is bfloat16 where GPU ranks compute, float32 where only CPU ranks do."""
+        if self.model.dtype != DType.AUTO:
+            return str(self.model.dtype)
+        has_gpus = any(pool.type == PoolType.GPU for pool in self.pools)
+        return str(DType.BFLOAT16 if has_gpus else DType.FLOAT32)
+
+    @property
     def pools_in_rank_order(self) -> tuple[PoolSpec, ...]:
         """GPU pools first, then CPU pools, each in the manifest's order."""
         return tuple(sorted(self.pools, key=lambda pool: pool.type != PoolType.GPU))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hetero_api.model_config import ModelConfig
-from hetero_api.spec import DType, HeteroInferenceSpec, PoolSpec, PoolType
+from hetero_api.spec import HeteroInferenceSpec, PoolSpec, PoolType
 from hetero_placement.decision import Bounds, PlacementRequest
 from hetero_placement.hardware import DeviceKind
 
@@ -22,14 +22,6 @@ def bounds_of(spec: HeteroInferenceSpec, config: ModelConfig) -> Bounds:
         block_size=spec.engine.block_size,
         kv_cache_bytes=spec.engine.kv_cache_memory_bytes,
     )
-
-
-def dtype_of(spec: HeteroInferenceSpec) -> str:
-    """The arithmetic type in force: auto is bfloat16 where GPU ranks compute, float32 where only CPU ranks do."""
-    if spec.model.dtype != DType.AUTO:
-        return str(spec.model.dtype)
-    has_gpus = any(pool.type == PoolType.GPU for pool in spec.pools)
-    return str(DType.BFLOAT16 if has_gpus else DType.FLOAT32)
 
 
 def kind_of(pool: PoolSpec) -> DeviceKind:

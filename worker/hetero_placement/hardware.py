@@ -94,10 +94,13 @@ class RankHardware:
     cores: int = 1
 
     @classmethod
-    def from_report(cls, report: ranks_pb2.DeviceReport, *, host: str, pool: str, cores: int = 1) -> RankHardware:
-        """What a rank said at Hello."""
+    def from_report(
+        cls, report: ranks_pb2.DeviceReport, *, host: str, pool: str, cores: int = 1, gpu_share: float = 1.0
+    ) -> RankHardware:
+        """What a rank said at Hello; `gpu_share` is how much of a GPU's memory it may use."""
         kind = DeviceKind.GPU if report.kind == ranks_pb2.DEVICE_KIND_CUDA else DeviceKind.CPU
-        return cls(kind, host, report.memory_bytes, Speeds.from_proto(report.speeds), pool, cores)
+        memory = int(report.memory_bytes * gpu_share) if kind is DeviceKind.GPU else report.memory_bytes
+        return cls(kind, host, memory, Speeds.from_proto(report.speeds), pool, cores)
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,9 +64,6 @@ class RankConfig:
     """Where to tell a supervisor what the rank is at; None: nowhere."""
     token: str = field(repr=False)
     """The group's token."""
-    dtype: str = ""
-    """Arithmetic type that the model will be computed in, as far as is known: costs are measured in it. Empty: the
-    device's usual one."""
     log_level: str = "INFO"
 
     @classmethod
@@ -101,12 +98,6 @@ def _parser() -> argparse.ArgumentParser:
         dest="cuda_device",
         metavar="DEVICE",
         help="what to compute on: cpu, the default, or cuda:N",
-    )
-    add(
-        "--dtype",
-        default="",
-        choices=("", "float32", "bfloat16"),
-        help="arithmetic type to measure the model's costs in; empty: the device's usual one",
     )
     add("--cores", default=(), type=core_list, metavar="LIST", help='CPUs to bind to, e.g. "0-3,8"; empty: not bound')
     add(

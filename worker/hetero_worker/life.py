@@ -82,6 +82,8 @@ class Group(Protocol):
 
     def measure(self) -> ExchangeTimes: ...
 
+    def meet(self) -> None: ...
+
     def connect(self, plan: ShardPlan) -> Exchange: ...
 
     def abort(self) -> None: ...
@@ -116,7 +118,8 @@ class RankLife:
     """Runs one rank; see the module.
 
     `binding` is looked at again whenever an epoch begins and when weights were read. `rejoins` says that another life
-    follows when the gateway is lost, so that a load under way is worth finishing.
+    follows when the gateway is lost, so that a load under way is worth finishing. `measure_costs` measures what the
+    model's parts cost in an arithmetic type.
     """
 
     def __init__(
@@ -128,6 +131,7 @@ class RankLife:
         form: FormGroupFunction,
         abort_timeout_s: float,
         give_up: Callable[[], None],
+        measure_costs: Callable[[str], ranks_pb2.DeviceSpeeds],
         heartbeat: Heartbeat | None = None,
         binding: Binding | None = None,
         rejoins: bool = False,
@@ -143,6 +147,7 @@ class RankLife:
         self._give_up = give_up
         self._heartbeat = heartbeat or Heartbeat.open(None)
         self._binding = binding or Unbound()
+        self._measure_costs = measure_costs
         self._rejoins = rejoins
         self._fence = EpochFence(patience_s=abort_timeout_s, give_up=give_up)
         self._listener = StoreListener(identity.store_host)
@@ -316,9 +321,17 @@ class RankLife:
         self._fence.adopt(self._group)
         times = self._group.measure() if message.measure_exchange else ExchangeTimes()
         self._form_message = message
+        costs = self._costs_in(message.dtype, self._group)
         self._enter(RankState.FORMED)
-        formed = formed_message(self._group.kind, self._group.exchange_reason, times)
+        formed = formed_message(self._group.kind, self._group.exchange_reason, times, costs)
         self._send(ranks_pb2.RankMessage(formed=formed))
+
+    def _costs_in(self, dtype: str, group: Group) -> ranks_pb2.DeviceSpeeds | None:
+        """What the model's parts cost, if a type is given: measured by all ranks at once."""
+        if not dtype:
+            return None
+        group.meet()
+        return self._measure_costs(dtype)
 
     def _say_heartbeats(self, interval_s: float) -> None:
         """Until the epoch's end; a gateway that names no interval listens to none."""

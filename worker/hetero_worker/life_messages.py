@@ -64,13 +64,19 @@ def num_gpu_ranks(message: ranks_pb2.FormGroup) -> int:
     return number
 
 
-def formed_message(kind: ranks_pb2.ExchangeKind.ValueType, reason: str, times: ExchangeTimes) -> ranks_pb2.Formed:
+def formed_message(
+    kind: ranks_pb2.ExchangeKind.ValueType,
+    reason: str,
+    times: ExchangeTimes,
+    costs: ranks_pb2.DeviceSpeeds | None,
+) -> ranks_pb2.Formed:
     """The groups stand."""
     return ranks_pb2.Formed(
         exchange=kind,
         exchange_reason=reason,
         host_times=_told(times.host),
         device_times=_told(times.device),
+        costs=costs,
     )
 
 

@@ -342,7 +342,9 @@ class DeviceSpeeds(_message.Message):
 
     @_builtins.property
     def costs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PartCost]:
-        """Of the model's parts, with the kernels and the type that are to be used; may be empty."""
+        """Of the model's parts, with the kernels and the type that are to be used; empty in Hello, which comes before the type
+        is known.
+        """
 
     def __init__(
         self,
@@ -725,6 +727,7 @@ class FormGroup(_message.Message):
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     HEARTBEAT_INTERVAL_S_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """The receiver's rank."""
     measure_exchange: _builtins.bool
@@ -743,6 +746,10 @@ class FormGroup(_message.Message):
     """Most sequences in a step: sizes of buffers and slots."""
     heartbeat_interval_s: _builtins.float
     """Seconds between two heartbeats of a rank."""
+    dtype: _builtins.str
+    """Arithmetic type of the group, as LoadModel.dtype will say it, if the plan is still to be decided: ranks measure the
+    model's parts in it, all at once, and tell in Formed. Empty: nothing is to be measured.
+    """
     @_builtins.property
     def places(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankPlace]:
         """All ranks, in rank order."""
@@ -760,10 +767,11 @@ class FormGroup(_message.Message):
         max_num_batched_tokens: _builtins.int = ...,
         max_num_seqs: _builtins.int = ...,
         heartbeat_interval_s: _builtins.float = ...,
+        dtype: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exchange", b"exchange", "heartbeat_interval_s", b"heartbeat_interval_s", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "measure_exchange", b"measure_exchange", "places", b"places", "rank", b"rank", "segment_name", b"segment_name", "store_address", b"store_address", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "exchange", b"exchange", "heartbeat_interval_s", b"heartbeat_interval_s", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "measure_exchange", b"measure_exchange", "places", b"places", "rank", b"rank", "segment_name", b"segment_name", "store_address", b"store_address", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -779,6 +787,7 @@ class Formed(_message.Message):
     EXCHANGE_REASON_FIELD_NUMBER: _builtins.int
     HOST_TIMES_FIELD_NUMBER: _builtins.int
     DEVICE_TIMES_FIELD_NUMBER: _builtins.int
+    COSTS_FIELD_NUMBER: _builtins.int
     exchange: Global___ExchangeKind.ValueType
     """The exchange that stands; the same on every rank."""
     exchange_reason: _builtins.str
@@ -791,6 +800,10 @@ class Formed(_message.Message):
     def device_times(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExchangeTime]:
         """The same over the device group; empty also where a rank is in none, or alone in it."""
 
+    @_builtins.property
+    def costs(self) -> Global___DeviceSpeeds:
+        """What the model's parts cost in FormGroup.dtype: costs and costs_dtype, nothing else; absent unless asked for."""
+
     def __init__(
         self,
         *,
@@ -798,10 +811,11 @@ class Formed(_message.Message):
         exchange_reason: _builtins.str = ...,
         host_times: _abc.Iterable[Global___ExchangeTime] | None = ...,
         device_times: _abc.Iterable[Global___ExchangeTime] | None = ...,
+        costs: Global___DeviceSpeeds | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_times", b"device_times", "exchange", b"exchange", "exchange_reason", b"exchange_reason", "host_times", b"host_times"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs", "device_times", b"device_times", "exchange", b"exchange", "exchange_reason", b"exchange_reason", "host_times", b"host_times"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

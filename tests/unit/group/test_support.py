@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hetero_gateway.group.errors import UnsupportedSpecError
-from hetero_gateway.group.support import check_supported, resolve_dtype, resolve_max_model_len, resolve_placement_mode
+from hetero_gateway.group.support import check_supported, resolve_max_model_len
 from tests.unit.group.group_setup import model_config, spec_of
 
 pytestmark = pytest.mark.unit
@@ -34,13 +34,6 @@ def test_a_field_that_cannot_be_served_is_named(spec: dict[str, Any], field: str
     assert [problem.partition(": ")[0] for problem in caught.value.problems] == [field]
 
 
-def test_layer_placement_is_served_and_auto_is_tensor() -> None:
-    for mode, in_force in (("Layer", "Layer"), ("Tensor", "Tensor"), ("Auto", "Tensor")):
-        spec = spec_of(placement={"mode": mode})
-        check_supported(spec, model_config())
-        assert resolve_placement_mode(spec) == in_force
-
-
 def test_all_problems_are_told() -> None:
     spec = spec_of(model=MODEL | {"quantization": "int8"}, suspend=True)
     with pytest.raises(UnsupportedSpecError) as caught:
@@ -54,15 +47,15 @@ def test_gpu_ranks_are_served_beside_cpu_ranks_in_every_mode(mode: str) -> None:
     check_supported(spec_of(*GPU_AND_CPU, placement={"mode": mode}), model_config())
 
 
-@pytest.mark.parametrize("mode", ["Auto", "Tensor"])
-def test_cpu_pools_in_tensor_or_auto_mode_are_served(mode: str) -> None:
+@pytest.mark.parametrize("mode", ["Auto", "Tensor", "Layer"])
+def test_cpu_pools_in_tensor_layer_or_auto_mode_are_served(mode: str) -> None:
     check_supported(spec_of(placement={"mode": mode}), model_config())
 
 
 def test_auto_is_the_arithmetic_of_those_that_compute_and_the_models_own_length() -> None:
-    assert resolve_dtype(spec_of()) == "float32"
-    assert resolve_dtype(spec_of(*GPU_AND_CPU)) == "bfloat16"
-    assert resolve_dtype(spec_of(*GPU_AND_CPU, model=MODEL | {"dtype": "float32"})) == "float32"
-    assert resolve_dtype(spec_of(model=MODEL | {"dtype": "bfloat16"})) == "bfloat16"
+    assert spec_of().dtype_in_force == "float32"
+    assert spec_of(*GPU_AND_CPU).dtype_in_force == "bfloat16"
+    assert spec_of(*GPU_AND_CPU, model=MODEL | {"dtype": "float32"}).dtype_in_force == "float32"
+    assert spec_of(model=MODEL | {"dtype": "bfloat16"}).dtype_in_force == "bfloat16"
     assert resolve_max_model_len(spec_of(), model_config()) == 8192
     assert resolve_max_model_len(spec_of(model=MODEL | {"maxModelLen": 100}), model_config()) == 100

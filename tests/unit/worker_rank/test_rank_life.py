@@ -105,6 +105,7 @@ class Rank:
             form=form,
             abort_timeout_s=0.2,
             give_up=self.gave_up.set,
+            measure_costs=lambda dtype: ranks_pb2.DeviceSpeeds(costs_dtype=dtype),
             heartbeat=Heartbeat.open(Path(self.heartbeat.path)),
             binding=binding,
             rejoins=rejoins,
@@ -141,6 +142,9 @@ class PlayedGroup:
         self._exchange = exchange
         self.abort = exchange.abort
         self.close = exchange.close
+
+    def meet(self) -> None:
+        """Alone."""
 
     def measure(self) -> ExchangeTimes:
         return ExchangeTimes(host=((4096, 1e-5), (65536, 4e-5)), device=((4096, 2e-5),))

@@ -54,7 +54,7 @@ def plan(
     resource = load_manifest(file)
     spec = resource.spec
     hardware, config = _hardware_and_model(resource, assume=assume, model=model, model_config=model_config)
-    dtype, bounds = from_spec.dtype_of(spec), from_spec.bounds_of(spec, config)
+    dtype, bounds = spec.dtype_in_force, from_spec.bounds_of(spec, config)
     workload = Workload.from_spec(spec.placement.workload)
     decision = solve(
         config, hardware, dtype=dtype, workload=workload, request=from_spec.request_of(spec), bounds=bounds
@@ -114,7 +114,6 @@ def _measured(resource: HeteroInference, model: Path | None) -> tuple[Hardware, 
     from hetero_api.model_config import ModelConfig
     from hetero_client.cli.plan_probe import ProbeTask, measure_here
     from hetero_client.launcher.machine import plan_here
-    from hetero_placement.from_spec import dtype_of
 
     local = plan_here(resource)
     for warning in local.warnings:
@@ -122,7 +121,7 @@ def _measured(resource: HeteroInference, model: Path | None) -> tuple[Hardware, 
     directory = _model_directory(resource, model)
     config = ModelConfig.from_directory(directory)
     print_note(f"measuring {len(local.ranks)} ranks of this machine")
-    return measure_here(ProbeTask(local, directory, dtype_of(resource.spec)), resource.spec), config
+    return measure_here(ProbeTask(local, directory, resource.spec.dtype_in_force), resource.spec), config
 
 
 def _model_directory(resource: HeteroInference, model: Path | None) -> Path:

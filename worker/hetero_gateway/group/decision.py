@@ -18,7 +18,8 @@ from hetero_api.spec import PlacementMode
 from hetero_api.v1 import ranks_pb2
 from hetero_gateway.group.settings import GroupSettings
 from hetero_placement.cost_model import CostModel
-from hetero_placement.decision import Bounds, Decision, Option, PlacementRequest
+from hetero_placement.decision import Decision, Option
+from hetero_placement.from_spec import bounds_of, request_of
 from hetero_placement.hardware import ExchangeSpeeds, Hardware, RankHardware
 from hetero_placement.solver import ADOPTED, predict, solve
 from hetero_placement.workload import Workload
@@ -72,17 +73,32 @@ def decide_placement(settings: GroupSettings, ranks: PlacedRanks, held: ShardPla
 
 def hardware_of(settings: GroupSettings, ranks: PlacedRanks) -> Hardware:
     """As it was measured. Raises PlanError, naming the rank, where it was not."""
-    for place, hello in zip(settings.places, ranks.hellos, strict=True):
-        if not hello.device.speeds.memory_bandwidth > 0:
+    devices = [_device(hello, formed) for hello, formed in zip(ranks.hellos, ranks.formed, strict=True)]
+    for place, device in zip(settings.places, devices, strict=True):
+        if not device.speeds.memory_bandwidth > 0:
             raise PlanError(f"{place} told no memory bandwidth at Hello, which the placement is computed from")
     return Hardware(
         ranks=tuple(
-            RankHardware.from_report(hello.device, host=hello.host_id, pool=place.pool, cores=place.cores)
-            for place, hello in zip(settings.places, ranks.hellos, strict=True)
+            RankHardware.from_report(
+                device,
+                host=hello.host_id,
+                pool=place.pool,
+                cores=place.cores,
+                gpu_share=settings.spec.engine.gpu_memory_utilization,
+            )
+            for place, hello, device in zip(settings.places, ranks.hellos, devices, strict=True)
         ),
         host_exchange=ExchangeSpeeds.from_protos(_typical([formed.host_times for formed in ranks.formed])),
         device_exchange=ExchangeSpeeds.from_protos(_typical([formed.device_times for formed in ranks.formed])),
     )
+
+
+def _device(hello: ranks_pb2.Hello, formed: ranks_pb2.Formed) -> ranks_pb2.DeviceReport:
+    """With what the model's parts cost on it, if that was measured."""
+    device = ranks_pb2.DeviceReport()
+    device.CopyFrom(hello.device)
+    device.speeds.MergeFrom(formed.costs)
+    return device
 
 
 def _typical(told: Sequence[Sequence[ranks_pb2.ExchangeTime]]) -> list[ranks_pb2.ExchangeTime]:
@@ -95,14 +111,13 @@ def _typical(told: Sequence[Sequence[ranks_pb2.ExchangeTime]]) -> list[ranks_pb2
 
 
 def _solve(settings: GroupSettings, hardware: Hardware) -> Decision:
-    placement = settings.spec.placement
     return solve(
         settings.config,
         hardware,
         dtype=settings.dtype,
-        workload=Workload.from_spec(placement.workload),
-        request=PlacementRequest(placement.mode, placement.shares),
-        bounds=bounds_of(settings),
+        workload=Workload.from_spec(settings.spec.placement.workload),
+        request=request_of(settings.spec),
+        bounds=bounds_of(settings.spec, settings.config),
     )
 
 
@@ -121,7 +136,7 @@ def _adopt(settings: GroupSettings, hardware: Hardware, held: ShardPlan) -> Deci
         held,
         dtype=settings.dtype,
         workload=Workload.from_spec(settings.spec.placement.workload),
-        bounds=bounds_of(settings),
+        bounds=bounds_of(settings.spec, settings.config),
     )
     chosen = Option(ADOPTED, None, held, prediction, weight_shares=_weight_shares(settings, hardware, held))
     options = (chosen, *(fresh.options if fresh is not None else ()))
@@ -132,17 +147,6 @@ def _adopt(settings: GroupSettings, hardware: Hardware, held: ShardPlan) -> Deci
 def _weight_shares(settings: GroupSettings, hardware: Hardware, plan: ShardPlan) -> tuple[float, ...]:
     weights = CostModel(settings.config, hardware, dtype=settings.dtype).weight_bytes(plan)
     return tuple(part / sum(weights) for part in weights)
-
-
-def bounds_of(settings: GroupSettings) -> Bounds:
-    """What the engine's settings ask of memory, and how they cut prompts."""
-    return Bounds(
-        max_model_len=settings.max_model_len,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_num_seqs=settings.max_num_seqs,
-        block_size=settings.block_size,
-        kv_cache_bytes=settings.kv_cache_bytes,
-    )
 
 
 def _mode_of(decision: Decision, hardware: Hardware) -> str:

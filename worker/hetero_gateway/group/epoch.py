@@ -218,6 +218,7 @@ class Epoch:
         form = ranks_pb2.FormGroup(
             places=[_place_of(member) for member in self.members],
             measure_exchange=self._planner.needs_times and len(hellos) > 1,
+            dtype=self._settings.dtype if self._planner.needs_times else "",
             store_address=hellos[0].store_address,
             exchange=asked_exchange(self._settings.spec.exchange.kind, hellos),
             segment_name=f"hetero-{self._settings.name}-{secrets.token_hex(_SEGMENT_RANDOM_BYTES)}-{self.number}",

@@ -8,7 +8,7 @@ from hetero_api.contract import VERSION
 from hetero_api.model_config import ModelConfig
 from hetero_api.spec import HeteroInference, HeteroInferenceSpec
 from hetero_gateway.group.placement import ExpectedPlace, check_shares, expected_places, make_plan_key
-from hetero_gateway.group.support import resolve_dtype, resolve_max_model_len
+from hetero_gateway.group.support import resolve_max_model_len
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class GroupSettings:
     @classmethod
     def from_resource(cls, resource: HeteroInference, config: ModelConfig, *, model_fingerprint: str) -> GroupSettings:
         """Raises PlanError when the spec's shares do not fit. The spec must have passed `check_supported`."""
-        spec, dtype = resource.spec, resolve_dtype(resource.spec)
+        spec, dtype = resource.spec, resource.spec.dtype_in_force
         check_shares(spec, config)
         return cls(
             name=resource.metadata.name,

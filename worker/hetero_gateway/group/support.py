@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from hetero_api.model_config import ModelConfig
-from hetero_api.spec import DType, HeteroInferenceSpec, PlacementMode, PoolType, Quantization
+from hetero_api.spec import DType, HeteroInferenceSpec, Quantization
 from hetero_gateway.group.errors import UnsupportedSpecError
 
 NOT_YET: Final = "this version does not support it yet"
@@ -16,19 +16,6 @@ def check_supported(spec: HeteroInferenceSpec, config: ModelConfig) -> None:
     problems = [*_model(spec, config), *_gateway(spec), *_nothing_to_run(spec)]
     if problems:
         raise UnsupportedSpecError(problems)
-
-
-def resolve_dtype(spec: HeteroInferenceSpec) -> str:
-    """The arithmetic type in force: auto is bfloat16 where GPU ranks compute, float32 where only CPU ranks do."""
-    if spec.model.dtype != DType.AUTO:
-        return str(spec.model.dtype)
-    has_gpus = any(pool.type == PoolType.GPU for pool in spec.pools)
-    return str(DType.BFLOAT16 if has_gpus else DType.FLOAT32)
-
-
-def resolve_placement_mode(spec: HeteroInferenceSpec) -> str:
-    """The placement mode in force: Auto is Tensor, since pipeline stages that are not full take turns."""
-    return str(PlacementMode.TENSOR if spec.placement.mode == PlacementMode.AUTO else spec.placement.mode)
 
 
 def resolve_max_model_len(spec: HeteroInferenceSpec, config: ModelConfig) -> int:

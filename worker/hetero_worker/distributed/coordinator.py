@@ -96,6 +96,11 @@ class GroupCoordinator:
             device = measure_all_reduce(group.all_reduce, device=request.device, synchronize=formed.devices.synchronize)
         return ExchangeTimes(host, device)
 
+    def meet(self) -> None:
+        """Wait for all ranks, so that they begin what follows at once. Collective; some milliseconds."""
+        if self._formed is not None:
+            self._formed.control.meet()
+
     def connect(self, plan: ShardPlan) -> Exchange:
         """What a decoder with this plan, and the sampler, exchange through. Collective over all ranks, in one order.
 

@@ -14,7 +14,7 @@ from hetero_api.model_config import ModelConfig
 
 UNIT: Final = 64
 """MLP columns, and vocabulary rows, that are one unit of cost."""
-WEIGHT_BYTES: Final = 256 * 1024**2
+WEIGHT_BYTES: Final = 512 * 1024**2
 """Of all copies of all unit counts together, the head's included."""
 _MANY_SHARE: Final = 0.45
 """Of these bytes for layers with many units; half as much is for those with half as many."""

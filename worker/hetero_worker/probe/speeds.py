@@ -1,7 +1,8 @@
-"""What a rank says at Hello of how fast it is: its device's speeds, and what the model's parts cost there.
+"""How fast a rank is: its device, which it tells at Hello, and the model's parts on it, which it tells when the group
+has formed: then the arithmetic type is known, and all ranks measure at once, as they will compute. Two ranks that read
+one memory are slower together than each was alone.
 
-The costs are measured in the arithmetic type that the group will most likely use: the one asked for, or else float32
-on host cores and bfloat16 on a GPU. `costs_dtype` says which it was; who predicts another one scales.
+`costs_dtype` says in which type the parts were measured; who predicts another one scales.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from hetero_api.v1 import ranks_pb2
 from hetero_worker.attention.selection import attention_of
 from hetero_worker.layers.kernel_choice import choose_kernel
 from hetero_worker.layers.linear_kernels import PlainKernel, available_kernels
-from hetero_worker.platforms.base import Measurement, Platform
+from hetero_worker.platforms.base import Platform
 from hetero_worker.platforms.host_allocator import release_freed_memory
 from hetero_worker.probe.clock import clock_of
 from hetero_worker.probe.costs import measure_costs
@@ -40,24 +41,28 @@ def default_dtype(platform: Platform) -> str:
 def measure_speeds(
     platform: Platform, config: ModelConfig, *, dtype: str = "", choose: ChooseKernel = choose_kernel
 ) -> ranks_pb2.DeviceSpeeds:
-    """Takes a second or two. `dtype` as in LoadModel; empty: `default_dtype`."""
-    began_s = time.perf_counter()
-    measured, dtype = platform.measure(), dtype or default_dtype(platform)
-    speeds = _device_speeds(measured)
-    site = _site(platform, config, DTYPES[dtype], choose)
-    weight_bytes = min(WEIGHT_BYTES, platform.memory_bytes // _MEMORY_SHARE)
-    costs_began_s = time.perf_counter()
-    speeds.costs.extend(measure_costs(config, site, clock=clock_of(platform.device), weight_bytes=weight_bytes))
-    speeds.costs_dtype = dtype
-    release_freed_memory()
-    now_s = time.perf_counter()
-    logger.info(
-        "measured the device in %.2f s, the model's parts in %.2f s", costs_began_s - began_s, now_s - costs_began_s
-    )
+    """Device and parts, one after the other. `dtype` as in LoadModel; empty: `default_dtype`."""
+    speeds = measure_device(platform)
+    speeds.MergeFrom(measure_parts(platform, config, dtype=dtype or default_dtype(platform), choose=choose))
     return speeds
 
 
-def _device_speeds(measured: Measurement) -> ranks_pb2.DeviceSpeeds:
+def measure_parts(
+    platform: Platform, config: ModelConfig, *, dtype: str, choose: ChooseKernel = choose_kernel
+) -> ranks_pb2.DeviceSpeeds:
+    """`costs` and `costs_dtype`; takes a second or two."""
+    began_s = time.perf_counter()
+    site = _site(platform, config, DTYPES[dtype], choose)
+    weight_bytes = min(WEIGHT_BYTES, platform.memory_bytes // _MEMORY_SHARE)
+    costs = measure_costs(config, site, clock=clock_of(platform.device), weight_bytes=weight_bytes)
+    release_freed_memory()
+    logger.info("measured the model's parts in %s in %.2f s", dtype, time.perf_counter() - began_s)
+    return ranks_pb2.DeviceSpeeds(costs=costs, costs_dtype=dtype)
+
+
+def measure_device(platform: Platform) -> ranks_pb2.DeviceSpeeds:
+    """All but the costs; takes half a second."""
+    measured = platform.measure()
     return ranks_pb2.DeviceSpeeds(
         memory_bandwidth=measured.memory_bandwidth,
         matmul=[
