@@ -67,5 +67,8 @@ class PseudoGpuPlatform(Platform):
     def synchronize(self) -> None:
         """Nothing is ever under way."""
 
+    def bandwidth(self) -> float:
+        return CpuPlatform(memory_bytes=self._memory_bytes).bandwidth()
+
     def measure(self) -> Measurement:
         return CpuPlatform(memory_bytes=self._memory_bytes).measure()

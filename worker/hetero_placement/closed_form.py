@@ -79,16 +79,17 @@ class ClosedForm:
 
 
 def streaming_s(model: CostModel, memory: MemoryModel, gpus: Sequence[int], workload: Workload) -> float | None:
-    """A decode step with weights streamed to the GPUs; None where the bus is not known."""
+    """A decode step with weights streamed to the GPUs; None where all fits, or the bus is not known."""
     ranks = [model.hardware.ranks[rank] for rank in gpus]
     bus = sum(rank.speeds.to_device_bandwidth for rank in ranks)
-    if not bus:
-        return None
     config = model.config
     cache = config.num_layers * config.num_kv_heads * memory.units(gpus[0]).head_cache
     room = sum(rank.memory_bytes - memory.fixed_bytes(holds_heads=True) for rank in ranks) - cache
     weight_bytes = config.num_parameters * model.element_bytes
+    streamed = weight_bytes - max(0.0, room)
+    if not bus or streamed <= 0:
+        return None
     kv_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * model.element_bytes
     read = weight_bytes + kv_bytes * workload.concurrency * workload.decode_context
     bandwidth = sum(rank.speeds.memory_bandwidth for rank in ranks)
-    return max(read / bandwidth, max(0.0, weight_bytes - max(0.0, room)) / bus)
+    return max(read / bandwidth, streamed / bus)

@@ -23,7 +23,7 @@ from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan
 from hetero_placement.decision import Prediction
 from hetero_placement.exchange_costs import ExchangeCosts
-from hetero_placement.hardware import Hardware
+from hetero_placement.hardware import Hardware, RankHardware, Speeds
 from hetero_placement.part_costs import PartCosts, element_bytes
 from hetero_placement.plan_view import LayerKind, PlanView, StageView
 from hetero_placement.steps import Repeated, Step, WorkloadSteps, decode_step, micro_batches, prompt_steps
@@ -44,6 +44,8 @@ class WidePlace:
     lends: bool
     """Whether there are helpers: then the leader works slice by slice, as they do."""
     experts: bool
+    overlapped: bool = False
+    """Whether other stages compute at the same time."""
 
 
 class CostModel:
@@ -55,9 +57,13 @@ class CostModel:
         self.element_bytes = element_bytes(dtype)
         self.exchange = ExchangeCosts(hardware)
         shared: dict[int, PartCosts] = {}
-        self.ranks = tuple(
-            shared.setdefault(id(rank.speeds), PartCosts(config, rank.speeds, dtype=dtype)) for rank in hardware.ranks
-        )
+
+        def costs_of(speeds: Speeds) -> PartCosts:
+            return shared.setdefault(id(speeds), PartCosts(config, speeds, dtype=dtype))
+
+        self.ranks = tuple(costs_of(rank.speeds) for rank in hardware.ranks)
+        """While others of the host compute too."""
+        self._alone = tuple(costs_of(rank.speeds.alone) for rank in hardware.ranks)
 
     def predict(self, plan: ShardPlan, workload: Workload, *, chunk: int, max_num_seqs: int) -> Prediction:
         """What the plan makes of the workload; `chunk` is the most tokens of one step."""
@@ -89,16 +95,34 @@ class CostModel:
         """What of a plan counts here."""
         return PlanView.of(plan, self.config.windows)
 
-    def attention_half_s(self, heads: Sequence[int], step: Step, window: int | None) -> float:
+    def costs(self, rank: int, workers: Sequence[int], *, overlapped: bool = False) -> PartCosts:
+        """Of a rank that computes at the same time as `workers`, itself among them, and maybe other stages.
+
+        Ranks of a host share its memory: the more read, the less each gets. Only two cases are told apart: all of them,
+        as they were measured, and one alone.
+        """
+        place = self.hardware.ranks[rank]
+        beside = sum((other.host, other.kind) == (place.host, place.kind) for other in map(self._at, workers))
+        return self._alone[rank] if beside == 1 and not overlapped else self.ranks[rank]
+
+    def _at(self, rank: int) -> RankHardware:
+        return self.hardware.ranks[rank]
+
+    def attention_half_s(
+        self, heads: Sequence[int], step: Step, window: int | None, *, overlapped: bool = False
+    ) -> float:
         """A layer's attention half: the slowest of its ranks, and their round. `heads` in rank order."""
         holders = [rank for rank, count in enumerate(heads) if count]
-        slowest = max(self.ranks[rank].attention(step, window).of(heads[rank]) for rank in holders)
+        costs = {rank: self.costs(rank, holders, overlapped=overlapped) for rank in holders}
+        slowest = max(costs[rank].attention(step, window).of(heads[rank]) for rank in holders)
         return slowest + self.exchange.among(holders, self.hidden_bytes(step.rows))
 
-    def wide_half_s(self, holders: Sequence[int], units: Sequence[float], step: Step, *, experts: bool) -> float:
+    def wide_half_s(
+        self, holders: Sequence[int], units: Sequence[float], step: Step, *, experts: bool, overlapped: bool = False
+    ) -> float:
         """The other half, of experts or of 64 columns a unit."""
         lends = any(count and rank not in holders for rank, count in enumerate(units))
-        place = WidePlace(holders, lends=lends, experts=experts)
+        place = WidePlace(holders, lends=lends, experts=experts, overlapped=overlapped)
         times = (self.wide_part_s(rank, count, step, place) for rank, count in enumerate(units) if count)
         return max(times, default=0.0) + self.exchange.among(holders, self.hidden_bytes(step.rows))
 
@@ -107,6 +131,8 @@ class CostModel:
         if not units:
             return 0.0
         costs = self.ranks[rank]
+        if not place.lends and rank in place.holders:
+            costs = self.costs(rank, place.holders, overlapped=place.overlapped)
         cost_of = costs.experts if place.experts else costs.mlp
         leader = place.holders[0]
         if rank in place.holders and not (place.lends and rank == leader):
@@ -120,10 +146,12 @@ class CostModel:
         there, back = self.exchange.there_s(leader, [rank], num_bytes), self.exchange.there_s(rank, [leader], num_bytes)
         return there + own + back + (number - 1) * max(there, own, back)
 
-    def head_part_s(self, rank: int, units: float, step: Step) -> float:
-        """One rank's part of the output head; a unit is 64 rows."""
-        told = self.exchange.from_device_s(rank, _DRAW_BYTES * step.draws)
-        return self.ranks[rank].head(step.draws).of(units) + told if units and step.draws else 0.0
+    def head_part_s(self, rank: int, units: float, step: Step, *, owners: Sequence[int] = ()) -> float:
+        """One rank's part of the output head; a unit is 64 rows. `owners` of all rows, where they are known."""
+        if not units or not step.draws:
+            return 0.0
+        costs = self.costs(rank, owners) if owners else self.ranks[rank]
+        return costs.head(step.draws).of(units) + self.exchange.from_device_s(rank, _DRAW_BYTES * step.draws)
 
     def draw_s(self, step: Step) -> float:
         """The rounds in which all ranks learn the drawn tokens."""
@@ -174,19 +202,22 @@ class CostModel:
     def _step_s(self, view: PlanView, step: Step) -> float:
         number = micro_batches(step.rows, len(view.stages))
         part = step.part(number)
-        times = [self._stage_s(stage, part) for stage in view.stages]
+        times = [self._stage_s(stage, part, overlapped=number > 1) for stage in view.stages]
         pipeline = sum(times) + (number - 1) * max(times) + self._hops_s(view, part)
         overhead = max(rank.step_s(step.rows) for rank in self.ranks)
         return self._embedding_s(view, step) + pipeline + self._head_s(view, step) + overhead
 
-    def _stage_s(self, stage: StageView, step: Step) -> float:
-        return sum(times * self._layer_s(kind, stage.holders, step) for kind, times in stage.kinds.items())
+    def _stage_s(self, stage: StageView, step: Step, *, overlapped: bool) -> float:
+        return sum(
+            times * self._layer_s(kind, stage.holders, step, overlapped=overlapped)
+            for kind, times in stage.kinds.items()
+        )
 
-    def _layer_s(self, kind: LayerKind, holders: Sequence[int], step: Step) -> float:
+    def _layer_s(self, kind: LayerKind, holders: Sequence[int], step: Step, *, overlapped: bool) -> float:
         experts = any(kind.experts)
         units = kind.experts if experts else [count / UNIT for count in kind.columns]
-        attention = self.attention_half_s(kind.heads, step, kind.window)
-        return attention + self.wide_half_s(holders, units, step, experts=experts)
+        attention = self.attention_half_s(kind.heads, step, kind.window, overlapped=overlapped)
+        return attention + self.wide_half_s(holders, units, step, experts=experts, overlapped=overlapped)
 
     def _hops_s(self, view: PlanView, step: Step) -> float:
         return sum(self._hop_s(here, there.holders, step.rows) for here, there in pairwise(view.stages))
@@ -205,7 +236,8 @@ class CostModel:
         """From the last layer to the drawn tokens; 0 for a step that draws nothing."""
         if not step.draws:
             return 0.0
-        slowest = max(self.head_part_s(rank, rows / UNIT, step) for rank, rows in enumerate(view.head_rows))
+        owners = view.head_owners
+        slowest = max(self.head_part_s(rank, view.head_rows[rank] / UNIT, step, owners=owners) for rank in owners)
         return slowest + self._hop_s(view.stages[-1], view.head_owners, step.draws) + self.draw_s(step)
 
     def _all_s(self, view: PlanView, steps: Sequence[Repeated]) -> float:

@@ -6,10 +6,12 @@ the others work too, since it is measured that way; a plan that leaves ranks idl
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cached_property
 from statistics import median
 
 from hetero_api.v1 import ranks_pb2
@@ -45,7 +47,7 @@ class CostPoint:
     unit_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Speeds:
     """How fast a device is. Bandwidths in bytes a second."""
 
@@ -60,6 +62,26 @@ class Speeds:
     from_device_bandwidth: float = 0.0
     device_latency_s: float = 0.0
     """Of the smallest copy from the device and back."""
+    lone_memory_bandwidth: float = 0.0
+    """Of a rank that reads while the others do not; 0 where that is not known."""
+
+    @cached_property
+    def alone(self) -> Speeds:
+        """While the other ranks of the group are idle: what memory sets the pace of is faster, arithmetic is not.
+
+        The time that a part's arithmetic takes follows from its points of many rows, which are bound by nothing else.
+        """
+        if not self.lone_memory_bandwidth > self.memory_bandwidth > 0:
+            return self
+        gain = self.lone_memory_bandwidth / self.memory_bandwidth
+        row_s: dict[Part, float] = {}
+        for point in self.costs:
+            row_s[point.part] = min(point.unit_s / max(1, point.rows), row_s.get(point.part, math.inf))
+        costs = tuple(
+            replace(point, unit_s=min(point.unit_s, max(point.unit_s / gain, row_s[point.part] * point.rows)))
+            for point in self.costs
+        )
+        return replace(self, memory_bandwidth=self.lone_memory_bandwidth, costs=costs, lone_memory_bandwidth=0.0)
 
     @classmethod
     def from_proto(cls, message: ranks_pb2.DeviceSpeeds) -> Speeds:
@@ -77,6 +99,7 @@ class Speeds:
             to_device_bandwidth=message.to_device_bandwidth,
             from_device_bandwidth=message.from_device_bandwidth,
             device_latency_s=message.device_latency_s,
+            lone_memory_bandwidth=message.lone_memory_bandwidth,
         )
 
 
@@ -181,6 +204,7 @@ def _median_speeds(speeds: Sequence[Speeds]) -> Speeds:
         to_device_bandwidth=median(each.to_device_bandwidth for each in speeds),
         from_device_bandwidth=median(each.from_device_bandwidth for each in speeds),
         device_latency_s=median(each.device_latency_s for each in speeds),
+        lone_memory_bandwidth=median(each.lone_memory_bandwidth for each in speeds),
     )
 
 

@@ -17,6 +17,7 @@ from hetero_placement.apportionment import largest_remainder
 from hetero_placement.cost_model import CostModel
 from hetero_placement.layer_plan import plan_of_layers, shard_of_layers
 from hetero_placement.memory_model import MemoryModel
+from hetero_placement.part_costs import PartCosts
 from hetero_placement.search import EXHAUSTIVE
 from hetero_placement.steps import Repeated, Step, micro_batches
 from hetero_placement.tensor_plan import UNIT
@@ -45,7 +46,7 @@ class LayerSearch:
         self._world = len(model.hardware.ranks)
         self._layers = model.config.num_layers
         self._class_of = {r: number for number, alike in enumerate(model.hardware.classes()) for r in alike}
-        self._until_of: dict[tuple[int, Step], list[float]] = {}
+        self._until_of: dict[tuple[int, Step, bool], list[float]] = {}
         self._need_of: dict[tuple[int, int, int], int] = {}
 
     def plan(self) -> ShardPlan | None:
@@ -68,7 +69,7 @@ class LayerSearch:
     def _starts(self) -> Iterator[tuple[int, ...]]:
         """Even, by speed in each kind of step, by memory, and all on one rank."""
         ranks = self._model.hardware.ranks
-        slowness = [[self._layer_s(rank, 0, step) for rank in range(self._world)] for step, _ in self._steps]
+        slowness = [[self._layer_s(costs, 0, step) for costs in self._model.ranks] for step, _ in self._steps]
         weights: list[list[float]] = [
             [1.0] * self._world,
             [float(rank.memory_bytes) for rank in ranks],
@@ -126,34 +127,36 @@ class LayerSearch:
         model = self._model
         number = micro_batches(step.rows, len(owners))
         part = step.part(number)
-        stages = self._stages_s(counts, owners, part)
+        stages = self._stages_s(counts, owners, part, overlapped=number > 1)
         num_bytes = model.hidden_bytes(part.rows)
         hops = sum(model.exchange.there_s(a, [b], num_bytes) for a, b in itertools.pairwise(owners))
         head = 0.0
         if step.draws:
-            head = model.head_part_s(owners[-1], model.config.vocab_size / UNIT, step) + model.draw_s(step)
+            rows = model.config.vocab_size / UNIT
+            head = model.head_part_s(owners[-1], rows, step, owners=owners[-1:]) + model.draw_s(step)
         overhead = max(rank.step_s(step.rows) for rank in model.ranks)
         return sum(stages) + (number - 1) * max(stages) + hops + head + overhead
 
-    def _stages_s(self, counts: Sequence[int], owners: Sequence[int], step: Step) -> list[float]:
+    def _stages_s(self, counts: Sequence[int], owners: Sequence[int], step: Step, *, overlapped: bool) -> list[float]:
         times, begin = [], 0
         for rank in owners:
             end = begin + counts[rank]
-            until = self._until(rank, step)
+            until = self._until(rank, step, overlapped=overlapped)
             times.append(until[end] - until[begin])
             begin = end
         return times
 
-    def _until(self, rank: int, step: Step) -> list[float]:
+    def _until(self, rank: int, step: Step, *, overlapped: bool) -> list[float]:
         """Seconds of the layers before each layer, if the rank has them all; ranks that are alike share it."""
-        key = (self._class_of[rank], step)
+        key = (self._class_of[rank], step, overlapped)
         if key not in self._until_of:
-            layers = (self._layer_s(rank, layer, step) for layer in range(self._layers))
+            costs = self._model.costs(rank, [rank], overlapped=overlapped)
+            layers = (self._layer_s(costs, layer, step) for layer in range(self._layers))
             self._until_of[key] = list(accumulate(layers, initial=0.0))
         return self._until_of[key]
 
-    def _layer_s(self, rank: int, layer: int, step: Step) -> float:
-        config, costs = self._model.config, self._model.ranks[rank]
+    def _layer_s(self, costs: PartCosts, layer: int, step: Step) -> float:
+        config = self._model.config
         attention = costs.attention(step, config.windows[layer]).of(config.num_kv_heads)
         if layer in config.expert_layers:
             return attention + costs.experts(step.rows).of(config.num_experts)

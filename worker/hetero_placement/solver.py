@@ -269,7 +269,7 @@ class _Solver:
         why_not = "for comparison only: weights are not streamed to GPUs in this version"
         seconds = streaming_s(self._model, self._memory, self._gpus, self._workload)
         if seconds is None:
-            return Option(STREAMING, None, why_not=f"{why_not}; the speed of the bus is not known")
+            return Option(STREAMING, None, why_not=f"{why_not}, and all fits or the speed of the bus is not known")
         batch = min(self._workload.concurrency, self._bounds.max_num_seqs)
         prediction = Prediction(batch / seconds, 0.0, 0.0, seconds)
         return Option(STREAMING, None, prediction=prediction, why_not=why_not)

@@ -71,6 +71,18 @@ _PERMANENT: Final = (ModelError, PlanError, MemoryBudgetError, PinningError, Wei
 _ENDINGS: Final = ("abort", "shutdown")
 
 
+class Probe(Protocol):
+    """Measures the rank's device; see probe/speeds.py."""
+
+    def costs(self, dtype: str) -> ranks_pb2.DeviceSpeeds:
+        """What the model's parts cost in an arithmetic type; the caller's to change."""
+        ...
+
+    def bandwidth(self) -> float:
+        """Bytes read a second, now."""
+        ...
+
+
 class Group(Protocol):
     """What a life needs of `coordinator.GroupCoordinator`, which says how these behave."""
 
@@ -83,6 +95,8 @@ class Group(Protocol):
     def measure(self) -> ExchangeTimes: ...
 
     def meet(self) -> None: ...
+
+    def in_turn(self, work: Callable[[], float]) -> float: ...
 
     def connect(self, plan: ShardPlan) -> Exchange: ...
 
@@ -118,8 +132,7 @@ class RankLife:
     """Runs one rank; see the module.
 
     `binding` is looked at again whenever an epoch begins and when weights were read. `rejoins` says that another life
-    follows when the gateway is lost, so that a load under way is worth finishing. `measure_costs` measures what the
-    model's parts cost in an arithmetic type.
+    follows when the gateway is lost, so that a load under way is worth finishing.
     """
 
     def __init__(
@@ -131,7 +144,7 @@ class RankLife:
         form: FormGroupFunction,
         abort_timeout_s: float,
         give_up: Callable[[], None],
-        measure_costs: Callable[[str], ranks_pb2.DeviceSpeeds],
+        probe: Probe,
         heartbeat: Heartbeat | None = None,
         binding: Binding | None = None,
         rejoins: bool = False,
@@ -147,7 +160,7 @@ class RankLife:
         self._give_up = give_up
         self._heartbeat = heartbeat or Heartbeat.open(None)
         self._binding = binding or Unbound()
-        self._measure_costs = measure_costs
+        self._probe = probe
         self._rejoins = rejoins
         self._fence = EpochFence(patience_s=abort_timeout_s, give_up=give_up)
         self._listener = StoreListener(identity.store_host)
@@ -327,11 +340,15 @@ class RankLife:
         self._send(ranks_pb2.RankMessage(formed=formed))
 
     def _costs_in(self, dtype: str, group: Group) -> ranks_pb2.DeviceSpeeds | None:
-        """What the model's parts cost, if a type is given: measured by all ranks at once."""
+        """How fast all ranks are at once, and each alone, if a type is given."""
         if not dtype:
             return None
         group.meet()
-        return self._measure_costs(dtype)
+        costs = self._probe.costs(dtype)
+        group.meet()
+        costs.memory_bandwidth = self._probe.bandwidth()
+        costs.lone_memory_bandwidth = group.in_turn(self._probe.bandwidth)
+        return costs
 
     def _say_heartbeats(self, interval_s: float) -> None:
         """Until the epoch's end; a gateway that names no interval listens to none."""

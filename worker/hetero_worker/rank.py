@@ -138,7 +138,6 @@ def _prepare(
     import torch
 
     from hetero_api.model_config import ModelConfig, model_fingerprint
-    from hetero_api.v1.ranks_pb2 import DeviceSpeeds
     from hetero_worker.distributed.coordinator import form_group
     from hetero_worker.gateway_link import GatewayLink
     from hetero_worker.identity import describe_device, introduce
@@ -146,7 +145,7 @@ def _prepare(
     from hetero_worker.measurements import KeptMeasurements
     from hetero_worker.platforms.compute_threads import start_compute_threads
     from hetero_worker.platforms.heterogeneous import HeterogeneousPlatform
-    from hetero_worker.probe.speeds import measure_device, measure_parts
+    from hetero_worker.probe.speeds import RankProbe, measure_device
     from hetero_worker.runners.selection import runner_of
 
     pinning = binding.report
@@ -161,13 +160,6 @@ def _prepare(
         },
     )
     model_config = ModelConfig.from_directory(config.model_dir)
-
-    def costs_in(dtype: str) -> DeviceSpeeds:
-        return kept.speeds(
-            f"{model_fingerprint(config.model_dir)} {dtype}",
-            lambda: measure_parts(platform, model_config, dtype=dtype, choose=kept.choose_kernel),
-        )
-
     speeds = kept.speeds("device", lambda: measure_device(platform))
     identity = RankIdentity(
         hello=introduce(config, describe_device(platform, pinning, speeds)),
@@ -192,7 +184,7 @@ def _prepare(
             give_up=_give_up,
             heartbeat=heartbeat,
             binding=binding,
-            measure_costs=costs_in,
+            probe=RankProbe(platform, model_config, kept, model=model_fingerprint(config.model_dir)),
             rejoins=config.reconnect_timeout_s > 0,
         )
         return Session(life, link)

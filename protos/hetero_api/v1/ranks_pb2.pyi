@@ -326,6 +326,7 @@ class DeviceSpeeds(_message.Message):
     TO_DEVICE_BANDWIDTH_FIELD_NUMBER: _builtins.int
     FROM_DEVICE_BANDWIDTH_FIELD_NUMBER: _builtins.int
     DEVICE_LATENCY_S_FIELD_NUMBER: _builtins.int
+    LONE_MEMORY_BANDWIDTH_FIELD_NUMBER: _builtins.int
     memory_bandwidth: _builtins.float
     """Memory read bandwidth, bytes a second."""
     costs_dtype: _builtins.str
@@ -336,6 +337,10 @@ class DeviceSpeeds(_message.Message):
     """Bytes a second back."""
     device_latency_s: _builtins.float
     """Seconds of the smallest copy from the device and back."""
+    lone_memory_bandwidth: _builtins.float
+    """Memory read bandwidth while the group's other ranks read nothing; 0: not measured. In Formed, where memory_bandwidth
+    is that of all reading at once.
+    """
     @_builtins.property
     def matmul(self) -> _containers.RepeatedCompositeFieldContainer[Global___MatmulRate]:
         """By arithmetic type."""
@@ -356,10 +361,11 @@ class DeviceSpeeds(_message.Message):
         to_device_bandwidth: _builtins.float = ...,
         from_device_bandwidth: _builtins.float = ...,
         device_latency_s: _builtins.float = ...,
+        lone_memory_bandwidth: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs", "costs_dtype", b"costs_dtype", "device_latency_s", b"device_latency_s", "from_device_bandwidth", b"from_device_bandwidth", "matmul", b"matmul", "memory_bandwidth", b"memory_bandwidth", "to_device_bandwidth", b"to_device_bandwidth"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs", "costs_dtype", b"costs_dtype", "device_latency_s", b"device_latency_s", "from_device_bandwidth", b"from_device_bandwidth", "lone_memory_bandwidth", b"lone_memory_bandwidth", "matmul", b"matmul", "memory_bandwidth", b"memory_bandwidth", "to_device_bandwidth", b"to_device_bandwidth"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -802,7 +808,9 @@ class Formed(_message.Message):
 
     @_builtins.property
     def costs(self) -> Global___DeviceSpeeds:
-        """What the model's parts cost in FormGroup.dtype: costs and costs_dtype, nothing else; absent unless asked for."""
+        """What was measured with all ranks at once, and of memory also in turn: costs in FormGroup.dtype and bandwidths, nothing
+        else; absent unless asked for.
+        """
 
     def __init__(
         self,

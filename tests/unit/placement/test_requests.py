@@ -93,11 +93,18 @@ def test_a_mode_that_is_asked_for_leaves_no_rank_without_work(mode: PlacementMod
 
 
 def test_streaming_is_told_and_never_chosen() -> None:
-    option = solved(config_of(**LLAMA_8B), MIXED).options[-1]
+    small = group(gpu(9e11, flops=1e14, bus=25e9, memory=16 * GB), cpu(3.7e11, flops=3e12), host_s=3e-5)
+    option = solved(config_of(**LLAMA_8B), small).options[-1]
     assert option.name == STREAMING
     assert option.mode is None
     assert option.prediction is not None
     assert option.why_not.startswith("for comparison only")
+
+
+def test_where_all_fits_nothing_would_be_streamed() -> None:
+    option = solved(config_of(**LLAMA_8B), MIXED).options[-1]
+    assert option.name == STREAMING
+    assert option.prediction is None
 
 
 def test_shares_fix_what_they_give_and_the_rest_is_solved() -> None:

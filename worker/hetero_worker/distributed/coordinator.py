@@ -44,6 +44,8 @@ _log = logging.getLogger(__name__)
 
 _GLOO_INTERFACE: Final = "GLOO_SOCKET_IFNAME"
 _TEARDOWN_S: Final = 3.0
+TURNS: Final = 8
+"""More turns would take too long; so far apart in rank order, ranks mostly are on different hosts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,18 @@ class GroupCoordinator:
         """Wait for all ranks, so that they begin what follows at once. Collective; some milliseconds."""
         if self._formed is not None:
             self._formed.control.meet()
+
+    def in_turn(self, work: Callable[[], float]) -> float:
+        """Do `work` while other ranks wait: one after another, or every TURNS-th rank at once. Collective."""
+        if self._formed is None:
+            return work()
+        result = 0.0
+        for turn in range(min(TURNS, self._request.world_size)):
+            self._formed.control.meet()
+            if self._request.rank % TURNS == turn:
+                result = work()
+        self._formed.control.meet()
+        return result
 
     def connect(self, plan: ShardPlan) -> Exchange:
         """What a decoder with this plan, and the sampler, exchange through. Collective over all ranks, in one order.

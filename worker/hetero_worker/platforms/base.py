@@ -111,5 +111,9 @@ class Platform(ABC):
         """Wait until the device has done all that this thread asked of it."""
 
     @abstractmethod
+    def bandwidth(self) -> float:
+        """Bytes of memory read a second, now; some hundredths of a second."""
+
+    @abstractmethod
     def measure(self) -> Measurement:
         """Takes well under a second."""

@@ -81,8 +81,11 @@ class CpuPlatform(Platform):
     def synchronize(self) -> None:
         """Nothing is ever under way."""
 
+    def bandwidth(self) -> float:
+        return read_bandwidth(self, min(self._read_bytes, self.memory_bytes // 8))
+
     def measure(self) -> Measurement:
         return Measurement(
-            memory_bandwidth=read_bandwidth(self, min(self._read_bytes, self.memory_bytes // 8)),
+            memory_bandwidth=self.bandwidth(),
             matmul_flops=matmul_flops(self, self.dtypes, size=_MATRIX_SIZE),
         )

@@ -72,11 +72,14 @@ class CudaPlatform(Platform):
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._index)
 
+    def bandwidth(self) -> float:
+        free, _ = torch.cuda.mem_get_info(self._index)
+        return read_bandwidth(self, min(_READ_BYTES, free // 4))
+
     def measure(self) -> Measurement:
         to_device, from_device = copy_bandwidths(self)
-        free, _ = torch.cuda.mem_get_info(self._index)
         return Measurement(
-            memory_bandwidth=read_bandwidth(self, min(_READ_BYTES, free // 4)),
+            memory_bandwidth=self.bandwidth(),
             matmul_flops=matmul_flops(self, self.dtypes, size=_MATRIX_SIZE),
             to_device_bandwidth=to_device,
             from_device_bandwidth=from_device,

@@ -134,6 +134,7 @@ def _measure(config: ProbeConfig, pinning: PinningReport) -> dict[str, object]:
     platform.open()
     formed = _measure_exchange(config, platform)
     speeds = measure_speeds(platform, model, dtype=config.dtype)
+    speeds.MergeFrom(formed.costs)
     device = describe_device(platform, pinning, speeds)
     return {"device": json_format.MessageToDict(device), "formed": json_format.MessageToDict(formed)}
 
@@ -164,7 +165,12 @@ def _measure_exchange(config: ProbeConfig, platform: Platform) -> ranks_pb2.Form
     group = form_group(request, listener=listener, aborted=lambda: False)
     try:
         times = group.measure()
+        group.meet()
+        together = platform.bandwidth()
         return ranks_pb2.Formed(
+            costs=ranks_pb2.DeviceSpeeds(
+                memory_bandwidth=together, lone_memory_bandwidth=group.in_turn(platform.bandwidth)
+            ),
             exchange=group.kind,
             exchange_reason=group.exchange_reason,
             host_times=[ranks_pb2.ExchangeTime(bytes=size, seconds=took) for size, took in times.host],

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
 
 import torch
 
@@ -17,7 +18,7 @@ from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.attention.selection import attention_of
 from hetero_worker.layers.kernel_choice import choose_kernel
-from hetero_worker.layers.linear_kernels import PlainKernel, available_kernels
+from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel, available_kernels
 from hetero_worker.platforms.base import Platform
 from hetero_worker.platforms.host_allocator import release_freed_memory
 from hetero_worker.probe.clock import clock_of
@@ -36,6 +37,37 @@ _MEMORY_SHARE: Final = 8
 def default_dtype(platform: Platform) -> str:
     """Of a group whose resource leaves the type open, as far as one rank can tell."""
     return "bfloat16" if platform.kind == ranks_pb2.DEVICE_KIND_CUDA else "float32"
+
+
+class KeptSpeeds(Protocol):
+    """What `measurements.KeptMeasurements` does here."""
+
+    def speeds(self, model: str, measure: Callable[[], ranks_pb2.DeviceSpeeds]) -> ranks_pb2.DeviceSpeeds: ...
+
+    def choose_kernel(
+        self, candidates: Sequence[LinearKernel], shapes: Sequence[tuple[int, int]], *, dtype: torch.dtype
+    ) -> LinearKernel: ...
+
+
+class RankProbe:
+    """Measures for one rank; costs once for each arithmetic type of a model, which is named by `model`."""
+
+    def __init__(self, platform: Platform, config: ModelConfig, kept: KeptSpeeds, *, model: str) -> None:
+        self._platform = platform
+        self._config = config
+        self._kept = kept
+        self._model = model
+
+    def costs(self, dtype: str) -> ranks_pb2.DeviceSpeeds:
+        """See `measure_parts`."""
+
+        def measure() -> ranks_pb2.DeviceSpeeds:
+            return measure_parts(self._platform, self._config, dtype=dtype, choose=self._kept.choose_kernel)
+
+        return self._kept.speeds(f"{self._model} {dtype}", measure)
+
+    def bandwidth(self) -> float:
+        return self._platform.bandwidth()
 
 
 def measure_speeds(
