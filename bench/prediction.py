@@ -1,11 +1,13 @@
 """Does the placement's prediction come true? CPU-only layouts of two models, predicted at start and then measured.
 
-    python -m bench.prediction [--rounds N] [--layouts NAME ...] [--models NAME ...]
+    python -m bench.prediction [--starts N] [--rounds N] [--layouts NAME ...] [--models NAME ...]
 
 Each layout is a real local group. The prediction is the gateway's own, made from what its ranks measured when they
 started, in that very run: nothing here is fitted to the machine. Then one stream is served, greedily: the time to the
 first token of a cold prompt is the prefill, the time between later tokens the decode; medians over the rounds. Both
-are as a client sees them, so the gateway's and the wire's part is in them.
+are as a client sees them, so the gateway's and the wire's part is in them. A machine that others use too is now faster
+and now slower: every layout is started anew `--starts` times, all layouts in turn, and what counts are the medians over
+the starts of what was predicted and of what was measured.
 
 Prints a table and writes bench/results/prediction.json; exit status 1 when an error exceeds the limit.
 """
@@ -19,8 +21,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
@@ -87,7 +90,8 @@ class Outcome:
     layout: str
     predicted: Speed
     measured: Speed
-    reason: str
+    starts: tuple[tuple[Speed, Speed], ...] = ()
+    """What was predicted and measured at each."""
 
     @property
     def decode_error(self) -> float:
@@ -103,7 +107,7 @@ class Outcome:
         return max(abs(self.decode_error), abs(self.prefill_error))
 
 
-def try_layout(model: Path, layout: Layout, *, rounds: int, name: str) -> Outcome:
+def try_layout(model: Path, layout: Layout, *, rounds: int) -> tuple[Speed, Speed]:
     """Start the group, take its prediction, and measure."""
     contender = HeteroContender(
         model=model,
@@ -121,14 +125,13 @@ def try_layout(model: Path, layout: Layout, *, rounds: int, name: str) -> Outcom
         speeds = [_serve(contender, seed) for seed in range(rounds + 1)][1:]
     finally:
         contender.stop()
-    return Outcome(
-        model=name,
-        layout=layout.name,
-        predicted=Speed(chosen.decode_tokens_per_second, chosen.prefill_tokens_per_second),
-        measured=Speed(
-            statistics.median(speed.decode for speed in speeds), statistics.median(speed.prefill for speed in speeds)
-        ),
-        reason=placement.reason,
+    return Speed(chosen.decode_tokens_per_second, chosen.prefill_tokens_per_second), middle(speeds)
+
+
+def middle(speeds: Sequence[Speed]) -> Speed:
+    """The median of each."""
+    return Speed(
+        statistics.median(speed.decode for speed in speeds), statistics.median(speed.prefill for speed in speeds)
     )
 
 
@@ -166,20 +169,26 @@ def wide_model(folder: Path, tokenizer: Path) -> Path:
     return folder
 
 
-def outcomes(arguments: argparse.Namespace, folder: Path) -> Iterator[Outcome]:
-    """All layouts of all models asked for, as they are done."""
+def outcomes(arguments: argparse.Namespace, folder: Path, tell: Callable[[str], None]) -> list[Outcome]:
+    """All layouts of all models asked for; `tell` is told of each start."""
     smollm2 = HeteroHome.from_environment().models / "hf" / SMOLLM2
     models: dict[str, Callable[[], Path]] = {
         "SmolLM2-135M": lambda: smollm2,
         "Qwen3-like, 1024 wide": lambda: wide_model(folder, smollm2),
     }
-    for name, get in models.items():
-        if arguments.models and name not in arguments.models:
-            continue
-        directory = get()
-        for layout in LAYOUTS:
-            if not arguments.layouts or layout.name in arguments.layouts:
-                yield try_layout(directory, layout, rounds=arguments.rounds, name=name)
+    directories = {name: get() for name, get in models.items() if not arguments.models or name in arguments.models}
+    layouts = [layout for layout in LAYOUTS if not arguments.layouts or layout.name in arguments.layouts]
+    found: dict[tuple[str, str], list[tuple[Speed, Speed]]] = {}
+    for _ in range(arguments.starts):
+        for name, layout in product(directories, layouts):
+            predicted, measured = try_layout(directories[name], layout, rounds=arguments.rounds)
+            found.setdefault((name, layout.name), []).append((predicted, measured))
+            decode, prefill = predicted.decode / measured.decode - 1, predicted.prefill / measured.prefill - 1
+            tell(f"{name}, {layout.name}: decode {decode:+.1%}, prefill {prefill:+.1%}")
+    return [
+        Outcome(name, layout, middle([p for p, _ in starts]), middle([m for _, m in starts]), tuple(starts))
+        for (name, layout), starts in found.items()
+    ]
 
 
 def table_of(found: Sequence[Outcome]) -> Table:
@@ -197,18 +206,14 @@ def table_of(found: Sequence[Outcome]) -> Table:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="bench.prediction", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3, help="streams that are measured, after one that warms up")
+    parser.add_argument("--starts", type=int, default=3, help="how often each layout is started anew")
+    parser.add_argument("--rounds", type=int, default=2, help="streams that are measured, after one that warms up")
     parser.add_argument("--layouts", nargs="*", default=[], help="names of layouts; all by default")
     parser.add_argument("--models", nargs="*", default=[], help="names of models; all by default")
     arguments = parser.parse_args()
-    console, found = Console(width=140), list[Outcome]()
+    console = Console(width=140)
     with tempfile.TemporaryDirectory(prefix="hetero-prediction-") as folder:
-        for outcome in outcomes(arguments, Path(folder)):
-            console.print(
-                f"{outcome.model}, {outcome.layout}: decode {outcome.decode_error:+.1%}, "
-                f"prefill {outcome.prefill_error:+.1%}"
-            )
-            found.append(outcome)
+        found = outcomes(arguments, Path(folder), console.print)
     console.print(table_of(found))
     worst = max((outcome.worst for outcome in found), default=0.0)
     passed = bool(found) and worst <= LIMIT

@@ -10,7 +10,7 @@ from hetero_api.errors import PlanError
 from hetero_api.sharding import ShardPlan
 from hetero_api.spec import PlacementShares
 from hetero_api.v1 import ranks_pb2
-from hetero_gateway.group.decision import PlacedRanks, Placement, decide_placement
+from hetero_gateway.group.decision import PlacedRanks, Placement, decide_placement, machine_of
 from hetero_gateway.group.placement import make_plan_key
 from hetero_gateway.group.planner import Planner, held_plan
 from hetero_gateway.group.settings import GroupSettings
@@ -192,3 +192,8 @@ async def test_a_model_that_fits_nowhere_ends_the_epoch_for_good_with_the_solver
         await bench.until(GroupState.ABORTED)
         assert bench.group.failed
         assert "spec.placement: no placement can be had" in bench.topology.reason
+
+
+def test_pods_of_one_machine_share_its_memory_also_if_they_have_no_folder_in_common() -> None:
+    assert machine_of("boot:1a:2") == machine_of("boot:1b:7") != machine_of("other:1a:2")
+    assert machine_of("unshared:12") != machine_of("unshared:34")

@@ -81,7 +81,7 @@ def hardware_of(settings: GroupSettings, ranks: PlacedRanks) -> Hardware:
         ranks=tuple(
             RankHardware.from_report(
                 device,
-                host=hello.host_id,
+                host=machine_of(hello.host_id),
                 pool=place.pool,
                 cores=place.cores,
                 gpu_share=settings.spec.engine.gpu_memory_utilization,
@@ -91,6 +91,12 @@ def hardware_of(settings: GroupSettings, ranks: PlacedRanks) -> Hardware:
         host_exchange=ExchangeSpeeds.from_protos(_typical([formed.host_times for formed in ranks.formed])),
         device_exchange=ExchangeSpeeds.from_protos(_typical([formed.device_times for formed in ranks.formed])),
     )
+
+
+def machine_of(host_id: str) -> str:
+    """Of ranks that share a machine's memory: its boot id. Its pods differ in their /dev/shm only."""
+    boot_id, _, _ = host_id.partition(":")
+    return host_id if boot_id == "unshared" else boot_id
 
 
 def _device(hello: ranks_pb2.Hello, formed: ranks_pb2.Formed) -> ranks_pb2.DeviceReport:
