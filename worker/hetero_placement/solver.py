@@ -35,7 +35,7 @@ from hetero_placement.reasons import explain
 from hetero_placement.roles import RoleChoices
 from hetero_placement.search import EXHAUSTIVE
 from hetero_placement.steps import WorkloadSteps, decode_step
-from hetero_placement.tensor_plan import describe_units, in_units, units_of
+from hetero_placement.tensor_plan import describe_units, in_units, most_ranks, too_many_ranks, units_of
 from hetero_placement.tensor_search import NOTHING_FIXED, FixedCounts, Roles, TensorSearch
 from hetero_placement.workload import Workload
 
@@ -226,7 +226,7 @@ class _Solver:
         )  # fmt: skip
         plan = search.plan()
         too_many = self._request.mode == PlacementMode.LAYER and len(self._all) > self._config.num_layers
-        problem = self._too_many(describe_layers(self._config)) if too_many else ""
+        problem = too_many_ranks(len(self._all), describe_layers(self._config)) if too_many else ""
         found = self._judged(plan) if plan is not None else None
         return self._option(LAYER, PlacementMode.LAYER, found, self._all, problem=problem)
 
@@ -280,23 +280,12 @@ class _Solver:
         return self._request.mode == PlacementMode.TENSOR
 
     def _no_room(self, ranks: Sequence[int]) -> str:
-        if self._every_rank and self._gives_too_little(len(ranks)):
-            return self._too_many(describe_units(self._config))
+        if self._every_rank and len(ranks) > most_ranks(self._config):
+            return too_many_ranks(len(self._all), describe_units(self._config))
         unit = self._memory.units(ranks[0])
         heads = self._config.num_layers * self._config.num_kv_heads
         cache = heads * unit.head_cache
         return self._memory.shortage(self._config.num_parameters * self._model.element_bytes + cache, tuple(ranks))
-
-    def _gives_too_little(self, ranks: int) -> bool:
-        config = self._config
-        wide = config.num_experts or units_of(config.intermediate_size)
-        return ranks > wide + config.num_kv_heads
-
-    def _too_many(self, units: str) -> str:
-        return (
-            f"spec.pools: {len(self._all)} ranks are more than the model has something to give each ({units}); "
-            "use fewer ranks"
-        )
 
 
 def _units_by(total: int, weights: Sequence[float]) -> tuple[int, ...]:

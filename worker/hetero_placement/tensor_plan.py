@@ -49,6 +49,16 @@ def plan_within_layers(
     )
 
 
+def most_ranks(config: ModelConfig) -> int:
+    """How many ranks can each have a part of a layer."""
+    return config.num_kv_heads + (config.num_experts or units_of(config.intermediate_size))
+
+
+def too_many_ranks(number: int, units: str) -> str:
+    """What is wrong where so many ranks are to have something of `units` each; for a person."""
+    return f"spec.pools: {number} ranks are more than the model has something to give each ({units}); use fewer ranks"
+
+
 def describe_units(config: ModelConfig) -> str:
     """What there is to deal, for a message."""
     wide = [f"{config.num_experts} experts"] if config.experts else []

@@ -15,7 +15,7 @@ from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import RankShard, ShardPlan
 from hetero_api.spec import SHARE_KINDS, HeteroInferenceSpec, PlacementMode, PoolType
 from hetero_placement.layer_plan import deal_layers, describe_layers
-from hetero_placement.tensor_plan import deal_within_layers, describe_units
+from hetero_placement.tensor_plan import deal_within_layers, describe_units, most_ranks, too_many_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +64,15 @@ def expected_places(spec: HeteroInferenceSpec) -> tuple[ExpectedPlace, ...]:
 
 
 def check_shares(spec: HeteroInferenceSpec, config: ModelConfig) -> None:
-    """Raise PlanError, naming the field, when the spec's shares do not fit, or leave a rank with nothing.
+    """Raise PlanError, naming the field, when the spec's shares do not fit, or a rank would be left with nothing.
 
-    What the spec gives no shares for counts as dealt by cores: the solver may find better, but has as much to give.
+    Without shares that can only be in modes that want all ranks to compute. What the spec gives no shares for counts as
+    dealt by cores: the solver may find better, but has as much to give.
     """
     shares, places = spec.placement.shares, expected_places(spec)
     given = [name for name in SHARE_KINDS if getattr(shares, name)]
     if not given:
+        _check_number(spec, config)
         return
     is_layered = spec.placement.mode == PlacementMode.LAYER
     deal = deal_layers if is_layered else deal_within_layers
@@ -79,6 +81,17 @@ def check_shares(spec: HeteroInferenceSpec, config: ModelConfig) -> None:
         names, fields = ", ".join(map(str, idle)), ", ".join(f"spec.placement.shares.{name}" for name in given)
         units = describe_layers(config) if is_layered else describe_units(config)
         raise PlanError(f"{fields}: {names} would own nothing of the model ({units}); give it a share or fewer ranks")
+
+
+def _check_number(spec: HeteroInferenceSpec, config: ModelConfig) -> None:
+    """The solver would say so too, but only once all ranks are there."""
+    limits = {
+        PlacementMode.TENSOR: (most_ranks(config), describe_units(config)),
+        PlacementMode.LAYER: (config.num_layers, describe_layers(config)),
+    }
+    limit, units = limits.get(spec.placement.mode, (spec.world_size, ""))
+    if spec.world_size > limit:
+        raise PlanError(too_many_ranks(spec.world_size, units))
 
 
 def check_plan(plan: ShardPlan, config: ModelConfig, *, world_size: int) -> None:
