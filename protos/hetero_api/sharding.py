@@ -20,6 +20,7 @@ from itertools import groupby
 from typing import Final, NamedTuple
 
 from hetero_api.errors import PlanError
+from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
 
 
@@ -183,6 +184,17 @@ class ShardPlan:
         self._check_expert_orders(num_layers, num_experts, expert_layers)
         _check_cover("embedding rows", (shard.embedding_rows for shard in self.ranks), vocab_size)
         _check_cover("output head rows", (shard.head_rows for shard in self.ranks), vocab_size)
+
+    def validate_for(self, config: ModelConfig) -> None:
+        """`validate` with a model's numbers."""
+        self.validate(
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            mlp_columns=config.intermediate_size,
+            vocab_size=config.vocab_size,
+            num_experts=config.num_experts,
+            expert_layers=config.expert_layers,
+        )
 
     def _check_expert_orders(self, num_layers: int, num_experts: int, expert_layers: Collection[int]) -> None:
         if self.expert_orders and len(self.expert_orders) != num_layers:

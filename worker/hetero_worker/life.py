@@ -334,20 +334,21 @@ class RankLife:
         self._fence.adopt(self._group)
         times = self._group.measure() if message.measure_exchange else ExchangeTimes()
         self._form_message = message
-        costs = self._costs_in(message.dtype, self._group)
+        costs = self._costs_in(message.dtype, self._group, has_peers=len(message.places) > 1)
         self._enter(RankState.FORMED)
         formed = formed_message(self._group.kind, self._group.exchange_reason, times, costs)
         self._send(ranks_pb2.RankMessage(formed=formed))
 
-    def _costs_in(self, dtype: str, group: Group) -> ranks_pb2.DeviceSpeeds | None:
-        """How fast all ranks are at once, and each alone, if a type is given."""
+    def _costs_in(self, dtype: str, group: Group, *, has_peers: bool) -> ranks_pb2.DeviceSpeeds | None:
+        """How fast all ranks are at once, and each alone, if a type is given. A single one has told so at Hello."""
         if not dtype:
             return None
         group.meet()
         costs = self._probe.costs(dtype)
-        group.meet()
-        costs.memory_bandwidth = self._probe.bandwidth()
-        costs.lone_memory_bandwidth = group.in_turn(self._probe.bandwidth)
+        if has_peers:
+            group.meet()
+            costs.memory_bandwidth = self._probe.bandwidth()
+            costs.lone_memory_bandwidth = group.in_turn(self._probe.bandwidth)
         return costs
 
     def _say_heartbeats(self, interval_s: float) -> None:

@@ -98,14 +98,7 @@ def check_plan(plan: ShardPlan, config: ModelConfig, *, world_size: int) -> None
     """Raise PlanError unless so many ranks own all of this model, every unit once."""
     if plan.world_size != world_size:
         raise PlanError(f"the plan is for {plan.world_size} ranks, the group has {world_size}")
-    plan.validate(
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        mlp_columns=config.intermediate_size,
-        vocab_size=config.vocab_size,
-        num_experts=config.num_experts,
-        expert_layers=config.expert_layers,
-    )
+    plan.validate_for(config)
     plan.stages()
 
 

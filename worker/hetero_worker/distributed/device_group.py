@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from hetero_worker.distributed.exchange import Arrived, PendingTensor
+from hetero_worker.distributed.gloo_links import PendingBroadcast
 from hetero_worker.distributed.gloo_rounds import GlooWaits
 from hetero_worker.distributed.routes import Link, Ranks
 from hetero_worker.distributed.store import PrefixStore
@@ -246,7 +247,7 @@ class DeviceLink:
         self._group.waits.check_open()
         if not out.numel():
             return Arrived(out)
-        return _PendingBroadcast(self, out, self._group.start_broadcast(out, self._link.source))
+        return PendingBroadcast(self.await_receipt, out, self._group.start_broadcast(out, self._link.source))
 
     def await_receipt(self, work: dist.Work) -> None:
         waits = self._group.waits
@@ -257,19 +258,6 @@ class DeviceLink:
     def _late(self, ranks: Sequence[int], did_not: str) -> str:
         timeout_s = self._group.waits.timeout_s
         return f"rank(s) {', '.join(map(str, ranks))} did not {did_not} within {timeout_s:g} s"
-
-
-class _PendingBroadcast:
-    """A posted receipt."""
-
-    def __init__(self, link: DeviceLink, out: torch.Tensor, work: dist.Work) -> None:
-        self._link = link
-        self._out = out
-        self._work = work
-
-    def wait(self) -> torch.Tensor:
-        self._link.await_receipt(self._work)
-        return self._out
 
 
 def _make_gloo(store: PrefixStore, place: int, size: int, timeout: timedelta, _device: torch.device) -> Any:

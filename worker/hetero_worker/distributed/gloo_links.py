@@ -8,6 +8,7 @@ threads, on both ends; so a posted receipt proceeds while the rank computes.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -47,7 +48,7 @@ class GlooLink:
         self._waits.check_open()
         if not out.numel():
             return Arrived(out)
-        return _PendingBroadcast(self, out, start_broadcast(out, self._link.source, self._group))
+        return PendingBroadcast(self.await_receipt, out, start_broadcast(out, self._link.source, self._group))
 
     def await_receipt(self, work: dist.Work) -> None:
         self._waits.check_open()
@@ -58,14 +59,14 @@ class GlooLink:
         return f"rank(s) {', '.join(map(str, ranks))} did not {did_not} within {self._waits.timeout_s:g} s"
 
 
-class _PendingBroadcast:
-    """A posted receipt."""
+class PendingBroadcast:
+    """A posted receipt, of a link that is a broadcast in a group of its own."""
 
-    def __init__(self, link: GlooLink, out: torch.Tensor, work: dist.Work) -> None:
-        self._link = link
+    def __init__(self, await_receipt: Callable[[dist.Work], None], out: torch.Tensor, work: dist.Work) -> None:
+        self._await_receipt = await_receipt
         self._out = out
         self._work = work
 
     def wait(self) -> torch.Tensor:
-        self._link.await_receipt(self._work)
+        self._await_receipt(self._work)
         return self._out

@@ -144,6 +144,7 @@ def _measure_exchange(config: ProbeConfig, platform: Platform) -> ranks_pb2.Form
     from hetero_api.v1 import ranks_pb2
     from hetero_worker.distributed.coordinator import GroupRequest, form_group
     from hetero_worker.distributed.store import StoreListener
+    from hetero_worker.life_messages import formed_message
 
     if config.group == 1 or config.meet is None:
         return ranks_pb2.Formed(exchange=ranks_pb2.EXCHANGE_KIND_SHM)
@@ -167,15 +168,9 @@ def _measure_exchange(config: ProbeConfig, platform: Platform) -> ranks_pb2.Form
         times = group.measure()
         group.meet()
         together = platform.bandwidth()
-        return ranks_pb2.Formed(
-            costs=ranks_pb2.DeviceSpeeds(
-                memory_bandwidth=together, lone_memory_bandwidth=group.in_turn(platform.bandwidth)
-            ),
-            exchange=group.kind,
-            exchange_reason=group.exchange_reason,
-            host_times=[ranks_pb2.ExchangeTime(bytes=size, seconds=took) for size, took in times.host],
-            device_times=[ranks_pb2.ExchangeTime(bytes=size, seconds=took) for size, took in times.device],
-        )
+        alone = group.in_turn(platform.bandwidth)
+        costs = ranks_pb2.DeviceSpeeds(memory_bandwidth=together, lone_memory_bandwidth=alone)
+        return formed_message(group.kind, group.exchange_reason, times, costs)
     finally:
         group.close()
 

@@ -75,16 +75,8 @@ def read_experts(shard: LoadedShard, request: LoadRequest, plan: ShardPlan, *, k
 def _check(plan: ShardPlan, request: LoadRequest) -> None:
     if replace(plan, expert_orders=()) != replace(request.shard_plan, expert_orders=()):
         raise CommandRefused("place_experts.shard_plan differs from the plan in force in more than expert_orders")
-    config = request.config
     try:
-        plan.validate(
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            mlp_columns=config.intermediate_size,
-            vocab_size=config.vocab_size,
-            num_experts=config.num_experts,
-            expert_layers=config.expert_layers,
-        )
+        plan.validate_for(request.config)
     except PlanError as error:
         raise CommandRefused(f"place_experts.shard_plan: {error}") from error
 

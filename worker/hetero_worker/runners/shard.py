@@ -152,14 +152,7 @@ def _check_plan(request: LoadRequest) -> None:
     config = request.config
     if not 0 <= request.rank < request.shard_plan.world_size:
         raise PlanError(f"rank {request.rank} is not in a plan for {request.shard_plan.world_size} ranks")
-    request.shard_plan.validate(
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        mlp_columns=config.intermediate_size,
-        vocab_size=config.vocab_size,
-        num_experts=config.num_experts,
-        expert_layers=config.expert_layers,
-    )
+    request.shard_plan.validate_for(config)
     if request.max_model_len > config.max_position:
         raise ModelError(
             f"max_model_len {request.max_model_len} exceeds the model's {config.max_position} positions; lower it"
