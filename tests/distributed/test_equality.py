@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 LAYOUTS = {1: 2, 2: 1, 3: 1}
 """Ranks → cores a rank."""
+HEADS = {1: [3], 2: [2, 1], 3: [1, 1, 1]}
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +33,14 @@ def group(
     folder = tmp_path_factory.mktemp("group")
     ranks = request.param
     # A small token budget makes long prompts go through in chunks, mixed with others' decoding.
+    even = [1] * ranks
     manifest = write_manifest(
-        folder, model=smollm2, ranks=ranks, cores=LAYOUTS[ranks], engine={"maxNumBatchedTokens": 256}
+        folder,
+        model=smollm2,
+        ranks=ranks,
+        cores=LAYOUTS[ranks],
+        shares={"attention": HEADS[ranks], "mlp": even, "vocabulary": even},
+        engine={"maxNumBatchedTokens": 256},
     )
     with LocalGroupProcess(manifest, home=folder / "home") as running:
         yield running
@@ -69,5 +76,5 @@ def test_ranks_own_what_the_plan_says(group: LocalGroupProcess) -> None:
     with group.admin() as admin:
         topology = admin.topology()
     heads = [rank.kv_heads.size for rank in topology.ranks if rank.kv_heads is not None]
-    assert heads == {1: [3], 2: [2, 1], 3: [1, 1, 1]}[len(topology.ranks)]
+    assert heads == HEADS[len(topology.ranks)]
     assert topology.exchange == "shm"

@@ -64,6 +64,10 @@ class Speeds:
     """Of the smallest copy from the device and back."""
     lone_memory_bandwidth: float = 0.0
     """Of a rank that reads while the others do not; 0 where that is not known."""
+    lone_gain: float = 0.0
+    """How many times as fast it decodes one row while the others are idle; 0 where that was not measured."""
+    meeting_s: float = 0.0
+    """What a round of one row on the host takes after half a layer, waiting for others included; 0: not measured."""
 
     @cached_property
     def alone(self) -> Speeds:
@@ -71,9 +75,9 @@ class Speeds:
 
         The time that a part's arithmetic takes follows from its points of many rows, which are bound by nothing else.
         """
-        if not self.lone_memory_bandwidth > self.memory_bandwidth > 0:
+        gain = self.lone_gain or self.lone_memory_bandwidth / (self.memory_bandwidth or math.inf)
+        if gain <= 1.0:
             return self
-        gain = self.lone_memory_bandwidth / self.memory_bandwidth
         row_s: dict[Part, float] = {}
         for point in self.costs:
             row_s[point.part] = min(point.unit_s / max(1, point.rows), row_s.get(point.part, math.inf))
@@ -81,7 +85,8 @@ class Speeds:
             replace(point, unit_s=min(point.unit_s, max(point.unit_s / gain, row_s[point.part] * point.rows)))
             for point in self.costs
         )
-        return replace(self, memory_bandwidth=self.lone_memory_bandwidth, costs=costs, lone_memory_bandwidth=0.0)
+        bandwidth = max(self.memory_bandwidth, self.lone_memory_bandwidth)
+        return replace(self, memory_bandwidth=bandwidth, costs=costs, lone_memory_bandwidth=0.0, lone_gain=0.0)
 
     @classmethod
     def from_proto(cls, message: ranks_pb2.DeviceSpeeds) -> Speeds:
@@ -100,6 +105,8 @@ class Speeds:
             from_device_bandwidth=message.from_device_bandwidth,
             device_latency_s=message.device_latency_s,
             lone_memory_bandwidth=message.lone_memory_bandwidth,
+            lone_gain=message.lone_gain,
+            meeting_s=message.meeting_s,
         )
 
 
@@ -205,6 +212,8 @@ def _median_speeds(speeds: Sequence[Speeds]) -> Speeds:
         from_device_bandwidth=median(each.from_device_bandwidth for each in speeds),
         device_latency_s=median(each.device_latency_s for each in speeds),
         lone_memory_bandwidth=median(each.lone_memory_bandwidth for each in speeds),
+        lone_gain=median(each.lone_gain for each in speeds),
+        meeting_s=median(each.meeting_s for each in speeds),
     )
 
 

@@ -56,6 +56,7 @@ from hetero_worker.life_messages import (
     step_result,
 )
 from hetero_worker.platforms.binding import Binding, Unbound
+from hetero_worker.distributed.company import Company
 from hetero_worker.runners.base import Runner
 
 __all__ = ["FormGroupFunction", "Group", "RankIdentity", "RankLife", "RankState"]
@@ -74,8 +75,8 @@ _ENDINGS: Final = ("abort", "shutdown")
 class Probe(Protocol):
     """Measures the rank's device; see probe/speeds.py."""
 
-    def costs(self, dtype: str) -> ranks_pb2.DeviceSpeeds:
-        """What the model's parts cost in an arithmetic type; the caller's to change."""
+    def costs(self, dtype: str, company: Company) -> ranks_pb2.DeviceSpeeds:
+        """What the model's parts cost in an arithmetic type; the caller's to change. Collective."""
         ...
 
     def bandwidth(self) -> float:
@@ -83,7 +84,7 @@ class Probe(Protocol):
         ...
 
 
-class Group(Protocol):
+class Group(Company, Protocol):
     """What a life needs of `coordinator.GroupCoordinator`, which says how these behave."""
 
     @property
@@ -93,10 +94,6 @@ class Group(Protocol):
     def exchange_reason(self) -> str: ...
 
     def measure(self) -> ExchangeTimes: ...
-
-    def meet(self) -> None: ...
-
-    def in_turn(self, work: Callable[[], float]) -> float: ...
 
     def connect(self, plan: ShardPlan) -> Exchange: ...
 
@@ -343,8 +340,7 @@ class RankLife:
         """How fast all ranks are at once, and each alone, if a type is given. A single one has told so at Hello."""
         if not dtype:
             return None
-        group.meet()
-        costs = self._probe.costs(dtype)
+        costs = self._probe.costs(dtype, group)
         if has_peers:
             group.meet()
             costs.memory_bandwidth = self._probe.bandwidth()

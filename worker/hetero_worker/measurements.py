@@ -46,13 +46,21 @@ class KeptMeasurements:
 
     def speeds(self, model: str, measure: Callable[[], ranks_pb2.DeviceSpeeds]) -> ranks_pb2.DeviceSpeeds:
         """The device's with `model`, whatever names it, measured if they were not before."""
-        speeds = self._data.setdefault(_SPEEDS, {})
-        if model in speeds:
-            return json_format.ParseDict(speeds[model], ranks_pb2.DeviceSpeeds())
+        if (known := self.known_speeds(model)) is not None:
+            return known
         measured = measure()
-        speeds[model] = json_format.MessageToDict(measured)
-        self._write()
+        self.keep_speeds(model, measured)
         return measured
+
+    def known_speeds(self, model: str) -> ranks_pb2.DeviceSpeeds | None:
+        """What was measured before, if it was; the caller's to change."""
+        kept = self._data.get(_SPEEDS, {}).get(model)
+        return json_format.ParseDict(kept, ranks_pb2.DeviceSpeeds()) if kept is not None else None
+
+    def keep_speeds(self, model: str, speeds: ranks_pb2.DeviceSpeeds) -> None:
+        """Instead of what was known."""
+        self._data.setdefault(_SPEEDS, {})[model] = json_format.MessageToDict(speeds)
+        self._write()
 
     def choose_kernel(
         self, candidates: Sequence[LinearKernel], shapes: Sequence[tuple[int, int]], *, dtype: torch.dtype

@@ -327,6 +327,8 @@ class DeviceSpeeds(_message.Message):
     FROM_DEVICE_BANDWIDTH_FIELD_NUMBER: _builtins.int
     DEVICE_LATENCY_S_FIELD_NUMBER: _builtins.int
     LONE_MEMORY_BANDWIDTH_FIELD_NUMBER: _builtins.int
+    LONE_GAIN_FIELD_NUMBER: _builtins.int
+    MEETING_S_FIELD_NUMBER: _builtins.int
     memory_bandwidth: _builtins.float
     """Memory read bandwidth, bytes a second."""
     costs_dtype: _builtins.str
@@ -340,6 +342,14 @@ class DeviceSpeeds(_message.Message):
     lone_memory_bandwidth: _builtins.float
     """Memory read bandwidth while the group's other ranks read nothing; 0: not measured. In Formed, where memory_bandwidth
     is that of all reading at once.
+    """
+    lone_gain: _builtins.float
+    """How many times as fast the rank decodes one row while the group's other ranks are idle, at least 1; with `costs`,
+    which are of all at once. 0: not measured.
+    """
+    meeting_s: _builtins.float
+    """Seconds that a half of a layer and a round of the host exchange take longer than the half by itself, for one row: the
+    round, and what ranks wait for one another. With `costs`; 0: the rank meets nobody on the host.
     """
     @_builtins.property
     def matmul(self) -> _containers.RepeatedCompositeFieldContainer[Global___MatmulRate]:
@@ -362,10 +372,12 @@ class DeviceSpeeds(_message.Message):
         from_device_bandwidth: _builtins.float = ...,
         device_latency_s: _builtins.float = ...,
         lone_memory_bandwidth: _builtins.float = ...,
+        lone_gain: _builtins.float = ...,
+        meeting_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs", "costs_dtype", b"costs_dtype", "device_latency_s", b"device_latency_s", "from_device_bandwidth", b"from_device_bandwidth", "lone_memory_bandwidth", b"lone_memory_bandwidth", "matmul", b"matmul", "memory_bandwidth", b"memory_bandwidth", "to_device_bandwidth", b"to_device_bandwidth"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs", "costs_dtype", b"costs_dtype", "device_latency_s", b"device_latency_s", "from_device_bandwidth", b"from_device_bandwidth", "lone_gain", b"lone_gain", "lone_memory_bandwidth", b"lone_memory_bandwidth", "matmul", b"matmul", "meeting_s", b"meeting_s", "memory_bandwidth", b"memory_bandwidth", "to_device_bandwidth", b"to_device_bandwidth"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -808,8 +820,8 @@ class Formed(_message.Message):
 
     @_builtins.property
     def costs(self) -> Global___DeviceSpeeds:
-        """What was measured with all ranks at once, and of memory also in turn: costs in FormGroup.dtype and bandwidths, nothing
-        else; absent unless asked for.
+        """What was measured with all ranks at once, and in turn: costs in FormGroup.dtype, what goes with them, and bandwidths,
+        nothing else; absent unless asked for.
         """
 
     def __init__(

@@ -39,6 +39,17 @@ def test_what_arithmetic_sets_the_pace_of_is_not() -> None:
     assert speeds(*points).alone.costs == points
 
 
+def test_what_was_measured_alone_comes_before_what_bandwidth_lets_one_expect() -> None:
+    known = replace(
+        speeds(CostPoint(Part.MLP, 1, 0, 1e-5, 4e-6), CostPoint(Part.MLP, 512, 0, 0.0, 1e-4)), lone_gain=1.25
+    )
+    assert known.alone.costs[0].unit_s == pytest.approx(4e-6 / 1.25)
+    assert known.alone.memory_bandwidth == ALONE
+    assert known.alone.alone is known.alone
+    not_faster = replace(known, lone_gain=1.0)
+    assert not_faster.alone is not_faster
+
+
 def test_without_a_measurement_nothing_is_made_up() -> None:
     unknown = Speeds(memory_bandwidth=SHARED)
     assert unknown.alone is unknown

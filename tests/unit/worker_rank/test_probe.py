@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,18 +15,22 @@ import torch
 from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel
+from hetero_worker.measurements import KeptMeasurements
 from hetero_worker.platforms.cpu import CpuPlatform
 from hetero_worker.probe.clock import HostClock, Work
+from hetero_worker.distributed.company import Alone, Round
 from hetero_worker.probe.costs import step_shapes
 from hetero_worker.probe.fit import Laps, Point, line, typical
-from hetero_worker.probe.layers import linear_shapes
+from hetero_worker.probe.layers import TimedWork, linear_shapes
 from hetero_worker.probe.sizes import LayerSize, probe_size, whole_layer
-from hetero_worker.probe.speeds import default_dtype, measure_speeds
+from hetero_worker.probe.speeds import RankProbe, default_dtype, measure_speeds
+from hetero_worker.probe.visits import Series
 from tests.support.tiny_checkpoints import save_tiny
 
 pytestmark = pytest.mark.unit
 
 MLP = ranks_pb2.MODEL_PART_MLP
+ATTENTION = ranks_pb2.MODEL_PART_ATTENTION_DECODE
 
 
 @pytest.fixture(autouse=True)
@@ -65,15 +71,60 @@ def test_a_line_through_times_is_never_negative(
 
 def test_laps_that_were_disturbed_do_not_count() -> None:
     laps = Laps()
-    for seconds in (4.0, 90.0, 4.0, 70.0, 4.0, 4.0, 60.0, 4.0):
+    for seconds in (4.0, 90.0, 4.0, 4.0, 60.0):
         laps.add(Point(MLP, 8), 2, seconds)
-    for seconds in (50.0, 8.0, 9.0):
+    for seconds in (50.0, 8.0, 8.0):
         laps.add(Point(MLP, 8), 4, seconds)
     laps.add(Point(MLP, 1), 2, 1.0)
     [at_8, at_1] = laps.costs()
     assert (at_8.part, at_8.rows, at_8.fixed_s, at_8.unit_s) == (MLP, 8, 0.0, 2.0)
     assert (at_1.rows, at_1.unit_s) == (1, 0.5)
-    assert typical([3.0]) == 3.0
+    assert laps.typical(Point(MLP, 8), 4) == typical([8.0]) == 8.0
+
+
+class PlayedClock:
+    """Laps take as long as their works say."""
+
+    def __init__(self) -> None:
+        self.lap_s = 1e-3
+        self.done: list[object] = []
+
+    def laps(self, works: Sequence[Work]) -> list[float]:
+        self.done += [work() for work in works]
+        return [self.lap_s] * len(works)
+
+
+def halves(copies: int) -> list[TimedWork]:
+    return [
+        TimedWork(Point(part, 1), units, partial(int, number))
+        for number in range(copies)
+        for part, units in ((MLP, 2), (ATTENTION, 3))
+    ]
+
+
+def test_a_visit_goes_on_where_the_last_one_ended_and_the_first_only_warms_up() -> None:
+    clock, laps = PlayedClock(), Laps()
+    series = Series(halves(copies=7), turn=2)
+    clock.lap_s = 100.0
+    series.visit(clock, laps)
+    assert (clock.done, laps.costs()) == ([0, 0], ())
+    series = Series(halves(copies=7), turn=2)
+    clock.lap_s, clock.done = 1e-3, []
+    for _ in range(3):
+        series.visit(clock, laps)
+    copies = [clock.done[i] for i in range(0, len(clock.done), 2)]
+    assert copies == [0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3]  # one, then as many as 10 ms hold: five
+    attention, mlp = sorted(laps.costs(), key=lambda cost: cost.part)
+    assert (mlp.part, mlp.unit_s, attention.part) == (MLP, pytest.approx(5e-4), ATTENTION)
+
+
+def test_what_takes_long_is_visited_twice_after_warming_up_and_no_more() -> None:
+    clock, laps = PlayedClock(), Laps()
+    clock.lap_s = 5.0
+    series = Series(halves(copies=4), turn=2)
+    for _ in range(9):
+        series.visit(clock, laps)
+    assert clock.done == [0, 0, 1, 1, 2, 2]
 
 
 def test_a_clock_tells_each_lap_apart() -> None:
@@ -158,3 +209,63 @@ def test_the_kernel_is_chosen_on_the_shapes_of_the_whole_model(tmp_path: Path) -
     width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     assert (width, config.hidden_size) in linear_shapes(config)
     assert (config.vocab_size, config.hidden_size) in linear_shapes(config)
+
+
+class PlayedCompany(Alone):
+    """Peers that come to every meeting, all of whose rounds take the same."""
+
+    def __init__(self, *, others_can: bool = True, round_s: float = 0.0) -> None:
+        self.others_can = others_can
+        self.round_s = round_s
+        self.meetings = 0
+        self.rounds = 0
+
+    def meet(self) -> None:
+        self.meetings += 1
+
+    def in_turn(self, work: Callable[[], float]) -> float:
+        return work() / 2
+
+    def all_can(self, can: bool) -> bool:
+        return can and self.others_can
+
+    def host_round(self) -> Round | None:
+        return self._round if self.round_s else None
+
+    def _round(self, row: torch.Tensor) -> None:
+        assert row.shape[0] == 1
+        self.rounds += 1
+        time.sleep(self.round_s)
+
+
+SMALL = CpuPlatform(memory_bytes=1 << 28, read_bytes=1 << 20)
+
+
+def test_meetings_and_being_alone_are_measured(tmp_path: Path) -> None:
+    company = PlayedCompany(round_s=2e-3)
+    speeds = measure_speeds(SMALL, config_of("llama", tmp_path), company=company, choose=plain)
+    assert 2e-3 < speeds.meeting_s < 20e-3
+    assert 1.5 < speeds.lone_gain < 3.0
+    alone = measure_speeds(SMALL, config_of("llama", tmp_path), choose=plain)
+    assert alone.meeting_s == 0.0
+
+
+def test_all_ranks_meet_as_often_whatever_they_measure(tmp_path: Path) -> None:
+    """Or else they would wait for one another for ever."""
+    seen = set()
+    for memory in (1 << 24, 1 << 28):
+        company = PlayedCompany(round_s=1e-6)
+        platform = CpuPlatform(memory_bytes=memory, read_bytes=1 << 20)
+        measure_speeds(platform, config_of("llama", tmp_path), company=company, choose=plain)
+        seen.add((company.meetings, company.rounds))
+    assert len(seen) == 1
+
+
+def test_what_is_kept_counts_only_where_all_ranks_have_it(tmp_path: Path) -> None:
+    kept = KeptMeasurements(tmp_path / "measured", circumstances={})
+    probe = RankProbe(SMALL, config_of("llama", tmp_path / "model"), kept, model="m")
+    first = probe.costs("float32", PlayedCompany())
+    assert probe.costs("float32", PlayedCompany()) == first
+    anew = probe.costs("float32", PlayedCompany(others_can=False))
+    assert anew != first
+    assert probe.costs("float32", PlayedCompany()) == anew

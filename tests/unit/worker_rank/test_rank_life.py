@@ -30,6 +30,7 @@ from hetero_worker.life import FormGroupFunction, Group, RankIdentity, RankLife
 from hetero_worker.platforms.binding import Binding
 from hetero_worker.platforms.cpu import CpuPlatform
 from hetero_worker.platforms.heterogeneous import HeterogeneousPlatform
+from hetero_worker.distributed.company import Alone, Company
 from tests.support.fake_runner import FakeRunner
 from tests.support.played_binding import PlayedBinding, pinned_report
 from tests.support.scripted_gateway import TOKEN, ScriptedGateway
@@ -75,7 +76,8 @@ class BlockingExchange(LocalExchange):
 class PlayedProbe:
     """Measures nothing, and says what it was asked for."""
 
-    def costs(self, dtype: str) -> ranks_pb2.DeviceSpeeds:
+    def costs(self, dtype: str, company: Company) -> ranks_pb2.DeviceSpeeds:
+        assert company.all_can(True)
         return ranks_pb2.DeviceSpeeds(costs_dtype=dtype)
 
     def bandwidth(self) -> float:
@@ -142,7 +144,7 @@ def joined(
         yield gateway, Rank(folder, gateway.target, token=token, form=form, **more)
 
 
-class PlayedGroup:
+class PlayedGroup(Alone):
     """Groups that stand already, over one exchange."""
 
     kind = ranks_pb2.EXCHANGE_KIND_SHM_PYTHON
@@ -152,12 +154,6 @@ class PlayedGroup:
         self._exchange = exchange
         self.abort = exchange.abort
         self.close = exchange.close
-
-    def meet(self) -> None:
-        """Alone."""
-
-    def in_turn(self, work: Callable[[], float]) -> float:
-        return work()
 
     def measure(self) -> ExchangeTimes:
         return ExchangeTimes(host=((4096, 1e-5), (65536, 4e-5)), device=((4096, 2e-5),))

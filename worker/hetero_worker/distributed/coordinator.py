@@ -87,21 +87,32 @@ class GroupCoordinator:
         if self._formed is None:
             return ExchangeTimes()
         formed, request = self._formed, self._request
-        meeting = host_part(tuple(range(request.world_size)), request.num_gpu_ranks)
-        formed.first.all_reduce(torch.zeros(1), (0,))
+        self.meet()
         host: Times = ()
         device: Times = ()
-        if request.rank in meeting and len(meeting) > 1:
-            sums = formed.first.among(meeting)
-            host = measure_all_reduce(lambda tensor: sums.all_reduce(tensor, meeting), device=torch.device("cpu"))
+        if (host_round := self.host_round()) is not None:
+            host = measure_all_reduce(host_round, device=torch.device("cpu"))
         if (group := formed.devices.everyone) is not None:
             device = measure_all_reduce(group.all_reduce, device=request.device, synchronize=formed.devices.synchronize)
         return ExchangeTimes(host, device)
 
     def meet(self) -> None:
-        """Wait for all ranks, so that they begin what follows at once. Collective; some milliseconds."""
+        """Wait for all ranks, so that they begin what follows at once. Collective; a round of a few bytes."""
         if self._formed is not None:
-            self._formed.control.meet()
+            self._formed.first.all_reduce(torch.zeros(1), range(self._request.world_size))
+
+    def all_can(self, can: bool) -> bool:
+        """Whether all ranks say so. Collective."""
+        return can if self._formed is None else not self._formed.control.ranks_voting_no(vote=can)
+
+    def host_round(self) -> Callable[[torch.Tensor], None] | None:
+        """Sums a tensor over the ranks that meet on the host, all of which must call it as often. None where this rank
+        is not one of several. Before `connect`."""
+        meeting = self._meeting
+        if self._formed is None or self._request.rank not in meeting or len(meeting) < 2:
+            return None
+        sums = self._formed.first.among(meeting)
+        return lambda tensor: sums.all_reduce(tensor, meeting)
 
     def in_turn(self, work: Callable[[], float]) -> float:
         """Do `work` while other ranks wait: one after another, or every TURNS-th rank at once. Collective."""
@@ -109,10 +120,10 @@ class GroupCoordinator:
             return work()
         result = 0.0
         for turn in range(min(TURNS, self._request.world_size)):
-            self._formed.control.meet()
+            self.meet()
             if self._request.rank % TURNS == turn:
                 result = work()
-        self._formed.control.meet()
+        self.meet()
         return result
 
     def connect(self, plan: ShardPlan) -> Exchange:
@@ -163,6 +174,11 @@ class GroupCoordinator:
             self._formed.devices.stop()
             self._formed.host.close()
             _leave(self._formed.devices, self.epoch)
+
+    @property
+    def _meeting(self) -> tuple[int, ...]:
+        """Ranks that meet on the host."""
+        return host_part(tuple(range(self._request.world_size)), self._request.num_gpu_ranks)
 
     def _table(self) -> str:
         return "" if self._formed is None else f"{self._formed.host.table}; {self._formed.devices.table}"

@@ -2,17 +2,21 @@
 
 Decode is measured for few rows and for many, at two contexts; prompts at lengths for which products of matrices set
 the pace. Each is measured with two numbers of units, which tells apart what a part costs anyway and what a unit adds.
-All of it takes about a second, and no more memory for weights than it is given.
+All of it takes about two seconds, and no more memory for weights than it is given.
 
-Known limits: all ranks of a host measure at about the same time, as they will compute, so a plan that leaves some idle
-may be faster than predicted; experts are measured with tokens that spread over them evenly.
+All ranks of a group measure the same at the same time. What they wait for each other when they meet after each half of
+a layer, which no rank can tell by itself, is measured too, and how much faster one is while the others are idle.
+
+Known limit: experts are measured with tokens that spread over them evenly.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
-from itertools import cycle
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, cycle, islice
+from statistics import fmean, median
 from typing import Final
 
 import torch
@@ -20,44 +24,55 @@ import torch
 from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.layers.rotary import RotaryTables
+from hetero_worker.platforms.base import HOST
 from hetero_worker.probe.clock import Clock, Work
+from hetero_worker.distributed.company import Company
 from hetero_worker.probe.ends import HeadProbe, StepProbe
 from hetero_worker.probe.fit import Laps, Point, typical
-from hetero_worker.probe.layers import LayerStack, Site, TimedWork, make_step, positions_of
+from hetero_worker.probe.layers import LayerStack, Site, SyntheticStep, make_step, positions_of
 from hetero_worker.probe.plans import PlanProbe
-from hetero_worker.probe.sizes import ProbeSize, probe_size
+from hetero_worker.probe.sizes import LayerSize, probe_size
+from hetero_worker.probe.visits import VISITS, Series
 
-DECODE_ROWS: Final = (1, 4, 8, 32)
+DECODE_ROWS: Final = (1, 8, 32)
 CONTEXTS: Final = (64, 512)
 PROMPT_ROWS: Final = (64, 256, 512)
-_STEP_S: Final = 0.02
-"""A step's laps go on for at least so long ..."""
-_MIN_LAPS: Final = 4
-"""... and until there are so many of everything, the first of which only warms up ..."""
-_LONG_STEP_S: Final = 0.08
-"""... but only until there are two of everything where so much time was spent."""
+MEETINGS: Final = 8
+"""Halves of layers in a row that ranks meet after, or compute alone. The same on all ranks, whatever they measure."""
+_ROUNDS: Final = 3
+_STEP_LAPS: Final = 4
+"""Of what a step costs beside layers and head; the first one only warms up."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredCosts:
+    """Of one rank."""
+
+    parts: tuple[ranks_pb2.PartCost, ...]
+    meeting_s: float
+    """How much longer a half of a layer and a round take than the half by itself: the round of one row, and what ranks
+    wait for one another before it. 0 where this rank meets nobody on the host."""
+    lone_gain: float
+    """How many times as fast it decodes one row while the others are idle; at least 1."""
 
 
 def measure_costs(
-    config: ModelConfig, site: Site, *, clock: Clock, weight_bytes: int
-) -> tuple[ranks_pb2.PartCost, ...]:
-    """Of every part that the model has. At most about `weight_bytes` of weights are made."""
+    config: ModelConfig, site: Site, *, clock: Clock, weight_bytes: int, company: Company
+) -> MeasuredCosts:
+    """Of every part that the model has. At most about `weight_bytes` of weights are made. Collective."""
     with torch.inference_mode():
-        measurement = _Measurement(config, site, clock, probe_size(config, site.dtype.itemsize, weight_bytes))
-        measurement.layers()
-        measurement.ends()
-    return measurement.laps.costs()
+        return _Measurement(config, site, clock, company, weight_bytes).run()
 
 
 class _Measurement:
     """One run, and what it has found so far."""
 
-    def __init__(self, config: ModelConfig, site: Site, clock: Clock, size: ProbeSize) -> None:
-        self.laps = Laps()
+    def __init__(self, config: ModelConfig, site: Site, clock: Clock, company: Company, weight_bytes: int) -> None:
+        self._laps = Laps()
         self._config = config
         self._site = site
         self._clock = clock
-        self._size = size
+        self._company = company
         longest = min(max(*CONTEXTS, *PROMPT_ROWS), config.max_position)
         self._rotary = RotaryTables(
             config.ropes, head_dim=config.head_dim, max_length=longest, dtype=site.dtype, device=site.device
@@ -66,52 +81,112 @@ class _Measurement:
             make_step(config, site, self._rotary, rows=rows, context=context)
             for rows, context in step_shapes(config.max_position)
         ]
-        self._preparing_s: dict[int, float] = {}
-        """By rows: what a step's first attention prepares for all layers."""
+        self._size = size = probe_size(config, site.dtype.itemsize, weight_bytes)
+        self._few = self._stack(size.few, copies=size.copies_of_few)
+        self._many = self._stack(size.many, copies=size.copies_of_many)
+        self._head = HeadProbe(config, site, units=size.head)
+        self._first_s: dict[int, list[float]] = {}
+        """By rows: attention that prepares for all layers what they share."""
 
-    def layers(self) -> None:
-        size = self._size
+    def _stack(self, layer: LayerSize, *, copies: int) -> LayerStack:
         positions = max(positions_of(step.rows, step.context) for step in self._steps)
-        sizes = {size.few: size.copies_of_few, size.many: size.copies_of_many}
-        for layer, copies in sizes.items():
-            stack = LayerStack(self._config, layer, copies=copies, positions=positions, site=self._site)
-            for step in self._steps:
-                seconds = self._time(stack.works(step))
-                first_s = typical(self._clock.laps([stack.first_attention(step, self._site)] * _MIN_LAPS)[1:])
-                self._preparing_s[step.rows] = max(0.0, first_s - seconds[step.attention_point, layer.heads])
-            del stack
-            self._site.backend.release()
+        return LayerStack(self._config, layer, copies=copies, positions=positions, site=self._site)
 
-    def ends(self) -> None:
-        """Once for each number of rows. Of a prompt only the last row's token is drawn, which decoding has told."""
-        head = HeadProbe(self._config, self._site, units=self._size.head)
+    def run(self) -> MeasuredCosts:
+        rounds = list(self._rounds())
+        for _ in range(1 + VISITS):
+            for series in chain.from_iterable(rounds):
+                self._company.meet()
+                series.visit(self._clock, self._laps)
+            self._first_attention()
+        self._beside_layers()
+        meeting_s, lone_gain = self._meet_others()
+        return MeasuredCosts(self._laps.costs(), meeting_s=meeting_s, lone_gain=lone_gain)
+
+    def _rounds(self) -> Iterator[list[Series]]:
+        """What is visited in turn. A single row is in each round: most streams decode so, and its times are short, and
+        told apart least easily. As many series on every rank of a group."""
+        single = list(self._series([step for step in self._steps if step.rows == 1]))
+        others = list(self._series([step for step in self._steps if step.rows > 1]))
+        for number in range(_ROUNDS):
+            yield [*single, *others[number::_ROUNDS]]
+
+    def _series(self, steps: Sequence[SyntheticStep]) -> Iterator[Series]:
+        for stack, step in ((stack, step) for step in steps for stack in (self._few, self._many)):
+            yield Series(stack.works(step), turn=stack.halves)
+        for step in _by_rows(steps):
+            if step.context:  # of a prompt only the last row's token is drawn, which decoding has told
+                works = self._head.works(step)
+                yield Series(works, turn=len(works))
+
+    def _first_attention(self) -> None:
+        for step in _by_rows(self._steps):
+            _, seconds = self._clock.laps([self._many.first_attention(step, self._site)] * 2)
+            self._first_s.setdefault(step.rows, []).append(seconds)
+
+    def _beside_layers(self) -> None:
+        """Once for each number of rows."""
         look_up = StepProbe.make(self._config, self._site, self._rotary)
         plans = PlanProbe(self._config, rows=max(DECODE_ROWS))
-        before, *_ = head.works(self._steps[0])
-        for step in {step.rows: step for step in self._steps}.values():
+        before, *_ = self._head.works(self._steps[0])
+        for step in _by_rows(self._steps):
             works = [look_up.work(step)]
             if step.context:
-                self._time(head.works(step))
                 works.append(plans.work(step.rows))
-            point = Point(ranks_pb2.MODEL_PART_STEP, step.rows)
+            attention_s = self._laps.typical(step.attention_point, self._size.many.heads)
+            preparing_s = max(0.0, typical(self._first_s[step.rows][1:]) - attention_s)
             for seconds in self._after(before.work, works):
-                self.laps.add(point, 0, seconds + self._preparing_s[step.rows])
+                self._laps.add(Point(ranks_pb2.MODEL_PART_STEP, step.rows), 0, seconds + preparing_s)
 
     def _after(self, before: Work, works: Sequence[Work]) -> Iterator[float]:
         """Seconds of some works together, some times over. They find the caches as a step leaves them: not theirs."""
-        for i in range(_MIN_LAPS):
+        for i in range(_STEP_LAPS):
             _, *laps = self._clock.laps([before, *works])
             if i:
                 yield sum(laps)
 
-    def _time(self, works: Sequence[TimedWork]) -> dict[tuple[Point, float], float]:
-        """Do them in turn until the times can be trusted; note them, and tell typical ones."""
-        seconds_of = {}
-        for (point, units), laps in _take_turns(works, self._clock).items():
-            for seconds in laps[1:]:
-                self.laps.add(point, units, seconds)
-            seconds_of[point, units] = typical(laps[1:])
-        return seconds_of
+    def _meet_others(self) -> tuple[float, float]:
+        """What a meeting takes on the way through layers, and how much faster layers go while the others are idle.
+
+        The two are told apart visit by visit: what they are compared with is as fast, or slow, as the machine was then.
+        """
+        halves, sums = self._halves(), self._company.host_round()
+        row = torch.zeros(1, self._config.hidden_size, dtype=self._site.dtype, device=HOST)
+        rounds: list[Work] = [] if sums is None else [lambda: sums(row)] * MEETINGS
+        meetings, gains = [], []
+        for _ in range(1 + 3 * VISITS):
+            works = list(islice(halves, MEETINGS))
+            self._company.meet()
+            together_s = self._seconds(works)
+            self._company.meet()
+            both_s = self._seconds(_alternating(works, rounds))
+            alone_s = self._company.in_turn(partial(self._seconds, works))
+            meetings.append((both_s - together_s) / MEETINGS if rounds else 0.0)
+            gains.append(together_s / alone_s)
+        return max(0.0, _mean(meetings[1:])), max(1.0, median(gains[1:]))
+
+    def _seconds(self, works: Sequence[Work]) -> float:
+        return sum(self._clock.laps(works))
+
+    def _halves(self) -> Iterator[Work]:
+        """Of layers in which one row decodes, one after another."""
+        return cycle([timed.work for timed in self._few.works(self._steps[0])])
+
+
+def _mean(times: Sequence[float]) -> float:
+    """Without the most extreme ones. Not the median: a slow exchange has few rounds that take very long, and steps have
+    so many rounds that some of these are among them."""
+    return fmean(sorted(times)[1:-1])
+
+
+def _alternating(works: Sequence[Work], others: Sequence[Work]) -> list[Work]:
+    """One of each in turn, as far as there are any."""
+    return list(chain(*zip(works, others, strict=True))) if works and others else [*works, *others]
+
+
+def _by_rows(steps: Sequence[SyntheticStep]) -> list[SyntheticStep]:
+    """One for each number of rows, the last of its kind."""
+    return list({step.rows: step for step in steps}.values())
 
 
 def step_shapes(max_position: int) -> Iterator[tuple[int, int]]:
@@ -119,15 +194,3 @@ def step_shapes(max_position: int) -> Iterator[tuple[int, int]]:
     contexts = sorted({min(context, max_position) for context in CONTEXTS})
     yield from ((rows, context) for rows in DECODE_ROWS for context in contexts)
     yield from ((rows, 0) for rows in sorted({min(rows, max_position) for rows in PROMPT_ROWS}))
-
-
-def _take_turns(works: Sequence[TimedWork], clock: Clock) -> dict[tuple[Point, float], list[float]]:
-    times: dict[tuple[Point, float], list[float]] = {(timed.point, timed.units): [] for timed in works}
-    begun_s = time.perf_counter()
-    for timed in cycle(works):
-        times[timed.point, timed.units] += clock.laps([timed.work])
-        spent_s = time.perf_counter() - begun_s
-        fewest = min(map(len, times.values()))
-        if (spent_s > _STEP_S and fewest >= _MIN_LAPS) or (spent_s > _LONG_STEP_S and fewest > 1):
-            break
-    return times

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Final
 
 from hetero_api.v1 import ranks_pb2
-
-_MANY_LAPS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +27,10 @@ class Laps:
     def add(self, point: Point, units: float, seconds: float) -> None:
         self._seconds.setdefault(point, {}).setdefault(units, []).append(seconds)
 
+    def typical(self, point: Point, units: float) -> float:
+        """Of a point that was measured with so many units."""
+        return typical(self._seconds[point][units])
+
     def costs(self) -> tuple[ranks_pb2.PartCost, ...]:
         """A line through each point's typical times, in the order of the points' first laps."""
         return tuple(
@@ -39,12 +40,8 @@ class Laps:
 
 
 def typical(laps: Sequence[float]) -> float:
-    """What a lap takes on a machine that others use too: the median, or the least where there are only few laps.
-
-    Other processes start at the same time on the same cores, and whatever disturbs a lap makes it longer. Of many short
-    laps few are hit, and the median leaves them out. Long laps are few and are hit often.
-    """
-    return min(laps) if len(laps) < _MANY_LAPS else median(laps)
+    """What a lap takes on a machine that others use too: the median leaves out what was disturbed now and then."""
+    return median(laps)
 
 
 def _cost(point: Point, seconds: dict[float, float]) -> ranks_pb2.PartCost:

@@ -122,6 +122,11 @@ class LayerStack:
             layer.load(site)
         self._caches = list(_caches(config, size, copies=copies, positions=positions, site=site))
 
+    @property
+    def halves(self) -> int:
+        """Parts of one copy."""
+        return len(self._layers[0].parts)
+
     def first_attention(self, step: SyntheticStep, site: Site) -> Work:
         """What the first layer of a step does: attention that has to prepare what all layers share."""
         layer, cache = self._layers[0], self._caches[0]

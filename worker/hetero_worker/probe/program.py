@@ -36,6 +36,7 @@ from hetero_worker.platforms.pinning import PinningReport, PinningRequest, pin
 
 if TYPE_CHECKING:
     from hetero_api.v1 import ranks_pb2
+    from hetero_worker.distributed.coordinator import GroupCoordinator
     from hetero_worker.distributed.store import StoreListener
     from hetero_worker.platforms.base import Platform
 
@@ -132,47 +133,57 @@ def _measure(config: ProbeConfig, pinning: PinningReport) -> dict[str, object]:
     torch.set_num_threads(pinning.num_threads)
     model, platform = ModelConfig.from_directory(config.model_dir), _platform(config)
     platform.open()
-    formed = _measure_exchange(config, platform)
-    speeds = measure_speeds(platform, model, dtype=config.dtype)
+    group = _form_group(config, platform)
+    try:
+        formed = _measure_exchange(group, platform)
+        speeds = measure_speeds(platform, model, dtype=config.dtype, company=group)
+    finally:
+        group.close()
     speeds.MergeFrom(formed.costs)
     device = describe_device(platform, pinning, speeds)
     return {"device": json_format.MessageToDict(device), "formed": json_format.MessageToDict(formed)}
 
 
-def _measure_exchange(config: ProbeConfig, platform: Platform) -> ranks_pb2.Formed:
-    """Between the probes of the group, which leave it together."""
+def _form_group(config: ProbeConfig, platform: Platform) -> GroupCoordinator:
     from hetero_api.v1 import ranks_pb2
     from hetero_worker.distributed.coordinator import GroupRequest, form_group
     from hetero_worker.distributed.store import StoreListener
-    from hetero_worker.life_messages import formed_message
 
-    if config.group == 1 or config.meet is None:
-        return ranks_pb2.Formed(exchange=ranks_pb2.EXCHANGE_KIND_SHM)
     listener = StoreListener("127.0.0.1")
-    address = _meet(config, config.meet, listener)
+    address = _meet(config, config.meet, listener) if config.meet is not None else ""
     request = GroupRequest(
         epoch=_EPOCH,
         rank=config.rank,
         world_size=config.group,
         store_address=address,
         kind_asked=ranks_pb2.EXCHANGE_KIND_SHM,
-        segment_name=f"hetero-probe-{config.meet.name}-{address.rpartition(':')[2]}",
+        segment_name=f"hetero-probe-{os.getpid()}" if config.meet is None else _segment_name(config.meet, address),
         timeout_s=config.timeout_s,
         host="127.0.0.1",
         num_gpu_ranks=config.num_gpu_ranks,
         device=platform.device,
         device_backend=platform.device_backend,
     )
-    group = form_group(request, listener=listener, aborted=lambda: False)
-    try:
-        times = group.measure()
-        group.meet()
-        together = platform.bandwidth()
-        alone = group.in_turn(platform.bandwidth)
-        costs = ranks_pb2.DeviceSpeeds(memory_bandwidth=together, lone_memory_bandwidth=alone)
-        return formed_message(group.kind, group.exchange_reason, times, costs)
-    finally:
-        group.close()
+    return form_group(request, listener=listener, aborted=lambda: False)
+
+
+def _segment_name(meet: Path, address: str) -> str:
+    return f"hetero-probe-{meet.name}-{address.rpartition(':')[2]}"
+
+
+def _measure_exchange(group: GroupCoordinator, platform: Platform) -> ranks_pb2.Formed:
+    """Between the probes of the group, and what they read at once and in turn."""
+    from hetero_api.v1 import ranks_pb2
+    from hetero_worker.life_messages import formed_message
+
+    times = group.measure()
+    if not times.host and not times.device:
+        return formed_message(group.kind, group.exchange_reason, times, None)
+    group.meet()
+    together = platform.bandwidth()
+    alone = group.in_turn(platform.bandwidth)
+    costs = ranks_pb2.DeviceSpeeds(memory_bandwidth=together, lone_memory_bandwidth=alone)
+    return formed_message(group.kind, group.exchange_reason, times, costs)
 
 
 def _meet(config: ProbeConfig, folder: Path, listener: StoreListener) -> str:

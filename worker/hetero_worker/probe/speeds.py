@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final, Protocol
 
 import torch
@@ -22,6 +22,7 @@ from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel, avail
 from hetero_worker.platforms.base import Platform
 from hetero_worker.platforms.host_allocator import release_freed_memory
 from hetero_worker.probe.clock import clock_of
+from hetero_worker.distributed.company import Alone, Company
 from hetero_worker.probe.costs import measure_costs
 from hetero_worker.probe.layers import Site, linear_shapes
 from hetero_worker.probe.sizes import WEIGHT_BYTES
@@ -42,7 +43,9 @@ def default_dtype(platform: Platform) -> str:
 class KeptSpeeds(Protocol):
     """What `measurements.KeptMeasurements` does here."""
 
-    def speeds(self, model: str, measure: Callable[[], ranks_pb2.DeviceSpeeds]) -> ranks_pb2.DeviceSpeeds: ...
+    def known_speeds(self, model: str) -> ranks_pb2.DeviceSpeeds | None: ...
+
+    def keep_speeds(self, model: str, speeds: ranks_pb2.DeviceSpeeds) -> None: ...
 
     def choose_kernel(
         self, candidates: Sequence[LinearKernel], shapes: Sequence[tuple[int, int]], *, dtype: torch.dtype
@@ -58,38 +61,54 @@ class RankProbe:
         self._kept = kept
         self._model = model
 
-    def costs(self, dtype: str) -> ranks_pb2.DeviceSpeeds:
-        """See `measure_parts`."""
-
-        def measure() -> ranks_pb2.DeviceSpeeds:
-            return measure_parts(self._platform, self._config, dtype=dtype, choose=self._kept.choose_kernel)
-
-        return self._kept.speeds(f"{self._model} {dtype}", measure)
+    def costs(self, dtype: str, company: Company) -> ranks_pb2.DeviceSpeeds:
+        """See `measure_parts`; measured anew unless all ranks of the company have measured before. Collective."""
+        name = f"{self._model} {dtype}"
+        kept = self._kept.known_speeds(name)
+        if company.all_can(kept is not None) and kept is not None:
+            return kept
+        speeds = measure_parts(
+            self._platform, self._config, dtype=dtype, company=company, choose=self._kept.choose_kernel
+        )
+        self._kept.keep_speeds(name, speeds)
+        return speeds
 
     def bandwidth(self) -> float:
         return self._platform.bandwidth()
 
 
 def measure_speeds(
-    platform: Platform, config: ModelConfig, *, dtype: str = "", choose: ChooseKernel = choose_kernel
+    platform: Platform,
+    config: ModelConfig,
+    *,
+    dtype: str = "",
+    company: Company | None = None,
+    choose: ChooseKernel = choose_kernel,
 ) -> ranks_pb2.DeviceSpeeds:
     """Device and parts, one after the other. `dtype` as in LoadModel; empty: `default_dtype`."""
     speeds = measure_device(platform)
-    speeds.MergeFrom(measure_parts(platform, config, dtype=dtype or default_dtype(platform), choose=choose))
+    dtype = dtype or default_dtype(platform)
+    speeds.MergeFrom(measure_parts(platform, config, dtype=dtype, company=company or Alone(), choose=choose))
     return speeds
 
 
 def measure_parts(
-    platform: Platform, config: ModelConfig, *, dtype: str, choose: ChooseKernel = choose_kernel
+    platform: Platform, config: ModelConfig, *, dtype: str, company: Company, choose: ChooseKernel = choose_kernel
 ) -> ranks_pb2.DeviceSpeeds:
-    """`costs` and `costs_dtype`; takes a second or two."""
+    """All that is measured with the model's parts; takes some two seconds. Collective."""
     began_s = time.perf_counter()
     site = _site(platform, config, DTYPES[dtype], choose)
     weight_bytes = min(WEIGHT_BYTES, platform.memory_bytes // _MEMORY_SHARE)
-    costs = measure_costs(config, site, clock=clock_of(platform.device), weight_bytes=weight_bytes)
+    measured = measure_costs(config, site, clock=clock_of(platform.device), weight_bytes=weight_bytes, company=company)
+    site.backend.release()
     release_freed_memory()
     logger.info("measured the model's parts in %s in %.2f s", dtype, time.perf_counter() - began_s)
-    return ranks_pb2.DeviceSpeeds(costs=costs, costs_dtype=dtype)
+    return ranks_pb2.DeviceSpeeds(
+        costs=measured.parts,
+        costs_dtype=dtype,
+        meeting_s=measured.meeting_s,
+        lone_gain=measured.lone_gain,
+    )
 
 
 def measure_device(platform: Platform) -> ranks_pb2.DeviceSpeeds:
