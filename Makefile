@@ -7,7 +7,7 @@ NATIVE := worker/hetero_worker/native/libhetero_exchange.so
 export HF_HUB_OFFLINE ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help install native demo test test-unit test-distributed test-sanitizers test-healing test-gpu test-cluster kubernetes bench-engine bench-operator bench-recovery bench-exchange bench-prediction lint format type protos manifests docs chart golden verify bench clean
+.PHONY: help install native demo test test-unit test-distributed test-sanitizers test-healing test-gpu test-cluster kubernetes bench-engine bench-operator bench-recovery bench-exchange bench-prediction bench-gpu lint format type protos manifests docs chart golden verify bench clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  \033[1m%-18s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -106,6 +106,9 @@ bench-exchange: native ## Measure an exchange of two ranks on two cores: native,
 bench-prediction: $(STAMP) $(NATIVE) ## Measure whether placements of two models are as fast as predicted; writes bench/results
 	@$(BIN)/hetero model fetch smollm2-135m-instruct
 	$(BIN)/python -m bench.prediction
+
+bench-gpu: $(STAMP) $(NATIVE) ## On a machine with an NVIDIA GPU: run tests/gpu and measure the GPU runner, in 8 minutes; writes bench/results
+	PYTHON=$(BIN)/python sh bench/gpu/check.sh
 
 bench-recovery: $(STAMP) $(NATIVE) ## Measure how long a group takes to recover from 50 killed or frozen ranks; writes bench/results
 	@$(BIN)/hetero model fetch smollm2-135m-instruct

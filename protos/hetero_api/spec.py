@@ -12,6 +12,7 @@ from typing import Annotated, ClassVar, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hetero_api.contract import API_VERSION, GROUP, HTTP_PORT, INFERENCE_PORT, KIND
+from hetero_api.placement_mode import SHARE_KINDS, PlacementMode
 from hetero_api.rules import Reason, Rule, TransitionRule
 from hetero_api.spec_cluster import (
     DisruptionBudgetSpec,
@@ -52,6 +53,7 @@ __all__ = [
     "MAX_NAME_LENGTH",
     "MAX_POOLS",
     "MAX_RANKS",
+    "SHARE_KINDS",
     "URI_SCHEMES",
     "CpuSpec",
     "DType",
@@ -79,15 +81,6 @@ __all__ = [
     "WorkloadSpec",
     "field_error",
 ]
-
-SHARE_KINDS: Final = ("attention", "mlp", "vocabulary")
-
-
-class PlacementMode(SpecEnum):
-    AUTO = "Auto"
-    TENSOR = "Tensor"
-    LAYER = "Layer"
-    GPU_ONLY = "GpuOnly"
 
 
 def _gives_something(kind: str) -> Rule:

@@ -9,6 +9,7 @@ import torch
 
 from hetero_api.v1 import ranks_pb2
 from tests.support.exchange_bodies import shm_left_over
+from tests.support.graph_bodies import Replayed, graphs_body
 from tests.support.mixed_runners import body
 from tests.support.rank_processes import run_ranks, segment_prefix
 from tests.support.rank_shares import Shares, layers_on
@@ -47,6 +48,21 @@ def test_every_path_equals_transformers(tmp_path: Path, variant: str, layout: tu
     assert drawn.count(drawn[0]) == len(drawn)
     assert len(drawn[0]) >= 20
     for draw in drawn[0]:
+        expected = checkpoint.logits(draw.tokens)[-1]
+        assert (torch.tensor(draw.logits) - expected).abs().max() <= 1e-4
+    assert shm_left_over(segment_prefix()) == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
+def test_steps_that_are_replayed_equal_transformers(tmp_path: Path, layout: tuple[Shares, int]) -> None:
+    checkpoint = save_tiny("gemma2", tmp_path)
+    shares, num_gpu_ranks = layout
+    ranks: list[Replayed] = run_ranks(
+        graphs_body, len(shares.vocab_rows), ranks_pb2.EXCHANGE_KIND_SHM, tmp_path, shares, num_gpu_ranks
+    )
+    assert all(rank.drawn == ranks[0].drawn for rank in ranks)
+    assert [rank.num_replayed > 0 for rank in ranks] == [i < num_gpu_ranks for i in range(len(ranks))]
+    for draw in ranks[0].drawn:
         expected = checkpoint.logits(draw.tokens)[-1]
         assert (torch.tensor(draw.logits) - expected).abs().max() <= 1e-4
     assert shm_left_over(segment_prefix()) == []

@@ -50,6 +50,7 @@ class FakeRunner:
             kv_bytes_per_token=KV_BYTES_PER_TOKEN,
             load_s=0.0 if kept else 1.5,
             kernels=("linear=fake",),
+            graph_sizes=(1, 2),
         )
 
     def allocate(self, num_blocks: int, block_size: int) -> int:

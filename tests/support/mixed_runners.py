@@ -7,9 +7,11 @@ with a GPU may have neither.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -19,6 +21,8 @@ from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.platforms.base import Platform
 from hetero_worker.platforms.cpu import CpuPlatform
 from hetero_worker.runners.base import LoadRequest
+from hetero_worker.runners.gpu_runner import GpuRunner
+from hetero_worker.runners.graphs.device_steps import MakeGraphs
 from hetero_worker.runners.selection import runner_of
 from tests.support.pseudo_gpu import PseudoGpuPlatform
 from tests.support.rank_group import LogitsRecorder, PlanBuilder, StepOutcome
@@ -42,11 +46,22 @@ class SoloTaker:
     """PlanTaker of one rank; its peers are other processes."""
 
     def __init__(
-        self, platform: Platform, request: LoadRequest, exchange: Exchange, *, num_blocks: int, block_size: int
+        self,
+        platform: Platform,
+        request: LoadRequest,
+        exchange: Exchange,
+        *,
+        num_blocks: int,
+        block_size: int,
+        make_graphs: MakeGraphs | None = None,
     ) -> None:
+        """`make_graphs`: of a GPU rank, in place of what its device has."""
         self.num_blocks, self.block_size = num_blocks, block_size
         self.recorder = LogitsRecorder()
-        self.runner = runner_of(platform, sample=self.recorder)
+        if make_graphs is None:
+            self.runner = runner_of(platform, sample=self.recorder)
+        else:
+            self.runner = GpuRunner(platform, sample=self.recorder, make_graphs=make_graphs)
         self.runner.attach(exchange)
         self.report = self.runner.load(request)
         self.runner.allocate(num_blocks, block_size)
@@ -72,10 +87,18 @@ def load_request(directory: Path, shares: Shares, rank: int, *, dtype: str, memo
 
 
 def work_off(
-    platform: Platform, directory: Path, shares: Shares, rank: int, exchange: Exchange, *, dtype: str = "float32"
+    platform: Platform,
+    directory: Path,
+    shares: Shares,
+    rank: int,
+    exchange: Exchange,
+    *,
+    dtype: str = "float32",
+    changes: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Drawn]:
-    """The whole script on one rank: its draws."""
+    """The whole script on one rank: its draws. `changes` are of the LoadRequest."""
     request = load_request(directory, shares, rank, dtype=dtype, memory_bytes=platform.memory_bytes)
+    request = replace(request, **changes)
     taker = SoloTaker(platform, request, exchange, num_blocks=BLOCKS, block_size=BLOCK_SIZE)
     return _Script(PlanBuilder(taker), vocab_size=request.config.vocab_size).play()
 
@@ -160,7 +183,7 @@ def _cache() -> ranks_pb2.AllocateCache:
 
 def body(
     ranks: RankContext, kind: ranks_pb2.ExchangeKind.ValueType, directory: Path, shares: Shares, num_gpu_ranks: int,
-    dtype: str, pseudo: bool,
+    dtype: str, pseudo: bool, changes: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Drawn]:  # fmt: skip
     """For rank_processes.run_ranks. Rank r of the GPU ranks computes on cuda:r, or on a pseudo GPU."""
     platform = _platform(ranks.rank, num_gpu_ranks, pseudo=pseudo)
@@ -174,7 +197,7 @@ def body(
     config = ModelConfig.from_directory(directory)
     exchange = group.connect(shares.plan(config.num_layers, expert_layers=config.expert_layers))
     try:
-        return work_off(platform, directory, shares, ranks.rank, exchange, dtype=dtype)
+        return work_off(platform, directory, shares, ranks.rank, exchange, dtype=dtype, changes=changes)
     finally:
         ranks.meet()
         group.close()

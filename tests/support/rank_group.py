@@ -19,9 +19,12 @@ from hetero_api.sharding import UnitRange
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.layers.sampler import SampledRows, gather_logits, sample_tokens
-from hetero_worker.platforms.cpu import CpuPlatform
+from hetero_worker.platforms.base import HOST
 from hetero_worker.runners.base import LoadReport, LoadRequest, SampledToken, StepOutput
-from hetero_worker.runners.selection import runner_of
+from hetero_worker.runners.cpu_runner import CpuRunner
+from hetero_worker.runners.gpu_runner import GpuRunner
+from hetero_worker.runners.graphs.device_steps import MakeGraphs
+from hetero_worker.sampling.drawing import ShardDrawing
 from hetero_worker.sampling.request import SamplingRow
 from tests.support.pseudo_gpu import PseudoGpuPlatform
 from tests.support.rank_shares import Shares
@@ -30,6 +33,8 @@ from tests.support.thread_exchange import ThreadExchange, run_ranks, thread_exch
 __all__ = ["GREEDY", "LogitsRecorder", "PlanBuilder", "PlanTaker", "RankGroup", "Shares", "StepOutcome"]
 
 GREEDY = ranks_pb2.Sampling(temperature=0.0, top_p=1.0)
+LINK_BYTES = 4 << 20
+"""What links over shared memory hold."""
 
 
 @dataclass(slots=True)
@@ -45,9 +50,10 @@ class LogitsRecorder:
         *,
         head_ranges: Sequence[UnitRange],
         exchange: Exchange,
+        drawing: ShardDrawing,
     ) -> SampledRows:
-        self.last = gather_logits(logits, head_ranges, exchange).clone()
-        return sample_tokens(logits, rows, head_ranges=head_ranges, exchange=exchange)
+        self.last = gather_logits(logits.to(HOST), head_ranges, exchange).clone()
+        return sample_tokens(logits, rows, head_ranges=head_ranges, exchange=exchange, drawing=drawing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +91,17 @@ class RankGroup:
         max_num_batched_tokens: int = 128,
         max_num_seqs: int = 8,
         num_gpu_ranks: int = 0,
+        make_graphs: MakeGraphs | None = None,
+        enforce_eager: bool = False,
     ) -> None:
+        """`make_graphs`: of the pseudo GPUs; None: they have none."""
         config = ModelConfig.from_directory(directory)
         self.plan = shares.plan(config.num_layers, expert_layers=config.expert_layers)
         self.recorders = [LogitsRecorder() for _ in self.plan.ranks]
         self.runners = [
-            runner_of(PseudoGpuPlatform(rank) if rank < num_gpu_ranks else CpuPlatform(), sample=recorder)
+            GpuRunner(PseudoGpuPlatform(rank), sample=recorder, make_graphs=make_graphs)
+            if rank < num_gpu_ranks
+            else CpuRunner(sample=recorder)
             for rank, recorder in enumerate(self.recorders)
         ]
         self.requests = [
@@ -104,6 +115,7 @@ class RankGroup:
                 max_num_batched_tokens=max_num_batched_tokens,
                 max_num_seqs=max_num_seqs,
                 memory_bytes=1 << 30,
+                enforce_eager=enforce_eager,
             )
             for rank in range(self.plan.world_size)
         ]
@@ -115,7 +127,7 @@ class RankGroup:
 
     def start(self) -> None:
         """A new epoch: exchanges, load, allocate."""
-        self.exchanges = thread_exchanges(self.plan.world_size)
+        self.exchanges = thread_exchanges(self.plan.world_size, link_bytes=LINK_BYTES)
         self.reports = run_ranks(self.exchanges, self._start_rank)
 
     def run(self, plan: ranks_pb2.StepPlan, masks: Sequence[bytes] = ()) -> StepOutcome:

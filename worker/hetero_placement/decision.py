@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hetero_api.placement_mode import PlacementMode
 from hetero_api.sharding import ShardPlan
-from hetero_api.spec import PlacementMode, PlacementShares
+from hetero_placement.shares import GivenShares, Shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +14,7 @@ class PlacementRequest:
     """What the resource fixes; the rest is solved."""
 
     mode: PlacementMode = PlacementMode.AUTO
-    shares: PlacementShares = field(default_factory=PlacementShares)
+    shares: Shares = field(default_factory=GivenShares)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

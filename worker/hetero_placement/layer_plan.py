@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from hetero_api.errors import PlanError
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import NO_UNITS, LayerShard, RankShard, ShardPlan, UnitRange, ranges_of_counts
-from hetero_api.spec import PlacementShares
 from hetero_placement.apportionment import largest_remainder
+from hetero_placement.shares import Shares
 
 
-def deal_layers(config: ModelConfig, *, cores: Sequence[int], shares: PlacementShares) -> ShardPlan:
+def deal_layers(config: ModelConfig, *, cores: Sequence[int], shares: Shares) -> ShardPlan:
     """By shares, one weight a rank, or by `cores`; a rank may get nothing. Raises PlanError when shares do not fit."""
     return plan_of_layers(config, largest_remainder(config.num_layers, shares_of_layers(shares) or cores))
 
@@ -54,7 +54,7 @@ def describe_layers(config: ModelConfig) -> str:
     return f"{config.num_layers} layers, each whole on one rank"
 
 
-def shares_of_layers(shares: PlacementShares) -> list[float] | None:
+def shares_of_layers(shares: Shares) -> Sequence[float] | None:
     """Weights for layers, one a rank; None where none are given. Raises PlanError when shares do not fit."""
     if shares.vocabulary:
         raise PlanError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hetero_api.spec import PlacementMode
+from hetero_api.placement_mode import PlacementMode
 from hetero_placement.cost_model import CostModel
 from hetero_placement.decision import Option, PlacementRequest
 from hetero_placement.steps import Step

@@ -21,8 +21,8 @@ from typing import Final
 
 from hetero_api.errors import PlanError
 from hetero_api.model_config import ModelConfig
+from hetero_api.placement_mode import SHARE_KINDS, PlacementMode
 from hetero_api.sharding import ShardPlan
-from hetero_api.spec import SHARE_KINDS, PlacementMode, PlacementShares
 from hetero_placement.apportionment import largest_remainder
 from hetero_placement.closed_form import streaming_s
 from hetero_placement.cost_model import CostModel
@@ -34,6 +34,7 @@ from hetero_placement.memory_model import MemoryModel
 from hetero_placement.reasons import explain
 from hetero_placement.roles import RoleChoices
 from hetero_placement.search import EXHAUSTIVE
+from hetero_placement.shares import Shares
 from hetero_placement.steps import WorkloadSteps, decode_step
 from hetero_placement.tensor_plan import describe_units, in_units, most_ranks, too_many_ranks, units_of
 from hetero_placement.tensor_search import NOTHING_FIXED, FixedCounts, Roles, TensorSearch
@@ -230,7 +231,7 @@ class _Solver:
         found = self._judged(plan) if plan is not None else None
         return self._option(LAYER, PlacementMode.LAYER, found, self._all, problem=problem)
 
-    def _by_shares(self, shares: PlacementShares) -> Iterator[Option]:
+    def _by_shares(self, shares: Shares) -> Iterator[Option]:
         """Only what the shares leave open is solved."""
         if self._request.mode == PlacementMode.LAYER:
             plan = deal_layers(self._config, cores=[1] * len(self._all), shares=shares)
@@ -254,7 +255,7 @@ class _Solver:
         fields = ", ".join(f"spec.placement.shares.{name}" for name in given)
         return f"{fields}: {', '.join(names)} would own nothing of the model ({units}); give it a share or fewer ranks"
 
-    def _fixed(self, shares: PlacementShares) -> FixedCounts:
+    def _fixed(self, shares: Shares) -> FixedCounts:
         config = self._config
         mlp = shares.mlp
         return FixedCounts(

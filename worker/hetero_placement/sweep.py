@@ -12,12 +12,12 @@ from typing import Final
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan
-from hetero_api.spec import PlacementShares
 from hetero_placement.cost_model import CostModel
 from hetero_placement.decision import Bounds
 from hetero_placement.hardware import DeviceKind, Hardware
 from hetero_placement.layer_plan import deal_layers
 from hetero_placement.memory_model import MemoryModel
+from hetero_placement.shares import GivenShares
 from hetero_placement.tensor_plan import deal_within_layers
 from hetero_placement.workload import Workload
 
@@ -96,18 +96,18 @@ def _ways(
     def tensor(share: float) -> ShardPlan:
         parts = weights(share)
         return deal_within_layers(
-            config, cores=[1] * world, shares=PlacementShares(attention=parts, mlp=parts, vocabulary=parts)
+            config, cores=[1] * world, shares=GivenShares(attention=parts, mlp=parts, vocabulary=parts)
         )
 
     def mlp_only(share: float) -> ShardPlan:
         return deal_within_layers(
             config,
             cores=[1] * world,
-            shares=PlacementShares(attention=weights(1), mlp=weights(share), vocabulary=weights(1)),
+            shares=GivenShares(attention=weights(1), mlp=weights(share), vocabulary=weights(1)),
         )
 
     def layers(share: float) -> ShardPlan:
-        return deal_layers(config, cores=[1] * world, shares=PlacementShares(mlp=weights(share)))
+        return deal_layers(config, cores=[1] * world, shares=GivenShares(mlp=weights(share)))
 
     if has_gpus:
         yield "Tensor, CPU ranks on MLP only", mlp_only

@@ -13,14 +13,14 @@ from typing import Final
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import LayerShard, RankShard, ShardPlan, ranges_of_counts
-from hetero_api.spec import PlacementShares
 from hetero_placement.apportionment import Weight, largest_remainder, level_up
+from hetero_placement.shares import Shares
 
 UNIT: Final = 64
 """MLP columns, and vocabulary rows, that stay together."""
 
 
-def deal_within_layers(config: ModelConfig, *, cores: Sequence[int], shares: PlacementShares) -> ShardPlan:
+def deal_within_layers(config: ModelConfig, *, cores: Sequence[int], shares: Shares) -> ShardPlan:
     """By shares, one weight a rank, or by `cores`; a rank may get nothing."""
     heads = largest_remainder(config.num_kv_heads, shares.attention or cores)
     return plan_within_layers(
@@ -73,9 +73,7 @@ def _shards(*counts: Sequence[int]) -> list[LayerShard]:
     return list(map(LayerShard, *map(ranges_of_counts, counts)))
 
 
-def _mlp_columns(
-    config: ModelConfig, heads: Sequence[int], *, cores: Sequence[int], shares: PlacementShares
-) -> list[int]:
+def _mlp_columns(config: ModelConfig, heads: Sequence[int], *, cores: Sequence[int], shares: Shares) -> list[int]:
     """Columns of each rank: by shares, or such that all its weights of a layer come nearest to its cores' share."""
     if shares.mlp:
         return _deal_in_units(config.intermediate_size, shares.mlp)
@@ -83,7 +81,7 @@ def _mlp_columns(
     return _deal_in_units(config.intermediate_size, _make_up_for(config, heads, weights, cores=cores))
 
 
-def _experts(config: ModelConfig, heads: Sequence[int], *, cores: Sequence[int], shares: PlacementShares) -> list[int]:
+def _experts(config: ModelConfig, heads: Sequence[int], *, cores: Sequence[int], shares: Shares) -> list[int]:
     """Experts of each rank, in the same way."""
     if shares.mlp:
         return largest_remainder(config.num_experts, shares.mlp)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from hetero_api.spec import WorkloadSpec
+if TYPE_CHECKING:
+    from hetero_api.spec import WorkloadSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,6 +108,7 @@ def load_request(
         memory_bytes=identity.memory_bytes,
         memory_utilization=utilization,
         cache_size_is_given=order.cache_size_is_given,
+        enforce_eager=order.enforce_eager,
     )
 
 
@@ -119,6 +120,7 @@ def loaded_message(report: LoadReport, *, local_memory_percent: int | None) -> r
         kv_bytes_per_token=report.kv_bytes_per_token,
         load_s=report.load_s,
         kernels=report.kernels,
+        graph_sizes=report.graph_sizes,
         local_memory_percent=local_memory_percent,
     )
 

@@ -879,6 +879,7 @@ class LoadModel(_message.Message):
     SHARD_PLAN_FIELD_NUMBER: _builtins.int
     PLAN_KEY_FIELD_NUMBER: _builtins.int
     DEVICE_MEMORY_UTILIZATION_FIELD_NUMBER: _builtins.int
+    ENFORCE_EAGER_FIELD_NUMBER: _builtins.int
     dtype: _builtins.str
     """Arithmetic type, "float32" or "bfloat16"."""
     max_model_len: _builtins.int
@@ -891,6 +892,8 @@ class LoadModel(_message.Message):
     """The part of a GPU's memory that its rank may take, above 0 and at most 1 (gpuMemoryUtilization); 0: all. CPU ranks
     have what they were started with.
     """
+    enforce_eager: _builtins.bool
+    """Whether no graphs of steps are made on GPUs (enforceEager)."""
     @_builtins.property
     def shard_plan(self) -> Global___ShardPlan:
         """Who owns what."""
@@ -904,10 +907,11 @@ class LoadModel(_message.Message):
         shard_plan: Global___ShardPlan | None = ...,
         plan_key: _builtins.str = ...,
         device_memory_utilization: _builtins.float = ...,
+        enforce_eager: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["shard_plan", b"shard_plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_size_is_given", b"cache_size_is_given", "device_memory_utilization", b"device_memory_utilization", "dtype", b"dtype", "max_model_len", b"max_model_len", "plan_key", b"plan_key", "shard_plan", b"shard_plan"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_size_is_given", b"cache_size_is_given", "device_memory_utilization", b"device_memory_utilization", "dtype", b"dtype", "enforce_eager", b"enforce_eager", "max_model_len", b"max_model_len", "plan_key", b"plan_key", "shard_plan", b"shard_plan"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -925,6 +929,7 @@ class Loaded(_message.Message):
     LOAD_S_FIELD_NUMBER: _builtins.int
     KERNELS_FIELD_NUMBER: _builtins.int
     LOCAL_MEMORY_PERCENT_FIELD_NUMBER: _builtins.int
+    GRAPH_SIZES_FIELD_NUMBER: _builtins.int
     weight_bytes: _builtins.int
     """Bytes of this rank's weights."""
     kv_budget_bytes: _builtins.int
@@ -942,6 +947,12 @@ class Loaded(_message.Message):
     def kernels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the kernels chosen by measurement, e.g. "linear=onednn-packed"."""
 
+    @_builtins.property
+    def graph_sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Numbers of sequences for which this rank makes a graph of steps that only decode: such a step, or a smaller one that
+        is padded to it, is prepared the first time, recorded the second, and replayed from then on. Empty: it makes none.
+        """
+
     def __init__(
         self,
         *,
@@ -951,10 +962,11 @@ class Loaded(_message.Message):
         load_s: _builtins.float = ...,
         kernels: _abc.Iterable[_builtins.str] | None = ...,
         local_memory_percent: _builtins.int | None = ...,
+        graph_sizes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_local_memory_percent", b"_local_memory_percent", "local_memory_percent", b"local_memory_percent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_local_memory_percent", b"_local_memory_percent", "kernels", b"kernels", "kv_budget_bytes", b"kv_budget_bytes", "kv_bytes_per_token", b"kv_bytes_per_token", "load_s", b"load_s", "local_memory_percent", b"local_memory_percent", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_local_memory_percent", b"_local_memory_percent", "graph_sizes", b"graph_sizes", "kernels", b"kernels", "kv_budget_bytes", b"kv_budget_bytes", "kv_bytes_per_token", b"kv_bytes_per_token", "load_s", b"load_s", "local_memory_percent", b"local_memory_percent", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__local_memory_percent: _TypeAlias = _typing.Literal["local_memory_percent"]  # noqa: Y015
     _WhichOneofArgType__local_memory_percent: _TypeAlias = _typing.Literal["_local_memory_percent", b"_local_memory_percent"]  # noqa: Y015

@@ -165,6 +165,7 @@ class ScriptedRank:
         self.ordinal = ordinal
         self.instance = instance or f"instance-{ordinal}"
         self.link = RankLink(f"peer-{ordinal}")
+        self.graph_sizes: tuple[int, ...] = ()
         self.epoch = 0
         self._messages = self._parsed()
 
@@ -208,6 +209,7 @@ class ScriptedRank:
                 loaded = ranks_pb2.Loaded(
                     weight_bytes=1000 + self.ordinal, kv_budget_bytes=kv_budget_bytes,
                     kv_bytes_per_token=KV_BYTES_PER_TOKEN, load_s=0.5, kernels=["k"],
+                    graph_sizes=self.graph_sizes,
                 )  # fmt: skip
                 self.say(self.epoch, loaded=loaded)
             case "allocate_cache":

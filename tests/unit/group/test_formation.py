@@ -67,6 +67,28 @@ async def test_a_ready_group_serves_requests_after_its_warm_up() -> None:
         assert [plan.step_id for plan in zero.plans] == list(range(1, len(zero.plans) + 1))
 
 
+async def test_sizes_that_ranks_make_graphs_of_are_warmed_up() -> None:
+    async with GroupBench() as bench:
+        zero, one = bench.obedient(0), bench.obedient(1)
+        zero.graph_sizes, one.graph_sizes = (1, 2), (1, 4, 128)
+        await bench.until(GroupState.READY)
+        decoding = [len(plan.decode_slots) for plan in zero.plans if plan.decode_slots]
+        assert decoding == [1, 1, 4, 4, 4, 2, 2, 1, 1]
+        assert zero.plans == one.plans
+
+
+@pytest.mark.parametrize("eager", [False, True])
+async def test_ranks_are_told_whether_graphs_are_wanted(eager: bool) -> None:
+    async with GroupBench(group_settings(engine={"enforceEager": eager})) as bench:
+        zero, one = ScriptedRank(bench.group, 0), ScriptedRank(bench.group, 1)
+        for rank in (zero, one):
+            rank.join()
+        for rank in (zero, one):
+            await rank.obey("form_group")
+        loads = [await rank.obey("load_model") for rank in (zero, one)]
+        assert [load.enforce_eager for load in loads] == [eager, eager]
+
+
 async def test_topology_tells_places_before_and_everything_after() -> None:
     async with GroupBench() as bench:
         before = bench.topology

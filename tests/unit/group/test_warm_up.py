@@ -28,13 +28,18 @@ def shape_of(plan: ranks_pb2.StepPlan) -> list[int]:
         num_blocks=st.integers(1, 60),
     ),
     brief=st.booleans(),
+    graph_sizes=st.sets(st.integers(1, 100), max_size=8),
 )
-def test_ranks_can_do_every_plan_and_end_with_no_slot_bound(bounds: StepBounds, brief: bool) -> None:
+def test_ranks_can_do_every_plan_and_end_with_no_slot_bound(
+    bounds: StepBounds, brief: bool, graph_sizes: set[int]
+) -> None:
     ranks = WarmRanks(
         num_blocks=bounds.num_blocks, block_size=bounds.block_size, vocab_size=9, max_num_seqs=bounds.max_num_seqs
     )
     lengths: dict[int, int] = {}
-    for plan in warm_up_plans(bounds, brief=brief):
+    for plan in warm_up_plans(bounds, brief=brief, graph_sizes=graph_sizes):
+        for slot in plan.released_slots:
+            del lengths[slot]
         result = ranks.execute(plan)
         assert list(result.slots) == sampling_slots(plan) == [*plan.decode_slots, *(s.slot for s in plan.spans)]
         assert sum(shape_of(plan)) <= bounds.max_num_batched_tokens
@@ -63,3 +68,27 @@ def test_a_brief_one_has_a_short_prefill_and_the_same_decodes() -> None:
 def test_without_room_for_a_sequence_there_is_nothing_to_warm() -> None:
     bounds = StepBounds(max_num_seqs=4, max_num_batched_tokens=8, max_model_len=4, block_size=4, num_blocks=2)
     assert warm_up_plans(bounds) == ()
+
+
+def test_steps_that_graphs_are_made_in_come_last_and_the_largest_first() -> None:
+    graph_sizes = (1, 2, 4, 8, 120)
+    plans = warm_up_plans(LARGE, graph_sizes=graph_sizes)
+    usual = warm_up_plans(LARGE)
+    assert plans[: len(usual)] == usual
+    made = [shape_of(plan) for plan in plans[len(usual) :]]
+    assert made == [[1] * 120, *([1] * size for size in reversed(graph_sizes) for _ in range(2)), []]
+    assert list(plans[-1].released_slots) == list(range(120))
+
+
+@pytest.mark.parametrize(
+    ("graph_sizes", "blocks", "warmed"),
+    [((1, 2, 4), 4, [2, 2, 1, 1]), ((1, 2, 4), 5, [4, 4, 2, 2, 1, 1]), ((300,), 400, []), ((), 400, [])],
+)
+def test_graphs_that_there_is_no_room_for_are_left_out(
+    graph_sizes: tuple[int, ...], blocks: int, warmed: list[int]
+) -> None:
+    bounds = StepBounds(
+        max_num_seqs=200, max_num_batched_tokens=128, max_model_len=512, block_size=16, num_blocks=blocks
+    )
+    plans = warm_up_plans(bounds, graph_sizes=graph_sizes)[len(warm_up_plans(bounds)) :]
+    assert [len(plan.decode_slots) for plan in plans if plan.decode_slots] == warmed

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import gc
+import logging
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from hetero_worker.errors import MemoryBudgetError
 from hetero_worker.memory.accounts import CudaAccount, HostAccount, account_of
 from hetero_worker.memory.budget import RUNTIME_BYTES, KvCost, MemoryBudget
 from hetero_worker.memory.parking import ParkedWeights
+from tests.support.played_device import PlayedDevice
 
 pytestmark = pytest.mark.unit
 
@@ -53,6 +57,38 @@ def test_a_peak_counts_from_its_beginning(monkeypatch: pytest.MonkeyPatch) -> No
     assert account.peak_growth_bytes() == 26
 
 
+def test_what_lies_apart_has_a_pool_that_is_given_up_with_its_last_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, done = Driver(monkeypatch), list[str]()
+
+    class Pool:
+        def __init__(self) -> None:
+            done.append("made")
+
+        def __del__(self) -> None:
+            done.append("given up")
+
+    @contextlib.contextmanager
+    def use(pool: Pool, device: torch.device) -> Iterator[None]:
+        assert isinstance(pool, Pool)
+        assert device == CUDA
+        done.append("begins")
+        yield
+        done.append("ends")
+
+    monkeypatch.setattr(torch.cuda, "MemPool", Pool)
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", use)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("unused memory given back"))
+    with account_of(CUDA).apart():
+        done.append("allocated")
+    assert done == ["unused memory given back", "made", "begins", "allocated", "ends", "given up"]
+    assert driver.asked == {CUDA}
+
+
+def test_nothing_is_kept_apart_on_the_host() -> None:
+    with account_of(torch.device("cpu")).apart():
+        assert torch.ones(3).sum().item() == 3
+
+
 def test_the_hosts_account_asks_the_kernel() -> None:
     account = account_of(torch.device("cpu"))
     assert isinstance(account, HostAccount)
@@ -90,6 +126,40 @@ def test_weights_come_back_as_they_were_views_and_ties_among_them() -> None:
     assert all(torch.equal(a, b) for a, b in zip(tensors, contents, strict=True))
     tensors[0][2, 0] = 17.0
     assert tensors[1][0, 0] == 17.0
+
+
+def test_parked_weights_lie_in_pinned_memory_for_as_long_as_they_are_kept() -> None:
+    device, (tensors, contents) = PlayedDevice(), _weights()
+    parked = ParkedWeights(tensors, pins=device)
+    ((address, size),) = device.pins.items()
+    assert size >= parked.num_bytes
+    parked.release()
+    parked.restore()
+    assert all(torch.equal(a, b) for a, b in zip(tensors, contents, strict=True))
+    del parked
+    gc.collect()
+    assert device.unpinned == [address]
+
+
+def test_weights_that_cannot_be_pinned_go_through_a_buffer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("hetero_worker.memory.parking._BUFFER_BYTES", 16)
+    tensors, contents = _weights()
+    with caplog.at_level(logging.WARNING):
+        parked = ParkedWeights(tensors, pins=PlayedDevice(refusal="no room"))
+    assert "cannot be pinned, weights go through a buffer: no room" in caplog.text
+    parked.release()
+    parked.restore()
+    assert all(torch.equal(a, b) for a, b in zip(tensors, contents, strict=True))
+
+
+def test_there_may_be_no_weights_to_park() -> None:
+    parked = ParkedWeights([torch.empty(0)], pins=(device := PlayedDevice()))
+    parked.release()
+    parked.restore()
+    assert parked.num_bytes == 0
+    assert not device.pins
 
 
 def test_weights_that_do_not_fit_any_more_stay_parked(monkeypatch: pytest.MonkeyPatch) -> None:

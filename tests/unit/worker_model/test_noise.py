@@ -23,7 +23,7 @@ def test_a_shard_draws_the_noise_of_its_own_rows(begin: int, count: int) -> None
 def test_noise_of_chosen_rows_is_the_noise_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = [np.array(rows, dtype=np.int64) for rows in ([3, 90, 0], [], [149])]
     for coarse in (256, 2**31):
-        monkeypatch.setattr(noise, "_COARSE", coarse)
+        monkeypatch.setattr(noise, "COARSE", coarse)
         whole = gumbel_noise(KEYS, begin=50, count=150).numpy()
         for all_rows, rows, some in zip(whole, chosen, gumbel_noise_at(KEYS, chosen, begin=50, count=150), strict=True):
             np.testing.assert_array_equal(some, all_rows[rows])
@@ -32,7 +32,7 @@ def test_noise_of_chosen_rows_is_the_noise_of_all(monkeypatch: pytest.MonkeyPatc
 def test_a_fraction_changes_coarse_words_by_less_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """With every word taken as coarse, noise differs from the usual only where words are small, and there little."""
     usual = gumbel_noise(KEYS, begin=0, count=50_000)
-    monkeypatch.setattr(noise, "_COARSE", 2**32)
+    monkeypatch.setattr(noise, "COARSE", 2**32)
     refined = gumbel_noise(KEYS, begin=0, count=50_000)
     assert not torch.equal(refined, usual)
     assert float((refined - usual).abs().max()) < 0.01

@@ -21,7 +21,7 @@ from tests.support.sampling_checks import check_wide_nuclei
 from tests.support.sampling_reference import sample_on
 from tests.support.thread_exchange import run_ranks, thread_exchanges
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("both_paths")]
 
 
 def _row(**fields: Any) -> SamplingRow:

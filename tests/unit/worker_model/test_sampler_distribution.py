@@ -11,7 +11,7 @@ import torch
 from tests.support.sampling_checks import check_distribution
 from tests.support.sampling_reference import Draw, mask_of, reference_distribution, sample_on, sampling_of
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("both_paths")]
 
 LOGITS = np.random.default_rng(8).normal(0, 1.5, 40).astype(np.float32)
 RANKS: dict[str, tuple[int, ...]] = {"1 rank": (), "2 ranks": (23, 17), "3 ranks": (8, 25, 7)}

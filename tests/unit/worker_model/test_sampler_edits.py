@@ -27,7 +27,7 @@ from tests.support.sampling_reference import (
     tokens_on,
 )
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("both_paths")]
 
 LOGITS = np.random.default_rng(1).normal(0, 3, VOCABULARY).astype(np.float32)
 PROMPT, OUTPUT = (5, 5, 299, 400), (5, 300, 300, 511, 300, 0)

@@ -7,7 +7,7 @@ import pytest
 from tests.support.sampling_checks import LAYOUTS, VOCABULARY, check_generation, check_identity
 from tests.support.sampling_reference import random_draw
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("both_paths")]
 
 
 def test_a_hundred_requests_draw_the_same_tokens_in_any_batch_and_layout() -> None:

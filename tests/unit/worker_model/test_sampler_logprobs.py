@@ -18,7 +18,7 @@ from tests.support.sampling_checks import LAYOUTS, check_logprobs
 from tests.support.sampling_reference import sample_on, sampling_of
 from tests.support.thread_exchange import ThreadExchange, run_ranks, thread_exchanges
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("both_paths")]
 
 
 @pytest.mark.parametrize("counts", LAYOUTS, ids=str)

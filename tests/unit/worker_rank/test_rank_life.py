@@ -20,6 +20,7 @@ from hetero_api.host.heartbeat import Heartbeat, HeartbeatMemory, Standing
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import LayerShard, RankShard, ShardPlan, UnitRange
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.distributed.company import Alone, Company
 from hetero_worker.distributed.coordinator import GroupRequest, form_group
 from hetero_worker.distributed.exchange import Exchange, LocalExchange
 from hetero_worker.distributed.measuring import ExchangeTimes
@@ -30,7 +31,6 @@ from hetero_worker.life import FormGroupFunction, Group, RankIdentity, RankLife
 from hetero_worker.platforms.binding import Binding
 from hetero_worker.platforms.cpu import CpuPlatform
 from hetero_worker.platforms.heterogeneous import HeterogeneousPlatform
-from hetero_worker.distributed.company import Alone, Company
 from tests.support.fake_runner import FakeRunner
 from tests.support.played_binding import PlayedBinding, pinned_report
 from tests.support.scripted_gateway import TOKEN, ScriptedGateway
@@ -254,6 +254,19 @@ def test_load_request_holds_what_the_gateway_said(tmp_path: Path) -> None:
     assert (request.directory, request.config, request.shard_plan) == (tmp_path, CONFIG, PLAN)
     assert (request.dtype, request.rank, request.max_model_len) == ("float32", 0, 128)
     assert (request.max_num_batched_tokens, request.max_num_seqs, request.memory_bytes) == (64, 4, 1 << 20)
+
+
+def test_graphs_are_turned_off_by_the_gateway_and_told_to_it(tmp_path: Path) -> None:
+    with joined(tmp_path) as (gateway, rank):
+        form_epoch(gateway, 1)
+        order = load_message(PLAN, "key")
+        order.enforce_eager = True
+        gateway.tell(1, load_model=order)
+        loaded = gateway.expect("loaded").loaded
+        shut_down(gateway, 1, rank)
+
+    assert list(loaded.graph_sizes) == [1, 2]
+    assert [request.enforce_eager for request in rank.runner.requests] == [True]
 
 
 def test_other_ranks_do_not_answer_steps(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from hetero_gateway.group.planner import Planner
 from hetero_gateway.group.rank_link import broadcast
 from hetero_gateway.group.roster import Member
 from hetero_gateway.group.settings import GroupSettings
-from hetero_gateway.group.warm_up import StepBounds, sampling_slots, warm_up_plans
+from hetero_gateway.group.warm_up import MAX_WARM_SEQS, StepBounds, sampling_slots, warm_up_plans
 
 logger = logging.getLogger(__name__)
 
@@ -254,6 +254,7 @@ class Epoch:
             shard_plan=placement.plan.to_proto(),
             plan_key=self._settings.plan_key,
             device_memory_utilization=self._settings.spec.engine.gpu_memory_utilization,
+            enforce_eager=self._settings.spec.engine.enforce_eager,
         )
         self._send_all(ranks_pb2.GatewayMessage(epoch=self.number, load_model=order))
         answers = await self._await_answers("loaded", deadline_s)
@@ -273,7 +274,9 @@ class Epoch:
         self._expected = ""
         # Ranks that all kept their weights are warm, and only their gateway is new.
         are_warm = all(report.load_s == 0 for report in self.loaded.values())
-        for plan in warm_up_plans(self._step_bounds(), brief=are_warm or self._core.paused_requests > 0):
+        brief = are_warm or self._core.paused_requests > 0
+        graph_sizes = () if brief else self._graph_sizes()
+        for plan in warm_up_plans(self._step_bounds(), brief=brief, graph_sizes=graph_sizes):
             try:
                 result = await self._executor.submit(plan)
             except GroupLost as error:
@@ -285,6 +288,13 @@ class Epoch:
         self._warm_up_steps = self._executor.num_steps
         if self._settings.config.experts is not None:
             await self._forget_counts()
+
+    def _graph_sizes(self) -> set[int]:
+        """Those that are warmed up: all that ranks make, but no large ones where ranks on host cores take part."""
+        sizes = {size for loaded in self.loaded.values() for size in loaded.graph_sizes}
+        if all(member.hello.device.kind == ranks_pb2.DEVICE_KIND_CUDA for member in self.members):
+            return sizes
+        return {size for size in sizes if size <= MAX_WARM_SEQS}
 
     async def _forget_counts(self) -> None:
         """Which experts the tokens of a warm-up chose says nothing."""

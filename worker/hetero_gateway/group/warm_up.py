@@ -3,11 +3,14 @@
 A prefill as large as a step allows, a decode of one sequence, and a decode of many. They are ordinary plans on real
 slots and blocks, and the last one gives every slot back; the KV they leave behind is overwritten, never read. While
 requests wait for an epoch to go on in, a short prefill has to do: a long one would take as long as theirs.
+
+Ranks that make graphs of steps tell for how many sequences. Steps of these sizes follow, the largest first, whose
+memory the others then share; each comes as often as it takes until its graph is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -20,6 +23,8 @@ _DECODES: Final = 3
 _TOKEN: Final = 0
 _BRIEF_TOKENS: Final = 16
 """The prefill of a brief warm-up."""
+_STEPS_A_GRAPH: Final = 2
+"""In the first a rank prepares it, in the second it records it: see Loaded.graph_sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +38,13 @@ class StepBounds:
     num_blocks: int
 
 
-def warm_up_plans(bounds: StepBounds, *, brief: bool = False) -> tuple[ranks_pb2.StepPlan, ...]:
-    """Plans with ids from 1; none where not even the shortest sequence has room."""
+def warm_up_plans(
+    bounds: StepBounds, *, brief: bool = False, graph_sizes: Collection[int] = ()
+) -> tuple[ranks_pb2.StepPlan, ...]:
+    """Plans with ids from 1; none where not even the shortest sequence has room.
+
+    `graph_sizes`: numbers of sequences for which some rank makes a graph; those that there is no room for are left out.
+    """
     writer = _PlanWriter(bounds.block_size)
     room = (bounds.num_blocks - 1) * bounds.block_size
     # The last step samples a token more, which has no KV but counts for the length.
@@ -49,7 +59,23 @@ def warm_up_plans(bounds: StepBounds, *, brief: bool = False) -> tuple[ranks_pb2
     writer.add(decode=[0], new=dict.fromkeys(others, 1))
     writer.add(decode=range(batch))
     writer.release(range(batch))
+    _add_graph_steps(writer, bounds, graph_sizes)
     return tuple(writer.plans)
+
+
+def _add_graph_steps(writer: _PlanWriter, bounds: StepBounds, graph_sizes: Collection[int]) -> None:
+    """Sequences of one token each, of which as many decode as a graph is for."""
+    longest = 1 + _STEPS_A_GRAPH * len(graph_sizes)
+    most = (bounds.num_blocks - 1) // -(-longest // bounds.block_size)
+    most = min(most, bounds.max_num_seqs, bounds.max_num_batched_tokens)
+    sizes = sorted((size for size in graph_sizes if size <= most), reverse=True)
+    if not sizes or longest + 1 >= bounds.max_model_len:
+        return
+    writer.add(new=dict.fromkeys(range(sizes[0]), 1))
+    for size in sizes:
+        for _ in range(_STEPS_A_GRAPH):
+            writer.add(decode=range(size))
+    writer.release(range(sizes[0]))
 
 
 def _batch_size(bounds: StepBounds, *, blocks_of_longest: int) -> int:
@@ -61,7 +87,7 @@ def _batch_size(bounds: StepBounds, *, blocks_of_longest: int) -> int:
 
 @dataclass(slots=True)
 class _PlanWriter:
-    """Writes plans and remembers the slots' extents. Blocks are taken in order and never reused."""
+    """Writes plans and remembers the slots' extents. Blocks are taken in order."""
 
     block_size: int
     plans: list[ranks_pb2.StepPlan] = field(default_factory=list)
@@ -82,7 +108,10 @@ class _PlanWriter:
         self.plans.append(plan)
 
     def release(self, slots: Sequence[int]) -> None:
-        """A step that computes nothing and drops the slots."""
+        """A step that computes nothing and drops the slots, all that there are. Their blocks are free again."""
+        self.lengths.clear()
+        self.blocks.clear()
+        self.next_block = 1
         self.plans.append(ranks_pb2.StepPlan(step_id=len(self.plans) + 1, released_slots=slots))
 
     def _lengthen(self, plan: ranks_pb2.StepPlan, slot: int, num_tokens: int) -> None:

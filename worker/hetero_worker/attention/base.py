@@ -8,8 +8,10 @@ the latter are worked off sequence by sequence.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -86,6 +88,20 @@ class StepAttention(Protocol):
         ...
 
 
+class CacheReadingAttention(ABC):
+    """What a StepAttention derives from, beside, that reads all keys and values from the cache, this step's too.
+
+    Who has written them there in another pass, that of FusedOps.rotate_and_write, then need not hand them over.
+    """
+
+    slot_mapping: torch.Tensor
+    """AttentionBatch's."""
+
+    @abstractmethod
+    def attend_written(self, query: torch.Tensor, cache: LayerCache, rule: AttentionRule) -> torch.Tensor:
+        """`attend`, once the step's keys and values are in the cache. `query` may be a view with a row stride."""
+
+
 class AttentionBackend(Protocol):
     """Chosen when the model is built (`selection.py`), for a device: tensors of the batch are on it."""
 
@@ -101,4 +117,23 @@ class AttentionBackend(Protocol):
 
     def release(self) -> None:
         """Give up memory that is kept from step to step. No step may be under way."""
+        ...
+
+
+@runtime_checkable
+class CapturableAttention(AttentionBackend, Protocol):
+    """A backend whose steps a CUDA graph may capture, when they only decode: it has tables that stay where they are.
+
+    What a step launches then depends on the number of its rows and on what was reserved, not on lengths.
+    """
+
+    def reserve(self, *, max_rows: int, max_blocks: int, block_size: int) -> None:
+        """Make tables for up to so many rows and blocks a row. Those of before are gone, and graphs over them."""
+        ...
+
+    def prepared(self, batch: AttentionBatch) -> AbstractContextManager[None]:
+        """Fill the tables now, on the present stream; a step that begins within takes them and copies nothing.
+
+        The batch only decodes; a row of one token in the null block pads it. Raises ValueError when there is no room.
+        """
         ...

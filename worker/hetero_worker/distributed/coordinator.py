@@ -28,6 +28,7 @@ from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.distributed.control import Control
 from hetero_worker.distributed.device_groups import DeviceGroups
+from hetero_worker.distributed.direct_links import direct_links
 from hetero_worker.distributed.exchange import Exchange, HostExchange, LocalExchange
 from hetero_worker.distributed.group_request import GroupRequest
 from hetero_worker.distributed.hierarchical import HierarchicalExchange
@@ -145,12 +146,14 @@ class GroupCoordinator:
             return host
         self._formed.devices.make(device_routes)
         _log.info("epoch=%d rank=%d groups: %s", self.epoch, self._request.rank, self._table())
+        staging = staging_for(self._request.device)
         return HierarchicalExchange(
             host,
             num_gpu_ranks=self._request.num_gpu_ranks,
             groups=self._formed.devices.groups,
             links=self._formed.devices.links,
-            staging=staging_for(self._request.device),
+            staging=staging,
+            host_links=direct_links(host, staging) if self._is_gpu_rank else None,
         )
 
     def abort(self) -> None:
@@ -174,6 +177,10 @@ class GroupCoordinator:
             self._formed.devices.stop()
             self._formed.host.close()
             _leave(self._formed.devices, self.epoch)
+
+    @property
+    def _is_gpu_rank(self) -> bool:
+        return self._request.rank < self._request.num_gpu_ranks
 
     @property
     def _meeting(self) -> tuple[int, ...]:

@@ -105,6 +105,14 @@ class Exchange(Protocol):
         """
         ...
 
+    def is_staged(self, link: Link) -> bool:
+        """Whether this rank's end of the link is a device's, which copies to or from the host.
+
+        Then `start_send` and `receive` of any number of tensors may come before the first is finished or waited for,
+        and the device may be given other work meanwhile.
+        """
+        ...
+
     def start_send(self, tensor: torch.Tensor, link: Link) -> PendingSend:
         """As `send`, in two parts: what may go on by itself (a copy off the device) begins, `finish` does the rest.
 
@@ -156,6 +164,9 @@ class SendsAtOnce:
 
     def send(self, tensor: torch.Tensor, link: Link) -> None:
         raise NotImplementedError
+
+    def is_staged(self, link: Link) -> bool:  # noqa: ARG002
+        return False
 
     def start_send(self, tensor: torch.Tensor, link: Link) -> PendingSend:
         self.send(tensor, link)

@@ -14,8 +14,13 @@ Nothing but the tensor that is summed changes: GPU ranks that do not contribute 
 anyway; what a reduction leaves behind elsewhere is overwritten by the broadcast.
 
 Large tensors cross the host in slices (`STAGED_BYTES`), the same on all ranks that meet there, so that copies off the
-device, rounds and copies back overlap. A link between GPU ranks is their devices'; others are the host's, and GPU ranks
-go to them through the staging. Small host tensors (sampling, votes) are the host exchange's.
+device, rounds and copies back overlap: slice k + 1 leaves the device while slice k is summed on the host and slice
+k - 1 goes back. A link between GPU ranks is their devices'; others are the host's, and GPU ranks' devices copy to and
+from its memory (direct_links.py). Small host tensors (sampling, votes) are the host exchange's.
+
+What overlaps where a leader lends (models/lending.py): its device copies off what is lent while it computes its own
+part of the MLP, and takes each helper's sum in as soon as that is there, though its own part may not be done; only the
+add waits for both.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ from typing import Final
 import torch
 
 from hetero_worker.distributed.device_group import DeviceGroup, DeviceLink
+from hetero_worker.distributed.direct_links import DirectLinks
 from hetero_worker.distributed.exchange import (
     SENT,
     Arrived,
@@ -35,6 +41,7 @@ from hetero_worker.distributed.exchange import (
     PendingTensor,
     SumExchange,
 )
+from hetero_worker.distributed.link_areas import LinkAreas
 from hetero_worker.distributed.reduction import check_summable
 from hetero_worker.distributed.routes import Link, Ranks, device_part, host_part
 from hetero_worker.distributed.staging import Staging
@@ -44,7 +51,10 @@ STAGED_BYTES: Final = 512 * 1024
 
 
 class HierarchicalExchange:
-    """One rank's end, GPU rank or CPU rank. See the module; `host` is made with `routes_of(plan, num_gpu_ranks)`."""
+    """One rank's end, GPU rank or CPU rank. See the module; `host` is made with `routes_of(plan, num_gpu_ranks)`.
+
+    `host_links` are a GPU rank's links over the host: by default through the staging's buffers.
+    """
 
     def __init__(
         self,
@@ -54,12 +64,14 @@ class HierarchicalExchange:
         groups: Mapping[Ranks, DeviceGroup],
         links: Mapping[Link, DeviceLink],
         staging: Staging,
+        host_links: DirectLinks | None = None,
     ) -> None:
         self._host = host
         self._num_gpu_ranks = num_gpu_ranks
         self._groups = groups
         self._links = links
         self._staging = staging
+        self._host_links = host_links or DirectLinks(host, staging, LinkAreas())
         self._is_gpu_rank = host.rank < num_gpu_ranks
         self._sums: dict[Ranks, SumExchange] = {}
 
@@ -91,25 +103,30 @@ class HierarchicalExchange:
             self._sums[ranks] = self._make_sum(ranks)
         return self._sums[ranks]
 
+    def sums_on_devices(self, ranks: Ranks) -> bool:
+        """Whether sums among these are their devices' alone, so that a graph may have them in it."""
+        return device_part(ranks, self._num_gpu_ranks) == ranks
+
     def send(self, tensor: torch.Tensor, link: Link) -> None:
         self.start_send(tensor, link).finish()
+
+    def is_staged(self, link: Link) -> bool:
+        return self._is_gpu_rank and link not in self._links
 
     def start_send(self, tensor: torch.Tensor, link: Link) -> PendingSend:
         if link in self._links:
             self._links[link].send(tensor)
             return SENT
         if self._is_gpu_rank:
-            return _StagedSend(self._host, self._staging.start_to_host(tensor), link)
+            return self._host_links.start_send(tensor, link)
         return self._host.start_send(tensor, link)
 
     def receive(self, out: torch.Tensor, link: Link) -> PendingTensor:
         if link in self._links:
             return self._links[link].receive(out)
-        if not self._is_gpu_rank:
-            return self._host.receive(out, link)
-        if not out.numel():
-            return Arrived(out)
-        return _StagedReceipt(self._host.receive(self._staging.host_buffer(out), link), out, self._staging)
+        if self._is_gpu_rank:
+            return self._host_links.receive(out, link)
+        return self._host.receive(out, link)
 
     def _make_sum(self, ranks: Ranks) -> SumExchange:
         if ranks == (self.rank,):
@@ -236,41 +253,13 @@ class _MixedSum:
     def _exchange(self, tensor: torch.Tensor, contributors: Sequence[int]) -> None:
         """The leader's part on the host. Slices leave the device while those before them are exchanged."""
         parts = list(self._host.slices(tensor))
-        staging = self._staging
+        staging, begun = self._staging, self._staging.now()
         sends = self._rank in contributors
         leaving = [staging.start_to_host(part) if sends else Arrived(staging.host_buffer(part)) for part in parts]
         for part, pending in zip(parts, leaving, strict=True):
             on_host = pending.wait()
             self._host.all_reduce(on_host, contributors)
-            staging.to_device(on_host, part)
-
-
-class _StagedSend:
-    """A PendingSend of a tensor that leaves its device."""
-
-    def __init__(self, host: HostExchange, leaving: PendingTensor, link: Link) -> None:
-        self._host = host
-        self._leaving = leaving
-        self._link = link
-
-    def finish(self) -> None:
-        self._host.send(self._leaving.wait(), self._link)
-
-
-class _StagedReceipt:
-    """A posted receipt of a tensor that goes on to the device."""
-
-    def __init__(self, pending: PendingTensor, out: torch.Tensor, staging: Staging) -> None:
-        self._pending = pending
-        self._out = out
-        self._staging = staging
-        self._done = False
-
-    def wait(self) -> torch.Tensor:
-        if not self._done:
-            self._staging.to_device(self._pending.wait(), self._out)
-            self._done = True
-        return self._out
+            staging.to_device(on_host, part, after=begun)
 
 
 def _check(tensor: torch.Tensor, contributors: Sequence[int], ranks: Ranks) -> None:

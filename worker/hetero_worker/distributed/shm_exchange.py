@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import platform
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 import torch
 
 from hetero_worker.distributed.exchange import LocalExchange, PendingTensor, SendsAtOnce, SumExchange
+from hetero_worker.distributed.link_areas import LinkAreas
 from hetero_worker.distributed.routes import Link
 from hetero_worker.distributed.shm_links import LinkReceiver, LinkSource
 from hetero_worker.distributed.shm_native import NativeRank
@@ -28,6 +29,7 @@ from hetero_worker.distributed.shm_words import SharedWords
 from hetero_worker.distributed.traffic import Traffic, TrafficCounter
 from hetero_worker.errors import ExchangeError
 from hetero_worker.native.library import MAX_SEATS, NativeLibrary
+from hetero_worker.platforms.host_pins import HostPins
 
 AREA_BYTES: Final = 512 * 1024
 _ORDERED_MACHINES: Final = frozenset({"x86_64", "AMD64"})
@@ -134,6 +136,14 @@ class ShmExchange(SendsAtOnce):
     def receive(self, out: torch.Tensor, link: Link) -> PendingTensor:
         return self._receivers[link].post(out)
 
+    def open_areas(self, pins: HostPins) -> LinkAreas:
+        """Let a device use the areas of this rank's links, until `close`. Only the native library does."""
+        if not isinstance(self._way, _NativeWay):
+            return LinkAreas("the native exchange is not used")
+        if problem := self._segment.pin(pins):
+            return LinkAreas(f"the shared segment cannot be pinned: {problem}")
+        return self._way.areas
+
     def abort(self) -> None:
         """End it for all: every rank's blocked or later call raises ExchangeAborted. Once closed this does nothing."""
         with self._lock:
@@ -154,6 +164,15 @@ class _NativeWay:
         self._rank = NativeRank(segment, library, timeout_s=timeout_s)
         self.abort = self._rank.abort
         self.close = self._rank.close
+        self._sources: dict[Link, NativeSource] = {}
+        self._receivers: dict[Link, NativeReceiver] = {}
+
+    @property
+    def areas(self) -> LinkAreas:
+        return LinkAreas("", self._sources, self._receivers, self._set_while_waiting)
+
+    def _set_while_waiting(self, action: Callable[[], None]) -> None:
+        self._rank.while_waiting = action
 
     @property
     def traffic(self) -> Traffic:
@@ -163,10 +182,10 @@ class _NativeWay:
         return NativeRounds(self._rank, layout)
 
     def source(self, layout: LinkLayout) -> NativeSource:
-        return NativeSource(self._rank, layout)
+        return self._sources.setdefault(layout.link, NativeSource(self._rank, layout))
 
     def receiver(self, layout: LinkLayout) -> NativeReceiver:
-        return NativeReceiver(self._rank, layout)
+        return self._receivers.setdefault(layout.link, NativeReceiver(self._rank, layout))
 
 
 class _PythonWay:

@@ -48,6 +48,8 @@ class NativeRank:
         )
         self.address = ctypes.addressof(self._state)
         self._words = memoryview(segment.memory).cast("Q")
+        self.while_waiting: Callable[[], None] = _nothing
+        """Done each time that this rank has waited for LOOK_EVERY_S."""
         self._peers = Peers(segment, timeout_s=timeout_s, end=self._end)
 
     def __getitem__(self, word: int) -> int:
@@ -73,6 +75,7 @@ class NativeRank:
         """
         since_s, reached = time.monotonic() - self._nap_s, at()
         while code == WAITING:
+            self.while_waiting()
             try:
                 self._peers.look(late, since_s=since_s)
             except ExchangeTimeout:
@@ -88,6 +91,7 @@ class NativeRank:
         self._end(ABORTED)
 
     def close(self) -> None:
+        self.while_waiting = _nothing
         self._close("the exchange is closed")
 
     def _close(self, reason: str) -> None:
@@ -96,6 +100,10 @@ class NativeRank:
 
     def _end(self, word: int) -> None:
         self.library.end(self.address, word)
+
+
+def _nothing() -> None:
+    pass
 
 
 def address_of(tensor: torch.Tensor) -> int:

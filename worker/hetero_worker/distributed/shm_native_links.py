@@ -1,8 +1,12 @@
-"""Both ends of a link, by the native library. What a link is, see native/exchange.c."""
+"""Both ends of a link, by the native library. What a link is, see native/exchange.c.
+
+They are also the ends of those who fill and read the areas themselves (link_areas.py).
+"""
 
 from __future__ import annotations
 
 import ctypes
+from typing import Final
 
 import torch
 
@@ -12,6 +16,9 @@ from hetero_worker.distributed.shm_peers import Late
 from hetero_worker.distributed.shm_pending import OUT_OF_TURN, PendingMessages
 from hetero_worker.distributed.shm_segment import LINK_DEPTH, LinkLayout
 from hetero_worker.native.library import LinkState
+
+_HELD_MESSAGES: Final = LINK_DEPTH // 2
+"""That a receiver may read before it gives them back: the source has as many to go on with."""
 
 
 class _NativeEnd:
@@ -33,9 +40,41 @@ class _NativeEnd:
     def _at(self) -> int:
         return int(self._state.number)
 
+    def _num_messages(self, num_bytes: int) -> int:
+        return -(-num_bytes // self._rank.segment.layout.area_bytes)
+
+    def _pieces(self, first: int, num_bytes: int) -> list[torch.Tensor]:
+        """Where so many bytes lie that begin with message `first`."""
+        size = self._rank.segment.layout.area_bytes
+        numbers = range(first, first + self._num_messages(num_bytes))
+        return [self._area(number)[: num_bytes - size * i] for i, number in enumerate(numbers)]
+
+    def _area(self, number: int) -> torch.Tensor:
+        segment, offset = self._rank.segment, self._layout.areas[number % LINK_DEPTH]
+        return torch.frombuffer(segment.memory, dtype=torch.uint8, count=segment.layout.area_bytes, offset=offset)
+
+    def _pass_on(self, num_bytes: int) -> int:
+        return int(self._rank.library.pass_on(self._address, num_bytes))
+
 
 class NativeSource(_NativeEnd):
     """The sending end."""
+
+    def __init__(self, rank: NativeRank, layout: LinkLayout) -> None:
+        super().__init__(rank, layout)
+        self._begun = 0
+        """Messages that have been sent or are about to be."""
+
+    def begin(self, num_bytes: int) -> list[torch.Tensor] | None:
+        self._rank.check_open()
+        first = max(self._begun, self._at()) + 1
+        self._begun = first + self._num_messages(num_bytes) - 1
+        has_room = self._rank.library.free(self._address, self._begun)
+        return self._pieces(first, num_bytes) if has_room else None
+
+    def publish(self, num_bytes: int) -> None:
+        if code := self._pass_on(num_bytes):
+            self._rank.finish(code, lambda: self._pass_on(num_bytes), late=self._late, at=self._at)
 
     def send(self, tensor: torch.Tensor) -> None:
         self._rank.check_open()
@@ -61,8 +100,32 @@ class NativeReceiver(_NativeEnd):
     def post(self, out: torch.Tensor) -> PendingTensor:
         self._rank.check_open()
         first = self._posted + 1
-        self._posted += -(-out.nbytes // self._rank.segment.layout.area_bytes)
+        self._posted += self._num_messages(out.nbytes)
         return Arrived(out) if first > self._posted else PendingMessages(self, out, first)
+
+    @property
+    def batch_bytes(self) -> int:
+        return _HELD_MESSAGES * self._rank.segment.layout.area_bytes
+
+    def post_bytes(self, num_bytes: int) -> int:
+        self._rank.check_open()
+        first = self._posted + 1
+        self._posted += self._num_messages(num_bytes)
+        return first
+
+    def arrived(self, first: int, begin: int, num_bytes: int) -> list[torch.Tensor]:
+        self._rank.check_open()
+        number = first + self._num_messages(begin)
+        if self._state.number != number - 1:
+            raise ValueError(OUT_OF_TURN)
+        call, arguments = self._rank.library.arrived, (self._address, num_bytes)
+        if code := call(*arguments):
+            last = self._at() + self._num_messages(num_bytes)
+            self._rank.finish(code, lambda: int(call(*arguments)), late=lambda: self._late_until(last), at=self._sent)
+        return self._pieces(number, num_bytes)
+
+    def give_back(self, num_bytes: int) -> None:
+        self._pass_on(num_bytes)
 
     def take(self, out: torch.Tensor, first: int) -> None:
         self._rank.check_open()
@@ -72,6 +135,11 @@ class NativeReceiver(_NativeEnd):
         if code := call(*arguments):
             self._rank.finish(code, lambda: int(call(*arguments)), late=self._late, at=self._at)
 
+    def _sent(self) -> int:
+        return self._rank[self._layout.sent]
+
     def _late(self) -> Late:
-        is_late = self._rank[self._layout.sent] <= self._state.number
-        return Late((self._layout.link.source,) if is_late else (), "send")
+        return self._late_until(self._at() + 1)
+
+    def _late_until(self, number: int) -> Late:
+        return Late((self._layout.link.source,) if self._sent() < number else (), "send")

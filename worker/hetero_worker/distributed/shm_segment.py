@@ -19,12 +19,15 @@ however it ends and in whatever pid namespace; so peers can ask the file who is 
 Whether ranks that opened the same name share memory is proved, not assumed: each leaves its *mark*, made of a nonce
 that they agreed upon elsewhere, and then looks for all others' (`unmarked`).
 
+A device may be let copy from and to the segment by itself (`pin`); it is told that this is over when the rank leaves.
+
 The mapping is never closed by hand: tensors point into it, and it goes when the last of them does.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import hashlib
@@ -33,13 +36,14 @@ import os
 import re
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from hetero_worker.distributed.routes import NO_ROUTES, Link, Routes
 from hetero_worker.errors import ExchangeError, SegmentNotShared
 from hetero_worker.native import library
+from hetero_worker.platforms.host_pins import HostPins
 
 SHM_FOLDER: Final = Path("/dev/shm")
 LINE_BYTES: Final = library.LINE_BYTES
@@ -160,6 +164,8 @@ class ShmSegment:
     rank: int
     memory: mmap.mmap
     fd: int
+    _pinned: list[HostPins] = field(default_factory=list, compare=False)
+    """Those that hold on to the memory."""
 
     @classmethod
     def create(cls, name: str, layout: SegmentLayout, *, folder: Path = SHM_FOLDER) -> ShmSegment:
@@ -214,10 +220,19 @@ class ShmSegment:
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
 
+    def pin(self, pins: HostPins) -> str:
+        """Let a device copy from and to all of it, until `leave`. Why it cannot; empty if it can."""
+        problem = pins.pin(self._address, len(self.memory))
+        if not problem:
+            self._pinned.append(pins)
+        return problem
+
     def leave(self) -> None:
         """Let go of the lock: peers that wait for this rank find it gone. Call once; the memory stays mapped."""
         fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, self.rank, 1, 0))
         os.close(self.fd)
+        while self._pinned:
+            self._pinned.pop().unpin(self._address)
 
     def absent(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """Those among other ranks that hold their lock no more: ended, or gone by `leave`. Some microseconds each."""
@@ -233,6 +248,10 @@ class ShmSegment:
         with memoryview(self.memory).cast("Q") as words:
             ranks = range(self.layout.world_size)
             return tuple(rank for rank in ranks if words[self.layout.mark_word(rank)] != _mark(nonce, rank))
+
+    @property
+    def _address(self) -> int:
+        return ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
     def _is_locked(self, rank: int) -> bool:
         asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0)

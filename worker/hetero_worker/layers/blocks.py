@@ -11,12 +11,13 @@ import torch
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import UnitRange
-from hetero_worker.attention.base import AttentionRule, StepAttention
+from hetero_worker.attention.base import AttentionRule, CacheReadingAttention, StepAttention
 from hetero_worker.attention.kv_cache import LayerCache
-from hetero_worker.layers.activation import gated
+from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
 from hetero_worker.layers.linear import down_linear, gate_up_linear, output_linear, qkv_linear
 from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.layers.norm import HeadNorms, RmsNorm
+from hetero_worker.layers.residual import ResidualStream
 from hetero_worker.layers.rotary import Rotation
 from hetero_worker.memory.loader import Checkpoint
 from hetero_worker.platforms.base import HOST
@@ -25,13 +26,16 @@ from hetero_worker.platforms.base import HOST
 class SelfAttention:
     """norm → fused qkv → head norms → rotation → cache and attention → output projection."""
 
-    def __init__(self, config: ModelConfig, layer: int, heads: UnitRange, *, adds_bias: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, heads: UnitRange, *, adds_bias: bool, ops: FusedOps = PLAIN_OPS
+    ) -> None:
         prefix = f"model.layers.{layer}.self_attn"
         self._num_kv_heads = heads.size
         self._num_heads = heads.size * config.group_size
         self._head_dim = config.head_dim
         self._rule = AttentionRule(config.attention_scale, config.windows[layer], config.attention_soft_cap)
-        self._norm = layer_norm(config, layer, "input_layernorm")
+        self._ops = ops
+        self._norm = layer_norm(config, layer, "input_layernorm", ops)
         self._qkv = qkv_linear(config, prefix, heads)
         self._output = output_linear(config, prefix, heads, bias=adds_bias)
         self._head_norms = _head_norms(config, prefix, heads) if config.qk_norm else None
@@ -72,24 +76,43 @@ class SelfAttention:
         self, hidden: torch.Tensor, rotation: Rotation, attention: StepAttention, cache: LayerCache
     ) -> torch.Tensor:
         """hidden [tokens, hidden] → partial [tokens, hidden]."""
-        # [tokens, heads + 2 · kv_heads, head_dim]
-        qkv = self._qkv(self._norm(hidden)).view(len(hidden), -1, self._head_dim)
-        rotating = qkv[:, : self._num_heads + self._num_kv_heads]
-        if self._head_norms is not None:
-            rotating = self._head_norms(rotating)
-        rotated = rotation.apply(rotating)
-        query, key = rotated[:, : self._num_heads], rotated[:, self._num_heads :]
-        value = qkv[:, self._num_heads + self._num_kv_heads :]
-        return self._output(attention.attend(query, key, value, cache, self._rule))
+        return self.of_stream(ResidualStream(hidden), rotation, attention, cache)
+
+    def of_stream(
+        self, stream: ResidualStream, rotation: Rotation, attention: StepAttention, cache: LayerCache
+    ) -> torch.Tensor:
+        """The same of what the stream holds."""
+        qkv = self._qkv(stream.normed(self._norm))
+        by_head = qkv.view(len(qkv), -1, self._head_dim)
+        return self._output(self._attend(by_head, rotation, attention, cache))
+
+    def _attend(
+        self, qkv: torch.Tensor, rotation: Rotation, attention: StepAttention, cache: LayerCache
+    ) -> torch.Tensor:
+        """[tokens, heads + 2 · kv_heads, head_dim] → [tokens, heads · head_dim].
+
+        Where attention reads all keys and values from the cache, they are written there as they are rotated.
+        """
+        norms = self._head_norms.weights if self._head_norms is not None else None
+        if isinstance(attention, CacheReadingAttention):
+            query = self._ops.rotate_and_write(
+                qkv, rotation, num_heads=self._num_heads, norms=norms, cache=cache, slots=attention.slot_mapping
+            )
+            return attention.attend_written(query, cache, self._rule)
+        query, key, value = self._ops.rotate(qkv, rotation, num_heads=self._num_heads, norms=norms)
+        return attention.attend(query, key, value, cache, self._rule)
 
 
 class GatedMlp:
     """norm → fused gate and up → activation(gate) · up → down projection."""
 
-    def __init__(self, config: ModelConfig, layer: int, columns: UnitRange, *, adds_bias: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, columns: UnitRange, *, adds_bias: bool, ops: FusedOps = PLAIN_OPS
+    ) -> None:
         prefix = f"model.layers.{layer}.mlp"
         self._activation = config.activation
-        self._norm = mlp_norm(config, layer)
+        self._ops = ops
+        self._norm = mlp_norm(config, layer, ops)
         self._gate_up = gate_up_linear(config, prefix, columns)
         self._down = down_linear(config, prefix, columns, bias=adds_bias)
 
@@ -114,21 +137,27 @@ class GatedMlp:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [tokens, hidden] → partial [tokens, hidden]."""
-        return self._down(gated(self._gate_up(self._norm(hidden)), self._activation))
+        return self.of_stream(ResidualStream(hidden))
+
+    def of_stream(self, stream: ResidualStream) -> torch.Tensor:
+        """The same of what the stream holds."""
+        return self._down(self._ops.gated(self._gate_up(stream.normed(self._norm)), self._activation))
 
 
-def mlp_norm(config: ModelConfig, layer: int) -> RmsNorm:
+def mlp_norm(config: ModelConfig, layer: int, ops: FusedOps = PLAIN_OPS) -> RmsNorm:
     """Of an MLP's input. Where a model norms outputs too, the name that others use for this one is an output's."""
-    return layer_norm(config, layer, "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm")
+    name = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
+    return layer_norm(config, layer, name, ops)
 
 
-def layer_norm(config: ModelConfig, layer: int, name: str) -> RmsNorm:
+def layer_norm(config: ModelConfig, layer: int, name: str, ops: FusedOps = PLAIN_OPS) -> RmsNorm:
     """One of a layer's norms of the residual stream's width."""
     return RmsNorm(
         f"model.layers.{layer}.{name}.weight",
         width=config.hidden_size,
         eps=config.rms_norm_eps,
         offset=config.norm_offset,
+        ops=ops,
     )
 
 

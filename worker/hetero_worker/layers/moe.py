@@ -20,10 +20,11 @@ import torch
 from hetero_api.errors import PlanError
 from hetero_api.model_config import ModelConfig
 from hetero_api.model_parts import ExpertsConfig
-from hetero_worker.layers.activation import gated
+from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
 from hetero_worker.layers.linear import expert_down_linear, expert_gate_up_linear
 from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.layers.norm import RmsNorm
+from hetero_worker.layers.residual import ResidualStream
 from hetero_worker.memory.budget import EXPERT_ROWS
 from hetero_worker.memory.loader import Checkpoint, TensorSlice
 from hetero_worker.platforms.base import HOST
@@ -40,6 +41,7 @@ class ExpertMlp:
         *,
         norm: RmsNorm,
         make_router: MakeRouter | None = None,
+        ops: FusedOps = PLAIN_OPS,
     ) -> None:
         """`own`: numbers of the experts that this rank holds, at least one, in any order."""
         if config.experts is None or layer not in config.experts.layers:
@@ -48,6 +50,7 @@ class ExpertMlp:
         self._config = config
         self._shape = config.experts
         self._norm = norm
+        self._ops = ops
         make_router = make_router or Router
         self._router = make_router(config.experts, f"{self._prefix}.gate.weight", config.hidden_size, norm)
         self._device = HOST
@@ -118,12 +121,17 @@ class ExpertMlp:
         return next(iter(self._experts.values()))
 
     def _new_expert(self, number: int) -> Expert:
-        return Expert(self._config, self._shape, f"{self._prefix}.experts.{number}")
+        return Expert(self._config, self._shape, f"{self._prefix}.experts.{number}", ops=self._ops)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [tokens, hidden] → partial [tokens, hidden]; zero for tokens that have no expert on this rank."""
+        return self.of_stream(ResidualStream(hidden))
+
+    def of_stream(self, stream: ResidualStream) -> torch.Tensor:
+        """The same of what the stream holds."""
+        normed = stream.normed(self._norm)
+        hidden = stream.settle()
         chosen, weights = self._router(hidden)
-        normed = self._norm(hidden)
         partial = torch.zeros_like(hidden)
         for expert, rows, shares in self._assignments(chosen, weights):
             result = expert(normed.index_select(0, rows))
@@ -145,8 +153,9 @@ class ExpertMlp:
 class Expert:
     """One expert, whole: its gated MLP."""
 
-    def __init__(self, config: ModelConfig, experts: ExpertsConfig, prefix: str) -> None:
+    def __init__(self, config: ModelConfig, experts: ExpertsConfig, prefix: str, *, ops: FusedOps = PLAIN_OPS) -> None:
         self._activation = config.activation
+        self._ops = ops
         self._gate_up = expert_gate_up_linear(config, experts, prefix)
         self._down = expert_down_linear(config, experts, prefix)
 
@@ -169,7 +178,7 @@ class Expert:
 
     def __call__(self, normed: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] → [rows, hidden]."""
-        return self._down(gated(self._gate_up(normed), self._activation))
+        return self._down(self._ops.gated(self._gate_up(normed), self._activation))
 
 
 class _Assignment(NamedTuple):

@@ -7,8 +7,8 @@ then near 1, where bfloat16 is too coarse for it: such weights are kept, and suc
 from __future__ import annotations
 
 import torch
-from torch.nn import functional as F
 
+from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps, HeadWeights
 from hetero_worker.memory.loader import Checkpoint, TensorSlice
 from hetero_worker.platforms.base import HOST
 
@@ -16,11 +16,11 @@ from hetero_worker.platforms.base import HOST
 class RmsNorm:
     """x / rms(x) · weight over the last dimension. Not usable before `load`."""
 
-    def __init__(self, name: str, *, width: int, eps: float, offset: float = 0.0) -> None:
+    def __init__(self, name: str, *, width: int, eps: float, offset: float = 0.0, ops: FusedOps = PLAIN_OPS) -> None:
         self._source = TensorSlice(name, (width,))
-        self._shape = [width]
         self._eps = eps
         self._offset = offset
+        self._ops = ops
         self._weight = torch.empty(0)
 
     @property
@@ -38,19 +38,22 @@ class RmsNorm:
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Once loaded."""
-        return self._shape[0] * _kept_dtype(dtype, self._offset).itemsize
+        return self._source.shape[0] * _kept_dtype(dtype, self._offset).itemsize
 
     def load(self, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device = HOST) -> None:
         self._weight = _read(checkpoint, self._source, dtype=dtype, offset=self._offset).to(device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dtype == self._weight.dtype:
-            return F.rms_norm(x, self._shape, self._weight, self._eps)
-        return F.rms_norm(x.to(self._weight.dtype), self._shape, self._weight, self._eps).to(x.dtype)
+        """[rows, width], new."""
+        return self._ops.rms_norm(x, self._weight, self._eps)
+
+    def after_add(self, residual: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+        """residual += delta, in place, and the norm of that: [rows, width], new."""
+        return self._ops.add_rms_norm(residual, delta, self._weight, self._eps)
 
 
 class HeadNorms:
-    """Norms of query and key heads, applied to both at once: [tokens, heads + kv_heads, head_dim]."""
+    """Weights of the norms of query and key heads, of both in one tensor: FusedOps norms as it rotates."""
 
     def __init__(
         self, prefix: str, *, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, offset: float = 0.0
@@ -79,9 +82,10 @@ class HeadNorms:
         ]
         self._weight = torch.cat(parts).to(device)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        normed = F.rms_norm(x.to(self._weight.dtype), [self._head_dim], eps=self._eps)
-        return normed.mul_(self._weight).to(x.dtype)
+    @property
+    def weights(self) -> HeadWeights:
+        """Once loaded."""
+        return HeadWeights(self._weight, self._eps)
 
 
 def _kept_dtype(dtype: torch.dtype, offset: float) -> torch.dtype:

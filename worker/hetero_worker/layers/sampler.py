@@ -18,9 +18,10 @@ from hetero_api.sharding import UnitRange
 from hetero_api.v1 import logprobs_pb2
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.sampling.draw_batch import UNDECIDED, DrawBatch, decide_whole
+from hetero_worker.sampling.drawing import HOST_DRAWING, ShardDrawing
 from hetero_worker.sampling.logprobs import ShardLogprobs, TokenTarget, count_before, decide_logprobs, pack_shard
 from hetero_worker.sampling.request import SamplingRow
-from hetero_worker.sampling.shard import scaled_logits, take_rows
+from hetero_worker.sampling.shard import scaled_logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +40,20 @@ def sample_tokens(
     *,
     head_ranges: Sequence[UnitRange],
     exchange: Exchange,
+    drawing: ShardDrawing = HOST_DRAWING,
 ) -> SampledRows:
     """Draw a token for each row.
 
-    `logits` is float32 on the host, [draws, this rank's vocabulary rows], and stays as it is; `head_ranges` has
-    every rank's rows. Raises ModelError when logits are not finite, ProtocolError when a row's edits leave no
-    token; the rank that decides raises, others are freed from their round by the group's abort.
+    `logits` is float32 where the rank computed it, [draws, this rank's vocabulary rows], and stays as it is;
+    `drawing` suits the place; `head_ranges` has every rank's rows. Raises ModelError when logits are not finite,
+    ProtocolError when a row's edits leave no token; the rank that decides raises, others are freed from their round by
+    the group's abort.
     """
     if not rows:
         return SampledRows([], [])
     shards = _Shards(tuple(head_ranges), exchange)
-    tokens = _draw(logits, rows, shards)
-    return SampledRows(tokens, _sampled_logprobs(logits, rows, tokens, shards))
+    tokens = _draw(logits, rows, shards, drawing)
+    return SampledRows(tokens, _sampled_logprobs(logits, rows, tokens, shards, drawing))
 
 
 def prompt_logprobs(
@@ -63,15 +66,15 @@ def prompt_logprobs(
 ) -> list[logprobs_pb2.TokenLogprobs]:
     """Log-probabilities of given tokens, and of the `num_top` likeliest, a row of logits each.
 
-    Row i of `logits` (as for `sample_tokens`) is where token_ids[i] is predicted. On rank 0; elsewhere empty.
-    Raises ModelError when logits are not finite.
+    Row i of `logits`, float32 [tokens, this rank's vocabulary rows] on the host, is where token_ids[i] is predicted. On
+    rank 0; elsewhere empty. Raises ModelError when logits are not finite.
     """
     targets = [TokenTarget(token_id, num_top) for token_id in token_ids]
     return _logprobs(logits, targets, _Shards(tuple(head_ranges), exchange))
 
 
 def gather_logits(logits: torch.Tensor, head_ranges: Sequence[UnitRange], exchange: Exchange) -> torch.Tensor:
-    """Whole rows from all shards, on every rank: float32 [draws, vocabulary]."""
+    """Whole rows from all shards' on the host, on every rank: float32 [draws, vocabulary]."""
     if exchange.world_size == 1:
         return logits
     draws = logits.shape[0]
@@ -109,43 +112,54 @@ class _Shards:
             self.exchange.broadcast(tokens, 0)
 
 
-def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow], shards: _Shards) -> list[int]:
+def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow], shards: _Shards, drawing: ShardDrawing) -> list[int]:
     batch, own = DrawBatch(rows), shards.own
     sizes = [shard.size for shard in shards.filled]
-    message = batch.pack(logits, own.begin) if own.size else None
+    message = batch.pack(drawing.draw(rows, logits, own.begin)) if own.size else None
     messages = shards.gather(message, [batch.message_size(size) for size in sizes])
-    tokens = torch.empty(len(rows), dtype=torch.int64)
-    if shards.exchange.rank == 0:
-        tokens = batch.decide(messages, sizes)
-    shards.broadcast(tokens)
-    undecided = (tokens == UNDECIDED).nonzero().view(-1).tolist()
+    is_first = shards.exchange.rank == 0
+    decided = batch.decide(messages, sizes) if is_first else torch.empty(len(rows), dtype=torch.int64)
+    shards.broadcast(decided)
+    tokens: list[int] = decided.tolist()
+    undecided = [i for i, token in enumerate(tokens) if token == UNDECIDED]
     if undecided:
-        tokens[undecided] = _draw_whole(logits, rows, undecided, shards)
-    return list(map(int, tokens.tolist()))
-
-
-def _draw_whole(
-    logits: torch.Tensor, rows: Sequence[SamplingRow], undecided: Sequence[int], shards: _Shards
-) -> torch.Tensor:
-    """Draws whose candidates did not suffice, from their whole rows: int64 [undecided]."""
-    own = scaled_logits(logits, rows, undecided, shards.own.begin)
-    whole = gather_logits(own, shards.head_ranges, shards.exchange)
-    tokens = torch.empty(len(undecided), dtype=torch.int64)
-    if shards.exchange.rank == 0:
-        tokens = decide_whole(whole, [rows[i] for i in undecided])
-    shards.broadcast(tokens)
+        for i, token in zip(undecided, _draw_whole(logits, rows, undecided, shards, drawing), strict=True):
+            tokens[i] = token
     return tokens
 
 
+def _draw_whole(
+    logits: torch.Tensor,
+    rows: Sequence[SamplingRow],
+    undecided: Sequence[int],
+    shards: _Shards,
+    drawing: ShardDrawing,
+) -> list[int]:
+    """Draws whose candidates did not suffice, from their whole rows."""
+    chosen = [rows[i] for i in undecided]
+    own = scaled_logits(drawing.to_host(logits, undecided), chosen, range(len(chosen)), shards.own.begin)
+    whole = gather_logits(own, shards.head_ranges, shards.exchange)
+    tokens = torch.empty(len(undecided), dtype=torch.int64)
+    if shards.exchange.rank == 0:
+        tokens = decide_whole(whole, chosen)
+    shards.broadcast(tokens)
+    return list(map(int, tokens.tolist()))
+
+
 def _sampled_logprobs(
-    logits: torch.Tensor, rows: Sequence[SamplingRow], tokens: Sequence[int], shards: _Shards
+    logits: torch.Tensor,
+    rows: Sequence[SamplingRow],
+    tokens: Sequence[int],
+    shards: _Shards,
+    drawing: ShardDrawing,
 ) -> list[logprobs_pb2.TokenLogprobs | None]:
     asking = {i: row.num_logprobs for i, row in enumerate(rows) if row.num_logprobs is not None}
     told: list[logprobs_pb2.TokenLogprobs | None] = [None] * len(rows)
     if asking:
         targets = [TokenTarget(tokens[i], num_top) for i, num_top in asking.items()]
+        own = drawing.to_host(logits, list(asking))
         # None for all but rank 0.
-        for i, logprobs in zip(asking, _logprobs(take_rows(logits, list(asking)), targets, shards), strict=False):
+        for i, logprobs in zip(asking, _logprobs(own, targets, shards), strict=False):
             told[i] = logprobs
     return told
 

@@ -2,10 +2,15 @@
 
 On the host the kernel is asked (`snapshot`); of a CUDA device the driver, and torch's allocator, which keeps what is
 freed: memory that it keeps but nobody uses counts as available.
+
+Weights and the KV cache are each allocated `apart`: on a CUDA device in a pool of their own, on whose pages nothing
+else lies. So the driver gets them back whole when they go to sleep, whatever was allocated between their tensors.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -43,6 +48,13 @@ class MemoryAccount(Protocol):
         """Give back what an allocator keeps though nobody uses it."""
         ...
 
+    def apart(self) -> AbstractContextManager[None]:
+        """What this thread allocates on the device within lies by itself: no page of it is shared with anything else.
+
+        Once all of it is freed, `release_unused` gives back all of its memory.
+        """
+        ...
+
     def begin_peak(self) -> bool:
         """From here on the most that is held at once is noted; False where that cannot be."""
         ...
@@ -74,6 +86,9 @@ class HostAccount:
 
     def release_unused(self) -> None:
         release_freed_memory()
+
+    def apart(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def begin_peak(self) -> bool:
         return self._meter.begin()
@@ -110,6 +125,14 @@ class CudaAccount:
     def release_unused(self) -> None:
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        self.release_unused()  # What others have freed is of no use to a new pool.
+        pool = torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(pool, self._device):
+            yield
+        # With the pool itself goes only the hold on what nobody uses: tensors in it stay, and free their pages at last.
 
     def begin_peak(self) -> bool:
         torch.cuda.synchronize(self._device)

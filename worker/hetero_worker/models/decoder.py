@@ -26,9 +26,11 @@ from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.distributed.routes import helper_links, input_ranks
 from hetero_worker.layers.embedding import OutputHead, ShardedEmbedding
+from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
 from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.layers.moe import ExpertMlp
 from hetero_worker.layers.norm import RmsNorm
+from hetero_worker.layers.residual import ResidualStream
 from hetero_worker.layers.rotary import RotaryTables
 from hetero_worker.memory.loader import Checkpoint
 from hetero_worker.models.decoder_layer import DecoderLayer
@@ -65,6 +67,7 @@ class Decoder:
         attention: AttentionBackend,
         count_parts: CountParts = best_number,
         device: torch.device = HOST,
+        ops: FusedOps = PLAIN_OPS,
     ) -> None:
         self._config = config
         self._dtype = dtype
@@ -77,14 +80,14 @@ class Decoder:
         self._input_ranks = input_ranks(plan)
         self._pipeline = Pipeline(plan, rank=rank)
         self._helper_links = dict(zip(plan.stages(), helper_links(plan), strict=True))
-        self._layers = [DecoderLayer(config, plan, layer=i, rank=rank) for i in range(config.num_layers)]
+        self._layers = [DecoderLayer(config, plan, layer=i, rank=rank, ops=ops) for i in range(config.num_layers)]
         self._rotary = RotaryTables(
             config.ropes, head_dim=config.head_dim, max_length=max_length, dtype=dtype, device=device
         )
         self._embedding: ShardedEmbedding | None = None
         self._head: OutputHead | None = None
         self._norm = RmsNorm(
-            "model.norm.weight", width=config.hidden_size, eps=config.rms_norm_eps, offset=config.norm_offset
+            "model.norm.weight", width=config.hidden_size, eps=config.rms_norm_eps, offset=config.norm_offset, ops=ops
         )
         shard = plan.ranks[rank]
         if shard.embedding_rows.size:
@@ -181,6 +184,17 @@ class Decoder:
         """Layers that a step goes through."""
         return [i for i in range(len(self._layers)) if i not in self._skipped]
 
+    @property
+    def attention(self) -> AttentionBackend:
+        """What it attends with."""
+        return self._backend
+
+    def attending(self, attention: AttentionBackend) -> Decoder:
+        """This decoder, on the same weights, with another attention."""
+        other = copy.copy(self)
+        other._backend = attention
+        return other
+
     def release_buffers(self) -> None:
         """Give up memory that is kept from step to step."""
         self._backend.release()
@@ -213,8 +227,10 @@ class Decoder:
         attention = self._backend.begin(batch.attention)
         lending = self._lending(stage, exchange)
         peers = exchange.among(stage.holders)
+        stream = ResidualStream(hidden)
         for i in self._computed(stage):
-            self._layers[i](hidden, rotations[i], attention=attention, cache=caches[i], exchange=peers, lending=lending)
+            self._layers[i](stream, rotations[i], attention=attention, cache=caches[i], exchange=peers, lending=lending)
+        stream.settle()
 
     def _help(self, stage: Stage, like: torch.Tensor, exchange: Exchange) -> None:
         """Do this rank's part of a stage that others hold; `like` is of a micro-batch's shape."""

@@ -12,9 +12,11 @@ from hetero_worker.attention.base import StepAttention
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.distributed.exchange import SumExchange
 from hetero_worker.layers.blocks import GatedMlp, SelfAttention, layer_norm, mlp_norm
+from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
 from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.layers.moe import ExpertMlp
 from hetero_worker.layers.norm import RmsNorm
+from hetero_worker.layers.residual import ResidualStream
 from hetero_worker.layers.rotary import Rotation
 from hetero_worker.memory.loader import Checkpoint
 from hetero_worker.models.lending import Lending
@@ -29,7 +31,9 @@ class DecoderLayer:
     holders do, since each has the residual stream.
     """
 
-    def __init__(self, config: ModelConfig, plan: ShardPlan, *, layer: int, rank: int) -> None:
+    def __init__(
+        self, config: ModelConfig, plan: ShardPlan, *, layer: int, rank: int, ops: FusedOps = PLAIN_OPS
+    ) -> None:
         shard = plan.ranks[rank].layers[layer]
         self._attention_owners = plan.attention_owners(layer)
         mlp_owners = plan.mlp_owners(layer) or plan.expert_owners(layer)
@@ -38,16 +42,17 @@ class DecoderLayer:
         self.mlp: GatedMlp | ExpertMlp | None = None
         if shard.kv_heads.size:
             first = self._attention_owners[0] == rank
-            self.attention = SelfAttention(config, layer, shard.kv_heads, adds_bias=first)
+            self.attention = SelfAttention(config, layer, shard.kv_heads, adds_bias=first, ops=ops)
         if shard.mlp_columns.size:
             first = mlp_owners[0] == rank
-            self.mlp = GatedMlp(config, layer, shard.mlp_columns, adds_bias=first)
+            self.mlp = GatedMlp(config, layer, shard.mlp_columns, adds_bias=first, ops=ops)
         if shard.experts.size:
-            self.mlp = ExpertMlp(config, layer, plan.experts_of(rank, layer), norm=mlp_norm(config, layer))
+            norm = mlp_norm(config, layer, ops)
+            self.mlp = ExpertMlp(config, layer, plan.experts_of(rank, layer), norm=norm, ops=ops)
         self._sum_norms: tuple[RmsNorm, ...] = ()
         if config.post_norms and shard.kv_heads.size:
             names = ("post_attention_layernorm", "post_feedforward_layernorm")
-            self._sum_norms = tuple(layer_norm(config, layer, name) for name in names)
+            self._sum_norms = tuple(layer_norm(config, layer, name, ops) for name in names)
 
     @property
     def parts(self) -> tuple[SelfAttention | GatedMlp | ExpertMlp, ...]:
@@ -78,7 +83,7 @@ class DecoderLayer:
 
     def __call__(
         self,
-        hidden: torch.Tensor,
+        stream: ResidualStream,
         rotation: Rotation,
         *,
         attention: StepAttention,
@@ -86,21 +91,33 @@ class DecoderLayer:
         exchange: SumExchange,
         lending: Lending | None = None,
     ) -> None:
-        """On a holder: add the layer's two halves to the residual stream `hidden` [tokens, hidden], in place.
+        """On a holder: add the layer's two halves to the residual stream; the second is left for the next norm to add.
 
         `exchange` is that of the layer's holders, `lending` their leader's with its helpers; None elsewhere.
         """
         partial = None
         if self.attention is not None and cache is not None:
-            partial = self.attention(hidden, rotation, attention, cache)
-        joined = _joined(partial, hidden, self._attention_owners, exchange)
-        hidden.add_(self._sum_norms[0](joined) if self._sum_norms else joined)
+            partial = self.attention.of_stream(stream, rotation, attention, cache)
+        self._add(stream, partial, 0, self._attention_owners, exchange)
         if lending is not None:
-            partial = lending.sum(hidden, self.mlp)
+            partial = lending.sum(stream.settle(), self.mlp)
         else:
-            partial = self.mlp(hidden) if self.mlp is not None else None
-        joined = _joined(partial, hidden, self._mlp_contributors, exchange)
-        hidden.add_(self._sum_norms[1](joined) if self._sum_norms else joined)
+            partial = self.mlp.of_stream(stream) if self.mlp is not None else None
+        self._add(stream, partial, 1, self._mlp_contributors, exchange)
+
+    def _add(
+        self,
+        stream: ResidualStream,
+        partial: torch.Tensor | None,
+        half: int,
+        owners: Sequence[int],
+        exchange: SumExchange,
+    ) -> None:
+        """To the stream, the sum of the owners' partials of a half, normed where the model does so."""
+        joined = torch.empty_like(stream.settle()) if partial is None else partial
+        if exchange.world_size > 1:
+            exchange.all_reduce(joined, owners)
+        stream.add(self._sum_norms[half](joined) if self._sum_norms else joined)
 
     def help(self, like: torch.Tensor, lending: Lending) -> None:
         """On a helper: its part of the MLP of rows that the leader lends; `like` [tokens, hidden] is their shape."""
@@ -113,13 +130,3 @@ def _contributors(holders: Sequence[int], mlp_owners: Sequence[int]) -> tuple[in
     """Holders that have a part of the MLP's sum: those that own some of it, and their leader if anybody helps."""
     is_helped = any(rank not in holders for rank in mlp_owners)
     return tuple(rank for rank in holders if rank in mlp_owners or (is_helped and rank == holders[0]))
-
-
-def _joined(
-    partial: torch.Tensor | None, like: torch.Tensor, owners: Sequence[int], exchange: SumExchange
-) -> torch.Tensor:
-    """The sum of the owners' partials, on every holder."""
-    joined = torch.empty_like(like) if partial is None else partial
-    if exchange.world_size > 1:
-        exchange.all_reduce(joined, owners)
-    return joined

@@ -14,6 +14,9 @@ lends slice k + ahead only when all partial sums of slice k have come. Nobody wa
 * What is left are waits for something to come: a helper's for slice k, which the leader sends before it waits for
   anything of that slice; the leader's for a sum of slice k, which the helper sends once it has slice k and has
   returned slice k - 1. All go through layers, micro-batches and stages in the same order (pipeline.py).
+
+A leader's device copies all slices off before it is given its own part, however many may be lent by then: what is given
+to a device later is done later. They are sent when it is their turn.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Final
 
 import torch
@@ -65,6 +68,8 @@ class Lending:
         """`at_once`: the leader's device is given its own part of all rows first, and computes on while others wait."""
         self._exchange = exchange
         self._at_once = at_once
+        self._copies_all = at_once and all(exchange.is_staged(link) for link in (links.lend, *links.returns))
+        """Whether the device's copies of all slices are asked for before anything else."""
         self._lend = links.lend
         self._returns = links.returns
         leader = links.lend.source
@@ -108,11 +113,12 @@ class Lending:
     ) -> Iterator[torch.Tensor]:
         """Of each slice, in turn."""
         lent: deque[_Lent] = deque()
+        started = len(pieces) if self._copies_all else ahead
         partials = self._own_partials(pieces, own, whole)
         for k in range(len(pieces)):
-            lent.extend(self._start(piece) for piece in pieces[k + len(lent) : k + ahead])
+            lent.extend(self._start(piece) for piece in pieces[k + len(lent) : k + started])
             partial = next(partials)  # what is lent is on its way
-            for slice_lent in lent:
+            for slice_lent in islice(lent, ahead):
                 slice_lent.finish()
             yield self._add(partial, [pending.wait() for pending in lent.popleft().sums])
 

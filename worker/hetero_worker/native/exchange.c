@@ -413,10 +413,22 @@ static inline uint8_t *message_area(const hx_link *link, uint64_t number)
     return link->rank->memory + link->areas[number % HX_LINK_DEPTH];
 }
 
+/* Those of a link, as a mask. */
+static inline uint64_t receivers_of(const hx_link *link)
+{
+    return link->size == 64 ? ~UINT64_C(0) : (UINT64_C(1) << link->size) - 1;
+}
+
+/* Messages that so many bytes are. */
+static inline uint64_t messages_of(const hx_link *link, uint64_t bytes)
+{
+    return (bytes + link->rank->area_bytes - 1) / link->rank->area_bytes;
+}
+
 EXPORT int hx_send(hx_link *link, const void *data, uint64_t bytes)
 {
     hx_rank *rank = link->rank;
-    uint64_t receivers = link->size == 64 ? ~UINT64_C(0) : (UINT64_C(1) << link->size) - 1;
+    uint64_t receivers = receivers_of(link);
     if (ended(rank))
         return HX_ENDED;
     while (link->offset < bytes) {
@@ -452,6 +464,38 @@ EXPORT int hx_receive(hx_link *link, void *out, uint64_t bytes)
         link->offset += part;
     }
     link->offset = 0;
+    return HX_DONE;
+}
+
+EXPORT int hx_free(const hx_link *link, uint64_t last)
+{
+    uint64_t needed = last > HX_LINK_DEPTH ? last - HX_LINK_DEPTH : 0;
+    for (uint64_t i = 0; i < link->size; i++)
+        if (!reached(link->rank, link->taken[i], needed))
+            return 0;
+    return 1;
+}
+
+EXPORT int hx_arrived(hx_link *link, uint64_t bytes)
+{
+    if (ended(link->rank))
+        return HX_ENDED;
+    return await_seats(link->rank, &link->sent, 1, link->number + messages_of(link, bytes), &link->late);
+}
+
+EXPORT int hx_pass(hx_link *link, uint64_t bytes)
+{
+    hx_rank *rank = link->rank;
+    if (ended(rank))
+        return HX_ENDED;
+    link->number += messages_of(link, bytes);
+    if (rank->rank == link->source) {
+        publish(rank, link->sent, link->number, link->receivers, link->size);
+        rank->published_bytes += bytes;
+        rank->messages += bytes > 0;
+    } else {
+        publish(rank, link->taken[link->own], link->number, &link->source, 1);
+    }
     return HX_DONE;
 }
 

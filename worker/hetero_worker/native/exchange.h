@@ -105,6 +105,15 @@ int hx_gather(hx_group *group, const hx_gathering *gathering, const void *mine, 
 int hx_send(hx_link *link, const void *data, uint64_t bytes);
 int hx_receive(hx_link *link, void *out, uint64_t bytes);
 
+/* The same in parts, for whoever reads or writes the areas by other means, as a device does. No other call for the link
+ * may come between those for one tensor. */
+/* Whether the areas up to message `last`, counted from 1 over the link's life, may be written. Does not wait. */
+int hx_free(const hx_link *link, uint64_t last);
+/* Returns when so many bytes of the tensor to come lie in the next areas. */
+int hx_arrived(hx_link *link, uint64_t bytes);
+/* Tells the other end that so many bytes were written to, or read from, the next areas. */
+int hx_pass(hx_link *link, uint64_t bytes);
+
 /* Sets the end word, if it is not set, and wakes all. From any thread. */
 void hx_end(hx_rank *rank, uint64_t word);
 

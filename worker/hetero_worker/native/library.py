@@ -101,6 +101,9 @@ _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "hx_gather": (c_int, (c_void_p, c_void_p, c_void_p, c_void_p)),
     "hx_send": (c_int, (c_void_p, c_void_p, c_uint64)),
     "hx_receive": (c_int, (c_void_p, c_void_p, c_uint64)),
+    "hx_free": (c_int, (c_void_p, c_uint64)),
+    "hx_arrived": (c_int, (c_void_p, c_uint64)),
+    "hx_pass": (c_int, (c_void_p, c_uint64)),
     "hx_end": (None, (c_void_p, c_uint64)),
     "hx_sum": (None, (c_uint64, c_void_p, c_void_p, c_uint64, c_uint64)),
 }
@@ -123,6 +126,9 @@ class NativeLibrary:
         self.gather: Any = loaded.hx_gather
         self.send: Any = loaded.hx_send
         self.receive: Any = loaded.hx_receive
+        self.free: Any = loaded.hx_free
+        self.arrived: Any = loaded.hx_arrived
+        self.pass_on: Any = loaded.hx_pass
         self.end: Any = loaded.hx_end
         self.sum: Any = loaded.hx_sum
 

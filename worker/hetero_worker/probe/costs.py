@@ -23,10 +23,10 @@ import torch
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.distributed.company import Company
 from hetero_worker.layers.rotary import RotaryTables
 from hetero_worker.platforms.base import HOST
 from hetero_worker.probe.clock import Clock, Work
-from hetero_worker.distributed.company import Company
 from hetero_worker.probe.ends import HeadProbe, StepProbe
 from hetero_worker.probe.fit import Laps, Point, typical
 from hetero_worker.probe.layers import LayerStack, Site, SyntheticStep, make_step, positions_of

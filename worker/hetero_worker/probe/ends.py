@@ -34,7 +34,11 @@ class HeadProbe:
         self._config = config
         self._site = site
         self._norm = RmsNorm(
-            "model.norm.weight", width=config.hidden_size, eps=config.rms_norm_eps, offset=config.norm_offset
+            "model.norm.weight",
+            width=config.hidden_size,
+            eps=config.rms_norm_eps,
+            offset=config.norm_offset,
+            ops=site.ops,
         )
         self._norm.load(site.checkpoint, dtype=site.dtype, device=site.device)
         self._heads = {count: self._head(count) for count in sorted({max(1, units // 2), units})}

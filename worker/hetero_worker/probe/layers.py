@@ -20,6 +20,7 @@ from hetero_api.v1 import ranks_pb2
 from hetero_worker.attention.base import AttentionBackend, AttentionBatch, DecodeRows, PrefillSpan, StepAttention
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.layers.blocks import GatedMlp, SelfAttention, layer_norm, mlp_norm
+from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
 from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.layers.moe import ExpertMlp
 from hetero_worker.layers.norm import RmsNorm
@@ -45,6 +46,7 @@ class Site:
     kernel: LinearKernel
     backend: AttentionBackend
     checkpoint: Checkpoint
+    ops: FusedOps = PLAIN_OPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ class LayerStack:
 
     def __init__(self, config: ModelConfig, size: LayerSize, *, copies: int, positions: int, site: Site) -> None:
         self._size = size
-        self._layers = [_Copy(config, i, size) for i in range(copies)]
+        self._layers = [_Copy(config, i, size, ops=site.ops) for i in range(copies)]
         for layer in self._layers:
             layer.load(site)
         self._caches = list(_caches(config, size, copies=copies, positions=positions, site=site))
@@ -163,28 +165,29 @@ def _caches(config: ModelConfig, size: LayerSize, *, copies: int, positions: int
 class _Copy:
     """One layer: its attention, and its MLP of either kind that the model has. To be loaded."""
 
-    def __init__(self, config: ModelConfig, number: int, size: LayerSize) -> None:
+    def __init__(self, config: ModelConfig, number: int, size: LayerSize, *, ops: FusedOps = PLAIN_OPS) -> None:
         self._shape = config.experts
         self._number = number % config.num_layers
         self._size = size
-        self._attention = SelfAttention(config, self._number, UnitRange(0, size.heads), adds_bias=True)
+        self._attention = SelfAttention(config, self._number, UnitRange(0, size.heads), adds_bias=True, ops=ops)
         self._mlp: GatedMlp | None = None
         self._experts: ExpertMlp | None = None
         if size.mlp:
             layer = _layer_of_kind(config, number, with_experts=False)
-            self._mlp = GatedMlp(config, layer, UnitRange(0, size.mlp * UNIT), adds_bias=True)
+            self._mlp = GatedMlp(config, layer, UnitRange(0, size.mlp * UNIT), adds_bias=True, ops=ops)
         if size.experts:
             layer = _layer_of_kind(config, number, with_experts=True)
             self._experts = ExpertMlp(
                 config,
                 layer,
                 range(size.experts),
-                norm=mlp_norm(config, layer),
+                norm=mlp_norm(config, layer, ops),
                 make_router=partial(EvenRouter, own=size.experts),
+                ops=ops,
             )
         self._sum_norm: RmsNorm | None = None
         if config.post_norms:
-            self._sum_norm = layer_norm(config, self._number, "post_feedforward_layernorm")
+            self._sum_norm = layer_norm(config, self._number, "post_feedforward_layernorm", ops)
 
     @property
     def parts(self) -> tuple[SelfAttention | GatedMlp | ExpertMlp, ...]:

@@ -27,7 +27,9 @@ from typing import NamedTuple, Protocol
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import logprobs_pb2, ranks_pb2
+from hetero_worker.attention.selection import DeviceAttention
 from hetero_worker.distributed.exchange import Exchange
+from hetero_worker.memory.loader import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,14 @@ class LoadRequest:
     """Names what the plan was made from; the weights do not depend on it."""
     cache_size_is_given: bool = False
     """Whether somebody else has decided how large the KV cache is, so that the largest step need not be measured."""
+    enforce_eager: bool = False
+    """Whether no graphs of steps are to be made, where they could be."""
+    open_weights: Callable[[Path], Checkpoint] = Checkpoint
+    """Opens the weights of `directory`."""
+    attention: DeviceAttention | None = None
+    """A GPU rank's, to be compared with what would be chosen; None: chosen."""
+    fused: bool = True
+    """Whether kernels that do several steps in one may be used where there are some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +75,8 @@ class LoadReport:
     kv_bytes_per_token: int
     load_s: float
     kernels: tuple[str, ...]
+    graph_sizes: tuple[int, ...] = ()
+    """Rows of steps that only decode for which there will be graphs, ascending."""
 
 
 class SampledToken(NamedTuple):

@@ -143,8 +143,8 @@ class GroupCommands:
     def _make_cache(
         self, order: ranks_pb2.AllocateCache, decoder: Decoder, request: LoadRequest, report: LoadReport
     ) -> ServingCache:
-        make_inputs = self._holdings.device.make_inputs
-        return make_cache(order, decoder=decoder, request=request, report=report, make_inputs=make_inputs)
+        steps = self._holdings.device.steps
+        return make_cache(order, decoder=decoder, request=request, report=report, steps=steps)
 
     def _swap(self, cache: ServingCache) -> None:
         self._holdings.drop_cache()

@@ -20,7 +20,7 @@ from hetero_worker.platforms.cpu import CpuPlatform
 from hetero_worker.runners.input_batch import InputBuffers
 from hetero_worker.runners.largest_step import measure_workspace
 from hetero_worker.runners.plan_runner import MeasureWorkspace, PlanRunner, SampleTokens
-from hetero_worker.runners.runner_device import RunnerDevice
+from hetero_worker.runners.runner_device import EagerSteps, RunnerDevice
 from hetero_worker.runners.shard import ChooseKernel
 
 
@@ -39,7 +39,7 @@ class CpuRunner(PlanRunner):
         device = RunnerDevice(
             platform=CpuPlatform() if platform is None else platform,
             account=HostAccount(),
-            make_inputs=InputBuffers,
+            steps=EagerSteps(InputBuffers),
             parks_weights=False,
         )
         super().__init__(device, sample=sample, choose=choose, measure=measure)

@@ -1,7 +1,8 @@
 """A step's inputs on a device: filled on the host as ever, in pinned memory, then copied to tensors that last.
 
 Block tables and lengths stay on the host: attention takes of them what it needs. A step's inputs are at the same
-addresses as the last one's of the same kind, whatever their number.
+addresses as the last one's of the same kind, whatever their number. Steps that only decode are padded, on the host, to
+the sizes that graphs are made of.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from hetero_api.v1 import ranks_pb2
 from hetero_worker.models.decoder import DecoderInput
 from hetero_worker.platforms.base import Platform
 from hetero_worker.platforms.host_copies import PendingCopies
+from hetero_worker.runners.graphs.padding import Padding
 from hetero_worker.runners.input_batch import InputBatch, InputBuffers
 from hetero_worker.runners.plan_check import PlanBounds
 from hetero_worker.runners.slots import SlotTable
@@ -22,8 +24,9 @@ from hetero_worker.runners.slots import SlotTable
 class DeviceInputs:
     """Implements StepInputs for one device."""
 
-    def __init__(self, bounds: PlanBounds, platform: Platform) -> None:
+    def __init__(self, bounds: PlanBounds, platform: Platform, padding: Padding) -> None:
         tokens, rows = bounds.max_num_batched_tokens, bounds.max_logit_rows
+        self._padding = padding
         self._host = InputBuffers(bounds, pins_memory=platform.pins_memory)
         self._copies = PendingCopies(platform.device)
         self._token_ids = torch.zeros(tokens, dtype=torch.int64, device=platform.device)
@@ -32,14 +35,18 @@ class DeviceInputs:
         self._logit_rows = torch.zeros(rows, dtype=torch.int64, device=platform.device)
 
     def fill(self, plan: ranks_pb2.StepPlan, slots: SlotTable) -> InputBatch:
+        """As StepInputs.fill; `decoder_input` of a step that only decodes has the rows of its padded size."""
         self._copies.wait()  # the host's buffers are about to be overwritten
         batch = self._host.fill(plan, slots)
-        decoder_input = self._copied(batch.decoder_input)
+        decoder_input = self._copied(batch.decoder_input if plan.spans else self._padded(len(plan.decode_slots)))
         self._copies.began()
         return replace(batch, decoder_input=decoder_input)
 
     def advance_decoding(self, count: int, slots: SlotTable) -> None:
         self._host.advance_decoding(count, slots)
+
+    def _padded(self, count: int) -> DecoderInput:
+        return self._host.pad_decoding(count, self._padding.padded(count))
 
     def _copied(self, step: DecoderInput) -> DecoderInput:
         attention = replace(step.attention, slot_mapping=_copy(step.attention.slot_mapping, self._slot_mapping))

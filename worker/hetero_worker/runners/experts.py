@@ -17,7 +17,6 @@ from hetero_api.v1 import ranks_pb2
 from hetero_worker.errors import CommandRefused, MemoryBudgetError
 from hetero_worker.layers.moe import Expert
 from hetero_worker.memory.budget import mib
-from hetero_worker.memory.loader import Checkpoint
 from hetero_worker.models.decoder import Decoder
 from hetero_worker.runners.base import LoadRequest
 from hetero_worker.runners.shard import DTYPES, LoadedShard, kv_cost
@@ -64,7 +63,7 @@ def read_experts(shard: LoadedShard, request: LoadRequest, plan: ShardPlan, *, k
     if not new_bytes:
         return ReadExperts(plan, {})
     _check_room(shard, request, new_bytes, kv_bytes=kv_bytes)
-    with Checkpoint(request.directory) as checkpoint:
+    with shard.account.apart(), request.open_weights(request.directory) as checkpoint:
         layers = {
             layer: mlps[layer].read(numbers, checkpoint, dtype=dtype, kernel=shard.kernel)
             for layer, numbers in changed.items()

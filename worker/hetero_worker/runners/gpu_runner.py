@@ -2,20 +2,18 @@
 
 Weights, KV cache, token ids, positions and slots lie on the device; lengths and block tables begin on the host, and
 attention takes of them what it needs. A step gives work to the device and waits for it where its draws need the logits,
-so plans that draw nothing do not wait at all.
+so plans that draw nothing do not wait at all. Steps that only decode are replayed from graphs (`graphs`).
 
 Weights that sleep (level 1) go to host memory, and come back to the same tensors.
 """
 
 from __future__ import annotations
 
-from functools import partial
-
 from hetero_worker.layers.kernel_choice import choose_kernel
 from hetero_worker.layers.sampler import sample_tokens
 from hetero_worker.memory.accounts import account_of
 from hetero_worker.platforms.base import Platform
-from hetero_worker.runners.device_inputs import DeviceInputs
+from hetero_worker.runners.graphs.device_steps import DeviceSteps, MakeGraphs, graphs_of
 from hetero_worker.runners.largest_step import measure_workspace
 from hetero_worker.runners.plan_runner import MeasureWorkspace, PlanRunner, SampleTokens
 from hetero_worker.runners.runner_device import RunnerDevice
@@ -32,11 +30,13 @@ class GpuRunner(PlanRunner):
         sample: SampleTokens = sample_tokens,
         choose: ChooseKernel = choose_kernel,
         measure: MeasureWorkspace = measure_workspace,
+        make_graphs: MakeGraphs | None = None,
     ) -> None:
+        """`make_graphs` None: what records on the platform's device, if anything does."""
         device = RunnerDevice(
             platform=platform,
             account=account_of(platform.device),
-            make_inputs=partial(DeviceInputs, platform=platform),
+            steps=DeviceSteps(platform, make_graphs or graphs_of(platform.device)),
             parks_weights=True,
         )
         super().__init__(device, sample=sample, choose=choose, measure=measure)

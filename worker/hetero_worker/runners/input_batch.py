@@ -118,6 +118,19 @@ class InputBuffers:
             views = self._views_of(count)
             slots.advance(views.slots, views.keys)
 
+    def pad_decoding(self, count: int, num_rows: int) -> DecoderInput:
+        """The batch that was last made, of `count` rows that decode, as one of `num_rows`, which are no fewer.
+
+        Rows that pad it are of one token each, in the null block, and draw nothing.
+        """
+        views = self._views_of(num_rows)
+        for array in (self._token_ids, self._positions, self._slot_mapping):
+            array[count:num_rows] = 0
+        views.rows.lengths[count:] = 1
+        views.rows.block_tables[count:, 0] = 0
+        self._logit_rows[count:num_rows] = self._row_numbers[count:num_rows]
+        return self._decode_input(num_rows)
+
     def _fill_decode(self, plan: ranks_pb2.StepPlan, slots: SlotTable, views: _DecodeViews) -> None:
         count = len(views.slots)
         self._order_rows(self._decode_slots.fill(plan.decode_slots), slots, views)

@@ -1,8 +1,8 @@
 """PlanRunner: what the runners of all devices have in common, which is nearly everything.
 
 A step is: the plan's deltas to the slots, the batch's tensors, one forward pass, the draws. Where the tensors lie, what
-memory is there and whether weights go elsewhere to sleep is its RunnerDevice's to say; logits come to the host in
-float32, and are drawn from there whatever computed them.
+memory is there and whether weights go elsewhere to sleep is its RunnerDevice's to say; logits are float32, and drawn
+from where they lie (`sampling.drawing`), which makes no difference to the tokens.
 
 Everything is called from one thread. Weights are kept over epochs. A step that failed half-way leaves the slots
 undefined; the epoch ends with it, and `attach` begins anew.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -20,6 +21,7 @@ from hetero_api.sharding import UnitRange
 from hetero_api.v1 import logprobs_pb2, ranks_pb2
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.errors import ProtocolError
+from hetero_worker.layers.drawing_choice import drawing_for
 from hetero_worker.layers.kernel_choice import choose_kernel
 from hetero_worker.layers.sampler import SampledRows, prompt_logprobs, sample_tokens
 from hetero_worker.memory.budget import PROMPT_LOGIT_ROWS, StepLimits
@@ -34,6 +36,7 @@ from hetero_worker.runners.runner_device import RunnerDevice
 from hetero_worker.runners.serving import ServingCache, make_cache
 from hetero_worker.runners.shard import ChooseKernel, LoadedShard, load_shard
 from hetero_worker.runners.step_times import StepTimes
+from hetero_worker.sampling.drawing import HOST_DRAWING, ShardDrawing
 from hetero_worker.sampling.request import SamplingRow
 
 logger = logging.getLogger(__name__)
@@ -49,6 +52,7 @@ class SampleTokens(Protocol):
         *,
         head_ranges: Sequence[UnitRange],
         exchange: Exchange,
+        drawing: ShardDrawing,
     ) -> SampledRows: ...
 
 
@@ -68,6 +72,7 @@ class PlanRunner:
         measure: MeasureWorkspace = measure_workspace,
     ) -> None:
         self._sample = sample
+        self._drawing: ShardDrawing = HOST_DRAWING
         self._measure = measure
         self._workspaces: dict[StepLimits, int | None] = {}
         self._choose = choose
@@ -92,6 +97,8 @@ class PlanRunner:
         self._last_step_id = 0
 
     def detach(self) -> None:
+        if (drawn := self._drawing.summary()) is not None:
+            logger.info("%s", drawn)
         if (summary := self._times.summary()) is not None:
             logger.info("%s", summary)
         self._times = StepTimes()
@@ -107,10 +114,14 @@ class PlanRunner:
             shard = None  # the old weights go before the new ones come
             shard = load_shard(request, self._device, choose=self._choose)
             load_s = shard.load_s
+            self._drawing = drawing_for(self.platform)
             self._workspaces.clear()
         workspace = None if request.cache_size_is_given else self._workspace_of(shard, request)
         logger.info("rank %d: after the load: %s", request.rank, self._device.account.describe())
         report = shard.report(request, load_s=load_s, workspace=workspace)
+        steps = self._device.steps
+        kernels = (*report.kernels, *steps.kernels(request), *_drawing_report(self._drawing))
+        report = replace(report, kernels=kernels, graph_sizes=steps.graph_sizes(request))
         holdings.hold(shard, request, report)
         return report
 
@@ -125,8 +136,8 @@ class PlanRunner:
         shard, request, report = self._holdings.loaded("AllocateCache")
         self._holdings.cache = None
         order = ranks_pb2.AllocateCache(num_blocks=num_blocks, block_size=block_size)
-        make_inputs = self._device.make_inputs
-        cache = make_cache(order, decoder=shard.decoder, request=request, report=report, make_inputs=make_inputs)
+        steps = self._device.steps
+        cache = make_cache(order, decoder=shard.decoder, request=request, report=report, steps=steps)
         self._holdings.cache = cache
         return cache.num_bytes
 
@@ -167,24 +178,29 @@ class PlanRunner:
         batch = cache.inputs.fill(plan, cache.slots)
         head_ranges = [rank.head_rows for rank in request.shard_plan.ranks]
         with torch.inference_mode():
-            hidden = shard.decoder.hidden(batch.decoder_input, caches=cache.layers, exchange=exchange)
+            states = cache.forward.run(shard.decoder, batch, caches=cache.layers, exchange=exchange)
             prompts = [
-                _prompt_span(prompt, hidden, shard, head_ranges=head_ranges, exchange=exchange)
+                _prompt_span(prompt, states.hidden, shard, head_ranges=head_ranges, exchange=exchange)
                 for prompt in batch.prompts
             ]
             num_draws = len(batch.draw_slots)
-            logits = shard.decoder.logits(hidden[:num_draws]) if num_draws else None
+            logits = states.logits_of(shard.decoder, num_draws) if num_draws else None
             _advance(plan, cache)
             if logits is None:
                 return StepOutput(prompt_logprobs=prompts)
             rows = _draws(plan, batch, cache, masks)
-            drawn = self._sample(logits.to(HOST), rows, head_ranges=head_ranges, exchange=exchange)
+            drawn = self._sample(logits, rows, head_ranges=head_ranges, exchange=exchange, drawing=self._drawing)
         cache.slots.append_tokens(batch.draw_slots, drawn.tokens)
         return StepOutput(
             sampled=list(map(SampledToken, batch.draw_slots.tolist(), drawn.tokens)),
             logprobs=[logprobs for logprobs in drawn.logprobs if logprobs is not None],
             prompt_logprobs=prompts,
         )
+
+
+def _drawing_report(drawing: ShardDrawing) -> tuple[str, ...]:
+    """How a device draws; a rank on host cores has nothing to choose."""
+    return () if drawing is HOST_DRAWING else (f"draws={drawing.name}",)
 
 
 def _draws(plan: ranks_pb2.StepPlan, batch: InputBatch, cache: ServingCache, masks: MaskSource) -> list[SamplingRow]:

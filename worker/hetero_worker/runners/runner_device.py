@@ -9,6 +9,8 @@ from typing import Protocol
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.memory.accounts import MemoryAccount
 from hetero_worker.platforms.base import Platform
+from hetero_worker.runners.base import LoadRequest
+from hetero_worker.runners.forward import EagerForward, ForwardPass
 from hetero_worker.runners.input_batch import InputBatch
 from hetero_worker.runners.plan_check import PlanBounds
 from hetero_worker.runners.slots import SlotTable
@@ -27,11 +29,51 @@ class StepInputs(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class StepParts:
+    """What steps on one cache are made with."""
+
+    inputs: StepInputs
+    forward: ForwardPass
+
+
+class StepMaker(Protocol):
+    """How steps are made on a kind of device."""
+
+    def make(self, bounds: PlanBounds, request: LoadRequest) -> StepParts:
+        """For a new cache."""
+        ...
+
+    def kernels(self, request: LoadRequest) -> tuple[str, ...]:
+        """What of it LoadReport.kernels names."""
+        ...
+
+    def graph_sizes(self, request: LoadRequest) -> tuple[int, ...]:
+        """LoadReport.graph_sizes."""
+        ...
+
+
+class EagerSteps:
+    """Operator by operator; there is nothing to tell of it."""
+
+    def __init__(self, make_inputs: Callable[[PlanBounds], StepInputs]) -> None:
+        self._make_inputs = make_inputs
+
+    def make(self, bounds: PlanBounds, request: LoadRequest) -> StepParts:  # noqa: ARG002
+        return StepParts(self._make_inputs(bounds), EagerForward())
+
+    def kernels(self, request: LoadRequest) -> tuple[str, ...]:  # noqa: ARG002
+        return ()
+
+    def graph_sizes(self, request: LoadRequest) -> tuple[int, ...]:  # noqa: ARG002
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
 class RunnerDevice:
     """See the module."""
 
     platform: Platform
     account: MemoryAccount
-    make_inputs: Callable[[PlanBounds], StepInputs]
+    steps: StepMaker
     parks_weights: bool
     """Whether weights that sleep go to the host's memory; else they are there already and stay."""

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.errors import MemoryBudgetError, ProtocolError
+from hetero_worker.memory.accounts import account_of
 from hetero_worker.memory.budget import mib
 from hetero_worker.models.decoder import Decoder
 from hetero_worker.runners.base import LoadReport, LoadRequest
+from hetero_worker.runners.forward import ForwardPass
 from hetero_worker.runners.plan_check import PlanBounds, PlanCheck
-from hetero_worker.runners.runner_device import StepInputs
+from hetero_worker.runners.runner_device import StepInputs, StepMaker
 from hetero_worker.runners.slots import SlotTable
 
 
@@ -23,6 +24,7 @@ class ServingCache:
     layers: tuple[LayerCache | None, ...]
     slots: SlotTable
     inputs: StepInputs
+    forward: ForwardPass
     check: PlanCheck
 
     @property
@@ -37,7 +39,7 @@ def make_cache(
     decoder: Decoder,
     request: LoadRequest,
     report: LoadReport,
-    make_inputs: Callable[[PlanBounds], StepInputs],
+    steps: StepMaker,
 ) -> ServingCache:
     """Empty, of the size ordered. Raises ProtocolError, MemoryBudgetError, and what torch raises without memory."""
     num_blocks, block_size = order.num_blocks, order.block_size
@@ -54,10 +56,14 @@ def make_cache(
         num_blocks=num_blocks,
         block_size=block_size,
     )
+    parts = steps.make(bounds, request)
+    with account_of(decoder.device).apart():
+        layers = tuple(decoder.allocate_caches(num_blocks=num_blocks, block_size=block_size))
     return ServingCache(
-        layers=tuple(decoder.allocate_caches(num_blocks=num_blocks, block_size=block_size)),
+        layers=layers,
         slots=SlotTable(max_num_seqs=request.max_num_seqs, max_model_len=request.max_model_len, block_size=block_size),
-        inputs=make_inputs(bounds),
+        inputs=parts.inputs,
+        forward=parts.forward,
         check=PlanCheck(bounds),
     )
 

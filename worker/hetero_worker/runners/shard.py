@@ -12,12 +12,12 @@ import torch
 
 from hetero_api.errors import ModelError, PlanError
 from hetero_worker.attention.base import AttentionBackend
-from hetero_worker.attention.selection import attention_of
+from hetero_worker.attention.selection import choose_attention
+from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps, fused_ops_of
 from hetero_worker.layers.kernel_choice import choose_kernel
 from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel, available_kernels
 from hetero_worker.memory.accounts import MemoryAccount
 from hetero_worker.memory.budget import KvCost, MemoryBudget, StepLimits, mib, workspace_bytes
-from hetero_worker.memory.loader import Checkpoint
 from hetero_worker.models.decoder import Decoder
 from hetero_worker.platforms.base import Platform
 from hetero_worker.runners.base import LoadReport, LoadRequest
@@ -85,31 +85,35 @@ def load_shard(request: LoadRequest, device: RunnerDevice, *, choose: ChooseKern
     platform, account = device.platform, device.account
     dtype = _dtype(request, platform)
     _check_plan(request)
-    attention = attention_of(platform, dtype)
-    decoder = _empty_decoder(request, platform, attention)
+    attention = choose_attention(platform, dtype, request.config, wanted=request.attention)
+    ops = fused_ops_of(platform.device) if request.fused else PLAIN_OPS
+    decoder = _empty_decoder(request, platform, attention.backend, ops)
     kernel = choose(_kernels_of(platform, dtype), sorted(decoder.linear_shapes), dtype=dtype)
     weight_bytes = decoder.weight_bytes(kernel)
     cost = kv_cost(request)
-    gather_bytes = attention.gather_bytes if cost.cache_bytes else 0
+    gather_bytes = attention.backend.gather_bytes if cost.cache_bytes else 0
     _budget(request, weight_bytes, gather_bytes, account).kv_budget_bytes(cost)
-    with Checkpoint(request.directory) as checkpoint:
+    with account.apart(), request.open_weights(request.directory) as checkpoint:
         decoder.load(checkpoint, kernel)
     load_s = time.perf_counter() - begin
     logger.info("rank %d: loaded %s of weights in %.1f s", request.rank, mib(weight_bytes), load_s)
-    kernels = (f"linear={kernel.name}", f"attention={attention.name}")
+    kernels = (f"linear={kernel.name}", f"attention={attention}", f"fused={ops.name}")
     return LoadedShard(request, decoder, kernel, weight_bytes, kernels, load_s, gather_bytes, account)
 
 
 def empty_decoder(request: LoadRequest, platform: Platform) -> Decoder:
     """The rank's part of the model without weights: it can say what a cache looks like."""
-    return _empty_decoder(request, platform, attention_of(platform, DTYPES[request.dtype]))
+    attention = choose_attention(platform, DTYPES[request.dtype], request.config, wanted=request.attention)
+    return _empty_decoder(request, platform, attention.backend)
 
 
 def _kernels_of(platform: Platform, dtype: torch.dtype) -> tuple[LinearKernel, ...]:
     return available_kernels(dtype) if platform.packs_weights else (PlainKernel(),)
 
 
-def _empty_decoder(request: LoadRequest, platform: Platform, attention: AttentionBackend) -> Decoder:
+def _empty_decoder(
+    request: LoadRequest, platform: Platform, attention: AttentionBackend, ops: FusedOps = PLAIN_OPS
+) -> Decoder:
     return Decoder(
         request.config,
         request.shard_plan,
@@ -118,6 +122,7 @@ def _empty_decoder(request: LoadRequest, platform: Platform, attention: Attentio
         max_length=request.max_model_len,
         attention=attention,
         device=platform.device,
+        ops=ops,
     )
 
 
@@ -166,4 +171,6 @@ def _identity(request: LoadRequest) -> tuple[object, ...]:
         request.dtype,
         request.shard_plan,
         request.rank,
+        request.attention,
+        request.fused,
     )

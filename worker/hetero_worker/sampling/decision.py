@@ -12,7 +12,6 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from hetero_api.errors import ModelError
 from hetero_worker.errors import ProtocolError
@@ -21,16 +20,18 @@ from hetero_worker.sampling.request import SamplingRow
 from hetero_worker.sampling.shard import Float64Array, ShardCandidates
 
 
-def decide_best(best: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Ids of the best scores over the shards: int64 [draws], from float64 [shards, draws, 2].
+def decide_best(best: Float64Array, rows: Sequence[SamplingRow]) -> list[int]:
+    """Ids of the best scores over the shards, from float64 [shards, draws, 2].
 
     Shards come in ascending order of their rows, so that of equal scores the lowest id wins. Raises as
     `check_drawable` does.
     """
-    scores, winner = best[:, :, 0].max(dim=0)
-    for row, score in zip(rows, scores.tolist(), strict=True):
+    # The first of equals; NaN before all.
+    winner = best[:, :, 0].argmax(axis=0)
+    decided = best[winner, np.arange(len(rows))]
+    for row, score in zip(rows, decided[:, 0].tolist(), strict=True):
         check_drawable(score, row)
-    return best[:, :, 1].gather(0, winner.unsqueeze(0)).squeeze(0).long()
+    return list(map(int, decided[:, 1].tolist()))
 
 
 def decide_filtered(shards: Sequence[ShardCandidates], row: SamplingRow) -> int | None:

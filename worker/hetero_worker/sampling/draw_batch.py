@@ -9,18 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
 import torch
 
 from hetero_worker.sampling.decision import decide_best, decide_filtered
 from hetero_worker.sampling.request import SamplingRow
 from hetero_worker.sampling.shard import (
     BEST_FIELDS,
+    Float64Array,
     ShardCandidates,
-    best_of_shard,
+    ShardDraws,
     candidates_of_shard,
-    chunks_of,
-    scaled_logits,
-    take_rows,
 )
 
 UNDECIDED: Final = -1
@@ -33,35 +32,29 @@ class DrawBatch:
 
     def __init__(self, rows: Sequence[SamplingRow]) -> None:
         self._rows = rows
-        self._plain = [i for i, row in enumerate(rows) if not row.is_filtered]
         self._filtered = [i for i, row in enumerate(rows) if row.is_filtered]
+        self._plain = [i for i, row in enumerate(rows) if not row.is_filtered] if self._filtered else range(len(rows))
 
     def message_size(self, shard_rows: int) -> int:
         """Elements of a shard's message; the shard has at least one row."""
         return sum(self._field_sizes(shard_rows))
 
-    def pack(self, logits: torch.Tensor, begin: int) -> torch.Tensor:
-        """A shard's message: float64, 1-d; `logits` is float32 [draws, shard rows]."""
-        parts = []
-        if self._plain:
-            own = take_rows(logits, self._plain) if self._filtered else logits
-            parts.append(best_of_shard(own, [self._rows[i] for i in self._plain], begin).view(-1))
-        for chunk in chunks_of(self._filtered, logits.shape[1]):
-            rows = [self._rows[i] for i in chunk]
-            scaled = scaled_logits(logits, self._rows, chunk, begin)
-            counts = [row.num_candidates(logits.shape[1]) for row in rows]
-            parts += [shard.pack() for shard in candidates_of_shard(scaled, rows, begin, counts=counts)]
-        return torch.cat(parts)
+    def pack(self, draws: ShardDraws) -> torch.Tensor:
+        """A shard's message: float64, 1-d."""
+        if not self._filtered:
+            return torch.from_numpy(draws.best.reshape(-1))
+        best = draws.best[self._plain].reshape(-1)
+        return torch.from_numpy(np.concatenate([best, *(draws.candidates[i].pack() for i in self._filtered)]))
 
     def decide(self, messages: Sequence[torch.Tensor], shard_rows: Sequence[int]) -> torch.Tensor:
         """Tokens of the draws, some UNDECIDED: int64 [draws]. From one message a shard, in the shards' order.
 
         Raises as `decision.check_drawable` does.
         """
-        tokens = torch.full((len(self._rows),), UNDECIDED, dtype=torch.int64)
-        shards = [torch.split(part, self._field_sizes(n)) for part, n in zip(messages, shard_rows, strict=True)]
-        if self._plain:
-            best = torch.stack([fields[0].view(-1, BEST_FIELDS) for fields in shards])
+        shards = [self._fields(part.numpy(), n) for part, n in zip(messages, shard_rows, strict=True)]
+        tokens = np.full(len(self._rows), UNDECIDED)
+        if len(self._plain):
+            best = np.stack([fields[0].reshape(-1, BEST_FIELDS) for fields in shards])
             tokens[self._plain] = decide_best(best, [self._rows[i] for i in self._plain])
         for field, i in enumerate(self._filtered, start=1):
             candidates = [
@@ -70,7 +63,11 @@ class DrawBatch:
             ]
             token = decide_filtered(candidates, self._rows[i])
             tokens[i] = UNDECIDED if token is None else token
-        return tokens
+        return torch.from_numpy(tokens)
+
+    def _fields(self, message: Float64Array, shard_rows: int) -> list[Float64Array]:
+        """The bests of plain draws, then the candidates of each filtered one."""
+        return np.split(message, np.cumsum(self._field_sizes(shard_rows))[:-1]) if self._filtered else [message]
 
     def _field_sizes(self, shard_rows: int) -> list[int]:
         candidates = [self._rows[i].num_candidates(shard_rows) for i in self._filtered]

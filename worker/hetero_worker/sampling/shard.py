@@ -46,16 +46,29 @@ class ShardCandidates:
     complete: bool
     """Whether every row of the shard that can be drawn at all is a candidate."""
 
-    def pack(self) -> torch.Tensor:
-        head = [self.largest, self.log_sum_exp]
-        return torch.from_numpy(np.concatenate([head, self.scaled, self.noise, self.ids]))
+    def pack(self) -> Float64Array:
+        return np.concatenate([[self.largest, self.log_sum_exp], self.scaled, self.noise, self.ids])
 
     @classmethod
-    def unpack(cls, packed: torch.Tensor, *, shard_rows: int) -> ShardCandidates:
-        numbers = packed.numpy()
-        scaled, noise, ids = numbers[_HEAD_FIELDS:].reshape(_CANDIDATE_FIELDS, -1)
-        complete = _is_complete(scaled, shard_rows)
-        return cls(float(numbers[0]), float(numbers[1]), scaled, noise, ids, complete)
+    def of(
+        cls,
+        *,
+        largest: float,
+        log_sum_exp: float,
+        scaled: Float64Array,
+        noise: Float64Array,
+        ids: Float64Array,
+        shard_rows: int,
+    ) -> ShardCandidates:
+        """Whether they are complete is seen from what they are."""
+        complete = len(scaled) == shard_rows or bool(np.isneginf(scaled[-1]))
+        return cls(largest, log_sum_exp, scaled, noise, ids, complete)
+
+    @classmethod
+    def unpack(cls, packed: Float64Array, *, shard_rows: int) -> ShardCandidates:
+        scaled, noise, ids = packed[_HEAD_FIELDS:].reshape(_CANDIDATE_FIELDS, -1)
+        largest, total = packed[:_HEAD_FIELDS].tolist()
+        return cls.of(largest=largest, log_sum_exp=total, scaled=scaled, noise=noise, ids=ids, shard_rows=shard_rows)
 
     @staticmethod
     def packed_size(candidates: int) -> int:
@@ -63,17 +76,55 @@ class ShardCandidates:
         return _HEAD_FIELDS + _CANDIDATE_FIELDS * candidates
 
 
-def best_of_shard(logits: torch.Tensor, rows: Sequence[SamplingRow], begin: int) -> torch.Tensor:
-    """The best (score, id) of each draw: float64 [draws, 2].
+@dataclass(frozen=True, slots=True)
+class ShardDraws:
+    """What one shard tells of a batch of draws."""
+
+    best: Float64Array
+    """[draws, 2], the best (score, id); of draws with filters no content."""
+    candidates: dict[int, ShardCandidates]
+    """Of each draw with filters."""
+
+    @classmethod
+    def room(cls, draws: int) -> ShardDraws:
+        """To be filled in."""
+        return cls(np.empty((draws, BEST_FIELDS)), {})
+
+    def put(self, chosen: Sequence[int], of_chosen: ShardDraws) -> None:
+        """Fill in some draws, of which another batch was made."""
+        self.best[chosen] = of_chosen.best
+        self.candidates.update({chosen[i]: candidates for i, candidates in of_chosen.candidates.items()})
+
+
+def draws_of_shard(logits: torch.Tensor, rows: Sequence[SamplingRow], begin: int) -> ShardDraws:
+    """Everything from logits on the host: float32 [draws, shard rows], the first being vocabulary row `begin`."""
+    filtered = [i for i, row in enumerate(rows) if row.is_filtered]
+    if not filtered:
+        return ShardDraws(best_of_shard(logits, rows, begin), {})
+    draws = ShardDraws.room(len(rows))
+    plain = [i for i, row in enumerate(rows) if not row.is_filtered]
+    if plain:
+        draws.best[plain] = best_of_shard(take_rows(logits, plain), [rows[i] for i in plain], begin)
+    for chunk in chunks_of(filtered, logits.shape[1]):
+        scaled, own = scaled_logits(logits, rows, chunk, begin), [rows[i] for i in chunk]
+        counts = [row.num_candidates(logits.shape[1]) for row in own]
+        draws.candidates.update(zip(chunk, candidates_of_shard(scaled, own, begin, counts=counts), strict=True))
+    return draws
+
+
+def best_of_shard(logits: torch.Tensor, rows: Sequence[SamplingRow], begin: int) -> Float64Array:
+    """The best (score, id) of each draw without filters: float64 [draws, 2].
 
     `logits` is float32 [draws, shard rows], the shard's first row being vocabulary row `begin`. The score of a
     greedy draw is the logit, of another one the scaled logit plus noise. Of equal scores the lowest id wins; a
     score is NaN if a logit is.
     """
-    best = torch.empty((len(rows), BEST_FIELDS), dtype=torch.float64)
     plain = [i for i, row in enumerate(rows) if row.is_greedy and row.edits is None]
+    if len(plain) == len(rows):
+        return _best(logits, begin)
+    best = np.empty((len(rows), BEST_FIELDS))
     if plain:
-        best[plain] = _best(logits if len(plain) == len(rows) else take_rows(logits, plain), begin)
+        best[plain] = _best(take_rows(logits, plain), begin)
     edited = [i for i, row in enumerate(rows) if row.is_greedy and row.edits is not None]
     for chunk in chunks_of(edited, logits.shape[1]):
         best[chunk] = _best(edited_logits(logits, rows, chunk, begin), begin)
@@ -97,13 +148,17 @@ def candidates_of_shard(
         for row, count, top in zip(values, counts, largest, strict=True)
     ]
     noise = gumbel_noise_at([row.noise_key for row in rows], ids, begin=begin, count=values.shape[1])
-    candidates = []
-    for i, chosen in enumerate(ids):
-        kept = values[i, chosen].astype(np.float64)
-        all_ids = (chosen + begin).astype(np.float64)
-        complete = _is_complete(kept, values.shape[1])
-        candidates.append(ShardCandidates(largest[i], totals[i], kept, noise[i].astype(np.float64), all_ids, complete))
-    return candidates
+    return [
+        ShardCandidates.of(
+            largest=largest[i],
+            log_sum_exp=totals[i],
+            scaled=values[i, chosen].astype(np.float64),
+            noise=noise[i].astype(np.float64),
+            ids=(chosen + begin).astype(np.float64),
+            shard_rows=values.shape[1],
+        )
+        for i, chosen in enumerate(ids)
+    ]
 
 
 def scaled_logits(logits: torch.Tensor, rows: Sequence[SamplingRow], chosen: Sequence[int], begin: int) -> torch.Tensor:
@@ -145,19 +200,19 @@ def _nucleus_totals(scaled: torch.Tensor, rows: Sequence[SamplingRow]) -> list[f
     return totals
 
 
-def _is_complete(candidates: Float64Array, shard_rows: int) -> bool:
-    return len(candidates) == shard_rows or bool(np.isneginf(candidates[-1]))
-
-
-def _best(scores: torch.Tensor, begin: int) -> torch.Tensor:
+def _best(scores: torch.Tensor, begin: int) -> Float64Array:
     """Largest score and its id, of each row: float64 [rows, 2]."""
     # numpy's argmax takes the first of equals, as torch's does, and is many times faster.
-    ids = torch.from_numpy(scores.numpy().argmax(axis=-1)).unsqueeze(-1)
-    return torch.cat([scores.gather(-1, ids).double(), (ids + begin).double()], dim=-1)
+    values = scores.numpy()
+    columns = values.argmax(axis=1)
+    best = np.empty((len(values), BEST_FIELDS))
+    best[:, 0] = values[np.arange(len(values)), columns]
+    best[:, 1] = columns + begin
+    return best
 
 
-def chunks_of(chosen: Sequence[int], shard_rows: int) -> Iterator[list[int]]:
+def chunks_of(chosen: Sequence[int], shard_rows: int, *, chunk_elements: int = _CHUNK_ELEMENTS) -> Iterator[list[int]]:
     """Draws whose logits are worked on together."""
-    size = max(1, _CHUNK_ELEMENTS // shard_rows)
+    size = max(1, chunk_elements // shard_rows)
     for first in range(0, len(chosen), size):
         yield list(chosen[first : first + size])

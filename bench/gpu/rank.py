@@ -1,0 +1,233 @@
+"""The inside of a rank process: the worker's runner, told what to do over a pipe.
+
+As in a rank of the product, cores are bound before torch is imported, so everything that imports torch is imported
+late. Binding is plain affinity here: a rank's own pinning reads the resource's types, which need pydantic.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from bench.gpu.orders import (
+    Allocate,
+    Device,
+    End,
+    Failed,
+    Form,
+    Hello,
+    Load,
+    Loaded,
+    MeasureDevice,
+    MeasureParts,
+    Order,
+    Seat,
+    Stream,
+)
+
+if TYPE_CHECKING:
+    from hetero_worker.distributed.coordinator import GroupCoordinator
+    from hetero_worker.platforms.base import Platform
+    from hetero_worker.runners.base import LoadRequest
+
+_HOST: Final = "127.0.0.1"
+_TIMEOUT_S: Final = 120.0
+
+
+def main(seat: Seat, pipe: Connection) -> None:
+    """Live until told to end, or until whoever started this process is gone."""
+    try:
+        _bind(seat)
+        _Rank(seat, pipe).live()
+    except EOFError:
+        return
+    except BaseException:  # noqa: BLE001 - whoever reads the pipe tells it
+        pipe.send(Failed(traceback.format_exc()))
+
+
+def _bind(seat: Seat) -> None:
+    os.sched_setaffinity(0, seat.cores)
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[variable] = str(len(seat.cores))
+    if seat.device is not Device.CUDA:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def _platform(seat: Seat) -> Platform:
+    if seat.device is Device.CUDA:
+        from hetero_worker.platforms.cuda import CudaPlatform
+
+        return CudaPlatform(0, pool="bench")
+    from hetero_worker.platforms.cpu import CpuPlatform
+
+    if seat.device is Device.CPU:
+        return CpuPlatform(memory_bytes=seat.memory_bytes)
+    from tests.support.pseudo_gpu import PseudoGpuPlatform
+
+    return PseudoGpuPlatform(0, memory_bytes=seat.memory_bytes)
+
+
+class _Rank:
+    def __init__(self, seat: Seat, pipe: Connection) -> None:
+        from hetero_worker.distributed.store import StoreListener
+        from hetero_worker.platforms.compute_threads import start_compute_threads
+        from hetero_worker.platforms.host_allocator import keep_freed_memory
+        from hetero_worker.runners.selection import runner_of
+
+        keep_freed_memory()
+        start_compute_threads(len(seat.cores))
+        self._seat = seat
+        self._pipe = pipe
+        self._platform = _platform(seat)
+        self._platform.open()
+        self._listener = StoreListener(_HOST)
+        self._runner = runner_of(self._platform)
+        self._group: GroupCoordinator | None = None
+
+    def live(self) -> None:
+        import torch
+
+        self._pipe.send(
+            Hello(self._listener.open(), self._platform.name, self._platform.memory_bytes, torch.__version__)
+        )
+        while True:
+            order: Order | bytes = self._pipe.recv()
+            if isinstance(order, bytes):
+                self._step(order)
+                continue
+            self._pipe.send(self._do(order))
+            if isinstance(order, End):
+                return
+
+    def _step(self, payload: bytes) -> None:
+        import time
+
+        from hetero_api.v1 import ranks_pb2
+        from hetero_worker.life_messages import step_result
+
+        plan = ranks_pb2.StepPlan.FromString(payload)
+        began_s = time.perf_counter()
+        output = self._runner.execute(plan)
+        if self._seat.rank == 0:
+            result = step_result(plan, output, step_s=time.perf_counter() - began_s)
+            self._pipe.send(result.SerializeToString())
+
+    def _do(self, order: Order) -> object:
+        match order:
+            case Form():
+                self._form(order)
+            case MeasureDevice():
+                return self._measure_device()
+            case MeasureParts():
+                return self._measure_parts(order)
+            case Load():
+                return self._load(order)
+            case Allocate():
+                return self._runner.allocate(order.num_blocks, order.block_size)
+            case Stream():
+                return self._stream(order)
+            case End():
+                self._end()
+        return None
+
+    def _form(self, order: Form) -> None:
+        from hetero_api.v1 import ranks_pb2
+        from hetero_worker.distributed.coordinator import GroupRequest, form_group
+
+        request = GroupRequest(
+            epoch=1,
+            rank=self._seat.rank,
+            world_size=self._seat.world_size,
+            store_address=order.store_address,
+            kind_asked=ranks_pb2.EXCHANGE_KIND_SHM,
+            segment_name=order.segment_name,
+            timeout_s=_TIMEOUT_S,
+            host=_HOST,
+            num_gpu_ranks=self._seat.num_gpu_ranks,
+            device=self._platform.device,
+            device_backend=self._platform.device_backend,
+        )
+        self._group = form_group(request, listener=self._listener, aborted=lambda: False)
+
+    @property
+    def _formed(self) -> GroupCoordinator:
+        assert self._group is not None, "the program forms the group first"
+        return self._group
+
+    def _measure_device(self) -> bytes:
+        from hetero_worker.probe.speeds import measure_device
+
+        return measure_device(self._platform).SerializeToString()
+
+    def _measure_parts(self, order: MeasureParts) -> bytes:
+        from hetero_api.v1 import ranks_pb2
+        from hetero_worker.life_messages import formed_message
+        from hetero_worker.probe.speeds import measure_parts
+
+        group = self._formed
+        times = group.measure()
+        group.meet()
+        costs = ranks_pb2.DeviceSpeeds(
+            memory_bandwidth=self._platform.bandwidth(),
+            lone_memory_bandwidth=group.in_turn(self._platform.bandwidth),
+        )
+        costs.MergeFrom(measure_parts(self._platform, order.config, dtype=order.dtype, company=group))
+        return formed_message(group.kind, group.exchange_reason, times, costs).SerializeToString()
+
+    def _load(self, order: Load) -> Loaded:
+        from hetero_worker.errors import MemoryBudgetError
+
+        self._runner.attach(self._formed.connect(order.plan))
+        try:
+            report = self._runner.load(self._request(order))
+        except MemoryBudgetError as error:
+            return Loaded(0, 0, 0, (), refusal=str(error))
+        return Loaded(
+            report.weight_bytes,
+            report.kv_budget_bytes,
+            report.kv_bytes_per_token,
+            report.kernels,
+            report.graph_sizes,
+        )
+
+    def _request(self, order: Load) -> LoadRequest:
+        from bench.gpu.weights import MadeWeights
+        from hetero_worker.attention.selection import DeviceAttention
+        from hetero_worker.runners.base import LoadRequest
+
+        is_plain = self._seat.device is not Device.CPU and not order.options.own_attention
+        return LoadRequest(
+            directory=Path("made weights"),
+            config=order.config,
+            dtype=order.dtype,
+            shard_plan=order.plan,
+            rank=self._seat.rank,
+            max_model_len=order.bounds.max_model_len,
+            max_num_batched_tokens=order.bounds.max_num_batched_tokens,
+            max_num_seqs=order.bounds.max_num_seqs,
+            memory_bytes=order.memory_bytes[self._seat.rank] or self._platform.memory_bytes,
+            open_weights=MadeWeights,
+            enforce_eager=not order.options.graphs,
+            fused=order.options.fused,
+            attention=DeviceAttention.PLAIN if is_plain else None,
+        )
+
+    def _stream(self, order: Stream) -> float | None:
+        from bench.gpu.streaming import seconds_a_token
+
+        self._drop_weights()
+        return seconds_a_token(order, self._platform) if self._seat.rank == 0 else None
+
+    def _drop_weights(self) -> None:
+        from hetero_worker.runners.selection import runner_of
+
+        self._runner.detach()
+        self._runner = runner_of(self._platform)
+
+    def _end(self) -> None:
+        self._runner.detach()
+        if self._group is not None:
+            self._group.close()

@@ -1,0 +1,38 @@
+"""Shapes of models that are measured; the values of their weights do not matter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from hetero_api.model_config import ModelConfig
+
+_QWEN3: Final[Mapping[str, Any]] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+}
+
+
+def _qwen3(**fields: Any) -> ModelConfig:
+    return ModelConfig.from_hf({**_QWEN3, **fields})
+
+
+QWEN3_06B: Final = _qwen3(
+    hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, tie_word_embeddings=True
+)
+QWEN3_8B: Final = _qwen3(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32)
+QWEN3_32B: Final = _qwen3(hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64)
+TINY: Final = _qwen3(
+    hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=16, vocab_size=512, max_position_embeddings=2048,
+)  # fmt: skip
+"""To see that the program runs."""

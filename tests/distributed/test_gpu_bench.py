@@ -1,0 +1,50 @@
+"""bench.gpu runs from end to end where there is no GPU, says so, and needs no pydantic."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+REPOSITORY = Path(__file__).parents[2]
+WITHOUT_PYDANTIC = "import sys; sys.modules['pydantic'] = None; "
+"""Any import of it raises ImportError."""
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": ".:worker:protos"}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+
+
+def test_a_tiny_shape_goes_through_every_section_on_host_tensors(tmp_path: Path) -> None:
+    asked = ["--device", "cpu", "--tiny", "--cpu-ranks", "1", "--limit-s", "200", "--results", str(tmp_path)]
+    done = run("-m", "bench.gpu", *asked)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = tmp_path.iterdir()
+    written = json.loads(file.read_text())
+    assert written["device"].startswith("HOST TENSORS, no GPU")
+    assert not written["is_gpu"]
+    measured = {row["what"] for row in written["rows"] if row["tokens_per_s"]}
+    assert {"tiny, 6 requests", "tiny, decode at batch 1", "tiny, overlap off, batch 32"} <= measured
+    assert any(what.startswith("tiny in ") for what in measured)
+
+
+@pytest.mark.parametrize("module", ["bench.gpu.program", "bench.gpu.rank", "tests.support.mixed_runners"])
+def test_it_needs_no_pydantic(module: str) -> None:
+    late = "import hetero_worker.life_messages, hetero_worker.probe.speeds, hetero_worker.runners.selection"
+    done = run("-c", f"{WITHOUT_PYDANTIC}import {module}; {late}")
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_drives_the_ranks_does_without_torch() -> None:
+    done = run("-c", "import bench.gpu.program, sys; sys.exit('torch' in sys.modules)")
+    assert done.returncode == 0, done.stderr

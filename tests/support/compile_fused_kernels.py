@@ -1,0 +1,52 @@
+"""Compile the kernels of fused steps for a GPU that is not there, down to its machine code, and print their names.
+
+    python -m tests.support.compile_fused_kernels
+
+What Triton's interpreter lets pass, its compiler may not: types, shapes that are no powers of two, names of a scope.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from hetero_worker.kernels import activations, norms, rotary, trial
+
+TARGET = GPUTarget("cuda", 90, 32)
+POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+HEADS = {"num_heads": 14, "num_kv_heads": 2, "head_dim": 96, "tile_heads": 8, "block": 64}
+NOTHING_WRITTEN = {"weights": None, "keys": None, "values": None, "slots": None}
+
+
+def compile_kernel(kernel: Any, types: Mapping[str, str], constants: Mapping[str, object]) -> None:
+    """Raises what the compiler raises. Arguments are of `types`, those that are not named there of the type of all."""
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, types["tensors"]) for name in kernel.arg_names
+    }
+    indexed = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    compiled = triton.compile(ASTSource(kernel, signature, constexprs=indexed), target=TARGET)
+    if not compiled.asm["cubin"]:
+        raise RuntimeError(f"no machine code came of {kernel.__name__}")
+
+
+def compile_all(dtype: torch.dtype) -> None:
+    numbers = {"x_stride": "i32", "residual_stride": "i32", "delta_stride": "i32", "row_stride": "i32", "eps": "fp32"}
+    types = {"tensors": POINTERS[dtype], "slots": "*i64", "out": POINTERS[dtype], **numbers}
+    compile_kernel(norms._rms_norm, {**types, "weight": "*fp32"}, {"width": 5120, "block": 8192})
+    compile_kernel(norms._add_rms_norm, types, {"width": 896, "block": 1024})
+    for is_gelu in (False, True):
+        compile_kernel(activations._gated, types, {"columns": 4864, "is_gelu": is_gelu, "block": 1024})
+    compile_kernel(rotary._rotate, types, {**HEADS, "norms": True, "writes": True})
+    compile_kernel(rotary._rotate, types, {**HEADS, "norms": False, "writes": False, **NOTHING_WRITTEN})
+
+
+if __name__ == "__main__":
+    compile_kernel(trial._count, {"tensors": "*i32"}, {"block": 4})
+    for each in POINTERS:
+        compile_all(each)
+        print(f"compiled for {each}")

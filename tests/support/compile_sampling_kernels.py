@@ -1,0 +1,19 @@
+"""Compile the kernels of draws for a GPU that is not there, down to its machine code.
+
+python -m tests.support.compile_sampling_kernels
+"""
+
+from __future__ import annotations
+
+from hetero_worker.kernels import sampling
+from tests.support.compile_fused_kernels import compile_kernel
+
+INTEGERS = dict.fromkeys(("rows", "keys", "ids", "out", "out_ids"), "*i64")
+NUMBERS = dict.fromkeys(("row_stride", "ids_stride", "begin", "count", "n"), "i32")
+
+if __name__ == "__main__":
+    for logits in ("*fp32", "*bf16"):
+        types = {"tensors": "*fp32", "logits": logits, **INTEGERS, **NUMBERS}
+        compile_kernel(sampling._contest_kernel, types, {"block_size": 256})
+    compile_kernel(sampling._words_kernel, {"tensors": "*i64", **NUMBERS}, {"block_size": 128})
+    print("compiled")

@@ -1,0 +1,70 @@
+"""Compiles our attention kernels for GPUs of two ages, without one; in a process of its own, which interprets nothing.
+
+python -m tests.support.compiled_kernels     prints what each takes of shared memory, in bytes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from hetero_worker.kernels import paged_attention
+from hetero_worker.kernels.attention_tiles import Tile
+
+Constants = Mapping[str, int | bool]
+_TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+_INDICES = ("tables", "lengths", "starts")
+_FACTORS = ("factor", "cap_factor")
+_THREADS_PER_WARP = 32
+_CASES = ((80, torch.float32, 80, 1, False), (90, torch.bfloat16, 128, 7, True))
+"""Compute capability, type, head_dim, query heads a KV head, soft cap."""
+
+
+def _kernels(dtype: torch.dtype, head_dim: int, group: int, *, has_cap: bool) -> Iterator[tuple[Any, Constants]]:
+    """The three kernels with their constants, as the launchers give them."""
+    tile, padded = Tile.of(head_dim, dtype.itemsize), triton.next_power_of_2(head_dim)
+    shape: Constants = {"head_dim": head_dim, "padded_dim": padded, "num_splits": 4}
+    program: Constants = {"block_size": 16, "group": group, "tile": tile.tokens, "has_cap": has_cap}
+    yield paged_attention._decode, {**shape, **program, "lanes": 16}
+    yield paged_attention._spans, {**shape, **program, "lanes": tile.lanes}
+    yield paged_attention._combine, shape
+
+
+def _shared_bytes(kernel: Any, dtype: torch.dtype, constants: Constants, capability: int) -> int:
+    names = [parameter.name for parameter in kernel.params]
+    signature = {name: _type_of(name, dtype, constants) for name in names}
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(names.index(name),): constants[name] for name in names if name in constants},
+        attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")},
+    )
+    target = GPUTarget("cuda", capability, _THREADS_PER_WARP)
+    return int(triton.compile(source, target=target, options={"num_warps": 4, "num_stages": 2}).metadata.shared)
+
+
+def _type_of(name: str, dtype: torch.dtype, constants: Constants) -> str:
+    if name in constants:
+        return "constexpr"
+    if name in _INDICES:
+        return "*i32"
+    if name in _FACTORS:
+        return "fp32"
+    if name.startswith("partial_"):
+        return "*fp32"
+    return _TYPES[dtype] if name in ("query", "keys", "values", "out") else "i32"
+
+
+def main() -> None:
+    for capability, dtype, head_dim, group, has_cap in _CASES:
+        for kernel, constants in _kernels(dtype, head_dim, group, has_cap=has_cap):
+            print(kernel.__name__, dtype, capability, _shared_bytes(kernel, dtype, constants, capability))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Weights that are made, weights that are streamed: what the GPU bench computes with in place of a model's files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.gpu.orders import Stream
+from bench.gpu.shapes import TINY
+from bench.gpu.streaming import seconds_a_token
+from bench.gpu.weights import MadeWeights
+from hetero_worker.distributed.exchange import LocalExchange
+from hetero_worker.memory.loader import TensorSlice
+from hetero_worker.platforms.cpu import CpuPlatform
+from hetero_worker.runners.base import LoadRequest
+from hetero_worker.runners.selection import runner_of
+from tests.support.rank_shares import Shares
+
+pytestmark = pytest.mark.unit
+
+WHOLE = Shares(kv_heads=((2,),), mlp_columns=((256,),), vocab_rows=(512,))
+
+
+def test_matrices_are_random_and_norms_are_ones() -> None:
+    matrix, norm = torch.zeros(300, 64), torch.zeros(64)
+    with MadeWeights(Path("nowhere")) as weights:
+        weights.read(TensorSlice("a.weight", (300, 64)), matrix)
+        weights.read(TensorSlice("a.norm", (64,)), norm)
+    assert torch.equal(norm, torch.ones(64))
+    assert matrix.std().item() == pytest.approx(0.02, rel=0.05)
+    assert len(torch.unique(matrix)) > 10_000
+
+
+def test_a_runner_loads_them_where_there_is_no_directory() -> None:
+    request = LoadRequest(
+        directory=Path("nowhere"), config=TINY, dtype="float32", shard_plan=WHOLE.plan(TINY.num_layers), rank=0,
+        max_model_len=64, max_num_batched_tokens=64, max_num_seqs=2, memory_bytes=2 << 30, open_weights=MadeWeights,
+    )  # fmt: skip
+    runner = runner_of(CpuPlatform())
+    runner.attach(LocalExchange())
+    assert runner.load(request).weight_bytes >= 4 * TINY.num_parameters
+
+
+@pytest.mark.parametrize("num_streamed", [0, 1, 3, 4])
+def test_a_token_goes_through_resident_and_streamed_layers(num_streamed: int) -> None:
+    order = Stream(16 * 64 * 4, 4, num_streamed, 64, "float32")
+    assert seconds_a_token(order, CpuPlatform()) > 0

@@ -1,0 +1,136 @@
+"""CudaGraphBackend gives torch.cuda the calls that a capture takes, in their order; torch.cuda is played here."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from hetero_worker.runners.graphs.breaks import Breaks
+from hetero_worker.runners.graphs.cuda_backend import CudaGraphBackend
+
+pytestmark = pytest.mark.unit
+
+DEVICE = torch.device("cuda", 1)
+
+
+class PlayedCuda:
+    """What torch.cuda is asked, and by whom: names of calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.empty: set[int] = set()
+        """Numbers of graphs in which nothing is."""
+        self.graphs = 0
+        self.on = "main"
+
+    def graph(self) -> PlayedGraph:
+        self.graphs += 1
+        return PlayedGraph(self, self.graphs)
+
+    @contextlib.contextmanager
+    def stream(self, stream: PlayedStream) -> Iterator[None]:
+        before, self.on = self.on, stream.name
+        yield
+        self.on = before
+
+
+class PlayedStream:
+    def __init__(self, cuda: PlayedCuda, name: str) -> None:
+        self.cuda, self.name = cuda, name
+
+    def wait_stream(self, other: PlayedStream) -> None:
+        self.cuda.calls.append(f"{self.name} waits for {other.name}")
+
+
+class PlayedGraph:
+    def __init__(self, cuda: PlayedCuda, number: int) -> None:
+        self.cuda, self.number = cuda, number
+
+    def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+        self.cuda.calls.append(f"begin {self.number} on {self.cuda.on} in {pool}, {capture_error_mode}")
+        assert not gc.isenabled()
+
+    def capture_end(self) -> None:
+        self.cuda.calls.append(f"end {self.number}")
+        if self.number in self.cuda.empty:
+            warnings.warn("The CUDA Graph is empty. This usually means ...", stacklevel=1)
+
+    def replay(self) -> None:
+        self.cuda.calls.append(f"replay {self.number} on {self.cuda.on}")
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> PlayedCuda:
+    played = PlayedCuda()
+    main, side = PlayedStream(played, "main"), PlayedStream(played, "side")
+    monkeypatch.setattr("torch.cuda.Stream", lambda device: side)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: main)
+    monkeypatch.setattr("torch.cuda.stream", played.stream)
+    monkeypatch.setattr("torch.cuda.graph_pool_handle", lambda: "the pool")
+    monkeypatch.setattr("torch.cuda.CUDAGraph", played.graph)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (device.index * 1000, 5000))
+    return played
+
+
+def test_each_segment_is_captured_aside_and_done_at_once_then_replayed_where_the_thread_computes(
+    cuda: PlayedCuda,
+) -> None:
+    breaks = Breaks(CudaGraphBackend(DEVICE))
+    recorded = breaks.record(lambda: breaks.call(lambda: cuda.calls.append(f"call on {cuda.on}")))
+    first = [
+        "side waits for main",
+        "begin 1 on side in the pool, thread_local",
+        "end 1",
+        "replay 1 on side",
+        "call on side",
+        "begin 2 on side in the pool, thread_local",
+        "end 2",
+        "replay 2 on side",
+        "main waits for side",
+    ]
+    assert cuda.calls == first
+    assert gc.isenabled()
+    recorded.replay()
+    assert cuda.calls[len(first) :] == ["replay 1 on main", "call on main", "replay 2 on main"]
+
+
+def test_a_graph_with_nothing_in_it_is_left_out(cuda: PlayedCuda) -> None:
+    cuda.empty = {1}
+    breaks = Breaks(CudaGraphBackend(DEVICE))
+    recorded = breaks.record(lambda: breaks.call(lambda: None))
+    assert recorded.num_segments == 1
+    assert not any(call.startswith("replay 1") for call in cuda.calls)
+
+
+def test_a_pass_that_fails_within_a_segment_ends_its_capture(cuda: PlayedCuda) -> None:
+    def fail() -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    breaks = Breaks(CudaGraphBackend(DEVICE))
+    with pytest.raises(torch.OutOfMemoryError):
+        breaks.record(fail)
+    assert cuda.calls[-1] == "end 1"
+    assert gc.isenabled()
+    breaks.record(lambda: None)
+
+
+def test_a_pass_that_fails_between_segments_has_no_capture_to_end(cuda: PlayedCuda) -> None:
+    def fail() -> None:
+        raise KeyError("a peer is gone")
+
+    breaks = Breaks(CudaGraphBackend(DEVICE))
+    with pytest.raises(KeyError):
+        breaks.record(lambda: breaks.call(fail))
+    assert cuda.calls.count("end 1") == 1
+    assert cuda.graphs == 1
+
+
+def test_free_memory_is_the_devices(cuda: PlayedCuda) -> None:
+    assert CudaGraphBackend(DEVICE).free_bytes() == 1000
+    assert cuda.calls == []

@@ -1,0 +1,158 @@
+"""Links of a GPU rank to ranks on the host: its device writes to, and reads from, the memory that they share.
+
+    GPU rank, source      device ──copy──► its area of the link, which receivers read        no copy on the host
+    GPU rank, receiver    device ◄──copy── the source's area, which is given back later      no copy on the host
+
+The segment is pinned for the device (ShmSegment.pin). What is sent goes to the areas at once; only when receivers are
+so far behind that there is no room, through a buffer of the staging, and into the areas in its turn. What is received
+is read where it lies: its areas are given back when the device's copy is done, which is looked for when the next tensor
+of the link is taken, and when this rank has waited for long for anything (`LinkAreas.while_waiting`). So the last
+tensor of a link may keep its source waiting, but not for ever: the copy that it waits for waits for nobody.
+
+A copy onto the device may begin when its receipt has been posted: what the thread has asked of the device since, its
+own part of an MLP for one, is computed meanwhile.
+
+Where memory cannot be pinned, and on other exchanges, everything goes through the staging's buffers.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from hetero_worker.distributed.exchange import SENT, Arrived, HostExchange, PendingSend, PendingTensor
+from hetero_worker.distributed.link_areas import AreaReceiver, AreaSource, LinkAreas
+from hetero_worker.distributed.routes import Link
+from hetero_worker.distributed.shm_exchange import ShmExchange
+from hetero_worker.distributed.staging import Staging
+from hetero_worker.platforms.device_streams import Moment
+
+_log = logging.getLogger(__name__)
+
+
+class DirectLinks:
+    """A GPU rank's ends of its links over the host: direct where `areas` has them. One thread calls."""
+
+    def __init__(self, host: HostExchange, staging: Staging, areas: LinkAreas) -> None:
+        self._host = host
+        self._staging = staging
+        self._sources = areas.sources
+        self._receipts = {link: _Receipts(receiver, staging) for link, receiver in areas.receivers.items()}
+        areas.while_waiting(self._give_back)
+
+    def start_send(self, tensor: torch.Tensor, link: Link) -> PendingSend:
+        """As Exchange.start_send: the copy off the device begins."""
+        if not tensor.numel():
+            return SENT
+        source = self._sources.get(link)
+        parts = None if source is None else source.begin(tensor.nbytes)
+        if source is None or parts is None:
+            return _StagedSend(self._host, self._staging.start_to_host(tensor), link)
+        return _DirectSend(source, tensor, self._staging.write_parts(tensor, parts))
+
+    def receive(self, out: torch.Tensor, link: Link) -> PendingTensor:
+        """As Exchange.receive."""
+        if not out.numel():
+            return Arrived(out)
+        posted = self._staging.now()
+        if (receipts := self._receipts.get(link)) is None:
+            pending = self._host.receive(self._staging.host_buffer(out), link)
+            return _StagedReceipt(pending, out, self._staging, posted)
+        return _DirectReceipt(receipts, out, posted)
+
+    def _give_back(self) -> None:
+        for receipts in self._receipts.values():
+            receipts.give_back()
+
+
+def direct_links(host: HostExchange, staging: Staging) -> DirectLinks:
+    """Direct where the host exchange shares memory, and it can be pinned for the device."""
+    areas = host.open_areas(staging.pins) if isinstance(host, ShmExchange) else LinkAreas("ranks share no memory")
+    if areas.problem:
+        _log.info("links to ranks on the host go through pinned buffers: %s", areas.problem)
+    return DirectLinks(host, staging, areas)
+
+
+class _StagedSend:
+    """A PendingSend of a tensor that leaves its device through a buffer."""
+
+    def __init__(self, host: HostExchange, leaving: PendingTensor, link: Link) -> None:
+        self._host = host
+        self._leaving = leaving
+        self._link = link
+
+    def finish(self) -> None:
+        self._host.send(self._leaving.wait(), self._link)
+
+
+class _StagedReceipt:
+    """A posted receipt of a tensor that goes on to the device, which may take it since `posted`."""
+
+    def __init__(self, pending: PendingTensor, out: torch.Tensor, staging: Staging, posted: Moment) -> None:
+        self._pending = pending
+        self._out = out
+        self._staging = staging
+        self._posted = posted
+        self._done = False
+
+    def wait(self) -> torch.Tensor:
+        if not self._done:
+            self._staging.to_device(self._pending.wait(), self._out, after=self._posted)
+            self._done = True
+        return self._out
+
+
+class _DirectSend:
+    """A PendingSend of a tensor that its device writes to the link's areas; it is held until it has."""
+
+    def __init__(self, source: AreaSource, tensor: torch.Tensor, written: Moment) -> None:
+        self._source = source
+        self._tensor = tensor
+        self._written = written
+
+    def finish(self) -> None:
+        self._written.wait()
+        self._source.publish(self._tensor.nbytes)
+
+
+class _Receipts:
+    """Those of one link, and what the device may still be reading of it."""
+
+    def __init__(self, receiver: AreaReceiver, staging: Staging) -> None:
+        self.receiver = receiver
+        self._staging = staging
+        self._held: tuple[Moment, int] | None = None
+
+    def take(self, out: torch.Tensor, first: int, posted: Moment) -> None:
+        """Have `out` read from the messages from `first` on, as many at a time as may be held."""
+        flat, batch = out.view(-1).view(torch.uint8), self.receiver.batch_bytes
+        for begin in range(0, len(flat), batch):
+            piece = flat[begin : begin + batch]
+            self.give_back()
+            parts = self.receiver.arrived(first, begin, len(piece))
+            self._held = self._staging.read_parts(parts, piece, after=posted), len(piece)
+
+    def give_back(self) -> None:
+        """What has been taken, once the device has read it."""
+        if self._held is not None:
+            (moment, num_bytes), self._held = self._held, None
+            moment.wait()
+            self.receiver.give_back(num_bytes)
+
+
+class _DirectReceipt:
+    """A posted receipt of a tensor that the device reads from the source's areas."""
+
+    def __init__(self, receipts: _Receipts, out: torch.Tensor, posted: Moment) -> None:
+        self._receipts = receipts
+        self._out = out
+        self._posted = posted
+        self._first = receipts.receiver.post_bytes(out.nbytes)
+        self._done = False
+
+    def wait(self) -> torch.Tensor:
+        if not self._done:
+            self._receipts.take(self._out, self._first, self._posted)
+            self._done = True
+        return self._out

@@ -1,0 +1,341 @@
+"""Attention over the paged cache: one kernel for rows that decode, one for spans of several rows.
+
+A program serves one KV head and all query heads of its group, so that what it reads of the cache serves them all. Its
+lanes are (row, head) pairs. Tokens come in tiles (`attention_tiles`) that begin at multiples of the tile's size,
+whatever is asked, and those that a lane sees nothing of do not change its numbers; hence in `attend_spans` a row's
+result does not depend on which rows are computed along with it.
+
+`attend_decode` may cut a row's tokens into splits, for there are few rows and many multiprocessors; a second kernel
+adds up what the splits found. The number of splits changes the order of additions, and so the last bits.
+
+What lies outside the tokens that a program's lanes see is never read. Shapes are constants of a compilation; lengths,
+tables and windows are not. Nothing here waits, and everything may be captured into a graph.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from hetero_worker.kernels.attention_tiles import PagedKeys, Scoring, Tile, fold
+
+_ALL: Final = 2**31 - 1
+"""The window of a layer that has none."""
+_LEAST_LANES: Final = 16
+"""Rows of the smallest product that tensor cores do."""
+
+
+@triton.jit(do_not_specialize=["window", "table_stride"])
+def _decode(  # type: ignore[no-untyped-def]
+    query,
+    keys,
+    values,
+    tables,
+    lengths,
+    out,
+    partial_sums,
+    partial_maxima,
+    partial_totals,
+    factor,
+    cap_factor,
+    window,
+    table_stride,
+    query_row_stride,
+    query_head_stride,
+    out_row_stride,
+    slot_stride,
+    head_stride,
+    head_dim: tl.constexpr,
+    padded_dim: tl.constexpr,
+    block_size: tl.constexpr,
+    group: tl.constexpr,
+    lanes: tl.constexpr,
+    tile: tl.constexpr,
+    num_splits: tl.constexpr,
+    has_cap: tl.constexpr,
+):
+    """Program (row, KV head, split): the split's share of the row's tiles."""
+    row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    lane = tl.arange(0, lanes)
+    dims = tl.arange(0, padded_dim)
+    head = kv_head * group + lane
+    is_element = (lane[:, None] < group) & (dims[None, :] < head_dim)
+    queries = tl.load(
+        query + row * query_row_stride + head[:, None] * query_head_stride + dims[None, :], mask=is_element, other=0.0
+    )
+    length = tl.load(lengths + row)
+    begin = tl.maximum(length - window, 0)
+    first_tile = begin // tile
+    share = tl.cdiv(tl.cdiv(length, tile) - first_tile, num_splits)
+    first_tile += split * share
+    end = tl.minimum((first_tile + share) * tile, length)
+    first_seen = tl.full([lanes], 0, tl.int32) + begin
+    last_seen = tl.full([lanes], -1, tl.int32) + length
+    accumulated = tl.zeros([lanes, padded_dim], tl.float32)
+    maximum = tl.full([lanes], float("-inf"), tl.float32)
+    total = tl.zeros([lanes], tl.float32)
+    for start in range(first_tile * tile, end, tile):
+        accumulated, maximum, total = fold(
+            queries,
+            accumulated,
+            maximum,
+            total,
+            start,
+            begin,
+            end,
+            first_seen,
+            last_seen,
+            keys + kv_head * head_stride,
+            values + kv_head * head_stride,
+            tables + row * table_stride,
+            slot_stride,
+            factor,
+            cap_factor,
+            head_dim,
+            padded_dim,
+            block_size,
+            tile,
+            has_cap,
+        )
+    if num_splits == 1:
+        accumulated = accumulated / tl.where(total > 0.0, total, 1.0)[:, None]
+        tl.store(
+            out + row * out_row_stride + head[:, None] * head_dim + dims[None, :],
+            accumulated.to(out.dtype.element_ty),
+            mask=is_element,
+        )
+    else:
+        place = (row * tl.num_programs(1) * group + head) * num_splits + split
+        tl.store(partial_maxima + place, maximum, mask=lane < group)
+        tl.store(partial_totals + place, total, mask=lane < group)
+        tl.store(
+            partial_sums + place[:, None] * head_dim + dims[None, :],
+            accumulated,
+            mask=is_element & (total[:, None] > 0.0),
+        )
+
+
+@triton.jit
+def _combine(  # type: ignore[no-untyped-def]
+    partial_sums,
+    partial_maxima,
+    partial_totals,
+    out,
+    out_row_stride,
+    head_dim: tl.constexpr,
+    padded_dim: tl.constexpr,
+    num_splits: tl.constexpr,
+):
+    """Program (row, head): adds up what the splits found. A split without tokens has a total of 0, and no sums."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    dims = tl.arange(0, padded_dim)
+    place = (row * tl.num_programs(1) + head) * num_splits + tl.arange(0, num_splits)
+    maxima = tl.load(partial_maxima + place)
+    totals = tl.load(partial_totals + place)
+    largest = tl.max(maxima, 0)
+    weights = tl.exp2(maxima - tl.where(largest == float("-inf"), 0.0, largest))
+    is_element = (totals[:, None] > 0.0) & (dims[None, :] < head_dim)
+    sums = tl.load(partial_sums + place[:, None] * head_dim + dims[None, :], mask=is_element, other=0.0)
+    total = tl.sum(weights * totals, 0)
+    combined = tl.sum(weights[:, None] * sums, 0) / tl.where(total > 0.0, total, 1.0)
+    tl.store(
+        out + row * out_row_stride + head * head_dim + dims, combined.to(out.dtype.element_ty), mask=dims < head_dim
+    )
+
+
+@triton.jit(do_not_specialize=["first_span", "window", "table_stride"])
+def _spans(  # type: ignore[no-untyped-def]
+    query,
+    keys,
+    values,
+    tables,
+    lengths,
+    starts,
+    first_span,
+    out,
+    factor,
+    cap_factor,
+    window,
+    table_stride,
+    query_row_stride,
+    query_head_stride,
+    out_row_stride,
+    slot_stride,
+    head_stride,
+    head_dim: tl.constexpr,
+    padded_dim: tl.constexpr,
+    block_size: tl.constexpr,
+    group: tl.constexpr,
+    lanes: tl.constexpr,
+    tile: tl.constexpr,
+    has_cap: tl.constexpr,
+):
+    """Program (piece, span, KV head): as many rows as there are lanes for. The last pieces see most, and come first."""
+    span = first_span + tl.program_id(1)
+    kv_head = tl.program_id(2)
+    span_begin = tl.load(starts + span)
+    num_rows = tl.load(starts + span + 1) - span_begin
+    first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * (lanes // group)
+    if first_row < num_rows:
+        num_computed = tl.load(lengths + span) - num_rows
+        lane = tl.arange(0, lanes)
+        dims = tl.arange(0, padded_dim)
+        row = first_row + lane // group
+        head = kv_head * group + lane % group
+        is_lane = (lane < lanes // group * group) & (row < num_rows)
+        is_element = is_lane[:, None] & (dims[None, :] < head_dim)
+        step_row = (span_begin + row).to(tl.int64)
+        queries = tl.load(
+            query + step_row[:, None] * query_row_stride + head[:, None] * query_head_stride + dims[None, :],
+            mask=is_element,
+            other=0.0,
+        )
+        last_seen = num_computed + row
+        first_seen = tl.maximum(last_seen + 1 - window, 0)
+        begin = tl.maximum(num_computed + first_row + 1 - window, 0)
+        end = num_computed + tl.minimum(first_row + lanes // group, num_rows)
+        accumulated = tl.zeros([lanes, padded_dim], tl.float32)
+        maximum = tl.full([lanes], float("-inf"), tl.float32)
+        total = tl.zeros([lanes], tl.float32)
+        for start in range(begin // tile * tile, end, tile):
+            accumulated, maximum, total = fold(
+                queries,
+                accumulated,
+                maximum,
+                total,
+                start,
+                begin,
+                end,
+                first_seen,
+                last_seen,
+                keys + kv_head * head_stride,
+                values + kv_head * head_stride,
+                tables + span.to(tl.int64) * table_stride,
+                slot_stride,
+                factor,
+                cap_factor,
+                head_dim,
+                padded_dim,
+                block_size,
+                tile,
+                has_cap,
+            )
+        accumulated = accumulated / tl.where(total > 0.0, total, 1.0)[:, None]
+        tl.store(
+            out + step_row[:, None] * out_row_stride + head[:, None] * head_dim + dims[None, :],
+            accumulated.to(out.dtype.element_ty),
+            mask=is_element,
+        )
+
+
+def attend_decode(
+    query: torch.Tensor, out: torch.Tensor, paged: PagedKeys, scoring: Scoring, *, num_splits: int
+) -> None:
+    """Row i of `query` [rows, heads, head_dim] is the last token of sequence i; into `out` [rows, heads · head_dim].
+
+    `num_splits`, a power of two, takes as many more programs, and rows · heads · num_splits · (head_dim + 2) floats of
+    memory if it is more than one. A row of length 0 gets zeros.
+    """
+    num_rows, num_heads, head_dim = query.shape
+    num_kv_heads = paged.keys.shape[1]
+    group = num_heads // num_kv_heads
+    shape = (num_rows, num_heads, num_splits) if num_splits > 1 else (0,)
+    maxima = query.new_empty(shape, dtype=torch.float32)
+    totals, sums = torch.empty_like(maxima), maxima.new_empty((*shape, head_dim))
+    _decode[(num_rows, num_kv_heads, num_splits)](
+        query,
+        paged.keys,
+        paged.values,
+        paged.tables,
+        paged.lengths,
+        out,
+        sums,
+        maxima,
+        totals,
+        *scoring.factors,
+        _ALL if scoring.window is None else scoring.window,
+        *_strides(query, out, paged),
+        head_dim=head_dim,
+        padded_dim=triton.next_power_of_2(head_dim),
+        block_size=paged.block_size,
+        group=group,
+        lanes=max(_LEAST_LANES, triton.next_power_of_2(group)),
+        tile=Tile.of(head_dim, query.element_size()).tokens,
+        num_splits=num_splits,
+        has_cap=scoring.soft_cap is not None,
+        num_warps=4,
+        num_stages=2,
+    )
+    if num_splits > 1:
+        _combine[(num_rows, num_heads)](
+            sums,
+            maxima,
+            totals,
+            out,
+            out.stride(0),
+            head_dim=head_dim,
+            padded_dim=triton.next_power_of_2(head_dim),
+            num_splits=num_splits,
+            num_warps=4,
+        )
+
+
+def attend_spans(
+    query: torch.Tensor,
+    out: torch.Tensor,
+    paged: PagedKeys,
+    scoring: Scoring,
+    *,
+    starts: torch.Tensor,
+    first_span: int,
+    longest: int,
+) -> None:
+    """Rows [starts[i], starts[i + 1]) of `query` [rows, heads, head_dim] are the last ones of sequence i.
+
+    `starts` is int32 [sequences + 1]. Sequences from `first_span` on are served, none of which has more than `longest`
+    rows here, into `out` [rows, heads · head_dim]. The step's keys and values are in the cache already.
+    """
+    num_heads, head_dim = query.shape[1:]
+    num_kv_heads = paged.keys.shape[1]
+    group = num_heads // num_kv_heads
+    tile = Tile.of(head_dim, query.element_size())
+    lanes = max(tile.lanes, triton.next_power_of_2(group))
+    _spans[(triton.cdiv(longest, lanes // group), len(starts) - 1 - first_span, num_kv_heads)](
+        query,
+        paged.keys,
+        paged.values,
+        paged.tables,
+        paged.lengths,
+        starts,
+        first_span,
+        out,
+        *scoring.factors,
+        _ALL if scoring.window is None else scoring.window,
+        *_strides(query, out, paged),
+        head_dim=head_dim,
+        padded_dim=triton.next_power_of_2(head_dim),
+        block_size=paged.block_size,
+        group=group,
+        lanes=lanes,
+        tile=tile.tokens,
+        has_cap=scoring.soft_cap is not None,
+        num_warps=4,
+        num_stages=2,
+    )
+
+
+def _strides(query: torch.Tensor, out: torch.Tensor, paged: PagedKeys) -> tuple[int, ...]:
+    """In the order of the kernels' parameters; elements of a head lie side by side."""
+    assert query.stride(2) == 1
+    assert out.stride(1) == 1
+    assert paged.keys.stride() == paged.values.stride()
+    assert paged.keys.stride(2) == 1
+    assert paged.tables.stride(1) == 1
+    slot_stride, head_stride, _ = paged.keys.stride()
+    return (paged.tables.stride(0), query.stride(0), query.stride(1), out.stride(0), slot_stride, head_stride)

@@ -1,0 +1,157 @@
+"""What a decoder does between matrix products and attention, in steps that one kernel can do in one pass.
+
+On a device each kernel costs a launch and a trip of its tensors to memory and back; `TritonOps` (triton_ops.py) takes
+one where torch's operators take several. `PlainOps` is the reference: what it does is how ranks on host cores compute,
+to the last bit. Both give a row the same bits whatever other rows are with it, and take tensors of one device.
+
+Which of them a rank uses is decided when its decoder is built (`fused_ops_of`), and reported.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Protocol
+
+import torch
+from torch.nn import functional as F
+
+from hetero_api.model_parts import Activation
+from hetero_worker.attention.kv_cache import LayerCache
+from hetero_worker.layers.activation import gated
+from hetero_worker.layers.rotary import Rotation
+from hetero_worker.platforms.base import HOST
+from hetero_worker.platforms.triton_check import triton_problem
+
+logger = logging.getLogger(__name__)
+
+
+class HeadWeights(NamedTuple):
+    """Of the norms of query and key heads."""
+
+    weight: torch.Tensor
+    """[heads + kv_heads, head_dim], offsets added."""
+    eps: float
+
+
+class RotatedHeads(NamedTuple):
+    """Views or new tensors: [tokens, heads or kv_heads, head_dim] each."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+class FusedOps(Protocol):
+    """Arithmetic may be in a wider type than the tensors'; results are of theirs."""
+
+    @property
+    def name(self) -> str:
+        """As reported, with the reason where another was wanted."""
+        ...
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x / rms(x) · weight of [rows, width]: new. `weight` [width] may be of a wider type than x."""
+        ...
+
+    def add_rms_norm(
+        self, residual: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """residual += delta, both [rows, width], in place; then the norm of it: new."""
+        ...
+
+    def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """activation(gate) · up of [rows, gate | up]: [rows, columns], new."""
+        ...
+
+    def rotate(
+        self, qkv: torch.Tensor, rotation: Rotation, *, num_heads: int, norms: HeadWeights | None
+    ) -> RotatedHeads:
+        """Norm, where there are norms, and rotate the query and key heads of [tokens, heads + 2 · kv_heads, head_dim].
+
+        `qkv` may be overwritten, and what is returned may be views of it.
+        """
+        ...
+
+    def rotate_and_write(
+        self,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        *,
+        num_heads: int,
+        norms: HeadWeights | None,
+        cache: LayerCache,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """`rotate`, and keys and values into the cache at int64 [tokens] slots; returns the queries."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlainOps:
+    """By torch's operators."""
+
+    reason: str = ""
+    """Why, where a device might have had more."""
+
+    @property
+    def name(self) -> str:
+        return f"torch ({self.reason})" if self.reason else "torch"
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        if x.dtype == weight.dtype:
+            return F.rms_norm(x, weight.shape, weight, eps)
+        return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
+
+    def add_rms_norm(
+        self, residual: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        return self.rms_norm(residual.add_(delta), weight, eps)
+
+    def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        return gated(gate_up, activation)
+
+    def rotate(
+        self, qkv: torch.Tensor, rotation: Rotation, *, num_heads: int, norms: HeadWeights | None
+    ) -> RotatedHeads:
+        num_rotating = num_heads + kv_heads_of(qkv, num_heads)
+        rotating = qkv[:, :num_rotating]
+        if norms is not None:
+            normed = F.rms_norm(rotating.to(norms.weight.dtype), qkv.shape[2:], eps=norms.eps)
+            rotating = normed.mul_(norms.weight).to(qkv.dtype)
+        rotated = rotation.apply(rotating)
+        return RotatedHeads(rotated[:, :num_heads], rotated[:, num_heads:], qkv[:, num_rotating:])
+
+    def rotate_and_write(
+        self,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        *,
+        num_heads: int,
+        norms: HeadWeights | None,
+        cache: LayerCache,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        query, key, value = self.rotate(qkv, rotation, num_heads=num_heads, norms=norms)
+        cache.write(slots, key, value)
+        return query
+
+
+PLAIN_OPS: Final = PlainOps()
+
+
+def kv_heads_of(qkv: torch.Tensor, num_heads: int) -> int:
+    """KV heads in [tokens, heads + 2 · kv_heads, head_dim]."""
+    return (qkv.shape[1] - num_heads) // 2
+
+
+def fused_ops_of(device: torch.device) -> FusedOps:
+    """Triton's kernels on a CUDA device that runs them, else torch's operators: with the reason, if it is a device."""
+    if device.type == HOST.type:
+        return PLAIN_OPS
+    if (problem := triton_problem(device)) is not None:
+        logger.warning("fused steps on %s are torch's operators, which are slower: %s", device, problem)
+        return PlainOps(problem)
+    from hetero_worker.layers.triton_ops import TritonOps
+
+    return TritonOps()

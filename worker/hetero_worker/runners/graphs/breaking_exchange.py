@@ -1,0 +1,136 @@
+"""BreakingExchange: the Exchange that a pass with padded rows sees. What crosses the host breaks a recording.
+
+Only the step's own rows go to other ranks over the host, so ranks on host cores compute no padding and need not know of
+it. Sums among GPU ranks stay within segments where the backend can record them: then they are of padded rows, the same
+number on all GPU ranks (`padding`). Else they are broken out like the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hetero_worker.distributed.exchange import Exchange, PendingSend, PendingTensor, SumExchange
+from hetero_worker.distributed.hierarchical import HierarchicalExchange
+from hetero_worker.distributed.routes import Link
+from hetero_worker.runners.graphs.breaks import Breaks
+from hetero_worker.runners.graphs.current_step import CurrentStep
+
+
+class BreakingExchange:
+    """Implements Exchange for tensors of [padded rows, …]."""
+
+    def __init__(self, exchange: Exchange, breaks: Breaks, step: CurrentStep, *, records_device_sums: bool) -> None:
+        self._exchange = exchange
+        self._breaks = breaks
+        self._step = step
+        self._records_device_sums = records_device_sums
+
+    @property
+    def rank(self) -> int:
+        return self._exchange.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._exchange.world_size
+
+    @property
+    def link_bytes(self) -> int:
+        return self._exchange.link_bytes
+
+    def among(self, ranks: tuple[int, ...]) -> SumExchange:
+        sums = self._exchange.among(ranks)
+        if sums.world_size == 1 or self._stays_on_devices(ranks):
+            return sums
+        return _BreakingSum(sums, self._breaks, self._step)
+
+    def all_gather(self, tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:  # noqa: ARG002
+        raise RuntimeError("no forward pass gathers host tensors")
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:  # noqa: ARG002
+        raise RuntimeError("no forward pass broadcasts host tensors")
+
+    def send(self, tensor: torch.Tensor, link: Link) -> None:
+        self._breaks.call(lambda: self._exchange.send(self._step.own_rows(tensor), link))
+
+    def is_staged(self, link: Link) -> bool:
+        return self._exchange.is_staged(link)
+
+    def start_send(self, tensor: torch.Tensor, link: Link) -> PendingSend:
+        return _BreakingSend(tensor, link, self._exchange, self._breaks, self._step)
+
+    def receive(self, out: torch.Tensor, link: Link) -> PendingTensor:
+        return _BreakingReceipt(out, link, self._exchange, self._breaks, self._step)
+
+    def _stays_on_devices(self, ranks: tuple[int, ...]) -> bool:
+        exchange = self._exchange
+        return (
+            self._records_device_sums and isinstance(exchange, HierarchicalExchange) and exchange.sums_on_devices(ranks)
+        )
+
+
+class _BreakingSum:
+    """A SumExchange that meets over the host, or whose backend's work cannot be recorded."""
+
+    def __init__(self, sums: SumExchange, breaks: Breaks, step: CurrentStep) -> None:
+        self._sums = sums
+        self._breaks = breaks
+        self._step = step
+
+    @property
+    def world_size(self) -> int:
+        return self._sums.world_size
+
+    def all_reduce(self, tensor: torch.Tensor, contributors: Sequence[int]) -> None:
+        self._breaks.call(lambda: self._sum(tensor, contributors))
+
+    def _sum(self, tensor: torch.Tensor, contributors: Sequence[int]) -> None:
+        self._step.clear_padding(tensor)
+        self._sums.all_reduce(self._step.own_rows(tensor), contributors)
+
+
+class _BreakingSend:
+    """A PendingSend that begins when it is made."""
+
+    def __init__(self, tensor: torch.Tensor, link: Link, exchange: Exchange, breaks: Breaks, step: CurrentStep) -> None:
+        self._tensor = tensor
+        self._link = link
+        self._exchange = exchange
+        self._breaks = breaks
+        self._step = step
+        self._send = breaks.call(self._start)
+
+    def finish(self) -> None:
+        self._breaks.call(self._finish)
+
+    def _finish(self) -> None:
+        self._send.finish()
+
+    def _start(self) -> PendingSend:
+        self._send = self._exchange.start_send(self._step.own_rows(self._tensor), self._link)
+        return self._send
+
+
+class _BreakingReceipt:
+    """A PendingTensor that is posted when it is made."""
+
+    def __init__(self, out: torch.Tensor, link: Link, exchange: Exchange, breaks: Breaks, step: CurrentStep) -> None:
+        self._out = out
+        self._link = link
+        self._exchange = exchange
+        self._breaks = breaks
+        self._step = step
+        self._posted = breaks.call(self._post)
+
+    def wait(self) -> torch.Tensor:
+        self._breaks.call(self._await)
+        return self._out
+
+    def _await(self) -> None:
+        self._posted.wait()
+
+    def _post(self) -> PendingTensor:
+        self._step.clear_padding(self._out)
+        self._posted = self._exchange.receive(self._step.own_rows(self._out), self._link)
+        return self._posted

@@ -1,0 +1,53 @@
+"""DeviceSteps: the StepMaker of a GPU rank: with graphs where its device has them and nobody has turned them off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from hetero_worker.platforms.base import Platform
+from hetero_worker.runners.base import LoadRequest
+from hetero_worker.runners.device_inputs import DeviceInputs
+from hetero_worker.runners.forward import EagerForward
+from hetero_worker.runners.graphs.backend import GraphBackend
+from hetero_worker.runners.graphs.cuda_backend import CudaGraphBackend
+from hetero_worker.runners.graphs.graph_forward import GraphForward
+from hetero_worker.runners.graphs.padding import Padding
+from hetero_worker.runners.plan_check import PlanBounds
+from hetero_worker.runners.runner_device import StepParts
+
+MakeGraphs = Callable[[torch.device], GraphBackend]
+"""One a cache: its memory goes with the cache's graphs."""
+
+
+def graphs_of(device: torch.device) -> MakeGraphs | None:
+    """What records on such a device; None: nothing does."""
+    return CudaGraphBackend if device.type == "cuda" else None
+
+
+class DeviceSteps:
+    """Implements StepMaker; see the module."""
+
+    def __init__(self, platform: Platform, make_graphs: MakeGraphs | None) -> None:
+        self._platform = platform
+        self._make_graphs = make_graphs
+
+    def make(self, bounds: PlanBounds, request: LoadRequest) -> StepParts:
+        padding = self._padding(request)
+        inputs = DeviceInputs(bounds, self._platform, padding)
+        if self._make_graphs is None or not padding.sizes:
+            return StepParts(inputs, EagerForward())
+        backend = self._make_graphs(self._platform.device)
+        return StepParts(inputs, GraphForward(backend, padding.sizes, bounds=bounds))
+
+    def kernels(self, request: LoadRequest) -> tuple[str, ...]:
+        return (f"graphs={self._padding(request)}",)
+
+    def graph_sizes(self, request: LoadRequest) -> tuple[int, ...]:
+        return self._padding(request).sizes
+
+    def _padding(self, request: LoadRequest) -> Padding:
+        if self._make_graphs is None:
+            return Padding((), f"there are none on {self._platform.device.type}")
+        return Padding.of(request)

@@ -1,0 +1,87 @@
+"""Attention in a pass that is recorded: within segments where the backend's launches are always alike, else between.
+
+A CapturableAttention has tables that stay where they are, and launches the same for every step of a size, however long
+the sequences are: its calls are recorded, and its tables alone are filled anew before a replay. Any other may make
+shapes of lengths, so each of its calls breaks the recording.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from hetero_worker.attention.base import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionRule,
+    CapturableAttention,
+    StepAttention,
+)
+from hetero_worker.attention.kv_cache import LayerCache
+from hetero_worker.runners.graphs.breaks import Breaks
+from hetero_worker.runners.plan_check import PlanBounds
+
+
+class GraphAttention:
+    """Implements AttentionBackend, for steps that only decode, of up to `max_rows` padded rows, and are not cut."""
+
+    def __init__(self, backend: AttentionBackend, breaks: Breaks, *, max_rows: int, bounds: PlanBounds) -> None:
+        self._backend = backend
+        self._capturable = backend if isinstance(backend, CapturableAttention) else None
+        self._breaking = _BreakingAttention(breaks)
+        if self._capturable is not None:
+            self._capturable.reserve(max_rows=max_rows, max_blocks=bounds.max_blocks, block_size=bounds.block_size)
+
+    @property
+    def name(self) -> str:
+        return self._backend.name
+
+    @property
+    def gather_bytes(self) -> int:
+        return self._backend.gather_bytes
+
+    @contextmanager
+    def prepared(self, batch: AttentionBatch) -> Iterator[None]:
+        """For a pass over this batch that is made, recorded or replayed within."""
+        if self._capturable is not None:
+            with self._capturable.prepared(batch):
+                yield
+            return
+        self._breaking.step = self._backend.begin(batch)
+        try:
+            yield
+        finally:
+            self._breaking.step = None
+
+    def begin(self, batch: AttentionBatch) -> StepAttention:
+        """Within `prepared`, of the same batch."""
+        return self._breaking if self._capturable is None else self._capturable.begin(batch)
+
+    def release(self) -> None:
+        self._backend.release()
+
+
+class _BreakingAttention:
+    """A StepAttention whose calls are made between segments, each time by the attention of the step at hand."""
+
+    def __init__(self, breaks: Breaks) -> None:
+        self._breaks = breaks
+        self._results: dict[torch.Size, torch.Tensor] = {}
+        self.step: StepAttention | None = None
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: LayerCache, rule: AttentionRule
+    ) -> torch.Tensor:
+        """The result lasts until the next call of its shape."""
+        return self._breaks.call(lambda: self._attend(query, key, value, cache, rule))
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: LayerCache, rule: AttentionRule
+    ) -> torch.Tensor:
+        if self.step is None:
+            raise RuntimeError("attention was not prepared for this step")
+        result = self.step.attend(query, key, value, cache, rule)
+        kept = self._results.setdefault(result.shape, result)
+        return kept if kept is result else kept.copy_(result)

@@ -1,0 +1,139 @@
+"""GraphForward: steps that only decode are replayed from graphs, one for each padded size; others go eagerly.
+
+The first step of a size goes eagerly, which prepares it: kernels are compiled, libraries take their workspaces. The
+second is recorded while it is made, and all further ones are replays. Which steps these are follows from the plans, so
+all ranks come to the same point together; but nothing depends on it, for a rank that records, replays or goes eagerly
+does the same with its peers. With too little memory left a rank records no more, says so, and serves on.
+
+A graph holds addresses of weights, cache and inputs. It is of one decoder and one exchange, and goes with the cache.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from hetero_worker.attention.kv_cache import LayerCache
+from hetero_worker.distributed.exchange import Exchange
+from hetero_worker.memory.budget import mib
+from hetero_worker.models.decoder import Decoder, DecoderInput
+from hetero_worker.runners.forward import EagerForward, ForwardStates
+from hetero_worker.runners.graphs.backend import GraphBackend
+from hetero_worker.runners.graphs.breaking_exchange import BreakingExchange
+from hetero_worker.runners.graphs.breaks import Breaks, RecordedPass
+from hetero_worker.runners.graphs.current_step import CurrentStep
+from hetero_worker.runners.graphs.graph_attention import GraphAttention
+from hetero_worker.runners.graphs.padding import LINK_BYTES
+from hetero_worker.runners.input_batch import InputBatch
+from hetero_worker.runners.plan_check import PlanBounds
+
+logger = logging.getLogger(__name__)
+
+SPARE_BYTES: Final = 256 * 1024**2
+"""Memory that a graph leaves free at least, beside as much as the largest one took."""
+
+
+@dataclass(slots=True)
+class _Bound:
+    """What graphs have been recorded of, and with."""
+
+    source: Decoder
+    caches: Sequence[LayerCache | None]
+    outer: Exchange
+    decoder: Decoder
+    attention: GraphAttention
+    exchange: BreakingExchange
+    prepared: set[int] = field(default_factory=set)
+    graphs: dict[int, RecordedPass[ForwardStates]] = field(default_factory=dict)
+
+    def run(self, step: DecoderInput) -> ForwardStates:
+        """The pass itself, padded."""
+        hidden = self.decoder.hidden(step, caches=self.caches, exchange=self.exchange)
+        return ForwardStates(hidden, self.decoder.logits(hidden))
+
+
+class GraphForward:
+    """Implements ForwardPass for a device; see the module."""
+
+    def __init__(self, backend: GraphBackend, sizes: Sequence[int], *, bounds: PlanBounds) -> None:
+        """`sizes`: what steps that only decode have been padded to, at least one."""
+        self._backend = backend
+        self._sizes = frozenset(sizes)
+        self._bounds = bounds
+        self._breaks = Breaks(backend)
+        self._step = CurrentStep()
+        self._bound: _Bound | None = None
+        self._eager = EagerForward()
+        self._records = True
+        self._largest_bytes = 0
+        self.graph_bytes = 0
+        """Memory that the graphs took, as the device told."""
+
+    def run(
+        self, decoder: Decoder, batch: InputBatch, *, caches: Sequence[LayerCache | None], exchange: Exchange
+    ) -> ForwardStates:
+        step = batch.decoder_input
+        size = len(step.token_ids)
+        if step.attention.prefills or size not in self._sizes:
+            return self._eager.run(decoder, batch, caches=caches, exchange=exchange)
+        bound = self._bind(decoder, caches, exchange)
+        self._step.begin(len(batch.draw_slots), size=size)
+        with bound.attention.prepared(step.attention):
+            return self._pass(bound, step, size)
+
+    def _pass(self, bound: _Bound, step: DecoderInput, size: int) -> ForwardStates:
+        graph = bound.graphs.get(size)
+        if graph is not None:
+            return graph.replay()
+        if size in bound.prepared and self._has_room():
+            return self._record(bound, step, size)
+        bound.prepared.add(size)
+        with self._backend.aside():
+            return bound.run(step)
+
+    def _record(self, bound: _Bound, step: DecoderInput, size: int) -> ForwardStates:
+        began_s, free_bytes = time.perf_counter(), self._backend.free_bytes()
+        graph = bound.graphs[size] = self._breaks.record(lambda: bound.run(step))
+        taken = max(0, free_bytes - self._backend.free_bytes())
+        self._largest_bytes = max(self._largest_bytes, taken)
+        self.graph_bytes += taken
+        logger.info(
+            "graph of %d rows: %d segments, %d calls between them, %s of memory (all graphs: %s), recorded in %.2f s",
+            size,
+            graph.num_segments,
+            len(graph.parts) - graph.num_segments,
+            mib(taken),
+            mib(self.graph_bytes),
+            time.perf_counter() - began_s,
+        )
+        return graph.outcome
+
+    def _has_room(self) -> bool:
+        if self._records:
+            free_bytes = self._backend.free_bytes()
+            self._records = free_bytes >= SPARE_BYTES + self._largest_bytes
+            if not self._records:
+                logger.warning(
+                    "no more graphs are recorded: the device has %s free; lower gpuMemoryUtilization", mib(free_bytes)
+                )
+        return self._records
+
+    def _bind(self, decoder: Decoder, caches: Sequence[LayerCache | None], exchange: Exchange) -> _Bound:
+        """Graphs of anything else are dropped."""
+        bound = self._bound
+        if bound is None or bound.source is not decoder or bound.outer is not exchange or bound.caches is not caches:
+            self.graph_bytes = 0
+            bound = self._bound = self._new(decoder, caches, exchange)
+        return bound
+
+    def _new(self, decoder: Decoder, caches: Sequence[LayerCache | None], exchange: Exchange) -> _Bound:
+        if exchange.world_size > 1 and exchange.link_bytes < LINK_BYTES:
+            raise RuntimeError(f"the exchange's links hold {exchange.link_bytes} bytes, graphs count on {LINK_BYTES}")
+        attention = GraphAttention(decoder.attention, self._breaks, max_rows=max(self._sizes), bounds=self._bounds)
+        breaking = BreakingExchange(
+            exchange, self._breaks, self._step, records_device_sums=self._backend.records_device_sums
+        )
+        return _Bound(decoder, caches, exchange, decoder.attending(attention), attention, breaking)

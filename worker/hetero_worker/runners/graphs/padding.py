@@ -1,0 +1,80 @@
+"""To how many rows a step that only decodes is padded: the same on all GPU ranks of a group.
+
+Everything here follows from what all ranks are told, the plan and the limits, for GPU ranks sum padded rows among
+themselves. Ranks on host cores are not padded: what crosses the host are the step's own rows (`breaking_exchange`).
+Therefore a padded step must be cut no finer than the step itself, into micro-batches or into slices that are lent.
+
+Sizes lie close enough together that padding costs little: powers of two where a row more is much, then every eighth.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import Final
+
+from hetero_api.sharding import RankShard
+from hetero_worker.models.lending import row_slices
+from hetero_worker.models.micro_batches import best_number
+from hetero_worker.runners.base import LoadRequest
+from hetero_worker.runners.shard import DTYPES
+
+MAX_ROWS: Final = 256
+"""A step of more sequences computes long enough that launching its kernels one by one does not matter."""
+LINK_BYTES: Final = 2 * 1024**2
+"""No exchange's links hold less; see Exchange.link_bytes."""
+_FIRST: Final = (1, 2, 4)
+_APART: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """Sizes that steps are padded to, ascending; or why there are none."""
+
+    sizes: tuple[int, ...]
+    reason: str = ""
+
+    @classmethod
+    def of(cls, request: LoadRequest) -> Padding:
+        """Of a GPU rank."""
+        if request.enforce_eager:
+            return cls((), "enforceEager")
+        ranks = request.shard_plan.ranks
+        if _has_experts(ranks[request.rank]) or any(_has_experts(rank) and _takes_part_in_sums(rank) for rank in ranks):
+            return cls((), "the host chooses which rows an expert computes")
+        limit = min(request.max_num_seqs, request.max_num_batched_tokens)
+        sizes = tuple(size for size in graph_sizes(limit) if _is_uncut(size, request))
+        return cls(sizes, "" if sizes else "single rows are cut already")
+
+    def padded(self, rows: int) -> int:
+        """The next size; `rows` itself where there is none."""
+        place = bisect_left(self.sizes, rows)
+        return self.sizes[place] if place < len(self.sizes) else rows
+
+    def __str__(self) -> str:
+        return f"{len(self.sizes)} sizes up to {self.sizes[-1]}" if self.sizes else f"off ({self.reason})"
+
+
+def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Ascending; the last is the largest step that decodes, or MAX_ROWS."""
+    largest = min(max_num_seqs, MAX_ROWS)
+    usual = (*_FIRST, *range(_APART, largest, _APART))
+    return (*(size for size in usual if size < largest), largest)
+
+
+def _has_experts(rank: RankShard) -> bool:
+    return any(layer.experts.size for layer in rank.layers)
+
+
+def _takes_part_in_sums(rank: RankShard) -> bool:
+    """It then has as many rows as the other GPU ranks, should it be one."""
+    return bool(rank.embedding_rows.size) or any(layer.kv_heads.size for layer in rank.layers)
+
+
+def _is_uncut(size: int, request: LoadRequest) -> bool:
+    stages = request.shard_plan.stages()
+    if best_number(size, len(stages)) > 1:
+        return False
+    row_bytes = request.config.hidden_size * DTYPES[request.dtype].itemsize
+    slices = row_slices(size, row_bytes=row_bytes, link_bytes=LINK_BYTES)
+    return len(slices.bounds) == 1 or not any(stage.helpers for stage in stages)
