@@ -20,6 +20,7 @@ from hetero_api.host.heartbeat import Heartbeat, HeartbeatMemory, Standing
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import LayerShard, RankShard, ShardPlan, UnitRange
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.distributed.company import Alone, Company
 from hetero_worker.distributed.coordinator import GroupRequest, form_group
 from hetero_worker.distributed.exchange import Exchange, LocalExchange
 from hetero_worker.distributed.measuring import ExchangeTimes
@@ -30,7 +31,6 @@ from hetero_worker.life import FormGroupFunction, Group, RankIdentity, RankLife
 from hetero_worker.platforms.binding import Binding
 from hetero_worker.platforms.cpu import CpuPlatform
 from hetero_worker.platforms.heterogeneous import HeterogeneousPlatform
-from hetero_worker.distributed.company import Alone, Company
 from tests.support.fake_runner import FakeRunner
 from tests.support.played_binding import PlayedBinding, pinned_report
 from tests.support.scripted_gateway import TOKEN, ScriptedGateway
@@ -922,4 +922,29 @@ def test_a_plan_for_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
         form_epoch(gateway, 1)
         gateway.tell(1, load_model=load_message(TWO_RANKS))
         assert "is for 2 ranks, and the group has 1" in gateway.expect("failure").failure.message
+        shut_down(gateway, 1, rank)
+
+
+def test_the_way_to_the_gateway_is_measured_with_the_parts(tmp_path: Path) -> None:
+    with joined(tmp_path, form=forming(LocalExchange())) as (gateway, rank):
+        gateway.expect("hello")
+        gateway.tell(1, form_group=form_message(dtype="float32"))
+        for number in range(9):
+            echo = gateway.expect("echo").echo
+            assert echo.number == number
+            gateway.tell(1, echo=echo)
+        formed = gateway.expect("formed").formed
+        shut_down(gateway, 1, rank)
+
+    assert formed.costs.costs_dtype == "float32"
+    assert formed.costs.turnaround_s > 0
+
+
+def test_an_abort_ends_the_measuring(tmp_path: Path) -> None:
+    with joined(tmp_path, form=forming(LocalExchange())) as (gateway, rank):
+        gateway.expect("hello")
+        gateway.tell(1, form_group=form_message(dtype="float32"))
+        gateway.expect("echo")
+        gateway.tell(1, abort=ranks_pb2.Abort(reason="test"))
+        gateway.expect("hello")
         shut_down(gateway, 1, rank)

@@ -17,12 +17,12 @@ import torch
 from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.attention.selection import attention_of
+from hetero_worker.distributed.company import Alone, Company
 from hetero_worker.layers.kernel_choice import choose_kernel
 from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel, available_kernels
 from hetero_worker.platforms.base import Platform
 from hetero_worker.platforms.host_allocator import release_freed_memory
 from hetero_worker.probe.clock import clock_of
-from hetero_worker.distributed.company import Alone, Company
 from hetero_worker.probe.costs import measure_costs
 from hetero_worker.probe.layers import Site, linear_shapes
 from hetero_worker.probe.sizes import WEIGHT_BYTES
