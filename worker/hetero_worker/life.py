@@ -86,6 +86,10 @@ class Probe(Protocol):
         """Bytes read a second, now."""
         ...
 
+    def compute(self) -> None:
+        """A little, with all threads: they are then as at the end of a step."""
+        ...
+
 
 class Group(Company, Protocol):
     """What a life needs of `coordinator.GroupCoordinator`, which says how these behave."""
@@ -355,6 +359,7 @@ class RankLife:
         """Of a word to the gateway and back. Raises ExchangeAborted when the epoch, or this life, is over."""
         times = []
         for number in range(1 + _ECHOES):
+            self._probe.compute()
             began_s = time.monotonic()
             self._send(ranks_pb2.RankMessage(echo=ranks_pb2.Echo(number=number)))
             event = self._link.receive()

@@ -83,6 +83,9 @@ class PlayedProbe:
     def bandwidth(self) -> float:
         return 2e10
 
+    def compute(self) -> None:
+        """It has no threads."""
+
 
 class Rank:
     """A life that runs on a thread."""
