@@ -68,6 +68,8 @@ class Speeds:
     """How many times as fast it decodes one row while the others are idle; 0 where that was not measured."""
     meeting_s: float = 0.0
     """What a round of one row on the host takes after half a layer, waiting for others included; 0: not measured."""
+    turnaround_s: float = 0.0
+    """From its word to the gateway to the answer, once a step; 0 where there is no gateway, or it was not measured."""
 
     @cached_property
     def alone(self) -> Speeds:
@@ -107,6 +109,7 @@ class Speeds:
             lone_memory_bandwidth=message.lone_memory_bandwidth,
             lone_gain=message.lone_gain,
             meeting_s=message.meeting_s,
+            turnaround_s=message.turnaround_s,
         )
 
 
@@ -214,6 +217,7 @@ def _median_speeds(speeds: Sequence[Speeds]) -> Speeds:
         lone_memory_bandwidth=median(each.lone_memory_bandwidth for each in speeds),
         lone_gain=median(each.lone_gain for each in speeds),
         meeting_s=median(each.meeting_s for each in speeds),
+        turnaround_s=median(each.turnaround_s for each in speeds),
     )
 
 

@@ -82,7 +82,7 @@ class PartCosts:
     def step_s(self, rows: float) -> float:
         """What a step costs beside layers and head; 0 unless measured."""
         points = self._measured[Part.STEP]
-        return _over_rows(points, rows).fixed_s if points else 0.0
+        return self._speeds.turnaround_s + (_over_rows(points, rows).fixed_s if points else 0.0)
 
     def _of(self, part: Part, rows: float, by_rates: Callable[[str, float], PartTime]) -> PartTime:
         points = self._measured[part]

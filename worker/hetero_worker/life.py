@@ -21,6 +21,7 @@ gateway's: what becomes of the rank after that is for `rejoining.py` to say.
 from __future__ import annotations
 
 import logging
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
@@ -31,6 +32,7 @@ from hetero_api.errors import HeteroError, ModelError, PlanError
 from hetero_api.host.heartbeat import Heartbeat, Standing
 from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.distributed.company import Company
 from hetero_worker.distributed.coordinator import GroupRequest
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.distributed.measuring import ExchangeTimes
@@ -56,7 +58,6 @@ from hetero_worker.life_messages import (
     step_result,
 )
 from hetero_worker.platforms.binding import Binding, Unbound
-from hetero_worker.distributed.company import Company
 from hetero_worker.runners.base import Runner
 
 __all__ = ["FormGroupFunction", "Group", "RankIdentity", "RankLife", "RankState"]
@@ -65,6 +66,8 @@ _log = logging.getLogger(__name__)
 
 LOAD_LIMIT_S: Final = 3600.0
 """A load that takes longer hangs. The gateway knows better and is less patient; this is for who watches the process."""
+_ECHOES: Final = 8
+"""After one that only warms up."""
 _LIMIT_FACTOR: Final = 2.0
 """How much longer than a collective may take everything else may take, before it hangs."""
 
@@ -81,6 +84,10 @@ class Probe(Protocol):
 
     def bandwidth(self) -> float:
         """Bytes read a second, now."""
+        ...
+
+    def compute(self) -> None:
+        """A little, with all threads: they are then as at the end of a step."""
         ...
 
 
@@ -341,11 +348,26 @@ class RankLife:
         if not dtype:
             return None
         costs = self._probe.costs(dtype, group)
+        costs.turnaround_s = self._turnaround_s()
         if has_peers:
             group.meet()
             costs.memory_bandwidth = self._probe.bandwidth()
             costs.lone_memory_bandwidth = group.in_turn(self._probe.bandwidth)
         return costs
+
+    def _turnaround_s(self) -> float:
+        """Of a word to the gateway and back. Raises ExchangeAborted when the epoch, or this life, is over."""
+        times = []
+        for number in range(1 + _ECHOES):
+            self._probe.compute()
+            began_s = time.monotonic()
+            self._send(ranks_pb2.RankMessage(echo=ranks_pb2.Echo(number=number)))
+            event = self._link.receive()
+            if not (isinstance(event, Arrival) and event.message.HasField("echo")):
+                self._link.put_back(event)
+                raise ExchangeAborted("the epoch ended while this rank measured the way to the gateway")
+            times.append(time.monotonic() - began_s)
+        return statistics.median(times[1:])
 
     def _say_heartbeats(self, interval_s: float) -> None:
         """Until the epoch's end; a gateway that names no interval listens to none."""

@@ -131,6 +131,7 @@ class RankMessage(_message.Message):
     STEP_RESULT_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
+    ECHO_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The epoch it is spoken in; 0 in Hello."""
     @_builtins.property
@@ -161,6 +162,10 @@ class RankMessage(_message.Message):
     def heartbeat(self) -> Global___Heartbeat:
         """I am alive: said every heartbeat_interval_s from FormGroup to the epoch's end, whatever else is going on."""
 
+    @_builtins.property
+    def echo(self) -> Global___Echo:
+        """Say this back at once: between FormGroup and Formed, while the rank measures."""
+
     def __init__(
         self,
         *,
@@ -172,12 +177,13 @@ class RankMessage(_message.Message):
         step_result: Global___StepResult | None = ...,
         failure: Global___Failure | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
+        echo: Global___Echo | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["allocated", b"allocated", "body", b"body", "failure", b"failure", "formed", b"formed", "heartbeat", b"heartbeat", "hello", b"hello", "loaded", b"loaded", "step_result", b"step_result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["allocated", b"allocated", "body", b"body", "echo", b"echo", "failure", b"failure", "formed", b"formed", "heartbeat", b"heartbeat", "hello", b"hello", "loaded", b"loaded", "step_result", b"step_result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allocated", b"allocated", "body", b"body", "epoch", b"epoch", "failure", b"failure", "formed", b"formed", "heartbeat", b"heartbeat", "hello", b"hello", "loaded", b"loaded", "step_result", b"step_result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allocated", b"allocated", "body", b"body", "echo", b"echo", "epoch", b"epoch", "failure", b"failure", "formed", b"formed", "heartbeat", b"heartbeat", "hello", b"hello", "loaded", b"loaded", "step_result", b"step_result"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "formed", "loaded", "allocated", "step_result", "failure", "heartbeat"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "formed", "loaded", "allocated", "step_result", "failure", "heartbeat", "echo"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -197,6 +203,7 @@ class GatewayMessage(_message.Message):
     ABORT_FIELD_NUMBER: _builtins.int
     SHUTDOWN_FIELD_NUMBER: _builtins.int
     TOKEN_MASKS_FIELD_NUMBER: _builtins.int
+    ECHO_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The epoch it is spoken in."""
     @_builtins.property
@@ -227,6 +234,10 @@ class GatewayMessage(_message.Message):
     def token_masks(self) -> Global___TokenMasks:
         """What the masked draws of a step that is out already may choose from."""
 
+    @_builtins.property
+    def echo(self) -> Global___Echo:
+        """What the rank said."""
+
     def __init__(
         self,
         *,
@@ -238,16 +249,39 @@ class GatewayMessage(_message.Message):
         abort: Global___Abort | None = ...,
         shutdown: Global___Shutdown | None = ...,
         token_masks: Global___TokenMasks | None = ...,
+        echo: Global___Echo | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "allocate_cache", b"allocate_cache", "body", b"body", "form_group", b"form_group", "load_model", b"load_model", "shutdown", b"shutdown", "step_plan", b"step_plan", "token_masks", b"token_masks"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "allocate_cache", b"allocate_cache", "body", b"body", "echo", b"echo", "form_group", b"form_group", "load_model", b"load_model", "shutdown", b"shutdown", "step_plan", b"step_plan", "token_masks", b"token_masks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "allocate_cache", b"allocate_cache", "body", b"body", "epoch", b"epoch", "form_group", b"form_group", "load_model", b"load_model", "shutdown", b"shutdown", "step_plan", b"step_plan", "token_masks", b"token_masks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "allocate_cache", b"allocate_cache", "body", b"body", "echo", b"echo", "epoch", b"epoch", "form_group", b"form_group", "load_model", b"load_model", "shutdown", b"shutdown", "step_plan", b"step_plan", "token_masks", b"token_masks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["form_group", "load_model", "allocate_cache", "step_plan", "abort", "shutdown", "token_masks"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["form_group", "load_model", "allocate_cache", "step_plan", "abort", "shutdown", "token_masks", "echo"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
 Global___GatewayMessage: _TypeAlias = GatewayMessage  # noqa: Y015
+
+@_typing.final
+class Echo(_message.Message):
+    """Measures the way to the gateway and back, which every step takes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Counts those of an epoch."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Echo: _TypeAlias = Echo  # noqa: Y015
 
 @_typing.final
 class MatmulRate(_message.Message):
@@ -329,6 +363,7 @@ class DeviceSpeeds(_message.Message):
     LONE_MEMORY_BANDWIDTH_FIELD_NUMBER: _builtins.int
     LONE_GAIN_FIELD_NUMBER: _builtins.int
     MEETING_S_FIELD_NUMBER: _builtins.int
+    TURNAROUND_S_FIELD_NUMBER: _builtins.int
     memory_bandwidth: _builtins.float
     """Memory read bandwidth, bytes a second."""
     costs_dtype: _builtins.str
@@ -351,6 +386,8 @@ class DeviceSpeeds(_message.Message):
     """Seconds that a half of a layer and a round of the host exchange take longer than the half by itself, for one row: the
     round, and what ranks wait for one another. With `costs`; 0: the rank meets nobody on the host.
     """
+    turnaround_s: _builtins.float
+    """Seconds from a word to the gateway to its answer, which every step takes. With `costs`."""
     @_builtins.property
     def matmul(self) -> _containers.RepeatedCompositeFieldContainer[Global___MatmulRate]:
         """By arithmetic type."""
@@ -374,10 +411,11 @@ class DeviceSpeeds(_message.Message):
         lone_memory_bandwidth: _builtins.float = ...,
         lone_gain: _builtins.float = ...,
         meeting_s: _builtins.float = ...,
+        turnaround_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs", "costs_dtype", b"costs_dtype", "device_latency_s", b"device_latency_s", "from_device_bandwidth", b"from_device_bandwidth", "lone_gain", b"lone_gain", "lone_memory_bandwidth", b"lone_memory_bandwidth", "matmul", b"matmul", "meeting_s", b"meeting_s", "memory_bandwidth", b"memory_bandwidth", "to_device_bandwidth", b"to_device_bandwidth"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs", "costs_dtype", b"costs_dtype", "device_latency_s", b"device_latency_s", "from_device_bandwidth", b"from_device_bandwidth", "lone_gain", b"lone_gain", "lone_memory_bandwidth", b"lone_memory_bandwidth", "matmul", b"matmul", "meeting_s", b"meeting_s", "memory_bandwidth", b"memory_bandwidth", "to_device_bandwidth", b"to_device_bandwidth", "turnaround_s", b"turnaround_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -56,6 +56,21 @@ async def test_orders_go_out_phase_by_phase_to_everyone() -> None:
         assert len(bench.steps) == 5
 
 
+async def test_what_a_rank_says_to_measure_the_way_is_said_back_at_once() -> None:
+    async with GroupBench() as bench:
+        ranks = [ScriptedRank(bench.group, i) for i in range(2)]
+        for rank in ranks:
+            rank.join()
+        form = await ranks[0].expect("form_group")
+        await ranks[1].expect("form_group")
+        for number in (0, 7):
+            ranks[1].say(1, echo=ranks_pb2.Echo(number=number))
+            assert (await ranks[1].expect("echo")).number == number
+        ranks[0].answer("form_group", form)
+        ranks[1].answer("form_group", form)
+        await ranks[0].expect("load_model")
+
+
 async def test_a_ready_group_serves_requests_after_its_warm_up() -> None:
     async with GroupBench() as bench:
         zero, one = await bench.ready()

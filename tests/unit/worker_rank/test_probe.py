@@ -14,13 +14,13 @@ import torch
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.distributed.company import Alone, Round
 from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel
 from hetero_worker.measurements import KeptMeasurements
 from hetero_worker.platforms.cpu import CpuPlatform
 from hetero_worker.probe.clock import HostClock, Work
-from hetero_worker.distributed.company import Alone, Round
 from hetero_worker.probe.costs import step_shapes
-from hetero_worker.probe.fit import Laps, Point, line, typical
+from hetero_worker.probe.fit import Laps, Point, line
 from hetero_worker.probe.layers import TimedWork, linear_shapes
 from hetero_worker.probe.sizes import LayerSize, probe_size, whole_layer
 from hetero_worker.probe.speeds import RankProbe, default_dtype, measure_speeds
@@ -69,17 +69,18 @@ def test_a_line_through_times_is_never_negative(
     assert line(times) == fixed_and_unit
 
 
-def test_laps_that_were_disturbed_do_not_count() -> None:
+def test_the_mean_counts_and_nothing_for_more_than_twice_the_median() -> None:
     laps = Laps()
-    for seconds in (4.0, 90.0, 4.0, 4.0, 60.0):
+    for seconds in (4.0, 90.0, 4.0, 4.0, 4.0):
         laps.add(Point(MLP, 8), 2, seconds)
-    for seconds in (50.0, 8.0, 8.0):
+    for seconds in (8.6, 9.6, 10.6):
         laps.add(Point(MLP, 8), 4, seconds)
     laps.add(Point(MLP, 1), 2, 1.0)
     [at_8, at_1] = laps.costs()
-    assert (at_8.part, at_8.rows, at_8.fixed_s, at_8.unit_s) == (MLP, 8, 0.0, 2.0)
+    assert (at_8.part, at_8.rows, at_8.fixed_s) == (MLP, 8, 0.0)
+    assert at_8.unit_s == pytest.approx(2.4)
     assert (at_1.rows, at_1.unit_s) == (1, 0.5)
-    assert laps.typical(Point(MLP, 8), 4) == typical([8.0]) == 8.0
+    assert laps.typical(Point(MLP, 8), 2) == pytest.approx(4.8)
 
 
 class PlayedClock:
@@ -115,7 +116,8 @@ def test_a_visit_goes_on_where_the_last_one_ended_and_the_first_only_warms_up() 
     copies = [clock.done[i] for i in range(0, len(clock.done), 2)]
     assert copies == [0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3]  # one, then as many as 10 ms hold: five
     attention, mlp = sorted(laps.costs(), key=lambda cost: cost.part)
-    assert (mlp.part, mlp.unit_s, attention.part) == (MLP, pytest.approx(5e-4), ATTENTION)
+    assert (mlp.part, attention.part) == (MLP, ATTENTION)
+    assert mlp.unit_s == pytest.approx(5e-4)
 
 
 def test_what_takes_long_is_visited_twice_after_warming_up_and_no_more() -> None:
@@ -214,6 +216,10 @@ def test_the_kernel_is_chosen_on_the_shapes_of_the_whole_model(tmp_path: Path) -
 class PlayedCompany(Alone):
     """Peers that come to every meeting, all of whose rounds take the same."""
 
+    num_ranks = 2
+    gain = 100.0
+    """How much faster a rank is alone: far more than a busy machine can make of it by chance."""
+
     def __init__(self, *, others_can: bool = True, round_s: float = 0.0) -> None:
         self.others_can = others_can
         self.round_s = round_s
@@ -224,7 +230,7 @@ class PlayedCompany(Alone):
         self.meetings += 1
 
     def in_turn(self, work: Callable[[], float]) -> float:
-        return work() / 2
+        return work() / self.gain
 
     def all_can(self, can: bool) -> bool:
         return can and self.others_can
@@ -242,12 +248,12 @@ SMALL = CpuPlatform(memory_bytes=1 << 28, read_bytes=1 << 20)
 
 
 def test_meetings_and_being_alone_are_measured(tmp_path: Path) -> None:
-    company = PlayedCompany(round_s=2e-3)
+    company = PlayedCompany(round_s=5e-3)
     speeds = measure_speeds(SMALL, config_of("llama", tmp_path), company=company, choose=plain)
-    assert 2e-3 < speeds.meeting_s < 20e-3
-    assert 1.5 < speeds.lone_gain < 3.0
+    assert 4e-3 < speeds.meeting_s < 0.5
+    assert company.gain / 10 < speeds.lone_gain < company.gain * 10
     alone = measure_speeds(SMALL, config_of("llama", tmp_path), choose=plain)
-    assert alone.meeting_s == 0.0
+    assert (alone.meeting_s, alone.lone_gain) == (0.0, 1.0)
 
 
 def test_all_ranks_meet_as_often_whatever_they_measure(tmp_path: Path) -> None:

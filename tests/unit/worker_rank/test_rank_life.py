@@ -83,6 +83,9 @@ class PlayedProbe:
     def bandwidth(self) -> float:
         return 2e10
 
+    def compute(self) -> None:
+        """It has no threads."""
+
 
 class Rank:
     """A life that runs on a thread."""
@@ -935,4 +938,29 @@ def test_a_plan_for_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
         form_epoch(gateway, 1)
         gateway.tell(1, load_model=load_message(TWO_RANKS))
         assert "is for 2 ranks, and the group has 1" in gateway.expect("failure").failure.message
+        shut_down(gateway, 1, rank)
+
+
+def test_the_way_to_the_gateway_is_measured_with_the_parts(tmp_path: Path) -> None:
+    with joined(tmp_path, form=forming(LocalExchange())) as (gateway, rank):
+        gateway.expect("hello")
+        gateway.tell(1, form_group=form_message(dtype="float32"))
+        for number in range(9):
+            echo = gateway.expect("echo").echo
+            assert echo.number == number
+            gateway.tell(1, echo=echo)
+        formed = gateway.expect("formed").formed
+        shut_down(gateway, 1, rank)
+
+    assert formed.costs.costs_dtype == "float32"
+    assert formed.costs.turnaround_s > 0
+
+
+def test_an_abort_ends_the_measuring(tmp_path: Path) -> None:
+    with joined(tmp_path, form=forming(LocalExchange())) as (gateway, rank):
+        gateway.expect("hello")
+        gateway.tell(1, form_group=form_message(dtype="float32"))
+        gateway.expect("echo")
+        gateway.tell(1, abort=ranks_pb2.Abort(reason="test"))
+        gateway.expect("hello")
         shut_down(gateway, 1, rank)

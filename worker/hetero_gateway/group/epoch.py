@@ -160,6 +160,8 @@ class Epoch:
             self._executor.take_result(member.rank, message.step_result)
         elif kind == "heartbeat":
             pass
+        elif kind == "echo":
+            member.link.send(ranks_pb2.GatewayMessage(epoch=self.number, echo=message.echo))
         elif kind == "failure":
             self.end(f"{member} failed: {message.failure.message}", permanent=message.failure.permanent)
         elif kind == self._expected and member.rank not in self._answers:

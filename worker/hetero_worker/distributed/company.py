@@ -18,6 +18,9 @@ Round = Callable[[torch.Tensor], None]
 class Company(Protocol):
     """The ranks of a group. All but `host_round` are collective: every rank calls them as often, in one order."""
 
+    @property
+    def num_ranks(self) -> int: ...
+
     def meet(self) -> None:
         """Wait for all ranks, so that they begin what follows at once."""
         ...
@@ -37,6 +40,8 @@ class Company(Protocol):
 
 class Alone:
     """The company of a group of one."""
+
+    num_ranks = 1
 
     def meet(self) -> None:
         """Nobody to wait for."""

@@ -74,6 +74,10 @@ class GroupCoordinator:
         return self._request.epoch
 
     @property
+    def num_ranks(self) -> int:
+        return self._request.world_size
+
+    @property
     def kind(self) -> ranks_pb2.ExchangeKind.ValueType:
         """The host exchange that stands."""
         return self._request.kind_asked if self._formed is None else self._formed.host.kind

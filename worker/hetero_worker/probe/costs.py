@@ -12,11 +12,10 @@ Known limit: experts are measured with tokens that spread over them evenly.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, cycle, islice
-from statistics import fmean, median
+from statistics import median
 from typing import Final
 
 import torch
@@ -100,7 +99,7 @@ class _Measurement:
                 series.visit(self._clock, self._laps)
             self._first_attention()
         self._beside_layers()
-        meeting_s, lone_gain = self._meet_others()
+        meeting_s, lone_gain = self._meet_others() if self._company.num_ranks > 1 else (0.0, 1.0)
         return MeasuredCosts(self._laps.costs(), meeting_s=meeting_s, lone_gain=lone_gain)
 
     def _rounds(self) -> Iterator[list[Series]]:
@@ -148,35 +147,29 @@ class _Measurement:
     def _meet_others(self) -> tuple[float, float]:
         """What a meeting takes on the way through layers, and how much faster layers go while the others are idle.
 
-        The two are told apart visit by visit: what they are compared with is as fast, or slow, as the machine was then.
+        Both are told from what was measured just before: as fast, or slow, as the machine was then. Each time it is
+        other halves, for those that were just computed are in a cache.
         """
         halves, sums = self._halves(), self._company.host_round()
         row = torch.zeros(1, self._config.hidden_size, dtype=self._site.dtype, device=HOST)
         rounds: list[Work] = [] if sums is None else [lambda: sums(row)] * MEETINGS
         meetings, gains = [], []
         for _ in range(1 + 3 * VISITS):
-            works = list(islice(halves, MEETINGS))
             self._company.meet()
-            together_s = self._seconds(works)
+            together_s = self._seconds(islice(halves, MEETINGS))
             self._company.meet()
-            both_s = self._seconds(_alternating(works, rounds))
-            alone_s = self._company.in_turn(partial(self._seconds, works))
+            both_s = self._seconds(_alternating(list(islice(halves, MEETINGS)), rounds))
+            alone_s = self._company.in_turn(lambda: self._seconds(islice(halves, MEETINGS)))
             meetings.append((both_s - together_s) / MEETINGS if rounds else 0.0)
             gains.append(together_s / alone_s)
-        return max(0.0, _mean(meetings[1:])), max(1.0, median(gains[1:]))
+        return max(0.0, typical(meetings[1:])), max(1.0, median(gains[1:]))
 
-    def _seconds(self, works: Sequence[Work]) -> float:
-        return sum(self._clock.laps(works))
+    def _seconds(self, works: Iterable[Work]) -> float:
+        return sum(self._clock.laps(list(works)))
 
     def _halves(self) -> Iterator[Work]:
         """Of layers in which one row decodes, one after another."""
-        return cycle([timed.work for timed in self._few.works(self._steps[0])])
-
-
-def _mean(times: Sequence[float]) -> float:
-    """Without the most extreme ones. Not the median: a slow exchange has few rounds that take very long, and steps have
-    so many rounds that some of these are among them."""
-    return fmean(sorted(times)[1:-1])
+        return cycle([timed.work for timed in self._many.works(self._steps[0])])
 
 
 def _alternating(works: Sequence[Work], others: Sequence[Work]) -> list[Work]:

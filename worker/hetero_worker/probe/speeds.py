@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 _MEMORY_SHARE: Final = 8
 """A rank with little memory measures with so small a part of it."""
 
+_MATRIX_SIZE: Final = 256
+
 
 def default_dtype(platform: Platform) -> str:
     """Of a group whose resource leaves the type open, as far as one rank can tell."""
@@ -76,6 +78,11 @@ class RankProbe:
 
     def bandwidth(self) -> float:
         return self._platform.bandwidth()
+
+    def compute(self) -> None:
+        """A product that is worth all of the rank's threads, and takes well under a millisecond."""
+        matrix = torch.ones(_MATRIX_SIZE, _MATRIX_SIZE, device=self._platform.device)
+        torch.mm(matrix, matrix)
 
 
 def measure_speeds(

@@ -2,7 +2,7 @@
 
 A machine that others use too is faster now and slower then, for tenths of a second or for seconds. Works that were each
 measured in one go would be told apart by when it was; so all are visited in turn, several times, and what counts are
-medians over the visits. Within one, the mean: a step is the sum of its parts, stragglers included.
+means over the visits: a step is the sum of its parts, stragglers included.
 """
 
 from __future__ import annotations
