@@ -2,8 +2,8 @@
 
 Between CPU ranks, and between the leader of the GPU ranks and CPU ranks, tensors go through host memory at the times
 measured for an all-reduce of all ranks; one way is half of it. To each comes what ranks wait for one another, since
-none takes the same time twice. Among GPU ranks the device group's times count. What a
-GPU rank exchanges through the host is copied there and back besides.
+none takes the same time twice. Among GPU ranks the device group's times count. What a GPU rank exchanges through the
+host is copied there and back besides.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from hetero_api.errors import HeteroError, ModelError, PlanError
 from hetero_api.host.heartbeat import Heartbeat, Standing
 from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.distributed.company import Company
+from hetero_worker.distributed.company import Company, shared_bandwidth
 from hetero_worker.distributed.coordinator import GroupRequest
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.distributed.measuring import ExchangeTimes
@@ -338,21 +338,19 @@ class RankLife:
         self._fence.adopt(self._group)
         times = self._group.measure() if message.measure_exchange else ExchangeTimes()
         self._form_message = message
-        costs = self._costs_in(message.dtype, self._group, has_peers=len(message.places) > 1)
+        costs = self._costs_in(message.dtype, self._group)
         self._enter(RankState.FORMED)
         formed = formed_message(self._group.kind, self._group.exchange_reason, times, costs)
         self._send(ranks_pb2.RankMessage(formed=formed))
 
-    def _costs_in(self, dtype: str, group: Group, *, has_peers: bool) -> ranks_pb2.DeviceSpeeds | None:
+    def _costs_in(self, dtype: str, group: Group) -> ranks_pb2.DeviceSpeeds | None:
         """How fast all ranks are at once, and each alone, if a type is given. A single one has told so at Hello."""
         if not dtype:
             return None
         costs = self._probe.costs(dtype, group)
         costs.turnaround_s = self._turnaround_s()
-        if has_peers:
-            group.meet()
-            costs.memory_bandwidth = self._probe.bandwidth()
-            costs.lone_memory_bandwidth = group.in_turn(self._probe.bandwidth)
+        if group.num_ranks > 1:
+            costs.memory_bandwidth, costs.lone_memory_bandwidth = shared_bandwidth(group, self._probe.bandwidth)
         return costs
 
     def _turnaround_s(self) -> float:

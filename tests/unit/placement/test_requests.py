@@ -215,11 +215,4 @@ def test_a_plan_that_stands_is_predicted_as_the_solver_would() -> None:
 
 def test_plans_cover_the_model() -> None:
     for config in (config_of(**SMOLLM2), config_of(**MIXTRAL), config_of(intermediate_size=1000, vocab_size=200)):
-        solved(config, TWO_CPUS).plan.validate(
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            mlp_columns=config.intermediate_size,
-            vocab_size=config.vocab_size,
-            num_experts=config.num_experts,
-            expert_layers=config.expert_layers,
-        )
+        solved(config, TWO_CPUS).plan.validate_for(config)

@@ -38,6 +38,13 @@ class Company(Protocol):
         ...
 
 
+def shared_bandwidth(company: Company, read: Callable[[], float]) -> tuple[float, float]:
+    """What `read` tells (bytes a second) while all ranks read, and while this one does alone. Collective."""
+    company.meet()
+    together = read()
+    return together, company.in_turn(read)
+
+
 class Alone:
     """The company of a group of one."""
 

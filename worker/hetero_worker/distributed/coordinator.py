@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.distributed.company import Round
 from hetero_worker.distributed.control import Control
 from hetero_worker.distributed.device_groups import DeviceGroups
 from hetero_worker.distributed.direct_links import direct_links
@@ -110,7 +111,7 @@ class GroupCoordinator:
         """Whether all ranks say so. Collective."""
         return can if self._formed is None else not self._formed.control.ranks_voting_no(vote=can)
 
-    def host_round(self) -> Callable[[torch.Tensor], None] | None:
+    def host_round(self) -> Round | None:
         """Sums a tensor over the ranks that meet on the host, all of which must call it as often. None where this rank
         is not one of several. Before `connect`."""
         meeting = self._meeting

@@ -173,8 +173,8 @@ class _Measurement:
 
 
 def _alternating(works: Sequence[Work], others: Sequence[Work]) -> list[Work]:
-    """One of each in turn, as far as there are any."""
-    return list(chain(*zip(works, others, strict=True))) if works and others else [*works, *others]
+    """One of each in turn; the works alone if there are no others."""
+    return list(chain(*zip(works, others, strict=True))) if others else list(works)
 
 
 def _by_rows(steps: Sequence[SyntheticStep]) -> list[SyntheticStep]:

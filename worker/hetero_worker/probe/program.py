@@ -174,14 +174,13 @@ def _segment_name(meet: Path, address: str) -> str:
 def _measure_exchange(group: GroupCoordinator, platform: Platform) -> ranks_pb2.Formed:
     """Between the probes of the group, and what they read at once and in turn."""
     from hetero_api.v1 import ranks_pb2
+    from hetero_worker.distributed.company import shared_bandwidth
     from hetero_worker.life_messages import formed_message
 
     times = group.measure()
-    if not times.host and not times.device:
+    if group.num_ranks == 1:
         return formed_message(group.kind, group.exchange_reason, times, None)
-    group.meet()
-    together = platform.bandwidth()
-    alone = group.in_turn(platform.bandwidth)
+    together, alone = shared_bandwidth(group, platform.bandwidth)
     costs = ranks_pb2.DeviceSpeeds(memory_bandwidth=together, lone_memory_bandwidth=alone)
     return formed_message(group.kind, group.exchange_reason, times, costs)
 

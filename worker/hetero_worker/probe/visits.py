@@ -8,7 +8,6 @@ means over the visits: a step is the sum of its parts, stragglers included.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
 from statistics import fmean
 from typing import Final
 
@@ -50,7 +49,7 @@ class Series:
         self._visits += 1
         self._spent_s += sum(seconds)
         self._next = (self._next + self._chunk) % len(self._works)
-        turn_s = sum(islice(seconds, self._chunk - self._turn, None))
+        turn_s = sum(seconds[-self._turn :])
         self._chunk = self._turn * max(1, min(len(self._works) // self._turn, round(_VISIT_S / max(turn_s, 1e-9))))
 
     def _note(self, works: Sequence[TimedWork], seconds: Sequence[float], laps: Laps) -> None:
