@@ -28,7 +28,7 @@ _CASES = ((80, torch.float32, 80, 1, False), (90, torch.bfloat16, 128, 7, True))
 def _kernels(dtype: torch.dtype, head_dim: int, group: int, *, has_cap: bool) -> Iterator[tuple[Any, Constants]]:
     """The three kernels with their constants, as the launchers give them."""
     tile, padded = Tile.of(head_dim, dtype.itemsize), triton.next_power_of_2(head_dim)
-    shape: Constants = {"head_dim": head_dim, "padded_dim": padded, "num_splits": 4}
+    shape: Constants = {"head_dim": head_dim, "padded_dim": padded, "is_split": True, "most_splits": 64}
     program: Constants = {"block_size": 16, "group": group, "tile": tile.tokens, "has_cap": has_cap}
     yield paged_attention._decode, {**shape, **program, "lanes": 16}
     yield paged_attention._spans, {**shape, **program, "lanes": tile.lanes}

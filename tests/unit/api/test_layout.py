@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -26,4 +27,18 @@ def test_operator_is_the_standard_librarys() -> None:
 @pytest.mark.parametrize("package", ["hetero_api.spec", "hetero_api.v1.ranks_pb2", "hetero_gateway", "hetero_client"])
 def test_contract_gateway_and_client_import_without_torch(package: str) -> None:
     program = f"import sys, {package}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
+
+
+def test_a_cpu_install_asks_for_nothing_of_cuda() -> None:
+    """Kernels are Triton's, which comes with torch's CUDA builds; only those who test them install it by itself."""
+    asked = metadata.requires("heteroinference") or []
+    assert any(requirement.startswith("torch") for requirement in asked)
+    of_cuda = [requirement for requirement in asked if requirement.startswith(("triton", "nvidia", "cuda"))]
+    assert all('extra == "dev"' in requirement.replace("'", '"') for requirement in of_cuda), of_cuda
+
+
+@pytest.mark.parametrize("module", ["hetero_worker.runners.gpu_runner", "hetero_worker.rank"])
+def test_ranks_import_without_triton(module: str) -> None:
+    program = f"import sys; sys.modules['triton'] = None; import {module}"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0

@@ -9,10 +9,10 @@ from types import ModuleType
 import pytest
 import torch
 
+from hetero_worker.kernels import availability
 from hetero_worker.layers.fused_ops import PLAIN_OPS, fused_ops_of
 from hetero_worker.layers.norm import RmsNorm
 from hetero_worker.layers.residual import ResidualStream
-from hetero_worker.platforms import triton_check
 from hetero_worker.probe.synthetic import SyntheticWeights
 
 pytestmark = pytest.mark.unit
@@ -89,7 +89,7 @@ def trial_that(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     module = ModuleType("hetero_worker.kernels.trial")
     vars(module)["run_one"] = run_one
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(triton_check, "find_spec", lambda name: object())
+    monkeypatch.setattr(availability, "find_spec", lambda name: object())
 
 
 def test_a_device_where_triton_cannot_compile_says_so(
@@ -102,7 +102,7 @@ def test_a_device_where_triton_cannot_compile_says_so(
 
 
 def test_a_device_without_triton_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_check, "find_spec", lambda name: None)
+    monkeypatch.setattr(availability, "find_spec", lambda name: None)
     assert fused_ops_of(CUDA).name == "torch (triton is not installed)"
 
 

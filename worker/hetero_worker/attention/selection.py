@@ -22,8 +22,8 @@ from hetero_worker.attention.device_paged import DevicePagedAttention
 from hetero_worker.attention.kernel_limits import refusal
 from hetero_worker.attention.paged import paged_attention
 from hetero_worker.attention.varlen import VarlenAttention, varlen_attend, varlen_refusal
+from hetero_worker.kernels.availability import triton_problem
 from hetero_worker.platforms.base import AttentionKind, Platform
-from hetero_worker.platforms.triton_check import triton_problem
 
 
 class DeviceAttention(StrEnum):

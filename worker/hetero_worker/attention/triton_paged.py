@@ -30,13 +30,12 @@ from hetero_worker.attention.kernel_limits import refusal
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.attention.sequence_tables import ReservedTables, SequenceTables, tables_of
 from hetero_worker.kernels.attention_tiles import PagedKeys, Scoring
-from hetero_worker.kernels.paged_attention import attend_decode, attend_spans
+from hetero_worker.kernels.paged_attention import MAX_SPLITS, attend_decode, attend_spans
 
 _PROGRAMS_PER_MULTIPROCESSOR: Final = 4
 """That run at a time: as many warps as hide the memory's latency."""
 _PROGRAMS_WITHOUT_GPU: Final = 16
 """Where kernels are interpreted."""
-_MAX_SPLITS: Final = 64
 _LEAST_SPLIT_TOKENS: Final = 128
 """A split of fewer would cost more, in sums to be written and read, than it saves."""
 
@@ -158,7 +157,7 @@ class _TritonStep(CacheReadingAttention):
         """The largest power of two for which there are programs, and tokens."""
         assert self._num_programs is not None
         reach = longest if window is None else min(longest, window)
-        most = min(self._num_programs // (num_rows * num_kv_heads), reach // _LEAST_SPLIT_TOKENS, _MAX_SPLITS)
+        most = min(self._num_programs // (num_rows * num_kv_heads), reach // _LEAST_SPLIT_TOKENS, MAX_SPLITS)
         return 1 << (most.bit_length() - 1) if most > 1 else 1
 
 

@@ -9,7 +9,8 @@ result does not depend on which rows are computed along with it.
 adds up what the splits found. The number of splits changes the order of additions, and so the last bits.
 
 What lies outside the tokens that a program's lanes see is never read. Shapes are constants of a compilation; lengths,
-tables and windows are not. Nothing here waits, and everything may be captured into a graph.
+tables, windows and the number of splits are not: a kernel that is compiled while requests wait costs them a second.
+Nothing here waits, and everything may be captured into a graph.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ _ALL: Final = 2**31 - 1
 """The window of a layer that has none."""
 _LEAST_LANES: Final = 16
 """Rows of the smallest product that tensor cores do."""
+MAX_SPLITS: Final = 64
+"""Of a decode row's tokens, as many as one program adds up at once."""
 
 
-@triton.jit(do_not_specialize=["window", "table_stride"])
+@triton.jit(do_not_specialize=["window", "num_splits", "table_stride"])
 def _decode(  # type: ignore[no-untyped-def]
     query,
     keys,
@@ -42,6 +45,7 @@ def _decode(  # type: ignore[no-untyped-def]
     factor,
     cap_factor,
     window,
+    num_splits,
     table_stride,
     query_row_stride,
     query_head_stride,
@@ -54,7 +58,7 @@ def _decode(  # type: ignore[no-untyped-def]
     group: tl.constexpr,
     lanes: tl.constexpr,
     tile: tl.constexpr,
-    num_splits: tl.constexpr,
+    is_split: tl.constexpr,
     has_cap: tl.constexpr,
 ):
     """Program (row, KV head, split): the split's share of the row's tiles."""
@@ -102,14 +106,7 @@ def _decode(  # type: ignore[no-untyped-def]
             tile,
             has_cap,
         )
-    if num_splits == 1:
-        accumulated = accumulated / tl.where(total > 0.0, total, 1.0)[:, None]
-        tl.store(
-            out + row * out_row_stride + head[:, None] * head_dim + dims[None, :],
-            accumulated.to(out.dtype.element_ty),
-            mask=is_element,
-        )
-    else:
+    if is_split:
         place = (row * tl.num_programs(1) * group + head) * num_splits + split
         tl.store(partial_maxima + place, maximum, mask=lane < group)
         tl.store(partial_totals + place, total, mask=lane < group)
@@ -118,26 +115,35 @@ def _decode(  # type: ignore[no-untyped-def]
             accumulated,
             mask=is_element & (total[:, None] > 0.0),
         )
+    else:
+        accumulated = accumulated / tl.where(total > 0.0, total, 1.0)[:, None]
+        tl.store(
+            out + row * out_row_stride + head[:, None] * head_dim + dims[None, :],
+            accumulated.to(out.dtype.element_ty),
+            mask=is_element,
+        )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _combine(  # type: ignore[no-untyped-def]
     partial_sums,
     partial_maxima,
     partial_totals,
     out,
+    num_splits,
     out_row_stride,
     head_dim: tl.constexpr,
     padded_dim: tl.constexpr,
-    num_splits: tl.constexpr,
+    most_splits: tl.constexpr,
 ):
     """Program (row, head): adds up what the splits found. A split without tokens has a total of 0, and no sums."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     dims = tl.arange(0, padded_dim)
-    place = (row * tl.num_programs(1) + head) * num_splits + tl.arange(0, num_splits)
-    maxima = tl.load(partial_maxima + place)
-    totals = tl.load(partial_totals + place)
+    split = tl.arange(0, most_splits)
+    place = (row * tl.num_programs(1) + head) * num_splits + split
+    maxima = tl.load(partial_maxima + place, mask=split < num_splits, other=float("-inf"))
+    totals = tl.load(partial_totals + place, mask=split < num_splits, other=0.0)
     largest = tl.max(maxima, 0)
     weights = tl.exp2(maxima - tl.where(largest == float("-inf"), 0.0, largest))
     is_element = (totals[:, None] > 0.0) & (dims[None, :] < head_dim)
@@ -239,8 +245,8 @@ def attend_decode(
 ) -> None:
     """Row i of `query` [rows, heads, head_dim] is the last token of sequence i; into `out` [rows, heads · head_dim].
 
-    `num_splits`, a power of two, takes as many more programs, and rows · heads · num_splits · (head_dim + 2) floats of
-    memory if it is more than one. A row of length 0 gets zeros.
+    `num_splits`, up to MAX_SPLITS, takes as many more programs, and rows · heads · num_splits · (head_dim + 2) floats
+    of memory if it is more than one. A row of length 0 gets zeros.
     """
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads = paged.keys.shape[1]
@@ -260,6 +266,7 @@ def attend_decode(
         totals,
         *scoring.factors,
         _ALL if scoring.window is None else scoring.window,
+        num_splits,
         *_strides(query, out, paged),
         head_dim=head_dim,
         padded_dim=triton.next_power_of_2(head_dim),
@@ -267,7 +274,7 @@ def attend_decode(
         group=group,
         lanes=max(_LEAST_LANES, triton.next_power_of_2(group)),
         tile=Tile.of(head_dim, query.element_size()).tokens,
-        num_splits=num_splits,
+        is_split=num_splits > 1,
         has_cap=scoring.soft_cap is not None,
         num_warps=4,
         num_stages=2,
@@ -278,10 +285,11 @@ def attend_decode(
             maxima,
             totals,
             out,
+            num_splits,
             out.stride(0),
             head_dim=head_dim,
             padded_dim=triton.next_power_of_2(head_dim),
-            num_splits=num_splits,
+            most_splits=MAX_SPLITS,
             num_warps=4,
         )
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
+import logging
 
 import torch
 
 from hetero_worker.distributed.staging import staging_for
+from hetero_worker.kernels.availability import triton_problem
 from hetero_worker.platforms.base import Platform
 from hetero_worker.sampling.device_draws import DeviceDrawing
 from hetero_worker.sampling.device_scores import DrawKernels, TorchDrawKernels
 from hetero_worker.sampling.drawing import HOST_DRAWING, ShardDrawing
+
+logger = logging.getLogger(__name__)
 
 
 def drawing_for(platform: Platform) -> ShardDrawing:
@@ -22,9 +25,12 @@ def drawing_for(platform: Platform) -> ShardDrawing:
 
 
 def draw_kernels(device: torch.device) -> DrawKernels:
-    """Triton's on CUDA where Triton is installed, else torch's operators."""
-    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        from hetero_worker.kernels.sampling import TritonDrawKernels  # imports triton
+    """Triton's on a CUDA device that runs them, else torch's operators."""
+    if device.type == "cpu":
+        return TorchDrawKernels()
+    if (problem := triton_problem(device)) is not None:
+        logger.warning("draws on %s are torch's operators, which are slower: %s", device, problem)
+        return TorchDrawKernels()
+    from hetero_worker.kernels.sampling import TritonDrawKernels  # imports triton
 
-        return TritonDrawKernels()
-    return TorchDrawKernels()
+    return TritonDrawKernels()

@@ -18,10 +18,10 @@ from torch.nn import functional as F
 
 from hetero_api.model_parts import Activation
 from hetero_worker.attention.kv_cache import LayerCache
+from hetero_worker.kernels.availability import triton_problem
 from hetero_worker.layers.activation import gated
 from hetero_worker.layers.rotary import Rotation
 from hetero_worker.platforms.base import HOST
-from hetero_worker.platforms.triton_check import triton_problem
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,6 @@ from hetero_worker.layers.embedding import OutputHead, ShardedEmbedding
 from hetero_worker.layers.norm import RmsNorm
 from hetero_worker.layers.rotary import RotaryTables
 from hetero_worker.layers.sampler import sample_tokens
-from hetero_worker.platforms.base import HOST
 from hetero_worker.probe.clock import Work
 from hetero_worker.probe.fit import Point
 from hetero_worker.probe.layers import Site, SyntheticStep, TimedWork
@@ -58,11 +57,11 @@ class HeadProbe:
 
     def _draw(self, step: SyntheticStep, head: OutputHead) -> Work:
         rows, ranges = [_GREEDY] * step.rows, [UnitRange(0, head.shape[0])]
-        alone = SoloExchange(rank=0, world_size=1)
+        alone, drawing = SoloExchange(rank=0, world_size=1), self._site.drawing
 
         def work() -> None:
-            logits = head(self._norm(step.hidden)).to(HOST)
-            sample_tokens(logits, rows, head_ranges=ranges, exchange=alone)
+            logits = head(self._norm(step.hidden))
+            sample_tokens(logits, rows, head_ranges=ranges, exchange=alone, drawing=drawing)
 
         return work
 

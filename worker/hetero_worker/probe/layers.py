@@ -30,6 +30,7 @@ from hetero_worker.probe.clock import Work
 from hetero_worker.probe.fit import Point
 from hetero_worker.probe.routing import EvenRouter, even_units
 from hetero_worker.probe.sizes import UNIT, LayerSize, whole_layer
+from hetero_worker.sampling.drawing import HOST_DRAWING, ShardDrawing
 
 BLOCK_SIZE: Final = 16
 CACHE_BYTES: Final = 48 * 1024**2
@@ -47,6 +48,7 @@ class Site:
     backend: AttentionBackend
     checkpoint: Checkpoint
     ops: FusedOps = PLAIN_OPS
+    drawing: ShardDrawing = HOST_DRAWING
 
 
 @dataclass(frozen=True, slots=True)

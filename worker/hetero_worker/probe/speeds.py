@@ -18,6 +18,7 @@ from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.attention.selection import choose_attention
 from hetero_worker.distributed.company import Alone, Company
+from hetero_worker.layers.drawing_choice import drawing_for
 from hetero_worker.layers.fused_ops import fused_ops_of
 from hetero_worker.layers.kernel_choice import choose_kernel
 from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel, available_kernels
@@ -142,4 +143,5 @@ def _site(platform: Platform, config: ModelConfig, dtype: torch.dtype, choose: C
         backend=choose_attention(platform, dtype, config).backend,
         checkpoint=SyntheticWeights(),
         ops=fused_ops_of(platform.device),
+        drawing=drawing_for(platform),
     )
