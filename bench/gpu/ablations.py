@@ -1,7 +1,8 @@
-"""What CUDA graphs, fused steps, our attention and overlap give: the same decoding with one of them off at a time.
+"""What CUDA graphs, fused steps, our attention, chaining and overlap give: the same decoding with one off at a time.
 
-All but overlap are the runner's, turned off in what it is told to load; overlap is the scheduler's. What was not in
-force anyway, on a device that has no kernels for it, makes no difference: the rank's report says what was.
+All but overlap are the runner's, turned off in what it is told to load; overlap is the scheduler's, and without it no
+step can be chained to the one before. What was not in force anyway, on a device that has no kernels for it, makes no
+difference: the rank's report says what was.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ VARIANTS: Final = (
     Variant("graphs off", Options(graphs=False)),
     Variant("fusion off", Options(fused=False)),
     Variant("plain attention", Options(own_attention=False)),
+    Variant("chaining off", Options(chained=False)),
     Variant("overlap off", overlap=False),
-    Variant("all off", Options(graphs=False, fused=False, own_attention=False), overlap=False),
+    Variant("all off", Options(graphs=False, fused=False, own_attention=False, chained=False), overlap=False),
 )
 
 

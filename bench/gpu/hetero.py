@@ -28,8 +28,6 @@ from hetero_placement.workload import Workload
 PROMPT: Final = 64
 OUTPUT: Final = 24
 CHUNK: Final = 256
-CONTEXT_BYTES: Final = 2 << 30
-"""On top of the cap: a device's context and libraries, and what attention gathers, of which the solver knows little."""
 _HOST: Final = "this machine"
 _LONGEST_NOTE: Final = 60
 _MEASURED: Final = (MLP_ONLY, ALL_PARTS, LAYER)
@@ -117,7 +115,6 @@ class _Trial:
         self._config = config
         self._dtype = dtype
         self._memory = tuple(memory)
-        self._allowed = (self._memory[0] + CONTEXT_BYTES, *self._memory[1:])
         self._bounds = bounds
         self._limit_s = limit_s
 
@@ -136,7 +133,7 @@ class _Trial:
     def _decode(self, option: Option) -> tuple[float, str]:
         """Tokens a second; or 0, and why a rank cannot hold its part."""
         assert option.plan is not None, "the caller looked"
-        load = Load(self._config, self._dtype, option.plan, self._bounds, self._allowed)
+        load = Load(self._config, self._dtype, option.plan, self._bounds, self._memory)
         try:
             replica = Replica(self._group, load, most_tokens=self._bounds.max_model_len)
         except CapacityError as error:
@@ -173,7 +170,16 @@ def hardware_of(
         speeds.MergeFrom(told.costs)
         kind = DeviceKind.CPU if seat.device is Device.CPU else DeviceKind.GPU
         ranks.append(
-            RankHardware(kind, _HOST, memory_bytes, Speeds.from_proto(speeds), kind.value.lower(), len(seat.cores))
+            RankHardware(
+                kind,
+                _HOST,
+                memory_bytes,
+                Speeds.from_proto(speeds),
+                pool=kind.value.lower(),
+                cores=len(seat.cores),
+                runtime_bytes=told.runtime_bytes,
+                gather_bytes=told.gather_bytes,
+            )
         )
     return Hardware(
         tuple(ranks),

@@ -44,6 +44,8 @@ class Options:
     fused: bool = True
     own_attention: bool = True
     """GPU ranks' by our kernels; else by torch's operators."""
+    chained: bool = True
+    """A GPU rank alone begins a step before it has finished the one before."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,9 @@ late. Binding is plain affinity here: a rank's own pinning reads the resource's 
 from __future__ import annotations
 
 import os
+import time
 import traceback
+from collections import deque
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -29,9 +31,11 @@ from bench.gpu.orders import (
 )
 
 if TYPE_CHECKING:
+    from hetero_api.v1 import ranks_pb2
     from hetero_worker.distributed.coordinator import GroupCoordinator
     from hetero_worker.platforms.base import Platform
-    from hetero_worker.runners.base import LoadRequest
+    from hetero_worker.runners.base import LoadRequest, StepOutput
+    from hetero_worker.runners.step_chain import StepChain
 
 _HOST: Final = "127.0.0.1"
 _TIMEOUT_S: Final = 120.0
@@ -75,7 +79,6 @@ class _Rank:
         from hetero_worker.distributed.store import StoreListener
         from hetero_worker.platforms.compute_threads import start_compute_threads
         from hetero_worker.platforms.host_allocator import keep_freed_memory
-        from hetero_worker.runners.selection import runner_of
 
         keep_freed_memory()
         start_compute_threads(len(seat.cores))
@@ -84,8 +87,10 @@ class _Rank:
         self._platform = _platform(seat)
         self._platform.open()
         self._listener = StoreListener(_HOST)
-        self._runner = runner_of(self._platform)
         self._group: GroupCoordinator | None = None
+        self._came_s: deque[float] = deque()
+        """When the plans came that are not answered yet."""
+        self._make_runner()
 
     def live(self) -> None:
         import torch
@@ -94,25 +99,35 @@ class _Rank:
             Hello(self._listener.open(), self._platform.name, self._platform.memory_bytes, torch.__version__)
         )
         while True:
+            self._chain.rest(self._pipe.poll)
             order: Order | bytes = self._pipe.recv()
             if isinstance(order, bytes):
                 self._step(order)
                 continue
+            self._chain.finish()
             self._pipe.send(self._do(order))
             if isinstance(order, End):
                 return
 
-    def _step(self, payload: bytes) -> None:
-        import time
+    def _make_runner(self) -> None:
+        from hetero_worker.runners.selection import runner_of
+        from hetero_worker.runners.step_chain import StepChain
 
+        self._runner = runner_of(self._platform)
+        self._chain: StepChain = StepChain(self._runner, self._answer)
+
+    def _step(self, payload: bytes) -> None:
         from hetero_api.v1 import ranks_pb2
+
+        self._came_s.append(time.perf_counter())
+        self._chain.begin(ranks_pb2.StepPlan.FromString(payload))
+
+    def _answer(self, plan: ranks_pb2.StepPlan, output: StepOutput) -> None:
         from hetero_worker.life_messages import step_result
 
-        plan = ranks_pb2.StepPlan.FromString(payload)
-        began_s = time.perf_counter()
-        output = self._runner.execute(plan)
+        came_s = self._came_s.popleft()
         if self._seat.rank == 0:
-            result = step_result(plan, output, step_s=time.perf_counter() - began_s)
+            result = step_result(plan, output, step_s=time.perf_counter() - came_s)
             self._pipe.send(result.SerializeToString())
 
     def _do(self, order: Order) -> object:
@@ -165,7 +180,7 @@ class _Rank:
     def _measure_parts(self, order: MeasureParts) -> bytes:
         from hetero_api.v1 import ranks_pb2
         from hetero_worker.life_messages import formed_message
-        from hetero_worker.probe.speeds import measure_parts
+        from hetero_worker.probe.speeds import fixed_needs, measure_parts
 
         group = self._formed
         times = group.measure()
@@ -175,7 +190,8 @@ class _Rank:
             lone_memory_bandwidth=group.in_turn(self._platform.bandwidth),
         )
         costs.MergeFrom(measure_parts(self._platform, order.config, dtype=order.dtype, company=group))
-        return formed_message(group.kind, group.exchange_reason, times, costs).SerializeToString()
+        needs = fixed_needs(self._platform, order.config)
+        return formed_message(group.kind, group.exchange_reason, times, costs, needs).SerializeToString()
 
     def _load(self, order: Load) -> Loaded:
         from hetero_worker.errors import MemoryBudgetError
@@ -212,6 +228,8 @@ class _Rank:
             open_weights=MadeWeights,
             enforce_eager=not order.options.graphs,
             fused=order.options.fused,
+            chained=order.options.chained,
+            num_gpu_ranks=self._seat.num_gpu_ranks,
             attention=DeviceAttention.PLAIN if is_plain else None,
         )
 
@@ -222,10 +240,8 @@ class _Rank:
         return seconds_a_token(order, self._platform) if self._seat.rank == 0 else None
 
     def _drop_weights(self) -> None:
-        from hetero_worker.runners.selection import runner_of
-
         self._runner.detach()
-        self._runner = runner_of(self._platform)
+        self._make_runner()
 
     def _end(self) -> None:
         self._runner.detach()

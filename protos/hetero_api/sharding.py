@@ -67,6 +67,12 @@ class RankShard:
     head_rows: UnitRange
 
     @property
+    def is_empty(self) -> bool:
+        """Whether it owns nothing at all."""
+        has_rows = self.embedding_rows.size or self.head_rows.size
+        return not has_rows and all(layer.is_empty for layer in self.layers)
+
+    @property
     def kv_heads_total(self) -> int:
         """KV heads over all layers; 0 means that the rank needs no KV cache."""
         return sum(layer.kv_heads.size for layer in self.layers)

@@ -230,6 +230,14 @@ class EngineSpec(SpecModel):
         bool, Field(description="Send a step to the ranks while they still compute the one before.")
     ] = True
     enforce_eager: Annotated[bool, Field(description="Never capture CUDA graphs.")] = False
+    batch_invariant: Annotated[
+        bool,
+        Field(
+            description="A request gets the same numbers to the last bit, and so the same tokens, whatever else is "
+            "computed with it, and whether its prompt is computed whole, in chunks or found in the cache. It takes "
+            "more time, on GPUs needs Triton, and leaves experts where they are (placement.rebalanceExperts)."
+        ),
+    ] = False
 
 
 class ServiceSpec(SpecModel):

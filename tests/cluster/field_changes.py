@@ -139,6 +139,7 @@ CHANGES: Final[Mapping[str, Change]] = {
     "engine.enablePrefixCaching": Change(False, GATEWAY),
     "engine.overlapScheduling": Change(False, GATEWAY),
     "engine.enforceEager": Change(True, GATEWAY),
+    "engine.batchInvariant": Change(True, GATEWAY),
     # --- gateway
     "gateway.service.type": Change("NodePort", NOTHING, more=_CLIENT_SERVICE),
     "gateway.service.port": Change(8443, NOTHING, more=_CLIENT_SERVICE),

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hetero_worker.distributed.reduction import sum_in_order
 from hetero_worker.distributed.routes import Ranks
 from tests.support import hierarchical_bodies as bodies
 from tests.support.exchange_bodies import shm_left_over
@@ -54,6 +55,25 @@ def test_every_subgroup_of_every_mixture_sums_to_the_same_bits_on_all_of_its_ran
         assert torch.allclose(summed.float(), torch.as_tensor(expected), atol=tolerance, rtol=tolerance)
         checked += 1
     assert checked >= 2 * len(groups)
+
+
+ROW, ROWS = 600, (1, 2, 5, 64, 300)
+
+
+@pytest.mark.parametrize(("num_gpu_ranks", "world_size"), [(3, 3), (3, 4), (4, 4), (2, 3)])
+def test_batch_invariant_sums_of_a_row_do_not_depend_on_other_rows(num_gpu_ranks: int, world_size: int) -> None:
+    results = run_ranks(bodies.sums_of_rows, world_size, num_gpu_ranks, ROW, ROWS, True)
+    assert all(bits == results[0][0] for sums in results for bits in sums)
+    if num_gpu_ranks == world_size:
+        expected = torch.empty(ROW, dtype=torch.bfloat16)
+        sum_in_order([bodies.values(rank, ROW, torch.bfloat16) for rank in range(world_size)], expected)
+        assert results[0][0] == expected.view(torch.uint8).numpy().tobytes()
+
+
+def test_sums_in_the_backends_own_order_depend_on_other_rows() -> None:
+    """Or else the test above would show nothing."""
+    results = run_ranks(bodies.sums_of_rows, 4, 4, ROW, ROWS, False)
+    assert len(set(results[0])) > 1
 
 
 def _of_first_members(

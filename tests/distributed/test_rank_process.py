@@ -28,10 +28,13 @@ from hetero_worker.nursery import Order
 from tests.support.exchange_bodies import shm_left_over
 from tests.support.rank_processes import segment_prefix
 from tests.support.scripted_gateway import TOKEN, ScriptedGateway
-from tests.support.scripted_life import START_S, RankProcess, generate, next_step, serve, shut_down
+from tests.support.scripted_life import ONE_RANK, START_S, RankProcess, generate, next_step, serve, shut_down
 from tests.support.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.distributed
+
+REPOSITORY = Path(__file__).parents[2]
+"""Where a process finds tests.support."""
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +69,23 @@ def rank_process(
                 process.kill()
 
 
+@contextmanager
+def pseudo_gpu_process(model: Path, folder: Path, log: Path) -> Iterator[RankProcess]:
+    """`log` gets what it says."""
+    with ScriptedGateway() as gateway, log.open("w") as errors:
+        arguments = [
+            sys.executable, "-m", "tests.support.pseudo_gpu_rank", "--gateway", gateway.target, "--model", str(model),
+            "--pool", "gpu", "--ordinal", "0", "--local-rank", "0", "--pod-name", "rank-0", "--device", "cuda:0",
+            "--num-threads", "1", "--numa-policy", "None",
+        ]  # fmt: skip
+        env = {**environment(folder), "PYTHONPATH": str(REPOSITORY)}
+        with subprocess.Popen(arguments, env=env, stderr=errors) as process:
+            try:
+                yield RankProcess(gateway, process)
+            finally:
+                process.kill()
+
+
 def run_to_end(arguments: Sequence[str], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(arguments, env=env, capture_output=True, text=True, timeout=60, check=False)
 
@@ -87,6 +107,24 @@ def test_survivor_of_a_killed_rank_keeps_its_weights_and_serves_the_next_epoch(m
     assert len(before) == 10
     assert after == before
     assert shm_left_over(segment_prefix()) == []
+
+
+def test_a_gpu_rank_alone_begins_plans_that_are_there_behind_one_another_and_draws_what_a_cpu_rank_draws(
+    model: Path, tmp_path: Path
+) -> None:
+    with rank_process(model, tmp_path) as cpu_rank:
+        serve(model, [cpu_rank], 1, shares=ONE_RANK)
+        expected = generate([cpu_rank], 1, 11)
+        shut_down([cpu_rank], 1)
+    log = tmp_path / "log"
+    with pseudo_gpu_process(model, tmp_path, log) as rank:
+        (loaded,) = serve(model, [rank], 1, shares=ONE_RANK)
+        drawn = generate([rank], 1, 11)
+        shut_down([rank], 1)
+
+    assert "steps=chained" in loaded.kernels
+    assert drawn == expected
+    assert "began behind another" in log.read_text()
 
 
 def test_hello_tells_who_and_what_the_rank_is(model: Path, tmp_path: Path) -> None:

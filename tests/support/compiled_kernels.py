@@ -1,4 +1,6 @@
-"""Compiles our attention kernels for GPUs of two ages, without one; in a process of its own, which interprets nothing.
+"""Compiles kernels of attention, of linear layers and of routers for GPUs of two ages, without one.
+
+In a process of its own, which interprets nothing.
 
 python -m tests.support.compiled_kernels     prints what each takes of shared memory, in bytes
 """
@@ -13,16 +15,21 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hetero_worker.kernels import paged_attention
+from hetero_worker.kernels import matmul, paged_attention, routing
 from hetero_worker.kernels.attention_tiles import Tile
+from hetero_worker.kernels.matmul import MatmulTile
 
-Constants = Mapping[str, int | bool]
+Constants = Mapping[str, int | float | bool | None]
 _TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 _INDICES = ("tables", "lengths", "starts")
 _FACTORS = ("factor", "cap_factor")
+_FIXED = {"router": "*fp64", "logits": "*fp32"}
+_TENSORS = ("query", "keys", "values", "out", "x", "weight", "bias", "hidden")
 _THREADS_PER_WARP = 32
 _CASES = ((80, torch.float32, 80, 1, False), (90, torch.bfloat16, 128, 7, True))
 """Compute capability, type, head_dim, query heads a KV head, soft cap."""
+_WEIGHTS = ((24576, 4096, False), (4096, 12288, True), (50, 7, True))
+"""Out and in features, and whether there is a bias: a wide weight, a narrow one and an odd one."""
 
 
 def _kernels(dtype: torch.dtype, head_dim: int, group: int, *, has_cap: bool) -> Iterator[tuple[Any, Constants]]:
@@ -35,7 +42,18 @@ def _kernels(dtype: torch.dtype, head_dim: int, group: int, *, has_cap: bool) ->
     yield paged_attention._combine, shape
 
 
-def _shared_bytes(kernel: Any, dtype: torch.dtype, constants: Constants, capability: int) -> int:
+def _products(dtype: torch.dtype) -> Iterator[tuple[Any, Constants, int]]:
+    """The kernel of linear layers for each weight, and that of routers: with constants and stages."""
+    for out_features, in_features, has_bias in _WEIGHTS:
+        tile = MatmulTile.of(out_features, dtype.itemsize)
+        shape: Constants = {"out_features": out_features, "in_features": in_features, "has_bias": has_bias}
+        program: Constants = {"tile_rows": 64, "tile_columns": tile.columns, "depth": tile.depth}
+        yield matmul._matmul, {**shape, **program, **({} if has_bias else {"bias": None})}, tile.stages
+    experts: Constants = {"eps": 1e-6, "width": 2048, "num_experts": 60, "tile_experts": 32, "depth": 128}
+    yield routing._router, experts, 2
+
+
+def _shared_bytes(kernel: Any, dtype: torch.dtype, constants: Constants, capability: int, stages: int = 2) -> int:
     names = [parameter.name for parameter in kernel.params]
     signature = {name: _type_of(name, dtype, constants) for name in names}
     source = ASTSource(
@@ -45,7 +63,7 @@ def _shared_bytes(kernel: Any, dtype: torch.dtype, constants: Constants, capabil
         attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")},
     )
     target = GPUTarget("cuda", capability, _THREADS_PER_WARP)
-    return int(triton.compile(source, target=target, options={"num_warps": 4, "num_stages": 2}).metadata.shared)
+    return int(triton.compile(source, target=target, options={"num_warps": 4, "num_stages": stages}).metadata.shared)
 
 
 def _type_of(name: str, dtype: torch.dtype, constants: Constants) -> str:
@@ -55,15 +73,22 @@ def _type_of(name: str, dtype: torch.dtype, constants: Constants) -> str:
         return "*i32"
     if name in _FACTORS:
         return "fp32"
+    if name in _FIXED:
+        return _FIXED[name]
     if name.startswith("partial_"):
         return "*fp32"
-    return _TYPES[dtype] if name in ("query", "keys", "values", "out") else "i32"
+    return _TYPES[dtype] if name in _TENSORS else "i32"
 
 
 def main() -> None:
     for capability, dtype, head_dim, group, has_cap in _CASES:
         for kernel, constants in _kernels(dtype, head_dim, group, has_cap=has_cap):
             print(kernel.__name__, dtype, capability, _shared_bytes(kernel, dtype, constants, capability))
+    for capability in (80, 90):
+        for dtype in _TYPES:
+            for kernel, constants, stages in _products(dtype):
+                shared = _shared_bytes(kernel, dtype, constants, capability, stages)
+                print(kernel.__name__, dtype, capability, shared)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.distributed.exchange import Exchange, LocalExchange
@@ -10,12 +12,39 @@ from hetero_worker.runners.base import LoadReport, LoadRequest, MaskSource, Samp
 
 WEIGHT_BYTES = 1000
 KV_BYTES_PER_TOKEN = 16
+GRAPH_BYTES = 70
+GRAPH_RESERVE_BYTES = 90
+
+
+@dataclass(frozen=True, slots=True)
+class FakeStep:
+    """Implements StepUnderWay."""
+
+    runner: FakeRunner
+    plan: ranks_pb2.StepPlan
+
+    @property
+    def can_be_followed(self) -> bool:
+        return self.runner.chains and bool(self.plan.decode_slots)
+
+    @property
+    def is_done(self) -> bool:
+        return self.runner.computed.is_set()
+
+    def may_be_followed_by(self, plan: ranks_pb2.StepPlan) -> bool:
+        return self.can_be_followed and bool(plan.decode_slots) and not plan.masked_slots
+
+    def finish(self) -> StepOutput:
+        self.runner.said.append(f"finish {self.plan.step_id}")
+        self.runner.on_finish()
+        return self.runner.outcome(self.plan)
 
 
 class FakeRunner:
-    """Implements Runner. Set `on_load` or `on_execute` to make these do something else first.
+    """Implements Runner. Set `on_load`, `on_execute` or `on_finish` to make these do something else first.
 
-    A command is done as told by `report`; masks are kept as they come.
+    A command is done as told by `report`; masks are kept as they come. With `chains`, steps that decode may follow one
+    another, and are done when `computed` is set.
     """
 
     def __init__(self) -> None:
@@ -28,6 +57,15 @@ class FakeRunner:
         self.detached = 0
         self.on_load: Callable[[], None] = _nothing
         self.on_execute: Callable[[], None] = _nothing
+        self.on_finish: Callable[[], None] = _nothing
+        self.chains = False
+        self.computed = threading.Event()
+        self.said: list[str] = []
+        """Beginnings and ends, in their order."""
+
+    @property
+    def graph_bytes(self) -> int:
+        return GRAPH_BYTES
 
     @property
     def held(self) -> LoadRequest | None:
@@ -51,16 +89,24 @@ class FakeRunner:
             load_s=0.0 if kept else 1.5,
             kernels=("linear=fake",),
             graph_sizes=(1, 2),
+            graph_reserve_bytes=GRAPH_RESERVE_BYTES,
         )
 
     def allocate(self, num_blocks: int, block_size: int) -> int:
         return num_blocks * block_size * KV_BYTES_PER_TOKEN
 
     def execute(self, plan: ranks_pb2.StepPlan, masks: MaskSource = no_masks) -> StepOutput:
+        return self.begin(plan, masks).finish()
+
+    def begin(self, plan: ranks_pb2.StepPlan, masks: MaskSource = no_masks) -> FakeStep:
+        self.said.append(f"begin {plan.step_id}")
         self.on_execute()
         if plan.masked_slots:
             self.masks.append(masks())
         self.plans.append(plan)
+        return FakeStep(self, plan)
+
+    def outcome(self, plan: ranks_pb2.StepPlan) -> StepOutput:
         if plan.HasField("command"):
             return StepOutput(report=self.report)
         sampling = [*plan.decode_slots, *(span.slot for span in plan.spans if span.sample)]

@@ -107,6 +107,27 @@ def sums_of_groups(
     return results
 
 
+def sums_of_rows(
+    ranks: RankContext, num_gpu_ranks: int, width: int, counts: tuple[int, ...], batch_invariant: bool
+) -> list[bytes]:
+    """The bits of one row's sum over all ranks in bfloat16, among so many rows each time, at the last place."""
+    everyone = tuple(range(ranks.world_size))
+    group = coordinate(ranks, num_gpu_ranks)
+    devices = Routes((device_part(everyone, num_gpu_ranks),))
+    on_host = host_part(everyone, num_gpu_ranks)
+    host = Routes((on_host,) if 1 < len(on_host) < len(everyone) else ())
+    exchange = group.connect_routes(host, devices, batch_invariant=batch_invariant).among(everyone)
+    sums = []
+    for count in counts:
+        rows = torch.zeros(count, width, dtype=torch.bfloat16)
+        rows[-1] = values(ranks.rank, width, torch.bfloat16)
+        exchange.all_reduce(rows, everyone)
+        sums.append(rows[-1].view(torch.uint8).numpy().tobytes())
+    ranks.meet()
+    group.close()
+    return sums
+
+
 def sums_in_place(ranks: RankContext, num_gpu_ranks: int) -> list[str]:
     """What was changed that should not have been, or not been, by sums into a slice of a larger tensor."""
     everyone = tuple(range(ranks.world_size))

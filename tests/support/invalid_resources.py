@@ -504,7 +504,7 @@ _EVERYTHING: Final[Document] = {
         "engine": {
             "maxNumSeqs": 32, "maxNumBatchedTokens": 1024, "blockSize": 32, "gpuMemoryUtilization": 0.85,
             "kvCacheMemoryBytes": "1.5Gi", "enablePrefixCaching": False, "overlapScheduling": False,
-            "enforceEager": True,
+            "enforceEager": True, "batchInvariant": True,
         },
         "gateway": {
             "service": {"type": "LoadBalancer", "port": 443, "annotations": {"example.com/class": "any text"}},

@@ -93,6 +93,7 @@ class RankGroup:
         num_gpu_ranks: int = 0,
         make_graphs: MakeGraphs | None = None,
         enforce_eager: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
         """`make_graphs`: of the pseudo GPUs; None: they have none."""
         config = ModelConfig.from_directory(directory)
@@ -114,8 +115,10 @@ class RankGroup:
                 max_model_len=config.max_position,
                 max_num_batched_tokens=max_num_batched_tokens,
                 max_num_seqs=max_num_seqs,
-                memory_bytes=1 << 30,
+                memory_bytes=2 << 30,
                 enforce_eager=enforce_eager,
+                batch_invariant=batch_invariant,
+                num_gpu_ranks=num_gpu_ranks or None,
             )
             for rank in range(self.plan.world_size)
         ]

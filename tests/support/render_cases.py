@@ -88,6 +88,7 @@ engine:
   kvCacheMemoryBytes: 4Gi
   enablePrefixCaching: false
   enforceEager: true
+  batchInvariant: true
 gateway:
   service: {type: LoadBalancer, port: 443, annotations: {example.com/internal: "true"}}
   maxQueuedRequests: 10

@@ -18,9 +18,8 @@ from hetero_worker.layers.sampler import sample_tokens
 from hetero_worker.platforms.base import HOST
 from hetero_worker.sampling.device_draws import DeviceDrawing
 from hetero_worker.sampling.device_scores import DrawKernels, TorchDrawKernels
-from hetero_worker.sampling.drawing import HOST_DRAWING, ShardDrawing
+from hetero_worker.sampling.drawing import HOST_DRAWING, ShardDrawing, StartedDraws
 from hetero_worker.sampling.request import SamplingRow
-from hetero_worker.sampling.shard import ShardDraws
 from tests.support import sampling_reference
 
 PATHS = ("host", "device", "mixed")
@@ -40,10 +39,10 @@ class AlternatingDrawing:
         self._device = device_drawing()
         self._turn = 0
 
-    def draw(self, rows: Sequence[SamplingRow], logits: torch.Tensor, begin: int) -> ShardDraws:
+    def start(self, rows: Sequence[SamplingRow], logits: torch.Tensor, begin: int) -> StartedDraws:
         self._turn += 1
         drawing: ShardDrawing = self._device if self._turn % 2 else HOST_DRAWING
-        return drawing.draw(rows, logits, begin)
+        return drawing.start(rows, logits, begin)
 
     def to_host(self, logits: torch.Tensor, chosen: Sequence[int]) -> torch.Tensor:
         return self._device.to_host(logits, chosen)

@@ -86,6 +86,7 @@ AFTER: Final[Mapping[str, Mapping[str, Any]]] = {
     "engine.enablePrefixCaching": {"engine.enablePrefixCaching": True},
     "engine.overlapScheduling": {"engine.overlapScheduling": False},
     "engine.enforceEager": {"engine.enforceEager": False},
+    "engine.batchInvariant": {"engine.batchInvariant": False},
     "gateway.service.type": {"gateway.service.type": "NodePort"},
     "gateway.service.port": {"gateway.service.port": 8443},
     "gateway.service.httpPort": {"gateway.service.httpPort": 8080},

@@ -82,7 +82,12 @@ class TapeBackend:
         self.replayed = 0
         """Segments."""
         self.recorded = 0
+        self.reserved = 0
         self._tape: _Tape | None = None
+
+    def reserve(self, num_bytes: int) -> None:
+        assert not self.recorded, "what is recorded has its place already"
+        self.reserved = num_bytes
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:

@@ -72,6 +72,10 @@ class RankView:
     kv_bytes: int
     load_s: float
     kernels: tuple[str, ...]
+    graph_bytes: int = 0
+    """What graphs of steps took of its GPU's memory; it follows within seconds."""
+    graph_reserve_bytes: int = 0
+    """What is kept for them; 0: it makes none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +268,8 @@ def _rank(message: admin_pb2.RankStatus) -> RankView:
         kv_bytes=message.kv_bytes,
         load_s=message.load_s,
         kernels=tuple(message.kernels),
+        graph_bytes=message.graph_bytes,
+        graph_reserve_bytes=message.graph_reserve_bytes,
     )
 
 

@@ -83,8 +83,9 @@ def streaming_s(model: CostModel, memory: MemoryModel, gpus: Sequence[int], work
     ranks = [model.hardware.ranks[rank] for rank in gpus]
     bus = sum(rank.speeds.to_device_bandwidth for rank in ranks)
     config = model.config
-    cache = config.num_layers * config.num_kv_heads * memory.units(gpus[0]).head_cache
-    room = sum(rank.memory_bytes - memory.fixed_bytes(holds_heads=True) for rank in ranks) - cache
+    cache = memory.cache_bytes(config.num_kv_heads)
+    fixed = sum(memory.fixed_bytes(rank, holds_heads=True) for rank in gpus)
+    room = sum(rank.memory_bytes for rank in ranks) - fixed - cache
     weight_bytes = config.num_parameters * model.element_bytes
     streamed = weight_bytes - max(0.0, room)
     if not bus or streamed <= 0:

@@ -27,6 +27,8 @@ class Bounds:
     block_size: int = 16
     kv_cache_bytes: int | None = None
     """spec.engine.kvCacheMemoryBytes, a rank's; None: room for one longest sequence is enough."""
+    enforce_eager: bool = False
+    """spec.engine.enforceEager: GPU ranks make no graphs, and need no memory for them."""
 
 
 @dataclass(frozen=True, slots=True)

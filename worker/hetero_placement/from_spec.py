@@ -21,6 +21,7 @@ def bounds_of(spec: HeteroInferenceSpec, config: ModelConfig) -> Bounds:
         max_num_seqs=spec.engine.max_num_seqs,
         block_size=spec.engine.block_size,
         kv_cache_bytes=spec.engine.kv_cache_memory_bytes,
+        enforce_eager=spec.engine.enforce_eager,
     )
 
 

@@ -121,19 +121,32 @@ class RankHardware:
     host: str
     """Same for ranks that share a machine."""
     memory_bytes: int
-    """What it may use for weights, KV cache and workspace."""
+    """What it may use for weights, KV cache and workspace, its runtime included."""
     speeds: Speeds
     pool: str = ""
     cores: int = 1
+    runtime_bytes: int = 0
+    """What of it is taken whatever the rank is to own, measured with its group; 0: not known."""
+    gather_bytes: int = 0
+    """What a step's attention gathers at most on a rank that holds KV heads."""
 
     @classmethod
     def from_report(
-        cls, report: ranks_pb2.DeviceReport, *, host: str, pool: str, cores: int = 1, gpu_share: float = 1.0
+        cls,
+        report: ranks_pb2.DeviceReport,
+        *,
+        host: str,
+        pool: str,
+        cores: int = 1,
+        gpu_share: float = 1.0,
+        formed: ranks_pb2.Formed | None = None,
     ) -> RankHardware:
-        """What a rank said at Hello; `gpu_share` is how much of a GPU's memory it may use."""
+        """What a rank said at Hello, and when its group had formed; `gpu_share`: what it may use of a GPU's memory."""
         kind = DeviceKind.GPU if report.kind == ranks_pb2.DEVICE_KIND_CUDA else DeviceKind.CPU
         memory = int(report.memory_bytes * gpu_share) if kind is DeviceKind.GPU else report.memory_bytes
-        return cls(kind, host, memory, Speeds.from_proto(report.speeds), pool, cores)
+        needs = formed or ranks_pb2.Formed()
+        speeds = Speeds.from_proto(report.speeds)
+        return cls(kind, host, memory, speeds, pool, cores, needs.runtime_bytes, needs.gather_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,14 +205,23 @@ class Hardware:
         return tuple(map(tuple, alike.values()))
 
     def levelled(self) -> Hardware:
-        """The same with ranks that are alike made equal: the median of their speeds, the least of their memory."""
+        """The same with ranks that are alike made equal: the median of their speeds, the least of their memory, and
+        the most of what they need of it in any case."""
         ranks = list(self.ranks)
         for alike in self.classes():
             members = [self.ranks[number] for number in alike]
             speeds = _median_speeds([member.speeds for member in members])
             memory = min(member.memory_bytes for member in members)
+            runtime = max(member.runtime_bytes for member in members)
+            gathered = max(member.gather_bytes for member in members)
             for number in alike:
-                ranks[number] = replace(self.ranks[number], speeds=speeds, memory_bytes=memory)
+                ranks[number] = replace(
+                    self.ranks[number],
+                    speeds=speeds,
+                    memory_bytes=memory,
+                    runtime_bytes=runtime,
+                    gather_bytes=gathered,
+                )
         return replace(self, ranks=tuple(ranks))
 
 

@@ -1,8 +1,13 @@
 """What a rank's part takes in its memory, and whether it fits.
 
-Linear in what a rank owns, so that a solver can tell at once what one unit more costs: weights, keys and values of at
-least one longest sequence (or what spec.engine.kvCacheMemoryBytes asks for), and the largest step. It is an estimate,
-good enough to leave out what cannot be had; a rank that loads its part does the sum again, exactly.
+Counted with what a rank itself counts with (`hetero_api.rank_memory`, `graph_memory`), and never less: a plan that fits
+here is refused by no rank, and its KV cache has at least as many blocks as is said here. That holds as long as a rank
+has the memory that it told of, its runtime grows by no more than is allowed for (RUNTIME_GROWTH_BYTES), and its largest
+step takes no more than its bound from shapes. What is counted beyond what a rank counts: both halves of a layer, though
+one is computed after the other; the margin of a measured step, though it is not measured yet; graphs, though ranks with
+experts make none; biases of sums, which one rank has.
+
+Linear in what a rank owns, so that a solver can tell at once what one unit more costs.
 """
 
 from __future__ import annotations
@@ -10,35 +15,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from hetero_api.graph_memory import MAX_MIXED_ROWS, GraphMemory, graph_sizes
 from hetero_api.model_config import ModelConfig
+from hetero_api.rank_memory import (
+    ASSUMED_GPU_RUNTIME_BYTES,
+    RUNTIME_BYTES,
+    RUNTIME_GROWTH_BYTES,
+    KvCost,
+    ModelMemory,
+    StepLimits,
+    with_margin,
+)
 from hetero_api.sharding import RankShard, ShardPlan
 from hetero_placement.decision import Bounds
 from hetero_placement.hardware import DeviceKind, Hardware
 from hetero_placement.part_costs import element_bytes
-from hetero_placement.tensor_plan import UNIT
-
-RUNTIME_BYTES: Final = 384 * 1024**2
-"""Interpreter, torch, gRPC; on a GPU what its context takes."""
-_LOGIT_BYTES: Final = 12
-"""float32 logits, scores and noise of a row and a vocabulary row."""
-_PROMPT_LOGIT_ROWS: Final = 64
-
-
-@dataclass(frozen=True, slots=True)
-class UnitBytes:
-    """Of one layer's weights, and of the cache and the workspace that go with them. Vocabulary: a unit is 64 rows."""
-
-    head: int
-    """Weights, in one layer."""
-    head_cache: int
-    """Cache of one longest sequence, in one layer."""
-    head_work: int
-    column: int
-    column_work: int
-    expert: int
-    embedding_row: int
-    head_row: int
-    head_row_work: int
+from hetero_placement.tensor_plan import UNIT, plan_within_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +40,30 @@ class Need:
     weights: int
     cache: int
     workspace: int
+    graphs: int
+    runtime: int
 
     @property
     def total(self) -> int:
-        """0 for a rank that owns nothing."""
-        return self.weights + self.cache + self.workspace + RUNTIME_BYTES if self.weights else 0
+        return self.cache + self.without_cache
+
+    @property
+    def without_cache(self) -> int:
+        return self.weights + self.workspace + self.graphs + self.runtime
+
+
+_NOTHING: Final = Need(0, 0, 0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitBytes:
+    """What one more takes where every layer is split alike: in all layers, with cache, workspace and graphs."""
+
+    head: float
+    column: float
+    expert: float
+    row: float
+    """A vocabulary row, of embedding and head."""
 
 
 class MemoryModel:
@@ -62,10 +73,16 @@ class MemoryModel:
         self._config = config
         self._hardware = hardware
         self._bounds = bounds
-        self._size = element_bytes(dtype)
+        limits = StepLimits(bounds.max_num_batched_tokens, bounds.max_num_seqs, bounds.max_model_len)
+        self._memory = ModelMemory(config, limits, element_bytes(dtype))
         # One block that is never used, and one sequence in whole blocks.
-        self._tokens = (-(-bounds.max_model_len // bounds.block_size) + 1) * bounds.block_size
-        self._residual = 3 * bounds.max_num_batched_tokens * config.hidden_size * self._size
+        self._tokens = (self._blocks_of_longest + 1) * bounds.block_size
+        self._sizes = (
+            () if bounds.enforce_eager else graph_sizes(min(bounds.max_num_seqs, limits.max_num_batched_tokens))
+        )
+        self._num_hosts = len(hardware.ranks) - hardware.num_gpu_ranks
+        self._units: dict[bool, UnitBytes] = {}
+        self._beside: dict[tuple[int, int, int, int], float] = {}
 
     @property
     def hardware(self) -> Hardware:
@@ -73,49 +90,65 @@ class MemoryModel:
 
     def units(self, rank: int) -> UnitBytes:
         """What a unit takes on this rank."""
-        config, size, steps = self._config, self._size, self._bounds.max_num_batched_tokens
-        row = config.hidden_size * size
-        draws = max(self._bounds.max_num_seqs, _PROMPT_LOGIT_ROWS)
-        return UnitBytes(
-            head=config.attention_params_per_kv_head * size,
-            head_cache=0 if self._bounds.kv_cache_bytes is not None else 2 * config.head_dim * size * self._tokens,
-            head_work=3 * steps * (config.group_size + 2) * config.head_dim * size,
-            column=config.mlp_params_per_column * size,
-            column_work=4 * steps * size,
-            expert=config.params_per_expert * size,
-            embedding_row=row,
-            # Kernels of CPUs pack a tied head's rows for themselves; a GPU multiplies with the embedding's own.
-            head_row=0 if config.tie_word_embeddings and self._is_gpu(rank) else row,
-            head_row_work=_LOGIT_BYTES * draws,
-        )
+        is_gpu = self._is_gpu(rank)
+        if is_gpu not in self._units:
+            self._units[is_gpu] = self._units_of(rank)
+        return self._units[is_gpu]
 
-    def fixed_bytes(self, *, holds_heads: bool) -> int:
-        """What a rank that owns anything needs beside its units."""
-        cache = self._bounds.kv_cache_bytes or 0 if holds_heads else 0
-        return RUNTIME_BYTES + self._residual + cache
+    def fixed_bytes(self, rank: int, *, holds_heads: bool) -> float:
+        """What a rank needs beside its units, where every layer is split alike; if it has heads, beside those."""
+        return self._beside_units(rank, heads=int(holds_heads))
+
+    def first_column_bytes(self, rank: int, *, holds_heads: bool) -> float:
+        """What it needs once it owns MLP columns of dense layers, beside these."""
+        heads = int(holds_heads)
+        return self._beside_units(rank, heads=heads, columns=1) - self._beside_units(rank, heads=heads)
+
+    def first_expert_bytes(self, rank: int, *, holds_heads: bool) -> float:
+        """What it needs once it owns experts, beside these."""
+        heads = int(holds_heads)
+        return self._beside_units(rank, heads=heads, experts=1) - self._beside_units(rank, heads=heads)
+
+    def cache_bytes(self, num_heads: int) -> int:
+        """Of one longest sequence, in all layers. 0 where kvCacheMemoryBytes says its size: that is a fixed need."""
+        if self._bounds.kv_cache_bytes is not None:
+            return 0
+        return self._cache(self._memory.kv_cost(self._shard(num_heads, 0, 0, 0)))
 
     def need(self, rank: int, shard: RankShard) -> Need:
-        """What a part takes on a rank."""
-        unit, layers = self.units(rank), shard.layers
-        heads, most_heads = shard.kv_heads_total, max(layer.kv_heads.size for layer in layers)
-        columns, most_columns = _sum_and_most([layer.mlp_columns.size for layer in layers])
-        experts = sum(layer.experts.size for layer in layers)
-        weights = heads * unit.head + columns * unit.column + experts * unit.expert
-        weights += shard.embedding_rows.size * unit.embedding_row + shard.head_rows.size * unit.head_row
-        work = most_heads * unit.head_work + most_columns * unit.column_work
-        work += shard.head_rows.size * unit.head_row_work
-        cache = heads * unit.head_cache + (self._bounds.kv_cache_bytes or 0 if heads else 0)
-        return Need(weights, cache, work + self._residual)
+        """What a part takes on a rank; nothing, if it is none."""
+        return _NOTHING if shard.is_empty else self._taken(rank, shard)
+
+    def _taken(self, rank: int, shard: RankShard) -> Need:
+        memory, is_gpu, hardware = self._memory, self._is_gpu(rank), self._hardware.ranks[rank]
+        assumed = ASSUMED_GPU_RUNTIME_BYTES if is_gpu else RUNTIME_BYTES
+        measured = hardware.runtime_bytes + RUNTIME_GROWTH_BYTES if is_gpu else hardware.runtime_bytes
+        gathered = hardware.gather_bytes if shard.kv_heads_total else 0
+        return Need(
+            weights=memory.weight_bytes(shard, packs_head=not is_gpu),
+            cache=self._cache(memory.kv_cost(shard)),
+            workspace=with_margin(memory.summed_workspace_bytes(shard)) + gathered,
+            graphs=self._graphs(shard) if is_gpu else 0,
+            runtime=measured if hardware.runtime_bytes else assumed,
+        )
+
+    def kv_blocks(self, plan: ShardPlan) -> int:
+        """Blocks that the KV cache of a plan that fits has at least, the null block included, as many as sequences can
+        fill at most. 0 where a rank has no room for one."""
+        most = self._bounds.max_num_seqs * self._blocks_of_longest + 1
+        holders = [(rank, shard) for rank, shard in enumerate(plan.ranks) if shard.kv_heads_total]
+        return min([most, *(self._blocks_on(rank, shard) for rank, shard in holders)])
 
     def problem(self, plan: ShardPlan) -> str:
         """Which rank a plan does not fit, with the arithmetic; empty if it fits all."""
         for rank, shard in enumerate(plan.ranks):
             need, has = self.need(rank, shard), self._hardware.ranks[rank].memory_bytes
             if need.total > has:
+                graphs = f"{_gb(need.graphs)} graphs + " if need.graphs else ""
                 return (
                     f"{self._name(rank)} would need {_gb(need.total)} = {_gb(need.weights)} weights + "
-                    f"{_gb(need.cache)} KV cache ({self._cache_field}) + {_gb(need.workspace + RUNTIME_BYTES)} "
-                    f"workspace, and has {_gb(has)} ({self._field(rank)})"
+                    f"{_gb(need.cache)} KV cache ({self._cache_field}) + {_gb(need.workspace)} workspace + {graphs}"
+                    f"{_gb(need.runtime)} runtime, and has {_gb(has)} ({self._field(rank)})"
                 )
         return ""
 
@@ -123,10 +156,71 @@ class MemoryModel:
         """That `ranks` together have too little for `needs` bytes of weights and cache."""
         has = sum(self._hardware.ranks[rank].memory_bytes for rank in ranks)
         fields = " and ".join(dict.fromkeys(self._field(rank) for rank in ranks))
+        other = max(self.fixed_bytes(rank, holds_heads=False) for rank in ranks)
         return (
             f"weights and KV cache of one sequence ({self._cache_field}) need {_gb(needs)}; these {len(ranks)} ranks "
-            f"have {_gb(has)} ({fields}), {_gb(self.fixed_bytes(holds_heads=False))} of each for workspace"
+            f"have {_gb(has)} ({fields}), {_gb(other)} of each for its runtime and workspace at least"
         )
+
+    @property
+    def _blocks_of_longest(self) -> int:
+        return -(-self._bounds.max_model_len // self._bounds.block_size)
+
+    @property
+    def _has_dense(self) -> bool:
+        return len(self._config.expert_layers) < self._config.num_layers
+
+    def _blocks_on(self, rank: int, shard: RankShard) -> int:
+        """That the rank has room for."""
+        cost = self._memory.kv_cost(shard)
+        left = self._hardware.ranks[rank].memory_bytes - self.need(rank, shard).without_cache
+        asked = self._bounds.kv_cache_bytes
+        room = cost.cache_of(max(0, left)) if asked is None else asked
+        return room // (cost.cache_bytes * self._bounds.block_size)
+
+    def _cache(self, cost: KvCost) -> int:
+        """With what decoding takes for each cached token."""
+        asked = self._bounds.kv_cache_bytes
+        return cost.total_of(asked) if asked is not None else self._tokens * cost.bytes if cost.cache_bytes else 0
+
+    def _graphs(self, shard: RankShard) -> int:
+        """The most of what a plan may ask for: with ranks on host cores, if there are any, or without."""
+        alone = GraphMemory.of(self._memory, shard, self._sizes, num_host_ranks=0)
+        if not self._num_hosts:
+            return alone.total
+        sizes = tuple(size for size in self._sizes if size <= MAX_MIXED_ROWS)
+        mixed = GraphMemory.of(self._memory, shard, sizes, num_host_ranks=self._num_hosts)
+        # Graphs of fewer sizes compute with no more; and what does not grow with units may be either's.
+        return alone.computing + max(alone.total - alone.computing, mixed.total - mixed.computing)
+
+    def _beside_units(self, rank: int, *, heads: int = 0, columns: int = 0, experts: int = 0) -> float:
+        """What of such a part's need is not the units'."""
+        key = rank, heads, columns, experts
+        if key not in self._beside:
+            unit = self.units(rank)
+            counted = heads * unit.head + columns * unit.column + experts * unit.expert
+            self._beside[key] = self._taken(rank, self._shard(heads, columns, experts, 0)).total - counted
+        return self._beside[key]
+
+    def _units_of(self, rank: int) -> UnitBytes:
+        """By what a second takes more than the first."""
+
+        def second(heads: int = 0, columns: int = 0, experts: int = 0, rows: int = 0) -> float:
+            one, two = (self._shard(k * heads, k * columns, k * experts, k * rows) for k in (1, 2))
+            return self._taken(rank, two).total - self._taken(rank, one).total
+
+        many = 16 * UNIT  # Of what is small, so that rounding is next to nothing.
+        return UnitBytes(
+            head=second(heads=1),
+            column=second(columns=many) / many if self._has_dense else 0.0,
+            expert=second(experts=1) if self._config.experts is not None else 0.0,
+            row=second(rows=many) / many,
+        )
+
+    def _shard(self, heads: int, columns: int, experts: int, rows: int) -> RankShard:
+        """Of a rank that owns as much of every layer; there need not be as much."""
+        plan = plan_within_layers(self._config, heads=[heads], columns=[columns], experts=[experts], rows=[rows])
+        return plan.ranks[0]
 
     @property
     def _cache_field(self) -> str:
@@ -147,15 +241,6 @@ class MemoryModel:
 
     def _is_gpu(self, rank: int) -> bool:
         return self._hardware.ranks[rank].kind is DeviceKind.GPU
-
-
-def vocabulary_unit_bytes(unit: UnitBytes) -> int:
-    """Of 64 rows of embedding and head."""
-    return UNIT * (unit.embedding_row + unit.head_row + unit.head_row_work)
-
-
-def _sum_and_most(counts: list[int]) -> tuple[int, int]:
-    return sum(counts), max(counts)
 
 
 def _gb(size_bytes: float) -> str:

@@ -47,6 +47,8 @@ class Component:
     """How often each kind of step is made."""
     unit_bytes: tuple[float, ...]
     """What a unit takes in memory, by slot."""
+    first_bytes: tuple[float, ...]
+    """What the first takes more than the others, by slot."""
 
     def per_rank(self, slot: int, units: int) -> int:
         """Of the rank of a slot that gets most."""
@@ -65,8 +67,8 @@ class Component:
 
     def bytes_of(self, deal: Deal) -> tuple[float, ...]:
         """What the rank of each slot that gets most needs in memory."""
-        sizes = zip(deal, self.sizes, self.unit_bytes, strict=True)
-        return tuple(-(-units // size) * unit_bytes for units, size, unit_bytes in sizes)
+        slots = zip(deal, self.sizes, self.unit_bytes, self.first_bytes, strict=True)
+        return tuple(-(-units // size) * each + (first if units else 0.0) for units, size, each, first in slots)
 
     @property
     def possible(self) -> bool:

@@ -283,10 +283,9 @@ class _Solver:
     def _no_room(self, ranks: Sequence[int]) -> str:
         if self._every_rank and len(ranks) > most_ranks(self._config):
             return too_many_ranks(len(self._all), describe_units(self._config))
-        unit = self._memory.units(ranks[0])
-        heads = self._config.num_layers * self._config.num_kv_heads
-        cache = heads * unit.head_cache
-        return self._memory.shortage(self._config.num_parameters * self._model.element_bytes + cache, tuple(ranks))
+        weights = self._config.num_parameters * self._model.element_bytes
+        cache = self._memory.cache_bytes(self._config.num_kv_heads)
+        return self._memory.shortage(weights + cache, tuple(ranks))
 
 
 def _units_by(total: int, weights: Sequence[float]) -> tuple[int, ...]:

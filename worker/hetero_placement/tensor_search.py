@@ -14,7 +14,7 @@ from typing import Final
 
 from hetero_api.sharding import ShardPlan
 from hetero_placement.cost_model import CostModel, WidePlace
-from hetero_placement.memory_model import MemoryModel, vocabulary_unit_bytes
+from hetero_placement.memory_model import MemoryModel
 from hetero_placement.search import EXHAUSTIVE, Component, Deal, Room, best_deals
 from hetero_placement.steps import Repeated, Step
 from hetero_placement.tensor_plan import UNIT, in_units, plan_within_layers, units_of
@@ -174,7 +174,7 @@ class _Deal:
             needed=self._roles.holders,
             times=lambda rank, units: tuple(ranks[rank].attention(step, window).of(units) for step, window, _ in kinds),
             weights=tuple(weight for *_, weight in kinds),
-            unit_bytes=self._head_bytes,
+            unit_bytes=lambda rank: self._memory.units(rank).head,
         )
 
     def _columns(self) -> Component:
@@ -202,7 +202,8 @@ class _Deal:
             needed=needed,
             times=times,
             weights=tuple(repeats * num_layers for _, repeats in self._steps),
-            unit_bytes=self._expert_bytes if experts else self._column_bytes,
+            unit_bytes=self._expert_bytes if experts else self._columns_bytes,
+            first_bytes=self._first_expert_bytes if experts else self._first_column_bytes,
         )
 
     def _rows(self) -> Component:
@@ -213,7 +214,7 @@ class _Deal:
             needed=self._roles.rows,
             times=lambda rank, units: tuple(self._model.head_part_s(rank, units, step) for step, _ in drawing),
             weights=tuple(times for _, times in drawing),
-            unit_bytes=lambda rank: vocabulary_unit_bytes(self._memory.units(rank)),
+            unit_bytes=self._rows_bytes,
         )
 
     def _component(
@@ -225,6 +226,7 @@ class _Deal:
         times: Callable[[int, float], tuple[float, ...]],
         weights: tuple[float, ...],
         unit_bytes: Callable[[int], float],
+        first_bytes: Callable[[int], float] = lambda _: 0.0,
     ) -> Component:
         return Component(
             units=units,
@@ -234,30 +236,34 @@ class _Deal:
             times=cache(lambda slot, count: times(self.slots[slot][0], count)),
             weights=weights,
             unit_bytes=tuple(unit_bytes(slot[0]) for slot in self.slots),
+            first_bytes=tuple(first_bytes(slot[0]) for slot in self.slots),
         )
 
-    def _head_bytes(self, rank: int) -> float:
-        unit = self._memory.units(rank)
-        return self._config.num_layers * (unit.head + unit.head_cache) + unit.head_work
+    def _first_column_bytes(self, rank: int) -> float:
+        return self._memory.first_column_bytes(rank, holds_heads=rank in self._roles.holders)
 
-    def _column_bytes(self, rank: int) -> float:
-        unit = self._memory.units(rank)
-        return UNIT * (self._num_dense * unit.column + unit.column_work)
+    def _first_expert_bytes(self, rank: int) -> float:
+        return self._memory.first_expert_bytes(rank, holds_heads=rank in self._roles.holders)
+
+    def _columns_bytes(self, rank: int) -> float:
+        return UNIT * self._memory.units(rank).column
 
     def _expert_bytes(self, rank: int) -> float:
-        return len(self._config.expert_layers) * self._memory.units(rank).expert
+        return self._memory.units(rank).expert
+
+    def _rows_bytes(self, rank: int) -> float:
+        return UNIT * self._memory.units(rank).row
 
     def _room_of(self, rank: int) -> float:
-        has = self._model.hardware.ranks[rank].memory_bytes
-        room = has - self._memory.fixed_bytes(holds_heads=rank in self._roles.holders)
-        per_unit = {
-            "heads": (self._head_bytes, 1),
-            "columns": (self._column_bytes, UNIT),
-            "experts": (self._expert_bytes, 1),
-            "rows": (lambda r: vocabulary_unit_bytes(self._memory.units(r)), UNIT),
-        }
-        for name, (unit_bytes, size) in per_unit.items():
-            counts = getattr(self._fixed, name)
-            if counts is not None:
-                room -= counts[rank] / size * unit_bytes(rank)
-        return room
+        unit, fixed = self._memory.units(rank), self._fixed
+        needed = self._memory.fixed_bytes(rank, holds_heads=rank in self._roles.holders)
+        each = (
+            (fixed.heads, unit.head),
+            (fixed.columns, unit.column),
+            (fixed.experts, unit.expert),
+            (fixed.rows, unit.row),
+        )
+        needed += sum(counts[rank] * unit_bytes for counts, unit_bytes in each if counts is not None)
+        needed += self._first_column_bytes(rank) if fixed.columns is not None and fixed.columns[rank] else 0.0
+        needed += self._first_expert_bytes(rank) if fixed.experts is not None and fixed.experts[rank] else 0.0
+        return self._model.hardware.ranks[rank].memory_bytes - needed

@@ -124,6 +124,15 @@ class GatewayLink:
         event, self._returned = self._returned, None
         return self._incoming.get() if event is None else event
 
+    def wait(self, timeout_s: float) -> bool:
+        """Whether there is an event to receive, or one comes within so many seconds."""
+        if self._returned is None:
+            try:
+                self._returned = self._incoming.get(timeout=timeout_s)
+            except queue.Empty:
+                return False
+        return True
+
     def put_back(self, event: Event) -> None:
         """The event that was received last is what `receive` gives next."""
         self._returned = event

@@ -11,8 +11,8 @@ or says why it could not, and a message that does not fit its state or epoch is 
 Hello tells which they are; groups, cache and slots do not. Groups stand before the plan is known: FormGroup makes those
 of all ranks, LoadModel brings the plan and connects what it needs.
 
-Plans are worked off strictly in order. While one is, the next may have come: it waits in the link, and nothing of it
-is looked at before. Only a step whose draws are masked looks at what comes next, which are its masks.
+Plans are worked off by `plan_work.py`, in order. A step that is under way is finished, and answered, before anything is
+looked at but the plan that comes next.
 
 Nothing of an aborted epoch survives into the next: its group is gone before Hello is said again. A life is one
 gateway's: what becomes of the rank after that is for `rejoining.py` to say.
@@ -23,7 +23,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum, auto
 from typing import Final, Protocol
 
@@ -55,8 +55,9 @@ from hetero_worker.life_messages import (
     held_message,
     load_request,
     loaded_message,
-    step_result,
 )
+from hetero_worker.memory.budget import FixedNeeds
+from hetero_worker.plan_work import PlanWork
 from hetero_worker.platforms.binding import Binding, Unbound
 from hetero_worker.runners.base import Runner
 
@@ -72,7 +73,6 @@ _LIMIT_FACTOR: Final = 2.0
 """How much longer than a collective may take everything else may take, before it hangs."""
 
 _PERMANENT: Final = (ModelError, PlanError, MemoryBudgetError, PinningError, WeightsChangedError)
-_ENDINGS: Final = ("abort", "shutdown")
 
 
 class Probe(Protocol):
@@ -84,6 +84,10 @@ class Probe(Protocol):
 
     def bandwidth(self) -> float:
         """Bytes read a second, now."""
+        ...
+
+    def fixed_needs(self) -> FixedNeeds:
+        """What the rank needs of its memory, now, whatever it is to own."""
         ...
 
     def compute(self) -> None:
@@ -102,7 +106,7 @@ class Group(Company, Protocol):
 
     def measure(self) -> ExchangeTimes: ...
 
-    def connect(self, plan: ShardPlan) -> Exchange: ...
+    def connect(self, plan: ShardPlan, *, batch_invariant: bool = False) -> Exchange: ...
 
     def abort(self) -> None: ...
 
@@ -172,12 +176,11 @@ class RankLife:
         self._epoch = 0
         self._ended_epoch = 0
         self._rank = -1
-        self._next_step = 1
-        self._step_ended_s = 0.0
+        self._plans = PlanWork(runner, link, self._heartbeat)
         self._group: Group | None = None
         self._form_message: ranks_pb2.FormGroup | None = None
         self._orders: dict[str | None, tuple[RankState, Callable[[Arrival], None]]] = {
-            "step_plan": (RankState.SERVING, self._step),
+            "step_plan": (RankState.SERVING, self._plans.take),
             "form_group": (RankState.JOINING, self._join_group),
             "load_model": (RankState.FORMED, self._load),
             "allocate_cache": (RankState.LOADED, self._allocate),
@@ -213,7 +216,9 @@ class RankLife:
         """From Hello to the epoch's end; an exit code when life ends with it."""
         self._say_hello()
         while True:
-            event = self._link.receive()
+            event = self._next_event()
+            if event is None:
+                return EXIT_PERMANENT
             if not isinstance(event, Arrival):
                 return self._depart(event)
             message = event.message
@@ -229,6 +234,22 @@ class RankLife:
                 return None
             elif self._state is not RankState.BROKEN and not self._obey(body, event):
                 return EXIT_PERMANENT
+
+    def _next_event(self) -> Event | None:
+        """A step under way is finished before anything but the next plan. None if it failed and always will."""
+        if not self._finish_by(self._plans.rest):
+            return None
+        event = self._link.receive()
+        if not self._plans.is_next(event) and not self._finish_by(self._plans.finish):
+            return None
+        return event
+
+    def _finish_by(self, finish: Callable[[], None]) -> bool:
+        """Have a step that is under way finished. False if it failed and always will."""
+        if not self._plans.is_open:
+            return True
+        with self._heartbeat.working(self._usual_limit_s):
+            return self._attempt(finish)
 
     def _depart(self, event: StreamEnded | LeaveRequested) -> int:
         if isinstance(event, LeaveRequested):
@@ -258,6 +279,7 @@ class RankLife:
     def _leave_group(self) -> None:
         """Free what belongs to the epoch. The process ends here if its groups cannot be left."""
         self._link.stop_heartbeats()
+        self._plans.drop()
         self._runner.detach()
         try:
             if self._group is not None:
@@ -270,8 +292,11 @@ class RankLife:
 
     def _obey(self, body: str | None, arrival: Arrival) -> bool:
         """Do what was told. False if it failed and always will."""
+        return self._attempt(lambda: self._carry_out(body, arrival))
+
+    def _attempt(self, work: Callable[[], None]) -> bool:
         try:
-            self._carry_out(body, arrival)
+            work()
         except ExchangeAborted as error:
             self._break_epoch(str(error))
         except Exception as error:  # noqa: BLE001 — the loop's top: whatever it was, the gateway hears of it
@@ -295,8 +320,11 @@ class RankLife:
         command = message.step_plan.command
         if command.wake.weights or command.HasField("place_experts") or message.HasField("load_model"):
             return LOAD_LIMIT_S
-        form = message.form_group if message.HasField("form_group") else self._form_message
-        return _LIMIT_FACTOR * form.timeout_s if form is not None else LOAD_LIMIT_S
+        return _limit_within(message.form_group) if message.HasField("form_group") else self._usual_limit_s
+
+    @property
+    def _usual_limit_s(self) -> float:
+        return LOAD_LIMIT_S if self._form_message is None else _limit_within(self._form_message)
 
     def _enter(self, state: RankState) -> None:
         self._state = state
@@ -328,7 +356,7 @@ class RankLife:
         if message.rank >= len(message.places):
             raise ProtocolError(f"form_group.rank is {message.rank}, and form_group.places holds {len(message.places)}")
         self.was_in_group = True
-        self._next_step = 1
+        self._plans.begin_epoch(self._epoch, rank=self._rank)
         self._say_heartbeats(message.heartbeat_interval_s)
         self._fence.enter(self._epoch)
         self._binding.require()
@@ -340,7 +368,8 @@ class RankLife:
         self._form_message = message
         costs = self._costs_in(message.dtype, self._group)
         self._enter(RankState.FORMED)
-        formed = formed_message(self._group.kind, self._group.exchange_reason, times, costs)
+        needs = self._probe.fixed_needs()
+        formed = formed_message(self._group.kind, self._group.exchange_reason, times, costs, needs)
         self._send(ranks_pb2.RankMessage(formed=formed))
 
     def _costs_in(self, dtype: str, group: Group) -> ranks_pb2.DeviceSpeeds | None:
@@ -372,7 +401,8 @@ class RankLife:
         epoch = self._epoch
 
         def beat() -> ranks_pb2.RankMessage:
-            return ranks_pb2.RankMessage(epoch=epoch, heartbeat=ranks_pb2.Heartbeat(step_id=self._next_step - 1))
+            told = ranks_pb2.Heartbeat(step_id=self._plans.last_step, graph_bytes=self._runner.graph_bytes)
+            return ranks_pb2.RankMessage(epoch=epoch, heartbeat=told)
 
         if interval_s > 0:
             self._link.start_heartbeats(interval_s, beat)
@@ -384,7 +414,7 @@ class RankLife:
         order = arrival.message.load_model
         request = load_request(self._identity, form, order, rank=self._rank)
         with self._binding.communicating():
-            exchange = group.connect(request.shard_plan)
+            exchange = group.connect(request.shard_plan, batch_invariant=request.batch_invariant)
         self._runner.attach(exchange)
         with self._fence.patient():
             report = self._runner.load(request)
@@ -400,27 +430,7 @@ class RankLife:
         self._enter(RankState.SERVING)
         self._send(ranks_pb2.RankMessage(allocated=ranks_pb2.Allocated(kv_bytes=kv_bytes)))
 
-    def _step(self, arrival: Arrival) -> None:
-        plan = arrival.message.step_plan
-        if plan.step_id != self._next_step:
-            raise ProtocolError(f"the gateway sent step {plan.step_id}, expected step {self._next_step}")
-        began_s = max(arrival.arrived_s, self._step_ended_s)
-        output = self._runner.execute(plan, lambda: self._receive_masks(plan))
-        self._step_ended_s = time.monotonic()
-        self._next_step += 1
-        self._heartbeat.count_step()
-        if self._rank == 0 or output.report is not None:
-            result = step_result(plan, output, step_s=self._step_ended_s - began_s)
-            self._send(ranks_pb2.RankMessage(step_result=result))
 
-    def _receive_masks(self, plan: ranks_pb2.StepPlan) -> Sequence[bytes]:
-        """The masks of the step that is being done. Raises ExchangeAborted when its epoch, or this life, is over."""
-        event = self._link.receive()
-        if not isinstance(event, Arrival) or event.message.WhichOneof("body") in _ENDINGS:
-            self._link.put_back(event)
-            raise ExchangeAborted(f"the epoch ended while step {plan.step_id} waited for its masks")
-        masks, epoch = event.message.token_masks, event.message.epoch
-        if not event.message.HasField("token_masks") or (epoch, masks.step_id) != (self._epoch, plan.step_id):
-            body = event.message.WhichOneof("body")
-            raise ProtocolError(f"the gateway sent {body} while step {plan.step_id} waited for its token_masks")
-        return masks.masks
+def _limit_within(form: ranks_pb2.FormGroup) -> float:
+    """Seconds that anything may take in a group whose collectives may take so long, but for loads."""
+    return _LIMIT_FACTOR * form.timeout_s

@@ -14,6 +14,7 @@ from hetero_api.v1 import ranks_pb2
 from hetero_worker.distributed.coordinator import GroupRequest
 from hetero_worker.distributed.measuring import ExchangeTimes, Times
 from hetero_worker.errors import ProtocolError
+from hetero_worker.memory.budget import FixedNeeds
 from hetero_worker.platforms.heterogeneous import HeterogeneousPlatform
 from hetero_worker.runners.base import LoadReport, LoadRequest, StepOutput
 
@@ -69,14 +70,17 @@ def formed_message(
     reason: str,
     times: ExchangeTimes,
     costs: ranks_pb2.DeviceSpeeds | None,
+    needs: FixedNeeds,
 ) -> ranks_pb2.Formed:
-    """The groups stand."""
+    """The groups stand. `needs` are looked at when all communicators do, for these take memory too."""
     return ranks_pb2.Formed(
         exchange=kind,
         exchange_reason=reason,
         host_times=_told(times.host),
         device_times=_told(times.device),
         costs=costs,
+        runtime_bytes=needs.runtime_bytes,
+        gather_bytes=needs.gather_bytes,
     )
 
 
@@ -109,6 +113,8 @@ def load_request(
         memory_utilization=utilization,
         cache_size_is_given=order.cache_size_is_given,
         enforce_eager=order.enforce_eager,
+        batch_invariant=order.batch_invariant,
+        num_gpu_ranks=num_gpu_ranks(form),
     )
 
 
@@ -121,6 +127,7 @@ def loaded_message(report: LoadReport, *, local_memory_percent: int | None) -> r
         load_s=report.load_s,
         kernels=report.kernels,
         graph_sizes=report.graph_sizes,
+        graph_reserve_bytes=report.graph_reserve_bytes,
         local_memory_percent=local_memory_percent,
     )
 

@@ -26,7 +26,8 @@ from hetero_worker.layers.kernel_choice import choose_kernel
 from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.models.decoder import Decoder
 from hetero_worker.runners.base import LoadRequest
-from hetero_worker.runners.largest_step import limits_of, measure_workspace
+from hetero_worker.runners.largest_step import measure_workspace
+from hetero_worker.runners.shard import limits_of
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +79,8 @@ class KeptMeasurements:
 
     def measure_workspace(self, decoder: Decoder, request: LoadRequest) -> int | None:
         """As `largest_step.measure_workspace`, which is asked if it was not before."""
-        asked = (request.config, request.dtype, request.shard_plan, request.rank, limits_of(request))
+        means = (request.attention, request.fused, request.batch_invariant)
+        asked = (request.config, request.dtype, request.shard_plan, request.rank, limits_of(request), means)
         question = hashlib.sha256(repr(asked).encode()).hexdigest()
         workspaces = self._data.setdefault(_WORKSPACES, {})
         if question in workspaces:

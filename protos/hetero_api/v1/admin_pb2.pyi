@@ -545,6 +545,8 @@ class RankStatus(_message.Message):
     KERNELS_FIELD_NUMBER: _builtins.int
     LOCAL_MEMORY_PERCENT_FIELD_NUMBER: _builtins.int
     PIN_MESSAGE_FIELD_NUMBER: _builtins.int
+    GRAPH_BYTES_FIELD_NUMBER: _builtins.int
+    GRAPH_RESERVE_BYTES_FIELD_NUMBER: _builtins.int
     joined: _builtins.bool
     """Whether its stream is open."""
     weight_bytes: _builtins.int
@@ -559,6 +561,10 @@ class RankStatus(_message.Message):
     """
     pin_message: _builtins.str
     """What the binding to cores and memory lacks, or how its memory is placed; for a person. Empty until it joined."""
+    graph_bytes: _builtins.int
+    """Bytes of its device's memory that graphs of steps took, measured; 0 before there are any. It follows within seconds."""
+    graph_reserve_bytes: _builtins.int
+    """Bytes that are kept for them."""
     @_builtins.property
     def place(self) -> _ranks_pb2.RankPlace:
         """Its place; rank, pool and pod are known before the rank joins."""
@@ -583,10 +589,12 @@ class RankStatus(_message.Message):
         kernels: _abc.Iterable[_builtins.str] | None = ...,
         local_memory_percent: _builtins.int | None = ...,
         pin_message: _builtins.str = ...,
+        graph_bytes: _builtins.int = ...,
+        graph_reserve_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_local_memory_percent", b"_local_memory_percent", "local_memory_percent", b"local_memory_percent", "place", b"place", "shard", b"shard"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_local_memory_percent", b"_local_memory_percent", "joined", b"joined", "kernels", b"kernels", "kv_bytes", b"kv_bytes", "load_s", b"load_s", "local_memory_percent", b"local_memory_percent", "pin_message", b"pin_message", "place", b"place", "shard", b"shard", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_local_memory_percent", b"_local_memory_percent", "graph_bytes", b"graph_bytes", "graph_reserve_bytes", b"graph_reserve_bytes", "joined", b"joined", "kernels", b"kernels", "kv_bytes", b"kv_bytes", "load_s", b"load_s", "local_memory_percent", b"local_memory_percent", "pin_message", b"pin_message", "place", b"place", "shard", b"shard", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__local_memory_percent: _TypeAlias = _typing.Literal["local_memory_percent"]  # noqa: Y015
     _WhichOneofArgType__local_memory_percent: _TypeAlias = _typing.Literal["_local_memory_percent", b"_local_memory_percent"]  # noqa: Y015

@@ -844,10 +844,18 @@ class Formed(_message.Message):
     HOST_TIMES_FIELD_NUMBER: _builtins.int
     DEVICE_TIMES_FIELD_NUMBER: _builtins.int
     COSTS_FIELD_NUMBER: _builtins.int
+    RUNTIME_BYTES_FIELD_NUMBER: _builtins.int
+    GATHER_BYTES_FIELD_NUMBER: _builtins.int
     exchange: Global___ExchangeKind.ValueType
     """The exchange that stands; the same on every rank."""
     exchange_reason: _builtins.str
     """Why it is not the one that FormGroup asked for; empty if it is."""
+    runtime_bytes: _builtins.int
+    """Bytes of its device's memory that are taken now, with all communicators, whatever the rank is to own: by contexts,
+    libraries and others. 0: not told.
+    """
+    gather_bytes: _builtins.int
+    """Bytes that a step's attention gathers at most, if the rank is to hold KV heads, beside what grows with the cache."""
     @_builtins.property
     def host_times(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExchangeTime]:
         """What an all-reduce over the host exchange takes, ascending in bytes; empty unless asked for."""
@@ -870,10 +878,12 @@ class Formed(_message.Message):
         host_times: _abc.Iterable[Global___ExchangeTime] | None = ...,
         device_times: _abc.Iterable[Global___ExchangeTime] | None = ...,
         costs: Global___DeviceSpeeds | None = ...,
+        runtime_bytes: _builtins.int = ...,
+        gather_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs", "device_times", b"device_times", "exchange", b"exchange", "exchange_reason", b"exchange_reason", "host_times", b"host_times"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs", "device_times", b"device_times", "exchange", b"exchange", "exchange_reason", b"exchange_reason", "gather_bytes", b"gather_bytes", "host_times", b"host_times", "runtime_bytes", b"runtime_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -918,6 +928,7 @@ class LoadModel(_message.Message):
     PLAN_KEY_FIELD_NUMBER: _builtins.int
     DEVICE_MEMORY_UTILIZATION_FIELD_NUMBER: _builtins.int
     ENFORCE_EAGER_FIELD_NUMBER: _builtins.int
+    BATCH_INVARIANT_FIELD_NUMBER: _builtins.int
     dtype: _builtins.str
     """Arithmetic type, "float32" or "bfloat16"."""
     max_model_len: _builtins.int
@@ -932,6 +943,8 @@ class LoadModel(_message.Message):
     """
     enforce_eager: _builtins.bool
     """Whether no graphs of steps are made on GPUs (enforceEager)."""
+    batch_invariant: _builtins.bool
+    """Whether a sequence's numbers must not depend, to the last bit, on what else is computed with it (batchInvariant)."""
     @_builtins.property
     def shard_plan(self) -> Global___ShardPlan:
         """Who owns what."""
@@ -946,10 +959,11 @@ class LoadModel(_message.Message):
         plan_key: _builtins.str = ...,
         device_memory_utilization: _builtins.float = ...,
         enforce_eager: _builtins.bool = ...,
+        batch_invariant: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["shard_plan", b"shard_plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_size_is_given", b"cache_size_is_given", "device_memory_utilization", b"device_memory_utilization", "dtype", b"dtype", "enforce_eager", b"enforce_eager", "max_model_len", b"max_model_len", "plan_key", b"plan_key", "shard_plan", b"shard_plan"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "cache_size_is_given", b"cache_size_is_given", "device_memory_utilization", b"device_memory_utilization", "dtype", b"dtype", "enforce_eager", b"enforce_eager", "max_model_len", b"max_model_len", "plan_key", b"plan_key", "shard_plan", b"shard_plan"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -968,6 +982,7 @@ class Loaded(_message.Message):
     KERNELS_FIELD_NUMBER: _builtins.int
     LOCAL_MEMORY_PERCENT_FIELD_NUMBER: _builtins.int
     GRAPH_SIZES_FIELD_NUMBER: _builtins.int
+    GRAPH_RESERVE_BYTES_FIELD_NUMBER: _builtins.int
     weight_bytes: _builtins.int
     """Bytes of this rank's weights."""
     kv_budget_bytes: _builtins.int
@@ -981,6 +996,8 @@ class Loaded(_message.Message):
     /proc/self/numa_maps after the load: whole percent, rounded down. Absent when it is bound to no cores or the
     kernel does not tell.
     """
+    graph_reserve_bytes: _builtins.int
+    """Bytes of the device's memory that are kept for these graphs: no part of kv_budget_bytes."""
     @_builtins.property
     def kernels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the kernels chosen by measurement, e.g. "linear=onednn-packed"."""
@@ -1001,10 +1018,11 @@ class Loaded(_message.Message):
         kernels: _abc.Iterable[_builtins.str] | None = ...,
         local_memory_percent: _builtins.int | None = ...,
         graph_sizes: _abc.Iterable[_builtins.int] | None = ...,
+        graph_reserve_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_local_memory_percent", b"_local_memory_percent", "local_memory_percent", b"local_memory_percent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_local_memory_percent", b"_local_memory_percent", "graph_sizes", b"graph_sizes", "kernels", b"kernels", "kv_budget_bytes", b"kv_budget_bytes", "kv_bytes_per_token", b"kv_bytes_per_token", "load_s", b"load_s", "local_memory_percent", b"local_memory_percent", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_local_memory_percent", b"_local_memory_percent", "graph_reserve_bytes", b"graph_reserve_bytes", "graph_sizes", b"graph_sizes", "kernels", b"kernels", "kv_budget_bytes", b"kv_budget_bytes", "kv_bytes_per_token", b"kv_bytes_per_token", "load_s", b"load_s", "local_memory_percent", b"local_memory_percent", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__local_memory_percent: _TypeAlias = _typing.Literal["local_memory_percent"]  # noqa: Y015
     _WhichOneofArgType__local_memory_percent: _TypeAlias = _typing.Literal["_local_memory_percent", b"_local_memory_percent"]  # noqa: Y015
@@ -1701,16 +1719,20 @@ class Heartbeat(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STEP_ID_FIELD_NUMBER: _builtins.int
+    GRAPH_BYTES_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """The last step that this rank finished."""
+    graph_bytes: _builtins.int
+    """Bytes of the device's memory that graphs of steps have taken so far, measured."""
     def __init__(
         self,
         *,
         step_id: _builtins.int = ...,
+        graph_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["graph_bytes", b"graph_bytes", "step_id", b"step_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -53,6 +53,7 @@ def test_all_options_a_reason_and_the_ranks_are_shown(tmp_path: Path) -> None:
     (chosen,) = [line for line in text.splitlines() if line.strip().startswith("*")]
     assert "100%" in chosen
     assert "prompts of 1024 and outputs of 256 tokens, 8 at a time, bfloat16" in text
+    assert "KV cache: at least " in text
 
 
 def test_json_is_one_object_with_the_whole_plan(tmp_path: Path) -> None:
@@ -64,6 +65,9 @@ def test_json_is_one_object_with_the_whole_plan(tmp_path: Path) -> None:
     heads = [rank["layers"][0]["kvHeads"] for rank in told["ranks"]]
     assert heads[-1][1] == CONFIG["num_key_value_heads"]
     assert told["ranks"][0]["kind"] == "GPU"
+    assert told["kvBlocks"] >= 16384 // 16
+    assert all(sum(rank["neededBytes"].values()) <= rank["memoryBytes"] for rank in told["ranks"])
+    assert [rank["neededBytes"]["graphs"] > 0 for rank in told["ranks"]] == [True, True, False, False]
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])

@@ -105,6 +105,14 @@ def test_rank_that_has_not_joined_is_shown_under_its_process_name() -> None:
     assert lines[1:] == ["cpu-0: joining", "cpu-1: joining"]
 
 
+def test_what_graphs_took_is_told_where_there_may_be_any() -> None:
+    status = admin_pb2.RankStatus(kernels=["graphs=35 sizes up to 256"], graph_bytes=412_000_000)
+    status.graph_reserve_bytes = 1_100_000_000
+    (rank,) = topology_from(admin_pb2.GetTopologyResponse(ranks=[status])).ranks
+    told = "graphs=35 sizes up to 256, graphs take 412 of 1100 MB kept"
+    assert placement_cells(rank)["kernels"] == told
+
+
 def test_durations() -> None:
     assert [duration(s) for s in (4.9, 185, 7620)] == ["4s", "3m05s", "2h07m"]
 

@@ -209,7 +209,7 @@ class ScriptedRank:
                 loaded = ranks_pb2.Loaded(
                     weight_bytes=1000 + self.ordinal, kv_budget_bytes=kv_budget_bytes,
                     kv_bytes_per_token=KV_BYTES_PER_TOKEN, load_s=0.5, kernels=["k"],
-                    graph_sizes=self.graph_sizes,
+                    graph_sizes=self.graph_sizes, graph_reserve_bytes=900 if self.graph_sizes else 0,
                 )  # fmt: skip
                 self.say(self.epoch, loaded=loaded)
             case "allocate_cache":

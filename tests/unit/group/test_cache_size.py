@@ -57,6 +57,16 @@ def test_one_block_less_fails_with_the_arithmetic_and_the_fields() -> None:
     assert "at most 60" in message
 
 
+def test_a_gpu_without_room_is_told_of_the_field_that_gives_it_more() -> None:
+    settings = group_settings(
+        {"name": "gpu", "type": "GPU", "ranks": 1},
+        {"name": "cpu", "ranks": 1},
+        engine={"blockSize": 4, "maxNumSeqs": 4},
+    )
+    with pytest.raises(CacheSizeError, match=r"^spec\.engine\.gpuMemoryUtilization: rank 0 .* raise spec\.engine\.gpu"):
+        num_blocks(settings, [loaded(17 * 32 - 1, 8), loaded(10_000, 8)])
+
+
 def test_an_explicit_size_replaces_the_reported_one() -> None:
     assert num_blocks(with_explicit("2000"), [loaded(10**6, 8), loaded(10**6, 8)]) == 62
 

@@ -42,10 +42,10 @@ SKEWED = {0: [60, 60, 0, 0], 2: [100, 20, 0, 0]}
 SETTLED = {0: [60, 0, 60, 0], 2: [100, 0, 0, 20]}
 
 
-def moe_settings(**placement: Any) -> GroupSettings:
+def moe_settings(*, batch_invariant: bool = False, **placement: Any) -> GroupSettings:
     """Two ranks with half of everything each."""
     half = resource(
-        engine={"blockSize": 4, "maxNumSeqs": 4, "maxNumBatchedTokens": 64},
+        engine={"blockSize": 4, "maxNumSeqs": 4, "maxNumBatchedTokens": 64, "batchInvariant": batch_invariant},
         placement={"mode": "Tensor", "shares": {"attention": [1, 1], "mlp": [1, 1], "vocabulary": [1, 1]}, **placement},
         model={"uri": "hf://org/model", "maxModelLen": 64},
     )
@@ -258,6 +258,7 @@ async def test_how_many_moved_is_told_once() -> None:
 def test_only_models_of_experts_are_looked_at_and_only_if_the_resource_lets_them() -> None:
     assert is_wanted(moe_settings())
     assert not is_wanted(moe_settings(rebalanceExperts=False))
+    assert not is_wanted(moe_settings(batch_invariant=True))
     assert not is_wanted(group_settings())
 
 

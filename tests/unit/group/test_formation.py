@@ -92,16 +92,17 @@ async def test_sizes_that_ranks_make_graphs_of_are_warmed_up() -> None:
         assert zero.plans == one.plans
 
 
-@pytest.mark.parametrize("eager", [False, True])
-async def test_ranks_are_told_whether_graphs_are_wanted(eager: bool) -> None:
-    async with GroupBench(group_settings(engine={"enforceEager": eager})) as bench:
+@pytest.mark.parametrize(("field", "told"), [("enforceEager", "enforce_eager"), ("batchInvariant", "batch_invariant")])
+@pytest.mark.parametrize("wanted", [False, True])
+async def test_ranks_are_told_how_steps_are_to_be_computed(field: str, told: str, wanted: bool) -> None:
+    async with GroupBench(group_settings(engine={field: wanted})) as bench:
         zero, one = ScriptedRank(bench.group, 0), ScriptedRank(bench.group, 1)
         for rank in (zero, one):
             rank.join()
         for rank in (zero, one):
             await rank.obey("form_group")
         loads = [await rank.obey("load_model") for rank in (zero, one)]
-        assert [load.enforce_eager for load in loads] == [eager, eager]
+        assert [getattr(load, told) for load in loads] == [wanted, wanted]
 
 
 async def test_topology_tells_places_before_and_everything_after() -> None:
@@ -123,6 +124,16 @@ async def test_topology_tells_places_before_and_everything_after() -> None:
         assert [rank.shard.layers[0].kv_heads.end for rank in after.ranks] == [2, 3]
         assert list(after.ranks[0].kernels) == ["k"]
         assert after.ranks[1].place.pod_name == "pod-1"
+
+
+async def test_topology_tells_what_graphs_took_and_what_is_kept_for_them() -> None:
+    async with GroupBench() as bench:
+        zero, one = bench.obedient(0), bench.obedient(1)
+        zero.graph_sizes = (1, 2)
+        await bench.until(GroupState.READY)
+        zero.say(1, heartbeat=ranks_pb2.Heartbeat(step_id=9, graph_bytes=700))
+        one.say(1, heartbeat=ranks_pb2.Heartbeat(step_id=9))
+        assert [(rank.graph_bytes, rank.graph_reserve_bytes) for rank in bench.topology.ranks] == [(700, 900), (0, 0)]
 
 
 async def test_ranks_on_different_hosts_exchange_over_the_network() -> None:

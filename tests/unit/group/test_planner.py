@@ -10,7 +10,7 @@ from hetero_api.errors import PlanError
 from hetero_api.sharding import ShardPlan
 from hetero_api.spec import PlacementShares
 from hetero_api.v1 import ranks_pb2
-from hetero_gateway.group.decision import PlacedRanks, Placement, decide_placement, machine_of
+from hetero_gateway.group.decision import PlacedRanks, Placement, decide_placement, hardware_of, machine_of
 from hetero_gateway.group.placement import make_plan_key
 from hetero_gateway.group.planner import Planner, held_plan
 from hetero_gateway.group.settings import GroupSettings
@@ -192,6 +192,12 @@ async def test_a_model_that_fits_nowhere_ends_the_epoch_for_good_with_the_solver
         await bench.until(GroupState.ABORTED)
         assert bench.group.failed
         assert "spec.placement: no placement can be had" in bench.topology.reason
+
+
+def test_what_ranks_need_of_their_memory_in_any_case_is_what_they_told() -> None:
+    formed = [ranks_pb2.Formed(host_times=HOST_TIMES, runtime_bytes=70 + rank, gather_bytes=rank) for rank in range(2)]
+    hardware = hardware_of(group_settings(), PlacedRanks([hello(0), hello(1)], formed))
+    assert [(rank.runtime_bytes, rank.gather_bytes) for rank in hardware.ranks] == [(70, 0), (71, 1)]
 
 
 def test_pods_of_one_machine_share_its_memory_also_if_they_have_no_folder_in_common() -> None:

@@ -59,7 +59,7 @@ def pools(draw: st.DrawFn, names: list[tuple[str, str]]) -> list[dict[str, Any]]
 @st.composite
 def specs(draw: st.DrawFn, names: list[tuple[str, str]]) -> dict[str, Any]:
     sections = optional(
-        engine=optional(maxNumSeqs=st.integers(1, 64), enforceEager=st.booleans()),
+        engine=optional(maxNumSeqs=st.integers(1, 64), enforceEager=st.booleans(), batchInvariant=st.booleans()),
         gateway=optional(
             service=optional(port=st.integers(1, 65535), type=st.sampled_from(["ClusterIP", "NodePort"])),
             resources=optional(cpuMillis=st.integers(10, 4000), memory=SIZES),

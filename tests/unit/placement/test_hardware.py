@@ -41,13 +41,18 @@ def test_a_rank_is_read_as_it_told_itself_at_hello() -> None:
     )
     rank = RankHardware.from_report(report, host="a", pool="fast", cores=2)
     assert rank == RankHardware(DeviceKind.GPU, "a", 10**10, expected, "fast", 2)
+    formed = ranks_pb2.Formed(runtime_bytes=700, gather_bytes=30)
+    needy = RankHardware.from_report(report, host="a", pool="fast", cores=2, formed=formed, gpu_share=0.5)
+    assert needy == replace(rank, memory_bytes=5 * 10**9, runtime_bytes=700, gather_bytes=30)
 
 
 def test_ranks_of_one_pool_become_equal_so_that_noise_makes_no_uneven_plans() -> None:
-    noisy = group(cpu(9e9, memory=3), cpu(10e9, memory=2), cpu(14e9, memory=4), cpu(5e9, pool="other"))
+    alike = (cpu(9e9, memory=3), cpu(10e9, memory=2), replace(cpu(14e9, memory=4), runtime_bytes=7, gather_bytes=5))
+    noisy = group(*alike, cpu(5e9, pool="other"))
     even = noisy.levelled()
     assert [rank.speeds.memory_bandwidth for rank in even.ranks] == [10e9, 10e9, 10e9, 5e9]
     assert [rank.memory_bytes for rank in even.ranks][:3] == [2, 2, 2]
+    assert [(rank.runtime_bytes, rank.gather_bytes) for rank in even.ranks] == [(7, 5)] * 3 + [(0, 0)]
     assert noisy.classes() == ((0, 1, 2), (3,))
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from hetero_api.errors import PlanError
 from hetero_api.model_config import ModelConfig
+from hetero_api.rank_memory import ASSUMED_GPU_RUNTIME_BYTES, RUNTIME_BYTES
 from hetero_api.sharding import LayerShard, RankShard, ShardPlan, UnitRange
 from hetero_api.spec import PlacementShares
 from hetero_placement.cost_model import CostModel
@@ -37,7 +38,12 @@ class Case:
         self.random = random.Random(seed)
         world = self.random.choice([1, 2, 2, 2, 2, 3, 3])
         self.config = self._config(small=world == 3)
-        self.bounds = Bounds(max_model_len=256, max_num_batched_tokens=self.random.choice([64, 512]), max_num_seqs=8)
+        self.bounds = Bounds(
+            max_model_len=256,
+            max_num_batched_tokens=self.random.choice([64, 512]),
+            max_num_seqs=8,
+            enforce_eager=seed % 2 == 0,
+        )
         self.workload = Workload(
             self.random.choice([16, 100, 700]), self.random.choice([1, 64]), self.random.choice([1, 3, 16])
         )
@@ -87,7 +93,9 @@ class Case:
         bus = self.bus if kind is DeviceKind.GPU else 0.0
         speeds = Speeds(bandwidth, flops, to_device_bandwidth=bus, from_device_bandwidth=bus, device_latency_s=1e-6)
         weights = self.config.num_parameters * 4
-        memory = (388 << 20) + int(weights * uniform(0.2, 1.8)) if tight else 10**12
+        runtime = ASSUMED_GPU_RUNTIME_BYTES if kind is DeviceKind.GPU else RUNTIME_BYTES
+        graphs = 48 << 20 if kind is DeviceKind.GPU and not self.bounds.enforce_eager else 0
+        memory = runtime + graphs + (20 << 20) + int(weights * uniform(0.2, 1.8)) if tight else 10**12
         return RankHardware(kind, "host", memory, speeds, f"{kind.value}{rank}")
 
     def solve(self, *, exhaustive: int = 20_000) -> Decision:

@@ -13,8 +13,10 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from hetero_api.probe_server import ProbeServer
+from hetero_api.v1 import admin_pb2, ranks_pb2
 from hetero_gateway.server.errors import BindError
 from hetero_gateway.server.gateway import Gateway, Ports
+from hetero_gateway.server.metrics import graph_memory
 from tests.unit.server.server_setup import TOKEN, GatewayBench, read_all, request, sampling, served_model
 
 pytestmark = pytest.mark.unit
@@ -65,6 +67,15 @@ async def test_requests_tokens_blocks_and_times_are_counted(scraped: tuple[Gatew
     assert (values["hetero_paused_requests"], values["hetero_recoveries_total"]) == (0, 0)
     assert (values["hetero_num_blocks"], values["hetero_free_blocks"]) == (32, 32)
     assert (values["hetero_running_requests"], values["hetero_waiting_requests"]) == (0, 0)
+
+
+def test_what_graphs_took_is_told_of_ranks_that_make_some() -> None:
+    ranks = [
+        admin_pb2.RankStatus(place=ranks_pb2.RankPlace(rank=0), graph_bytes=5, graph_reserve_bytes=9),
+        admin_pb2.RankStatus(place=ranks_pb2.RankPlace(rank=1)),
+    ]
+    samples = {tuple(sample.labels.values()): sample.value for sample in graph_memory(ranks).samples}
+    assert samples == {("0", "taken"): 5, ("0", "reserved"): 9}
 
 
 async def test_a_cancelled_call_is_counted_as_such(scraped: tuple[GatewayBench, str]) -> None:

@@ -15,6 +15,7 @@ from hetero_worker.attention.device_paged import DevicePagedAttention
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.attention.length_groups import LengthGroup, group_by_length
 from hetero_worker.attention.paged import paged_attention
+from hetero_worker.attention.rows import RowAttention
 from hetero_worker.attention.workspace import Workspace
 from hetero_worker.platforms.base import HOST
 
@@ -25,6 +26,7 @@ RULE = AttentionRule(HEAD_DIM**-0.5)
 MakeBackend = Callable[[torch.dtype], AttentionBackend]
 BACKENDS: dict[str, MakeBackend] = {
     "host": paged_attention,
+    "host, row by row": lambda dtype: RowAttention(),
     "device": lambda dtype: DevicePagedAttention(HOST),
     # Room for some tokens of 3 KV heads in float32: rows go one by one, or in unequal pieces.
     "device, in pieces": lambda dtype: DevicePagedAttention(HOST, gather_bytes=20 * 2 * 3 * HEAD_DIM * 4),

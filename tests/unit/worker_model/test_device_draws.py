@@ -12,11 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_worker.distributed.exchange import Arrived, PendingTensor
+from hetero_worker.distributed.exchange import Arrived
+from hetero_worker.distributed.staging import HostCopy
 from hetero_worker.platforms.base import HOST
-from hetero_worker.sampling import device_draws, device_scores, noise
+from hetero_worker.sampling import device_draws, device_scores, guesses, noise
+from hetero_worker.sampling.decision import decide_filtered
 from hetero_worker.sampling.device_draws import DeviceDrawing, first_columns
 from hetero_worker.sampling.device_scores import Contest, TorchDrawKernels
+from hetero_worker.sampling.drawing import HOST_DRAWING
 from hetero_worker.sampling.noise import NoiseKey, gumbel_noise
 from hetero_worker.sampling.ordering import best_first
 from hetero_worker.sampling.philox import words_at, words_of_range
@@ -46,7 +49,7 @@ class _Copies:
     def __init__(self) -> None:
         self.shapes: list[tuple[int, ...]] = []
 
-    def start(self, tensor: torch.Tensor) -> PendingTensor:
+    def start(self, tensor: torch.Tensor) -> HostCopy:
         self.shapes.append(tuple(tensor.shape))
         return Arrived(tensor.clone())
 
@@ -111,13 +114,13 @@ def test_a_step_takes_one_copy_and_rows_with_edits_or_wide_filters_one_more() ->
     rows = [_row(temperature=0.0), _row(), _row(top_p=0.9), _row(top_k=5, seed=2), _row(min_p=0.1), _row(seed=9)]
     copies = _Copies()
     drawing = DeviceDrawing(HOST, TorchDrawKernels(), copies.start)
-    drawing.draw(rows, logits[:6], 0)
+    drawing.start(rows, logits[:6], 0).read()
     assert [len(shape) for shape in copies.shapes] == [1]
     assert copies.shapes[0][0] < 3000, "whole rows came"
     copies.shapes.clear()
     edited = random_draw(0, vocabulary=2000).row
     assert edited.edits is not None
-    drawing.draw([*rows[:5], edited, _row(top_k=1500)], logits, 0)
+    drawing.start([*rows[:5], edited, _row(top_k=1500)], logits, 0).read()
     assert copies.shapes[1:] == [(2, 2000)]
     assert drawing.summary() == (
         "13 draws on the device (torch); rows that came to the host whole: 2 for edits or wide filters, "
@@ -131,7 +134,7 @@ def test_few_draws_are_too_close_to_tell() -> None:
     drawing = device_drawing()
     for spread in (0.01, 4.0):
         logits = torch.randn(1, 3000, generator=torch.Generator().manual_seed(2)).expand(1500, -1) * spread
-        drawing.draw([_row(position=i) for i in range(1500)], logits, 0)
+        drawing.start([_row(position=i) for i in range(1500)], logits, 0).read()
     assert drawing._counts["unproven"] <= 6
 
 
@@ -221,3 +224,69 @@ def test_a_mutant_of_the_devices_path_is_caught(
     mutate(monkeypatch)
     with drawn_by(device_drawing()), pytest.raises(AssertionError):
         check_identity(DRAWS[draws])
+
+
+def _guessed(draw: Draw) -> tuple[int, int]:
+    """What a draw is guessed to come to, and what it does come to."""
+    started = device_drawing().start([draw.row], torch.from_numpy(draw.logits)[None], 0)
+    return int(started.guess().ids[0]), sample_on(torch.from_numpy(draw.logits)[None], [draw.row]).tokens[0]
+
+
+def _reaches_its_end(draw: Draw) -> bool:
+    """Whether the candidates that the device has are enough for the filters."""
+    row = draw.row
+    candidates = device_drawing().start([row], torch.from_numpy(draw.logits)[None], 0).read().candidates
+    return not row.is_filtered or decide_filtered([candidates[0]], row) is not None
+
+
+def test_guesses_come_true_where_the_candidates_suffice() -> None:
+    draws = [draw for draw in DRAWS["unedited"] if _reaches_its_end(draw)]
+    assert sum(draw.row.is_filtered for draw in draws) > 20
+    assert all(guess == token for guess, token in map(_guessed, draws))
+
+
+@pytest.mark.parametrize("forgotten", ["how many", "that top_k cut", "top_p", "min_p"])
+def test_each_filter_has_a_part_in_guesses(forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def mutant(row: SamplingRow, count: int) -> tuple[float, float, float, float]:
+        limit, is_cut, top_p, min_log = filters_of(row, count)
+        whole = {"how many": (1e9, is_cut, top_p, min_log), "that top_k cut": (limit, 0.0, top_p, min_log)}
+        return {**whole, "top_p": (limit, is_cut, np.inf, min_log), "min_p": (limit, is_cut, top_p, -np.inf)}[forgotten]
+
+    filters_of = guesses._filters_of
+    monkeypatch.setattr(guesses, "_filters_of", mutant)
+    draws = [_unedited(seed) for seed in range(250)]
+    rows, logits = [draw.row for draw in draws], torch.from_numpy(np.stack([draw.logits for draw in draws]))
+    started, places = device_drawing().start(rows, logits, 0), device_drawing().start(rows, logits, 0).guessed
+    ids, tokens = started.guess().ids.tolist(), sample_on(logits, rows).tokens
+    wrong = [i for i, place in enumerate(places) if place is not None and ids[place] != tokens[i]]
+    assert any(_reaches_its_end(draws[i]) for i in wrong)
+
+
+def test_draws_are_guessed_in_whatever_order_and_edited_ones_are_not() -> None:
+    edited = next(draw for draw in DRAWS["any"] if draw.row.edits is not None)
+    draws = [draw for draw in DRAWS["unedited"][:20] if _reaches_its_end(draw)]
+    draws[3:3] = [edited, edited]
+    logits = torch.from_numpy(np.stack([draw.logits for draw in draws]))
+    started = device_drawing().start([draw.row for draw in draws], logits, 0)
+    guess, tokens = started.guess(), sample_on(logits, [draw.row for draw in draws]).tokens
+    assert [i for i, place in enumerate(started.guessed) if place is None] == [3, 4]
+    for place, token in zip(started.guessed, tokens, strict=True):
+        assert place is None or int(guess.ids[place]) == token
+    assert guess.copy.wait().tolist() == guess.ids.tolist()
+    assert started.is_here
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_guess_is_a_row_of_the_vocabulary_whatever_the_logits_are(value: float) -> None:
+    rows = [_row(), _row(temperature=0.0), _row(top_p=0.9), _row(top_k=5, min_p=0.2)]
+    for logits in (torch.full((4, 300), value), torch.randn(4, 300).index_fill(1, torch.tensor([7, 200]), value)):
+        ids = device_drawing().start(rows, logits, 40).guess().ids
+        assert len(ids) == 4
+        assert 40 <= int(ids.min()) <= int(ids.max()) < 340
+
+
+def test_draws_on_the_host_are_not_guessed() -> None:
+    started = HOST_DRAWING.start([_row(), _row()], torch.randn(2, 50), 0)
+    assert list(started.guessed) == [None, None]
+    with pytest.raises(ValueError, match="nothing to guess"):
+        started.guess()

@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from hetero_api.rank_memory import RUNTIME_BYTES, KvCost
 from hetero_worker.errors import MemoryBudgetError
 from hetero_worker.memory.accounts import CudaAccount, HostAccount, account_of
-from hetero_worker.memory.budget import RUNTIME_BYTES, KvCost, MemoryBudget
+from hetero_worker.memory.budget import MemoryBudget
 from hetero_worker.memory.parking import ParkedWeights
+from hetero_worker.memory.snapshot import MemorySnapshot
 from tests.support.played_device import PlayedDevice
 
 pytestmark = pytest.mark.unit
@@ -151,6 +153,16 @@ def test_weights_that_cannot_be_pinned_go_through_a_buffer(
     assert "cannot be pinned, weights go through a buffer: no room" in caplog.text
     parked.release()
     parked.restore()
+    assert all(torch.equal(a, b) for a, b in zip(tensors, contents, strict=True))
+
+
+def test_weights_that_the_host_has_no_room_for_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, contents = _weights()
+    snapshot = MemorySnapshot(resident_bytes=1 << 30, anonymous_bytes=1 << 30, available_bytes=100)
+    monkeypatch.setattr(MemorySnapshot, "take", lambda: snapshot)
+    with pytest.raises(MemoryBudgetError, match=r"no room in host memory.*gpu\.memoryPerRank.*level 2"):
+        ParkedWeights(tensors, pins=(device := PlayedDevice()))
+    assert not device.pins
     assert all(torch.equal(a, b) for a, b in zip(tensors, contents, strict=True))
 
 

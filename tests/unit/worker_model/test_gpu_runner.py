@@ -7,6 +7,8 @@ transformers for the whole sequence.
 from __future__ import annotations
 
 import dataclasses
+import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from hetero_worker.errors import MemoryBudgetError, ProtocolError
 from hetero_worker.platforms.base import Platform
 from hetero_worker.platforms.cpu import CpuPlatform
 from hetero_worker.platforms.heterogeneous import HeterogeneousPlatform, kind_of_rank
+from hetero_worker.runners.base import LoadReport
 from hetero_worker.runners.cpu_runner import CpuRunner
 from hetero_worker.runners.device_inputs import DeviceInputs
 from hetero_worker.runners.gpu_runner import GpuRunner
@@ -26,6 +29,7 @@ from hetero_worker.runners.selection import runner_of
 from tests.support.pseudo_gpu import PseudoGpuPlatform
 from tests.support.rank_group import PlanBuilder, RankGroup, Shares, StepOutcome
 from tests.support.rank_shares import layers_on
+from tests.support.tape import TapeBackend
 from tests.support.tiny_checkpoints import VOCAB_SIZE, TinyCheckpoint, save_tiny
 
 pytestmark = pytest.mark.unit
@@ -176,6 +180,35 @@ def test_weights_leave_the_device_to_sleep_and_an_epoch_finds_them_again(llama: 
     _complete(PlanBuilder(group), llama, 0, _prompt(7))
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_nothing_holds_on_to_what_sleeps_nor_to_its_copy_once_it_woke(llama: TinyCheckpoint, level: int) -> None:
+    """Or its memory would not be given back: neither cache and graphs, nor weights, nor the host's copy of these."""
+    group = RankGroup(llama.directory, LAYOUTS["1 GPU"][0], num_gpu_ranks=1, make_graphs=TapeBackend)
+    builder = PlanBuilder(group)
+    builder.start(0, _prompt(5))
+    for _ in range(5):
+        builder.schedule(0)
+        builder.run()
+    builder.release(0)
+    builder.run()
+    holdings = group.runners[0]._holdings
+    assert holdings.cache is not None
+    assert holdings.shard is not None
+    held: dict[str, weakref.ref[Any]] = {
+        "cache": weakref.ref(holdings.cache.forward),
+        "keys": weakref.ref(next(layer.keys for layer in holdings.cache.layers if layer is not None)),
+        "decoder": weakref.ref(holdings.shard.decoder),
+    }
+    _order(builder, ranks_pb2.GroupCommand(sleep=ranks_pb2.SleepCommand(level=level)))
+    asleep = {"cache", "keys"} if level == 1 else set(held)
+    assert {name for name, thing in held.items() if thing() is None} == asleep
+    copies = weakref.WeakSet([holdings.parked] if holdings.parked is not None else [])
+    assert len(copies) == (level == 1)
+    cache = ranks_pb2.AllocateCache(num_blocks=BLOCKS, block_size=BLOCK_SIZE)
+    _order(builder, ranks_pb2.GroupCommand(wake=ranks_pb2.WakeCommand(weights=True, cache=cache)))
+    assert not copies
+
+
 def test_weights_that_cannot_wake_sleep_on(llama: TinyCheckpoint) -> None:
     """One rank has no room for the cache: no weight stays on the device, and a smaller cache wakes all."""
     group = RankGroup(llama.directory, LAYOUTS["1 GPU"][0], num_gpu_ranks=1)
@@ -228,6 +261,39 @@ def test_the_largest_step_and_what_attention_gathers_are_kept_free(llama: TinyCh
         assert 0.8 * gathered < cpu.kv_budget_bytes - gpu.kv_budget_bytes < gathered
     assert device[2].kv_budget_bytes == plain[2].kv_budget_bytes == 0
     assert device[0].kernels[:3] == ("linear=torch", "attention=paged-device", "fused=torch")
+
+
+def test_graphs_are_recorded_later_and_have_their_room_kept(
+    llama: TinyCheckpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    def report(**changes: Any) -> LoadReport:
+        with caplog.at_level("INFO", logger="hetero_worker.runners.shard"):
+            group = RankGroup(llama.directory, LAYOUTS["1 GPU"][0], num_gpu_ranks=1, **changes)
+        return group.reports[0]
+
+    with_graphs, without = report(make_graphs=TapeBackend), report()
+    kept = with_graphs.graph_reserve_bytes
+    assert kept > 30 << 20
+    assert 0.8 * kept < without.kv_budget_bytes - with_graphs.kv_budget_bytes < kept
+    assert f"workspace - {kept / (1 << 20):,.0f} MiB graphs = " in caplog.text
+    assert without.graph_reserve_bytes == 0
+    eager = report(make_graphs=TapeBackend, enforce_eager=True)
+    assert eager.graph_reserve_bytes == 0
+    assert eager.kv_budget_bytes == pytest.approx(without.kv_budget_bytes, abs=kept / 4)
+
+
+def test_a_profile_tells_what_graphs_take(llama: TinyCheckpoint) -> None:
+    shares = LAYOUTS["1 GPU"][0]
+    for make_graphs, told in ((TapeBackend, True), (None, False)):
+        group = RankGroup(llama.directory, shares, num_gpu_ranks=1, make_graphs=make_graphs)
+        builder = PlanBuilder(group)
+        for command in (
+            ranks_pb2.GroupCommand(start_profile=ranks_pb2.StartProfile()),
+            ranks_pb2.GroupCommand(stop_profile=ranks_pb2.StopProfile()),
+        ):
+            (output,) = builder.command(command).outputs
+        assert output.report is not None
+        assert ("graphs of steps: 0 MiB taken of the " in output.report.profile_table) == told
 
 
 def test_a_gpu_rank_takes_no_more_than_its_part_of_the_memory(llama: TinyCheckpoint) -> None:

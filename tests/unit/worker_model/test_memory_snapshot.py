@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from hetero_api.rank_memory import KvCost
 from hetero_worker.errors import MemoryBudgetError
-from hetero_worker.memory.budget import KvCost, MemoryBudget
+from hetero_worker.memory.budget import MemoryBudget
 from hetero_worker.memory.snapshot import CgroupFiles, MemorySnapshot, PeakMeter
 from hetero_worker.models.decoder import Decoder, DecoderInput
 from hetero_worker.runners.base import LoadRequest
@@ -141,6 +142,27 @@ def test_layers_that_are_alike_are_measured_once(directory: Path) -> None:
     _, group = given(directory, HALF, tokens=64)
     assert decoder_of(group).shallow().computed_layers == [0, 1]
     assert decoder_of(group).computed_layers == [0, 1, 2], "the decoder itself goes through all"
+
+
+def test_scratch_caches_are_of_the_layers_that_are_measured(directory: Path) -> None:
+    """A device takes what it gives at once: of all layers of a large model they would be gigabytes."""
+    _, group = given(directory, WIDE, tokens=64)
+    caches = decoder_of(group).shallow().allocate_caches(num_blocks=2, block_size=1024)
+    assert [cache is not None for cache in caches] == [True, False, False]
+    assert all(cache is not None for cache in decoder_of(group).allocate_caches(num_blocks=2, block_size=4))
+
+
+def test_scratch_caches_that_have_no_room_are_told_as_the_step_is(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request, group = given(directory, WIDE, tokens=64)
+
+    def fail(self: Decoder, **more: object) -> None:
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(Decoder, "allocate_caches", fail)
+    with pytest.raises(MemoryBudgetError, match=r"64 tokens in sequences of 1024 .* CUDA out of memory; lower"):
+        measure_workspace(decoder_of(group), request)
 
 
 class Meter:

@@ -61,8 +61,10 @@ def test_a_copy_off_the_device_comes_after_what_was_asked_before_and_waits_for_n
     pending = staging.start_to_host(tensor)
     later = device.compute(lambda: None)
     assert not computed.is_done
+    assert not pending.is_here
 
     assert pending.wait().tolist() == [1.0] * 5
+    assert pending.is_here
     assert not later.is_done
     assert pending.wait() is device.buffers[0]
 

@@ -44,6 +44,20 @@ def test_messages_pass_both_ways_in_order(tmp_path: Path) -> None:
         assert [event.message.epoch for event in events if isinstance(event, Arrival)] == [1, 2]
 
 
+def test_an_event_that_was_waited_for_is_the_next_to_receive(tmp_path: Path) -> None:
+    with ScriptedGateway(tmp_path) as gateway:
+        link = dial(gateway)
+        assert not link.wait(0.0)
+        for epoch in (1, 2):
+            gateway.tell(epoch, abort=ranks_pb2.Abort(reason="x"))
+        assert link.wait(20.0)
+        assert link.wait(0.0)
+        events = [link.receive(), link.receive()]
+        assert not link.wait(0.0)
+        link.finish(5)
+    assert [event.message.epoch for event in events if isinstance(event, Arrival)] == [1, 2]
+
+
 def test_waits_for_a_gateway_that_is_not_up_yet(tmp_path: Path) -> None:
     gateway = ScriptedGateway(tmp_path)
     link = dial(gateway)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,10 +21,12 @@ DEVICE = torch.device("cuda", 1)
 
 
 class PlayedCuda:
-    """What torch.cuda is asked, and by whom: names of calls."""
+    """What torch.cuda is asked, and by whom: names of calls. As torch, it gives a pool up with the last graph in it."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.pool: weakref.WeakSet[PlayedGraph] | None = None
+        """Graphs that are in it."""
         self.empty: set[int] = set()
         """Numbers of graphs in which nothing is."""
         self.graphs = 0
@@ -32,6 +35,13 @@ class PlayedCuda:
     def graph(self) -> PlayedGraph:
         self.graphs += 1
         return PlayedGraph(self, self.graphs)
+
+    def take(self, num_bytes: int, device: torch.device) -> int:
+        self.calls.append(f"{num_bytes} bytes of {device} on {self.on}")
+        return 17
+
+    def give(self, address: int) -> None:
+        self.calls.append(f"{address} given back")
 
     @contextlib.contextmanager
     def stream(self, stream: PlayedStream) -> Iterator[None]:
@@ -53,6 +63,11 @@ class PlayedGraph:
         self.cuda, self.number = cuda, number
 
     def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+        if self.cuda.pool is None:
+            self.cuda.pool = weakref.WeakSet()
+        else:
+            assert self.cuda.pool, "the pool was given up with its last graph"
+        self.cuda.pool.add(self)
         self.cuda.calls.append(f"begin {self.number} on {self.cuda.on} in {pool}, {capture_error_mode}")
         assert not gc.isenabled()
 
@@ -75,6 +90,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> PlayedCuda:
     monkeypatch.setattr("torch.cuda.graph_pool_handle", lambda: "the pool")
     monkeypatch.setattr("torch.cuda.CUDAGraph", played.graph)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (device.index * 1000, 5000))
+    monkeypatch.setattr("torch.cuda.caching_allocator_alloc", played.take)
+    monkeypatch.setattr("torch.cuda.caching_allocator_delete", played.give)
     return played
 
 
@@ -87,25 +104,47 @@ def test_each_segment_is_captured_aside_and_done_at_once_then_replayed_where_the
         "side waits for main",
         "begin 1 on side in the pool, thread_local",
         "end 1",
-        "replay 1 on side",
-        "call on side",
         "begin 2 on side in the pool, thread_local",
         "end 2",
         "replay 2 on side",
+        "call on side",
+        "begin 3 on side in the pool, thread_local",
+        "end 3",
+        "replay 3 on side",
         "main waits for side",
     ]
     assert cuda.calls == first
     assert gc.isenabled()
     recorded.replay()
-    assert cuda.calls[len(first) :] == ["replay 1 on main", "call on main", "replay 2 on main"]
+    assert cuda.calls[len(first) :] == ["replay 2 on main", "call on main", "replay 3 on main"]
+
+
+def test_what_graphs_compute_with_has_its_place_before_the_first_of_them(cuda: PlayedCuda) -> None:
+    backend = CudaGraphBackend(DEVICE)
+    backend.reserve(1000)
+    breaks = Breaks(backend)
+    for _ in range(2):
+        breaks.record(lambda: None)
+    place = ["begin 1", "1000 bytes of cuda:1 on side", "17 given back", "end 1", "begin 2", "end 2"]
+    told = [call for call in cuda.calls if not call.startswith(("side", "main", "replay"))]
+    assert [call.partition(" on side in")[0] for call in told] == [*place, "begin 3", "end 3"]
 
 
 def test_a_graph_with_nothing_in_it_is_left_out(cuda: PlayedCuda) -> None:
-    cuda.empty = {1}
+    cuda.empty = {1, 2}
     breaks = Breaks(CudaGraphBackend(DEVICE))
     recorded = breaks.record(lambda: breaks.call(lambda: None))
     assert recorded.num_segments == 1
-    assert not any(call.startswith("replay 1") for call in cuda.calls)
+    assert not any(call.startswith("replay 2") for call in cuda.calls)
+
+
+def test_graphs_that_go_leave_their_pool_to_later_ones(cuda: PlayedCuda) -> None:
+    cuda.empty = {1}
+    breaks = Breaks(CudaGraphBackend(DEVICE))
+    recorded = breaks.record(lambda: None)
+    del recorded
+    gc.collect()
+    assert breaks.record(lambda: None).num_segments == 1
 
 
 def test_a_pass_that_fails_within_a_segment_ends_its_capture(cuda: PlayedCuda) -> None:
@@ -115,7 +154,7 @@ def test_a_pass_that_fails_within_a_segment_ends_its_capture(cuda: PlayedCuda) -
     breaks = Breaks(CudaGraphBackend(DEVICE))
     with pytest.raises(torch.OutOfMemoryError):
         breaks.record(fail)
-    assert cuda.calls[-1] == "end 1"
+    assert cuda.calls[-1] == "end 2"
     assert gc.isenabled()
     breaks.record(lambda: None)
 
@@ -127,8 +166,8 @@ def test_a_pass_that_fails_between_segments_has_no_capture_to_end(cuda: PlayedCu
     breaks = Breaks(CudaGraphBackend(DEVICE))
     with pytest.raises(KeyError):
         breaks.record(lambda: breaks.call(fail))
-    assert cuda.calls.count("end 1") == 1
-    assert cuda.graphs == 1
+    assert cuda.calls.count("end 2") == 1
+    assert cuda.graphs == 2
 
 
 def test_free_memory_is_the_devices(cuda: PlayedCuda) -> None:

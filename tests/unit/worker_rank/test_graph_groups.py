@@ -14,7 +14,9 @@ import torch
 
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.attention.selection import ChosenAttention
+from hetero_worker.runners.graphs import graph_forward
 from hetero_worker.runners.graphs.graph_forward import SPARE_BYTES
+from hetero_worker.runners.shard import graph_memory
 from tests.support.rank_group import PlanBuilder, RankGroup, Shares, StepOutcome
 from tests.support.rank_shares import layers_on
 from tests.support.static_attention import StaticAttention
@@ -210,18 +212,65 @@ def test_attention_whose_launches_are_alike_lies_within_one_graph(
     assert tapes.recorded == len(SIZES)
 
 
+def told_of_memory(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+    return [
+        (record.levelname, record.getMessage())
+        for record in caplog.records
+        if record.name == graph_forward.__name__ and "graphs" in record.getMessage()
+    ]
+
+
 def test_without_room_no_more_graphs_are_made_and_steps_go_on(
     llama: TinyCheckpoint, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # Asked before the first graph, around it, and before the second.
-    tapes = Tapes(free=(4 * SPARE_BYTES, 4 * SPARE_BYTES, 2 * SPARE_BYTES, 2 * SPARE_BYTES))
+    # Asked around the pass that prepares the first graph, before this is recorded, around that; and so for the second.
+    room = [4 * SPARE_BYTES] * 4 + [2 * SPARE_BYTES] * 3 + [SPARE_BYTES]
+    tapes = Tapes(free=tuple(room))
     with caplog.at_level("INFO", logger="hetero_worker.runners.graphs"):
-        graphed = all_sizes(group_of(llama, LAYOUTS["1 GPU"], tapes))
+        group = group_of(llama, LAYOUTS["1 GPU"], tapes)
+        graphed = all_sizes(group)
     assert_same(graphed, all_sizes(group_of(llama, LAYOUTS["1 GPU"], None)))
     (made,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("graph of")]
-    assert made.startswith("graph of 4 rows: 4 segments, 3 calls between them, 512 MiB of memory (all graphs: 512 MiB)")
-    (refused,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert refused == "no more graphs are recorded: the device has 512 MiB free; lower gpuMemoryUtilization"
+    assert made.startswith("graph of 4 rows: 4 segments, 3 calls between them, 512 MiB of memory, recorded in")
+    reserved = f"{group.reports[0].graph_reserve_bytes / (1 << 20):,.0f}"
+    assert told_of_memory(caplog) == [
+        (
+            "WARNING",
+            f"1 graphs took 512 MiB, and {reserved} MiB are kept for them: what is more is of what "
+            "gpuMemoryUtilization leaves over",
+        ),
+        ("WARNING", "no more graphs are recorded: the device has 256 MiB free; lower gpuMemoryUtilization"),
+    ]
+
+
+def test_what_graphs_took_is_counted_told_beside_what_is_kept_for_them_and_gone_with_them(
+    llama: TinyCheckpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    mib, free = 1 << 20, 1 << 40
+    # Four graphs: 5 MiB for each one's preparation, 1 for its recording.
+    asked, left = list[int](), free
+    for _ in SIZES:
+        asked += [left, left - 5 * mib, left - 5 * mib, left - 5 * mib, left - 6 * mib]
+        left -= 6 * mib
+    tapes = Tapes(free=tuple(asked))
+    group = group_of(llama, LAYOUTS["1 GPU"], tapes)
+    reserved = group.reports[0].graph_reserve_bytes
+    assert reserved == graph_memory(group.requests[0], SIZES).total
+    assert 0 < tapes.made[0].reserved < reserved
+    runner = group.runners[0]
+    assert runner.graph_bytes == 0
+    with caplog.at_level("INFO", logger="hetero_worker.runners.graphs"):
+        script = Script(group)
+        for size in SIZES:
+            script.start([slot for slot in range(size) if slot not in script.builder.sequences])
+            script.decode(range(size), steps=3)
+    assert runner.graph_bytes == 24 * mib
+    assert told_of_memory(caplog) == [
+        ("INFO", f"all 4 graphs took 24 MiB of the {reserved / mib:,.0f} MiB that are kept for them")
+    ]
+    script.release()
+    script.order(ranks_pb2.GroupCommand(sleep=ranks_pb2.SleepCommand(level=1)))
+    assert runner.graph_bytes == 0
 
 
 def test_enforce_eager_makes_none_and_pads_nothing(llama: TinyCheckpoint) -> None:

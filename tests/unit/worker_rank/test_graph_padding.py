@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetero_api.graph_memory import MAX_MIXED_ROWS, MAX_ROWS, graph_sizes
 from hetero_api.model_config import ModelConfig
 from hetero_worker.models.lending import row_slices
 from hetero_worker.models.micro_batches import best_number
 from hetero_worker.runners.base import LoadRequest
-from hetero_worker.runners.graphs.padding import LINK_BYTES, MAX_ROWS, Padding, graph_sizes
+from hetero_worker.runners.graphs.padding import LINK_BYTES, Padding
 from tests.support.rank_shares import Shares, layers_on
 from tests.support.tiny_checkpoints import save_tiny
 
@@ -69,6 +71,19 @@ def test_all_ranks_of_a_plan_with_stages_or_helpers_pad_alike_and_cut_nothing(di
             assert best_number(rows, len(requests[0].shard_plan.stages())) == 1
             assert len(row_slices(rows, row_bytes=row_bytes, link_bytes=LINK_BYTES).bounds) == 1
         assert 64 <= sizes[-1] <= 128
+
+
+def test_where_host_cores_take_part_large_steps_have_no_graphs_and_idle_ones_do_not_matter(
+    directories: dict[str, Path],
+) -> None:
+    llama = directories["llama-biased"]
+    beside = Shares(kv_heads=((5, 3),), mlp_columns=((25, 25),), vocab_rows=(200, 0))
+    idle = Shares(kv_heads=((8, 0),), mlp_columns=((50, 0),), vocab_rows=(200, 0))
+    request = request_of(llama, beside)
+    assert Padding.of(request).sizes[-1] == MAX_ROWS, "by itself a request is of a group of one kind"
+    assert Padding.of(replace(request, num_gpu_ranks=2)).sizes[-1] == MAX_ROWS
+    assert Padding.of(replace(request, num_gpu_ranks=1)).sizes[-1] == MAX_MIXED_ROWS
+    assert Padding.of(replace(request_of(llama, idle), num_gpu_ranks=1)).sizes[-1] == MAX_ROWS
 
 
 def test_one_stage_without_helpers_has_all_sizes(directories: dict[str, Path]) -> None:

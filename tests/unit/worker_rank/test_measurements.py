@@ -100,7 +100,7 @@ def test_other_shapes_are_another_question(tmp_path: Path) -> None:
 def test_a_workspace_is_measured_once_for_its_shard_and_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     group = RankGroup(save_tiny("llama", tmp_path / "model").directory, ONE_RANK)
     shard, request, _ = group.runners[0]._holdings.loaded("this test")
-    answers = iter([1000, 2000, None, 3000])
+    answers = iter([1000, 2000, None, 3000, 4000])
     monkeypatch.setattr("hetero_worker.measurements.measure_workspace", lambda decoder, request: next(answers))
 
     def measured(**changes: Any) -> int | None:
@@ -110,3 +110,4 @@ def test_a_workspace_is_measured_once_for_its_shard_and_bounds(tmp_path: Path, m
     assert [measured(), measured()] == [1000, 1000]
     assert [measured(max_num_seqs=3), measured(max_num_seqs=3), measured()] == [2000, 2000, 1000]
     assert [measured(dtype="bfloat16"), measured(dtype="bfloat16")] == [None, 3000], "not knowing is not kept"
+    assert [measured(fused=False), measured()] == [4000, 1000], "kernels take what they take"

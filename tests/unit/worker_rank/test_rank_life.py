@@ -28,10 +28,11 @@ from hetero_worker.distributed.store import StoreListener
 from hetero_worker.errors import ExchangeAborted, ExchangeError, MemoryBudgetError, PinningError
 from hetero_worker.gateway_link import GatewayLink
 from hetero_worker.life import FormGroupFunction, Group, RankIdentity, RankLife
+from hetero_worker.memory.budget import FixedNeeds
 from hetero_worker.platforms.binding import Binding
 from hetero_worker.platforms.cpu import CpuPlatform
 from hetero_worker.platforms.heterogeneous import HeterogeneousPlatform
-from tests.support.fake_runner import FakeRunner
+from tests.support.fake_runner import GRAPH_BYTES, GRAPH_RESERVE_BYTES, FakeRunner
 from tests.support.played_binding import PlayedBinding, pinned_report
 from tests.support.scripted_gateway import TOKEN, ScriptedGateway
 
@@ -82,6 +83,9 @@ class PlayedProbe:
 
     def bandwidth(self) -> float:
         return 2e10
+
+    def fixed_needs(self) -> FixedNeeds:
+        return FixedNeeds(runtime_bytes=300, gather_bytes=20)
 
     def compute(self) -> None:
         """It has no threads."""
@@ -154,6 +158,8 @@ class PlayedGroup(Alone):
     exchange_reason = "no compiler"
 
     def __init__(self, exchange: LocalExchange) -> None:
+        self.connected: list[bool] = []
+        """Whether connections were to be batch-invariant."""
         self._exchange = exchange
         self.abort = exchange.abort
         self.close = exchange.close
@@ -161,7 +167,8 @@ class PlayedGroup(Alone):
     def measure(self) -> ExchangeTimes:
         return ExchangeTimes(host=((4096, 1e-5), (65536, 4e-5)), device=((4096, 2e-5),))
 
-    def connect(self, plan: ShardPlan) -> Exchange:
+    def connect(self, plan: ShardPlan, *, batch_invariant: bool = False) -> Exchange:
+        self.connected.append(batch_invariant)
         return self._exchange
 
 
@@ -228,7 +235,7 @@ def test_whole_life(tmp_path: Path) -> None:
     with joined(tmp_path) as (gateway, rank):
         hello = gateway.expect("hello")
         gateway.tell(1, form_group=form_message())
-        assert gateway.expect("formed").formed.exchange == ranks_pb2.EXCHANGE_KIND_SHM
+        formed = gateway.expect("formed").formed
         loaded = load(gateway, 1)
         allocated = allocate(gateway, 1)
         gateway.tell(1, step_plan=step(1, 3, 0))
@@ -239,6 +246,8 @@ def test_whole_life(tmp_path: Path) -> None:
 
     assert (hello.epoch, hello.hello.instance_id) == (0, "me")
     assert hello.hello.store_address.startswith("127.0.0.1:")
+    assert formed.exchange == ranks_pb2.EXCHANGE_KIND_SHM
+    assert (formed.runtime_bytes, formed.gather_bytes) == (300, 20)
     assert (loaded.weight_bytes, loaded.load_s, list(loaded.kernels)) == (1000, 1.5, ["linear=fake"])
     assert allocated.kv_bytes == 8 * 16 * 16
     assert [(r.step_id, list(r.slots), list(r.token_ids)) for r in results] == [
@@ -257,6 +266,7 @@ def test_load_request_holds_what_the_gateway_said(tmp_path: Path) -> None:
     assert (request.directory, request.config, request.shard_plan) == (tmp_path, CONFIG, PLAN)
     assert (request.dtype, request.rank, request.max_model_len) == ("float32", 0, 128)
     assert (request.max_num_batched_tokens, request.max_num_seqs, request.memory_bytes) == (64, 4, 1 << 20)
+    assert (request.num_gpu_ranks, request.num_host_ranks) == (0, 1)
 
 
 def test_graphs_are_turned_off_by_the_gateway_and_told_to_it(tmp_path: Path) -> None:
@@ -269,7 +279,28 @@ def test_graphs_are_turned_off_by_the_gateway_and_told_to_it(tmp_path: Path) -> 
         shut_down(gateway, 1, rank)
 
     assert list(loaded.graph_sizes) == [1, 2]
+    assert loaded.graph_reserve_bytes == GRAPH_RESERVE_BYTES
     assert [request.enforce_eager for request in rank.runner.requests] == [True]
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_batch_invariance_is_asked_of_the_runner_and_of_the_groups(tmp_path: Path, wanted: bool) -> None:
+    group = PlayedGroup(LocalExchange())
+
+    def form(request: GroupRequest, *, listener: StoreListener, aborted: Callable[[], bool]) -> Group:
+        listener.close()
+        return group
+
+    with joined(tmp_path, form=form) as (gateway, rank):
+        form_epoch(gateway, 1)
+        order = load_message(PLAN, "key")
+        order.batch_invariant = wanted
+        gateway.tell(1, load_model=order)
+        gateway.expect("loaded")
+        shut_down(gateway, 1, rank)
+
+    assert [request.batch_invariant for request in rank.runner.requests] == [wanted]
+    assert group.connected == [wanted]
 
 
 def test_other_ranks_do_not_answer_steps(tmp_path: Path) -> None:
@@ -443,6 +474,7 @@ def test_heartbeats_go_on_while_the_main_thread_computes_and_end_with_the_epoch(
         gateway.tell(4, step_plan=step(2, 0))
         assert computing.wait(20)
         began_s = time.monotonic()
+        assert gateway.expect("heartbeat").heartbeat.graph_bytes == GRAPH_BYTES
         beats = expect_beats(gateway, 6)
         took_s = time.monotonic() - began_s
         go_on.set()
@@ -765,9 +797,9 @@ def test_threads_of_the_group_are_started_off_the_cores_that_compute(tmp_path: P
             seen.append(("measure", binding.elsewhere))
             return super().measure()
 
-        def connect(self, plan: ShardPlan) -> Exchange:
+        def connect(self, plan: ShardPlan, *, batch_invariant: bool = False) -> Exchange:
             seen.append(("connect", binding.elsewhere))
-            return super().connect(plan)
+            return super().connect(plan, batch_invariant=batch_invariant)
 
     def form(request: GroupRequest, *, listener: StoreListener, aborted: Callable[[], bool]) -> Group:
         listener.close()

@@ -59,6 +59,7 @@ def plan(
     decision = solve(
         config, hardware, dtype=dtype, workload=workload, request=from_spec.request_of(spec), bounds=bounds
     )
+    memory = MemoryModel(config, hardware.levelled(), bounds, dtype=dtype)
     if plot is not None:
         from hetero_client.cli.plan_plot import draw
         from hetero_placement.sweep import sweep
@@ -69,15 +70,16 @@ def plan(
     if as_json:
         from hetero_client.cli.plan_tables import decision_json
 
-        print_json(decision_json(decision, hardware))
+        print_json(decision_json(decision, hardware, memory))
         return
-    from hetero_client.cli.plan_tables import options_table, ranks_table
+    from hetero_client.cli.plan_tables import cache_line, options_table, ranks_table
 
     console = output()
     console.print(f"{resource.metadata.name}: {_described(workload)}, {dtype}", highlight=False)
     console.print(options_table(decision, hardware))
     console.print(decision.reason, markup=False, highlight=False)
-    console.print(ranks_table(decision, hardware, MemoryModel(config, hardware, bounds, dtype=dtype)))
+    console.print(ranks_table(decision, hardware, memory))
+    console.print(cache_line(decision, memory, block_size=bounds.block_size), highlight=False)
 
 
 def _check_options(assume: Path | None, *, model_config: Path | None, model: Path | None, plot: Path | None) -> None:

@@ -70,18 +70,26 @@ def measure_here(task: ProbeTask, spec: HeteroInferenceSpec, *, timeout_s: float
         _wait_for(probes, timeout_s)
         told = [probe.answer() for probe in probes]
     cores = {pool.name: cores_of(pool) for pool in spec.pools}
+    gpu_share = spec.engine.gpu_memory_utilization
     ranks = [
-        _hardware_of(rank, answer, cores=cores[rank.pool]) for rank, answer in zip(task.plan.ranks, told, strict=True)
+        _hardware_of(rank, answer, cores=cores[rank.pool], gpu_share=gpu_share)
+        for rank, answer in zip(task.plan.ranks, told, strict=True)
     ]
-    formed = json_format.ParseDict(told[0]["formed"], ranks_pb2.Formed())
+    formed = _formed_of(told[0])
     return Hardware(
         tuple(ranks), ExchangeSpeeds.from_protos(formed.host_times), ExchangeSpeeds.from_protos(formed.device_times)
     )
 
 
-def _hardware_of(rank: RankProcess, answer: dict[str, Any], *, cores: int) -> RankHardware:
+def _hardware_of(rank: RankProcess, answer: dict[str, Any], *, cores: int, gpu_share: float) -> RankHardware:
     report = json_format.ParseDict(answer["device"], ranks_pb2.DeviceReport(), ignore_unknown_fields=True)
-    return RankHardware.from_report(report, host="here", pool=rank.pool, cores=cores)
+    return RankHardware.from_report(
+        report, host="here", pool=rank.pool, cores=cores, gpu_share=gpu_share, formed=_formed_of(answer)
+    )
+
+
+def _formed_of(answer: dict[str, Any]) -> ranks_pb2.Formed:
+    return json_format.ParseDict(answer["formed"], ranks_pb2.Formed(), ignore_unknown_fields=True)
 
 
 class _Probe:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich import box
@@ -56,9 +57,16 @@ def ranks_table(decision: Decision, hardware: Hardware, memory: MemoryModel) -> 
     return table
 
 
-def decision_json(decision: Decision, hardware: Hardware) -> dict[str, Any]:
+def cache_line(decision: Decision, memory: MemoryModel, *, block_size: int) -> str:
+    """How much the KV cache of the chosen plan can hold, in a line."""
+    blocks = memory.kv_blocks(decision.plan) - 1
+    return f"KV cache: at least {blocks} blocks of {block_size} tokens"
+
+
+def decision_json(decision: Decision, hardware: Hardware, memory: MemoryModel) -> dict[str, Any]:
     """All of it for a program; seconds, bytes and tokens."""
     return {
+        "kvBlocks": memory.kv_blocks(decision.plan) - 1,
         "chosen": decision.chosen.name,
         "reason": decision.reason,
         "options": [_option_json(option, is_chosen=option is decision.chosen) for option in decision.options],
@@ -69,6 +77,7 @@ def decision_json(decision: Decision, hardware: Hardware) -> dict[str, Any]:
                 "kind": hardware.ranks[number].kind.value,
                 "weightShare": decision.chosen.weight_shares[number],
                 "memoryBytes": hardware.ranks[number].memory_bytes,
+                "neededBytes": asdict(memory.need(number, shard)),
                 "layers": [_layer_json(layer) for layer in shard.layers],
                 "embeddingRows": list(shard.embedding_rows),
                 "headRows": list(shard.head_rows),

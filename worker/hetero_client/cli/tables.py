@@ -46,7 +46,7 @@ def placement_cells(rank: RankView, *, counts: bool = True) -> dict[str, str]:
         "vocab rows": _vocabulary(rank, count=counts),
         "weights MB": f"{rank.weight_bytes / MB:.1f}",
         "KV MB": f"{rank.kv_bytes / MB:.1f}",
-        "kernels": ", ".join(rank.kernels) or _NONE,
+        "kernels": ", ".join(_choices(rank)) or _NONE,
     }
 
 
@@ -162,10 +162,17 @@ def _table(columns: Sequence[str], rows: Sequence[Mapping[str, str]]) -> Table:
     return table
 
 
+def _choices(rank: RankView) -> tuple[str, ...]:
+    """Kernels, and what graphs of steps take of the memory that is kept for them."""
+    if not rank.graph_reserve_bytes:
+        return rank.kernels
+    return (*rank.kernels, f"graphs take {rank.graph_bytes / MB:.0f} of {rank.graph_reserve_bytes / MB:.0f} MB kept")
+
+
 def _device_lines(ranks: Sequence[RankView]) -> list[str]:
     """A line for each kind of device and kernels, with the ranks that have it."""
     who: dict[str, list[str]] = {}
     for rank in ranks:
-        what = ", ".join(part for part in (rank.device, *rank.kernels) if part)
+        what = ", ".join(part for part in (rank.device, *_choices(rank)) if part)
         who.setdefault(what or _NONE, []).append(str(rank.rank))
     return [f" rank {', '.join(numbers)}: {what}" for what, numbers in who.items()]

@@ -141,4 +141,6 @@ def _budget_field(settings: GroupSettings, place: ExpectedPlace) -> str:
 
 
 def _memory_field(place: ExpectedPlace) -> str:
+    if place.is_gpu:
+        return "spec.engine.gpuMemoryUtilization"
     return f"spec.pools[{place.pool_index}].cpu.memoryPerRank"

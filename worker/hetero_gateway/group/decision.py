@@ -85,8 +85,9 @@ def hardware_of(settings: GroupSettings, ranks: PlacedRanks) -> Hardware:
                 pool=place.pool,
                 cores=place.cores,
                 gpu_share=settings.spec.engine.gpu_memory_utilization,
+                formed=formed,
             )
-            for place, hello, device in zip(settings.places, ranks.hellos, devices, strict=True)
+            for place, hello, device, formed in zip(settings.places, ranks.hellos, devices, ranks.formed, strict=True)
         ),
         host_exchange=ExchangeSpeeds.from_protos(_typical([formed.host_times for formed in ranks.formed])),
         device_exchange=ExchangeSpeeds.from_protos(_typical([formed.device_times for formed in ranks.formed])),

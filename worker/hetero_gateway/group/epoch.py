@@ -84,6 +84,8 @@ class Epoch:
         self.loaded: dict[int, ranks_pb2.Loaded] = {}
         self.weight_bytes: dict[int, int] = {}
         self.kv_bytes: dict[int, int] = {}
+        self.graph_bytes: dict[int, int] = {}
+        """What graphs of steps took of each rank's device, as it last told."""
         self._settings = settings
         self._planner = planner
         self._core = core
@@ -159,7 +161,7 @@ class Epoch:
         if kind == "step_result":
             self._executor.take_result(member.rank, message.step_result)
         elif kind == "heartbeat":
-            pass
+            self.graph_bytes[member.rank] = message.heartbeat.graph_bytes
         elif kind == "echo":
             member.link.send(ranks_pb2.GatewayMessage(epoch=self.number, echo=message.echo))
         elif kind == "failure":
@@ -257,6 +259,7 @@ class Epoch:
             plan_key=self._settings.plan_key,
             device_memory_utilization=self._settings.spec.engine.gpu_memory_utilization,
             enforce_eager=self._settings.spec.engine.enforce_eager,
+            batch_invariant=self._settings.spec.engine.batch_invariant,
         )
         self._send_all(ranks_pb2.GatewayMessage(epoch=self.number, load_model=order))
         answers = await self._await_answers("loaded", deadline_s)

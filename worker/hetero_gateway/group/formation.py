@@ -302,7 +302,7 @@ class Group:
             name=self._settings.name,
             state=self.state.to_proto(),
             epoch=self.epoch,
-            ranks=describe_ranks(self._settings, self._roster, self._current, self._planner.plan),
+            ranks=self.rank_statuses(),
             reason=self._reason(),
             failed=self.failed,
             block_size=self._settings.block_size,
@@ -316,6 +316,10 @@ class Group:
         if (report := self.placement_report()) is not None:
             answer.placement.CopyFrom(report)
         return answer
+
+    def rank_statuses(self) -> list[admin_pb2.RankStatus]:
+        """All ranks as they stand now, in rank order."""
+        return describe_ranks(self._settings, self._roster, self._current, self._planner.plan)
 
     def placement_report(self) -> admin_pb2.PlacementReport | None:
         """What there is to tell of the placement; None until it was decided."""

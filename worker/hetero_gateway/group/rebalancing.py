@@ -36,8 +36,12 @@ class RebalancePolicy:
 
 
 def is_wanted(settings: GroupSettings) -> bool:
-    """Whether the model has experts, and the resource wants them to be moved unasked."""
-    return settings.config.experts is not None and settings.spec.placement.rebalance_experts
+    """Whether the model has experts, and the resource wants them to be moved unasked.
+
+    In batch-invariant mode it does not: sums of experts would be added up in another order.
+    """
+    spec = settings.spec
+    return settings.config.experts is not None and spec.placement.rebalance_experts and not spec.engine.batch_invariant
 
 
 class ExpertRebalancer:

@@ -64,6 +64,8 @@ def _describe(
         status.weight_bytes, status.kv_bytes = epoch.weight_bytes.get(place.rank, 0), epoch.kv_bytes.get(place.rank, 0)
         if loaded is not None:
             status.load_s = loaded.load_s
+            status.graph_bytes = epoch.graph_bytes.get(place.rank, 0)
+            status.graph_reserve_bytes = loaded.graph_reserve_bytes
             status.kernels.extend(loaded.kernels)
             if loaded.HasField("local_memory_percent"):
                 status.local_memory_percent = loaded.local_memory_percent

@@ -180,6 +180,7 @@ class Gateway:
             recoveries=self.core.recoveries,
             exchange=self.group.exchange_name,
             placement=self.group.placement_report(),
+            ranks=self.group.rank_statuses(),
         )
 
     def _start_probes(self, host: str, port: int) -> ProbeServer:

@@ -6,7 +6,7 @@ A scrape runs in a thread of the probe server's and the engine belongs to the ev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -50,6 +50,7 @@ class EngineReading:
     """Kind of the exchange that stands, e.g. "SHM"; empty if none does."""
     placement: admin_pb2.PlacementReport | None = None
     """None until it was decided."""
+    ranks: Sequence[admin_pb2.RankStatus] = ()
 
 
 class GatewayMetrics:
@@ -133,6 +134,19 @@ class _EngineCollector(Collector):
             yield kind
         if reading.placement is not None:
             yield from _placement_metrics(reading.placement)
+        if any(rank.graph_reserve_bytes for rank in reading.ranks):
+            yield graph_memory(reading.ranks)
+
+
+def graph_memory(ranks: Sequence[admin_pb2.RankStatus]) -> Metric:
+    """Of ranks that make graphs of steps."""
+    text = "Memory of a rank's GPU for graphs of steps, by rank: what they took, and what is kept for them."
+    graphs = GaugeMetricFamily("hetero_graph_memory_bytes", text, labels=["rank", "kind"])
+    for rank in ranks:
+        if rank.graph_reserve_bytes:
+            graphs.add_metric([str(rank.place.rank), "taken"], rank.graph_bytes)
+            graphs.add_metric([str(rank.place.rank), "reserved"], rank.graph_reserve_bytes)
+    return graphs
 
 
 def _placement_metrics(placement: admin_pb2.PlacementReport) -> Iterator[Metric]:

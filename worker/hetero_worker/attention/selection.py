@@ -5,6 +5,8 @@ On a GPU that is our kernels, `TritonPagedAttention`, wherever Triton is and the
 name, to be compared. FlashInfer would be another: its plan for a step is made on the host by code that is compiled for
 every shape, and whether that pays beside kernels of ours has to be measured on a GPU before anything depends on it.
 
+Batch-invariant attention is one kernel of ours on a GPU, and `RowAttention` on tensors of the host.
+
 The choice is made once, at construction, and told: a backend never becomes another on the way.
 """
 
@@ -21,9 +23,10 @@ from hetero_worker.attention.base import AttentionBackend, AttentionRule
 from hetero_worker.attention.device_paged import DevicePagedAttention
 from hetero_worker.attention.kernel_limits import refusal
 from hetero_worker.attention.paged import paged_attention
+from hetero_worker.attention.rows import RowAttention
 from hetero_worker.attention.varlen import VarlenAttention, varlen_attend, varlen_refusal
 from hetero_worker.kernels.availability import triton_problem
-from hetero_worker.platforms.base import AttentionKind, Platform
+from hetero_worker.platforms.base import HOST, AttentionKind, Platform
 
 
 class DeviceAttention(StrEnum):
@@ -59,17 +62,21 @@ def choose_attention(
     Raises ModelError when what is wanted is not to be had here: hosts have attention of their own only, and devices
     that are no CUDA devices that of plain operators.
     """
-    if platform.attention == AttentionKind.HOST:
-        _refuse_on_host(wanted, batch_invariant=batch_invariant)
-        return ChosenAttention(paged_attention(dtype))
     device = platform.device
+    if platform.attention == AttentionKind.HOST and wanted is not None:
+        raise ModelError(f"attention by {wanted} is asked for on host cores, which have attention of their own only")
+    if batch_invariant and wanted is None and device.type == HOST.type:
+        return ChosenAttention(RowAttention())
+    if platform.attention == AttentionKind.HOST:
+        return ChosenAttention(paged_attention(dtype))
     if wanted == DeviceAttention.VARLEN:
         return _varlen(device, dtype, config, batch_invariant=batch_invariant)
     reason = "plain operators are asked for" if wanted == DeviceAttention.PLAIN else _triton_refusal(device, config)
     if reason is None:
         return ChosenAttention(_triton(device, config, batch_invariant=batch_invariant))
     if wanted == DeviceAttention.TRITON or batch_invariant:
-        raise ModelError(f"attention by our kernels is asked for, but {reason}")
+        why = " (engine.batchInvariant)" if batch_invariant else ""
+        raise ModelError(f"attention by our kernels is asked for{why}, but {reason}")
     return ChosenAttention(DevicePagedAttention(device), reason if device.type == "cuda" else "")
 
 
@@ -92,9 +99,3 @@ def _varlen(device: torch.device, dtype: torch.dtype, config: ModelConfig, *, ba
     attend = varlen_attend()
     assert attend is not None
     return ChosenAttention(VarlenAttention(device, attend, batch_invariant=batch_invariant))
-
-
-def _refuse_on_host(wanted: DeviceAttention | None, *, batch_invariant: bool) -> None:
-    if wanted is not None or batch_invariant:
-        asked = "batch-invariant attention" if wanted is None else f"attention by {wanted}"
-        raise ModelError(f"{asked} is asked for on host cores, which have attention of their own only")

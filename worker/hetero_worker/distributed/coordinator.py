@@ -35,6 +35,7 @@ from hetero_worker.distributed.group_request import GroupRequest
 from hetero_worker.distributed.hierarchical import HierarchicalExchange
 from hetero_worker.distributed.host_groups import HostGroups
 from hetero_worker.distributed.measuring import ExchangeTimes, Times, measure_all_reduce
+from hetero_worker.distributed.rank_order import in_rank_order
 from hetero_worker.distributed.routes import NO_ROUTES, Routes, device_routes_of, host_part, routes_of
 from hetero_worker.distributed.staging import staging_for
 from hetero_worker.distributed.store import PrefixStore, StoreListener, open_store
@@ -132,17 +133,20 @@ class GroupCoordinator:
         self.meet()
         return result
 
-    def connect(self, plan: ShardPlan) -> Exchange:
+    def connect(self, plan: ShardPlan, *, batch_invariant: bool = False) -> Exchange:
         """What a decoder with this plan, and the sampler, exchange through. Collective over all ranks, in one order.
 
-        May be called again, with another plan: the exchange before is closed. Costs a segment, or process groups, for
-        what the plan needs and no plan before it had; nothing for a group of one. Raises ExchangeError, on every rank.
+        `batch_invariant`: sums among GPU ranks are in rank order, too, as those on the host always are. May be called
+        again, with another plan: the exchange before is closed. Costs a segment, or process groups, for what the plan
+        needs and no plan before it had; nothing for a group of one. Raises ExchangeError, on every rank.
         """
         num_gpu_ranks = self._request.num_gpu_ranks
         devices = device_routes_of(plan, num_gpu_ranks) if num_gpu_ranks else NO_ROUTES
-        return self.connect_routes(routes_of(plan, num_gpu_ranks), devices)
+        return self.connect_routes(routes_of(plan, num_gpu_ranks), devices, batch_invariant=batch_invariant)
 
-    def connect_routes(self, routes: Routes, device_routes: Routes = NO_ROUTES) -> Exchange:
+    def connect_routes(
+        self, routes: Routes, device_routes: Routes = NO_ROUTES, *, batch_invariant: bool = False
+    ) -> Exchange:
         """As `connect`, by what a plan needs."""
         if self._formed is None:
             return LocalExchange()
@@ -152,10 +156,11 @@ class GroupCoordinator:
         self._formed.devices.make(device_routes)
         _log.info("epoch=%d rank=%d groups: %s", self.epoch, self._request.rank, self._table())
         staging = staging_for(self._request.device)
+        groups = self._formed.devices.groups
         return HierarchicalExchange(
             host,
             num_gpu_ranks=self._request.num_gpu_ranks,
-            groups=self._formed.devices.groups,
+            groups=in_rank_order(groups) if batch_invariant else groups,
             links=self._formed.devices.links,
             staging=staging,
             host_links=direct_links(host, staging) if self._is_gpu_rank else None,

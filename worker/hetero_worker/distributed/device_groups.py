@@ -7,15 +7,19 @@ plans. A rank on host cores has none.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 import torch
 
 from hetero_worker.distributed.control import Control
-from hetero_worker.distributed.device_group import DeviceLink, TorchDeviceGroup
+from hetero_worker.distributed.device_group import DeviceGroup, DeviceLink, TorchDeviceGroup
 from hetero_worker.distributed.group_request import GroupRequest
 from hetero_worker.distributed.routes import Link, Ranks, Routes
 from hetero_worker.distributed.store import PrefixStore
 from hetero_worker.errors import ExchangeError
+
+CONNECTING_SIZES: Final = (1, 4 * 1024**2)
+"""Elements of float32: what a step that decodes sums, and what a large prefill does."""
 
 
 class DeviceGroups:
@@ -113,7 +117,7 @@ class DeviceGroups:
         backend, store = self._request.device_backend, self._store
         assert backend is not None, "form has looked"
         assert store is not None, "form has been called"
-        return TorchDeviceGroup.make(
+        group = TorchDeviceGroup.make(
             backend,
             ranks,
             rank=self._request.rank,
@@ -121,3 +125,15 @@ class DeviceGroups:
             timeout_s=self._request.timeout_s,
             device=self._request.device,
         )
+        if self._request.device.type == "cuda":
+            connect(group, self._request.device)
+        return group
+
+
+def connect(group: DeviceGroup, device: torch.device) -> None:
+    """Have the group take its memory now, before a rank looks what is left for its KV cache.
+
+    NCCL connects ranks, and allocates for it, at the first use of an algorithm, which depends on the size.
+    """
+    for num_elements in CONNECTING_SIZES:
+        group.all_reduce(torch.zeros(num_elements, device=device))

@@ -209,6 +209,8 @@ class LocalExchange(SendsAtOnce):
 class Arrived:
     """A PendingTensor that is there."""
 
+    is_here = True
+
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
 

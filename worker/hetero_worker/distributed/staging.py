@@ -24,6 +24,15 @@ Parts = Iterable[torch.Tensor]
 """Pieces of host memory, uint8 each, that a tensor's bytes lie in, one piece after another."""
 
 
+class HostCopy(PendingTensor, Protocol):
+    """A copy off the device that is on its way."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether `wait` would not wait."""
+        ...
+
+
 class Staging(Protocol):
     """One device's way to and from the host."""
 
@@ -36,7 +45,7 @@ class Staging(Protocol):
         """When all is done that the thread has asked of the device."""
         ...
 
-    def start_to_host(self, tensor: torch.Tensor) -> PendingTensor:
+    def start_to_host(self, tensor: torch.Tensor) -> HostCopy:
         """A host copy, under way; `tensor` is left alone until it has been waited for. One device-to-host copy."""
         ...
 
@@ -75,7 +84,7 @@ class PlainStaging:
     def now(self) -> Moment:
         return PAST
 
-    def start_to_host(self, tensor: torch.Tensor) -> PendingTensor:
+    def start_to_host(self, tensor: torch.Tensor) -> HostCopy:
         return Arrived(tensor.clone())
 
     def host_buffer(self, like: torch.Tensor) -> torch.Tensor:
@@ -105,7 +114,7 @@ class CudaStaging:
     def now(self) -> Moment:
         return self._streams.now()
 
-    def start_to_host(self, tensor: torch.Tensor) -> PendingTensor:
+    def start_to_host(self, tensor: torch.Tensor) -> HostCopy:
         host = self.host_buffer(tensor)
         done = self._streams.copy(Way.OUT, [(tensor, host)], after=self.now())
         return _ComingOff(tensor, host, done)
@@ -141,12 +150,16 @@ class SettledPins:
 
 
 class _ComingOff:
-    """A PendingTensor that comes off a device. It holds on to what is copied, so that no other gets its memory."""
+    """A HostCopy off a device. It holds on to what is copied, so that no other gets its memory."""
 
     def __init__(self, tensor: torch.Tensor, host: torch.Tensor, done: Moment) -> None:
         self._tensor: torch.Tensor | None = tensor
         self._host = host
         self._done = done
+
+    @property
+    def is_here(self) -> bool:
+        return self._tensor is None or self._done.is_done
 
     def wait(self) -> torch.Tensor:
         if self._tensor is not None:

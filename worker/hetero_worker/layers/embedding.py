@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import UnitRange
+from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
 from hetero_worker.layers.linear import ShardedLinear
 from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.memory.loader import Checkpoint, TensorSlice
@@ -64,12 +65,15 @@ class OutputHead:
     A tied head is packed from the embedding's rows if this rank's `embedding_rows` are the same, else it reads its own.
     """
 
-    def __init__(self, config: ModelConfig, rows: UnitRange, *, embedding_rows: UnitRange) -> None:
+    def __init__(
+        self, config: ModelConfig, rows: UnitRange, *, embedding_rows: UnitRange, ops: FusedOps = PLAIN_OPS
+    ) -> None:
         tied = config.tie_word_embeddings
         source = TensorSlice(EMBEDDING if tied else HEAD, (config.vocab_size, config.hidden_size), rows=rows)
         self._linear = ShardedLinear([source])
         self._shares_rows = tied and rows == embedding_rows
         self._soft_cap = config.logit_soft_cap
+        self._ops = ops
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -102,6 +106,4 @@ class OutputHead:
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] → float32 [rows, vocabulary rows of this rank]."""
         logits = self._linear(hidden).float()
-        if self._soft_cap is not None:
-            logits.div_(self._soft_cap).tanh_().mul_(self._soft_cap)
-        return logits
+        return logits if self._soft_cap is None else self._ops.capped(logits, self._soft_cap)

@@ -1,4 +1,4 @@
-"""What a decoder does between matrix products and attention, in steps that one kernel can do in one pass.
+"""What a decoder does beside its linear layers and attention, in steps that one kernel can do in one pass.
 
 On a device each kernel costs a launch and a trip of its tensors to memory and back; `TritonOps` (triton_ops.py) takes
 one where torch's operators take several. `PlainOps` is the reference: what it does is how ranks on host cores compute,
@@ -86,6 +86,22 @@ class FusedOps(Protocol):
         """`rotate`, and keys and values into the cache at int64 [tokens] slots; returns the queries."""
         ...
 
+    def capped(self, logits: torch.Tensor, soft_cap: float) -> torch.Tensor:
+        """cap · tanh(logits / cap) of float32 [rows, vocabulary rows]; `logits` may be overwritten."""
+        ...
+
+    def router_logits(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """hidden / rms(hidden) · weightᵀ in float64, rounded: float32 [tokens, experts].
+
+        hidden [tokens, hidden]; weight float64 [experts, hidden], the norm's multiplied in.
+        """
+        ...
+
+    def expert_shares(self, logits: torch.Tensor, chosen: torch.Tensor, *, normalised: bool) -> torch.Tensor:
+        """The softmax of [tokens, experts] of the chosen experts, int64 [tokens, chosen]; `normalised`: they add up to
+        1."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class PlainOps:
@@ -135,6 +151,18 @@ class PlainOps:
         query, key, value = self.rotate(qkv, rotation, num_heads=num_heads, norms=norms)
         cache.write(slots, key, value)
         return query
+
+    def capped(self, logits: torch.Tensor, soft_cap: float) -> torch.Tensor:
+        return logits.div_(soft_cap).tanh_().mul_(soft_cap)
+
+    def router_logits(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        exact = hidden.double()
+        mean_square: torch.Tensor = torch.linalg.vecdot(exact, exact).unsqueeze(1) / hidden.shape[1]
+        return (exact @ weight.t() * (mean_square + eps).rsqrt()).float()
+
+    def expert_shares(self, logits: torch.Tensor, chosen: torch.Tensor, *, normalised: bool) -> torch.Tensor:
+        weights = logits.softmax(dim=1).gather(1, chosen)
+        return weights / weights.sum(dim=1, keepdim=True) if normalised else weights
 
 
 PLAIN_OPS: Final = PlainOps()

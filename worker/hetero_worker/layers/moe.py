@@ -13,6 +13,7 @@ Each rank counts the tokens that chose its own experts: it has these numbers at 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,12 +21,12 @@ import torch
 from hetero_api.errors import PlanError
 from hetero_api.model_config import ModelConfig
 from hetero_api.model_parts import ExpertsConfig
+from hetero_api.rank_memory import EXPERT_ROWS
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
 from hetero_worker.layers.linear import expert_down_linear, expert_gate_up_linear
 from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.layers.norm import RmsNorm
 from hetero_worker.layers.residual import ResidualStream
-from hetero_worker.memory.budget import EXPERT_ROWS
 from hetero_worker.memory.loader import Checkpoint, TensorSlice
 from hetero_worker.platforms.base import HOST
 
@@ -51,7 +52,7 @@ class ExpertMlp:
         self._shape = config.experts
         self._norm = norm
         self._ops = ops
-        make_router = make_router or Router
+        make_router = make_router or partial(Router, ops=ops)
         self._router = make_router(config.experts, f"{self._prefix}.gate.weight", config.hidden_size, norm)
         self._device = HOST
         self._experts: dict[int, Expert] = {}
@@ -194,7 +195,10 @@ class _Assignment(NamedTuple):
 class Router:
     """Chooses each token's experts. It holds the router's weight and the norm's, multiplied, in float64."""
 
-    def __init__(self, experts: ExpertsConfig, name: str, hidden_size: int, norm: RmsNorm) -> None:
+    def __init__(
+        self, experts: ExpertsConfig, name: str, hidden_size: int, norm: RmsNorm, *, ops: FusedOps = PLAIN_OPS
+    ) -> None:
+        self._ops = ops
         self._experts = experts
         self._source = TensorSlice(name, (experts.number, hidden_size))
         self._norm = norm
@@ -217,13 +221,10 @@ class Router:
 
     def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden [tokens, hidden] → numbers of the chosen experts, best first, and their weights: [tokens, chosen]."""
-        exact = hidden.double()
-        mean_square = torch.linalg.vecdot(exact, exact).unsqueeze(1) / hidden.shape[1]
-        logits = (exact @ self._weight.t() * (mean_square + self._norm.eps).rsqrt()).float()
+        logits = self._ops.router_logits(hidden, self._weight, self._norm.eps)
         # Not topk: which of two that tie it takes is not said.
         chosen = logits.argsort(dim=1, descending=True, stable=True)[:, : self._experts.per_token]
-        weights = logits.softmax(dim=1).gather(1, chosen)
-        return chosen, weights / weights.sum(dim=1, keepdim=True) if self._experts.normalised else weights
+        return chosen, self._ops.expert_shares(logits, chosen, normalised=self._experts.normalised)
 
 
 MakeRouter = Callable[[ExpertsConfig, str, int, RmsNorm], Router]

@@ -115,7 +115,7 @@ class _Shards:
 def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow], shards: _Shards, drawing: ShardDrawing) -> list[int]:
     batch, own = DrawBatch(rows), shards.own
     sizes = [shard.size for shard in shards.filled]
-    message = batch.pack(drawing.draw(rows, logits, own.begin)) if own.size else None
+    message = batch.pack(drawing.start(rows, logits, own.begin).read()) if own.size else None
     messages = shards.gather(message, [batch.message_size(size) for size in sizes])
     is_first = shards.exchange.rank == 0
     decided = batch.decide(messages, sizes) if is_first else torch.empty(len(rows), dtype=torch.int64)

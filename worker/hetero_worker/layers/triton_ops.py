@@ -8,7 +8,9 @@ from hetero_api.model_parts import Activation
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.kernels import activations, rotary
 from hetero_worker.kernels.norms import add_rms_norm, rms_norm
-from hetero_worker.layers.fused_ops import HeadWeights, RotatedHeads, kv_heads_of
+from hetero_worker.kernels.routing import router_logits
+from hetero_worker.layers.fused_ops import PLAIN_OPS, HeadWeights, RotatedHeads, kv_heads_of
+from hetero_worker.layers.invariant_ops import InvariantOps
 from hetero_worker.layers.rotary import Rotation
 
 
@@ -54,3 +56,33 @@ class TritonOps:
             write=rotary.CacheWrite(cache.keys, cache.values, slots),
         )
         return qkv[:, :num_heads]
+
+    def capped(self, logits: torch.Tensor, soft_cap: float) -> torch.Tensor:
+        return PLAIN_OPS.capped(logits, soft_cap)
+
+    def router_logits(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return PLAIN_OPS.router_logits(hidden, weight, eps)
+
+    def expert_shares(self, logits: torch.Tensor, chosen: torch.Tensor, *, normalised: bool) -> torch.Tensor:
+        return PLAIN_OPS.expert_shares(logits, chosen, normalised=normalised)
+
+
+class InvariantTritonOps(TritonOps):
+    """A row has the same bits whatever other rows there are: of TritonOps' kernels that holds anyhow.
+
+    The rest is made of what a device computes element by element, and of a kernel that takes a router's products.
+    """
+
+    name = "triton-invariant"
+
+    def __init__(self) -> None:
+        self._by_element = InvariantOps(exp=torch.exp, tanh=torch.tanh)
+
+    def capped(self, logits: torch.Tensor, soft_cap: float) -> torch.Tensor:
+        return self._by_element.capped(logits, soft_cap)
+
+    def router_logits(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return router_logits(hidden, weight, eps)
+
+    def expert_shares(self, logits: torch.Tensor, chosen: torch.Tensor, *, normalised: bool) -> torch.Tensor:
+        return self._by_element.expert_shares(logits, chosen, normalised=normalised)

@@ -9,13 +9,15 @@ else lies. So the driver gets them back whole when they go to sleep, whatever wa
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
 
-from hetero_worker.memory.budget import RUNTIME_BYTES, mib
+from hetero_api.rank_memory import RUNTIME_BYTES
+from hetero_worker.memory.budget import mib
 from hetero_worker.memory.snapshot import MemorySnapshot, PeakMeter
 from hetero_worker.platforms.host_allocator import release_freed_memory
 
@@ -123,6 +125,7 @@ class CudaAccount:
         return torch.cuda.memory_reserved(self._device)
 
     def release_unused(self) -> None:
+        gc.collect()  # graphs and tensors that only a cycle holds are of use to nobody
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
 

@@ -6,7 +6,8 @@ lies at other addresses: who remembers addresses (a CUDA graph) has to forget th
 
 The copies lie in one piece of host memory, pinned for the device where it lies: torch's allocator of pinned memory
 would round sizes up to powers of two, and keep what it once had. Where so much cannot be pinned, they go through a
-pinned buffer, piece by piece.
+pinned buffer, piece by piece. Whether the host has so much is looked at before: it would be given out all the same, and
+who writes to it then may be ended by the kernel.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from typing import Final
 
 import torch
 
+from hetero_worker.errors import MemoryBudgetError
 from hetero_worker.memory.accounts import account_of
 from hetero_worker.memory.budget import mib
+from hetero_worker.memory.snapshot import MemorySnapshot
 from hetero_worker.platforms.host_pins import HostPins, pins_for
 
 logger = logging.getLogger(__name__)
@@ -35,9 +38,10 @@ class ParkedWeights:
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], *, pins: HostPins | None = None) -> None:
-        """`pins`: by default the device's. Raises RuntimeError or MemoryError when the host has no room for copies."""
+        """`pins`: by default the device's. Raises MemoryBudgetError when the host has no room for copies."""
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
         self._places = list(_places([storage for storage in storages.values() if storage.nbytes()]))
+        _check_room(self.num_bytes)
         device = self._places[0][0].device if self._places else torch.device("cpu")
         self._way = _WayThere(device, sum(_aligned(size) for _, _, size in self._places), pins or pins_for(device))
         for storage, begin, size in self._places:
@@ -100,6 +104,15 @@ class _WayThere:
         """Wait until all that was asked for is there."""
         if _is_cuda(self.device):
             torch.cuda.current_stream(self.device).synchronize()
+
+
+def _check_room(num_bytes: int) -> None:
+    available = MemorySnapshot.take().available_bytes
+    if available is not None and num_bytes > available:
+        raise MemoryBudgetError(
+            f"{mib(num_bytes)} of weights have no room in host memory, of which {mib(available)} are available; give "
+            "the rank more (spec.pools[].gpu.memoryPerRank), or sleep at level 2, which drops them"
+        )
 
 
 def _places(storages: Iterable[torch.UntypedStorage]) -> Iterator[tuple[torch.UntypedStorage, int, int]]:

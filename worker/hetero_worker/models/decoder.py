@@ -93,7 +93,7 @@ class Decoder:
         if shard.embedding_rows.size:
             self._embedding = ShardedEmbedding(config, shard.embedding_rows)
         if shard.head_rows.size:
-            self._head = OutputHead(config, shard.head_rows, embedding_rows=shard.embedding_rows)
+            self._head = OutputHead(config, shard.head_rows, embedding_rows=shard.embedding_rows, ops=ops)
 
     @property
     def linear_shapes(self) -> set[tuple[int, int]]:
@@ -132,10 +132,10 @@ class Decoder:
         return [tensor for part in parts if part is not None for tensor in part.tensors]
 
     def allocate_caches(self, *, num_blocks: int, block_size: int) -> list[LayerCache | None]:
-        """One cache a layer; None where this rank holds no heads of it."""
+        """One cache a layer; None where this rank holds no heads of it, or steps leave it out."""
         return [
             None
-            if layer.attention is None
+            if layer.attention is None or i in self._skipped
             else LayerCache.allocate(
                 num_blocks=num_blocks,
                 block_size=block_size,
@@ -144,7 +144,7 @@ class Decoder:
                 dtype=self._dtype,
                 device=self.device,
             )
-            for layer in self._layers
+            for i, layer in enumerate(self._layers)
         ]
 
     def forward(self, step: DecoderInput, *, caches: Sequence[LayerCache | None], exchange: Exchange) -> torch.Tensor:

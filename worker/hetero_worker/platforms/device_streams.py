@@ -30,6 +30,11 @@ class Way(Enum):
 class Moment(Protocol):
     """When something that was asked of the device is done."""
 
+    @property
+    def is_done(self) -> bool:
+        """Whether it is over; never waits."""
+        ...
+
     def wait(self) -> None:
         """Block the calling thread until then."""
         ...
@@ -37,6 +42,8 @@ class Moment(Protocol):
 
 class Past:
     """A moment that is over: of a device that is the host."""
+
+    is_done = True
 
     def wait(self) -> None:
         """Nothing is under way."""
@@ -72,6 +79,10 @@ class DeviceStreams(Protocol):
 class _CudaMoment:
     def __init__(self, event: torch.cuda.Event) -> None:
         self.event = event
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         self.event.synchronize()

@@ -37,6 +37,7 @@ from hetero_worker.platforms.pinning import PinningReport, PinningRequest, pin
 if TYPE_CHECKING:
     from hetero_api.v1 import ranks_pb2
     from hetero_worker.distributed.coordinator import GroupCoordinator
+    from hetero_worker.distributed.measuring import ExchangeTimes
     from hetero_worker.distributed.store import StoreListener
     from hetero_worker.platforms.base import Platform
 
@@ -128,15 +129,18 @@ def _measure(config: ProbeConfig, pinning: PinningReport) -> dict[str, object]:
 
     from hetero_api.model_config import ModelConfig
     from hetero_worker.identity import describe_device
-    from hetero_worker.probe.speeds import measure_speeds
+    from hetero_worker.life_messages import formed_message
+    from hetero_worker.probe.speeds import fixed_needs, measure_speeds
 
     torch.set_num_threads(pinning.num_threads)
     model, platform = ModelConfig.from_directory(config.model_dir), _platform(config)
     platform.open()
     group = _form_group(config, platform)
     try:
-        formed = _measure_exchange(group, platform)
+        times, costs = _measure_exchange(group, platform)
         speeds = measure_speeds(platform, model, dtype=config.dtype, company=group)
+        needs = fixed_needs(platform, model)
+        formed = formed_message(group.kind, group.exchange_reason, times, costs, needs)
     finally:
         group.close()
     speeds.MergeFrom(formed.costs)
@@ -171,18 +175,18 @@ def _segment_name(meet: Path, address: str) -> str:
     return f"hetero-probe-{meet.name}-{address.rpartition(':')[2]}"
 
 
-def _measure_exchange(group: GroupCoordinator, platform: Platform) -> ranks_pb2.Formed:
-    """Between the probes of the group, and what they read at once and in turn."""
+def _measure_exchange(
+    group: GroupCoordinator, platform: Platform
+) -> tuple[ExchangeTimes, ranks_pb2.DeviceSpeeds | None]:
+    """Between the probes of the group, and what they read at once and in turn; a single one has no others."""
     from hetero_api.v1 import ranks_pb2
     from hetero_worker.distributed.company import shared_bandwidth
-    from hetero_worker.life_messages import formed_message
 
     times = group.measure()
     if group.num_ranks == 1:
-        return formed_message(group.kind, group.exchange_reason, times, None)
+        return times, None
     together, alone = shared_bandwidth(group, platform.bandwidth)
-    costs = ranks_pb2.DeviceSpeeds(memory_bandwidth=together, lone_memory_bandwidth=alone)
-    return formed_message(group.kind, group.exchange_reason, times, costs)
+    return times, ranks_pb2.DeviceSpeeds(memory_bandwidth=together, lone_memory_bandwidth=alone)
 
 
 def _meet(config: ProbeConfig, folder: Path, listener: StoreListener) -> str:

@@ -22,6 +22,8 @@ from hetero_worker.layers.drawing_choice import drawing_for
 from hetero_worker.layers.fused_ops import fused_ops_of
 from hetero_worker.layers.kernel_choice import choose_kernel
 from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel, available_kernels
+from hetero_worker.memory.accounts import account_of
+from hetero_worker.memory.budget import FixedNeeds
 from hetero_worker.platforms.base import Platform
 from hetero_worker.platforms.host_allocator import release_freed_memory
 from hetero_worker.probe.clock import clock_of
@@ -80,6 +82,10 @@ class RankProbe:
     def bandwidth(self) -> float:
         return self._platform.bandwidth()
 
+    def fixed_needs(self) -> FixedNeeds:
+        """See `fixed_needs`."""
+        return fixed_needs(self._platform, self._config)
+
     def compute(self) -> None:
         """A product that is worth all of the rank's threads, and takes well under a millisecond."""
         matrix = torch.ones(_MATRIX_SIZE, _MATRIX_SIZE, device=self._platform.device)
@@ -118,6 +124,12 @@ def measure_parts(
         meeting_s=measured.meeting_s,
         lone_gain=measured.lone_gain,
     )
+
+
+def fixed_needs(platform: Platform, config: ModelConfig) -> FixedNeeds:
+    """What a rank on the platform needs of its memory, now, whatever its part of the model is."""
+    attention = choose_attention(platform, DTYPES[default_dtype(platform)], config)
+    return FixedNeeds(account_of(platform.device).runtime_bytes(), attention.backend.gather_bytes)
 
 
 def measure_device(platform: Platform) -> ranks_pb2.DeviceSpeeds:

@@ -4,6 +4,9 @@
 
     attach(exchange) → load(request) → allocate(...) → execute(plan 1), execute(plan 2), … → detach()
 
+`execute` is to `begin` a step and to finish it. A step may begin before the one before is finished, where its plan
+suits: the device then goes from one to the other without waiting for the host. `step_chain.py` drives a runner so.
+
 A new epoch starts again at `attach`; weights survive it, and `load` with an equal request costs nothing. Only
 the exchange may be touched by another thread (its `abort`), which ends a blocked `execute` with
 ExchangeAborted; the runner is then good for `detach` and the next `attach`.
@@ -64,6 +67,20 @@ class LoadRequest:
     """A GPU rank's, to be compared with what would be chosen; None: chosen."""
     fused: bool = True
     """Whether kernels that do several steps in one may be used where there are some."""
+    batch_invariant: bool = False
+    """Whether a sequence's numbers must not depend, to the last bit, on what else is computed with it."""
+    chained: bool = True
+    """Whether a step may begin before the one before is finished, where a rank can do that."""
+    num_gpu_ranks: int | None = None
+    """Ranks [0, num_gpu_ranks) compute on GPUs, the others on host cores; None: all are of one kind."""
+
+    @property
+    def num_host_ranks(self) -> int:
+        """Ranks on host cores that have a part of some layer, in a group that has GPU ranks too."""
+        if self.num_gpu_ranks is None:
+            return 0
+        others = self.shard_plan.ranks[self.num_gpu_ranks :]
+        return sum(any(not layer.is_empty for layer in shard.layers) for shard in others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +94,8 @@ class LoadReport:
     kernels: tuple[str, ...]
     graph_sizes: tuple[int, ...] = ()
     """Rows of steps that only decode for which there will be graphs, ascending."""
+    graph_reserve_bytes: int = 0
+    """What is kept for these graphs."""
 
 
 class SampledToken(NamedTuple):
@@ -109,12 +128,42 @@ def no_masks() -> Sequence[bytes]:
     return ()
 
 
+class StepUnderWay(Protocol):
+    """A step that was begun, and is to be finished; steps are finished in the order in which they began."""
+
+    @property
+    def can_be_followed(self) -> bool:
+        """Whether there are plans that may begin before it is finished; else there is no use in putting that off."""
+        ...
+
+    def may_be_followed_by(self, plan: ranks_pb2.StepPlan) -> bool:
+        """Whether the next plan may begin before this step, the last that was begun, is finished."""
+        ...
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `finish` would not wait for the device; never waits itself."""
+        ...
+
+    def finish(self) -> StepOutput:
+        """What became of the plan; once.
+
+        Raises ModelError or ProtocolError for a draw that no token comes of; ExchangeError when a peer is gone.
+        """
+        ...
+
+
 class Runner(Protocol):
     """Computes one rank's share of every step."""
 
     @property
     def held(self) -> LoadRequest | None:
         """What the weights in memory are for: the last load's, with the plan now in force. None: there are none."""
+        ...
+
+    @property
+    def graph_bytes(self) -> int:
+        """Memory of the device that graphs of steps have taken so far. From any thread."""
         ...
 
     def attach(self, exchange: Exchange) -> None:
@@ -138,12 +187,17 @@ class Runner(Protocol):
         """
         ...
 
-    def execute(self, plan: ranks_pb2.StepPlan, masks: MaskSource = no_masks) -> StepOutput:
-        """Do one step. `masks` is called just before the draw, and only for a plan with masked slots.
+    def begin(self, plan: ranks_pb2.StepPlan, masks: MaskSource = no_masks) -> StepUnderWay:
+        """Begin a step: all of it but its tokens. Steps before are finished, but for one that may be followed by it.
 
-        Raises ProtocolError before any state changed when the plan does not fit; ExchangeError when a peer is
-        gone, after which only `detach` and `attach` are of use.
+        `masks` is called just before the draw, and only for a plan with masked slots. Raises ProtocolError before any
+        state changed when the plan does not fit; ExchangeError when a peer is gone, after which only `detach` and
+        `attach` are of use. Whatever it raises, a step that was begun before can be finished all the same.
         """
+        ...
+
+    def execute(self, plan: ranks_pb2.StepPlan, masks: MaskSource = no_masks) -> StepOutput:
+        """Begin a step, and finish it; raises as these do."""
         ...
 
     def detach(self) -> None:

@@ -30,6 +30,7 @@ from hetero_worker.errors import (
     WeightsDamagedError,
 )
 from hetero_worker.memory.accounts import MemoryAccount
+from hetero_worker.memory.budget import mib
 from hetero_worker.memory.parking import ParkedWeights
 from hetero_worker.models.decoder import Decoder
 from hetero_worker.runners.base import LoadReport, LoadRequest
@@ -243,13 +244,22 @@ class GroupCommands:
         if self._recorder is None:
             raise CommandRefused("no profile is being recorded; start one first")
         record = self._recorder.finish(with_trace=with_trace)
-        table = "\n".join([*([str(summary)] if (summary := times.summary()) else []), record.table])
+        told = (str(summary) if (summary := times.summary()) else "", self._told_of_graphs(), record.table)
+        table = "\n".join(filter(None, told))
 
         def commit() -> _Outcome:
             self._recorder = None
             return _Outcome(table=table, trace=record.trace)
 
         return _Prepared(commit)
+
+    def _told_of_graphs(self) -> str:
+        """What they take; empty where there are none."""
+        _, report = self._holdings.ordered("stop_profile")
+        if not report.graph_reserve_bytes:
+            return ""
+        taken, reserved = mib(self._holdings.graph_bytes), mib(report.graph_reserve_bytes)
+        return f"graphs of steps: {taken} taken of the {reserved} that are kept for them"
 
     def _prepare_count(self) -> _Prepared:
         shard, _, _ = self._holdings.loaded("count_experts")

@@ -17,9 +17,10 @@ from hetero_worker.layers.sampler import sample_tokens
 from hetero_worker.memory.accounts import HostAccount
 from hetero_worker.platforms.base import Platform
 from hetero_worker.platforms.cpu import CpuPlatform
+from hetero_worker.runners.begun_step import SampleTokens
 from hetero_worker.runners.input_batch import InputBuffers
 from hetero_worker.runners.largest_step import measure_workspace
-from hetero_worker.runners.plan_runner import MeasureWorkspace, PlanRunner, SampleTokens
+from hetero_worker.runners.plan_runner import MeasureWorkspace, PlanRunner
 from hetero_worker.runners.runner_device import EagerSteps, RunnerDevice
 from hetero_worker.runners.shard import ChooseKernel
 

@@ -3,10 +3,18 @@
 Block tables and lengths stay on the host: attention takes of them what it needs. A step's inputs are at the same
 addresses as the last one's of the same kind, whatever their number. Steps that only decode are padded, on the host, to
 the sizes that graphs are made of.
+
+A step may be filled while the one before is under way. What that one reads on the device is safe by the order of the
+device's stream, which comes to these copies only when it is through with it. The host's buffers are filled again when
+the last copies out of them are done: they came first in the step before, so when its predecessor has been finished
+they are as good as done, and nothing is gained by a second set of buffers. Of a decode row whose token the step before
+is still drawing the host has a stand-in, a negative number that says which of that step's guesses it is; `put_guesses`
+has the device put these in, and `correct` what the guesses should have been.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -22,7 +30,7 @@ from hetero_worker.runners.slots import SlotTable
 
 
 class DeviceInputs:
-    """Implements StepInputs for one device."""
+    """Implements ChainableInputs for one device."""
 
     def __init__(self, bounds: PlanBounds, platform: Platform, padding: Padding) -> None:
         tokens, rows = bounds.max_num_batched_tokens, bounds.max_logit_rows
@@ -42,6 +50,21 @@ class DeviceInputs:
         self._copies.began()
         return replace(batch, decoder_input=decoder_input)
 
+    def put_guesses(self, num_decode: int, guesses: torch.Tensor) -> None:
+        """As ChainableInputs.put_guesses."""
+        ids = self._token_ids[:num_decode]
+        guessed = guesses.index_select(0, place_of(ids).clamp_(min=0))
+        torch.where(ids < 0, guessed, ids, out=ids)
+
+    def correct(self, num_decode: int, tokens: Sequence[int]) -> None:
+        """As ChainableInputs.correct."""
+        self._copies.wait()
+        ids = self._host.decode_token_ids(num_decode)
+        told = torch.tensor(tokens, dtype=torch.int64)
+        ids.copy_(torch.where(ids < 0, told.index_select(0, place_of(ids).clamp_(min=0)), ids))
+        _copy(ids, self._token_ids)
+        self._copies.began()
+
     def advance_decoding(self, count: int, slots: SlotTable) -> None:
         self._host.advance_decoding(count, slots)
 
@@ -56,6 +79,16 @@ class DeviceInputs:
             attention=attention,
             logit_rows=None if step.logit_rows is None else _copy(step.logit_rows, self._logit_rows),
         )
+
+
+def stand_in_of(place: int) -> int:
+    """For the token id of a guess: below 0, as no token id is."""
+    return -1 - place
+
+
+def place_of(stand_ins: torch.Tensor) -> torch.Tensor:
+    """Of each stand-in its guess's place; of anything else a number below 0."""
+    return -1 - stand_ins
 
 
 def _copy(host: torch.Tensor, room: torch.Tensor) -> torch.Tensor:

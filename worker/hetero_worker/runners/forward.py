@@ -1,4 +1,8 @@
-"""ForwardPass: how a step's hidden states and logits come about. EagerForward: operator by operator."""
+"""ForwardPass: how a step's hidden states come about. EagerForward: operator by operator.
+
+Logits are made of them afterwards, in memory of their own: they outlive the next pass, which may have begun by the time
+that all draws are known.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +24,19 @@ class ForwardStates:
 
     hidden: torch.Tensor
     """[rows, hidden], of the step's logit rows; content only where this rank has a head."""
-    logits: torch.Tensor | None = None
-    """float32 [draws, vocabulary rows of this rank] where the pass made them too."""
 
     def logits_of(self, decoder: Decoder, num_draws: int) -> torch.Tensor:
-        """Of the first rows, which are draws."""
-        return decoder.logits(self.hidden[:num_draws]) if self.logits is None else self.logits[:num_draws]
+        """Of the first rows, which are draws: float32 [draws, vocabulary rows of this rank], the caller's to keep."""
+        return decoder.logits(self.hidden[:num_draws])
 
 
 class ForwardPass(Protocol):
     """Kept with the cache that it works on: what it remembers of it goes when that goes."""
+
+    @property
+    def graph_bytes(self) -> int:
+        """Memory of the device that graphs of steps took so far, as the device told."""
+        ...
 
     def run(
         self, decoder: Decoder, batch: InputBatch, *, caches: Sequence[LayerCache | None], exchange: Exchange
@@ -40,6 +47,8 @@ class ForwardPass(Protocol):
 
 class EagerForward:
     """Remembers nothing."""
+
+    graph_bytes = 0
 
     def run(
         self, decoder: Decoder, batch: InputBatch, *, caches: Sequence[LayerCache | None], exchange: Exchange

@@ -1,8 +1,9 @@
 """The runner of a rank on a GPU.
 
 Weights, KV cache, token ids, positions and slots lie on the device; lengths and block tables begin on the host, and
-attention takes of them what it needs. A step gives work to the device and waits for it where its draws need the logits,
-so plans that draw nothing do not wait at all. Steps that only decode are replayed from graphs (`graphs`).
+attention takes of them what it needs. A step gives work to the device and waits for it where its draws are decided, so
+plans that draw nothing do not wait at all; nor does a rank alone before it has begun the next step, if that is there
+(`begun_step`). Steps that only decode are replayed from graphs (`graphs`).
 
 Weights that sleep (level 1) go to host memory, and come back to the same tensors.
 """
@@ -13,9 +14,10 @@ from hetero_worker.layers.kernel_choice import choose_kernel
 from hetero_worker.layers.sampler import sample_tokens
 from hetero_worker.memory.accounts import account_of
 from hetero_worker.platforms.base import Platform
+from hetero_worker.runners.begun_step import SampleTokens
 from hetero_worker.runners.graphs.device_steps import DeviceSteps, MakeGraphs, graphs_of
 from hetero_worker.runners.largest_step import measure_workspace
-from hetero_worker.runners.plan_runner import MeasureWorkspace, PlanRunner, SampleTokens
+from hetero_worker.runners.plan_runner import MeasureWorkspace, PlanRunner
 from hetero_worker.runners.runner_device import RunnerDevice
 from hetero_worker.runners.shard import ChooseKernel
 

@@ -70,6 +70,12 @@ class Holdings:
     def kv_bytes(self) -> int:
         return 0 if self.cache is None else self.cache.num_bytes
 
+    @property
+    def graph_bytes(self) -> int:
+        """What graphs of steps on the cache have taken so far. From any thread."""
+        cache = self.cache
+        return 0 if cache is None else cache.forward.graph_bytes
+
     def begin_epoch(self) -> None:
         """Awake and without a cache; weights that are in memory stay."""
         self.drop_cache()

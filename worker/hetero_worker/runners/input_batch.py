@@ -118,6 +118,10 @@ class InputBuffers:
             views = self._views_of(count)
             slots.advance(views.slots, views.keys)
 
+    def decode_token_ids(self, count: int) -> torch.Tensor:
+        """Of the batch's decode rows, to be changed in place: int64 [count]."""
+        return self._token_tensor[:count]
+
     def pad_decoding(self, count: int, num_rows: int) -> DecoderInput:
         """The batch that was last made, of `count` rows that decode, as one of `num_rows`, which are no fewer.
 

@@ -16,19 +16,19 @@ from typing import Final
 import numpy as np
 import torch
 
+from hetero_api.rank_memory import LOGITS_AT_ONCE, PROMPT_LOGIT_ROWS, StepLimits, with_margin
 from hetero_worker.attention.base import AttentionBatch, PrefillSpan
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.errors import MemoryBudgetError
 from hetero_worker.memory.accounts import account_of
-from hetero_worker.memory.budget import LOGITS_AT_ONCE, PROMPT_LOGIT_ROWS, StepLimits, logits_bytes, mib
+from hetero_worker.memory.budget import mib
 from hetero_worker.models.decoder import Decoder, DecoderInput
 from hetero_worker.runners.base import LoadRequest
 from hetero_worker.runners.rehearsal import NO_DECODE_ROWS, solo_exchange
+from hetero_worker.runners.shard import limits_of, memory_of
 
 logger = logging.getLogger(__name__)
 
-_MARGIN: Final = 0.125
-_MARGIN_BYTES: Final = 16 * 1024**2
 _BLOCK: Final = 1
 """The scratch cache has the null block and this one, as long as the longest sequence."""
 
@@ -38,20 +38,9 @@ def measure_workspace(decoder: Decoder, request: LoadRequest) -> int | None:
 
     Raises MemoryBudgetError when the step does not fit at all.
     """
-    limits = limits_of(request)
-    shallow = decoder.shallow()
-    caches = _scratch_caches(shallow, limits.max_model_len)
-    step = _largest_step(limits, vocab_size=request.config.vocab_size, device=decoder.device)
-    account = account_of(decoder.device)
-    account.release_unused()
-    if not account.begin_peak():
-        logger.info("this kernel does not tell peaks of memory: the workspace of a step is computed, not measured")
-        return None
-    began_s = time.perf_counter()
+    limits, began_s = limits_of(request), time.perf_counter()
     try:
-        with torch.inference_mode():
-            hidden = shallow.hidden(step, caches=caches, exchange=solo_exchange(request))
-            shallow.logits(hidden[: max(limits.max_num_seqs, PROMPT_LOGIT_ROWS)])
+        grown = _growth(decoder.shallow(), request)
     except (MemoryError, RuntimeError) as error:
         raise MemoryBudgetError(
             f"a step of {limits.max_num_batched_tokens} tokens in sequences of {limits.max_model_len} cannot be made: "
@@ -59,15 +48,32 @@ def measure_workspace(decoder: Decoder, request: LoadRequest) -> int | None:
         ) from error
     finally:
         decoder.release_buffers()
-    grown = account.peak_growth_bytes()
-    sampler = (LOGITS_AT_ONCE - 1) * logits_bytes(request.shard_plan.ranks[request.rank], limits)
-    logger.info("the largest step took %s, in %.2f s", mib(grown), time.perf_counter() - began_s)
-    return int(grown * (1 + _MARGIN)) + _MARGIN_BYTES + sampler
+    if grown is None:
+        logger.info("this kernel does not tell peaks of memory: the workspace of a step is computed, not measured")
+        return None
+    memory, shard = memory_of(request), request.shard_plan.ranks[request.rank]
+    sampler = (LOGITS_AT_ONCE - 1) * memory.logits_bytes(shard)
+    logger.info(
+        "the largest step took %s, in %.2f s; by its shapes at most %s",
+        mib(grown),
+        time.perf_counter() - began_s,
+        mib(memory.workspace_bytes(shard) - sampler),
+    )
+    return with_margin(grown) + sampler
 
 
-def limits_of(request: LoadRequest) -> StepLimits:
-    """The largest step's size."""
-    return StepLimits(request.max_num_batched_tokens, request.max_num_seqs, request.max_model_len)
+def _growth(decoder: Decoder, request: LoadRequest) -> int | None:
+    """By how much the largest step grows what is held, at its peak; None where nobody tells."""
+    limits, account = limits_of(request), account_of(decoder.device)
+    caches = _scratch_caches(decoder, limits.max_model_len)
+    step = _largest_step(limits, vocab_size=request.config.vocab_size, device=decoder.device)
+    account.release_unused()
+    if not account.begin_peak():
+        return None
+    with torch.inference_mode():
+        hidden = decoder.hidden(step, caches=caches, exchange=solo_exchange(request))
+        decoder.logits(hidden[: max(limits.max_num_seqs, PROMPT_LOGIT_ROWS)])
+    return account.peak_growth_bytes()
 
 
 def _scratch_caches(decoder: Decoder, length: int) -> list[LayerCache | None]:

@@ -2,7 +2,8 @@
 
 A step is: the plan's deltas to the slots, the batch's tensors, one forward pass, the draws. Where the tensors lie, what
 memory is there and whether weights go elsewhere to sleep is its RunnerDevice's to say; logits are float32, and drawn
-from where they lie (`sampling.drawing`), which makes no difference to the tokens.
+from where they lie (`sampling.drawing`), which makes no difference to the tokens. Nor does it that a step begins while
+the one before is under way, as it may where `begun_step` says so.
 
 Everything is called from one thread. Weights are kept over epochs. A step that failed half-way leaves the slots
 undefined; the epoch ends with it, and `attach` begins anew.
@@ -11,49 +12,31 @@ undefined; the epoch ends with it, and `attach` begins anew.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
-import torch
-
-from hetero_api.sharding import UnitRange
-from hetero_api.v1 import logprobs_pb2, ranks_pb2
+from hetero_api.rank_memory import StepLimits
+from hetero_api.v1 import ranks_pb2
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.errors import ProtocolError
 from hetero_worker.layers.drawing_choice import drawing_for
 from hetero_worker.layers.kernel_choice import choose_kernel
-from hetero_worker.layers.sampler import SampledRows, prompt_logprobs, sample_tokens
-from hetero_worker.memory.budget import PROMPT_LOGIT_ROWS, StepLimits
+from hetero_worker.layers.sampler import sample_tokens
 from hetero_worker.models.decoder import Decoder
-from hetero_worker.platforms.base import HOST, Platform
-from hetero_worker.runners.base import LoadReport, LoadRequest, MaskSource, SampledToken, StepOutput, no_masks
+from hetero_worker.platforms.base import Platform
+from hetero_worker.runners.base import LoadReport, LoadRequest, MaskSource, StepOutput, StepUnderWay, no_masks
+from hetero_worker.runners.begun_step import BegunStep, DoneStep, SampleTokens, StepMeans, unchained_because
 from hetero_worker.runners.commands import GroupCommands
 from hetero_worker.runners.holdings import Holdings
-from hetero_worker.runners.input_batch import InputBatch, PromptRows
-from hetero_worker.runners.largest_step import limits_of, measure_workspace
-from hetero_worker.runners.runner_device import RunnerDevice
+from hetero_worker.runners.largest_step import measure_workspace
+from hetero_worker.runners.runner_device import ChainableInputs, RunnerDevice
 from hetero_worker.runners.serving import ServingCache, make_cache
-from hetero_worker.runners.shard import ChooseKernel, LoadedShard, load_shard
+from hetero_worker.runners.shard import ChooseKernel, LoadedShard, limits_of, load_shard
 from hetero_worker.runners.step_times import StepTimes
+from hetero_worker.runners.trust import Trust
 from hetero_worker.sampling.drawing import HOST_DRAWING, ShardDrawing
-from hetero_worker.sampling.request import SamplingRow
 
 logger = logging.getLogger(__name__)
-
-
-class SampleTokens(Protocol):
-    """Draws tokens from sharded logits; layers.sampler.sample_tokens says how."""
-
-    def __call__(
-        self,
-        logits: torch.Tensor,
-        rows: Sequence[SamplingRow],
-        *,
-        head_ranges: Sequence[UnitRange],
-        exchange: Exchange,
-        drawing: ShardDrawing,
-    ) -> SampledRows: ...
 
 
 MeasureWorkspace = Callable[[Decoder, LoadRequest], int | None]
@@ -81,11 +64,18 @@ class PlanRunner:
         self._device = device
         self._commands = GroupCommands(self._holdings)
         self._times = StepTimes()
+        self._trust = Trust()
         self._last_step_id = 0
+        self._under_way: list[BegunStep] = []
+        """Not finished, in the order in which they began: two at most."""
 
     @property
     def held(self) -> LoadRequest | None:
         return self._holdings.held
+
+    @property
+    def graph_bytes(self) -> int:
+        return self._holdings.graph_bytes
 
     @property
     def platform(self) -> Platform:
@@ -102,6 +92,7 @@ class PlanRunner:
         if (summary := self._times.summary()) is not None:
             logger.info("%s", summary)
         self._times = StepTimes()
+        self._under_way.clear()
         self._commands.begin_epoch()
         self._holdings.begin_epoch()
         self._exchange = None
@@ -118,10 +109,10 @@ class PlanRunner:
             self._workspaces.clear()
         workspace = None if request.cache_size_is_given else self._workspace_of(shard, request)
         logger.info("rank %d: after the load: %s", request.rank, self._device.account.describe())
-        report = shard.report(request, load_s=load_s, workspace=workspace)
         steps = self._device.steps
+        report = shard.report(request, load_s=load_s, workspace=workspace, graph_sizes=steps.graph_sizes(request))
         kernels = (*report.kernels, *steps.kernels(request), *_drawing_report(self._drawing))
-        report = replace(report, kernels=kernels, graph_sizes=steps.graph_sizes(request))
+        report = replace(report, kernels=kernels)
         holdings.hold(shard, request, report)
         return report
 
@@ -142,20 +133,59 @@ class PlanRunner:
         return cache.num_bytes
 
     def execute(self, plan: ranks_pb2.StepPlan, masks: MaskSource = no_masks) -> StepOutput:
+        return self.begin(plan, masks).finish()
+
+    def begin(self, plan: ranks_pb2.StepPlan, masks: MaskSource = no_masks) -> StepUnderWay:
+        behind = self._followed_by(plan)
         exchange = self._check(plan)
         self._last_step_id = plan.step_id
         cache = self._holdings.cache
         if cache is not None:
             cache.slots.apply(plan)
         if plan.HasField("command"):
-            return StepOutput(report=self._commands.run(plan.command, exchange, self._times))
+            return DoneStep(StepOutput(report=self._commands.run(plan.command, exchange, self._times)))
         if cache is None or not (plan.decode_slots or plan.spans):
-            return StepOutput()
-        self._times.begin()
-        output = self._compute(plan, masks, cache, exchange)
+            return DoneStep(StepOutput())
+        if behind is None:
+            self._times.begin()
+        step = BegunStep(plan, self._means(cache, exchange), on_finished=self._on_finished)
+        step.fill(behind)
+        step.compute(masks)
+        if behind is not None:
+            behind.be_followed_by(step)
+        self._under_way.append(step)
+        return step
+
+    def _followed_by(self, plan: ranks_pb2.StepPlan) -> BegunStep | None:
+        """The step that is under way, if one is; the slots have gone on without its tokens."""
+        if not self._under_way:
+            return None
+        step = self._under_way[-1]
+        if len(self._under_way) > 1 or not step.may_be_followed_by(plan):
+            raise RuntimeError(f"step plan {plan.step_id} begins before the step that it cannot follow is finished")
+        step.expect_tokens()
+        return step
+
+    def _on_finished(self) -> None:
+        """The oldest step under way."""
+        self._under_way.pop(0)
         self._times.end()
         self._commands.count_step()
-        return output
+
+    def _means(self, cache: ServingCache, exchange: Exchange) -> StepMeans:
+        shard, request, _ = self._holdings.loaded("a step plan")
+        inputs = cache.inputs
+        return StepMeans(
+            decoder=shard.decoder,
+            cache=cache,
+            exchange=exchange,
+            head_ranges=[rank.head_rows for rank in request.shard_plan.ranks],
+            drawing=self._drawing,
+            sample=self._sample,
+            times=self._times,
+            trust=self._trust,
+            inputs=inputs if isinstance(inputs, ChainableInputs) and not unchained_because(request) else None,
+        )
 
     def _check(self, plan: ranks_pb2.StepPlan) -> Exchange:
         """Raise ProtocolError unless the plan fits the rank's state. The exchange that it is for."""
@@ -170,74 +200,7 @@ class PlanRunner:
             holdings.cache.check.run(plan, holdings.cache.slots.counts)
         return self._exchange
 
-    def _compute(
-        self, plan: ranks_pb2.StepPlan, masks: MaskSource, cache: ServingCache, exchange: Exchange
-    ) -> StepOutput:
-        """One forward pass, and the draws."""
-        shard, request, _ = self._holdings.loaded("a step plan")
-        batch = cache.inputs.fill(plan, cache.slots)
-        head_ranges = [rank.head_rows for rank in request.shard_plan.ranks]
-        with torch.inference_mode():
-            states = cache.forward.run(shard.decoder, batch, caches=cache.layers, exchange=exchange)
-            prompts = [
-                _prompt_span(prompt, states.hidden, shard, head_ranges=head_ranges, exchange=exchange)
-                for prompt in batch.prompts
-            ]
-            num_draws = len(batch.draw_slots)
-            logits = states.logits_of(shard.decoder, num_draws) if num_draws else None
-            _advance(plan, cache)
-            if logits is None:
-                return StepOutput(prompt_logprobs=prompts)
-            rows = _draws(plan, batch, cache, masks)
-            drawn = self._sample(logits, rows, head_ranges=head_ranges, exchange=exchange, drawing=self._drawing)
-        cache.slots.append_tokens(batch.draw_slots, drawn.tokens)
-        return StepOutput(
-            sampled=list(map(SampledToken, batch.draw_slots.tolist(), drawn.tokens)),
-            logprobs=[logprobs for logprobs in drawn.logprobs if logprobs is not None],
-            prompt_logprobs=prompts,
-        )
-
 
 def _drawing_report(drawing: ShardDrawing) -> tuple[str, ...]:
     """How a device draws; a rank on host cores has nothing to choose."""
     return () if drawing is HOST_DRAWING else (f"draws={drawing.name}",)
-
-
-def _draws(plan: ranks_pb2.StepPlan, batch: InputBatch, cache: ServingCache, masks: MaskSource) -> list[SamplingRow]:
-    """How each token is drawn. Waits for the step's masks if it has any."""
-    mask_of = dict(zip(plan.masked_slots, _masks_of(plan, masks), strict=True)) if plan.masked_slots else {}
-    return [cache.slots.sampling(slot).draw(mask_of.get(slot)) for slot in batch.draw_slots.tolist()]
-
-
-def _masks_of(plan: ranks_pb2.StepPlan, masks: MaskSource) -> Sequence[bytes]:
-    given = masks()
-    if len(given) != len(plan.masked_slots):
-        raise ProtocolError(
-            f"step plan {plan.step_id}: {len(given)} masks came for {len(plan.masked_slots)} masked_slots"
-        )
-    return given
-
-
-def _advance(plan: ranks_pb2.StepPlan, cache: ServingCache) -> None:
-    """What the step computed is in the cache now."""
-    cache.inputs.advance_decoding(len(plan.decode_slots), cache.slots)
-    for span in plan.spans:
-        cache.slots.counts.num_computed[span.slot] += span.num_tokens
-
-
-def _prompt_span(
-    prompt: PromptRows,
-    hidden: torch.Tensor,
-    shard: LoadedShard,
-    *,
-    head_ranges: Sequence[UnitRange],
-    exchange: Exchange,
-) -> ranks_pb2.PromptSpanLogprobs:
-    """Log-probabilities of the prompt's tokens behind the rows, a bounded number of rows at a time."""
-    positions: list[logprobs_pb2.TokenLogprobs] = []
-    for begin in range(0, len(prompt.token_ids), PROMPT_LOGIT_ROWS):
-        token_ids = prompt.token_ids[begin : begin + PROMPT_LOGIT_ROWS]
-        first = prompt.first_row + begin
-        logits = shard.decoder.logits(hidden[first : first + len(token_ids)]).to(HOST)
-        positions += prompt_logprobs(logits, token_ids, prompt.num_top, head_ranges=head_ranges, exchange=exchange)
-    return ranks_pb2.PromptSpanLogprobs(slot=prompt.slot, begin=prompt.begin, positions=positions)

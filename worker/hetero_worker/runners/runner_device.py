@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
+
+import torch
 
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.memory.accounts import MemoryAccount
@@ -25,6 +27,23 @@ class StepInputs(Protocol):
 
     def advance_decoding(self, count: int, slots: SlotTable) -> None:
         """The first `count` rows of the batch that was last made, its decode rows, are in the cache now."""
+        ...
+
+
+@runtime_checkable
+class ChainableInputs(StepInputs, Protocol):
+    """Inputs that can be made of tokens that only the device knows.
+
+    Of a decode row whose slot's last token is a guess's stand-in (`device_inputs.stand_in_of`), `fill` makes everything
+    but the token id. One of these has to follow before the step computes.
+    """
+
+    def put_guesses(self, num_decode: int, guesses: torch.Tensor) -> None:
+        """Into the batch that was made last, of so many decode rows: int64, on the device. Does not wait for it."""
+        ...
+
+    def correct(self, num_decode: int, tokens: Sequence[int]) -> None:
+        """The same of tokens that the host knows, each in its guess's place; the step is then computed anew."""
         ...
 
 

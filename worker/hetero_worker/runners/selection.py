@@ -5,10 +5,11 @@ from __future__ import annotations
 from hetero_worker.layers.kernel_choice import choose_kernel
 from hetero_worker.layers.sampler import sample_tokens
 from hetero_worker.platforms.base import Platform
+from hetero_worker.runners.begun_step import SampleTokens
 from hetero_worker.runners.cpu_runner import CpuRunner
 from hetero_worker.runners.gpu_runner import GpuRunner
 from hetero_worker.runners.largest_step import measure_workspace
-from hetero_worker.runners.plan_runner import MeasureWorkspace, PlanRunner, SampleTokens
+from hetero_worker.runners.plan_runner import MeasureWorkspace, PlanRunner
 from hetero_worker.runners.shard import ChooseKernel
 
 

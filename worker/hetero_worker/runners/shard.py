@@ -11,13 +11,16 @@ from typing import Final, Protocol
 import torch
 
 from hetero_api.errors import ModelError, PlanError
+from hetero_api.graph_memory import GraphMemory
+from hetero_api.rank_memory import KvCost, ModelMemory, StepLimits
 from hetero_worker.attention.base import AttentionBackend
-from hetero_worker.attention.selection import choose_attention
+from hetero_worker.attention.selection import ChosenAttention, choose_attention
+from hetero_worker.layers.batch_invariance import invariant_kernel, invariant_ops
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps, fused_ops_of
 from hetero_worker.layers.kernel_choice import choose_kernel
 from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel, available_kernels
 from hetero_worker.memory.accounts import MemoryAccount
-from hetero_worker.memory.budget import KvCost, MemoryBudget, StepLimits, mib, workspace_bytes
+from hetero_worker.memory.budget import MemoryBudget, mib
 from hetero_worker.models.decoder import Decoder
 from hetero_worker.platforms.base import Platform
 from hetero_worker.runners.base import LoadReport, LoadRequest
@@ -51,23 +54,27 @@ class LoadedShard:
         is_long_enough = request.max_model_len <= self.request.max_model_len
         return is_long_enough and _identity(self.request) == _identity(request)
 
-    def report(self, request: LoadRequest, *, load_s: float, workspace: int | None = None) -> LoadReport:
+    def report(
+        self, request: LoadRequest, *, load_s: float, workspace: int | None = None, graph_sizes: tuple[int, ...] = ()
+    ) -> LoadReport:
         """With the workspace that was measured, or else computed, and what the device has available now.
 
         Raises MemoryBudgetError when the request's memory leaves nothing for the cache.
         """
-        cost = kv_cost(request)
-        budget = _budget(request, self.weight_bytes, self.gather_bytes, self.account)
+        graphs = graph_memory(request, graph_sizes)
+        budget = budget_of(request, self.weight_bytes, self.gather_bytes, self.account, graph_bytes=graphs.total)
         if workspace is not None:
             budget = replace(budget, workspace_bytes=workspace + self.gather_bytes)
         budget = replace(budget, available_bytes=self.account.available_bytes())
         logger.info("rank %d: memory for the KV cache: %s", request.rank, budget)
         return LoadReport(
             weight_bytes=self.weight_bytes,
-            kv_budget_bytes=budget.kv_budget_bytes(cost),
-            kv_bytes_per_token=cost.cache_bytes,
+            kv_budget_bytes=_kv_budget_bytes(request, budget),
+            kv_bytes_per_token=kv_cost(request).cache_bytes,
             load_s=load_s,
             kernels=self.kernels,
+            graph_sizes=graph_sizes,
+            graph_reserve_bytes=graphs.total,
         )
 
 
@@ -85,14 +92,17 @@ def load_shard(request: LoadRequest, device: RunnerDevice, *, choose: ChooseKern
     platform, account = device.platform, device.account
     dtype = _dtype(request, platform)
     _check_plan(request)
-    attention = choose_attention(platform, dtype, request.config, wanted=request.attention)
-    ops = fused_ops_of(platform.device) if request.fused else PLAIN_OPS
+    attention = _attention_of(request, platform)
+    ops = _ops_of(request, platform.device)
     decoder = _empty_decoder(request, platform, attention.backend, ops)
-    kernel = choose(_kernels_of(platform, dtype), sorted(decoder.linear_shapes), dtype=dtype)
+    shapes = sorted(decoder.linear_shapes)
+    kernel = choose(_kernels_of(platform, dtype), shapes, dtype=dtype)
+    if request.batch_invariant:
+        kernel = invariant_kernel(kernel, shapes, dtype=dtype, device=platform.device)
     weight_bytes = decoder.weight_bytes(kernel)
-    cost = kv_cost(request)
-    gather_bytes = attention.backend.gather_bytes if cost.cache_bytes else 0
-    _budget(request, weight_bytes, gather_bytes, account).kv_budget_bytes(cost)
+    gather_bytes = attention.backend.gather_bytes if kv_cost(request).cache_bytes else 0
+    graphs = graph_memory(request, device.steps.graph_sizes(request))
+    _kv_budget_bytes(request, budget_of(request, weight_bytes, gather_bytes, account, graph_bytes=graphs.total))
     with account.apart(), request.open_weights(request.directory) as checkpoint:
         decoder.load(checkpoint, kernel)
     load_s = time.perf_counter() - begin
@@ -103,8 +113,19 @@ def load_shard(request: LoadRequest, device: RunnerDevice, *, choose: ChooseKern
 
 def empty_decoder(request: LoadRequest, platform: Platform) -> Decoder:
     """The rank's part of the model without weights: it can say what a cache looks like."""
-    attention = choose_attention(platform, DTYPES[request.dtype], request.config, wanted=request.attention)
+    attention = _attention_of(request, platform)
     return _empty_decoder(request, platform, attention.backend)
+
+
+def _attention_of(request: LoadRequest, platform: Platform) -> ChosenAttention:
+    dtype, invariant = DTYPES[request.dtype], request.batch_invariant
+    return choose_attention(platform, dtype, request.config, wanted=request.attention, batch_invariant=invariant)
+
+
+def _ops_of(request: LoadRequest, device: torch.device) -> FusedOps:
+    if request.batch_invariant:
+        return invariant_ops(device)
+    return fused_ops_of(device) if request.fused else PLAIN_OPS
 
 
 def _kernels_of(platform: Platform, dtype: torch.dtype) -> tuple[LinearKernel, ...]:
@@ -126,22 +147,45 @@ def _empty_decoder(
     )
 
 
+def limits_of(request: LoadRequest) -> StepLimits:
+    """The largest step's size."""
+    return StepLimits(request.max_num_batched_tokens, request.max_num_seqs, request.max_model_len)
+
+
+def memory_of(request: LoadRequest) -> ModelMemory:
+    """What parts of the model take on this rank."""
+    return ModelMemory(request.config, limits_of(request), DTYPES[request.dtype].itemsize)
+
+
 def kv_cost(request: LoadRequest) -> KvCost:
-    shard = request.shard_plan.ranks[request.rank]
-    return KvCost.of(request.config, shard, element_bytes=DTYPES[request.dtype].itemsize)
+    return memory_of(request).kv_cost(request.shard_plan.ranks[request.rank])
 
 
-def _budget(request: LoadRequest, weight_bytes: int, gather_bytes: int, account: MemoryAccount) -> MemoryBudget:
-    limits = StepLimits(request.max_num_batched_tokens, request.max_num_seqs, request.max_model_len)
+def graph_memory(request: LoadRequest, sizes: tuple[int, ...]) -> GraphMemory:
+    """What is kept for graphs of steps of these sizes, ascending."""
     shard = request.shard_plan.ranks[request.rank]
-    step_bytes = workspace_bytes(request.config, shard, limits, element_bytes=DTYPES[request.dtype].itemsize)
+    return GraphMemory.of(memory_of(request), shard, sizes, num_host_ranks=request.num_host_ranks)
+
+
+def budget_of(
+    request: LoadRequest, weight_bytes: int, gather_bytes: int, account: MemoryAccount, *, graph_bytes: int = 0
+) -> MemoryBudget:
+    """With the workspace computed, not measured. `gather_bytes`: what attention gathers in a step."""
     return MemoryBudget(
         memory_bytes=int(request.memory_bytes * request.memory_utilization),
         weight_bytes=weight_bytes,
-        workspace_bytes=step_bytes + gather_bytes,
+        workspace_bytes=memory_of(request).workspace_bytes(request.shard_plan.ranks[request.rank]) + gather_bytes,
         runtime_bytes=account.runtime_bytes(),
+        graph_bytes=graph_bytes,
         remedy=account.remedy,
     )
+
+
+def _kv_budget_bytes(request: LoadRequest, budget: MemoryBudget) -> int:
+    """0 for a rank that owns nothing, however little memory it has. Raises MemoryBudgetError."""
+    if request.shard_plan.ranks[request.rank].is_empty:
+        return 0
+    return budget.kv_budget_bytes(kv_cost(request))
 
 
 def _dtype(request: LoadRequest, platform: Platform) -> torch.dtype:
@@ -173,4 +217,5 @@ def _identity(request: LoadRequest) -> tuple[object, ...]:
         request.rank,
         request.attention,
         request.fused,
+        request.batch_invariant,
     )

@@ -9,6 +9,7 @@ A slot without tokens is free.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +52,17 @@ class SlotCounts:
         np.copyto(self.num_tokens, other.num_tokens)
         np.copyto(self.num_computed, other.num_computed)
         np.copyto(self.num_blocks, other.num_blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedTokens:
+    """Draws whose tokens are not known yet, in slots whose state has gone on as if they were."""
+
+    slots: Sequence[int]
+    places: Int64Array
+    """Where each goes in `SlotTable.token_ids`, flattened."""
+    samplings: Sequence[SequenceSampling]
+    """Whose they are: a slot may have been bound anew by the time the token is known."""
 
 
 class SlotTable:
@@ -120,6 +132,34 @@ class SlotTable:
         np.put(self._flat_tokens, where, drawn32, mode="clip")
         for slot, token_id in zip(slots.tolist(), token_ids, strict=True):
             self.sampling(slot).append(token_id)
+
+    def expect_tokens(self, slots: Sequence[int], stand_ins: Sequence[int]) -> ExpectedTokens:
+        """Go on as if the tokens drawn for these slots had been appended; stand-ins are their last tokens till then.
+
+        They are settled before the next ones are expected or appended.
+        """
+        index = np.array(slots, dtype=np.int64)
+        places = index * self.token_ids.shape[1] + self.counts.num_tokens[index]
+        self.counts.num_tokens[index] += 1
+        self.last_tokens[index] = stand_ins
+        samplings = [self.sampling(slot) for slot in slots]
+        for sampling in samplings:
+            sampling.expect()
+        return ExpectedTokens(slots, places, samplings)
+
+    def settle_tokens(self, expected: ExpectedTokens, token_ids: Sequence[int]) -> None:
+        """The tokens are known. Those of slots that have been released meanwhile are nobody's."""
+        kept = [i for i, slot in enumerate(expected.slots) if self._samplings[slot] is expected.samplings[i]]
+        tokens = np.array(token_ids, dtype=np.int64)[kept]
+        self.last_tokens[np.array(expected.slots, dtype=np.int64)[kept]] = tokens
+        self._flat_tokens[expected.places[kept]] = tokens
+        for i in kept:
+            expected.samplings[i].settle(token_ids[i])
+
+    def wants_prompt_logprobs(self, slot: int) -> bool:
+        """Whether log-probabilities of its prompt are wanted; False of a slot that is free, or is none."""
+        sampling = self._samplings[slot] if slot < len(self._samplings) else None
+        return sampling is not None and sampling.num_prompt_logprobs is not None
 
     def _release(self, slot: int) -> None:
         self.counts.set(slot, num_tokens=0, num_computed=0, num_blocks=0)

@@ -12,8 +12,9 @@ Rows with edits (penalties, bias, masks) and filters of more than MAX_CANDIDATES
 just these rows, asked for in the same breath.
 
 All that a step's draws need comes in one copy through pinned memory, beside it one of the rows that are known to be
-needed whole; the host waits for these copies and nothing else. What still waits is the next step: its token ids are the
-host's to put in, since ranks agree on them there and a draw's history (penalties, masks, stop tokens) is kept there.
+needed whole; the host waits for these copies and nothing else. What the device found (the best row of a greedy draw,
+the contest's winner, and by the filters of `guesses` one of a filtered draw's candidates) is nearly always the draw's
+token: a guess, that the next step may be begun with while the numbers are still on their way.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,8 @@ import torch
 
 from hetero_worker.platforms.host_copies import to_device
 from hetero_worker.sampling.device_scores import DrawKernels
+from hetero_worker.sampling.drawing import Guesses, PendingCopy, StartedDraws
+from hetero_worker.sampling.guesses import DrawnFrom, guess_filtered
 from hetero_worker.sampling.noise import gumbel_of_words
 from hetero_worker.sampling.request import SamplingRow
 from hetero_worker.sampling.shard import (
@@ -50,12 +53,6 @@ _CONTEST_FIELDS: Final = 4
 _LOW_WORD: Final = (1 << 32) - 1
 
 
-class PendingCopy(Protocol):
-    """A copy that is under way."""
-
-    def wait(self) -> torch.Tensor: ...
-
-
 StartToHost = Callable[[torch.Tensor], PendingCopy]
 """Begins a copy of a device's tensor to pinned host memory; as distributed.staging's."""
 
@@ -69,6 +66,11 @@ class _Kinds:
     filtered: list[int] = field(default_factory=list)
     whole: list[int] = field(default_factory=list)
     """From copies of their rows."""
+
+    @property
+    def guessed(self) -> list[int]:
+        """Draws that the device can guess, in the order in which it is asked about them."""
+        return [*self.greedy, *self.random, *self.filtered]
 
     @classmethod
     def of(cls, rows: Sequence[SamplingRow], shard_rows: int) -> _Kinds:
@@ -100,21 +102,11 @@ class DeviceDrawing:
     def name(self) -> str:
         return f"device-{self._kernels.name}"
 
-    def draw(self, rows: Sequence[SamplingRow], logits: torch.Tensor, begin: int) -> ShardDraws:
+    def start(self, rows: Sequence[SamplingRow], logits: torch.Tensor, begin: int) -> StartedDraws:
         kinds = _Kinds.of(rows, logits.shape[1])
         self._counts.update(draws=len(rows), whole=len(kinds.whole))
         batch = _DeviceBatch(self._device, self._kernels, rows, logits, begin)
-        asked = batch.ask(kinds)
-        numbers = self._start_to_host(torch.cat(asked)) if asked else None
-        copies = self._start_to_host(batch.rows_of(kinds.whole)) if kinds.whole else None
-        draws = ShardDraws.room(len(rows))
-        unproven = batch.read(kinds, numbers.wait().numpy(), draws) if numbers is not None else []
-        if copies is not None:
-            self._draw_on_host(rows, kinds.whole, copies.wait(), begin, draws)
-        if unproven:
-            self._counts.update(unproven=len(unproven))
-            self._draw_on_host(rows, unproven, self._start_to_host(batch.rows_of(unproven)).wait(), begin, draws)
-        return draws
+        return _DeviceDraws(batch, kinds, start_to_host=self._start_to_host, count=self._count)
 
     def to_host(self, logits: torch.Tensor, chosen: Sequence[int]) -> torch.Tensor:
         self._counts.update(told=len(chosen))
@@ -131,11 +123,63 @@ class DeviceDrawing:
             f"{counts['told']} for log-probabilities or wide nuclei"
         )
 
-    @staticmethod
-    def _draw_on_host(
-        rows: Sequence[SamplingRow], chosen: Sequence[int], copies: torch.Tensor, begin: int, draws: ShardDraws
+    def _count(self, **more: int) -> None:
+        self._counts.update(more)
+
+
+class _DeviceDraws:
+    """Implements StartedDraws: asks the device for everything when it is made."""
+
+    def __init__(
+        self, batch: _DeviceBatch, kinds: _Kinds, *, start_to_host: StartToHost, count: Callable[..., None]
     ) -> None:
-        draws.put(chosen, draws_of_shard(copies, [rows[i] for i in chosen], begin))
+        self._batch = batch
+        self._kinds = kinds
+        self._start_to_host = start_to_host
+        self._count = count
+        self._asked = batch.ask(kinds)
+        numbers = [asked.numbers for asked in self._asked]
+        self._numbers = start_to_host(torch.cat(numbers)) if numbers else None
+        self._copies = start_to_host(batch.rows_of(kinds.whole)) if kinds.whole else None
+
+    @property
+    def is_here(self) -> bool:
+        return all(copy.is_here for copy in (self._numbers, self._copies) if copy is not None)
+
+    @property
+    def guessed(self) -> Sequence[int | None]:
+        places: list[int | None] = [None] * len(self._batch.rows)
+        for place, i in enumerate(self._kinds.guessed):
+            places[i] = place
+        return places
+
+    def guess(self) -> Guesses:
+        ids = torch.cat([asked.guess() for asked in self._asked])
+        return Guesses(ids, self._start_to_host(ids))
+
+    def read(self) -> ShardDraws:
+        batch, kinds = self._batch, self._kinds
+        draws = ShardDraws.room(len(batch.rows))
+        unproven = batch.read(kinds, self._numbers.wait().numpy(), draws) if self._numbers is not None else []
+        if self._copies is not None:
+            self._draw_on_host(kinds.whole, self._copies.wait(), draws)
+        if unproven:
+            self._count(unproven=len(unproven))
+            self._draw_on_host(unproven, self._start_to_host(batch.rows_of(unproven)).wait(), draws)
+        return draws
+
+    def _draw_on_host(self, chosen: Sequence[int], copies: torch.Tensor, draws: ShardDraws) -> None:
+        rows, begin = [self._batch.rows[i] for i in chosen], self._batch.begin
+        draws.put(chosen, draws_of_shard(copies, rows, begin))
+
+
+class _Asked(NamedTuple):
+    """Of some draws of one kind."""
+
+    numbers: torch.Tensor
+    """What is to be told of them, 1-d float64, not there yet."""
+    guess: Callable[[], torch.Tensor]
+    """What they seem to come to: int64, one a draw, on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +192,8 @@ class _DeviceBatch:
     logits: torch.Tensor
     begin: int
 
-    def ask(self, kinds: _Kinds) -> list[torch.Tensor]:
-        """What is to be told of the draws, 1-d float64 each, not there yet."""
+    def ask(self, kinds: _Kinds) -> list[_Asked]:
+        """Of the draws that the device makes, in the order of `kinds.guessed`."""
         asked = []
         if kinds.greedy:
             asked.append(self._ask_greedy(kinds.greedy))
@@ -179,15 +223,17 @@ class _DeviceBatch:
         """A copy of some rows, on the device."""
         return self.logits if len(chosen) == len(self.logits) else self.logits.index_select(0, self._index(chosen))
 
-    def _ask_greedy(self, chosen: list[int]) -> torch.Tensor:
+    def _ask_greedy(self, chosen: list[int]) -> _Asked:
         scores, columns = self.rows_of(chosen).max(dim=1)
-        return torch.cat([scores.double(), (columns + self.begin).double()])
+        ids = columns + self.begin
+        return _Asked(torch.cat([scores.double(), ids.double()]), lambda: ids)
 
-    def _ask_random(self, chosen: list[int]) -> torch.Tensor:
+    def _ask_random(self, chosen: list[int]) -> _Asked:
         index, keys = self._index(chosen), self._keys(chosen)
         ids, rivals = self.kernels.contest(self.logits, index, keys, self._temperatures(chosen), self.begin)
         words = self.kernels.words_at(keys, ids.unsqueeze(1)).squeeze(1)
-        return torch.cat([each.double() for each in (ids, rivals, words, self.logits[index, ids - self.begin])])
+        numbers = torch.cat([each.double() for each in (ids, rivals, words, self.logits[index, ids - self.begin])])
+        return _Asked(numbers, lambda: ids)
 
     def _read_random(self, chosen: list[int], numbers: Float64Array, draws: ShardDraws) -> list[int]:
         ids, rivals, words, logits = numbers.reshape(_CONTEST_FIELDS, -1)
@@ -199,13 +245,20 @@ class _DeviceBatch:
         draws.best[chosen, 0], draws.best[chosen, 1] = scores, ids
         return [i for i, is_proven in zip(chosen, proven.tolist(), strict=True) if not is_proven]
 
-    def _ask_filtered(self, chosen: list[int]) -> torch.Tensor:
+    def _ask_filtered(self, chosen: list[int]) -> _Asked:
         scaled = self.logits.index_select(0, self._index(chosen)).div_(self._temperatures(chosen).unsqueeze(1))
         columns = first_columns(scaled, self._most(chosen))
-        words = self.kernels.words_at(self._keys(chosen), columns + self.begin)
-        head = torch.stack([scaled.amax(dim=1).double(), log_sum_exp(scaled)], dim=1)
-        parts = [head, scaled.gather(1, columns).double(), (columns + self.begin).double(), words.double()]
-        return torch.cat(parts, dim=1).view(-1)
+        ids, totals = columns + self.begin, log_sum_exp(scaled)
+        words = self.kernels.words_at(self._keys(chosen), ids)
+        head = torch.stack([scaled.amax(dim=1).double(), totals], dim=1)
+        of_candidates = scaled.gather(1, columns)
+        numbers = torch.cat([head, of_candidates.double(), ids.double(), words.double()], dim=1).view(-1)
+        drawn_from = DrawnFrom(of_candidates, ids, words, totals)
+
+        def guess() -> torch.Tensor:
+            return guess_filtered(drawn_from, [self.rows[i] for i in chosen], list(map(self._count, chosen)))
+
+        return _Asked(numbers, guess)
 
     def _read_filtered(self, chosen: list[int], numbers: Float64Array, draws: ShardDraws) -> None:
         table = numbers.reshape(len(chosen), -1)

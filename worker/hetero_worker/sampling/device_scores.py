@@ -68,7 +68,7 @@ class TorchDrawKernels:
 
 
 def _contest(logits: torch.Tensor, keys: torch.Tensor, temperatures: torch.Tensor, begin: int) -> Contest:
-    scores = _upper_noise(words_of_range(keys, begin, logits.shape[1]))
+    scores = upper_noise(words_of_range(keys, begin, logits.shape[1]))
     scores += logits / temperatures.unsqueeze(1)
     # NaN comes of logits that are none, and of the infinite noise of a word of 0 on a logit of -inf.
     scores.nan_to_num_(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
@@ -77,7 +77,7 @@ def _contest(logits: torch.Tensor, keys: torch.Tensor, temperatures: torch.Tenso
     return Contest(winners.squeeze(1) + begin, rivals)
 
 
-def _upper_noise(words: torch.Tensor) -> torch.Tensor:
+def upper_noise(words: torch.Tensor) -> torch.Tensor:
     """Gumbel noise of words; of coarse ones the largest that their fraction can make it: float32."""
     numbers = words.float()
     numbers += torch.where(words < COARSE, 0.0, 0.5)

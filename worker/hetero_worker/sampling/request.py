@@ -81,7 +81,15 @@ class SequenceSampling:
 
     def append(self, token_id: int) -> None:
         """The next output token is known."""
+        self.expect()
+        self.settle(token_id)
+
+    def expect(self) -> None:
+        """There will be a next output token: the one after it can be drawn, unless there are penalties."""
         self._num_output += 1
+
+    def settle(self, token_id: int) -> None:
+        """The token that was expected is known."""
         if self._penalties is not None:
             self._penalties.counts.append(token_id)
 

@@ -24,6 +24,11 @@ class GraphBackend(Protocol):
         """Whether sums among GPU ranks may lie within a segment."""
         ...
 
+    def reserve(self, num_bytes: int) -> None:
+        """Before anything is recorded: what graphs compute with lies in one place of so many bytes, in whatever order
+        they are recorded. Without, or where it is too small, it lies in pieces that come as they are needed."""
+        ...
+
     def aside(self) -> AbstractContextManager[None]:
         """Where a pass is made that prepares a recording, or is recorded; what comes after it waits for it."""
         ...

@@ -4,6 +4,11 @@ All graphs of a backend share one memory pool: they never run at the same time, 
 use. Recording goes on a stream of its own, for the default one cannot be captured, and so does the pass that prepares
 it: libraries keep workspaces by stream, and these have to be there before. Other threads (NCCL's watchdog) may ask the
 driver what they like meanwhile. Python's collector rests, lest it frees a tensor of another stream in the middle.
+
+torch gives a pool up with the last graph in it, and refuses to record into it from then on. So the first graph of a
+backend is one in which nothing is, which is kept: others may come and go, and a first segment may be empty. While it is
+recorded the pool gets its memory, in one piece that later graphs cut up: else each size that is larger than those
+before would have pieces of its own.
 """
 
 from __future__ import annotations
@@ -32,6 +37,11 @@ class CudaGraphBackend:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self._open: torch.cuda.CUDAGraph | None = None
+        self._keeper: torch.cuda.CUDAGraph | None = None
+        self._place_bytes = 0
+
+    def reserve(self, num_bytes: int) -> None:
+        self._place_bytes = num_bytes
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -45,23 +55,20 @@ class CudaGraphBackend:
     def recording(self) -> Iterator[None]:
         with _collector_resting(), self.aside():
             try:
+                if self._keeper is None:
+                    self._keeper = self._make_keeper()
                 yield
             finally:
                 self._give_up()
 
     def begin(self) -> None:
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self._pool, capture_error_mode=_ERRORS_OF)
-        self._open = graph
+        self._open = self._begun()
 
     def end(self) -> Replay | None:
         graph, self._open = self._open, None
         if graph is None:
             raise RuntimeError("no segment is being recorded")
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            graph.capture_end()
-        if any(_EMPTY in str(warning.message) for warning in told):
+        if _end_empty(graph):
             return None
         graph.replay()  # while it was captured nothing was done
         return graph.replay
@@ -70,11 +77,34 @@ class CudaGraphBackend:
         free, _ = torch.cuda.mem_get_info(self._device)
         return free
 
+    def _begun(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode=_ERRORS_OF)
+        return graph
+
+    def _make_keeper(self) -> torch.cuda.CUDAGraph:
+        """See the module."""
+        keeper = self._open = self._begun()
+        if self._place_bytes:
+            place = torch.cuda.caching_allocator_alloc(self._place_bytes, self._device)
+            torch.cuda.caching_allocator_delete(place)  # type: ignore[no-untyped-call]
+        self._open = None
+        _end_empty(keeper)
+        return keeper
+
     def _give_up(self) -> None:
         graph, self._open = self._open, None
         if graph is not None:
             with contextlib.suppress(RuntimeError):  # that what failed has broken the capture is known
                 graph.capture_end()
+
+
+def _end_empty(graph: torch.cuda.CUDAGraph) -> bool:
+    """End the capture; whether nothing was given to the device in it."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        graph.capture_end()
+    return any(_EMPTY in str(warning.message) for warning in told)
 
 
 @contextlib.contextmanager

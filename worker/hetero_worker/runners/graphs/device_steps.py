@@ -8,6 +8,7 @@ import torch
 
 from hetero_worker.platforms.base import Platform
 from hetero_worker.runners.base import LoadRequest
+from hetero_worker.runners.begun_step import unchained_because
 from hetero_worker.runners.device_inputs import DeviceInputs
 from hetero_worker.runners.forward import EagerForward
 from hetero_worker.runners.graphs.backend import GraphBackend
@@ -16,6 +17,7 @@ from hetero_worker.runners.graphs.graph_forward import GraphForward
 from hetero_worker.runners.graphs.padding import Padding
 from hetero_worker.runners.plan_check import PlanBounds
 from hetero_worker.runners.runner_device import StepParts
+from hetero_worker.runners.shard import graph_memory
 
 MakeGraphs = Callable[[torch.device], GraphBackend]
 """One a cache: its memory goes with the cache's graphs."""
@@ -39,10 +41,12 @@ class DeviceSteps:
         if self._make_graphs is None or not padding.sizes:
             return StepParts(inputs, EagerForward())
         backend = self._make_graphs(self._platform.device)
-        return StepParts(inputs, GraphForward(backend, padding.sizes, bounds=bounds))
+        reserved = graph_memory(request, padding.sizes)
+        return StepParts(inputs, GraphForward(backend, padding.sizes, bounds=bounds, reserved=reserved))
 
     def kernels(self, request: LoadRequest) -> tuple[str, ...]:
-        return (f"graphs={self._padding(request)}",)
+        problem = unchained_because(request)
+        return (f"graphs={self._padding(request)}", f"steps={f'one by one ({problem})' if problem else 'chained'}")
 
     def graph_sizes(self, request: LoadRequest) -> tuple[int, ...]:
         return self._padding(request).sizes

@@ -3,19 +3,26 @@
 The first step of a size goes eagerly, which prepares it: kernels are compiled, libraries take their workspaces. The
 second is recorded while it is made, and all further ones are replays. Which steps these are follows from the plans, so
 all ranks come to the same point together; but nothing depends on it, for a rank that records, replays or goes eagerly
-does the same with its peers. With too little memory left a rank records no more, says so, and serves on.
+does the same with its peers. With too little memory left a rank records no more, says so, and serves on: what is kept
+for graphs (`hetero_api.graph_memory`) is an estimate, and told beside what they took.
 
-A graph holds addresses of weights, cache and inputs. It is of one decoder and one exchange, and goes with the cache.
+A graph holds addresses of weights, cache and inputs. It is of one decoder and one exchange, and goes with the cache. It
+ends with the hidden states: the head is given to the device behind it, while the device is busy with it.
+
+A pass may be asked for while the one before is under way: replays, and what they read and write, follow one another on
+the device's stream.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
+from hetero_api.graph_memory import GraphMemory
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.memory.budget import mib
@@ -51,16 +58,19 @@ class _Bound:
 
     def run(self, step: DecoderInput) -> ForwardStates:
         """The pass itself, padded."""
-        hidden = self.decoder.hidden(step, caches=self.caches, exchange=self.exchange)
-        return ForwardStates(hidden, self.decoder.logits(hidden))
+        return ForwardStates(self.decoder.hidden(step, caches=self.caches, exchange=self.exchange))
 
 
 class GraphForward:
     """Implements ForwardPass for a device; see the module."""
 
-    def __init__(self, backend: GraphBackend, sizes: Sequence[int], *, bounds: PlanBounds) -> None:
-        """`sizes`: what steps that only decode have been padded to, at least one."""
+    def __init__(
+        self, backend: GraphBackend, sizes: Sequence[int], *, bounds: PlanBounds, reserved: GraphMemory
+    ) -> None:
+        """`sizes`: what steps that only decode have been padded to, at least one. `reserved`: what is kept for them."""
+        backend.reserve(reserved.activations)
         self._backend = backend
+        self._reserved = reserved
         self._sizes = frozenset(sizes)
         self._bounds = bounds
         self._breaks = Breaks(backend)
@@ -68,9 +78,8 @@ class GraphForward:
         self._bound: _Bound | None = None
         self._eager = EagerForward()
         self._records = True
-        self._largest_bytes = 0
+        self._largest_bytes = reserved.activations
         self.graph_bytes = 0
-        """Memory that the graphs took, as the device told."""
 
     def run(
         self, decoder: Decoder, batch: InputBatch, *, caches: Sequence[LayerCache | None], exchange: Exchange
@@ -91,25 +100,45 @@ class GraphForward:
         if size in bound.prepared and self._has_room():
             return self._record(bound, step, size)
         bound.prepared.add(size)
-        with self._backend.aside():
+        with self._counting(), self._backend.aside():
             return bound.run(step)
 
     def _record(self, bound: _Bound, step: DecoderInput, size: int) -> ForwardStates:
-        began_s, free_bytes = time.perf_counter(), self._backend.free_bytes()
-        graph = bound.graphs[size] = self._breaks.record(lambda: bound.run(step))
-        taken = max(0, free_bytes - self._backend.free_bytes())
+        began_s, before_bytes = time.perf_counter(), self.graph_bytes
+        with self._counting():
+            graph = bound.graphs[size] = self._breaks.record(lambda: bound.run(step))
+        taken = self.graph_bytes - before_bytes
         self._largest_bytes = max(self._largest_bytes, taken)
-        self.graph_bytes += taken
         logger.info(
-            "graph of %d rows: %d segments, %d calls between them, %s of memory (all graphs: %s), recorded in %.2f s",
+            "graph of %d rows: %d segments, %d calls between them, %s of memory, recorded in %.2f s",
             size,
             graph.num_segments,
             len(graph.parts) - graph.num_segments,
             mib(taken),
-            mib(self.graph_bytes),
             time.perf_counter() - began_s,
         )
+        self._tell_memory(len(bound.graphs), before_bytes)
         return graph.outcome
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        """What the device has less after what is made within was taken for graphs."""
+        free_bytes = self._backend.free_bytes()
+        yield
+        self.graph_bytes += max(0, free_bytes - self._backend.free_bytes())
+
+    def _tell_memory(self, number: int, before_bytes: int) -> None:
+        """When the last graph is there, or they have just become more than is kept for them."""
+        taken, reserved = self.graph_bytes, self._reserved.total
+        if taken > reserved >= before_bytes:
+            logger.warning(
+                "%d graphs took %s, and %s are kept for them: what is more is of what gpuMemoryUtilization leaves over",
+                number,
+                mib(taken),
+                mib(reserved),
+            )
+        elif taken <= reserved and number == len(self._sizes):
+            logger.info("all %d graphs took %s of the %s that are kept for them", number, mib(taken), mib(reserved))
 
     def _has_room(self) -> bool:
         if self._records:

@@ -4,7 +4,8 @@ Everything here follows from what all ranks are told, the plan and the limits, f
 themselves. Ranks on host cores are not padded: what crosses the host are the step's own rows (`breaking_exchange`).
 Therefore a padded step must be cut no finer than the step itself, into micro-batches or into slices that are lent.
 
-Sizes lie close enough together that padding costs little: powers of two where a row more is much, then every eighth.
+Sizes lie close enough together that padding costs little: powers of two where a row more is much, then every eighth
+(`hetero_api.graph_memory`, which says what their graphs take).
 """
 
 from __future__ import annotations
@@ -13,18 +14,15 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Final
 
+from hetero_api.graph_memory import MAX_MIXED_ROWS, MAX_ROWS, graph_sizes
 from hetero_api.sharding import RankShard
 from hetero_worker.models.lending import row_slices
 from hetero_worker.models.micro_batches import best_number
 from hetero_worker.runners.base import LoadRequest
 from hetero_worker.runners.shard import DTYPES
 
-MAX_ROWS: Final = 256
-"""A step of more sequences computes long enough that launching its kernels one by one does not matter."""
 LINK_BYTES: Final = 2 * 1024**2
 """No exchange's links hold less; see Exchange.link_bytes."""
-_FIRST: Final = (1, 2, 4)
-_APART: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +41,8 @@ class Padding:
         if _has_experts(ranks[request.rank]) or any(_has_experts(rank) and _takes_part_in_sums(rank) for rank in ranks):
             return cls((), "the host chooses which rows an expert computes")
         limit = min(request.max_num_seqs, request.max_num_batched_tokens)
-        sizes = tuple(size for size in graph_sizes(limit) if _is_uncut(size, request))
+        most = MAX_MIXED_ROWS if request.num_host_ranks else MAX_ROWS
+        sizes = tuple(size for size in graph_sizes(limit, most=most) if _is_uncut(size, request))
         return cls(sizes, "" if sizes else "single rows are cut already")
 
     def padded(self, rows: int) -> int:
@@ -53,13 +52,6 @@ class Padding:
 
     def __str__(self) -> str:
         return f"{len(self.sizes)} sizes up to {self.sizes[-1]}" if self.sizes else f"off ({self.reason})"
-
-
-def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Ascending; the last is the largest step that decodes, or MAX_ROWS."""
-    largest = min(max_num_seqs, MAX_ROWS)
-    usual = (*_FIRST, *range(_APART, largest, _APART))
-    return (*(size for size in usual if size < largest), largest)
 
 
 def _has_experts(rank: RankShard) -> bool:

@@ -1,0 +1,267 @@
+"""What a rank's part of a model takes in its memory: the one home of this arithmetic.
+
+A rank refuses a part that it has no room for, and the solver deals no part that a rank would refuse: both count with
+what stands here. All of it are bounds from shapes, in bytes: what is really taken is no more, and a rank measures what
+can be measured (the largest step, the runtime) once it can.
+
+A step takes memory half a layer after half a layer, so a rank counts the wider half (`workspace_bytes`). Who has to
+know what one unit more costs (a KV head, an MLP column, a vocabulary row) counts both, which is a sum of units, and the
+larger bound (`summed_workspace_bytes`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from hetero_api.model_config import ModelConfig
+from hetero_api.sharding import RankShard
+
+RUNTIME_BYTES: Final = 384 * 1024**2
+"""Of a rank on host cores: interpreter, torch and its thread pools, gRPC. 240 MiB measured after import, plus what
+allocators keep."""
+ASSUMED_GPU_RUNTIME_BYTES: Final = 1024**3
+"""Of a GPU, where nobody has measured it: its context, libraries' and kernels' code, communicators."""
+RUNTIME_GROWTH_BYTES: Final = 256 * 1024**2
+"""What comes to a GPU's measured runtime later: communicators of a plan's subgroups, kernels that are loaded at use."""
+
+PROMPT_LOGIT_ROWS: Final = 64
+"""Rows of a prompt whose logits are in memory together, when all of its log-probabilities are wanted."""
+EXPERT_ROWS: Final = 128
+"""Tokens that go through an expert at a time, at most: it bounds memory however unevenly tokens are routed."""
+LOGITS_AT_ONCE: Final = 3
+"""Logits, scores made of them, and noise."""
+WORKSPACE_MARGIN: Final = 0.125
+"""What a step that is measured is taken to be larger than it was: allocators cut memory into pieces."""
+WORKSPACE_MARGIN_BYTES: Final = 16 * 1024**2
+"""And so much more, however small it is."""
+
+LOGIT_BYTES: Final = 4
+"""Logits are float32."""
+_FLOAT_BYTES: Final = 4
+_ROUTER_BYTES: Final = 8
+"""Routers compute, and are kept, in float64."""
+_CAPPED_SCORES_AT_ONCE: Final = 3
+"""Of one KV head's queries: products, capped scores, and their softmax."""
+_DECODE_SCRATCH_BYTES: Final = 12
+"""Index, score and mask of one (query head, cached token) of a decode step; alive for one layer's heads, and for each
+window that layers have."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """The largest step."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvCost:
+    """What one token position of the KV cache costs a rank."""
+
+    cache_bytes: int
+    scratch_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        return self.cache_bytes + self.scratch_bytes
+
+    def cache_of(self, num_bytes: int) -> int:
+        """How much of so many bytes the cache itself may take, so that its scratch fits beside it; 0 without heads."""
+        return num_bytes * self.cache_bytes // self.bytes if self.cache_bytes else 0
+
+    def total_of(self, cache_bytes: int) -> int:
+        """What a cache of so many bytes takes with its scratch; 0 without heads."""
+        return -(-cache_bytes * self.bytes // self.cache_bytes) if self.cache_bytes else 0
+
+
+def with_margin(step_bytes: int) -> int:
+    """What is kept free for a step that takes so much."""
+    return int(step_bytes * (1 + WORKSPACE_MARGIN)) + WORKSPACE_MARGIN_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMemory:
+    """Of one model in one arithmetic type, under an engine's limits. Nothing here allocates."""
+
+    config: ModelConfig
+    limits: StepLimits
+    element_bytes: int
+
+    # --- weights ----------------------------------------------------------------------------------------
+
+    @property
+    def head_weights(self) -> int:
+        """Of one KV head and its query heads, in one layer: projections, their biases, norms of heads."""
+        config = self.config
+        biases = (config.group_size + 2) * config.head_dim if config.qkv_bias else 0
+        norms = (config.group_size + 1) * config.head_dim if config.qk_norm else 0
+        return (config.attention_params_per_kv_head + biases) * self.element_bytes + norms * self._norm_bytes
+
+    @property
+    def column_weights(self) -> int:
+        """Of one MLP column, in one layer."""
+        biases = 2 if self.config.mlp_bias else 0
+        return (self.config.mlp_params_per_column + biases) * self.element_bytes
+
+    @property
+    def expert_weights(self) -> int:
+        """Of one expert, in one layer."""
+        return self.config.params_per_expert * self.element_bytes
+
+    @property
+    def row_weights(self) -> int:
+        """Of one vocabulary row of the embedding, or of the output head."""
+        return self.config.hidden_size * self.element_bytes
+
+    @property
+    def layer_weights(self) -> int:
+        """Of one layer, whatever is owned of it: norms, and biases of sums."""
+        config = self.config
+        norms = (4 if config.post_norms else 2) * config.hidden_size * self._norm_bytes
+        biases = (config.o_bias + config.mlp_bias) * config.hidden_size * self.element_bytes
+        return norms + biases
+
+    @property
+    def router_weights(self) -> int:
+        """Of one layer of which experts are owned, beside; 0 for a model without."""
+        return self.config.num_experts * self.config.hidden_size * _ROUTER_BYTES
+
+    @property
+    def common_weights(self) -> int:
+        """On every rank: tables of rotations, and the last norm."""
+        config = self.config
+        tables = len(set(config.ropes)) * 2 * self.limits.max_model_len * config.head_dim * self.element_bytes
+        return tables + config.hidden_size * self._norm_bytes
+
+    def weight_bytes(self, shard: RankShard, *, packs_head: bool) -> int:
+        """At most. `packs_head`: whether a tied output head is kept beside the embedding's rows, as kernels of host
+        cores want it."""
+        layers = shard.layers
+        shares_rows = self.config.tie_word_embeddings and shard.head_rows == shard.embedding_rows and not packs_head
+        rows = shard.embedding_rows.size + (0 if shares_rows else shard.head_rows.size)
+        return (
+            self.common_weights
+            + sum(not layer.is_empty for layer in layers) * self.layer_weights
+            + sum(bool(layer.experts.size) for layer in layers) * self.router_weights
+            + shard.kv_heads_total * self.head_weights
+            + sum(layer.mlp_columns.size for layer in layers) * self.column_weights
+            + sum(layer.experts.size for layer in layers) * self.expert_weights
+            + rows * self.row_weights
+        )
+
+    # --- the KV cache -----------------------------------------------------------------------------------
+
+    def kv_cost(self, shard: RankShard) -> KvCost:
+        config = self.config
+        return KvCost(
+            cache_bytes=2 * shard.kv_heads_total * config.head_dim * self.element_bytes,
+            scratch_bytes=_most_heads(shard) * config.group_size * _DECODE_SCRATCH_BYTES * len(set(config.windows)),
+        )
+
+    # --- one step, beside weights and cache -------------------------------------------------------------
+
+    @property
+    def residual_step(self) -> int:
+        """Of the residual stream: on every rank."""
+        return self._residual_of(self.limits.max_num_batched_tokens)
+
+    @property
+    def holder_step(self) -> int:
+        """Of attention, if a rank holds heads, however many: masks of spans that continue a sequence, and one head's
+        capped scores. Rows of a mask are together at most the step's, each as long as a sequence, for each window."""
+        pairs = self.limits.max_num_batched_tokens * self.limits.max_model_len
+        masks = pairs * len(set(self.config.windows)) * self.element_bytes
+        if self.config.attention_soft_cap is None:
+            return masks
+        return masks + _FLOAT_BYTES * _CAPPED_SCORES_AT_ONCE * self.config.group_size * pairs
+
+    @property
+    def prefix_step(self) -> int:
+        """Of one KV head of a layer: the longest sequence's keys and values, gathered."""
+        return 2 * self.limits.max_model_len * self.config.head_dim * self.element_bytes
+
+    @property
+    def head_step(self) -> int:
+        """Of one KV head of a layer: its queries, keys and values, thrice."""
+        return self._head_of(self.limits.max_num_batched_tokens)
+
+    @property
+    def column_step(self) -> int:
+        """Of one MLP column of a layer."""
+        return self._column_of(self.limits.max_num_batched_tokens)
+
+    @property
+    def expert_step(self) -> int:
+        """Of an MLP of experts, however many a rank owns: its input and output, one expert at work, and the router's
+        arithmetic. 0 for a model without."""
+        config, tokens = self.config, self.limits.max_num_batched_tokens
+        if config.experts is None:
+            return 0
+        rows = min(tokens, EXPERT_ROWS)
+        one_expert = rows * (3 * config.hidden_size + 4 * config.experts.intermediate_size)
+        router = _ROUTER_BYTES * tokens * (2 * config.hidden_size + 4 * config.num_experts)
+        return self.element_bytes * (2 * tokens * config.hidden_size + one_expert) + router
+
+    @property
+    def logits_row_step(self) -> int:
+        """Of one vocabulary row of the output head: the most logits that a step has in memory, once."""
+        return LOGIT_BYTES * max(self.limits.max_num_seqs, PROMPT_LOGIT_ROWS)
+
+    def logits_bytes(self, shard: RankShard) -> int:
+        """The most logits that a step has in memory, once."""
+        return self.logits_row_step * shard.head_rows.size
+
+    def workspace_bytes(self, shard: RankShard) -> int:
+        """Of the largest step: an upper bound of what lives at once beside weights and cache."""
+        return self._common_step(shard) + max(self._halves(shard))
+
+    def summed_workspace_bytes(self, shard: RankShard) -> int:
+        """No less than `workspace_bytes`, and linear in what is owned, once anything of its kind is."""
+        return self._common_step(shard) + sum(self._halves(shard))
+
+    def _common_step(self, shard: RankShard) -> int:
+        """Of both halves of a layer, and of the output head."""
+        heads = _most_heads(shard)
+        held = self.holder_step + heads * self.prefix_step if heads else 0
+        return self.residual_step + held + LOGITS_AT_ONCE * self.logits_bytes(shard)
+
+    def _halves(self, shard: RankShard) -> tuple[int, int, int]:
+        """Of a layer's attention, dense MLP and MLP of experts."""
+        experts = self.expert_step if any(layer.experts.size for layer in shard.layers) else 0
+        return _most_heads(shard) * self.head_step, _most_columns(shard) * self.column_step, experts
+
+    def decode_bytes(self, shard: RankShard, rows: int) -> int:
+        """Of the layers of a step in which so many sequences decode: as `summed_workspace_bytes`, without what spans
+        and draws take."""
+        return (
+            self._residual_of(rows)
+            + _most_heads(shard) * self._head_of(rows)
+            + _most_columns(shard) * self._column_of(rows)
+        )
+
+    @property
+    def _norm_bytes(self) -> int:
+        """Of an element of a norm's weight: one that has an offset is kept in float32."""
+        return _FLOAT_BYTES if self.config.norm_offset else self.element_bytes
+
+    def _residual_of(self, rows: int) -> int:
+        return 3 * rows * self.config.hidden_size * self.element_bytes
+
+    def _head_of(self, rows: int) -> int:
+        return 3 * rows * (self.config.group_size + 2) * self.config.head_dim * self.element_bytes
+
+    def _column_of(self, rows: int) -> int:
+        return 4 * rows * self.element_bytes
+
+
+def _most_heads(shard: RankShard) -> int:
+    """KV heads of the layer of which the rank has most."""
+    return max((layer.kv_heads.size for layer in shard.layers), default=0)
+
+
+def _most_columns(shard: RankShard) -> int:
+    """MLP columns of the layer of which the rank has most."""
+    return max((layer.mlp_columns.size for layer in shard.layers), default=0)

@@ -1,0 +1,270 @@
+"""A GPU rank alone behind the gateway's scheduler, its steps chained or not; the device is played by the host, or real.
+
+Steps go out as a gateway sends them, two ahead; nobody looks whether the device is done, so every step that may follow
+another begins behind it. What comes out are the requests' tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from hetero_api.model_config import ModelConfig
+from hetero_api.v1 import ranks_pb2
+from hetero_gateway.engine.config import EngineConfig
+from hetero_gateway.engine.request import GenerationRequest, SamplingConfig
+from hetero_gateway.engine.scheduler import Scheduler
+from hetero_worker.distributed.exchange import LocalExchange
+from hetero_worker.distributed.staging import CudaStaging
+from hetero_worker.layers.sampler import sample_tokens
+from hetero_worker.platforms.base import HOST, Platform
+from hetero_worker.platforms.host_pins import NoPins
+from hetero_worker.runners.base import LoadRequest, StepOutput
+from hetero_worker.runners.begun_step import SampleTokens
+from hetero_worker.runners.gpu_runner import GpuRunner
+from hetero_worker.runners.graphs.device_steps import MakeGraphs
+from hetero_worker.runners.step_chain import StepChain
+from hetero_worker.runners.trust import Trust
+from hetero_worker.sampling.device_draws import DeviceDrawing
+from hetero_worker.sampling.device_scores import DrawKernels, TorchDrawKernels
+from hetero_worker.sampling.drawing import Guesses, ShardDrawing, StartedDraws
+from hetero_worker.sampling.request import SamplingRow
+from hetero_worker.sampling.shard import ShardDraws
+from tests.support.played_device import PlayedDevice
+from tests.support.pseudo_gpu import PseudoGpuPlatform
+from tests.support.rank_shares import Shares
+
+MAX_SEQS, MAX_TOKENS, BLOCK_SIZE = 6, 24, 4
+WHOLE = Shares(kv_heads=((8,),), mlp_columns=((50,),), vocab_rows=(200,))
+
+
+def late_drawing(kernels: DrawKernels | None = None) -> ShardDrawing:
+    """A device's, whose numbers come off it when somebody waits for them."""
+    return DeviceDrawing(HOST, kernels or TorchDrawKernels(), CudaStaging(PlayedDevice(), NoPins()).start_to_host)
+
+
+class MisleadingDrawing:
+    """Draws as another, but some of its guesses are made wrong; and nothing is here before it is read."""
+
+    def __init__(self, drawing: ShardDrawing | None = None, *, wrong: float = 0.0) -> None:
+        """Of another drawing, or a `late_drawing`. `wrong`: the share of steps in which a guess is."""
+        self._drawing = drawing or late_drawing()
+        self._wrong = wrong
+        self._random = Random(5)
+        self.misled = 0
+        """Steps that were given a wrong guess."""
+
+    @property
+    def name(self) -> str:
+        return self._drawing.name
+
+    def start(self, rows: Sequence[SamplingRow], logits: torch.Tensor, begin: int) -> StartedDraws:
+        return _MisleadingDraws(self, self._drawing.start(rows, logits, begin), logits.shape[1])
+
+    def to_host(self, logits: torch.Tensor, chosen: Sequence[int]) -> torch.Tensor:
+        return self._drawing.to_host(logits, chosen)
+
+    def summary(self) -> str | None:
+        return self._drawing.summary()
+
+    def mislead(self, guesses: Guesses, vocabulary: int) -> Guesses:
+        if self._random.random() >= self._wrong:
+            return guesses
+        self.misled += 1
+        ids = guesses.ids.clone()
+        ids[self._random.randrange(len(ids))] += 1 + self._random.randrange(vocabulary - 1)
+        ids %= vocabulary
+        return Guesses(ids, _Copy(ids))
+
+
+class _Copy:
+    is_here = True
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def wait(self) -> torch.Tensor:
+        return self._tensor.to(HOST)
+
+
+class FullTrust(Trust):
+    """Wrong guesses put nobody off."""
+
+    @property
+    def is_given(self) -> bool:
+        return True
+
+
+class _MisleadingDraws:
+    def __init__(self, drawing: MisleadingDrawing, started: StartedDraws, vocabulary: int) -> None:
+        self._drawing = drawing
+        self._started = started
+        self._vocabulary = vocabulary
+        self._was_read = False
+
+    @property
+    def is_here(self) -> bool:
+        return self._was_read
+
+    @property
+    def guessed(self) -> Sequence[int | None]:
+        return self._started.guessed
+
+    def guess(self) -> Guesses:
+        return self._drawing.mislead(self._started.guess(), self._vocabulary)
+
+    def read(self) -> ShardDraws:
+        assert not self._was_read
+        self._was_read = True
+        return self._started.read()
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request, and in which turn of the gateway it comes."""
+
+    request: GenerationRequest
+    turn: int = 0
+
+
+@dataclass
+class ChainedRank:
+    """Runs requests. `said` are the rank's steps in their order: "begin N", "answer N"."""
+
+    directory: Path
+    drawing: ShardDrawing | None = field(default_factory=MisleadingDrawing)
+    """None: what the rank chooses."""
+    platform: Platform = field(default_factory=PseudoGpuPlatform)
+    shares: Shares = WHOLE
+    chained: bool = True
+    enforce_eager: bool = False
+    make_graphs: MakeGraphs | None = None
+    sample: SampleTokens = sample_tokens
+    num_blocks: int = 40
+    trust: Trust = field(default_factory=FullTrust)
+    said: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.runner = GpuRunner(self.platform, sample=self.sample, make_graphs=self.make_graphs)
+        self.runner.attach(LocalExchange())
+        self.report = self.runner.load(self.load_request)
+        if self.drawing is not None:
+            self.runner._drawing = self.drawing
+        self.runner._trust = self.trust
+        self.runner.allocate(self.num_blocks, BLOCK_SIZE)
+        self.results: deque[ranks_pb2.StepResult] = deque()
+        self.chain = StepChain(self.runner, self._answer)
+
+    @property
+    def load_request(self) -> LoadRequest:
+        config = ModelConfig.from_directory(self.directory)
+        return LoadRequest(
+            directory=self.directory,
+            config=config,
+            dtype="float32",
+            shard_plan=self.shares.plan(config.num_layers),
+            rank=0,
+            max_model_len=config.max_position,
+            max_num_batched_tokens=MAX_TOKENS,
+            max_num_seqs=MAX_SEQS,
+            memory_bytes=self.platform.memory_bytes,
+            enforce_eager=self.enforce_eager,
+            chained=self.chained,
+        )
+
+    def serve(self, asked: Iterable[Asked], *, steps_ahead: int = 2) -> Mapping[str, list[int]]:
+        """All requests' output tokens, by request id; "ID/1" and so on for completions but the first."""
+        scheduler = Scheduler(self._engine(steps_ahead), num_blocks=self.num_blocks)
+        coming = deque(sorted(asked, key=lambda each: each.turn))
+        tokens: dict[str, list[int]] = {}
+        turn = 0
+        while coming or not scheduler.is_idle:
+            while coming and (coming[0].turn <= turn or scheduler.is_idle):
+                scheduler.add(coming.popleft().request, now=0.0)
+            while (step := scheduler.schedule(0.0)) is not None:
+                self.begin(step.plan)
+            if not self.results:
+                self.chain.finish()
+            for update in scheduler.apply(self.results.popleft()).updates:
+                name = f"{update.completion.request.request_id}/{update.completion.index}"
+                tokens.setdefault(name, []).append(update.token_id)
+            turn += 1
+        self.chain.finish()
+        return tokens
+
+    def begin(self, plan: ranks_pb2.StepPlan) -> None:
+        self.said.append(f"begin {plan.step_id}")
+        self.chain.begin(plan)
+
+    def _answer(self, plan: ranks_pb2.StepPlan, output: StepOutput) -> None:
+        self.said.append(f"answer {plan.step_id}")
+        self.results.append(
+            ranks_pb2.StepResult(
+                step_id=plan.step_id,
+                slots=[token.slot for token in output.sampled],
+                token_ids=[token.token for token in output.sampled],
+                logprobs=output.logprobs,
+                prompt_logprobs=output.prompt_logprobs,
+            )
+        )
+
+    def _engine(self, steps_ahead: int) -> EngineConfig:
+        request = self.load_request
+        return EngineConfig(
+            max_num_seqs=MAX_SEQS,
+            max_num_batched_tokens=MAX_TOKENS,
+            block_size=BLOCK_SIZE,
+            max_model_len=request.max_model_len,
+            max_queued_requests=1000,
+            enable_prefix_caching=True,
+            eos_token_ids=frozenset({2}),
+            vocab_size=request.config.vocab_size,
+            max_steps_in_flight=steps_ahead,
+        )
+
+
+def random_requests(seed: int, number: int, *, vocabulary: int) -> list[Asked]:
+    """Of every kind of draw, some with a common prefix, some in several completions, some that end early."""
+    random = Random(seed)
+    common = [random.randrange(3, vocabulary) for _ in range(2 * BLOCK_SIZE)]
+    asked = []
+    for index in range(number):
+        prompt = [random.randrange(3, vocabulary) for _ in range(random.randint(1, 30))]
+        request = GenerationRequest(
+            request_id=f"{index}",
+            prompt_token_ids=tuple(common + prompt if random.random() < 0.4 else prompt),
+            sampling=random_sampling(random, vocabulary),
+            n=random.choice([1, 1, 1, 2]),
+        )
+        asked.append(Asked(request, turn=random.randrange(3 * number)))
+    return asked
+
+
+def random_sampling(random: Random, vocabulary: int) -> SamplingConfig:
+    plain = SamplingConfig(
+        seed=random.randrange(1 << 40),
+        max_tokens=random.randint(1, 25),
+        stop_token_ids=frozenset(random.sample(range(vocabulary), 8)),
+        temperature=random.choice([0.0, 0.0, 0.7, 1.3]),
+    )
+    return replace(plain, **_KINDS[random.randrange(len(_KINDS))])
+
+
+_KINDS: list[dict[str, Any]] = [
+    *[{}] * 16,
+    {"temperature": 1.0, "top_p": 0.8},
+    {"temperature": 0.9, "top_k": 7},
+    {"temperature": 1.2, "min_p": 0.05, "top_p": 0.95},
+    {"logit_bias": ((5, 3.0), (9, -4.0))},
+    {"min_tokens": 6},
+    {"presence_penalty": 0.6},
+    {"repetition_penalty": 1.4, "temperature": 0.8},
+    {"logprobs": 2},
+    {"prompt_logprobs": 1},
+]

@@ -1,0 +1,107 @@
+"""Our matrix product is torch's, and gives a row the same bits however many rows there are and wherever it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from hetero_worker.kernels.matmul import MatmulTile, linear
+from hetero_worker.kernels.routing import router_logits
+from hetero_worker.layers.batch_invariance import invariant_kernel, invariant_ops
+from hetero_worker.layers.fused_ops import PLAIN_OPS
+from hetero_worker.layers.linear_kernels import PlainKernel
+from hetero_worker.layers.triton_linear import TritonKernel
+from hetero_worker.layers.triton_ops import InvariantTritonOps
+
+pytestmark = pytest.mark.unit
+
+CUDA = torch.device("cuda", 0)
+EPS = 1e-6
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    ("rows", "out_features", "in_features"),
+    [(0, 5, 7), (1, 1, 1), (1, 50, 7), (3, 33, 64), (65, 40, 129), (130, 31, 70)],
+)
+def test_it_is_torchs_linear(rows: int, out_features: int, in_features: int, dtype: torch.dtype) -> None:
+    x, weight = randn(rows, in_features, dtype=dtype), randn(out_features, in_features, dtype=dtype, seed=1)
+    for bias in (None, randn(out_features, dtype=dtype, seed=2)):
+        expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        got = linear(x, weight, bias)
+        assert got.dtype == dtype
+        assert got.is_contiguous()
+        # Sums in float32, rounded once.
+        torch.testing.assert_close(got.double(), expected.to(dtype).double(), rtol=1e-2, atol=2e-5)
+
+
+@each_dtype
+def test_a_row_has_the_same_bits_in_any_number_of_rows_and_at_any_place(dtype: torch.dtype) -> None:
+    x, weight, bias = randn(70, 45, dtype=dtype), randn(37, 45, dtype=dtype, seed=1), randn(37, dtype=dtype, seed=2)
+    whole = linear(x, weight, bias)
+    for rows in range(1, 71):
+        assert torch.equal(linear(x[:rows], weight, bias), whole[:rows]), f"{rows} rows"
+    for row in range(0, 70, 3):
+        assert torch.equal(linear(x[row : row + 1], weight, bias)[0], whole[row]), f"row {row} alone"
+    assert torch.equal(linear(x.flip(0), weight, bias), whole.flip(0))
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+def test_rows_apart_from_each_other_and_at_odd_addresses_are_taken_as_they_are(rows: int) -> None:
+    weight, wide = randn(6, 5, seed=1), randn(rows, 12)
+    for x in (wide[:, 3:8], wide[:, ::2][:, :5], randn(rows * 5 + 1)[1:].view(rows, 5)):
+        before = x.clone()
+        assert torch.equal(linear(x, weight, None), linear(before, weight, None))
+        assert torch.equal(x, before)
+
+
+def test_tiles_follow_from_the_weight_alone_and_keep_a_large_gpu_busy() -> None:
+    assert [MatmulTile.of(columns, 2).columns for columns in (151_936, 24_576, 12_288, 6144, 576)] == [
+        128, 128, 64, 32, 32,
+    ]  # fmt: skip
+    assert [MatmulTile.of(columns, 4).columns for columns in (151_936, 8192, 6144)] == [64, 64, 32]
+
+
+@each_dtype
+@pytest.mark.parametrize(("width", "num_experts"), [(1, 1), (70, 5), (200, 40)])
+def test_a_routers_logits_are_the_plain_ones(width: int, num_experts: int, dtype: torch.dtype) -> None:
+    hidden, weight = randn(9, width, dtype=dtype), randn(num_experts, width, seed=1).double()
+    whole = router_logits(hidden, weight, EPS)
+    # The same float64 sums in another order: nearly always the same float32.
+    torch.testing.assert_close(whole, PLAIN_OPS.router_logits(hidden, weight, EPS), rtol=1e-6, atol=1e-6)
+    for row in range(9):
+        assert torch.equal(router_logits(hidden[row : row + 1], weight, EPS)[0], whole[row])
+    assert router_logits(hidden[:0], weight, EPS).shape == (0, num_experts)
+
+
+def test_a_router_takes_rows_apart_from_each_other() -> None:
+    wide, weight = randn(3, 20), randn(4, 16, seed=1).double()
+    rows = wide[:, 2:18]
+    assert torch.equal(router_logits(rows, weight, EPS), router_logits(rows.clone(), weight, EPS))
+
+
+def test_ops_of_a_device_give_shares_and_capped_logits_by_the_row() -> None:
+    ops, logits = InvariantTritonOps(), randn(9, 13)
+    chosen = logits.argsort(dim=1, descending=True)[:, :4]
+    assert ops.name == "triton-invariant"
+    torch.testing.assert_close(ops.capped(logits.clone(), 2.0), PLAIN_OPS.capped(logits.clone(), 2.0))
+    for normalised in (False, True):
+        shares = ops.expert_shares(logits, chosen, normalised=normalised)
+        torch.testing.assert_close(shares, PLAIN_OPS.expert_shares(logits, chosen, normalised=normalised))
+        assert torch.equal(ops.expert_shares(logits[3:4], chosen[3:4], normalised=normalised)[0], shares[3])
+
+
+def test_a_cuda_device_computes_with_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetero_worker.layers.batch_invariance.triton_problem", lambda device: None)
+    assert invariant_ops(CUDA).name == "triton-invariant"
+    kernel = invariant_kernel(PlainKernel(), [(64, 32)], dtype=torch.float32, device=CUDA)
+    assert isinstance(kernel, TritonKernel)
+    weight, x = randn(6, 5), randn(3, 5, seed=1)
+    torch.testing.assert_close(kernel.pack(weight)(x, None), F.linear(x, weight))
+    assert not kernel.copies_weight

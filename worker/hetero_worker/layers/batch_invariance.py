@@ -1,0 +1,54 @@
+"""What a rank computes with in batch-invariant mode (`engine.batchInvariant`), where it is not attention.
+
+A request's numbers are then the same to the last bit whatever else is in its batch, and however its prompt was split
+over steps or found in the cache. Every part of a step gives a row bits of its own: attention (`attention.selection`),
+linear layers and all that is between them (here), the order in which ranks' sums are added (`distributed.rank_order`).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hetero_api.errors import ModelError
+from hetero_worker.kernels.availability import triton_problem
+from hetero_worker.layers.fused_ops import FusedOps
+from hetero_worker.layers.invariant_ops import InvariantOps
+from hetero_worker.layers.linear_kernels import LinearKernel
+from hetero_worker.layers.row_blocks import BlockKernel, Shape
+from hetero_worker.platforms.base import HOST
+
+
+def invariant_ops(device: torch.device) -> FusedOps:
+    """Raises ModelError for a device without our kernels."""
+    if device.type == HOST.type:
+        return InvariantOps()
+    _require_triton(device)
+    from hetero_worker.layers.triton_ops import InvariantTritonOps  # imports triton
+
+    return InvariantTritonOps()
+
+
+def invariant_kernel(
+    chosen: LinearKernel, shapes: list[Shape], *, dtype: torch.dtype, device: torch.device
+) -> LinearKernel:
+    """Host tensors: the chosen kernel, in blocks that are tried for each of the shapes. Devices: our own.
+
+    Before weights take the memory. One that came of this before is kept, as for weights that come back from sleep.
+    Raises ModelError for a device without our kernels.
+    """
+    if device.type == HOST.type:
+        kernel = chosen if isinstance(chosen, BlockKernel) else BlockKernel(chosen, dtype)
+        kernel.prove(shapes)
+        return kernel
+    _require_triton(device)
+    from hetero_worker.layers.triton_linear import TritonKernel  # imports triton
+
+    return TritonKernel()
+
+
+def _require_triton(device: torch.device) -> None:
+    if (problem := triton_problem(device)) is not None:
+        raise ModelError(
+            f"batch-invariant mode needs our kernels on {device}, but {problem}; install what is missing, or turn "
+            "engine.batchInvariant off"
+        )

@@ -1,0 +1,156 @@
+"""FusedOps by torch's operators that give a row the same bits whatever other rows there are, on host cores.
+
+An operator is free to compute an element in a vector of others or alone, depending on where it lies, and to add up a
+row in an order that depends on how many rows there are. Additions, products, quotients and roots of elements are
+rounded the same either way, so everything here is made of these: sums halve the row until one column is left. Only
+exponentials and hyperbolic tangents are left to the library, which computes each element as it would any other; that
+is tried at construction, and where it does not hold, they are computed row by row. A router's product with its weight
+is always taken row by row: it is small.
+
+All arithmetic is in float32, and rounded once. It takes about twice the time of PlainOps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from torch.nn import functional as F
+
+from hetero_api.model_parts import Activation
+from hetero_worker.attention.kv_cache import LayerCache
+from hetero_worker.layers.fused_ops import HeadWeights, RotatedHeads, kv_heads_of
+from hetero_worker.layers.rotary import Rotation
+
+RowFunction = Callable[[torch.Tensor], torch.Tensor]
+"""Of a tensor's elements, or of its rows, each by itself."""
+
+_ROWS_AT_ONCE: Final = 64
+"""What is float32 in between is of so many rows: it bounds memory."""
+_TRIED_ELEMENTS: Final = 100_003
+"""More than torch gives to one thread, and no multiple of anything."""
+_TRIED_PIECES: Final = (1, 7, 16, 33, 1000, 40_000)
+_MOST_PIECES: Final = 64
+_GELU_FACTOR: Final = math.sqrt(2 / math.pi)
+_GELU_CUBE: Final = 0.044715
+
+
+@dataclass(frozen=True, slots=True)
+class InvariantOps:
+    """See the module."""
+
+    exp: RowFunction = field(default_factory=lambda: each_alike(torch.exp))
+    tanh: RowFunction = field(default_factory=lambda: each_alike(torch.tanh))
+
+    @property
+    def name(self) -> str:
+        return "torch-invariant"
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return in_slices(lambda rows: _normed(rows, eps).mul_(weight.float()), x, width=x.shape[1])
+
+    def add_rms_norm(
+        self, residual: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        return self.rms_norm(residual.add_(delta), weight, eps)
+
+    def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        return in_slices(lambda rows: self._gated(rows, activation), gate_up, width=gate_up.shape[1] // 2)
+
+    def rotate(
+        self, qkv: torch.Tensor, rotation: Rotation, *, num_heads: int, norms: HeadWeights | None
+    ) -> RotatedHeads:
+        num_rotating = num_heads + kv_heads_of(qkv, num_heads)
+        rotating = qkv[:, :num_rotating].float()
+        if norms is not None:
+            rotating = _normed(rotating, norms.eps).mul_(norms.weight.float())
+        swapped = torch.cat(rotating.chunk(2, dim=2)[::-1], dim=2)
+        rotated = (rotating * rotation.cos).add_(swapped.mul_(rotation.signed_sin)).to(qkv.dtype)
+        return RotatedHeads(rotated[:, :num_heads], rotated[:, num_heads:], qkv[:, num_rotating:])
+
+    def rotate_and_write(
+        self,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        *,
+        num_heads: int,
+        norms: HeadWeights | None,
+        cache: LayerCache,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        query, key, value = self.rotate(qkv, rotation, num_heads=num_heads, norms=norms)
+        cache.write(slots, key, value)
+        return query
+
+    def capped(self, logits: torch.Tensor, soft_cap: float) -> torch.Tensor:
+        return in_slices(lambda rows: self.tanh(rows / soft_cap).mul_(soft_cap), logits, width=logits.shape[1])
+
+    def router_logits(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        exact = hidden.double()
+        return (by_row(lambda row: F.linear(row, weight), exact) / _rms(exact, eps)).float()
+
+    def expert_shares(self, logits: torch.Tensor, chosen: torch.Tensor, *, normalised: bool) -> torch.Tensor:
+        weights = self.exp(logits - logits.amax(dim=1, keepdim=True))
+        if not normalised:
+            return (weights / row_sums(weights)).gather(1, chosen)
+        of_chosen = weights.gather(1, chosen)
+        return of_chosen / row_sums(of_chosen)
+
+    def _gated(self, rows: torch.Tensor, activation: Activation) -> torch.Tensor:
+        gate, up = rows.float().chunk(2, dim=1)
+        match activation:
+            case "silu":
+                return (gate / self.exp(-gate).add_(1)).mul_(up)
+            case "gelu_tanh":
+                cube = (gate * gate).mul_(gate).mul_(_GELU_CUBE)
+                opening = self.tanh(cube.add_(gate).mul_(_GELU_FACTOR)).add_(1).mul_(0.5)
+                return opening.mul_(gate).mul_(up)
+
+
+def row_sums(x: torch.Tensor) -> torch.Tensor:
+    """Over the last dimension, which is kept: [..., 1]. The second half is added to the first until one is left."""
+    sums, width = x.clone(), x.shape[-1]
+    while width > 1:
+        half = (width + 1) // 2
+        sums[..., : width - half] += sums[..., half:width]
+        width = half
+    return sums[..., :1]
+
+
+def in_slices(function: RowFunction, x: torch.Tensor, *, width: int) -> torch.Tensor:
+    """function(x) of [rows, any] → [rows, width], of x's type, some rows at a time."""
+    out = x.new_empty(len(x), width)
+    for begin in range(0, len(x), _ROWS_AT_ONCE):
+        part = slice(begin, begin + _ROWS_AT_ONCE)
+        out[part] = function(x[part])
+    return out
+
+
+def by_row(function: RowFunction, x: torch.Tensor) -> torch.Tensor:
+    """function(x) of [rows, any], a row at a time, each from memory of its own."""
+    return torch.cat([function(row.clone()) for row in torch.split(x, 1)]) if len(x) else function(x)
+
+
+def each_alike(function: RowFunction) -> RowFunction:
+    """The function, if it gives elements the same bits wherever they lie on this machine; else row by row."""
+    values = torch.linspace(-30, 30, _TRIED_ELEMENTS)
+    whole = function(values)
+    for size in _TRIED_PIECES:
+        pieces = torch.cat([function(piece) for piece in torch.split(values[: size * _MOST_PIECES], size)])
+        if not torch.equal(pieces, whole[: len(pieces)]):
+            return lambda x: by_row(function, x)
+    return function
+
+
+def _rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """√(mean square + eps) over the last dimension, which is kept."""
+    return row_sums(x * x).div_(x.shape[-1]).add_(eps).sqrt_()
+
+
+def _normed(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / rms(x) over the last dimension, float32."""
+    exact = x.float()
+    return exact / _rms(exact, eps)

@@ -1,0 +1,100 @@
+"""PlanWork: a rank's plans, from their arrival to their answers.
+
+Plans are worked off strictly in order, and answered in order. On a rank that chains its steps the next plan, if it has
+come, may begin before the one before is finished (`runners.step_chain`); on any other it waits in the link, and nothing
+of it is looked at before. Only a step whose draws are masked looks at what comes next, which are its masks.
+
+One epoch's at a time, all on the main thread. Whatever goes wrong is the caller's to tell.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+from hetero_api.host.heartbeat import Heartbeat
+from hetero_api.v1 import ranks_pb2
+from hetero_worker.errors import ExchangeAborted, ProtocolError
+from hetero_worker.gateway_link import Arrival, Event, GatewayLink
+from hetero_worker.life_messages import step_result
+from hetero_worker.runners.base import Runner, StepOutput
+from hetero_worker.runners.step_chain import StepChain
+
+_ENDINGS: Final = ("abort", "shutdown")
+
+
+class PlanWork:
+    """See the module."""
+
+    def __init__(self, runner: Runner, link: GatewayLink, heartbeat: Heartbeat) -> None:
+        self._link = link
+        self._heartbeat = heartbeat
+        self._chain = StepChain(runner, self._tell)
+        self._epoch = 0
+        self._rank = -1
+        self._next_step = 1
+        self._arrivals_s: deque[float] = deque()
+        """Of plans that are not answered yet."""
+        self._step_ended_s = 0.0
+        self.last_step = 0
+        """That was finished."""
+
+    def begin_epoch(self, epoch: int, *, rank: int) -> None:
+        self._epoch, self._rank = epoch, rank
+        self._next_step, self.last_step = 1, 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a step is to be finished."""
+        return self._chain.is_open
+
+    def is_next(self, event: Event) -> bool:
+        """Whether it is the plan that comes next, for which a step need not be finished beforehand."""
+        if not isinstance(event, Arrival) or not event.message.HasField("step_plan"):
+            return False
+        return (event.message.epoch, event.message.step_plan.step_id) == (self._epoch, self._next_step)
+
+    def take(self, arrival: Arrival) -> None:
+        """Work the plan off, or begin to. Raises ProtocolError, and as the runner does."""
+        plan = arrival.message.step_plan
+        if plan.step_id != self._next_step:
+            raise ProtocolError(f"the gateway sent step {plan.step_id}, expected step {self._next_step}")
+        self._next_step += 1
+        self._arrivals_s.append(arrival.arrived_s)
+        self._chain.begin(plan, lambda: self._receive_masks(plan))
+
+    def rest(self) -> None:
+        """Until the next event comes, or the step under way is done, and then finished; at once if there is none."""
+        self._chain.rest(self._link.wait)
+
+    def finish(self) -> None:
+        """The step under way, if there is one."""
+        self._chain.finish()
+
+    def drop(self) -> None:
+        """The epoch is over: nobody waits for answers."""
+        self._chain.drop()
+        self._arrivals_s.clear()
+
+    def _tell(self, plan: ranks_pb2.StepPlan, output: StepOutput) -> None:
+        began_s = max(self._arrivals_s.popleft(), self._step_ended_s)
+        self._step_ended_s = time.monotonic()
+        self.last_step = plan.step_id
+        self._heartbeat.count_step()
+        if self._rank == 0 or output.report is not None:
+            result = step_result(plan, output, step_s=self._step_ended_s - began_s)
+            self._link.send(ranks_pb2.RankMessage(epoch=self._epoch, step_result=result))
+
+    def _receive_masks(self, plan: ranks_pb2.StepPlan) -> Sequence[bytes]:
+        """The masks of the step that is being done. Raises ExchangeAborted when its epoch, or this life, is over."""
+        event = self._link.receive()
+        if not isinstance(event, Arrival) or event.message.WhichOneof("body") in _ENDINGS:
+            self._link.put_back(event)
+            raise ExchangeAborted(f"the epoch ended while step {plan.step_id} waited for its masks")
+        masks, epoch = event.message.token_masks, event.message.epoch
+        if not event.message.HasField("token_masks") or (epoch, masks.step_id) != (self._epoch, plan.step_id):
+            body = event.message.WhichOneof("body")
+            raise ProtocolError(f"the gateway sent {body} while step {plan.step_id} waited for its token_masks")
+        return masks.masks
