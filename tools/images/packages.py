@@ -56,8 +56,8 @@ NEVER_RUN: Final = (
     "**/*.pxd",
     "**/*.pyx",
 )
-"""Below site-packages: tests, headers, static libraries and type stubs; and the Kubernetes client's classes of API calls,
-which it loads when they are asked for: the operator calls paths."""
+"""Below site-packages: tests, headers, static libraries and type stubs; and the Kubernetes client's classes of API
+calls, which it loads when they are asked for: the operator calls paths."""
 
 
 def requirements(project: Mapping[str, Any], extras: Sequence[str]) -> list[str]:

@@ -95,7 +95,7 @@ def test_packages_are_installed_without_the_sources(image: Image) -> None:
 def test_no_compiler_is_installed_in_what_is_shipped_but_the_one_that_triton_runs(image: Image) -> None:
     installed = [line.text for line in of(image).instructions(image.target) if "apt-get install" in line.text]
     found = [name for text in installed for name in re.findall(r"\b(gcc|g\+\+|clang|build-essential|make|pip)\b", text)]
-    assert found == (["gcc"] if image.name == "worker-gpu" else [])
+    assert found == (["gcc"] if image.key == "gpuWorker" else [])
 
 
 @each_file
