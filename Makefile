@@ -7,10 +7,10 @@ NATIVE := worker/hetero_worker/native/libhetero_exchange.so
 export HF_HUB_OFFLINE ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help install native demo test test-unit test-distributed test-sanitizers test-healing test-gpu test-cluster kubernetes bench-engine bench-operator bench-recovery bench-exchange bench-prediction bench-gpu lint format type protos manifests docs chart golden verify bench clean
+.PHONY: help install native demo test test-unit test-distributed test-sanitizers test-healing test-gpu test-cluster test-e2e kubernetes bench-engine bench-operator bench-recovery bench-exchange bench-prediction bench-gpu lint format type protos manifests docs chart golden verify bench base-image images check-images record-images clean
 
 help: ## Show this list
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  \033[1m%-18s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z0-9-]+:.*## / {printf "  \033[1m%-18s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # torch goes first and by version, so that nothing else chooses a build of it.
 $(STAMP): pyproject.toml constraints.txt hatch_build.py
@@ -58,6 +58,17 @@ kubernetes: $(STAMP) ## Find or fetch a Kubernetes control plane, kubectl and He
 
 test-cluster: kubernetes ## Run the operator's tests against a real Kubernetes API server
 	$(BIN)/pytest tests/cluster -n 2 -q
+
+# With KUBECONFIG set, that cluster is used as it is: its nodes pull the images (tests/e2e/site.py has the variables).
+E2E_IMAGES ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hetero/images
+test-e2e: $(STAMP) ## Run chart, images and a model on real nodes: this machine's own (as root), or those of KUBECONFIG
+	@$(BIN)/hetero model fetch smollm2-135m-instruct
+ifeq ($(KUBECONFIG),)
+	@$(BIN)/python -m tests.support.kube.provision --nodes
+	SAVE="$(E2E_IMAGES)" $(BIN)/python -m tools.images build
+	$(BIN)/python -m tools.images sizes
+endif
+	HETERO_E2E_IMAGES="$(E2E_IMAGES)" $(BIN)/pytest tests/e2e -v
 
 lint: $(STAMP) ## Check style and the architecture's import rules
 	$(BIN)/ruff check .
@@ -116,6 +127,18 @@ bench-recovery: $(STAMP) $(NATIVE) ## Measure how long a group takes to recover 
 
 bench-operator: kubernetes ## Measure the operator with 1,000 resources; writes bench/results
 	$(BIN)/python -m bench.operator_scale
+
+base-image: $(STAMP) ## Make a base image of Debian's packages, for where no image registry is in reach (as root)
+	$(BIN)/python -m tools.images base
+
+images: $(STAMP) ## Build the CPU images (IMAGES=worker-gpu: the GPU one) with docker, podman or buildah; README.md has the variables
+	$(BIN)/python -m tools.images build
+
+check-images: $(STAMP) ## Fail when a built image adds a tenth more to its base than was recorded
+	$(BIN)/python -m tools.images sizes
+
+record-images: $(STAMP) ## Record the sizes of the images that are built, in tools/images/sizes.json and README.md
+	$(BIN)/python -m tools.images sizes --record
 
 clean: ## Remove .venv and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -176,6 +176,7 @@ def _rank(status: admin_pb2.RankStatus) -> ObservedRank:
         pinned=device.pinned,
         numa_nodes=tuple(device.numa_nodes) or None,
         cpus=format_cpu_list(device.cpus),
+        allowed_cpus=device.allowed_cpus,
         local_memory_percent=status.local_memory_percent if status.HasField("local_memory_percent") else None,
         pin_message=status.pin_message,
         kv_heads=_most(layer.kv_heads for layer in status.shard.layers),

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 PROBE_S: Final = 3.0
 STOP_S: Final = 5.0
+IDENTITY: Final = "heteroinference-operator"
+"""For peering, which is off. kopf would make one up of the user's name, and a container's user mostly has none."""
 
 
 class KopfSession:
@@ -82,6 +84,7 @@ class KopfSession:
             clusterwide=not self._namespaces,
             namespaces=list(self._namespaces),
             standalone=True,
+            identity=IDENTITY,  # type: ignore[arg-type]  # a str of a name that kopf keeps to itself
             stop_flag=self._stop,
         )
 

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import struct
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from hetero_api.contract import ENV_HUB_TOKEN_FILE, EXIT_FAILURE, EXIT_OK, EXIT_PERMANENT, EXIT_USAGE
 from hetero_client.model_store.checks import check_model_directory
+from tests.support.local_group import alive, wait_for
 from tests.support.stand_in_hub import COMMIT, StandInHub
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 
 NAME = "org/tiny"
-WEIGHT_BYTES = 3 * 1024 * 1024
+MIB = 1024 * 1024
+WEIGHT_BYTES = 3 * MIB
+LARGE_BYTES = 48 * MIB
+STALL_BYTES = 35 * MIB
+"""Where a transfer of a large file stops. The Hub's library hands on pieces of 10 MiB."""
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 16,
     "num_attention_heads": 2, "vocab_size": 32, "max_position_embeddings": 64,
@@ -134,6 +143,111 @@ def test_a_transfer_that_breaks_off_is_resumed(hub: StandInHub, tmp_path: Path) 
         assert hub.sent_bytes < 30 * 2**20
 
 
+@pytest.fixture
+def large_hub(hub: StandInHub) -> StandInHub:
+    """Weights of a size that is worth taking up, whose first transfer stops in the middle."""
+    hub.files["model.safetensors"] = safetensors(LARGE_BYTES)
+    hub.stalls["model.safetensors"] = STALL_BYTES
+    return hub
+
+
+def partial_bytes(folder: Path) -> int:
+    """What there is of files that are not whole."""
+    return sum(path.stat().st_size for path in (folder / "cache" / "partial").glob("*/*"))
+
+
+@contextmanager
+def fetching(folder: Path, endpoint: str, *wrapper: str) -> Iterator[subprocess.Popen[str]]:
+    """A pod that has fetched the better part of its weights and gets no more."""
+    process = subprocess.Popen(
+        [*wrapper, *command(folder)], env=environment(endpoint), stderr=subprocess.PIPE, text=True
+    )
+    with process:
+        try:
+            wait_for(lambda: partial_bytes(folder) >= 30 * MIB, 60, lambda: f"{partial_bytes(folder)} bytes")
+            yield process
+        finally:
+            process.kill()
+
+
+def takes_up(hub: StandInHub, folder: Path) -> bool:
+    """Whether the next pod gets the model whole, and fetches of the weights only what lacked."""
+    again = StandInHub(hub.name, hub.files)
+    with again:
+        status, line = run(folder, again.endpoint)
+    assert status == EXIT_OK, line
+    assert (folder / "model" / "model.safetensors").read_bytes() == hub.files["model.safetensors"]
+    assert partial_bytes(folder) == 0
+    return again.ranges == [f"bytes={30 * MIB}-"] and again.sent_bytes < LARGE_BYTES - 29 * MIB
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_what_a_pod_that_is_ended_has_fetched_is_taken_up_by_the_next(
+    number: signal.Signals, large_hub: StandInHub, tmp_path: Path
+) -> None:
+    with large_hub, fetching(tmp_path, large_hub.endpoint) as pod:
+        pod.send_signal(number)
+        assert pod.wait(20) == (128 + number if number == signal.SIGTERM else -number)
+        assert pod.stderr is not None
+        told = pod.stderr.read()
+    assert "fetching model.safetensors: 50 MB" in told
+    assert ("SIGTERM: ending" in told) == (number == signal.SIGTERM)
+    assert takes_up(large_hub, tmp_path)
+
+
+def test_a_pod_that_waits_takes_over_where_the_one_that_fetched_was_killed(
+    large_hub: StandInHub, tmp_path: Path
+) -> None:
+    with large_hub, fetching(tmp_path, large_hub.endpoint) as first:
+        waiting = subprocess.Popen(
+            command(tmp_path, into="second"), env=environment(large_hub.endpoint), stderr=subprocess.PIPE, text=True
+        )
+        with waiting:
+            assert waiting.stderr is not None
+            assert f"another pod is fetching hf://{NAME}; waiting" in waiting.stderr.readline()
+            first.kill()
+            told = waiting.communicate(timeout=60)[1]
+    assert waiting.returncode == EXIT_OK, told
+    assert "fetching model.safetensors: 50 MB, of which 31 MB are there" in told
+    assert (tmp_path / "second" / "model.safetensors").read_bytes() == large_hub.files["model.safetensors"]
+    assert large_hub.ranges == [f"bytes={30 * MIB}-"]
+
+
+def test_what_was_fetched_before_the_hub_went_away_is_taken_up_by_the_next_start(
+    large_hub: StandInHub, tmp_path: Path
+) -> None:
+    with large_hub, fetching(tmp_path, large_hub.endpoint) as pod:
+        large_hub.__exit__(None, None, None)
+        told = pod.communicate(timeout=60)[1]
+        assert pod.returncode == EXIT_FAILURE
+        assert "the Hub cannot be reached" in told.splitlines()[-1]
+    assert takes_up(large_hub, tmp_path)
+
+
+def test_a_container_of_its_own_ends_at_once_when_its_pod_is_deleted(large_hub: StandInHub, tmp_path: Path) -> None:
+    """As the first process of its namespace it would not get a signal that it has no handler for."""
+    wrapper = ("unshare", "--pid", "--fork", "--kill-child")
+    if subprocess.run([*wrapper, "true"], check=False, capture_output=True).returncode != 0:
+        pytest.skip("a namespace of processes cannot be made here")
+    with large_hub, fetching(tmp_path, large_hub.endpoint, *wrapper) as outside:
+        (first,) = psutil.Process(outside.pid).children()
+        first.send_signal(signal.SIGTERM)
+        wait_for(lambda: not alive(first.pid), 20, lambda: "it is still there")
+
+
+def test_a_partial_file_that_holds_something_else_does_no_harm(large_hub: StandInHub, tmp_path: Path) -> None:
+    with large_hub, fetching(tmp_path, large_hub.endpoint) as pod:
+        pod.kill()
+    (partial,) = (tmp_path / "cache" / "partial").glob("*/*")
+    with partial.open("r+b") as file:
+        file.write(b"something else")
+    again = StandInHub(NAME, large_hub.files)
+    with again:
+        status, line = run(tmp_path, again.endpoint)
+    assert (status, again.downloads["model.safetensors"]) == (EXIT_OK, 2), line
+    assert (tmp_path / "model" / "model.safetensors").read_bytes() == large_hub.files["model.safetensors"]
+
+
 def test_a_pod_that_was_killed_leaves_nothing_half_done_to_the_next(hub: StandInHub, tmp_path: Path) -> None:
     blobs = tmp_path / "cache" / "hub" / "models--org--tiny" / "blobs"
     blobs.mkdir(parents=True)
@@ -152,6 +266,16 @@ def test_what_is_damaged_on_the_way_is_fetched_anew(name: str, hub: StandInHub, 
         status, line = run(tmp_path, hub.endpoint)
         assert (status, hub.downloads[name]) == (EXIT_OK, 2), line
     assert (tmp_path / "model" / name).read_bytes() == hub.files[name]
+
+
+def test_what_is_always_damaged_is_told_with_its_file_and_what_to_look_at(hub: StandInHub, tmp_path: Path) -> None:
+    hub.always_damaged.add("model.safetensors")
+    with hub:
+        status, line = run(tmp_path, hub.endpoint)
+    assert (status, hub.downloads["model.safetensors"]) == (EXIT_FAILURE, 2)
+    for words in ("model.safetensors: was damaged", "2 times in a row", "a proxy", "spec.model.revision"):
+        assert words in line
+    assert not (tmp_path / "model").exists()
 
 
 def test_what_is_damaged_on_the_disk_is_fetched_anew(hub: StandInHub, tmp_path: Path) -> None:

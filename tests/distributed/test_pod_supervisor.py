@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hetero_api.contract import EXIT_OK, EXIT_PERMANENT, EXIT_USAGE
@@ -21,6 +22,8 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 
 REPOSITORY = Path(__file__).parents[2]
 PATIENCE_S = 30.0
+NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child")
+"""Where the supervisor is the first process, as in a container."""
 _RUNS = re.compile(r"rank (\d) runs as (\d+)")
 
 
@@ -47,6 +50,11 @@ class Pod:
         wait_for(lambda: len(self.pids(rank)) >= times, PATIENCE_S, lambda: "\n".join(self.lines))
         return self.pids(rank)[-1]
 
+    def first(self) -> psutil.Process:
+        """The supervisor: what was started, or its only child where that made a namespace."""
+        started = psutil.Process(self.process.pid)
+        return started.children()[0] if started.name() == "unshare" else started
+
     def exit_code(self) -> int:
         code = self.process.wait(PATIENCE_S)
         self._reader.join(PATIENCE_S)
@@ -56,10 +64,15 @@ class Pod:
         return [pid for rank in range(2) for pid in self.pids(rank) if alive(pid)]
 
 
+def needs(wrapper: tuple[str, ...]) -> None:
+    if subprocess.run([*wrapper, "true"], check=False, capture_output=True).returncode != 0:
+        pytest.skip("a namespace of processes cannot be made here")
+
+
 @contextmanager
-def pod(*behaviours: str, grace_s: float = 20.0) -> Iterator[Pod]:
+def pod(*behaviours: str, grace_s: float = 20.0, wrapper: tuple[str, ...] = ()) -> Iterator[Pod]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.stand_in_pod", str(grace_s), *behaviours],
+        [*wrapper, sys.executable, "-m", "tests.support.stand_in_pod", str(grace_s), *behaviours],
         cwd=REPOSITORY,
         stderr=subprocess.PIPE,
         text=True,
@@ -107,6 +120,14 @@ def test_a_killed_rank_is_started_anew() -> None:
     assert "local_rank=1 ended with exit code 137; starting it anew in 0 s" in running.lines
 
 
+def test_a_rank_that_wanted_too_much_memory_ends_the_pod_which_says_so_last() -> None:
+    with pod("serve", "out-of-memory") as running:
+        assert running.exit_code() == 128 + signal.SIGKILL
+        assert running.left_over() == []
+    assert len(running.pids(1)) == 1
+    assert running.lines[-1].startswith("local_rank=1 was killed by the kernel: the ranks of this pod took more memory")
+
+
 def test_a_frozen_rank_is_killed_and_started_anew() -> None:
     with pod("serve", "serve") as running:
         neighbour = running.until_started(0)
@@ -149,6 +170,26 @@ def test_a_second_signal_does_not_wait_for_the_grace_time() -> None:
         assert running.exit_code() == EXIT_OK
         assert time.monotonic() - began_s < 20
         assert running.left_over() == []
+
+
+@pytest.mark.parametrize("wrapper", [(), NAMESPACE], ids=["among others", "first process"])
+def test_a_process_that_lost_its_parent_is_waited_for_and_no_rank_is_missed_over_it(wrapper: tuple[str, ...]) -> None:
+    needs(wrapper)
+    with pod("orphan", "serve", wrapper=wrapper) as running:
+        running.until_started(0)
+        running.until_started(1)
+        wait_for(lambda: any("orphan" in line for line in running.lines), PATIENCE_S, lambda: str(running.lines))
+        first = running.first()
+
+        def only_ranks() -> bool:
+            return len(first.children(recursive=True)) == 2
+
+        wait_for(only_ranks, PATIENCE_S, lambda: str(first.children(recursive=True)))
+        min(first.children(), key=lambda child: child.create_time()).kill()
+        wait_for(lambda: any("exit code 137" in line for line in running.lines), PATIENCE_S, lambda: str(running.lines))
+        wait_for(only_ranks, PATIENCE_S, lambda: str(first.children(recursive=True)))
+        first.send_signal(signal.SIGTERM)
+        assert running.exit_code() == EXIT_OK
 
 
 def test_no_rank_outlives_a_supervisor_that_is_killed() -> None:

@@ -23,19 +23,23 @@ _FILE = re.compile(r"/([^/]+/[^/]+)/resolve/[^/]+/(?P<name>.+)$")
 @dataclass
 class StandInHub:
     """Enter it to serve. `token` must be shown if set; `cut_short` ends the first download of a file after so many
-    bytes; `damaged` turns the first byte of a file's first download."""
+    bytes, `stalls` keeps it open then until the Hub ends; `damaged` turns the first byte of a file's first download,
+    `always_damaged` of each."""
 
     name: str
     files: dict[str, bytes]
     token: str | None = None
     cut_short: dict[str, int] = field(default_factory=dict)
+    stalls: dict[str, int] = field(default_factory=dict)
     damaged: set[str] = field(default_factory=set)
+    always_damaged: set[str] = field(default_factory=set)
     downloads: Counter[str] = field(default_factory=Counter)
     ranges: list[str] = field(default_factory=list)
     sent_bytes: int = 0
 
     def __enter__(self) -> Self:
         hub = self
+        self._ends = threading.Event()
 
         class Handler(_Handler):
             def _hub(self) -> StandInHub:
@@ -49,6 +53,7 @@ class StandInHub:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._ends.set()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -56,6 +61,18 @@ class StandInHub:
     @property
     def endpoint(self) -> str:
         return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def stall(self) -> None:
+        """Return when the Hub ends."""
+        self._ends.wait()
+
+    def sibling(self, path: str) -> dict[str, Any]:
+        """A file, as the Hub tells it of a model that is asked for with its files."""
+        entry = self.entry(path)
+        told: dict[str, Any] = {"rfilename": path, "size": entry["size"], "blobId": entry["oid"]}
+        if "lfs" in entry:
+            told["lfs"] = {"sha256": entry["lfs"]["oid"], "size": entry["size"], "pointerSize": 130}
+        return told
 
     def entry(self, path: str) -> dict[str, Any]:
         content = self.files[path]
@@ -87,7 +104,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(401, "GatedRepo")
         elif (found := _INFO.match(path)) and found[1] == hub.name:
             if found["revision"] in (None, "main", COMMIT):
-                self._json({"id": hub.name, "sha": COMMIT, "siblings": [{"rfilename": name} for name in hub.files]})
+                self._json({"id": hub.name, "sha": COMMIT, "siblings": [hub.sibling(name) for name in hub.files]})
             else:
                 self._refuse(404, "RevisionNotFound")
         elif (found := _TREE.match(path)) and found[1] == hub.name:
@@ -118,14 +135,20 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, name: str, body: bytes) -> None:
         hub = self._hub()
         hub.downloads[name] += 1
-        if name in hub.damaged:
+        if name in hub.damaged | hub.always_damaged:
             hub.damaged.discard(name)
             body = bytes([body[0] ^ 0xFF]) + body[1:]
         if (end := hub.cut_short.pop(name, None)) is not None:
             body = body[:end]
             self.close_connection = True
+        stalls = hub.stalls.pop(name, None)
+        if stalls is not None:
+            body = body[:stalls]
         hub.sent_bytes += len(body)
         self.wfile.write(body)
+        if stalls is not None:
+            hub.stall()
+            self.close_connection = True
 
     def _json(self, answer: Any) -> None:
         body = json.dumps(answer).encode()

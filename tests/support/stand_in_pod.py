@@ -4,7 +4,9 @@
     python -m tests.support.stand_in_pod rank N BEHAVIOUR
 
 A stand-in says "rank N runs as PID" and does as it is told: "serve" until SIGTERM, "ignore-term", "exit:CODE:LINES"
-(lines separated by "|"), "exit-once:CODE" (serves when it is started again).
+(lines separated by "|"), "exit-once:CODE" (serves when it is started again), "out-of-memory" (is killed as the kernel
+kills for want of memory), "orphan" (leaves a process without a parent, which says "orphan PID of rank N" and soon ends,
+and serves).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 from hetero_api.host.heartbeat import Heartbeat, Standing
@@ -22,6 +25,8 @@ from hetero_api.host.restarts import RestartPauses
 from hetero_api.host.stop_signals import StopSignals
 from hetero_worker.pod.rank_process import RankProcess
 from hetero_worker.pod.supervisor import PodSupervisor
+
+KILLS = "memory-kills"
 
 
 def supervise(grace_s: float, behaviours: list[str]) -> int:
@@ -36,7 +41,10 @@ def supervise(grace_s: float, behaviours: list[str]) -> int:
             )
             for number, behaviour in enumerate(behaviours)
         ]
-        return PodSupervisor(ranks, signals=signals, stop_grace_s=grace_s).run()
+        kills = Path(folder) / KILLS
+        return PodSupervisor(
+            ranks, signals=signals, stop_grace_s=grace_s, count_memory_kills=lambda: int(kills.exists())
+        ).run()
 
 
 def be_a_rank(number: int, behaviour: str) -> int:
@@ -53,9 +61,24 @@ def be_a_rank(number: int, behaviour: str) -> int:
         code, _, lines = rest.partition(":")
         print(lines.replace("|", "\n"), file=sys.stderr, flush=True)
         return int(code)
+    if kind == "out-of-memory":
+        before.with_name(KILLS).touch()  # the kernel counts, then kills
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "orphan":
+        leave_an_orphan(number)
     leave.wait()
     print(f"rank {number} leaves", flush=True)
     return 0
+
+
+def leave_an_orphan(number: int) -> None:
+    parent = os.fork()
+    if parent == 0:
+        if os.fork() == 0:
+            print(f"orphan {os.getpid()} of rank {number}", flush=True)
+            time.sleep(0.1)
+        os._exit(0)
+    os.waitpid(parent, 0)
 
 
 if __name__ == "__main__":

@@ -3,18 +3,20 @@
     python -m hetero_client.model_delivery --uri hf://ORG/NAME [--revision R] --cache DIR --into DIR [--tokenizer-only]
 
 Files are fetched into the cache once, however many pods share it: a lock on it makes the others wait. A transfer that
-breaks off is resumed, files that are whole are not fetched again, and when the Hub cannot be reached what is there
-already will do. Every file's checksum is checked (`model_store/checksums.py`). `--into` then gets links to the files,
-each in one piece and config.json last: whoever finds that finds the rest.
+breaks off is resumed, by the next process too if this one is killed (`model_store/large_files.py`), files that are
+whole are not fetched again, and when the Hub cannot be reached what is there already will do. Every file's checksum is
+checked (`model_store/checksums.py`). `--into` then gets links to the files, each in one piece and config.json last:
+whoever finds that finds the rest.
 
 Exit status: EXIT_USAGE for a wrong command line, EXIT_PERMANENT when the Hub has no such model or does not let us have
-it, EXIT_FAILURE when trying again can help. The last line on stderr says why.
+it, EXIT_FAILURE when trying again can help, 128 + N when signal N told it to stop. The last line on stderr says why.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -26,18 +28,21 @@ from typing import Final
 from hetero_api.contract import ENV_HUB_TOKEN_FILE, EXIT_FAILURE, EXIT_OK
 from hetero_api.errors import ModelError
 from hetero_api.host.file_lock import FileLock
+from hetero_api.host.stop_signals import end_on_stop_signals
 from hetero_api.model_config import CONFIG_FILE, ModelConfig
 from hetero_api.program import ProgramParser, read_token
 from hetero_client.errors import DamagedFileError, ModelStoreError
 from hetero_client.model_store.checks import TOKENIZER, check_model_directory
 from hetero_client.model_store.checksums import verify_snapshot
-from hetero_client.model_store.hub import PATTERNS, TOKENIZER_PATTERNS, download_snapshot
+from hetero_client.model_store.hub import PATTERNS, TOKENIZER_PATTERNS, download_resumably
 from hetero_client.model_store.store import ModelKey
 
 PROGRAM: Final = "hetero_client.model_delivery"
 _HUB_SETTINGS: Final = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-_ABANDONED_S: Final = 3600.0
-"""A partial download that nobody has written to for so long is the rest of a process that was killed."""
+_USELESS_AFTER_S: Final = 3600.0
+"""A partial file of the Hub's library that nobody has written to for so long is a killed process's."""
+_ABANDONED_AFTER_S: Final = 7 * 24 * 3600.0
+"""A partial file of ours that nobody has taken up for so long is of a commit that is no longer wanted."""
 _FETCHES: Final = 2
 """A damaged file is fetched anew once; one that is damaged again is damaged at its source."""
 
@@ -67,18 +72,27 @@ class Delivery:
     @property
     def lock(self) -> FileLock:
         """Held while the cache's entry for this model is changed."""
-        return FileLock(self.cache / "locks" / f"{self.key.name.replace('/', '--')}.lock")
+        return FileLock(self.cache / "locks" / f"{self._folder}.lock")
+
+    @property
+    def partials(self) -> Path:
+        """Where large files are while they are fetched."""
+        return self.cache / "partial" / self._folder
 
     def manifest(self, commit: str) -> Path:
         """Where the checksums of a commit's files are kept."""
-        return self.cache / "checksums" / self.key.name.replace("/", "--") / f"{commit}.json"
+        return self.cache / "checksums" / self._folder / f"{commit}.json"
+
+    @property
+    def _folder(self) -> str:
+        return self.key.name.replace("/", "--")
 
 
 def deliver(delivery: Delivery) -> Path:
     """Fetch what the cache lacks and lay it out; the snapshot in the cache. Raises ModelStoreError, OSError."""
     lock = delivery.lock
     if not lock.try_acquire():
-        _tell(f"another pod of this node is fetching {delivery.key.uri}; waiting")
+        _tell(f"another pod is fetching {delivery.key.uri}; waiting")
         lock.acquire()
     try:
         snapshot = _fetch(delivery)
@@ -91,28 +105,36 @@ def deliver(delivery: Delivery) -> Path:
 
 def _fetch(delivery: Delivery) -> Path:
     patterns = TOKENIZER_PATTERNS if delivery.tokenizer_only else PATTERNS
-    _remove_abandoned(delivery.cache / "hub")
+    _remove_abandoned(delivery)
     for attempt in range(1, _FETCHES + 1):
-        snapshot = download_snapshot(
-            delivery.key, cache_dir=delivery.cache / "hub", token=delivery.token or False, patterns=patterns
-        )
+        snapshot = download_resumably(
+            delivery.key, cache_dir=delivery.cache / "hub", partials=delivery.partials, token=delivery.token,
+            patterns=patterns, report=_tell,
+        )  # fmt: skip
         try:
             verify_snapshot(snapshot, delivery.manifest(snapshot.name))
             return snapshot
         except DamagedFileError as error:
             if attempt == _FETCHES:
-                raise
+                raise DamagedFileError(
+                    f"{error}, {_FETCHES} times in a row; look for what changes it on its way from the Hub (a proxy, a "
+                    f"mirror), for a bad disk below {delivery.cache}, or name another spec.model.revision"
+                ) from error
             _tell(f"{error}; fetching it anew")
     raise AssertionError("the loop returns or raises")
 
 
-def _remove_abandoned(hub_cache: Path) -> None:
-    """The Hub's library names partial downloads after the process that made them; no other takes them up."""
-    before_s = time.time() - _ABANDONED_S
-    for partial in hub_cache.glob("*/blobs/*.*.incomplete"):
-        with suppress(FileNotFoundError):
-            if partial.stat().st_mtime < before_s:
-                partial.unlink()
+def _remove_abandoned(delivery: Delivery) -> None:
+    """Of partial files, those of the Hub's library, which it names so that no other process takes them up, and old ones
+    of ours."""
+    for folder, pattern, after_s in (
+        (delivery.cache / "hub", "*/blobs/*.*.incomplete", _USELESS_AFTER_S),
+        (delivery.partials, "*", _ABANDONED_AFTER_S),
+    ):
+        for partial in folder.glob(pattern):
+            with suppress(FileNotFoundError):
+                if partial.stat().st_mtime < time.time() - after_s:
+                    partial.unlink()
 
 
 def _check(snapshot: Path, *, tokenizer_only: bool) -> None:
@@ -176,8 +198,15 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     return EXIT_OK
 
 
+def _end(number: int) -> int:
+    """What a stop signal does. There is nothing to put in order: the next process goes on where this one was."""
+    os.write(sys.stderr.fileno(), f"{PROGRAM}: {signal.Signals(number).name}: ending\n".encode())
+    return 128 + number
+
+
 def run() -> None:
     """The process's `main`, with this process's arguments and environment."""
+    end_on_stop_signals(_end)
     sys.exit(main(sys.argv[1:], os.environ))
 
 

@@ -1,6 +1,10 @@
-"""`python -m hetero_gateway`."""
+"""`python -m hetero_gateway`. Until it listens there is nothing to drain: a stop signal ends it at once."""
 
-from hetero_gateway.server.app import run
+from hetero_api.contract import EXIT_OK
+from hetero_api.host.stop_signals import end_on_stop_signals
 
 if __name__ == "__main__":
+    end_on_stop_signals(lambda _: EXIT_OK)
+    from hetero_gateway.server.app import run
+
     run()

@@ -46,6 +46,7 @@ def tell_pinning(device: ranks_pb2.DeviceReport, pinning: PinningReport) -> None
     device.cpus[:] = pinning.cpus
     device.numa_nodes[:] = pinning.numa_nodes
     device.pinned = pinning.pinned
+    device.allowed_cpus = pinning.allowed
     device.pin_message = pinning.reason or f"memory: {pinning.memory}"
 
 

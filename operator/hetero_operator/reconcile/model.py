@@ -72,6 +72,8 @@ class ObservedRank:
     pinned: bool = False
     numa_nodes: tuple[int, ...] | None = None
     cpus: str = ""
+    allowed_cpus: int = 0
+    """CPUs that the rank's container may use; 0: it did not say."""
     local_memory_percent: int | None = None
     pin_message: str = ""
     kv_heads: int = 0

@@ -1,4 +1,4 @@
-"""How much memory this machine, or the cgroup that this process is in, has."""
+"""How much memory this machine, or the cgroup that this process is in, has, and whether it was too little."""
 
 from __future__ import annotations
 
@@ -11,11 +11,32 @@ CGROUP_LIMITS: Final = (
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
 
+CGROUP_EVENTS: Final = (
+    Path("/sys/fs/cgroup/memory.events"),
+    Path("/sys/fs/cgroup/memory/memory.oom_control"),
+)
+
 
 def total_memory_bytes(*, meminfo: Path = MEMINFO, cgroup_limits: tuple[Path, ...] = CGROUP_LIMITS) -> int:
     """Bytes of memory that all processes here may use together."""
     limits = [limit for path in cgroup_limits if (limit := _limit(path)) is not None]
     return min([_mem_total(meminfo), *limits])
+
+
+def out_of_memory_kills(*, cgroup_events: tuple[Path, ...] = CGROUP_EVENTS) -> int:
+    """How often the kernel killed a process of this cgroup, a container's for instance, for want of memory.
+
+    It counts before it kills. 0 where it does not tell.
+    """
+    return next((count for path in cgroup_events if (count := _kills(path)) is not None), 0)
+
+
+def _kills(path: Path) -> int | None:
+    try:
+        lines = path.read_text(encoding="ascii").splitlines()
+    except OSError:  # No such controller.
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
 
 
 def _mem_total(meminfo: Path) -> int:

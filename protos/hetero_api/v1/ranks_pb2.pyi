@@ -435,6 +435,7 @@ class DeviceReport(_message.Message):
     PINNED_FIELD_NUMBER: _builtins.int
     SPEEDS_FIELD_NUMBER: _builtins.int
     PIN_MESSAGE_FIELD_NUMBER: _builtins.int
+    ALLOWED_CPUS_FIELD_NUMBER: _builtins.int
     kind: Global___DeviceKind.ValueType
     """Kind of device."""
     name: _builtins.str
@@ -445,6 +446,10 @@ class DeviceReport(_message.Message):
     """Whether the binding was read back from the kernel and is as asked."""
     pin_message: _builtins.str
     """What the binding lacks, or how memory is placed ("memory: bound"); for a person."""
+    allowed_cpus: _builtins.int
+    """CPUs that its container, or locally its machine, lets the rank use; 0 when not told. More than were asked for are
+    CPUs that others may use as well.
+    """
     @_builtins.property
     def cpus(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Cores the rank's threads are bound to, ascending; empty when not bound."""
@@ -468,10 +473,11 @@ class DeviceReport(_message.Message):
         pinned: _builtins.bool = ...,
         speeds: Global___DeviceSpeeds | None = ...,
         pin_message: _builtins.str = ...,
+        allowed_cpus: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["speeds", b"speeds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpus", b"cpus", "kind", b"kind", "memory_bytes", b"memory_bytes", "name", b"name", "numa_nodes", b"numa_nodes", "pin_message", b"pin_message", "pinned", b"pinned", "speeds", b"speeds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_cpus", b"allowed_cpus", "cpus", b"cpus", "kind", b"kind", "memory_bytes", b"memory_bytes", "name", b"name", "numa_nodes", b"numa_nodes", "pin_message", b"pin_message", "pinned", b"pinned", "speeds", b"speeds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,4 +1,5 @@
-"""Finds kube-apiserver, kube-controller-manager, kube-scheduler and etcd on this machine.
+"""Finds kube-apiserver, kube-controller-manager, kube-scheduler and etcd on this machine; for real nodes also kubelet
+and kube-proxy.
 
 Looked for in this order; the first place that has kube-apiserver decides the version, and the other Kubernetes programs
 must be of the same:
@@ -27,18 +28,23 @@ CONTROLLER_MANAGER = "kube-controller-manager"
 SCHEDULER = "kube-scheduler"
 ETCD = "etcd"
 KUBERNETES = (API_SERVER, CONTROLLER_MANAGER, SCHEDULER)
+KUBELET = "kubelet"
+PROXY = "kube-proxy"
+NODE = (KUBELET, PROXY)
 PROVISION = "python -m tests.support.kube.provision"
 
 
 @dataclass(frozen=True, slots=True)
 class Binaries:
-    """The programs of one version. The last two are None where only an API server could be found."""
+    """The programs of one version. The last four are None where only an API server could be found."""
 
     version: Version
     api_server: Path
     etcd: Path
     controller_manager: Path | None = None
     scheduler: Path | None = None
+    kubelet: Path | None = None
+    proxy: Path | None = None
 
     def require_controller_manager(self) -> Path:
         """Raises BinariesMissing."""
@@ -48,6 +54,14 @@ class Binaries:
         """Raises BinariesMissing."""
         return self._require(self.scheduler, SCHEDULER)
 
+    def require_kubelet(self) -> Path:
+        """Raises BinariesMissing."""
+        return self._require(self.kubelet, KUBELET)
+
+    def require_proxy(self) -> Path:
+        """Raises BinariesMissing."""
+        return self._require(self.proxy, PROXY)
+
     def _require(self, program: Path | None, name: str) -> Path:
         if program is None:
             raise BinariesMissing(
@@ -56,9 +70,11 @@ class Binaries:
             )
         return program
 
-    def missing(self) -> list[str]:
-        """Names of the Kubernetes programs that were not found."""
+    def missing(self, *, nodes: bool = False) -> list[str]:
+        """Names of the Kubernetes programs that were not found; those of nodes, where they are wanted, too."""
         found = {CONTROLLER_MANAGER: self.controller_manager, SCHEDULER: self.scheduler}
+        if nodes:
+            found |= {KUBELET: self.kubelet, PROXY: self.proxy}
         return [name for name, program in found.items() if program is None]
 
 
@@ -101,8 +117,8 @@ class Finder:
         self._ask = ask
         self._unpack = unpack
 
-    def find(self) -> Binaries:
-        """Raises BinariesMissing, saying where was looked."""
+    def find(self, *, nodes: bool = False) -> Binaries:
+        """Raises BinariesMissing, saying where was looked. `nodes`: look for what a node runs, too."""
         api_server = self._first(API_SERVER)
         version = self._ask(api_server)
         beside = api_server.with_name(ETCD)
@@ -112,6 +128,8 @@ class Finder:
             etcd=beside if _is_program(beside) else self._first(ETCD),
             controller_manager=self._same(CONTROLLER_MANAGER, version),
             scheduler=self._same(SCHEDULER, version),
+            kubelet=self._same(KUBELET, version) if nodes else None,
+            proxy=self._same(PROXY, version) if nodes else None,
         )
 
     def has(self, name: str) -> bool:
@@ -145,9 +163,9 @@ class Finder:
             yield self._unpack(surroundings.archive, cache)
 
 
-def find_binaries() -> Binaries:
+def find_binaries(*, nodes: bool = False) -> Binaries:
     """What this machine has. Raises BinariesMissing, saying where was looked and what to run."""
-    return Finder(Surroundings.of(os.environ)).find()
+    return Finder(Surroundings.of(os.environ)).find(nodes=nodes)
 
 
 def _is_program(path: Path) -> bool:

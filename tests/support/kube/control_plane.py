@@ -50,6 +50,8 @@ class Options:
     api_server_arguments: Sequence[str] = ()
     controller_manager_arguments: Sequence[str] = ()
     """As --node-monitor-grace-period=5s, with the controller nodelifecycle."""
+    address: str = HOST
+    """That the API server listens at."""
 
 
 class ControlPlane:
@@ -59,7 +61,7 @@ class ControlPlane:
         self._folder = folder
         self._binaries = binaries
         self._options = options or Options()
-        self._layout = flags.Layout(folder, free_port(), free_port(), free_port())
+        self._layout = flags.Layout(folder, free_port(), free_port(), free_port(), self._options.address)
         self._users: IO[str] | None = None
         self._keeper: Spawned | None = None
         self.etcd = Component(
@@ -169,7 +171,7 @@ class ControlPlane:
         authority.create()
         authority.signing_key("service-accounts")
         names = ["DNS:localhost", "DNS:kubernetes", "DNS:kubernetes.default", "DNS:kubernetes.default.svc"]
-        names += [f"IP:{HOST}", f"IP:{flags.SERVICE_ADDRESS}"]
+        names += [f"IP:{address}" for address in dict.fromkeys((HOST, flags.SERVICE_ADDRESS, self._layout.address))]
         authority.issue("api-server", common_name="kube-apiserver", usage="serverAuth", alternative_names=names)
         authority.issue("front-proxy", common_name="front-proxy", usage="clientAuth")
         for name, user in {

@@ -47,6 +47,8 @@ class Layout:
     api_port: int
     etcd_port: int
     etcd_peer_port: int
+    address: str = HOST
+    """Of the API server. Other than loopback where real nodes have to reach it."""
 
     @property
     def pki(self) -> Path:
@@ -62,7 +64,7 @@ class Layout:
 
     @property
     def server(self) -> str:
-        return f"https://{HOST}:{self.api_port}"
+        return f"https://{self.address}:{self.api_port}"
 
     def kubeconfig(self, name: str) -> Path:
         return self.folder / f"{name}.kubeconfig"
@@ -95,8 +97,8 @@ def api_server_command(
     # fmt: off
     command = [
         str(binaries.api_server), f"--etcd-servers=http://{HOST}:{layout.etcd_port}",
-        f"--bind-address={HOST}", f"--advertise-address={HOST}", f"--secure-port={layout.api_port}",
-        "--endpoint-reconciler-type=none", f"--service-cluster-ip-range={SERVICE_RANGE}",
+        f"--bind-address={layout.address}", f"--advertise-address={layout.address}", f"--secure-port={layout.api_port}",
+        f"--endpoint-reconciler-type={_endpoints(layout)}", f"--service-cluster-ip-range={SERVICE_RANGE}",
         *_serving_certificate(layout),
         f"--client-ca-file={pki / 'ca.crt'}", "--authorization-mode=Node,RBAC", "--allow-privileged=true",
         "--service-account-issuer=https://kubernetes.default.svc",
@@ -113,6 +115,11 @@ def api_server_command(
     if not with_controllers:  # nobody makes the default ServiceAccounts, which admission would wait for
         command.append("--disable-admission-plugins=ServiceAccount")
     return [*command, *extra]
+
+
+def _endpoints(layout: Layout) -> str:
+    """Who writes the endpoints of the Service `kubernetes`; they must not be loopback addresses."""
+    return "none" if layout.address == HOST else "master-count"
 
 
 def controller_manager_command(

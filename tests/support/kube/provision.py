@@ -2,11 +2,13 @@
 
 Kubernetes' own releases come first; where they cannot be reached, Debian's archive: etcd as a package, the servers
 built from source. Everything goes to the cache (see binaries.py); a second run finds it there and ends at once.
-Progress goes to stderr, what was found to stdout. The exit status is 1, with one reason, when something cannot be had.
+With --nodes also kubelet and kube-proxy, which tests/e2e runs real nodes with. Progress goes to stderr, what was found
+to stdout. The exit status is 1, with one reason, when something cannot be had.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import time
@@ -22,9 +24,10 @@ from tests.support.kube.versions import Version
 
 
 class Provisioner:
-    """Fills the cache until the finder is content."""
+    """Fills the cache until the finder is content; `nodes`: with what a node runs, too."""
 
-    def __init__(self, surroundings: Surroundings, say: Say) -> None:
+    def __init__(self, surroundings: Surroundings, say: Say, *, nodes: bool = False) -> None:
+        self._nodes = nodes
         self._surroundings = surroundings
         self._cache = Cache(surroundings.cache)
         self._finder = Finder(surroundings)
@@ -33,13 +36,14 @@ class Provisioner:
     def provide(self) -> Binaries:
         """Raises KubeHarnessError when something cannot be had; the message says why and what would help."""
         if not self._finder.has(binaries.API_SERVER):
-            self._provide_servers(binaries.KUBERNETES, self._surroundings.wanted)
+            wanted = binaries.KUBERNETES + (binaries.NODE if self._nodes else ())
+            self._provide_servers(wanted, self._surroundings.wanted)
         if not self._finder.has(binaries.ETCD):
             self._provide_etcd()
-        found = self._finder.find()
-        if missing := found.missing():
+        found = self._finder.find(nodes=self._nodes)
+        if missing := found.missing(nodes=self._nodes):
             self._provide_servers(missing, found.version)
-            found = self._finder.find()
+            found = self._finder.find(nodes=self._nodes)
         tools.fetch_tools(self._cache, self._say)
         return found
 
@@ -84,18 +88,22 @@ class Provisioner:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description="Find or fetch what the tests run Kubernetes with.")
+    parser.add_argument("--nodes", action="store_true", help="kubelet and kube-proxy, too")
+    nodes = parser.parse_args().nodes
     started = time.monotonic()
 
     def say(text: str) -> None:
         print(f"[{time.monotonic() - started:5.0f} s] {text}", file=sys.stderr, flush=True)
 
     try:
-        found = Provisioner(Surroundings.of(os.environ), say).provide()
+        found = Provisioner(Surroundings.of(os.environ), say, nodes=nodes).provide()
     except KubeHarnessError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"Kubernetes {found.version}")
-    for program in (found.api_server, found.controller_manager, found.scheduler, found.etcd):
+    servers = (found.api_server, found.controller_manager, found.scheduler, found.etcd)
+    for program in (*servers, *((found.kubelet, found.proxy) if nodes else ())):
         print(f"  {program}")
     for program in (tools.find_kubectl(), *(tools.find_helm(major) for major in tools.TOOL_SETS)):
         print(f"  {program}")

@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 
 from tests.support.kube.archives import unpack_once
-from tests.support.kube.binaries import API_SERVER, CONTROLLER_MANAGER, ETCD, SCHEDULER, Finder, Surroundings
+from tests.support.kube.binaries import (
+    API_SERVER,
+    CONTROLLER_MANAGER,
+    ETCD,
+    KUBELET,
+    PROXY,
+    SCHEDULER,
+    Finder,
+    Surroundings,
+)
 from tests.support.kube.cache import Cache
 from tests.support.kube.errors import BinariesMissing, ProvisionFailed
 from tests.support.kube.versions import Version
@@ -131,3 +140,15 @@ def test_a_damaged_archive_is_refused(archive: Path, tmp_path: Path) -> None:
     with pytest.raises(ProvisionFailed, match=r"kubernetes\.tar\.xz is damaged or wrong"):
         unpack_once(archive, Cache(tmp_path / "cache"), ask=ask)
     assert Cache(tmp_path / "cache").folders() == [tmp_path / "cache" / "etcd"]
+
+
+def test_programs_of_nodes_are_looked_for_when_they_are_wanted(tmp_path: Path) -> None:
+    fill(tmp_path / "1.20.2", "1.20.2", *ALL, KUBELET)
+    finder = Finder(Surroundings(tmp_path), ask=ask)
+    assert finder.find().kubelet is None
+    assert finder.find().missing() == []
+    found = finder.find(nodes=True)
+    assert found.require_kubelet() == tmp_path / "1.20.2" / KUBELET
+    assert found.missing(nodes=True) == [PROXY]
+    with pytest.raises(BinariesMissing, match=r"is 1\.20\.2, and no kube-proxy of that version"):
+        found.require_proxy()

@@ -6,9 +6,11 @@ import itertools
 from typing import Any
 
 import kopf
+import pytest
 from kubernetes.aio.client import Configuration
 
 from hetero_operator.handlers import connection_of, registry_of, settings_of
+from hetero_operator.kopf_session import KopfSession
 
 CAP_S = 30.0
 
@@ -51,6 +53,19 @@ def test_only_our_kind_is_handled_named_with_its_group_and_no_handler_asks_for_a
     assert (handler.selector.group, handler.selector.version) == ("heteroinference.io", "v1alpha1")
     assert not list(registry._changing.get_all_handlers())
     assert not list(registry._spawning.get_all_handlers())
+
+
+async def test_kopf_needs_no_name_of_the_user_that_it_runs_as(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's user, e.g. 65532, is in no list of users: kopf's own identity would be an error there."""
+    asked: dict[str, Any] = {}
+
+    async def operator(**arguments: Any) -> None:
+        asked.update(arguments)
+
+    monkeypatch.setattr(kopf, "operator", operator)
+    session = KopfSession(Configuration(host="http://x"), namespaces=(), deliver=lambda change, item: None)
+    assert await session.run() is None
+    assert asked["identity"]
 
 
 async def test_kopf_takes_the_way_to_the_api_server_that_we_take() -> None:

@@ -330,6 +330,18 @@ def test_cores_that_others_may_use_are_told() -> None:
     assert "pods of pool cpu are not of the class Guaranteed" in message(told, "NUMAPinned")
 
 
+def test_ranks_of_a_kubelet_that_gives_no_cores_of_their_own_are_told() -> None:
+    scene = StatusScene.serving()
+    asked = 4  # cpu.coresPerRank, and a pod has one rank
+    scene.answer(ranks=scene.ranks(allowed_cpus=asked))
+    assert conditions(scene.report())["NUMAPinned"] == ("True", "Pinned")
+    scene.answer(ranks=scene.ranks(allowed_cpus=asked + 1))
+    told = scene.report()
+    assert conditions(told)["NUMAPinned"] == ("True", "NotGuaranteed")
+    assert f"asked for {asked} CPUs and may run on {asked + 1}" in message(told, "NUMAPinned")
+    assert "CPU manager with policy static" in message(told, "NUMAPinned")
+
+
 def test_pinning_that_nobody_asked_for_is_not_claimed() -> None:
     scene = StatusScene.serving(with_policy("None"))
     assert conditions(scene.report())["NUMAPinned"] == ("False", "NotRequested")

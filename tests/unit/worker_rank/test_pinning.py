@@ -43,8 +43,9 @@ def test_binds_to_given_cores_of_one_node_and_proves_it(tmp_path: Path) -> None:
     report = bind("two_sockets_smt", kernel, tmp_path, cores=(8, 9, 10), communication=(11, 27, 99))
 
     assert report == PinningReport(
-        pinned=True, cpus=(8, 9, 10), numa_nodes=(1,), num_threads=3, memory="bound", reason="", communication=(11, 27)
-    )
+        pinned=True, cpus=(8, 9, 10), numa_nodes=(1,), num_threads=3, memory="bound", reason="", communication=(11, 27),
+        allowed=32,
+    )  # fmt: skip
     assert kernel.mask == {8, 9, 10}
     assert kernel.policy == MemoryPolicy(MPOL_BIND, (1,))
 

@@ -28,7 +28,9 @@ def test_a_torch_without_cuda_is_told_with_the_pool_and_the_device(monkeypatch: 
 def test_a_machine_without_devices_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(DeviceError, match=r"pool gpus: .* on cuda:0, but no CUDA device can be used here: .*smi"):
+    with pytest.raises(
+        DeviceError, match=r"pool gpus: .* on cuda:0, but no CUDA device can be used here: /dev holds \w+ NVIDIA .*smi"
+    ):
         CudaPlatform(0, pool="gpus").open()
 
 

@@ -6,10 +6,12 @@ CUDA context, however many GPUs its machine has.
 
 from __future__ import annotations
 
+import os
 from typing import Final
 
 import torch
 
+from hetero_api.host.gpus import visible_gpus
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.errors import DeviceError
 from hetero_worker.platforms.base import AttentionKind, Measurement, Platform
@@ -92,7 +94,11 @@ def _problem(index: int) -> str | None:
     if torch.version.cuda is None:
         return f"torch {torch.__version__} was built without CUDA; install a CUDA build of torch"
     if not torch.cuda.is_available():
-        return "no CUDA device can be used here: see what nvidia-smi says; a pod needs the pool's gpu.resourceName"
+        seen = len(visible_gpus(os.environ)) or "no"
+        return (
+            f"no CUDA device can be used here: /dev holds {seen} NVIDIA device(s) that this process may see, and CUDA "
+            "opens none; see what nvidia-smi says; a pod needs the pool's gpu.resourceName, and an image for GPUs"
+        )
     count = torch.cuda.device_count()
     if index < count:
         return None

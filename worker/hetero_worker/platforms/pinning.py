@@ -68,6 +68,8 @@ class PinningReport:
     """What is missing, for a person; empty when pinned."""
     communication: tuple[int, ...] = ()
     """CPUs where threads that do not compute belong, ascending; those of before where none were given."""
+    allowed: int = 0
+    """CPUs that the process could use before it was bound: all of its node, in a container without CPUs of its own."""
 
 
 def pin(request: PinningRequest, *, topology: CpuTopology, kernel: Kernel) -> PinningReport:
@@ -103,6 +105,7 @@ def _unbound(request: PinningRequest, reason: str, kernel: Kernel) -> PinningRep
         memory="default",
         reason=reason,
         communication=tuple(sorted(kernel.affinity())),
+        allowed=len(kernel.affinity()),
     )
 
 
@@ -179,6 +182,7 @@ def _bind(
         memory=memory,
         reason="; ".join(problems),
         communication=tuple(sorted(before & frozenset(request.communication) or before)),
+        allowed=len(before),
     )
 
 

@@ -2,6 +2,7 @@
 
     app           the process                    config        what it is told
     supervisor    the loop over all ranks        rank_process  one rank, from start to start
+    orphans       what else is to be waited for
     health        probes and metrics             cores         which cores each rank gets
 
     python -m hetero_worker.pod --gateway HOST:PORT --model DIR --pool NAME --ranks-per-pod N ...

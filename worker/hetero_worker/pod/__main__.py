@@ -1,6 +1,16 @@
-"""`python -m hetero_worker.pod`."""
+"""`python -m hetero_worker.pod`.
 
-from hetero_worker.pod.app import run
+The first process of a container, which this is in a pod, never gets a signal that it has no handler for: the kernel
+drops it. So the handlers come before the imports, which take a while: a pod that is deleted meanwhile ends at once.
+"""
+
+import os
+import sys
+
+from hetero_api.host.stop_signals import StopSignals
 
 if __name__ == "__main__":
-    run()
+    with StopSignals() as signals:
+        from hetero_worker.pod.app import main
+
+        sys.exit(main(sys.argv[1:], os.environ, signals))

@@ -8,7 +8,6 @@ that of the rank that ended the container.
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -41,8 +40,8 @@ _DEFAULT_MEMORY_SHARE: Final = 0.8
 """Share of the container's memory that ranks without memoryPerRank divide among themselves."""
 
 
-def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """The whole process; its exit status."""
+def main(arguments: Sequence[str], environment: Mapping[str, str], signals: StopSignals) -> int:
+    """The whole process but for its signals, which `__main__` has taken over; its exit status."""
     config = PodConfig.from_command_line(arguments, environment)
     logging.basicConfig(
         level=config.log_level,
@@ -70,7 +69,8 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         return EXIT_PERMANENT
     try:
         with tempfile.TemporaryDirectory(prefix="hetero-pod-") as folder:
-            return _supervise(config, plan.grants[0], environment, Path(folder))
+            ranks = _ranks(config, plan.grants[0], environment, Path(folder))
+            return _supervise(config, ranks, signals)
     except OSError as error:
         sys.stderr.write(f"{PROGRAM}: {error}\n")
         return EXIT_FAILURE
@@ -92,11 +92,13 @@ def _near(config: PodConfig, environment: Mapping[str, str]) -> list[int | None]
     return [nodes.get(number) for number in config.cuda_devices]
 
 
-def _supervise(config: PodConfig, grants: Sequence[CoreGrant], environment: Mapping[str, str], folder: Path) -> int:
+def _ranks(
+    config: PodConfig, grants: Sequence[CoreGrant], environment: Mapping[str, str], folder: Path
+) -> list[RankProcess]:
     memory_bytes = config.memory_bytes_per_rank or int(
         total_memory_bytes() * _DEFAULT_MEMORY_SHARE / config.ranks_per_pod
     )
-    ranks = [
+    return [
         RankProcess(
             local_rank,
             argv=rank_command(config, local_rank, grant, memory_bytes=memory_bytes, folder=folder),
@@ -105,17 +107,19 @@ def _supervise(config: PodConfig, grants: Sequence[CoreGrant], environment: Mapp
         )
         for local_rank, grant in enumerate(grants)
     ]
-    with StopSignals() as signals:
-        supervisor = PodSupervisor(ranks, signals=signals, stop_grace_s=config.stop_grace_s)
-        health = PodHealth(ranks, turned_s=lambda: supervisor.turned_s)
-        server = ProbeServer.start(
-            host=config.pod_ip, port=config.health_port, probes=health.probes, registry=health.registry
-        )
-        _log.info("probes and metrics on %s port %d", config.pod_ip, server.port)
-        try:
-            return supervisor.run()
-        finally:
-            server.stop()
+
+
+def _supervise(config: PodConfig, ranks: Sequence[RankProcess], signals: StopSignals) -> int:
+    supervisor = PodSupervisor(ranks, signals=signals, stop_grace_s=config.stop_grace_s)
+    health = PodHealth(ranks, turned_s=lambda: supervisor.turned_s)
+    server = ProbeServer.start(
+        host=config.pod_ip, port=config.health_port, probes=health.probes, registry=health.registry
+    )
+    _log.info("probes and metrics on %s port %d", config.pod_ip, server.port)
+    try:
+        return supervisor.run()
+    finally:
+        server.stop()
 
 
 def rank_command(
@@ -141,8 +145,3 @@ def rank_command(
         "--measurements-file": folder / f"{local_rank}.measured",
     }
     return (sys.executable, "-m", "hetero_worker", *(str(part) for option in options.items() for part in option))
-
-
-def run() -> None:
-    """The process's `main`, with this process's arguments and environment."""
-    sys.exit(main(sys.argv[1:], os.environ))

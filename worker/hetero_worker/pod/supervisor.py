@@ -1,7 +1,11 @@
 """The loop of a rank pod: passes output on, kills what hangs, starts anew what died, ends when it is told to or must.
 
 One thread, the main one: children's death signals are tied to the thread that started them. Every wait is bounded, and
-`turned_s` shows that the loop turns.
+`turned_s` shows that the loop turns. It waits for orphans too, as the first process of a container has to; whether it
+is the first makes no difference.
+
+A rank that the kernel killed for want of memory ends the container: it would take as much again, and Kubernetes has a
+word for it, which it says of containers only (OOMKilled).
 """
 
 from __future__ import annotations
@@ -16,13 +20,17 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from hetero_api.contract import EXIT_OK
+from hetero_api.host.death_signal import adopt_orphans
+from hetero_api.host.memory import out_of_memory_kills
 from hetero_api.host.stop_signals import StopSignals
+from hetero_worker.pod.orphans import reap_orphans
 from hetero_worker.pod.rank_process import RankProcess
 
 _log = logging.getLogger(__name__)
 
 _TURN_S: Final = 0.5
 _LOOK_S: Final = 0.05
+_KILLED: Final = 128 + signal.SIGKILL
 
 
 def write_to_log(chunk: bytes) -> None:
@@ -44,6 +52,7 @@ class PodSupervisor:
         stop_grace_s: float,
         write: Callable[[bytes], object] = write_to_log,
         clock: Callable[[], float] = time.monotonic,
+        count_memory_kills: Callable[[], int] = out_of_memory_kills,
     ) -> None:
         self.turned_s = clock()
         """Monotonic time of the loop's last turn."""
@@ -52,9 +61,12 @@ class PodSupervisor:
         self._stop_grace_s = stop_grace_s
         self._write = write
         self._clock = clock
+        self._count_memory_kills = count_memory_kills
+        self._memory_kills = count_memory_kills()
 
     def run(self) -> int:
         """Supervise until the end; the exit code."""
+        adopt_orphans()
         try:
             while self._signals.first is None:
                 self._start_due()
@@ -63,6 +75,7 @@ class PodSupervisor:
                 for rank in self._ranks:
                     if rank.has_ended() and (exit_code := self._bury(rank)) is not None:
                         return exit_code
+                reap_orphans([rank.pid for rank in self._ranks if rank.pid is not None])
             _log.info("%s: asking the ranks to leave", signal.Signals(self._signals.first).name)
             self._stop()
             return EXIT_OK
@@ -103,6 +116,14 @@ class PodSupervisor:
     def _bury(self, rank: RankProcess) -> int | None:
         """A rank ended: plan its next start, or stop the others and return the exit code for all."""
         exit_code = rank.reap(self._write)
+        if exit_code == _KILLED and self._count_memory_kills() > self._memory_kills:
+            self._stop()
+            _log.error(
+                "local_rank=%d was killed by the kernel: the ranks of this pod took more memory than its limit; raise "
+                "memoryPerRank, or give them less to hold",
+                rank.local_rank,
+            )
+            return exit_code
         pause_s = rank.plan_restart(exit_code)
         if pause_s is not None:
             _log.warning(

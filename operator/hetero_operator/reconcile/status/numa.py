@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from hetero_api.contract import LEAST_LOCAL_MEMORY_PERCENT
-from hetero_api.spec import HeteroInferenceSpec, NumaPolicy, PoolSpec, PoolType
+from hetero_api.spec import NumaPolicy, PoolSpec, PoolType
 from hetero_operator.reconcile.model import ObservedRank
 from hetero_operator.reconcile.status.expected import ExpectedPod
 from hetero_operator.reconcile.status.findings import FALSE, TRUE, UNKNOWN, Blockers, Finding
@@ -52,7 +52,7 @@ def _of_ranks(situation: Situation, blockers: Blockers, pools: set[str]) -> Find
         if rank.local_memory_percent is None:
             words = "is bound, and its kernel does not tell where its memory lies"
             return Finding(UNKNOWN, Reason.NOT_PROVEN, f"{_subject(situation, pod, rank)}: {words}")
-    return _proven(situation, situation.basis.spec if situation.basis else None, pods)
+    return _proven(situation, pods, told)
 
 
 def _shortcoming(rank: ObservedRank) -> tuple[Reason, str] | None:
@@ -77,16 +77,29 @@ def _is_local(rank: ObservedRank) -> bool:
     return rank.local_memory_percent is None or rank.local_memory_percent >= LEAST_LOCAL_MEMORY_PERCENT
 
 
-def _proven(situation: Situation, spec: HeteroInferenceSpec | None, pods: list[ExpectedPod]) -> Finding:
-    shared = sorted(set(_pools_of_shared_pods(situation, pods)))
-    if spec is None or not shared:
-        return Finding(TRUE, Reason.PINNED, "Cores and memory of every CPU rank are of one NUMA node.")
-    named = _names([pool for pool in spec.pools if pool.name in shared])
-    return Finding(
-        TRUE, Reason.NOT_GUARANTEED,
-        f"Cores and memory of every CPU rank are of one NUMA node, but pods of {named} are not of the class "
-        "Guaranteed: the kubelet may let other pods use their cores. Set cpu.memoryPerRank.",
-    )  # fmt: skip
+def _proven(situation: Situation, pods: list[ExpectedPod], told: list[tuple[ExpectedPod, ObservedRank]]) -> Finding:
+    """Bound and proven: whether the kubelet keeps others off the cores, too."""
+    found = "Cores and memory of every CPU rank are of one NUMA node"
+    named = {pool.name: pool for pool in situation.basis.spec.pools} if situation.basis else {}
+    burstable = [named[name] for name in sorted(set(_pools_of_shared_pods(situation, pods))) if name in named]
+    if burstable:
+        return Finding(
+            TRUE, Reason.NOT_GUARANTEED,
+            f"{found}, but pods of {_names(burstable)} are not of the class Guaranteed: the kubelet may let other pods "
+            "use their cores. Set cpu.memoryPerRank.",
+        )  # fmt: skip
+    for pod, rank in told:
+        pool = named.get(pod.pool)
+        if pool is not None and rank.allowed_cpus > pool.cores_per_rank * pool.ranks_per_pod:
+            return Finding(
+                TRUE, Reason.NOT_GUARANTEED,
+                bounded(
+                    f"{found}, but other pods may use the cores: {_subject(situation, pod, rank)} asked for "
+                    f"{pool.cores_per_rank * pool.ranks_per_pod} CPUs and may run on {rank.allowed_cpus}. Run the "
+                    "kubelet's CPU manager with policy static."
+                ),
+            )  # fmt: skip
+    return Finding(TRUE, Reason.PINNED, f"{found}.")
 
 
 def _pools_of_shared_pods(situation: Situation, pods: list[ExpectedPod]) -> Iterator[str]:

@@ -155,7 +155,8 @@ class Reason(StrEnum):
     NOT_PROVEN = "NotProven"
     """A rank is bound, and its kernel does not tell where its memory lies."""
     NOT_GUARANTEED = "NotGuaranteed"
-    """Ranks are bound, and the kubelet may still give their cores to others; set memoryPerRank."""
+    """Ranks are bound, and the kubelet may still give their cores to others: set memoryPerRank, and run the kubelet's
+    CPU manager with policy static."""
 
 
 MODEL_REASONS: Final = frozenset(

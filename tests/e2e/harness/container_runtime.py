@@ -1,0 +1,96 @@
+"""containerd of one node: its settings, its images."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.e2e.harness.image_archive import PAUSE
+from tests.e2e.harness.programs import NodePrograms
+from tests.support.kube.debian import run
+
+IMAGES = "k8s.io"
+"""containerd's namespace of what the kubelet uses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """Everything of it is in `folder`, whose path must be short: sockets have 107 characters."""
+
+    folder: Path
+    programs: NodePrograms
+
+    @property
+    def socket(self) -> Path:
+        return self.folder / "containerd.sock"
+
+    @property
+    def endpoint(self) -> str:
+        return f"unix://{self.socket}"
+
+    def configure(self, *, pods: str, bridge: str) -> list[str]:
+        """Write the settings; the command line of the daemon. `pods` is the range of the pods' addresses."""
+        plugins = self.folder / "cni"
+        plugins.mkdir(parents=True)
+        (plugins / "10-pods.conflist").write_text(json.dumps(self._network(pods, bridge), indent=1), encoding="utf-8")
+        settings = self.folder / "containerd.toml"
+        settings.write_text(self._settings(plugins), encoding="utf-8")
+        return [str(self.programs.containerd), "--config", str(settings)]
+
+    def serves(self) -> bool:
+        """Whether the daemon answers."""
+        try:
+            self._ctr("version")
+        except Exception:
+            return False
+        return True
+
+    def load(self, archive: Path) -> None:
+        """Import a docker or OCI archive under the names that it has."""
+        self._ctr("--namespace", IMAGES, "images", "import", str(archive))
+
+    def _ctr(self, *arguments: str) -> str:
+        return run([str(self.programs.ctr), "--address", str(self.socket), *arguments])
+
+    def _network(self, pods: str, bridge: str) -> dict[str, object]:
+        ipam = {
+            "type": "host-local",
+            "dataDir": str(self.folder / "addresses"),
+            "ranges": [[{"subnet": pods}]],
+            "routes": [{"dst": "0.0.0.0/0"}],
+        }
+        # No masquerading: nodes and machine have routes to the pods.
+        plugin = {
+            "type": "bridge",
+            "bridge": bridge,
+            "isGateway": True,
+            "ipMasq": False,
+            "hairpinMode": True,
+            "ipam": ipam,
+        }
+        ports = {"type": "portmap", "capabilities": {"portMappings": True}}
+        return {"cniVersion": "0.4.0", "name": "pods", "plugins": [plugin, ports]}
+
+    def _settings(self, plugins: Path) -> str:
+        cri = 'plugins."io.containerd.grpc.v1.cri"'
+        # restrict_oom_score_adj: root in a container has no CAP_SYS_RESOURCE and could start no pod without it.
+        # netns_mounts_under_state_dir: nothing of a pod is outside of this folder.
+        return f"""\
+version = 2
+root = "{self.folder}/root"
+state = "{self.folder}/state"
+[grpc]
+  address = "{self.socket}"
+[{cri}]
+  sandbox_image = "{PAUSE}"
+  restrict_oom_score_adj = true
+  netns_mounts_under_state_dir = true
+  [{cri}.containerd.runtimes.runc]
+    runtime_type = "io.containerd.runc.v2"
+    [{cri}.containerd.runtimes.runc.options]
+      BinaryName = "{self.programs.runc}"
+  [{cri}.cni]
+    bin_dir = "{self.programs.cni}"
+    conf_dir = "{plugins}"
+"""

@@ -1,0 +1,23 @@
+"""The chart on real nodes: the operator comes up as the chart says, and its images hold what they should."""
+
+from __future__ import annotations
+
+from tests.e2e.conftest import RELEASE, SYSTEM
+from tests.e2e.site import Site
+from tests.support.kube.client import Object
+from tests.support.restricted_profile import restricted_violations
+
+
+def operator_pods(site: Site) -> list[Object]:
+    return site.client.list_all("Pod", SYSTEM, labels="app.kubernetes.io/component=operator")
+
+
+def test_the_operator_is_up_in_pods_of_the_restricted_profile(site: Site, operator: str) -> None:
+    pods = operator_pods(site)
+    assert len(pods) == 2
+    assert [list(restricted_violations(pod["spec"])) for pod in pods] == [[], []]
+    assert site.helm.status(RELEASE, SYSTEM)["info"]["status"] == "deployed"
+
+
+def test_helm_test_finds_the_leader(site: Site, operator: str) -> None:
+    assert "Succeeded" in site.helm.run("test", RELEASE, f"--namespace={SYSTEM}", "--timeout=90s")
