@@ -38,7 +38,7 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What ablations turn off."""
+    """What ablations turn off, and on."""
 
     graphs: bool = True
     fused: bool = True
@@ -46,6 +46,8 @@ class Options:
     """GPU ranks' by our kernels; else by torch's operators."""
     chained: bool = True
     """A GPU rank alone begins a step before it has finished the one before."""
+    batch_invariant: bool = False
+    """A sequence's numbers do not depend on what else is computed with it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,7 +196,8 @@ class _Rank:
     def _load(self, order: Load) -> Loaded:
         from hetero_worker.errors import MemoryBudgetError
 
-        self._runner.attach(self._formed.connect(order.plan))
+        exchange = self._formed.connect(order.plan, batch_invariant=order.options.batch_invariant)
+        self._runner.attach(exchange)
         try:
             report = self._runner.load(self._request(order))
         except MemoryBudgetError as error:
@@ -229,6 +230,7 @@ class _Rank:
             enforce_eager=not order.options.graphs,
             fused=order.options.fused,
             chained=order.options.chained,
+            batch_invariant=order.options.batch_invariant,
             num_gpu_ranks=self._seat.num_gpu_ranks,
             attention=DeviceAttention.PLAIN if is_plain else None,
         )

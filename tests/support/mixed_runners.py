@@ -186,7 +186,7 @@ def body(
     dtype: str, pseudo: bool, changes: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Drawn]:  # fmt: skip
     """For rank_processes.run_ranks. Rank r of the GPU ranks computes on cuda:r, or on a pseudo GPU."""
-    platform = _platform(ranks.rank, num_gpu_ranks, pseudo=pseudo)
+    platform = platform_of(ranks.rank, num_gpu_ranks, pseudo=pseudo)
     platform.open()
     group = ranks.coordinate(
         kind,
@@ -203,7 +203,8 @@ def body(
         group.close()
 
 
-def _platform(rank: int, num_gpu_ranks: int, *, pseudo: bool) -> Platform:
+def platform_of(rank: int, num_gpu_ranks: int, *, pseudo: bool) -> Platform:
+    """Of ranks [0, num_gpu_ranks) a GPU, cuda:r, or a pseudo GPU; of the others host cores."""
     if rank >= num_gpu_ranks:
         return CpuPlatform(memory_bytes=2 << 30)
     if pseudo:

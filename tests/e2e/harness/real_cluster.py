@@ -22,6 +22,7 @@ from tests.e2e.harness.image_archive import pause_archive
 from tests.e2e.harness.network import Network
 from tests.e2e.harness.node import Node
 from tests.e2e.harness.node_settings import NodePlan
+from tests.e2e.harness.pod_security import api_server_arguments, policies
 from tests.e2e.harness.programs import NodePrograms
 from tests.support.kube.binaries import Binaries
 from tests.support.kube.client import Client, Object, condition
@@ -101,6 +102,8 @@ class RealCluster:
         for node in self.nodes.values():
             node.start()
         with self.cluster.client() as client:
+            for manifest in policies(self._binaries.version):
+                client.apply(manifest)
             for name in self.nodes:
                 self.wait_ready(client, name)
 
@@ -123,6 +126,7 @@ class RealCluster:
                 f"--kubelet-certificate-authority={pki / 'ca.crt'}",
                 f"--kubelet-client-certificate={pki / 'admin.crt'}",
                 f"--kubelet-client-key={pki / 'admin.key'}",
+                *api_server_arguments(self._binaries.version),
             ],
         )
         plane = ControlPlane(folder / "plane", self._binaries, options)

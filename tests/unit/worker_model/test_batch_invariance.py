@@ -6,7 +6,6 @@ some of it differs on the very same groups, so that what is shown here is the mo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -15,15 +14,23 @@ import torch
 
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.runners.shard import LoadedShard
-from tests.support.rank_group import PlanBuilder, RankGroup, Shares, StepOutcome
+from tests.support.asked_again import (
+    BLOCK_SIZE,
+    BLOCKS,
+    DRAWS,
+    HIT_BLOCKS,
+    LENGTH,
+    MOST_TOKENS,
+    Requests,
+    differing,
+    prompt,
+)
+from tests.support.rank_group import RankGroup, Shares
 from tests.support.rank_shares import layers_on
-from tests.support.tiny_checkpoints import VOCAB_SIZE, TinyCheckpoint, save_tiny
+from tests.support.tiny_checkpoints import TinyCheckpoint, save_tiny
 
 pytestmark = pytest.mark.unit
 
-BLOCK_SIZE, BLOCKS, MOST_TOKENS = 4, 300, 220
-LENGTH, DRAWS = 23, 3
-SLOT = 0
 WHOLE = Shares(kv_heads=((8,),), mlp_columns=((50,),), vocab_rows=(200,), experts=((6,),))
 HALVES = Shares(kv_heads=((5, 3),), mlp_columns=((20, 30),), vocab_rows=(64, 136), experts=((2, 4),))
 HELPED = Shares(kv_heads=((8, 0),), mlp_columns=((20, 30),), vocab_rows=(200, 0), experts=((2, 4),))
@@ -44,22 +51,6 @@ CASES = [
     *(("llama-biased", layout, "float32") for layout in ("1 GPU", "layers on 2 CPU ranks")),
     *((variant, "1 GPU, helped by 1 CPU rank", "float32") for variant in ("gemma2", "qwen3-moe-some-dense")),
 ]
-SAMPLING = ranks_pb2.Sampling(temperature=0.8, top_p=0.95, seed=11, num_logprobs=2, num_prompt_logprobs=1)
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """All that a group computed of the request, to the last bit."""
-
-    logits: tuple[bytes, ...]
-    tokens: tuple[int, ...]
-    logprobs: tuple[bytes, ...]
-    prompt_logprobs: tuple[tuple[int, bytes], ...]
-    """By position; those of a prefix that is in the cache are not computed."""
-
-
-def prompt(length: int, *, seed: int = 1) -> list[int]:
-    return [(seed * 37 + i * i * 11 + i) % VOCAB_SIZE for i in range(length)]
 
 
 @cache
@@ -80,76 +71,12 @@ def group_of(folder: Path, variant: str, layout: str, dtype: str, *, batch_invar
     )  # fmt: skip
 
 
-class Requests:
-    """The request in SLOT, again and again, with others in other slots."""
-
-    def __init__(self, group: RankGroup) -> None:
-        self.builder = PlanBuilder(group)
-        self._logits: list[bytes] = []
-        self._logprobs: list[bytes] = []
-        self._prompt: dict[int, bytes] = {}
-
-    def answer(self, *, chunk: int | None = None, shared: list[int] | None = None, most: int | None = None) -> Answer:
-        """With all sequences that there are decoding meanwhile, or `most` rows of their prompts a step."""
-        builder = self.builder
-        self._logits, self._logprobs, self._prompt = [], [], {}
-        builder.start(SLOT, prompt(LENGTH), sampling=SAMPLING, shared_blocks=shared or [])
-        while len(self._logits) < DRAWS:
-            for slot in sorted(builder.sequences, key=lambda slot: -builder.sequences[slot].computed):
-                builder.schedule(slot, chunk if slot == SLOT else most)
-            self._take(builder.run())
-        tokens = builder.sequences[SLOT].tokens[LENGTH : LENGTH + DRAWS]
-        builder.release(SLOT)
-        return Answer(tuple(self._logits), tuple(tokens), tuple(self._logprobs), tuple(sorted(self._prompt.items())))
-
-    def _take(self, outcome: StepOutcome) -> None:
-        asking = [slot for slot, _ in outcome.sampled if slot == SLOT]
-        for row, (slot, _) in enumerate(outcome.sampled):
-            if slot == SLOT:
-                self._logits.append(outcome.logits[row].contiguous().view(torch.uint8).numpy().tobytes())
-        assert len(outcome.outputs[0].logprobs) == len(asking)
-        self._logprobs += [logprobs.SerializeToString(deterministic=True) for logprobs in outcome.outputs[0].logprobs]
-        for span in outcome.outputs[0].prompt_logprobs:
-            told = (position.SerializeToString(deterministic=True) for position in span.positions)
-            self._prompt.update(enumerate(told, start=span.begin))
-
-    def answers(self) -> dict[str, Answer]:
-        """On every way of the request to its tokens."""
-        answers = {"alone": self.answer(), "in chunks": self.answer(chunk=5)}
-        for slot, length in {1: 9, 2: 61, 3: 2}.items():
-            self.builder.start(slot, prompt(length, seed=slot + 4))
-            self.builder.schedule(slot)
-        self.builder.run()
-        answers["among others that decode"] = self.answer()
-        answers["among others, in chunks"] = self.answer(chunk=7)
-        self.builder.start(4, [*prompt(4 * BLOCK_SIZE), 5, 6])
-        self.builder.start(5, prompt(100, seed=3))
-        answers["among others' prompts"] = self.answer(most=13)
-        self.builder.start(6, prompt(110, seed=9))
-        answers["in a step of so many rows that it goes in micro-batches"] = self.answer()
-        answers["after a prefix hit"] = self.answer(shared=self.builder.sequences[4].blocks[:4])
-        return answers
-
-
-def differing(answers: dict[str, Answer]) -> list[str]:
-    """Ways that have other bits than the first."""
-    reference = next(iter(answers.values()))
-    return [way for way, answer in answers.items() if not _is_same(answer, reference)]
-
-
-def _is_same(answer: Answer, reference: Answer) -> bool:
-    known = set(reference.prompt_logprobs)
-    parts = (answer.logits, answer.tokens, answer.logprobs)
-    return parts == (reference.logits, reference.tokens, reference.logprobs) and known.issuperset(
-        answer.prompt_logprobs
-    )
-
-
 @pytest.mark.parametrize(("variant", "layout", "dtype"), CASES)
 def test_every_way_has_the_same_bits(folder: Path, variant: str, layout: str, dtype: str) -> None:
     answers = Requests(group_of(folder, variant, layout, dtype)).answers()
     assert differing(answers) == []
-    assert [len(answer.prompt_logprobs) for answer in answers.values()] == [LENGTH - 1] * 6 + [LENGTH - 17]
+    told = [(len(answer.logprobs), len(answer.prompt_logprobs)) for answer in answers.values()]
+    assert told == [(DRAWS, LENGTH - 1)] * 6 + [(DRAWS, LENGTH - 1 - HIT_BLOCKS * BLOCK_SIZE)]
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ copied from the cache into one piece. So whatever else is in the step, and howev
 same operators get the same numbers in the same shapes, at addresses that are as aligned: nothing is padded, masked or
 grouped. That holds with the number of threads that there is; it must not become another.
 
-It costs a call a row and layer, some ten microseconds, and a prompt's rows do not share the reading of their keys:
-three to four times the time of PagedAttention for prompts, about the same for rows that decode.
+It costs a call a row and layer, and a prompt's rows do not share the reading of their keys: prompts take several times
+as long as with PagedAttention, rows that decode about as long.
 """
 
 from __future__ import annotations

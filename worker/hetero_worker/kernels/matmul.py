@@ -7,7 +7,7 @@ to its end, in float32. Rows that a tile has too many are zeros and are not stor
 rows but how many programs there are; not what is compiled either.
 
 What it costs beside a library: prefills miss larger tiles, and decodes the parts of the inner dimension where a weight
-has too few columns to keep the device busy; bench.gpu's ablations tell how much.
+has too few columns to keep the device busy. `bench.gpu`'s ablations have a row that tells how much.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
 On a device each kernel costs a launch and a trip of its tensors to memory and back; `TritonOps` (triton_ops.py) takes
 one where torch's operators take several. `PlainOps` is the reference: what it does is how ranks on host cores compute,
-to the last bit. Both give a row the same bits whatever other rows are with it, and take tensors of one device.
+to the last bit. A kernel gives a row the same bits whatever other rows are with it; torch's operators do not promise
+that, and `InvariantOps` (invariant_ops.py) takes their place in batch-invariant mode (batch_invariance.py).
 
-Which of them a rank uses is decided when its decoder is built (`fused_ops_of`), and reported.
+Which of them a rank uses is decided when its decoder is built (`fused_ops_of`, `invariant_ops`), and reported.
 """
 
 from __future__ import annotations
