@@ -11,6 +11,7 @@ Which of them a rank uses is decided when its decoder is built (`fused_ops_of`, 
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
@@ -104,8 +105,32 @@ class FusedOps(Protocol):
         ...
 
 
+class WritesApart(ABC):
+    """What FusedOps derive from that write keys and values in a pass of its own."""
+
+    @abstractmethod
+    def rotate(
+        self, qkv: torch.Tensor, rotation: Rotation, *, num_heads: int, norms: HeadWeights | None
+    ) -> RotatedHeads:
+        """As FusedOps.rotate."""
+
+    def rotate_and_write(
+        self,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        *,
+        num_heads: int,
+        norms: HeadWeights | None,
+        cache: LayerCache,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        query, key, value = self.rotate(qkv, rotation, num_heads=num_heads, norms=norms)
+        cache.write(slots, key, value)
+        return query
+
+
 @dataclass(frozen=True, slots=True)
-class PlainOps:
+class PlainOps(WritesApart):
     """By torch's operators."""
 
     reason: str = ""
@@ -138,20 +163,6 @@ class PlainOps:
             rotating = normed.mul_(norms.weight).to(qkv.dtype)
         rotated = rotation.apply(rotating)
         return RotatedHeads(rotated[:, :num_heads], rotated[:, num_heads:], qkv[:, num_rotating:])
-
-    def rotate_and_write(
-        self,
-        qkv: torch.Tensor,
-        rotation: Rotation,
-        *,
-        num_heads: int,
-        norms: HeadWeights | None,
-        cache: LayerCache,
-        slots: torch.Tensor,
-    ) -> torch.Tensor:
-        query, key, value = self.rotate(qkv, rotation, num_heads=num_heads, norms=norms)
-        cache.write(slots, key, value)
-        return query
 
     def capped(self, logits: torch.Tensor, soft_cap: float) -> torch.Tensor:
         return logits.div_(soft_cap).tanh_().mul_(soft_cap)

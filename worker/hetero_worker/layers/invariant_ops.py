@@ -22,8 +22,7 @@ import torch
 from torch.nn import functional as F
 
 from hetero_api.model_parts import Activation
-from hetero_worker.attention.kv_cache import LayerCache
-from hetero_worker.layers.fused_ops import HeadWeights, RotatedHeads, kv_heads_of
+from hetero_worker.layers.fused_ops import HeadWeights, RotatedHeads, WritesApart, kv_heads_of
 from hetero_worker.layers.rotary import Rotation
 
 RowFunction = Callable[[torch.Tensor], torch.Tensor]
@@ -40,7 +39,7 @@ _GELU_CUBE: Final = 0.044715
 
 
 @dataclass(frozen=True, slots=True)
-class InvariantOps:
+class InvariantOps(WritesApart):
     """See the module."""
 
     exp: RowFunction = field(default_factory=lambda: each_alike(torch.exp))
@@ -77,20 +76,6 @@ class InvariantOps:
 
         rotated = in_slices(rotated_rows, rotating.new_empty(rotating.shape))
         return RotatedHeads(rotated[:, :num_heads], rotated[:, num_heads:], qkv[:, num_rotating:])
-
-    def rotate_and_write(
-        self,
-        qkv: torch.Tensor,
-        rotation: Rotation,
-        *,
-        num_heads: int,
-        norms: HeadWeights | None,
-        cache: LayerCache,
-        slots: torch.Tensor,
-    ) -> torch.Tensor:
-        query, key, value = self.rotate(qkv, rotation, num_heads=num_heads, norms=norms)
-        cache.write(slots, key, value)
-        return query
 
     def capped(self, logits: torch.Tensor, soft_cap: float) -> torch.Tensor:
         return in_slices(lambda rows: self.tanh(logits[rows] / soft_cap).mul_(soft_cap), logits)
