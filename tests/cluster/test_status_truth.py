@@ -93,15 +93,24 @@ class Group:
 
         poll(complete, timeout_s=15, describe=lambda: f"Events are {told()}, not {sorted(wanted)}")
 
-    def serve_at(self, address: str, kubelet: Kubelet) -> None:
-        """Every pod runs and is ready; the gateway's has this address."""
+    def serve_at(self, address: str, kubelet: Kubelet, *, node: str = "node", probed: bool = True) -> None:
+        """Every pod runs on `node` and is ready, ranks' if they were `probed`; the gateway's has this address."""
         for pod in self.ranks:
-            kubelet.run(pod)
-        kubelet.bind(self.gateway)
+            kubelet.run(pod, node=node, ready=probed)
+        kubelet.bind(self.gateway, node)
         status = pod_statuses.running("gateway", at=now())
         self._scene.client.patch_status(
             "Pod", self.gateway, {**status, "podIP": address, "podIPs": [{"ip": address}]}, self._scene.namespace
         )
+
+    def say_of_node(self, node: str, ready: str) -> None:
+        """A node's kubelet says how it is, and the node controller what that means for its pods: all of this group."""
+        client, namespace = self._scene.client, self._scene.namespace
+        client.patch_status("Node", node, {"conditions": [ready_condition(ready)]})
+        for pod in (*self.ranks, self.gateway):
+            found = client.get("Pod", pod, namespace)["status"]["conditions"]
+            told = [{**item, "status": ready} if item["type"] == "Ready" else item for item in found]
+            client.patch_status("Pod", pod, {"conditions": told}, namespace)
 
 
 def broken(reason: str, **others: str) -> dict[str, str]:
@@ -228,6 +237,43 @@ def test_a_group_that_serves_and_loses_a_rank(scene: Scene, operator: OperatorPr
         kubelet.run(group.ranks[1], restarts=1)
         assert group.wait("Serving", ready="True")["Degraded"] == "False/AsExpected"
         assert (group.status()["epoch"], group.status()["restarts"]["count"]) == (2, 1)
+
+
+def test_ranks_that_serve_are_counted_before_kubelets_have_probed_them(
+    scene: Scene, operator: OperatorProcess, kubelet: Kubelet
+) -> None:
+    group = Group(scene, "early")
+    with PlayedGateway(group.admin_token()) as gateway:
+        gateway.say(READY, [rank_status(number, "cpu", pod) for number, pod in enumerate(group.ranks)])
+        group.serve_at(gateway.address, kubelet, probed=False)
+        group.wait("Serving", ready="True")
+        assert (group.status()["ranks"], group.status()["readyRanks"]) == ("2/2", 2)
+
+
+def test_a_kubelet_that_starts_anew_takes_the_gateway_out_of_service_and_loses_nothing(
+    scene: Scene, operator: OperatorProcess, kubelet: Kubelet
+) -> None:
+    group, node = Group(scene, "anew"), f"{scene.namespace}-anew"
+    scene.add_node(node)
+    with PlayedGateway(group.admin_token()) as gateway:
+        gateway.say(READY, [rank_status(number, "cpu", pod) for number, pod in enumerate(group.ranks)])
+        group.serve_at(gateway.address, kubelet, node=node)
+        before = group.wait("Serving", ready="True")
+        group.say_of_node(node, "False")
+        assert group.wait("GatewayNotReady") == {
+            **before,
+            "Ready": "False/GatewayNotReady",
+            "Progressing": "True/GatewayNotReady",
+            "GatewayReady": "False/GatewayNotReady",
+        }
+        # What was known of the node a moment ago may be told first: nodes are asked for every ten seconds.
+        words = f"is not ready: node {node} is not ready: container runtime is down"
+        poll(lambda: group.message().endswith(words), timeout_s=30, describe=group.message)
+        assert group.status()["ranks"] == "2/2"
+        group.say_of_node(node, "True")
+        assert group.wait("Serving", ready="True") == before
+    group.wait_for_events(("Normal", "Ready"), ("Warning", "NotReady"))
+    scene.client.delete("Node", node)
 
 
 def test_a_gateway_that_answers_no_more(scene: Scene, operator: OperatorProcess, kubelet: Kubelet) -> None:

@@ -2,11 +2,14 @@
 
 Environment:
 KUBECONFIG             use that cluster. Its nodes pull the images, and tests that take a node in hand are skipped.
+                       It needs room for two ranks (a core and 2 GiB each), a gateway (600m, 1 GiB) and what the chart
+                       asks for: two nodes of two cores will do, as long as no kubelet reserves a whole core.
 HETERO_IMAGE_REGISTRY  registry and folder that such a cluster pulls our images from; default: the chart's.
 HETERO_E2E_MODEL_URI   model there, with the files that `hetero model fetch smollm2-135m-instruct` brings, as pvc://CLAIM;
                        default: the Hub's, fetched by the pods, which says the same things in other words.
 HETERO_E2E_NAMESPACE   namespace there that exists, with the claim in it; default: a new one that is deleted in the end.
-HETERO_E2E_IMAGES      without KUBECONFIG: folder with the images as archives (`make test-e2e` fills and sets it).
+HETERO_E2E_IMAGES      without KUBECONFIG: folder with the images as archives (`make test-e2e` fills and sets it). GPU
+                       ranks' is used when it is there: `make images IMAGES=worker-gpu SAVE=FOLDER`.
 HETERO_E2E_ARTIFACTS   folder for logs and outputs that are worth keeping; default: a temporary one.
 """
 
@@ -32,11 +35,13 @@ from tests.support.helm import Helm
 from tests.support.kube.binaries import find_binaries
 from tests.support.kube.client import Client, Object
 from tests.support.kube.tools import find_helm, find_kubectl
+from tools.images.catalogue import named_images
+from tools.images.settings import CPU_IMAGES
 
 KUBECTL_TIMEOUT_S = 120.0
 HUB_MODEL = "hf://HuggingFaceTB/SmolLM2-135M-Instruct"
 RANKS_ONLY = "ranks-only"
-WORKER = "worker"
+CPU_WORKER = "worker-cpu"
 CLAIM = "models"
 
 
@@ -55,6 +60,8 @@ class Site:
     nodes: Mapping[str, Node] = field(default_factory=dict)
     """Our own; none where the cluster is somebody else's."""
     real: RealCluster | None = None
+    images: frozenset[str] = frozenset()
+    """Whole names of the images that our own nodes were given."""
 
     @property
     def model_uri(self) -> str:
@@ -132,7 +139,7 @@ def _own(environment: Mapping[str, str], folder: Path, artifacts: Path, model: P
     archives = image_archives(environment)
     real = RealCluster(
         node_plans(),
-        images={"node-1": archives, "node-2": [path for path in archives if WORKER in image_name(path)]},
+        images={"node-1": list(archives.values()), "node-2": [archives[whole_image_name(CPU_WORKER)]]},
         logs=artifacts / "logs",
         binaries=find_binaries(nodes=True),
         programs=find_node_programs(),
@@ -150,6 +157,7 @@ def _own(environment: Mapping[str, str], folder: Path, artifacts: Path, model: P
             environment,
             real.nodes,
             real,
+            frozenset(archives),
         )
 
 
@@ -166,12 +174,18 @@ def node_plans() -> list[NodePlan]:
     ]
 
 
-def image_archives(environment: Mapping[str, str]) -> list[Path]:
-    """The images that were built. Fails, saying how, when there are none."""
+def image_archives(environment: Mapping[str, str]) -> dict[str, Path]:
+    """The images that were built, by their whole names. Fails, saying how, when one that all need is missing."""
     folder = environment.get("HETERO_E2E_IMAGES")
-    found = sorted(Path(folder).glob("*.tar")) if folder else []
-    assert len(found) >= 3, f"HETERO_E2E_IMAGES is {folder!r} and holds {len(found)} images: run `make test-e2e`"
+    found = {image_name(path): path for path in sorted(Path(folder).glob("*.tar"))} if folder else {}
+    missing = [name for name in map(whole_image_name, CPU_IMAGES) if name not in found]
+    assert not missing, f"HETERO_E2E_IMAGES is {folder!r} and holds no {', '.join(missing)}: run `make test-e2e`"
     return found
+
+
+def whole_image_name(name: str) -> str:
+    """What the chart pulls for an image of this short name."""
+    return named_images()[name].reference
 
 
 def image_name(archive: Path) -> str:

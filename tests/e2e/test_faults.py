@@ -102,11 +102,23 @@ def test_a_kubelet_that_starts_anew_disturbs_nobody(own_nodes: Site, served: Ser
     cores = {name: cpuset_of(own_nodes, pod) for name, pod in pods.items()}
     with served.client() as client:  # before: the forwarding goes through a kubelet
         assert client.generate_text(SHORT_PROMPTS[0], sampling=SamplingParams(max_tokens=4)).token_ids
-    for name, node in own_nodes.nodes.items():
-        seen = heartbeat(own_nodes.client.get("Node", name))
-        node.restart_kubelet()
-        own_nodes.client.wait_for("Node", name, until=partial(is_heard_again, since=seen), timeout_s=90)
-    served.wait(lambda found: is_true(found, "Ready"), 60)
+    said: set[tuple[str, str, str, str]] = set()
+
+    def look() -> None:
+        found = served.object
+        said.add((*told(found, "Ready")[:2], told(found, "Degraded")[1], found["status"]["ranks"]))
+
+    with Watching(look):
+        for name, node in own_nodes.nodes.items():
+            seen = heartbeat(own_nodes.client.get("Node", name))
+            node.restart_kubelet()
+            own_nodes.client.wait_for("Node", name, until=partial(is_heard_again, since=seen), timeout_s=90)
+        served.wait(lambda found: is_true(found, "Ready"), 60)
+    # Until the gateway's node is ready, no new client is sent to it; nothing else has changed, and nothing is lost.
+    assert said <= {
+        ("True", "Serving", "AsExpected", "2/2"),
+        ("False", "GatewayNotReady", "AsExpected", "2/2"),
+    }
     assert epoch_of(served) == before
     assert restarts_of(served.pods()) == restarts_of(pods)
     assert {name: cpuset_of(own_nodes, pod) for name, pod in served.pods().items()} == cores

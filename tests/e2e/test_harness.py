@@ -13,7 +13,7 @@ from tests.e2e.harness.dns import A, answer, parse, services
 from tests.e2e.harness.image_archive import write_archive
 from tests.e2e.harness.network import Addresses
 from tests.e2e.harness.node_settings import NodeFiles, NodePlan, kubelet_config, kubelet_flags
-from tests.e2e.site import image_name
+from tests.e2e.site import CPU_WORKER, image_archives, image_name, whole_image_name
 from tests.support.kube.client import Object
 from tests.support.kube.errors import ProvisionFailed
 from tests.support.kube.kubeconfigs import Credentials, write_kubeconfig
@@ -135,6 +135,23 @@ def test_an_image_is_an_archive_that_names_itself(tmp_path: Path) -> None:
         assert inner is not None
         with tarfile.open(fileobj=inner) as content:
             assert content.getmember("a").mode == 0o755
+
+
+def test_images_are_found_by_their_names_and_missed_by_name(tmp_path: Path) -> None:
+    names = ["operator", "gateway", CPU_WORKER, "worker-gpu"]
+    for number, name in enumerate(names):
+        write_archive(tmp_path / f"{number}.tar", whole_image_name(name), {"a": b"program"}, ["/a"])
+    environment = {"HETERO_E2E_IMAGES": str(tmp_path)}
+    assert image_archives(environment) == {
+        whole_image_name(name): tmp_path / f"{number}.tar" for number, name in enumerate(names)
+    }
+    (tmp_path / "3.tar").unlink()
+    assert len(image_archives(environment)) == 3
+    (tmp_path / "2.tar").unlink()
+    with pytest.raises(AssertionError, match=r"holds no \S+/worker-cpu:\S+: run `make test-e2e`"):
+        image_archives(environment)
+    with pytest.raises(AssertionError, match="is None and holds no"):
+        image_archives({})
 
 
 def test_addresses_of_nodes_and_pods_do_not_meet() -> None:

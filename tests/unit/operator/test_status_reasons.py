@@ -348,7 +348,7 @@ CASES = {
     "the group sleeps": Case(group(state=GroupState.ASLEEP), "Asleep", "refuses requests$", degraded="False"),
     "the gateway drains": Case(group(state=GroupState.DRAINING), "Draining", "takes no more$", degraded="False"),
     "the group is formed, and the front door is shut": Case(
-        group(), "RankNotReady", r"^ranks 0-1 \(pod x-gpu-0, node n1\): is not ready", degraded="False"
+        group(), "GatewayNotReady", r"^gateway \(pod x-gateway-\w+, node n1\): is not ready", degraded="False"
     ),
 }  # fmt: skip
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import pytest
 
 from hetero_operator.reconcile.model import GroupState, ObservedOption, ObservedPlacement
 from tests.support import pod_statuses as pods
-from tests.support.status_scene import GATEWAY, SPEC, StatusScene, conditions, message
+from tests.support.status_scene import GATEWAY, SPEC, StatusScene, conditions, events, message
 
 GPU, CPU0, CPU1 = "x-gpu-0", "x-cpu-0", "x-cpu-1"
 
@@ -152,15 +153,99 @@ def test_a_rank_that_serves_is_not_blamed_for_what_it_was_before() -> None:
     told = scene.report()
     assert conditions(told)["Ready"] == ("True", "Serving")
     assert conditions(told)["Degraded"] == ("False", "AsExpected")
-    assert told.status["ranks"] == "3/4"
+
+
+@pytest.mark.parametrize("unready", [subset for size in range(4) for subset in combinations((GPU, CPU0, CPU1), size)])
+def test_a_group_that_is_ready_has_all_its_ranks_whenever_kubelets_probe_them(unready: tuple[str, ...]) -> None:
+    scene = StatusScene.serving()
+    for name in unready:
+        scene.put(name, pods.running(ready=False))
+    told = scene.report()
+    assert conditions(told)["Ready"] == ("True", "Serving")
+    assert (told.status["ranks"], told.status["readyRanks"]) == ("4/4", 4)
+    assert [pool["ready"] for pool in told.status["pools"]] == [2, 2]
+
+
+def test_a_rank_that_has_left_is_not_counted_whatever_its_kubelet_probed_last() -> None:
+    scene = StatusScene.serving()
+    one_left(scene)
+    assert scene.report().status["ranks"] == "3/4"
+    scene.answer(state=GroupState.ABORTED, serving=False, ranks=scene.ranks(joined=False))
+    assert scene.report().status["ranks"] == "0/4"
+
+
+def test_ranks_are_counted_as_kubelets_say_while_the_gateway_is_silent_or_forms() -> None:
+    for answer in ({"error": "UNAVAILABLE: no"}, {"state": GroupState.LOADING, "serving": False}):
+        scene = StatusScene.serving()
+        scene.put(CPU1, pods.running(ready=False))
+        scene.answer(**answer)
+        assert scene.report().status["ranks"] == "3/4"
+
+
+# --- nodes ----------------------------------------------------------------------------------------------
+
+
+def node_not_ready(scene: StatusScene, node: str, *names: str, ready: str = "False") -> None:
+    """A node says, now, that it is not ready; the control plane calls its pods unready, and their containers run on."""
+    scene.world.nodes[node] = pods.node(ready, at=scene.world.now.strftime("%Y-%m-%dT%H:%M:%SZ"))
+    for name in names:
+        container = scene.container(name)
+        unready = pods.running(container, ready=False)["conditions"]
+        scene.put(name, {**pods.running(container), "conditions": unready}, node=node)
 
 
 def test_a_group_serves_on_while_a_node_is_out_of_sight() -> None:
     scene = StatusScene.serving()
-    scene.world.nodes["n1"] = pods.node("Unknown")
-    found = conditions(scene.report())
-    assert found["Ready"] == ("True", "Serving")
-    assert found["Degraded"] == ("True", "NodeLost")
+    node_not_ready(scene, "n2", CPU1, ready="Unknown")
+    told = scene.report()
+    assert conditions(told)["Ready"] == ("True", "Serving")
+    assert conditions(told)["Degraded"] == ("True", "NodeLost")
+    assert told.status["ranks"] == "4/4"
+
+
+def test_a_ranks_kubelet_that_starts_anew_changes_nothing_that_is_told() -> None:
+    scene = StatusScene.serving()
+    before = {key: value for key, value in scene.world.resource["status"].items() if key != "placements"}
+    node_not_ready(scene, "n2", CPU1)
+    told = scene.report()
+    assert {key: value for key, value in told.status.items() if key != "placements"} == before
+    assert events(told) == []
+
+
+def test_a_node_that_stays_not_ready_is_lost_although_its_rank_is_heard() -> None:
+    scene = StatusScene.serving()
+    node_not_ready(scene, "n2", CPU1)
+    told = scene.report()
+    assert conditions(told)["Degraded"] == ("False", "AsExpected")
+    assert told.look_again_s is not None
+    assert told.look_again_s <= 41
+    scene.pass_time(told.look_again_s)
+    told = scene.report()
+    assert conditions(told)["Ready"] == ("True", "Serving")
+    assert conditions(told)["Degraded"] == ("True", "NodeLost")
+    assert message(told, "Degraded") == "rank 3 (pod x-cpu-1, node n2): node n2 is not ready: container runtime is down"
+
+
+def test_a_gateways_kubelet_that_starts_anew_takes_it_out_of_service_and_loses_nothing() -> None:
+    scene = StatusScene.serving()
+    node_not_ready(scene, "n2", GPU, CPU0, GATEWAY)
+    told = scene.report()
+    found = conditions(told)
+    assert found["Ready"] == found["GatewayReady"] == ("False", "GatewayNotReady")
+    assert message(told, "Ready").startswith("gateway (pod ")
+    assert message(told, "Ready").endswith("node n2): is not ready: node n2 is not ready: container runtime is down")
+    assert found["Degraded"] == ("False", "AsExpected")
+    assert (found["GroupFormed"], found["ModelReady"]) == (("True", "Formed"), ("True", "Loaded"))
+    assert told.status["ranks"] == "4/4"
+    scene.pass_time(41)
+    assert conditions(scene.report())["Ready"] == ("False", "NodeLost")
+
+
+def test_a_node_that_is_not_ready_is_lost_at_once_when_nobody_hears_from_it() -> None:
+    scene = StatusScene.serving()
+    node_not_ready(scene, "n2", GATEWAY)
+    scene.answer(error="UNAVAILABLE: no")
+    assert conditions(scene.report())["Ready"] == ("False", "NodeLost")
 
 
 def test_a_rank_that_owns_nothing_counts_as_loaded_once_the_group_is_ready() -> None:

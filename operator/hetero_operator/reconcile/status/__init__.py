@@ -11,6 +11,7 @@ addresses, times or counts that rise by themselves stand in a message, for a sta
     nodes        which nodes answer
     expected     which pods hold which ranks
     situation    one look, put in order
+    serving      whether the group serves, and each rank
     causes       what blocks the group, the first cause first
     findings     the conditions but Progressing; numa: NUMAPinned; progress: Progressing
     history      times of transitions, kept from the last report

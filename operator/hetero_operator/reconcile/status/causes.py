@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from hetero_api.spec import HeteroInferenceSpec
 from hetero_operator.reconcile import budget
-from hetero_operator.reconcile.model import GatewayReport, GroupState, Object, ObservedRank
+from hetero_operator.reconcile.model import GatewayReport, GroupState, Object
 from hetero_operator.reconcile.names import GATEWAY_CONTAINER, RANK_CONTAINER
 from hetero_operator.reconcile.status.containers import Surroundings
 from hetero_operator.reconcile.status.expected import ExpectedPod
@@ -20,7 +20,8 @@ from hetero_operator.reconcile.status.nodes import node_loss
 from hetero_operator.reconcile.status.pods import PodSurroundings, container_status, is_up, node_of, pod_trouble
 from hetero_operator.reconcile.status.reasons import OF_GATEWAY, Reason
 from hetero_operator.reconcile.status.recorded import Warnings, creation_warning
-from hetero_operator.reconcile.status.situation import FORMED_STATES, Situation
+from hetero_operator.reconcile.status.serving import computes, is_complete, is_serving
+from hetero_operator.reconcile.status.situation import Situation
 from hetero_operator.reconcile.status.text import bounded, steady
 from hetero_operator.reconcile.status.troubles import Level, Trouble, absent, broken
 
@@ -69,18 +70,6 @@ def all_causes(situation: Situation) -> tuple[Cause, ...]:
     return tuple(causes)
 
 
-def is_serving(situation: Situation) -> bool:
-    """Whether requests are served, as far as can be seen: the gateway says so of every rank, and all pods run."""
-    answer, basis = situation.answer, situation.basis
-    if answer is None or basis is None or not situation.runs or not situation.is_gateway_in_service:
-        return False
-    if not (answer.state is GroupState.READY and answer.serving and not answer.failed and is_formed(situation)):
-        return False
-    pods = [situation.rank_pods.get(pod.name) for pod in situation.expected]
-    all_run = all(pod is not None and is_up(pod, RANK_CONTAINER) and not situation.is_outdated(pod) for pod in pods)
-    return all_run and answer.stalled_s <= basis.spec.recovery.step_timeout_seconds
-
-
 def rank_trouble(situation: Situation, expected: ExpectedPod) -> Trouble | None:
     """What keeps a rank's pod from being ready; None when its kubelet calls it ready."""
     pod = situation.rank_pods.get(expected.name)
@@ -114,7 +103,7 @@ def _rank_cause(situation: Situation, expected: ExpectedPod) -> Cause | None:
     trouble = rank_trouble(situation, expected)
     if trouble is None or trouble.level is Level.UNREADY:
         trouble = _membership_trouble(situation, expected) or trouble
-    if trouble is None:
+    if trouble is None or (trouble.level is Level.UNREADY and computes(situation, expected)):
         return None
     return Cause(expected.subject(node_of(pod) if pod else ""), trouble, expected.pool)
 
@@ -189,7 +178,7 @@ def _group_causes(situation: Situation, answer: GatewayReport, spec: HeteroInfer
     trouble = _group_trouble(answer, spec.recovery.step_timeout_seconds)
     if trouble is not None:
         yield Cause(GROUP, trouble)
-    elif not (answer.serving and answer.state is GroupState.READY and _is_complete(situation, answer.ranks)):
+    elif not (answer.serving and answer.state is GroupState.READY and is_complete(situation, answer.ranks)):
         yield Cause(GROUP, Trouble(Level.UNREADY, Reason.FORMING, "is not serving yet"))
 
 
@@ -222,19 +211,6 @@ def _reason_of_abort(said: str) -> Reason:
     if "rendezvousTimeoutSeconds" in said:
         return Reason.RENDEZVOUS_TIMEOUT
     return Reason.RANK_HUNG if "stepTimeoutSeconds" in said else Reason.EPOCH_ENDED
-
-
-def _is_complete(situation: Situation, ranks: tuple[ObservedRank, ...]) -> bool:
-    """Whether the gateway speaks of exactly the ranks that we expect."""
-    return len(ranks) == sum(pod.num_ranks for pod in situation.expected)
-
-
-def is_formed(situation: Situation) -> bool:
-    """Whether the gateway says that all expected ranks are in one epoch."""
-    answer = situation.answer
-    if answer is None or answer.state not in FORMED_STATES or not _is_complete(situation, answer.ranks):
-        return False
-    return all(situation.has_joined(pod) for pod in situation.expected)
 
 
 def _around(situation: Situation, pod: Object, *, is_joined: bool) -> PodSurroundings:

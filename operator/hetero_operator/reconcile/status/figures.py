@@ -20,7 +20,8 @@ from hetero_operator.reconcile.model import GatewayReport, ObservedOption, Obser
 from hetero_operator.reconcile.ownership import ObjectKey
 from hetero_operator.reconcile.status.expected import ExpectedPod
 from hetero_operator.reconcile.status.numa import is_pinned
-from hetero_operator.reconcile.status.pods import is_ready, node_of
+from hetero_operator.reconcile.status.pods import node_of
+from hetero_operator.reconcile.status.serving import is_rank_ready
 from hetero_operator.reconcile.status.situation import FORMED_STATES, Situation
 from hetero_operator.reconcile.status.text import bounded, steady
 
@@ -41,7 +42,7 @@ def figures(situation: Situation, *, is_serving: bool) -> dict[str, Any]:
     if situation.basis is None:
         return told
     spec, revisions = situation.basis.spec, situation.basis.revisions
-    ready = sum(pod.num_ranks for pod in situation.expected if _is_ready(situation, pod))
+    ready = sum(pod.num_ranks for pod in situation.expected if is_rank_ready(situation, pod))
     told |= {
         "revision": revisions.ranks,
         "gateway_revision": revisions.gateway,
@@ -124,7 +125,7 @@ def _pools(situation: Situation, spec: HeteroInferenceSpec) -> list[PoolStatus]:
             name=pool.name,
             desired=pool.ranks,
             scheduled=sum(pod.num_ranks for pod in pods if _has_node(situation, pod)),
-            ready=sum(pod.num_ranks for pod in pods if _is_ready(situation, pod)),
+            ready=sum(pod.num_ranks for pod in pods if is_rank_ready(situation, pod)),
             pinned=sum(is_pinned(rank) for pod in pods for rank in situation.told(pod)),
         )
         for pool in spec.pools
@@ -135,11 +136,6 @@ def _pools(situation: Situation, spec: HeteroInferenceSpec) -> list[PoolStatus]:
 def _has_node(situation: Situation, expected: ExpectedPod) -> bool:
     pod = situation.rank_pods.get(expected.name)
     return pod is not None and not situation.is_outdated(pod) and bool(node_of(pod))
-
-
-def _is_ready(situation: Situation, expected: ExpectedPod) -> bool:
-    pod = situation.rank_pods.get(expected.name)
-    return pod is not None and not situation.is_outdated(pod) and is_ready(pod)
 
 
 def _placed(situation: Situation, expected: ExpectedPod, rank: ObservedRank) -> PlacedRank | None:

@@ -12,6 +12,7 @@ from hetero_operator.reconcile.status import causes as found
 from hetero_operator.reconcile.status.causes import GATEWAY, Cause
 from hetero_operator.reconcile.status.pods import node_of
 from hetero_operator.reconcile.status.reasons import MODEL_REASONS, Reason
+from hetero_operator.reconcile.status.serving import is_formed, is_serving
 from hetero_operator.reconcile.status.situation import Situation
 from hetero_operator.reconcile.status.stored import stored_conditions
 from hetero_operator.reconcile.status.text import bounded, counted, steady
@@ -57,7 +58,7 @@ class Blockers:
     @classmethod
     def of(cls, situation: Situation) -> Blockers:
         is_silent = situation.runs and situation.answer is None and situation.is_gateway_in_service
-        return cls(found.all_causes(situation), found.is_serving(situation), _idle(situation), is_silent)
+        return cls(found.all_causes(situation), is_serving(situation), _idle(situation), is_silent)
 
     @property
     def status(self) -> ConditionStatus:
@@ -204,7 +205,7 @@ def _model_ready(situation: Situation, blockers: Blockers) -> Finding:
 
 
 def _group_formed(situation: Situation, blockers: Blockers) -> Finding:
-    if found.is_formed(situation):
+    if is_formed(situation):
         return Finding(TRUE, Reason.FORMED, "All ranks are in one epoch.")
     return blockers.finding(status=blockers.status)
 

@@ -44,6 +44,13 @@ class PodSurroundings:
     def warnings(self) -> Warnings:
         return self.containers.warnings
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the pod is to be counted as lost with its node."""
+        if self.loss is None:
+            return False
+        return not (self.containers.is_joined and self.loss.may_pass(self.containers.now))
+
 
 def status_of(pod: Object) -> Mapping[str, Any]:
     return pod.get("status") or {}
@@ -89,7 +96,7 @@ def latest_ending(pod: Object, container: str) -> Ending | None:
 
 def pod_trouble(pod: Object, around: PodSurroundings, *, main: str) -> Trouble | None:
     """What keeps a pod from being ready; None when it is. `main` is the container that the pod is for."""
-    if around.loss is not None:
+    if around.is_lost:
         return broken(Reason.NODE_LOST, str(around.loss))
     if has_ended(pod):
         return end_trouble(pod, main)
@@ -97,7 +104,7 @@ def pod_trouble(pod: Object, around: PodSurroundings, *, main: str) -> Trouble |
         return absent(Reason.POD_TERMINATING, "is being deleted")
     if not node_of(pod):
         return _unbound_trouble(pod, around.warnings)
-    return _container_trouble(pod, around.containers, main) or _unready_trouble(pod)
+    return _container_trouble(pod, around.containers, main) or _unready_trouble(pod, around.loss)
 
 
 def end_trouble(pod: Object, main: str) -> Trouble:
@@ -147,9 +154,9 @@ def _container_trouble(pod: Object, around: Surroundings, main: str) -> Trouble 
     return min(troubles, key=lambda found: found.level, default=None)
 
 
-def _unready_trouble(pod: Object) -> Trouble | None:
-    """A pod whose containers are all ready, and which is not: a readiness gate, or a node that is lost."""
+def _unready_trouble(pod: Object, loss: NodeLoss | None) -> Trouble | None:
+    """A pod whose containers are all ready, and which is not: a readiness gate, or a kubelet that starts."""
     if condition(pod, "Ready").get("status") == "True":
         return None
-    said = steady(str(condition(pod, "Ready").get("message") or ""))
+    said = str(loss) if loss is not None else steady(str(condition(pod, "Ready").get("message") or ""))
     return Trouble(Level.UNREADY, Reason.RANK_NOT_READY, f"is not ready: {said}" if said else "is not ready")

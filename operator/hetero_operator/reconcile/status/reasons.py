@@ -117,7 +117,8 @@ class Reason(StrEnum):
     RANK_NOT_READY = "RankNotReady"
     """A rank's pod runs and says that it is not ready."""
     NODE_LOST = "NodeLost"
-    """A pod's node does not answer or is gone; past spec.recovery.nodeLostTimeoutSeconds the pod is replaced."""
+    """A pod's node does not answer, is gone, or has not been ready for longer than the start of a kubelet takes; past
+    spec.recovery.nodeLostTimeoutSeconds the pod is replaced."""
     RESTART_BUDGET_EXHAUSTED = "RestartBudgetExhausted"
     """Ranks restarted more than spec.recovery.maxRestarts times; tries come in growing gaps. A new spec resets it."""
     RENDEZVOUS_TIMEOUT = "RendezvousTimeout"

@@ -11,7 +11,8 @@ from hetero_operator.reconcile import budget, lost_nodes
 from hetero_operator.reconcile.ownership import is_leaving
 from hetero_operator.reconcile.status import progress
 from hetero_operator.reconcile.status.findings import TRUE, Blockers
-from hetero_operator.reconcile.status.pods import is_ready
+from hetero_operator.reconcile.status.nodes import NodeLoss, node_loss
+from hetero_operator.reconcile.status.pods import is_ready, node_of
 from hetero_operator.reconcile.status.situation import Situation
 from hetero_operator.reconcile.status.text import parsed_time
 
@@ -65,6 +66,7 @@ def _moments(situation: Situation, conditions: Mapping[str, Condition]) -> Itera
     if basis is None:
         return
     candidates = [lost_nodes.next_deletion(situation.observed, basis.spec)]
+    candidates += [loss.certain_at for loss in _losses(situation)]
     candidates.append(budget.next_change(situation.restarts, basis.spec))
     if conditions[ConditionType.PROGRESSING].status is TRUE and basis.runs:
         candidates.append(progress.deadline(situation, conditions))
@@ -72,3 +74,11 @@ def _moments(situation: Situation, conditions: Mapping[str, Condition]) -> Itera
         left_s = basis.spec.recovery.step_timeout_seconds - situation.answer.stalled_s
         candidates.append(situation.observed.now + timedelta(seconds=left_s))
     yield from (moment for moment in candidates if moment is not None)
+
+
+def _losses(situation: Situation) -> Iterator[NodeLoss]:
+    """Nodes of pods that do not say that they are ready."""
+    for node in sorted(set(map(node_of, situation.observed.pods))):
+        loss = node_loss(node, situation.observed.nodes)
+        if loss is not None:
+            yield loss
