@@ -24,6 +24,7 @@ import grpc
 
 from hetero_api.contract import AUTHORIZATION_KEY, ENV_GROUP_TOKEN_FILE, VERSION
 from hetero_api.v1 import ranks_pb2 as pb
+from hetero_worker.gateway_link import one_by_one
 
 _JOIN: Final = f"/{pb.DESCRIPTOR.services_by_name['Ranks'].full_name}/Join"
 _KEPT_ANSWERS: Final = 100_000
@@ -49,7 +50,8 @@ class AnsweringRank:
             async for payload in self._call:
                 message = pb.GatewayMessage.FromString(payload)
                 self._epoch = message.epoch
-                await self._obey(message)
+                for each in one_by_one(message):
+                    await self._obey(each)
         finally:
             beating.cancel()
 

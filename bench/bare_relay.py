@@ -44,7 +44,8 @@ class Relay:
     async def _read(self, said: AsyncIterator[ranks_pb2.RankMessage]) -> None:
         async for message in said:
             if message.HasField("step_result"):
-                self._results.put_nowait(message.step_result)
+                for result in (message.step_result, *message.further_results):
+                    self._results.put_nowait(result)
 
     async def generate(self, request: inference_pb2.GenerateRequest, _: Any) -> AsyncIterator[bytes]:
         for step in range(request.sampling.max_tokens + _AHEAD):

@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from bench.contenders import HeteroContender
+from bench.ours import HeteroContender
 from bench.workloads import Workload, make_workloads
 from hetero_client import HeteroClient, SamplingParams
 from hetero_client.home import HeteroHome

@@ -1,8 +1,8 @@
-"""What this machine can do at most: memory read bandwidth and fp32 matrix multiplication, through torch.
+"""What this machine can do at most: memory read bandwidth, and matrix multiplication in each arithmetic, through torch.
 
 A decode step reads every weight once, so `bandwidth / bytes` bounds single-stream decoding; a prefill does two
-floating-point operations a weight and token, so `flops / (2 * weights)` bounds prefill. Run in a process of its own,
-so that torch's threads do not stay:
+operations a weight and token, so `rate / (2 * weights)` bounds prefill. Run in a process of its own, so that torch's
+threads do not stay:
 
     python -m bench.limits --threads 2
 """
@@ -17,6 +17,13 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    import torch
+
+SIZE: Final = 2048
+OPERATIONS: Final = 2 * SIZE**3
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +35,28 @@ class Limits:
     """256 MiB read once, far over the caches: the median of several."""
     fp32_flops: float
     """2048 x 2048 x 2048, the better of torch's matmul and oneDNN's packed linear."""
+    bf16_flops: float
+    """The same in bfloat16."""
+    int8_ops: float
+    """The same with int8 factors and int32 sums; on x86 this is VNNI where the CPU has it."""
+
+    def told(self) -> str:
+        """In words."""
+        reads, rates = self.read_bytes_per_s / 1e9, (self.fp32_flops, self.bf16_flops, self.int8_ops)
+        fp32, bf16, int8 = (rate / 1e9 for rate in rates)
+        return f"reads {reads:.1f} GB/s, fp32 {fp32:.0f} GFLOP/s, bf16 {bf16:.0f} GFLOP/s, int8 {int8:.0f} GOP/s"
+
+    def rate_of(self, arithmetic: str) -> float:
+        """Operations a second that bound a contender of this arithmetic. Raises ValueError."""
+        match arithmetic:
+            case "float32":
+                return self.fp32_flops
+            case "bfloat16":
+                return max(self.fp32_flops, self.bf16_flops)  # without instructions for it, widening is faster
+            case "int8":
+                return max(self.fp32_flops, self.bf16_flops, self.int8_ops)
+            case _:
+                raise ValueError(f"no limit was measured for arithmetic in {arithmetic}")
 
 
 def _median_s(function: Callable[[], object], *, repeats: int = 7) -> float:
@@ -47,15 +76,27 @@ def measure_here(threads: int) -> Limits:
     torch.set_num_threads(threads)
     memory = torch.ones(64 * 1024 * 1024)
     read = memory.nbytes / _median_s(memory.sum)
-    size = 2048
-    x, w = torch.randn(size, size), torch.randn(size, size)
-    packed = torch.ops.mkldnn._reorder_linear_weight(w, size)
     with torch.inference_mode():
-        seconds = min(
-            _median_s(lambda: x @ w),
-            _median_s(lambda: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")),
-        )
-    return Limits(threads, read, 2 * size**3 / seconds)
+        return Limits(threads, read, _float_rate(torch.float32), _float_rate(torch.bfloat16), _int8_rate())
+
+
+def _float_rate(dtype: torch.dtype) -> float:
+    import torch
+
+    x, w = torch.randn(SIZE, SIZE, dtype=dtype), torch.randn(SIZE, SIZE, dtype=dtype)
+    packed = torch.ops.mkldnn._reorder_linear_weight(w, SIZE)
+    seconds = min(
+        _median_s(lambda: x @ w),
+        _median_s(lambda: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")),
+    )
+    return OPERATIONS / seconds
+
+
+def _int8_rate() -> float:
+    import torch
+
+    x, w = (torch.randint(-127, 128, (SIZE, SIZE), dtype=torch.int8) for _ in range(2))
+    return OPERATIONS / min(_median_s(lambda: torch._int_mm(x, w)), _median_s(lambda: torch._int_mm(x, w.t())))
 
 
 def measure(threads: int) -> Limits:

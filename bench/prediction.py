@@ -31,7 +31,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from bench.contenders import HeteroContender
+from bench.ours import HeteroContender
 from hetero_client import Delta, SamplingParams
 from hetero_client.home import HeteroHome
 

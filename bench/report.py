@@ -1,24 +1,35 @@
-"""From runs to figures, to a table and a JSON file.
+"""From runs to figures, and to a table.
 
 Each figure is the median over rounds, with its share of the limit that bounds it:
 
-    decode1     tokens/s after the first token; the limit reads every weight once a token
-    prefill512  prompt tokens/s; the limit is two operations a weight and prompt token
-    batch8/32   output tokens/s, prompts included; the limit is arithmetic on prompt and output tokens
+    decode1     tokens/s after the first token; every step reads every weight once, in the contender's width
+    prefill512  prompt tokens/s; two operations a weight and prompt token, in the contender's arithmetic
+    batch8/32   output tokens/s, prompts included; operations on prompt and output tokens, or reading the weights once a
+                step, whichever takes longer
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from bench.contenders import Measured
 from bench.limits import Limits
 from bench.workloads import Workload
 from hetero_api.model_config import ModelConfig
 
-BYTES_FP32 = 4
+
+@dataclass(frozen=True, slots=True)
+class Width:
+    """Bits of a stored weight, scales not counted, and the type that products are computed in."""
+
+    bits: int
+    arithmetic: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.bits} bit, {self.arithmetic}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,55 +41,77 @@ class Figure:
     high: float
     share_of_limit: float
     rounds: int
+    disturbed: int = 0
+    """Rounds in which other processes took part of the machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One contender: figures by workload, seconds from process start to first token, peak memory."""
+
+    width: Width
+    figures: Mapping[str, Figure]
+    start_s: float
+    peak_bytes: int
+    ours: bool = False
+    allowed_bytes: int = 0
+    """Of ours: the peak that is aimed at."""
+
+
+Rows = Mapping[str, Row]
+"""By contender's name."""
 
 
 def rate(workload: Workload, measured: Measured) -> float:
     """The workload's tokens/s in one run."""
     if workload.max_new == 1:
-        return workload.prompt_tokens / (measured.first_token_s or measured.elapsed_s)
-    if len(workload.prompts) == 1 and measured.first_token_s is not None:
+        return workload.prompt_tokens / measured.first_token_s
+    if len(workload.prompts) == 1:
         return (workload.max_new - 1) / (measured.elapsed_s - measured.first_token_s)
     return measured.output_tokens / measured.elapsed_s
 
 
-def limit(workload: Workload, config: ModelConfig, limits: Limits) -> float:
-    """The most tokens/s that this machine's memory or arithmetic allows in fp32."""
+def limit(workload: Workload, config: ModelConfig, limits: Limits, width: Width) -> float:
+    """The most tokens/s that this machine's memory and arithmetic allow."""
+    read_s = width.bits / 8 * _weights_read(config) / limits.read_bytes_per_s
     if len(workload.prompts) == 1 and workload.max_new > 1:
-        return limits.read_bytes_per_s / (BYTES_FP32 * _weights_read(config))
+        return 1 / read_s
     body = config.num_parameters - config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
     head = config.vocab_size * config.hidden_size
     operations = 2 * body * (workload.prompt_tokens + workload.output_tokens) + 2 * head * workload.output_tokens
     tokens = workload.prompt_tokens if workload.max_new == 1 else workload.output_tokens
-    return tokens / (operations / limits.fp32_flops)
+    return tokens / max(operations / limits.rate_of(width.arithmetic), workload.max_new * read_s)
 
 
-def figure(workload: Workload, runs: Sequence[Measured], config: ModelConfig, limits: Limits) -> Figure:
-    rates = [rate(workload, run) for run in runs]
+def figure(rates: Sequence[float], most: float, *, disturbed: int = 0) -> Figure:
+    """Of a workload's tokens/s in all rounds; `most` is the limit."""
     median = statistics.median(rates)
-    return Figure(median, min(rates), max(rates), median / limit(workload, config, limits), len(rates))
+    return Figure(median, min(rates), max(rates), median / most, len(rates), disturbed)
 
 
-def table(
-    figures: Mapping[str, Mapping[str, Figure]], starts: Mapping[str, float], peaks: Mapping[str, int], base: str
-) -> str:
-    """One row a contender: figure, share of the limit, ratio to `base`."""
-    workloads = list(next(iter(figures.values())))
-    head = ["contender", *(f"{name} tok/s" for name in workloads), "start to first token", "peak memory"]
-    rows = [head]
-    for name, by_workload in figures.items():
-        cells = [
-            f"{f.tokens_per_s:.1f} ({f.share_of_limit:.0%}, {f.tokens_per_s / figures[base][w].tokens_per_s:.2f}x)"
-            for w, f in by_workload.items()
-        ]
-        rows.append([name, *cells, f"{starts[name]:.1f} s", f"{peaks[name] / 1e6:.0f} MB"])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+def table(rows: Rows, base: str = "") -> str:
+    """One row a contender: figures with their shares of the limit and, if `base` is one of them, the ratio to it."""
+    workloads = list(next(iter(rows.values())).figures)
+    head = ["contender", "width", *(f"{name} tok/s" for name in workloads), "start to first token", "peak memory"]
+    cells = [head]
+    for name, row in rows.items():
+        figures = [_cell(row.figures[w], rows[base].figures[w] if base in rows else None) for w in workloads]
+        cells.append([name, row.width.name, *figures, f"{row.start_s:.1f} s", f"{row.peak_bytes / 1e6:.0f} MB"])
+    return aligned(cells)
+
+
+def aligned(cells: Sequence[Sequence[str]]) -> str:
+    """Rows of text in columns."""
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
     )
 
 
-def as_json(figures: Mapping[str, Mapping[str, Figure]]) -> dict[str, dict[str, dict[str, float]]]:
-    return {name: {w: asdict(f) for w, f in by_workload.items()} for name, by_workload in figures.items()}
+def _cell(shown: Figure, base: Figure | None) -> str:
+    ratio = f", {shown.tokens_per_s / base.tokens_per_s:.2f}x" if base is not None else ""
+    mark = "~" if shown.disturbed else ""
+    return f"{shown.tokens_per_s:.1f}{mark} ({shown.share_of_limit:.0%}{ratio})"
 
 
 def _weights_read(config: ModelConfig) -> int:

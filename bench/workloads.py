@@ -36,19 +36,30 @@ class Workload:
 
 def make_workloads(model: Path) -> dict[str, Workload]:
     """decode1: 32 + 128 tokens; prefill512: 512 + 1; batch8 and batch32: 32..256 + 128 each."""
-    text = "\n\n".join(topics[name] for name in sorted(topics))[:CHARACTERS]
-    ids = Tokenizer.from_file(str(model / "tokenizer.json")).encode(text, add_special_tokens=False).ids
-    source = random.Random(SEED)
-
-    def cut(length: int) -> tuple[int, ...]:
-        start = source.randrange(len(ids) - length)
-        return tuple(ids[start : start + length])
-
-    mixed = tuple(cut(source.randint(32, 256)) for _ in range(32))
+    prose = _Prose(model)
+    mixed = tuple(prose.cut(prose.source.randint(32, 256)) for _ in range(32))
     workloads = (
-        Workload("decode1", (cut(32),), 128),
-        Workload("prefill512", (cut(512),), 1),
+        Workload("decode1", (prose.cut(32),), 128),
+        Workload("prefill512", (prose.cut(512),), 1),
         Workload("batch8", mixed[:8], 128),
         Workload("batch32", mixed, 128),
     )
     return {workload.name: workload for workload in workloads}
+
+
+def make_prompt(model: Path, length: int) -> tuple[int, ...]:
+    """So many tokens of running prose."""
+    return _Prose(model).cut(length)
+
+
+class _Prose:
+    """Help topics as tokens of the model's tokenizer, and where to cut them."""
+
+    def __init__(self, model: Path) -> None:
+        text = "\n\n".join(topics[name] for name in sorted(topics))[:CHARACTERS]
+        self._ids = Tokenizer.from_file(str(model / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+        self.source = random.Random(SEED)
+
+    def cut(self, length: int) -> tuple[int, ...]:
+        start = self.source.randrange(len(self._ids) - length)
+        return tuple(self._ids[start : start + length])

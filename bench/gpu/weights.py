@@ -35,9 +35,9 @@ class MadeWeights(SyntheticWeights):
         elif into.device.type == "cpu":
             super().read(part, into)
         else:
-            into.normal_(0.0, _SCALE, generator=self._generator(into.device))
+            into.normal_(0.0, _SCALE, generator=self._drawing_on(into.device))
 
-    def _generator(self, device: torch.device) -> torch.Generator:
+    def _drawing_on(self, device: torch.device) -> torch.Generator:
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(_SEED)
         return self._generators[device]

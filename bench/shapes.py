@@ -1,0 +1,135 @@
+"""Models to measure with: the demo model, and random weights in the shape of others, made once and kept.
+
+    python -m bench.shapes [NAME ...]
+
+A made model is a Hugging Face directory: config.json, bfloat16 safetensors, the demo model's tokenizer. Its vocabulary
+is the shape's own, so the head costs what it costs there; the tokenizer uses the first part of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from bench.home import BenchHome
+from hetero_client.home import HeteroHome
+
+DEMO: Final = "smollm2-135m"
+DEMO_KEY: Final = "HuggingFaceTB/SmolLM2-135M-Instruct"
+SEED: Final = 7
+SCALE: Final = 0.02
+_TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+_QWEN3: Final[Mapping[str, Any]] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "dtype": "bfloat16",
+    "hidden_act": "silu",
+    "head_dim": 128,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "initializer_range": SCALE,
+    "use_sliding_window": False,
+    "sliding_window": None,
+    "max_window_layers": 28,
+    "use_cache": True,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "qwen3-0.6b": {**_QWEN3, "hidden_size": 1024, "intermediate_size": 3072},
+    "qwen3-1.7b": {**_QWEN3, "hidden_size": 2048, "intermediate_size": 6144},
+}
+MODELS: Final = (DEMO, *SHAPES)
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A matrix of random numbers, or a norm's vector of ones."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+def directory_of(name: str, home: BenchHome) -> Path:
+    """The model's directory; a made one is made now if it is not there. Raises ValueError."""
+    if name == DEMO:
+        directory = HeteroHome.from_environment().models / "hf" / DEMO_KEY
+        if not directory.is_dir():
+            raise ValueError(f"{name} is not there: hetero model fetch {DEMO}-instruct")
+        return directory
+    if name not in SHAPES:
+        raise ValueError(f"no model {name!r}: one of {', '.join(MODELS)}")
+    directory = home.model(name)
+    if not directory.is_dir():
+        make(SHAPES[name], directory, tokenizer=directory_of(DEMO, home))
+    return directory
+
+
+def make(config: Mapping[str, Any], directory: Path, *, tokenizer: Path) -> None:
+    """Write the model; the directory appears when it is whole."""
+    import torch
+    from safetensors.torch import save_file
+
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(SEED)
+    weights = {
+        tensor.name: torch.ones(tensor.shape, dtype=torch.bfloat16)
+        if len(tensor.shape) == 1
+        else torch.empty(tensor.shape, dtype=torch.bfloat16).normal_(0.0, SCALE, generator=generator)
+        for tensor in tensors(config)
+    }
+    with tempfile.TemporaryDirectory(dir=directory.parent) as folder:
+        made = Path(folder) / directory.name
+        made.mkdir()
+        save_file(weights, made / "model.safetensors", metadata={"format": "pt"})
+        (made / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for name in _TOKENIZER_FILES:
+            shutil.copy(tokenizer / name, made / name)
+        os.replace(made, directory)
+
+
+def tensors(config: Mapping[str, Any]) -> Iterator[Tensor]:
+    """All of a Qwen3 model with tied embeddings, by Hugging Face's names."""
+    hidden, columns, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    yield Tensor("model.embed_tokens.weight", (config["vocab_size"], hidden))
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}"
+        yield Tensor(f"{at}.input_layernorm.weight", (hidden,))
+        yield Tensor(f"{at}.self_attn.q_proj.weight", (queries, hidden))
+        yield Tensor(f"{at}.self_attn.k_proj.weight", (keys, hidden))
+        yield Tensor(f"{at}.self_attn.v_proj.weight", (keys, hidden))
+        yield Tensor(f"{at}.self_attn.q_norm.weight", (head,))
+        yield Tensor(f"{at}.self_attn.k_norm.weight", (head,))
+        yield Tensor(f"{at}.self_attn.o_proj.weight", (hidden, queries))
+        yield Tensor(f"{at}.post_attention_layernorm.weight", (hidden,))
+        yield Tensor(f"{at}.mlp.gate_proj.weight", (columns, hidden))
+        yield Tensor(f"{at}.mlp.up_proj.weight", (columns, hidden))
+        yield Tensor(f"{at}.mlp.down_proj.weight", (hidden, columns))
+    yield Tensor("model.norm.weight", (hidden,))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("names", nargs="*", default=list(SHAPES), help=f"default: {' '.join(SHAPES)}")
+    for name in parser.parse_args().names:
+        print(directory_of(name, BenchHome.from_environment()))
+
+
+if __name__ == "__main__":
+    main()
