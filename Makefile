@@ -3,11 +3,11 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-NATIVE := worker/hetero_worker/native/libhetero_exchange.so
+NATIVE := worker/hetero_worker/native/libhetero_compute.so
 export HF_HUB_OFFLINE ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help install native demo test test-unit test-distributed test-sanitizers test-healing test-gpu test-cluster test-e2e kubernetes bench-engine bench-operator bench-recovery bench-exchange bench-prediction bench-gpu lint format type protos manifests docs chart golden verify bench base-image images check-images record-images clean
+.PHONY: help install native demo test test-unit test-distributed test-sanitizers test-healing test-gpu test-cluster test-e2e kubernetes bench-peers bench-peers-install bench-scaling bench-perplexity bench-engine bench-operator bench-recovery bench-exchange bench-prediction bench-gpu lint format type protos manifests docs chart golden verify bench base-image images check-images record-images clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z0-9-]+:.*## / {printf "  \033[1m%-18s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,10 +24,10 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py
 install: $(STAMP) $(NATIVE) ## Make .venv with everything that development needs
 
 # Built by the installation; again when its sources are newer. Ranks can do without, so a machine without a compiler goes on.
-$(NATIVE): $(addprefix worker/hetero_worker/native/,exchange.c exchange.h build.py) | $(STAMP)
-	@$(BIN)/python -m hetero_worker.native.build || echo "going on without it: exchanges will be slower"
+$(NATIVE): $(addprefix worker/hetero_worker/native/,exchange.c exchange.h build.py) $(wildcard worker/hetero_worker/native/compute/*.[ch]) | $(STAMP)
+	@$(BIN)/python -m hetero_worker.native.build || echo "going on without them: ranks on host cores will be slower"
 
-native: $(STAMP) ## Build the exchange in C again (`make install` does so too); needs a C compiler
+native: $(STAMP) ## Build the exchange and the kernels in C again (`make install` does so too); needs a C compiler
 	@$(BIN)/python -m hetero_worker.native.build
 
 demo: $(STAMP) $(NATIVE) ## Serve SmolLM2 on two CPU ranks of this machine and let it answer a question
@@ -103,6 +103,25 @@ verify: $(STAMP) ## Fail when generated files differ from their sources
 bench: $(STAMP) $(NATIVE) ## Measure against transformers and this machine's limits; writes bench/results
 	@$(BIN)/hetero model fetch smollm2-135m-instruct
 	$(BIN)/python -m bench.run
+
+# Variables: ROUNDS=3, MODEL=smollm2-135m (or qwen3-0.6b, qwen3-1.7b), ONLY='hetero llama.cpp', WORKLOADS='decode1 batch32'.
+ROUNDS ?= 3
+MODEL  ?= smollm2-135m
+bench-peers: $(STAMP) $(NATIVE) ## Measure against llama.cpp, OpenVINO, CTranslate2, vLLM and transformers, as far as installed; docs/benchmarks.md
+	@$(BIN)/hetero model fetch smollm2-135m-instruct
+	$(BIN)/python -m bench.run --peers --rounds $(ROUNDS) --model $(MODEL) $(if $(ONLY),--only $(ONLY)) $(if $(WORKLOADS),--workloads $(WORKLOADS))
+
+bench-peers-install: $(STAMP) ## Make the peers' environments and convert MODEL for them (gigabytes; llama.cpp compiles for minutes)
+	@$(BIN)/hetero model fetch smollm2-135m-instruct
+	$(BIN)/python -m bench.peers.install --model $(MODEL)
+
+bench-scaling: $(STAMP) $(NATIVE) ## Measure tokens/s over 1 to 64 sequences and contexts of 128 to 8,192 tokens; writes bench/results
+	@$(BIN)/hetero model fetch smollm2-135m-instruct
+	$(BIN)/python -m bench.scaling --rounds $(ROUNDS) --model $(MODEL) $(if $(ONLY),--only $(ONLY))
+
+bench-perplexity: $(STAMP) $(NATIVE) ## Measure what weights of 8 and 4 bits lose on a shipped text; writes bench/results
+	@$(BIN)/hetero model fetch smollm2-135m-instruct
+	$(BIN)/python -m bench.perplexity --model $(MODEL) $(if $(ONLY),--only $(ONLY))
 
 bench-engine: $(STAMP) $(NATIVE) ## Measure scheduler, gateway, overlap, prefix cache and micro-batches, each against its limit
 	@$(BIN)/hetero model fetch smollm2-135m-instruct

@@ -1,7 +1,7 @@
-"""Builds the native exchange into the package, for wheels and for `pip install -e .`.
+"""Builds the native libraries into the package, for wheels and for `pip install -e .`.
 
-Without a C compiler the package is built without it, pure Python: ranks then exchange in Python, slower, say so in the
-topology, and name the fix.
+Without a C compiler the package is built without them, pure Python: ranks then exchange in Python and compute with
+torch's kernels, slower, say so in the topology, and name the fix.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ class NativeBuildHook(BuildHookInterface):
             return
         native = _load(Path(self.root) / _BUILD_MODULE)
         try:
-            library = native.build()
+            libraries = [native.build(), native.build_compute()]
         except native.BuildError as error:
             self.app.display_warning(
-                f"The native exchange was not built ({error}). Ranks of one host will exchange in Python, slower. "
-                f"To mend it, install a C compiler and say `make native`, or python -m hetero_worker.native.build"
+                f"The native libraries were not built ({error}). Ranks of one host will exchange in Python, and host "
+                f"cores compute with torch's kernels, slower. To mend it, install a C compiler and say `make native`, "
+                f"or python -m hetero_worker.native.build"
             )
             return
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{_platform_tag()}"
-        build_data["artifacts"].append(str(library.relative_to(self.root)))
+        build_data["artifacts"].extend(str(library.relative_to(self.root)) for library in libraries)
 
 
 def _load(path: Path) -> ModuleType:
@@ -50,5 +51,5 @@ def _load(path: Path) -> ModuleType:
 
 
 def _platform_tag() -> str:
-    """The library asks nothing of Python, only of the platform."""
+    """The libraries ask nothing of Python, only of the platform."""
     return sysconfig.get_platform().replace("-", "_").replace(".", "_")

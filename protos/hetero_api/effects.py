@@ -34,6 +34,7 @@ EFFECTS: Final[Mapping[str, Effect]] = {
     "model.cache": Effect.RANKS,
     "model.dtype": Effect.GATEWAY,
     "model.quantization": Effect.GATEWAY,
+    "model.quantizationGroupSize": Effect.GATEWAY,
     "model.maxModelLen": Effect.GATEWAY,
     "pools": Effect.RANKS,
     "placement": Effect.GATEWAY,

@@ -15,6 +15,8 @@ from typing import Any, Final
 from hetero_api.architectures import ARCHITECTURES, SUPPORTED_ARCHITECTURES, Architecture, SlidingLayers
 from hetero_api.errors import ModelError
 from hetero_api.model_parts import Activation, ExpertsConfig, RopeConfig, SlidingAttention
+from hetero_api.packed_weights import PackedWeights
+from hetero_api.weight_format import StoredWeights
 
 _ACTIVATIONS: Final[Mapping[str, Activation]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _ROPE_KINDS: Final = ("default", "linear", "llama3")
@@ -63,10 +65,17 @@ class HfConfig:
 
     def check_supported(self) -> None:
         """Raise ModelError for what changes the model in ways that the worker does not know."""
-        if self.fields.get("quantization_config"):
-            raise self.error("quantization_config is set; quantised checkpoints are not supported yet")
         if self.fields.get("use_bidirectional_attention"):
             raise self.error("use_bidirectional_attention is set; only causal attention is supported")
+
+    def stored_weights(self) -> StoredWeights:
+        """What safetensors files beside config.json hold."""
+        floats = str(self.fields.get("dtype") or self.fields.get("torch_dtype") or "")
+        packed = PackedWeights.of_config(self.fields, source=self.source)
+        if packed is None:
+            return StoredWeights(floats=floats)
+        layers = None if packed.some_are_floats else packed.weights
+        return StoredWeights(layers=layers, floats=floats, method=packed.method)
 
     def activation(self) -> Activation:
         name = self.fields.get("hidden_activation") or self.fields.get("hidden_act") or self.traits.hidden_act

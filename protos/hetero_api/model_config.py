@@ -10,14 +10,16 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from hetero_api.architectures import SUPPORTED_ARCHITECTURES
 from hetero_api.errors import ModelError
+from hetero_api.gguf_weights import gguf_of, gguf_weights
 from hetero_api.hf_config import HfConfig, read_json
 from hetero_api.model_parts import Activation, ExpertsConfig, RopeConfig, SlidingAttention
+from hetero_api.weight_format import FLOAT_WEIGHTS, StoredWeights
 
 __all__ = ["CONFIG_FILE", "SUPPORTED_ARCHITECTURES", "ModelConfig", "RopeConfig", "model_fingerprint"]
 
@@ -62,6 +64,7 @@ class ModelConfig:
     """The same for logits."""
     sliding: SlidingAttention | None = None
     experts: ExpertsConfig | None = None
+    weights: StoredWeights = FLOAT_WEIGHTS
 
     @property
     def group_size(self) -> int:
@@ -130,9 +133,16 @@ class ModelConfig:
         number = len(self.expert_layers)
         return (self.num_layers - number) * dense + number * sparse
 
+    def quantized(self, quantization: str, group: int | None = None) -> ModelConfig:
+        """With its weights quantised at load: "none", "int8" or "int4", the last in groups of so many inputs.
+
+        Raises ModelError for what is not known, and for a checkpoint that is quantised already.
+        """
+        return replace(self, weights=self.weights.quantized(quantization, group))
+
     @classmethod
     def from_directory(cls, directory: Path) -> ModelConfig:
-        """Read `directory`/config.json (and generation_config.json for more end tokens).
+        """Read `directory`/config.json (and generation_config.json for more end tokens, and a GGUF file's header).
 
         Raises ModelError, which names the file and the field, when something is missing or unsupported.
         """
@@ -140,7 +150,9 @@ class ModelConfig:
         config = read_json(path)
         generation = directory / "generation_config.json"
         extra = read_json(generation) if generation.exists() else {}
-        return cls.from_hf(config, generation=extra, source=str(path))
+        model = cls.from_hf(config, generation=extra, source=str(path))
+        gguf = gguf_of(directory)
+        return model if gguf is None else replace(model, weights=gguf_weights(gguf))
 
     @classmethod
     def from_hf(
@@ -190,6 +202,7 @@ class ModelConfig:
             logit_soft_cap=fields.soft_cap("final_logit_softcapping", default=traits.final_logit_softcapping),
             sliding=fields.sliding(),
             experts=fields.experts(),
+            weights=fields.stored_weights(),
         )
 
 

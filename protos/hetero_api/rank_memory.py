@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from hetero_api.kept_weights import KeptWeights
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import RankShard
 
@@ -89,6 +90,8 @@ class ModelMemory:
     config: ModelConfig
     limits: StepLimits
     element_bytes: int
+    weight_bits: frozenset[int] = frozenset()
+    """Widths in which the rank keeps weights that are stored so (KeptWeights); others are of `element_bytes`."""
 
     # --- weights ----------------------------------------------------------------------------------------
 
@@ -98,31 +101,46 @@ class ModelMemory:
         config = self.config
         biases = (config.group_size + 2) * config.head_dim if config.qkv_bias else 0
         norms = (config.group_size + 1) * config.head_dim if config.qk_norm else 0
-        return (config.attention_params_per_kv_head + biases) * self.element_bytes + norms * self._norm_bytes
+        matrices = self.kept.head_bytes(hidden=config.hidden_size, group=config.group_size, head_dim=config.head_dim)
+        return matrices + biases * self.element_bytes + norms * self._norm_bytes
 
     @property
     def column_weights(self) -> int:
         """Of one MLP column, in one layer."""
         biases = 2 if self.config.mlp_bias else 0
-        return (self.config.mlp_params_per_column + biases) * self.element_bytes
+        return self.kept.column_bytes(hidden=self.config.hidden_size) + biases * self.element_bytes
 
     @property
     def expert_weights(self) -> int:
         """Of one expert, in one layer."""
-        return self.config.params_per_expert * self.element_bytes
+        if self.config.experts is None:
+            return 0
+        return self.kept.expert_bytes(hidden=self.config.hidden_size, width=self.config.experts.intermediate_size)
 
     @property
     def row_weights(self) -> int:
         """Of one vocabulary row of the embedding, or of the output head."""
-        return self.config.hidden_size * self.element_bytes
+        return self.kept.vocabulary.row_bytes(self.config.hidden_size)
 
     @property
     def layer_weights(self) -> int:
-        """Of one layer, whatever is owned of it: norms, and biases of sums."""
+        """Of one layer, whatever is owned of it: norms, biases of sums, and scales of rows that ranks have parts of."""
         config = self.config
         norms = (4 if config.post_norms else 2) * config.hidden_size * self._norm_bytes
         biases = (config.o_bias + config.mlp_bias) * config.hidden_size * self.element_bytes
-        return norms + biases
+        unit = config.group_size * config.head_dim
+        matrices = self.kept.layer_bytes(
+            hidden=config.hidden_size,
+            attention_width=config.num_kv_heads * unit,
+            unit=unit,
+            mlp_width=config.intermediate_size,
+        )
+        return norms + biases + matrices
+
+    @property
+    def kept(self) -> KeptWeights:
+        """What matrices take."""
+        return KeptWeights(self.config.weights, self.element_bytes, self.weight_bits)
 
     @property
     def router_weights(self) -> int:

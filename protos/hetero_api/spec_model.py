@@ -19,6 +19,7 @@ from hetero_api.spec_types import (
     SpecModel,
     spelled,
 )
+from hetero_api.weight_format import INT4_GROUPS
 
 _HUB_PART: Final = "[A-Za-z0-9_][A-Za-z0-9._-]{0,95}"
 _CLAIM: Final = "[a-z0-9]([-a-z0-9.]*[a-z0-9])?"
@@ -134,6 +135,19 @@ class ModelSpec(SpecModel):
             "must not hold '..' in its path",
             lambda model: re.search(_PARENT, model.uri) is None,
         ),
+        Rule(
+            "quantizationGroupSize",
+            f"!has(self.quantizationGroupSize) || self.quantizationGroupSize in {list(INT4_GROUPS)}",
+            f"must be one of {', '.join(map(str, INT4_GROUPS))}",
+            lambda model: model.quantization_group_size in (None, *INT4_GROUPS),
+        ),
+        Rule(
+            "quantizationGroupSize",
+            "!has(self.quantizationGroupSize) || self.quantization == 'int4'",
+            "is for quantization: int4 only; leave it out",
+            lambda model: model.quantization_group_size is None or model.quantization == Quantization.INT4,
+            Reason.FORBIDDEN,
+        ),
         _only_for_the_hub("revision", absent="!has(self.revision)"),
         _only_for_the_hub("tokenSecretRef", absent="!has(self.tokenSecretRef)"),
         _only_for_the_hub("cache", absent="!(has(self.cache.claimName) || has(self.cache.hostPath))"),
@@ -147,7 +161,7 @@ class ModelSpec(SpecModel):
             description="Where the model is: hf://ORG/NAME on the Hugging Face Hub, pvc://CLAIM/PATH in a "
             "PersistentVolumeClaim, oci://IMAGE (or oci://IMAGE#/PATH) in an image, whose /models is taken where no "
             "PATH is given, file:///PATH on every node. It is a folder with config.json, the tokenizer and "
-            "safetensors files.",
+            "safetensors files, or a GGUF file in their place.",
         ),
     ]
     revision: Annotated[
@@ -163,8 +177,18 @@ class ModelSpec(SpecModel):
     quantization: Annotated[
         Quantization,
         spelled(Quantization),
-        Field(description="Width that weights are stored in. none: that of dtype."),
+        Field(
+            description="What weights of a checkpoint that is not quantised become as they are loaded. none: they stay "
+            "as the checkpoint has them, also where that is quantised (GGUF, AWQ, GPTQ, compressed-tensors)."
+        ),
     ] = Quantization.NONE
+    quantization_group_size: Annotated[
+        int | None,
+        Field(
+            description="Inputs of an int4 weight's row that share a scale, 32, 64 or 128: the fewer, the closer, and "
+            "the more bytes. Default: 32.",
+        ),
+    ] = None
     max_model_len: Annotated[
         int | None,
         Field(

@@ -88,7 +88,7 @@ class PoolStatus(_Status):
     name: Annotated[str, Field(max_length=63, description="The pool.")]
     desired: Annotated[int, Field(ge=0, description="Ranks asked for.")]
     scheduled: Annotated[int, Field(ge=0, description="Ranks whose pod has a node.")] = 0
-    ready: Annotated[int, Field(ge=0, description="Ranks whose pod is ready.")] = 0
+    ready: Annotated[int, Field(ge=0, description="Ranks that are ready, by the gateway's word where it answers.")] = 0
     pinned: Annotated[int, Field(ge=0, description="Ranks that proved their NUMA binding.")] = 0
 
 
@@ -202,7 +202,9 @@ class HeteroInferenceStatus(_Status):
     epoch: Annotated[int, Field(ge=0, description="Epoch of the group; 0 before the first.")] = 0
     world_size: Annotated[int, Field(ge=0, description="Ranks asked for.")] = 0
     ranks: Annotated[str, Field(max_length=16, description='Ready ranks of all, e.g. "3/4".')] = ""
-    ready_ranks: Annotated[int, Field(ge=0, description="Ranks whose pod is ready.")] = 0
+    ready_ranks: Annotated[
+        int, Field(ge=0, description="Ranks that are ready, by the gateway's word where it answers.")
+    ] = 0
     reason: Annotated[str, Field(max_length=64, description="Reason of the condition Ready, for kubectl get.")] = ""
     pools: Annotated[
         list[PoolStatus],

@@ -77,6 +77,7 @@ CHANGES: Final[Mapping[str, Change]] = {
     "model.revision": Change("v2", RANKS, {"model.revision": "v1"}, shows='"--revision", "v2"'),
     "model.dtype": Change("float32", GATEWAY),
     "model.quantization": Change("int8", GATEWAY),
+    "model.quantizationGroupSize": Change(64, GATEWAY, {"model.quantization": "int4"}),
     "model.maxModelLen": Change(512, GATEWAY),
     "model.tokenSecretRef.name": Change(
         "other", RANKS, {"model.tokenSecretRef.name": "hub"}, shows='"secretName": "other"'

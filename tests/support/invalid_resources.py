@@ -281,6 +281,18 @@ def _by_rules_of_the_model() -> list[InvalidResource]:
             only_hub,
         ),
         (
+            "groups-of-int8",
+            {"spec/model": {"uri": "hf://org/model", "quantization": "int8", "quantizationGroupSize": 64}},
+            "spec.model.quantizationGroupSize",
+            "is for quantization: int4 only; leave it out",
+        ),
+        (
+            "groups-of-48",
+            {"spec/model": {"uri": "hf://org/model", "quantization": "int4", "quantizationGroupSize": 48}},
+            "spec.model.quantizationGroupSize",
+            "must be one of 32, 64, 128",
+        ),
+        (
             "two-caches",
             {"spec/model/cache": {"claimName": "cache", "hostPath": "/cache"}},
             "spec.model.cache.claimName",
@@ -472,8 +484,8 @@ _EVERYTHING: Final[Document] = {
     "metadata": {"name": "everything"},
     "spec": {
         "model": {
-            "uri": "hf://org/model", "revision": "refs/pr/1", "dtype": "bfloat16", "quantization": "int8",
-            "maxModelLen": 4096, "tokenSecretRef": {"name": "hub", "key": "token"},
+            "uri": "hf://org/model", "revision": "refs/pr/1", "dtype": "bfloat16", "quantization": "int4",
+            "quantizationGroupSize": 64, "maxModelLen": 4096, "tokenSecretRef": {"name": "hub", "key": "token"},
             "cache": {"hostPath": "/var/models"},
         },
         "pools": [

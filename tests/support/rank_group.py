@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -15,9 +15,12 @@ from typing import Protocol
 import torch
 
 from hetero_api.model_config import ModelConfig
-from hetero_api.sharding import UnitRange
+from hetero_api.sharding import ShardPlan, UnitRange
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.distributed.exchange import Exchange
+from hetero_api.weight_format import FLOAT_WEIGHTS, StoredWeights
+from hetero_worker.distributed.exchange import Exchange, HostExchange
+from hetero_worker.layers.kernel_choice import choose_kernel
+from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.layers.sampler import SampledRows, gather_logits, sample_tokens
 from hetero_worker.platforms.base import HOST
 from hetero_worker.runners.base import LoadReport, LoadRequest, SampledToken, StepOutput
@@ -28,11 +31,13 @@ from hetero_worker.sampling.drawing import ShardDrawing
 from hetero_worker.sampling.request import SamplingRow
 from tests.support.pseudo_gpu import PseudoGpuPlatform
 from tests.support.rank_shares import Shares
-from tests.support.thread_exchange import ThreadExchange, run_ranks, thread_exchanges
+from tests.support.thread_exchange import run_ranks, thread_exchanges
 
 __all__ = ["GREEDY", "LogitsRecorder", "PlanBuilder", "PlanTaker", "RankGroup", "Shares", "StepOutcome"]
 
 GREEDY = ranks_pb2.Sampling(temperature=0.0, top_p=1.0)
+MakeExchanges = Callable[[ShardPlan], Sequence[HostExchange]]
+"""Every rank's, in rank order."""
 LINK_BYTES = 4 << 20
 """What links over shared memory hold."""
 
@@ -94,15 +99,19 @@ class RankGroup:
         make_graphs: MakeGraphs | None = None,
         enforce_eager: bool = False,
         batch_invariant: bool = False,
+        quantization: str = "none",
+        native: bool = True,
+        make_exchanges: MakeExchanges | None = None,
     ) -> None:
-        """`make_graphs`: of the pseudo GPUs; None: they have none."""
-        config = ModelConfig.from_directory(directory)
+        """`make_graphs`: of the pseudo GPUs; None: they have none. `native`: host cores compute by native kernels,
+        linear layers among them, whatever would be faster; else by torch's. `make_exchanges` None: in Python."""
+        config = ModelConfig.from_directory(directory).quantized(quantization)
         self.plan = shares.plan(config.num_layers, expert_layers=config.expert_layers)
         self.recorders = [LogitsRecorder() for _ in self.plan.ranks]
         self.runners = [
             GpuRunner(PseudoGpuPlatform(rank), sample=recorder, make_graphs=make_graphs)
             if rank < num_gpu_ranks
-            else CpuRunner(sample=recorder)
+            else CpuRunner(sample=recorder, choose=_first if native else choose_kernel)
             for rank, recorder in enumerate(self.recorders)
         ]
         self.requests = [
@@ -118,19 +127,21 @@ class RankGroup:
                 memory_bytes=2 << 30,
                 enforce_eager=enforce_eager,
                 batch_invariant=batch_invariant,
+                native=native,
                 num_gpu_ranks=num_gpu_ranks or None,
             )
             for rank in range(self.plan.world_size)
         ]
         self.block_size = block_size
         self.num_blocks = num_blocks
-        self.exchanges: list[ThreadExchange] = []
+        self._make_exchanges = make_exchanges or _thread_exchanges
+        self.exchanges: Sequence[HostExchange] = []
         self.reports: list[LoadReport] = []
         self.start()
 
     def start(self) -> None:
         """A new epoch: exchanges, load, allocate."""
-        self.exchanges = thread_exchanges(self.plan.world_size, link_bytes=LINK_BYTES)
+        self.exchanges = self._make_exchanges(self.plan)
         self.reports = run_ranks(self.exchanges, self._start_rank)
 
     def run(self, plan: ranks_pb2.StepPlan, masks: Sequence[bytes] = ()) -> StepOutcome:
@@ -149,6 +160,21 @@ class RankGroup:
         report = runner.load(self.requests[rank])
         runner.allocate(self.num_blocks, self.block_size)
         return report
+
+
+def _first(
+    candidates: Sequence[LinearKernel],
+    shapes: Sequence[tuple[int, int]],
+    *,
+    dtype: torch.dtype,
+    stored: StoredWeights = FLOAT_WEIGHTS,
+) -> LinearKernel:
+    """Of host cores that have native kernels, that."""
+    return candidates[0]
+
+
+def _thread_exchanges(plan: ShardPlan) -> Sequence[HostExchange]:
+    return thread_exchanges(plan.world_size, link_bytes=LINK_BYTES)
 
 
 @dataclass(slots=True)

@@ -64,7 +64,12 @@ class ScriptedGateway(ranks_pb2_grpc.RanksServicer):
     def _listen(self, request_iterator: Iterator[ranks_pb2.RankMessage]) -> None:
         try:
             for message in request_iterator:
-                self._said.put(message)
+                further = [
+                    ranks_pb2.RankMessage(epoch=message.epoch, step_result=result) for result in message.further_results
+                ]
+                message.ClearField("further_results")
+                for each in (message, *further):
+                    self._said.put(each)
         except grpc.RpcError:
             pass
         self._said.put(None)
@@ -79,7 +84,7 @@ class ScriptedGateway(ranks_pb2_grpc.RanksServicer):
         self._script.put(code)
 
     def expect(self, body: str, *, patience_s: float = _PATIENCE_S) -> ranks_pb2.RankMessage:
-        """The rank's next message, which must be of this kind."""
+        """The rank's next message, which must be of this kind; results that travel together are one each."""
         message = self._said.get(timeout=patience_s)
         assert message is not None, f"the rank closed its side; expected {body}"
         assert message.WhichOneof("body") == body, message

@@ -16,6 +16,7 @@ _HUB_TOLERATION: Final = {"key": "a", "operator": "Equal", "value": "b", "effect
 
 BEFORE: Final[Mapping[str, Mapping[str, Any]]] = {
     "model.cache.hostPath": {"model.cache": {"hostPath": "/var/a"}},
+    "model.quantizationGroupSize": {"model.quantization": "int4"},
     "exchange.hostPath": {"exchange.kind": "Auto"},
     "scheduling.schedulerName": _VOLCANO_FREE,
     **{
@@ -39,6 +40,7 @@ AFTER: Final[Mapping[str, Mapping[str, Any]]] = {
     "model.revision": {"model.revision": "v2"},
     "model.dtype": {"model.dtype": "float16"},
     "model.quantization": {"model.quantization": "none"},
+    "model.quantizationGroupSize": {"model.quantizationGroupSize": 64},
     "model.maxModelLen": {"model.maxModelLen": 8192},
     "model.tokenSecretRef.name": {"model.tokenSecretRef.name": "other"},
     "model.tokenSecretRef.key": {"model.tokenSecretRef.key": "other"},

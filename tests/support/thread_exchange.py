@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from hetero_worker.distributed.exchange import LocalExchange, SendsAtOnce, SumExchange
+from hetero_worker.distributed.exchange import HostExchange, LocalExchange, SendsAtOnce, SumExchange
 from hetero_worker.distributed.routes import Link
 from hetero_worker.distributed.traffic import Traffic, TrafficCounter
 from hetero_worker.errors import ExchangeAborted
@@ -216,7 +216,7 @@ def thread_exchanges(world_size: int, *, timeout_s: float = 60.0, link_bytes: in
     return [ThreadExchange(wires, rank) for rank in range(world_size)]
 
 
-def run_ranks(exchanges: Sequence[ThreadExchange], body: Callable[[int], T]) -> list[T]:
+def run_ranks(exchanges: Sequence[HostExchange], body: Callable[[int], T]) -> list[T]:
     """`body(rank)` on a thread a rank; results in rank order. A rank that fails aborts the others."""
 
     def guarded(rank: int) -> T:

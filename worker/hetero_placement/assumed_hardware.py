@@ -10,6 +10,7 @@
         memory: 256Gi
         memoryBandwidth: 370e9
         flops: {bfloat16: 5e12, float32: 2e12}
+        weightBits: [8, 4]              # widths it keeps weights in that are stored so; default: CPU [8, 4], GPU none
     pools: {fast: {...}}                # the same by the pool's name
     exchange:
       host: {latencySeconds: 60e-6, bandwidth: 10e9}     # one all-reduce in host memory
@@ -21,7 +22,7 @@ Numbers may be written as 900e9 (YAML takes it for text, which is read as a numb
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import yaml
 from pydantic import BeforeValidator, Field, ValidationError
@@ -30,10 +31,12 @@ from hetero_api.errors import ManifestError
 from hetero_api.spec import HeteroInferenceSpec, PoolSpec, PoolType
 from hetero_api.spec_types import Bytes, SpecModel
 from hetero_placement.from_spec import cores_of, kind_of
-from hetero_placement.hardware import ExchangeSpeeds, Hardware, RankHardware, Speeds
+from hetero_placement.hardware import DeviceKind, ExchangeSpeeds, Hardware, RankHardware, Speeds
 
 MAX_FILE_BYTES: Final = 1024 * 1024
+_KEPT_BITS: Final = {DeviceKind.CPU: frozenset({8, 4}), DeviceKind.GPU: frozenset[int]()}
 _MESSAGES: Final = {
+    "literal_error": "must be 16, 8 or 4",
     "missing": "is required",
     "extra_forbidden": "unknown field",
     "float_type": "must be a number",
@@ -71,6 +74,7 @@ class DeviceAssumption(SpecModel):
     memory: Bytes | None = None
     flops: dict[str, _Rate] = Field(default_factory=dict)
     bus: BusSpeeds | None = None
+    weight_bits: list[Literal[16, 8, 4]] | None = None
 
     def speeds(self) -> Speeds:
         bus = self.bus
@@ -148,7 +152,9 @@ def assume(spec: HeteroInferenceSpec, assumed: AssumedHardware, *, source: str =
             problems.append(f"kinds.{pool.type}.memory: is required, since the manifest does not say it")
             continue
         memory = _usable(spec, pool, memory)
-        made = RankHardware(kind_of(pool), "assumed", memory, device.speeds(), pool.name, cores_of(pool))
+        bits = _KEPT_BITS[kind_of(pool)] if device.weight_bits is None else frozenset(device.weight_bits)
+        speeds, cores = device.speeds(), cores_of(pool)
+        made = RankHardware(kind_of(pool), "assumed", memory, speeds, pool.name, cores, weight_bits=bits)
         ranks += [made] * pool.ranks
     problems += [f"pools.{name}: the manifest has no such pool" for name in assumed.pools if name not in _names(spec)]
     if assumed.exchange.device is None and sum(p.ranks for p in spec.pools if p.type == PoolType.GPU) > 1:

@@ -86,7 +86,7 @@ def streaming_s(model: CostModel, memory: MemoryModel, gpus: Sequence[int], work
     cache = memory.cache_bytes(config.num_kv_heads)
     fixed = sum(memory.fixed_bytes(rank, holds_heads=True) for rank in gpus)
     room = sum(rank.memory_bytes for rank in ranks) - fixed - cache
-    weight_bytes = config.num_parameters * model.element_bytes
+    weight_bytes = min(model.whole_bytes(rank) for rank in gpus)
     streamed = weight_bytes - max(0.0, room)
     if not bus or streamed <= 0:
         return None

@@ -19,11 +19,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
+from hetero_api.kept_weights import KeptWeights
 from hetero_api.model_config import ModelConfig
-from hetero_api.sharding import ShardPlan
+from hetero_api.sharding import RankShard, ShardPlan
+from hetero_api.weight_format import FLOAT_WEIGHTS
 from hetero_placement.decision import Prediction
 from hetero_placement.exchange_costs import ExchangeCosts
 from hetero_placement.hardware import Hardware, RankHardware, Speeds
+from hetero_placement.layer_plan import shard_of_layers
 from hetero_placement.part_costs import PartCosts, element_bytes
 from hetero_placement.plan_view import LayerKind, PlanView, StageView
 from hetero_placement.steps import Repeated, Step, WorkloadSteps, decode_step, micro_batches, prompt_steps
@@ -56,14 +59,15 @@ class CostModel:
         self.hardware = hardware
         self.element_bytes = element_bytes(dtype)
         self.exchange = ExchangeCosts(hardware)
-        shared: dict[int, PartCosts] = {}
+        shared: dict[tuple[int, frozenset[int]], PartCosts] = {}
 
-        def costs_of(speeds: Speeds) -> PartCosts:
-            return shared.setdefault(id(speeds), PartCosts(config, speeds, dtype=dtype))
+        def costs_of(speeds: Speeds, bits: frozenset[int]) -> PartCosts:
+            costs = PartCosts(config, speeds, dtype=dtype, weight_bits=bits)
+            return shared.setdefault((id(speeds), bits), costs)
 
-        self.ranks = tuple(costs_of(rank.speeds) for rank in hardware.ranks)
+        self.ranks = tuple(costs_of(rank.speeds, rank.weight_bits) for rank in hardware.ranks)
         """While others of the host compute too."""
-        self._alone = tuple(costs_of(rank.speeds.alone) for rank in hardware.ranks)
+        self._alone = tuple(costs_of(rank.speeds.alone, rank.weight_bits) for rank in hardware.ranks)
 
     def predict(self, plan: ShardPlan, workload: Workload, *, chunk: int, max_num_seqs: int) -> Prediction:
         """What the plan makes of the workload; `chunk` is the most tokens of one step."""
@@ -175,23 +179,35 @@ class CostModel:
         return seconds + self._hops_s(view, step)
 
     def weight_bytes(self, plan: ShardPlan) -> tuple[int, ...]:
-        """Each rank's, in rank order: matrices; a tied output head counts once."""
-        config = self.config
-        tables = 1 if config.tie_word_embeddings else 2
-        counts = []
-        for shard in plan.ranks:
-            layers = Counter((s.kv_heads.size, s.mlp_columns.size, s.experts.size) for s in shard.layers)
-            params = sum(
-                times * (
-                    heads * config.attention_params_per_kv_head
-                    + columns * config.mlp_params_per_column
-                    + experts * config.params_per_expert
-                )
-                for (heads, columns, experts), times in layers.items()
-            )  # fmt: skip
-            rows = shard.head_rows.size if tables == 1 else shard.head_rows.size + shard.embedding_rows.size
-            counts.append((params + rows * config.hidden_size) * self.element_bytes)
-        return tuple(counts)
+        """Each rank's, in rank order: matrices as it keeps them; a tied output head counts once."""
+        return tuple(
+            self._matrix_bytes(shard, self._kept(rank))
+            for rank, shard in zip(self.hardware.ranks, plan.ranks, strict=True)
+        )
+
+    def whole_bytes(self, rank: int) -> int:
+        """Of the model's weights, if they all lay on one rank."""
+        whole = shard_of_layers(self.config, 0, self.config.num_layers)
+        kept = self._matrix_bytes(whole, self._kept(self._at(rank)))
+        floats = self._matrix_bytes(whole, KeptWeights(FLOAT_WEIGHTS, self.element_bytes))
+        return self.config.num_parameters * self.element_bytes - floats + kept
+
+    def _kept(self, rank: RankHardware) -> KeptWeights:
+        return KeptWeights(self.config.weights, self.element_bytes, rank.weight_bits)
+
+    def _matrix_bytes(self, shard: RankShard, kept: KeptWeights) -> int:
+        config, hidden = self.config, self.config.hidden_size
+        head = kept.head_bytes(hidden=hidden, group=config.group_size, head_dim=config.head_dim)
+        column = kept.column_bytes(hidden=hidden)
+        width = config.experts.intermediate_size if config.experts is not None else 0
+        expert = kept.expert_bytes(hidden=hidden, width=width)
+        layers = Counter((s.kv_heads.size, s.mlp_columns.size, s.experts.size) for s in shard.layers)
+        total = sum(
+            times * (heads * head + columns * column + experts * expert)
+            for (heads, columns, experts), times in layers.items()
+        )
+        rows = shard.head_rows.size + (0 if config.tie_word_embeddings else shard.embedding_rows.size)
+        return total + rows * kept.vocabulary.row_bytes(hidden)
 
     def moved_bytes(self, plan: ShardPlan, step: Step) -> float:
         """Bytes of activations that a step's exchanges hand over."""

@@ -25,6 +25,11 @@ def bounds_of(spec: HeteroInferenceSpec, config: ModelConfig) -> Bounds:
     )
 
 
+def quantized_config(spec: HeteroInferenceSpec, config: ModelConfig) -> ModelConfig:
+    """With weights as ranks will have them. Raises ModelError where the checkpoint is quantised already."""
+    return config.quantized(spec.model.quantization, spec.model.quantization_group_size)
+
+
 def kind_of(pool: PoolSpec) -> DeviceKind:
     """What a pool's ranks compute on."""
     return DeviceKind.GPU if pool.type == PoolType.GPU else DeviceKind.CPU

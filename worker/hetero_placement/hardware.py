@@ -129,6 +129,8 @@ class RankHardware:
     """What of it is taken whatever the rank is to own, measured with its group; 0: not known."""
     gather_bytes: int = 0
     """What a step's attention gathers at most on a rank that holds KV heads."""
+    weight_bits: frozenset[int] = frozenset()
+    """Widths in which it keeps weights that are stored so; it widens others to the arithmetic type."""
 
     @classmethod
     def from_report(
@@ -146,7 +148,8 @@ class RankHardware:
         memory = int(report.memory_bytes * gpu_share) if kind is DeviceKind.GPU else report.memory_bytes
         needs = formed or ranks_pb2.Formed()
         speeds = Speeds.from_proto(report.speeds)
-        return cls(kind, host, memory, speeds, pool, cores, needs.runtime_bytes, needs.gather_bytes)
+        fixed = needs.runtime_bytes, needs.gather_bytes
+        return cls(kind, host, memory, speeds, pool, cores, *fixed, weight_bits=frozenset(needs.weight_bits))
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +208,8 @@ class Hardware:
         return tuple(map(tuple, alike.values()))
 
     def levelled(self) -> Hardware:
-        """The same with ranks that are alike made equal: the median of their speeds, the least of their memory, and
-        the most of what they need of it in any case."""
+        """The same with ranks that are alike made equal: the median of their speeds, the least of their memory, the
+        most of what they need of it in any case, and the widths that all of them keep."""
         ranks = list(self.ranks)
         for alike in self.classes():
             members = [self.ranks[number] for number in alike]
@@ -214,6 +217,7 @@ class Hardware:
             memory = min(member.memory_bytes for member in members)
             runtime = max(member.runtime_bytes for member in members)
             gathered = max(member.gather_bytes for member in members)
+            weight_bits = frozenset.intersection(*(member.weight_bits for member in members))
             for number in alike:
                 ranks[number] = replace(
                     self.ranks[number],
@@ -221,6 +225,7 @@ class Hardware:
                     memory_bytes=memory,
                     runtime_bytes=runtime,
                     gather_bytes=gathered,
+                    weight_bits=weight_bits,
                 )
         return replace(self, ranks=tuple(ranks))
 

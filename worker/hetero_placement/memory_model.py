@@ -12,7 +12,7 @@ Linear in what a rank owns, so that a solver can tell at once what one unit more
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from hetero_api.graph_memory import MAX_MIXED_ROWS, GraphMemory, graph_sizes
@@ -75,13 +75,14 @@ class MemoryModel:
         self._bounds = bounds
         limits = StepLimits(bounds.max_num_batched_tokens, bounds.max_num_seqs, bounds.max_model_len)
         self._memory = ModelMemory(config, limits, element_bytes(dtype))
+        """But for weights, which ranks may keep in other widths."""
         # One block that is never used, and one sequence in whole blocks.
         self._tokens = (self._blocks_of_longest + 1) * bounds.block_size
         self._sizes = (
             () if bounds.enforce_eager else graph_sizes(min(bounds.max_num_seqs, limits.max_num_batched_tokens))
         )
         self._num_hosts = len(hardware.ranks) - hardware.num_gpu_ranks
-        self._units: dict[bool, UnitBytes] = {}
+        self._units: dict[tuple[bool, frozenset[int]], UnitBytes] = {}
         self._beside: dict[tuple[int, int, int, int], float] = {}
 
     @property
@@ -90,10 +91,10 @@ class MemoryModel:
 
     def units(self, rank: int) -> UnitBytes:
         """What a unit takes on this rank."""
-        is_gpu = self._is_gpu(rank)
-        if is_gpu not in self._units:
-            self._units[is_gpu] = self._units_of(rank)
-        return self._units[is_gpu]
+        key = self._is_gpu(rank), self._hardware.ranks[rank].weight_bits
+        if key not in self._units:
+            self._units[key] = self._units_of(rank)
+        return self._units[key]
 
     def fixed_bytes(self, rank: int, *, holds_heads: bool) -> float:
         """What a rank needs beside its units, where every layer is split alike; if it has heads, beside those."""
@@ -125,7 +126,7 @@ class MemoryModel:
         measured = hardware.runtime_bytes + RUNTIME_GROWTH_BYTES if is_gpu else hardware.runtime_bytes
         gathered = hardware.gather_bytes if shard.kv_heads_total else 0
         return Need(
-            weights=memory.weight_bytes(shard, packs_head=not is_gpu),
+            weights=replace(memory, weight_bits=hardware.weight_bits).weight_bytes(shard, packs_head=not is_gpu),
             cache=self._cache(memory.kv_cost(shard)),
             workspace=with_margin(memory.summed_workspace_bytes(shard)) + gathered,
             graphs=self._graphs(shard) if is_gpu else 0,

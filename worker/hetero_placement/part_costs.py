@@ -15,6 +15,7 @@ from functools import cache
 from typing import Final, NamedTuple
 
 from hetero_api.errors import PlanError
+from hetero_api.kept_weights import KeptWeights
 from hetero_api.model_config import ModelConfig
 from hetero_placement.hardware import CostPoint, Part, Speeds
 from hetero_placement.steps import Step
@@ -50,13 +51,15 @@ _FREE: Final = PartTime(0.0, 0.0)
 
 
 class PartCosts:
-    """Of one rank. `dtype` is the arithmetic type in force."""
+    """Of one rank. `dtype` is the arithmetic type in force, `weight_bits` the widths that it keeps weights in."""
 
-    def __init__(self, config: ModelConfig, speeds: Speeds, *, dtype: str) -> None:
+    def __init__(
+        self, config: ModelConfig, speeds: Speeds, *, dtype: str, weight_bits: frozenset[int] = frozenset()
+    ) -> None:
         self._speeds = speeds
         self._dtype = dtype
         self._measured = {part: [p for p in speeds.costs if p.part is part] for part in Part}
-        self._rates = Rates(config, speeds)
+        self._rates = Rates(config, speeds, weight_bits)
         self.attention = cache(self._attention)
         self.mlp = cache(self._mlp)
         self.experts = cache(self._experts)
@@ -121,9 +124,10 @@ class PartCosts:
 class Rates:
     """The same from bandwidth and FLOP rate alone."""
 
-    def __init__(self, config: ModelConfig, speeds: Speeds) -> None:
+    def __init__(self, config: ModelConfig, speeds: Speeds, weight_bits: frozenset[int] = frozenset()) -> None:
         self._config = config
         self._speeds = speeds
+        self._weight_bits = weight_bits
 
     def decode(self, dtype: str, rows: float, context: float) -> PartTime:
         return self._attention(dtype, rows, tokens=rows * context, pairs=rows * context)
@@ -133,7 +137,8 @@ class Rates:
 
     def mlp(self, dtype: str, rows: float) -> PartTime:
         params = UNIT * self._config.mlp_params_per_column
-        return PartTime(0.0, self._seconds(dtype, params * element_bytes(dtype), 2 * params * rows))
+        read = UNIT * self._kept(dtype).column_bytes(hidden=self._config.hidden_size)
+        return PartTime(0.0, self._seconds(dtype, read, 2 * params * rows))
 
     def experts(self, dtype: str, rows: float) -> PartTime:
         """An expert is read if a row is routed to it."""
@@ -142,22 +147,30 @@ class Rates:
             return _FREE
         part = experts.per_token / experts.number
         params = self._config.params_per_expert
-        read = params * element_bytes(dtype) * active_share(part, rows)
+        weights = self._kept(dtype).expert_bytes(hidden=self._config.hidden_size, width=experts.intermediate_size)
+        read = weights * active_share(part, rows)
         router = self._config.hidden_size * experts.number
         fixed = self._seconds(dtype, router * _ROUTER_BYTES, 2 * router * rows)
         return PartTime(fixed, self._seconds(dtype, read, 2 * params * rows * part))
 
     def head(self, dtype: str, rows: float) -> PartTime:
         params = UNIT * self._config.hidden_size
-        return PartTime(0.0, self._seconds(dtype, params * element_bytes(dtype), 2 * params * rows))
+        read = UNIT * self._kept(dtype).vocabulary.row_bytes(self._config.hidden_size)
+        return PartTime(0.0, self._seconds(dtype, read, 2 * params * rows))
 
     def _attention(self, dtype: str, rows: float, *, tokens: float, pairs: float) -> PartTime:
         """`tokens` whose keys and values are read, `pairs` of a row and a token that it attends to."""
-        config, size = self._config, element_bytes(dtype)
+        config = self._config
         params = config.attention_params_per_kv_head
-        read = (params + 2 * tokens * config.head_dim) * size
+        weights = self._kept(dtype).head_bytes(
+            hidden=config.hidden_size, group=config.group_size, head_dim=config.head_dim
+        )
+        read = weights + 2 * tokens * config.head_dim * element_bytes(dtype)
         flops = 2 * params * rows + 4 * config.group_size * config.head_dim * pairs
         return PartTime(0.0, self._seconds(dtype, read, flops))
+
+    def _kept(self, dtype: str) -> KeptWeights:
+        return KeptWeights(self._config.weights, element_bytes(dtype), self._weight_bits)
 
     def _seconds(self, dtype: str, num_bytes: float, flops: float) -> float:
         rates = self._speeds.flops

@@ -283,7 +283,7 @@ class _Solver:
     def _no_room(self, ranks: Sequence[int]) -> str:
         if self._every_rank and len(ranks) > most_ranks(self._config):
             return too_many_ranks(len(self._all), describe_units(self._config))
-        weights = self._config.num_parameters * self._model.element_bytes
+        weights = min(self._model.whole_bytes(rank) for rank in ranks)
         cache = self._memory.cache_bytes(self._config.num_kv_heads)
         return self._memory.shortage(weights + cache, tuple(ranks))
 

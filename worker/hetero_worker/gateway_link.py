@@ -128,10 +128,14 @@ class GatewayLink:
         """Whether there is an event to receive, or one comes within so many seconds."""
         if self._returned is None:
             try:
-                self._returned = self._incoming.get(timeout=timeout_s)
+                self._returned = self._incoming.get(block=timeout_s > 0, timeout=timeout_s)
             except queue.Empty:
                 return False
         return True
+
+    def peek(self) -> Event | None:
+        """What `receive` would give without blocking, which it still will; None if that is nothing."""
+        return self._returned if self.wait(0.0) else None
 
     def put_back(self, event: Event) -> None:
         """The event that was received last is what `receive` gives next."""
@@ -184,7 +188,9 @@ class GatewayLink:
             self._hang_up = call.cancel
             try:
                 for message in call:
-                    deliver(Arrival(time.monotonic(), message))
+                    arrived_s = time.monotonic()
+                    for each in one_by_one(message):
+                        deliver(Arrival(arrived_s, each))
             except grpc.RpcError as error:
                 return _ended_by(error)
         return StreamEnded("the gateway closed the stream", permanent=False)
@@ -222,6 +228,14 @@ class GatewayLink:
                     return False
             pause_s = min(2 * pause_s, _LONGEST_KNOCK_PAUSE_S, max(_KNOCK_PAUSE_S, deadline - time.monotonic()))
         return False
+
+
+def one_by_one(message: ranks_pb2.GatewayMessage) -> Iterator[ranks_pb2.GatewayMessage]:
+    """Plans that travel together, each in a message of its own; any other message as it is. Changes what is given."""
+    further = [ranks_pb2.GatewayMessage(epoch=message.epoch, step_plan=plan) for plan in message.further_plans]
+    message.ClearField("further_plans")
+    yield message
+    yield from further
 
 
 def _knock(target: str) -> None:

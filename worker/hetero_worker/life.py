@@ -30,6 +30,7 @@ from typing import Final, Protocol
 from hetero_api.contract import EXIT_FAILURE, EXIT_OK, EXIT_PERMANENT
 from hetero_api.errors import HeteroError, ModelError, PlanError
 from hetero_api.host.heartbeat import Heartbeat, Standing
+from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.distributed.company import Company, shared_bandwidth
@@ -55,6 +56,7 @@ from hetero_worker.life_messages import (
     held_message,
     load_request,
     loaded_message,
+    quantized_config,
 )
 from hetero_worker.memory.budget import FixedNeeds
 from hetero_worker.plan_work import PlanWork
@@ -78,8 +80,12 @@ _PERMANENT: Final = (ModelError, PlanError, MemoryBudgetError, PinningError, Wei
 class Probe(Protocol):
     """Measures the rank's device; see probe/speeds.py."""
 
-    def costs(self, dtype: str, company: Company) -> ranks_pb2.DeviceSpeeds:
-        """What the model's parts cost in an arithmetic type; the caller's to change. Collective."""
+    def costs(self, dtype: str, config: ModelConfig, company: Company) -> ranks_pb2.DeviceSpeeds:
+        """What a model's parts cost in an arithmetic type; the caller's to change. Collective."""
+        ...
+
+    def weight_bits(self, dtype: str, config: ModelConfig) -> frozenset[int]:
+        """Widths below the arithmetic type's in which the rank would keep a model's weights."""
         ...
 
     def bandwidth(self) -> float:
@@ -366,17 +372,20 @@ class RankLife:
         self._fence.adopt(self._group)
         times = self._group.measure() if message.measure_exchange else ExchangeTimes()
         self._form_message = message
-        costs = self._costs_in(message.dtype, self._group)
+        config = quantized_config(self._identity.model_config, message)
+        costs = self._costs_in(message.dtype, config, self._group)
         self._enter(RankState.FORMED)
         needs = self._probe.fixed_needs()
         formed = formed_message(self._group.kind, self._group.exchange_reason, times, costs, needs)
+        if message.dtype:
+            formed.weight_bits.extend(sorted(self._probe.weight_bits(message.dtype, config)))
         self._send(ranks_pb2.RankMessage(formed=formed))
 
-    def _costs_in(self, dtype: str, group: Group) -> ranks_pb2.DeviceSpeeds | None:
+    def _costs_in(self, dtype: str, config: ModelConfig, group: Group) -> ranks_pb2.DeviceSpeeds | None:
         """How fast all ranks are at once, and each alone, if a type is given. A single one has told so at Hello."""
         if not dtype:
             return None
-        costs = self._probe.costs(dtype, group)
+        costs = self._probe.costs(dtype, config, group)
         costs.turnaround_s = self._turnaround_s()
         if group.num_ranks > 1:
             costs.memory_bandwidth, costs.lone_memory_bandwidth = shared_bandwidth(group, self._probe.bandwidth)

@@ -101,7 +101,7 @@ def load_request(
     utilization = 1.0 if identity.platform.own.is_host else order.device_memory_utilization or 1.0
     return LoadRequest(
         directory=identity.model_dir,
-        config=identity.model_config,
+        config=quantized_config(identity.model_config, order),
         dtype=order.dtype,
         shard_plan=plan,
         plan_key=order.plan_key,
@@ -116,6 +116,13 @@ def load_request(
         batch_invariant=order.batch_invariant,
         num_gpu_ranks=num_gpu_ranks(form),
     )
+
+
+def quantized_config(config: ModelConfig, order: ranks_pb2.FormGroup | ranks_pb2.LoadModel) -> ModelConfig:
+    """With weights as the gateway says. Raises ModelError where that has no sense."""
+    if not order.HasField("quantization"):
+        return config
+    return config.quantized(order.quantization.method, order.quantization.group_size or None)
 
 
 def loaded_message(report: LoadReport, *, local_memory_percent: int | None) -> ranks_pb2.Loaded:

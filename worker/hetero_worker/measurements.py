@@ -22,6 +22,7 @@ import torch
 from google.protobuf import json_format
 
 from hetero_api.v1 import ranks_pb2
+from hetero_api.weight_format import FLOAT_WEIGHTS, StoredWeights
 from hetero_worker.layers.kernel_choice import choose_kernel
 from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.models.decoder import Decoder
@@ -64,22 +65,27 @@ class KeptMeasurements:
         self._write()
 
     def choose_kernel(
-        self, candidates: Sequence[LinearKernel], shapes: Sequence[tuple[int, int]], *, dtype: torch.dtype
+        self,
+        candidates: Sequence[LinearKernel],
+        shapes: Sequence[tuple[int, int]],
+        *,
+        dtype: torch.dtype,
+        stored: StoredWeights = FLOAT_WEIGHTS,
     ) -> LinearKernel:
         """As `kernel_choice.choose_kernel`, which is asked if it was not before."""
-        question = f"{dtype} {sorted(shapes)} {[kernel.name for kernel in candidates]}"
+        question = f"{dtype} {stored} {sorted(shapes)} {[kernel.name for kernel in candidates]}"
         kernels = self._data.setdefault(_KERNELS, {})
         for kernel in candidates:
             if kernel.name == kernels.get(question):
                 return kernel
-        chosen = choose_kernel(candidates, shapes, dtype=dtype)
+        chosen = choose_kernel(candidates, shapes, dtype=dtype, stored=stored)
         kernels[question] = chosen.name
         self._write()
         return chosen
 
     def measure_workspace(self, decoder: Decoder, request: LoadRequest) -> int | None:
         """As `largest_step.measure_workspace`, which is asked if it was not before."""
-        means = (request.attention, request.fused, request.batch_invariant)
+        means = (request.attention, request.fused, request.native, request.batch_invariant)
         asked = (request.config, request.dtype, request.shard_plan, request.rank, limits_of(request), means)
         question = hashlib.sha256(repr(asked).encode()).hexdigest()
         workspaces = self._data.setdefault(_WORKSPACES, {})

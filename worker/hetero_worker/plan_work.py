@@ -1,6 +1,8 @@
 """PlanWork: a rank's plans, from their arrival to their answers.
 
-Plans are worked off strictly in order, and answered in order. On a rank that chains its steps the next plan, if it has
+Plans are worked off strictly in order, and answered in order. Answers to steps that are short, and that others follow
+which are here already, wait for one another a while and travel together (HOLD_S): a message costs its two ends as much
+as many answers do. On a rank that chains its steps the next plan, if it has
 come, may begin before the one before is finished (`runners.step_chain`); on any other it waits in the link, and nothing
 of it is looked at before. Only a step whose draws are masked looks at what comes next, which are its masks.
 
@@ -12,7 +14,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, TypeGuard
 
 from hetero_api.host.heartbeat import Heartbeat
 from hetero_api.v1 import ranks_pb2
@@ -22,6 +24,8 @@ from hetero_worker.life_messages import step_result
 from hetero_worker.runners.base import Runner, StepOutput
 from hetero_worker.runners.step_chain import StepChain
 
+HOLD_S: Final = 1 / 60
+"""How long the first of the answers that travel together waits at most: text that comes 60 times a second flows."""
 _ENDINGS: Final = ("abort", "shutdown")
 
 
@@ -38,11 +42,15 @@ class PlanWork:
         self._arrivals_s: deque[float] = deque()
         """Of plans that are not answered yet."""
         self._step_ended_s = 0.0
+        self._held: list[ranks_pb2.StepResult] = []
+        """Answers that wait for more."""
+        self._held_since_s = 0.0
         self.last_step = 0
         """That was finished."""
 
     def begin_epoch(self, epoch: int, *, rank: int) -> None:
         self._epoch, self._rank = epoch, rank
+        self._held.clear()
         self._next_step, self.last_step = 1, 0
 
     @property
@@ -50,7 +58,7 @@ class PlanWork:
         """Whether a step is to be finished."""
         return self._chain.is_open
 
-    def is_next(self, event: Event) -> bool:
+    def is_next(self, event: Event) -> TypeGuard[Arrival]:
         """Whether it is the plan that comes next, for which a step need not be finished beforehand."""
         if not isinstance(event, Arrival) or not event.message.HasField("step_plan"):
             return False
@@ -77,6 +85,7 @@ class PlanWork:
         """The epoch is over: nobody waits for answers."""
         self._chain.drop()
         self._arrivals_s.clear()
+        self._held.clear()
 
     def _tell(self, plan: ranks_pb2.StepPlan, output: StepOutput) -> None:
         began_s = max(self._arrivals_s.popleft(), self._step_ended_s)
@@ -84,11 +93,32 @@ class PlanWork:
         self.last_step = plan.step_id
         self._heartbeat.count_step()
         if self._rank == 0 or output.report is not None:
-            result = step_result(plan, output, step_s=self._step_ended_s - began_s)
-            self._link.send(ranks_pb2.RankMessage(epoch=self._epoch, step_result=result))
+            step_s = self._step_ended_s - began_s
+            if not self._held:
+                self._held_since_s = self._step_ended_s
+            self._held.append(step_result(plan, output, step_s=step_s))
+            if plan.spans or not self._may_hold(step_s):
+                self._send_held()
+
+    def _may_hold(self, step_s: float) -> bool:
+        """Whether another answer comes soon enough for those that are held, if the next step takes as long."""
+        if time.monotonic() + step_s > self._held_since_s + HOLD_S:
+            return False
+        following = self._link.peek()
+        if following is None or not self.is_next(following):
+            return False
+        plan = following.message.step_plan
+        return not plan.spans and not plan.masked_slots and not plan.HasField("command")
+
+    def _send_held(self) -> None:
+        if self._held:
+            first, *others = self._held
+            self._link.send(ranks_pb2.RankMessage(epoch=self._epoch, step_result=first, further_results=others))
+            self._held.clear()
 
     def _receive_masks(self, plan: ranks_pb2.StepPlan) -> Sequence[bytes]:
         """The masks of the step that is being done. Raises ExchangeAborted when its epoch, or this life, is over."""
+        self._send_held()
         event = self._link.receive()
         if not isinstance(event, Arrival) or event.message.WhichOneof("body") in _ENDINGS:
             self._link.put_back(event)

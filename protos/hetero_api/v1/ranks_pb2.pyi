@@ -132,6 +132,7 @@ class RankMessage(_message.Message):
     FAILURE_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     ECHO_FIELD_NUMBER: _builtins.int
+    FURTHER_RESULTS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The epoch it is spoken in; 0 in Hello."""
     @_builtins.property
@@ -166,6 +167,10 @@ class RankMessage(_message.Message):
     def echo(self) -> Global___Echo:
         """Say this back at once: between FormGroup and Formed, while the rank measures."""
 
+    @_builtins.property
+    def further_results(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepResult]:
+        """Behind a step_result: those of the plans that follow, in order."""
+
     def __init__(
         self,
         *,
@@ -178,10 +183,11 @@ class RankMessage(_message.Message):
         failure: Global___Failure | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
         echo: Global___Echo | None = ...,
+        further_results: _abc.Iterable[Global___StepResult] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["allocated", b"allocated", "body", b"body", "echo", b"echo", "failure", b"failure", "formed", b"formed", "heartbeat", b"heartbeat", "hello", b"hello", "loaded", b"loaded", "step_result", b"step_result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allocated", b"allocated", "body", b"body", "echo", b"echo", "epoch", b"epoch", "failure", b"failure", "formed", b"formed", "heartbeat", b"heartbeat", "hello", b"hello", "loaded", b"loaded", "step_result", b"step_result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allocated", b"allocated", "body", b"body", "echo", b"echo", "epoch", b"epoch", "failure", b"failure", "formed", b"formed", "further_results", b"further_results", "heartbeat", b"heartbeat", "hello", b"hello", "loaded", b"loaded", "step_result", b"step_result"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "formed", "loaded", "allocated", "step_result", "failure", "heartbeat", "echo"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
@@ -204,6 +210,7 @@ class GatewayMessage(_message.Message):
     SHUTDOWN_FIELD_NUMBER: _builtins.int
     TOKEN_MASKS_FIELD_NUMBER: _builtins.int
     ECHO_FIELD_NUMBER: _builtins.int
+    FURTHER_PLANS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The epoch it is spoken in."""
     @_builtins.property
@@ -238,6 +245,10 @@ class GatewayMessage(_message.Message):
     def echo(self) -> Global___Echo:
         """What the rank said."""
 
+    @_builtins.property
+    def further_plans(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepPlan]:
+        """Behind a step_plan: steps to do after it, in order, as if each had come by itself."""
+
     def __init__(
         self,
         *,
@@ -250,10 +261,11 @@ class GatewayMessage(_message.Message):
         shutdown: Global___Shutdown | None = ...,
         token_masks: Global___TokenMasks | None = ...,
         echo: Global___Echo | None = ...,
+        further_plans: _abc.Iterable[Global___StepPlan] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "allocate_cache", b"allocate_cache", "body", b"body", "echo", b"echo", "form_group", b"form_group", "load_model", b"load_model", "shutdown", b"shutdown", "step_plan", b"step_plan", "token_masks", b"token_masks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "allocate_cache", b"allocate_cache", "body", b"body", "echo", b"echo", "epoch", b"epoch", "form_group", b"form_group", "load_model", b"load_model", "shutdown", b"shutdown", "step_plan", b"step_plan", "token_masks", b"token_masks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "allocate_cache", b"allocate_cache", "body", b"body", "echo", b"echo", "epoch", b"epoch", "form_group", b"form_group", "further_plans", b"further_plans", "load_model", b"load_model", "shutdown", b"shutdown", "step_plan", b"step_plan", "token_masks", b"token_masks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["form_group", "load_model", "allocate_cache", "step_plan", "abort", "shutdown", "token_masks", "echo"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
@@ -790,6 +802,7 @@ class FormGroup(_message.Message):
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     HEARTBEAT_INTERVAL_S_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
+    QUANTIZATION_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """The receiver's rank."""
     measure_exchange: _builtins.bool
@@ -816,6 +829,10 @@ class FormGroup(_message.Message):
     def places(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankPlace]:
         """All ranks, in rank order."""
 
+    @_builtins.property
+    def quantization(self) -> Global___Quantization:
+        """What weights will be quantised to as they are loaded; absent: nothing, they stay as the checkpoint has them."""
+
     def __init__(
         self,
         *,
@@ -830,14 +847,41 @@ class FormGroup(_message.Message):
         max_num_seqs: _builtins.int = ...,
         heartbeat_interval_s: _builtins.float = ...,
         dtype: _builtins.str = ...,
+        quantization: Global___Quantization | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["quantization", b"quantization"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "exchange", b"exchange", "heartbeat_interval_s", b"heartbeat_interval_s", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "measure_exchange", b"measure_exchange", "places", b"places", "rank", b"rank", "segment_name", b"segment_name", "store_address", b"store_address", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "exchange", b"exchange", "heartbeat_interval_s", b"heartbeat_interval_s", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "measure_exchange", b"measure_exchange", "places", b"places", "quantization", b"quantization", "rank", b"rank", "segment_name", b"segment_name", "store_address", b"store_address", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FormGroup: _TypeAlias = FormGroup  # noqa: Y015
+
+@_typing.final
+class Quantization(_message.Message):
+    """How weights are quantised as they are loaded (spec.model.quantization)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    METHOD_FIELD_NUMBER: _builtins.int
+    GROUP_SIZE_FIELD_NUMBER: _builtins.int
+    method: _builtins.str
+    """"int8" or "int4"."""
+    group_size: _builtins.int
+    """Inputs that share a scale, for int4."""
+    def __init__(
+        self,
+        *,
+        method: _builtins.str = ...,
+        group_size: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_size", b"group_size", "method", b"method"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Quantization: _TypeAlias = Quantization  # noqa: Y015
 
 @_typing.final
 class Formed(_message.Message):
@@ -852,6 +896,7 @@ class Formed(_message.Message):
     COSTS_FIELD_NUMBER: _builtins.int
     RUNTIME_BYTES_FIELD_NUMBER: _builtins.int
     GATHER_BYTES_FIELD_NUMBER: _builtins.int
+    WEIGHT_BITS_FIELD_NUMBER: _builtins.int
     exchange: Global___ExchangeKind.ValueType
     """The exchange that stands; the same on every rank."""
     exchange_reason: _builtins.str
@@ -876,6 +921,12 @@ class Formed(_message.Message):
         nothing else; absent unless asked for.
         """
 
+    @_builtins.property
+    def weight_bits(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Widths, in bits, in which this rank keeps weights that are stored so: 16, 8, 4. Others it widens to the arithmetic
+        type. Empty: it widens all.
+        """
+
     def __init__(
         self,
         *,
@@ -886,10 +937,11 @@ class Formed(_message.Message):
         costs: Global___DeviceSpeeds | None = ...,
         runtime_bytes: _builtins.int = ...,
         gather_bytes: _builtins.int = ...,
+        weight_bits: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs", "device_times", b"device_times", "exchange", b"exchange", "exchange_reason", b"exchange_reason", "gather_bytes", b"gather_bytes", "host_times", b"host_times", "runtime_bytes", b"runtime_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs", "device_times", b"device_times", "exchange", b"exchange", "exchange_reason", b"exchange_reason", "gather_bytes", b"gather_bytes", "host_times", b"host_times", "runtime_bytes", b"runtime_bytes", "weight_bits", b"weight_bits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -935,6 +987,7 @@ class LoadModel(_message.Message):
     DEVICE_MEMORY_UTILIZATION_FIELD_NUMBER: _builtins.int
     ENFORCE_EAGER_FIELD_NUMBER: _builtins.int
     BATCH_INVARIANT_FIELD_NUMBER: _builtins.int
+    QUANTIZATION_FIELD_NUMBER: _builtins.int
     dtype: _builtins.str
     """Arithmetic type, "float32" or "bfloat16"."""
     max_model_len: _builtins.int
@@ -955,6 +1008,10 @@ class LoadModel(_message.Message):
     def shard_plan(self) -> Global___ShardPlan:
         """Who owns what."""
 
+    @_builtins.property
+    def quantization(self) -> Global___Quantization:
+        """What weights are quantised to as they are loaded, as in FormGroup."""
+
     def __init__(
         self,
         *,
@@ -966,10 +1023,11 @@ class LoadModel(_message.Message):
         device_memory_utilization: _builtins.float = ...,
         enforce_eager: _builtins.bool = ...,
         batch_invariant: _builtins.bool = ...,
+        quantization: Global___Quantization | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["shard_plan", b"shard_plan"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["quantization", b"quantization", "shard_plan", b"shard_plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "cache_size_is_given", b"cache_size_is_given", "device_memory_utilization", b"device_memory_utilization", "dtype", b"dtype", "enforce_eager", b"enforce_eager", "max_model_len", b"max_model_len", "plan_key", b"plan_key", "shard_plan", b"shard_plan"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "cache_size_is_given", b"cache_size_is_given", "device_memory_utilization", b"device_memory_utilization", "dtype", b"dtype", "enforce_eager", b"enforce_eager", "max_model_len", b"max_model_len", "plan_key", b"plan_key", "quantization", b"quantization", "shard_plan", b"shard_plan"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

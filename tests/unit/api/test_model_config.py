@@ -210,7 +210,10 @@ def test_rope_frequencies_equal_transformers() -> None:
             "moe_intermediate_size must be a whole number",
         ),
         ({"rope_scaling": {"type": "yarn"}}, "rope type 'yarn' is not supported"),
-        ({"quantization_config": {"bits": 4}}, "quantised checkpoints are not supported"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "quantization_config.quant_method 'fp8' is not supported; supported: awq, gptq, compressed-tensors",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_named(change: dict[str, Any], message: str) -> None:

@@ -11,7 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from gguf import GGUFWriter
 
 from hetero_api.spec import ModelSpec
 from hetero_client.errors import MissingExtraError, ModelSourceError, ModelStoreError
@@ -54,6 +56,22 @@ def store(tmp_path: Path) -> ModelStore:
 
 def test_whole_directory_is_accepted(tmp_path: Path) -> None:
     assert check_model_directory(write_model(tmp_path / "m")).num_layers == 1
+
+
+def test_weights_may_be_a_gguf_file(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "m")
+    (model / "model.safetensors").unlink()
+    file = model / "model.gguf"
+    writer = GGUFWriter(file, "llama")
+    writer.add_tensor("token_embd.weight", np.zeros((4, 8), dtype=np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert check_model_directory(model).weights.floats == "float16"
+    file.write_bytes(file.read_bytes()[:-40])
+    with pytest.raises(ModelStoreError, match=r"model\.gguf: tensor token_embd\.weight ends behind the file's end"):
+        check_model_directory(model)
 
 
 @pytest.mark.parametrize(

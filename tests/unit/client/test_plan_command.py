@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,10 +157,12 @@ def test_each_rank_has_a_probe_and_its_answer_becomes_hardware(tmp_path: Path) -
 
 
 def test_a_probe_gets_what_the_rank_would_get(tmp_path: Path) -> None:
-    argv = task(tmp_path, "").argv(1, meet=tmp_path / "meet")
+    wanted = replace(task(tmp_path, ""), quantization="int4", quantization_group_size=64)
+    argv = wanted.argv(1, meet=tmp_path / "meet")
     assert argv[3:] == (
         "--model", str(tmp_path), "--device", "cpu", "--cores", "1", "--num-threads", "1", "--numa-policy", "None",
-        "--memory-bytes", "4000", "--dtype", "float32", "--group", "2", "--rank", "1", "--num-gpu-ranks", "0",
+        "--memory-bytes", "4000", "--dtype", "float32", "--quantization", "int4", "--quantization-group-size", "64",
+        "--group", "2", "--rank", "1", "--num-gpu-ranks", "0",
         "--meet", str(tmp_path / "meet"),
     )  # fmt: skip
 

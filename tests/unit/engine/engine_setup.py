@@ -29,6 +29,7 @@ def engine_config(
     max_steps_in_flight: int = 2,
     pause_limit_s: float = 60.0,
     ageing_s: float = 10.0,
+    lookahead_s: float = 0.0,
 ) -> EngineConfig:
     return EngineConfig(
         max_num_seqs=max_num_seqs,
@@ -42,6 +43,7 @@ def engine_config(
         max_steps_in_flight=max_steps_in_flight,
         pause_limit_s=pause_limit_s,
         ageing_s=ageing_s,
+        lookahead_s=lookahead_s,
     )
 
 
@@ -93,11 +95,13 @@ def generation(
 class Bench:
     """A scheduler and the fake ranks that do its plans, as many steps ahead as the configuration allows.
 
-    `outputs` are the tokens that were told, by request id or, for completions but the first, `ID/INDEX`.
+    `steps_out`: how many may be out if they only decode, where that is more. `outputs` are the tokens that were told,
+    by request id or, for completions but the first, `ID/INDEX`.
     """
 
     config: EngineConfig
     num_blocks: int
+    steps_out: int | None = None
     scheduler: Scheduler = field(init=False)
     ranks: FakeRanks = field(init=False)
     in_flight: deque[tuple[ScheduledStep, ranks_pb2.StepResult]] = field(default_factory=deque)
@@ -127,7 +131,7 @@ class Bench:
 
     def send(self, now: float = 0.0) -> ScheduledStep | None:
         """Schedule a step, if one can go out; ranks do it, and their result is on its way."""
-        step = self.scheduler.schedule(now)
+        step = self.scheduler.schedule(now, steps_out=self.steps_out)
         if step is not None:
             if [completion.slot for completion in step.masked] != list(step.plan.masked_slots):
                 raise PlanError("masked completions and masked slots do not fit")

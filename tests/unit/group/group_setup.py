@@ -20,6 +20,7 @@ from hetero_gateway.group.rank_link import Closing, RankLink
 from hetero_gateway.group.settings import GroupSettings
 from hetero_gateway.group.topology import GroupState
 from hetero_gateway.group.verbs import GroupVerbs
+from hetero_worker.gateway_link import one_by_one
 from tests.unit.engine.engine_setup import VOCAB_SIZE, engine_config
 from tests.unit.engine.fake_ranks import FakeRanks
 
@@ -171,7 +172,8 @@ class ScriptedRank:
 
     async def _parsed(self) -> AsyncIterator[ranks_pb2.GatewayMessage]:
         async for payload in self.link.outgoing():
-            yield ranks_pb2.GatewayMessage.FromString(payload)
+            for message in one_by_one(ranks_pb2.GatewayMessage.FromString(payload)):
+                yield message
 
     def join(self, **changes: Any) -> None:
         self.say(0, hello=hello(self.ordinal, instance=self.instance, **changes))

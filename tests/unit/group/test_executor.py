@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 
 import pytest
 
@@ -12,6 +13,7 @@ from hetero_gateway.engine.errors import EngineFault, GroupLost
 from hetero_gateway.group.errors import RankMisbehaved
 from hetero_gateway.group.executor import GroupExecutor
 from hetero_gateway.group.rank_link import RankLink
+from hetero_worker.gateway_link import one_by_one
 
 pytestmark = pytest.mark.unit
 
@@ -25,6 +27,7 @@ class Bench:
         self.links = [RankLink(str(rank)) for rank in range(num_ranks)]
         self.seconds: list[float] = []
         self.late: list[str] = []
+        self._sent: deque[list[ranks_pb2.GatewayMessage]] = deque()
         self.executor = GroupExecutor(
             self.links, epoch=7, step_timeout_s=timeout_s, command_timeout_s=timeout_s,
             observe_step=self.seconds.append, on_late=self.end,
@@ -43,14 +46,20 @@ class Bench:
         return task
 
     def answer(self, step_id: int, *, rank: int = 0, token: int = 5) -> None:
-        self.executor.take_result(rank, ranks_pb2.StepResult(step_id=step_id, token_ids=[token]))
+        self.executor.take_results(rank, [ranks_pb2.StepResult(step_id=step_id, token_ids=[token])])
 
     def report(self, rank: int, step_id: int, *, freed: int = 0) -> None:
         report = ranks_pb2.CommandReport(done=True, freed_bytes=freed)
-        self.executor.take_result(rank, ranks_pb2.StepResult(step_id=step_id, command_report=report))
+        self.executor.take_results(rank, [ranks_pb2.StepResult(step_id=step_id, command_report=report)])
 
     async def sent(self) -> list[ranks_pb2.GatewayMessage]:
-        """The next message on every link."""
+        """The next message on every link; of plans that travel together, the next plan's."""
+        if not self._sent:
+            self._sent.extend(map(list, zip(*(one_by_one(each) for each in await self.sent_together()), strict=True)))
+        return self._sent.popleft()
+
+    async def sent_together(self) -> list[ranks_pb2.GatewayMessage]:
+        """The next message on every link, as it is."""
         return [ranks_pb2.GatewayMessage.FromString(await anext(link.outgoing())) for link in self.links]
 
 
@@ -222,3 +231,44 @@ async def test_a_plan_of_256_decodes_goes_to_4_ranks_within_300_microseconds() -
         fastest_s = min(fastest_s, time.perf_counter() - began_s)
         bench.answer(step_id)
     assert fastest_s < 300e-6
+
+
+async def test_plans_of_one_turn_travel_together_and_so_may_results() -> None:
+    bench = Bench()
+    futures = [bench.submit(own_id) for own_id in (1, 2, 3)]
+    for message in await bench.sent_together():
+        plans = [message.step_plan, *message.further_plans]
+        assert [plan.step_id for plan in plans] == [1, 2, 3]
+    late = bench.submit(4)
+    assert [message.step_plan.step_id for message in await bench.sent_together()] == [4, 4]
+    await asyncio.sleep(0.03)
+    bench.executor.take_results(
+        0, [ranks_pb2.StepResult(step_id=step_id, token_ids=[step_id]) for step_id in (1, 2, 3)]
+    )
+    assert [(await future).token_ids for future in futures] == [[1], [2], [3]]
+    assert not late.done()
+    assert sum(bench.seconds) >= 0.03
+    assert max(bench.seconds) - min(bench.seconds) < 1e-6
+    bench.answer(4)
+    assert (await late).step_id == 4
+
+
+async def test_masks_go_out_behind_the_plan_that_owes_them() -> None:
+    bench = Bench()
+    bench.submit(1)
+    bench.submit(2, masked=(3,))
+    bench.executor.send_masks(2, [b"\xff"])
+    first, second = await bench.sent(), await bench.sent()
+    assert [first[0].step_plan.step_id, second[0].step_plan.step_id] == [1, 2]
+    assert (await bench.sent())[0].token_masks.step_id == 2
+
+
+async def test_plans_of_an_epoch_that_is_over_do_not_go_out() -> None:
+    bench = Bench()
+    future = bench.submit(1)
+    bench.executor.lose("over")
+    with pytest.raises(GroupLost, match="over"):
+        await future
+    await asyncio.sleep(0)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(anext(bench.links[0].outgoing()), 0.01)

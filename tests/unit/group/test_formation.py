@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hetero_api.v1 import admin_pb2, ranks_pb2
+from hetero_api.weight_format import INT8, StoredWeights, int4
 from hetero_gateway.engine.errors import EngineUnavailable
 from hetero_gateway.engine.stream import FinishedEvent
 from hetero_gateway.group.topology import GroupState
@@ -54,6 +55,21 @@ async def test_orders_go_out_phase_by_phase_to_everyone() -> None:
         assert bench.group.is_ready
         assert bench.states == [GroupState.FORMING, GroupState.LOADING, GroupState.READY]
         assert len(bench.steps) == 5
+
+
+async def test_ranks_are_told_what_weights_are_quantised_to() -> None:
+    model = {"uri": "hf://org/model", "maxModelLen": 64, "quantization": "int4", "quantizationGroupSize": 64}
+    settings = group_settings(model=model)
+    assert settings.config.weights == StoredWeights(int4(64), INT8)
+    assert group_settings().quantization is None
+    async with GroupBench(settings) as bench:
+        zero, one = ScriptedRank(bench.group, 0), ScriptedRank(bench.group, 1)
+        zero.join()
+        one.join()
+        expected = ranks_pb2.Quantization(method="int4", group_size=64)
+        assert (await zero.obey("form_group")).quantization == expected
+        await one.obey("form_group")
+        assert (await zero.obey("load_model")).quantization == expected
 
 
 async def test_what_a_rank_says_to_measure_the_way_is_said_back_at_once() -> None:

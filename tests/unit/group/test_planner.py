@@ -142,13 +142,15 @@ def test_the_key_changes_with_what_plans_are_made_from_and_nothing_else() -> Non
     assert key() == key()
     assert key(engine={"maxNumSeqs": 7}) == key()
     assert key(placement={"rebalanceExperts": False}) == key()
+    model = {"uri": "hf://org/model", "quantization": "int8"}
     others = {
+        key(model=model),
         key(dtype="bfloat16"), key(fingerprint="g"), key(placement={"mode": "Layer"}),
         key(placement={"workload": {"concurrency": 9}}), key(shares={"mlp": [1.0, 2.0]}),
         make_plan_key(spec_of({"name": "cpu", "ranks": 3}), dtype="float32", model_fingerprint="f", version="1"),
         make_plan_key(spec_of(), dtype="float32", model_fingerprint="f", version="2"),
     }  # fmt: skip
-    assert len(others | {key()}) == 8
+    assert len(others | {key()}) == 9
 
 
 async def test_only_an_epoch_that_has_to_decide_measures_the_exchange() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from hetero_api.weight_format import StoredWeights, WeightFormat
 from hetero_gateway.group.errors import UnsupportedSpecError
 from hetero_gateway.group.support import check_supported, resolve_max_model_len
 from tests.unit.group.group_setup import model_config, spec_of
@@ -19,7 +21,6 @@ GPU_AND_CPU = ({"name": "gpu", "type": "GPU", "ranks": 1}, {"name": "cpu", "rank
 @pytest.mark.parametrize(
     ("spec", "field"),
     [
-        ({"model": MODEL | {"quantization": "int8"}}, "spec.model.quantization"),
         ({"model": MODEL | {"dtype": "float16"}}, "spec.model.dtype"),
         ({"model": MODEL | {"maxModelLen": 8193}}, "spec.model.maxModelLen"),
         ({"suspend": True}, "spec.suspend"),
@@ -35,11 +36,26 @@ def test_a_field_that_cannot_be_served_is_named(spec: dict[str, Any], field: str
 
 
 def test_all_problems_are_told() -> None:
-    spec = spec_of(model=MODEL | {"quantization": "int8"}, suspend=True)
+    spec = spec_of(model=MODEL | {"dtype": "float16"}, suspend=True)
     with pytest.raises(UnsupportedSpecError) as caught:
         check_supported(spec, model_config())
     fields = [problem.partition(":")[0] for problem in caught.value.problems]
-    assert fields == ["spec.model.quantization", "spec.suspend"]
+    assert fields == ["spec.model.dtype", "spec.suspend"]
+
+
+@pytest.mark.parametrize("model", [{"quantization": "int8"}, {"quantization": "int4", "quantizationGroupSize": 128}])
+def test_weights_of_a_plain_checkpoint_may_be_quantised(model: dict[str, Any]) -> None:
+    check_supported(spec_of(model=MODEL | model), model_config())
+
+
+def test_a_quantised_checkpoint_is_served_as_it_is_stored_and_not_quantised_again() -> None:
+    stored = replace(model_config(), weights=StoredWeights(layers=WeightFormat(4, 128, has_minimum=True), method="awq"))
+    check_supported(spec_of(), stored)
+    with pytest.raises(UnsupportedSpecError) as caught:
+        check_supported(spec_of(model=MODEL | {"quantization": "int8"}), stored)
+    [problem] = caught.value.problems
+    assert problem.startswith("spec.model.quantization: int8 is asked for")
+    assert "(awq); use none" in problem
 
 
 @pytest.mark.parametrize("mode", ["Auto", "Tensor", "Layer", "GpuOnly"])

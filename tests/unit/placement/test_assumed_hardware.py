@@ -66,6 +66,13 @@ def test_pools_become_ranks_of_their_kind_gpu_ranks_first(tmp_path: Path) -> Non
     assert hardware.host_exchange.seconds(10**7) == pytest.approx(60e-6 + 1e-3)
 
 
+def test_ranks_keep_weights_as_narrow_as_is_assumed(tmp_path: Path) -> None:
+    gpu, cpu, _ = assumed(tmp_path, FILE, spec_of(CPU_POOL, GPU_POOL)).ranks
+    assert (gpu.weight_bits, cpu.weight_bits) == (frozenset(), frozenset({8, 4}))
+    content = FILE | {"pools": {"cpu": {"memoryBandwidth": 1e9, "memory": "64Gi", "weightBits": [16]}}}
+    assert assumed(tmp_path, content, spec_of(CPU_POOL)).ranks[0].weight_bits == {16}
+
+
 def test_a_pool_may_have_its_own_and_memory_is_no_more_than_the_manifest_gives(tmp_path: Path) -> None:
     pool = CPU_POOL | {"cpu": {"memoryPerRank": "16Gi"}}
     content = FILE | {"pools": {"cpu": {"memoryBandwidth": 1e9, "memory": "64Gi"}}}
@@ -81,6 +88,7 @@ def test_a_pool_may_have_its_own_and_memory_is_no_more_than_the_manifest_gives(t
         ({"kinds": {"CPU": {}}}, "kinds.CPU.memoryBandwidth: is required"),
         ({"kinds": {"CPU": {"memoryBandwidth": "much"}}}, "kinds.CPU.memoryBandwidth: must be a number"),
         ({"kinds": {"CPU": {"memoryBandwidth": 0}}}, "kinds.CPU.memoryBandwidth: must be more than 0"),
+        ({"kinds": {"CPU": {"memoryBandwidth": 1, "weightBits": [5]}}}, "kinds.CPU.weightBits.0: must be 16, 8 or 4"),
         ({"kinds": {"CPU": {"memoryBandwidth": 1, "speed": 3}}}, "kinds.CPU.speed: unknown field"),
         ({"kinds": {"CPU": {"memoryBandwidth": 1, "memory": 5}}}, "kinds.CPU.memory: must be a quantity"),
         ({"kinds": {"CPU": {"memoryBandwidth": 1}}}, "kinds.CPU.memory: is required, since"),

@@ -41,9 +41,10 @@ def test_a_rank_is_read_as_it_told_itself_at_hello() -> None:
     )
     rank = RankHardware.from_report(report, host="a", pool="fast", cores=2)
     assert rank == RankHardware(DeviceKind.GPU, "a", 10**10, expected, "fast", 2)
-    formed = ranks_pb2.Formed(runtime_bytes=700, gather_bytes=30)
+    formed = ranks_pb2.Formed(runtime_bytes=700, gather_bytes=30, weight_bits=[8, 4])
     needy = RankHardware.from_report(report, host="a", pool="fast", cores=2, formed=formed, gpu_share=0.5)
-    assert needy == replace(rank, memory_bytes=5 * 10**9, runtime_bytes=700, gather_bytes=30)
+    told = replace(rank, memory_bytes=5 * 10**9, runtime_bytes=700, gather_bytes=30, weight_bits=frozenset({8, 4}))
+    assert needy == told
 
 
 def test_ranks_of_one_pool_become_equal_so_that_noise_makes_no_uneven_plans() -> None:

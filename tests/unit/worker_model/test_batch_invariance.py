@@ -63,17 +63,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-def group_of(folder: Path, variant: str, layout: str, dtype: str, *, batch_invariant: bool = True) -> RankGroup:
+def group_of(
+    folder: Path, variant: str, layout: str, dtype: str, *, batch_invariant: bool = True, native: bool = True
+) -> RankGroup:
     shares, num_gpu_ranks = LAYOUTS[layout]
     return RankGroup(
         checkpoint_of(variant, folder).directory, shares, dtype=dtype, num_gpu_ranks=num_gpu_ranks,
         num_blocks=BLOCKS, block_size=BLOCK_SIZE, max_num_batched_tokens=MOST_TOKENS, batch_invariant=batch_invariant,
+        native=native,
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
 @pytest.mark.parametrize(("variant", "layout", "dtype"), CASES)
-def test_every_way_has_the_same_bits(folder: Path, variant: str, layout: str, dtype: str) -> None:
-    answers = Requests(group_of(folder, variant, layout, dtype)).answers()
+def test_every_way_has_the_same_bits(folder: Path, variant: str, layout: str, dtype: str, native: bool) -> None:
+    answers = Requests(group_of(folder, variant, layout, dtype, native=native)).answers()
     assert differing(answers) == []
     told = [(len(answer.logprobs), len(answer.prompt_logprobs)) for answer in answers.values()]
     assert told == [(DRAWS, LENGTH - 1)] * 6 + [(DRAWS, LENGTH - 1 - HIT_BLOCKS * BLOCK_SIZE)]
@@ -83,8 +87,13 @@ def test_every_way_has_the_same_bits(folder: Path, variant: str, layout: str, dt
     ("variant", "layout", "dtype"), [("llama-biased", "1 CPU rank", "float32"), ("qwen3", "2 CPU ranks", "bfloat16")]
 )
 def test_without_the_mode_some_way_has_others(folder: Path, variant: str, layout: str, dtype: str) -> None:
-    answers = Requests(group_of(folder, variant, layout, dtype, batch_invariant=False)).answers()
+    answers = Requests(group_of(folder, variant, layout, dtype, batch_invariant=False, native=False)).answers()
     assert differing(answers)
+
+
+def test_native_kernels_have_the_same_bits_in_any_mode(folder: Path) -> None:
+    answers = Requests(group_of(folder, "qwen3", "2 CPU ranks", "float32", batch_invariant=False)).answers()
+    assert differing(answers) == []
 
 
 def test_numbers_are_the_models(folder: Path) -> None:
@@ -121,12 +130,16 @@ def test_blocks_of_another_size_change_nothing(folder: Path) -> None:
 
 
 def test_ranks_report_what_they_compute_with(folder: Path) -> None:
-    layouts = ("1 CPU rank", "1 GPU")
-    host, pseudo = (group_of(folder, "llama-biased", layout, "float32").reports[0] for layout in layouts)
-    for report in (host, pseudo):
-        names = dict(kernel.split("=", 1) for kernel in report.kernels)
-        assert "-invariant" in names["linear"]
-        assert (names["attention"], names["fused"]) == ("paged-rows", "torch-invariant")
+    def names(layout: str, *, native: bool) -> dict[str, str]:
+        report = group_of(folder, "llama-biased", layout, "float32", native=native).reports[0]
+        return dict(kernel.split("=", 1) for kernel in report.kernels)
+
+    for told in (names("1 CPU rank", native=False), names("1 GPU", native=True)):
+        assert "-invariant" in told["linear"]
+        assert told["attention"].startswith("paged-rows")
+        assert told["fused"] == "torch-invariant"
+    told = names("1 CPU rank", native=True)
+    assert all("native" in told[part] for part in ("linear", "attention", "fused"))
 
 
 def test_weights_of_the_other_mode_do_not_serve(folder: Path) -> None:

@@ -8,12 +8,18 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from hetero_api.weight_format import INT8, StoredWeights, WeightFormat, int4
 from hetero_worker.layers.kernel_choice import ROW_COUNTS, choose_kernel, least_times
-from hetero_worker.layers.linear_kernels import PackedWeight, PlainKernel, available_kernels, works
+from hetero_worker.layers.linear_kernels import PackedWeight, PlainKernel, TeamKernel, available_kernels, works
+from hetero_worker.layers.native_linear import NativeLinear
+from hetero_worker.memory.quantized_matrix import QuantizedMatrix
+from tests.support.native_compute import issuer_of
 
 pytestmark = pytest.mark.unit
 
-KERNELS = [(dtype, kernel) for dtype in (torch.float32, torch.bfloat16) for kernel in available_kernels(dtype)]
+KERNELS = [
+    (dtype, kernel) for dtype in (torch.float32, torch.bfloat16) for kernel in available_kernels(dtype, issuer_of())
+]
 
 
 @pytest.mark.parametrize(("dtype", "kernel"), KERNELS, ids=lambda value: getattr(value, "name", str(value)))
@@ -49,6 +55,14 @@ def test_a_packed_weight_does_not_need_the_unpacked_one() -> None:
 def test_the_plain_kernel_is_always_available_and_first() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         assert available_kernels(dtype)[0].name == "torch"
+
+
+def test_the_native_kernel_comes_first_where_there_are_threads_for_it() -> None:
+    """On a tie it is the one that is kept: weights stay narrow."""
+    for dtype in (torch.float32, torch.bfloat16):
+        native, *others = available_kernels(dtype, issuer_of())
+        assert native.name.startswith("native (")
+        assert [kernel.name for kernel in others] == [kernel.name for kernel in available_kernels(dtype)]
 
 
 class _Named:
@@ -106,6 +120,83 @@ def test_choice_follows_the_geometric_mean_and_ties_go_to_the_first(
     kernels = [_Named(name) for name in times]
     chosen = choose_kernel(kernels, [(8, 4)], dtype=torch.float32, measure=_scripted(times))
     assert chosen.name == expected
+
+
+class _Narrow(_Named):
+    """Takes one format, and remembers what it was handed."""
+
+    def __init__(self, name: str, weights: WeightFormat, stored: torch.dtype = torch.float32) -> None:
+        super().__init__(name)
+        self._taken = weights
+        self._stored = stored
+        self.handed: set[object] = set()
+
+    def storage(self, stored: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+        return stored if stored == self._stored else dtype
+
+    def takes(self, weights: WeightFormat) -> bool:
+        return weights == self._taken
+
+    def pack(self, weight: torch.Tensor) -> PackedWeight:
+        self.handed.add(weight.dtype)
+        return super().pack(weight.float())
+
+    def pack_quantized(self, matrix: QuantizedMatrix) -> PackedWeight:
+        self.handed.add(matrix.format)
+        return super().pack(matrix.dequantized())
+
+
+def test_quantised_weights_are_not_widened_if_a_kernel_takes_them() -> None:
+    """However fast the others are."""
+    kernels = [_Named("a"), _Narrow("b", INT8), _Narrow("c", INT8), _Narrow("d", int4())]
+    times = {"b": (2, 2, 2, 2), "c": (1, 1, 1, 1)}
+    stored = StoredWeights(layers=INT8)
+    chosen = choose_kernel(kernels, [(8, 4)], dtype=torch.float32, stored=stored, measure=_scripted(times))
+    assert chosen.name == "c"
+    only = choose_kernel(kernels, [(8, 4)], dtype=torch.float32, stored=StoredWeights(layers=int4(32)))
+    assert only.name == "d"
+    widening = {"a": (1, 1, 1, 1), "b": (2, 2, 2, 2), "c": (2, 2, 2, 2), "d": (2, 2, 2, 2)}
+    other = StoredWeights(layers=int4(64))
+    assert choose_kernel(kernels, [(8, 4)], dtype=torch.float32, stored=other, measure=_scripted(widening)).name == "a"
+
+
+def test_candidates_are_timed_with_weights_as_they_keep_them() -> None:
+    keeps_bfloat16, widens, whole = (_Narrow("a", INT8, torch.bfloat16), _Narrow("b", INT8), _Narrow("c", INT8))
+    choose_kernel([keeps_bfloat16, widens], [(8, 4)], dtype=torch.float32, stored=StoredWeights(floats="bfloat16"))
+    assert keeps_bfloat16.handed == {torch.bfloat16}
+    assert widens.handed == {torch.float32}
+    choose_kernel([whole, widens], [(8, 4)], dtype=torch.float32, stored=StoredWeights(layers=INT8))
+    assert whole.handed == {INT8}
+
+
+class _Team(_Named):
+    """Must not be timed itself."""
+
+    def __init__(self, alone: _Named) -> None:
+        super().__init__("team")
+        self._alone = alone
+
+    def single_threaded(self) -> _Named:
+        return self._alone
+
+    def pack(self, weight: torch.Tensor) -> PackedWeight:
+        raise AssertionError(f"a weight of {tuple(weight.shape)} was packed for a team")
+
+
+def test_a_kernel_with_threads_is_timed_by_one() -> None:
+    alone = _Narrow("alone", INT8)
+    team = _Team(alone)
+    assert isinstance(team, TeamKernel)
+    times = {"team": (1, 1, 1, 1), "a": (2, 2, 2, 2)}
+    assert choose_kernel([team, _Named("a")], [(8, 4)], dtype=torch.float32, measure=_scripted(times)) is team
+    assert alone.handed == {torch.float32}
+
+
+def test_the_native_kernel_alone_gives_the_same_bits() -> None:
+    native = NativeLinear(issuer_of(3))
+    assert isinstance(native, TeamKernel)
+    x, weight = torch.randn(3, 40), torch.randn(50, 40)
+    assert torch.equal(native.single_threaded().pack(weight)(x, None), native.pack(weight)(x, None))
 
 
 def test_a_rank_without_linear_layers_times_nothing() -> None:

@@ -14,6 +14,7 @@ import torch
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
+from hetero_api.weight_format import FLOAT_WEIGHTS, StoredWeights
 from hetero_worker.distributed.company import Alone, Round
 from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel
 from hetero_worker.measurements import KeptMeasurements
@@ -195,9 +196,14 @@ def test_another_type_is_measured_when_it_is_asked_for(tmp_path: Path) -> None:
     asked: list[torch.dtype] = []
 
     def choose(
-        candidates: Sequence[LinearKernel], shapes: Sequence[tuple[int, int]], *, dtype: torch.dtype
+        candidates: Sequence[LinearKernel],
+        shapes: Sequence[tuple[int, int]],
+        *,
+        dtype: torch.dtype,
+        stored: StoredWeights = FLOAT_WEIGHTS,
     ) -> LinearKernel:
         assert shapes
+        assert stored == config.weights
         asked.append(dtype)
         return candidates[0]
 
@@ -269,9 +275,11 @@ def test_all_ranks_meet_as_often_whatever_they_measure(tmp_path: Path) -> None:
 
 def test_what_is_kept_counts_only_where_all_ranks_have_it(tmp_path: Path) -> None:
     kept = KeptMeasurements(tmp_path / "measured", circumstances={})
-    probe = RankProbe(SMALL, config_of("llama", tmp_path / "model"), kept, model="m")
-    first = probe.costs("float32", PlayedCompany())
-    assert probe.costs("float32", PlayedCompany()) == first
-    anew = probe.costs("float32", PlayedCompany(others_can=False))
+    config = config_of("llama", tmp_path / "model")
+    probe = RankProbe(SMALL, config, kept, model="m")
+    first = probe.costs("float32", config, PlayedCompany())
+    assert probe.costs("float32", config, PlayedCompany()) == first
+    anew = probe.costs("float32", config, PlayedCompany(others_can=False))
     assert anew != first
-    assert probe.costs("float32", PlayedCompany()) == anew
+    assert probe.costs("float32", config, PlayedCompany()) == anew
+    assert probe.costs("float32", config.quantized("int4"), PlayedCompany()) != anew, "other weights are measured apart"

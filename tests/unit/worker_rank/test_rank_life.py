@@ -77,9 +77,13 @@ class BlockingExchange(LocalExchange):
 class PlayedProbe:
     """Measures nothing, and says what it was asked for."""
 
-    def costs(self, dtype: str, company: Company) -> ranks_pb2.DeviceSpeeds:
+    def costs(self, dtype: str, config: ModelConfig, company: Company) -> ranks_pb2.DeviceSpeeds:
         assert company.all_can(True)
         return ranks_pb2.DeviceSpeeds(costs_dtype=dtype)
+
+    def weight_bits(self, dtype: str, config: ModelConfig) -> frozenset[int]:
+        weights = config.weights.layers
+        return frozenset() if weights is None else frozenset({weights.bits})
 
     def bandwidth(self) -> float:
         return 2e10
@@ -267,6 +271,24 @@ def test_load_request_holds_what_the_gateway_said(tmp_path: Path) -> None:
     assert (request.dtype, request.rank, request.max_model_len) == ("float32", 0, 128)
     assert (request.max_num_batched_tokens, request.max_num_seqs, request.memory_bytes) == (64, 4, 1 << 20)
     assert (request.num_gpu_ranks, request.num_host_ranks) == (0, 1)
+
+
+def test_weights_are_quantised_as_the_gateway_says(tmp_path: Path) -> None:
+    wanted = ranks_pb2.Quantization(method="int4", group_size=64)
+    with joined(tmp_path) as (gateway, rank):
+        gateway.expect("hello")
+        gateway.tell(1, form_group=form_message(dtype="float32", quantization=wanted))
+        for _ in range(9):
+            gateway.tell(1, echo=gateway.expect("echo").echo)
+        formed = gateway.expect("formed").formed
+        order = load_message(PLAN, "key")
+        order.quantization.CopyFrom(wanted)
+        gateway.tell(1, load_model=order)
+        gateway.expect("loaded")
+        shut_down(gateway, 1, rank)
+
+    assert list(formed.weight_bits) == [4]
+    assert [request.config for request in rank.runner.requests] == [CONFIG.quantized("int4", 64)]
 
 
 def test_graphs_are_turned_off_by_the_gateway_and_told_to_it(tmp_path: Path) -> None:

@@ -53,7 +53,8 @@ def plan(
     _check_options(assume, model_config=model_config, model=model, plot=plot)
     resource = load_manifest(file)
     spec = resource.spec
-    hardware, config = _hardware_and_model(resource, assume=assume, model=model, model_config=model_config)
+    hardware, stored = _hardware_and_model(resource, assume=assume, model=model, model_config=model_config)
+    config = from_spec.quantized_config(spec, stored)
     dtype, bounds = spec.dtype_in_force, from_spec.bounds_of(spec, config)
     workload = Workload.from_spec(spec.placement.workload)
     decision = solve(
@@ -123,7 +124,15 @@ def _measured(resource: HeteroInference, model: Path | None) -> tuple[Hardware, 
     directory = _model_directory(resource, model)
     config = ModelConfig.from_directory(directory)
     print_note(f"measuring {len(local.ranks)} ranks of this machine")
-    return measure_here(ProbeTask(local, directory, resource.spec.dtype_in_force), resource.spec), config
+    model_spec = resource.spec.model
+    task = ProbeTask(
+        local,
+        directory,
+        resource.spec.dtype_in_force,
+        quantization=model_spec.quantization,
+        quantization_group_size=model_spec.quantization_group_size,
+    )
+    return measure_here(task, resource.spec), config
 
 
 def _model_directory(resource: HeteroInference, model: Path | None) -> Path:

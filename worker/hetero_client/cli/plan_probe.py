@@ -38,6 +38,8 @@ class ProbeTask:
     plan: LocalPlan
     model_dir: Path
     dtype: str
+    quantization: str = "none"
+    quantization_group_size: int | None = None
     program: tuple[str, ...] = PROGRAM
 
     def argv(self, number: int, *, meet: Path) -> tuple[str, ...]:
@@ -52,11 +54,17 @@ class ProbeTask:
             "--numa-policy", str(rank.numa_policy),
             "--memory-bytes", str(rank.memory_bytes),
             "--dtype", self.dtype,
+            *self._quantization,
             "--group", str(len(self.plan.ranks)),
             "--rank", str(number),
             "--num-gpu-ranks", str(sum(each.device != HOST_CORES for each in self.plan.ranks)),
             "--meet", str(meet),
         )  # fmt: skip
+
+    @property
+    def _quantization(self) -> tuple[str, ...]:
+        size = self.quantization_group_size
+        return ("--quantization", self.quantization, *(("--quantization-group-size", str(size)) if size else ()))
 
 
 def measure_here(task: ProbeTask, spec: HeteroInferenceSpec, *, timeout_s: float = TIMEOUT_S) -> Hardware:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hetero_api.errors import ModelError
+from hetero_api.gguf_weights import gguf_of
 from hetero_api.model_config import ModelConfig
 from hetero_client.errors import ModelStoreError
 
@@ -31,8 +32,10 @@ def check_model_directory(directory: Path) -> ModelConfig:
         raise ModelStoreError(str(error)) from error
     if not (directory / TOKENIZER).is_file():
         raise ModelStoreError(f"{directory / TOKENIZER}: no such file; the gateway needs the model's tokenizer")
-    for path in weight_files(directory):
-        _check_safetensors(path)
+    # Where weights are a GGUF file, reading the model's shape has read the file's header already.
+    if gguf_of(directory) is None:
+        for path in weight_files(directory):
+            _check_safetensors(path)
     return config
 
 
@@ -44,7 +47,8 @@ def weight_files(directory: Path) -> list[Path]:
     if (directory / WEIGHTS).is_file():
         return [directory / WEIGHTS]
     raise ModelStoreError(
-        f"{directory}: no weights; a model directory holds {WEIGHTS}, or {WEIGHTS_INDEX} and the files it lists"
+        f"{directory}: no weights; a model directory holds {WEIGHTS}, or {WEIGHTS_INDEX} and the files it lists, or "
+        "one .gguf file"
     )
 
 

@@ -11,9 +11,12 @@ class EngineConfig:
 
     `block_size` is what the KV cache begins with; a reset of the cache can change it. `max_model_len` is the longest
     prompt plus completion, in tokens. `max_queued_requests` bounds the requests that wait although every sequence of
-    a step is taken; those that the next step can start do not count. `max_steps_in_flight` 2 lets the next plan go out
-    before the last result came, 1 does not. A request that has waited `pause_limit_s` for a group of ranks to come
-    back ends. `ageing_s` is how long a request waits to gain on a newer one of the next lower priority number.
+    a step is taken; those that the next step can start do not count. `max_steps_in_flight` 2 lets the next plan go
+    out before the last result came, 1 does not. With 2, as many steps that only decode go out beside as take about
+    `lookahead_s` together, so that plans and results of short steps travel together; a request that comes waits so
+    much longer, and who ends may be computed so much longer; 0 lets none. A request that has waited `pause_limit_s`
+    for a group of ranks to come back ends. `ageing_s` is how long a request waits to gain on a newer one of the next
+    lower priority number.
     """
 
     max_num_seqs: int
@@ -25,6 +28,7 @@ class EngineConfig:
     eos_token_ids: frozenset[int]
     vocab_size: int
     max_steps_in_flight: int = 2
+    lookahead_s: float = 0.0
     pause_limit_s: float = 60.0
     ageing_s: float = 10.0
 
@@ -42,6 +46,8 @@ class EngineConfig:
                 raise ValueError(f"{name} must be at least {least.get(name, 1)}, not {getattr(self, name)}")
         if self.max_steps_in_flight not in (1, 2):
             raise ValueError(f"max_steps_in_flight must be 1 or 2, not {self.max_steps_in_flight}")
+        if not self.lookahead_s >= 0:
+            raise ValueError(f"lookahead_s must be 0 or more, not {self.lookahead_s}")
         for name in ("pause_limit_s", "ageing_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")

@@ -40,6 +40,7 @@ from hetero_gateway.engine.errors import (
 from hetero_gateway.engine.holds import Holds
 from hetero_gateway.engine.intake import Intake
 from hetero_gateway.engine.limits import end_token_ids
+from hetero_gateway.engine.lookahead import Lookahead
 from hetero_gateway.engine.pace import Pace
 from hetero_gateway.engine.pauses import Pauses
 from hetero_gateway.engine.request import GenerationRequest
@@ -78,6 +79,7 @@ class EngineCore:
         self._deliveries = Deliveries(self._scheduler, clock=clock)
         self._pauses: Pauses[Active] = Pauses(config.pause_limit_s)
         self._throughput = Throughput()
+        self._lookahead = Lookahead(config.lookahead_s)
         self.decode_pace = DecodePace()
         """Of steps that only decode, on the group that was opened last."""
         self._masks = MaskWriter(vocab_size=config.vocab_size)
@@ -109,6 +111,7 @@ class EngineCore:
         self.recoveries += self._intake.has_opened and bool(self._deliveries)
         self._intake.has_opened = True
         self._throughput.forget()
+        self._lookahead.forget()
         self.decode_pace.forget()
         self._pauses.over()
         self._use_cache(num_blocks=num_blocks, block_size=block_size)
@@ -293,18 +296,20 @@ class EngineCore:
     def _take_results(self, group: _Group) -> int:
         """How many tokens came."""
         num_updates = 0
-        while (flight := group.flights.land(now=(now := self._clock()))) is not None:
+        while (landed := group.flights.land(now=self._clock())) is not None:
+            flight, seconds = landed
             result = flight.result.result()
-            self._throughput.add_step(now - flight.began_s, tokens=len(result.token_ids))
-            self._note_pace(flight.step, now - flight.began_s)
+            self._throughput.add_step(seconds, tokens=len(result.token_ids))
+            self._note_pace(flight.step, seconds, result.step_s)
             outcome = self._scheduler.apply(result)
             self._deliveries.take(outcome)
             num_updates += len(outcome.updates)
         return num_updates
 
-    def _note_pace(self, step: ScheduledStep, seconds: float) -> None:
+    def _note_pace(self, step: ScheduledStep, seconds: float, on_ranks_s: float) -> None:
         rows = len(step.decodes.slots)
         if rows and not step.spans and not step.masked:
+            self._lookahead.add_step(on_ranks_s)
             self.decode_pace.add_step(seconds, rows=rows, tokens=sum(map(len, step.decodes.token_ids)))
 
     def _send(self, group: _Group) -> None:
@@ -326,7 +331,7 @@ class EngineCore:
         if self._is_held:
             return False
         now = self._clock()
-        step = self._scheduler.schedule(now)
+        step = self._scheduler.schedule(now, steps_out=self._lookahead.steps_out())
         if step is None:
             return False
         flights.send(step, now=now)

@@ -15,10 +15,10 @@ waiting ones. What always holds:
   a request is accepted only if it fits the cache alone; hence all end.
 - **Decodes do not wait for prefills, nor prefills for decodes.** At most as many completions run as a step may compute
   tokens, so each decode gets its token in every step, and the most urgent prefill at least one.
-- **Overlap.** Up to `max_steps_in_flight` steps are out. A completion whose result shows that it ended may be in a
-  later step that is out already: what that samples is dropped. One that is preempted while steps that sample for it
-  are out queues again when their tokens are known. Ranks work plans off in order, so blocks and slots are free for the
-  next plan at once, whatever is in flight.
+- **Overlap.** Up to `max_steps_in_flight` steps are out, or more that only decode (lookahead.py). A completion whose
+  result shows that it ended may be in a later step that is out already: what that samples is dropped. One that is
+  preempted while steps that sample for it are out queues again when their tokens are known. Ranks work plans off in
+  order, so blocks and slots are free for the next plan at once, whatever is in flight.
 
 Completions of one request share the full blocks of its prompt: one computes them, the others are *parked* till then.
 
@@ -216,13 +216,15 @@ class Scheduler:
 
     # --- a step goes out --------------------------------------------------------------------------------
 
-    def schedule(self, now: float) -> ScheduledStep | None:
+    def schedule(self, now: float, *, steps_out: int | None = None) -> ScheduledStep | None:
         """The next step; None if there is nothing that can go out now. `now` only dates each request's first step.
+
+        `steps_out`: how many may be out if they only decode, where that is more than `max_steps_in_flight`.
 
         Call `expire` with the same `now` before, so that no expired request is computed. A step may compute nothing:
         it only tells ranks to drop what has ended, so that they are idle too.
         """
-        if not self._is_open or len(self._in_flight) >= self._config.max_steps_in_flight:
+        if not self._is_open or not self._may_send(steps_out):
             return None
         step = self._planner.plan(now)
         if step is None and not self._requests:
@@ -232,6 +234,13 @@ class Scheduler:
         elif self._requests and not self._in_flight:
             raise EngineFault(f"{len(self._requests)} requests are in flight and none can be scheduled")
         return step
+
+    def _may_send(self, steps_out: int | None) -> bool:
+        number, most = len(self._in_flight), self._config.max_steps_in_flight
+        if number < most:
+            return True
+        may_look_ahead = most > 1 and steps_out is not None and number < steps_out
+        return may_look_ahead and not any(step.spans or step.masked for step in self._in_flight)
 
     # --- its result comes back --------------------------------------------------------------------------
 

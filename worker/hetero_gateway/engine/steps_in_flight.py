@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from hetero_api.v1 import ranks_pb2
 from hetero_gateway.engine.errors import GroupLost, StepMismatch
@@ -58,6 +58,13 @@ class Flight:
                 raise StepMismatch(f"step {result.step_id}: slot {slot} drew token {token_id}, against its mask")
 
 
+class Landed(NamedTuple):
+    """A step whose result has come, and how long it took."""
+
+    flight: Flight
+    seconds: float
+
+
 class StepsInFlight:
     """See the module. `on_landed` is called when a result has come, or the group says that none will."""
 
@@ -89,18 +96,23 @@ class StepsInFlight:
         flight.owes_masks = False
         flight.masks = masks
 
-    def land(self, *, now: float) -> Flight | None:
-        """Take out the oldest step if its result has come. Raises GroupLost if none will come, or StepMismatch."""
+    def land(self, *, now: float) -> Landed | None:
+        """Take out the oldest step if its result has come. Raises GroupLost if none will come, or StepMismatch.
+
+        Steps whose results came together took as long as one another.
+        """
         if not self._flights or not self._flights[0].result.done():
             return None
+        number = next((i for i, each in enumerate(self._flights) if not each.result.done()), len(self._flights))
         flight = self._flights.popleft()
+        seconds = (now - flight.began_s) / number
         if self._flights:
-            self._flights[0].began_s = now
+            self._flights[0].began_s = flight.began_s + seconds
         if flight.result.cancelled():
             raise GroupLost("the step was cancelled by the group")
         flight.result.result()
         flight.check_masks()
-        return flight
+        return Landed(flight, seconds)
 
     def forget(self) -> None:
         """The group is over: no result is taken any more."""

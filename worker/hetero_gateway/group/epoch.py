@@ -159,7 +159,7 @@ class Epoch:
         self._heartbeats.hear(member.rank)
         kind = message.WhichOneof("body") or "nothing"
         if kind == "step_result":
-            self._executor.take_result(member.rank, message.step_result)
+            self._executor.take_results(member.rank, [message.step_result, *message.further_results])
         elif kind == "heartbeat":
             self.graph_bytes[member.rank] = message.heartbeat.graph_bytes
         elif kind == "echo":
@@ -230,6 +230,7 @@ class Epoch:
             max_num_batched_tokens=self._settings.max_num_batched_tokens,
             max_num_seqs=self._settings.max_num_seqs,
             heartbeat_interval_s=HEARTBEAT_INTERVAL_S,
+            quantization=self._settings.quantization,
         )
         for member in self.members:
             form.rank = member.rank
@@ -260,6 +261,7 @@ class Epoch:
             device_memory_utilization=self._settings.spec.engine.gpu_memory_utilization,
             enforce_eager=self._settings.spec.engine.enforce_eager,
             batch_invariant=self._settings.spec.engine.batch_invariant,
+            quantization=self._settings.quantization,
         )
         self._send_all(ranks_pb2.GatewayMessage(epoch=self.number, load_model=order))
         answers = await self._await_answers("loaded", deadline_s)

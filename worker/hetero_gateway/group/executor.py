@@ -2,7 +2,8 @@
 
 Plans get the ids of the epoch here: warm-up, commands and the scheduler count for themselves, ranks see one rising
 sequence. Several steps may be out; ranks work them off in order, so their results come in order too, from rank 0. A
-command goes out alone, and every rank answers it.
+command goes out alone, and every rank answers it. Plans that are submitted in one turn of the loop travel together, and
+so may results: what they say of a step is what they would say alone.
 
 A step has its time from when it became the oldest one out, i.e. from when the ranks could begin with it. One that
 exceeds it ends the epoch, through `on_late`. One asyncio loop.
@@ -74,6 +75,8 @@ class GroupExecutor:
         self._masks_due: _Flight | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._lost: str | None = None
+        self._leaving: ranks_pb2.GatewayMessage | None = None
+        """Plans that go out when this turn of the loop is over."""
 
     # --- out --------------------------------------------------------------------------------------------
 
@@ -102,6 +105,7 @@ class GroupExecutor:
         if due is None or due.own_id != step_id:
             raise EngineFault(f"masks of step {step_id} are not due")
         token_masks = ranks_pb2.TokenMasks(step_id=due.step_id, masks=masks)
+        self._send_leaving()
         broadcast(self._links, ranks_pb2.GatewayMessage(epoch=self._epoch, token_masks=token_masks))
 
     async def command(self, command: ranks_pb2.GroupCommand) -> list[ranks_pb2.CommandReport]:
@@ -125,33 +129,51 @@ class GroupExecutor:
 
     def _send(self, plan: ranks_pb2.StepPlan) -> int:
         self._last_step_id += 1
-        message = ranks_pb2.GatewayMessage(epoch=self._epoch, step_plan=plan)
-        message.step_plan.step_id = self._last_step_id
-        broadcast(self._links, message)
+        if self._leaving is None:
+            self._leaving = ranks_pb2.GatewayMessage(epoch=self._epoch, step_plan=plan)
+            self._leaving.step_plan.step_id = self._last_step_id
+            asyncio.get_running_loop().call_soon(self._send_leaving)
+        else:
+            self._leaving.further_plans.append(plan)
+            self._leaving.further_plans[-1].step_id = self._last_step_id
         return self._last_step_id
+
+    def _send_leaving(self) -> None:
+        """Once a turn of the loop; earlier for what has to come behind the plans."""
+        message, self._leaving = self._leaving, None
+        if message is not None and self._lost is None:
+            broadcast(self._links, message)
 
     # --- back -------------------------------------------------------------------------------------------
 
-    def take_result(self, rank: int, result: ranks_pb2.StepResult) -> None:
-        """A rank's answer. Raises RankMisbehaved unless one of this rank is awaited, and it is to the oldest step."""
+    def take_results(self, rank: int, results: Sequence[ranks_pb2.StepResult]) -> None:
+        """A rank's answers, in order. Raises RankMisbehaved unless they are awaited of it, and are to the oldest steps.
+
+        Steps whose answers travelled together took, as seen from here, as long as one another.
+        """
+        began_s = self._flights[0].began_s if self._flights else 0.0
+        now = time.monotonic()
+        for number, result in enumerate(results, 1):
+            self._take_result(rank, result, ended_s=began_s + (now - began_s) * number / len(results))
+
+    def _take_result(self, rank: int, result: ranks_pb2.StepResult, *, ended_s: float) -> None:
         if self._lost is not None:
             return
         command = self._command
         if command is not None and result.step_id == command.step_id and rank not in command.reports:
             self._take_report(command, rank, result)
         elif rank == 0 and self._flights and self._flights[0].step_id == result.step_id:
-            self._take_step(self._flights.popleft(), result)
+            self._take_step(self._flights.popleft(), result, ended_s=ended_s)
         else:
             raise RankMisbehaved(f"rank {rank} answered step {result.step_id}, which it had not to answer now")
 
-    def _take_step(self, flight: _Flight, result: ranks_pb2.StepResult) -> None:
+    def _take_step(self, flight: _Flight, result: ranks_pb2.StepResult, *, ended_s: float) -> None:
         if self._masks_due is flight:
             raise RankMisbehaved(f"rank 0 answered step {result.step_id} before its masks were sent")
-        now = time.monotonic()
         if self._flights:
-            self._flights[0].began_s = now
+            self._flights[0].began_s = ended_s
         self.num_steps += 1
-        self._observe_step(now - flight.began_s)
+        self._observe_step(ended_s - flight.began_s)
         result.step_id = flight.own_id
         if not flight.future.done():
             flight.future.set_result(result)

@@ -108,6 +108,7 @@ def make_plan_key(spec: HeteroInferenceSpec, *, dtype: str, model_fingerprint: s
         "placement": spec.placement.model_dump(mode="json", exclude={"rebalance_experts"}),
         "pools": [pool.model_dump(mode="json") for pool in spec.pools_in_rank_order],
         "dtype": dtype,
+        "quantization": [spec.model.quantization, spec.model.quantization_group_size],
         "model": model_fingerprint,
         "version": version,
     }

@@ -6,15 +6,18 @@ from dataclasses import dataclass
 
 from hetero_api.contract import VERSION
 from hetero_api.model_config import ModelConfig
-from hetero_api.spec import HeteroInference, HeteroInferenceSpec
+from hetero_api.spec import HeteroInference, HeteroInferenceSpec, Quantization
+from hetero_api.v1 import ranks_pb2
 from hetero_gateway.group.placement import ExpectedPlace, check_shares, expected_places, make_plan_key
 from hetero_gateway.group.support import resolve_max_model_len
+from hetero_placement.from_spec import quantized_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSettings:
     """One group, as it is to be. `kv_cache_bytes` is a rank's, None to take what each rank reports.
 
+    `config` says of weights what ranks will have, quantised as the resource asks.
     `plan_key` names what shard plans of the group are made from.
     """
 
@@ -36,6 +39,14 @@ class GroupSettings:
     restart_window_s: float
     version: str = VERSION
 
+    @property
+    def quantization(self) -> ranks_pb2.Quantization | None:
+        """What ranks quantise weights to as they load them; None: nothing."""
+        model = self.spec.model
+        if model.quantization == Quantization.NONE:
+            return None
+        return ranks_pb2.Quantization(method=model.quantization, group_size=model.quantization_group_size or 0)
+
     @classmethod
     def from_resource(cls, resource: HeteroInference, config: ModelConfig, *, model_fingerprint: str) -> GroupSettings:
         """Raises PlanError when the spec's shares do not fit. The spec must have passed `check_supported`."""
@@ -44,7 +55,7 @@ class GroupSettings:
         return cls(
             name=resource.metadata.name,
             spec=spec,
-            config=config,
+            config=quantized_config(spec, config),
             places=expected_places(spec),
             plan_key=make_plan_key(spec, dtype=dtype, model_fingerprint=model_fingerprint, version=VERSION),
             model_fingerprint=model_fingerprint,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
+from hetero_api.errors import ModelError
 from hetero_api.model_config import ModelConfig
-from hetero_api.spec import DType, HeteroInferenceSpec, Quantization
+from hetero_api.spec import DType, HeteroInferenceSpec
 from hetero_gateway.group.errors import UnsupportedSpecError
+from hetero_placement.from_spec import quantized_config
 
 NOT_YET: Final = "this version does not support it yet"
 
@@ -25,8 +27,10 @@ def resolve_max_model_len(spec: HeteroInferenceSpec, config: ModelConfig) -> int
 
 def _model(spec: HeteroInferenceSpec, config: ModelConfig) -> list[str]:
     problems = []
-    if spec.model.quantization != Quantization.NONE:
-        problems.append(f"spec.model.quantization: {spec.model.quantization}: {NOT_YET}; use none")
+    try:
+        quantized_config(spec, config)
+    except ModelError as error:
+        problems.append(f"spec.model.quantization: {error}")
     if spec.model.dtype == DType.FLOAT16:
         problems.append(f"spec.model.dtype: float16: {NOT_YET}; use bfloat16, float32 or auto")
     asked = spec.model.max_model_len

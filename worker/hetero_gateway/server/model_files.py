@@ -10,6 +10,7 @@ from hetero_api.model_config import ModelConfig, model_fingerprint
 from hetero_api.spec import HeteroInference
 from hetero_api.v1 import inference_pb2
 from hetero_gateway.engine.config import EngineConfig
+from hetero_gateway.engine.lookahead import LOOKAHEAD_S
 from hetero_gateway.engine.tokenizer import TextTokenizer
 from hetero_gateway.group.settings import GroupSettings
 from hetero_gateway.group.support import check_supported
@@ -60,6 +61,7 @@ def _engine_config(resource: HeteroInference, config: ModelConfig, settings: Gro
         max_queued_requests=resource.spec.gateway.max_queued_requests,
         enable_prefix_caching=resource.spec.engine.enable_prefix_caching,
         max_steps_in_flight=2 if resource.spec.engine.overlap_scheduling else 1,
+        lookahead_s=LOOKAHEAD_S,
         eos_token_ids=frozenset(config.eos_token_ids),
         vocab_size=config.vocab_size,
     )

@@ -5,7 +5,10 @@ On a GPU that is our kernels, `TritonPagedAttention`, wherever Triton is and the
 name, to be compared. FlashInfer would be another: its plan for a step is made on the host by code that is compiled for
 every shape, and whether that pays beside kernels of ours has to be measured on a GPU before anything depends on it.
 
-Batch-invariant attention is one kernel of ours on a GPU, and `RowAttention` on tensors of the host.
+On host cores that have the native kernels it is `NativePagedAttention`, in float32; else torch's operators.
+
+Batch-invariant attention is one kernel of ours on a GPU, and `RowAttention` on tensors of the host, unless they have
+the native kernels, which are invariant anyhow.
 
 The choice is made once, at construction, and told: a backend never becomes another on the way.
 """
@@ -22,10 +25,12 @@ from hetero_api.model_config import ModelConfig
 from hetero_worker.attention.base import AttentionBackend, AttentionRule
 from hetero_worker.attention.device_paged import DevicePagedAttention
 from hetero_worker.attention.kernel_limits import refusal
+from hetero_worker.attention.native_paged import NativePagedAttention
 from hetero_worker.attention.paged import paged_attention
 from hetero_worker.attention.rows import RowAttention
 from hetero_worker.attention.varlen import VarlenAttention, varlen_attend, varlen_refusal
 from hetero_worker.kernels.availability import triton_problem
+from hetero_worker.native.issuing import Issuer
 from hetero_worker.platforms.base import HOST, AttentionKind, Platform
 
 
@@ -56,28 +61,34 @@ def choose_attention(
     *,
     wanted: DeviceAttention | None = None,
     batch_invariant: bool = False,
+    issuer: Issuer | None = None,
+    no_issuer: str = "",
 ) -> ChosenAttention:
     """`wanted`, or else the best there is. `batch_invariant`: a row's bits do not depend on what else is in the batch.
 
+    `issuer`: of the native kernels, on host cores; `no_issuer`: why there is none, where there could be.
     Raises ModelError when what is wanted is not to be had here: hosts have attention of their own only, and devices
     that are no CUDA devices that of plain operators.
     """
     device = platform.device
     if platform.attention == AttentionKind.HOST and wanted is not None:
         raise ModelError(f"attention by {wanted} is asked for on host cores, which have attention of their own only")
+    if platform.attention == AttentionKind.HOST and issuer is not None and dtype == torch.float32:
+        return ChosenAttention(NativePagedAttention(issuer))
+    reason = no_issuer if issuer is None else f"the native kernels do not compute in {dtype}"
     if batch_invariant and wanted is None and device.type == HOST.type:
-        return ChosenAttention(RowAttention())
+        return ChosenAttention(RowAttention(), reason)
     if platform.attention == AttentionKind.HOST:
-        return ChosenAttention(paged_attention(dtype))
+        return ChosenAttention(paged_attention(dtype), reason)
     if wanted == DeviceAttention.VARLEN:
         return _varlen(device, dtype, config, batch_invariant=batch_invariant)
-    reason = "plain operators are asked for" if wanted == DeviceAttention.PLAIN else _triton_refusal(device, config)
-    if reason is None:
+    refused = "plain operators are asked for" if wanted == DeviceAttention.PLAIN else _triton_refusal(device, config)
+    if refused is None:
         return ChosenAttention(_triton(device, config, batch_invariant=batch_invariant))
     if wanted == DeviceAttention.TRITON or batch_invariant:
         why = " (engine.batchInvariant)" if batch_invariant else ""
-        raise ModelError(f"attention by our kernels is asked for{why}, but {reason}")
-    return ChosenAttention(DevicePagedAttention(device), reason if device.type == "cuda" else "")
+        raise ModelError(f"attention by our kernels is asked for{why}, but {refused}")
+    return ChosenAttention(DevicePagedAttention(device), refused if device.type == "cuda" else "")
 
 
 def _triton_refusal(device: torch.device, config: ModelConfig) -> str | None:

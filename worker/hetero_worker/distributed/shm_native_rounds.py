@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Final
 
@@ -13,10 +14,22 @@ from hetero_worker.distributed.reduction import check_summable
 from hetero_worker.distributed.shm_native import NativeRank, address_of
 from hetero_worker.distributed.shm_peers import Late
 from hetero_worker.distributed.shm_segment import RoundsLayout
+from hetero_worker.native.compute_library import CallOp, Kind, Op
 from hetero_worker.native.library import MAX_SEATS, Gathering, GroupState, Route
 
 _MAX_ROUTES: Final = 1024
 _DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+@dataclass(frozen=True, slots=True)
+class RoundCall:
+    """A round as an operation of the compute library, for the tensor that it was made for, however often."""
+
+    op: CallOp
+    finish: Callable[[int], None]
+    """Goes on with a round that answered something else than 0; raises as the exchange does."""
+    kept: tuple[object, ...]
+    """What the operation points at."""
 
 
 class NativeRounds:
@@ -61,6 +74,22 @@ class NativeRounds:
             self._rank.finish(code, lambda: self._gather_call(*arguments), late=self._late, at=self._at)
         bounds = pairwise(accumulate(counts, initial=0))
         return [out[begin:end] for begin, end in bounds]
+
+    def all_reduce_call(self, tensor: torch.Tensor, contributors: Sequence[int]) -> RoundCall:
+        """What `all_reduce` does, to be called from native code."""
+        if tensor.dtype not in _DTYPES:
+            check_summable(tensor)
+        ranks = tuple(contributors)
+        address, route = self._make_route((tensor.shape, tensor.dtype, ranks), tensor, ranks)
+        data = address_of(tensor)
+        function = ctypes.cast(self._share_call, ctypes.c_void_p)
+        op = CallOp(op=Op(Kind.CALL, 1), function=function, first=self._address, second=address, third=data)
+
+        def finish(code: int) -> None:
+            again = lambda: int(self._share_call(self._address, address, data))  # noqa: E731
+            self._rank.finish(code, again, late=self._late, at=self._at)
+
+        return RoundCall(op, finish, (route, self, tensor))
 
     def _share(self, tensor: torch.Tensor, contributors: tuple[int, ...]) -> None:
         key = (tensor.shape, tensor.dtype, contributors)

@@ -14,14 +14,20 @@ from hetero_worker.kernels.availability import triton_problem
 from hetero_worker.layers.fused_ops import FusedOps
 from hetero_worker.layers.invariant_ops import InvariantOps
 from hetero_worker.layers.linear_kernels import LinearKernel
+from hetero_worker.layers.native_linear import NativeLinear
+from hetero_worker.layers.native_ops import NativeOps
 from hetero_worker.layers.row_blocks import BlockKernel, Shape
+from hetero_worker.native.issuing import Issuer
 from hetero_worker.platforms.base import HOST
 
 
-def invariant_ops(device: torch.device) -> FusedOps:
-    """Raises ModelError for a device without our kernels."""
+def invariant_ops(device: torch.device, *, issuer: Issuer | None = None) -> FusedOps:
+    """On host cores by the native kernels where there is an issuer: they compute in float32, row by row anyhow.
+
+    Raises ModelError for a device without our kernels.
+    """
     if device.type == HOST.type:
-        return InvariantOps()
+        return InvariantOps() if issuer is None else NativeOps(issuer, others=InvariantOps())
     _require_triton(device)
     from hetero_worker.layers.triton_ops import InvariantTritonOps  # imports triton
 
@@ -31,12 +37,15 @@ def invariant_ops(device: torch.device) -> FusedOps:
 def invariant_kernel(
     chosen: LinearKernel, shapes: list[Shape], *, dtype: torch.dtype, device: torch.device
 ) -> LinearKernel:
-    """Host tensors: the chosen kernel, in blocks that are tried for each of the shapes. Devices: our own.
+    """Host tensors: the chosen kernel, in blocks that are tried for each of the shapes unless it is the native one,
+    which computes row by row anyhow. Devices: our own.
 
     Before weights take the memory. One that came of this before is kept, as for weights that come back from sleep.
     Raises ModelError for a device without our kernels.
     """
     if device.type == HOST.type:
+        if isinstance(chosen, NativeLinear):
+            return chosen
         kernel = chosen if isinstance(chosen, BlockKernel) else BlockKernel(chosen, dtype)
         kernel.prove(shapes)
         return kernel

@@ -53,10 +53,10 @@ class SelfAttention:
         """So many tokens are attended to; None: all."""
         return self._rule.window
 
-    def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Once loaded."""
-        parts = (self._norm, self._qkv, self._output, self._head_norms)
-        return sum(part.weight_bytes(dtype) for part in parts if part is not None)
+    def weight_bytes(self, dtype: torch.dtype, kernel: LinearKernel | None = None) -> int:
+        """Once loaded, at most. Without a kernel: in the arithmetic type."""
+        norms = sum(part.weight_bytes(dtype) for part in (self._norm, self._head_norms) if part is not None)
+        return norms + sum(part.weight_bytes(dtype, kernel) for part in (self._qkv, self._output))
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -120,9 +120,10 @@ class GatedMlp:
     def linear_shapes(self) -> tuple[tuple[int, int], ...]:
         return self._gate_up.shape, self._down.shape
 
-    def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Once loaded."""
-        return sum(part.weight_bytes(dtype) for part in (self._norm, self._gate_up, self._down))
+    def weight_bytes(self, dtype: torch.dtype, kernel: LinearKernel | None = None) -> int:
+        """Once loaded, at most. Without a kernel: in the arithmetic type."""
+        linears = sum(part.weight_bytes(dtype, kernel) for part in (self._gate_up, self._down))
+        return self._norm.weight_bytes(dtype) + linears
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:

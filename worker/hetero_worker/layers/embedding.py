@@ -1,8 +1,13 @@
-"""Token embedding, its rows sharded over the ranks."""
+"""Token embedding, its rows sharded over the ranks, and the output head.
+
+Rows are kept as narrow as they are stored, or are to be quantised to, where the head's kernel multiplies with that
+(weight_storage.py), and widened as they are looked up. A tied head that has the same rows packs them from the
+embedding; where what it packs can be looked up itself, the embedding keeps nothing beside it.
+"""
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 
 import torch
 from torch.nn import functional as F
@@ -10,53 +15,121 @@ from torch.nn import functional as F
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import UnitRange
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
-from hetero_worker.layers.linear import ShardedLinear
-from hetero_worker.layers.linear_kernels import LinearKernel
+from hetero_worker.layers.linear import ShardedLinear, floats_dtype, read_floats
+from hetero_worker.layers.linear_kernels import LinearKernel, PackedWeight
+from hetero_worker.layers.weight_storage import (
+    QuantizedKernel,
+    RowSource,
+    kept_format,
+    matrix_bytes,
+    packs_row_sources,
+)
 from hetero_worker.memory.loader import Checkpoint, TensorSlice
+from hetero_worker.memory.quantized_rows import QuantizedRows
 from hetero_worker.platforms.base import HOST
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 
 
+class _FloatRows:
+    """Rows as floats, of the arithmetic type or narrower."""
+
+    def __init__(self, weight: torch.Tensor, dtype: torch.dtype) -> None:
+        self.weight = weight
+        self._dtype = dtype
+
+    def rows(self, numbers: torch.Tensor) -> torch.Tensor:
+        return F.embedding(numbers, self.weight).to(self._dtype)
+
+
 class ShardedEmbedding:
     """Looks up the rows that this rank holds. Not usable before `load`."""
 
     def __init__(self, config: ModelConfig, rows: UnitRange) -> None:
-        self._source = TensorSlice(EMBEDDING, (config.vocab_size, config.hidden_size), rows=rows)
+        self._source = _vocabulary_slice(config, EMBEDDING, rows)
+        self._stored = config.weights
         self._rows = rows
         self._is_whole = rows.size == config.vocab_size
         self._scale = config.embedding_scale
-        self._weight = torch.empty(0)
+        self._scale_in_type = 1.0
+        self._packed: PackedWeight | None = None
+        self._table: _FloatRows | QuantizedRows | RowSource = _FloatRows(torch.empty(0), torch.float32)
 
-    def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Once loaded."""
-        return math.prod(self._source.shape) * dtype.itemsize
+    def weight_bytes(self, dtype: torch.dtype, kernel: LinearKernel | None = None) -> int:
+        """Once loaded, at most. `kernel`: the output head's, as at `load`."""
+        stored = self._stored
+        return matrix_bytes(self._shape, stored.vocabulary, stored.floats, dtype=dtype, kernel=kernel)
 
     @property
-    def weight(self) -> torch.Tensor:
-        """[rows of this rank, hidden]; a tied output head packs it."""
-        return self._weight
+    def num_rows(self) -> int:
+        """On this rank."""
+        return self._rows.size
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return (self._weight,)
+        match self._table:
+            case _FloatRows():
+                return (self._table.weight,)
+            case QuantizedRows():
+                return self._table.tensors
+            case _:
+                return ()
 
-    def load(self, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device = HOST) -> None:
-        self._weight = torch.empty(self._source.shape, dtype=dtype, device=device)
-        checkpoint.read(self._source, self._weight)
+    def load(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        dtype: torch.dtype,
+        kernel: LinearKernel | None = None,
+        device: torch.device = HOST,
+    ) -> None:
+        """Kept as the output head's `kernel` would have it; None: in the arithmetic type. Raises ModelError."""
+        # The scale is rounded to the weight's type, as the models were trained.
+        self._scale_in_type = torch.tensor(self._scale, dtype=dtype).item()
+        self._packed = None
+        if kept_format(checkpoint.format_of(self._source), kernel) is not None:
+            self._table = QuantizedRows.of(checkpoint.read_quantized(self._source), dtype)
+        else:
+            kept = floats_dtype(checkpoint, [self._source], dtype, kernel)
+            weight = torch.empty(self._shape, dtype=kept, device=device)
+            read_floats(checkpoint, [self._source], weight)
+            self._table = _FloatRows(weight, dtype)
+        if kernel is not None and packs_row_sources(kernel):
+            self.pack(kernel)
+
+    def pack(self, kernel: LinearKernel) -> PackedWeight:
+        """The rows as the kernel multiplies with them; what it packs is looked up from now on, where it can be."""
+        if self._packed is not None:
+            return self._packed
+        match self._table:
+            case QuantizedRows() if isinstance(kernel, QuantizedKernel):
+                packed = kernel.pack_quantized(self._table.matrix())
+            case _FloatRows():
+                packed = kernel.pack(self._table.weight)
+            case _:
+                raise RuntimeError("an embedding was packed by a kernel that it was not loaded for")
+        if isinstance(packed, RowSource):
+            self._table, self._packed = packed, packed
+        return packed
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 [tokens] → [tokens, hidden]: zero where another rank holds the row; the sum over ranks is whole."""
-        found = F.embedding(token_ids, self._weight) if self._is_whole else self._own(token_ids)
-        # The scale is rounded to the weight's type, as the models were trained.
-        return found if self._scale == 1.0 else found.mul_(torch.tensor(self._scale, dtype=found.dtype).item())
+        scale = self._scale_in_type
+        if isinstance(self._table, RowSource):
+            return self._table.embed(token_ids, first=self._rows.begin, scale=scale)
+        found = self._table.rows(token_ids) if self._is_whole else self._own(self._table, token_ids)
+        return found if scale == 1.0 else found.mul_(scale)
 
-    def _own(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def _own(self, table: _FloatRows | QuantizedRows, token_ids: torch.Tensor) -> torch.Tensor:
         local = token_ids - self._rows.begin
         foreign = (local < 0) | (local >= self._rows.size)
-        found = F.embedding(local.masked_fill_(foreign, 0), self._weight)
+        found = table.rows(local.masked_fill_(foreign, 0))
         return found.masked_fill_(foreign.unsqueeze(-1), 0.0)
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        return self._rows.size, self._source.full_shape[1]
 
 
 class OutputHead:
@@ -69,8 +142,9 @@ class OutputHead:
         self, config: ModelConfig, rows: UnitRange, *, embedding_rows: UnitRange, ops: FusedOps = PLAIN_OPS
     ) -> None:
         tied = config.tie_word_embeddings
-        source = TensorSlice(EMBEDDING if tied else HEAD, (config.vocab_size, config.hidden_size), rows=rows)
-        self._linear = ShardedLinear([source])
+        source = _vocabulary_slice(config, EMBEDDING if tied else HEAD, rows)
+        stored = replace(config.weights, layers=config.weights.vocabulary)
+        self._linear = ShardedLinear([source], stored=stored)
         self._shares_rows = tied and rows == embedding_rows
         self._soft_cap = config.logit_soft_cap
         self._ops = ops
@@ -79,9 +153,15 @@ class OutputHead:
     def shape(self) -> tuple[int, int]:
         return self._linear.shape
 
+    @property
+    def packed(self) -> PackedWeight:
+        """The weight as its kernel has it, once loaded."""
+        return self._linear.packed
+
     def weight_bytes(self, dtype: torch.dtype, kernel: LinearKernel) -> int:
-        """Once loaded, beside the embedding's: 0 when the kernel works on the embedding's own rows."""
-        return self._linear.weight_bytes(dtype) if kernel.copies_weight or not self._shares_rows else 0
+        """Once loaded, at most, beside the embedding's: 0 when both lie in the same memory."""
+        is_same = packs_row_sources(kernel) or not kernel.copies_weight
+        return 0 if self._shares_rows and is_same else self._linear.weight_bytes(dtype, kernel)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -99,7 +179,7 @@ class OutputHead:
     ) -> None:
         """`embedding` is this rank's, loaded, if it has one."""
         if self._shares_rows and embedding is not None:
-            self._linear.tie(embedding.weight, kernel)
+            self._linear.tie(embedding.pack(kernel))
         else:
             self._linear.load(checkpoint, dtype=dtype, kernel=kernel, device=device)
 
@@ -107,3 +187,8 @@ class OutputHead:
         """[rows, hidden] → float32 [rows, vocabulary rows of this rank]."""
         logits = self._linear(hidden).float()
         return logits if self._soft_cap is None else self._ops.capped(logits, self._soft_cap)
+
+
+def _vocabulary_slice(config: ModelConfig, name: str, rows: UnitRange) -> TensorSlice:
+    shape = config.vocab_size, config.hidden_size
+    return TensorSlice(name, shape, rows=rows, quantize_to=config.weights.at_load.vocabulary)

@@ -1,8 +1,9 @@
 """What a decoder does beside its linear layers and attention, in steps that one kernel can do in one pass.
 
 On a device each kernel costs a launch and a trip of its tensors to memory and back; `TritonOps` (triton_ops.py) takes
-one where torch's operators take several. `PlainOps` is the reference: what it does is how ranks on host cores compute,
-to the last bit. A kernel gives a row the same bits whatever other rows are with it; torch's operators do not promise
+one where torch's operators take several. On host cores `NativeOps` (native_ops.py) gives them to a team of threads
+that need not be woken. `PlainOps` is the reference, by torch's operators, and the way of host cores that have no
+native kernels. A kernel gives a row the same bits whatever other rows are with it; torch's operators do not promise
 that, and `InvariantOps` (invariant_ops.py) takes their place in batch-invariant mode (batch_invariance.py).
 
 Which of them a rank uses is decided when its decoder is built (`fused_ops_of`, `invariant_ops`), and reported.
@@ -23,6 +24,7 @@ from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.kernels.availability import triton_problem
 from hetero_worker.layers.activation import gated
 from hetero_worker.layers.rotary import Rotation
+from hetero_worker.native.issuing import Issuer
 from hetero_worker.platforms.base import HOST
 
 logger = logging.getLogger(__name__)
@@ -60,6 +62,18 @@ class FusedOps(Protocol):
         self, residual: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
         """residual += delta, both [rows, width], in place; then the norm of it: new."""
+        ...
+
+    def add(self, x: torch.Tensor, delta: torch.Tensor) -> None:
+        """x += delta, both [rows, width], in place."""
+        ...
+
+    def pick(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """Rows of [rows, width] at int64 [picked]: new."""
+        ...
+
+    def empty(self, rows: int, width: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Of no content yet."""
         ...
 
     def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -106,7 +120,16 @@ class FusedOps(Protocol):
 
 
 class WritesApart(ABC):
-    """What FusedOps derive from that write keys and values in a pass of its own."""
+    """What FusedOps of torch's operators derive from: they write keys and values in a pass of its own."""
+
+    def add(self, x: torch.Tensor, delta: torch.Tensor) -> None:
+        x.add_(delta)
+
+    def pick(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return x.index_select(0, index)
+
+    def empty(self, rows: int, width: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(rows, width, dtype=dtype, device=device)
 
     @abstractmethod
     def rotate(
@@ -180,18 +203,43 @@ class PlainOps(WritesApart):
 PLAIN_OPS: Final = PlainOps()
 
 
+def empty_like(ops: FusedOps, x: torch.Tensor) -> torch.Tensor:
+    """Of [rows, width] as x, of no content yet."""
+    return ops.empty(*x.shape, dtype=x.dtype, device=x.device)
+
+
 def kv_heads_of(qkv: torch.Tensor, num_heads: int) -> int:
     """KV heads in [tokens, heads + 2 · kv_heads, head_dim]."""
     return (qkv.shape[1] - num_heads) // 2
 
 
-def fused_ops_of(device: torch.device) -> FusedOps:
-    """Triton's kernels on a CUDA device that runs them, else torch's operators: with the reason, if it is a device."""
+def fused_ops_of(
+    device: torch.device,
+    *,
+    dtype: torch.dtype = torch.float32,
+    issuer: Issuer | None = None,
+    no_issuer: str = "",
+) -> FusedOps:
+    """Triton's kernels on a CUDA device that runs them; the native ones on host cores that have an issuer, in float32;
+    else torch's operators.
+
+    `no_issuer`: why there is none, where there could be. What is slower than it could be tells the reason in its name.
+    """
     if device.type == HOST.type:
-        return PLAIN_OPS
+        return _of_host(dtype, issuer, no_issuer)
     if (problem := triton_problem(device)) is not None:
         logger.warning("fused steps on %s are torch's operators, which are slower: %s", device, problem)
         return PlainOps(problem)
     from hetero_worker.layers.triton_ops import TritonOps
 
     return TritonOps()
+
+
+def _of_host(dtype: torch.dtype, issuer: Issuer | None, no_issuer: str) -> FusedOps:
+    if issuer is None:
+        return PlainOps(no_issuer)
+    if dtype != torch.float32:
+        return PlainOps(f"the native kernels do not compute in {dtype}")
+    from hetero_worker.layers.native_ops import NativeOps
+
+    return NativeOps(issuer)

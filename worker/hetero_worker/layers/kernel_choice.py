@@ -4,6 +4,10 @@ Which kernel wins depends on the CPU, the torch build and the shapes, by factors
 that a CPU's name tells. One kernel serves all row counts, so that a weight is in memory once: the candidate with
 the least geometric mean over the row counts of its time relative to the fastest.
 
+A candidate is timed with weights as it would keep them (weight_storage.py), where these are stored narrower than the
+arithmetic type. If they are quantised, candidates that would have to widen them are none as long as there is another:
+who asks for narrow weights wants them to fit.
+
 Other processes load on the same host meanwhile, and a team of threads of which one must wait for its core is
 slower by orders of magnitude, whatever the kernel. So one thread measures (what differs between the kernels is
 how they use a core), candidates take turns, and the least of each one's times counts.
@@ -20,7 +24,10 @@ from typing import Final
 
 import torch
 
-from hetero_worker.layers.linear_kernels import LinearKernel, PackedWeight
+from hetero_api.weight_format import FLOAT_WEIGHTS, StoredWeights, WeightFormat
+from hetero_worker.layers.linear_kernels import LinearKernel, PackedWeight, TeamKernel
+from hetero_worker.layers.weight_storage import FLOAT_TYPES, QuantizedKernel, kept_dtype, kept_format
+from hetero_worker.memory.quantized_matrix import QuantizedMatrix
 
 logger = logging.getLogger(__name__)
 
@@ -59,14 +66,16 @@ def choose_kernel(
     shapes: Sequence[tuple[int, int]],
     *,
     dtype: torch.dtype,
+    stored: StoredWeights = FLOAT_WEIGHTS,
     measure: Measure = least_times,
 ) -> LinearKernel:
     """The best candidate for weights of the given (out, in) shapes; the first when there is nothing to time."""
+    candidates = [kernel for kernel in candidates if kept_format(stored.layers, kernel)] or candidates
     samples = sorted({_cropped(shape) for shape in shapes})
     if len(candidates) == 1 or not samples:
         return candidates[0]
     with torch.inference_mode(), _one_thread():
-        trials = [trial for kernel in candidates for trial in _trials(kernel, samples, dtype)]
+        trials = [trial for kernel in candidates for trial in _trials(kernel, samples, dtype, stored)]
         times = measure(trials)
     columns = len(ROW_COUNTS)
     table = [times[i * columns : (i + 1) * columns] for i in range(len(candidates))]
@@ -95,15 +104,34 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _trials(kernel: LinearKernel, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> list[Trial]:
+def _trials(
+    kernel: LinearKernel, shapes: Sequence[tuple[int, int]], dtype: torch.dtype, stored: StoredWeights
+) -> list[Trial]:
     """One pass through all sample weights for each row count."""
-    weights = [kernel.pack(torch.full(shape, 0.01, dtype=dtype)) for shape in shapes]
+    if isinstance(kernel, TeamKernel):
+        kernel = kernel.single_threaded()
+    weights = [_packed(kernel, shape, dtype, stored) for shape in shapes]
 
     def trial(rows: int) -> Trial:
         inputs = [torch.full((rows, in_features), 0.5, dtype=dtype) for _, in_features in shapes]
         return lambda: _pass(weights, inputs)
 
     return [trial(rows) for rows in ROW_COUNTS]
+
+
+def _packed(kernel: LinearKernel, shape: tuple[int, int], dtype: torch.dtype, stored: StoredWeights) -> PackedWeight:
+    weights = kept_format(stored.layers, kernel)
+    if weights is not None and isinstance(kernel, QuantizedKernel):
+        return kernel.pack_quantized(_quantized(shape, weights))
+    kept = kept_dtype(FLOAT_TYPES.get(stored.floats, dtype), dtype, kernel)
+    return kernel.pack(torch.full(shape, 0.01, dtype=kept))
+
+
+def _quantized(shape: tuple[int, int], weights: WeightFormat) -> QuantizedMatrix:
+    outputs, inputs = shape
+    values = torch.ones(shape, dtype=torch.int8 if weights.bits == 8 else torch.uint8)
+    scales = torch.full((outputs, weights.groups(inputs)), 0.01)
+    return QuantizedMatrix(weights, values, scales, scales if weights.has_minimum else None)
 
 
 def _pass(weights: Sequence[PackedWeight], inputs: Sequence[torch.Tensor]) -> None:

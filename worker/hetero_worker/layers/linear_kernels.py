@@ -1,4 +1,4 @@
-"""Ways to compute x · Wᵀ + b on a host, and which of them this torch build has.
+"""Ways to compute x · Wᵀ + b on a host, and which of them this machine and torch build have.
 
 A kernel packs a weight once, at load time, and then multiplies with it. Packing may copy: the caller lets the
 unpacked weight go. Ops outside torch's public API are probed before they are offered; a build that lacks one
@@ -8,10 +8,13 @@ just has a candidate less.
 from __future__ import annotations
 
 import logging
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 import torch
 from torch.nn import functional as F
+
+from hetero_worker.layers.native_linear import NativeLinear
+from hetero_worker.native.issuing import Issuer
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +42,15 @@ class LinearKernel(Protocol):
         ...
 
     def pack(self, weight: torch.Tensor) -> PackedWeight: ...
+
+
+@runtime_checkable
+class TeamKernel(Protocol):
+    """A LinearKernel with threads of its own, which torch's setting says nothing to."""
+
+    def single_threaded(self) -> LinearKernel:
+        """The same by the calling thread alone."""
+        ...
 
 
 class PlainKernel:
@@ -93,9 +105,14 @@ _CANDIDATES: Final[dict[torch.dtype, tuple[LinearKernel, ...]]] = {
 }
 
 
-def available_kernels(dtype: torch.dtype) -> tuple[LinearKernel, ...]:
-    """Kernels that work for the dtype here, in order of preference on a tie. The plain one always does."""
-    return tuple(kernel for kernel in _CANDIDATES[dtype] if works(kernel, dtype))
+def available_kernels(dtype: torch.dtype, issuer: Issuer | None = None) -> tuple[LinearKernel, ...]:
+    """Kernels that work for the dtype here, in order of preference on a tie. The plain one always does.
+
+    With an issuer the native one comes first: the others want weights as wide as the dtype, where it takes them as they
+    are stored.
+    """
+    native = () if issuer is None else (NativeLinear(issuer, dtype),)
+    return tuple(kernel for kernel in (*native, *_CANDIDATES[dtype]) if works(kernel, dtype))
 
 
 def works(kernel: LinearKernel, dtype: torch.dtype) -> bool:

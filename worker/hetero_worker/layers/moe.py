@@ -68,13 +68,13 @@ class ExpertMlp:
         """An expert's; all are alike."""
         return self._any_expert.linear_shapes
 
-    def expert_bytes(self, dtype: torch.dtype) -> int:
-        """Of each expert, once loaded."""
-        return self._any_expert.weight_bytes(dtype)
+    def expert_bytes(self, dtype: torch.dtype, kernel: LinearKernel | None = None) -> int:
+        """Of each expert, once loaded, at most. Without a kernel: in the arithmetic type."""
+        return self._any_expert.weight_bytes(dtype, kernel)
 
-    def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Once loaded."""
-        experts = len(self._experts) * self.expert_bytes(dtype)
+    def weight_bytes(self, dtype: torch.dtype, kernel: LinearKernel | None = None) -> int:
+        """Once loaded, at most."""
+        experts = len(self._experts) * self.expert_bytes(dtype, kernel)
         return self._norm.weight_bytes(dtype) + self._router.weight_bytes + experts
 
     @property
@@ -164,8 +164,8 @@ class Expert:
     def linear_shapes(self) -> tuple[tuple[int, int], ...]:
         return self._gate_up.shape, self._down.shape
 
-    def weight_bytes(self, dtype: torch.dtype) -> int:
-        return self._gate_up.weight_bytes(dtype) + self._down.weight_bytes(dtype)
+    def weight_bytes(self, dtype: torch.dtype, kernel: LinearKernel | None = None) -> int:
+        return self._gate_up.weight_bytes(dtype, kernel) + self._down.weight_bytes(dtype, kernel)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:

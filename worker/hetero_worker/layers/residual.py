@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import torch
 
+from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
 from hetero_worker.layers.norm import RmsNorm
 
 
 class ResidualStream:
     """`hidden` [tokens, hidden], which is added to in place."""
 
-    def __init__(self, hidden: torch.Tensor) -> None:
+    def __init__(self, hidden: torch.Tensor, ops: FusedOps = PLAIN_OPS) -> None:
         self._hidden = hidden
+        self._ops = ops
         self._waiting: torch.Tensor | None = None
 
     def add(self, delta: torch.Tensor) -> None:
@@ -32,6 +34,6 @@ class ResidualStream:
     def settle(self) -> torch.Tensor:
         """The stream, with all that was added in it."""
         if self._waiting is not None:
-            self._hidden.add_(self._waiting)
+            self._ops.add(self._hidden, self._waiting)
             self._waiting = None
         return self._hidden

@@ -7,7 +7,6 @@ flip of the halves is all that is left of rotate_half.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -15,18 +14,51 @@ from hetero_api.model_config import RopeConfig
 from hetero_worker.platforms.base import HOST
 
 
-@dataclass(frozen=True, slots=True)
 class Rotation:
-    """The angles of one step's tokens: [tokens, 1, head_dim] each."""
+    """The angles of one step's tokens: rows of tables, gathered once, for the first who asks for them.
 
-    cos: torch.Tensor
-    signed_sin: torch.Tensor
+    A kernel that reads the tables where they are takes these and the positions instead.
+    """
+
+    __slots__ = ("_gathered", "_positions", "cos_table", "signed_sin_table")
+
+    def __init__(self, cos: torch.Tensor, signed_sin: torch.Tensor, positions: torch.Tensor | None = None) -> None:
+        """Tables [positions, 1, head_dim], and the row of each token, int64 [tokens]; None: row i is token i's."""
+        self.cos_table = cos
+        self.signed_sin_table = signed_sin
+        self._positions = positions
+        self._gathered = (cos, signed_sin) if positions is None else None
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """int64 [tokens]: the tables' rows."""
+        if self._positions is None:
+            self._positions = torch.arange(len(self.cos_table), device=self.cos_table.device)
+        return self._positions
+
+    @property
+    def cos(self) -> torch.Tensor:
+        """[tokens, 1, head_dim]."""
+        return self._gather()[0]
+
+    @property
+    def signed_sin(self) -> torch.Tensor:
+        """[tokens, 1, head_dim]."""
+        return self._gather()[1]
 
     def apply(self, heads: torch.Tensor) -> torch.Tensor:
         """Rotate [tokens, heads, head_dim]; the result is new and contiguous."""
         tokens, num_heads, head_dim = heads.shape
         swapped = heads.view(tokens, num_heads, 2, head_dim // 2).flip(2).view(tokens, num_heads, head_dim)
         return torch.mul(heads, self.cos).addcmul_(swapped, self.signed_sin)
+
+    def _gather(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._gathered is None:
+            cos, signed_sin = (
+                table.index_select(0, self.positions) for table in (self.cos_table, self.signed_sin_table)
+            )
+            self._gathered = cos, signed_sin
+        return self._gathered
 
 
 class RotaryTables:
@@ -82,4 +114,4 @@ class _RotaryTable:
 
     def at(self, positions: torch.Tensor) -> Rotation:
         """`positions`: int64 [tokens]."""
-        return Rotation(self._cos.index_select(0, positions), self._signed_sin.index_select(0, positions))
+        return Rotation(self._cos, self._signed_sin, positions)

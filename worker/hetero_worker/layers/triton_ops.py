@@ -27,6 +27,15 @@ class TritonOps:
     ) -> torch.Tensor:
         return add_rms_norm(residual, delta, weight, eps)
 
+    def add(self, x: torch.Tensor, delta: torch.Tensor) -> None:
+        PLAIN_OPS.add(x, delta)
+
+    def pick(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return PLAIN_OPS.pick(x, index)
+
+    def empty(self, rows: int, width: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return PLAIN_OPS.empty(rows, width, dtype=dtype, device=device)
+
     def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         return activations.gated(gate_up, activation)
 

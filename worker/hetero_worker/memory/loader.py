@@ -1,47 +1,40 @@
-"""Reads slices of a checkpoint in Hugging Face format, straight into the tensors that will hold them.
+"""Reads slices of a checkpoint, straight into the tensors that will hold them.
 
-A rank never reads more than its own rows or columns: safetensors files are mapped and sliced. Files that hold
-pickled tensors are refused, because unpickling runs what the file says. Everything that can be wrong with a
-directory becomes a ModelError that names the file, the tensor and what to do.
+A rank never reads more than its own rows or columns, except of rows that have one scale, whose greatest weight counts.
+How weights are stored is found out when the directory is opened: safetensors files in Hugging Face format, with floats
+or quantised (packed_tensors.py), or a GGUF file beside config.json (gguf_store.py). Quantised weights can be had as
+such, or as floats; floats can be quantised on the way (quantizing.py). Everything that can be wrong with a directory
+becomes a ModelError that names the file, the tensor and what to do.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from hetero_api.errors import ModelError
+from hetero_api.gguf_weights import gguf_of
+from hetero_api.hf_config import read_json
+from hetero_api.model_config import CONFIG_FILE
+from hetero_api.packed_weights import PackedWeights
 from hetero_api.sharding import UnitRange
+from hetero_api.weight_format import WeightFormat
+from hetero_worker.memory.gguf_store import GgufStore
+from hetero_worker.memory.packed_tensors import PackedStore
+from hetero_worker.memory.quantized_matrix import QuantizedMatrix, stacked
+from hetero_worker.memory.quantizing import quantize
+from hetero_worker.memory.safetensors_files import INDEX_FILE, SINGLE_FILE, SafetensorsFiles
+from hetero_worker.memory.weight_store import SafetensorsStore, TensorSlice, WeightStore
 
-SINGLE_FILE: Final = "model.safetensors"
-INDEX_FILE: Final = "model.safetensors.index.json"
-_PICKLED_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt")
+__all__ = ["INDEX_FILE", "SINGLE_FILE", "Checkpoint", "TensorSlice"]
 
-
-@dataclass(frozen=True, slots=True)
-class TensorSlice:
-    """A rectangle of one tensor of the checkpoint."""
-
-    name: str
-    full_shape: tuple[int, ...]
-    """What the model's config says the whole tensor's shape is."""
-    rows: UnitRange | None = None
-    """Of the first dimension; None means all."""
-    columns: UnitRange | None = None
-    """Of the second dimension; None means all."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        picked = (self.rows, self.columns)[: len(self.full_shape)]
-        return tuple(size if part is None else part.size for part, size in zip(picked, self.full_shape, strict=False))
+_QUANTIZED_AT_ONCE: Final = 1 << 22
+"""Weights that are floats in memory while they are quantised."""
 
 
 class Checkpoint:
@@ -49,34 +42,25 @@ class Checkpoint:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._files: dict[str, Any] = {}
-        self._file_of: dict[str, str] = {}
-        self._stack = ExitStack()
+        self._store: WeightStore | None = None
 
     def __enter__(self) -> Self:
-        try:
-            self._file_of = self._locate()
-        except BaseException:
-            self._stack.close()
-            raise
+        self._store = open_store(self._directory)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._files.clear()
-        self._stack.close()
+        if self._store is not None:
+            self._store.close()
+        self._store = None
 
     def read(self, part: TensorSlice, into: torch.Tensor) -> None:
-        """Copy the slice into `into` (of the slice's shape), converting to its dtype."""
-        path = self._path_of(part.name)
-        try:
-            view = self._open(path.name).get_slice(part.name)
-            self._check_shape(path, part, tuple(view.get_shape()))
-            index = tuple(slice(*r) if r else slice(None) for r in (part.rows, part.columns))
-            into.copy_(view[index[: len(part.full_shape)]])
-        except SafetensorError as error:
-            raise _damaged(path, error, tensor=part.name) from error
+        """Copy the slice into `into` (of the slice's shape), converting to its dtype; what is quantised is widened."""
+        if self._opened.format_of(part.name) is None:
+            into.copy_(self._opened.floats(part))
+        else:
+            self._opened.quantized(part).dequantized(into)
 
     def read_all(self, parts: Sequence[TensorSlice], into: torch.Tensor) -> None:
         """Copy slices into consecutive rows of `into`."""
@@ -86,65 +70,73 @@ class Checkpoint:
             self.read(part, into[begin:end])
             begin = end
 
-    def _locate(self) -> dict[str, str]:
-        """File of each tensor."""
-        if (self._directory / INDEX_FILE).is_file():
-            return self._read_index(self._directory / INDEX_FILE)
-        if (self._directory / SINGLE_FILE).is_file():
-            return dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
-        raise self._no_weights()
+    def dtype_of(self, part: TensorSlice) -> torch.dtype | None:
+        """What floats are stored in; None for a matrix that is quantised, or is to be, or where nothing says."""
+        if self._store is None or self.format_of(part) is not None:
+            return None
+        return self._store.dtype_of(part.name)
 
-    def _read_index(self, path: Path) -> dict[str, str]:
+    def format_of(self, part: TensorSlice) -> WeightFormat | None:
+        """What `read_quantized` makes of the slice; None: it is floats. Raises ModelError where it makes no sense."""
+        stored = self._store.format_of(part.name) if self._store is not None else None
+        if stored is not None and part.quantize_to is not None:
+            raise ModelError(
+                f"{self._directory}: {part.name} is to be quantised to {part.quantize_to}, and is quantised already "
+                f"({stored}); set spec.model.quantization to none"
+            )
+        weights = stored or part.quantize_to
+        return weights and weights.cut(*part.column_range, part.full_shape[1])
+
+    def read_quantized(self, part: TensorSlice) -> QuantizedMatrix:
+        """The slice as it is quantised, or, of floats, as it comes out in `part.quantize_to`. Raises ModelError."""
+        if self.format_of(part) is None:
+            raise RuntimeError(f"{part.name} is floats and is to stay so")
+        wanted = part.quantize_to
+        if wanted is None:
+            return self._opened.quantized(part)
         try:
-            weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ModelError(f"{path}: cannot be read as a safetensors index: {error!r}; fetch it again") from error
-        if not isinstance(weight_map, Mapping):
-            raise ModelError(f"{path}: weight_map must map tensors to files; fetch it again")
-        for file in sorted({str(file) for file in weight_map.values()}):
-            if Path(file).name != file or not file.endswith(".safetensors"):
-                raise ModelError(f"{path}: names {file!r}, which is no .safetensors file of the same directory")
-            if not (self._directory / file).is_file():
-                raise ModelError(f"{path}: names {file}, which is not in the directory; fetch the missing file")
-        return {str(tensor): str(file) for tensor, file in weight_map.items()}
+            return stacked([self._quantized(rows, wanted) for rows in _pieces(part)])
+        except ModelError as error:
+            raise ModelError(f"{self._directory}: tensor {part.name}: {error}") from error
 
-    def _no_weights(self) -> ModelError:
-        looked_for = f"no weights: looked for {SINGLE_FILE} and {INDEX_FILE}"
-        if not self._directory.is_dir():
-            return ModelError(f"{self._directory}: no such directory; {looked_for}")
-        pickled = sorted(f.name for f in self._directory.iterdir() if f.suffix in _PICKLED_SUFFIXES)
-        if pickled:
-            return ModelError(
-                f"{self._directory}: {looked_for}; {', '.join(pickled[:3])} holds pickled tensors, which are "
-                "refused because unpickling runs code: convert the checkpoint to safetensors"
-            )
-        return ModelError(f"{self._directory}: {looked_for}; put the model's safetensors there")
+    def _quantized(self, part: TensorSlice, wanted: WeightFormat) -> QuantizedMatrix:
+        """Of whole groups, so that numbers do not depend on where columns begin and end."""
+        columns, inputs = part.column_range, part.full_shape[1]
+        group = wanted.group or inputs
+        begin, end = columns.begin // group * group, min(-(-columns.end // group) * group, inputs)
+        whole = quantize(self._floats(replace(part, columns=UnitRange(begin, end))), wanted)
+        return whole.columns(UnitRange(columns.begin - begin, columns.end - begin))
 
-    def _path_of(self, tensor: str) -> Path:
-        file = self._file_of.get(tensor)
-        if file is None:
-            raise ModelError(
-                f"{self._directory}: no tensor {tensor} in its safetensors; is config.json of the same model?"
-            )
-        return self._directory / file
+    def _floats(self, part: TensorSlice) -> torch.Tensor:
+        numbers = torch.empty(part.shape)
+        self.read(part, numbers)
+        return numbers
 
-    def _open(self, file: str) -> Any:
-        if file not in self._files:
-            path = self._directory / file
-            try:
-                self._files[file] = self._stack.enter_context(safe_open(path, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise _damaged(path, error) from error
-        return self._files[file]
-
-    def _check_shape(self, path: Path, part: TensorSlice, found: tuple[int, ...]) -> None:
-        if found != part.full_shape:
-            raise ModelError(
-                f"{path}: tensor {part.name} has shape {list(found)}, config.json says {list(part.full_shape)}; "
-                "the two are not of the same model"
-            )
+    @property
+    def _opened(self) -> WeightStore:
+        if self._store is None:
+            raise RuntimeError("a checkpoint was read before it was opened")
+        return self._store
 
 
-def _damaged(path: Path, error: Exception, *, tensor: str = "") -> ModelError:
-    where = f" (tensor {tensor})" if tensor else ""
-    return ModelError(f"{path}{where}: damaged or truncated safetensors: {error}; fetch the file again")
+def open_store(directory: Path) -> WeightStore:
+    """What the weights of a directory are read from. Raises ModelError."""
+    gguf = gguf_of(directory)
+    if gguf is not None:
+        return GgufStore(gguf)
+    files = SafetensorsFiles(directory)
+    try:
+        path = directory / CONFIG_FILE
+        packed = PackedWeights.of_config(read_json(path), source=str(path)) if path.exists() else None
+    except BaseException:
+        files.close()
+        raise
+    return SafetensorsStore(files) if packed is None else PackedStore(files, packed)
+
+
+def _pieces(part: TensorSlice) -> Iterator[TensorSlice]:
+    """The slice in pieces of some rows."""
+    step = max(1, _QUANTIZED_AT_ONCE // max(1, part.full_shape[1]))
+    begin, end = part.row_range
+    for first in range(begin, max(end, begin + 1), step):
+        yield replace(part, rows=UnitRange(first, min(first + step, end)))

@@ -72,6 +72,7 @@ class Decoder:
         self._config = config
         self._dtype = dtype
         self.device = device
+        self._ops = ops
         self._backend = attention
         self._count_parts = count_parts
         self._rank = rank
@@ -102,10 +103,10 @@ class Decoder:
         return shapes | ({self._head.shape} if self._head is not None else set())
 
     def weight_bytes(self, kernel: LinearKernel) -> int:
-        """Bytes that are resident once loaded, rotary tables included."""
-        count = sum(layer.weight_bytes(self._dtype) for layer in self._layers)
+        """Bytes that are resident once loaded, rotary tables included; at most."""
+        count = sum(layer.weight_bytes(self._dtype, kernel) for layer in self._layers)
         if self._embedding is not None:
-            count += self._embedding.weight_bytes(self._dtype)
+            count += self._embedding.weight_bytes(self._dtype, kernel)
         if self._head is not None:
             count += self._head.weight_bytes(self._dtype, kernel) + self._norm.weight_bytes(self._dtype)
         return count + self._rotary.num_bytes
@@ -113,7 +114,7 @@ class Decoder:
     def load(self, checkpoint: Checkpoint, kernel: LinearKernel) -> None:
         """Read this rank's slices. Raises ModelError."""
         if self._embedding is not None:
-            self._embedding.load(checkpoint, dtype=self._dtype, device=self.device)
+            self._embedding.load(checkpoint, dtype=self._dtype, kernel=kernel, device=self.device)
         if self._head is not None:
             self._head.load(checkpoint, self._embedding, dtype=self._dtype, kernel=kernel, device=self.device)
             self._norm.load(checkpoint, dtype=self._dtype, device=self.device)
@@ -159,7 +160,7 @@ class Decoder:
         compute = partial(self._compute, positions=step.positions, caches=caches, exchange=exchange)
         self._pipeline.run(hidden, batches, compute, exchange=exchange)
         if step.logit_rows is not None:
-            hidden = hidden.index_select(0, step.logit_rows)
+            hidden = self._ops.pick(hidden, step.logit_rows)
         self._pipeline.deliver(hidden, exchange=exchange)
         return hidden
 
@@ -204,7 +205,8 @@ class Decoder:
         if self._embedding is not None:
             hidden = self._embedding(token_ids)
         else:
-            hidden = torch.empty(len(token_ids), self._config.hidden_size, dtype=self._dtype, device=self.device)
+            width = self._config.hidden_size
+            hidden = self._ops.empty(len(token_ids), width, dtype=self._dtype, device=self.device)
         if self._rank in self._input_ranks and len(self._input_ranks) > 1:
             exchange.among(self._input_ranks).all_reduce(hidden, self._embedding_owners)
         return hidden
@@ -227,7 +229,7 @@ class Decoder:
         attention = self._backend.begin(batch.attention)
         lending = self._lending(stage, exchange)
         peers = exchange.among(stage.holders)
-        stream = ResidualStream(hidden)
+        stream = ResidualStream(hidden, self._ops)
         for i in self._computed(stage):
             self._layers[i](stream, rotations[i], attention=attention, cache=caches[i], exchange=peers, lending=lending)
         stream.settle()
@@ -245,7 +247,7 @@ class Decoder:
         takes_part = self._rank == stage.leader or self._rank in stage.helpers
         if links is None or not takes_part:
             return None
-        return Lending(links, exchange, at_once=self.device.type != HOST.type)
+        return Lending(links, exchange, at_once=self.device.type != HOST.type, ops=self._ops)
 
     def _computed(self, stage: Stage) -> list[int]:
         return [i for i in range(stage.begin, stage.end) if i not in self._skipped]

@@ -12,7 +12,7 @@ from hetero_worker.attention.base import StepAttention
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.distributed.exchange import SumExchange
 from hetero_worker.layers.blocks import GatedMlp, SelfAttention, layer_norm, mlp_norm
-from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
+from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps, empty_like
 from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.layers.moe import ExpertMlp
 from hetero_worker.layers.norm import RmsNorm
@@ -35,6 +35,7 @@ class DecoderLayer:
         self, config: ModelConfig, plan: ShardPlan, *, layer: int, rank: int, ops: FusedOps = PLAIN_OPS
     ) -> None:
         shard = plan.ranks[rank].layers[layer]
+        self._ops = ops
         self._attention_owners = plan.attention_owners(layer)
         mlp_owners = plan.mlp_owners(layer) or plan.expert_owners(layer)
         self._mlp_contributors = _contributors(self._attention_owners, mlp_owners)
@@ -65,9 +66,10 @@ class DecoderLayer:
         window = self.attention.window if self.attention is not None else None
         return window, *((type(part), part.linear_shapes) for part in self.parts)
 
-    def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Once loaded."""
-        return sum(part.weight_bytes(dtype) for part in (*self.parts, *self._sum_norms))
+    def weight_bytes(self, dtype: torch.dtype, kernel: LinearKernel | None = None) -> int:
+        """Once loaded, at most. Without a kernel: in the arithmetic type."""
+        parts = sum(part.weight_bytes(dtype, kernel) for part in self.parts)
+        return parts + sum(norm.weight_bytes(dtype) for norm in self._sum_norms)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -114,7 +116,7 @@ class DecoderLayer:
         exchange: SumExchange,
     ) -> None:
         """To the stream, the sum of the owners' partials of a half, normed where the model does so."""
-        joined = torch.empty_like(stream.settle()) if partial is None else partial
+        joined = empty_like(self._ops, stream.settle()) if partial is None else partial
         if exchange.world_size > 1:
             exchange.all_reduce(joined, owners)
         stream.add(self._sum_norms[half](joined) if self._sum_norms else joined)

@@ -32,6 +32,7 @@ import torch
 from hetero_worker.distributed.exchange import Exchange, PendingSend, PendingTensor
 from hetero_worker.distributed.reduction import sum_in_order
 from hetero_worker.distributed.routes import HelperLinks
+from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps, empty_like
 
 SLICE_ROWS: Final = 128
 """Rows of a slice at most: enough that reading the weights is little of the work."""
@@ -64,8 +65,11 @@ def row_slices(num_rows: int, *, row_bytes: int, link_bytes: int) -> RowSlices:
 class Lending:
     """The leader's end, or a helper's, for one step."""
 
-    def __init__(self, links: HelperLinks, exchange: Exchange, *, at_once: bool = False) -> None:
+    def __init__(
+        self, links: HelperLinks, exchange: Exchange, *, at_once: bool = False, ops: FusedOps = PLAIN_OPS
+    ) -> None:
         """`at_once`: the leader's device is given its own part of all rows first, and computes on while others wait."""
+        self._ops = ops
         self._exchange = exchange
         self._at_once = at_once
         self._copies_all = at_once and all(exchange.is_staged(link) for link in (links.lend, *links.returns))
@@ -85,7 +89,7 @@ class Lending:
         pieces = [hidden[begin:end] for begin, end in slices.bounds]
         if len(pieces) == 1:
             return next(self._sums(pieces, own, slices.ahead, hidden))
-        total = torch.empty_like(hidden)
+        total = empty_like(self._ops, hidden)
         for (begin, end), summed in zip(slices.bounds, self._sums(pieces, own, slices.ahead, hidden), strict=True):
             total[begin:end] = summed
         return total
@@ -98,7 +102,7 @@ class Lending:
         coming: deque[PendingTensor] = deque()
         for k in range(len(slices.bounds)):
             for begin, end in slices.bounds[k + len(coming) : k + slices.ahead]:
-                coming.append(self._exchange.receive(torch.empty_like(like[begin:end]), self._lend))
+                coming.append(self._exchange.receive(empty_like(self._ops, like[begin:end]), self._lend))
             self._exchange.send(mlp(coming.popleft().wait()), self._own_return)
 
     def _cut(self, hidden: torch.Tensor) -> RowSlices:
@@ -135,10 +139,14 @@ class Lending:
 
     def _start(self, piece: torch.Tensor) -> _Lent:
         send = self._exchange.start_send(piece, self._lend)
-        return _Lent(send, [self._exchange.receive(torch.empty_like(piece), link) for link in self._returns])
+        return _Lent(send, [self._exchange.receive(empty_like(self._ops, piece), link) for link in self._returns])
 
     def _add(self, partial: torch.Tensor | None, sums: list[torch.Tensor]) -> torch.Tensor:
         terms = sums if partial is None else [*sums[: self._rank_order], partial, *sums[self._rank_order :]]
+        if terms[0].dtype == torch.float32:  # every addition rounds: one after another is in order
+            for term in terms[1:]:
+                self._ops.add(terms[0], term)
+            return terms[0]
         if len(terms) == 1:
             return terms[0]
         total = terms[0] if len(terms) == 2 else torch.empty_like(terms[0])

@@ -1,12 +1,13 @@
-"""Compiles the native library into this folder.
+"""Compiles the native libraries into this folder: the exchange, and what ranks on host cores compute with.
 
     python -m hetero_worker.native.build
 
 The package's build hook loads this file by its path, before anything is installed: it needs the standard library
-only. No compiler is no error there: the package works without the library, and `library.load` says how to get it.
+only. No compiler is no error there: the package works without the libraries, and whoever misses one says how to get it.
 
-Nothing here is for this machine's processor alone: what is built runs on every machine of the architecture, and the
-loops that profit from wider vectors are chosen when the library is loaded.
+Nothing here is for this machine's processor alone: what is built runs on every machine of the architecture. Of the
+exchange, the loops that profit from wider vectors are chosen when it is loaded; the kernels are compiled once for each
+instruction set, and the library chooses among them.
 """
 
 from __future__ import annotations
@@ -19,21 +20,44 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 FOLDER: Final = Path(__file__).parent
 SOURCE: Final = FOLDER / "exchange.c"
 HEADER: Final = FOLDER / "exchange.h"
 LIBRARY: Final = FOLDER / "libhetero_exchange.so"
+COMPUTE_FOLDER: Final = FOLDER / "compute"
+COMPUTE_LIBRARY: Final = FOLDER / "libhetero_compute.so"
 COMPILERS: Final = ("cc", "gcc", "clang")
 FLAGS: Final = ("-std=c11", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra")
 """Sums must round after each addition, and stay in order: never -ffast-math."""
-_TIMEOUT_S: Final = 120.0
+_KERNEL_FLAGS: Final = ("-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi")
+"""Products may be rounded with the sum that they go into; the order of sums is as written."""
+_X86_INSTRUCTION_SETS: Final = {
+    "generic": (),
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
+    "avx512": (
+        "-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni",
+        "-mprefer-vector-width=512",
+    ),
+}  # fmt: skip
+_ONCE: Final = ("attend_scratch.c", "library.c", "pack.c", "supports.c", "team.c")
+"""Files of the compute library that are compiled without an instruction set's flags; the others are its kernels."""
+_TIMEOUT_S: Final = 300.0
 
 
 class BuildError(Exception):
-    """The library cannot be built; the text says why."""
+    """A library cannot be built; the text says why."""
+
+
+class _Unit(NamedTuple):
+    """What one call of the compiler compiles."""
+
+    source: Path
+    name: str
+    flags: tuple[str, ...]
 
 
 def source_digest(sources: Sequence[Path] = (HEADER, SOURCE)) -> str:
@@ -42,6 +66,11 @@ def source_digest(sources: Sequence[Path] = (HEADER, SOURCE)) -> str:
     for source in sources:
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def compute_sources(folder: Path = COMPUTE_FOLDER) -> list[Path]:
+    """All files of the compute library, in one order."""
+    return sorted([*folder.glob("*.h"), *folder.glob("*.c")])
 
 
 def find_compiler() -> list[str]:
@@ -54,27 +83,68 @@ def find_compiler() -> list[str]:
 
 
 def build(target: Path = LIBRARY, *, source: Path = SOURCE, flags: Sequence[str] = ()) -> Path:
-    """Compile; the target is replaced at once, so a process that has the old one loaded keeps it. Raises BuildError."""
+    """Compile the exchange; the target is replaced at once, so a process that has the old one loaded keeps it.
+
+    Raises BuildError.
+    """
     compiler = find_compiler()
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as folder:
         made = Path(folder) / target.name
         defined = f'-DHX_SOURCE="{source_digest((HEADER, source))}"'
-        command = [*compiler, *FLAGS, *flags, defined, f"-I{FOLDER}", "-shared", "-o", str(made), str(source)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise BuildError(f"{shlex.join(command)}: {error}") from error
-        if done.returncode:
-            raise BuildError(f"{shlex.join(command)}: {done.stderr.strip() or f'exit status {done.returncode}'}")
+        _run([*compiler, *FLAGS, *flags, defined, f"-I{FOLDER}", "-shared", "-o", str(made), str(source)])
         os.replace(made, target)
     return target
+
+
+def build_compute(target: Path = COMPUTE_LIBRARY, *, folder: Path = COMPUTE_FOLDER, flags: Sequence[str] = ()) -> Path:
+    """The same of the compute library."""
+    compiler = find_compiler()
+    base = (*FLAGS, *flags, f'-DHC_SOURCE="{source_digest(compute_sources(folder))}"', f"-I{folder}")
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as work:
+        units = _compute_units(folder, compiler)
+        objects = [Path(work) / f"{unit.name}.o" for unit in units]
+
+        def compile_unit(unit: _Unit, made: Path) -> None:
+            _run([*compiler, *base, *unit.flags, "-c", "-o", str(made), str(unit.source)])
+
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            list(pool.map(compile_unit, units, objects))
+        made = Path(work) / target.name
+        _run([*compiler, *flags, "-shared", "-pthread", "-o", str(made), *map(str, objects), "-lm"])
+        os.replace(made, target)
+    return target
+
+
+def _compute_units(folder: Path, compiler: Sequence[str]) -> list[_Unit]:
+    kernels = [source for source in sorted(folder.glob("*.c")) if source.name not in _ONCE]
+    is_x86 = _run([*compiler, "-dumpmachine"]).startswith("x86_64")
+    isas = _X86_INSTRUCTION_SETS if is_x86 else {"generic": ()}
+    return [
+        *(_Unit(folder / name, Path(name).stem, ()) for name in _ONCE),
+        *(
+            _Unit(source, f"{source.stem}-{isa}", (*_KERNEL_FLAGS, *flags, f"-DHC_ISA={isa}"))
+            for isa, flags in isas.items()
+            for source in kernels
+        ),
+    ]
+
+
+def _run(command: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{shlex.join(command)}: {error}") from error
+    if done.returncode:
+        raise BuildError(f"{shlex.join(command)}: {done.stderr.strip() or f'exit status {done.returncode}'}")
+    return done.stdout
 
 
 def main() -> int:
     try:
         print(f"built {build()}")
+        print(f"built {build_compute()}")
     except BuildError as error:
-        print(f"the native exchange was not built: {error}", file=sys.stderr)
+        print(f"the native libraries were not built: {error}", file=sys.stderr)
         return 1
     return 0
 

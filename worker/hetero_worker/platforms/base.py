@@ -18,6 +18,7 @@ from typing import Final
 import torch
 
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.native.means import NOT_FOR_DEVICES, NativeMeans
 
 HOST: Final = torch.device("cpu")
 """Where everything lies that is not on a device of its own."""
@@ -96,6 +97,11 @@ class Platform(ABC):
     @abstractmethod
     def packs_weights(self) -> bool:
         """Whether linear kernels that pack weights are candidates; else weights stay plain tensors."""
+
+    @property
+    def native(self) -> NativeMeans:
+        """The native kernels, and the threads that they run on; the same object every time."""
+        return NOT_FOR_DEVICES
 
     @property
     @abstractmethod

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from functools import cached_property
 from pathlib import Path
 from typing import Final
 
 import torch
 
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.native.means import NativeMeans, native_means
 from hetero_worker.platforms.base import HOST, AttentionKind, Measurement, Platform
 from hetero_worker.platforms.speeds import matmul_flops, read_bandwidth
 
@@ -70,6 +72,11 @@ class CpuPlatform(Platform):
     @property
     def packs_weights(self) -> bool:
         return True
+
+    @cached_property
+    def native(self) -> NativeMeans:
+        """Its threads are started when it is first asked for: by then the process is bound to its cores."""
+        return native_means(torch.get_num_threads())
 
     @property
     def pins_memory(self) -> bool:

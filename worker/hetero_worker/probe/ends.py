@@ -82,7 +82,7 @@ class StepProbe:
 
     def work(self, step: SyntheticStep) -> Work:
         positions = torch.arange(step.rows, device=self.site.device)
-        token_ids = positions % len(self.embedding.weight)
+        token_ids = positions % self.embedding.num_rows
         drawn = positions if step.context else positions[-1:]
 
         def work() -> None:

@@ -62,6 +62,8 @@ class ProbeConfig:
     cuda_device: int | None
     """None: host cores."""
     dtype: str
+    quantization: str
+    quantization_group_size: int | None
     group: int
     rank: int
     num_gpu_ranks: int
@@ -94,6 +96,8 @@ def _parser() -> argparse.ArgumentParser:
         "--device", default=None, type=cuda_device, dest="cuda_device", metavar="DEVICE", help="cpu (default) or cuda:N"
     )
     add("--dtype", default="", choices=("", "float32", "bfloat16"), help="arithmetic type; empty: the device's usual")
+    add("--quantization", default="none", choices=("none", "int8", "int4"), help="what weights are quantised to")
+    add("--quantization-group-size", type=positive, metavar="N", help="inputs that share a scale, for int4")
     add("--group", default=1, type=positive, metavar="N", help="how many probes measure together, on this host")
     add("--rank", default=0, type=count, metavar="I", help="which of them this is; those on GPUs come first")
     add("--num-gpu-ranks", default=0, type=count, metavar="N", help="how many of them are on GPUs")
@@ -130,17 +134,20 @@ def _measure(config: ProbeConfig, pinning: PinningReport) -> dict[str, object]:
     from hetero_api.model_config import ModelConfig
     from hetero_worker.identity import describe_device
     from hetero_worker.life_messages import formed_message
-    from hetero_worker.probe.speeds import fixed_needs, measure_speeds
+    from hetero_worker.probe.speeds import default_dtype, fixed_needs, measure_speeds, weight_bits
 
     torch.set_num_threads(pinning.num_threads)
-    model, platform = ModelConfig.from_directory(config.model_dir), _platform(config)
+    stored, platform = ModelConfig.from_directory(config.model_dir), _platform(config)
+    model = stored.quantized(config.quantization, config.quantization_group_size)
+    dtype = config.dtype or default_dtype(platform)
     platform.open()
     group = _form_group(config, platform)
     try:
         times, costs = _measure_exchange(group, platform)
-        speeds = measure_speeds(platform, model, dtype=config.dtype, company=group)
+        speeds = measure_speeds(platform, model, dtype=dtype, company=group)
         needs = fixed_needs(platform, model)
         formed = formed_message(group.kind, group.exchange_reason, times, costs, needs)
+        formed.weight_bits.extend(sorted(weight_bits(platform, model, dtype=dtype)))
     finally:
         group.close()
     speeds.MergeFrom(formed.costs)

@@ -10,18 +10,21 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final, Protocol
 
 import torch
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
+from hetero_api.weight_format import FLOAT_WEIGHTS, StoredWeights
 from hetero_worker.attention.selection import choose_attention
 from hetero_worker.distributed.company import Alone, Company
 from hetero_worker.layers.drawing_choice import drawing_for
 from hetero_worker.layers.fused_ops import fused_ops_of
 from hetero_worker.layers.kernel_choice import choose_kernel
 from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel, available_kernels
+from hetero_worker.layers.weight_storage import kept_bits
 from hetero_worker.memory.accounts import account_of
 from hetero_worker.memory.budget import FixedNeeds
 from hetero_worker.platforms.base import Platform
@@ -54,12 +57,17 @@ class KeptSpeeds(Protocol):
     def keep_speeds(self, model: str, speeds: ranks_pb2.DeviceSpeeds) -> None: ...
 
     def choose_kernel(
-        self, candidates: Sequence[LinearKernel], shapes: Sequence[tuple[int, int]], *, dtype: torch.dtype
+        self,
+        candidates: Sequence[LinearKernel],
+        shapes: Sequence[tuple[int, int]],
+        *,
+        dtype: torch.dtype,
+        stored: StoredWeights = FLOAT_WEIGHTS,
     ) -> LinearKernel: ...
 
 
 class RankProbe:
-    """Measures for one rank; costs once for each arithmetic type of a model, which is named by `model`."""
+    """Measures for one rank; costs once for each arithmetic type and width of weights of a model, named by `model`."""
 
     def __init__(self, platform: Platform, config: ModelConfig, kept: KeptSpeeds, *, model: str) -> None:
         self._platform = platform
@@ -67,15 +75,16 @@ class RankProbe:
         self._kept = kept
         self._model = model
 
-    def costs(self, dtype: str, company: Company) -> ranks_pb2.DeviceSpeeds:
-        """See `measure_parts`; measured anew unless all ranks of the company have measured before. Collective."""
-        name = f"{self._model} {dtype}"
+    def costs(self, dtype: str, config: ModelConfig, company: Company) -> ranks_pb2.DeviceSpeeds:
+        """See `measure_parts`; measured anew unless all ranks of the company have measured before. Collective.
+
+        `config`: the rank's, maybe with other weights.
+        """
+        name = f"{self._model} {dtype} {config.weights}"
         kept = self._kept.known_speeds(name)
         if company.all_can(kept is not None) and kept is not None:
             return kept
-        speeds = measure_parts(
-            self._platform, self._config, dtype=dtype, company=company, choose=self._kept.choose_kernel
-        )
+        speeds = measure_parts(self._platform, config, dtype=dtype, company=company, choose=self._kept.choose_kernel)
         self._kept.keep_speeds(name, speeds)
         return speeds
 
@@ -85,6 +94,10 @@ class RankProbe:
     def fixed_needs(self) -> FixedNeeds:
         """See `fixed_needs`."""
         return fixed_needs(self._platform, self._config)
+
+    def weight_bits(self, dtype: str, config: ModelConfig) -> frozenset[int]:
+        """Widths below the arithmetic type's in which the rank would keep such a model's weights."""
+        return weight_bits(self._platform, config, dtype=dtype, choose=self._kept.choose_kernel)
 
     def compute(self) -> None:
         """A product that is worth all of the rank's threads, and takes well under a millisecond."""
@@ -110,8 +123,12 @@ def measure_speeds(
 def measure_parts(
     platform: Platform, config: ModelConfig, *, dtype: str, company: Company, choose: ChooseKernel = choose_kernel
 ) -> ranks_pb2.DeviceSpeeds:
-    """All that is measured with the model's parts; takes some two seconds. Collective."""
+    """All that is measured with the model's parts, their weights as wide as the model's are; takes some two seconds.
+
+    Collective.
+    """
     began_s = time.perf_counter()
+    config = replace(config, weights=config.weights.made_at_load)
     site = _site(platform, config, DTYPES[dtype], choose)
     weight_bytes = min(WEIGHT_BYTES, platform.memory_bytes // _MEMORY_SHARE)
     measured = measure_costs(config, site, clock=clock_of(platform.device), weight_bytes=weight_bytes, company=company)
@@ -128,8 +145,17 @@ def measure_parts(
 
 def fixed_needs(platform: Platform, config: ModelConfig) -> FixedNeeds:
     """What a rank on the platform needs of its memory, now, whatever its part of the model is."""
-    attention = choose_attention(platform, DTYPES[default_dtype(platform)], config)
+    issuer = platform.native.issuer
+    attention = choose_attention(platform, DTYPES[default_dtype(platform)], config, issuer=issuer)
     return FixedNeeds(account_of(platform.device).runtime_bytes(), attention.backend.gather_bytes)
+
+
+def weight_bits(
+    platform: Platform, config: ModelConfig, *, dtype: str, choose: ChooseKernel = choose_kernel
+) -> frozenset[int]:
+    """Widths below the arithmetic type's in which a rank on the platform would keep the model's weights."""
+    kernel = _kernel(platform, config, DTYPES[dtype], choose)
+    return kept_bits(kernel, DTYPES[dtype], config)
 
 
 def measure_device(platform: Platform) -> ranks_pb2.DeviceSpeeds:
@@ -146,14 +172,19 @@ def measure_device(platform: Platform) -> ranks_pb2.DeviceSpeeds:
     )
 
 
+def _kernel(platform: Platform, config: ModelConfig, dtype: torch.dtype, choose: ChooseKernel) -> LinearKernel:
+    kernels = available_kernels(dtype, platform.native.issuer) if platform.packs_weights else (PlainKernel(),)
+    return choose(kernels, linear_shapes(config), dtype=dtype, stored=config.weights)
+
+
 def _site(platform: Platform, config: ModelConfig, dtype: torch.dtype, choose: ChooseKernel) -> Site:
-    kernels = available_kernels(dtype) if platform.packs_weights else (PlainKernel(),)
+    native = platform.native
     return Site(
         device=platform.device,
         dtype=dtype,
-        kernel=choose(kernels, linear_shapes(config), dtype=dtype),
-        backend=choose_attention(platform, dtype, config).backend,
-        checkpoint=SyntheticWeights(),
-        ops=fused_ops_of(platform.device),
+        kernel=_kernel(platform, config, dtype, choose),
+        backend=choose_attention(platform, dtype, config, issuer=native.issuer, no_issuer=native.reason).backend,
+        checkpoint=SyntheticWeights(floats=config.weights.floats),
+        ops=fused_ops_of(platform.device, dtype=dtype, issuer=native.issuer, no_issuer=native.reason),
         drawing=drawing_for(platform),
     )

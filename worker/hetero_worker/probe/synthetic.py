@@ -10,7 +10,9 @@ from typing import Final
 
 import torch
 
+from hetero_worker.layers.weight_storage import FLOAT_TYPES
 from hetero_worker.memory.loader import Checkpoint, TensorSlice
+from hetero_worker.memory.quantized_matrix import QuantizedMatrix
 
 _NUMBERS: Final = 1 << 20
 _SCALE: Final = 0.02
@@ -18,12 +20,14 @@ _SEED: Final = 20
 
 
 class SyntheticWeights(Checkpoint):
-    """Has every tensor that it is asked for. Reads no file."""
+    """Has every tensor that it is asked for, quantised where that is asked for. Reads no file."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, floats: str = "") -> None:
+        """`floats`: the type that the others are stored in, as config.json writes it; "": whatever is wanted."""
         super().__init__(Path("synthetic weights"))
-        generator = torch.Generator().manual_seed(_SEED)
-        self._numbers = torch.empty(_NUMBERS).normal_(0.0, _SCALE, generator=generator)
+        self._stored_in = FLOAT_TYPES.get(floats)
+        self._generator = torch.Generator().manual_seed(_SEED)
+        self._numbers = torch.empty(_NUMBERS).normal_(0.0, _SCALE, generator=self._generator)
         self._kinds: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
     def read(self, part: TensorSlice, into: torch.Tensor) -> None:  # noqa: ARG002 - whatever the tensor, it is here
@@ -33,6 +37,21 @@ class SyntheticWeights(Checkpoint):
         for begin in range(0, len(flat), _NUMBERS):
             piece = flat[begin : begin + _NUMBERS]
             piece.copy_(numbers[: len(piece)])
+
+    def dtype_of(self, part: TensorSlice) -> torch.dtype | None:
+        return None if part.quantize_to is not None else self._stored_in
+
+    def read_quantized(self, part: TensorSlice) -> QuantizedMatrix:
+        """Random values, in whatever format is asked for."""
+        weights = self.format_of(part)
+        if weights is None:
+            raise RuntimeError(f"{part.name} is floats and is to stay so")
+        outputs, inputs = part.shape
+        kind, least, end = (torch.int8, -127, 128) if weights.bits == 8 else (torch.uint8, 0, 16)
+        values = torch.randint(least, end, (outputs, inputs), dtype=kind, generator=self._generator)
+        scales = torch.full((outputs, weights.groups(inputs)), _SCALE / end)
+        scales = scales.half().float()
+        return QuantizedMatrix(weights, values, scales, -scales if weights.has_minimum else None)
 
     def _of_kind(self, like: torch.Tensor) -> torch.Tensor:
         kind = like.dtype, like.device

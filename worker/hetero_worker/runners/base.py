@@ -67,6 +67,8 @@ class LoadRequest:
     """A GPU rank's, to be compared with what would be chosen; None: chosen."""
     fused: bool = True
     """Whether kernels that do several steps in one may be used where there are some."""
+    native: bool = True
+    """Whether native kernels may be used on host cores, where there are some."""
     batch_invariant: bool = False
     """Whether a sequence's numbers must not depend, to the last bit, on what else is computed with it."""
     chained: bool = True

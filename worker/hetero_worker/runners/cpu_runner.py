@@ -18,10 +18,10 @@ from hetero_worker.memory.accounts import HostAccount
 from hetero_worker.platforms.base import Platform
 from hetero_worker.platforms.cpu import CpuPlatform
 from hetero_worker.runners.begun_step import SampleTokens
-from hetero_worker.runners.input_batch import InputBuffers
 from hetero_worker.runners.largest_step import measure_workspace
+from hetero_worker.runners.native_steps import NativeSteps
 from hetero_worker.runners.plan_runner import MeasureWorkspace, PlanRunner
-from hetero_worker.runners.runner_device import EagerSteps, RunnerDevice
+from hetero_worker.runners.runner_device import RunnerDevice
 from hetero_worker.runners.shard import ChooseKernel
 
 
@@ -37,10 +37,11 @@ class CpuRunner(PlanRunner):
         measure: MeasureWorkspace = measure_workspace,
     ) -> None:
         """`platform` None: all of this process's cores."""
+        platform = CpuPlatform() if platform is None else platform
         device = RunnerDevice(
-            platform=CpuPlatform() if platform is None else platform,
+            platform=platform,
             account=HostAccount(),
-            steps=EagerSteps(InputBuffers),
+            steps=NativeSteps(platform),
             parks_weights=False,
         )
         super().__init__(device, sample=sample, choose=choose, measure=measure)

@@ -57,7 +57,7 @@ def read_experts(shard: LoadedShard, request: LoadRequest, plan: ShardPlan, *, k
     changed = {layer: numbers for layer, numbers in wanted.items() if numbers != frozenset(mlps[layer].numbers)}
     dtype = DTYPES[request.dtype]
     new_bytes = sum(
-        len(numbers.difference(mlps[layer].numbers)) * mlps[layer].expert_bytes(dtype)
+        len(numbers.difference(mlps[layer].numbers)) * mlps[layer].expert_bytes(dtype, shard.kernel)
         for layer, numbers in changed.items()
     )
     if not new_bytes:

@@ -13,6 +13,7 @@ import torch
 from hetero_api.errors import ModelError, PlanError
 from hetero_api.graph_memory import GraphMemory
 from hetero_api.rank_memory import KvCost, ModelMemory, StepLimits
+from hetero_api.weight_format import FLOAT_WEIGHTS, StoredWeights
 from hetero_worker.attention.base import AttentionBackend
 from hetero_worker.attention.selection import ChosenAttention, choose_attention
 from hetero_worker.layers.batch_invariance import invariant_kernel, invariant_ops
@@ -22,12 +23,15 @@ from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel, avail
 from hetero_worker.memory.accounts import MemoryAccount
 from hetero_worker.memory.budget import MemoryBudget, mib
 from hetero_worker.models.decoder import Decoder
+from hetero_worker.native.means import NativeMeans
 from hetero_worker.platforms.base import Platform
 from hetero_worker.runners.base import LoadReport, LoadRequest
 from hetero_worker.runners.runner_device import RunnerDevice
 
 logger = logging.getLogger(__name__)
 
+NATIVE_DTYPE: Final = "float32"
+"""What native kernels compute in, beside linear layers."""
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -82,7 +86,12 @@ class ChooseKernel(Protocol):
     """`kernel_choice.choose_kernel`, or one that remembers its answers."""
 
     def __call__(
-        self, candidates: Sequence[LinearKernel], shapes: Sequence[tuple[int, int]], *, dtype: torch.dtype
+        self,
+        candidates: Sequence[LinearKernel],
+        shapes: Sequence[tuple[int, int]],
+        *,
+        dtype: torch.dtype,
+        stored: StoredWeights = FLOAT_WEIGHTS,
     ) -> LinearKernel: ...
 
 
@@ -93,10 +102,10 @@ def load_shard(request: LoadRequest, device: RunnerDevice, *, choose: ChooseKern
     dtype = _dtype(request, platform)
     _check_plan(request)
     attention = _attention_of(request, platform)
-    ops = _ops_of(request, platform.device)
+    ops = _ops_of(request, platform)
     decoder = _empty_decoder(request, platform, attention.backend, ops)
     shapes = sorted(decoder.linear_shapes)
-    kernel = choose(_kernels_of(platform, dtype), shapes, dtype=dtype)
+    kernel = _kernel_of(request, platform, shapes, choose)
     if request.batch_invariant:
         kernel = invariant_kernel(kernel, shapes, dtype=dtype, device=platform.device)
     weight_bytes = decoder.weight_bytes(kernel)
@@ -117,19 +126,41 @@ def empty_decoder(request: LoadRequest, platform: Platform) -> Decoder:
     return _empty_decoder(request, platform, attention.backend)
 
 
+def native_for(request: LoadRequest, platform: Platform) -> NativeMeans:
+    """The native kernels that a rank may use with this order."""
+    return platform.native if request.native else NativeMeans(None, "native kernels are turned off")
+
+
 def _attention_of(request: LoadRequest, platform: Platform) -> ChosenAttention:
-    dtype, invariant = DTYPES[request.dtype], request.batch_invariant
-    return choose_attention(platform, dtype, request.config, wanted=request.attention, batch_invariant=invariant)
+    native = native_for(request, platform)
+    return choose_attention(
+        platform,
+        DTYPES[request.dtype],
+        request.config,
+        wanted=request.attention,
+        batch_invariant=request.batch_invariant,
+        issuer=native.issuer,
+        no_issuer=native.reason,
+    )
 
 
-def _ops_of(request: LoadRequest, device: torch.device) -> FusedOps:
+def _ops_of(request: LoadRequest, platform: Platform) -> FusedOps:
+    native = native_for(request, platform)
     if request.batch_invariant:
-        return invariant_ops(device)
-    return fused_ops_of(device) if request.fused else PLAIN_OPS
+        return invariant_ops(platform.device, issuer=native.issuer if request.dtype == NATIVE_DTYPE else None)
+    if not request.fused:
+        return PLAIN_OPS
+    return fused_ops_of(platform.device, dtype=DTYPES[request.dtype], issuer=native.issuer, no_issuer=native.reason)
 
 
-def _kernels_of(platform: Platform, dtype: torch.dtype) -> tuple[LinearKernel, ...]:
-    return available_kernels(dtype) if platform.packs_weights else (PlainKernel(),)
+def _kernel_of(
+    request: LoadRequest, platform: Platform, shapes: Sequence[tuple[int, int]], choose: ChooseKernel
+) -> LinearKernel:
+    dtype = DTYPES[request.dtype]
+    if not platform.packs_weights:
+        return PlainKernel()
+    candidates = available_kernels(dtype, native_for(request, platform).issuer)
+    return choose(candidates, shapes, dtype=dtype, stored=request.config.weights)
 
 
 def _empty_decoder(
@@ -218,4 +249,5 @@ def _identity(request: LoadRequest) -> tuple[object, ...]:
         request.attention,
         request.fused,
         request.batch_invariant,
+        request.native,
     )

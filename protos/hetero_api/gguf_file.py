@@ -1,0 +1,200 @@
+"""The header of a GGUF file: what tensors there are, how each is stored, and where. Reads no weights.
+
+The layout is ggml's (docs/gguf.md of that project, versions 2 and 3, little-endian). Nothing in a file is believed:
+every length is checked against what is left of the file, and every tensor against its end.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from hetero_api.errors import ModelError
+from hetero_api.weight_format import WeightFormat
+
+SUFFIX: Final = ".gguf"
+Scalar = int | float | bool | str
+
+_MAGIC: Final = b"GGUF"
+_VERSIONS: Final = (2, 3)
+_ALIGNMENT: Final = "general.alignment"
+_DEFAULT_ALIGNMENT: Final = 32
+_MAX_DIMENSIONS: Final = 4
+_MAX_NESTING: Final = 4
+_STRING: Final = 8
+_ARRAY: Final = 9
+_SCALARS: Final = {
+    0: struct.Struct("<B"), 1: struct.Struct("<b"), 2: struct.Struct("<H"), 3: struct.Struct("<h"),
+    4: struct.Struct("<I"), 5: struct.Struct("<i"), 6: struct.Struct("<f"), 7: struct.Struct("<?"),
+    10: struct.Struct("<Q"), 11: struct.Struct("<q"), 12: struct.Struct("<d"),
+}  # fmt: skip
+_U32: Final = _SCALARS[4]
+_U64: Final = _SCALARS[10]
+
+
+@dataclass(frozen=True, slots=True)
+class GgmlType:
+    """How ggml stores a tensor: blocks of `block_values` values in `block_bytes` bytes, along its rows."""
+
+    name: str
+    block_values: int
+    block_bytes: int
+    weights: WeightFormat | None = None
+    """What it is in ours; None: floats."""
+
+    def row_bytes(self, values: int) -> int:
+        return values // self.block_values * self.block_bytes
+
+
+GGML_TYPES: Final[Mapping[int, GgmlType]] = {
+    0: GgmlType("F32", 1, 4),
+    1: GgmlType("F16", 1, 2),
+    2: GgmlType("Q4_0", 32, 18, WeightFormat(4, 32)),
+    3: GgmlType("Q4_1", 32, 20, WeightFormat(4, 32, has_minimum=True)),
+    8: GgmlType("Q8_0", 32, 34, WeightFormat(8, 32)),
+    12: GgmlType("Q4_K", 256, 144, WeightFormat(4, 32, has_minimum=True)),
+    14: GgmlType("Q6_K", 256, 210, WeightFormat(8, 16)),
+    30: GgmlType("BF16", 1, 2),
+}
+"""Those that can be read, by their numbers."""
+_OTHER_TYPES: Final[Mapping[int, str]] = {
+    6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 13: "Q5_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS",
+    18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 28: "F64", 29: "IQ1_M",
+    34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """One tensor; `shape` as Hugging Face writes it, rows first."""
+
+    shape: tuple[int, ...]
+    kind: GgmlType
+    offset: int
+    """Of its first byte in the file."""
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape[:-1]) * self.kind.row_bytes(self.shape[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """What a file says of itself."""
+
+    metadata: Mapping[str, Scalar]
+    """Without what is a list (vocabulary, merges)."""
+    tensors: Mapping[str, GgufTensor]
+    """By their names in the file."""
+
+    @classmethod
+    def read(cls, path: Path) -> GgufHeader:
+        """Raises ModelError, which names the file, for what is damaged or stored in a way that is not supported."""
+        try:
+            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _Reader(path, data).header()
+        except (OSError, ValueError) as error:  # mmap raises ValueError for an empty file
+            raise ModelError(f"{path}: cannot be read: {error}") from error
+
+
+class _Reader:
+    """Goes through a file from its beginning."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self._path = path
+        self._data = data
+        self._at = 0
+
+    def header(self) -> GgufHeader:
+        magic = self._bytes(4)
+        if magic != _MAGIC:
+            raise self._error("is no GGUF file")
+        version = self._number(_U32)
+        if version not in _VERSIONS:
+            raise self._error(
+                f"is of GGUF version {version}; versions {_VERSIONS} in little-endian order are supported"
+            )
+        num_tensors, num_fields = self._number(_U64), self._number(_U64)
+        metadata: dict[str, Scalar] = {}
+        for _ in range(num_fields):
+            key, value = self._text(), self._value(self._number(_U32))
+            if value is not None:
+                metadata[key] = value
+        entries = [self._entry() for _ in range(num_tensors)]
+        alignment = metadata.get(_ALIGNMENT, _DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment <= 0:
+            raise self._error(f"{_ALIGNMENT} must be a whole number above 0, not {alignment!r}")
+        begin = -(-self._at // alignment) * alignment
+        return GgufHeader(metadata, {name: self._placed(name, begin, tensor) for name, tensor in entries})
+
+    def _entry(self) -> tuple[str, GgufTensor]:
+        """Its offset counts from the beginning of the tensors."""
+        name, dimensions = self._text(), self._number(_U32)
+        if not 1 <= dimensions <= _MAX_DIMENSIONS:
+            raise self._error(f"tensor {name} has {dimensions} dimensions; the file is damaged, fetch it again")
+        shape = tuple(self._number(_U64) for _ in range(dimensions))[::-1]
+        number, offset = self._number(_U32), self._number(_U64)
+        kind = GGML_TYPES.get(number)
+        if kind is None:
+            told = _OTHER_TYPES.get(number, f"type {number}")
+            known = ", ".join(known.name for known in GGML_TYPES.values())
+            raise self._error(f"tensor {name} is stored as {told}, which is not supported; supported: {known}")
+        if shape[-1] % kind.block_values:
+            raise self._error(f"tensor {name}: rows of {shape[-1]} are no whole blocks of {kind.name}")
+        return name, GgufTensor(shape, kind, offset)
+
+    def _placed(self, name: str, begin: int, tensor: GgufTensor) -> GgufTensor:
+        placed = GgufTensor(tensor.shape, tensor.kind, begin + tensor.offset)
+        if placed.offset + placed.num_bytes > len(self._data):
+            raise self._error(f"tensor {name} ends behind the file's end; it is cut short, fetch it again")
+        return placed
+
+    def _value(self, kind: int, nesting: int = 0) -> Scalar | None:
+        """None for a list, which is gone over."""
+        if kind == _STRING:
+            return self._text()
+        if kind == _ARRAY:
+            self._skip_array(nesting)
+            return None
+        if kind not in _SCALARS:
+            raise self._error(f"a metadata field is of type {kind}; the file is damaged, fetch it again")
+        found: Scalar = _SCALARS[kind].unpack(self._bytes(_SCALARS[kind].size))[0]
+        return found
+
+    def _skip_array(self, nesting: int) -> None:
+        kind, length = self._number(_U32), self._number(_U64)
+        if kind in _SCALARS:
+            self._bytes(_SCALARS[kind].size * length)
+            return
+        if nesting == _MAX_NESTING:
+            raise self._error("a metadata field is nested too deep; the file is damaged, fetch it again")
+        for _ in range(length):
+            if kind == _STRING:
+                self._bytes(self._number(_U64))
+            else:
+                self._value(kind, nesting + 1)
+
+    def _text(self) -> str:
+        try:
+            return self._bytes(self._number(_U64)).decode()
+        except UnicodeDecodeError as error:
+            raise self._error("a name is no UTF-8; the file is damaged, fetch it again") from error
+
+    def _number(self, kind: struct.Struct) -> int:
+        return int(kind.unpack(self._bytes(kind.size))[0])
+
+    def _bytes(self, length: int) -> bytes:
+        end = self._at + length
+        if end > len(self._data):
+            raise self._error("ends within its header; it is cut short, fetch it again")
+        found = self._data[self._at : end]
+        self._at = end
+        return found
+
+    def _error(self, problem: str) -> ModelError:
+        return ModelError(f"{self._path}: {problem}")

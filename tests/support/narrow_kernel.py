@@ -1,0 +1,70 @@
+"""A linear kernel that keeps weights as narrow as they come, and remembers what it was handed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional as F
+
+from hetero_api.weight_format import WeightFormat
+from hetero_worker.layers.linear_kernels import PackedWeight
+from hetero_worker.memory.quantized_matrix import QuantizedMatrix
+
+
+class NarrowKernel:
+    """Widens weights each time that it multiplies. Takes no groups of one."""
+
+    name = "narrow"
+    copies_weight = True
+    packs_row_sources = False
+
+    def __init__(self, *, widest: float = 16.0) -> None:
+        """`widest`: most bits of a weight, its part of a scale and minimum included, that it takes."""
+        self._widest = widest
+        self.matrices: list[QuantizedMatrix] = []
+        self.floats: list[torch.Tensor] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all that it was handed, packed."""
+        return sum(matrix.num_bytes for matrix in self.matrices) + sum(weight.nbytes for weight in self.floats)
+
+    def storage(self, stored: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+        return stored if stored.itemsize == 2 else dtype
+
+    def takes(self, weights: WeightFormat) -> bool:
+        return weights.group != 1 and weights.row_bytes(256) * 8 <= 256 * self._widest
+
+    def pack(self, weight: torch.Tensor) -> PackedWeight:
+        self.floats.append(weight)
+        return self._packed(lambda: weight)
+
+    def pack_quantized(self, matrix: QuantizedMatrix) -> PackedWeight:
+        self.matrices.append(matrix)
+        return self._packed(matrix.dequantized)
+
+    def _packed(self, weight: Callable[[], torch.Tensor]) -> PackedWeight:
+        return lambda x, bias: F.linear(x, weight().to(x.dtype), bias)
+
+
+class NarrowRowsKernel(NarrowKernel):
+    """The same, and what it packs can be looked up."""
+
+    packs_row_sources = True
+
+    def _packed(self, weight: Callable[[], torch.Tensor]) -> PackedWeight:
+        return _Rows(weight)
+
+
+class _Rows:
+    def __init__(self, weight: Callable[[], torch.Tensor]) -> None:
+        self._weight = weight
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.linear(x, self._weight().to(x.dtype), bias)
+
+    def embed(self, ids: torch.Tensor, *, first: int = 0, scale: float = 1.0) -> torch.Tensor:
+        weight, rows = self._weight().float(), ids - first
+        is_own = (rows >= 0) & (rows < len(weight))
+        return weight[rows.where(is_own, 0)] * is_own.unsqueeze(1) * scale

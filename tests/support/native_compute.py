@@ -1,0 +1,34 @@
+"""The compute library for tests, and issuers of teams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hetero_worker.native.compute_library import ComputeLibrary, load_compute
+from hetero_worker.native.issuing import Issuer
+from hetero_worker.native.team import NativeTeam
+
+
+def compute_library() -> ComputeLibrary:
+    """As it was built for the tests, which need it."""
+    loaded = load_compute()
+    assert loaded.library is not None, loaded.reason
+    return loaded.library
+
+
+def issuer_of(size: int = 2) -> Issuer:
+    """With a team of so many threads."""
+    return Issuer(NativeTeam(compute_library(), size))
+
+
+@contextmanager
+def computing_with(isa: str) -> Iterator[None]:
+    """Have all teams compute with this instruction set's kernels."""
+    library = compute_library()
+    before = library.in_use()
+    assert library.use(isa.encode()) == 0, f"this processor has no {isa}"
+    try:
+        yield
+    finally:
+        library.use(before)

@@ -1,0 +1,124 @@
+"""The compute library: how it is built, which one is refused, and that Python's view of it is the header's."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from hetero_worker.native.build import (
+    COMPUTE_FOLDER,
+    COMPUTE_LIBRARY,
+    BuildError,
+    build_compute,
+    compute_sources,
+    source_digest,
+)
+from hetero_worker.native.compute_library import ABI, Format, Kind, NativeActivation, load_compute
+
+pytestmark = pytest.mark.unit
+
+HEADER = (COMPUTE_FOLDER / "compute.h").read_text(encoding="utf-8")
+
+
+def copied_sources(folder: Path, *, file: str = "library.c", was: str = "", becomes: str = "") -> Path:
+    """The library's sources with one change."""
+    copy = folder / "compute"
+    shutil.copytree(COMPUTE_FOLDER, copy)
+    if was:
+        text = (copy / file).read_text(encoding="utf-8")
+        assert text.count(was) == 1
+        (copy / file).write_text(text.replace(was, becomes), encoding="utf-8")
+    return copy
+
+
+def enumerators(enum: str) -> list[str]:
+    found = re.search(rf"enum {enum} {{(.*?)}};", HEADER, re.DOTALL)
+    assert found is not None
+    without_comments = re.sub(r"/\*.*?\*/", "", found[1], flags=re.DOTALL)
+    return [name.split("=")[0].strip() for name in without_comments.split(",") if name.strip()]
+
+
+@pytest.mark.parametrize(
+    ("enum", "members", "end"),
+    [("hc_kind", Kind, "HC_KINDS"), ("hc_format", Format, "HC_FORMATS"), ("hc_activation", NativeActivation, None)],
+)
+def test_enumerations_are_the_headers(enum: str, members: type[Kind], end: str | None) -> None:
+    names = enumerators(enum)
+    if end is not None:
+        assert names.pop() == end
+    assert names == [f"HC_{member.name}" for member in members]
+    assert [member.value for member in members] == list(range(len(names)))
+    assert f"#define HC_ABI {ABI}" in HEADER
+
+
+def test_what_was_built_is_taken() -> None:
+    loaded = load_compute()
+    assert loaded.library is not None, loaded.reason
+    assert loaded.library.isas[-1] == "generic"
+    assert loaded.library.in_use().decode() == loaded.library.isas[0]
+
+
+def test_an_instruction_set_that_is_not_there_is_refused() -> None:
+    library = load_compute().library
+    assert library is not None
+    assert library.use(b"sse9") == -1
+    assert library.in_use().decode() == library.isas[0]
+
+
+def test_a_library_that_was_not_built_is_a_reason_with_the_fix(tmp_path: Path) -> None:
+    loaded = load_compute(tmp_path / COMPUTE_LIBRARY.name)
+    assert loaded.library is None
+    assert "were not built" in loaded.reason
+    assert "make native" in loaded.reason
+
+
+def test_a_file_that_is_no_library_is_a_reason(tmp_path: Path) -> None:
+    path = tmp_path / COMPUTE_LIBRARY.name
+    path.write_bytes(b"no library")
+    assert "cannot be loaded" in load_compute(path).reason
+
+
+@pytest.mark.parametrize(
+    ("was", "becomes", "complaint"),
+    [
+        ("return HC_ABI;", "return HC_ABI + 1;", f"of ABI {ABI + 1} instead of {ABI}"),
+        ("= sizeof(hc_weight),", "= sizeof(hc_weight) + 8,", "structs of other sizes"),
+        ("/* What the library says of itself", "/*  What the library says of itself", "built from sources"),
+    ],
+)
+def test_a_stale_library_is_refused(was: str, becomes: str, complaint: str, tmp_path: Path) -> None:
+    sources = copied_sources(tmp_path, was=was, becomes=becomes)
+    loaded = load_compute(build_compute(tmp_path / COMPUTE_LIBRARY.name, folder=sources, flags=("-O0",)))
+    assert loaded.library is None
+    assert complaint in loaded.reason
+    assert "make native" in loaded.reason
+
+
+def test_a_source_that_does_not_compile_leaves_the_old_library(tmp_path: Path) -> None:
+    target = tmp_path / COMPUTE_LIBRARY.name
+    target.write_bytes(b"the old one")
+    sources = copied_sources(tmp_path, was="return HC_ABI;", becomes="return")
+    with pytest.raises(BuildError, match=r"library\.c"):
+        build_compute(target, folder=sources, flags=("-O0",))
+    assert target.read_bytes() == b"the old one"
+    assert not list(tmp_path.glob(".build-*"))
+
+
+@pytest.mark.parametrize("compiler", ["gcc", "clang", "aarch64-linux-gnu-gcc"])
+def test_it_builds_without_a_warning(compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if shutil.which(compiler) is None:
+        pytest.skip(f"there is no {compiler} here")
+    monkeypatch.setenv("CC", compiler)
+    build_compute(tmp_path / COMPUTE_LIBRARY.name, flags=("-Werror",))
+
+
+def test_every_file_counts_for_what_a_library_was_built_from(tmp_path: Path) -> None:
+    sources = copied_sources(tmp_path)
+    digests = {source_digest(compute_sources(sources))}
+    for source in compute_sources(sources):
+        source.write_text(source.read_text(encoding="utf-8") + "\n", encoding="utf-8")
+        digests.add(source_digest(compute_sources(sources)))
+    assert len(digests) == len(compute_sources()) + 1

@@ -1,0 +1,149 @@
+"""Issuing and recording: what is recorded does the same again, in memory that is its own and is used anew."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from ctypes import c_int, c_void_p
+
+import pytest
+import torch
+
+from hetero_worker.native.compute_library import AddOp, AttendOp, Cache, CallOp, Kind, Op, PickOp
+from hetero_worker.native.issuing import ALIGNMENT, Arena, Issuer
+from tests.support.native_compute import issuer_of
+
+pytestmark = pytest.mark.unit
+
+Function = ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_void_p)
+
+
+def add(issuer: Issuer, x: torch.Tensor, delta: torch.Tensor) -> None:
+    issuer.issue(AddOp(op=Op(Kind.ADD, x.shape[0]), width=x.shape[1], x=x.data_ptr(), delta=delta.data_ptr()))
+
+
+def copied(issuer: Issuer, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """x, in memory of the issuer's."""
+    y = issuer.empty(*x.shape)
+    op = PickOp(op=Op(Kind.PICK, len(x)), width=x.shape[1], x=x.data_ptr(), index=index.data_ptr(), y=y.data_ptr())
+    issuer.issue(op, x, index)
+    return y
+
+
+def test_what_is_recorded_is_done_and_can_be_done_again() -> None:
+    issuer, source, index = issuer_of(), torch.zeros(3, 5), torch.arange(3)
+    with issuer.computing_in(Arena()), issuer.recording() as recorded:
+        source.fill_(1)
+        y = copied(issuer, source, index)
+        add(issuer, y, y)
+        assert torch.equal(y, torch.full((3, 5), 2.0))
+    assert len(recorded.ops) == 2
+    for value in (3.0, 4.0):
+        source.fill_(value)
+        issuer.replay(recorded)
+        assert torch.equal(y, torch.full((3, 5), 2 * value))
+
+
+def test_memory_is_given_out_again_when_the_last_look_at_it_is_gone() -> None:
+    arena = Arena()
+    first = arena.empty((4, 4), torch.float32)
+    address, part = first.data_ptr(), first[1:]
+    assert address % ALIGNMENT == 0
+    del first
+    assert arena.empty((4, 4), torch.float32).data_ptr() != address
+    del part
+    assert arena.empty((16,), torch.float32).data_ptr() == address
+    assert arena.num_bytes == 2 * 64
+
+
+def test_a_recording_keeps_its_memory() -> None:
+    issuer, source, index = issuer_of(), torch.ones(2, 600), torch.arange(2)
+    with issuer.computing_in(Arena()), issuer.recording() as recorded:
+        y = copied(issuer, source, index)
+        address = y.data_ptr()
+    del y
+    gc.collect()
+    crowd = [torch.zeros(2, 600) for _ in range(50)]
+    issuer.replay(recorded)
+    assert all(not each.any() for each in crowd)
+    assert list((ctypes.c_float * 1200).from_address(address)) == [1.0] * 1200
+
+
+def test_pieces_of_one_arena_share_memory() -> None:
+    issuer, source, index = issuer_of(), torch.ones(2, 8), torch.arange(2)
+    arena = Arena()
+    with issuer.computing_in(arena):
+        with issuer.recording():
+            copied(issuer, source, index)
+        with issuer.recording() as second:
+            y = copied(issuer, source, index)
+    assert arena.num_bytes == 64
+    source.fill_(5)
+    issuer.replay(second)
+    assert torch.equal(y, torch.full((2, 8), 5.0))
+
+
+def test_calls_are_finished_by_python_where_they_do_not_give_0() -> None:
+    issuer, x = issuer_of(), torch.ones(2, 2)
+    finished: list[int] = []
+    answers = [0]
+    function = Function(lambda _first, _second, _third: answers[0])
+    op = CallOp(op=Op(Kind.CALL, 1), function=ctypes.cast(function, c_void_p))
+    with issuer.computing_in(Arena()), issuer.recording() as recorded:
+        add(issuer, x, x)
+        issuer.call(op, finished.append, function)
+        add(issuer, x, x)
+    assert (float(x[0, 0]), finished) == (4.0, [])
+    answers[0] = 1
+    issuer.replay(recorded)
+    assert (float(x[0, 0]), finished) == (16.0, [1])
+    issuer.call(op, finished.append)
+    assert finished == [1, 1]
+
+
+def test_what_a_finish_raises_ends_the_replay_there() -> None:
+    issuer, x = issuer_of(), torch.ones(2, 2)
+    answers = [0]
+    function = Function(lambda _first, _second, _third: answers[0])
+    op = CallOp(op=Op(Kind.CALL, 1), function=ctypes.cast(function, c_void_p))
+
+    def refuse(status: int) -> None:
+        raise RuntimeError(f"ended with {status}")
+
+    with issuer.computing_in(Arena()), issuer.recording() as recorded:
+        issuer.call(op, refuse, function)
+        add(issuer, x, x)
+    answers[0] = 2
+    with pytest.raises(RuntimeError, match="ended with 2"):
+        issuer.replay(recorded)
+    assert x[0, 0] == 2
+
+
+def test_recordings_do_not_nest_and_need_an_arena() -> None:
+    issuer = issuer_of()
+    with pytest.raises(RuntimeError, match="arena"), issuer.recording():
+        pass
+    with (
+        issuer.computing_in(Arena()),
+        issuer.recording(),
+        pytest.raises(RuntimeError, match="one piece at a time"),
+        issuer.recording(),
+    ):
+        pass
+
+
+def test_scratch_is_aligned_and_lasts_as_long_as_a_recording() -> None:
+    issuer = issuer_of()
+    cache = Cache(block_size=16, kv_heads=2, heads=4, head_dim=64, scale=1.0)
+    small = AttendOp(op=Op(Kind.ATTEND, 1), cache=cache, longest=16)
+    large = AttendOp(op=Op(Kind.ATTEND, 64), cache=cache, longest=1_000_000)
+    with issuer.computing_in(Arena()), issuer.recording() as recorded:
+        first = issuer.scratch(small)
+        second = issuer.scratch(large)
+    assert first % ALIGNMENT == second % ALIGNMENT == 0
+    assert first != second
+    kept = [each for each in recorded.kept if isinstance(each, ctypes.Array)]
+    begins = [ctypes.addressof(each) for each in kept]
+    assert all(
+        begin <= address < begin + len(each) for begin, each, address in zip(begins, kept, (first, second), strict=True)
+    )

@@ -1,0 +1,144 @@
+"""The native product with weights that are floats: by the definition, at all shapes, and with bits that are a row's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from hetero_worker.layers.native_linear import NativeLinear, NativeWeight
+from hetero_worker.layers.weight_storage import kept_dtype, packs_row_sources
+from hetero_worker.native.compute_library import Kind, LinearOp, Op
+from hetero_worker.native.issuing import Arena, Issuer
+from tests.support.native_compute import compute_library, computing_with, issuer_of
+
+pytestmark = pytest.mark.unit
+
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+TEAMS = (1, 2, 3)
+SHAPES = [(1, 1), (15, 30), (16, 64), (17, 16), (130, 576), (80, 1000), (33, 257)]
+ROWS = (1, 2, 3, 5, 14, 16, 17, 29, 64, 130)
+
+
+@pytest.fixture(params=compute_library().isas)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    with computing_with(request.param):
+        yield request.param
+
+
+@pytest.fixture(scope="module")
+def issuers() -> dict[int, Issuer]:
+    return {size: issuer_of(size) for size in TEAMS}
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
+@pytest.mark.usefixtures("isa")
+def test_products_are_right(
+    issuers: dict[int, Issuer], dtype: torch.dtype, out_features: int, in_features: int
+) -> None:
+    """Each by another team, so that whose panels and rows are whose is tried."""
+    weight, bias = randn(out_features, in_features).to(dtype), randn(out_features, seed=1)
+    packed = {size: NativeLinear(issuer).pack(weight) for size, issuer in issuers.items()}
+    for number, rows in enumerate(ROWS):
+        x = randn(rows, in_features + 3, seed=rows)[:, :in_features]
+        expected = x.double() @ weight.double().T
+        run = packed[TEAMS[number % len(TEAMS)]]
+        torch.testing.assert_close(run(x, None).double(), expected, rtol=1e-5, atol=1e-6 * in_features)
+        expected += bias
+        torch.testing.assert_close(run(x, bias).double(), expected, rtol=1e-5, atol=1e-6 * in_features)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(("out_features", "in_features"), [(50, 600), (200, 33)])
+@pytest.mark.usefixtures("isa")
+def test_a_rows_bits_are_its_own(
+    issuers: dict[int, Issuer], dtype: torch.dtype, out_features: int, in_features: int
+) -> None:
+    """Whatever the number of rows, its place among them and the number of threads."""
+    weight, bias, x = randn(out_features, in_features).to(dtype), randn(out_features, seed=1), randn(130, in_features)
+    alone = NativeLinear(issuers[1]).pack(weight)
+    expected = torch.cat([alone(row[None], bias) for row in x])
+    for issuer in issuers.values():
+        packed = NativeLinear(issuer).pack(weight)
+        for rows in (*range(1, 41), 64, 130):
+            assert torch.equal(packed(x[:rows], bias), expected[:rows]), rows
+            assert torch.equal(packed(x[-rows:], bias), expected[-rows:]), rows
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 20])
+def test_without_inputs_or_rows_there_is_the_bias_or_nothing(rows: int) -> None:
+    bias = randn(40)
+    packed = NativeLinear(issuer_of()).pack(torch.empty(40, 0))
+    assert torch.equal(packed(torch.empty(rows, 0), bias), bias.expand(rows, 40))
+    assert NativeLinear(issuer_of()).pack(randn(40, 8))(torch.empty(0, 8), bias).shape == (0, 40)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 33])
+@pytest.mark.usefixtures("isa")
+def test_nothing_is_written_beside_the_result(rows: int) -> None:
+    issuer, (out_features, in_features) = issuer_of(), (37, 50)
+    packed = NativeLinear(issuer).pack(randn(out_features, in_features))
+    x, wide = randn(rows, in_features), torch.full((rows, 64), torch.nan)
+    op = LinearOp(Op(Kind.LINEAR, rows), packed.address, x.data_ptr(), in_features, None, wide.data_ptr(), 64)
+    op.scratch = issuer.scratch(op)
+    issuer.issue(op)
+    assert torch.equal(wide[:, :out_features], packed(x, None))
+    assert wide[:, out_features:].isnan().all()
+
+
+def test_what_is_no_number_stays_none() -> None:
+    packed = NativeLinear(issuer_of()).pack(torch.ones(20, 40))
+    x = torch.ones(3, 40)
+    x[1, 7], x[2, 9] = torch.nan, torch.inf
+    y = packed(x, None)
+    assert torch.equal(y[0], torch.full((20,), 40.0))
+    assert y[1].isnan().all()
+    assert torch.equal(y[2], torch.full((20,), torch.inf))
+
+
+def test_inputs_of_16_bits_are_widened_and_results_rounded() -> None:
+    weight, x, bias = randn(24, 48).bfloat16(), randn(5, 48, seed=1).bfloat16(), randn(24, seed=2).bfloat16()
+    kernel = NativeLinear(issuer_of(), torch.bfloat16)
+    y = kernel.pack(weight)(x, bias)
+    assert torch.equal(y, kernel.pack(weight)(x.float(), bias.float()).bfloat16())
+
+
+def test_columns_and_rows_of_a_larger_tensor_are_read_where_they_are() -> None:
+    kernel, weight, x = NativeLinear(issuer_of()), randn(30, 90), randn(40, 90, seed=1)
+    parts = weight[3:20, 10:50], x[::2, 10:50]
+    expected = kernel.pack(parts[0].contiguous())(parts[1].contiguous(), None)
+    assert torch.equal(kernel.pack(parts[0])(parts[1], None), expected)
+    assert torch.equal(kernel.pack(parts[0].T.contiguous().T)(parts[1].T.contiguous().T, None), expected)
+
+
+def test_a_recorded_product_is_made_again() -> None:
+    issuer, x = issuer_of(), randn(4, 70)
+    packed, bias = NativeLinear(issuer).pack(randn(50, 70)), randn(50)
+    with issuer.computing_in(Arena()), issuer.recording() as recorded:
+        y = packed(x, bias)
+    for seed in (1, 2):
+        x.copy_(randn(4, 70, seed=seed))
+        issuer.replay(recorded)
+        assert torch.equal(y, packed(x, bias))
+
+
+def test_what_weights_are_kept_in() -> None:
+    kernel = NativeLinear(issuer_of())
+    assert [kept_dtype(stored, torch.float32, kernel) for stored in TYPES] == list(TYPES)
+    assert kept_dtype(torch.float64, torch.float32, kernel) == torch.float32
+    assert kept_dtype(torch.float16, torch.bfloat16, kernel) == torch.bfloat16
+    assert kept_dtype(torch.float32, torch.bfloat16, kernel) == torch.bfloat16
+    assert packs_row_sources(kernel)
+
+
+def test_memory_is_that_of_the_weights() -> None:
+    for dtype in TYPES:
+        packed: NativeWeight = NativeLinear(issuer_of()).pack(torch.empty(160, 33, dtype=dtype))
+        assert packed.num_bytes == 160 * 33 * dtype.itemsize
+        assert packed.shape == (160, 33)

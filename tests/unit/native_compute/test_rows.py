@@ -1,0 +1,273 @@
+"""The native row kernels are what PlainOps does, by every instruction set, and give a row bits of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero_api.model_config import RopeConfig
+from hetero_api.model_parts import Activation
+from hetero_worker.attention.kv_cache import LayerCache
+from hetero_worker.layers.fused_ops import PLAIN_OPS, HeadWeights, PlainOps, fused_ops_of
+from hetero_worker.layers.invariant_ops import InvariantOps
+from hetero_worker.layers.native_ops import NativeOps
+from hetero_worker.layers.residual import ResidualStream
+from hetero_worker.layers.rotary import RotaryTables, Rotation
+from hetero_worker.native.compute_library import GatedOp, Kind, NativeActivation, Op
+from hetero_worker.native.issuing import Arena, Issuer
+from tests.support.native_compute import compute_library, computing_with, issuer_of
+
+pytestmark = pytest.mark.unit
+
+HOST = torch.device("cpu")
+EPS = 1e-6
+TEAMS = (1, 2, 3)
+WIDTHS = (1, 7, 16, 33, 64, 200, 576, 1000)
+SHAPES = [(1, 1, 1, 8), (3, 6, 2, 20), (5, 14, 2, 64), (2, 3, 3, 96), (7, 28, 4, 16), (4, 5, 1, 72), (1, 9, 3, 256)]
+"""Tokens, query heads, KV heads, head_dim."""
+RowOp = Callable[[torch.Tensor], torch.Tensor]
+
+
+@pytest.fixture(params=compute_library().isas)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    with computing_with(request.param):
+        yield request.param
+
+
+@pytest.fixture(params=TEAMS)
+def issuer(request: pytest.FixtureRequest, isa: str) -> Issuer:
+    return issuer_of(request.param)
+
+
+@pytest.fixture
+def ops(issuer: Issuer) -> NativeOps:
+    return NativeOps(issuer)
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return 2 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=2e-6, atol=1e-6)
+
+
+def assert_rows_alone(make_op: Callable[[NativeOps], RowOp], x: torch.Tensor) -> None:
+    """A row has the same bits by itself, among others, and with any number of threads."""
+    whole = make_op(NativeOps(issuer_of(1)))(x.clone())
+    for team in TEAMS:
+        op = make_op(NativeOps(issuer_of(team)))
+        assert torch.equal(op(x.clone()), whole)
+        assert torch.equal(torch.cat([op(row.clone()) for row in torch.split(x, 1)]), whole)
+        assert torch.equal(op(x.flip(0)), whole.flip(0))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_norms(ops: NativeOps, rows: int, width: int) -> None:
+    x, delta, weight = randn(rows, width), randn(rows, width, seed=1), randn(width, seed=2)
+    assert_close(ops.rms_norm(x, weight, EPS), PLAIN_OPS.rms_norm(x.double(), weight.double(), EPS))
+    ours, plain = x.clone(), x.double()
+    expected = PLAIN_OPS.add_rms_norm(plain, delta.double(), weight.double(), EPS)
+    assert_close(ops.add_rms_norm(ours, delta, weight, EPS), expected)
+    assert torch.equal(ours, x + delta)
+
+
+@pytest.mark.parametrize("width", [33, 576])
+def test_a_norms_rows_are_alone(isa: str, width: int) -> None:
+    weight = randn(width, seed=1)
+    assert_rows_alone(lambda ops: lambda x: ops.rms_norm(x, weight, EPS), randn(7, width))
+    assert_rows_alone(lambda ops: lambda x: ops.add_rms_norm(x, x.flip(1).contiguous(), weight, EPS), randn(7, width))
+
+
+def test_a_norm_of_large_numbers_is_no_worse_than_torchs(ops: NativeOps) -> None:
+    x, weight = 1e15 * randn(3, 4096), randn(4096, seed=1)
+    assert_close(ops.rms_norm(x, weight, EPS), PLAIN_OPS.rms_norm(x.double(), weight.double(), EPS))
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_gates(ops: NativeOps, activation: Activation, columns: int) -> None:
+    gate_up = randn(3, 2 * columns)
+    assert_close(ops.gated(gate_up, activation), PLAIN_OPS.gated(gate_up.double(), activation))
+
+
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_gates_far_from_zero(ops: NativeOps, activation: Activation) -> None:
+    gates = torch.tensor([[-1e30, -500.0, -104.0, -88.5, -87.2, -20.0, -0.0, 0.0, 1e-30, 20.0, 88.5, 500.0, 1e30]])
+    out = ops.gated(torch.cat([gates, torch.ones_like(gates)], dim=1), activation)
+    torch.testing.assert_close(out, PLAIN_OPS.gated(torch.cat([gates, torch.ones_like(gates)], dim=1), activation))
+
+
+def test_what_is_no_number_stays_so(ops: NativeOps) -> None:
+    nothing = torch.tensor([[float("nan")] * 20 + [1.0] * 20])
+    for activation in get_args(Activation):
+        assert ops.gated(nothing, activation).isnan().all()
+
+
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_a_gates_rows_are_alone(isa: str, activation: Activation) -> None:
+    assert_rows_alone(lambda ops: lambda x: ops.gated(x, activation), randn(5, 2 * 331))
+
+
+def test_the_exact_gelu(issuer: Issuer) -> None:
+    """No model that is supported has it yet: the kernel is asked as it is."""
+    gates = torch.linspace(-9, 9, 10_001)
+    gate_up = torch.cat([gates, torch.ones_like(gates)])
+    out = torch.empty_like(gates)
+    rows = Op(Kind.GATED, 1)
+    issuer.issue(GatedOp(rows, NativeActivation.GELU, len(gates), gate_up.data_ptr(), out.data_ptr()))
+    assert (out.double() - torch.nn.functional.gelu(gates.double())).abs().max() < 1e-6
+
+
+@given(st.integers(0, 9), st.integers(1, 300), st.sampled_from(TEAMS), st.sampled_from(compute_library().isas))
+def test_additions_and_picks(rows: int, width: int, team: int, name: str) -> None:
+    with computing_with(name):
+        ops, x, delta = NativeOps(issuer_of(team)), randn(rows + 1, width), randn(rows + 1, width, seed=1)
+        index = torch.randint(rows + 1, (2 * rows,), generator=torch.Generator().manual_seed(rows))
+        assert torch.equal(ops.pick(x, index), x[index])
+        summed = x.clone()
+        ops.add(summed, delta)
+        assert torch.equal(summed, x + delta)
+
+
+class Heads:
+    """One step's projections of random content, at positions that are in no order."""
+
+    def __init__(self, shape: tuple[int, int, int, int], *, with_norms: bool) -> None:
+        tokens, self.num_heads, kv_heads, head_dim = shape
+        self.qkv = randn(tokens, self.num_heads + 2 * kv_heads, head_dim)
+        table = RotaryTables([RopeConfig(100.0)], head_dim=head_dim, max_length=64, dtype=torch.float32)
+        self.rotation = table.at(torch.arange(tokens) * 29 % 64)[0]
+        self.norms = HeadWeights(randn(self.num_heads + kv_heads, head_dim, seed=1), EPS) if with_norms else None
+        self.slots = torch.randperm(20, generator=torch.Generator().manual_seed(2))[:tokens] + 4
+        self.kv_shape = (24, kv_heads, head_dim)
+
+    def written_by(self, ops: NativeOps | PlainOps) -> tuple[torch.Tensor, LayerCache]:
+        """The queries, and the cache with keys and values in it."""
+        cache = LayerCache(torch.zeros(self.kv_shape), torch.zeros(self.kv_shape), 4)
+        query = ops.rotate_and_write(
+            self.qkv.clone(),
+            self.rotation,
+            num_heads=self.num_heads,
+            norms=self.norms,
+            cache=cache,
+            slots=self.slots,
+        )
+        return query, cache
+
+
+with_shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+with_norms = pytest.mark.parametrize("with_norms", [False, True], ids=["plain", "head norms"])
+
+
+@with_shapes
+@with_norms
+def test_rotated_heads_lie_where_they_were_made(
+    ops: NativeOps, shape: tuple[int, int, int, int], *, with_norms: bool
+) -> None:
+    heads = Heads(shape, with_norms=with_norms)
+    original = heads.qkv.clone()
+    expected = PLAIN_OPS.rotate(original.clone(), heads.rotation, num_heads=heads.num_heads, norms=heads.norms)
+    rotated = ops.rotate(heads.qkv, heads.rotation, num_heads=heads.num_heads, norms=heads.norms)
+    assert_close(rotated.query, expected.query)
+    assert_close(rotated.key, expected.key)
+    assert torch.equal(rotated.value, expected.value)
+    assert rotated.query.data_ptr() == heads.qkv.data_ptr()
+
+
+@with_shapes
+@with_norms
+def test_keys_and_values_are_written(ops: NativeOps, shape: tuple[int, int, int, int], *, with_norms: bool) -> None:
+    heads = Heads(shape, with_norms=with_norms)
+    (query, cache), (plain_query, plain_cache) = heads.written_by(ops), heads.written_by(PLAIN_OPS)
+    assert_close(query, plain_query)
+    assert_close(cache.keys, plain_cache.keys)
+    assert torch.equal(cache.values, plain_cache.values)
+    untouched = torch.ones(24, dtype=torch.bool).index_fill_(0, heads.slots, value=False)
+    assert not cache.keys[untouched].any()
+    assert not cache.values[untouched].any()
+
+
+def test_a_rotations_rows_are_alone(isa: str) -> None:
+    """All tokens are at one position, by tables that are the tokens' own."""
+    norms = HeadWeights(randn(8, 20, seed=1), EPS)
+
+    def rotated(ops: NativeOps, qkv: torch.Tensor) -> torch.Tensor:
+        cos, sin = (randn(1, 1, 20, seed=seed).repeat(len(qkv), 1, 1) for seed in (2, 3))
+        ops.rotate(qkv.view(len(qkv), 10, 20), Rotation(cos, sin), num_heads=6, norms=norms)
+        return qkv
+
+    assert_rows_alone(lambda ops: lambda qkv: rotated(ops, qkv), randn(5, 200))
+
+
+def test_what_is_recorded_follows_its_inputs() -> None:
+    """Positions, slots and rows to pick are read anew whenever the operations are made again."""
+    issuer, heads = issuer_of(), Heads((3, 4, 2, 16), with_norms=True)
+    ops, positions, slots = NativeOps(issuer), torch.tensor([1, 2, 3]), torch.tensor([4, 5, 6])
+    table = RotaryTables([RopeConfig(100.0)], head_dim=16, max_length=64, dtype=torch.float32)
+    cache = LayerCache(torch.zeros(heads.kv_shape), torch.zeros(heads.kv_shape), 4)
+    source = heads.qkv.flatten(1)
+
+    def step() -> torch.Tensor:
+        qkv = ops.pick(source, torch.arange(3)).view(heads.qkv.shape)
+        options = {"num_heads": 4, "norms": heads.norms, "cache": cache, "slots": slots}
+        return ops.rotate_and_write(qkv, table.at(positions)[0], **options)  # type: ignore[arg-type]
+
+    with issuer.computing_in(Arena()), issuer.recording() as recorded:
+        query = step()
+    positions.copy_(torch.tensor([40, 3, 0]))
+    slots.copy_(torch.tensor([9, 11, 10]))
+    source.mul_(0.5)
+    issuer.replay(recorded)
+    replayed, cached = query.clone(), cache.keys.clone()
+    cache.keys.zero_()
+    assert torch.equal(step(), replayed)
+    assert torch.equal(cache.keys[9:12], cached[9:12])
+
+
+def test_what_the_kernels_cannot_read_is_refused() -> None:
+    ops = NativeOps(issuer_of(1))
+    with pytest.raises(ValueError, match=r"not one of torch\.bfloat16"):
+        ops.gated(randn(2, 8).bfloat16(), "silu")
+    with pytest.raises(ValueError, match="not contiguous"):
+        ops.rms_norm(randn(2, 8)[:, :4], randn(4), EPS)
+
+
+def test_what_there_are_no_kernels_for_is_anothers() -> None:
+    logits, chosen = randn(3, 5), torch.tensor([[0, 3], [1, 2], [4, 0]])
+    for others in (PLAIN_OPS, InvariantOps()):
+        ops = NativeOps(issuer_of(1), others=others)
+        assert torch.equal(ops.capped(logits.clone(), 2.0), others.capped(logits.clone(), 2.0))
+        weight = randn(5, 8, seed=1).double()
+        assert torch.equal(ops.router_logits(randn(3, 8), weight, EPS), others.router_logits(randn(3, 8), weight, EPS))
+        for normalised in (True, False):
+            shares = ops.expert_shares(logits, chosen, normalised=normalised)
+            assert torch.equal(shares, others.expert_shares(logits, chosen, normalised=normalised))
+
+
+def test_host_cores_with_an_issuer_get_the_kernels(isa: str) -> None:
+    assert fused_ops_of(HOST, issuer=issuer_of(1)).name == f"native ({isa})"
+
+
+def test_why_host_cores_have_none_is_told() -> None:
+    assert fused_ops_of(HOST, no_issuer="not built").name == "torch (not built)"
+    without = fused_ops_of(HOST, dtype=torch.bfloat16, issuer=issuer_of(1))
+    assert without.name == "torch (the native kernels do not compute in torch.bfloat16)"
+
+
+def test_a_residual_stream_settles_by_the_kernels() -> None:
+    """So that what is recorded has the addition."""
+    issuer, hidden, delta = issuer_of(), randn(3, 40), randn(3, 40, seed=1)
+    with issuer.computing_in(Arena()), issuer.recording() as recorded:
+        stream = ResidualStream(hidden, NativeOps(issuer))
+        stream.add(delta)
+        assert stream.settle() is hidden
+    assert torch.equal(hidden, randn(3, 40) + delta)
+    issuer.replay(recorded)
+    assert torch.equal(hidden, randn(3, 40) + delta + delta)

@@ -1,0 +1,134 @@
+"""Steps that only decode are recorded and run again: to the last bit what they are operator by operator."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from hetero_api.sharding import ShardPlan
+from hetero_worker.distributed.exchange import HostExchange
+from hetero_worker.distributed.routes import routes_of
+from tests.support.rank_group import PlanBuilder, RankGroup, Shares
+from tests.support.shm_threads import exchanges
+from tests.support.tiny_checkpoints import TinyCheckpoint, save_tiny
+
+pytestmark = pytest.mark.unit
+
+ONE = Shares(kv_heads=((8,),), mlp_columns=((50,),), vocab_rows=(200,), experts=((6,),))
+UNEVEN = Shares(kv_heads=((5, 3),), mlp_columns=((17, 33),), vocab_rows=(64, 136), experts=((1, 5),))
+NO_PART = Shares(kv_heads=((5, 3),), mlp_columns=((0, 50),), vocab_rows=(64, 136), experts=((0, 6),))
+HELPED = Shares(kv_heads=((8, 0),), mlp_columns=((20, 30),), vocab_rows=(200, 0), experts=((2, 4),))
+STAGES = Shares(
+    kv_heads=((8, 0), (3, 5), (0, 8)), mlp_columns=((50, 0), (20, 30), (0, 50)), vocab_rows=(192, 8),
+    experts=((6, 0), (2, 4), (0, 6)),
+)  # fmt: skip
+LAYOUTS = {"one": ONE, "uneven": UNEVEN, "no part": NO_PART, "helped": HELPED, "stages": STAGES}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyCheckpoint]:
+    variants = ("llama-biased", "qwen3", "gemma3", "qwen3-moe")
+    return {variant: save_tiny(variant, tmp_path_factory.mktemp(variant)) for variant in variants}
+
+
+def told(group: RankGroup) -> list[torch.Tensor]:
+    """Logits of all steps of some sequences that come and go, and grow over blocks."""
+    builder, logits = PlanBuilder(group), []
+
+    def step(*slots: int) -> None:
+        for slot in slots:
+            builder.schedule(slot)
+        logits.append(builder.run().logits)
+
+    builder.start(0, [7, 150, 3])
+    for _ in range(6):
+        step(0)
+    builder.start(1, [1])
+    builder.start(2, [9, 8, 7, 6, 5])
+    for _ in range(7):
+        step(0, 1, 2)
+    builder.release(0)
+    for _ in range(5):
+        step(2, 1)
+    builder.start(0, [3, 4])
+    for _ in range(6):
+        step(0, 1, 2)
+    return logits
+
+
+def recordings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What forward passes said of recordings."""
+    name = "hetero_worker.runners.native_forward"
+    return [record.getMessage() for record in caplog.records if record.name == name]
+
+
+def make_group(
+    checkpoint: TinyCheckpoint, shares: Shares, stack: ExitStack, folder: Path, *, over: str, eager: bool
+) -> RankGroup:
+    def make(plan: ShardPlan) -> list[HostExchange]:
+        ends = exchanges(folder, plan.world_size, native=over == "native", routes=routes_of(plan))
+        return list(stack.enter_context(ends))
+
+    in_memory = shares is ONE or over == "threads"
+    return RankGroup(checkpoint.directory, shares, enforce_eager=eager, make_exchanges=None if in_memory else make)
+
+
+@pytest.mark.parametrize("over", ["threads", "native", "python"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("variant", ["llama-biased", "qwen3", "gemma3"])
+def test_recorded_steps_are_what_steps_are(
+    checkpoints: dict[str, TinyCheckpoint],
+    variant: str,
+    layout: str,
+    over: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    shares = LAYOUTS[layout]
+    with ExitStack() as stack, caplog.at_level("INFO"):
+        (tmp_path / "a").mkdir()
+        (tmp_path / "b").mkdir()
+        eager = told(make_group(checkpoints[variant], shares, stack, tmp_path / "a", over=over, eager=True))
+        assert not recordings(caplog)
+        recorded = told(make_group(checkpoints[variant], shares, stack, tmp_path / "b", over=over, eager=False))
+    said = recordings(caplog)
+    assert not [message for message in said if "operator by operator" in message]
+    assert len([message for message in said if message.startswith("step of 3 rows recorded")]) == len(shares.vocab_rows)
+    assert all(map(torch.equal, recorded, eager))
+
+
+@pytest.mark.parametrize("layout", ["uneven", "no part"])
+def test_sums_of_the_native_exchange_do_not_break_a_recording(
+    checkpoints: dict[str, TinyCheckpoint], layout: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ExitStack() as stack, caplog.at_level("INFO"):
+        told(make_group(checkpoints["qwen3"], LAYOUTS[layout], stack, tmp_path, over="native", eager=False))
+    said = [message for message in recordings(caplog) if "recorded" in message]
+    assert said
+    assert all("in 1 pieces" in message for message in said)
+
+
+def test_a_decoder_that_needs_torch_says_so_and_goes_on(
+    checkpoints: dict[str, TinyCheckpoint], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        recorded = told(RankGroup(checkpoints["qwen3-moe"].directory, ONE))
+    assert [message for message in recordings(caplog) if "operator by operator: torch computes" in message]
+    assert not [message for message in recordings(caplog) if "recorded:" in message]
+    eager = told(RankGroup(checkpoints["qwen3-moe"].directory, ONE, enforce_eager=True))
+    assert all(map(torch.equal, recorded, eager))
+
+
+def test_what_a_rank_says_of_its_steps(checkpoints: dict[str, TinyCheckpoint]) -> None:
+    directory = checkpoints["qwen3"].directory
+    said = {
+        "steps=recorded": RankGroup(directory, ONE),
+        "steps=operator by operator (enforceEager)": RankGroup(directory, ONE, enforce_eager=True),
+        "steps=operator by operator (native kernels are turned off)": RankGroup(directory, ONE, native=False),
+        "steps=operator by operator (in bfloat16 torch computes)": RankGroup(directory, ONE, dtype="bfloat16"),
+    }
+    for kernel, group in said.items():
+        assert kernel in group.reports[0].kernels

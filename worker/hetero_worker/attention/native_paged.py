@@ -1,0 +1,122 @@
+"""Paged attention of host cores by the native kernels (native/compute/attend*.c): float32, nothing is gathered.
+
+Decode rows are one operation a layer, which cuts long sequences into chunks for all threads; each span is another. All
+keys and values are read from the cache, this step's too. A row's bits depend on its sequence and its position alone:
+they are the same in whatever batch, as a decode row, in one span with its prompt or in any piece of it. So this
+serves batch-invariant mode, too.
+
+An operation of a recorded step reads lengths and block tables anew whenever it is made again, where they were when it
+was recorded: they are those of the batch, which keeps them in place (runners/input_batch.py), and are not copied.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from hetero_worker.attention.base import (
+    AttentionBatch,
+    AttentionRule,
+    CacheReadingAttention,
+    DecodeRows,
+    IntArray,
+    PrefillSpan,
+    StepAttention,
+)
+from hetero_worker.attention.kv_cache import LayerCache
+from hetero_worker.native.compute_library import AttendOp, AttendSpanOp, Cache, Kind, Op
+from hetero_worker.native.issuing import Issuer
+
+
+class NativePagedAttention:
+    """AttentionBackend of host tensors in float32."""
+
+    gather_bytes = 0
+
+    def __init__(self, issuer: Issuer) -> None:
+        self._issuer = issuer
+
+    @property
+    def name(self) -> str:
+        return f"paged-native ({self._issuer.team.library.in_use().decode()})"
+
+    def begin(self, batch: AttentionBatch) -> StepAttention:
+        """Raises ValueError for lengths or tables that are not contiguous."""
+        return _NativeStep(batch, self._issuer)
+
+    def release(self) -> None:
+        """Nothing is kept from step to step."""
+
+
+class _NativeStep(CacheReadingAttention):
+    """Operations of one step."""
+
+    def __init__(self, batch: AttentionBatch, issuer: Issuer) -> None:
+        self.slot_mapping = batch.slot_mapping
+        self._decode = batch.decode
+        self._spans = batch.prefills
+        self._issuer = issuer
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: LayerCache, rule: AttentionRule
+    ) -> torch.Tensor:
+        cache.write(self.slot_mapping, key, value)
+        return self.attend_written(query, cache, rule)
+
+    def attend_written(self, query: torch.Tensor, cache: LayerCache, rule: AttentionRule) -> torch.Tensor:
+        """Raises ValueError for tensors that are not of float32, or queries whose heads do not lie side by side."""
+        if not query.dtype == cache.keys.dtype == torch.float32:
+            raise ValueError(f"native attention computes in float32: not {query.dtype} over {cache.keys.dtype}")
+        if query.stride()[1:] != (query.shape[2], 1):
+            raise ValueError(f"a row's query heads are to lie side by side, not with strides {query.stride()}")
+        out = self._issuer.empty(query.shape[0], query.shape[1] * query.shape[2])
+        if num_decode := self._decode.num_rows:
+            self._attend_rows(self._decode, query[:num_decode], cache, rule, out)
+        for span in self._spans:
+            self._attend_span(span, query[span.begin : span.end], cache, rule, out[span.begin : span.end])
+        return out
+
+    def _attend_rows(
+        self, rows: DecodeRows, query: torch.Tensor, cache: LayerCache, rule: AttentionRule, out: torch.Tensor
+    ) -> None:
+        op = AttendOp(Op(Kind.ATTEND, len(rows.lengths)), _described(cache, query, rule))
+        op.query, op.query_stride, op.out = query.data_ptr(), query.stride(0), out.data_ptr()
+        # Of all steps that may be made with these tables: scratch has to last for them.
+        op.lengths, op.longest = _address(rows.lengths), rows.block_tables.shape[1] * cache.block_size
+        op.tables, op.table_stride = _address(rows.block_tables), rows.block_tables.shape[1]
+        op.scratch = self._issuer.scratch(op)
+        self._issuer.issue(op, cache, rows)
+
+    def _attend_span(
+        self, span: PrefillSpan, query: torch.Tensor, cache: LayerCache, rule: AttentionRule, out: torch.Tensor
+    ) -> None:
+        blocks = np.ascontiguousarray(span.block_ids)
+        if len(query) == 1:  # the kernel of decode rows cuts its tokens up for all threads
+            lengths = np.array([span.length], dtype=np.int32)
+            self._attend_rows(DecodeRows(lengths, blocks[None]), query, cache, rule, out)
+            return
+        op = AttendSpanOp(Op(Kind.ATTEND_SPAN, len(query)), _described(cache, query, rule))
+        op.query, op.query_stride, op.out = query.data_ptr(), query.stride(0), out.data_ptr()
+        op.num_computed, op.table = span.num_computed, blocks.ctypes.data
+        op.scratch = self._issuer.scratch(op)
+        self._issuer.issue(op, cache, blocks)
+
+
+def _address(array: IntArray) -> int:
+    if not array.flags.c_contiguous:
+        raise ValueError("lengths and block tables of a step are to be contiguous: they are read where they are")
+    return array.ctypes.data
+
+
+def _described(cache: LayerCache, query: torch.Tensor, rule: AttentionRule) -> Cache:
+    return Cache(
+        cache.keys.data_ptr(),
+        cache.values.data_ptr(),
+        cache.block_size,
+        cache.num_kv_heads,
+        query.shape[1],
+        query.shape[2],
+        rule.scale,
+        rule.window or 0,
+        rule.soft_cap or 0.0,
+    )

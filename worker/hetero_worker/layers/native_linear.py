@@ -1,0 +1,172 @@
+"""LinearKernel by the native kernels: weights as narrow as they are stored, widened or multiplied as whole numbers.
+
+A packed weight is in memory once, in the order in which it is read, and serves one row as well as many; its rows can
+be looked up, so an embedding needs no memory beside a tied output head. Weights are written by the threads that will
+read them. Sums are of float32: weights of 16 bits lose nothing by that. With whole-number weights rows are made whole
+numbers as well, on the fly, in groups of up to 32 inputs.
+
+A row's bits depend on that row alone: not on others, on how many there are, nor on the number of threads.
+"""
+
+from __future__ import annotations
+
+from ctypes import addressof
+from typing import Final
+
+import torch
+
+from hetero_api.weight_format import WeightFormat
+from hetero_worker.memory.quantized_matrix import QuantizedMatrix
+from hetero_worker.native.compute_library import EmbedOp, Format, Kind, LinearOp, Op, PackOp, Weight
+from hetero_worker.native.issuing import Issuer
+from hetero_worker.native.team import NativeTeam
+from hetero_worker.platforms.huge_pages import empty_on_huge_pages
+
+_FORMATS: Final = {torch.float32: Format.F32, torch.bfloat16: Format.BF16, torch.float16: Format.F16}
+_EXACT: Final[dict[torch.dtype, tuple[torch.dtype, ...]]] = {
+    torch.float32: (torch.float32, torch.bfloat16, torch.float16),
+    torch.bfloat16: (torch.bfloat16,),
+    torch.float16: (torch.float16,),
+}
+"""Types of weights that are numbers of the inputs' type, by that type."""
+_GROUP_UNIT: Final = 16
+"""Inputs; groups are multiples of it."""
+_PRESENT: Final = 1
+"""An address that says that there will be one."""
+
+
+class NativeLinear:
+    """A LinearKernel that is a StoredFloatsKernel, a QuantizedKernel and a RowSourceKernel, on the issuer's team."""
+
+    copies_weight = True
+    packs_row_sources = True
+
+    def __init__(self, issuer: Issuer, dtype: torch.dtype = torch.float32) -> None:
+        """`dtype`: of inputs and outputs."""
+        self._issuer = issuer
+        self._dtype = dtype
+
+    @property
+    def name(self) -> str:
+        return f"native ({self._issuer.team.library.in_use().decode()})"
+
+    def single_threaded(self) -> NativeLinear:
+        """The same by the calling thread alone, to be measured."""
+        return NativeLinear(Issuer(NativeTeam(self._issuer.team.library, 1)), self._dtype)
+
+    def storage(self, stored: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+        return stored if stored in _EXACT[dtype] else dtype
+
+    def takes(self, weights: WeightFormat) -> bool:
+        return weights.group % _GROUP_UNIT == 0
+
+    def pack(self, weight: torch.Tensor) -> NativeWeight:
+        """[out, in] of float32, bfloat16 or float16."""
+        packed = NativeWeight(self._issuer, self._dtype, _FORMATS[weight.dtype], weight)
+        packed.write(weight)
+        return packed
+
+    def pack_quantized(self, matrix: QuantizedMatrix) -> NativeWeight:
+        """Raises ValueError for a format that it does not take."""
+        weights = matrix.format
+        if not self.takes(weights):
+            raise ValueError(f"native kernels take groups of a multiple of {_GROUP_UNIT} inputs, not {weights}")
+        kind = Format.I8 if weights.bits == 8 else Format.I4
+        packed = NativeWeight(
+            self._issuer,
+            self._dtype,
+            kind,
+            matrix.values,
+            group=weights.group,
+            has_scales=True,
+            has_minima=matrix.minima is not None,
+        )
+        packed.write(matrix.values, matrix.scales, matrix.minima)
+        return packed
+
+
+class NativeWeight:
+    """A PackedWeight and RowSource."""
+
+    def __init__(
+        self,
+        issuer: Issuer,
+        dtype: torch.dtype,
+        kind: Format,
+        values: torch.Tensor,
+        *,
+        group: int = 0,
+        has_scales: bool = False,
+        has_minima: bool = False,
+    ) -> None:
+        """Of the shape of `values`; not usable before `write`."""
+        self._issuer = issuer
+        self._dtype = dtype
+        outputs, inputs = values.shape
+        self._weight = Weight(kind, outputs, inputs, group)
+        self._weight.scales = _PRESENT if has_scales else None
+        self._weight.minima = _PRESENT if has_minima else None
+        library = issuer.team.library
+        self._memory = tuple(
+            empty_on_huge_pages((library.packed_bytes(self.address, which),), torch.uint8) for which in range(3)
+        )
+        self._weight.values = self._memory[0].data_ptr()
+        self._weight.scales = self._memory[1].data_ptr() if has_scales else None
+        self._weight.minima = self._memory[2].data_ptr() if has_minima else None
+
+    @property
+    def address(self) -> int:
+        """Of the hc_weight."""
+        return addressof(self._weight)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in) features."""
+        return self._weight.out_features, self._weight.in_features
+
+    @property
+    def num_bytes(self) -> int:
+        """Of memory that it takes."""
+        return sum(part.nbytes for part in self._memory)
+
+    def write(
+        self, values: torch.Tensor, scales: torch.Tensor | None = None, minima: torch.Tensor | None = None
+    ) -> None:
+        """`values` [out, in], scales and minima float32 [out, groups]."""
+        values = values if values.stride(1) == 1 or values.shape[1] == 1 else values.contiguous()
+        scales = None if scales is None else scales.contiguous()
+        minima = None if minima is None else minima.contiguous()
+        op = PackOp(Op(Kind.PACK, len(values)), self.address, values.data_ptr(), values.stride(0))
+        op.scales = None if scales is None else scales.data_ptr()
+        op.minima = None if minima is None else minima.data_ptr()
+        self._issuer.team.run_one(op)
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None, /) -> torch.Tensor:
+        """[rows, in], rows contiguous each → [rows, out]."""
+        if x.dtype != torch.float32:
+            wide = None if bias is None else bias.float()
+            return self._multiply(x.float(), wide).to(x.dtype)
+        return self._multiply(x, bias)
+
+    def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        rows = len(x)
+        y = self._issuer.empty(rows, self._weight.out_features)
+        op = LinearOp(Op(Kind.LINEAR, rows), self.address, x.data_ptr(), x.stride(0))
+        op.bias = None if bias is None else bias.data_ptr()
+        op.y, op.y_stride = y.data_ptr(), self._weight.out_features
+        op.scratch = self._issuer.scratch(op)
+        self._issuer.issue(op, self, bias)
+        return y
+
+    def rows(self, numbers: torch.Tensor) -> torch.Tensor:
+        """int64 [n] → [n, in], in the type of inputs."""
+        return self.embed(numbers)
+
+    def embed(self, ids: torch.Tensor, *, first: int = 0, scale: float = 1.0) -> torch.Tensor:
+        """int64 [n] → [n, in]: rows ids - first, times scale; zeros where there is no such row."""
+        y = self._issuer.empty(len(ids), self._weight.in_features)
+        op = EmbedOp(Op(Kind.EMBED, len(ids)), self.address, ids.data_ptr(), first, scale, y.data_ptr())
+        self._issuer.issue(op, self, ids)
+        return y.to(self._dtype)

@@ -1,0 +1,131 @@
+"""FusedOps by the native kernels: operations given to a rank's team of threads, which a recorded step keeps.
+
+float32 tensors of the host only, contiguous: anything else is refused, since a copy that torch makes would be missing
+where a step is replayed. A recording keeps weights, tables and inputs; activations are the issuer's. What there are no
+kernels for, the cap of logits and a router's steps, is torch's, and is not recorded.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from hetero_api.model_parts import Activation
+from hetero_worker.attention.kv_cache import LayerCache
+from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps, HeadWeights, RotatedHeads, kv_heads_of
+from hetero_worker.layers.rotary import Rotation
+from hetero_worker.native.compute_library import AddOp, GatedOp, Kind, NativeActivation, NormOp, Op, PickOp, RotateOp
+from hetero_worker.native.issuing import Issuer
+
+_ACTIVATIONS: Final[dict[Activation, NativeActivation]] = {
+    "silu": NativeActivation.SILU,
+    "gelu_tanh": NativeActivation.GELU_TANH,
+}
+
+
+class NativeOps:
+    """A row's bits depend on that row alone, if those of `others` do."""
+
+    def __init__(self, issuer: Issuer, *, others: FusedOps = PLAIN_OPS) -> None:
+        """`others`: what computes the steps that there are no kernels for."""
+        self._issuer = issuer
+        self._others = others
+
+    @property
+    def name(self) -> str:
+        return f"native ({self._issuer.team.library.in_use().decode()})"
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return self._norm(x, None, weight, eps)
+
+    def add_rms_norm(
+        self, residual: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        return self._norm(residual, delta, weight, eps)
+
+    def add(self, x: torch.Tensor, delta: torch.Tensor) -> None:
+        op = AddOp(Op(Kind.ADD, len(x)), x.shape[1], _address(x), _address(delta))
+        self._issuer.issue(op)
+
+    def pick(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        out = self._issuer.empty(len(index), x.shape[1])
+        op = PickOp(Op(Kind.PICK, len(index)), x.shape[1], _address(x), _address(index, torch.int64), out.data_ptr())
+        self._issuer.issue(op, index)
+        return out
+
+    def empty(self, rows: int, width: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:  # noqa: ARG002
+        return self._issuer.empty(rows, width, dtype=dtype)
+
+    def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        rows, columns = len(gate_up), gate_up.shape[1] // 2
+        out = self._issuer.empty(rows, columns)
+        op = GatedOp(Op(Kind.GATED, rows), _ACTIVATIONS[activation], columns, _address(gate_up), out.data_ptr())
+        self._issuer.issue(op)
+        return out
+
+    def rotate(
+        self, qkv: torch.Tensor, rotation: Rotation, *, num_heads: int, norms: HeadWeights | None
+    ) -> RotatedHeads:
+        self._rotate(qkv, rotation, num_heads=num_heads, norms=norms)
+        first_value = num_heads + kv_heads_of(qkv, num_heads)
+        return RotatedHeads(qkv[:, :num_heads], qkv[:, num_heads:first_value], qkv[:, first_value:])
+
+    def rotate_and_write(
+        self,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        *,
+        num_heads: int,
+        norms: HeadWeights | None,
+        cache: LayerCache,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        self._rotate(qkv, rotation, num_heads=num_heads, norms=norms, cache=cache, slots=slots)
+        return qkv[:, :num_heads]
+
+    def capped(self, logits: torch.Tensor, soft_cap: float) -> torch.Tensor:
+        return self._others.capped(logits, soft_cap)
+
+    def router_logits(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return self._others.router_logits(hidden, weight, eps)
+
+    def expert_shares(self, logits: torch.Tensor, chosen: torch.Tensor, *, normalised: bool) -> torch.Tensor:
+        return self._others.expert_shares(logits, chosen, normalised=normalised)
+
+    def _norm(self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        rows, width = x.shape
+        out = self._issuer.empty(rows, width)
+        added = None if delta is None else _address(delta)
+        op = NormOp(Op(Kind.NORM, rows), width, _address(x), added, _address(weight), eps, out.data_ptr())
+        self._issuer.issue(op, weight)
+        return out
+
+    def _rotate(
+        self,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        *,
+        num_heads: int,
+        norms: HeadWeights | None,
+        cache: LayerCache | None = None,
+        slots: torch.Tensor | None = None,
+    ) -> None:
+        rows, _, head_dim = qkv.shape
+        op = RotateOp(Op(Kind.ROTATE, rows), num_heads, kv_heads_of(qkv, num_heads), head_dim, _address(qkv))
+        op.cos, op.signed_sin = _address(rotation.cos_table), _address(rotation.signed_sin_table)
+        op.positions = _address(rotation.positions, torch.int64)
+        if norms is not None:
+            op.norm_weights, op.eps = _address(norms.weight), norms.eps
+        if cache is not None and slots is not None:
+            op.keys, op.values = _address(cache.keys), _address(cache.values)
+            op.slots = _address(slots, torch.int64)
+        self._issuer.issue(op, rotation, norms, cache, slots)
+
+
+def _address(tensor: torch.Tensor, dtype: torch.dtype = torch.float32) -> int:
+    """Raises ValueError for what the kernels cannot read as it is."""
+    if tensor.dtype != dtype or not tensor.is_contiguous():
+        contiguity = "contiguous" if tensor.is_contiguous() else "not contiguous"
+        raise ValueError(f"native kernels take contiguous tensors of {dtype}, not one of {tensor.dtype}, {contiguity}")
+    return tensor.data_ptr()

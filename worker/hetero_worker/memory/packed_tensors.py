@@ -1,0 +1,188 @@
+"""Reads quantised linear layers of safetensors files: AWQ, GPTQ and compressed-tensors.
+
+A layer of them is several tensors: whole numbers packed into int32 words, scales, and zero points z, which stand for
+weights of zero: w = (v - z) · scale, so the minimum is -z · scale. Only the words that hold a rank's rows and columns
+are read and unpacked. Scales are rounded to float16, where they are stored wider.
+
+Layouts are those of AutoAWQ (gemm), AutoGPTQ and compressed-tensors (pack-quantized, int-quantized).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from hetero_api.errors import ModelError
+from hetero_api.packed_weights import PackedWeights, Packing
+from hetero_api.sharding import UnitRange
+from hetero_api.weight_format import WeightFormat
+from hetero_worker.memory.quantized_matrix import QuantizedMatrix
+from hetero_worker.memory.safetensors_files import SafetensorsFiles
+from hetero_worker.memory.weight_store import SafetensorsStore, TensorSlice
+
+_WORD_BITS: Final = 32
+_AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Which four bits of a word, counted from the lowest, an output's value is in."""
+_MARKS: Final = {
+    Packing.AWQ: "qweight",
+    Packing.GPTQ: "qweight",
+    Packing.GPTQ_V2: "qweight",
+    Packing.PACKED_INTS: "weight_packed",
+    Packing.INTS: "weight_scale",
+}
+"""The tensor by which a quantised layer is known."""
+
+
+class PackedStore(SafetensorsStore):
+    """Floats, and linear layers that are packed."""
+
+    def __init__(self, files: SafetensorsFiles, packed: PackedWeights) -> None:
+        super().__init__(files)
+        self._files = files
+        self._packing = packed.packing
+        self._weights = packed.weights
+
+    def format_of(self, name: str) -> WeightFormat | None:
+        stem, _, kind = name.rpartition(".")
+        is_packed = kind == "weight" and self._files.has(f"{stem}.{_MARKS[self._packing]}")
+        return self._weights if is_packed else None
+
+    def quantized(self, part: TensorSlice) -> QuantizedMatrix:
+        layer = _Layer(self._files, self._weights, part)
+        match self._packing:
+            case Packing.AWQ:
+                return layer.awq()
+            case Packing.GPTQ | Packing.GPTQ_V2:
+                return layer.gptq(zero_offset=int(self._packing is Packing.GPTQ))
+            case Packing.PACKED_INTS:
+                return layer.packed_ints()
+            case Packing.INTS:
+                return layer.ints()
+
+
+class _Layer:
+    """One slice of one layer. Columns are read in whole groups, and cut afterwards."""
+
+    def __init__(self, files: SafetensorsFiles, weights: WeightFormat, part: TensorSlice) -> None:
+        self._files = files
+        self._weights = weights
+        self._stem = part.name.rpartition(".")[0]
+        self._outputs, self._inputs = part.full_shape
+        self._rows = part.row_range
+        self._wanted = part.column_range
+        group = weights.group or self._inputs
+        self._groups = UnitRange(self._wanted.begin // group, -(-self._wanted.end // group))
+        self._columns = UnitRange(self._groups.begin * group, min(self._groups.end * group, self._inputs))
+        self._num_groups = weights.groups(self._inputs)
+
+    def awq(self) -> QuantizedMatrix:
+        """qweight [in, out / 8], qzeros [groups, out / 8], scales [groups, out]."""
+        values = self._unpacked("qweight", (self._inputs, self._outputs), (self._columns, self._rows), 1, _AWQ_ORDER)
+        zeros = self._unpacked("qzeros", (self._num_groups, self._outputs), (self._groups, self._rows), 1, _AWQ_ORDER)
+        return self._matrix(values.T, self._scales_by_group(), zeros.T)
+
+    def gptq(self, *, zero_offset: int) -> QuantizedMatrix:
+        """qweight [in / 8, out], qzeros [groups, out / 8], scales [groups, out]; of 8 bits, 4 in a word."""
+        self._check_order()
+        values = self._unpacked("qweight", (self._inputs, self._outputs), (self._columns, self._rows), 0)
+        zeros = self._unpacked("qzeros", (self._num_groups, self._outputs), (self._groups, self._rows), 1)
+        zeros = (zeros + zero_offset) & self._most
+        return self._matrix(values.T, self._scales_by_group(), zeros.T)
+
+    def packed_ints(self) -> QuantizedMatrix:
+        """weight_packed [out, in / 8], weight_scale [out, groups], weight_zero_point [out / 8, groups]."""
+        values = self._unpacked("weight_packed", (self._outputs, self._inputs), (self._rows, self._columns), 1)
+        zeros = None
+        if self._weights.has_minimum:
+            shape = self._outputs, self._num_groups
+            zeros = self._unpacked("weight_zero_point", shape, (self._rows, self._groups), 0)
+        return self._matrix(values, self._scales_by_row(), zeros)
+
+    def ints(self) -> QuantizedMatrix:
+        """weight int8 [out, in], weight_scale [out, groups], weight_zero_point int8 [out, groups]."""
+        values = self._signed("weight", self._inputs, self._columns)
+        has_zeros = self._weights.has_minimum
+        zeros = self._signed("weight_zero_point", self._num_groups, self._groups) if has_zeros else None
+        return self._matrix(values, self._scales_by_row(), zeros)
+
+    def _matrix(self, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> QuantizedMatrix:
+        """Of unsigned values [rows, columns], scales and unsigned zero points [rows, groups]."""
+        middle, is_wide = self._middle, self._weights.bits == 8
+        rounded, minima = scales.half().float(), None
+        if zeros is not None and self._weights.has_minimum:
+            minima = (rounded * -(zeros - middle if is_wide else zeros)).half().float()
+        elif zeros is not None and not (zeros == middle).all():
+            raise self._error("has zero points, though config.json says that weights are symmetric")
+        if not all(torch.isfinite(numbers).all() for numbers in (rounded, minima) if numbers is not None):
+            raise self._error("has scales that are not finite, or too large for float16")
+        stored = (values - middle).to(torch.int8) if is_wide else values.to(torch.uint8)
+        begin = self._columns.begin
+        wanted = UnitRange(self._wanted.begin - begin, self._wanted.end - begin)
+        whole = QuantizedMatrix(self._weights, stored.contiguous(), rounded.contiguous(), minima)
+        return whole.columns(wanted)
+
+    @property
+    def _middle(self) -> int:
+        """What unsigned values of signed ones are zero at."""
+        return 1 << self._weights.bits - 1
+
+    @property
+    def _most(self) -> int:
+        return (1 << self._weights.bits) - 1
+
+    def _scales_by_group(self) -> torch.Tensor:
+        """[rows, groups]."""
+        return self._read("scales", (self._num_groups, self._outputs), self._groups, self._rows).T
+
+    def _scales_by_row(self) -> torch.Tensor:
+        """[rows, groups]."""
+        return self._read("weight_scale", (self._outputs, self._num_groups), self._rows, self._groups)
+
+    def _signed(self, name: str, width: int, columns: UnitRange) -> torch.Tensor:
+        """int8 [rows, columns], as unsigned numbers in int32."""
+        return self._read(name, (self._outputs, width), self._rows, columns).to(torch.int32) + self._middle
+
+    def _unpacked(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        wanted: tuple[UnitRange, UnitRange],
+        axis: int,
+        order: tuple[int, ...] | None = None,
+    ) -> torch.Tensor:
+        """Unsigned numbers, int32, of a rectangle of a tensor of this shape whose `axis` is packed into words.
+
+        `order`: which bits of a word its numbers are in; None: ascending.
+        """
+        each = _WORD_BITS // self._weights.bits
+        stored, ranges = list(shape), list(wanted)
+        begin, end = wanted[axis]
+        stored[axis] = -(-shape[axis] // each)
+        ranges[axis] = UnitRange(begin // each, -(-end // each))
+        words = self._read(name, tuple(stored), *ranges)
+        if words.dtype != torch.int32:
+            raise self._error(f"has {name} of {words.dtype}, which must be int32")
+        shifts = torch.tensor(order or range(each), dtype=torch.int32) * self._weights.bits
+        numbers = (words.unsqueeze(axis + 1) >> (shifts if axis else shifts.unsqueeze(1))) & self._most
+        first = ranges[axis].begin * each
+        return numbers.flatten(axis, axis + 1).narrow(axis, begin - first, end - begin)
+
+    def _read(self, name: str, shape: tuple[int, ...], *ranges: UnitRange) -> torch.Tensor:
+        tensor = f"{self._stem}.{name}"
+        self._files.check_shape(tensor, shape)
+        return self._files.slice(tensor, *ranges)
+
+    def _check_order(self) -> None:
+        """Inputs are in groups one after another."""
+        if not self._files.has(f"{self._stem}.g_idx"):
+            return
+        group = self._weights.group or self._inputs
+        if not torch.equal(self._read("g_idx", (self._inputs,), self._columns), self._in_order(group)):
+            raise self._error("has its inputs in an order of their own (g_idx), which is not supported in gptq")
+
+    def _in_order(self, group: int) -> torch.Tensor:
+        return (torch.arange(*self._columns) // group).to(torch.int32)
+
+    def _error(self, problem: str) -> ModelError:
+        return ModelError(f"{self._files.directory}: layer {self._stem} {problem}")

@@ -1,0 +1,228 @@
+/* Query rows of a KV head and a chunk of its tokens: scores, weights, and the weighted sum of values.
+ *
+ * A chunk's keys are transposed once for all rows. Values are taken from where they lie in the cache, unless many rows
+ * will read them. Tokens that a row does not see weigh exactly 0, which changes no bit of a sum. */
+#include "attend_blocks.h"
+
+#include "attend.h"
+
+#include <float.h>
+
+#define ROWS_TO_COPY_FOR 16 /* so many rows' reading is faster of copied values by more than copying takes */
+
+/* What some rows see of a chunk, as tokens of it: [begin, end) by any of them. */
+typedef struct {
+    uint64_t begin, end;
+} hc_sight;
+
+static uint64_t position_of(const hc_attend_rows *rows, uint64_t row) {
+    return rows->tokens == 1 ? rows->position : rows->position + row / rows->group;
+}
+
+static uint64_t row_begin(const hc_attend_rows *rows, uint64_t row, uint64_t first_token) {
+    uint64_t seen = hc_first_seen(rows->cache, position_of(rows, row));
+    return seen > first_token ? seen - first_token : 0;
+}
+
+static uint64_t row_end(const hc_attend_rows *rows, uint64_t row, uint64_t first_token) {
+    uint64_t past = position_of(rows, row) + 1;
+    past = past > first_token ? past - first_token : 0;
+    return past < HC_CHUNK ? past : HC_CHUNK;
+}
+
+/* Empty, with begin >= end, if none of them sees any. */
+static hc_sight sight_of(const hc_attend_rows *rows, uint64_t first, uint64_t count, uint64_t first_token) {
+    return (hc_sight){row_begin(rows, first, first_token), row_end(rows, first + count - 1, first_token)};
+}
+
+void HC_NAME(attend_find)(const hc_cache *cache, const int32_t *table, uint64_t kv_head, uint64_t begin, uint64_t end,
+                          const float **rows) {
+    uint64_t stride = cache->kv_heads * cache->head_dim, block = begin / cache->block_size;
+    for (uint64_t offset = begin % cache->block_size; begin < end; block++, offset = 0) {
+        uint64_t slot = (uint64_t)table[block] * cache->block_size + offset;
+        const float *row = cache->keys + slot * stride + kv_head * cache->head_dim;
+        for (; offset < cache->block_size && begin < end; offset++, begin++, row += stride)
+            rows[begin % HC_CHUNK] = row;
+    }
+}
+
+/* Where keys and values of the tokens begin. Tokens that nobody sees are not read: another's are, in their place. */
+static void find_rows(const hc_attend_rows *rows, uint64_t first_token, hc_sight sight, const hc_attend_work *work) {
+    const hc_cache *cache = rows->cache;
+    uint64_t begin = first_token + sight.begin, end = first_token + sight.end;
+    HC_NAME(attend_find)(cache, rows->table, rows->kv_head, begin, end, work->key_rows);
+    uint64_t first = sight.begin / HC_W * HC_W, past = (sight.end + HC_W - 1) / HC_W * HC_W;
+    for (uint64_t i = first; i < sight.begin; i++)
+        work->key_rows[i] = work->key_rows[sight.begin];
+    for (uint64_t i = sight.end; i < past; i++)
+        work->key_rows[i] = work->key_rows[sight.end - 1];
+    for (uint64_t i = first; i < past; i++)
+        work->value_rows[i] = cache->values + (work->key_rows[i] - cache->keys);
+}
+
+/* [tokens, head_dim] → [slab, head_dim, SLAB]; values will be read soon, and are asked for. */
+static void transpose_keys(uint64_t head_dim, hc_sight sight, const hc_attend_work *work) {
+    for (uint64_t token = sight.begin / HC_W * HC_W; token < sight.end; token += HC_W) {
+        const float *const *keys = work->key_rows + token, *const *values = work->value_rows + token;
+        float *column = work->keys + token / SLAB * SLAB * head_dim + token % SLAB;
+        uint64_t d = 0;
+        for (; d + HC_W <= head_dim; d += HC_W)
+            transpose_block(keys, values, d, column + d * SLAB, HC_W);
+        if (d < head_dim)
+            transpose_block(keys, values, d, column + d * SLAB, head_dim - d);
+    }
+}
+
+/* To [token, padded head_dim], with zeros behind; the rows' addresses become these. */
+static void copy_values(uint64_t head_dim, hc_sight sight, const hc_attend_work *work) {
+    uint64_t padded = hc_padded(head_dim);
+    for (uint64_t token = sight.begin; token < sight.end; token++) {
+        float *copy = work->values + token * padded;
+        for (uint64_t d = 0; d < padded; d += HC_W)
+            v_store(copy + d, d < head_dim ? v_load_up_to(work->value_rows[token] + d, head_dim - d) : (vf){0});
+        work->value_rows[token] = copy;
+    }
+}
+
+/* Scores of up to ROWS rows: of all vectors of tokens that one of them sees something of. */
+static void score(const hc_attend_rows *rows, uint64_t first, uint64_t count, hc_sight sight, uint64_t slab,
+                  const hc_attend_work *work) {
+    uint64_t head_dim = rows->cache->head_dim, padded = hc_padded(head_dim), token = slab * SLAB;
+    if (sight.begin >= sight.end || token >= sight.end || token + SLAB <= sight.begin)
+        return;
+    uint64_t vectors = (sight.end - token + HC_W - 1) / HC_W;
+    vectors = vectors < VECTORS ? vectors : VECTORS;
+    const float *query = rows->query + first * padded, *keys = work->keys + token * head_dim;
+    float *scores = work->scores + first * HC_CHUNK + token;
+    OF_BLOCK(score_block, count, vectors, query, padded, keys, head_dim, scores)
+}
+
+V_INLINE vf capped(vf score, float soft_cap) { return v_tanh(score / soft_cap) * soft_cap; }
+
+/* A row's scores become weights; tokens [begin, end) are seen, those of `sight` beside get 0. */
+static void weigh(float *scores, hc_sight sight, uint64_t begin, uint64_t end, float soft_cap, float *maximum,
+                  float *sum) {
+    uint64_t first = sight.begin / HC_W * HC_W;
+    vf largest = v_all(-FLT_MAX), weights = {0};
+    for (uint64_t i = first; i < sight.end; i += HC_W) {
+        vf score = v_load(scores + i);
+        if (soft_cap != 0.0f)
+            score = capped(score, soft_cap);
+        if (i < begin || i + HC_W > end) {
+            vi token = V_COUNTING + v_all_of((int32_t)i);
+            score = v_choose((token >= v_all_of((int32_t)begin)) & (token < v_all_of((int32_t)end)), score,
+                             v_all(-INFINITY));
+        }
+        v_store(scores + i, score);
+        largest = v_max(largest, score);
+    }
+    *maximum = v_largest(largest);
+    vf subtracted = v_all(*maximum);
+    for (uint64_t i = first; i < sight.end; i += HC_W) {
+        vf weight = v_exp(v_load(scores + i) - subtracted);
+        v_store(scores + i, weight);
+        weights += weight;
+    }
+    *sum = v_sum(weights);
+}
+
+/* Joins maxima and sums of a chunk to those of the rows, and says what totals are to be multiplied by. */
+static void join_sums(const hc_state *state, const float *chunk_maximum, const float *chunk_sum, uint64_t rows,
+                      const hc_attend_work *work) {
+    for (uint64_t row = 0; row < rows; row += HC_W) {
+        vf before = v_load(state->maximum + row), of_chunk = v_load(chunk_maximum + row);
+        vf maximum = v_max(before, of_chunk);
+        vf by = v_exp(before - maximum), chunk_by = v_exp(of_chunk - maximum);
+        v_store(state->maximum + row, maximum);
+        v_store(state->sum + row, v_fma(v_load(chunk_sum + row), chunk_by, v_load(state->sum + row) * by));
+        v_store(work->of_total + row, by);
+        v_store(work->of_chunk + row, chunk_by);
+    }
+}
+
+/* Joins the chunk's values, by their weights, to totals of up to ROWS rows, SLAB dimensions from d on. */
+static void sum_values(const hc_attend_rows *rows, uint64_t first, uint64_t count, hc_sight sight, uint64_t d,
+                       const hc_attend_work *work) {
+    uint64_t head_dim = rows->cache->head_dim, padded = hc_padded(head_dim);
+    uint64_t vectors = (head_dim - d + HC_W - 1) / HC_W;
+    if (sight.begin >= sight.end)
+        return;
+    vectors = vectors < VECTORS ? vectors : VECTORS;
+    const float *weights = work->scores + first * HC_CHUNK, *of_total = work->of_total + first;
+    float *total = rows->state.total + first * padded;
+    uint64_t num_next = first ? 0 : work->num_next; /* once for all rows is enough */
+    OF_BLOCK(sum_block, count, vectors, weights, work->value_rows, d, sight.begin, sight.end, work->next, num_next,
+             total, padded, of_total, work->of_chunk + first)
+}
+
+static uint64_t rows_from(uint64_t first, uint64_t num_rows) {
+    return num_rows - first < ROWS ? num_rows - first : ROWS;
+}
+
+void HC_NAME(attend_chunk)(const hc_attend_rows *rows, uint64_t chunk, const hc_attend_work *work) {
+    const hc_cache *cache = rows->cache;
+    uint64_t num_rows = rows->tokens * rows->group, first_token = chunk * HC_CHUNK, head_dim = cache->head_dim;
+    hc_sight whole = sight_of(rows, 0, num_rows, first_token);
+    find_rows(rows, first_token, whole, work);
+    transpose_keys(head_dim, whole, work);
+    for (uint64_t slab = 0; slab < HC_CHUNK / SLAB; slab++)
+        for (uint64_t row = 0; row < num_rows; row += ROWS) {
+            uint64_t count = rows_from(row, num_rows);
+            score(rows, row, count, sight_of(rows, row, count, first_token), slab, work);
+        }
+    for (uint64_t row = 0; row < num_rows; row += ROWS) {
+        uint64_t count = rows_from(row, num_rows);
+        hc_sight sight = sight_of(rows, row, count, first_token);
+        for (uint64_t r = row; r < row + count; r++)
+            weigh(work->scores + r * HC_CHUNK, sight, row_begin(rows, r, first_token), row_end(rows, r, first_token),
+                  (float)cache->soft_cap, work->chunk_maximum + r, work->chunk_sum + r);
+    }
+    join_sums(&rows->state, work->chunk_maximum, work->chunk_sum, num_rows, work);
+    if (num_rows >= ROWS_TO_COPY_FOR || head_dim % HC_W)
+        copy_values(head_dim, whole, work);
+    for (uint64_t d = 0; d < head_dim; d += SLAB)
+        for (uint64_t row = 0; row < num_rows; row += ROWS) {
+            uint64_t count = rows_from(row, num_rows);
+            sum_values(rows, row, count, sight_of(rows, row, count, first_token), d, work);
+        }
+}
+
+void HC_NAME(attend_begin)(const hc_attend_rows *rows, const float *query, uint64_t stride) {
+    const hc_cache *cache = rows->cache;
+    uint64_t group = rows->group, head_dim = cache->head_dim, padded = hc_padded(head_dim);
+    uint64_t num_rows = rows->tokens * group;
+    float scale = (float)cache->scale;
+    for (uint64_t row = 0; row < num_rows; row++) {
+        const float *from = query + row / group * stride + (rows->kv_head * group + row % group) * head_dim;
+        for (uint64_t d = 0; d < head_dim; d++)
+            rows->query[row * padded + d] = from[d] * scale;
+    }
+    for (uint64_t row = 0; row < hc_padded(num_rows); row++) {
+        rows->state.maximum[row] = -FLT_MAX;
+        rows->state.sum[row] = 0.0f;
+    }
+    memset(rows->state.total, 0, num_rows * padded * sizeof(float));
+}
+
+void HC_NAME(attend_join)(const hc_state *state, const hc_state *later, uint64_t rows, uint64_t head_dim,
+                          const hc_attend_work *work) {
+    uint64_t padded = hc_padded(head_dim);
+    join_sums(state, later->maximum, later->sum, rows, work);
+    for (uint64_t row = 0; row < rows; row++)
+        for (uint64_t d = 0; d < padded; d += HC_W) {
+            float *at = state->total + row * padded + d;
+            vf joined = v_load(later->total + row * padded + d);
+            v_store(at, v_fma(joined, v_all(work->of_chunk[row]), v_load(at) * work->of_total[row]));
+        }
+}
+
+void HC_NAME(attend_end)(const hc_attend_rows *rows, float *out) {
+    const hc_cache *cache = rows->cache;
+    uint64_t group = rows->group, head_dim = cache->head_dim, padded = hc_padded(head_dim);
+    for (uint64_t row = 0; row < rows->tokens * group; row++) {
+        float *to = out + (row / group * cache->heads + rows->kv_head * group + row % group) * head_dim;
+        float by = 1.0f / rows->state.sum[row];
+        for (uint64_t d = 0; d < head_dim; d++)
+            to[d] = rows->state.total[row * padded + d] * by;
+    }
+}

@@ -1,0 +1,240 @@
+/* What a rank on host cores computes with, behind a plain ABI: no torch, no C++, nothing of Python.
+ *
+ * An operation is a struct whose first member is an hc_op. hc_run gives operations, one after another, to a team of
+ * threads that stay on their cores; an operation may use all that earlier ones wrote. All addresses are the caller's,
+ * who keeps them alive, and are aligned to 64 bytes where a struct says "packed", to their element elsewhere.
+ *
+ * Activations are float32, matrices of them row-major. What is said of shapes: rows are a step's tokens.
+ *
+ * A row's bits depend on nothing but that row's own inputs: not on how many rows there are, not on which of them it is,
+ * nor on the team's size. Whoever writes a kernel keeps to one order of additions for all of these.
+ *
+ * Kernels are compiled once for each instruction set (HC_ISA); the best that the processor has is taken when the
+ * library is first used. hc_use takes another, for tests and for measuring. */
+#ifndef HETERO_COMPUTE_H
+#define HETERO_COMPUTE_H
+
+#include <stdint.h>
+
+#if defined(__GNUC__)
+#define HC_API __attribute__((visibility("default")))
+#else
+#define HC_API
+#endif
+
+#define HC_ABI 1
+#define HC_MAX_MEMBERS 256
+#define HC_PANEL 16 /* output rows of a matrix that are packed together */
+
+/* How a matrix is stored. */
+enum hc_format {
+    HC_F32 = 0,
+    HC_BF16 = 1,
+    HC_F16 = 2,
+    HC_I8 = 3, /* w = v * scale + minimum, v in -128..127; without minima w = v * scale */
+    HC_I4 = 4, /* w = v * scale + minimum, v in 0..15; without minima w = (v - 8) * scale */
+    HC_FORMATS
+};
+
+/* A packed matrix [out, in]. What the layout of `values`, `scales` and `minima` is, is pack.c's to say. */
+typedef struct {
+    uint64_t format;
+    uint64_t out;
+    uint64_t in;
+    uint64_t group;     /* inputs that share a scale, a multiple of 16; 0: all of a row, or a format without scales */
+    const void *values;  /* packed */
+    const void *scales;  /* packed; NULL for formats without */
+    const void *minima;  /* packed; NULL without minima */
+} hc_weight;
+
+enum hc_kind {
+    HC_PACK = 0,
+    HC_LINEAR,
+    HC_EMBED,
+    HC_NORM,
+    HC_GATED,
+    HC_ROTATE,
+    HC_ATTEND,
+    HC_ATTEND_SPAN,
+    HC_ADD,
+    HC_PICK,
+    HC_CALL,
+    HC_KINDS
+};
+
+typedef struct {
+    uint64_t kind;
+    uint64_t rows;
+} hc_op;
+
+/* Packs rows of a matrix; op.rows is weight->out, whose values, scales and minima are written here. */
+typedef struct {
+    hc_op op;
+    hc_weight *weight;
+    const void *values;   /* float, uint16_t (bf16, f16), int8_t or, of HC_I4, uint8_t with one value a byte: [out, in] */
+    uint64_t stride;      /* elements from one row of `values` to the next */
+    const float *scales;  /* [out, groups], or NULL */
+    const float *minima;  /* [out, groups], or NULL */
+} hc_pack_op;
+
+/* y = x · Wᵀ + bias. */
+typedef struct {
+    hc_op op;
+    const hc_weight *weight;
+    const float *x;
+    uint64_t x_stride;  /* elements from row to row */
+    const float *bias;  /* [out], or NULL */
+    float *y;
+    uint64_t y_stride;
+    void *scratch;      /* hc_scratch_bytes of this op; NULL if that is 0 */
+} hc_linear_op;
+
+/* y[i] = row ids[i] - first of the table, times scale; zeros if the table has no such row. */
+typedef struct {
+    hc_op op;
+    const hc_weight *table;
+    const int64_t *ids;
+    int64_t first;
+    double scale;
+    float *y; /* [rows, in] */
+} hc_embed_op;
+
+/* x += delta, unless delta is NULL; y = x / rms(x) * weight. y may be x if delta is NULL. */
+typedef struct {
+    hc_op op;
+    uint64_t width;
+    float *x;           /* [rows, width] */
+    const float *delta; /* [rows, width], or NULL */
+    const float *weight;
+    double eps;
+    float *y;
+} hc_norm_op;
+
+enum hc_activation { HC_SILU = 0, HC_GELU_TANH = 1, HC_GELU = 2 };
+
+/* y = activation(gate) * up, of gate_up [rows, gate | up]. */
+typedef struct {
+    hc_op op;
+    uint64_t activation;
+    uint64_t columns;
+    const float *gate_up;
+    float *y; /* [rows, columns] */
+} hc_gated_op;
+
+/* Norms, if there are weights, and rotates query and key heads of qkv [rows, heads + 2 * kv_heads, head_dim], in place;
+ * then puts keys and values where `slots` say, unless keys is NULL.
+ * Rotation: h * cos + swapped halves of h * signed_sin, with the tables' rows at `positions`. */
+typedef struct {
+    hc_op op;
+    uint64_t heads;
+    uint64_t kv_heads;
+    uint64_t head_dim;
+    float *qkv;
+    const float *cos;          /* [positions, head_dim] */
+    const float *signed_sin;   /* [positions, head_dim] */
+    const int64_t *positions;  /* [rows] */
+    const float *norm_weights; /* [heads + kv_heads, head_dim], or NULL */
+    double eps;
+    float *keys;               /* [slots, kv_heads, head_dim], or NULL */
+    float *values;
+    const int64_t *slots;      /* [rows] */
+} hc_rotate_op;
+
+/* A paged cache of one layer, and how it is attended to. */
+typedef struct {
+    const float *keys; /* [slots, kv_heads, head_dim]; slot = block id * block_size + offset */
+    const float *values;
+    uint64_t block_size;
+    uint64_t kv_heads;
+    uint64_t heads;    /* query heads, a multiple of kv_heads: [h * g, (h + 1) * g) read KV head h */
+    uint64_t head_dim; /* a multiple of 8 */
+    double scale;
+    uint64_t window;   /* tokens up to and including itself; 0: all */
+    double soft_cap;   /* scores s become cap * tanh(s / cap); 0: they stay */
+} hc_cache;
+
+/* One query token a sequence. */
+typedef struct {
+    hc_op op;
+    hc_cache cache;
+    const float *query;     /* [rows, heads, head_dim] */
+    uint64_t query_stride;  /* elements from row to row */
+    const int32_t *lengths; /* [rows]: tokens to attend to, the new one included, which is in the cache */
+    const int32_t *tables;  /* [rows, table_stride] block ids */
+    uint64_t table_stride;
+    float *out;             /* [rows, heads * head_dim] */
+    void *scratch;          /* hc_scratch_bytes of this op */
+    uint64_t longest;       /* lengths are at most this: scratch is sized by it */
+} hc_attend_op;
+
+/* Tokens num_computed .. num_computed + rows of one sequence, which are in the cache, attend causally. */
+typedef struct {
+    hc_op op;
+    hc_cache cache;
+    const float *query;
+    uint64_t query_stride;
+    uint64_t num_computed;
+    const int32_t *table; /* block ids of the sequence */
+    float *out;           /* [rows, heads * head_dim] */
+    void *scratch;
+} hc_attend_span_op;
+
+/* x += delta. */
+typedef struct {
+    hc_op op;
+    uint64_t width;
+    float *x;
+    const float *delta;
+} hc_add_op;
+
+/* y[i] = x[index[i]]; op.rows is the number of y's rows. */
+typedef struct {
+    hc_op op;
+    uint64_t width;
+    const float *x;
+    const int64_t *index;
+    float *y;
+} hc_pick_op;
+
+/* The calling thread calls, the others wait. What is not 0 ends hc_run. */
+typedef struct {
+    hc_op op;
+    int (*function)(void *, const void *, void *);
+    void *first;
+    const void *second;
+    void *third;
+} hc_call_op;
+
+typedef struct hc_team hc_team;
+
+HC_API uint64_t hc_abi(void);
+/* First 16 hex digits of the sha256 of the sources it was built from, as they were told at build. */
+HC_API const char *hc_source(void);
+/* Bytes of the struct of operations of a kind; of hc_weight for HC_KINDS. */
+HC_API uint64_t hc_size(uint64_t kind);
+
+/* Names of the instruction sets that the library was built for and this processor has, best first; NULL behind the last.
+ * "generic" is always there. */
+HC_API const char *hc_isa(uint64_t index);
+/* Compute with this one from now on, in all teams; none may be at work. 0, or -1 if there is no such. */
+HC_API int hc_use(const char *isa);
+/* The one in use. */
+HC_API const char *hc_in_use(void);
+
+/* Whoever calls hc_run and size - 1 others; `cpus` are the others' cores, or NULL to leave them where the system puts
+ * them. Others that have nothing to do look for work for spin_ns, then sleep. NULL if it cannot be had (errno). */
+HC_API hc_team *hc_team_new(uint64_t size, const int32_t *cpus, uint64_t spin_ns);
+HC_API void hc_team_free(hc_team *team);
+HC_API uint64_t hc_team_size(const hc_team *team);
+
+/* Bytes of `values` (which 0), `scales` (1) or `minima` (2) of a weight of such a format and shape; 0 where there is
+ * none. */
+HC_API uint64_t hc_packed_bytes(const hc_weight *weight, uint64_t which);
+/* What an operation needs for scratch in a team of such a size. */
+HC_API uint64_t hc_scratch_bytes(const hc_op *op, uint64_t team_size);
+
+/* Runs operations [begin, end); the calling thread is one of the team, and nobody else calls meanwhile. Returns end, or the index of the HC_CALL whose
+ * function did not return 0, with what it returned in *status. */
+HC_API uint64_t hc_run(hc_team *team, const hc_op *const *ops, uint64_t begin, uint64_t end, int *status);
+
+#endif

@@ -1,0 +1,76 @@
+/* Looks rows of a packed table up. A row lies in one lane of its panel, so 16 rows' bytes are read for one; members
+ * share the inputs of each row, for a step may have one row only. */
+#include "isa.h"
+#include "packing.h"
+
+extern hc_kernel HC_NAME(embed);
+
+#define PIECE 64 /* inputs that one member looks up at a time; a multiple of all units */
+
+/* values[i] of the panel's lane, for inputs [begin, end). */
+static void floats(const hc_weight *table, const void *panel, uint64_t lane, uint64_t begin, uint64_t end, float *y) {
+    for (uint64_t i = begin; i < end; i++) {
+        uint64_t at = i * HC_PANEL + lane;
+        if (table->format == HC_F32) {
+            y[i] = ((const float *)panel)[at];
+        } else if (table->format == HC_F16) {
+            y[i] = hc_half_to_float(((const uint16_t *)panel)[at]);
+        } else {
+            uint32_t bits = (uint32_t)((const uint16_t *)panel)[at] << 16;
+            memcpy(&y[i], &bits, sizeof bits);
+        }
+    }
+}
+
+static void whole_numbers(const hc_weight *table, const uint8_t *panel, uint64_t lane, uint64_t begin, uint64_t end,
+                          float *y) {
+    int zero = table->format == HC_I8 ? HC_I8_ZERO : table->minima ? 0 : HC_I4_ZERO;
+    for (uint64_t i = begin; i < end; i++) {
+        int value;
+        if (table->format == HC_I8)
+            value = panel[(i / 4 * HC_PANEL + lane) * 4 + i % 4];
+        else
+            value = panel[(i / 8 * HC_PANEL + lane) * 4 + i % 4] >> i % 8 / 4 * 4 & 15;
+        y[i] = (float)(value - zero);
+    }
+}
+
+static void scale_by_group(const hc_weight *table, uint64_t row, uint64_t begin, uint64_t end, float *y) {
+    const uint16_t *scales = hc_panel_numbers(table, table->scales, row / HC_PANEL) + row % HC_PANEL;
+    const uint16_t *minima =
+        table->minima ? hc_panel_numbers(table, table->minima, row / HC_PANEL) + row % HC_PANEL : NULL;
+    for (uint64_t i = begin; i < end; i++) {
+        uint64_t at = (table->group ? i / table->group : 0) * HC_PANEL;
+        y[i] = y[i] * hc_half_to_float(scales[at]) + (minima ? hc_half_to_float(minima[at]) : 0.0f);
+    }
+}
+
+static void look_up(const hc_weight *table, uint64_t row, uint64_t begin, uint64_t end, float *y) {
+    const void *panel = hc_panel(table, row / HC_PANEL);
+    if (!hc_is_quantized(table)) {
+        floats(table, panel, row % HC_PANEL, begin, end, y);
+        return;
+    }
+    whole_numbers(table, panel, row % HC_PANEL, begin, end, y);
+    scale_by_group(table, row, begin, end, y);
+}
+
+void HC_NAME(embed)(const hc_op *any, hc_crew *crew, uint64_t member) {
+    const hc_embed_op *op = (const hc_embed_op *)any;
+    const hc_weight *table = op->table;
+    uint64_t pieces = (table->in + PIECE - 1) / PIECE, first, behind;
+    float scale = (float)op->scale;
+    hc_share_of(op->op.rows * pieces, crew->size, member, &first, &behind);
+    for (uint64_t at = first; at < behind; at++) {
+        uint64_t begin = at % pieces * PIECE, end = begin + PIECE < table->in ? begin + PIECE : table->in;
+        uint64_t row = (uint64_t)(op->ids[at / pieces] - op->first);
+        float *y = op->y + at / pieces * table->in;
+        if (row >= table->out) { /* the difference wraps where it is negative */
+            memset(y + begin, 0, (end - begin) * sizeof *y);
+            continue;
+        }
+        look_up(table, row, begin, end, y);
+        for (uint64_t i = begin; i < end; i++)
+            y[i] *= scale;
+    }
+}

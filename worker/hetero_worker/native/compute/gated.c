@@ -1,0 +1,69 @@
+/* activation(gate) * up, element by element: members share columns as well as rows. */
+#include "vectors.h"
+
+#define PIECE 64 /* columns that are one member's */
+
+V_INLINE vf silu(vf x) { return x / (1.0f + v_exp(-x)); }
+
+/* x/2 (1 + tanh(u)) is x / (1 + e^-2u), with u = sqrt(2/pi) (x + 0.044715 x^3). */
+V_INLINE vf gelu_tanh(vf x) {
+    vf inner = v_fma(x * x * 0.044715f, x, x);
+    return x / (1.0f + v_exp(inner * -1.5957691216f));
+}
+
+/* x/2 (1 + erf(x / sqrt 2)). erf(t) is t q(t^2) for small t, and 1 - e^p(t) for larger ones. */
+V_INLINE vf gelu(vf x) {
+    const vi sign = v_all_of(INT32_MIN);
+    vf scaled = x * 0.70710678f, square = scaled * scaled;
+    vf size = v_min(v_all(4.0f), v_bits(~sign & (vi)scaled));
+    vf q = v_fma(v_all(7.88249711e-05f), square, v_all(-0.000801885499f));
+    q = v_fma(q, square, v_all(0.00518931194f));
+    q = v_fma(q, square, v_all(-0.0268543288f));
+    q = v_fma(q, square, v_all(0.112835975f));
+    q = v_fma(q, square, v_all(-0.376126269f));
+    q = v_fma(q, square, v_all(1.12837917f));
+    vf p = v_fma(v_all(-1.33093904e-05f), size, v_all(0.000317572035f));
+    p = v_fma(p, size, v_all(-0.0034368676f));
+    p = v_fma(p, size, v_all(0.0226219859f));
+    p = v_fma(p, size, v_all(-0.10331898f));
+    p = v_fma(p, size, v_all(-0.639093319f));
+    p = v_fma(p, size, v_all(-1.12592595f));
+    p = v_fma(p, size, v_all(-0.000756968617f));
+    vf large = v_bits((vi)(1.0f - v_exp(p)) | (sign & (vi)scaled));
+    vf erf = v_choose(size < v_all(1.0f), q * scaled, large);
+    return 0.5f * x * (1.0f + erf);
+}
+
+V_INLINE void gate(vf (*activation)(vf), const float *gates, const float *ups, uint64_t count, float *y) {
+    uint64_t i = 0;
+    for (; i + HC_W <= count; i += HC_W)
+        v_store(y + i, activation(v_load(gates + i)) * v_load(ups + i));
+    if (i < count)
+        v_store_some(y + i, activation(v_load_some(gates + i, count - i)) * v_load_some(ups + i, count - i), count - i);
+}
+
+static void gate_piece(uint64_t activation, const float *gates, const float *ups, uint64_t count, float *y) {
+    switch (activation) {
+    case HC_SILU:
+        gate(silu, gates, ups, count, y);
+        break;
+    case HC_GELU_TANH:
+        gate(gelu_tanh, gates, ups, count, y);
+        break;
+    default:
+        gate(gelu, gates, ups, count, y);
+    }
+}
+
+void HC_NAME(gated)(const hc_op *header, hc_crew *crew, uint64_t member) {
+    const hc_gated_op *op = (const hc_gated_op *)header;
+    uint64_t columns = op->columns, pieces = (columns + PIECE - 1) / PIECE, begin, end;
+    hc_share_of(header->rows * pieces, crew->size, member, &begin, &end);
+    while (begin < end) { /* what this member has of a row, at once */
+        uint64_t row = begin / pieces, first = begin % pieces * PIECE;
+        uint64_t past = end < (row + 1) * pieces ? (end - row * pieces) * PIECE : columns;
+        const float *gates = op->gate_up + row * 2 * columns;
+        gate_piece(op->activation, gates + first, gates + columns + first, past - first, op->y + row * columns + first);
+        begin = (row + 1) * pieces;
+    }
+}

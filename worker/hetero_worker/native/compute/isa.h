@@ -1,0 +1,110 @@
+/* What kernels are written in: vectors of 16 floats, as the compiler has them for the instruction set it compiles for.
+ *
+ * The build compiles each kernel file once an instruction set, with HC_ISA defined as its name (generic, avx2, avx512).
+ * On aarch64 generic has NEON. What vector extensions do not say (widening 16-bit floats, dot products of bytes) is here
+ * in intrinsics, with plain C for the rest. */
+#ifndef HETERO_ISA_H
+#define HETERO_ISA_H
+
+#include <math.h>
+#include <string.h>
+
+#include "kernel.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#define HC_JOIN_(a, b) a##_##b
+#define HC_JOIN(a, b) HC_JOIN_(a, b)
+#define HC_NAME(function) HC_JOIN(function, HC_ISA)
+#define HC_TEXT_(a) #a
+#define HC_TEXT(a) HC_TEXT_(a)
+
+#define HC_LANES 16
+
+typedef float f32x16 __attribute__((vector_size(64)));
+typedef int32_t i32x16 __attribute__((vector_size(64)));
+typedef uint32_t u32x16 __attribute__((vector_size(64)));
+typedef uint16_t u16x16 __attribute__((vector_size(32)));
+
+static inline f32x16 hc_load(const float *p) {
+    f32x16 v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+static inline void hc_store(float *p, f32x16 v) { memcpy(p, &v, sizeof v); }
+
+static inline f32x16 hc_all(float x) { return (f32x16){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+
+/* a * b + c; one rounding where the machine has it. */
+static inline f32x16 hc_fma(f32x16 a, f32x16 b, f32x16 c) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+    return a * b + c; /* contracted by the compiler (-ffp-contract=fast) */
+#endif
+}
+
+/* The sum of the lanes, in one order on all machines. */
+static inline float hc_sum(f32x16 v) {
+    float x[HC_LANES];
+    memcpy(x, &v, sizeof x);
+    for (int half = HC_LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++)
+            x[i] += x[i + half];
+    return x[0];
+}
+
+/* The first `count` of 16 floats, zeros behind; and the other way. */
+static inline f32x16 hc_load_some(const float *p, uint64_t count) {
+    float x[HC_LANES] = {0};
+    memcpy(x, p, count * sizeof *x);
+    return hc_load(x);
+}
+
+static inline void hc_store_some(float *p, f32x16 v, uint64_t count) { memcpy(p, &v, count * sizeof *p); }
+
+static inline f32x16 hc_widen_bf16(const uint16_t *p) {
+    u16x16 bits;
+    memcpy(&bits, p, sizeof bits);
+    return (f32x16)(__builtin_convertvector(bits, u32x16) << 16);
+}
+
+static inline float hc_half_to_float(uint16_t half) {
+#if defined(__F16C__)
+    return _cvtsh_ss(half);
+#elif defined(__aarch64__)
+    __fp16 value;
+    memcpy(&value, &half, sizeof value);
+    return (float)value;
+#else
+    uint32_t sign = (uint32_t)(half & 0x8000u) << 16, rest = half & 0x7fffu, bits;
+    float value;
+    if (rest >= 0x7c00u) { /* infinite, or none */
+        bits = sign | 0x7f800000u | (rest & 0x3ffu) << 13;
+    } else {
+        value = (float)rest * 0x1p-24f; /* right for subnormal ones, which count in 2^-24 */
+        memcpy(&bits, &value, sizeof bits);
+        bits = rest < 0x400u ? sign | bits : sign | ((rest << 13) + 0x38000000u);
+    }
+    memcpy(&value, &bits, sizeof value);
+    return value;
+#endif
+}
+
+static inline f32x16 hc_widen_f16(const uint16_t *p) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#else
+    float x[HC_LANES];
+    for (int i = 0; i < HC_LANES; i++)
+        x[i] = hc_half_to_float(p[i]);
+    return hc_load(x);
+#endif
+}
+
+#endif

@@ -1,0 +1,78 @@
+/* What the library says of itself, and which kernels it computes with. */
+#include "library.h"
+
+#include <stdatomic.h>
+#include <string.h>
+
+#ifndef HC_SOURCE
+#define HC_SOURCE "unknown"
+#endif
+
+extern const hc_isa_table hc_table_generic;
+#if defined(__x86_64__)
+extern const hc_isa_table hc_table_avx2, hc_table_avx512;
+static const hc_isa_table *const TABLES[] = {&hc_table_avx512, &hc_table_avx2, &hc_table_generic};
+#else
+static const hc_isa_table *const TABLES[] = {&hc_table_generic};
+#endif
+#define NUM_TABLES (sizeof TABLES / sizeof *TABLES)
+
+static const hc_isa_table *_Atomic in_use;
+
+static const hc_isa_table *supported(uint64_t index) {
+    for (uint64_t i = 0; i < NUM_TABLES; i++)
+        if (TABLES[i]->is_supported() && !index--)
+            return TABLES[i];
+    return NULL;
+}
+
+const hc_isa_table *hc_isa_in_use(void) {
+    const hc_isa_table *table = atomic_load_explicit(&in_use, memory_order_acquire);
+    return table ? table : supported(0);
+}
+
+const char *hc_in_use(void) { return hc_isa_in_use()->name; }
+
+const char *hc_isa(uint64_t index) {
+    const hc_isa_table *table = supported(index);
+    return table ? table->name : NULL;
+}
+
+int hc_use(const char *isa) {
+    const hc_isa_table *table;
+    for (uint64_t i = 0; (table = supported(i)); i++)
+        if (!strcmp(table->name, isa)) {
+            atomic_store_explicit(&in_use, table, memory_order_release);
+            return 0;
+        }
+    return -1;
+}
+
+uint64_t hc_abi(void) { return HC_ABI; }
+
+const char *hc_source(void) { return HC_SOURCE; }
+
+uint64_t hc_size(uint64_t kind) {
+    static const uint64_t sizes[HC_KINDS + 1] = {
+        [HC_PACK] = sizeof(hc_pack_op),     [HC_LINEAR] = sizeof(hc_linear_op),
+        [HC_EMBED] = sizeof(hc_embed_op),   [HC_NORM] = sizeof(hc_norm_op),
+        [HC_GATED] = sizeof(hc_gated_op),   [HC_ROTATE] = sizeof(hc_rotate_op),
+        [HC_ATTEND] = sizeof(hc_attend_op), [HC_ATTEND_SPAN] = sizeof(hc_attend_span_op),
+        [HC_ADD] = sizeof(hc_add_op),       [HC_PICK] = sizeof(hc_pick_op),
+        [HC_CALL] = sizeof(hc_call_op),     [HC_KINDS] = sizeof(hc_weight),
+    };
+    return kind <= HC_KINDS ? sizes[kind] : 0;
+}
+
+uint64_t hc_scratch_bytes(const hc_op *op, uint64_t team_size) {
+    switch (op->kind) {
+    case HC_LINEAR:
+        return hc_linear_scratch((const hc_linear_op *)op, team_size);
+    case HC_ATTEND:
+        return hc_attend_scratch((const hc_attend_op *)op, team_size);
+    case HC_ATTEND_SPAN:
+        return hc_attend_span_scratch((const hc_attend_span_op *)op, team_size);
+    default:
+        return 0;
+    }
+}

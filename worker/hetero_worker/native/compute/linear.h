@@ -1,0 +1,43 @@
+/* What linear kernels have in common with what is compiled once: how much scratch they take. */
+#ifndef HETERO_LINEAR_H
+#define HETERO_LINEAR_H
+
+#include "kernel.h"
+#include "packing.h"
+
+#define HC_FEW_ROWS 16 /* up to so many each member prepares for itself; more are prepared together, and met for */
+#define HC_UNPACKED_PANELS 2 /* of 4-bit weights, for each member */
+#define HC_X_UNIT 64   /* bytes and inputs of quantised rows are multiples of it */
+#define HC_X_GROUP 32  /* inputs of x that share a scale, at most: one large one makes few others coarse */
+
+/* Inputs of a row of x that share a scale when it is quantised: none reaches over a group of the weight's. */
+static inline uint64_t hc_x_group(const hc_weight *weight) {
+    uint64_t group = HC_X_GROUP;
+    while (weight->group % group)
+        group /= 2;
+    return group;
+}
+
+static inline uint64_t hc_x_groups(const hc_weight *weight) {
+    return (weight->in + hc_x_group(weight) - 1) / hc_x_group(weight);
+}
+
+/* Bytes of a row of x as kernels put it: floats, or quantised with three numbers a group. */
+static inline uint64_t hc_row_bytes(const hc_weight *weight) {
+    if (!hc_is_quantized(weight))
+        return hc_round_up(weight->in, HC_PANEL) * sizeof(float);
+    return hc_round_up(weight->in, HC_X_UNIT) + hc_x_groups(weight) * 3 * sizeof(float);
+}
+
+/* Bytes of all rows; there may be one more than there are. */
+static inline uint64_t hc_rows_bytes(const hc_linear_op *op) {
+    uint64_t rows = op->op.rows == 1 ? 1 : hc_round_up(op->op.rows, 2);
+    return hc_round_up(rows * hc_row_bytes(op->weight), 64);
+}
+
+/* Bytes of a panel's 4-bit values, one a byte. */
+static inline uint64_t hc_unpacked_bytes(const hc_weight *weight) {
+    return weight->format == HC_I4 ? hc_stored_inputs(weight) * HC_PANEL : 0;
+}
+
+#endif

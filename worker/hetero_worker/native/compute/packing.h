@@ -1,0 +1,49 @@
+/* Where the numbers of a packed matrix lie. Known to whoever packs, multiplies and looks up, and to nobody else.
+ *
+ * Sixteen output rows are a panel; a vector of 16 lanes holds one input's weights of all of them. Panels follow one
+ * another, the last is filled up with zeros, and so is each row to the format's unit of inputs:
+ *
+ *     floats  [panel][input][16]
+ *     I8      [panel][input / 4][16][4]: v + 128, as dot products of bytes want one side without a sign
+ *     I4      [panel][input / 8][16][4]: the low four bits of the bytes are inputs 0..3 of eight, the high ones 4..7
+ *     scales, minima  [panel][group][16], float16 */
+#ifndef HETERO_PACKING_H
+#define HETERO_PACKING_H
+
+#include "compute.h"
+
+#define HC_I8_ZERO 128 /* what an I8 byte is that stands for 0 */
+#define HC_I4_ZERO 8   /* the same of I4 without minima */
+
+static inline uint64_t hc_round_up(uint64_t count, uint64_t unit) { return (count + unit - 1) / unit * unit; }
+
+static inline uint64_t hc_panels(const hc_weight *weight) { return (weight->out + HC_PANEL - 1) / HC_PANEL; }
+
+static inline int hc_is_quantized(const hc_weight *weight) { return weight->format >= HC_I8; }
+
+/* Inputs of a row as they are stored. */
+static inline uint64_t hc_stored_inputs(const hc_weight *weight) {
+    static const uint64_t units[HC_FORMATS] = {1, 1, 1, 4, 8};
+    return hc_round_up(weight->in, units[weight->format]);
+}
+
+static inline uint64_t hc_groups(const hc_weight *weight) {
+    return weight->group ? (weight->in + weight->group - 1) / weight->group : weight->in > 0;
+}
+
+/* Bytes of a panel's values. */
+static inline uint64_t hc_panel_bytes(const hc_weight *weight) {
+    static const uint64_t halves[HC_FORMATS] = {8, 4, 4, 2, 1}; /* of a byte, for a number */
+    return hc_stored_inputs(weight) * HC_PANEL * halves[weight->format] / 2;
+}
+
+static inline const void *hc_panel(const hc_weight *weight, uint64_t panel) {
+    return (const char *)weight->values + panel * hc_panel_bytes(weight);
+}
+
+/* Of `numbers`, which are a weight's scales or minima: those of a panel. */
+static inline const uint16_t *hc_panel_numbers(const hc_weight *weight, const void *numbers, uint64_t panel) {
+    return (const uint16_t *)numbers + panel * hc_groups(weight) * HC_PANEL;
+}
+
+#endif

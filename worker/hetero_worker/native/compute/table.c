@@ -1,0 +1,25 @@
+/* The table of one instruction set's kernels; compiled with its flags, as the kernels are, and HC_ISA its name. */
+#include "isa.h"
+
+extern hc_kernel hc_pack; /* compiled once: it moves, and computes nothing */
+extern hc_kernel HC_NAME(linear), HC_NAME(embed), HC_NAME(norm), HC_NAME(gated), HC_NAME(rotate), HC_NAME(attend),
+    HC_NAME(attend_span), HC_NAME(add), HC_NAME(pick);
+extern int HC_NAME(hc_supports)(void);
+
+const hc_isa_table HC_NAME(hc_table) = {
+    .name = HC_TEXT(HC_ISA),
+    .is_supported = HC_NAME(hc_supports),
+    .kernels =
+        {
+            [HC_PACK] = hc_pack,
+            [HC_LINEAR] = HC_NAME(linear),
+            [HC_EMBED] = HC_NAME(embed),
+            [HC_NORM] = HC_NAME(norm),
+            [HC_GATED] = HC_NAME(gated),
+            [HC_ROTATE] = HC_NAME(rotate),
+            [HC_ATTEND] = HC_NAME(attend),
+            [HC_ATTEND_SPAN] = HC_NAME(attend_span),
+            [HC_ADD] = HC_NAME(add),
+            [HC_PICK] = HC_NAME(pick),
+        },
+};

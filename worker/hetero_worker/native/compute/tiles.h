@@ -1,0 +1,129 @@
+/* How linear kernels divide their work: rows into tiles, which are computed at once, and tiles and panels among members.
+ *
+ * None of it changes a row's bits: whatever the tile, its sums are made in one order. */
+#ifndef HETERO_TILES_H
+#define HETERO_TILES_H
+
+#include "isa.h"
+#include "packing.h"
+
+#define HC_UNROLLED _Pragma("GCC unroll 16")
+#define HC_INLINE static inline __attribute__((always_inline))
+#define HC_MAX_TILE 14
+#define HC_MAX_PANELS 4 /* at once */
+
+/* Rows in tiles of at most `most`, an even number, as even as can be; all but a tile of one row have an even number, the
+ * last one of them may not exist. */
+typedef struct {
+    uint64_t rows;
+    uint64_t count;
+} hc_tiles;
+
+static inline hc_tiles hc_tiles_of(uint64_t rows, uint64_t most) {
+    uint64_t pairs = (rows + 1) / 2;
+    return (hc_tiles){rows, (pairs + most / 2 - 1) / (most / 2)};
+}
+
+static inline uint64_t hc_tile_begin(const hc_tiles *tiles, uint64_t tile) {
+    if (tiles->rows == 1)
+        return tile;
+    return 2 * ((tiles->rows + 1) / 2 * tile / tiles->count);
+}
+
+/* Rows of the highest one. */
+static inline uint64_t hc_highest_tile(const hc_tiles *tiles) {
+    uint64_t pairs = (tiles->rows + 1) / 2;
+    return tiles->rows == 1 ? 1 : 2 * ((pairs + tiles->count - 1) / tiles->count);
+}
+
+/* What a member computes. */
+typedef struct {
+    uint64_t first_tile, behind_tiles;
+    uint64_t first_panel, behind_panels;
+} hc_part;
+
+/* Members divide panels; where that is more even, tiles as well. */
+static inline hc_part hc_part_of(uint64_t num_tiles, uint64_t num_panels, uint64_t size, uint64_t member) {
+    uint64_t across = 1, least = UINT64_MAX;
+    for (uint64_t n = 1; n <= size && n <= num_tiles; n++) {
+        uint64_t cost = (num_tiles + n - 1) / n * ((num_panels * n + size - 1) / size);
+        if (size % n == 0 && cost < least) {
+            least = cost;
+            across = n;
+        }
+    }
+    hc_part part;
+    hc_share_of(num_tiles, across, member % across, &part.first_tile, &part.behind_tiles);
+    hc_share_of(num_panels, size / across, member / across, &part.first_panel, &part.behind_panels);
+    return part;
+}
+
+/* What is asked for from memory while something else is computed: some lines of each step, the tiles dividing them. */
+typedef struct {
+    const char *panels[HC_MAX_PANELS];
+    uint64_t first_line, behind_lines; /* of 64 bytes, within a step */
+} hc_next;
+
+#define HC_LINE 64
+
+/* Panels `distance` bytes apart, steps of `bytes`; tile `tile` of `tiles`. */
+static inline hc_next hc_next_of(const void *panel, uint64_t panels, uint64_t distance, uint64_t bytes, uint64_t tile,
+                                 uint64_t tiles) {
+    hc_next next = {.panels = {0}};
+    for (uint64_t p = 0; p < panels; p++)
+        next.panels[p] = (const char *)panel + p * distance;
+    hc_share_of(bytes / HC_LINE, tiles, tile, &next.first_line, &next.behind_lines);
+    return next;
+}
+
+HC_INLINE void hc_ask_for(const hc_next *next, const int panels, uint64_t at) {
+    for (uint64_t line = next->first_line; line < next->behind_lines; line++)
+        for (int p = 0; p < panels; p++)
+            __builtin_prefetch(next->panels[p] + at + line * HC_LINE, 0, 2);
+}
+
+/* A corner of the result, of a tile's rows and some panels. */
+typedef struct {
+    float *y;
+    uint64_t stride;
+    uint64_t rows;     /* that exist */
+    uint64_t columns;  /* that exist */
+    const float *bias; /* of these columns, or NULL */
+} hc_corner;
+
+static inline hc_corner hc_corner_of(const hc_linear_op *op, uint64_t row, uint64_t panel) {
+    uint64_t column = panel * HC_PANEL;
+    return (hc_corner){op->y + row * op->y_stride + column, op->y_stride, op->op.rows - row, op->weight->out - column,
+                       op->bias ? op->bias + column : NULL};
+}
+
+/* The first `count` of 16: a plain load or store where that is all. */
+HC_INLINE f32x16 hc_load_first(const float *p, uint64_t count) {
+    return count == HC_LANES ? hc_load(p) : hc_load_some(p, count);
+}
+
+/* Writes 16 columns of a row: what is there already, unless is_first, + value, + bias if is_last. */
+HC_INLINE void hc_write(const hc_corner *corner, uint64_t row, uint64_t panel, f32x16 value, int is_first, int is_last) {
+    uint64_t column = panel * HC_PANEL;
+    uint64_t count = corner->columns - column < HC_PANEL ? corner->columns - column : HC_PANEL;
+    float *at = corner->y + row * corner->stride + column;
+    if (!is_first)
+        value = hc_load_first(at, count) + value;
+    if (is_last && corner->bias)
+        value = value + hc_load_first(corner->bias + column, count);
+    if (count == HC_LANES)
+        hc_store(at, value);
+    else
+        hc_store_some(at, value, count);
+}
+
+/* The same of a tile's rows that exist: sums [rows, panels, 16]. */
+static __attribute__((noinline)) void hc_write_tile(const hc_corner *corner, uint64_t rows, uint64_t panels,
+                                                    const f32x16 *sums, int is_first, int is_last) {
+    uint64_t behind = rows < corner->rows ? rows : corner->rows;
+    for (uint64_t row = 0; row < behind; row++)
+        for (uint64_t panel = 0; panel < panels; panel++)
+            hc_write(corner, row, panel, sums[row * panels + panel], is_first, is_last);
+}
+
+#endif

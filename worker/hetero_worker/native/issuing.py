@@ -1,0 +1,155 @@
+"""Issuer: how Python gives operations to a team of native threads, and how a step of them is kept to be made again.
+
+An operation runs when it is issued. While a step is being recorded it is kept as well, with everything whose addresses
+it holds; what was recorded then runs by one call, without Python. What a step computes in is taken from the issuer
+(`empty`, `scratch`): usually that is memory as any other. What is recorded computes in an arena, which nobody else has
+between two runs; within one, what the last tensor has let go of is given out again.
+
+What does not go through the issuer is not recorded. Whoever records has to make sure that there is nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from ctypes import c_char, c_void_p
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+from hetero_worker.native.compute_library import CallOp
+from hetero_worker.native.team import NativeTeam
+
+ALIGNMENT: Final = 64
+Finish = Callable[[int], None]
+"""Does the rest of a CALL that answered something else than 0; raises what became of it."""
+
+
+@dataclass(slots=True)
+class RecordedOps:
+    """Operations, in the order in which they were issued, with all that they point at."""
+
+    ops: list[ctypes.Structure] = field(default_factory=list)
+    kept: list[Any] = field(default_factory=list)
+    finishes: dict[int, Finish] = field(default_factory=dict)
+    """Of CALLs, by their number."""
+    _table: ctypes.Array[c_void_p] | None = None
+
+    @property
+    def table(self) -> ctypes.Array[c_void_p]:
+        """Their addresses."""
+        if self._table is None or len(self._table) != len(self.ops):
+            self._table = (c_void_p * len(self.ops))(*map(ctypes.addressof, self.ops))
+        return self._table
+
+
+class Arena:
+    """Memory that recorded operations compute in: pieces by size, those that nobody looks at given out again.
+
+    It lasts as long as this object, whatever becomes of the tensors.
+    """
+
+    def __init__(self) -> None:
+        self._memory: list[ctypes.Array[c_char]] = []
+        self._free: dict[int, list[ctypes.Array[c_char]]] = {}
+        self.num_bytes = 0
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Aligned to 64 bytes."""
+        num_bytes = max(ALIGNMENT, -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT)
+        pieces = self._free.setdefault(num_bytes, [])
+        piece = pieces.pop() if pieces else self._new(num_bytes)
+        # The storage that torch makes of a view keeps the view; when the last tensor on it goes, so does the view.
+        view = (c_char * num_bytes).from_buffer(piece)
+        weakref.finalize(view, pieces.append, piece).atexit = False
+        return torch.frombuffer(view, dtype=dtype, count=math.prod(shape)).view(shape)
+
+    def _new(self, num_bytes: int) -> ctypes.Array[c_char]:
+        raw = (c_char * (num_bytes + ALIGNMENT))()
+        self._memory.append(raw)
+        self.num_bytes += num_bytes
+        return (c_char * num_bytes).from_buffer(raw, -ctypes.addressof(raw) % ALIGNMENT)
+
+
+class Issuer:
+    """Of one rank, on the thread that made the team."""
+
+    def __init__(self, team: NativeTeam) -> None:
+        self.team = team
+        self._arena: Arena | None = None
+        self._recorded: RecordedOps | None = None
+        self._scratch = (c_char * ALIGNMENT)()
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """A tensor for an operation to write."""
+        if self._arena is None or not math.prod(shape):
+            return torch.empty(shape, dtype=dtype)
+        return self._arena.empty(shape, dtype)
+
+    def scratch(self, op: ctypes.Structure) -> int:
+        """The address of as much scratch as the operation needs, with 64 bytes alignment; 0 if none.
+
+        It is the operation's until the next one is issued.
+        """
+        needed = self.team.scratch_bytes(op)
+        if not needed:
+            return 0
+        if len(self._scratch) < needed + ALIGNMENT:
+            self._scratch = (c_char * (needed + ALIGNMENT))()
+        if self._recorded is not None and (not self._recorded.kept or self._recorded.kept[-1] is not self._scratch):
+            self._recorded.kept.append(self._scratch)
+        return -(-ctypes.addressof(self._scratch) // ALIGNMENT) * ALIGNMENT
+
+    def issue(self, op: ctypes.Structure, *kept: object) -> None:
+        """Run the operation. `kept`: what it points at, beside memory of `empty` and `scratch`."""
+        self.team.run_one(op)
+        if self._recorded is not None:
+            self._recorded.ops.append(op)
+            self._recorded.kept.extend(kept)
+
+    def call(self, op: CallOp, finish: Finish, *kept: object) -> None:
+        """The same of a CALL."""
+        if status := self.team.run_call(op):
+            finish(status)
+        if self._recorded is not None:
+            self._recorded.finishes[len(self._recorded.ops)] = finish
+            self._recorded.ops.append(op)
+            self._recorded.kept.extend(kept)
+
+    @property
+    def is_recording(self) -> bool:
+        return self._recorded is not None
+
+    @contextmanager
+    def computing_in(self, arena: Arena) -> Iterator[None]:
+        """Have `empty` take memory from the arena: what is recorded within may be in several pieces, and share it."""
+        outer, self._arena = self._arena, arena
+        try:
+            yield
+        finally:
+            self._arena = outer
+
+    @contextmanager
+    def recording(self) -> Iterator[RecordedOps]:
+        """Keep what is issued within. There has to be an arena."""
+        if self._recorded is not None or self._arena is None:
+            raise RuntimeError("operations are recorded one piece at a time, and compute in an arena")
+        recorded = RecordedOps(kept=[self._arena])
+        self._recorded = recorded
+        try:
+            yield recorded
+        finally:
+            self._recorded = None
+
+    def replay(self, recorded: RecordedOps) -> None:
+        """Do what was recorded once more. Raises as its CALLs do."""
+        table, begin = recorded.table, 0
+        while begin < len(table):
+            stopped, status = self.team.run(table, begin)
+            if stopped < len(table):
+                recorded.finishes[stopped](status)
+            begin = stopped + 1

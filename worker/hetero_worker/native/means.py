@@ -1,0 +1,44 @@
+"""NativeMeans: whether a rank on host cores has native kernels, and the threads that they run on."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from hetero_worker.native.build import COMPUTE_LIBRARY
+from hetero_worker.native.compute_library import load_compute
+from hetero_worker.native.issuing import Issuer
+from hetero_worker.native.team import NativeTeam
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class NativeMeans:
+    """Of one rank."""
+
+    issuer: Issuer | None
+    reason: str = ""
+    """Why there is none; empty if there is."""
+
+
+NOT_FOR_DEVICES: Final = NativeMeans(None, "native kernels are for host cores")
+
+
+def native_means(num_threads: int, *, path: Path = COMPUTE_LIBRARY) -> NativeMeans:
+    """A team of so many threads on this process's cores, one a core where there are as many. Says so if it has none."""
+    loaded = load_compute(path)
+    if loaded.library is None:
+        logger.warning("ranks on host cores compute with torch's kernels, which are slower: %s", loaded.reason)
+        return NativeMeans(None, loaded.reason)
+    cores = sorted(os.sched_getaffinity(0))
+    others = cores[1:] if len(cores) == num_threads else None
+    try:
+        team = NativeTeam(loaded.library, num_threads, cpus=others)
+    except OSError as error:
+        logger.warning("ranks on host cores compute with torch's kernels, which are slower: %s", error)
+        return NativeMeans(None, str(error))
+    return NativeMeans(Issuer(team))

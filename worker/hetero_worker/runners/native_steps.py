@@ -1,0 +1,42 @@
+"""NativeSteps: the StepMaker of a rank on host cores: steps are recorded where its kernels are native."""
+
+from __future__ import annotations
+
+from hetero_worker.native.means import NativeMeans
+from hetero_worker.platforms.base import Platform
+from hetero_worker.runners.base import LoadRequest
+from hetero_worker.runners.forward import EagerForward
+from hetero_worker.runners.input_batch import InputBuffers
+from hetero_worker.runners.native_forward import NativeForward
+from hetero_worker.runners.plan_check import PlanBounds
+from hetero_worker.runners.runner_device import StepParts
+from hetero_worker.runners.shard import NATIVE_DTYPE, native_for
+
+
+def recorder_for(request: LoadRequest, platform: Platform) -> NativeMeans:
+    """What steps are recorded with; or why they are not."""
+    if request.enforce_eager:
+        return NativeMeans(None, "enforceEager")
+    if request.dtype != NATIVE_DTYPE or not request.fused:
+        return NativeMeans(
+            None, f"in {request.dtype} torch computes" if request.fused else "fused steps are turned off"
+        )
+    return native_for(request, platform)
+
+
+class NativeSteps:
+    """Implements StepMaker; see the module."""
+
+    def __init__(self, platform: Platform) -> None:
+        self._platform = platform
+
+    def make(self, bounds: PlanBounds, request: LoadRequest) -> StepParts:
+        issuer = recorder_for(request, self._platform).issuer
+        return StepParts(InputBuffers(bounds), EagerForward() if issuer is None else NativeForward(issuer))
+
+    def kernels(self, request: LoadRequest) -> tuple[str, ...]:
+        problem = recorder_for(request, self._platform).reason
+        return (f"steps={f'operator by operator ({problem})' if problem else 'recorded'}",)
+
+    def graph_sizes(self, request: LoadRequest) -> tuple[int, ...]:  # noqa: ARG002
+        return ()
