@@ -205,7 +205,12 @@ async def test_a_full_queue_answers_429(bench: GatewayBench) -> None:
         filling = [
             asyncio.create_task(client.completions.create(model=NAME, prompt="hello", max_tokens=2)) for _ in range(3)
         ]
-        await bench.until(lambda: bench.gateway.core.stats().waiting_requests >= 1)
+
+        def is_full() -> bool:
+            stats = bench.gateway.core.stats()
+            return stats.running_requests + stats.waiting_requests == len(filling)
+
+        await bench.until(is_full)
         with pytest.raises(openai.RateLimitError):
             await client.completions.create(model=NAME, prompt="hello", max_tokens=2)
         rank.may_step.set()
@@ -271,7 +276,7 @@ async def test_json_comes_out_as_the_schema_says(client: Any) -> None:
         "additionalProperties": False,
     }
     answer = await client.chat.completions.create(
-        model=NAME, messages=CHAT, max_tokens=40,
+        model=NAME, messages=CHAT, max_tokens=60, seed=1,
         response_format={"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}},
     )  # fmt: skip
     assert answer.choices[0].finish_reason == "stop"

@@ -22,10 +22,11 @@ class NativeMeans:
 
     issuer: Issuer | None
     reason: str = ""
-    """Why there is none; empty if there is."""
+    """Why there is none where there could be one; empty elsewhere."""
 
 
-NOT_FOR_DEVICES: Final = NativeMeans(None, "native kernels are for host cores")
+NOT_FOR_DEVICES: Final = NativeMeans(None)
+"""They are for host cores."""
 
 
 def native_means(num_threads: int, *, path: Path = COMPUTE_LIBRARY) -> NativeMeans:

@@ -128,7 +128,9 @@ def empty_decoder(request: LoadRequest, platform: Platform) -> Decoder:
 
 def native_for(request: LoadRequest, platform: Platform) -> NativeMeans:
     """The native kernels that a rank may use with this order."""
-    return platform.native if request.native else NativeMeans(None, "native kernels are turned off")
+    if platform.is_host and not request.native:
+        return NativeMeans(None, "native kernels are turned off")
+    return platform.native
 
 
 def _attention_of(request: LoadRequest, platform: Platform) -> ChosenAttention:
