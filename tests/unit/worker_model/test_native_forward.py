@@ -11,6 +11,7 @@ import torch
 from hetero_api.sharding import ShardPlan
 from hetero_worker.distributed.exchange import HostExchange
 from hetero_worker.distributed.routes import routes_of
+from hetero_worker.models.micro_batches import best_number
 from tests.support.rank_group import PlanBuilder, RankGroup, Shares
 from tests.support.shm_threads import exchanges
 from tests.support.tiny_checkpoints import TinyCheckpoint, save_tiny
@@ -97,6 +98,35 @@ def test_recorded_steps_are_what_steps_are(
     said = recordings(caplog)
     assert not [message for message in said if "operator by operator" in message]
     assert len([message for message in said if message.startswith("step of 3 rows recorded")]) == len(shares.vocab_rows)
+    assert all(map(torch.equal, recorded, eager))
+
+
+def test_micro_batches_are_recorded_too(
+    checkpoints: dict[str, TinyCheckpoint], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As many rows as stages are given in parts."""
+    rows = 64
+
+    def told(*, eager: bool) -> list[torch.Tensor]:
+        group = RankGroup(
+            checkpoints["qwen3"].directory, STAGES, enforce_eager=eager, num_blocks=400, max_num_batched_tokens=128,
+            max_num_seqs=rows,
+        )  # fmt: skip
+        builder = PlanBuilder(group)
+        for slot in range(rows):
+            builder.start(slot, [slot + 1])
+        logits = []
+        for _ in range(4):
+            for slot in range(rows):
+                builder.schedule(slot)
+            logits.append(builder.run().logits)
+        return logits
+
+    assert best_number(rows, 3) > 1
+    eager = told(eager=True)
+    with caplog.at_level("INFO"):
+        recorded = told(eager=False)
+    assert [message for message in recordings(caplog) if message.startswith(f"step of {rows} rows recorded")]
     assert all(map(torch.equal, recorded, eager))
 
 

@@ -21,6 +21,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from typing import Final
 
+import torch
+
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.memory.budget import mib
@@ -37,6 +39,16 @@ logger = logging.getLogger(__name__)
 
 MAX_RECORDINGS: Final = 128
 """Numbers of rows that steps are kept of; when there are more, all are made anew."""
+
+
+class NothingPadded(CurrentStep):
+    """All rows are the step's own, or a micro-batch's of it."""
+
+    def own_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def clear_padding(self, tensor: torch.Tensor) -> None:
+        """There is none."""
 
 
 class NativeBackend:
@@ -111,7 +123,7 @@ class NativeForward:
     def __init__(self, issuer: Issuer) -> None:
         self._backend = NativeBackend(issuer)
         self._breaks = Breaks(self._backend)
-        self._step = CurrentStep()
+        self._step = NothingPadded()
         self._issuer = issuer
         self._eager = EagerForward()
         self._bound: _Bound | None = None
@@ -121,7 +133,6 @@ class NativeForward:
     ) -> ForwardStates:
         step = batch.decoder_input
         bound = self._bind(decoder, caches, exchange)
-        self._step.begin(len(step.token_ids), size=len(step.token_ids))
         if not step.attention.prefills and id(step) not in bound.passes:
             return self._record(bound, step)
         recorded = bound.passes[id(step)][1] if not step.attention.prefills else None
