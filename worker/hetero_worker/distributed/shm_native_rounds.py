@@ -29,7 +29,7 @@ class RoundCall:
     finish: Callable[[int], None]
     """Goes on with a round that answered something else than 0; raises as the exchange does."""
     kept: tuple[object, ...]
-    """What the operation points at."""
+    """What the operation points at, beside the tensor."""
 
 
 class NativeRounds:
@@ -55,8 +55,7 @@ class NativeRounds:
         return len(self._layout.ranks)
 
     def all_reduce(self, tensor: torch.Tensor, contributors: Sequence[int]) -> None:
-        if tensor.dtype not in _DTYPES:
-            check_summable(tensor)
+        self._check(tensor)
         self._share(tensor, tuple(contributors))
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
@@ -76,11 +75,9 @@ class NativeRounds:
         return [out[begin:end] for begin, end in bounds]
 
     def all_reduce_call(self, tensor: torch.Tensor, contributors: Sequence[int]) -> RoundCall:
-        """What `all_reduce` does, to be called from native code."""
-        if tensor.dtype not in _DTYPES:
-            check_summable(tensor)
-        ranks = tuple(contributors)
-        address, route = self._make_route((tensor.shape, tensor.dtype, ranks), tensor, ranks)
+        """What `all_reduce` does, to be called from native code. The tensor's memory is the caller's to keep."""
+        self._check(tensor)
+        address, route = self._route(tensor, tuple(contributors))
         data = address_of(tensor)
         function = ctypes.cast(self._share_call, ctypes.c_void_p)
         op = CallOp(op=Op(Kind.CALL, 1), function=function, first=self._address, second=address, third=data)
@@ -89,16 +86,24 @@ class NativeRounds:
             again = lambda: int(self._share_call(self._address, address, data))  # noqa: E731
             self._rank.finish(code, again, late=self._late, at=self._at)
 
-        return RoundCall(op, finish, (route, self, tensor))
+        return RoundCall(op, finish, (route, self))
 
     def _share(self, tensor: torch.Tensor, contributors: tuple[int, ...]) -> None:
-        key = (tensor.shape, tensor.dtype, contributors)
-        route = self._routes.get(key) or self._make_route(key, tensor, contributors)
+        route = self._route(tensor, contributors)
         address = address_of(tensor)
         if code := self._share_call(self._address, route[0], address):
             self._rank.finish(
                 code, lambda: self._share_call(self._address, route[0], address), late=self._late, at=self._at
             )
+
+    def _check(self, tensor: torch.Tensor) -> None:
+        if tensor.dtype not in _DTYPES:
+            check_summable(tensor)
+
+    def _route(self, tensor: torch.Tensor, contributors: tuple[int, ...]) -> tuple[int, Route]:
+        """Found again by the tensor's shape and type."""
+        key = (tensor.shape, tensor.dtype, contributors)
+        return self._routes.get(key) or self._make_route(key, tensor, contributors)
 
     def _make_route(
         self, key: tuple[object, ...], tensor: torch.Tensor, contributors: tuple[int, ...]

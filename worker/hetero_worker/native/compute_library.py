@@ -7,7 +7,6 @@ what is wrong and how to mend it, and nothing is guessed. The structs mirror tho
 from __future__ import annotations
 
 import ctypes
-import sys
 from ctypes import c_char_p, c_double, c_int, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass
 from enum import IntEnum
@@ -15,10 +14,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from hetero_worker.native.build import COMPUTE_LIBRARY, compute_sources, source_digest
+from hetero_worker.native.build import COMPUTE_LIBRARY, compute_sources
+from hetero_worker.native.loading import load_checked
 
 ABI: Final = 1
-_FIX: Final = "install a C compiler and say `make native` (in an image: python -m hetero_worker.native.build)"
 
 
 class Kind(IntEnum):
@@ -285,24 +284,9 @@ class LoadedCompute:
 @cache
 def load_compute(path: Path = COMPUTE_LIBRARY) -> LoadedCompute:
     """Load the library, once a process. Never raises: a rank can do without, and is slower."""
-    if not path.exists():
-        return LoadedCompute(None, f"the native kernels were not built: {_FIX}")
-    if sys.byteorder != "little" or ctypes.sizeof(c_void_p) != ctypes.sizeof(c_uint64):
-        return LoadedCompute(None, "the native kernels are for 64-bit little-endian machines")
-    try:
-        library = ComputeLibrary(path)
-    except (OSError, AttributeError) as error:
-        return LoadedCompute(None, f"{path} cannot be loaded ({error}): {_FIX}")
-    if reason := _mismatch(library):
-        return LoadedCompute(None, f"{path} is stale, {reason}: {_FIX}")
-    return LoadedCompute(library)
-
-
-def _mismatch(library: ComputeLibrary) -> str:
-    if (abi := library.abi()) != ABI:
-        return f"of ABI {abi} instead of {ABI}"
-    if any(library.size(which) != ctypes.sizeof(struct) for which, struct in enumerate(_STRUCTS)):
-        return "with structs of other sizes"
-    if (built_from := library.source().decode()) != (source := source_digest(compute_sources())):
-        return f"built from sources {built_from} instead of {source}"
-    return ""
+    sources = compute_sources()
+    return LoadedCompute(
+        *load_checked(
+            path, ComputeLibrary, subject="the native kernels were", abi=ABI, structs=_STRUCTS, sources=sources
+        )
+    )

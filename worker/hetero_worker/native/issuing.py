@@ -76,7 +76,7 @@ class Arena:
 
 
 class Issuer:
-    """Of one rank, on the thread that made the team."""
+    """Of one rank; one thread at a time."""
 
     def __init__(self, team: NativeTeam) -> None:
         self.team = team
@@ -100,7 +100,7 @@ class Issuer:
             return 0
         if len(self._scratch) < needed + ALIGNMENT:
             self._scratch = (c_char * (needed + ALIGNMENT))()
-        if self._recorded is not None and (not self._recorded.kept or self._recorded.kept[-1] is not self._scratch):
+        if self._recorded is not None and self._recorded.kept[-1] is not self._scratch:
             self._recorded.kept.append(self._scratch)
         return -(-ctypes.addressof(self._scratch) // ALIGNMENT) * ALIGNMENT
 
@@ -119,10 +119,6 @@ class Issuer:
             self._recorded.finishes[len(self._recorded.ops)] = finish
             self._recorded.ops.append(op)
             self._recorded.kept.extend(kept)
-
-    @property
-    def is_recording(self) -> bool:
-        return self._recorded is not None
 
     @contextmanager
     def computing_in(self, arena: Arena) -> Iterator[None]:

@@ -7,13 +7,13 @@ is wrong and how to mend it, and nothing is guessed. The structs mirror those of
 from __future__ import annotations
 
 import ctypes
-import sys
 from ctypes import c_char_p, c_int, c_uint64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from hetero_worker.native.build import LIBRARY, source_digest
+from hetero_worker.native.build import HEADER, LIBRARY, SOURCE
+from hetero_worker.native.loading import load_checked
 
 ABI: Final = 1
 MAX_SEATS: Final = 64
@@ -22,7 +22,6 @@ LINE_BYTES: Final = 128
 LINK_DEPTH: Final = 8
 """Messages that a link holds: so far may its source be ahead of a receiver."""
 DONE, WAITING, ENDED = 0, 1, 2
-_FIX: Final = "install a C compiler and say `make native` (in an image: python -m hetero_worker.native.build)"
 _Seats = c_uint64 * MAX_SEATS
 
 
@@ -144,24 +143,8 @@ class Loaded:
 
 def load(path: Path = LIBRARY) -> Loaded:
     """Load the library. Never raises: a rank can do without. Some milliseconds the first time."""
-    if not path.exists():
-        return Loaded(None, f"the native exchange was not built: {_FIX}")
-    if sys.byteorder != "little" or ctypes.sizeof(c_void_p) != ctypes.sizeof(c_uint64):
-        return Loaded(None, "the native exchange is for 64-bit little-endian machines")
-    try:
-        library = NativeLibrary(path)
-    except (OSError, AttributeError) as error:
-        return Loaded(None, f"{path} cannot be loaded ({error}): {_FIX}")
-    if reason := _mismatch(library):
-        return Loaded(None, f"{path} is stale, {reason}: {_FIX}")
-    return Loaded(library)
-
-
-def _mismatch(library: NativeLibrary) -> str:
-    if (abi := library.abi()) != ABI:
-        return f"of ABI {abi} instead of {ABI}"
-    if any(library.size(which) != ctypes.sizeof(struct) for which, struct in enumerate(_STRUCTS)):
-        return "with structs of other sizes"
-    if (built_from := library.source().decode()) != (source := source_digest()):
-        return f"built from sources {built_from} instead of {source}"
-    return ""
+    return Loaded(
+        *load_checked(
+            path, NativeLibrary, subject="the native exchange was", abi=ABI, structs=_STRUCTS, sources=(HEADER, SOURCE)
+        )
+    )

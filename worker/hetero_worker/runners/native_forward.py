@@ -133,12 +133,14 @@ class NativeForward:
     ) -> ForwardStates:
         step = batch.decoder_input
         bound = self._bind(decoder, caches, exchange)
-        if not step.attention.prefills and id(step) not in bound.passes:
+        if step.attention.prefills:
+            return self._eager.run(decoder, batch, caches=caches, exchange=exchange)
+        if id(step) not in bound.passes:
             return self._record(bound, step)
-        recorded = bound.passes[id(step)][1] if not step.attention.prefills else None
-        if recorded is not None:
-            return recorded.replay()
-        return self._eager.run(decoder, batch, caches=caches, exchange=exchange)
+        _, recorded = bound.passes[id(step)]
+        if recorded is None:
+            return self._eager.run(decoder, batch, caches=caches, exchange=exchange)
+        return recorded.replay()
 
     def _record(self, bound: _Bound, step: DecoderInput) -> ForwardStates:
         began_s = time.perf_counter()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -12,7 +12,7 @@ from hetero_api.v1 import ranks_pb2
 from hetero_worker.memory.accounts import MemoryAccount
 from hetero_worker.platforms.base import Platform
 from hetero_worker.runners.base import LoadRequest
-from hetero_worker.runners.forward import EagerForward, ForwardPass
+from hetero_worker.runners.forward import ForwardPass
 from hetero_worker.runners.input_batch import InputBatch
 from hetero_worker.runners.plan_check import PlanBounds
 from hetero_worker.runners.slots import SlotTable
@@ -69,22 +69,6 @@ class StepMaker(Protocol):
     def graph_sizes(self, request: LoadRequest) -> tuple[int, ...]:
         """LoadReport.graph_sizes."""
         ...
-
-
-class EagerSteps:
-    """Operator by operator; there is nothing to tell of it."""
-
-    def __init__(self, make_inputs: Callable[[PlanBounds], StepInputs]) -> None:
-        self._make_inputs = make_inputs
-
-    def make(self, bounds: PlanBounds, request: LoadRequest) -> StepParts:  # noqa: ARG002
-        return StepParts(self._make_inputs(bounds), EagerForward())
-
-    def kernels(self, request: LoadRequest) -> tuple[str, ...]:  # noqa: ARG002
-        return ()
-
-    def graph_sizes(self, request: LoadRequest) -> tuple[int, ...]:  # noqa: ARG002
-        return ()
 
 
 @dataclass(frozen=True, slots=True)
