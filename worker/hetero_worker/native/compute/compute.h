@@ -24,7 +24,7 @@
 
 #define HC_ABI 1
 #define HC_MAX_MEMBERS 256
-#define HC_PANEL 16 /* output rows of a matrix that are packed together */
+#define HC_PANEL 32 /* output rows of a matrix that are packed together */
 
 /* How a matrix is stored. */
 enum hc_format {

@@ -1,4 +1,4 @@
-/* Looks rows of a packed table up. A row lies in one lane of its panel, so 16 rows' bytes are read for one; members
+/* Looks rows of a packed table up. A row lies in one lane of its panel, so HC_PANEL rows' bytes are read for one; members
  * share the inputs of each row, for a step may have one row only. */
 #include "isa.h"
 #include "packing.h"

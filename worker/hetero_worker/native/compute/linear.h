@@ -6,7 +6,7 @@
 #include "packing.h"
 
 #define HC_FEW_ROWS 16 /* up to so many each member prepares for itself; more are prepared together, and met for */
-#define HC_UNPACKED_PANELS 2 /* of 4-bit weights, for each member */
+#define HC_ROW_UNIT 16  /* floats of a row of x are filled up to a multiple of it */
 #define HC_X_UNIT 64   /* bytes and inputs of quantised rows are multiples of it */
 #define HC_X_GROUP 32  /* inputs of x that share a scale, at most: one large one makes few others coarse */
 
@@ -25,7 +25,7 @@ static inline uint64_t hc_x_groups(const hc_weight *weight) {
 /* Bytes of a row of x as kernels put it: floats, or quantised with three numbers a group. */
 static inline uint64_t hc_row_bytes(const hc_weight *weight) {
     if (!hc_is_quantized(weight))
-        return hc_round_up(weight->in, HC_PANEL) * sizeof(float);
+        return hc_round_up(weight->in, HC_ROW_UNIT) * sizeof(float);
     return hc_round_up(weight->in, HC_X_UNIT) + hc_x_groups(weight) * 3 * sizeof(float);
 }
 

@@ -3,7 +3,7 @@
  *
  * A sum is made input by input, from the first to the last of BLOCK, and the blocks' sums are added in their order: so it
  * is the same for all numbers of rows. One tile of rows reads the weights as they are stored and widens them in registers;
- * where there are more tiles, a block of some panels is widened once, to a buffer that stays in cache.
+ * where there are more tiles, a block of a panel is widened once, to a buffer that stays in cache.
  *
  * Rows of x are put together so that a tile's are read one after another: [inputs / 16][rows][16]. */
 #include "linear.h"
@@ -11,24 +11,25 @@
 
 #if defined(__AVX512F__)
 #define TILE 14
-#define PANELS 2
+#define VECTORS HC_VECTORS /* of a panel, at once; few rows take all */
 #elif defined(__AVX2__) || defined(__aarch64__)
 #define TILE 6
-#define PANELS 1
+#define VECTORS 1
 #else
 #define TILE 2
-#define PANELS 1
+#define VECTORS 1
 #endif
-#define FEW_ROWS_PANELS HC_MAX_PANELS /* of one or two rows: as many sums at once hide how long one takes */
-#define BLOCK 256u                    /* inputs; a multiple of 16 */
-#define CACHED_BYTES (512u * 1024)    /* of x that are gone through for panel after panel */
+#define AT_ONCE(rows) ((rows) <= 2 ? HC_VECTORS : VECTORS)
+#define BLOCK 256u                 /* inputs; a multiple of 16 */
+#define CACHED_BYTES (512u * 1024) /* of x that are gone through for panel after panel */
 
+/* A block of a panel, or a vector of it, and a tile's rows. */
 typedef struct {
-    const char *panels[HC_MAX_PANELS];
+    const char *w;
     const float *x;
     uint64_t count; /* of inputs */
-    hc_next next;
-    uint64_t next_step; /* bytes for 16 inputs */
+    hc_ahead ahead;
+    uint64_t ahead_step; /* bytes of 16 inputs, as they are stored */
     hc_corner corner;
     int is_first, is_last; /* of a row's blocks */
 } hc_piece;
@@ -44,56 +45,56 @@ HC_INLINE f32x16 widened(const char *p, int format) {
     }
 }
 
-HC_INLINE void multiply(const int rows, const int panels, const int format, const hc_piece *piece) {
-    const uint64_t step = format == HC_F32 ? 64 : 32;
-    f32x16 sums[HC_MAX_TILE][HC_MAX_PANELS];
+static inline uint64_t width_of(uint64_t format) { return format == HC_F32 ? 4 : 2; }
+
+HC_INLINE void multiply(const int rows, const int vectors, const int format, const hc_piece *piece) {
+    const uint64_t vector = HC_LANES * (format == HC_F32 ? 4 : 2), step = HC_VECTORS * vector;
+    f32x16 sums[HC_MAX_TILE][HC_VECTORS];
     HC_UNROLLED
     for (int r = 0; r < rows; r++)
         HC_UNROLLED
-        for (int p = 0; p < panels; p++)
-            sums[r][p] = hc_all(0);
+        for (int v = 0; v < vectors; v++)
+            sums[r][v] = hc_all(0);
     const float *x = piece->x;
-    const char *w[HC_MAX_PANELS];
-    for (int p = 0; p < panels; p++)
-        w[p] = piece->panels[p];
-    for (uint64_t left = piece->count, at = 0; left; at += piece->next_step) {
+    const char *w = piece->w;
+    for (uint64_t left = piece->count, at = 0; left; at += piece->ahead_step) {
         uint64_t now = left < HC_LANES ? left : HC_LANES;
-        hc_ask_for(&piece->next, panels, at);
-        for (uint64_t i = 0; i < now; i++) {
-            f32x16 v[HC_MAX_PANELS];
+        hc_ask_for(&piece->ahead, at);
+        for (uint64_t i = 0; i < now; i++, w += step) {
+            f32x16 weights[HC_VECTORS];
             HC_UNROLLED
-            for (int p = 0; p < panels; p++)
-                v[p] = widened(w[p] + i * step, format);
+            for (int v = 0; v < vectors; v++)
+                weights[v] = widened(w + v * vector, format);
             HC_UNROLLED
             for (int r = 0; r < rows; r++) {
                 f32x16 one = hc_all(x[r * HC_LANES + i]);
                 HC_UNROLLED
-                for (int p = 0; p < panels; p++)
-                    sums[r][p] = hc_fma(one, v[p], sums[r][p]);
+                for (int v = 0; v < vectors; v++)
+                    sums[r][v] = hc_fma(one, weights[v], sums[r][v]);
             }
         }
-        for (int p = 0; p < panels; p++)
-            w[p] += HC_LANES * step;
         x += rows * HC_LANES;
         left -= now;
     }
-    f32x16 out[HC_MAX_TILE * HC_MAX_PANELS];
+    f32x16 out[HC_MAX_TILE * HC_VECTORS];
     HC_UNROLLED
     for (int r = 0; r < rows; r++)
         HC_UNROLLED
-        for (int p = 0; p < panels; p++)
-            out[r * panels + p] = sums[r][p];
-    hc_write_tile(&piece->corner, (uint64_t)rows, (uint64_t)panels, out, piece->is_first, piece->is_last);
+        for (int v = 0; v < vectors; v++)
+            out[r * vectors + v] = sums[r][v];
+    hc_write_tile(&piece->corner, (uint64_t)rows, (uint64_t)vectors, out, piece->is_first, piece->is_last);
 }
 
 #define ROWS_CASE(n)                                                                                                  \
     case n:                                                                                                            \
         if (n <= TILE)                                                                                                 \
-            multiply(n <= TILE ? n : 1, panels, format, piece);                                                        \
+            multiply(n <= TILE ? n : 1, AT_ONCE(n), format, piece);                                                    \
         return;
 
-HC_INLINE void multiply_rows(uint64_t rows, const int panels, const int format, const hc_piece *piece) {
+HC_INLINE void multiply_rows(uint64_t rows, const int format, const hc_piece *piece) {
     switch (rows) {
+        ROWS_CASE(1)
+        ROWS_CASE(2)
         ROWS_CASE(4)
         ROWS_CASE(6)
         ROWS_CASE(8)
@@ -103,38 +104,17 @@ HC_INLINE void multiply_rows(uint64_t rows, const int panels, const int format, 
     }
 }
 
-HC_INLINE void multiply_panels(uint64_t rows, uint64_t panels, const int format, const hc_piece *piece) {
-    if (rows == 1 && panels == FEW_ROWS_PANELS)
-        multiply(1, FEW_ROWS_PANELS, format, piece);
-    else if (rows == 1)
-        multiply(1, 1, format, piece);
-    else if (rows == 2 && panels == FEW_ROWS_PANELS)
-        multiply(2, FEW_ROWS_PANELS, format, piece);
-    else if (rows == 2)
-        multiply(2, 1, format, piece);
-    else if (panels == PANELS)
-        multiply_rows(rows, PANELS, format, piece);
-    else
-        multiply_rows(rows, 1, format, piece);
-}
+static void multiply_f32(uint64_t rows, const hc_piece *piece) { multiply_rows(rows, HC_F32, piece); }
 
-static void multiply_f32(uint64_t rows, uint64_t panels, const hc_piece *piece) {
-    multiply_panels(rows, panels, HC_F32, piece);
-}
+static void multiply_bf16(uint64_t rows, const hc_piece *piece) { multiply_rows(rows, HC_BF16, piece); }
 
-static void multiply_bf16(uint64_t rows, uint64_t panels, const hc_piece *piece) {
-    multiply_panels(rows, panels, HC_BF16, piece);
-}
+static void multiply_f16(uint64_t rows, const hc_piece *piece) { multiply_rows(rows, HC_F16, piece); }
 
-static void multiply_f16(uint64_t rows, uint64_t panels, const hc_piece *piece) {
-    multiply_panels(rows, panels, HC_F16, piece);
-}
-
-typedef void multiplier(uint64_t rows, uint64_t panels, const hc_piece *piece);
+typedef void multiplier(uint64_t rows, const hc_piece *piece);
 static multiplier *const MULTIPLIERS[] = {[HC_F32] = multiply_f32, [HC_BF16] = multiply_bf16, [HC_F16] = multiply_f16};
 
 static void widen(const char *panel, uint64_t format, uint64_t count, float *out) {
-    for (uint64_t i = 0; i < count; i++)
+    for (uint64_t i = 0; i < count * HC_VECTORS; i++)
         hc_store(out + i * HC_LANES, format == HC_BF16 ? hc_widen_bf16((const uint16_t *)panel + i * HC_LANES)
                                                        : hc_widen_f16((const uint16_t *)panel + i * HC_LANES));
 }
@@ -168,85 +148,69 @@ static void put_tiles(const hc_rows *rows, float *out, uint64_t begin, uint64_t 
     }
 }
 
-/* Inputs [begin, behind) of some panels, and the inputs that are read after them. */
+/* Inputs [begin, behind) of a panel: as they are stored, and as they are multiplied with. */
 typedef struct {
-    uint64_t panel, panels, begin, behind;
-    const char *next;
+    uint64_t panel, begin, behind;
+    const char *stored;
+    const char *w;
+    uint64_t format; /* of w */
 } hc_block;
 
-static uint64_t bytes_of_input(const hc_weight *weight) { return HC_PANEL * (weight->format == HC_F32 ? 4 : 2); }
+static uint64_t bytes_of_input(const hc_weight *weight) { return HC_PANEL * width_of(weight->format); }
 
-static hc_block block_of(const hc_weight *weight, const hc_part *part, uint64_t panel, uint64_t at_once, uint64_t begin,
-                         uint64_t first, uint64_t last) {
-    hc_block block = {panel, part->behind_panels - panel < at_once ? 1 : at_once, begin, begin + BLOCK, NULL};
-    uint64_t next = block.behind;
-    if (block.behind >= last) {
-        block.behind = last;
-        next = first;
-        panel = panel + block.panels < part->behind_panels ? panel + block.panels : panel;
-    }
-    block.next = (const char *)hc_panel(weight, panel) + next * bytes_of_input(weight);
-    return block;
+static hc_block block_of(const hc_weight *weight, uint64_t panel, uint64_t begin, uint64_t behind) {
+    const char *stored = (const char *)hc_panel(weight, panel) + begin * bytes_of_input(weight);
+    return (hc_block){panel, begin, begin + BLOCK < behind ? begin + BLOCK : behind, stored, stored, weight->format};
 }
 
-/* Weights are at w, panels `distance` bytes apart. */
-static void multiply_block(const hc_rows *rows, const hc_part *part, uint64_t tile, const hc_block *block,
-                           const char *w, uint64_t distance, uint64_t format) {
+static void multiply_block(const hc_rows *rows, const hc_part *part, uint64_t tile, const hc_block *block) {
     const hc_weight *weight = rows->op->weight;
     uint64_t first = hc_tile_begin(&rows->tiles, tile), count = hc_tile_begin(&rows->tiles, tile + 1) - first;
-    uint64_t step = HC_LANES * bytes_of_input(weight);
-    hc_piece piece = {.x = rows->x + first * rows->row_floats + block->begin * count,
+    uint64_t step = HC_LANES * bytes_of_input(weight), at_once = AT_ONCE(count);
+    hc_piece piece = {.w = block->w,
+                      .x = rows->x + first * rows->row_floats + block->begin * count,
                       .count = block->behind - block->begin,
-                      .next = hc_next_of(block->next, block->panels, hc_panel_bytes(weight), step,
-                                         tile - part->first_tile, part->behind_tiles - part->first_tile),
-                      .next_step = step,
-                      .corner = hc_corner_of(rows->op, first, block->panel),
+                      .ahead = hc_ahead_of(block->stored, hc_panel(weight, part->behind_panels), step,
+                                           tile - part->first_tile, part->behind_tiles - part->first_tile),
+                      .ahead_step = step,
                       .is_first = !block->begin,
                       .is_last = block->behind == weight->in};
-    for (uint64_t p = 0; p < block->panels; p++)
-        piece.panels[p] = w + p * distance;
-    MULTIPLIERS[format](count, block->panels, &piece);
-}
-
-static const char *weights_at(const hc_weight *weight, const hc_block *block) {
-    return (const char *)hc_panel(weight, block->panel) + block->begin * bytes_of_input(weight);
+    for (uint64_t v = 0; v < HC_VECTORS; v += at_once) {
+        piece.corner = hc_corner_of(rows->op, first, block->panel * HC_PANEL + v * HC_LANES);
+        MULTIPLIERS[block->format](count, &piece);
+        piece.w += at_once * HC_LANES * width_of(block->format);
+        piece.ahead.bytes = 0; /* it is asked for already */
+    }
 }
 
 /* One tile: panels are read from the first to the last. */
 static void stream(const hc_rows *rows, const hc_part *part) {
-    const hc_weight *weight = rows->op->weight;
-    uint64_t at_once = rows->tiles.rows <= 2 ? FEW_ROWS_PANELS : PANELS;
-    hc_block block;
-    for (uint64_t panel = part->first_panel; panel < part->behind_panels; panel += block.panels) {
+    uint64_t in = rows->op->weight->in;
+    for (uint64_t panel = part->first_panel; panel < part->behind_panels; panel++) {
         uint64_t begin = 0;
         do {
-            block = block_of(weight, part, panel, at_once, begin, 0, weight->in);
-            multiply_block(rows, part, part->first_tile, &block, weights_at(weight, &block), hc_panel_bytes(weight),
-                           weight->format);
+            hc_block block = block_of(rows->op->weight, panel, begin, in);
+            multiply_block(rows, part, part->first_tile, &block);
             begin = block.behind;
-        } while (begin < weight->in);
+        } while (begin < in);
     }
 }
 
 /* Many tiles: as much of x as stays in cache meets panel after panel. */
 static void multiply_tiles(const hc_rows *rows, const hc_part *part, uint64_t begin, uint64_t behind) {
     const hc_weight *weight = rows->op->weight;
-    _Alignas(64) float buffer[PANELS * BLOCK * HC_LANES];
-    hc_block block;
-    for (uint64_t panel = part->first_panel; panel < part->behind_panels; panel += block.panels) {
+    _Alignas(64) float buffer[BLOCK * HC_PANEL];
+    for (uint64_t panel = part->first_panel; panel < part->behind_panels; panel++) {
         uint64_t at = begin;
         do {
-            block = block_of(weight, part, panel, PANELS, at, begin, behind);
-            const char *w = weights_at(weight, &block);
-            uint64_t distance = hc_panel_bytes(weight);
+            hc_block block = block_of(weight, panel, at, behind);
             if (weight->format != HC_F32) {
-                for (uint64_t p = 0; p < block.panels; p++)
-                    widen(w + p * distance, weight->format, block.behind - at, buffer + p * BLOCK * HC_LANES);
-                w = (const char *)buffer;
-                distance = BLOCK * HC_LANES * sizeof(float);
+                widen(block.stored, weight->format, block.behind - at, buffer);
+                block.w = (const char *)buffer;
+                block.format = HC_F32;
             }
             for (uint64_t tile = part->first_tile; tile < part->behind_tiles; tile++)
-                multiply_block(rows, part, tile, &block, w, distance, HC_F32);
+                multiply_block(rows, part, tile, &block);
             at = block.behind;
         } while (at < behind);
     }

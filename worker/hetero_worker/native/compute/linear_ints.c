@@ -6,110 +6,110 @@
 #include "quantize.h"
 #include "tiles.h"
 
-/* Rows and panels at once: a tile of TILE rows with PANELS, or of up to HIGH_TILE with one. The high one reads each weight
- * once for more rows, the other each number of x for more panels. */
+/* Rows and vectors of a panel at once: a tile of TILE rows with VECTORS, or of up to HIGH_TILE with one. The high one reads
+ * each weight once for more rows, the other each number of x for more weights. */
 #if defined(__AVX512F__)
 #define TILE 6
-#define PANELS 2
+#define VECTORS HC_VECTORS
 #define HIGH_TILE 12
 #else
 #define TILE 2
-#define PANELS 1
+#define VECTORS 1
 #define HIGH_TILE 2
 #endif
-#define ONE_ROW_PANELS HC_MAX_PANELS
 #define HIGH_TILES 2 /* up to so many are high, and spread nothing */
+#define VECTOR_BYTES 64 /* of values */
 #define CACHED_BYTES (384u * 1024) /* of x that are gone through for panel after panel */
-#define AHEAD_BYTES (256u * 1024)  /* of panels that are asked for while those before are computed with, at most */
+#define AHEAD_NUMBERS 512          /* bytes of scales, and of minima, that are asked for ahead */
 
 enum { BYTES, NIBBLES, SPREAD_NIBBLES }; /* the last: one a byte */
 
+/* A panel, or a vector of it, and a tile's rows. */
 typedef struct {
-    const uint8_t *values[HC_MAX_PANELS];
-    const uint16_t *scales[HC_MAX_PANELS];
-    const uint16_t *minima[HC_MAX_PANELS];
+    const uint8_t *values;
+    const uint16_t *scales;
+    const uint16_t *minima;
     const hc_weight *weight;
     hc_quantized x;
-    hc_next next;
-    uint64_t next_step; /* bytes for a group of x */
+    hc_ahead ahead;
+    uint64_t ahead_step; /* bytes of a group of x, as they are stored */
     hc_corner corner;
 } hc_piece;
 
 /* sums += dot products of `count` inputs, a multiple of 4 (of NIBBLES: of 8). */
-HC_INLINE void add_dots(const int rows, const int panels, const int kind, const uint8_t *const *w, const int8_t *x,
-                        uint64_t count, i32x16 (*sums)[HC_MAX_PANELS]) {
+HC_INLINE void add_dots(const int rows, const int vectors, const int kind, const uint8_t *w, const int8_t *x,
+                        uint64_t count, i32x16 (*sums)[HC_VECTORS]) {
     const uint64_t inputs = kind == NIBBLES ? 8 : 4;
-    uint64_t at = 0;
-    for (const int8_t *end = x + count; x < end; x += inputs, at += 64) {
-        u8x64 v[HC_MAX_PANELS];
+    for (const int8_t *end = x + count; x < end; x += inputs, w += HC_VECTORS * VECTOR_BYTES) {
+        u8x64 weights[HC_VECTORS];
         HC_UNROLLED
-        for (int p = 0; p < panels; p++)
-            v[p] = hc_load_bytes(w[p] + at);
+        for (int v = 0; v < vectors; v++)
+            weights[v] = hc_load_bytes(w + v * VECTOR_BYTES);
         HC_UNROLLED
         for (int r = 0; r < rows; r++)
             HC_UNROLLED
-            for (int p = 0; p < panels; p++)
-                sums[r][p] = hc_dot(sums[r][p], kind == NIBBLES ? hc_low_nibbles(v[p]) : v[p], x + r * HC_X_UNIT,
-                                    kind != BYTES);
+            for (int v = 0; v < vectors; v++)
+                sums[r][v] = hc_dot(sums[r][v], kind == NIBBLES ? hc_low_nibbles(weights[v]) : weights[v],
+                                    x + r * HC_X_UNIT, kind != BYTES);
         if (kind != NIBBLES)
             continue;
         HC_UNROLLED
         for (int r = 0; r < rows; r++)
             HC_UNROLLED
-            for (int p = 0; p < panels; p++)
-                sums[r][p] = hc_dot(sums[r][p], hc_high_nibbles(v[p]), x + r * HC_X_UNIT + 4, 1);
+            for (int v = 0; v < vectors; v++)
+                sums[r][v] = hc_dot(sums[r][v], hc_high_nibbles(weights[v]), x + r * HC_X_UNIT + 4, 1);
     }
 }
 
-HC_INLINE void multiply(const int rows, const int panels, const int kind, const int is_by_row, const int has_minima,
+HC_INLINE void multiply(const int rows, const int vectors, const int kind, const int is_by_row, const int has_minima,
                         const hc_piece *piece) {
     const hc_weight *weight = piece->weight;
     uint64_t in = hc_stored_inputs(weight), group = hc_x_group(weight);
     uint64_t next_scale = weight->group ? weight->group : UINT64_MAX; /* the input from which on there is another one */
     hc_quantized x = piece->x;
-    const uint8_t *w[HC_MAX_PANELS];
-    f32x16 sums[HC_MAX_TILE][HC_MAX_PANELS];
-    for (int p = 0; p < panels; p++)
-        w[p] = piece->values[p];
+    const uint8_t *w = piece->values;
+    f32x16 sums[HC_MAX_TILE][HC_VECTORS];
     HC_UNROLLED
     for (int r = 0; r < rows; r++)
         HC_UNROLLED
-        for (int p = 0; p < panels; p++)
-            sums[r][p] = hc_all(0);
+        for (int v = 0; v < vectors; v++)
+            sums[r][v] = hc_all(0);
     for (uint64_t begin = 0, asked = 0, at = 0; begin < in;) {
         uint64_t count = in - begin < group ? in - begin : group;
-        hc_ask_for(&piece->next, panels, asked);
-        asked += piece->next_step;
-        i32x16 dots[HC_MAX_TILE][HC_MAX_PANELS];
+        hc_ask_for(&piece->ahead, asked);
+        asked += piece->ahead_step;
+        i32x16 dots[HC_MAX_TILE][HC_VECTORS];
         HC_UNROLLED
         for (int r = 0; r < rows; r++)
             HC_UNROLLED
-            for (int p = 0; p < panels; p++)
-                dots[r][p] = hc_all_ints(x.starts[r]);
-        add_dots(rows, panels, kind, w, x.q, count, dots);
+            for (int v = 0; v < vectors; v++)
+                dots[r][v] = hc_all_ints(x.starts[r]);
+        add_dots(rows, vectors, kind, w, x.q, count, dots);
         if (begin == next_scale) {
             next_scale += weight->group;
             at += HC_PANEL;
+            __builtin_prefetch((const char *)(piece->scales + at) + AHEAD_NUMBERS);
+            if (has_minima)
+                __builtin_prefetch((const char *)(piece->minima + at) + AHEAD_NUMBERS);
         }
-        f32x16 scales[HC_MAX_PANELS], minima[HC_MAX_PANELS];
+        f32x16 scales[HC_VECTORS], minima[HC_VECTORS];
         HC_UNROLLED
-        for (int p = 0; p < panels; p++) {
-            scales[p] = is_by_row ? hc_all(0) : hc_widen_f16(piece->scales[p] + at);
-            minima[p] = has_minima ? hc_widen_f16(piece->minima[p] + at) : hc_all(0);
+        for (int v = 0; v < vectors; v++) {
+            scales[v] = is_by_row ? hc_all(0) : hc_widen_f16(piece->scales + at + v * HC_LANES);
+            minima[v] = has_minima ? hc_widen_f16(piece->minima + at + v * HC_LANES) : hc_all(0);
         }
         HC_UNROLLED
         for (int r = 0; r < rows; r++) {
             f32x16 scale = hc_all(x.scales[r]), sum = hc_all(x.sums[r]);
             HC_UNROLLED
-            for (int p = 0; p < panels; p++) {
-                f32x16 dot = __builtin_convertvector(dots[r][p], f32x16);
-                sums[r][p] = hc_fma(dot, is_by_row ? scale : hc_product(scale, scales[p]), sums[r][p]);
+            for (int v = 0; v < vectors; v++) {
+                f32x16 dot = __builtin_convertvector(dots[r][v], f32x16);
+                sums[r][v] = hc_fma(dot, is_by_row ? scale : hc_product(scale, scales[v]), sums[r][v]);
                 if (has_minima)
-                    sums[r][p] = hc_fma(sum, minima[p], sums[r][p]);
+                    sums[r][v] = hc_fma(sum, minima[v], sums[r][v]);
             }
         }
-        for (int p = 0; p < panels; p++)
-            w[p] += group * HC_PANEL / (kind == NIBBLES ? 2 : 1);
+        w += group * HC_PANEL / (kind == NIBBLES ? 2 : 1);
         x.starts += rows;
         x.scales += rows;
         x.sums += rows;
@@ -118,58 +118,45 @@ HC_INLINE void multiply(const int rows, const int panels, const int kind, const 
         if (begin % HC_X_UNIT == 0)
             x.q += (rows - 1) * HC_X_UNIT;
     }
-    f32x16 out[HC_MAX_TILE * HC_MAX_PANELS];
+    f32x16 out[HC_MAX_TILE * HC_VECTORS];
     HC_UNROLLED
     for (int r = 0; r < rows; r++)
         HC_UNROLLED
-        for (int p = 0; p < panels; p++)
-            out[r * panels + p] = is_by_row ? sums[r][p] * hc_widen_f16(piece->scales[p]) : sums[r][p];
-    hc_write_tile(&piece->corner, (uint64_t)rows, (uint64_t)panels, out, 1, 1);
+        for (int v = 0; v < vectors; v++)
+            out[r * vectors + v] = is_by_row ? sums[r][v] * hc_widen_f16(piece->scales + v * HC_LANES) : sums[r][v];
+    hc_write_tile(&piece->corner, (uint64_t)rows, (uint64_t)vectors, out, 1, 1);
 }
 
-#define ROWS_CASE(n, most)                                                                                             \
+#define ROWS_CASE(n, most, vectors)                                                                                    \
     case n:                                                                                                            \
         if (n <= most)                                                                                                 \
-            multiply(n <= most ? n : 1, panels, kind, is_by_row, has_minima, piece);                                   \
+            multiply(n <= most ? n : 1, vectors, kind, is_by_row, has_minima, piece);                                  \
         return;
 
-HC_INLINE void multiply_rows(uint64_t rows, const int panels, const int kind, const int is_by_row, const int has_minima,
+HC_INLINE void multiply_rows(uint64_t rows, uint64_t vectors, const int kind, const int is_by_row, const int has_minima,
                              const hc_piece *piece) {
+    if (vectors == HC_VECTORS)
+        switch (rows) {
+            ROWS_CASE(1, TILE, HC_VECTORS)
+            ROWS_CASE(2, TILE, VECTORS)
+            ROWS_CASE(4, TILE, VECTORS)
+            ROWS_CASE(6, TILE, VECTORS)
+        }
     switch (rows) {
-        ROWS_CASE(2, TILE)
-        ROWS_CASE(4, TILE)
-        ROWS_CASE(6, TILE)
+        ROWS_CASE(2, HIGH_TILE, 1)
+        ROWS_CASE(4, HIGH_TILE, 1)
+        ROWS_CASE(6, HIGH_TILE, 1)
+        ROWS_CASE(8, HIGH_TILE, 1)
+        ROWS_CASE(10, HIGH_TILE, 1)
+        ROWS_CASE(12, HIGH_TILE, 1)
     }
 }
 
-HC_INLINE void multiply_high(uint64_t rows, const int panels, const int kind, const int is_by_row, const int has_minima,
-                             const hc_piece *piece) {
-    switch (rows) {
-        ROWS_CASE(1, HIGH_TILE)
-        ROWS_CASE(2, HIGH_TILE)
-        ROWS_CASE(4, HIGH_TILE)
-        ROWS_CASE(6, HIGH_TILE)
-        ROWS_CASE(8, HIGH_TILE)
-        ROWS_CASE(10, HIGH_TILE)
-        ROWS_CASE(12, HIGH_TILE)
-    }
-}
-
-HC_INLINE void multiply_panels(uint64_t rows, uint64_t panels, const int kind, const int is_by_row,
-                               const int has_minima, const hc_piece *piece) {
-    if (panels == 1)
-        multiply_high(rows, 1, kind, is_by_row, has_minima, piece);
-    else if (rows == 1)
-        multiply(1, ONE_ROW_PANELS, kind, is_by_row, has_minima, piece);
-    else
-        multiply_rows(rows, PANELS, kind, is_by_row, has_minima, piece);
-}
-
-typedef void multiplier(uint64_t rows, uint64_t panels, const hc_piece *piece);
+typedef void multiplier(uint64_t rows, uint64_t vectors, const hc_piece *piece);
 
 #define MULTIPLIER(name, kind, is_by_row, has_minima)                                                                  \
-    static void name(uint64_t rows, uint64_t panels, const hc_piece *piece) {                                          \
-        multiply_panels(rows, panels, kind, is_by_row, has_minima, piece);                                             \
+    static void name(uint64_t rows, uint64_t vectors, const hc_piece *piece) {                                         \
+        multiply_rows(rows, vectors, kind, is_by_row, has_minima, piece);                                              \
     }
 
 MULTIPLIER(multiply_bytes_by_row, BYTES, 1, 0)
@@ -189,11 +176,12 @@ static multiplier *multiplier_of(const hc_weight *weight, int is_spread) {
 }
 
 static void spread(const uint8_t *panel, uint64_t inputs, uint8_t *out) {
-    for (uint64_t i = 0; i < inputs; i += 8, panel += 64, out += 128) {
-        u8x64 v = hc_load_bytes(panel), low = hc_low_nibbles(v), high = hc_high_nibbles(v);
-        memcpy(out, &low, sizeof low);
-        memcpy(out + 64, &high, sizeof high);
-    }
+    for (uint64_t i = 0; i < inputs; i += 8, out += HC_VECTORS * VECTOR_BYTES)
+        for (int v = 0; v < HC_VECTORS; v++, panel += VECTOR_BYTES, out += VECTOR_BYTES) {
+            u8x64 weights = hc_load_bytes(panel), low = hc_low_nibbles(weights), high = hc_high_nibbles(weights);
+            memcpy(out, &low, sizeof low);
+            memcpy(out + HC_VECTORS * VECTOR_BYTES, &high, sizeof high);
+        }
 }
 
 /* Rows of x as multiply wants them. */
@@ -216,9 +204,9 @@ static void quantize_tiles(const hc_rows *rows, uint64_t begin, uint64_t end) {
     }
 }
 
-static uint64_t panels_at_once(const hc_tiles *tiles) {
+static uint64_t vectors_at_once(const hc_tiles *tiles) {
     uint64_t highest = hc_highest_tile(tiles);
-    return highest == 1 ? ONE_ROW_PANELS : highest <= TILE ? PANELS : 1;
+    return highest == 1 ? HC_VECTORS : highest <= TILE ? VECTORS : 1;
 }
 
 /* The part's tiles with its panels, one after another. */
@@ -226,29 +214,30 @@ static void multiply_part(const hc_rows *rows, const hc_part *part, uint8_t *buf
     const hc_weight *weight = rows->op->weight;
     int is_spread = buffer && !rows->are_high;
     multiplier *run = multiplier_of(weight, is_spread);
-    uint64_t at_once = panels_at_once(&rows->tiles);
-    for (uint64_t panel = part->first_panel, now; panel < part->behind_panels; panel += now) {
-        now = part->behind_panels - panel < at_once ? 1 : at_once;
-        hc_piece piece = {.weight = weight, .next_step = hc_x_group(weight) * HC_PANEL / (weight->format == HC_I4 ? 2 : 1)};
-        uint64_t after = panel + now < part->behind_panels ? panel + now : panel;
-        const char *next = hc_panel(weight, now * hc_panel_bytes(weight) > AHEAD_BYTES ? panel : after);
-        for (uint64_t p = 0; p < now; p++) {
-            piece.values[p] = hc_panel(weight, panel + p);
-            piece.scales[p] = hc_panel_numbers(weight, weight->scales, panel + p);
-            piece.minima[p] = weight->minima ? hc_panel_numbers(weight, weight->minima, panel + p) : NULL;
-            if (is_spread) {
-                uint8_t *to = buffer + p * hc_unpacked_bytes(weight);
-                spread(piece.values[p], hc_stored_inputs(weight), to);
-                piece.values[p] = to;
-            }
-        }
+    uint64_t at_once = vectors_at_once(&rows->tiles), num_tiles = part->behind_tiles - part->first_tile;
+    uint64_t ahead_step = hc_x_group(weight) * HC_PANEL / (weight->format == HC_I4 ? 2 : 1);
+    const void *end = hc_panel(weight, part->behind_panels);
+    for (uint64_t panel = part->first_panel; panel < part->behind_panels; panel++) {
+        const uint8_t *stored = hc_panel(weight, panel);
+        if (is_spread)
+            spread(stored, hc_stored_inputs(weight), buffer);
         for (uint64_t tile = part->first_tile; tile < part->behind_tiles; tile++) {
             uint64_t first = hc_tile_begin(&rows->tiles, tile), count = hc_tile_begin(&rows->tiles, tile + 1) - first;
-            piece.x = hc_quantized_at(weight, rows->x + first * rows->row_bytes, count);
-            piece.corner = hc_corner_of(rows->op, first, panel);
-            piece.next = hc_next_of(next, now, hc_panel_bytes(weight), piece.next_step, tile - part->first_tile,
-                                    part->behind_tiles - part->first_tile);
-            run(count, now, &piece);
+            hc_piece piece = {.values = is_spread ? buffer : stored,
+                              .scales = hc_panel_numbers(weight, weight->scales, panel),
+                              .minima = weight->minima ? hc_panel_numbers(weight, weight->minima, panel) : NULL,
+                              .weight = weight,
+                              .x = hc_quantized_at(weight, rows->x + first * rows->row_bytes, count),
+                              .ahead = hc_ahead_of(stored, end, ahead_step, tile - part->first_tile, num_tiles),
+                              .ahead_step = ahead_step};
+            for (uint64_t v = 0; v < HC_VECTORS; v += at_once) {
+                piece.corner = hc_corner_of(rows->op, first, panel * HC_PANEL + v * HC_LANES);
+                run(count, at_once, &piece);
+                piece.values += at_once * VECTOR_BYTES;
+                piece.scales += at_once * HC_LANES;
+                piece.minima += piece.minima ? at_once * HC_LANES : 0;
+                piece.ahead.bytes = 0; /* it is asked for already */
+            }
         }
     }
 }
@@ -264,7 +253,7 @@ void HC_NAME(linear_ints)(const hc_op *any, hc_crew *crew, uint64_t member) {
     hc_rows rows = {op, tiles, op->scratch, hc_row_bytes(weight), are_high};
     int are_few = op->op.rows <= HC_FEW_ROWS;
     uint8_t *buffers = (uint8_t *)op->scratch + hc_rows_bytes(op) * (are_few ? crew->size : 1);
-    uint64_t buffer_bytes = HC_UNPACKED_PANELS * hc_unpacked_bytes(weight);
+    uint64_t buffer_bytes = hc_unpacked_bytes(weight);
     if (are_few) {
         rows.x += member * hc_rows_bytes(op);
         quantize_tiles(&rows, part.first_tile, part.behind_tiles);

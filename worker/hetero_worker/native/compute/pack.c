@@ -115,5 +115,5 @@ uint64_t hc_linear_scratch(const hc_linear_op *op, uint64_t team_size) {
     if (rows == 1 && !hc_is_quantized(weight))
         return 0;
     uint64_t bytes = hc_rows_bytes(op) * (rows <= HC_FEW_ROWS ? team_size : 1);
-    return bytes + team_size * HC_UNPACKED_PANELS * hc_unpacked_bytes(weight);
+    return bytes + team_size * hc_unpacked_bytes(weight);
 }

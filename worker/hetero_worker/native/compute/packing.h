@@ -1,12 +1,13 @@
 /* Where the numbers of a packed matrix lie. Known to whoever packs, multiplies and looks up, and to nobody else.
  *
- * Sixteen output rows are a panel; a vector of 16 lanes holds one input's weights of all of them. Panels follow one
- * another, the last is filled up with zeros, and so is each row to the format's unit of inputs:
+ * HC_PANEL output rows are a panel, two vectors of 16 lanes for each input: what one thread reads for one row of x is a
+ * single stream, at the memory's speed; with panels of 16, four of which are multiplied at once, it was a quarter slower.
+ * Panels follow one another, the last is filled up with zeros, and so is each row to the format's unit of inputs:
  *
- *     floats  [panel][input][16]
- *     I8      [panel][input / 4][16][4]: v + 128, as dot products of bytes want one side without a sign
- *     I4      [panel][input / 8][16][4]: the low four bits of the bytes are inputs 0..3 of eight, the high ones 4..7
- *     scales, minima  [panel][group][16], float16 */
+ *     floats  [panel][input][32]
+ *     I8      [panel][input / 4][32][4]: v + 128, as dot products of bytes want one side without a sign
+ *     I4      [panel][input / 8][32][4]: the low four bits of the bytes are inputs 0..3 of eight, the high ones 4..7
+ *     scales, minima  [panel][group][32], float16 */
 #ifndef HETERO_PACKING_H
 #define HETERO_PACKING_H
 

@@ -10,7 +10,7 @@
 #define HC_UNROLLED _Pragma("GCC unroll 16")
 #define HC_INLINE static inline __attribute__((always_inline))
 #define HC_MAX_TILE 14
-#define HC_MAX_PANELS 4 /* at once */
+#define HC_VECTORS (HC_PANEL / HC_LANES) /* of 16 lanes, in a panel */
 
 /* Rows in tiles of at most `most`, an even number, as even as can be; all but a tile of one row have an even number, the
  * last one of them may not exist. */
@@ -58,31 +58,32 @@ static inline hc_part hc_part_of(uint64_t num_tiles, uint64_t num_panels, uint64
     return part;
 }
 
-/* What is asked for from memory while something else is computed: some lines of each step, the tiles dividing them. */
-typedef struct {
-    const char *panels[HC_MAX_PANELS];
-    uint64_t first_line, behind_lines; /* of 64 bytes, within a step */
-} hc_next;
-
 #define HC_LINE 64
+#define HC_AHEAD 8192u /* bytes: half of it is too late on some machines, twice as much no better */
 
-/* Panels `distance` bytes apart, steps of `bytes`; tile `tile` of `tiles`. */
-static inline hc_next hc_next_of(const void *panel, uint64_t panels, uint64_t distance, uint64_t bytes, uint64_t tile,
-                                 uint64_t tiles) {
-    hc_next next = {.panels = {0}};
-    for (uint64_t p = 0; p < panels; p++)
-        next.panels[p] = (const char *)panel + p * distance;
-    hc_share_of(bytes / HC_LINE, tiles, tile, &next.first_line, &next.behind_lines);
-    return next;
+/* What is asked for from memory, HC_AHEAD bytes before it is read: some lines of each step, the tiles dividing them. */
+typedef struct {
+    const char *at;
+    uint64_t bytes;                    /* that there are from `at` on */
+    uint64_t first_line, behind_lines; /* within a step */
+} hc_ahead;
+
+/* Of the stream that is read from `at` to `end` in steps of `step` bytes, by tile `tile` of `tiles`. */
+static inline hc_ahead hc_ahead_of(const void *at, const void *end, uint64_t step, uint64_t tile, uint64_t tiles) {
+    uint64_t left = (uint64_t)((const char *)end - (const char *)at);
+    hc_ahead ahead = {(const char *)at + HC_AHEAD, left > HC_AHEAD ? left - HC_AHEAD : 0, 0, 0};
+    hc_share_of(step / HC_LINE, tiles, tile, &ahead.first_line, &ahead.behind_lines);
+    return ahead;
 }
 
-HC_INLINE void hc_ask_for(const hc_next *next, const int panels, uint64_t at) {
-    for (uint64_t line = next->first_line; line < next->behind_lines; line++)
-        for (int p = 0; p < panels; p++)
-            __builtin_prefetch(next->panels[p] + at + line * HC_LINE, 0, 2);
+/* Of the step at `at`. */
+HC_INLINE void hc_ask_for(const hc_ahead *ahead, uint64_t at) {
+    if (at < ahead->bytes)
+        for (uint64_t line = ahead->first_line; line < ahead->behind_lines; line++)
+            __builtin_prefetch(ahead->at + at + line * HC_LINE);
 }
 
-/* A corner of the result, of a tile's rows and some panels. */
+/* A corner of the result, of a tile's rows and a panel, or a vector of it. */
 typedef struct {
     float *y;
     uint64_t stride;
@@ -91,10 +92,10 @@ typedef struct {
     const float *bias; /* of these columns, or NULL */
 } hc_corner;
 
-static inline hc_corner hc_corner_of(const hc_linear_op *op, uint64_t row, uint64_t panel) {
-    uint64_t column = panel * HC_PANEL;
-    return (hc_corner){op->y + row * op->y_stride + column, op->y_stride, op->op.rows - row, op->weight->out - column,
-                       op->bias ? op->bias + column : NULL};
+static inline hc_corner hc_corner_of(const hc_linear_op *op, uint64_t row, uint64_t column) {
+    uint64_t behind = op->weight->out;
+    return (hc_corner){op->y + row * op->y_stride + column, op->y_stride, op->op.rows - row,
+                       column < behind ? behind - column : 0, op->bias ? op->bias + column : NULL};
 }
 
 /* The first `count` of 16: a plain load or store where that is all. */
@@ -103,9 +104,9 @@ HC_INLINE f32x16 hc_load_first(const float *p, uint64_t count) {
 }
 
 /* Writes 16 columns of a row: what is there already, unless is_first, + value, + bias if is_last. */
-HC_INLINE void hc_write(const hc_corner *corner, uint64_t row, uint64_t panel, f32x16 value, int is_first, int is_last) {
-    uint64_t column = panel * HC_PANEL;
-    uint64_t count = corner->columns - column < HC_PANEL ? corner->columns - column : HC_PANEL;
+HC_INLINE void hc_write(const hc_corner *corner, uint64_t row, uint64_t column, f32x16 value, int is_first,
+                        int is_last) {
+    uint64_t count = corner->columns - column < HC_LANES ? corner->columns - column : HC_LANES;
     float *at = corner->y + row * corner->stride + column;
     if (!is_first)
         value = hc_load_first(at, count) + value;
@@ -117,13 +118,13 @@ HC_INLINE void hc_write(const hc_corner *corner, uint64_t row, uint64_t panel, f
         hc_store_some(at, value, count);
 }
 
-/* The same of a tile's rows that exist: sums [rows, panels, 16]. */
-static __attribute__((noinline)) void hc_write_tile(const hc_corner *corner, uint64_t rows, uint64_t panels,
+/* The same of what exists of a tile: sums [rows, vectors, 16]. */
+static __attribute__((noinline)) void hc_write_tile(const hc_corner *corner, uint64_t rows, uint64_t vectors,
                                                     const f32x16 *sums, int is_first, int is_last) {
     uint64_t behind = rows < corner->rows ? rows : corner->rows;
     for (uint64_t row = 0; row < behind; row++)
-        for (uint64_t panel = 0; panel < panels; panel++)
-            hc_write(corner, row, panel, sums[row * panels + panel], is_first, is_last);
+        for (uint64_t v = 0; v < vectors && v * HC_LANES < corner->columns; v++)
+            hc_write(corner, row, v * HC_LANES, sums[row * vectors + v], is_first, is_last);
 }
 
 #endif
