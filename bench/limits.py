@@ -40,6 +40,11 @@ class Limits:
     int8_ops: float
     """The same with int8 factors and int32 sums; on x86 this is VNNI where the CPU has it."""
 
+    def or_better(self, again: Limits) -> Limits:
+        """Of two measurements the higher rate each: others on a host slow a machine down, nothing speeds it up."""
+        best = {name: max(getattr(self, name), getattr(again, name)) for name in asdict(self)}
+        return Limits(**best)
+
     def told(self) -> str:
         """In words."""
         reads, rates = self.read_bytes_per_s / 1e9, (self.fp32_flops, self.bf16_flops, self.int8_ops)

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
 
 import psutil
+
+_OF_NO_FILE: Final = ("/dev/", "/memfd:", "/SYSV")
+"""Memory that processes share, as the kernel calls it."""
 
 
 def tree(pid: int) -> list[psutil.Process]:
@@ -19,8 +26,37 @@ def tree(pid: int) -> list[psutil.Process]:
 
 
 def peak_rss_bytes(pid: int) -> int:
-    """Sum over the tree of each process's own peak resident memory (VmHWM): an upper bound of the sum's peak."""
-    return sum(_peak(process.pid) for process in tree(pid))
+    """Sum over the tree of each process's own peak resident memory (VmHWM), less what several of them hold together.
+
+    An upper bound of the sum's peak, for the processes need not have had theirs at once. Forked processes share pages
+    until they write to them, and libraries are in memory once for all.
+    """
+    pids = [process.pid for process in tree(pid)]
+    return sum(map(_peak, pids)) - shared_bytes([_holdings(pid) for pid in pids])
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """Resident memory of one process, in bytes."""
+
+    resident: int
+    own: int
+    """Its share of what is of no file: a page that is in N processes is an Nth of a page in each."""
+    files: Mapping[str, int]
+
+
+def shared_bytes(all_of_them: Sequence[Holdings]) -> int:
+    """What is counted more than once in the sum of `resident`.
+
+    Of a file, the processes are taken to have the pages in common of whoever has most: who else on the machine maps the
+    same file makes no difference.
+    """
+    files: dict[str, int] = {}
+    for holdings in all_of_them:
+        for path, num_bytes in holdings.files.items():
+            files[path] = max(files.get(path, 0), num_bytes)
+    once = sum(holdings.own for holdings in all_of_them) + sum(files.values())
+    return sum(holdings.resident for holdings in all_of_them) - once
 
 
 def cpu_s(pid: int) -> float:
@@ -62,3 +98,30 @@ def _peak(pid: int) -> int:
     except OSError:
         return 0
     return int(lines[0].split()[1]) * 1024 if lines else 0
+
+
+def _holdings(pid: int) -> Holdings:
+    """Nothing, of a process that ended."""
+    try:
+        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
+        mappings = Path(f"/proc/{pid}/smaps").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return Holdings(0, 0, {})
+    return read_holdings(rollup, mappings)
+
+
+def read_holdings(rollup: str, mappings: str) -> Holdings:
+    """From /proc/PID/smaps_rollup and /proc/PID/smaps."""
+    total = {line.partition(":")[0]: line.split()[1] for line in rollup.splitlines()[1:]}
+    files: dict[str, int] = {}
+    path, resident = "", 0
+    for line in mappings.splitlines():
+        name, *values = line.split(maxsplit=5)
+        if not name.endswith(":"):
+            path = values[4] if len(values) == 5 else ""
+        elif name == "Rss:":
+            resident = int(values[0])
+        elif name == "Anonymous:" and path.startswith("/") and not path.startswith(_OF_NO_FILE):
+            files[path] = files.get(path, 0) + (resident - int(values[0])) * 1024  # what was written to is its own
+    own = (int(total["Pss_Anon"]) + int(total["Pss_Shmem"])) * 1024
+    return Holdings(int(total["Rss"]) * 1024, own, files)

@@ -17,7 +17,8 @@
 #define VECTORS 1
 #define HIGH_TILE 2
 #endif
-#define HIGH_TILES 2 /* up to so many are high, and spread nothing */
+/* Up to so many tiles are high: two of 4-bit weights too, which then need not be spread. */
+#define HIGH_TILES(format) ((format) == HC_I4 ? 2 : 1)
 #define VECTOR_BYTES 64 /* of values */
 #define CACHED_BYTES (384u * 1024) /* of x that are gone through for panel after panel */
 #define AHEAD_NUMBERS 512          /* bytes of scales, and of minima, that are asked for ahead */
@@ -247,7 +248,7 @@ extern hc_kernel HC_NAME(linear_ints);
 void HC_NAME(linear_ints)(const hc_op *any, hc_crew *crew, uint64_t member) {
     const hc_linear_op *op = (const hc_linear_op *)any;
     const hc_weight *weight = op->weight;
-    int are_high = op->op.rows <= HIGH_TILES * HIGH_TILE;
+    int are_high = op->op.rows <= HIGH_TILES(weight->format) * HIGH_TILE;
     hc_tiles tiles = hc_tiles_of(op->op.rows, are_high ? HIGH_TILE : TILE);
     hc_part part = hc_part_of(tiles.count, hc_panels(weight), crew->size, member);
     hc_rows rows = {op, tiles, op->scratch, hc_row_bytes(weight), are_high};
