@@ -58,6 +58,7 @@ class FakeRunner:
         self.on_load: Callable[[], None] = _nothing
         self.on_execute: Callable[[], None] = _nothing
         self.on_finish: Callable[[], None] = _nothing
+        self.home: int | None = None
         self.chains = False
         self.computed = threading.Event()
         self.said: list[str] = []

@@ -51,7 +51,7 @@ def check_distribution(draw: Draw, counts: Sequence[int], *, positions: int) -> 
     """Chi-square of the tokens at many positions, after the same history; rarer tokens share a class."""
     logits = torch.from_numpy(draw.logits).expand(positions, -1)
     row = draw.row
-    tokens = sample_on(logits, [dataclasses.replace(row, position=i) for i in range(positions)], counts).tokens
+    tokens = sample_on(logits, [row._replace(position=i) for i in range(positions)], counts).tokens
     expected = positions * reference_distribution(draw)
     observed = np.bincount(tokens, minlength=len(expected))
     assert not observed[expected == 0].any(), "a token was drawn that is filtered out"

@@ -6,6 +6,8 @@ as many answers do. On a rank that chains its steps the next plan, if it has
 come, may begin before the one before is finished (`runners.step_chain`); on any other it waits in the link, and nothing
 of it is looked at before. Only a step whose draws are masked looks at what comes next, which are its masks.
 
+The main thread keeps to a core while it works steps off, if the runner has one for it (`runners.home_core`).
+
 One epoch's at a time, all on the main thread. Whatever goes wrong is the caller's to tell.
 """
 
@@ -22,6 +24,7 @@ from hetero_worker.errors import ExchangeAborted, ProtocolError
 from hetero_worker.gateway_link import Arrival, Event, GatewayLink
 from hetero_worker.life_messages import step_result
 from hetero_worker.runners.base import Runner, StepOutput
+from hetero_worker.runners.home_core import HomeCore
 from hetero_worker.runners.step_chain import StepChain
 
 HOLD_S: Final = 1 / 60
@@ -33,8 +36,10 @@ class PlanWork:
     """See the module."""
 
     def __init__(self, runner: Runner, link: GatewayLink, heartbeat: Heartbeat) -> None:
+        self._runner = runner
         self._link = link
         self._heartbeat = heartbeat
+        self._home = HomeCore()
         self._chain = StepChain(runner, self._tell)
         self._epoch = 0
         self._rank = -1
@@ -71,6 +76,7 @@ class PlanWork:
             raise ProtocolError(f"the gateway sent step {plan.step_id}, expected step {self._next_step}")
         self._next_step += 1
         self._arrivals_s.append(arrival.arrived_s)
+        self._home.keep_to(None if plan.HasField("command") else self._runner.home)
         self._chain.begin(plan, lambda: self._receive_masks(plan))
 
     def rest(self) -> None:
@@ -83,6 +89,7 @@ class PlanWork:
 
     def drop(self) -> None:
         """The epoch is over: nobody waits for answers."""
+        self._home.leave()
         self._chain.drop()
         self._arrivals_s.clear()
         self._held.clear()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hetero_worker.native.compute_library import AddOp, AttendOp, Cache, CallOp, Kind, Op, PickOp
-from hetero_worker.native.issuing import ALIGNMENT, Arena, Issuer
+from hetero_worker.native.issuing import ALIGNMENT, Arena, CommonArena, Issuer
 from tests.support.native_compute import issuer_of
 
 pytestmark = pytest.mark.unit
@@ -147,3 +147,14 @@ def test_scratch_is_aligned_and_lasts_as_long_as_a_recording() -> None:
     assert all(
         begin <= address < begin + len(each) for begin, each, address in zip(begins, kept, (first, second), strict=True)
     )
+
+
+def test_a_common_arena_gives_each_recording_the_same_memory() -> None:
+    arena = CommonArena(3 * ALIGNMENT)
+    for _ in range(2):
+        arena.restart()
+        small, large = arena.empty((2, 1), torch.float32), arena.empty((4, 8), torch.float32)
+        assert small.data_ptr() % ALIGNMENT == 0
+        assert large.data_ptr() == small.data_ptr() + ALIGNMENT
+        with pytest.raises(MemoryError, match="a tensor of 4 bytes does not fit in the 0 that are left"):
+            arena.empty((1,), torch.float32)

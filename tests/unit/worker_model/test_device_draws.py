@@ -186,7 +186,7 @@ def _orders_candidates_by_column_alone(patch: pytest.MonkeyPatch) -> None:
 
 def _forgets_edits(patch: pytest.MonkeyPatch) -> None:
     def mutant(rows: Any, shard_rows: int) -> Any:
-        return kinds([dataclasses.replace(row, edits=None) for row in rows], shard_rows)
+        return kinds([row._replace(edits=None) for row in rows], shard_rows)
 
     kinds = device_draws._Kinds.of
     patch.setattr(device_draws._Kinds, "of", mutant)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from hetero_api.sharding import ShardPlan
+from hetero_api.v1 import ranks_pb2
 from hetero_worker.distributed.exchange import HostExchange
 from hetero_worker.distributed.routes import routes_of
+from hetero_worker.layers.sampler import SampledRows
 from hetero_worker.models.micro_batches import best_number
-from tests.support.rank_group import PlanBuilder, RankGroup, Shares
+from hetero_worker.native.team import NativeTeam
+from hetero_worker.sampling.request import SamplingRow
+from tests.support.rank_group import GREEDY, PlanBuilder, RankGroup, Shares
 from tests.support.shm_threads import exchanges
 from tests.support.tiny_checkpoints import TinyCheckpoint, save_tiny
 
@@ -31,7 +37,7 @@ LAYOUTS = {"one": ONE, "uneven": UNEVEN, "no part": NO_PART, "helped": HELPED, "
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyCheckpoint]:
-    variants = ("llama-biased", "qwen3", "gemma3", "qwen3-moe")
+    variants = ("llama-biased", "qwen3", "gemma2", "gemma3", "qwen3-moe")
     return {variant: save_tiny(variant, tmp_path_factory.mktemp(variant)) for variant in variants}
 
 
@@ -99,6 +105,80 @@ def test_recorded_steps_are_what_steps_are(
     assert not [message for message in said if "operator by operator" in message]
     assert len([message for message in said if message.startswith("step of 3 rows recorded")]) == len(shares.vocab_rows)
     assert all(map(torch.equal, recorded, eager))
+
+
+@pytest.mark.parametrize("variant", ["qwen3", "gemma2"])
+def test_a_recorded_step_is_one_call_with_its_logits(
+    checkpoints: dict[str, TinyCheckpoint], variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits that are capped are torch's to make."""
+    builder = PlanBuilder(RankGroup(checkpoints[variant].directory, ONE))
+    calls: list[str] = []
+
+    def counted(name: str) -> Callable[..., object]:
+        call = getattr(NativeTeam, name)
+
+        def count(*arguments: object) -> object:
+            calls.append(name)
+            return call(*arguments)
+
+        return count
+
+    for name in ("run", "run_one"):
+        monkeypatch.setattr(NativeTeam, name, counted(name))
+    builder.start(0, [7, 150, 3])
+    for _ in range(3):
+        builder.schedule(0)
+        calls.clear()
+        builder.run()
+    assert calls == (["run"] if variant == "qwen3" else ["run", "run_one", "run_one"])
+
+
+@pytest.mark.parametrize("layout", ["one", "uneven"])
+def test_draws_of_all_kinds_are_what_they_are_of_steps_that_are_not_recorded(
+    checkpoints: dict[str, TinyCheckpoint], layout: str
+) -> None:
+    kinds = [
+        GREEDY,
+        ranks_pb2.Sampling(temperature=0.8, top_p=1.0, seed=5),
+        ranks_pb2.Sampling(temperature=1.5, top_p=0.7, top_k=40, seed=6, num_logprobs=3),
+        ranks_pb2.Sampling(temperature=0.0, top_p=1.0, repetition_penalty=1.7, presence_penalty=0.9, num_logprobs=0),
+        ranks_pb2.Sampling(top_p=1.0, bias_token_ids=[9], biases=[2.5], end_token_ids=[3], min_tokens=9),
+    ]
+    masks = [bytes([0b10101010]) * 25, bytes([0b00001111]) * 25]
+
+    def told(*, eager: bool) -> list[object]:
+        builder = PlanBuilder(RankGroup(checkpoints["qwen3"].directory, LAYOUTS[layout], enforce_eager=eager))
+        for slot, kind in enumerate(kinds):
+            builder.start(slot, [slot + 1, 2 * slot + 3], sampling=kind)
+        outputs: list[object] = []
+        for step in range(12):
+            for slot in range(len(kinds)):
+                builder.schedule(slot)
+            plan = builder.take_plan()
+            plan.masked_slots.extend([0, 1] if step % 3 == 2 else [])
+            outcome = builder.send(plan, masks if plan.masked_slots else ())
+            for slot, token in outcome.sampled:
+                builder.sequences[slot].tokens.append(token)
+            outputs += [outcome.sampled, list(outcome.outputs[0].logprobs)]
+        return outputs
+
+    assert told(eager=False) == told(eager=True)
+
+
+def test_logits_of_all_recordings_are_in_the_same_memory(checkpoints: dict[str, TinyCheckpoint]) -> None:
+    group = RankGroup(checkpoints["qwen3"].directory, ONE)
+    seen: list[int] = []
+    sample = group.recorders[0]
+
+    def look(logits: torch.Tensor, rows: Sequence[SamplingRow], **others: Any) -> SampledRows:
+        seen.append(logits.untyped_storage().data_ptr())
+        return sample(logits, rows, **others)
+
+    group.runners[0]._sample = look
+    told(group)
+    assert len(seen) > 20
+    assert len(set(seen)) == 1
 
 
 def test_micro_batches_are_recorded_too(

@@ -18,6 +18,7 @@ from hetero_worker.sampling.edits import Bias, LogitEdits, Penalties
 from hetero_worker.sampling.logprobs import count_before
 from hetero_worker.sampling.noise import NoiseKey, gumbel_noise, gumbel_noise_at
 from hetero_worker.sampling.request import SequenceSampling
+from hetero_worker.sampling.shard import Float64Array
 from hetero_worker.sampling.token_counts import TokenCounts
 from tests.support.sampling_checks import (
     VOCABULARY,
@@ -85,7 +86,7 @@ def _penalises_twice(patch: Patch) -> None:
 def _penalises_whole_rows_again(patch: Patch) -> None:
     """Candidates that did not suffice are asked for from logits that are edited once more."""
 
-    def mutant(scaled: torch.Tensor, rows: list[Any]) -> torch.Tensor:
+    def mutant(scaled: torch.Tensor, rows: list[Any]) -> list[int]:
         edited = shard.edited_logits(scaled, rows, range(len(rows)), 0)
         return decide_whole(edited, rows)
 
@@ -143,7 +144,7 @@ def _reads_masks_highest_bit_first(patch: Patch) -> None:
 
 def _counts_ranks_in_one_shard(patch: Patch) -> None:
 
-    def mutant(logits: Any, targets: Any, told: Any, begin: int) -> torch.Tensor:
+    def mutant(logits: Any, targets: Any, told: Any, begin: int) -> Float64Array:
         return count_before(logits, targets, told, begin) * (begin == 0)
 
     patch.setattr(sampler, "count_before", mutant)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -52,6 +53,7 @@ class PlayedRunner:
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
+        self.home: int | None = None
 
     def begin(self, plan: ranks_pb2.StepPlan, masks: MaskSource = no_masks) -> DoneStep:
         if plan.masked_slots:
@@ -73,6 +75,7 @@ def arrival(**body: object) -> Arrival:
 class Scene:
     link: PlayedLink
     work: PlanWork
+    runner: PlayedRunner
 
     def do(self, *plans: ranks_pb2.StepPlan) -> None:
         """All have come; work them off."""
@@ -87,9 +90,10 @@ class Scene:
 
 def scene(tmp_path: Path, *, step_s: float = 0.0, rank: int = 0) -> Scene:
     link, memory = PlayedLink(), HeartbeatMemory()
-    work = PlanWork(PlayedRunner(step_s), link, Heartbeat.open(Path(memory.path)))  # type: ignore[arg-type]
+    runner = PlayedRunner(step_s)
+    work = PlanWork(runner, link, Heartbeat.open(Path(memory.path)))  # type: ignore[arg-type]
     work.begin_epoch(EPOCH, rank=rank)
-    return Scene(link, work)
+    return Scene(link, work, runner)
 
 
 def test_answers_to_short_steps_travel_together_if_more_are_coming(tmp_path: Path) -> None:
@@ -173,3 +177,19 @@ def test_plans_that_travel_together_come_one_by_one() -> None:
     assert all(not part.further_plans for part in parts)
     abort = ranks_pb2.GatewayMessage(epoch=EPOCH, abort=ranks_pb2.Abort())
     assert list(one_by_one(abort)) == [abort]
+
+
+def test_the_thread_keeps_to_the_runners_core_from_step_to_step_only(tmp_path: Path) -> None:
+    before, it = os.sched_getaffinity(0), scene(tmp_path)
+    it.runner.home = max(before)
+    command = ranks_pb2.GroupCommand(reset_cache=ranks_pb2.AllocateCache())
+    seen: list[set[int]] = []
+    try:
+        for each in (plan(1), ranks_pb2.StepPlan(step_id=2, command=command), plan(3)):
+            it.do(each)
+            seen.append(os.sched_getaffinity(0))
+        it.work.drop()
+        assert os.sched_getaffinity(0) == before
+    finally:
+        os.sched_setaffinity(0, before)
+    assert seen == [{max(before)}, before, {max(before)}]

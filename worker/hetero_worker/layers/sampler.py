@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from hetero_api.sharding import UnitRange
@@ -21,7 +22,7 @@ from hetero_worker.sampling.draw_batch import UNDECIDED, DrawBatch, decide_whole
 from hetero_worker.sampling.drawing import HOST_DRAWING, ShardDrawing
 from hetero_worker.sampling.logprobs import ShardLogprobs, TokenTarget, count_before, decide_logprobs, pack_shard
 from hetero_worker.sampling.request import SamplingRow
-from hetero_worker.sampling.shard import scaled_logits
+from hetero_worker.sampling.shard import Float64Array, scaled_logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +100,24 @@ class _Shards:
         """Shards that have rows; the others send nothing."""
         return [rows for rows in self.head_ranges if rows.size]
 
-    def gather(self, message: torch.Tensor | None, sizes: Sequence[int]) -> list[torch.Tensor]:
+    def gather(self, message: Float64Array | None, sizes: Sequence[int]) -> list[Float64Array]:
         """Messages of all filled shards, sizes[i] elements from the i-th; a rank without rows sends None."""
+        if self.exchange.world_size == 1:
+            return [] if message is None else [message]
         of_filled = iter(sizes)
         counts = [next(of_filled) if rows.size else 0 for rows in self.head_ranges]
-        sent = torch.empty(0, dtype=torch.float64) if message is None else message
+        sent = torch.empty(0, dtype=torch.float64) if message is None else torch.from_numpy(message)
         gathered = self.exchange.all_gather(sent, counts)
-        return [part for part, rows in zip(gathered, self.head_ranges, strict=True) if rows.size]
+        return [part.numpy() for part, rows in zip(gathered, self.head_ranges, strict=True) if rows.size]
 
-    def broadcast(self, tokens: torch.Tensor) -> None:
-        if self.exchange.world_size > 1:
-            self.exchange.broadcast(tokens, 0)
+    def broadcast(self, tokens: list[int] | None, draws: int) -> list[int]:
+        """Rank 0's tokens of so many draws, on all ranks; others give None."""
+        if self.exchange.world_size == 1:
+            assert tokens is not None
+            return tokens
+        told = torch.empty(draws, dtype=torch.int64) if tokens is None else torch.tensor(tokens)
+        self.exchange.broadcast(told, 0)
+        return list(map(int, told.tolist()))
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow], shards: _Shards, drawing: ShardDrawing) -> list[int]:
@@ -117,12 +125,10 @@ def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow], shards: _Shards, dr
     sizes = [shard.size for shard in shards.filled]
     message = batch.pack(drawing.start(rows, logits, own.begin).read()) if own.size else None
     messages = shards.gather(message, [batch.message_size(size) for size in sizes])
-    is_first = shards.exchange.rank == 0
-    decided = batch.decide(messages, sizes) if is_first else torch.empty(len(rows), dtype=torch.int64)
-    shards.broadcast(decided)
-    tokens: list[int] = decided.tolist()
-    undecided = [i for i, token in enumerate(tokens) if token == UNDECIDED]
-    if undecided:
+    decided = batch.decide(messages, sizes) if shards.exchange.rank == 0 else None
+    tokens = shards.broadcast(decided, len(rows))
+    if UNDECIDED in tokens:
+        undecided = [i for i, token in enumerate(tokens) if token == UNDECIDED]
         for i, token in zip(undecided, _draw_whole(logits, rows, undecided, shards, drawing), strict=True):
             tokens[i] = token
     return tokens
@@ -139,11 +145,8 @@ def _draw_whole(
     chosen = [rows[i] for i in undecided]
     own = scaled_logits(drawing.to_host(logits, undecided), chosen, range(len(chosen)), shards.own.begin)
     whole = gather_logits(own, shards.head_ranges, shards.exchange)
-    tokens = torch.empty(len(undecided), dtype=torch.int64)
-    if shards.exchange.rank == 0:
-        tokens = decide_whole(whole, chosen)
-    shards.broadcast(tokens)
-    return list(map(int, tokens.tolist()))
+    decided = decide_whole(whole, chosen) if shards.exchange.rank == 0 else None
+    return shards.broadcast(decided, len(undecided))
 
 
 def _sampled_logprobs(
@@ -174,7 +177,7 @@ def _logprobs(
     sizes = [[target.message_size(shard.size) for target in targets] for shard in shards.filled]
     message = pack_shard(logits, targets, own.begin) if own.size else None
     messages = shards.gather(message, [sum(fields) for fields in sizes])
-    parts = (torch.split(message, fields) for message, fields in zip(messages, sizes, strict=True))
+    parts = (np.split(told, np.cumsum(fields)[:-1]) for told, fields in zip(messages, sizes, strict=True))
     by_target = [tuple(map(ShardLogprobs.unpack, of_target)) for of_target in zip(*parts, strict=True)]
     before = count_before(logits, targets, by_target, own.begin) if own.size else None
     counts = shards.gather(before, [len(targets)] * len(sizes))

@@ -60,7 +60,7 @@ class Arena:
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Aligned to 64 bytes."""
-        num_bytes = max(ALIGNMENT, -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT)
+        num_bytes = max(ALIGNMENT, whole_lines(math.prod(shape) * dtype.itemsize))
         pieces = self._free.setdefault(num_bytes, [])
         piece = pieces.pop() if pieces else self._new(num_bytes)
         # The storage that torch makes of a view keeps the view; when the last tensor on it goes, so does the view.
@@ -75,12 +75,43 @@ class Arena:
         return (c_char * num_bytes).from_buffer(raw, -ctypes.addressof(raw) % ALIGNMENT)
 
 
+class CommonArena:
+    """Memory of a fixed size that several recordings compute in, one at a time, each from its beginning.
+
+    Nothing is given out twice within a recording: it is for the few tensors that are too large to be each recording's
+    own. Memory that no recording reaches is never touched.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._memory = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8)
+        self._begin: Final = -self._memory.data_ptr() % ALIGNMENT
+        self._end: Final = self._begin + num_bytes
+        self._next = self._begin
+
+    def restart(self) -> None:
+        """The next recording begins, or the same one again: what was given out before is overwritten."""
+        self._next = self._begin
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Aligned to 64 bytes. Raises MemoryError when no room is left."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        begin, self._next = self._next, self._next + whole_lines(num_bytes)
+        if self._next > self._end:
+            raise MemoryError(f"a tensor of {num_bytes} bytes does not fit in the {self._end - begin} that are left")
+        return self._memory[begin : begin + num_bytes].view(dtype).view(shape)
+
+
+def whole_lines(num_bytes: int) -> int:
+    """Rounded up to a multiple of the alignment."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
 class Issuer:
     """Of one rank; one thread at a time."""
 
     def __init__(self, team: NativeTeam) -> None:
         self.team = team
-        self._arena: Arena | None = None
+        self._arena: Arena | CommonArena | None = None
         self._recorded: RecordedOps | None = None
         self._scratch = (c_char * ALIGNMENT)()
 
@@ -121,7 +152,7 @@ class Issuer:
             self._recorded.kept.extend(kept)
 
     @contextmanager
-    def computing_in(self, arena: Arena) -> Iterator[None]:
+    def computing_in(self, arena: Arena | CommonArena) -> Iterator[None]:
         """Have `empty` take memory from the arena: what is recorded within may be in several pieces, and share it."""
         outer, self._arena = self._arena, arena
         try:

@@ -23,6 +23,8 @@ class NativeMeans:
     issuer: Issuer | None
     reason: str = ""
     """Why there is none where there could be one; empty elsewhere."""
+    home: int | None = None
+    """CPU that the others of the team leave to the calling thread; None: all may run anywhere."""
 
 
 NOT_FOR_DEVICES: Final = NativeMeans(None)
@@ -36,10 +38,10 @@ def native_means(num_threads: int, *, path: Path = COMPUTE_LIBRARY) -> NativeMea
         logger.warning("ranks on host cores compute with torch's kernels, which are slower: %s", loaded.reason)
         return NativeMeans(None, loaded.reason)
     cores = sorted(os.sched_getaffinity(0))
-    others = cores[1:] if len(cores) == num_threads else None
+    home, others = (cores[0], cores[1:]) if len(cores) == num_threads else (None, None)
     try:
         team = NativeTeam(loaded.library, num_threads, cpus=others)
     except OSError as error:
         logger.warning("ranks on host cores compute with torch's kernels, which are slower: %s", error)
         return NativeMeans(None, str(error))
-    return NativeMeans(Issuer(team))
+    return NativeMeans(Issuer(team), home=home)

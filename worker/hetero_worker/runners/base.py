@@ -168,6 +168,11 @@ class Runner(Protocol):
         """Memory of the device that graphs of steps have taken so far. From any thread."""
         ...
 
+    @property
+    def home(self) -> int | None:
+        """CPU that the calling thread should keep to while it works off steps; None: it may be anywhere."""
+        ...
+
     def attach(self, exchange: Exchange) -> None:
         """Take a new epoch's exchange. Slot state is dropped, weights are kept; step ids begin at 1 again.
 

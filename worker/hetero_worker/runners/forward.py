@@ -1,7 +1,7 @@
 """ForwardPass: how a step's hidden states come about. EagerForward: operator by operator.
 
-Logits are made of them afterwards, in memory of their own: they outlive the next pass, which may have begun by the time
-that all draws are known.
+Logits are made of them afterwards, or by the pass itself. Where a pass may begin before all draws of the one before are
+known, they are in memory of their own.
 """
 
 from __future__ import annotations
@@ -24,10 +24,17 @@ class ForwardStates:
 
     hidden: torch.Tensor
     """[rows, hidden], of the step's logit rows; content only where this rank has a head."""
+    logits: torch.Tensor | None = None
+    """float32 [rows, vocabulary rows of this rank], where the pass has made them."""
 
     def logits_of(self, decoder: Decoder, num_draws: int) -> torch.Tensor:
-        """Of the first rows, which are draws: float32 [draws, vocabulary rows of this rank], the caller's to keep."""
-        return decoder.logits(self.hidden[:num_draws])
+        """Of the first rows, which are draws: float32 [draws, vocabulary rows of this rank].
+
+        The caller's to keep on a rank that chains its steps, else valid until the next pass, as `hidden` is.
+        """
+        if self.logits is None:
+            return decoder.logits(self.hidden[:num_draws])
+        return self.logits if len(self.logits) == num_draws else self.logits[:num_draws]
 
 
 class ForwardPass(Protocol):

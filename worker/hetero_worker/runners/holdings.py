@@ -137,7 +137,8 @@ class Holdings:
 
     def check_awake(self, plan: ranks_pb2.StepPlan) -> None:
         """Raise ProtocolError when the plan touches slots of a rank that is asleep."""
-        if any(_touches(plan)) and (parts := self.asleep_parts):
+        if self.is_asleep and any(_touches(plan)):
+            parts = self.asleep_parts
             raise ProtocolError(
                 f"step plan {plan.step_id} came while the rank is asleep ({', '.join(parts)}); wake the group first"
             )

@@ -27,6 +27,9 @@ from hetero_worker.runners.slots import Int64Array, SlotTable
 _ROW_BITS: Final = 20
 """A sorting key holds the row's number in so many low bits, and how much shorter than the longest it is above them."""
 _ROW_MASK: Final = (1 << _ROW_BITS) - 1
+_MOST_ROWS_BY_ROW: Final = 16
+"""So many block tables are copied one by one. Torch is faster with more; but its operators let go of Python's lock, and
+a thread that talks to the gateway then has it just when the step is about to begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,15 +141,23 @@ class InputBuffers:
     def _fill_decode(self, plan: ranks_pb2.StepPlan, slots: SlotTable, views: _DecodeViews) -> None:
         count = len(views.slots)
         self._order_rows(self._decode_slots.fill(plan.decode_slots), slots, views)
-        np.take(slots.last_tokens, views.slots, out=self._token_ids[:count], mode="clip")
+        slots.last_tokens.take(views.slots, out=self._token_ids[:count], mode="clip")
         np.copyto(views.rows.lengths, views.positions, casting="same_kind")
         np.add(views.rows.lengths, 1, out=views.rows.lengths)
         np.multiply(views.slots, slots.max_blocks, out=views.table_rows)
         longest = int(views.rows.lengths[0])
         num_blocks = -(-longest // self._bounds.block_size)
-        source = slots.block_table_tensor[:, :num_blocks]
-        torch.index_select(source, 0, views.slot_tensor, out=views.table_tensor[:, :num_blocks])
-        np.put(views.logit_rows, views.order, self._row_numbers[:count], mode="clip")
+        self._take_tables(slots, views, num_blocks)
+        views.logit_rows.put(views.order, self._row_numbers[:count], mode="clip")
+
+    def _take_tables(self, slots: SlotTable, views: _DecodeViews, num_blocks: int) -> None:
+        """Fill the rows' block tables, as far as the longest has blocks."""
+        if len(views.slots) > _MOST_ROWS_BY_ROW:
+            source = slots.block_table_tensor[:, :num_blocks]
+            torch.index_select(source, 0, views.slot_tensor, out=views.table_tensor[:, :num_blocks])
+            return
+        for row, slot in enumerate(views.slots.tolist()):
+            views.rows.block_tables[row, :num_blocks] = slots.block_tables[slot, :num_blocks]
 
     def _order_rows(self, decoding: Int64Array, slots: SlotTable, views: _DecodeViews) -> None:
         """Fill the rows' slots and positions, the longest first.
@@ -164,12 +175,12 @@ class InputBuffers:
             self._take_in_order(decoding, slots, views)
 
     def _take_in_order(self, decoding: Int64Array, slots: SlotTable, views: _DecodeViews) -> None:
-        np.take(decoding, views.order, out=views.slots, mode="clip")
-        np.take(slots.counts.num_computed, views.slots, out=views.positions, mode="clip")
+        decoding.take(views.order, out=views.slots, mode="clip")
+        slots.counts.num_computed.take(views.slots, out=views.positions, mode="clip")
 
     def _sort_rows(self, decoding: Int64Array, slots: SlotTable, views: _DecodeViews) -> None:
         """The longest first, and as the plan has them where they are equally long."""
-        np.take(slots.counts.num_computed, decoding, out=views.keys, mode="clip")
+        slots.counts.num_computed.take(decoding, out=views.keys, mode="clip")
         np.subtract(self._bounds.max_model_len, views.keys, out=views.keys)
         np.left_shift(views.keys, _ROW_BITS, out=views.keys)
         np.bitwise_or(views.keys, self._row_numbers[: len(decoding)], out=views.keys)
@@ -183,7 +194,7 @@ class InputBuffers:
         index, mapping, blocks = self._block_index[:total], self._slot_mapping[:total], self._blocks[:total]
         np.floor_divide(self._positions[:total], size, out=index)
         np.add(index, self._table_rows[:total], out=mapping)
-        np.take(slots.flat_block_tables, mapping, out=blocks, mode="clip")
+        slots.flat_block_tables.take(mapping, out=blocks, mode="clip")
         np.copyto(mapping, blocks)
         np.subtract(mapping, index, out=mapping)
         np.multiply(mapping, size, out=mapping)

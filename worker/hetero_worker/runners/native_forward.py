@@ -8,6 +8,9 @@ host breaks the recording, as it does a GPU's (`graphs.breaks`), and is called a
 be lost: while a step is recorded somebody looks for that (`recording_guard`), and a decoder that needs it goes on
 operator by operator, and says why.
 
+Every row of such a step is drawn from, so its logits are recorded with it. They are in memory that all recordings have
+in common, for they are large: a rank on host cores has drawn from them before the next pass begins.
+
 A recording holds addresses of weights, cache and inputs. It is of one decoder and one exchange, and goes with the
 cache.
 """
@@ -27,7 +30,7 @@ from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.memory.budget import mib
 from hetero_worker.models.decoder import Decoder, DecoderInput
-from hetero_worker.native.issuing import Arena, Issuer, RecordedOps
+from hetero_worker.native.issuing import Arena, CommonArena, Issuer, RecordedOps
 from hetero_worker.runners.forward import EagerForward, ForwardStates
 from hetero_worker.runners.graphs.breaks import Breaks, RecordedPass
 from hetero_worker.runners.graphs.current_step import CurrentStep
@@ -120,13 +123,15 @@ class NativeForward:
 
     graph_bytes = 0
 
-    def __init__(self, issuer: Issuer) -> None:
+    def __init__(self, issuer: Issuer, *, logits_bytes: int) -> None:
+        """`logits_bytes`: what logits of a step, and what they are made of, take at most; 0: they are not recorded."""
         self._backend = NativeBackend(issuer)
         self._breaks = Breaks(self._backend)
         self._step = NothingPadded()
         self._issuer = issuer
         self._eager = EagerForward()
         self._bound: _Bound | None = None
+        self._logits = CommonArena(logits_bytes) if logits_bytes else None
 
     def run(
         self, decoder: Decoder, batch: InputBatch, *, caches: Sequence[LayerCache | None], exchange: Exchange
@@ -134,21 +139,19 @@ class NativeForward:
         step = batch.decoder_input
         bound = self._bind(decoder, caches, exchange)
         if step.attention.prefills:
-            return self._eager.run(decoder, batch, caches=caches, exchange=exchange)
+            return self._run_eagerly(bound, batch)
         if id(step) not in bound.passes:
             return self._record(bound, step)
         _, recorded = bound.passes[id(step)]
         if recorded is None:
-            return self._eager.run(decoder, batch, caches=caches, exchange=exchange)
+            return self._run_eagerly(bound, batch)
         return recorded.replay()
 
     def _record(self, bound: _Bound, step: DecoderInput) -> ForwardStates:
         began_s = time.perf_counter()
         if len(bound.passes) >= MAX_RECORDINGS:
             bound.passes.clear()
-        recorded = self._breaks.record(
-            lambda: ForwardStates(bound.decoder.hidden(step, caches=bound.caches, exchange=bound.exchange))
-        )
+        recorded = self._breaks.record(lambda: self._pass(bound, step))
         if not_recorded := self._backend.not_recorded:
             bound.passes[id(step)] = step, None
             logger.info(
@@ -164,6 +167,22 @@ class NativeForward:
             (time.perf_counter() - began_s) * 1e3,
         )  # fmt: skip
         return recorded.outcome
+
+    def _pass(self, bound: _Bound, step: DecoderInput) -> ForwardStates:
+        hidden = bound.decoder.hidden(step, caches=bound.caches, exchange=bound.exchange)
+        return ForwardStates(hidden, self._logits_of(bound.decoder, hidden))
+
+    def _run_eagerly(self, bound: _Bound, batch: InputBatch) -> ForwardStates:
+        states = self._eager.run(bound.decoder, batch, caches=bound.caches, exchange=bound.outer)
+        return ForwardStates(states.hidden, self._logits_of(bound.decoder, states.hidden[: len(batch.draw_slots)]))
+
+    def _logits_of(self, decoder: Decoder, hidden: torch.Tensor) -> torch.Tensor | None:
+        """None: made by whoever wants them, in memory of their own."""
+        if self._logits is None or not len(hidden):
+            return None
+        self._logits.restart()
+        with self._issuer.computing_in(self._logits):
+            return decoder.logits(hidden)
 
     def _bind(self, decoder: Decoder, caches: Sequence[LayerCache | None], exchange: Exchange) -> _Bound:
         """Recordings of anything else are dropped."""

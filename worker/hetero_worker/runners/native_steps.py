@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+
+from hetero_worker.native.issuing import whole_lines
 from hetero_worker.native.means import NativeMeans
 from hetero_worker.platforms.base import Platform
 from hetero_worker.runners.base import LoadRequest
@@ -32,7 +35,8 @@ class NativeSteps:
 
     def make(self, bounds: PlanBounds, request: LoadRequest) -> StepParts:
         issuer = recorder_for(request, self._platform).issuer
-        return StepParts(InputBuffers(bounds), EagerForward() if issuer is None else NativeForward(issuer))
+        forward = EagerForward() if issuer is None else NativeForward(issuer, logits_bytes=_logits_bytes(request))
+        return StepParts(InputBuffers(bounds), forward)
 
     def kernels(self, request: LoadRequest) -> tuple[str, ...]:
         problem = recorder_for(request, self._platform).reason
@@ -40,3 +44,12 @@ class NativeSteps:
 
     def graph_sizes(self, request: LoadRequest) -> tuple[int, ...]:  # noqa: ARG002
         return ()
+
+
+def _logits_bytes(request: LoadRequest) -> int:
+    """Of the most draws that a step has, with what they are made of; 0 where native operations do not make them."""
+    config, vocabulary = request.config, request.shard_plan.ranks[request.rank].head_rows.size
+    if not vocabulary or config.logit_soft_cap is not None:
+        return 0
+    column_bytes = torch.float32.itemsize * request.max_num_seqs
+    return whole_lines(column_bytes * config.hidden_size) + whole_lines(column_bytes * vocabulary)

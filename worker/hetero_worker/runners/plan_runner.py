@@ -25,13 +25,13 @@ from hetero_worker.layers.sampler import sample_tokens
 from hetero_worker.models.decoder import Decoder
 from hetero_worker.platforms.base import Platform
 from hetero_worker.runners.base import LoadReport, LoadRequest, MaskSource, StepOutput, StepUnderWay, no_masks
-from hetero_worker.runners.begun_step import BegunStep, DoneStep, SampleTokens, StepMeans, unchained_because
+from hetero_worker.runners.begun_step import BegunStep, DoneStep, SampleTokens, StepMeans
 from hetero_worker.runners.commands import GroupCommands
 from hetero_worker.runners.holdings import Holdings
 from hetero_worker.runners.largest_step import measure_workspace
-from hetero_worker.runners.runner_device import ChainableInputs, RunnerDevice
+from hetero_worker.runners.runner_device import RunnerDevice
 from hetero_worker.runners.serving import ServingCache, make_cache
-from hetero_worker.runners.shard import ChooseKernel, LoadedShard, limits_of, load_shard
+from hetero_worker.runners.shard import ChooseKernel, LoadedShard, limits_of, load_shard, native_for
 from hetero_worker.runners.step_times import StepTimes
 from hetero_worker.runners.trust import Trust
 from hetero_worker.sampling.drawing import HOST_DRAWING, ShardDrawing
@@ -80,6 +80,11 @@ class PlanRunner:
     @property
     def platform(self) -> Platform:
         return self._device.platform
+
+    @property
+    def home(self) -> int | None:
+        request = self.held
+        return None if request is None else native_for(request, self.platform).home
 
     def attach(self, exchange: Exchange) -> None:
         self.detach()
@@ -174,7 +179,6 @@ class PlanRunner:
 
     def _means(self, cache: ServingCache, exchange: Exchange) -> StepMeans:
         shard, request, _ = self._holdings.loaded("a step plan")
-        inputs = cache.inputs
         return StepMeans(
             decoder=shard.decoder,
             cache=cache,
@@ -184,7 +188,7 @@ class PlanRunner:
             sample=self._sample,
             times=self._times,
             trust=self._trust,
-            inputs=inputs if isinstance(inputs, ChainableInputs) and not unchained_because(request) else None,
+            inputs=cache.chained,
         )
 
     def _check(self, plan: ranks_pb2.StepPlan) -> Exchange:

@@ -17,6 +17,11 @@ class RecordingGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.seen: list[str] = []
         """Names of the operators that are not free, in order."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Else the first call imports torch's compiler, to keep it out of here: a second, and 100 MB."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

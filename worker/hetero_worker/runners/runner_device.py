@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
@@ -30,7 +30,6 @@ class StepInputs(Protocol):
         ...
 
 
-@runtime_checkable
 class ChainableInputs(StepInputs, Protocol):
     """Inputs that can be made of tokens that only the device knows.
 
@@ -53,6 +52,8 @@ class StepParts:
 
     inputs: StepInputs
     forward: ForwardPass
+    chained: ChainableInputs | None = None
+    """The inputs, where a step may begin before the one before is finished."""
 
 
 class StepMaker(Protocol):

@@ -13,7 +13,7 @@ from hetero_worker.models.decoder import Decoder
 from hetero_worker.runners.base import LoadReport, LoadRequest
 from hetero_worker.runners.forward import ForwardPass
 from hetero_worker.runners.plan_check import PlanBounds, PlanCheck
-from hetero_worker.runners.runner_device import StepInputs, StepMaker
+from hetero_worker.runners.runner_device import ChainableInputs, StepInputs, StepMaker
 from hetero_worker.runners.slots import SlotTable
 
 
@@ -26,6 +26,8 @@ class ServingCache:
     inputs: StepInputs
     forward: ForwardPass
     check: PlanCheck
+    chained: ChainableInputs | None = None
+    """The inputs, where a step may begin before the one before is finished."""
 
     @property
     def num_bytes(self) -> int:
@@ -65,6 +67,7 @@ def make_cache(
         inputs=parts.inputs,
         forward=parts.forward,
         check=PlanCheck(bounds),
+        chained=parts.chained,
     )
 
 

@@ -114,6 +114,7 @@ def load_shard(request: LoadRequest, device: RunnerDevice, *, choose: ChooseKern
     _kv_budget_bytes(request, budget_of(request, weight_bytes, gather_bytes, account, graph_bytes=graphs.total))
     with account.apart(), request.open_weights(request.directory) as checkpoint:
         decoder.load(checkpoint, kernel)
+    account.release_unused()  # what weights went through on their way
     load_s = time.perf_counter() - begin
     logger.info("rank %d: loaded %s of weights in %.1f s", request.rank, mib(weight_bytes), load_s)
     kernels = (f"linear={kernel.name}", f"attention={attention}", f"fused={ops.name}")

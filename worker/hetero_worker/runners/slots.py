@@ -112,9 +112,9 @@ class SlotTable:
 
     def advance(self, slots: Int64Array, scratch: Int64Array) -> None:
         """Of each slot one more token is computed. `scratch` is as long as `slots`."""
-        np.take(self.counts.num_computed, slots, out=scratch, mode="clip")
+        self.counts.num_computed.take(slots, out=scratch, mode="clip")
         np.add(scratch, 1, out=scratch)
-        np.put(self.counts.num_computed, slots, scratch, mode="clip")
+        self.counts.num_computed.put(slots, scratch, mode="clip")
 
     def append_tokens(self, slots: Int64Array, token_ids: Sequence[int]) -> None:
         """Append the token drawn for each slot."""
@@ -122,14 +122,14 @@ class SlotTable:
         where, drawn, drawn32 = self._where[:count], self._drawn[:count], self._drawn32[:count]
         drawn[:] = token_ids
         np.copyto(drawn32, drawn, casting="same_kind")
-        np.put(self.last_tokens, slots, drawn, mode="clip")
-        np.take(self.counts.num_tokens, slots, out=where, mode="clip")
+        self.last_tokens.put(slots, drawn, mode="clip")
+        self.counts.num_tokens.take(slots, out=where, mode="clip")
         np.add(where, 1, out=where)
-        np.put(self.counts.num_tokens, slots, where, mode="clip")
+        self.counts.num_tokens.put(slots, where, mode="clip")
         np.multiply(slots, self.token_ids.shape[1], out=drawn)
         np.add(where, drawn, out=where)
         np.subtract(where, 1, out=where)
-        np.put(self._flat_tokens, where, drawn32, mode="clip")
+        self._flat_tokens.put(where, drawn32, mode="clip")
         for slot, token_id in zip(slots.tolist(), token_ids, strict=True):
             self.sampling(slot).append(token_id)
 

@@ -20,18 +20,25 @@ from hetero_worker.sampling.request import SamplingRow
 from hetero_worker.sampling.shard import Float64Array, ShardCandidates
 
 
-def decide_best(best: Float64Array, rows: Sequence[SamplingRow]) -> list[int]:
-    """Ids of the best scores over the shards, from float64 [shards, draws, 2].
+def decide_best(best: Sequence[Float64Array], rows: Sequence[SamplingRow]) -> list[int]:
+    """Ids of the best scores over the shards, from float64 [draws, 2] of each.
 
     Shards come in ascending order of their rows, so that of equal scores the lowest id wins. Raises as
     `check_drawable` does.
     """
-    # The first of equals; NaN before all.
+    decided = best[0] if len(best) == 1 else _best_of(np.stack(best))
+    scores, ids = decided.T.tolist()
+    for row, score in zip(rows, scores, strict=True):
+        if not math.isfinite(score):
+            check_drawable(score, row)
+    return list(map(int, ids))
+
+
+def _best_of(best: Float64Array) -> Float64Array:
+    """The first of equals, and NaN before all: float64 [draws, 2], from [shards, draws, 2]."""
     winner = best[:, :, 0].argmax(axis=0)
-    decided = best[winner, np.arange(len(rows))]
-    for row, score in zip(rows, decided[:, 0].tolist(), strict=True):
-        check_drawable(score, row)
-    return list(map(int, decided[:, 1].tolist()))
+    decided: Float64Array = best[winner, np.arange(best.shape[1])]
+    return decided
 
 
 def decide_filtered(shards: Sequence[ShardCandidates], row: SamplingRow) -> int | None:

@@ -39,44 +39,47 @@ class DrawBatch:
         """Elements of a shard's message; the shard has at least one row."""
         return sum(self._field_sizes(shard_rows))
 
-    def pack(self, draws: ShardDraws) -> torch.Tensor:
+    def pack(self, draws: ShardDraws) -> Float64Array:
         """A shard's message: float64, 1-d."""
         if not self._filtered:
-            return torch.from_numpy(draws.best.reshape(-1))
+            return draws.best.reshape(-1)
         best = draws.best[self._plain].reshape(-1)
-        return torch.from_numpy(np.concatenate([best, *(draws.candidates[i].pack() for i in self._filtered)]))
+        return np.concatenate([best, *(draws.candidates[i].pack() for i in self._filtered)])
 
-    def decide(self, messages: Sequence[torch.Tensor], shard_rows: Sequence[int]) -> torch.Tensor:
-        """Tokens of the draws, some UNDECIDED: int64 [draws]. From one message a shard, in the shards' order.
+    def decide(self, messages: Sequence[Float64Array], shard_rows: Sequence[int]) -> list[int]:
+        """Tokens of the draws, some UNDECIDED. From one message a shard, in the shards' order.
 
         Raises as `decision.check_drawable` does.
         """
-        shards = [self._fields(part.numpy(), n) for part, n in zip(messages, shard_rows, strict=True)]
-        tokens = np.full(len(self._rows), UNDECIDED)
-        if len(self._plain):
-            best = np.stack([fields[0].reshape(-1, BEST_FIELDS) for fields in shards])
-            tokens[self._plain] = decide_best(best, [self._rows[i] for i in self._plain])
+        if not self._filtered:
+            return decide_best([part.reshape(-1, BEST_FIELDS) for part in messages], self._rows)
+        shards = [self._fields(part, n) for part, n in zip(messages, shard_rows, strict=True)]
+        tokens = [UNDECIDED] * len(self._rows)
+        if self._plain:
+            best = [fields[0].reshape(-1, BEST_FIELDS) for fields in shards]
+            for i, token in zip(self._plain, decide_best(best, [self._rows[i] for i in self._plain]), strict=True):
+                tokens[i] = token
         for field, i in enumerate(self._filtered, start=1):
             candidates = [
                 ShardCandidates.unpack(fields[field], shard_rows=n)
                 for fields, n in zip(shards, shard_rows, strict=True)
             ]
-            token = decide_filtered(candidates, self._rows[i])
-            tokens[i] = UNDECIDED if token is None else token
-        return torch.from_numpy(tokens)
+            decided = decide_filtered(candidates, self._rows[i])
+            tokens[i] = UNDECIDED if decided is None else decided
+        return tokens
 
     def _fields(self, message: Float64Array, shard_rows: int) -> list[Float64Array]:
         """The bests of plain draws, then the candidates of each filtered one."""
-        return np.split(message, np.cumsum(self._field_sizes(shard_rows))[:-1]) if self._filtered else [message]
+        return np.split(message, np.cumsum(self._field_sizes(shard_rows))[:-1])
 
     def _field_sizes(self, shard_rows: int) -> list[int]:
         candidates = [self._rows[i].num_candidates(shard_rows) for i in self._filtered]
         return [BEST_FIELDS * len(self._plain), *map(ShardCandidates.packed_size, candidates)]
 
 
-def decide_whole(scaled: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Tokens of filtered draws from whole rows of scaled logits: int64 [draws]; `scaled` is [draws, vocabulary]."""
-    return torch.tensor([_decide_whole(scaled[i : i + 1], row) for i, row in enumerate(rows)])
+def decide_whole(scaled: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+    """Tokens of filtered draws from whole rows of scaled logits: `scaled` is [draws, vocabulary]."""
+    return [_decide_whole(scaled[i : i + 1], row) for i, row in enumerate(rows)]
 
 
 def _decide_whole(scaled: torch.Tensor, row: SamplingRow) -> int:

@@ -121,7 +121,8 @@ class _HostDraws:
         raise ValueError("draws on the host are known as soon as they are begun: there is nothing to guess")
 
     def read(self) -> ShardDraws:
-        return draws_of_shard(self._logits.to(HOST), self._rows, self._begin)
+        logits = self._logits
+        return draws_of_shard(logits if logits.is_cpu else logits.to(HOST), self._rows, self._begin)
 
 
 class StartedDrawing:

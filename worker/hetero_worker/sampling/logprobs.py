@@ -50,13 +50,12 @@ class ShardLogprobs:
     """... and their tokens."""
 
     @classmethod
-    def unpack(cls, message: torch.Tensor) -> ShardLogprobs:
-        numbers = message.numpy()
-        top, top_ids = numbers[_HEAD_FIELDS:].reshape(2, -1)
-        return cls(float(numbers[0]), float(numbers[1]), top, top_ids)
+    def unpack(cls, message: Float64Array) -> ShardLogprobs:
+        top, top_ids = message[_HEAD_FIELDS:].reshape(2, -1)
+        return cls(float(message[0]), float(message[1]), top, top_ids)
 
 
-def pack_shard(logits: torch.Tensor, targets: Sequence[TokenTarget], begin: int) -> torch.Tensor:
+def pack_shard(logits: torch.Tensor, targets: Sequence[TokenTarget], begin: int) -> Float64Array:
     """One shard's messages about all targets, joined; `logits` is float32 [targets, shard rows], rows at least 1."""
     parts = []
     for row, target, total in zip(logits.numpy(), targets, _log_sum_exps(logits), strict=True):
@@ -65,18 +64,18 @@ def pack_shard(logits: torch.Tensor, targets: Sequence[TokenTarget], begin: int)
         count = min(target.num_top, len(row))
         top = best_first(row, count) if count and not np.isnan(total) else np.arange(count)
         parts += [np.array([total, own]), row[top], (top + begin)]
-    return torch.from_numpy(np.concatenate(parts, dtype=np.float64))
+    return np.concatenate(parts, dtype=np.float64)
 
 
 def count_before(
     logits: torch.Tensor, targets: Sequence[TokenTarget], told: Sequence[Sequence[ShardLogprobs]], begin: int
-) -> torch.Tensor:
+) -> Float64Array:
     """How many of a shard's rows come before each target: float64 [targets]; `told` is what all shards told of each."""
-    counts = torch.zeros(len(targets), dtype=torch.float64)
+    counts = np.zeros(len(targets))
     for i, (row, target) in enumerate(zip(logits.numpy(), targets, strict=True)):
         logit = np.float32(max(shard.target for shard in told[i]))
         lower_ids = row[: max(0, target.token_id - begin)]
-        counts[i] = int(np.count_nonzero(row > logit) + np.count_nonzero(lower_ids == logit))
+        counts[i] = np.count_nonzero(row > logit) + np.count_nonzero(lower_ids == logit)
     return counts
 
 

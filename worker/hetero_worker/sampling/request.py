@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -20,8 +19,7 @@ MIN_CANDIDATES: Final = 256
 """Nearly every nucleus is smaller; a larger one costs a second round, not exactness."""
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingRow:
+class SamplingRow(NamedTuple):
     """One token to draw. Edits come first, then the temperature, then the filters top_k, top_p, min_p."""
 
     temperature: float
@@ -81,8 +79,9 @@ class SequenceSampling:
 
     def append(self, token_id: int) -> None:
         """The next output token is known."""
-        self.expect()
-        self.settle(token_id)
+        self._num_output += 1
+        if self._penalties is not None:
+            self._penalties.counts.append(token_id)
 
     def expect(self) -> None:
         """There will be a next output token: the one after it can be drawn, unless there are penalties."""

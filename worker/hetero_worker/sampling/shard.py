@@ -207,7 +207,7 @@ def _best(scores: torch.Tensor, begin: int) -> Float64Array:
     columns = values.argmax(axis=1)
     best = np.empty((len(values), BEST_FIELDS))
     best[:, 0] = values[np.arange(len(values)), columns]
-    best[:, 1] = columns + begin
+    np.add(columns, begin, out=best[:, 1])
     return best
 
 

@@ -38,11 +38,12 @@ class DeviceSteps:
     def make(self, bounds: PlanBounds, request: LoadRequest) -> StepParts:
         padding = self._padding(request)
         inputs = DeviceInputs(bounds, self._platform, padding)
+        chained = None if unchained_because(request) else inputs
         if self._make_graphs is None or not padding.sizes:
-            return StepParts(inputs, EagerForward())
+            return StepParts(inputs, EagerForward(), chained)
         backend = self._make_graphs(self._platform.device)
         reserved = graph_memory(request, padding.sizes)
-        return StepParts(inputs, GraphForward(backend, padding.sizes, bounds=bounds, reserved=reserved))
+        return StepParts(inputs, GraphForward(backend, padding.sizes, bounds=bounds, reserved=reserved), chained)
 
     def kernels(self, request: LoadRequest) -> tuple[str, ...]:
         problem = unchained_because(request)
