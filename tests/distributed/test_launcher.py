@@ -87,12 +87,10 @@ class Launcher:
         self.wait_for(is_replaced)
         return self.until_ready()
 
-    def until_forked(self, name: str, record: GroupRecord) -> GroupRecord:
-        """Kill a rank until its successor comes from the nursery, which may not have been ready at first."""
-        while "nursery" not in psutil.Process(record.processes[name]).cmdline():
-            os.kill(record.processes[name], signal.SIGKILL)
-            record = self.until_replaced(name, record)
-        return record
+    def nursery(self, record: GroupRecord) -> psutil.Process:
+        """The process that ranks are forked from; they have its command line."""
+        (nursery,) = (child for child in self.children("nursery") if child.pid not in record.processes.values())
+        return nursery
 
     def children(self, option: str) -> list[psutil.Process]:
         """Processes of the launcher that were started with the option."""
@@ -179,18 +177,19 @@ GPU_MANIFEST = MANIFEST.replace(
 )
 
 
-def devices(record: GroupRecord) -> dict[str, tuple[str, str | None]]:
+def devices(launcher: Launcher, record: GroupRecord) -> dict[str, tuple[str, str | None]]:
     """Device and numbering of every rank, by name."""
     found = {}
     for name in record.processes.keys() - {"gateway"}:
-        rank = psutil.Process(record.processes[name])
-        found[name] = (rank.cmdline()[rank.cmdline().index("--device") + 1], rank.environ().get("CUDA_DEVICE_ORDER"))
+        told = launcher.run.log_path(name).read_text(encoding="utf-8").split()
+        environment = psutil.Process(record.processes[name]).environ()
+        found[name] = (told[told.index("--device") + 1], environment.get("CUDA_DEVICE_ORDER"))
     return found
 
 
 def test_gpu_ranks_get_devices_numbered_as_the_launcher_counts_them(launcher: Launcher) -> None:
     process = launcher.start(manifest=GPU_MANIFEST, STAND_IN_GPUS="4")
-    assert devices(launcher.until_ready()) == {
+    assert devices(launcher, launcher.until_ready()) == {
         "gpu-0": ("cuda:0", "PCI_BUS_ID"), "gpu-1": ("cuda:1", "PCI_BUS_ID"),
         "cpu-0": ("cpu", "PCI_BUS_ID"), "cpu-1": ("cpu", "PCI_BUS_ID"),
     }  # fmt: skip
@@ -204,7 +203,7 @@ def test_a_second_group_of_a_manifest_runs_beside_the_first_on_other_devices(lau
     launcher.run = RunDirectory.of(launcher.home, "stand-in.1")
     second = launcher.start(manifest=GPU_MANIFEST, STAND_IN_GPUS="4", STAND_IN_DP="1")
     record = launcher.until_ready()
-    assert [(name, device) for name, (device, _) in sorted(devices(record).items())] == [
+    assert [(name, device) for name, (device, _) in sorted(devices(launcher, record).items())] == [
         ("cpu-0", "cpu"), ("cpu-1", "cpu"), ("gpu-0", "cuda:2"), ("gpu-1", "cuda:3"),
     ]  # fmt: skip
     assert [group.name for group in running_groups(launcher.home)] == ["stand-in", "stand-in.1"]
@@ -273,28 +272,29 @@ def test_a_rank_that_is_late_with_its_work_is_killed_and_started_anew(launcher: 
     assert "maxRestarts" in err
 
 
-def test_a_nursery_forks_the_successors_of_ranks_that_died(launcher: Launcher) -> None:
+def test_a_nursery_forks_ranks_and_their_successors(launcher: Launcher) -> None:
     process = launcher.start()
     record = launcher.until_ready()
-    launcher.wait_for(lambda: len(launcher.children("nursery")) == 1)
-    record = launcher.until_forked("cpu-1", record)  # from here on the nursery is ready
-    for name in ("cpu-1", "cpu-0", "cpu-1"):
-        os.kill(record.processes[name], signal.SIGKILL)
-        record = launcher.until_replaced(name, record)
+    nursery = launcher.nursery(record)
+    for name in ("cpu-0", "cpu-1", "cpu-0", "cpu-1"):
         forked = psutil.Process(record.processes[name])
         assert (forked.ppid(), "nursery" in forked.cmdline()) == (process.pid, True)
         log = launcher.run.log_path(name).read_text(encoding="utf-8")
         assert f"INFO rank {name} pid {forked.pid} args" in log
+        os.kill(record.processes[name], signal.SIGKILL)
+        record = launcher.until_replaced(name, record)
+    assert launcher.nursery(record) == nursery
     launcher.see()
     process.send_signal(signal.SIGINT)
     code, _, err = launcher.end()
     assert (code, launcher.left_over()) == (EXIT_OK, [])
-    assert err.count("was killed by SIGKILL; it is started anew") >= 4
+    assert err.count("was killed by SIGKILL; it is started anew") == 4
 
 
 def test_a_rank_that_was_forked_does_not_survive_a_killed_launcher(launcher: Launcher) -> None:
     process = launcher.start()
-    launcher.until_forked("cpu-1", launcher.until_ready())
+    record = launcher.until_ready()
+    assert "nursery" in psutil.Process(record.processes["cpu-1"]).cmdline()
     process.kill()
     process.communicate()
     deadline = time.monotonic() + PATIENCE_S
@@ -306,12 +306,21 @@ def test_a_rank_that_was_forked_does_not_survive_a_killed_launcher(launcher: Lau
 def test_without_its_nursery_a_rank_is_started_by_itself(launcher: Launcher) -> None:
     process = launcher.start()
     before = launcher.until_ready()
-    launcher.wait_for(lambda: len(launcher.children("nursery")) == 1)
-    launcher.children("nursery")[0].send_signal(signal.SIGSTOP)  # it takes no orders any more
+    launcher.nursery(before).send_signal(signal.SIGSTOP)  # it takes no orders any more
     os.kill(before.processes["cpu-1"], signal.SIGKILL)
     after = launcher.until_replaced("cpu-1", before)
     assert "nursery" not in psutil.Process(after.processes["cpu-1"]).cmdline()
     launcher.see()
+    process.send_signal(signal.SIGINT)
+    assert (launcher.end()[0], launcher.left_over()) == (EXIT_OK, [])
+
+
+@pytest.mark.parametrize(("nursery", "state"), [("no", "sound"), ("yes", "broken")])
+def test_a_group_without_a_nursery_or_with_a_broken_one_starts(launcher: Launcher, nursery: str, state: str) -> None:
+    process = launcher.start(nursery=nursery, STAND_IN_NURSERY=state)
+    record = launcher.until_ready()
+    lines = [psutil.Process(record.processes[name]).cmdline() for name in ("cpu-0", "cpu-1")]
+    assert not any("nursery" in line for line in lines)
     process.send_signal(signal.SIGINT)
     assert (launcher.end()[0], launcher.left_over()) == (EXIT_OK, [])
 

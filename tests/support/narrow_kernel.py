@@ -37,8 +37,9 @@ class NarrowKernel:
         return weights.group != 1 and weights.row_bytes(256) * 8 <= 256 * self._widest
 
     def pack(self, weight: torch.Tensor) -> PackedWeight:
-        self.floats.append(weight)
-        return self._packed(lambda: weight)
+        copied = weight.clone()
+        self.floats.append(copied)
+        return self._packed(lambda: copied)
 
     def pack_quantized(self, matrix: QuantizedMatrix) -> PackedWeight:
         self.matrices.append(matrix)

@@ -79,6 +79,8 @@ def be(verb: str, rest: str, *, args: argparse.Namespace, heartbeat: Heartbeat) 
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["nursery"]:
+        if os.environ.get("STAND_IN_NURSERY") == "broken":
+            sys.exit("ERROR the stand-in nursery was told to end")
         serve(main, orders=sys.stdin, answers=sys.stdout)
     else:
         sys.exit(main(sys.argv[1:], os.environ))

@@ -2,7 +2,9 @@
 
 $HETERO_HOME            default $XDG_CACHE_HOME/hetero, or ~/.cache/hetero
 ├── downloads/          wheels and the like, kept so that a fetch can be repeated offline
+├── measured/           what ranks measured, for the next start of the same group
 ├── models/hf/ORG/NAME  model directories, or links to them; NAME@REVISION where one was asked for
+├── packed/             quantised weights, packed for this machine; may be deleted at any time
 └── run/NAME/           one folder a local group: state, logs, token
 """
 
@@ -37,8 +39,16 @@ class HeteroHome:
         return self.root / "downloads"
 
     @property
+    def measured(self) -> Path:
+        return self.root / "measured"
+
+    @property
     def models(self) -> Path:
         return self.root / "models"
+
+    @property
+    def packed(self) -> Path:
+        return self.root / "packed"
 
     @property
     def runs(self) -> Path:

@@ -60,6 +60,8 @@ class RankConfig:
     """Longest wait for another gateway after the loss of one, weights kept; 0: exit then."""
     measurements_file: Path | None
     """Where to keep what is measured at start for the process that takes this one's place; None: nowhere."""
+    packed_weights_dir: Path | None
+    """Where to keep quantised weights as kernels have packed them, for the next loads; None: nowhere."""
     heartbeat_file: Path | None
     """Where to tell a supervisor what the rank is at; None: nowhere."""
     token: str = field(repr=False)
@@ -126,4 +128,5 @@ def _parser() -> argparse.ArgumentParser:
         help="longest wait for another gateway, weights kept, when the gateway goes away; 0: exit then",
     )
     add("--measurements-file", type=Path, metavar="FILE", help="keeps what is measured at start, for the next start")
+    add("--packed-weights-dir", type=Path, metavar="DIR", help="keeps quantised weights, packed, for the next loads")
     return parser

@@ -5,6 +5,7 @@ Pure functions. What does not fit together is a ProtocolError that names the fie
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from hetero_worker.distributed.coordinator import GroupRequest
 from hetero_worker.distributed.measuring import ExchangeTimes, Times
 from hetero_worker.errors import ProtocolError
 from hetero_worker.memory.budget import FixedNeeds
+from hetero_worker.memory.loader import Checkpoint
 from hetero_worker.platforms.heterogeneous import HeterogeneousPlatform
 from hetero_worker.runners.base import LoadReport, LoadRequest, StepOutput
 
@@ -30,6 +32,8 @@ class RankIdentity:
     memory_bytes: int
     store_host: str
     platform: HeterogeneousPlatform
+    open_weights: Callable[[Path], Checkpoint] = Checkpoint
+    """Opens the weights of `model_dir`."""
 
 
 def held_message(held: LoadRequest) -> ranks_pb2.HeldShard:
@@ -115,6 +119,7 @@ def load_request(
         enforce_eager=order.enforce_eager,
         batch_invariant=order.batch_invariant,
         num_gpu_ranks=num_gpu_ranks(form),
+        open_weights=identity.open_weights,
     )
 
 

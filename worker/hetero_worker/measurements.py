@@ -3,7 +3,9 @@
 A rank that is started anew while its neighbours wait for it, spinning, would measure them and not the machine. Worse,
 it might choose other kernels than the process before it, whose sums differ in the last bits: a stream that goes on
 after a rank was lost must go on as if it had not been. So what was measured first is what holds, for as long as whoever
-starts the ranks keeps the file. A file that was made under other circumstances (torch, CPU, cores) counts for nothing.
+starts the ranks keeps the file. A file that was made under other circumstances (this package, torch, boot of the
+machine, CPU, cores) counts for nothing. It says when it was begun, and whether others had the cores meanwhile, for who
+starts ranks to judge what it is worth later.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +29,7 @@ from hetero_api.weight_format import FLOAT_WEIGHTS, StoredWeights
 from hetero_worker.layers.kernel_choice import choose_kernel
 from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.models.decoder import Decoder
+from hetero_worker.platforms.disturbance import CoreWatch
 from hetero_worker.runners.base import LoadRequest
 from hetero_worker.runners.largest_step import measure_workspace
 from hetero_worker.runners.shard import limits_of
@@ -33,9 +37,30 @@ from hetero_worker.runners.shard import limits_of
 _log = logging.getLogger(__name__)
 
 _CIRCUMSTANCES: Final = "circumstances"
+_MEASURED_AT: Final = "measured_at"
+_DISTURBED: Final = "disturbed"
 _SPEEDS: Final = "speeds"
 _KERNELS: Final = "kernels"
 _WORKSPACES: Final = "workspaces"
+
+
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
+_PACKAGE: Final = Path(__file__).parent
+
+
+def boot_identity(path: Path = _BOOT) -> str:
+    """Another one on another machine, and after each start of this one; "" where the kernel does not tell."""
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def code_identity(package: Path = _PACKAGE) -> str:
+    """Another one when a file of the package, its native libraries included, was written anew."""
+    files = sorted(path for ending in ("py", "so") for path in package.rglob(f"*.{ending}"))
+    told = [(str(path.relative_to(package)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return hashlib.sha256(repr(told).encode()).hexdigest()
 
 
 class KeptMeasurements:
@@ -50,9 +75,18 @@ class KeptMeasurements:
         """The device's with `model`, whatever names it, measured if they were not before."""
         if (known := self.known_speeds(model)) is not None:
             return known
-        measured = measure()
+        with self.measuring():
+            measured = measure()
         self.keep_speeds(model, measured)
         return measured
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Look whether others have the cores meanwhile."""
+        watch = CoreWatch()
+        yield
+        if watch.was_disturbed():
+            self._data[_DISTURBED] = True
 
     def known_speeds(self, model: str) -> ranks_pb2.DeviceSpeeds | None:
         """What was measured before, if it was; the caller's to change."""
@@ -78,7 +112,8 @@ class KeptMeasurements:
         for kernel in candidates:
             if kernel.name == kernels.get(question):
                 return kernel
-        chosen = choose_kernel(candidates, shapes, dtype=dtype, stored=stored)
+        with self.measuring():
+            chosen = choose_kernel(candidates, shapes, dtype=dtype, stored=stored)
         kernels[question] = chosen.name
         self._write()
         return chosen
@@ -98,7 +133,7 @@ class KeptMeasurements:
         return measured
 
     def _read(self) -> dict[str, Any]:
-        fresh: dict[str, Any] = {_CIRCUMSTANCES: self._circumstances}
+        fresh: dict[str, Any] = {_CIRCUMSTANCES: self._circumstances, _MEASURED_AT: time.time()}
         if self._path is None:
             return fresh
         try:

@@ -1,4 +1,4 @@
-"""Where ranks come from that have to be there at once: a process that has torch imported, and forks.
+"""Where ranks come from, the first ones and those that replace them: a process that has torch imported, and forks.
 
     python -m hetero_worker.nursery     orders on standard input, answers on standard output, a line each
 
@@ -16,6 +16,7 @@ adopts (`death_signal.adopt_orphans`), who waits for its end, and with whom it d
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -98,6 +99,7 @@ def _become(order: Order, be_rank: BeRank) -> NoReturn:
         _redirect(order.log)
         die_with_adopter(order.adopter, signal_number=signal.SIGTERM)
         os.environ.update(order.environment)
+        gc.enable()
         exit_code = be_rank(order.arguments, os.environ)
     except SystemExit as end:
         exit_code = end.code if isinstance(end.code, int) else EXIT_FAILURE
@@ -123,9 +125,11 @@ def run() -> None:
     # Before numpy and torch are imported: their libraries would start threads, or take the machine's cores for theirs.
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[variable] = "1"
+    gc.disable()  # imports make much and free nothing: looking for garbage takes a sixth of their time
     from hetero_worker.rank import main, preload
 
     preload()
+    gc.freeze()  # a collector that goes through what was imported would write to it, and each rank get pages of its own
     serve(main, orders=sys.stdin, answers=sys.stdout)
 
 

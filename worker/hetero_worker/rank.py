@@ -18,6 +18,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from hetero_api.contract import EXIT_PERMANENT, EXIT_STUCK
@@ -142,7 +143,9 @@ def _prepare(
     from hetero_worker.gateway_link import GatewayLink
     from hetero_worker.identity import describe_device, introduce
     from hetero_worker.life import RankIdentity, RankLife
-    from hetero_worker.measurements import KeptMeasurements
+    from hetero_worker.measurements import KeptMeasurements, boot_identity, code_identity
+    from hetero_worker.memory.loader import Checkpoint
+    from hetero_worker.memory.packed_cache import PackedCache
     from hetero_worker.platforms.compute_threads import start_compute_threads
     from hetero_worker.platforms.heterogeneous import HeterogeneousPlatform
     from hetero_worker.probe.speeds import RankProbe, measure_device
@@ -154,6 +157,8 @@ def _prepare(
         config.measurements_file,
         circumstances={
             "torch": torch.__version__,
+            "code": code_identity(),
+            "boot": boot_identity(),
             "device": platform.name,
             "cpus": format_cpu_list(pinning.cpus),
             "threads": str(pinning.num_threads),
@@ -161,6 +166,7 @@ def _prepare(
     )
     model_config = ModelConfig.from_directory(config.model_dir)
     speeds = kept.speeds("device", lambda: measure_device(platform))
+    packed = None if config.packed_weights_dir is None else PackedCache(config.packed_weights_dir)
     identity = RankIdentity(
         hello=introduce(config, describe_device(platform, pinning, speeds)),
         model_dir=config.model_dir,
@@ -168,6 +174,7 @@ def _prepare(
         memory_bytes=platform.memory_bytes,
         store_host=config.store_host,
         platform=HeterogeneousPlatform(platform, config.pool),
+        open_weights=partial(Checkpoint, packed=packed),
     )
     runner = runner_of(platform, choose=kept.choose_kernel, measure=kept.measure_workspace)
 

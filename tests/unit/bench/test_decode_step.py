@@ -7,7 +7,6 @@ import pytest
 from bench.decode_step import Taken, table
 from tests.unit.bench.bench_setup import LIMITS
 
-
 pytestmark = pytest.mark.unit
 
 

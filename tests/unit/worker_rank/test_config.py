@@ -61,10 +61,15 @@ def test_command_line_and_environment_become_one_frozen_config(tmp_path: Path) -
         abort_timeout_s=5.0,
         reconnect_timeout_s=0.0,
         measurements_file=None,
+        packed_weights_dir=None,
         heartbeat_file=None,
         token="s3cret",
         log_level="DEBUG",
     )
+
+
+def test_packed_weights_are_kept_where_it_is_told(tmp_path: Path) -> None:
+    assert read(tmp_path, {"--packed-weights-dir": "/kept"}).packed_weights_dir == Path("/kept")
 
 
 def test_empty_core_list_means_not_bound(tmp_path: Path) -> None:

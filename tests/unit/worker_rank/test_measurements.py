@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ import torch
 
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.layers.linear_kernels import available_kernels
-from hetero_worker.measurements import KeptMeasurements
+from hetero_worker.measurements import KeptMeasurements, boot_identity, code_identity
 from tests.support.rank_group import RankGroup
 from tests.support.rank_shares import Shares
 from tests.support.tiny_checkpoints import save_tiny
@@ -50,6 +53,46 @@ def test_what_was_measured_elsewhere_does_not_count(tmp_path: Path, circumstance
     device, path = Device(), tmp_path / "rank.measured"
     KeptMeasurements(path, circumstances=HERE).speeds("m", device.measure)
     assert KeptMeasurements(path, circumstances=circumstances).speeds("m", device.measure).memory_bandwidth == 2e9
+
+
+def test_a_file_says_when_it_was_begun(tmp_path: Path) -> None:
+    device, path, began_at = Device(), tmp_path / "rank.measured", time.time()
+    times = []
+    for model in ("m", "n"):
+        KeptMeasurements(path, circumstances=HERE).speeds(model, device.measure)
+        times.append(json.loads(path.read_text())["measured_at"])
+    assert began_at <= times[0] <= time.time()
+    assert times[1] == times[0]
+
+
+@pytest.mark.parametrize("disturbed", [False, True])
+def test_a_file_says_whether_others_had_the_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disturbed: bool
+) -> None:
+    monkeypatch.setattr("hetero_worker.platforms.disturbance.CoreWatch.was_disturbed", lambda _: disturbed)
+    path = tmp_path / "rank.measured"
+    KeptMeasurements(path, circumstances=HERE).speeds("m", Device().measure)
+    assert json.loads(path.read_text()).get("disturbed", False) == disturbed
+
+
+def test_a_package_that_was_written_anew_is_another(tmp_path: Path) -> None:
+    code, library = tmp_path / "part" / "a.py", tmp_path / "b.so"
+    code.parent.mkdir()
+    code.write_text("a = 1")
+    library.write_bytes(b"1")
+    seen = [code_identity(tmp_path), code_identity(tmp_path)]
+    for file in (code, library):
+        os.utime(file, ns=(1, 1))
+        seen.append(code_identity(tmp_path))
+    (tmp_path / "c.py").touch()
+    seen.append(code_identity(tmp_path))
+    assert seen[0] == seen[1]
+    assert len(set(seen)) == 4
+
+
+def test_a_kernel_that_tells_no_boot_has_one_name_for_all(tmp_path: Path) -> None:
+    (tmp_path / "boot_id").write_text("abc\n", encoding="ascii")
+    assert [boot_identity(tmp_path / "boot_id"), boot_identity(tmp_path / "none")] == ["abc", ""]
 
 
 def test_another_model_is_measured_anew_and_both_are_kept(tmp_path: Path) -> None:

@@ -39,6 +39,14 @@ ModelDirOption = Annotated[
     Path | None,
     typer.Option("--model", metavar="DIR", help="Serve this model directory in place of spec.model.uri."),
 ]
+MeasureAnewOption = Annotated[
+    bool,
+    typer.Option(
+        "--measure-anew",
+        help="Measure machine and kernels again. Else what was measured within a day, undisturbed, holds for the same "
+        "manifest, model and cores.",
+    ),
+]
 AddressOption = Annotated[
     str | None,
     typer.Option(metavar="HOST:PORT", help="The gateway. Default: the local group.", rich_help_panel=_WHERE),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,10 +33,11 @@ def up(
     nursery: Annotated[
         bool,
         typer.Option(
-            help="Keep a prepared process, from which a lost rank is replaced in a second; it takes some hundred "
-            "megabytes of memory."
+            help="Fork ranks, and those that replace lost ones, from a process that has loaded what they need: they "
+            "start sooner, and share that memory."
         ),
     ] = True,
+    measure_anew: options.MeasureAnewOption = False,
     dp_local_rank: Annotated[
         int,
         typer.Option(
@@ -64,8 +65,9 @@ def up(
 
     home = HeteroHome.from_environment()
     config = prepare(
-        file, port=port, http_port=http_port, model=model, home=home, with_nursery=nursery, dp_local_rank=dp_local_rank
-    )
+        file, port=port, http_port=http_port, model=model, home=home, with_nursery=nursery, measure_anew=measure_anew,
+        dp_local_rank=dp_local_rank,
+    )  # fmt: skip
     serve(config, home=home)
 
 
@@ -82,6 +84,7 @@ def run(
     stop: options.StopOption = None,
     port: options.PortOption = 0,
     model: options.ModelDirOption = None,
+    measure_anew: options.MeasureAnewOption = False,
     as_json: options.JsonOption = False,
 ) -> None:
     """Run a manifest for one answer: start, stream the answer, tell what was measured, stop.
@@ -99,7 +102,9 @@ def run(
         seed=seed, stop=stop, ignore_eos=False,
     )  # fmt: skip
     home = HeteroHome.from_environment()
-    config = prepare(file, port=port, http_port=None, model=model, home=home, with_nursery=False)
+    config = prepare(
+        file, port=port, http_port=None, model=model, home=home, with_nursery=True, measure_anew=measure_anew
+    )
     answer_once(config, conversation(prompt, system=system), sampling=sampling, home=home, as_json=as_json)
 
 
@@ -144,12 +149,14 @@ def prepare(
     model: Path | None,
     home: HeteroHome,
     with_nursery: bool,
+    measure_anew: bool = False,
     dp_local_rank: int = 0,
 ) -> LocalGroupConfig:
     """All that is decided before the first process: manifest, model, devices, cores, memory. Warnings are shown."""
     from hetero_api.manifest import load_manifest
     from hetero_client.launcher.local_group import LocalGroupConfig
     from hetero_client.launcher.machine import plan_here
+    from hetero_client.launcher.measurement_store import MeasurementStore
     from hetero_client.model_store.checks import check_model_directory
     from hetero_client.model_store.resolve import ResolvedModel, resolve_model
     from hetero_client.model_store.store import ModelStore
@@ -165,7 +172,7 @@ def prepare(
         resolved = resolve_model(resource.spec.model, ModelStore(home), report=print_note)
     print_note(f"model {resource.spec.model.uri}: {resolved.origin}\n  in {resolved.directory}")
     service = resource.spec.gateway.service
-    return LocalGroupConfig(
+    config = LocalGroupConfig(
         resource=resource,
         manifest=file.absolute(),
         model_dir=resolved.directory,
@@ -175,6 +182,10 @@ def prepare(
         with_nursery=with_nursery,
         dp_local_rank=dp_local_rank,
     )
+    store = MeasurementStore.of(home, config.name, resource, model_dir=config.model_dir, plan=plan)
+    if measure_anew:
+        store.forget()
+    return replace(config, measurements=store, packed_weights=home.packed)
 
 
 def serve(config: LocalGroupConfig, *, home: HeteroHome) -> None:
@@ -231,6 +242,9 @@ def _show_ready(group: LocalGroup, topology: GroupTopology, times: StartTimes) -
         f" · started in {times.ready_s - times.started_s:.1f} s",
         style="dim", highlight=False,
     )  # fmt: skip
+    if (measured_at := group.keep_measurements()) is not None:
+        when = time.strftime("%d %b %H:%M", time.localtime(measured_at))
+        console.print(f"measurements of {when}; --measure-anew takes new ones", style="dim", highlight=False)
     console.print(f"OpenAI API: http://{group.record.http}/v1", style="dim", highlight=False)
     console.print(f"ready: {group.record.inference}", style="bold green", highlight=False)
 

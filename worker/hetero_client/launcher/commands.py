@@ -54,6 +54,8 @@ class GroupCommands:
     manifest: Path
     model_dir: Path
     run: RunDirectory
+    packed_weights: Path | None = None
+    """Where ranks keep packed weights from start to start; None: nowhere."""
 
     def gateway(self, ports: GatewayPorts) -> Command:
         argv = (
@@ -88,6 +90,7 @@ class GroupCommands:
             "--store-host", HOST,
             "--reconnect-timeout-s", str(RECONNECT_TIMEOUT_S),
             "--measurements-file", str(self.run.measurements_path(rank.name)),
+            *(("--packed-weights-dir", str(self.packed_weights)) if self.packed_weights else ()),
         )  # fmt: skip
         return Command(rank.name, argv, self.run.log_path(rank.name), has_heartbeat=True)
 

@@ -1,10 +1,10 @@
 """One HeteroInference running on this machine, from its first process to its last.
 
-The order is fixed: take the run directory's lock, start the gateway, wait until it listens, start the ranks,
-watch the gateway's topology until the group is ready. Until then the end of any process ends all: nothing is served
-yet, and who starts a group wants to know. From then on processes are started anew (`healing`), until that is of no
-more use, or the gateway says that it is not. Single-threaded: everything here runs in the launcher's main thread (see
-supervisor.py), and no wait in it is unbounded.
+The order is fixed: take the run directory's lock, start nursery and gateway, wait until both can be spoken to, start
+the ranks, watch the gateway's topology until the group is ready. Until then the end of any process but the nursery ends
+all: nothing is served yet, and who starts a group wants to know. From then on processes are started anew (`healing`),
+until that is of no more use, or the gateway says that it is not. Single-threaded: everything here runs in the
+launcher's main thread (see supervisor.py), and no wait in it is unbounded.
 """
 
 from __future__ import annotations
@@ -36,12 +36,15 @@ from hetero_client.launcher.commands import GATEWAY, HOST, GatewayPorts, GroupCo
 from hetero_client.launcher.failures import died, is_permanent, timeout_message
 from hetero_client.launcher.healing import Healing, Report, RestartLimits, Service
 from hetero_client.launcher.local_plan import LocalPlan
+from hetero_client.launcher.measurement_store import MeasurementStore
 from hetero_client.launcher.nursery import Nursery
 from hetero_client.launcher.run_directory import GroupRecord, RunDirectory
 from hetero_client.launcher.supervisor import Child, Command, Supervisor
 
 GATEWAY_START_S: Final = 60.0
-STARTING_LOOK_S: Final = 0.15
+NURSERY_START_S: Final = 60.0
+"""From its start; ranks are started by themselves if it takes longer."""
+STARTING_LOOK_S: Final = 0.05
 RUNNING_LOOK_S: Final = 1.0
 HEALING_LOOK_S: Final = 0.2
 TOPOLOGY_TIMEOUT_S: Final = 2.0
@@ -68,7 +71,11 @@ class LocalGroupConfig:
     programs: Programs = field(default_factory=Programs)
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     with_nursery: bool = True
-    """Keep a process from which lost ranks are replaced quickly; it takes some hundred megabytes."""
+    """Fork ranks, and the successors of those that are lost, from a process that has torch loaded."""
+    measurements: MeasurementStore | None = None
+    """Of earlier starts; None: ranks measure at every start."""
+    packed_weights: Path | None = None
+    """Where ranks keep packed weights from start to start; None: nowhere."""
     dp_local_rank: int = 0
     """Which of several groups of the same resource on this machine, which share its devices and cores."""
 
@@ -101,7 +108,9 @@ class LocalGroup:
         self._run = run
         self._signals = signals
         self._report = report
-        self._commands = GroupCommands(config.programs, config.manifest, config.model_dir, run)
+        self._commands = GroupCommands(
+            config.programs, config.manifest, config.model_dir, run, packed_weights=config.packed_weights
+        )
         # PYTHONSAFEPATH: a json.py where the user stands must not become the gateway's.
         own = {ENV_GROUP_TOKEN_FILE: str(run.token_path), "PYTHONSAFEPATH": "1"}
         if config.plan.uses_gpus:
@@ -110,9 +119,11 @@ class LocalGroup:
         inherited = {key: value for key, value in config.environment.items() if key != ENV_ADMIN_TOKEN_FILE}
         self._supervisor = Supervisor(environment={**inherited, **own})
         self._services: list[Service] = []
+        self._nursery = Nursery(self._supervisor, self._commands) if config.with_nursery else None
         self._healing: Healing | None = None
         self._admin: AdminClient | None = None
         self._record: GroupRecord | None = None
+        self._begun_at = time.time()
         self._started_s = 0.0
         self._answered_s = 0.0
         """When the gateway told its topology last."""
@@ -128,6 +139,8 @@ class LocalGroup:
         if not self._run.lock.try_acquire():
             raise AlreadyRunningError(self._config.name, pid=self._run.lock.holder_pid())
         self._run.prepare()
+        if self._config.measurements is not None:
+            self._config.measurements.lend(self._run)
         return self
 
     def __exit__(
@@ -142,14 +155,17 @@ class LocalGroup:
     # --- until it is ready --------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the gateway, wait until it listens, start the ranks."""
+        """Start nursery and gateway, wait until the gateway listens, start the ranks."""
         check_port(self._config.port, option="--port", field_path="spec.gateway.service.port")
         check_port(self._config.http_port, option="--http-port", field_path="spec.gateway.service.httpPort")
         self._started_s = time.monotonic()
+        if self._nursery is not None:
+            self._nursery.prepare()  # first: what it imports takes longest, and nobody has to be known for that
         self._start_service(self._commands.gateway(GatewayPorts(self._config.port, self._config.http_port)))
         addresses = self._wait_for_gateway()
         self._services[0].command = self._commands.gateway(GatewayPorts.of_addresses(addresses))
         self._admin = AdminClient(addresses["admin"])
+        self._wait_for_nursery()
         for rank in self._config.plan.ranks:
             self._start_service(self._commands.rank(rank, addresses["ranks"]))
         self._record = GroupRecord(
@@ -165,6 +181,18 @@ class LocalGroup:
             processes={service.name: service.child.pid for service in self._services},
         )
         self._run.write_record(self._record)
+
+    def keep_measurements(self) -> float | None:
+        """Keep for the next start what ranks measured; when that was, in seconds since 1970, if it was before this
+        start."""
+        if self._config.measurements is None:
+            return None
+        try:
+            measured_at = self._config.measurements.keep(self._run)
+        except OSError as error:
+            self._report(f"measurements cannot be kept, and the next start takes them again: {error}")
+            return None
+        return measured_at if measured_at is not None and measured_at < self._begun_at else None
 
     def wait_ready(self, listener: TopologyListener) -> tuple[GroupTopology, StartTimes]:
         """Tell the listener every topology seen until the group is ready.
@@ -223,7 +251,7 @@ class LocalGroup:
             self._services,
             limits=RestartLimits(recovery.max_restarts, recovery.window_seconds),
             report=self._report,
-            nursery=Nursery(self._supervisor, self._commands) if self._config.with_nursery else None,
+            nursery=self._nursery,
         )
 
     def _heal(self, healing: Healing, ended: Sequence[Child]) -> None:
@@ -272,7 +300,9 @@ class LocalGroup:
         return self._services[0].child if self._services else None
 
     def _start_service(self, command: Command) -> None:
-        self._services.append(Service(command, self._supervisor.start(command), time.monotonic()))
+        forked = self._nursery.fork(command) if self._nursery is not None and command.has_heartbeat else None
+        child = forked or self._supervisor.start(command)
+        self._services.append(Service(command, child, time.monotonic()))
 
     def _update_record(self, *, phase: str, processes: dict[str, int] | None = None) -> None:
         self._record = replace(self.record, phase=phase, processes=processes or self.record.processes)
@@ -284,6 +314,8 @@ class LocalGroup:
         self._raise_if_ended(ended)
 
     def _raise_if_ended(self, ended: Sequence[Child]) -> None:
+        """A nursery that ends ends nothing: ranks are started by themselves then."""
+        ended = [child for child in ended if any(service.child is child for service in self._services)]
         if not ended:
             return
         self._wait_for_reason(ended)
@@ -314,10 +346,15 @@ class LocalGroup:
             raise GroupFailedError(topology.reason)
         return topology
 
+    def _wait_for_nursery(self) -> None:
+        deadline = self._started_s + NURSERY_START_S
+        while self._nursery is not None and self._nursery.is_coming and time.monotonic() < deadline:
+            self._check(self._supervisor.wait(STARTING_LOOK_S / 2, wake=self._signals.fileno()))
+
     def _wait_for_gateway(self) -> dict[str, str]:
         deadline = time.monotonic() + GATEWAY_START_S
         while time.monotonic() < deadline:
-            self._check(self._supervisor.wait(STARTING_LOOK_S / 3, wake=self._signals.fileno()))
+            self._check(self._supervisor.wait(STARTING_LOOK_S / 2, wake=self._signals.fileno()))
             state = self._run.read_gateway_state()
             if state is not None:
                 return {key: str(state[key]) for key in ("inference", "http", "admin", "ranks")}

@@ -1,8 +1,8 @@
-"""The nursery of a running group: where a lost rank's successor comes from without the seconds that a start takes.
+"""The nursery of a group: where its ranks come from, and successors of lost ones without the seconds of a start.
 
-It is one process (hetero_worker's nursery), which has imported what a rank needs, and is told over its standard input
-to fork one. Whatever it cannot do, a rank that is started by itself can: it is a matter of time only. A nursery that
-dies is begun again, some times.
+It is one process (hetero_worker's nursery), which imports what a rank needs while the gateway starts, once for all
+ranks, and is told over its standard input to fork one. What it has loaded they share with it. Whatever it cannot do, a
+rank that is started by itself can: it is a matter of time only. A nursery that dies is begun again, some times.
 """
 
 from __future__ import annotations
@@ -43,6 +43,11 @@ class Nursery:
             self._tries += 1
             self._child, self._orders, self._answers = self._supervisor.start_servant(self._commands.nursery())
 
+    @property
+    def is_coming(self) -> bool:
+        """It runs, and is not ready yet."""
+        return self._runs and not self._await_readiness()
+
     def fork(self, command: Command) -> Child | None:
         """A rank of that command; None if there is no nursery, or not yet."""
         if not self._await_readiness():
@@ -54,8 +59,12 @@ class Nursery:
             return None
         return self._supervisor.adopt(command, pid, heartbeat)
 
+    @property
+    def _runs(self) -> bool:
+        return self._child is not None and self._child.exit_status is None
+
     def _await_readiness(self) -> bool:
-        if self._child is None or self._child.exit_status is not None:
+        if not self._runs:
             return False
         self._is_ready = self._is_ready or self._answer(0.0) == "ready"
         return self._is_ready

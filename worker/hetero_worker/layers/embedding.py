@@ -15,8 +15,9 @@ from torch.nn import functional as F
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import UnitRange
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
-from hetero_worker.layers.linear import ShardedLinear, floats_dtype, read_floats
+from hetero_worker.layers.linear import ShardedLinear
 from hetero_worker.layers.linear_kernels import LinearKernel, PackedWeight
+from hetero_worker.layers.packing import floats_dtype, pack_in_place, pack_quantized, read_floats
 from hetero_worker.layers.weight_storage import (
     QuantizedKernel,
     RowSource,
@@ -88,6 +89,11 @@ class ShardedEmbedding:
         # The scale is rounded to the weight's type, as the models were trained.
         self._scale_in_type = torch.tensor(self._scale, dtype=dtype).item()
         self._packed = None
+        if kernel is not None and packs_row_sources(kernel):
+            packed = self._packed_at_once(checkpoint, dtype=dtype, kernel=kernel, device=device)
+            if isinstance(packed, RowSource):
+                self._table = self._packed = packed
+                return
         if kept_format(checkpoint.format_of(self._source), kernel) is not None:
             self._table = QuantizedRows.of(checkpoint.read_quantized(self._source), dtype)
         else:
@@ -97,6 +103,15 @@ class ShardedEmbedding:
             self._table = _FloatRows(weight, dtype)
         if kernel is not None and packs_row_sources(kernel):
             self.pack(kernel)
+
+    def _packed_at_once(
+        self, checkpoint: Checkpoint, *, dtype: torch.dtype, kernel: LinearKernel, device: torch.device
+    ) -> PackedWeight | None:
+        """Without rows between, which would be as much memory again; None where they are needed."""
+        parts = [self._source]
+        if kept_format(checkpoint.format_of(self._source), kernel) is None:
+            return pack_in_place(checkpoint, parts, dtype=dtype, kernel=kernel, device=device)
+        return pack_quantized(checkpoint, parts, kernel) if isinstance(kernel, QuantizedKernel) else None
 
     def pack(self, kernel: LinearKernel) -> PackedWeight:
         """The rows as the kernel multiplies with them; what it packs is looked up from now on, where it can be."""

@@ -22,9 +22,9 @@ from hetero_api.model_parts import ExpertsConfig
 from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import COLUMN_UNIT, FLOAT_WEIGHTS, StoredWeights, WeightFormat
 from hetero_worker.layers.linear_kernels import LinearKernel, PackedWeight
-from hetero_worker.layers.weight_storage import QuantizedKernel, kept_dtype, kept_format, matrix_bytes
+from hetero_worker.layers.packing import floats_dtype, pack_in_place, pack_quantized, read_floats
+from hetero_worker.layers.weight_storage import QuantizedKernel, kept_format, matrix_bytes
 from hetero_worker.memory.loader import Checkpoint, TensorSlice
-from hetero_worker.memory.quantized_matrix import stacked
 from hetero_worker.platforms.base import HOST
 
 
@@ -79,7 +79,7 @@ class ShardedLinear:
         self._tensors = ()
         runs = self._runs(checkpoint, kernel)
         packed = [
-            kernel.pack_quantized(stacked([checkpoint.read_quantized(part) for part in parts]))
+            pack_quantized(checkpoint, parts, kernel)
             if weights is not None and isinstance(kernel, QuantizedKernel)
             else self._pack_floats(checkpoint, parts, dtype=dtype, kernel=kernel, device=device)
             for weights, parts in runs
@@ -114,8 +114,15 @@ class ShardedLinear:
         kernel: LinearKernel,
         device: torch.device,
     ) -> PackedWeight:
+        packed = pack_in_place(checkpoint, parts, dtype=dtype, kernel=kernel, device=device)
+        if packed is not None:
+            return packed
         shape = sum(part.shape[0] for part in parts), self.shape[1]
-        weight = torch.empty(shape, dtype=floats_dtype(checkpoint, parts, dtype, kernel), device=device)
+        stored = floats_dtype(checkpoint, parts, dtype, kernel)
+        if kernel.copies_weight and device == HOST:
+            weight = checkpoint.unpacked(shape, stored)
+        else:
+            weight = torch.empty(shape, dtype=stored, device=device)
         read_floats(checkpoint, parts, weight)
         if not kernel.copies_weight:
             self._tensors = (*self._tensors, weight)
@@ -146,26 +153,6 @@ class JoinedWeights:
             for part, (begin, end) in zip(self.parts, self._bounds, strict=True)
         ]
         return torch.cat(outputs, dim=1)
-
-
-def floats_dtype(
-    checkpoint: Checkpoint, parts: Sequence[TensorSlice], dtype: torch.dtype, kernel: LinearKernel | None
-) -> torch.dtype:
-    """The type in memory of one weight made of these slices, which is kept as floats."""
-    stored = [kind for kind in map(checkpoint.dtype_of, parts) if kind is not None]
-    return kept_dtype(reduce(torch.promote_types, stored), dtype, kernel) if len(stored) == len(parts) else dtype
-
-
-def read_floats(checkpoint: Checkpoint, parts: Sequence[TensorSlice], into: torch.Tensor) -> None:
-    """Read slices into consecutive rows; what is quantised, or is to be, as the numbers that it then has."""
-    begin = 0
-    for part in parts:
-        rows = into[begin : begin + part.shape[0]]
-        if checkpoint.format_of(part) is None:
-            checkpoint.read(part, rows)
-        else:
-            checkpoint.read_quantized(part).dequantized(rows)
-        begin += part.shape[0]
 
 
 def qkv_linear(config: ModelConfig, prefix: str, heads: UnitRange) -> ShardedLinear:

@@ -62,27 +62,37 @@ class NativeLinear:
 
     def pack(self, weight: torch.Tensor) -> NativeWeight:
         """[out, in] of float32, bfloat16 or float16."""
-        packed = NativeWeight(self._issuer, self._dtype, _FORMATS[weight.dtype], weight)
+        outputs, inputs = weight.shape
+        packed = NativeWeight(self._issuer, self._dtype, _FORMATS[weight.dtype], (outputs, inputs))
         packed.write(weight)
         return packed
 
     def pack_quantized(self, matrix: QuantizedMatrix) -> NativeWeight:
         """Raises ValueError for a format that it does not take."""
-        weights = matrix.format
+        packed = self.blank_quantized(matrix.shape, matrix.format)
+        packed.write(matrix.values, matrix.scales, matrix.minima)
+        return packed
+
+    @property
+    def layout(self) -> str:
+        """What the bytes of a packed weight depend on, beside the matrix."""
+        library = self._issuer.team.library
+        return f"native {library.source().decode()} {library.in_use().decode()}"
+
+    def blank_quantized(self, shape: tuple[int, int], weights: WeightFormat) -> NativeWeight:
+        """What `pack_quantized` makes of such a matrix, with memory that is to be filled. Raises as that does."""
         if not self.takes(weights):
             raise ValueError(f"native kernels take groups of a multiple of {_GROUP_UNIT} inputs, not {weights}")
         kind = Format.I8 if weights.bits == 8 else Format.I4
-        packed = NativeWeight(
+        return NativeWeight(
             self._issuer,
             self._dtype,
             kind,
-            matrix.values,
+            shape,
             group=weights.group,
             has_scales=True,
-            has_minima=matrix.minima is not None,
+            has_minima=weights.has_minimum,
         )
-        packed.write(matrix.values, matrix.scales, matrix.minima)
-        return packed
 
 
 class NativeWeight:
@@ -93,16 +103,16 @@ class NativeWeight:
         issuer: Issuer,
         dtype: torch.dtype,
         kind: Format,
-        values: torch.Tensor,
+        shape: tuple[int, int],
         *,
         group: int = 0,
         has_scales: bool = False,
         has_minima: bool = False,
     ) -> None:
-        """Of the shape of `values`; not usable before `write`."""
+        """`shape`: (out, in); not usable before `write`, or before its memory is filled."""
         self._issuer = issuer
         self._dtype = dtype
-        outputs, inputs = values.shape
+        outputs, inputs = shape
         self._weight = Weight(kind, outputs, inputs, group)
         self._weight.scales = _PRESENT if has_scales else None
         self._weight.minima = _PRESENT if has_minima else None
@@ -123,6 +133,11 @@ class NativeWeight:
     def shape(self) -> tuple[int, int]:
         """(out, in) features."""
         return self._weight.out_features, self._weight.in_features
+
+    @property
+    def memory(self) -> tuple[torch.Tensor, ...]:
+        """uint8, all that it is: values, scales and minima, as packed."""
+        return self._memory
 
     @property
     def num_bytes(self) -> int:

@@ -9,7 +9,6 @@ undone here, so that tensors are what Hugging Face's are.
 
 from __future__ import annotations
 
-import mmap
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +20,7 @@ from hetero_api.gguf_weights import ARCHITECTURE, gguf_header, gguf_name
 from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import WeightFormat
 from hetero_worker.memory.gguf_blocks import unpack_blocks
+from hetero_worker.memory.mapped_file import MappedFile
 from hetero_worker.memory.quantized_matrix import QuantizedMatrix
 from hetero_worker.memory.weight_store import TensorSlice
 
@@ -38,16 +38,15 @@ class GgufStore:
         self._header = gguf_header(path)
         self._architecture = str(self._header.metadata[ARCHITECTURE])
         try:
-            with path.open("rb") as file:
-                # Copy on write, because torch wants memory that may be written to. Nothing does.
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            self._file: MappedFile | None = MappedFile(path)
         except (OSError, ValueError) as error:
             raise ModelError(f"{path}: cannot be mapped: {error}") from error
-        self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)
 
     def close(self) -> None:
-        """The mapping goes with the last tensor that lies in it."""
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._file = None
+
+    def let_go(self) -> None:
+        self._mapped.let_go()
 
     def format_of(self, name: str) -> WeightFormat | None:
         return self._tensor(name).kind.weights
@@ -95,8 +94,14 @@ class GgufStore:
     def _blocks(self, tensor: GgufTensor) -> torch.Tensor:
         """uint8 [rows, blocks of a row, bytes of a block], in the file; of a vector, one row."""
         kind, width = tensor.kind, tensor.shape[-1]
-        stored = self._bytes[tensor.offset : tensor.offset + tensor.num_bytes]
+        stored = self._mapped.bytes[tensor.offset : tensor.offset + tensor.num_bytes]
         return stored.view(-1, width // kind.block_values, kind.block_bytes)
+
+    @property
+    def _mapped(self) -> MappedFile:
+        if self._file is None:
+            raise RuntimeError(f"{self._path} was read after it was closed")
+        return self._file
 
     def _of_rows(self, stored: torch.Tensor, part: TensorSlice) -> torch.Tensor:
         """Some rows, in Hugging Face's order."""

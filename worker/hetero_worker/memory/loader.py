@@ -9,6 +9,7 @@ becomes a ModelError that names the file, the tensor and what to do.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from hetero_api.packed_weights import PackedWeights
 from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import WeightFormat
 from hetero_worker.memory.gguf_store import GgufStore
+from hetero_worker.memory.packed_cache import KeptMatrices, PackedCache
 from hetero_worker.memory.packed_tensors import PackedStore
 from hetero_worker.memory.quantized_matrix import QuantizedMatrix, stacked
 from hetero_worker.memory.quantizing import quantize
@@ -33,19 +35,42 @@ from hetero_worker.memory.weight_store import SafetensorsStore, TensorSlice, Wei
 
 __all__ = ["INDEX_FILE", "SINGLE_FILE", "Checkpoint", "TensorSlice"]
 
-_QUANTIZED_AT_ONCE: Final = 1 << 22
+_QUANTIZED_AT_ONCE: Final = 1 << 20
 """Weights that are floats in memory while they are quantised."""
+
+
+class _Buffer:
+    """Memory that is used again and again: freed and asked for anew, malloc would keep a multiple of it."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def of(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Whatever is in it; the caller's until the next call."""
+        size = math.prod(shape) * dtype.itemsize
+        if size > self._memory.nbytes:
+            self._memory = torch.empty(size, dtype=torch.uint8)
+        return self._memory[:size].view(dtype).view(shape)
 
 
 class Checkpoint:
     """An open model directory. Use it as a context manager: the files stay mapped until it is left."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, packed: PackedCache | None = None) -> None:
+        """`packed`: where kernels' packed weights are kept from load to load; None: nowhere."""
         self._directory = directory
+        self._packed = packed
         self._store: WeightStore | None = None
+        self._kept: KeptMatrices | None = None
+        self._numbers, self._unpacked = _Buffer(), _Buffer()
 
     def __enter__(self) -> Self:
-        self._store = open_store(self._directory)
+        self._kept = None if self._packed is None else self._packed.of(self._directory)
+        try:
+            self._store = open_store(self._directory)
+        except BaseException:
+            self._close_kept()
+            raise
         return self
 
     def __exit__(
@@ -54,6 +79,13 @@ class Checkpoint:
         if self._store is not None:
             self._store.close()
         self._store = None
+        self._numbers, self._unpacked = _Buffer(), _Buffer()
+        self._close_kept()
+
+    @property
+    def kept_matrices(self) -> KeptMatrices | None:
+        """Its weights as kernels packed them in earlier loads; None where none are kept."""
+        return self._kept
 
     def read(self, part: TensorSlice, into: torch.Tensor) -> None:
         """Copy the slice into `into` (of the slice's shape), converting to its dtype; what is quantised is widened."""
@@ -61,6 +93,25 @@ class Checkpoint:
             into.copy_(self._opened.floats(part))
         else:
             self._opened.quantized(part).dequantized(into)
+        self._opened.let_go()
+
+    def in_place(self, part: TensorSlice) -> torch.Tensor | None:
+        """The slice as it lies in its file, floats in rows one after another; None where it does not lie so.
+
+        Not to be written to, nor to be kept: what is read of it counts as this process's memory until `let_go`.
+        """
+        if self._store is None or self.format_of(part) is not None:
+            return None
+        found = self._store.floats(part)
+        return found if found.is_contiguous() else None
+
+    def unpacked(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        """Memory on the host to read a weight into that is then packed; the caller's until the next call."""
+        return self._unpacked.of(shape, dtype)
+
+    def let_go(self) -> None:
+        """Give back the memory that pages of files take which were read so far."""
+        self._opened.let_go()
 
     def read_all(self, parts: Sequence[TensorSlice], into: torch.Tensor) -> None:
         """Copy slices into consecutive rows of `into`."""
@@ -93,7 +144,9 @@ class Checkpoint:
             raise RuntimeError(f"{part.name} is floats and is to stay so")
         wanted = part.quantize_to
         if wanted is None:
-            return self._opened.quantized(part)
+            matrix = self._opened.quantized(part)
+            self._opened.let_go()
+            return matrix
         try:
             return stacked([self._quantized(rows, wanted) for rows in _pieces(part)])
         except ModelError as error:
@@ -108,9 +161,14 @@ class Checkpoint:
         return whole.columns(UnitRange(columns.begin - begin, columns.end - begin))
 
     def _floats(self, part: TensorSlice) -> torch.Tensor:
-        numbers = torch.empty(part.shape)
+        numbers = self._numbers.of(part.shape, torch.float32)
         self.read(part, numbers)
         return numbers
+
+    def _close_kept(self) -> None:
+        if self._kept is not None:
+            self._kept.close()
+        self._kept = None
 
     @property
     def _opened(self) -> WeightStore:

@@ -53,11 +53,15 @@ class WeightStore(Protocol):
         ...
 
     def floats(self, part: TensorSlice) -> torch.Tensor:
-        """As they are stored."""
+        """As they are stored. May lie in the file: not to be written to."""
         ...
 
     def quantized(self, part: TensorSlice) -> QuantizedMatrix:
         """Of a matrix that has a format."""
+        ...
+
+    def let_go(self) -> None:
+        """Give back the memory that pages of files take which were read so far."""
         ...
 
     def close(self) -> None: ...
@@ -81,6 +85,9 @@ class SafetensorsStore:
 
     def quantized(self, part: TensorSlice) -> QuantizedMatrix:
         raise RuntimeError(f"{part.name} is stored as floats")
+
+    def let_go(self) -> None:
+        self._files.let_go()
 
     def close(self) -> None:
         self._files.close()

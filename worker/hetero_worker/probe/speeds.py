@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Final, Protocol
 
@@ -56,6 +57,8 @@ class KeptSpeeds(Protocol):
 
     def keep_speeds(self, model: str, speeds: ranks_pb2.DeviceSpeeds) -> None: ...
 
+    def measuring(self) -> AbstractContextManager[None]: ...
+
     def choose_kernel(
         self,
         candidates: Sequence[LinearKernel],
@@ -84,7 +87,10 @@ class RankProbe:
         kept = self._kept.known_speeds(name)
         if company.all_can(kept is not None) and kept is not None:
             return kept
-        speeds = measure_parts(self._platform, config, dtype=dtype, company=company, choose=self._kept.choose_kernel)
+        with self._kept.measuring():
+            speeds = measure_parts(
+                self._platform, config, dtype=dtype, company=company, choose=self._kept.choose_kernel
+            )
         self._kept.keep_speeds(name, speeds)
         return speeds
 

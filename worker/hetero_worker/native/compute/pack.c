@@ -35,10 +35,15 @@ static uint16_t to_half(float value) {
     return sign | (uint16_t)((magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >> 13);
 }
 
-/* Numbers [begin, end) of one output row, `row`, to its lane of a panel; its bytes are `width` each. */
-static void pack_floats(const char *row, char *lane, uint64_t begin, uint64_t end, uint64_t width) {
+/* Numbers [begin, end) of one output row, `row`, to its lane of a panel. */
+static void pack_words(const uint32_t *row, uint32_t *lane, uint64_t begin, uint64_t end) {
     for (uint64_t i = begin; i < end; i++)
-        memcpy(lane + i * HC_PANEL * width, row + i * width, width);
+        lane[i * HC_PANEL] = row[i];
+}
+
+static void pack_halves(const uint16_t *row, uint16_t *lane, uint64_t begin, uint64_t end) {
+    for (uint64_t i = begin; i < end; i++)
+        lane[i * HC_PANEL] = row[i];
 }
 
 /* Behind `in` there are values that stand for 0, as far as they are stored. */
@@ -65,8 +70,10 @@ static void pack_some(const hc_pack_op *op, uint64_t row, uint64_t begin, uint64
         pack_bytes(from, lane, begin, end, weight->in);
     else if (weight->format == HC_I4)
         pack_nibbles(from, lane, begin, end, weight->in);
+    else if (width == sizeof(uint32_t))
+        pack_words(from, lane, begin, end);
     else
-        pack_floats(from, lane, begin, end, width);
+        pack_halves(from, lane, begin, end);
 }
 
 static void pack_numbers(const hc_pack_op *op, const float *numbers, const void *packed, uint64_t row) {

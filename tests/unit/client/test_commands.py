@@ -1,0 +1,29 @@
+"""The command lines of a local group's ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hetero_api.spec import NumaPolicy
+from hetero_client.home import HeteroHome
+from hetero_client.launcher.commands import GroupCommands, Programs
+from hetero_client.launcher.local_plan import RankProcess
+from hetero_client.launcher.run_directory import RunDirectory
+
+pytestmark = pytest.mark.unit
+
+RANK = RankProcess(
+    name="cpu-0", pool="cpu", ordinal=0, local_rank=0, device="cpu", cores=(0, 1), num_threads=2,
+    numa_policy=NumaPolicy.BEST_EFFORT, memory_bytes=1 << 30,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("folder", [Path("/kept"), None])
+def test_ranks_are_told_where_packed_weights_are_kept(tmp_path: Path, folder: Path | None) -> None:
+    run = RunDirectory.of(HeteroHome(tmp_path), "g")
+    commands = GroupCommands(Programs(rank=("rank",)), tmp_path / "m.yaml", tmp_path, run, packed_weights=folder)
+    options = commands.arguments(commands.rank(RANK, "127.0.0.1:1"))
+    told = dict(zip(options[::2], options[1::2], strict=True))
+    assert told.get("--packed-weights-dir") == (None if folder is None else "/kept")

@@ -1,0 +1,94 @@
+"""What a load needs of memory beside the weights: pages of files that were read do not stay."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from hetero_api.sharding import UnitRange
+from hetero_api.weight_format import INT8, WeightFormat, int4
+from hetero_worker.memory.loader import Checkpoint, TensorSlice
+from hetero_worker.memory.mapped_file import MappedFile
+
+pytestmark = pytest.mark.unit
+
+SHAPE = (4096, 2048)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_file({"w": torch.randn(SHAPE).bfloat16(), "b": torch.randn(8)}, folder / "model.safetensors")
+    return folder
+
+
+def _resident_bytes(path: Path) -> int:
+    """What of the file's mappings is in this process's memory."""
+    count, is_of_file = 0, False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        if "-" in line.split(" ")[0]:
+            is_of_file = line.endswith(str(path))
+        elif is_of_file and line.startswith("Rss:"):
+            count += int(line.split()[1]) * 1024
+    return count
+
+
+def test_pages_that_are_let_go_come_back(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    mapped = MappedFile(path)
+    before = mapped.bytes.clone()
+    assert _resident_bytes(path) > path.stat().st_size // 2
+    mapped.let_go()
+    assert _resident_bytes(path) <= mmap.PAGESIZE
+    assert torch.equal(mapped.bytes, before)
+
+
+@pytest.mark.parametrize("columns", [None, UnitRange(64, 1024)])
+def test_pages_of_floats_that_were_read_do_not_stay(directory: Path, columns: UnitRange | None) -> None:
+    part = TensorSlice("w", SHAPE, rows=UnitRange(0, 3000), columns=columns)
+    with Checkpoint(directory) as checkpoint:
+        checkpoint.read(part, torch.empty(part.shape))
+        assert _resident_bytes(directory / "model.safetensors") <= mmap.PAGESIZE
+
+
+@pytest.mark.parametrize("weights", [INT8, int4()], ids=str)
+def test_pages_of_floats_that_were_quantised_do_not_stay(directory: Path, weights: WeightFormat) -> None:
+    with Checkpoint(directory) as checkpoint:
+        checkpoint.read_quantized(TensorSlice("w", SHAPE, quantize_to=weights))
+        assert _resident_bytes(directory / "model.safetensors") <= mmap.PAGESIZE
+
+
+def test_a_weight_can_be_had_as_it_lies_in_its_file(directory: Path) -> None:
+    rows = TensorSlice("w", SHAPE, rows=UnitRange(16, 48))
+    with Checkpoint(directory) as checkpoint:
+        into = torch.empty(rows.shape, dtype=torch.bfloat16)
+        checkpoint.read(rows, into)
+        found = checkpoint.in_place(rows)
+        assert found is not None
+        assert found.dtype == torch.bfloat16
+        assert torch.equal(found, into)
+        checkpoint.let_go()
+        assert torch.equal(found, into)
+
+
+def test_a_weight_that_lies_otherwise_cannot(directory: Path) -> None:
+    with Checkpoint(directory) as checkpoint:
+        assert checkpoint.in_place(TensorSlice("w", SHAPE, columns=UnitRange(0, 64))) is None
+        assert checkpoint.in_place(TensorSlice("w", SHAPE, quantize_to=INT8)) is None
+
+
+def test_tensors_that_do_not_begin_at_their_width_are_read(tmp_path: Path) -> None:
+    """Headers are filled up to a multiple of eight by most who write them; the format does not ask for it."""
+    values = torch.arange(6, dtype=torch.float32)
+    header = b'{"w":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}}'
+    header += b" " * (-len(header) % 8 + 3)
+    content = len(header).to_bytes(8, "little") + header + values.numpy().tobytes()
+    (tmp_path / "model.safetensors").write_bytes(content)
+    into = torch.empty(2, 3)
+    with Checkpoint(tmp_path) as checkpoint:
+        checkpoint.read(TensorSlice("w", (2, 3)), into)
+    assert torch.equal(into, values.view(2, 3))
