@@ -62,7 +62,7 @@ class Checkpoint:
         self._packed = packed
         self._store: WeightStore | None = None
         self._kept: KeptMatrices | None = None
-        self._numbers, self._unpacked = _Buffer(), _Buffer()
+        self._widened, self._unpacked = _Buffer(), _Buffer()
 
     def __enter__(self) -> Self:
         self._kept = None if self._packed is None else self._packed.of(self._directory)
@@ -79,7 +79,7 @@ class Checkpoint:
         if self._store is not None:
             self._store.close()
         self._store = None
-        self._numbers, self._unpacked = _Buffer(), _Buffer()
+        self._widened, self._unpacked = _Buffer(), _Buffer()
         self._close_kept()
 
     @property
@@ -161,7 +161,7 @@ class Checkpoint:
         return whole.columns(UnitRange(columns.begin - begin, columns.end - begin))
 
     def _floats(self, part: TensorSlice) -> torch.Tensor:
-        numbers = self._numbers.of(part.shape, torch.float32)
+        numbers = self._widened.of(part.shape, torch.float32)
         self.read(part, numbers)
         return numbers
 
