@@ -27,8 +27,8 @@ from hetero_worker.runners.base import Runner, StepOutput
 from hetero_worker.runners.home_core import HomeCore
 from hetero_worker.runners.step_chain import StepChain
 
-HOLD_S: Final = 1 / 60
-"""How long the first of the answers that travel together waits at most: text that comes 60 times a second flows."""
+HOLD_S: Final = 1 / 30
+"""How long the first of the answers that travel together waits at most: text that comes 30 times a second flows."""
 _ENDINGS: Final = ("abort", "shutdown")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Final
 
-LOOKAHEAD_S: Final = 0.02
+LOOKAHEAD_S: Final = 0.04
 """What a gateway lets steps take together: with what ranks hold answers back (plan_work.py), text still flows."""
 MOST: Final = 10
 """Steps out, however short they are."""

@@ -17,6 +17,7 @@ from hetero_worker.layers.sampler import sample_tokens
 from hetero_worker.probe.clock import Work
 from hetero_worker.probe.fit import Point
 from hetero_worker.probe.layers import Site, SyntheticStep, TimedWork
+from hetero_worker.probe.recorded import as_it_is
 from hetero_worker.probe.sizes import UNIT
 from hetero_worker.runners.solo_exchange import SoloExchange
 from hetero_worker.sampling.request import SamplingRow
@@ -58,10 +59,11 @@ class HeadProbe:
     def _draw(self, step: SyntheticStep, head: OutputHead) -> Work:
         rows, ranges = [_GREEDY] * step.rows, [UnitRange(0, head.shape[0])]
         alone, drawing = SoloExchange(rank=0, world_size=1), self._site.drawing
+        record = self._site.record if step.context else as_it_is
+        logits_of = record(lambda: head(self._norm(step.hidden)))
 
         def work() -> None:
-            logits = head(self._norm(step.hidden))
-            sample_tokens(logits, rows, head_ranges=ranges, exchange=alone, drawing=drawing)
+            sample_tokens(logits_of(), rows, head_ranges=ranges, exchange=alone, drawing=drawing)
 
         return work
 

@@ -28,6 +28,7 @@ from hetero_worker.layers.rotary import RotaryTables, Rotation
 from hetero_worker.memory.loader import Checkpoint
 from hetero_worker.probe.clock import Work
 from hetero_worker.probe.fit import Point
+from hetero_worker.probe.recorded import Record, as_it_is
 from hetero_worker.probe.routing import EvenRouter, even_units
 from hetero_worker.probe.sizes import UNIT, LayerSize, whole_layer
 from hetero_worker.sampling.drawing import HOST_DRAWING, ShardDrawing
@@ -49,6 +50,7 @@ class Site:
     checkpoint: Checkpoint
     ops: FusedOps = PLAIN_OPS
     drawing: ShardDrawing = HOST_DRAWING
+    record: Record = as_it_is
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,7 @@ class LayerStack:
 
     def __init__(self, config: ModelConfig, size: LayerSize, *, copies: int, positions: int, site: Site) -> None:
         self._size = size
+        self._record = site.record
         self._layers = [_Copy(config, i, size, ops=site.ops) for i in range(copies)]
         for layer in self._layers:
             layer.load(site)
@@ -138,14 +141,15 @@ class LayerStack:
         def work() -> None:
             layer.attend(step, site.backend.begin(step.batch), cache)
 
-        return work
+        return self._record(work) if step.context else work
 
     def works(self, step: SyntheticStep) -> list[TimedWork]:
-        """All copies' halves in a step's order."""
+        """All copies' halves in a step's order; of a step that decodes as they are in one, which may do them once."""
+        record = self._record if step.context else as_it_is
         return [
-            TimedWork(*timed)
+            TimedWork(point, units, record(work))
             for i, layer in enumerate(self._layers)
-            for timed in layer.halves(step, self._caches[i % len(self._caches)])
+            for point, units, work in layer.halves(step, self._caches[i % len(self._caches)])
         ]
 
 

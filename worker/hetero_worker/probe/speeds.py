@@ -33,6 +33,7 @@ from hetero_worker.platforms.host_allocator import release_freed_memory
 from hetero_worker.probe.clock import clock_of
 from hetero_worker.probe.costs import measure_costs
 from hetero_worker.probe.layers import Site, linear_shapes
+from hetero_worker.probe.recorded import WorkRecorder, as_it_is
 from hetero_worker.probe.sizes import WEIGHT_BYTES
 from hetero_worker.probe.synthetic import SyntheticWeights
 from hetero_worker.runners.shard import DTYPES, ChooseKernel
@@ -193,4 +194,5 @@ def _site(platform: Platform, config: ModelConfig, dtype: torch.dtype, choose: C
         checkpoint=SyntheticWeights(floats=config.weights.floats),
         ops=fused_ops_of(platform.device, dtype=dtype, issuer=native.issuer, no_issuer=native.reason),
         drawing=drawing_for(platform),
+        record=WorkRecorder(native.issuer) if native.issuer is not None and dtype == torch.float32 else as_it_is,
     )
