@@ -3,7 +3,7 @@
 Token-major: position `slot = block id · block size + offset` holds the keys (values) of all this rank's heads of
 one token, so that a step's tokens are written with one indexed copy and a block is one contiguous piece.
 On the host, memory is touched when it is written, by the bound rank itself: the first touch places it on the rank's
-node.
+node. To be given a page takes longer than to compute what is written to it: so a beginning is touched ahead.
 Block 0 is the null block: padded reads end there, so it holds zeros and never a token.
 """
 
@@ -46,6 +46,11 @@ class LayerCache:
     @property
     def num_bytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
+
+    def touch(self, num_bytes: int) -> None:
+        """Have memory given for the first blocks, so many bytes of keys and of values each. Of an empty cache."""
+        for rows in (self.keys, self.values):
+            rows.view(-1)[: num_bytes // rows.itemsize].zero_()
 
     def write(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Put [tokens, kv_heads, head_dim] at int64 [tokens] slots."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.attention.kv_cache import LayerCache
@@ -10,11 +12,15 @@ from hetero_worker.errors import MemoryBudgetError, ProtocolError
 from hetero_worker.memory.accounts import account_of
 from hetero_worker.memory.budget import mib
 from hetero_worker.models.decoder import Decoder
+from hetero_worker.platforms.base import HOST
 from hetero_worker.runners.base import LoadReport, LoadRequest
 from hetero_worker.runners.forward import ForwardPass
 from hetero_worker.runners.plan_check import PlanBounds, PlanCheck
 from hetero_worker.runners.runner_device import ChainableInputs, StepInputs, StepMaker
 from hetero_worker.runners.slots import SlotTable
+
+TOUCHED_BYTES: Final = 1 << 30
+"""Of a host's KV cache, at start: a few tenths of a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +67,8 @@ def make_cache(
     parts = steps.make(bounds, request)
     with account_of(decoder.device).apart():
         layers = tuple(decoder.allocate_caches(num_blocks=num_blocks, block_size=block_size))
+    if decoder.device == HOST:
+        _touch_first(layers)
     return ServingCache(
         layers=layers,
         slots=SlotTable(max_num_seqs=request.max_num_seqs, max_model_len=request.max_model_len, block_size=block_size),
@@ -69,6 +77,13 @@ def make_cache(
         check=PlanCheck(bounds),
         chained=parts.chained,
     )
+
+
+def _touch_first(layers: Sequence[LayerCache | None]) -> None:
+    """Blocks are given out from the first on. All of a large cache would take seconds, and may never be used."""
+    filled = [layer for layer in layers if layer is not None]
+    for layer in filled:
+        layer.touch(TOUCHED_BYTES // (2 * len(filled)))
 
 
 def check_budget(report: LoadReport, positions: int) -> None:
