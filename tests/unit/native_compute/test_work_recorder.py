@@ -32,7 +32,8 @@ def test_recorded_work_computes_anew_from_what_is_there_then(issuer: Issuer) -> 
 def test_two_recordings_share_memory_and_do_not_disturb_each_other(issuer: Issuer) -> None:
     record, x = WorkRecorder(issuer), torch.randn(1, 32)
     weights = [torch.randn(32, 32) for _ in range(2)]
-    first, second = (record(lambda packed=NativeLinear(issuer).pack(weight): packed(x, None)) for weight in weights)
+    packed = [NativeLinear(issuer).pack(weight) for weight in weights]
+    first, second = record(lambda: packed[0](x, None)), record(lambda: packed[1](x, None))
     for _ in range(2):
         torch.testing.assert_close(first(), x @ weights[0].T)
         torch.testing.assert_close(second(), x @ weights[1].T)
