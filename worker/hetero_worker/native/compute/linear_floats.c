@@ -48,7 +48,7 @@ HC_INLINE f32x16 widened(const char *p, int format) {
 static inline uint64_t width_of(uint64_t format) { return format == HC_F32 ? 4 : 2; }
 
 HC_INLINE void multiply(const int rows, const int vectors, const int format, const hc_piece *piece) {
-    const uint64_t vector = HC_LANES * (format == HC_F32 ? 4 : 2), step = HC_VECTORS * vector;
+    const uint64_t vector = HC_LANES * width_of(format), step = HC_VECTORS * vector;
     f32x16 sums[HC_MAX_TILE][HC_VECTORS];
     HC_UNROLLED
     for (int r = 0; r < rows; r++)
