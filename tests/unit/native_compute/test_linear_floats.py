@@ -18,7 +18,7 @@ pytestmark = pytest.mark.unit
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 TEAMS = (1, 2, 3)
 SHAPES = [(1, 1), (15, 30), (16, 64), (17, 16), (130, 576), (80, 1000), (33, 257)]
-ROWS = (1, 2, 3, 5, 14, 16, 17, 29, 64, 130)
+ROWS = (1, 2, 3, 5, 14, 16, 17, 29, 64, 230)
 
 
 @pytest.fixture(params=compute_library().isas)

@@ -2,16 +2,16 @@
  * where the machine has it.
  *
  * A sum is made input by input, from the first to the last of BLOCK, and the blocks' sums are added in their order: so it
- * is the same for all numbers of rows. One tile of rows reads the weights as they are stored and widens them in registers;
- * where there are more tiles, a block of a panel is widened once, to a buffer that stays in cache.
+ * is the same for all numbers of rows. Few tiles of rows read the weights as they are stored and widen them in registers;
+ * where there are more, a block of a panel is widened once, to a buffer that stays in cache.
  *
  * Rows of x are put together so that a tile's are read one after another: [inputs / 16][rows][16]. */
 #include "linear.h"
 #include "tiles.h"
 
 #if defined(__AVX512F__)
-#define TILE 14
-#define VECTORS HC_VECTORS /* of a panel, at once; few rows take all */
+#define TILE 12
+#define VECTORS HC_VECTORS /* of a panel, at once */
 #elif defined(__AVX2__) || defined(__aarch64__)
 #define TILE 6
 #define VECTORS 1
@@ -21,6 +21,8 @@
 #endif
 #define AT_ONCE(rows) ((rows) <= 2 ? HC_VECTORS : VECTORS)
 #define BLOCK 256u                 /* inputs; a multiple of 16 */
+#define WIDEN_FROM 3               /* tiles: to widen a block in registers twice takes no longer than once to a buffer */
+#define TILES_AT_ONCE 16u          /* so that their part of the result stays in cache from block to block */
 #define CACHED_BYTES (512u * 1024) /* of x that are gone through for panel after panel */
 
 /* A block of a panel, or a vector of it, and a tile's rows. */
@@ -100,7 +102,6 @@ HC_INLINE void multiply_rows(uint64_t rows, const int format, const hc_piece *pi
         ROWS_CASE(8)
         ROWS_CASE(10)
         ROWS_CASE(12)
-        ROWS_CASE(14)
     }
 }
 
@@ -171,7 +172,8 @@ static void multiply_block(const hc_rows *rows, const hc_part *part, uint64_t ti
                       .x = rows->x + first * rows->row_floats + block->begin * count,
                       .count = block->behind - block->begin,
                       .ahead = hc_ahead_of(block->stored, hc_panel(weight, part->behind_panels), step,
-                                           tile - part->first_tile, part->behind_tiles - part->first_tile),
+                                           tile - part->first_tile, part->behind_tiles - part->first_tile,
+                                           (block->behind - block->begin) * bytes_of_input(weight)),
                       .ahead_step = step,
                       .is_first = !block->begin,
                       .is_last = block->behind == weight->in};
@@ -204,7 +206,7 @@ static void multiply_tiles(const hc_rows *rows, const hc_part *part, uint64_t be
         uint64_t at = begin;
         do {
             hc_block block = block_of(weight, panel, at, behind);
-            if (weight->format != HC_F32) {
+            if (weight->format != HC_F32 && part->behind_tiles - part->first_tile >= WIDEN_FROM) {
                 widen(block.stored, weight->format, block.behind - at, buffer);
                 block.w = (const char *)buffer;
                 block.format = HC_F32;
@@ -219,9 +221,9 @@ static void multiply_tiles(const hc_rows *rows, const hc_part *part, uint64_t be
 /* Tiles of a part, block by block. */
 static void multiply_part(const hc_rows *rows, const hc_part *part) {
     uint64_t in = rows->op->weight->in, num_tiles = part->behind_tiles - part->first_tile;
-    uint64_t tiles_at_once = CACHED_BYTES / (BLOCK * TILE * sizeof(float));
-    uint64_t now = num_tiles < tiles_at_once ? num_tiles : tiles_at_once;
-    uint64_t inputs = CACHED_BYTES / (now * TILE * sizeof(float)) / BLOCK * BLOCK;
+    uint64_t times = (num_tiles + TILES_AT_ONCE - 1) / TILES_AT_ONCE, now = (num_tiles + times - 1) / times;
+    uint64_t most = CACHED_BYTES / (now * TILE * sizeof(float)), passes = in > most ? (in + most - 1) / most : 1;
+    uint64_t inputs = hc_round_up((in + passes - 1) / passes, BLOCK);
     for (uint64_t first = part->first_tile; first < part->behind_tiles; first += now) {
         hc_part some = *part;
         some.first_tile = first;

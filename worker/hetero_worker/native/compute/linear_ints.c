@@ -229,7 +229,8 @@ static void multiply_part(const hc_rows *rows, const hc_part *part, uint8_t *buf
                               .minima = weight->minima ? hc_panel_numbers(weight, weight->minima, panel) : NULL,
                               .weight = weight,
                               .x = hc_quantized_at(weight, rows->x + first * rows->row_bytes, count),
-                              .ahead = hc_ahead_of(stored, end, ahead_step, tile - part->first_tile, num_tiles),
+                              .ahead = hc_ahead_of(stored, end, ahead_step, tile - part->first_tile, num_tiles,
+                                                   hc_stored_inputs(weight) / hc_x_group(weight) * ahead_step),
                               .ahead_step = ahead_step};
             for (uint64_t v = 0; v < HC_VECTORS; v += at_once) {
                 piece.corner = hc_corner_of(rows->op, first, panel * HC_PANEL + v * HC_LANES);

@@ -9,7 +9,7 @@
 
 #define HC_UNROLLED _Pragma("GCC unroll 16")
 #define HC_INLINE static inline __attribute__((always_inline))
-#define HC_MAX_TILE 14
+#define HC_MAX_TILE 12
 #define HC_VECTORS (HC_PANEL / HC_LANES) /* of 16 lanes, in a panel */
 
 /* Rows in tiles of at most `most`, an even number, as even as can be; all but a tile of one row have an even number, the
@@ -61,17 +61,19 @@ static inline hc_part hc_part_of(uint64_t num_tiles, uint64_t num_panels, uint64
 #define HC_LINE 64
 #define HC_AHEAD 8192u /* bytes: half of it is too late on some machines, twice as much no better */
 
-/* What is asked for from memory, HC_AHEAD bytes before it is read: some lines of each step, the tiles dividing them. */
+/* What is asked for from memory, some bytes before it is read: some lines of each step, the tiles dividing them. */
 typedef struct {
     const char *at;
     uint64_t bytes;                    /* that there are from `at` on */
     uint64_t first_line, behind_lines; /* within a step */
 } hc_ahead;
 
-/* Of the stream that is read from `at` to `end` in steps of `step` bytes, by tile `tile` of `tiles`. */
-static inline hc_ahead hc_ahead_of(const void *at, const void *end, uint64_t step, uint64_t tile, uint64_t tiles) {
-    uint64_t left = (uint64_t)((const char *)end - (const char *)at);
-    hc_ahead ahead = {(const char *)at + HC_AHEAD, left > HC_AHEAD ? left - HC_AHEAD : 0, 0, 0};
+/* Of the stream that is read from `at` to `end` in steps of `step` bytes, by tile `tile` of `tiles`. Several tiles read
+ * `piece` bytes one after the other: they ask for what comes behind these. */
+static inline hc_ahead hc_ahead_of(const void *at, const void *end, uint64_t step, uint64_t tile, uint64_t tiles,
+                                   uint64_t piece) {
+    uint64_t left = (uint64_t)((const char *)end - (const char *)at), distance = tiles == 1 ? HC_AHEAD : piece;
+    hc_ahead ahead = {(const char *)at + distance, left > distance ? left - distance : 0, 0, 0};
     hc_share_of(step / HC_LINE, tiles, tile, &ahead.first_line, &ahead.behind_lines);
     return ahead;
 }
