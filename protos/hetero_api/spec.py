@@ -12,6 +12,7 @@ from typing import Annotated, ClassVar, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hetero_api.contract import API_VERSION, GROUP, HTTP_PORT, INFERENCE_PORT, KIND
+from hetero_api.numa_policy import NumaPolicy
 from hetero_api.placement_mode import SHARE_KINDS, PlacementMode
 from hetero_api.rules import Reason, Rule, TransitionRule
 from hetero_api.spec_cluster import (
@@ -30,7 +31,6 @@ from hetero_api.spec_pools import (
     MAX_RANKS,
     CpuSpec,
     GpuSpec,
-    NumaPolicy,
     NumaSpec,
     Pools,
     PoolSpec,

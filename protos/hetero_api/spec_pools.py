@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Final
 
 from pydantic import AfterValidator, Field
 
+from hetero_api.numa_policy import NumaPolicy
 from hetero_api.rules import Reason, Rule, TransitionRule
 from hetero_api.spec_cluster import HugepagesSpec, NumaClaimSpec, PoolScheduling
 from hetero_api.spec_types import (
@@ -26,12 +27,6 @@ MAX_POOLS: Final = 16
 class PoolType(SpecEnum):
     GPU = "GPU"
     CPU = "CPU"
-
-
-class NumaPolicy(SpecEnum):
-    REQUIRED = "Required"
-    BEST_EFFORT = "BestEffort"
-    NONE = "None"
 
 
 class GpuSpec(SpecModel):

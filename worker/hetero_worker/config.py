@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Final
 
 from hetero_api.contract import ENV_HEARTBEAT_FILE
+from hetero_api.numa_policy import NumaPolicy
 from hetero_api.program import ProgramParser, read_group_token, read_log_level
-from hetero_api.spec import NumaPolicy
 from hetero_worker.option_types import (
     core_list,
     count,

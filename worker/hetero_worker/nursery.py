@@ -126,8 +126,10 @@ def run() -> None:
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[variable] = "1"
     gc.disable()  # imports make much and free nothing: looking for garbage takes a sixth of their time
+    from hetero_worker.platforms.torch_import import import_torch
     from hetero_worker.rank import main, preload
 
+    import_torch()
     preload()
     gc.freeze()  # a collector that goes through what was imported would write to it, and each rank get pages of its own
     serve(main, orders=sys.stdin, answers=sys.stdout)

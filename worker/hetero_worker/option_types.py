@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from hetero_api.cpu_list import parse_cpu_list
-from hetero_api.spec import NumaPolicy
+from hetero_api.numa_policy import NumaPolicy
 
 
 def host_port(text: str) -> str:

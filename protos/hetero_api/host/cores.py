@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 from hetero_api.host.core_deal import PhysicalCore, RankNeed, Rooms, Strategy, deal, rooms_of
 from hetero_api.host.topology import UNKNOWN_NODE, LogicalCore, NumaNode
-from hetero_api.spec import NumaPolicy
+from hetero_api.numa_policy import NumaPolicy
 
 _GIB = 2**30
 

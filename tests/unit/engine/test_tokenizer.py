@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models
 
 from hetero_api.errors import ModelError
 from hetero_gateway.engine.errors import InvalidRequest
@@ -156,6 +158,19 @@ def test_a_template_is_shown_tools_and_what_messages_hold_besides(tmp_path: Path
     ids = loaded.encode_chat(messages, tools=[{"type": "function", "function": {"name": "f"}}])
     assert loaded.decode(ids) == '<f>assistant:={"a": 1};tool:2@c1;'
     assert loaded.decode(loaded.encode_chat(messages[1:])) == "tool:2@c1;"
+
+
+def test_a_large_vocabulary_is_read_by_the_library_alone(tmp_path: Path) -> None:
+    vocabulary = {f"token-{i}": i for i in range(50_000)}
+    save(Tokenizer(models.BPE(vocab=vocabulary, merges=[])), tmp_path)
+    tracemalloc.start()
+    try:
+        loaded = TextTokenizer.from_directory(tmp_path)
+        _, peak_bytes = tracemalloc.get_traced_memory()  # Python's: the file's text and what is made of it would count
+    finally:
+        tracemalloc.stop()
+    assert loaded.vocab_size == len(vocabulary)
+    assert peak_bytes < (tmp_path / "tokenizer.json").stat().st_size / 2
 
 
 def test_missing_tokenizer_names_the_file_and_how_to_get_it(tmp_path: Path) -> None:

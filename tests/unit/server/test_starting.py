@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -151,6 +153,26 @@ def test_a_port_that_is_taken_is_named_with_its_option(
     last = capfd.readouterr().err.splitlines()[-1]
     assert f"--{option}-port: cannot listen on 127.0.0.1:{ports[option]} (Address already in use)" in last
     assert not state.exists()
+
+
+IMPORTED = """
+import importlib, sys
+importlib.import_module(sys.argv[1])
+print(*(name for name in sys.argv[2:] if name in sys.modules))
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "later"),
+    [
+        # A model is read before these take memory: its tokenizer needs several times what is left of it.
+        ("hetero_gateway.server.app", ["grpc", "uvicorn", "llguidance", "hetero_gateway.server.gateway"]),
+        ("hetero_gateway.server.life", ["llguidance"]),
+    ],
+)
+def test_what_serves_is_imported_when_it_is_needed(module: str, later: list[str]) -> None:
+    command = [sys.executable, "-c", IMPORTED, module, "tokenizers", *later]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout.split() == ["tokenizers"]
 
 
 async def test_two_gateways_do_not_share_a_port(tmp_path: Path) -> None:

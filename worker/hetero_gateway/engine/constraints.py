@@ -7,6 +7,7 @@ which tokens may come next and is told the token that came. llguidance does both
 - A request cannot harm the gateway. The text is bounded, the library's own limits bound time and memory, and the
   threads have stacks that fit the deepest nesting which the text's bound allows (the library recurses). The first mask
   is computed with the constraint, because that is where what is expensive comes to light.
+- The library takes some megabytes, and is imported when the first constraint comes.
 - A mask never allows what the ranks could not embed: ids beyond the tokenizer's (padding) are not in it.
 
 A form that is complete allows only the model's end-of-sequence tokens. One asyncio loop.
@@ -21,13 +22,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, TypeVar
-
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from hetero_gateway.engine.errors import EngineFault, InvalidRequest
 from hetero_gateway.engine.request import Constraint, ConstraintKind, GenerationRequest
 from hetero_gateway.engine.tokenizer import TextTokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 MAX_CONSTRAINT_CHARS: Final = 65_536
 COMPILE_LIMIT_S: Final = 10.0
@@ -128,6 +130,8 @@ class ConstraintCompiler:
             ) from error
 
     def _compile(self, constraint: Constraint, field_name: str) -> CompiledConstraint:
+        from llguidance import LLMatcher, LLParserLimits
+
         tokenizer = self._load_tokenizer(field_name)
         grammar = _grammar(constraint, field_name)
         prototype = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
@@ -141,6 +145,8 @@ class ConstraintCompiler:
         return compiled
 
     def _load_tokenizer(self, field_name: str) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
         with self._tokenizer_lock:
             if self._tokenizer is None:
                 try:
@@ -229,6 +235,8 @@ def _check_size(constraint: Constraint, field_name: str) -> None:
 
 
 def _grammar(constraint: Constraint, field_name: str) -> str:
+    from llguidance import LLMatcher
+
     match constraint.kind:
         case ConstraintKind.JSON_SCHEMA:
             return LLMatcher.grammar_from_json_schema(_json_schema(constraint.text, field_name))

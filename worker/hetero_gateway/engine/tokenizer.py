@@ -50,14 +50,11 @@ class TextTokenizer:
     @classmethod
     def from_directory(cls, directory: Path) -> TextTokenizer:
         """Read tokenizer.json, tokenizer_config.json and chat_template.jinja. Raises ModelError naming the file."""
-        path = directory / TOKENIZER_FILE
-        text = _read_text(path, missing=_MISSING_TOKENIZER)
-        contents = _parse_object(text, path)
-        tokenizer = _build(text, path)
+        tokenizer = _build(directory / TOKENIZER_FILE)
         config = _read_optional_object(directory / TOKENIZER_CONFIG_FILE)
         return cls(
             tokenizer,
-            byte_level=_is_byte_level(contents.get("decoder")),
+            byte_level=_is_byte_level(_decoder_of(tokenizer)),
             chat_template=_read_chat_template(directory, config),
         )
 
@@ -154,16 +151,24 @@ _MISSING_TOKENIZER: Final = (
 )
 
 
-def _build(text: str, path: Path) -> Tokenizer:
-    build: Callable[[str], Tokenizer] = Tokenizer.from_str
+def _build(path: Path) -> Tokenizer:
+    """The library reads the file itself: its text, and what Python makes of it, take more memory than the tokenizer."""
+    build: Callable[[str], Tokenizer] = Tokenizer.from_file
     try:
-        tokenizer = build(text)
+        tokenizer = build(str(path))
     except Exception as error:  # the library raises nothing narrower
+        _parse_object(_read_text(path, missing=_MISSING_TOKENIZER), path)
         raise ModelError(f"{path}: is no tokenizer that this version of `tokenizers` reads: {error}") from error
     # Some files carry the settings of a training run; a prompt is never cut or padded silently.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _decoder_of(tokenizer: Tokenizer) -> Any:
+    """What its tokenizer.json has as `decoder`."""
+    decoder = tokenizer.decoder
+    return None if decoder is None else json.loads(decoder.__getstate__())
 
 
 def _is_byte_level(decoder: Any) -> bool:

@@ -16,10 +16,10 @@ from typing import Protocol
 
 import torch
 
+from hetero_api.host.freed_memory import release_freed_memory
 from hetero_api.rank_memory import RUNTIME_BYTES
 from hetero_worker.memory.budget import mib
 from hetero_worker.memory.snapshot import MemorySnapshot, PeakMeter
-from hetero_worker.platforms.host_allocator import release_freed_memory
 
 
 class MemoryAccount(Protocol):

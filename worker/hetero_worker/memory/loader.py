@@ -32,6 +32,7 @@ from hetero_worker.memory.quantized_matrix import QuantizedMatrix, stacked
 from hetero_worker.memory.quantizing import quantize
 from hetero_worker.memory.safetensors_files import INDEX_FILE, SINGLE_FILE, SafetensorsFiles
 from hetero_worker.memory.weight_store import SafetensorsStore, TensorSlice, WeightStore
+from hetero_worker.platforms.file_pages import let_go_of_code
 
 __all__ = ["INDEX_FILE", "SINGLE_FILE", "Checkpoint", "TensorSlice"]
 
@@ -81,6 +82,7 @@ class Checkpoint:
         self._store = None
         self._widened, self._unpacked = _Buffer(), _Buffer()
         self._close_kept()
+        let_go_of_code()  # what it took to get here; steps need less
 
     @property
     def kept_matrices(self) -> KeptMatrices | None:

@@ -5,7 +5,7 @@ for every 4 KiB of them again: measured, 1,536 in every decode step of 32 sequen
 told to keep freed memory of up to 32 MiB a piece and never to trim its heap. What a rank keeps in this way is bounded
 by its largest step.
 
-Between steps, when a rank goes to sleep, `release_freed_memory` gives back what is kept.
+Between steps, when a rank goes to sleep, what is kept is given back (`hetero_api.host.freed_memory`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,3 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     return bool(mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)) and bool(mallopt(_M_TRIM_THRESHOLD, _NEVER_TRIM))
-
-
-def release_freed_memory() -> bool:
-    """Give freed memory back to the system, once; False where the C library cannot."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    return trim is not None and bool(trim(0))

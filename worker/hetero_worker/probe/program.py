@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Final
 from hetero_api.contract import EXIT_OK, EXIT_PERMANENT
 from hetero_api.errors import HeteroError
 from hetero_api.host.topology import CpuTopology
+from hetero_api.numa_policy import NumaPolicy
 from hetero_api.program import ProgramParser, read_log_level
-from hetero_api.spec import NumaPolicy
 from hetero_worker.errors import ExchangeTimeout
 from hetero_worker.option_types import core_list, count, cuda_device, numa_policy, positive, seconds
 from hetero_worker.platforms.host_allocator import keep_freed_memory

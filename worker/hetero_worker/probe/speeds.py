@@ -16,6 +16,7 @@ from typing import Final, Protocol
 
 import torch
 
+from hetero_api.host.freed_memory import release_freed_memory
 from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
 from hetero_api.weight_format import FLOAT_WEIGHTS, StoredWeights
@@ -29,7 +30,6 @@ from hetero_worker.layers.weight_storage import kept_bits
 from hetero_worker.memory.accounts import account_of
 from hetero_worker.memory.budget import FixedNeeds
 from hetero_worker.platforms.base import Platform
-from hetero_worker.platforms.host_allocator import release_freed_memory
 from hetero_worker.probe.clock import clock_of
 from hetero_worker.probe.costs import measure_costs
 from hetero_worker.probe.layers import Site, linear_shapes

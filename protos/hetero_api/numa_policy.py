@@ -1,0 +1,11 @@
+"""The words of spec.pools[].cpu.numa.policy: no pydantic: a rank, which reads no manifest, starts without."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class NumaPolicy(StrEnum):
+    REQUIRED = "Required"
+    BEST_EFFORT = "BestEffort"
+    NONE = "None"
