@@ -3,6 +3,7 @@
     python -m bench.decode_step [--model NAME] [--quantization none int8 int4] [--rows 1 8 32] [--context 128]
 
 A CPU rank's runner in this process, with all threads, and plans as the scheduler makes them: all rows decode, greedily.
+Plans come one at a time, as when a gateway waits for each result, and AHEAD together, as when it sends steps ahead.
 Kernels are what the native library runs; the rest is Python, from the plan to the tokens. Medians of STEPS steps.
 """
 
@@ -33,10 +34,12 @@ from hetero_worker.runners.cpu_runner import CpuRunner
 
 STEPS: Final = 200
 WARM_STEPS: Final = 8
+AHEAD: Final = 4
+"""Plans that are given to the runner together: what a gateway has out, and answers may wait for, at 8 ms a step."""
 BLOCK_SIZE: Final = 16
 MEMORY_BYTES: Final = 8 << 30
 MOST_OVERHEAD: Final = 0.08
-"""Of a step of one row."""
+"""Of a step of one row, where plans come AHEAD together."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -44,9 +47,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Medians, of steps of so many rows."""
+    """Medians, of steps of so many rows whose plans came so many together."""
 
     rows: int
+    together: int
     step_s: float
     kernels_s: float
     weight_bytes: int
@@ -106,21 +110,22 @@ class _Rank:
         self._runner.allocate(1 + most_rows * self._blocks, BLOCK_SIZE)
         self._next_step = 1
 
-    def steps(self, rows: int, clock: _Clock) -> Taken:
+    def steps(self, rows: int, together: int, clock: _Clock) -> Taken:
         """Fill so many slots, decode, and release them."""
         for slot in range(rows):
             self._execute(self._prompt(slot))
         taken, kernels = [], []
-        plan = ranks_pb2.StepPlan(decode_slots=range(rows))
-        for _ in range(WARM_STEPS + STEPS):
+        for _ in range((WARM_STEPS + STEPS) // together):
+            plans = [self._numbered(ranks_pb2.StepPlan(decode_slots=range(rows))) for _ in range(together)]
             clock.seconds = 0.0
             begin_s = time.perf_counter()
-            self._execute(plan)
-            taken.append(time.perf_counter() - begin_s)
-            kernels.append(clock.seconds)
+            for _ in self._runner.run(plans, lambda: None):
+                pass
+            taken.append((time.perf_counter() - begin_s) / together)
+            kernels.append(clock.seconds / together)
         self._execute(ranks_pb2.StepPlan(released_slots=range(rows)))
-        step_s, kernels_s = (statistics.median(samples[WARM_STEPS:]) for samples in (taken, kernels))
-        return Taken(rows, step_s, kernels_s, self.weight_bytes)
+        step_s, kernels_s = (statistics.median(samples[WARM_STEPS // together :]) for samples in (taken, kernels))
+        return Taken(rows, together, step_s, kernels_s, self.weight_bytes)
 
     def _prompt(self, slot: int) -> ranks_pb2.StepPlan:
         token_ids = [5 + (7 * slot + 13 * i) % 4000 for i in range(self._context)]
@@ -136,20 +141,25 @@ class _Rank:
         return ranks_pb2.StepPlan(new_sequences=[new], spans=[span])
 
     def _execute(self, plan: ranks_pb2.StepPlan) -> None:
+        self._runner.execute(self._numbered(plan))
+
+    def _numbered(self, plan: ranks_pb2.StepPlan) -> ranks_pb2.StepPlan:
         plan.step_id = self._next_step
         self._next_step += 1
-        self._runner.execute(plan)
+        return plan
 
 
 def table(measured: Sequence[tuple[str, Taken]], limits: Limits) -> str:
-    """A line a width and number of rows."""
-    lines = [["weights", "rows", "step ms", "kernels ms", "not in kernels", "tokens/s", "weights read, GB/s (share)"]]
+    """A line a width, number of rows, and of plans that came together."""
+    head = ["weights", "rows", "plans", "step ms", "kernels ms", "not in kernels", "tokens/s"]
+    lines = [[*head, "weights read, GB/s (share)"]]
     for name, taken in measured:
         rate = taken.weight_bytes / taken.step_s
         lines.append(
             [
                 name,
                 str(taken.rows),
+                str(taken.together),
                 f"{taken.step_s * 1e3:.2f}",
                 f"{taken.kernels_s * 1e3:.2f}",
                 f"{taken.overhead:.1%}",
@@ -176,10 +186,14 @@ def main() -> int:
     for quantization in arguments.quantization:
         rank = _Rank(directory, quantization, threads=threads, most_rows=max(arguments.rows), context=arguments.context)
         name = "16 bit" if quantization == "none" else quantization
-        measured += [(name, rank.steps(rows, clock)) for rows in arguments.rows]
+        measured += [(name, rank.steps(rows, plans, clock)) for rows in arguments.rows for plans in (1, AHEAD)]
     print(f"{arguments.model}, {threads} threads, context {arguments.context}: {limits.told()}\n")
     print(table(measured, limits))
-    late = [name for name, taken in measured if taken.rows == 1 and taken.overhead > MOST_OVERHEAD]
+    late = [
+        name
+        for name, taken in measured
+        if (taken.rows, taken.together) == (1, AHEAD) and taken.overhead > MOST_OVERHEAD
+    ]
     if late:
         print(f"more than {MOST_OVERHEAD:.0%} of a step of one row is not in kernels: {', '.join(late)}")
     return 1 if late else 0

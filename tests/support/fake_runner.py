@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hetero_api.v1 import ranks_pb2
@@ -60,6 +60,7 @@ class FakeRunner:
         self.on_finish: Callable[[], None] = _nothing
         self.home: int | None = None
         self.chains = False
+        self.runs_steps = False
         self.computed = threading.Event()
         self.said: list[str] = []
         """Beginnings and ends, in their order."""
@@ -106,6 +107,12 @@ class FakeRunner:
             self.masks.append(masks())
         self.plans.append(plan)
         return FakeStep(self, plan)
+
+    def run(self, plans: Sequence[ranks_pb2.StepPlan], on_step: Callable[[], None]) -> Iterator[StepOutput]:
+        for plan in plans:
+            output = self.execute(plan)
+            on_step()
+            yield output
 
     def outcome(self, plan: ranks_pb2.StepPlan) -> StepOutput:
         if plan.HasField("command"):

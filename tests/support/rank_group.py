@@ -24,6 +24,7 @@ from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.layers.sampler import SampledRows, gather_logits, sample_tokens
 from hetero_worker.platforms.base import HOST
 from hetero_worker.runners.base import LoadReport, LoadRequest, SampledToken, StepOutput
+from hetero_worker.runners.begun_step import SampleTokens
 from hetero_worker.runners.cpu_runner import CpuRunner
 from hetero_worker.runners.gpu_runner import GpuRunner
 from hetero_worker.runners.graphs.device_steps import MakeGraphs
@@ -102,17 +103,20 @@ class RankGroup:
         quantization: str = "none",
         native: bool = True,
         make_exchanges: MakeExchanges | None = None,
+        keeps_logits: bool = True,
     ) -> None:
         """`make_graphs`: of the pseudo GPUs; None: they have none. `native`: host cores compute by native kernels,
-        linear layers among them, whatever would be faster; else by torch's. `make_exchanges` None: in Python."""
+        linear layers among them, whatever would be faster; else by torch's. `make_exchanges` None: in Python.
+        `keeps_logits`: a recorder is asked for all draws; else the runners draw as they do when they serve."""
         config = ModelConfig.from_directory(directory).quantized(quantization)
         self.plan = shares.plan(config.num_layers, expert_layers=config.expert_layers)
         self.recorders = [LogitsRecorder() for _ in self.plan.ranks]
+        samplers: list[SampleTokens] = [recorder if keeps_logits else sample_tokens for recorder in self.recorders]
         self.runners = [
-            GpuRunner(PseudoGpuPlatform(rank), sample=recorder, make_graphs=make_graphs)
+            GpuRunner(PseudoGpuPlatform(rank), sample=sampler, make_graphs=make_graphs)
             if rank < num_gpu_ranks
-            else CpuRunner(sample=recorder, choose=_first if native else choose_kernel)
-            for rank, recorder in enumerate(self.recorders)
+            else CpuRunner(sample=sampler, choose=_first if native else choose_kernel)
+            for rank, sampler in enumerate(samplers)
         ]
         self.requests = [
             LoadRequest(

@@ -12,7 +12,7 @@ Hello tells which they are; groups, cache and slots do not. Groups stand before 
 of all ranks, LoadModel brings the plan and connects what it needs.
 
 Plans are worked off by `plan_work.py`, in order. A step that is under way is finished, and answered, before anything is
-looked at but the plan that comes next.
+looked at but the plans that come next.
 
 Nothing of an aborted epoch survives into the next: its group is gone before Hello is said again. A life is one
 gateway's: what becomes of the rank after that is for `rejoining.py` to say.

@@ -11,9 +11,9 @@ pytestmark = pytest.mark.unit
 
 
 def test_the_table_tells_rates_and_what_is_not_in_kernels() -> None:
-    taken = Taken(rows=4, step_s=0.010, kernels_s=0.009, weight_bytes=5_000_000)
+    taken = Taken(rows=4, together=2, step_s=0.010, kernels_s=0.009, weight_bytes=5_000_000)
     line = table([("int8", taken)], LIMITS).splitlines()[-1]
-    assert line.split() == ["int8", "4", "10.00", "9.00", "10.0%", "400.0", "0.5", "(50%)"]
+    assert line.split() == ["int8", "4", "2", "10.00", "9.00", "10.0%", "400.0", "0.5", "(50%)"]
     assert taken.overhead == pytest.approx(0.1)
 
 

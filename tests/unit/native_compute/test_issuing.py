@@ -101,6 +101,29 @@ def test_calls_are_finished_by_python_where_they_do_not_give_0() -> None:
     assert finished == [1, 1]
 
 
+def test_recordings_that_follow_one_another_are_one() -> None:
+    """Calls of both are finished as they would be by themselves."""
+    issuer, x = issuer_of(), torch.ones(2, 3)
+    finished: dict[str, list[int]] = {"first": [], "second": []}
+    function = Function(lambda _first, _second, _third: 5)
+    recordings = []
+    for seen in finished.values():
+        with issuer.computing_in(Arena()), issuer.recording() as recorded:
+            add(issuer, x, x)
+            issuer.call(CallOp(op=Op(Kind.CALL, 1), function=ctypes.cast(function, c_void_p)), seen.append, function)
+        recordings.append(recorded)
+    first, second = recordings
+    x.fill_(1)
+    whole = first.followed_by(second)
+    assert len(whole.table) == 4
+    issuer.replay(whole)
+    assert x.tolist() == [[4.0] * 3] * 2
+    assert finished == {"first": [5, 5], "second": [5, 5]}
+    issuer.replay(first)
+    assert float(x[0, 0]) == 8.0
+    assert finished == {"first": [5, 5, 5], "second": [5, 5]}
+
+
 def test_what_a_finish_raises_ends_the_replay_there() -> None:
     issuer, x = issuer_of(), torch.ones(2, 2)
     answers = [0]

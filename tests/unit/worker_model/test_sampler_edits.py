@@ -166,3 +166,35 @@ def _candidates(draw: Draw, counts: tuple[int, int]) -> list[ShardCandidates]:
         shards += candidates_of_shard(scaled, [draw.row], begin, counts=[draw.row.num_candidates(count)])
         begin += count
     return shards
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_plain"),
+    [
+        ({}, True),
+        ({"temperature": 1e-6, "top_k": 5, "top_p": 0.5}, True),
+        ({"temperature": 0.7}, False),
+        ({"repetition_penalty": 1.3}, False),
+        ({"presence_penalty": 0.1}, False),
+        ({"frequency_penalty": -0.1}, False),
+        ({"bias_token_ids": [3], "biases": [0.5]}, False),
+        ({"num_logprobs": 0}, False),
+        ({"min_tokens": 4}, True),
+        ({"min_tokens": 4, "end_token_ids": [1]}, False),
+        ({"min_tokens": 3, "end_token_ids": [1]}, True),
+    ],
+)
+def test_a_draw_is_plain_if_it_is_the_largest_logit_and_nothing_else(changes: dict[str, Any], is_plain: bool) -> None:
+    sequence = SequenceSampling(sampling_of(**{"temperature": 0.0, **changes}), PROMPT, [5, 6, 7])
+    row = sequence.draw()
+    assert sequence.is_plain == is_plain
+    assert is_plain == (row.is_greedy and row.edits is None and row.num_logprobs is None)
+
+
+def test_a_draw_becomes_plain_once_it_may_end_and_stays_so() -> None:
+    sequence = SequenceSampling(sampling_of(temperature=0.0, min_tokens=3, end_token_ids=[1]), PROMPT)
+    sequence.extend([4, 5])
+    assert not sequence.is_plain
+    sequence.extend([6])
+    assert sequence.is_plain
+    assert sequence.draw().position == len(PROMPT) + 3

@@ -116,6 +116,22 @@ def test_a_device_that_ran_out_of_work_before_the_next_step_came_is_told_from_wh
     assert summary.chained_share == 0.5
 
 
+def test_steps_of_a_run_have_no_gap_but_the_first() -> None:
+    clock = Clock()
+    times = StepTimes(clock)
+    run(times, clock, (0.0, 1.0))
+    clock.now_s += 0.003
+    times.begin()
+    times.end_each([clock.now_s + 0.010, clock.now_s + 0.021, clock.now_s + 0.030])
+    clock.now_s += 0.032
+    run(times, clock, (0.0, 0.005))
+    summary = times.summary()
+    assert summary is not None
+    assert (summary.num_steps, summary.chained_share) == (4, 0.0)
+    assert summary.gap_share == pytest.approx((0.003 + 0.002) / (0.003 + 0.002 + 0.030 + 0.005))
+    assert summary.median_work_s == pytest.approx(0.0095)
+
+
 def test_steps_that_are_not_chained_are_not_told_of() -> None:
     clock = Clock()
     times = StepTimes(clock)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hetero_api.host.heartbeat import Heartbeat, HeartbeatMemory
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.errors import ProtocolError
 from hetero_worker.gateway_link import Arrival, Event, LeaveRequested, one_by_one
 from hetero_worker.plan_work import HOLD_S, PlanWork
 from hetero_worker.runners.base import MaskSource, SampledToken, StepOutput, no_masks
 from hetero_worker.runners.begun_step import DoneStep
+from hetero_worker.runners.native_draws import MAX_STEPS
 
 pytestmark = pytest.mark.unit
 
@@ -49,11 +52,16 @@ class PlayedLink:
 
 
 class PlayedRunner:
-    """Each step takes as long, and draws a token."""
+    """Each step takes as long, and draws a token. In a run the one that `fails` raises."""
 
-    def __init__(self, step_s: float) -> None:
+    def __init__(self, step_s: float, *, runs_steps: bool) -> None:
         self._step_s = step_s
         self.home: int | None = None
+        self.runs_steps = runs_steps
+        self.runs: list[list[int]] = []
+        """Steps of each."""
+        self.fails: int | None = None
+        self.on_step: Callable[[], None] = lambda: None
 
     def begin(self, plan: ranks_pb2.StepPlan, masks: MaskSource = no_masks) -> DoneStep:
         if plan.masked_slots:
@@ -61,10 +69,23 @@ class PlayedRunner:
         time.sleep(self._step_s)
         return DoneStep(StepOutput(sampled=[SampledToken(slot, plan.step_id) for slot in plan.decode_slots]))
 
+    def run(self, plans: Sequence[ranks_pb2.StepPlan], on_step: Callable[[], None]) -> Iterator[StepOutput]:
+        self.runs.append([plan.step_id for plan in plans])
+        for _ in plans:
+            time.sleep(self._step_s)
+            on_step()
+            self.on_step()
+        for plan in plans:
+            if plan.step_id == self.fails:
+                raise ProtocolError(f"step plan {plan.step_id}: does not fit")
+            yield StepOutput(sampled=[SampledToken(slot, plan.step_id) for slot in plan.decode_slots])
 
-def plan(step_id: int, *, span: bool = False, masked: Sequence[int] = ()) -> ranks_pb2.StepPlan:
+
+def plan(
+    step_id: int, *, span: bool = False, masked: Sequence[int] = (), slots: Sequence[int] = (0,), **more: Any
+) -> ranks_pb2.StepPlan:
     spans = [ranks_pb2.ScheduledSpan(slot=1, num_tokens=2, sample=True)] if span else []
-    return ranks_pb2.StepPlan(step_id=step_id, decode_slots=[0], spans=spans, masked_slots=masked)
+    return ranks_pb2.StepPlan(step_id=step_id, decode_slots=slots, spans=spans, masked_slots=masked, **more)
 
 
 def arrival(**body: object) -> Arrival:
@@ -76,6 +97,7 @@ class Scene:
     link: PlayedLink
     work: PlanWork
     runner: PlayedRunner
+    memory: HeartbeatMemory
 
     def do(self, *plans: ranks_pb2.StepPlan) -> None:
         """All have come; work them off."""
@@ -88,12 +110,12 @@ class Scene:
             self.work.take(event)
 
 
-def scene(tmp_path: Path, *, step_s: float = 0.0, rank: int = 0) -> Scene:
+def scene(tmp_path: Path, *, step_s: float = 0.0, rank: int = 0, runs_steps: bool = False) -> Scene:
     link, memory = PlayedLink(), HeartbeatMemory()
-    runner = PlayedRunner(step_s)
+    runner = PlayedRunner(step_s, runs_steps=runs_steps)
     work = PlanWork(runner, link, Heartbeat.open(Path(memory.path)))  # type: ignore[arg-type]
     work.begin_epoch(EPOCH, rank=rank)
-    return Scene(link, work, runner)
+    return Scene(link, work, runner, memory)
 
 
 def test_answers_to_short_steps_travel_together_if_more_are_coming(tmp_path: Path) -> None:
@@ -193,3 +215,104 @@ def test_the_thread_keeps_to_the_runners_core_from_step_to_step_only(tmp_path: P
     finally:
         os.sched_setaffinity(0, before)
     assert seen == [{max(before)}, before, {max(before)}]
+
+
+def test_plans_that_go_on_with_the_same_sequences_are_a_run_once_it_is_known_how_long_steps_take(
+    tmp_path: Path,
+) -> None:
+    it = scene(tmp_path, step_s=0.001, runs_steps=True)
+    it.do(plan(1), *map(plan, range(2, 6)))
+    assert it.runner.runs == [[1], [2, 3, 4, 5]]
+    assert it.link.told == [[1, 2, 3, 4, 5]]
+    results = [it.link.said[0].step_result, *it.link.said[0].further_results]
+    assert [list(result.token_ids) for result in results] == [[1], [2], [3], [4], [5]]
+    assert all(0.001 <= result.step_s < 0.01 for result in results)
+    assert it.memory.read().steps == 5
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"span": True}, {"slots": (0, 1)}, {"slots": (1,)}, {"slots": (), "span": True}, {"released_slots": [3]},
+        {"new_sequences": [ranks_pb2.NewSequence(slot=4)]},
+        {"slots": (), "command": ranks_pb2.GroupCommand(reset_cache=ranks_pb2.AllocateCache())},
+    ],
+    ids="-".join,
+)  # fmt: skip
+def test_a_run_ends_before_any_other_plan(other: dict[str, Any], tmp_path: Path) -> None:
+    it = scene(tmp_path, step_s=0.001, runs_steps=True)
+    it.do(plan(1), plan(2), plan(3), plan(4, **other), plan(5))
+    assert it.runner.runs[:2] == [[1], [2, 3]]
+    assert it.runner.runs[-1][-1] == 5
+    assert [step for steps in it.link.told for step in steps] == [1, 2, 3, 4, 5]
+
+
+def test_blocks_do_not_end_a_run_but_masks_do(tmp_path: Path) -> None:
+    it = scene(tmp_path, step_s=0.001, runs_steps=True)
+    masks = arrival(token_masks=ranks_pb2.TokenMasks(step_id=4, masks=[b"\xff"]))
+    plans = [plan(1), plan(2), plan(3, block_slots=[0], block_ids=[9]), plan(4, masked=[0])]
+    it.link.coming.extend([*(arrival(step_plan=each) for each in plans), masks])
+    it.do()
+    assert it.runner.runs == [[1], [2, 3]]
+    assert it.link.told == [[1, 2, 3], [4]]
+
+
+def test_a_run_takes_no_longer_than_answers_may_wait(tmp_path: Path) -> None:
+    it = scene(tmp_path, step_s=HOLD_S / 3.5, runs_steps=True)
+    it.do(*map(plan, range(1, 10)))
+    assert [step for run in it.runner.runs for step in run] == list(range(1, 10))
+    assert max(map(len, it.runner.runs)) in (2, 3)
+    assert max(map(len, it.link.told)) <= 4
+    assert [step for steps in it.link.told for step in steps] == list(range(1, 10))
+
+
+def test_a_run_has_no_more_steps_than_there_is_room_for(tmp_path: Path) -> None:
+    it = scene(tmp_path, runs_steps=True)
+    it.do(*map(plan, range(1, 30)))
+    assert max(map(len, it.runner.runs)) == MAX_STEPS
+    assert [step for run in it.runner.runs for step in run] == list(range(1, 30))
+
+
+def test_another_number_of_rows_is_another_pace(tmp_path: Path) -> None:
+    it = scene(tmp_path, runs_steps=True)
+    it.do(plan(1), plan(2), plan(3), plan(4, slots=(0, 1)), plan(5, slots=(0, 1)), plan(6, slots=(0, 1)))
+    assert it.runner.runs == [[1], [2, 3], [4], [5, 6]]
+
+
+def test_steps_before_one_that_fails_in_a_run_are_answered(tmp_path: Path) -> None:
+    it = scene(tmp_path, runs_steps=True)
+    it.runner.fails = 4
+    with pytest.raises(ProtocolError, match="step plan 4"):
+        it.do(*map(plan, range(1, 7)))
+    assert it.link.told == [[1, 2, 3]]
+    assert it.work.last_step == 3
+
+
+def test_each_step_of_a_run_is_seen_from_outside(tmp_path: Path) -> None:
+    it = scene(tmp_path, runs_steps=True)
+    seen: list[int] = []
+    it.runner.on_step = lambda: seen.append(it.memory.read().steps)
+    it.do(*map(plan, range(1, 6)))
+    assert seen == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("event", [LeaveRequested("by a signal"), arrival(abort=ranks_pb2.Abort())])
+def test_what_ends_the_epoch_stays_in_the_link_behind_a_run(event: Event, tmp_path: Path) -> None:
+    it = scene(tmp_path, runs_steps=True)
+    it.link.coming.extend([*(arrival(step_plan=plan(i)) for i in (1, 2, 3)), event, arrival(step_plan=plan(4))])
+    it.do()
+    assert it.runner.runs == [[1], [2, 3]]
+    assert it.link.coming[0] is event
+
+
+def test_plans_of_another_epoch_or_out_of_order_are_no_part_of_a_run(tmp_path: Path) -> None:
+    it = scene(tmp_path, runs_steps=True)
+    it.do(plan(1))
+    stale = Arrival(time.monotonic(), ranks_pb2.GatewayMessage(epoch=EPOCH + 1, step_plan=plan(3)))
+    it.link.coming.append(stale)
+    it.work.take(arrival(step_plan=plan(2)))
+    assert it.link.coming == deque([stale])
+    it.link.coming[0] = arrival(step_plan=plan(9))
+    it.work.take(arrival(step_plan=plan(3)))
+    assert it.runner.runs == [[1], [2], [3]]
+    assert len(it.link.coming) == 1

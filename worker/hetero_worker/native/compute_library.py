@@ -17,7 +17,7 @@ from typing import Any, Final
 from hetero_worker.native.build import COMPUTE_LIBRARY, compute_sources
 from hetero_worker.native.loading import load_checked
 
-ABI: Final = 1
+ABI: Final = 2
 
 
 class Kind(IntEnum):
@@ -33,7 +33,9 @@ class Kind(IntEnum):
     ATTEND_SPAN = 7
     ADD = 8
     PICK = 9
-    CALL = 10
+    CHOOSE = 10
+    STEP_ON = 11
+    CALL = 12
 
 
 class Format(IntEnum):
@@ -215,6 +217,42 @@ class PickOp(ctypes.Structure):
     _fields_ = (("op", Op), ("width", c_uint64), ("x", c_void_p), ("index", c_void_p), ("y", c_void_p))
 
 
+class ChooseOp(ctypes.Structure):
+    """hc_choose_op."""
+
+    _fields_ = (
+        ("op", Op),
+        ("columns", c_uint64),
+        ("x", c_void_p),
+        ("first", c_uint64),
+        ("shards", c_uint64),
+        ("shard", c_uint64),
+        ("best", c_void_p),
+        ("scratch", c_void_p),
+    )
+
+
+class StepOnOp(ctypes.Structure):
+    """hc_step_on_op."""
+
+    _fields_ = (
+        ("op", Op),
+        ("shards", c_uint64),
+        ("best", c_void_p),
+        ("inputs", c_void_p),
+        ("token_ids", c_void_p),
+        ("positions", c_void_p),
+        ("slot_mapping", c_void_p),
+        ("lengths", c_void_p),
+        ("tables", c_void_p),
+        ("table_stride", c_uint64),
+        ("block_size", c_uint64),
+        ("steps", c_void_p),
+        ("tokens", c_void_p),
+        ("scores", c_void_p),
+    )
+
+
 class CallOp(ctypes.Structure):
     """hc_call_op."""
 
@@ -222,7 +260,8 @@ class CallOp(ctypes.Structure):
 
 
 _STRUCTS: Final[tuple[type[ctypes.Structure], ...]] = (
-    PackOp, LinearOp, EmbedOp, NormOp, GatedOp, RotateOp, AttendOp, AttendSpanOp, AddOp, PickOp, CallOp, Weight,
+    PackOp, LinearOp, EmbedOp, NormOp, GatedOp, RotateOp, AttendOp, AttendSpanOp, AddOp, PickOp, ChooseOp, StepOnOp,
+    CallOp, Weight,
 )  # fmt: skip
 _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "hc_abi": (c_uint64, ()),

@@ -46,6 +46,11 @@ class RecordedOps:
             self._table = (c_void_p * len(self.ops))(*map(ctypes.addressof, self.ops))
         return self._table
 
+    def followed_by(self, others: RecordedOps) -> RecordedOps:
+        """These operations, and then the others, as one recording."""
+        finishes = {len(self.ops) + number: finish for number, finish in others.finishes.items()}
+        return RecordedOps([*self.ops, *others.ops], [*self.kept, *others.kept], self.finishes | finishes)
+
 
 class Arena:
     """Memory that recorded operations compute in: pieces by size, those that nobody looks at given out again.

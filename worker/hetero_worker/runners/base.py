@@ -6,6 +6,7 @@
 
 `execute` is to `begin` a step and to finish it. A step may begin before the one before is finished, where its plan
 suits: the device then goes from one to the other without waiting for the host. `step_chain.py` drives a runner so.
+Or plans that came together are worked off by one `run`, where a rank has a use for that.
 
 A new epoch starts again at `attach`; weights survive it, and `load` with an equal request costs nothing. Only
 the exchange may be touched by another thread (its `abort`), which ends a blocked `execute` with
@@ -22,7 +23,7 @@ ProtocolError (a plan or an order that does not fit the state), ExchangeError (a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -205,6 +206,20 @@ class Runner(Protocol):
 
     def execute(self, plan: ranks_pb2.StepPlan, masks: MaskSource = no_masks) -> StepOutput:
         """Begin a step, and finish it; raises as these do."""
+        ...
+
+    @property
+    def runs_steps(self) -> bool:
+        """Whether plans that only decode should be given to `run`, those together that have come."""
+        ...
+
+    def run(self, plans: Sequence[ranks_pb2.StepPlan], on_step: Callable[[], None]) -> Iterator[StepOutput]:
+        """What became of each plan, as `execute` tells and raises it, in their order; `on_step` is called after each.
+
+        The first only decodes and has no masks, and the others go on with it (`step_runs.may_lead`, `may_follow`). All
+        steps may be made before the first is told of, and none is before somebody asks for it. What a plan raises is
+        raised when those before it were told of.
+        """
         ...
 
     def detach(self) -> None:

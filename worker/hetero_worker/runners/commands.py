@@ -16,8 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-import torch
-
 from hetero_api.errors import HeteroError, ModelError
 from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import ranks_pb2
@@ -41,6 +39,7 @@ from hetero_worker.runners.serving import ServingCache, make_cache
 from hetero_worker.runners.shard import LoadedShard, empty_decoder, load_shard
 from hetero_worker.runners.step_recorder import StepRecorder
 from hetero_worker.runners.step_times import StepTimes
+from hetero_worker.runners.voting import all_can
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +94,7 @@ class GroupCommands:
             logger.warning("cannot do %s: %s", command.WhichOneof("action"), problem)
         done = False
         try:
-            done = _all_can(exchange, prepared is not None)
+            done = all_can(exchange, prepared is not None)
         finally:
             if prepared is not None and not done:
                 prepared.discard()
@@ -277,11 +276,6 @@ class GroupCommands:
             return _Outcome()
 
         return _Prepared(commit)
-
-
-def _all_can(exchange: Exchange, can: bool) -> bool:
-    votes = exchange.all_gather(torch.tensor([can], dtype=torch.int64), [1] * exchange.world_size)
-    return all(bool(vote.item()) for vote in votes)
 
 
 def _freed_by(change: Callable[[], None], account: MemoryAccount) -> int:

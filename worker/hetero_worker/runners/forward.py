@@ -6,12 +6,15 @@ known, they are in memory of their own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from hetero_api.sharding import UnitRange
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.models.decoder import Decoder
@@ -49,6 +52,52 @@ class ForwardPass(Protocol):
         self, decoder: Decoder, batch: InputBatch, *, caches: Sequence[LayerCache | None], exchange: Exchange
     ) -> ForwardStates:
         """One step's. Raises as the exchange does."""
+        ...
+
+
+class StepDraws(NamedTuple):
+    """What steps drew that followed one another. Valid until the next are made."""
+
+    token_ids: npt.NDArray[np.int64]
+    """[steps, draws]"""
+    scores: npt.NDArray[np.float32]
+    """[steps, draws]: the logits of these tokens."""
+
+
+class DrawingForward(ForwardPass, Protocol):
+    """One that can draw, too: the largest logits as they are. So steps need nobody between them."""
+
+    def can_draw(
+        self,
+        decoder: Decoder,
+        batch: InputBatch,
+        *,
+        caches: Sequence[LayerCache | None],
+        exchange: Exchange,
+        head_ranges: Sequence[UnitRange],
+    ) -> bool:
+        """Whether `draw` would serve for steps as this one, of which one was run before.
+
+        `head_ranges` are the vocabulary rows of all ranks. All ranks have to draw alike, for they meet at it.
+        """
+        ...
+
+    def draw(
+        self,
+        decoder: Decoder,
+        batch: InputBatch,
+        *,
+        caches: Sequence[LayerCache | None],
+        exchange: Exchange,
+        head_ranges: Sequence[UnitRange],
+        steps: int,
+        on_step: Callable[[], None],
+    ) -> StepDraws:
+        """So many steps, the first of which is this batch's, and each other what its draws make of the one before.
+
+        `on_step` is called after each. Of logits that are no numbers the score is none, or infinite: that is the
+        caller's to see. Raises as the exchange does.
+        """
         ...
 
 

@@ -107,13 +107,20 @@ class InputBuffers:
 
     def fill(self, plan: ranks_pb2.StepPlan, slots: SlotTable) -> InputBatch:
         """The step's batch; the plan has been checked and applied to the slots, and it computes something."""
+        if not plan.spans:
+            return self.fill_run(plan, slots, steps=1)
         count = len(plan.decode_slots)
         if count:
             self._fill_decode(plan, slots, self._views_of(count))
-        if not plan.spans:
-            self._map_slots(count, slots)
-            return InputBatch(self._decode_input(count), self._decode_slots.fill(plan.decode_slots), ())
         return self._fill_mixed(plan, slots, count)
+
+    def fill_run(self, plan: ranks_pb2.StepPlan, slots: SlotTable, *, steps: int) -> InputBatch:
+        """The batch of the first of so many steps, of a plan that only decodes: block tables reach as far as all need
+        them. The slots have the blocks."""
+        count = len(plan.decode_slots)
+        self._fill_decode(plan, slots, self._views_of(count), steps=steps)
+        self._map_slots(count, slots)
+        return InputBatch(self._decode_input(count), self._decode_slots.fill(plan.decode_slots), ())
 
     def advance_decoding(self, count: int, slots: SlotTable) -> None:
         """The first `count` rows of the batch that was last made, its decode rows, are in the cache now."""
@@ -138,14 +145,14 @@ class InputBuffers:
         self._logit_rows[count:num_rows] = self._row_numbers[count:num_rows]
         return self._decode_input(num_rows)
 
-    def _fill_decode(self, plan: ranks_pb2.StepPlan, slots: SlotTable, views: _DecodeViews) -> None:
+    def _fill_decode(self, plan: ranks_pb2.StepPlan, slots: SlotTable, views: _DecodeViews, *, steps: int = 1) -> None:
         count = len(views.slots)
         self._order_rows(self._decode_slots.fill(plan.decode_slots), slots, views)
         slots.last_tokens.take(views.slots, out=self._token_ids[:count], mode="clip")
         np.copyto(views.rows.lengths, views.positions, casting="same_kind")
         np.add(views.rows.lengths, 1, out=views.rows.lengths)
         np.multiply(views.slots, slots.max_blocks, out=views.table_rows)
-        longest = int(views.rows.lengths[0])
+        longest = int(views.rows.lengths[0]) + steps - 1
         num_blocks = -(-longest // self._bounds.block_size)
         self._take_tables(slots, views, num_blocks)
         views.logit_rows.put(views.order, self._row_numbers[:count], mode="clip")

@@ -9,7 +9,9 @@ be lost: while a step is recorded somebody looks for that (`recording_guard`), a
 operator by operator, and says why.
 
 Every row of such a step is drawn from, so its logits are recorded with it. They are in memory that all recordings have
-in common, for they are large: a rank on host cores has drawn from them before the next pass begins.
+in common, for they are large: a rank on host cores has drawn from them before the next pass begins. Where all draws are
+the largest logits as they are, the draws are operations too (`native_draws`), recorded by themselves and run with the
+pass: `draw` makes several steps, and between them there is nothing but the next call.
 
 A recording holds addresses of weights, cache and inputs. It is of one decoder and one exchange, and goes with the
 cache.
@@ -19,24 +21,25 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 import torch
 
+from hetero_api.sharding import UnitRange
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.memory.budget import mib
 from hetero_worker.models.decoder import Decoder, DecoderInput
 from hetero_worker.native.issuing import Arena, CommonArena, Issuer, RecordedOps
-from hetero_worker.runners.forward import EagerForward, ForwardStates
+from hetero_worker.runners.forward import EagerForward, ForwardStates, StepDraws
 from hetero_worker.runners.graphs.breaks import Breaks, RecordedPass
 from hetero_worker.runners.graphs.current_step import CurrentStep
 from hetero_worker.runners.input_batch import InputBatch
+from hetero_worker.runners.native_backend import NativeBackend, NativeSegment
+from hetero_worker.runners.native_draws import MAX_IDS, NativeDraws
 from hetero_worker.runners.native_sums import NativeSumsExchange
-from hetero_worker.runners.recording_guard import RecordingGuard
 
 logger = logging.getLogger(__name__)
 
@@ -54,58 +57,6 @@ class NothingPadded(CurrentStep):
         """There is none."""
 
 
-class NativeBackend:
-    """Implements graphs.backend.GraphBackend for native operations."""
-
-    records_device_sums = False
-
-    def __init__(self, issuer: Issuer) -> None:
-        self._issuer = issuer
-        self._segment = ExitStack()
-        self._recorded: RecordedOps | None = None
-        self._guard = RecordingGuard()
-        self.num_ops = 0
-        """Recorded in the last pass."""
-        self.num_bytes = 0
-        """That it computes in."""
-
-    @property
-    def not_recorded(self) -> list[str]:
-        """What torch did within the last pass's segments; calls between them may do what they like."""
-        return self._guard.seen
-
-    def reserve(self, num_bytes: int) -> None:
-        """Memory comes as it is needed."""
-
-    def aside(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        arena = Arena()
-        self.num_ops = 0
-        self._guard = RecordingGuard()
-        with self._issuer.computing_in(arena), self._segment:
-            yield
-        self.num_bytes = arena.num_bytes
-
-    def begin(self) -> None:
-        self._recorded = self._segment.enter_context(self._issuer.recording())
-        self._segment.enter_context(self._guard)
-
-    def end(self) -> Callable[[], object] | None:
-        recorded, self._recorded = self._recorded, None
-        self._segment.close()
-        if recorded is None or not recorded.ops:
-            return None
-        self.num_ops += len(recorded.ops)
-        return lambda: self._issuer.replay(recorded)
-
-    def free_bytes(self) -> int:
-        """Nobody asks: what recordings compute in is small, and the host's."""
-        return 0
-
-
 @dataclass(slots=True)
 class _Bound:
     """What steps have been recorded of, and with."""
@@ -116,15 +67,26 @@ class _Bound:
     exchange: NativeSumsExchange
     passes: dict[int, tuple[DecoderInput, RecordedPass[ForwardStates] | None]] = field(default_factory=dict)
     """By the inputs' identity, which lasts as long as they are kept here; None of a step that cannot be recorded."""
+    drawn: dict[int, RecordedOps] = field(default_factory=dict)
+    """By the same, of passes that are one piece: these with their draws."""
+
+    def only_segment(self, step: DecoderInput) -> RecordedOps | None:
+        """What was recorded of such steps, if that is one piece and nothing else."""
+        _, recorded = self.passes.get(id(step), (step, None))
+        if recorded is None or len(recorded.parts) != 1:
+            return None
+        (segment,) = recorded.parts
+        return segment.recorded if isinstance(segment, NativeSegment) else None
 
 
 class NativeForward:
-    """Implements ForwardPass; see the module."""
+    """Implements DrawingForward; see the module."""
 
     graph_bytes = 0
 
-    def __init__(self, issuer: Issuer, *, logits_bytes: int) -> None:
+    def __init__(self, issuer: Issuer, *, logits_bytes: int, draws: NativeDraws) -> None:
         """`logits_bytes`: what logits of a step, and what they are made of, take at most; 0: they are not recorded."""
+        self._draws = draws
         self._backend = NativeBackend(issuer)
         self._breaks = Breaks(self._backend)
         self._step = NothingPadded()
@@ -147,10 +109,56 @@ class NativeForward:
             return self._run_eagerly(bound, batch)
         return recorded.replay()
 
+    def can_draw(
+        self,
+        decoder: Decoder,
+        batch: InputBatch,
+        *,
+        caches: Sequence[LayerCache | None],
+        exchange: Exchange,
+        head_ranges: Sequence[UnitRange],
+    ) -> bool:
+        bound = self._bind(decoder, caches, exchange)
+        if bound.only_segment(batch.decoder_input) is None or not bound.exchange.sums_natively:
+            return False
+        has_logits = self._logits is not None or not head_ranges[exchange.rank].size
+        return has_logits and max(rows.end for rows in head_ranges) <= MAX_IDS
+
+    def draw(
+        self,
+        decoder: Decoder,
+        batch: InputBatch,
+        *,
+        caches: Sequence[LayerCache | None],
+        exchange: Exchange,
+        head_ranges: Sequence[UnitRange],
+        steps: int,
+        on_step: Callable[[], None],
+    ) -> StepDraws:
+        bound, step = self._bind(decoder, caches, exchange), batch.decoder_input
+        self._draws.restart(steps)
+        for _ in range(steps):
+            if (recorded := bound.drawn.get(id(step))) is not None:
+                self._issuer.replay(recorded)
+            else:
+                self._draw_anew(bound, batch, head_ranges)
+            on_step()
+        return self._draws.of_steps(steps, len(step.token_ids))
+
+    def _draw_anew(self, bound: _Bound, batch: InputBatch, head_ranges: Sequence[UnitRange]) -> None:
+        """A step with its draws, which are recorded to be made with the rest from now on."""
+        step = batch.decoder_input
+        logits = self.run(bound.decoder, batch, caches=bound.caches, exchange=bound.outer).logits
+        with self._issuer.computing_in(Arena()), self._issuer.recording() as draws:
+            self._draws.issue(step, logits, head_ranges=head_ranges, exchange=bound.exchange)
+        if (segment := bound.only_segment(step)) is not None:
+            bound.drawn[id(step)] = segment.followed_by(draws)
+
     def _record(self, bound: _Bound, step: DecoderInput) -> ForwardStates:
         began_s = time.perf_counter()
         if len(bound.passes) >= MAX_RECORDINGS:
             bound.passes.clear()
+            bound.drawn.clear()
         recorded = self._breaks.record(lambda: self._pass(bound, step))
         if not_recorded := self._backend.not_recorded:
             bound.passes[id(step)] = step, None

@@ -10,9 +10,10 @@ from hetero_worker.platforms.base import Platform
 from hetero_worker.runners.base import LoadRequest
 from hetero_worker.runners.forward import EagerForward
 from hetero_worker.runners.input_batch import InputBuffers
+from hetero_worker.runners.native_draws import NativeDraws
 from hetero_worker.runners.native_forward import NativeForward
 from hetero_worker.runners.plan_check import PlanBounds
-from hetero_worker.runners.runner_device import StepParts
+from hetero_worker.runners.runner_device import DrawingParts, StepParts
 from hetero_worker.runners.shard import NATIVE_DTYPE, native_for
 
 
@@ -34,9 +35,12 @@ class NativeSteps:
         self._platform = platform
 
     def make(self, bounds: PlanBounds, request: LoadRequest) -> StepParts:
-        issuer = recorder_for(request, self._platform).issuer
-        forward = EagerForward() if issuer is None else NativeForward(issuer, logits_bytes=_logits_bytes(request))
-        return StepParts(InputBuffers(bounds), forward)
+        issuer, inputs = recorder_for(request, self._platform).issuer, InputBuffers(bounds)
+        if issuer is None:
+            return StepParts(inputs, EagerForward())
+        draws = NativeDraws(issuer, most_rows=bounds.max_num_seqs, block_size=bounds.block_size)
+        forward = NativeForward(issuer, logits_bytes=_logits_bytes(request), draws=draws)
+        return StepParts(inputs, forward, drawing=DrawingParts(inputs, forward))
 
     def kernels(self, request: LoadRequest) -> tuple[str, ...]:
         problem = recorder_for(request, self._platform).reason

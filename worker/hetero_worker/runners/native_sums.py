@@ -24,6 +24,12 @@ class NativeSumsExchange(BreakingExchange):
         super().__init__(exchange, breaks, step, records_device_sums=False)
         self._issuer = issuer
 
+    @property
+    def sums_natively(self) -> bool:
+        """Whether a sum among all ranks is an operation, or none is needed."""
+        sums = self.among(tuple(range(self.world_size)))
+        return sums.world_size == 1 or isinstance(sums, _NativeSums)
+
     def among(self, ranks: tuple[int, ...]) -> SumExchange:
         sums = self._exchange.among(ranks)
         return _NativeSums(sums, self._issuer) if isinstance(sums, NativeRounds) else super().among(ranks)

@@ -3,7 +3,8 @@
 A step is: the plan's deltas to the slots, the batch's tensors, one forward pass, the draws. Where the tensors lie, what
 memory is there and whether weights go elsewhere to sleep is its RunnerDevice's to say; logits are float32, and drawn
 from where they lie (`sampling.drawing`), which makes no difference to the tokens. Nor does it that a step begins while
-the one before is under way, as it may where `begun_step` says so.
+the one before is under way, as it may where `begun_step` says so, or that steps draw by themselves and are made in runs
+(`step_runs`).
 
 Everything is called from one thread. Weights are kept over epochs. A step that failed half-way leaves the slots
 undefined; the epoch ends with it, and `attach` begins anew.
@@ -12,7 +13,7 @@ undefined; the epoch ends with it, and `attach` begins anew.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from hetero_api.rank_memory import StepLimits
@@ -32,6 +33,7 @@ from hetero_worker.runners.largest_step import measure_workspace
 from hetero_worker.runners.runner_device import RunnerDevice
 from hetero_worker.runners.serving import ServingCache, make_cache
 from hetero_worker.runners.shard import ChooseKernel, LoadedShard, limits_of, load_shard, native_for
+from hetero_worker.runners.step_runs import StepRun, StepRuns, is_plain
 from hetero_worker.runners.step_times import StepTimes
 from hetero_worker.runners.trust import Trust
 from hetero_worker.sampling.drawing import HOST_DRAWING, ShardDrawing
@@ -65,6 +67,7 @@ class PlanRunner:
         self._commands = GroupCommands(self._holdings)
         self._times = StepTimes()
         self._trust = Trust()
+        self._runs = StepRuns()
         self._last_step_id = 0
         self._under_way: list[BegunStep] = []
         """Not finished, in the order in which they began: two at most."""
@@ -86,6 +89,11 @@ class PlanRunner:
         request = self.held
         return None if request is None else native_for(request, self.platform).home
 
+    @property
+    def runs_steps(self) -> bool:
+        cache = self._holdings.cache
+        return cache is not None and cache.drawing is not None
+
     def attach(self, exchange: Exchange) -> None:
         self.detach()
         self._exchange = exchange
@@ -97,6 +105,7 @@ class PlanRunner:
         if (summary := self._times.summary()) is not None:
             logger.info("%s", summary)
         self._times = StepTimes()
+        self._runs.forget()
         self._under_way.clear()
         self._commands.begin_epoch()
         self._holdings.begin_epoch()
@@ -142,12 +151,73 @@ class PlanRunner:
 
     def begin(self, plan: ranks_pb2.StepPlan, masks: MaskSource = no_masks) -> StepUnderWay:
         behind = self._followed_by(plan)
+        exchange = self._take_in(plan)
+        run = None if behind is not None else self._run_from(plan, exchange)
+        if run is not None:
+            (output,) = self._outputs(run, _nothing)
+            return DoneStep(output)
+        return self._begin_alone(plan, masks, exchange, behind)
+
+    def run(self, plans: Sequence[ranks_pb2.StepPlan], on_step: Callable[[], None]) -> Iterator[StepOutput]:
+        rest = list(plans)
+        while rest:
+            first = rest.pop(0)
+            exchange = self._take_in(first)
+            run = self._run_from(first, exchange)
+            if run is None:
+                output = self._begin_alone(first, no_masks, exchange, None).finish()
+                on_step()
+                yield output
+                continue
+            refusal: ProtocolError | None = None
+            while rest and run.has_room and refusal is None:
+                refusal = self._extend(run, rest.pop(0))
+            yield from self._outputs(run, on_step)
+            if refusal is not None:
+                raise refusal
+
+    def _extend(self, run: StepRun, plan: ranks_pb2.StepPlan) -> ProtocolError | None:
+        """Take in a plan that goes on with the run; or what is wrong with it."""
+        try:
+            self._check_order(plan)
+            run.extend(plan)
+        except ProtocolError as error:
+            return error
+        self._last_step_id = plan.step_id
+        return None
+
+    def _take_in(self, plan: ranks_pb2.StepPlan) -> Exchange:
+        """Check the plan, and apply its deltas. The exchange that it is for."""
         exchange = self._check(plan)
         self._last_step_id = plan.step_id
+        if self._holdings.cache is not None:
+            self._holdings.cache.slots.apply(plan)
+        return exchange
+
+    def _run_from(self, plan: ranks_pb2.StepPlan, exchange: Exchange) -> StepRun | None:
+        """A run that begins with the plan, which was taken in; None if its step does not draw by itself."""
         cache = self._holdings.cache
-        if cache is not None:
-            cache.slots.apply(plan)
+        if cache is None or not is_plain(plan, cache.slots):
+            return None
+        run = self._runs.begin(plan, self._means(cache, exchange))
+        if run is not None:
+            self._times.begin()
+        return run
+
+    def _outputs(self, run: StepRun, on_step: Callable[[], None]) -> Iterator[StepOutput]:
+        def count_step() -> None:
+            self._commands.count_step()
+            on_step()
+
+        return run.outputs(count_step)
+
+    def _begin_alone(
+        self, plan: ranks_pb2.StepPlan, masks: MaskSource, exchange: Exchange, behind: BegunStep | None
+    ) -> StepUnderWay:
+        """The plan has been taken in."""
+        cache = self._holdings.cache
         if plan.HasField("command"):
+            self._runs.forget()
             return DoneStep(StepOutput(report=self._commands.run(plan.command, exchange, self._times)))
         if cache is None or not (plan.decode_slots or plan.spans):
             return DoneStep(StepOutput())
@@ -196,13 +266,20 @@ class PlanRunner:
         holdings = self._holdings
         if self._exchange is None or not (holdings.cache or holdings.is_asleep):
             raise ProtocolError(f"step plan {plan.step_id} came before AllocateCache")
-        if plan.step_id != self._last_step_id + 1:
-            raise ProtocolError(f"step plan {plan.step_id}: expected step {self._last_step_id + 1}")
+        self._check_order(plan)
         if not plan.HasField("command"):
             holdings.check_awake(plan)
         if holdings.cache is not None:
             holdings.cache.check.run(plan, holdings.cache.slots.counts)
         return self._exchange
+
+    def _check_order(self, plan: ranks_pb2.StepPlan) -> None:
+        if plan.step_id != self._last_step_id + 1:
+            raise ProtocolError(f"step plan {plan.step_id}: expected step {self._last_step_id + 1}")
+
+
+def _nothing() -> None:
+    """Nobody counts steps."""
 
 
 def _drawing_report(drawing: ShardDrawing) -> tuple[str, ...]:

@@ -12,8 +12,8 @@ from hetero_api.v1 import ranks_pb2
 from hetero_worker.memory.accounts import MemoryAccount
 from hetero_worker.platforms.base import Platform
 from hetero_worker.runners.base import LoadRequest
-from hetero_worker.runners.forward import ForwardPass
-from hetero_worker.runners.input_batch import InputBatch
+from hetero_worker.runners.forward import DrawingForward, ForwardPass
+from hetero_worker.runners.input_batch import InputBatch, InputBuffers
 from hetero_worker.runners.plan_check import PlanBounds
 from hetero_worker.runners.slots import SlotTable
 
@@ -47,6 +47,14 @@ class ChainableInputs(StepInputs, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class DrawingParts:
+    """What steps that draw by themselves are made with; they only decode."""
+
+    inputs: InputBuffers
+    forward: DrawingForward
+
+
+@dataclass(frozen=True, slots=True)
 class StepParts:
     """What steps on one cache are made with."""
 
@@ -54,6 +62,8 @@ class StepParts:
     forward: ForwardPass
     chained: ChainableInputs | None = None
     """The inputs, where a step may begin before the one before is finished."""
+    drawing: DrawingParts | None = None
+    """Inputs and pass, where steps can draw by themselves."""
 
 
 class StepMaker(Protocol):

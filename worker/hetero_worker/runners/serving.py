@@ -16,7 +16,7 @@ from hetero_worker.platforms.base import HOST
 from hetero_worker.runners.base import LoadReport, LoadRequest
 from hetero_worker.runners.forward import ForwardPass
 from hetero_worker.runners.plan_check import PlanBounds, PlanCheck
-from hetero_worker.runners.runner_device import ChainableInputs, StepInputs, StepMaker
+from hetero_worker.runners.runner_device import ChainableInputs, DrawingParts, StepInputs, StepMaker
 from hetero_worker.runners.slots import SlotTable
 
 TOUCHED_BYTES: Final = 1 << 30
@@ -34,6 +34,8 @@ class ServingCache:
     check: PlanCheck
     chained: ChainableInputs | None = None
     """The inputs, where a step may begin before the one before is finished."""
+    drawing: DrawingParts | None = None
+    """Inputs and pass, where steps can draw by themselves."""
 
     @property
     def num_bytes(self) -> int:
@@ -76,6 +78,7 @@ def make_cache(
         forward=parts.forward,
         check=PlanCheck(bounds),
         chained=parts.chained,
+        drawing=parts.drawing,
     )
 
 

@@ -48,6 +48,11 @@ class SlotCounts:
         self.num_tokens[slot], self.num_computed[slot] = num_tokens, num_computed
         self.num_blocks[slot] = num_blocks
 
+    def go_on(self, slots: Int64Array, steps: int = 1) -> None:
+        """Each of these slots computes so many tokens, and gets as many."""
+        self.num_tokens[slots] += steps
+        self.num_computed[slots] += steps
+
     def copy_from(self, other: SlotCounts) -> None:
         np.copyto(self.num_tokens, other.num_tokens)
         np.copyto(self.num_computed, other.num_computed)
@@ -132,6 +137,19 @@ class SlotTable:
         self._flat_tokens.put(where, drawn32, mode="clip")
         for slot, token_id in zip(slots.tolist(), token_ids, strict=True):
             self.sampling(slot).append(token_id)
+
+    def append_steps(self, slots: Int64Array, token_ids: Int64Array) -> None:
+        """Of each slot as many more tokens are computed as steps were made, and those drawn in them are appended.
+
+        `token_ids` is int64 [steps, slots].
+        """
+        steps = len(token_ids)
+        places = slots * self.token_ids.shape[1] + self.counts.num_tokens[slots]
+        self._flat_tokens[places + np.arange(steps)[:, None]] = token_ids
+        self.last_tokens[slots] = token_ids[-1]
+        self.counts.go_on(slots, steps)
+        for slot, tokens in zip(slots.tolist(), token_ids.T.tolist(), strict=True):
+            self.sampling(slot).extend(tokens)
 
     def expect_tokens(self, slots: Sequence[int], stand_ins: Sequence[int]) -> ExpectedTokens:
         """Go on as if the tokens drawn for these slots had been appended; stand-ins are their last tokens till then.

@@ -13,7 +13,7 @@ short. What a device waits for within a step, for kernels that the host is slow 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -104,6 +104,12 @@ class StepTimes:
         if self._is_followed:
             self._is_followed = False
             self._begin_behind(0.0, now)
+
+    def end_each(self, ended_s: Sequence[float]) -> None:
+        """Steps that followed one another without a gap, of which the first was begun, were done at these times."""
+        for each_s in ended_s:
+            self._close(each_s)
+            self._gap_s, self._began_s = 0.0, each_s
 
     def remade(self) -> None:
         """A step was begun anew."""

@@ -76,12 +76,27 @@ class SequenceSampling:
         self._end_ids = np.array(sampling.end_token_ids, dtype=np.int64)
         self.num_logprobs = sampling.num_logprobs if sampling.HasField("num_logprobs") else None
         self.num_prompt_logprobs = sampling.num_prompt_logprobs if sampling.HasField("num_prompt_logprobs") else None
+        self._is_unchanged = self._bias is None and self._penalties is None and self.num_logprobs is None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the next token, and all after it, are the largest logits as they are, and nothing else is told."""
+        if not self._is_unchanged or self._sampling.temperature >= GREEDY_TEMPERATURE:
+            return False
+        return not len(self._end_ids) or self._num_output >= self._sampling.min_tokens
 
     def append(self, token_id: int) -> None:
         """The next output token is known."""
         self._num_output += 1
         if self._penalties is not None:
             self._penalties.counts.append(token_id)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """The next output tokens are known."""
+        self._num_output += len(token_ids)
+        if self._penalties is not None:
+            for token_id in token_ids:
+                self._penalties.counts.append(token_id)
 
     def expect(self) -> None:
         """There will be a next output token: the one after it can be drawn, unless there are penalties."""

@@ -22,7 +22,7 @@
 #define HC_API
 #endif
 
-#define HC_ABI 1
+#define HC_ABI 2
 #define HC_MAX_MEMBERS 256
 #define HC_PANEL 32 /* output rows of a matrix that are packed together */
 
@@ -58,6 +58,8 @@ enum hc_kind {
     HC_ATTEND_SPAN,
     HC_ADD,
     HC_PICK,
+    HC_CHOOSE,
+    HC_STEP_ON,
     HC_CALL,
     HC_KINDS
 };
@@ -195,6 +197,39 @@ typedef struct {
     const int64_t *index;
     float *y;
 } hc_pick_op;
+
+/* best[shard, i] = the largest number of x[i] and its column, counted from `first`; of equals the first, and what is no
+ * number is the largest of all. Ids are exact up to 2^24. Places of other shards become zeros: the sum over all shards is
+ * what each has found, exactly, but for the sign of a zero. */
+typedef struct {
+    hc_op op;
+    uint64_t columns;
+    const float *x;   /* [rows, columns] */
+    uint64_t first;
+    uint64_t shards;
+    uint64_t shard;
+    float *best;      /* [shards, rows, 2] */
+    void *scratch;    /* hc_scratch_bytes of this op */
+} hc_choose_op;
+
+/* Of each draw takes the best of the shards, of equals the first; keeps it; and makes the inputs of a step that only
+ * decodes those of the step that follows, with what was drawn. op.rows is the number of draws, which is that of inputs. */
+typedef struct {
+    hc_op op;
+    uint64_t shards;
+    const float *best;        /* [shards, rows, 2], as HC_CHOOSE has it */
+    const int64_t *inputs;    /* [rows]: the row of the inputs that each draw is of */
+    int64_t *token_ids;       /* [rows], as all of the inputs */
+    int64_t *positions;
+    int64_t *slot_mapping;
+    int32_t *lengths;
+    const int32_t *tables;    /* [rows, table_stride] block ids */
+    uint64_t table_stride;
+    uint64_t block_size;
+    uint64_t *steps;          /* how many are kept: one more */
+    int64_t *tokens;          /* [steps, rows] */
+    float *scores;            /* [steps, rows] */
+} hc_step_on_op;
 
 /* The calling thread calls, the others wait. What is not 0 ends hc_run. */
 typedef struct {

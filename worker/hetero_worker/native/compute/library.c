@@ -1,4 +1,5 @@
 /* What the library says of itself, and which kernels it computes with. */
+#include "choosing.h"
 #include "library.h"
 
 #include <stdatomic.h>
@@ -59,6 +60,7 @@ uint64_t hc_size(uint64_t kind) {
         [HC_GATED] = sizeof(hc_gated_op),   [HC_ROTATE] = sizeof(hc_rotate_op),
         [HC_ATTEND] = sizeof(hc_attend_op), [HC_ATTEND_SPAN] = sizeof(hc_attend_span_op),
         [HC_ADD] = sizeof(hc_add_op),       [HC_PICK] = sizeof(hc_pick_op),
+        [HC_CHOOSE] = sizeof(hc_choose_op), [HC_STEP_ON] = sizeof(hc_step_on_op),
         [HC_CALL] = sizeof(hc_call_op),     [HC_KINDS] = sizeof(hc_weight),
     };
     return kind <= HC_KINDS ? sizes[kind] : 0;
@@ -72,6 +74,8 @@ uint64_t hc_scratch_bytes(const hc_op *op, uint64_t team_size) {
         return hc_attend_scratch((const hc_attend_op *)op, team_size);
     case HC_ATTEND_SPAN:
         return hc_attend_span_scratch((const hc_attend_span_op *)op, team_size);
+    case HC_CHOOSE:
+        return team_size * op->rows * sizeof(hc_found);
     default:
         return 0;
     }

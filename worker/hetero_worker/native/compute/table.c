@@ -3,7 +3,7 @@
 
 extern hc_kernel hc_pack; /* compiled once: it moves, and computes nothing */
 extern hc_kernel HC_NAME(linear), HC_NAME(embed), HC_NAME(norm), HC_NAME(gated), HC_NAME(rotate), HC_NAME(attend),
-    HC_NAME(attend_span), HC_NAME(add), HC_NAME(pick);
+    HC_NAME(attend_span), HC_NAME(add), HC_NAME(pick), HC_NAME(choose), HC_NAME(step_on);
 extern int HC_NAME(hc_supports)(void);
 
 const hc_isa_table HC_NAME(hc_table) = {
@@ -21,5 +21,7 @@ const hc_isa_table HC_NAME(hc_table) = {
             [HC_ATTEND_SPAN] = HC_NAME(attend_span),
             [HC_ADD] = HC_NAME(add),
             [HC_PICK] = HC_NAME(pick),
+            [HC_CHOOSE] = HC_NAME(choose),
+            [HC_STEP_ON] = HC_NAME(step_on),
         },
 };

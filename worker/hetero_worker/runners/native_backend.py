@@ -1,0 +1,73 @@
+"""NativeBackend: records a pass as pieces of native operations, for `graphs.breaks`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+
+from hetero_worker.native.issuing import Arena, Issuer, RecordedOps
+from hetero_worker.runners.recording_guard import RecordingGuard
+
+
+@dataclass(frozen=True, slots=True)
+class NativeSegment:
+    """A piece of a recorded pass: called, it is made once more."""
+
+    issuer: Issuer
+    recorded: RecordedOps
+
+    def __call__(self) -> None:
+        self.issuer.replay(self.recorded)
+
+
+class NativeBackend:
+    """Implements graphs.backend.GraphBackend for native operations."""
+
+    records_device_sums = False
+
+    def __init__(self, issuer: Issuer) -> None:
+        self._issuer = issuer
+        self._segment = ExitStack()
+        self._recorded: RecordedOps | None = None
+        self._guard = RecordingGuard()
+        self.num_ops = 0
+        """Recorded in the last pass."""
+        self.num_bytes = 0
+        """That it computes in."""
+
+    @property
+    def not_recorded(self) -> list[str]:
+        """What torch did within the last pass's segments; calls between them may do what they like."""
+        return self._guard.seen
+
+    def reserve(self, num_bytes: int) -> None:
+        """Memory comes as it is needed."""
+
+    def aside(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        arena = Arena()
+        self.num_ops = 0
+        self._guard = RecordingGuard()
+        with self._issuer.computing_in(arena), self._segment:
+            yield
+        self.num_bytes = arena.num_bytes
+
+    def begin(self) -> None:
+        self._recorded = self._segment.enter_context(self._issuer.recording())
+        self._segment.enter_context(self._guard)
+
+    def end(self) -> Callable[[], object] | None:
+        recorded, self._recorded = self._recorded, None
+        self._segment.close()
+        if recorded is None or not recorded.ops:
+            return None
+        self.num_ops += len(recorded.ops)
+        return NativeSegment(self._issuer, recorded)
+
+    def free_bytes(self) -> int:
+        """Nobody asks: what recordings compute in is small, and the host's."""
+        return 0

@@ -1,0 +1,96 @@
+"""NativeDraws: the operations behind a recorded pass that draw its tokens, and make its inputs the next step's.
+
+They are for draws that take the largest logit as it is. With them a step needs nothing of the host but to be begun, and
+steps that follow one another are one call each (`step_runs`). What was drawn is kept until the last of them is made.
+
+Ranks with vocabulary rows each tell the best of theirs, and every rank decides: among equals the lowest id, as
+`sampling.decision` does. One sum brings the bests to all. Each rank has a place of its own in it and zeros in all
+others, so nothing is rounded: x + 0 is x, of infinities and of what is no number too. Ids go as float32, which has all
+whole numbers up to 2^24; models with more tokens do not draw so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import torch
+
+from hetero_api.sharding import UnitRange
+from hetero_worker.distributed.exchange import Exchange
+from hetero_worker.models.decoder import DecoderInput
+from hetero_worker.native.compute_library import ChooseOp, Kind, Op, StepOnOp
+from hetero_worker.native.issuing import Issuer
+from hetero_worker.runners.forward import StepDraws
+
+MAX_IDS: Final = 1 << 24
+"""float32 has all whole numbers below."""
+MAX_STEPS: Final = 10
+"""That draws are kept of: as many as a gateway has out (`lookahead.MOST` there)."""
+_BEST_FIELDS: Final = 2
+"""Score and id."""
+
+
+class NativeDraws:
+    """Of the steps on one cache; `most_rows` of them draw at most."""
+
+    def __init__(self, issuer: Issuer, *, most_rows: int, block_size: int) -> None:
+        self._issuer = issuer
+        self._block_size = block_size
+        self._num_kept = np.zeros(1, dtype=np.uint64)
+        self._token_ids = np.zeros(MAX_STEPS * most_rows, dtype=np.int64)
+        self._scores = np.zeros(MAX_STEPS * most_rows, dtype=np.float32)
+
+    def issue(
+        self, step: DecoderInput, logits: torch.Tensor | None, *, head_ranges: Sequence[UnitRange], exchange: Exchange
+    ) -> None:
+        """Draw a token for each row of a step that only decodes, keep these, and make its inputs the next one's.
+
+        `logits` is float32 [rows, this rank's vocabulary rows], contiguous; nobody looks at those of a rank without.
+        Raises ValueError for others; as the exchange does.
+        """
+        rows, own = len(step.token_ids), head_ranges[exchange.rank]
+        telling = [rank for rank, others in enumerate(head_ranges) if others.size]
+        best = self._issuer.empty(len(telling), rows, _BEST_FIELDS)
+        if own.size:
+            self._choose(logits, own, telling.index(exchange.rank), best)
+        if exchange.world_size > 1:
+            exchange.among(tuple(range(exchange.world_size))).all_reduce(best, telling)
+        self._step_on(step, best)
+
+    def restart(self, steps: int) -> None:
+        """So many steps that draw come now, and are kept. Raises ValueError for more than there is room for."""
+        if steps > MAX_STEPS:
+            raise ValueError(f"draws of {MAX_STEPS} steps are kept, not of {steps}")
+        self._num_kept[0] = 0
+
+    def of_steps(self, steps: int, rows: int) -> StepDraws:
+        """What so many steps of so many rows drew since the restart."""
+        if int(self._num_kept[0]) != steps:
+            raise RuntimeError(f"{int(self._num_kept[0])} steps have drawn, not {steps}")
+        count = steps * rows
+        return StepDraws(self._token_ids[:count].reshape(steps, rows), self._scores[:count].reshape(steps, rows))
+
+    def _choose(self, logits: torch.Tensor | None, own: UnitRange, place: int, best: torch.Tensor) -> None:
+        shards, rows, _ = best.shape
+        if logits is None:
+            raise ValueError(f"draws are of logits, and a rank with {own.size} vocabulary rows has made none")
+        if logits.dtype != torch.float32 or not logits.is_contiguous() or logits.shape != (rows, own.size):
+            raise ValueError(f"draws are of contiguous float32 logits, not of {logits.dtype} {tuple(logits.shape)}")
+        op = ChooseOp(Op(Kind.CHOOSE, rows), own.size, logits.data_ptr(), own.begin, shards, place, best.data_ptr())
+        op.scratch = self._issuer.scratch(op)
+        self._issuer.issue(op, logits)
+
+    def _step_on(self, step: DecoderInput, best: torch.Tensor) -> None:
+        shards, rows, _ = best.shape
+        decode, inputs = step.attention.decode, step.logit_rows
+        assert inputs is not None, "a runner's steps say which rows' logits they want"
+        op = StepOnOp(Op(Kind.STEP_ON, rows), shards, best.data_ptr(), inputs.data_ptr())
+        op.token_ids, op.positions = step.token_ids.data_ptr(), step.positions.data_ptr()
+        op.slot_mapping = step.attention.slot_mapping.data_ptr()
+        op.lengths, op.tables = decode.lengths.ctypes.data, decode.block_tables.ctypes.data
+        op.table_stride, op.block_size = decode.block_tables.shape[1], self._block_size
+        op.steps, op.tokens = self._num_kept.ctypes.data, self._token_ids.ctypes.data
+        op.scores = self._scores.ctypes.data
+        self._issuer.issue(op, step, self)
