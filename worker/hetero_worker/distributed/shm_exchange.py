@@ -136,6 +136,16 @@ class ShmExchange(SendsAtOnce):
     def receive(self, out: torch.Tensor, link: Link) -> PendingTensor:
         return self._receivers[link].post(out)
 
+    def native_source(self, link: Link) -> NativeSource | None:
+        """The end that this rank sends by; None where the library does not."""
+        source = self._sources[link]
+        return source if isinstance(source, NativeSource) else None
+
+    def native_receiver(self, link: Link) -> NativeReceiver | None:
+        """The end that this rank receives by; None where the library does not."""
+        receiver = self._receivers[link]
+        return receiver if isinstance(receiver, NativeReceiver) else None
+
     def open_areas(self, pins: HostPins) -> LinkAreas:
         """Let a device use the areas of this rank's links, until `close`. Only the native library does."""
         if not isinstance(self._way, _NativeWay):

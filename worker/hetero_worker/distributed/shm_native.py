@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -21,12 +22,24 @@ from hetero_worker.distributed.shm_peers import ABORTED, LOOK_EVERY_S, Late, Pee
 from hetero_worker.distributed.shm_segment import ShmSegment
 from hetero_worker.distributed.traffic import Traffic
 from hetero_worker.errors import ExchangeTimeout
+from hetero_worker.native.compute_library import CallOp
 from hetero_worker.native.library import WAITING, NativeLibrary, RankState
 
 SPIN_S: Final = 5e-6
 """Yielding costs a rank that has its core for itself nothing, and spinning costs one that shares it a great deal."""
 YIELD_S: Final = 0.002
 """After so long a wait sleeps: waking takes some 50 µs then, and others may have the core."""
+
+
+@dataclass(frozen=True, slots=True)
+class NativeCall:
+    """A round or a message, as an operation of the compute library for the tensor that it was made for."""
+
+    op: CallOp
+    finish: Callable[[int], None]
+    """Goes on with one that answered something else than 0; raises as the exchange does."""
+    kept: tuple[object, ...]
+    """What the operation points at, beside the tensor."""
 
 
 class NativeRank:

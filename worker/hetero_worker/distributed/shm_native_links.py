@@ -6,15 +6,17 @@ They are also the ends of those who fill and read the areas themselves (link_are
 from __future__ import annotations
 
 import ctypes
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
 
 import torch
 
 from hetero_worker.distributed.exchange import Arrived, PendingTensor
-from hetero_worker.distributed.shm_native import NativeRank, address_of
+from hetero_worker.distributed.shm_native import NativeCall, NativeRank, address_of
 from hetero_worker.distributed.shm_peers import Late
 from hetero_worker.distributed.shm_pending import OUT_OF_TURN, PendingMessages
 from hetero_worker.distributed.shm_segment import LINK_DEPTH, LinkLayout
+from hetero_worker.native.compute_library import CallOp, Kind, Op
 from hetero_worker.native.library import LinkState
 
 _HELD_MESSAGES: Final = LINK_DEPTH // 2
@@ -53,6 +55,18 @@ class _NativeEnd:
         segment, offset = self._rank.segment, self._layout.areas[number % LINK_DEPTH]
         return torch.frombuffer(segment.memory, dtype=torch.uint8, count=segment.layout.area_bytes, offset=offset)
 
+    def _call_of(self, call: Any, tensor: torch.Tensor, late: Callable[[], Late]) -> NativeCall:
+        """One of the library's calls for a tensor that is not empty."""
+        arguments = self._address, address_of(tensor), tensor.nbytes
+        link, data, num_bytes = arguments  # a number goes where a pointer may: both are a word
+        function = ctypes.cast(call, ctypes.c_void_p)
+        op = CallOp(op=Op(Kind.CALL, 1), function=function, first=link, second=data, third=num_bytes)
+
+        def finish(code: int) -> None:
+            self._rank.finish(code, lambda: int(call(*arguments)), late=late, at=self._at)
+
+        return NativeCall(op, finish, (self,))
+
     def _pass_on(self, num_bytes: int) -> int:
         return int(self._rank.library.pass_on(self._address, num_bytes))
 
@@ -84,6 +98,10 @@ class NativeSource(_NativeEnd):
         if code := call(*arguments):
             self._rank.finish(code, lambda: int(call(*arguments)), late=self._late, at=self._at)
 
+    def send_call(self, tensor: torch.Tensor) -> NativeCall:
+        """What `send` does with a tensor that is not empty, for native code. The memory is the caller's to keep."""
+        return self._call_of(self._rank.library.send, tensor, self._late)
+
     def _late(self) -> Late:
         needed = self._state.number + 1 - LINK_DEPTH
         taken = zip(self._layout.link.receivers, self._layout.taken, strict=True)
@@ -98,20 +116,20 @@ class NativeReceiver(_NativeEnd):
         self._posted = 0
 
     def post(self, out: torch.Tensor) -> PendingTensor:
-        self._rank.check_open()
-        first = self._posted + 1
-        self._posted += self._num_messages(out.nbytes)
+        first = self._post(out.nbytes)
         return Arrived(out) if first > self._posted else PendingMessages(self, out, first)
+
+    def receive_call(self, out: torch.Tensor) -> NativeCall:
+        """What it is to post a tensor that is not empty and wait for it, for native code. Nothing else is posted
+        meanwhile. The memory is the caller's to keep."""
+        return self._call_of(self._rank.library.receive, out, self._late)
 
     @property
     def batch_bytes(self) -> int:
         return _HELD_MESSAGES * self._rank.segment.layout.area_bytes
 
     def post_bytes(self, num_bytes: int) -> int:
-        self._rank.check_open()
-        first = self._posted + 1
-        self._posted += self._num_messages(num_bytes)
-        return first
+        return self._post(num_bytes)
 
     def arrived(self, first: int, begin: int, num_bytes: int) -> list[torch.Tensor]:
         self._rank.check_open()
@@ -134,6 +152,13 @@ class NativeReceiver(_NativeEnd):
         call, arguments = self._rank.library.receive, (self._address, address_of(out), out.nbytes)
         if code := call(*arguments):
             self._rank.finish(code, lambda: int(call(*arguments)), late=self._late, at=self._at)
+
+    def _post(self, num_bytes: int) -> int:
+        """The first message of so many bytes. Calls of native code may have taken some that were not posted."""
+        self._rank.check_open()
+        first = max(self._posted, self._at()) + 1
+        self._posted = first + self._num_messages(num_bytes) - 1
+        return first
 
     def _sent(self) -> int:
         return self._rank[self._layout.sent]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Final
 
 import torch
 
 from hetero_worker.distributed.reduction import check_summable
-from hetero_worker.distributed.shm_native import NativeRank, address_of
+from hetero_worker.distributed.shm_native import NativeCall, NativeRank, address_of
 from hetero_worker.distributed.shm_peers import Late
 from hetero_worker.distributed.shm_segment import RoundsLayout
 from hetero_worker.native.compute_library import CallOp, Kind, Op
@@ -19,17 +18,6 @@ from hetero_worker.native.library import MAX_SEATS, Gathering, GroupState, Route
 
 _MAX_ROUTES: Final = 1024
 _DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-
-
-@dataclass(frozen=True, slots=True)
-class RoundCall:
-    """A round as an operation of the compute library, for the tensor that it was made for, however often."""
-
-    op: CallOp
-    finish: Callable[[int], None]
-    """Goes on with a round that answered something else than 0; raises as the exchange does."""
-    kept: tuple[object, ...]
-    """What the operation points at, beside the tensor."""
 
 
 class NativeRounds:
@@ -74,7 +62,7 @@ class NativeRounds:
         bounds = pairwise(accumulate(counts, initial=0))
         return [out[begin:end] for begin, end in bounds]
 
-    def all_reduce_call(self, tensor: torch.Tensor, contributors: Sequence[int]) -> RoundCall:
+    def all_reduce_call(self, tensor: torch.Tensor, contributors: Sequence[int]) -> NativeCall:
         """What `all_reduce` does, to be called from native code. The tensor's memory is the caller's to keep."""
         self._check(tensor)
         address, route = self._route(tensor, tuple(contributors))
@@ -86,7 +74,7 @@ class NativeRounds:
             again = lambda: int(self._share_call(self._address, address, data))  # noqa: E731
             self._rank.finish(code, again, late=self._late, at=self._at)
 
-        return RoundCall(op, finish, (route, self))
+        return NativeCall(op, finish, (route, self))
 
     def _share(self, tensor: torch.Tensor, contributors: tuple[int, ...]) -> None:
         route = self._route(tensor, contributors)

@@ -3,7 +3,7 @@ call or few.
 
 All that differs between two such steps lies in the inputs' buffers and the cache, at the same addresses (input_batch).
 So the operations of the first can be run again as they are. Recorded code is ordinary code, and the step that is
-recorded is a step like any other. Sums that the native exchange takes are recorded with the rest; what else crosses the
+recorded is a step like any other. Sums and messages of the native exchange are recorded with the rest; what else crosses the
 host breaks the recording, as it does a GPU's (`graphs.breaks`), and is called anew each time. What torch computes would
 be lost: while a step is recorded somebody looks for that (`recording_guard`), and a decoder that needs it goes on
 operator by operator, and says why.
@@ -39,7 +39,7 @@ from hetero_worker.runners.graphs.current_step import CurrentStep
 from hetero_worker.runners.input_batch import InputBatch
 from hetero_worker.runners.native_backend import NativeBackend, NativeSegment
 from hetero_worker.runners.native_draws import MAX_IDS, NativeDraws
-from hetero_worker.runners.native_sums import NativeSumsExchange
+from hetero_worker.runners.recorded_exchange import RecordedExchange
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class _Bound:
     decoder: Decoder
     caches: Sequence[LayerCache | None]
     outer: Exchange
-    exchange: NativeSumsExchange
+    exchange: RecordedExchange
     passes: dict[int, tuple[DecoderInput, RecordedPass[ForwardStates] | None]] = field(default_factory=dict)
     """By the inputs' identity, which lasts as long as they are kept here; None of a step that cannot be recorded."""
     drawn: dict[int, RecordedOps] = field(default_factory=dict)
@@ -196,6 +196,6 @@ class NativeForward:
         """Recordings of anything else are dropped."""
         bound = self._bound
         if bound is None or bound.decoder is not decoder or bound.outer is not exchange or bound.caches is not caches:
-            outer = NativeSumsExchange(exchange, self._breaks, self._step, self._issuer)
+            outer = RecordedExchange(exchange, self._breaks, self._step, self._issuer)
             bound = self._bound = _Bound(decoder, caches, exchange, outer)
         return bound

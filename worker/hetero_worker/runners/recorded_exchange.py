@@ -1,0 +1,94 @@
+"""RecordedExchange: the Exchange that a step sees which is recorded as native operations.
+
+What the native exchange does, sums and messages over links, are operations like any other; what else crosses the host
+breaks the recording.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hetero_worker.distributed.exchange import SENT, Exchange, PendingSend, PendingTensor, SumExchange
+from hetero_worker.distributed.routes import Link
+from hetero_worker.distributed.shm_exchange import ShmExchange
+from hetero_worker.distributed.shm_native import NativeCall
+from hetero_worker.distributed.shm_native_rounds import NativeRounds
+from hetero_worker.native.issuing import Issuer
+from hetero_worker.runners.graphs.breaking_exchange import BreakingExchange
+from hetero_worker.runners.graphs.breaks import Breaks
+from hetero_worker.runners.graphs.current_step import CurrentStep
+
+
+class RecordedExchange(BreakingExchange):
+    """See the module. Nothing is padded: the step's rows are all rows."""
+
+    def __init__(self, exchange: Exchange, breaks: Breaks, step: CurrentStep, issuer: Issuer) -> None:
+        super().__init__(exchange, breaks, step, records_device_sums=False)
+        self._issuer = issuer
+        self._shared = exchange if isinstance(exchange, ShmExchange) else None
+
+    @property
+    def sums_natively(self) -> bool:
+        """Whether a sum among all ranks is an operation, or none is needed."""
+        sums = self.among(tuple(range(self.world_size)))
+        return sums.world_size == 1 or isinstance(sums, _NativeSums)
+
+    def among(self, ranks: tuple[int, ...]) -> SumExchange:
+        sums = self._exchange.among(ranks)
+        return _NativeSums(sums, self._issuer) if isinstance(sums, NativeRounds) else super().among(ranks)
+
+    def send(self, tensor: torch.Tensor, link: Link) -> None:
+        source = None if self._shared is None else self._shared.native_source(link)
+        if source is None or not tensor.numel():
+            super().send(tensor, link)
+        else:
+            _issue(source.send_call(tensor), self._issuer)
+
+    def start_send(self, tensor: torch.Tensor, link: Link) -> PendingSend:
+        if self._shared is None:
+            return super().start_send(tensor, link)
+        self.send(tensor, link)
+        return SENT
+
+    def receive(self, out: torch.Tensor, link: Link) -> PendingTensor:
+        receiver = None if self._shared is None else self._shared.native_receiver(link)
+        if receiver is None or not out.numel():
+            return super().receive(out, link)
+        return _NativeReceipt(receiver.receive_call(out), out, self._issuer)
+
+
+class _NativeSums:
+    """A SumExchange whose sums are operations."""
+
+    def __init__(self, rounds: NativeRounds, issuer: Issuer) -> None:
+        self._rounds = rounds
+        self._issuer = issuer
+
+    @property
+    def world_size(self) -> int:
+        return self._rounds.world_size
+
+    def all_reduce(self, tensor: torch.Tensor, contributors: Sequence[int]) -> None:
+        _issue(self._rounds.all_reduce_call(tensor, contributors), self._issuer)
+
+
+class _NativeReceipt:
+    """A PendingTensor that is an operation when it is waited for, for the first time."""
+
+    def __init__(self, call: NativeCall, out: torch.Tensor, issuer: Issuer) -> None:
+        self._call: NativeCall | None = call
+        self._out = out
+        self._issuer = issuer
+
+    def wait(self) -> torch.Tensor:
+        call, self._call = self._call, None
+        if call is not None:
+            _issue(call, self._issuer)
+        return self._out
+
+
+def _issue(call: NativeCall, issuer: Issuer) -> None:
+    """What it works on is memory of the issuer's, as all that a recorded step computes."""
+    issuer.call(call.op, call.finish, call)
