@@ -3,10 +3,10 @@ call or few.
 
 All that differs between two such steps lies in the inputs' buffers and the cache, at the same addresses (input_batch).
 So the operations of the first can be run again as they are. Recorded code is ordinary code, and the step that is
-recorded is a step like any other. Sums and messages of the native exchange are recorded with the rest; what else crosses the
-host breaks the recording, as it does a GPU's (`graphs.breaks`), and is called anew each time. What torch computes would
-be lost: while a step is recorded somebody looks for that (`recording_guard`), and a decoder that needs it goes on
-operator by operator, and says why.
+recorded is a step like any other. Sums and messages of the native exchange are recorded with the rest; what else
+crosses the host breaks the recording, as it does a GPU's (`graphs.breaks`), and is called anew each time. What torch
+computes would be lost: while a step is recorded somebody looks for that (`recording_guard`), and a decoder that needs
+it goes on operator by operator, and says why.
 
 Every row of such a step is drawn from, so its logits are recorded with it. They are in memory that all recordings have
 in common, for they are large: a rank on host cores has drawn from them before the next pass begins. Where all draws are
