@@ -69,6 +69,10 @@ class Entrant(ABC):
         """A contender that is not started. Raises PeerError with what is missing."""
 
 
+EXPECTED: Final = {"promptTokens": 144, "outputTokens": 128, "concurrency": 8}
+"""What ours are told to be placed for: one group serves one request, 8 and 32 of these lengths."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ours(Entrant):
     """`hetero up`, over gRPC."""
@@ -92,6 +96,7 @@ class Ours(Entrant):
             home=setting.home.group(self.name),
             memory_bytes=int(1.2 * weights) + kv_bytes + 2 * GB,
             engine={"kvCacheMemoryBytes": str(kv_bytes)},
+            placement={"workload": EXPECTED},
         )
 
 
