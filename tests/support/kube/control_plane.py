@@ -143,8 +143,8 @@ class ControlPlane:
     def _serves(self, client: Client) -> bool:
         self.etcd.check()
         self.api_server.check()
-        try:
-            return client.request_text("GET", "/readyz") == "ok"
+        try:  # it is ready before it has made the namespace that users find in every cluster
+            return client.request_text("GET", "/readyz") == "ok" and client.find("Namespace", "default") is not None
         except (ApiError, urllib3.exceptions.HTTPError):
             return False
 

@@ -31,9 +31,13 @@ class RecordedExchange(BreakingExchange):
 
     @property
     def sums_natively(self) -> bool:
-        """Whether a sum among all ranks is an operation, or none is needed."""
-        sums = self.among(tuple(range(self.world_size)))
-        return sums.world_size == 1 or isinstance(sums, _NativeSums)
+        """Whether a sum among all ranks is an operation, or none is needed.
+
+        Where device ranks are among them it is not, and there need be no such sum at all.
+        """
+        if self.world_size == 1:
+            return True
+        return self._shared is not None and isinstance(self.among(tuple(range(self.world_size))), _NativeSums)
 
     def among(self, ranks: tuple[int, ...]) -> SumExchange:
         sums = self._exchange.among(ranks)
