@@ -20,10 +20,10 @@
 #define VECTORS 1
 #endif
 #define AT_ONCE(rows) ((rows) <= 2 ? HC_VECTORS : VECTORS)
-#define BLOCK 256u                 /* inputs; a multiple of 16 */
-#define WIDEN_FROM 3               /* tiles: to widen a block in registers twice takes no longer than once to a buffer */
-#define TILES_AT_ONCE 16u          /* so that their part of the result stays in cache from block to block */
-#define CACHED_BYTES (512u * 1024) /* of x that are gone through for panel after panel */
+#define BLOCK 256u                  /* inputs; a multiple of 16 */
+#define WIDEN_FROM 3                /* tiles: to widen a block in registers twice takes no longer than once to a buffer */
+#define TILES_AT_ONCE 16u           /* so that their part of the result stays in cache from block to block */
+#define CACHED_BYTES (1024u * 1024) /* of x that are gone through for panel after panel */
 
 /* A block of a panel, or a vector of it, and a tile's rows. */
 typedef struct {
@@ -164,17 +164,14 @@ static hc_block block_of(const hc_weight *weight, uint64_t panel, uint64_t begin
     return (hc_block){panel, begin, begin + BLOCK < behind ? begin + BLOCK : behind, stored, stored, weight->format};
 }
 
-static void multiply_block(const hc_rows *rows, const hc_part *part, uint64_t tile, const hc_block *block) {
+static void multiply_tile(const hc_rows *rows, uint64_t first, uint64_t count, const hc_block *block, hc_ahead ahead) {
     const hc_weight *weight = rows->op->weight;
-    uint64_t first = hc_tile_begin(&rows->tiles, tile), count = hc_tile_begin(&rows->tiles, tile + 1) - first;
-    uint64_t step = HC_LANES * bytes_of_input(weight), at_once = AT_ONCE(count);
+    uint64_t at_once = AT_ONCE(count);
     hc_piece piece = {.w = block->w,
                       .x = rows->x + first * rows->row_floats + block->begin * count,
                       .count = block->behind - block->begin,
-                      .ahead = hc_ahead_of(block->stored, hc_panel(weight, part->behind_panels), step,
-                                           tile - part->first_tile, part->behind_tiles - part->first_tile,
-                                           (block->behind - block->begin) * bytes_of_input(weight)),
-                      .ahead_step = step,
+                      .ahead = ahead,
+                      .ahead_step = HC_LANES * bytes_of_input(weight),
                       .is_first = !block->begin,
                       .is_last = block->behind == weight->in};
     for (uint64_t v = 0; v < HC_VECTORS; v += at_once) {
@@ -185,6 +182,20 @@ static void multiply_block(const hc_rows *rows, const hc_part *part, uint64_t ti
     }
 }
 
+/* By all tiles of the part. */
+static void multiply_block(const hc_rows *rows, const hc_part *part, const hc_block *block) {
+    const hc_weight *weight = rows->op->weight;
+    hc_stream stream = hc_stream_of(hc_panel(weight, part->behind_panels), HC_LANES * bytes_of_input(weight),
+                                    part->behind_tiles - part->first_tile,
+                                    (block->behind - block->begin) * bytes_of_input(weight));
+    uint64_t first = hc_tile_begin(&rows->tiles, part->first_tile), behind;
+    for (uint64_t tile = part->first_tile; tile < part->behind_tiles; tile++, first = behind) {
+        behind = hc_tile_begin(&rows->tiles, tile + 1);
+        hc_ahead ahead = hc_ahead_of(&stream, block->stored, tile - part->first_tile);
+        multiply_tile(rows, first, behind - first, block, ahead);
+    }
+}
+
 /* One tile: panels are read from the first to the last. */
 static void stream(const hc_rows *rows, const hc_part *part) {
     uint64_t in = rows->op->weight->in;
@@ -192,7 +203,7 @@ static void stream(const hc_rows *rows, const hc_part *part) {
         uint64_t begin = 0;
         do {
             hc_block block = block_of(rows->op->weight, panel, begin, in);
-            multiply_block(rows, part, part->first_tile, &block);
+            multiply_block(rows, part, &block);
             begin = block.behind;
         } while (begin < in);
     }
@@ -211,8 +222,7 @@ static void multiply_tiles(const hc_rows *rows, const hc_part *part, uint64_t be
                 block.w = (const char *)buffer;
                 block.format = HC_F32;
             }
-            for (uint64_t tile = part->first_tile; tile < part->behind_tiles; tile++)
-                multiply_block(rows, part, tile, &block);
+            multiply_block(rows, part, &block);
             at = block.behind;
         } while (at < behind);
     }

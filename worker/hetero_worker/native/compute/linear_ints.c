@@ -217,20 +217,22 @@ static void multiply_part(const hc_rows *rows, const hc_part *part, uint8_t *buf
     multiplier *run = multiplier_of(weight, is_spread);
     uint64_t at_once = vectors_at_once(&rows->tiles), num_tiles = part->behind_tiles - part->first_tile;
     uint64_t ahead_step = hc_x_group(weight) * HC_PANEL / (weight->format == HC_I4 ? 2 : 1);
-    const void *end = hc_panel(weight, part->behind_panels);
+    uint64_t piece_bytes = hc_stored_inputs(weight) / hc_x_group(weight) * ahead_step;
+    hc_stream stream = hc_stream_of(hc_panel(weight, part->behind_panels), ahead_step, num_tiles, piece_bytes);
     for (uint64_t panel = part->first_panel; panel < part->behind_panels; panel++) {
         const uint8_t *stored = hc_panel(weight, panel);
         if (is_spread)
             spread(stored, hc_stored_inputs(weight), buffer);
-        for (uint64_t tile = part->first_tile; tile < part->behind_tiles; tile++) {
-            uint64_t first = hc_tile_begin(&rows->tiles, tile), count = hc_tile_begin(&rows->tiles, tile + 1) - first;
+        uint64_t first = hc_tile_begin(&rows->tiles, part->first_tile), behind;
+        for (uint64_t tile = part->first_tile; tile < part->behind_tiles; tile++, first = behind) {
+            behind = hc_tile_begin(&rows->tiles, tile + 1);
+            uint64_t count = behind - first;
             hc_piece piece = {.values = is_spread ? buffer : stored,
                               .scales = hc_panel_numbers(weight, weight->scales, panel),
                               .minima = weight->minima ? hc_panel_numbers(weight, weight->minima, panel) : NULL,
                               .weight = weight,
                               .x = hc_quantized_at(weight, rows->x + first * rows->row_bytes, count),
-                              .ahead = hc_ahead_of(stored, end, ahead_step, tile - part->first_tile, num_tiles,
-                                                   hc_stored_inputs(weight) / hc_x_group(weight) * ahead_step),
+                              .ahead = hc_ahead_of(&stream, stored, tile - part->first_tile),
                               .ahead_step = ahead_step};
             for (uint64_t v = 0; v < HC_VECTORS; v += at_once) {
                 piece.corner = hc_corner_of(rows->op, first, panel * HC_PANEL + v * HC_LANES);

@@ -68,14 +68,25 @@ typedef struct {
     uint64_t first_line, behind_lines; /* within a step */
 } hc_ahead;
 
-/* Of the stream that is read from `at` to `end` in steps of `step` bytes, by tile `tile` of `tiles`. Several tiles read
- * `piece` bytes one after the other: they ask for what comes behind these. */
-static inline hc_ahead hc_ahead_of(const void *at, const void *end, uint64_t step, uint64_t tile, uint64_t tiles,
-                                   uint64_t piece) {
-    uint64_t left = (uint64_t)((const char *)end - (const char *)at), distance = tiles == 1 ? HC_AHEAD : piece;
-    hc_ahead ahead = {(const char *)at + distance, left > distance ? left - distance : 0, 0, 0};
-    hc_share_of(step / HC_LINE, tiles, tile, &ahead.first_line, &ahead.behind_lines);
-    return ahead;
+/* What tiles read one after the other, in steps. */
+typedef struct {
+    const char *end;
+    uint64_t step;     /* bytes */
+    uint64_t distance; /* bytes from what is read to what is asked for */
+    uint64_t lines;    /* of a step, that one tile asks for */
+} hc_stream;
+
+/* Of so many tiles, each of which reads the same `piece` bytes: they ask for what comes behind these. */
+static inline hc_stream hc_stream_of(const void *end, uint64_t step, uint64_t tiles, uint64_t piece) {
+    return (hc_stream){end, step, tiles == 1 ? HC_AHEAD : piece, (step / HC_LINE + tiles - 1) / tiles};
+}
+
+/* Of the tile of that number, for the piece at `at`. */
+static inline hc_ahead hc_ahead_of(const hc_stream *stream, const void *at, uint64_t tile) {
+    uint64_t left = (uint64_t)(stream->end - (const char *)at), lines = stream->step / HC_LINE;
+    uint64_t first = tile * stream->lines, behind = first + stream->lines;
+    return (hc_ahead){(const char *)at + stream->distance, left > stream->distance ? left - stream->distance : 0, first,
+                      behind < lines ? behind : lines};
 }
 
 /* Of the step at `at`. */
