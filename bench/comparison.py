@@ -1,8 +1,9 @@
 """Measures entrants side by side, in groups that fit the memory, and makes one set of figures of it.
 
-All of a group are loaded before the first run. The link, one peer, is in every group: figures of later groups are
-multiplied by what the link reached in the first over what it reached in theirs, so that a machine that got slower
-meanwhile does not count. Whoever cannot be had, does not start or breaks is left out and named with the reason.
+All of a group are started, twice, and loaded before the first run. The link, one peer, is in every group: figures of
+later groups are multiplied by what the link reached in the first over what it reached in theirs, so that a machine that
+got slower meanwhile does not count. Whoever cannot be had, does not start or breaks is left out and named with the
+reason.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class Taken:
 
     width: Width
     facts: Mapping[str, str]
+    first_start_s: float
+    """Of one that was ended again before the other was started."""
     start_s: float
     peak_bytes: int
     allowed_bytes: int
@@ -90,8 +93,9 @@ def rows_of(
                 for name, workload in workloads.items()
             }
             rows[entrant.name] = Row(
-                taken.width, figures, taken.start_s, taken.peak_bytes, entrant.ours, taken.allowed_bytes
-            )
+                taken.width, figures, taken.first_start_s, taken.start_s, taken.peak_bytes, entrant.ours,
+                taken.allowed_bytes,
+            )  # fmt: skip
     return {entrant.name: rows[entrant.name] for entrant in entrants if entrant.name in rows}
 
 
@@ -127,32 +131,41 @@ def _measure(
 ) -> dict[str, Taken]:
     taken: dict[str, Taken] = {}
     with ExitStack() as stack:
-        started: dict[str, tuple[Entrant, Contender, float]] = {}
+        started: dict[str, tuple[Entrant, Contender, float, float]] = {}
         for entrant in group:
-            contender = entrant.open(setting)
-            stack.callback(contender.stop)
             print(f"starting {entrant.name}", file=sys.stderr)
             if quiet.attempts:
                 wait_quiet(quiet.most_cores, timeout_s=quiet.wait_s)
+            contender = entrant.open(setting)
+            stack.callback(contender.stop)
             try:
+                first_start_s = _start_and_stop(entrant.open(setting))
                 start_s = contender.start()
                 contender.hold()
             except BROKEN as error:
                 absent[entrant.name] = f"does not start: {error}"
                 contender.stop()
             else:
-                started[entrant.name] = entrant, contender, start_s
-        contenders = [contender for _, contender, _ in started.values()]
+                started[entrant.name] = entrant, contender, first_start_s, start_s
+        contenders = [contender for _, contender, *_ in started.values()]
         runs, broken = take_turns(contenders, workloads, rounds=rounds, quiet=quiet, tell=print_run(rate))
         absent |= broken
-        for name, (entrant, contender, start_s) in started.items():
+        for name, (entrant, contender, first_start_s, start_s) in started.items():
             if name not in broken:
                 facts = contender.facts()
                 taken[name] = Taken(
-                    Width(entrant.bits, facts["arithmetic"]), facts, start_s, contender.peak_bytes(),
+                    Width(entrant.bits, facts["arithmetic"]), facts, first_start_s, start_s, contender.peak_bytes(),
                     contender.allowed_bytes(), runs[name],
                 )  # fmt: skip
     return taken
+
+
+def _start_and_stop(contender: Contender) -> float:
+    """What the first start took: of whatever is not in memory yet, and of what is kept for the next."""
+    try:
+        return contender.start()
+    finally:
+        contender.stop()
 
 
 def _figure(taken: Taken, workload: Workload, scale: float, most: float) -> Figure:

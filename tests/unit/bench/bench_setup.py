@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 from bench.contenders import Contender, Measured
@@ -37,6 +38,45 @@ class Absent(Entrant):
         raise PeerError(f"{self.name} is nobody")
 
 
+class Scripted:
+    """Writes down what is done with it; makes too few tokens, or breaks, where it is told to."""
+
+    def __init__(self, name: str, diary: list[str], *, short_at: int = -1, breaks_at: int = -1) -> None:
+        self.name, self._diary = name, diary
+        self._short_at, self._breaks_at, self._count = short_at, breaks_at, 0
+        self.pid = os.getpid()
+        self.held = True
+
+    def start(self) -> float:
+        return 0.0
+
+    def facts(self) -> Mapping[str, str]:
+        return {}
+
+    def run(self, workload: Workload) -> Measured:
+        assert not self.held
+        number, self._count = self._count, self._count + 1
+        if number == self._breaks_at:
+            raise RuntimeError("broke")
+        self._diary.append(f"{self.name} {workload.name}")
+        return Measured(1.0 + number, 0.5, workload.output_tokens - (number == self._short_at))
+
+    def hold(self) -> None:
+        self.held = True
+
+    def release(self) -> None:
+        self.held = False
+
+    def peak_bytes(self) -> int:
+        return 0
+
+    def allowed_bytes(self) -> int:
+        return 0
+
+    def stop(self) -> None:
+        pass
+
+
 def measured(workload: Workload, *, elapsed_s: float = 2.0, first_token_s: float = 1.0) -> Measured:
     heads = tuple(prompt[:2] for prompt in workload.prompts)
     return Measured(elapsed_s, first_token_s, workload.output_tokens, heads)
@@ -48,6 +88,7 @@ def row(
     bits: int = 16,
     arithmetic: str = "float32",
     ours: bool = False,
+    first_start_s: float = 6.0,
     start_s: float = 3.0,
     peak_bytes: int = 900,
     allowed_bytes: int = 1000,
@@ -56,6 +97,7 @@ def row(
     return Row(
         Width(bits, arithmetic),
         {name: Figure(speed, speed, speed, 0.5, 3) for name, speed in figures.items()},
+        first_start_s,
         start_s,
         peak_bytes,
         ours,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from bench import history, targets
 from bench.comparison import Comparison, Taken, compare, rows_of, scales_to, unlike
-from bench.contenders import Measured
+from bench.contenders import Contender, Measured
 from bench.entrants import LINK, Entrant, Setting
 from bench.home import BenchHome
 from bench.plots import Curve, draw_growth, draw_peers
@@ -18,7 +19,7 @@ from bench.report import Width
 from bench.targets import ONE_RANK
 from bench.turns import Quiet, Run
 from bench.workloads import Workload
-from tests.unit.bench.bench_setup import CONFIG, DECODE, LIMITS, Absent
+from tests.unit.bench.bench_setup import CONFIG, DECODE, LIMITS, Absent, Scripted
 
 pytestmark = pytest.mark.unit
 
@@ -31,7 +32,7 @@ def taken(*speeds: float, bits: int = 16, head: Sequence[int] = (5, 6), disturbe
     runs = [
         Run(Measured(1.0 + 8 / speed, 1.0, DECODE.output_tokens, (tuple(head),)), 0.0, 1, disturbed) for speed in speeds
     ]
-    return Taken(Width(bits, "float32"), {}, 2.0, 10, 20, {"decode1": runs})
+    return Taken(Width(bits, "float32"), {}, 5.0, 2.0, 10, 20, {"decode1": runs})
 
 
 def entrant(name: str, *, bits: int = 16) -> Entrant:
@@ -50,6 +51,7 @@ def test_a_later_group_is_scaled_by_what_the_link_lost() -> None:
     assert list(rows) == [ONE_RANK, LINK, "late"]
     assert speeds == {ONE_RANK: 50.0, LINK: 40.0, "late": 60.0}
     assert rows[ONE_RANK].ours
+    assert (rows[ONE_RANK].first_start_s, rows[ONE_RANK].start_s) == (5.0, 2.0)
     assert (rows[ONE_RANK].peak_bytes, rows[ONE_RANK].allowed_bytes) == (10, 20)
 
 
@@ -112,3 +114,39 @@ def test_a_workload_is_found_by_its_name() -> None:
     other = Workload("other", ((1,),), 2)
     with pytest.raises(KeyError):
         rows_of(Comparison(GROUPS), ENTRANTS, SETTING, {"other": other}, LIMITS)
+
+
+class Startable(Scripted):
+    """Starts take what is left to take."""
+
+    def __init__(self, name: str, diary: list[str], left_s: list[float]) -> None:
+        super().__init__(name, diary)
+        self._left_s = left_s
+
+    def start(self) -> float:
+        self._diary.append("start")
+        return self._left_s.pop(0)
+
+    def facts(self) -> Mapping[str, str]:
+        return {"arithmetic": "float32"}
+
+    def stop(self) -> None:
+        self._diary.append("stop")
+
+
+@dataclass(frozen=True, slots=True)
+class Startables(Entrant):
+    """The next start, of whomever, takes the next of these seconds."""
+
+    left_s: list[float] = field(default_factory=lambda: [5.0, 2.0])
+    diary: list[str] = field(default_factory=list)
+
+    def open(self, setting: Setting) -> Contender:
+        return Startable(self.name, self.diary, self.left_s)
+
+
+def test_everybody_is_started_ended_and_started_again() -> None:
+    each = Startables("each", 16, 0.0, 0.0)
+    (group,) = compare([each], SETTING, WORKLOADS, rounds=1, quiet=Quiet(attempts=0)).groups
+    assert each.diary == ["start", "stop", "start", "each decode1", "each decode1", "stop"]
+    assert (group["each"].first_start_s, group["each"].start_s) == (5.0, 2.0)

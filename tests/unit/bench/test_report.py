@@ -57,11 +57,11 @@ def test_a_figure_is_the_median_with_its_spread_and_share() -> None:
 
 
 def test_the_table_has_a_line_a_contender_with_shares_ratios_and_a_mark_on_the_disturbed() -> None:
-    disturbed = Row(EXACT, {"decode1": Figure(30.0, 30.0, 30.0, 0.6, 3, disturbed=2)}, 2.5, 250_000_000)
+    disturbed = Row(EXACT, {"decode1": Figure(30.0, 30.0, 30.0, 0.6, 3, disturbed=2)}, 4.0, 2.5, 250_000_000)
     head, slow, fast = table({"slow": row({"decode1": 20.0}), "fast": disturbed}, base="slow").splitlines()
     assert head.split("  ")[0] == "contender"
     assert "20.0 (50%, 1.00x)" in slow
     assert "30.0~ (60%, 1.50x)" in fast
-    assert "2.5 s" in fast
+    assert "4.0 s, again 2.5 s" in fast
     assert "250 MB" in fast
     assert "x)" not in table({"slow": row({"decode1": 20.0})})

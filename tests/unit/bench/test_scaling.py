@@ -40,7 +40,7 @@ def test_curves_are_medians_and_panels_without_points_are_left_out() -> None:
         name: [Run(Measured(elapsed_s, 0.5, point.workload.output_tokens), 0.0, 1, False) for elapsed_s in (1, 2, 4)]
         for name, point in where.items()
     }
-    comparison = Comparison([{"ours": Taken(Width(16, "float32"), {}, 1.0, 1, 1, runs)}])
+    comparison = Comparison([{"ours": Taken(Width(16, "float32"), {}, 1.0, 1.0, 1, 1, runs)}])
     (panel,) = curves(comparison, where).items()
     assert panel[0] == SEQUENCES
     assert panel[1][0].points == [(1, 32.0), (2, 64.0)]

@@ -2,59 +2,17 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import pytest
 
 from bench import turns
-from bench.contenders import Measured
 from bench.turns import Quiet, Run, take_turns
-from bench.workloads import Workload
-from tests.unit.bench.bench_setup import BATCH, DECODE
+from tests.unit.bench.bench_setup import BATCH, DECODE, Scripted
 
 pytestmark = pytest.mark.unit
 
 NOT_LOOKED_AT = Quiet(attempts=0)
-
-
-class Scripted:
-    """Writes down what is done with it; makes too few tokens, or breaks, where it is told to."""
-
-    def __init__(self, name: str, diary: list[str], *, short_at: int = -1, breaks_at: int = -1) -> None:
-        self.name, self._diary = name, diary
-        self._short_at, self._breaks_at, self._count = short_at, breaks_at, 0
-        self.pid = os.getpid()
-        self.held = True
-
-    def start(self) -> float:
-        return 0.0
-
-    def facts(self) -> Mapping[str, str]:
-        return {}
-
-    def run(self, workload: Workload) -> Measured:
-        assert not self.held
-        number, self._count = self._count, self._count + 1
-        if number == self._breaks_at:
-            raise RuntimeError("broke")
-        self._diary.append(f"{self.name} {workload.name}")
-        return Measured(1.0 + number, 0.5, workload.output_tokens - (number == self._short_at))
-
-    def hold(self) -> None:
-        self.held = True
-
-    def release(self) -> None:
-        self.held = False
-
-    def peak_bytes(self) -> int:
-        return 0
-
-    def allowed_bytes(self) -> int:
-        return 0
-
-    def stop(self) -> None:
-        pass
 
 
 WORKLOADS = {"decode1": DECODE, "batch8": BATCH}
