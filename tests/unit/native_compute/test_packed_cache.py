@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import INT8, WeightFormat, int4
 from hetero_worker.layers.linear import ShardedLinear
 from hetero_worker.layers.native_linear import NativeLinear, NativeWeight
+from hetero_worker.memory import checkpoint_content
 from hetero_worker.memory.accounts import HostAccount
 from hetero_worker.memory.loader import Checkpoint, TensorSlice
 from hetero_worker.memory.packed_cache import SUFFIX, PackedCache
@@ -180,6 +182,87 @@ def test_a_checkpoint_that_changes_while_it_is_read_leaves_nothing(
     assert _files(folder) == []
 
 
+def _cut_short(told: bytes) -> bytes:
+    return told[:40]
+
+
+def _turned_around(told: bytes) -> bytes:
+    """Another content, of nobody."""
+    return told[64:0:-1] + told[64:]
+
+
+def _not_read(*_arguments: object, **_named: object) -> str:
+    raise AssertionError("a checkpoint was read that is known")
+
+
+def test_a_copy_shares_what_was_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is read once to know it, in threads piece by piece, and not again."""
+    monkeypatch.setattr(checkpoint_content, "_PIECE", 5000)
+    model, cache = _save(tmp_path / "model"), _cache(tmp_path / "packed")
+    fresh = _load(model, cache)
+    copy = Path(shutil.copytree(model, tmp_path / "copy"))
+    assert _same(_load(copy, cache, kernel=_reading()), fresh)
+    monkeypatch.setattr(checkpoint_content, "digest_of", _not_read)
+    for directory in (model, copy):
+        assert _same(_load(directory, cache, kernel=_reading()), fresh)
+
+
+@pytest.mark.parametrize("change", ["a name", "a byte", "the config"])
+def test_what_differs_in_anything_is_another_checkpoint(tmp_path: Path, change: str) -> None:
+    model, other = _save(tmp_path / "model"), _save(tmp_path / "other")
+    file = other / "model.safetensors"
+    content = file.read_bytes()
+    if change == "a name":
+        file.rename(other / "weights.safetensors")
+    elif change == "a byte":
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    else:
+        (other / "config.json").write_text("{}")
+    one, two = (checkpoint_content.digest_of(directory, run=map) for directory in (model, other))
+    assert one != two
+
+
+@pytest.mark.parametrize("damage", [_cut_short, _turned_around, lambda told: bytes(len(told))])
+def test_what_was_remembered_wrongly_is_read_anew(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    model, folder = _save(tmp_path / "model"), tmp_path / "packed"
+    fresh = _load(model, _cache(folder))
+    (known,) = folder.glob(f"*{checkpoint_content.SUFFIX}")
+    told = known.read_bytes()
+    known.write_bytes(damage(told))
+    assert _same(_load(model, _cache(folder), kernel=_reading()), fresh)
+    assert known.read_bytes() == told
+
+
+def test_what_was_remembered_long_ago_goes(tmp_path: Path) -> None:
+    folder = tmp_path / "packed"
+    _load(_save(tmp_path / "model"), _cache(folder))
+    (known,) = folder.glob(f"*{checkpoint_content.SUFFIX}")
+    os.utime(known, (time.time() - 91 * 86400,) * 2)
+    _load(_save(tmp_path / "other", seed=2), _cache(folder))
+    assert not known.exists()
+
+
+def test_a_checkpoint_that_changes_while_its_content_is_read_is_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, folder = _save(tmp_path / "model"), tmp_path / "packed"
+    _load(model, _cache(folder))
+    for known in folder.glob(f"*{checkpoint_content.SUFFIX}"):
+        known.unlink()
+
+    def read_and_replace(directory: Path, *, run: checkpoint_content.RunAll) -> str:
+        digest = digest_of(directory, run=run)
+        os.replace(_save(tmp_path / "other", seed=2) / "model.safetensors", model / "model.safetensors")
+        return digest
+
+    digest_of = checkpoint_content.digest_of
+    monkeypatch.setattr(checkpoint_content, "digest_of", read_and_replace)
+    with pytest.raises(AssertionError, match="was packed"):
+        _load(model, _cache(folder), kernel=_reading())
+    assert "changed while it was read" in caplog.text
+    assert list(folder.glob(f"*{checkpoint_content.SUFFIX}")) == []
+
+
 def test_nothing_is_kept_of_a_checkpoint_that_was_written_just_now(tmp_path: Path) -> None:
     model, folder = _save(tmp_path / "model"), tmp_path / "packed"
     _load(model, PackedCache(folder, clock_ns=lambda: (model / "model.safetensors").stat().st_ctime_ns + 10**9))
@@ -324,7 +407,8 @@ def test_processes_load_at_once(tmp_path: Path) -> None:
         found = [load.result(timeout=120) for load in loads]
     fresh = [part.numpy().tobytes() for part in _load(model, None).memory]
     assert found == [fresh] * 6
-    assert len(list(folder.iterdir())) == 1
+    assert len(_files(folder)) == 1
+    assert len(list(folder.iterdir())) == 2  # and what is in the directory
 
 
 @pytest.mark.parametrize("variant", ["llama-biased", "qwen3", "qwen3-moe-some-dense"])

@@ -23,13 +23,15 @@ ClockNs = Callable[[], int]
 """Nanoseconds since 1970."""
 
 
+def checkpoint_files(directory: Path) -> list[Path]:
+    """What a model's weights and their meaning are read from, by name. Raises OSError."""
+    return sorted(path for path in directory.iterdir() if path.name == CONFIG_FILE or path.name.endswith(_SUFFIXES))
+
+
 def checkpoint_identity(directory: Path, *, clock_ns: ClockNs = time.time_ns) -> str | None:
     """None while it may still be written to, and where it cannot be known."""
     try:
-        files = sorted(
-            path for path in directory.iterdir() if path.name == CONFIG_FILE or path.name.endswith(_SUFFIXES)
-        )
-        found = [(path.name, path.stat()) for path in files]
+        found = [(path.name, path.stat()) for path in checkpoint_files(directory)]
     except OSError:
         return None
     youngest = max((max(stat.st_mtime_ns, stat.st_ctime_ns) for _, stat in found), default=0)

@@ -1,9 +1,9 @@
 """Packed weights kept on disk, so that a rank that starts again does not quantise and pack them again.
 
-One file a matrix, named by a hash of all that its bytes depend on: the state of the checkpoint
-(checkpoint_identity.py), the code that reads and quantises, the layout of the kernels, and which slices of which
-tensors it is made of. A matrix that differs in any of these is another file, so nothing is ever out of date, ranks and
-groups share what is the same, and several may write at once.
+One file a matrix, named by a hash of all that its bytes depend on: the content of the checkpoint
+(checkpoint_content.py), the code that reads and quantises, the layout of the kernels, and which slices of which
+tensors it is made of. A matrix that differs in any of these is another file, so nothing is ever out of date; ranks,
+groups and copies of a checkpoint share what is the same, and several may write at once.
 
 The folder may go at any time, and nothing that is wrong with it ends a load: a file that cannot be read or whose sums
 are not right is told of and packed anew; where none can be written, weights are packed as without a folder. It grows to
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import shutil
 import time
@@ -28,6 +29,8 @@ import torch
 
 import hetero_api
 from hetero_api.weight_format import WeightFormat
+from hetero_worker.memory.checkpoint_content import SUFFIX as CONTENT_SUFFIX
+from hetero_worker.memory.checkpoint_content import CheckpointContent
 from hetero_worker.memory.checkpoint_identity import ClockNs, checkpoint_identity
 from hetero_worker.memory.packed_file import (
     PARTIAL_SUFFIX,
@@ -43,8 +46,8 @@ logger = logging.getLogger(__name__)
 
 SUFFIX: Final = ".packed"
 _SHARE_OF_DISK: Final = 4
-_ABANDONED_S: Final = 3600.0
-"""A file that is being written for longer than that is nobody's."""
+_LASTS_S: Final = {PARTIAL_SUFFIX: 3600.0, CONTENT_SUFFIX: 90 * 86400.0}
+"""A file that is being written for longer is nobody's; what a directory holds is read anew after so long."""
 _FORMAT_SOURCES: Final = ("weight_format.py", "packed_weights.py", "gguf_*.py")
 
 
@@ -81,11 +84,12 @@ class PackedCache:
         def identify() -> str | None:
             return checkpoint_identity(directory, clock_ns=self._clock_ns)
 
-        identity = identify()
-        if identity is None:
+        state = identify()
+        if state is None:
             logger.info("packed weights are not kept: %s was written to just now, or cannot be looked at", directory)
             return None
-        return KeptMatrices(self._folder, identify, identity, limit_bytes=self._limit_bytes)
+        content = CheckpointContent(directory, identify, state, folder=self._folder)
+        return KeptMatrices(self._folder, content, limit_bytes=self._limit_bytes)
 
 
 class _Kept(NamedTuple):
@@ -97,13 +101,9 @@ class _Kept(NamedTuple):
 class KeptMatrices:
     """Those of one checkpoint, for one load; by one thread."""
 
-    def __init__(
-        self, folder: Path, identify: Callable[[], str | None], identity: str, *, limit_bytes: int | None = None
-    ) -> None:
-        """`identify` tells the checkpoint's identity as it is now."""
+    def __init__(self, folder: Path, content: CheckpointContent, *, limit_bytes: int | None = None) -> None:
         self._folder = folder
-        self._identify = identify
-        self._identity = identity
+        self._content = content
         self._limit_bytes = limit_bytes
         self._pool = ThreadPoolExecutor(torch.get_num_threads())
         self._used: set[Path] = set()
@@ -114,7 +114,9 @@ class KeptMatrices:
 
     def find(self, question: str, blank: Callable[[tuple[int, int], WeightFormat], M]) -> M | None:
         """What was kept under the question, which says all but the checkpoint; `blank` makes memory for it."""
-        path, asked = self._path_of(question)
+        if (content := self._content.digest(self._pool.map)) is None:
+            return None
+        path, asked = self._path_of(content, question)
         try:
             with path.open("rb", buffering=0) as file:
                 header, begin = read_header(file)
@@ -139,9 +141,9 @@ class KeptMatrices:
 
     def keep(self, question: str, weights: WeightFormat, matrix: PackedMatrix) -> None:
         """For the next load. Says so, once, if it cannot be."""
-        if not self._can_write:
+        if not self._can_write or (content := self._content.digest(self._pool.map)) is None:
             return
-        path, asked = self._path_of(question)
+        path, asked = self._path_of(content, question)
         size = sum(part.nbytes for part in matrix.memory)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -162,7 +164,7 @@ class KeptMatrices:
     def close(self) -> None:
         """The load is over. What was kept of a checkpoint that changed meanwhile goes: it may be of both states."""
         self._pool.shutdown()
-        if self._written and self._identify() != self._identity:
+        if self._written and not self._content.is_as_it_was():
             logger.warning("a checkpoint changed while it was read; its packed weights are not kept")
             for path in self._written:
                 with suppress(OSError):
@@ -170,10 +172,11 @@ class KeptMatrices:
         elif self._used:
             read = len(self._used) - len(self._written)
             logger.info("packed weights in %s: %d read, %d written", self._folder, read, len(self._written))
+            self._content.remember()
 
-    def _path_of(self, question: str) -> tuple[Path, str]:
+    def _path_of(self, content: str, question: str) -> tuple[Path, str]:
         """And the whole question."""
-        whole = f"{self._identity} {_code()} {question}"
+        whole = f"{content} {_code()} {question}"
         return self._folder / f"{hashlib.sha256(whole.encode()).hexdigest()[:40]}{SUFFIX}", whole
 
     def _make_room(self, size: int) -> bool:
@@ -201,7 +204,7 @@ def _kept_in(folder: Path) -> Sequence[_Kept]:
             stat = path.stat()
             if path.name.endswith(SUFFIX):
                 found.append(_Kept(path, stat.st_mtime, stat.st_size))
-            elif path.name.endswith(PARTIAL_SUFFIX) and time.time() - stat.st_mtime > _ABANDONED_S:
+            elif time.time() - stat.st_mtime > _LASTS_S.get(path.suffix, math.inf):
                 path.unlink()
     return found
 
