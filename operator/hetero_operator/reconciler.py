@@ -25,7 +25,7 @@ from hetero_operator.cluster.resources import Resources
 from hetero_operator.cluster.status_writer import StatusWriter
 from hetero_operator.cluster.store import Key
 from hetero_operator.cluster.waiting import PATIENCE_S, WarningBook
-from hetero_operator.errors import Conflict
+from hetero_operator.errors import Conflict, NotFound
 from hetero_operator.gateway_probe import GatewayProbe
 from hetero_operator.reconcile.model import (
     FailureKind,
@@ -144,9 +144,12 @@ class Reconciler:
         report = self._report(observed, plan, execution.outcome)
         try:
             rest_s = await self._parts.statuses.write(key, observed.resource, report.status)
-        except Conflict as error:
+        except (Conflict, NotFound) as error:
             # Changed, or gone, since it was looked at. Should the watch be late, this look at it is not.
-            await self._parts.resources.refresh(key)
+            if await self._parts.resources.refresh(key) is None:
+                return self._absent(key)
+            if isinstance(error, NotFound):
+                raise
             ref = ObjectRef(RESOURCE.api_version, RESOURCE.kind, key.name)
             return Verdict(failures=(*failures, WriteFailure(ref, FailureKind.TRANSIENT, error.message)))
         if not rest_s:

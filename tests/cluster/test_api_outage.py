@@ -46,8 +46,9 @@ def test_the_operator_outlives_its_api_server(
         settled = scene.owned.wait_settled("before", "after", timeout_s=BACK_TO_WORK_S)
         assert time.monotonic() - returned <= BACK_TO_WORK_S
         assert [item["spec"]["replicas"] for item in settled["before"].of_kind("StatefulSet")] == [4]
-        # What went is left to the garbage collector, which takes its time to come back itself.
-        assert [call for call in scene.writes(since=mark) if call.name.startswith("leaves")] == []
+        # What went is left to the garbage collector, which takes its time to come back itself. Where it is faster than
+        # the watch of resources, the operator finds one gone as it tells of it, once.
+        assert [call.code for call in scene.writes(since=mark) if call.name.startswith("leaves")] in ([], [404])
         assert (operator.pid, operator.running) == (pid, True)
         # Not only once: it hears of changes again.
         scene.apply("later")

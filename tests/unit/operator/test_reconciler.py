@@ -20,6 +20,7 @@ from hetero_operator.cluster.resources import Resources
 from hetero_operator.cluster.status_writer import StatusWriter
 from hetero_operator.cluster.store import Key, ObjectStore
 from hetero_operator.cluster.waiting import WarningBook
+from hetero_operator.errors import NotFound
 from hetero_operator.gateway_probe import GatewayProbe
 from hetero_operator.reconcile.model import (
     Capabilities,
@@ -33,7 +34,7 @@ from hetero_operator.reconcile.model import (
     Transition,
 )
 from hetero_operator.reconciler import MAX_ROUNDS, Collaborators, Reconciler
-from tests.support.api_stand_in import ApiStandIn, Fault, refusal
+from tests.support.api_stand_in import Answer, ApiStandIn, Fault, refusal
 
 KEY = Key("ns", "x")
 PATH = RESOURCE.path("ns", "x")
@@ -143,6 +144,26 @@ async def test_nothing_is_made_for_a_resource_that_is_gone_unheard(bench: Bench)
     assert bench.writes() == []
     assert not (await bench.reconciler().reconcile(KEY)).exists
     assert len(bench.seen) == 1
+
+
+@pytest.mark.parametrize("answer", [refusal(404, "NotFound"), refusal(409, "Conflict")])
+async def test_a_resource_that_is_gone_when_it_is_told_of_is_absent(bench: Bench, answer: Answer) -> None:
+    await bench.put_resource()
+    await bench.server.remove(PATH, silently=True)
+    bench.server.faults.append(Fault("PATCH", "/status", answer))
+    verdict = await bench.reconciler(lambda _: Plan()).reconcile(KEY)
+    assert (verdict.exists, verdict.reasons) == (False, frozenset())
+    assert bench.writes() == [f"PATCH {PATH}/status"]
+    assert bench.parts.resources.get(KEY) is None
+    assert not (await bench.reconciler(lambda _: Plan()).reconcile(KEY)).exists
+    assert len(bench.writes()) == 1
+
+
+async def test_a_status_that_is_not_found_on_a_resource_that_is_there_is_an_error(bench: Bench) -> None:
+    await bench.put_resource()
+    bench.server.faults.append(Fault("PATCH", "/status", refusal(404, "NotFound")))
+    with pytest.raises(NotFound):
+        await bench.reconciler(lambda _: Plan()).reconcile(KEY)
 
 
 async def test_a_plan_for_an_old_spec_is_not_carried_out(bench: Bench) -> None:
