@@ -24,7 +24,7 @@ import grpc
 
 from hetero_api.contract import AUTHORIZATION_KEY, ENV_GROUP_TOKEN_FILE, VERSION
 from hetero_api.v1 import ranks_pb2 as pb
-from hetero_worker.gateway_link import one_by_one
+from hetero_worker.process.gateway_link import one_by_one
 
 _JOIN: Final = f"/{pb.DESCRIPTOR.services_by_name['Ranks'].full_name}/Join"
 _KEPT_ANSWERS: Final = 100_000

@@ -75,14 +75,14 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--gateway-kills", type=int, default=5)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--no-nursery", action="store_true", help="measure without a prepared process")
+    parser.add_argument("--no-forkserver", action="store_true", help="measure without a prepared process")
     options = parser.parse_args(arguments)
     model = HeteroHome.from_environment().models / "hf" / MODEL
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         manifest = write_manifest(folder, model=model, name="recovery", recovery={"maxRestarts": 1000})
         with LocalGroupProcess(
-            manifest, home=folder / "home", options=["--no-nursery"] if options.no_nursery else []
+            manifest, home=folder / "home", options=["--no-forkserver"] if options.no_forkserver else []
         ) as group:
             blows = measure(
                 group, streams=options.streams, kills=options.kills, gateway_kills=options.gateway_kills,

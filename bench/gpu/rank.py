@@ -123,7 +123,7 @@ class _Rank:
         self._chain.begin(ranks_pb2.StepPlan.FromString(payload))
 
     def _answer(self, plan: ranks_pb2.StepPlan, output: StepOutput) -> None:
-        from hetero_worker.life_messages import step_result
+        from hetero_worker.process.messages import step_result
 
         came_s = self._came_s.popleft()
         if self._seat.rank == 0:
@@ -179,8 +179,8 @@ class _Rank:
 
     def _measure_parts(self, order: MeasureParts) -> bytes:
         from hetero_api.v1 import ranks_pb2
-        from hetero_worker.life_messages import formed_message
         from hetero_worker.probe.speeds import fixed_needs, measure_parts
+        from hetero_worker.process.messages import formed_message
 
         group = self._formed
         times = group.measure()

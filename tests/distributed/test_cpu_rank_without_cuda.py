@@ -19,7 +19,7 @@ from hetero_api.contract import ENV_GROUP_TOKEN_FILE
 from tests.support.local_group import REPOSITORY
 from tests.support.quiet_rank import MARK
 from tests.support.scripted_gateway import TOKEN, ScriptedGateway
-from tests.support.scripted_life import ONE_RANK, RankProcess, generate, serve, shut_down
+from tests.support.scripted_rank import ONE_RANK, RankProcess, generate, serve, shut_down
 from tests.support.stand_in_libcuda import build_stand_in
 from tests.support.tiny_models import save_tiny_model
 

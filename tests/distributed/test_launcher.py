@@ -53,12 +53,12 @@ class Launcher:
         port: int = 0,
         prompt: str | None = None,
         recovery: str = "maxRestarts: 20",
-        nursery: str = "yes",
+        forkserver: str = "yes",
         manifest: str = MANIFEST,
         **environment: str,
     ) -> subprocess.Popen[str]:
         self.manifest.write_text(manifest.replace("RECOVERY", recovery), encoding="utf-8")
-        argv = [sys.executable, "-m", "tests.support.stand_in_up", str(self.manifest), str(port), nursery]
+        argv = [sys.executable, "-m", "tests.support.stand_in_up", str(self.manifest), str(port), forkserver]
         self.process = subprocess.Popen(
             argv if prompt is None else [*argv, prompt],
             cwd=REPOSITORY,
@@ -87,10 +87,10 @@ class Launcher:
         self.wait_for(is_replaced)
         return self.until_ready()
 
-    def nursery(self, record: GroupRecord) -> psutil.Process:
+    def forkserver(self, record: GroupRecord) -> psutil.Process:
         """The process that ranks are forked from; they have its command line."""
-        (nursery,) = (child for child in self.children("nursery") if child.pid not in record.processes.values())
-        return nursery
+        (forkserver,) = (child for child in self.children("forkserver") if child.pid not in record.processes.values())
+        return forkserver
 
     def children(self, option: str) -> list[psutil.Process]:
         """Processes of the launcher that were started with the option."""
@@ -272,18 +272,18 @@ def test_a_rank_that_is_late_with_its_work_is_killed_and_started_anew(launcher: 
     assert "maxRestarts" in err
 
 
-def test_a_nursery_forks_ranks_and_their_successors(launcher: Launcher) -> None:
+def test_a_forkserver_forks_ranks_and_their_successors(launcher: Launcher) -> None:
     process = launcher.start()
     record = launcher.until_ready()
-    nursery = launcher.nursery(record)
+    forkserver = launcher.forkserver(record)
     for name in ("cpu-0", "cpu-1", "cpu-0", "cpu-1"):
         forked = psutil.Process(record.processes[name])
-        assert (forked.ppid(), "nursery" in forked.cmdline()) == (process.pid, True)
+        assert (forked.ppid(), "forkserver" in forked.cmdline()) == (process.pid, True)
         log = launcher.run.log_path(name).read_text(encoding="utf-8")
         assert f"INFO rank {name} pid {forked.pid} args" in log
         os.kill(record.processes[name], signal.SIGKILL)
         record = launcher.until_replaced(name, record)
-    assert launcher.nursery(record) == nursery
+    assert launcher.forkserver(record) == forkserver
     launcher.see()
     process.send_signal(signal.SIGINT)
     code, _, err = launcher.end()
@@ -294,7 +294,7 @@ def test_a_nursery_forks_ranks_and_their_successors(launcher: Launcher) -> None:
 def test_a_rank_that_was_forked_does_not_survive_a_killed_launcher(launcher: Launcher) -> None:
     process = launcher.start()
     record = launcher.until_ready()
-    assert "nursery" in psutil.Process(record.processes["cpu-1"]).cmdline()
+    assert "forkserver" in psutil.Process(record.processes["cpu-1"]).cmdline()
     process.kill()
     process.communicate()
     deadline = time.monotonic() + PATIENCE_S
@@ -303,30 +303,30 @@ def test_a_rank_that_was_forked_does_not_survive_a_killed_launcher(launcher: Lau
         time.sleep(0.05)
 
 
-def test_without_its_nursery_a_rank_is_started_by_itself(launcher: Launcher) -> None:
+def test_without_its_forkserver_a_rank_is_started_by_itself(launcher: Launcher) -> None:
     process = launcher.start()
     before = launcher.until_ready()
-    launcher.nursery(before).send_signal(signal.SIGSTOP)  # it takes no orders any more
+    launcher.forkserver(before).send_signal(signal.SIGSTOP)  # it takes no orders any more
     os.kill(before.processes["cpu-1"], signal.SIGKILL)
     after = launcher.until_replaced("cpu-1", before)
-    assert "nursery" not in psutil.Process(after.processes["cpu-1"]).cmdline()
+    assert "forkserver" not in psutil.Process(after.processes["cpu-1"]).cmdline()
     launcher.see()
     process.send_signal(signal.SIGINT)
     assert (launcher.end()[0], launcher.left_over()) == (EXIT_OK, [])
 
 
-@pytest.mark.parametrize(("nursery", "state"), [("no", "sound"), ("yes", "broken")])
-def test_a_group_without_a_nursery_or_with_a_broken_one_starts(launcher: Launcher, nursery: str, state: str) -> None:
-    process = launcher.start(nursery=nursery, STAND_IN_NURSERY=state)
+@pytest.mark.parametrize(("forkserver", "state"), [("no", "sound"), ("yes", "broken")])
+def test_a_group_starts_without_a_sound_forkserver(launcher: Launcher, forkserver: str, state: str) -> None:
+    process = launcher.start(forkserver=forkserver, STAND_IN_FORKSERVER=state)
     record = launcher.until_ready()
     lines = [psutil.Process(record.processes[name]).cmdline() for name in ("cpu-0", "cpu-1")]
-    assert not any("nursery" in line for line in lines)
+    assert not any("forkserver" in line for line in lines)
     process.send_signal(signal.SIGINT)
     assert (launcher.end()[0], launcher.left_over()) == (EXIT_OK, [])
 
 
 def test_a_rank_that_dies_again_and_again_is_started_ever_later_until_the_budget_is_used_up(launcher: Launcher) -> None:
-    launcher.start(STAND_IN_RANKS="cpu-0=later-exit:7", recovery="maxRestarts: 4", nursery="no")
+    launcher.start(STAND_IN_RANKS="cpu-0=later-exit:7", recovery="maxRestarts: 4", forkserver="no")
     record = launcher.until_ready()
     began_s = time.monotonic()
     os.kill(record.processes["cpu-0"], signal.SIGKILL)

@@ -16,7 +16,7 @@ from hetero_api.cpu_list import format_cpu_list, parse_cpu_list
 from hetero_api.spec import NumaPolicy
 from hetero_api.v1 import ranks_pb2
 from tests.support.scripted_gateway import TOKEN, ScriptedGateway
-from tests.support.scripted_life import START_S, RankProcess
+from tests.support.scripted_rank import START_S, RankProcess
 from tests.support.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.distributed

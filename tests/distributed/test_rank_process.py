@@ -24,11 +24,11 @@ from hetero_api.cpu_list import parse_cpu_list
 from hetero_api.host.death_signal import adopt_orphans
 from hetero_api.model_config import model_fingerprint
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.nursery import Order
+from hetero_worker.process.forkserver import Order
 from tests.support.exchange_bodies import shm_left_over
 from tests.support.rank_processes import segment_prefix
 from tests.support.scripted_gateway import TOKEN, ScriptedGateway
-from tests.support.scripted_life import ONE_RANK, START_S, RankProcess, generate, next_step, serve, shut_down
+from tests.support.scripted_rank import ONE_RANK, START_S, RankProcess, generate, next_step, serve, shut_down
 from tests.support.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.distributed
@@ -153,11 +153,11 @@ def thread_masks(pid: int) -> dict[int, set[int]]:
 
 
 @contextmanager
-def nursery(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """hetero_worker.nursery, once it is ready. Its ranks become children of this process."""
+def forkserver(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """hetero_worker.process.forkserver, once it is ready. Its ranks become children of this process."""
     adopt_orphans()
     with subprocess.Popen(
-        [sys.executable, "-m", "hetero_worker.nursery"],
+        [sys.executable, "-m", "hetero_worker.process.forkserver"],
         env=environment(folder), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         assert process.stdout is not None
@@ -178,7 +178,7 @@ def fork_rank(process: subprocess.Popen[str], order: Order) -> int:
 
 def test_a_forked_rank_is_bound_to_its_cores_and_joins_at_once(model: Path, tmp_path: Path) -> None:
     core, log = min(os.sched_getaffinity(0)), tmp_path / "rank.log"
-    with nursery(tmp_path) as process, ScriptedGateway() as gateway:
+    with forkserver(tmp_path) as process, ScriptedGateway() as gateway:
         assert len(list(Path(f"/proc/{process.pid}/task").iterdir())) == 1
         arguments = command(model, gateway.target, cores=str(core), policy="BestEffort")[3:]
         for _ in range(2):  # the second has nothing to measure any more
@@ -199,7 +199,7 @@ def test_a_forked_rank_is_bound_to_its_cores_and_joins_at_once(model: Path, tmp_
 
 def test_a_forked_rank_ends_as_one_that_was_started(model: Path, tmp_path: Path) -> None:
     log = tmp_path / "rank.log"
-    with nursery(tmp_path) as process:
+    with forkserver(tmp_path) as process:
         statuses = []
         for arguments in (["--pool", "cpu"], command(tmp_path, "127.0.0.1:9")[3:]):
             pid = fork_rank(process, Order(arguments, {}, str(log), os.getpid()))
@@ -255,6 +255,6 @@ def test_directory_without_a_model_ends_the_rank_for_good(tmp_path: Path) -> Non
 
 
 def test_entry_loads_neither_torch_nor_grpc_before_it_binds(tmp_path: Path) -> None:
-    script = "import sys, hetero_worker.rank; sys.exit(bool({'torch', 'grpc', 'numpy'} & sys.modules.keys()))"
+    script = "import sys, hetero_worker.process.rank; sys.exit(bool({'torch', 'grpc', 'numpy'} & sys.modules.keys()))"
 
     assert run_to_end([sys.executable, "-c", script], environment(tmp_path)).returncode == 0

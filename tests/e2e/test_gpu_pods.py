@@ -71,7 +71,9 @@ def test_a_gpu_rank_gets_a_node_with_devices_and_says_which_it_cannot_find(gpu: 
     assert told(found, "Scheduled")[0] == "True"
     logs = gpu.site.kubectl("logs", f"--namespace={gpu.namespace}", pod["metadata"]["name"])
     (line,) = {
-        line.partition("hetero_worker.rank: ")[2] for line in logs.splitlines() if "ERROR" in line and ".rank:" in line
+        line.partition("hetero_worker.process.rank: ")[2]
+        for line in logs.splitlines()
+        if "ERROR" in line and ".rank:" in line
     }
     assert "cuda:0" in line
     assert ("/dev holds no NVIDIA device" if is_real_image else "built without CUDA") in line

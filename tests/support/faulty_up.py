@@ -31,10 +31,10 @@ def up(manifest: Path) -> int:
 
     home = HeteroHome.from_environment()
     try:
-        config = prepare(manifest, port=0, http_port=None, model=None, home=home, with_nursery=False)
+        config = prepare(manifest, port=0, http_port=None, model=None, home=home, with_forkserver=False)
         faulty = LocalGroupConfig(
             config.resource, config.manifest, config.model_dir, config.plan, config.port, config.http_port,
-            with_nursery=False, programs=Programs(rank=(sys.executable, "-m", "tests.support.faulty_up", "rank")),
+            with_forkserver=False, programs=Programs(rank=(sys.executable, "-m", "tests.support.faulty_up", "rank")),
         )  # fmt: skip
         serve(faulty, home=home)
     except HeteroError as error:
@@ -45,7 +45,7 @@ def up(manifest: Path) -> int:
 def be_a_rank(arguments: list[str]) -> int:
     # Early, before the process is bound to cores, which these tests do not ask for.
     from hetero_worker.models.decoder import Decoder
-    from hetero_worker.rank import main
+    from hetero_worker.process.rank import main
 
     name = arguments[arguments.index("--pod-name") + 1]
     fault = Path(os.environ[VARIABLE])

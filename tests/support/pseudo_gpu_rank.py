@@ -10,8 +10,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from hetero_worker.config import RankConfig
-from hetero_worker.rank import main, platform_of
+from hetero_worker.process.config import RankConfig
+from hetero_worker.process.rank import main, platform_of
 
 if TYPE_CHECKING:
     from hetero_worker.platforms.base import Platform

@@ -102,7 +102,7 @@ def up(manifest: Path) -> int:
             port=0,
             http_port=0,
             programs=Programs(rank=(sys.executable, "-m", "tests.support.pseudo_gpu_rank")),
-            with_nursery=False,
+            with_forkserver=False,
         )
         serve(config, home=home)
     except HeteroError as error:

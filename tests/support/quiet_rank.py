@@ -39,7 +39,7 @@ def be_a_rank(arguments: list[str]) -> int:
     # Early, before the process is bound to cores, which these tests do not ask for.
     import torch.cuda
 
-    from hetero_worker.rank import main
+    from hetero_worker.process.rank import main
 
     note("started")
     with mock.patch.object(torch.cuda, "_lazy_init", refuse):

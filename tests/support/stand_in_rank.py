@@ -1,5 +1,5 @@
 """A small program with the worker's command line: joins the stand-in gateway, and joins it again when it was
-gone. With the argument "nursery" it forks such ranks, as hetero_worker.nursery does.
+gone. With the argument "forkserver" it forks such ranks, as hetero_worker.process.forkserver does.
 
 It has a heartbeat as a rank has, and says that it did a step once it joined. STAND_IN_RANKS makes ranks misbehave:
 "NAME=BEHAVIOUR;..." with "exit:N" (logs a line and ends), "fail:REASON" (tells the gateway a
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from hetero_api.contract import ENV_GROUP_TOKEN_FILE, ENV_HEARTBEAT_FILE, EXIT_PERMANENT
 from hetero_api.host.heartbeat import Heartbeat, Standing
-from hetero_worker.nursery import serve
+from hetero_worker.process.forkserver import serve
 
 OPTIONS = (
     "gateway", "model", "pool", "ordinal", "local-rank", "pod-name", "device", "cores", "communication-cores",
@@ -78,9 +78,9 @@ def be(verb: str, rest: str, *, args: argparse.Namespace, heartbeat: Heartbeat) 
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["nursery"]:
-        if os.environ.get("STAND_IN_NURSERY") == "broken":
-            sys.exit("ERROR the stand-in nursery was told to end")
+    if sys.argv[1:] == ["forkserver"]:
+        if os.environ.get("STAND_IN_FORKSERVER") == "broken":
+            sys.exit("ERROR the stand-in forkserver was told to end")
         serve(main, orders=sys.stdin, answers=sys.stdout)
     else:
         sys.exit(main(sys.argv[1:], os.environ))

@@ -24,11 +24,11 @@ from hetero_client.launcher.local_plan import plan_locally
 PROGRAMS = Programs(
     gateway=(sys.executable, "-m", "tests.support.stand_in_gateway"),
     rank=(sys.executable, "-m", "tests.support.stand_in_rank"),
-    nursery=(sys.executable, "-m", "tests.support.stand_in_rank", "nursery"),
+    forkserver=(sys.executable, "-m", "tests.support.stand_in_rank", "forkserver"),
 )
 
 
-def stand_in_config(manifest: Path, *, port: int, with_nursery: bool) -> LocalGroupConfig:
+def stand_in_config(manifest: Path, *, port: int, with_forkserver: bool) -> LocalGroupConfig:
     """What `hetero up` would make of the manifest on a machine of two cores (with GPUs: of eight)."""
     resource = load_manifest(manifest)
     num_gpus, dp_local_rank = int(os.environ.get("STAND_IN_GPUS", "0")), int(os.environ.get("STAND_IN_DP", "0"))
@@ -48,15 +48,15 @@ def stand_in_config(manifest: Path, *, port: int, with_nursery: bool) -> LocalGr
         http_port=0,
         programs=PROGRAMS,
         environment=dict(os.environ),
-        with_nursery=with_nursery,
+        with_forkserver=with_forkserver,
         dp_local_rank=dp_local_rank,
     )
 
 
-def main(manifest: Path, *, port: int, with_nursery: bool, prompt: str | None) -> int:
+def main(manifest: Path, *, port: int, with_forkserver: bool, prompt: str | None) -> int:
     home = HeteroHome.from_environment()
     try:
-        config = stand_in_config(manifest, port=port, with_nursery=with_nursery)
+        config = stand_in_config(manifest, port=port, with_forkserver=with_forkserver)
         if prompt is None:
             serve(config, home=home)
         else:
@@ -68,5 +68,5 @@ def main(manifest: Path, *, port: int, with_nursery: bool, prompt: str | None) -
 
 
 if __name__ == "__main__":
-    path, port, nursery, *prompt = sys.argv[1:]
-    sys.exit(main(Path(path), port=int(port), with_nursery=nursery == "yes", prompt=next(iter(prompt), None)))
+    path, port, forkserver, *prompt = sys.argv[1:]
+    sys.exit(main(Path(path), port=int(port), with_forkserver=forkserver == "yes", prompt=next(iter(prompt), None)))

@@ -1,6 +1,6 @@
 """python -m hetero_worker"""
 
-from hetero_worker.rank import run
+from hetero_worker.process.rank import run
 
 if __name__ == "__main__":
     run()

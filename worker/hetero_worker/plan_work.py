@@ -23,8 +23,8 @@ from typing import Final, NamedTuple, TypeGuard
 from hetero_api.host.heartbeat import Heartbeat
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.errors import ExchangeAborted, ProtocolError
-from hetero_worker.gateway_link import Arrival, Event, GatewayLink
-from hetero_worker.life_messages import step_result
+from hetero_worker.process.gateway_link import Arrival, Event, GatewayLink
+from hetero_worker.process.messages import step_result
 from hetero_worker.runners.base import Runner, StepOutput
 from hetero_worker.runners.home_core import HomeCore
 from hetero_worker.runners.native_draws import MAX_STEPS

@@ -44,7 +44,7 @@ _LONGEST_LOOK_S: Final = 0.5
 
 
 class Standing(enum.IntEnum):
-    """How far a rank is, as `life.RankState` with what comes before it."""
+    """How far a rank is, as `state_machine.RankState` with what comes before it."""
 
     STARTING = 0
     JOINING = 1

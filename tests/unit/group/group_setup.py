@@ -20,7 +20,7 @@ from hetero_gateway.group.rank_link import Closing, RankLink
 from hetero_gateway.group.settings import GroupSettings
 from hetero_gateway.group.topology import GroupState
 from hetero_gateway.group.verbs import GroupVerbs
-from hetero_worker.gateway_link import one_by_one
+from hetero_worker.process.gateway_link import one_by_one
 from tests.unit.engine.engine_setup import VOCAB_SIZE, engine_config
 from tests.unit.engine.fake_ranks import FakeRanks
 

@@ -13,7 +13,7 @@ from hetero_gateway.engine.errors import EngineFault, GroupLost
 from hetero_gateway.group.errors import RankMisbehaved
 from hetero_gateway.group.executor import GroupExecutor
 from hetero_gateway.group.rank_link import RankLink
-from hetero_worker.gateway_link import one_by_one
+from hetero_worker.process.gateway_link import one_by_one
 
 pytestmark = pytest.mark.unit
 

@@ -131,7 +131,7 @@ SANDBOX = (
     + "ab12" * 16
     + '": plugin type="bridge" failed (add): no IP addresses available in range set: 10.244.1.1-10.244.1.254'
 )
-TRACE = "2030-01-01 00:00:04,512 ERROR hetero_worker.rank: Traceback\n\nValueError: 4 heads on 3 ranks\n"
+TRACE = "2030-01-01 00:00:04,512 ERROR hetero_worker.process.rank: Traceback\n\nValueError: 4 heads on 3 ranks\n"
 
 CASES = {
     "nothing has begun": Case(

@@ -11,9 +11,9 @@ from hetero_api.contract import ENV_POD_IP, ENV_POD_NAME, EXIT_USAGE
 from hetero_api.host.cores import CoreGrant
 from hetero_api.spec import NumaPolicy
 from hetero_operator.reconcile.manifests.rank_pod import GRACE_PERIOD_S
-from hetero_worker.config import RankConfig
 from hetero_worker.pod.app import policy_in_force, rank_command
 from hetero_worker.pod.config import STOP_GRACE_S, PodConfig
+from hetero_worker.process.config import RankConfig
 
 pytestmark = pytest.mark.unit
 

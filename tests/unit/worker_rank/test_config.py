@@ -7,7 +7,7 @@ import pytest
 
 from hetero_api.contract import ENV_GROUP_TOKEN_FILE, ENV_LOG_LEVEL, EXIT_USAGE
 from hetero_api.spec import NumaPolicy
-from hetero_worker.config import RankConfig
+from hetero_worker.process.config import RankConfig
 
 pytestmark = pytest.mark.unit
 

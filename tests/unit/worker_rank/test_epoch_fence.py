@@ -5,8 +5,8 @@ import threading
 import pytest
 
 from hetero_worker.distributed.exchange import LocalExchange
-from hetero_worker.epoch_fence import EpochFence
 from hetero_worker.errors import ExchangeAborted
+from hetero_worker.process.epoch_fence import EpochFence
 
 pytestmark = pytest.mark.unit
 

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.gateway_link import Arrival, Event, GatewayLink, StreamEnded
+from hetero_worker.process.gateway_link import Arrival, Event, GatewayLink, StreamEnded
 from tests.support.scripted_gateway import TOKEN, ScriptedGateway
 
 pytestmark = pytest.mark.unit

@@ -7,9 +7,9 @@ import pytest
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.distributed.store import StoreListener, parse_address
 from hetero_worker.errors import ExchangeError
-from hetero_worker.identity import describe_device, host_id
 from hetero_worker.platforms.cpu import CpuPlatform
 from hetero_worker.platforms.pinning import PinningReport
+from hetero_worker.process.identity import describe_device, host_id
 
 pytestmark = pytest.mark.unit
 

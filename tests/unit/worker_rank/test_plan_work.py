@@ -15,8 +15,8 @@ import pytest
 from hetero_api.host.heartbeat import Heartbeat, HeartbeatMemory
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.errors import ProtocolError
-from hetero_worker.gateway_link import Arrival, Event, LeaveRequested, one_by_one
 from hetero_worker.plan_work import HOLD_S, PlanWork
+from hetero_worker.process.gateway_link import Arrival, Event, LeaveRequested, one_by_one
 from hetero_worker.runners.base import MaskSource, SampledToken, StepOutput, no_masks
 from hetero_worker.runners.begun_step import DoneStep
 from hetero_worker.runners.native_draws import MAX_STEPS

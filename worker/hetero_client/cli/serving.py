@@ -30,7 +30,7 @@ def up(
     port: options.PortOption = None,
     http_port: options.HttpPortOption = None,
     model: options.ModelDirOption = None,
-    nursery: Annotated[
+    forkserver: Annotated[
         bool,
         typer.Option(
             help="Fork ranks, and those that replace lost ones, from a process that has loaded what they need: they "
@@ -65,8 +65,8 @@ def up(
 
     home = HeteroHome.from_environment()
     config = prepare(
-        file, port=port, http_port=http_port, model=model, home=home, with_nursery=nursery, measure_anew=measure_anew,
-        dp_local_rank=dp_local_rank,
+        file, port=port, http_port=http_port, model=model, home=home, with_forkserver=forkserver,
+        measure_anew=measure_anew, dp_local_rank=dp_local_rank,
     )  # fmt: skip
     serve(config, home=home)
 
@@ -103,7 +103,7 @@ def run(
     )  # fmt: skip
     home = HeteroHome.from_environment()
     config = prepare(
-        file, port=port, http_port=None, model=model, home=home, with_nursery=True, measure_anew=measure_anew
+        file, port=port, http_port=None, model=model, home=home, with_forkserver=True, measure_anew=measure_anew
     )
     answer_once(config, conversation(prompt, system=system), sampling=sampling, home=home, as_json=as_json)
 
@@ -148,7 +148,7 @@ def prepare(
     http_port: int | None,
     model: Path | None,
     home: HeteroHome,
-    with_nursery: bool,
+    with_forkserver: bool,
     measure_anew: bool = False,
     dp_local_rank: int = 0,
 ) -> LocalGroupConfig:
@@ -179,7 +179,7 @@ def prepare(
         plan=plan,
         port=service.port if port is None else port,
         http_port=http_port if http_port is not None else 0 if port == 0 else service.http_port,
-        with_nursery=with_nursery,
+        with_forkserver=with_forkserver,
         dp_local_rank=dp_local_rank,
     )
     store = MeasurementStore.of(home, config.name, resource, model_dir=config.model_dir, plan=plan)

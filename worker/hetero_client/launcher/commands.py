@@ -15,7 +15,7 @@ from hetero_client.launcher.supervisor import Command
 
 HOST: Final = "127.0.0.1"
 GATEWAY: Final = "gateway"
-NURSERY: Final = "nursery"
+FORKSERVER: Final = "forkserver"
 RECONNECT_TIMEOUT_S: Final = 24 * 3600.0
 """The launcher starts a gateway that died anew, and ends the ranks if it does not: they need not give up first."""
 
@@ -26,7 +26,7 @@ class Programs:
 
     gateway: tuple[str, ...] = (sys.executable, "-m", "hetero_gateway")
     rank: tuple[str, ...] = (sys.executable, "-m", "hetero_worker")
-    nursery: tuple[str, ...] = (sys.executable, "-m", "hetero_worker.nursery")
+    forkserver: tuple[str, ...] = (sys.executable, "-m", "hetero_worker.process.forkserver")
     """Forks ranks that take the arguments that `rank` takes."""
 
 
@@ -94,8 +94,8 @@ class GroupCommands:
         )  # fmt: skip
         return Command(rank.name, argv, self.run.log_path(rank.name), has_heartbeat=True)
 
-    def nursery(self) -> Command:
-        return Command(NURSERY, self.programs.nursery, self.run.log_path(NURSERY), takes_orders=True)
+    def forkserver(self) -> Command:
+        return Command(FORKSERVER, self.programs.forkserver, self.run.log_path(FORKSERVER), takes_orders=True)
 
     def arguments(self, rank: Command) -> tuple[str, ...]:
         """A rank's command line without its program."""

@@ -8,7 +8,7 @@
 The budget is the resource's: spec.recovery.maxRestarts within windowSeconds, over all processes of the group. A gateway
 is started on the ports that it had; ranks and clients find it there by themselves.
 
-A rank is started by itself or, which is quicker, forked by the group's nursery (`nursery.py`).
+A rank is started by itself or, which is quicker, forked by the group's forkserver (`forkserver.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Final
 
 from hetero_api.host.restarts import RestartBudget, RestartPauses
 from hetero_client.launcher.failures import died, exhausted, how_it_ended, is_permanent
-from hetero_client.launcher.nursery import Nursery
+from hetero_client.launcher.forkserver import Forkserver
 from hetero_client.launcher.supervisor import Child, Command, Supervisor
 
 FIRST_PAUSE_S: Final = 0.5
@@ -71,14 +71,14 @@ class Healing:
         *,
         limits: RestartLimits,
         report: Report,
-        nursery: Nursery | None,
+        forkserver: Forkserver | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.services = tuple(services)
         self._supervisor = supervisor
         self._limits = limits
         self._report = report
-        self._nursery = nursery
+        self._forkserver = forkserver
         self._clock = clock
         self._budget = RestartBudget(max_restarts=limits.max_restarts, window_s=limits.window_s, clock=clock)
 
@@ -108,8 +108,8 @@ class Healing:
 
     def prepare(self) -> None:
         """The group is well: prepare for when it is not."""
-        if self._nursery is not None:
-            self._nursery.prepare()
+        if self._forkserver is not None:
+            self._forkserver.prepare()
 
     def _bury(self, child: Child) -> None:
         for service in self.services:
@@ -146,5 +146,5 @@ class Healing:
         return bool(due)
 
     def _successor(self, command: Command) -> Child:
-        forked = self._nursery.fork(command) if self._nursery is not None and command.has_heartbeat else None
+        forked = self._forkserver.fork(command) if self._forkserver is not None and command.has_heartbeat else None
         return forked or self._supervisor.start(command)

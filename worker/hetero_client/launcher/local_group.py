@@ -1,10 +1,10 @@
 """One HeteroInference running on this machine, from its first process to its last.
 
-The order is fixed: take the run directory's lock, start nursery and gateway, wait until both can be spoken to, start
-the ranks, watch the gateway's topology until the group is ready. Until then the end of any process but the nursery ends
-all: nothing is served yet, and who starts a group wants to know. From then on processes are started anew (`healing`),
-until that is of no more use, or the gateway says that it is not. Single-threaded: everything here runs in the
-launcher's main thread (see supervisor.py), and no wait in it is unbounded.
+The order is fixed: take the run directory's lock, start forkserver and gateway, wait until both answer, start the
+ranks, watch the gateway's topology until the group is ready. Until then the end of any process but the forkserver ends
+all: nothing is served yet, and the user wants to know. From then on processes are restarted (`healing`), until the
+restart budget is used up or the gateway reports that the group has failed. Single-threaded: everything here runs in
+the launcher's main thread (see supervisor.py), and every wait is bounded.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from hetero_client.errors import (
 )
 from hetero_client.launcher.commands import GATEWAY, HOST, GatewayPorts, GroupCommands, Programs
 from hetero_client.launcher.failures import died, is_permanent, timeout_message
+from hetero_client.launcher.forkserver import Forkserver
 from hetero_client.launcher.healing import Healing, Report, RestartLimits, Service
 from hetero_client.launcher.local_plan import LocalPlan
 from hetero_client.launcher.measurement_store import MeasurementStore
-from hetero_client.launcher.nursery import Nursery
 from hetero_client.launcher.run_directory import GroupRecord, RunDirectory
 from hetero_client.launcher.supervisor import Child, Command, Supervisor
 
 GATEWAY_START_S: Final = 60.0
-NURSERY_START_S: Final = 60.0
+FORKSERVER_START_S: Final = 60.0
 """From its start; ranks are started by themselves if it takes longer."""
 STARTING_LOOK_S: Final = 0.05
 RUNNING_LOOK_S: Final = 1.0
@@ -70,7 +70,7 @@ class LocalGroupConfig:
     http_port: int
     programs: Programs = field(default_factory=Programs)
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    with_nursery: bool = True
+    with_forkserver: bool = True
     """Fork ranks, and the successors of those that are lost, from a process that has torch loaded."""
     measurements: MeasurementStore | None = None
     """Of earlier starts; None: ranks measure at every start."""
@@ -119,7 +119,7 @@ class LocalGroup:
         inherited = {key: value for key, value in config.environment.items() if key != ENV_ADMIN_TOKEN_FILE}
         self._supervisor = Supervisor(environment={**inherited, **own})
         self._services: list[Service] = []
-        self._nursery = Nursery(self._supervisor, self._commands) if config.with_nursery else None
+        self._forkserver = Forkserver(self._supervisor, self._commands) if config.with_forkserver else None
         self._healing: Healing | None = None
         self._admin: AdminClient | None = None
         self._record: GroupRecord | None = None
@@ -155,17 +155,17 @@ class LocalGroup:
     # --- until it is ready --------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start nursery and gateway, wait until the gateway listens, start the ranks."""
+        """Start forkserver and gateway, wait until the gateway listens, start the ranks."""
         check_port(self._config.port, option="--port", field_path="spec.gateway.service.port")
         check_port(self._config.http_port, option="--http-port", field_path="spec.gateway.service.httpPort")
         self._started_s = time.monotonic()
-        if self._nursery is not None:
-            self._nursery.prepare()  # first: what it imports takes longest, and nobody has to be known for that
+        if self._forkserver is not None:
+            self._forkserver.prepare()  # first: what it imports takes longest, and nobody has to be known for that
         self._start_service(self._commands.gateway(GatewayPorts(self._config.port, self._config.http_port)))
         addresses = self._wait_for_gateway()
         self._services[0].command = self._commands.gateway(GatewayPorts.of_addresses(addresses))
         self._admin = AdminClient(addresses["admin"])
-        self._wait_for_nursery()
+        self._wait_for_forkserver()
         for rank in self._config.plan.ranks:
             self._start_service(self._commands.rank(rank, addresses["ranks"]))
         self._record = GroupRecord(
@@ -251,7 +251,7 @@ class LocalGroup:
             self._services,
             limits=RestartLimits(recovery.max_restarts, recovery.window_seconds),
             report=self._report,
-            nursery=self._nursery,
+            forkserver=self._forkserver,
         )
 
     def _heal(self, healing: Healing, ended: Sequence[Child]) -> None:
@@ -300,7 +300,7 @@ class LocalGroup:
         return self._services[0].child if self._services else None
 
     def _start_service(self, command: Command) -> None:
-        forked = self._nursery.fork(command) if self._nursery is not None and command.has_heartbeat else None
+        forked = self._forkserver.fork(command) if self._forkserver is not None and command.has_heartbeat else None
         child = forked or self._supervisor.start(command)
         self._services.append(Service(command, child, time.monotonic()))
 
@@ -314,7 +314,7 @@ class LocalGroup:
         self._raise_if_ended(ended)
 
     def _raise_if_ended(self, ended: Sequence[Child]) -> None:
-        """A nursery that ends ends nothing: ranks are started by themselves then."""
+        """A forkserver that ends ends nothing: ranks are started by themselves then."""
         ended = [child for child in ended if any(service.child is child for service in self._services)]
         if not ended:
             return
@@ -346,9 +346,9 @@ class LocalGroup:
             raise GroupFailedError(topology.reason)
         return topology
 
-    def _wait_for_nursery(self) -> None:
-        deadline = self._started_s + NURSERY_START_S
-        while self._nursery is not None and self._nursery.is_coming and time.monotonic() < deadline:
+    def _wait_for_forkserver(self) -> None:
+        deadline = self._started_s + FORKSERVER_START_S
+        while self._forkserver is not None and self._forkserver.is_coming and time.monotonic() < deadline:
             self._check(self._supervisor.wait(STARTING_LOOK_S / 2, wake=self._signals.fileno()))
 
     def _wait_for_gateway(self) -> dict[str, str]:

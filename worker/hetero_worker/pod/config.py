@@ -12,7 +12,7 @@ from typing import Final
 from hetero_api.contract import ENV_POD_IP, ENV_POD_NAME, POD_HEALTH_PORT
 from hetero_api.program import ProgramParser, read_log_level
 from hetero_api.spec import NumaPolicy
-from hetero_worker.option_types import count, host_port, numa_policy, positive, seconds
+from hetero_worker.process.config import count, host_port, numa_policy, positive, seconds
 
 PROGRAM: Final = "hetero_worker.pod"
 RECONNECT_TIMEOUT_S: Final = 24 * 3600.0

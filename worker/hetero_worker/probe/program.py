@@ -6,7 +6,7 @@ stdout:
 
     {"device": DeviceReport, "formed": Formed}        as protobuf's JSON
 
-The order at start is that of rank.py: bind to cores first, then torch. One thread measures; nothing is served.
+The order at start is that of process/rank.py: bind to cores first, then torch. One thread measures; nothing is served.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from hetero_api.host.topology import CpuTopology
 from hetero_api.numa_policy import NumaPolicy
 from hetero_api.program import ProgramParser, read_log_level
 from hetero_worker.errors import ExchangeTimeout
-from hetero_worker.option_types import core_list, count, cuda_device, numa_policy, positive, seconds
 from hetero_worker.platforms.host_allocator import keep_freed_memory
 from hetero_worker.platforms.numa import LinuxKernel
 from hetero_worker.platforms.pinning import PinningReport, PinningRequest, pin
+from hetero_worker.process.config import core_list, count, cuda_device, numa_policy, positive, seconds
 
 if TYPE_CHECKING:
     from hetero_api.v1 import ranks_pb2
@@ -132,9 +132,9 @@ def _measure(config: ProbeConfig, pinning: PinningReport) -> dict[str, object]:
     from google.protobuf import json_format
 
     from hetero_api.model_config import ModelConfig
-    from hetero_worker.identity import describe_device
-    from hetero_worker.life_messages import formed_message
     from hetero_worker.probe.speeds import default_dtype, fixed_needs, measure_speeds, weight_bits
+    from hetero_worker.process.identity import describe_device
+    from hetero_worker.process.messages import formed_message
 
     torch.set_num_threads(pinning.num_threads)
     stored, platform = ModelConfig.from_directory(config.model_dir), _platform(config)

@@ -1,6 +1,6 @@
 """Runner: what a rank's life needs from the code that computes, whatever the device.
 
-`life.py` drives it in the order of the group's life, from one thread:
+`process/state_machine.py` drives it in the order of the group's life, from one thread:
 
     attach(exchange) → load(request) → allocate(...) → execute(plan 1), execute(plan 2), … → detach()
 

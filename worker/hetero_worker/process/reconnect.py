@@ -1,8 +1,8 @@
-"""A rank that outlives its gateway: when that goes away, it keeps its weights and waits for the next.
+"""A rank that outlives its gateway: it keeps its weights and waits for the next gateway.
 
-Each gateway gets a life of its own (`life.RankLife`), which begins with a dial and ends with the stream; what lasts is
-the runner with the weights. So that a gateway can be replaced without a byte of the model being read again. A rank
-with a reconnect timeout of 0 has one life, as on one machine, where the launcher ends everything together.
+Each gateway gets a session of its own: a `state_machine.WorkerStateMachine`, which begins with a dial and ends with the
+stream. The runner with the weights lasts over all sessions, so a gateway can be replaced without reading a byte of the
+model again. A rank with a reconnect timeout of 0 has one session.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LONGEST_PAUSE_S: Final = 15.0
 
 
 class Life(Protocol):
-    """What this needs of RankLife."""
+    """What this needs of WorkerStateMachine."""
 
     @property
     def gateway_lost(self) -> bool:
@@ -56,7 +56,7 @@ class Session:
     link: Link
 
 
-class RejoiningRank:
+class ReconnectingRank:
     """See the module. `new_session` is given the longest wait for a gateway to come up, in seconds."""
 
     def __init__(

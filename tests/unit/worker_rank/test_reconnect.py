@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from hetero_api.contract import EXIT_FAILURE, EXIT_OK, EXIT_PERMANENT
-from hetero_worker.rejoining import RejoiningRank, Session
+from hetero_worker.process.reconnect import ReconnectingRank, Session
 
 pytestmark = pytest.mark.unit
 
@@ -58,7 +58,7 @@ class Career:
         self.links, self.clock = FinishedLinks(), Clock()
         self.patience: list[float] = []
         self._lives = list(lives)
-        self.rank = RejoiningRank(
+        self.rank = ReconnectingRank(
             self._begin, connect_timeout_s=7.0, reconnect_timeout_s=reconnect_timeout_s, first_pause_s=0.001,
             clock=self.clock,
         )  # fmt: skip

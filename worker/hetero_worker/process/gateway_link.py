@@ -11,7 +11,7 @@ gRPC's threads are born of the reading thread, which first gives itself the CPUs
 own from before it was pinned. So they need not share a core with a compute thread where there are others.
 
 The stream ends once; the link does not dial again. A rank that lost its gateway exits, and whoever supervises it
-starts it anew, or makes another link and goes on with its weights (`rejoining.py`).
+starts it anew, or makes another link and goes on with its weights (`reconnect.py`).
 """
 
 from __future__ import annotations

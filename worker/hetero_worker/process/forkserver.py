@@ -1,17 +1,16 @@
-"""Where ranks come from, the first ones and those that replace them: a process that has torch imported, and forks.
+"""Process that has torch imported and forks ranks: the first ones and those that replace lost ones.
 
-    python -m hetero_worker.nursery     orders on standard input, answers on standard output, a line each
+    python -m hetero_worker.process.forkserver     orders on standard input, answers on standard output, a line each
 
-It says "ready"; each order, as `Order.to_json` writes it, is answered with the pid of a rank. Importing torch takes
-longer than everything else that stands between a lost rank and its successor, and the memory is shared between them.
+It says "ready", then answers each order (`Order.to_json`) with the pid of a rank. Importing torch takes longer than
+everything else between a lost rank and its successor, and forked ranks share the imported memory.
 
-A fork takes over the calling thread alone, and what other threads held stays held for ever. So there are none: nothing
-here computes, and that this process has one thread is checked before every fork. A rank binds itself to its cores after
-it was forked and before torch has started any thread, as one does that was started by itself; torch is told then how
-many threads to use.
+A fork copies the calling thread only, and a lock that another thread holds stays locked for ever. So this process
+computes nothing and has one thread, which it checks before every fork. A rank binds itself to its cores after the fork
+and before torch starts any thread, like a rank that was started directly, and then sets torch's number of threads.
 
-A rank is no child of the nursery: it is forked twice over, so that it becomes a child of the nearest process above that
-adopts (`death_signal.adopt_orphans`), who waits for its end, and with whom it dies.
+A rank is not a child of this process. It is forked twice, so that it becomes a child of the nearest ancestor that
+adopts orphans (`death_signal.adopt_orphans`). That process waits for the rank's end, and the rank dies with it.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Order:
     arguments: list[str]
     """hetero_worker's."""
     environment: dict[str, str]
-    """In addition to the nursery's own."""
+    """In addition to the forkserver's own."""
     log: str
     """File that its output is appended to."""
     adopter: int
@@ -64,7 +63,7 @@ def serve(be_rank: BeRank, *, orders: TextIO, answers: TextIO) -> None:
     _say("ready", answers)
     for line in orders:
         if (threads := len(list(_TASKS.iterdir()))) != 1:
-            raise RuntimeError(f"a nursery of {threads} threads cannot fork")
+            raise RuntimeError(f"a forkserver of {threads} threads cannot fork")
         _say(str(_fork_away(Order.from_json(line), be_rank)), answers)
 
 
@@ -92,7 +91,7 @@ def _fork_away(order: Order, be_rank: BeRank) -> int:
 
 
 def _become(order: Order, be_rank: BeRank) -> NoReturn:
-    """Be the rank; the nursery's own code is never returned to."""
+    """Be the rank; the forkserver's own code is never returned to."""
     exit_code = EXIT_FAILURE
     try:
         os.setsid()
@@ -127,7 +126,7 @@ def run() -> None:
         os.environ[variable] = "1"
     gc.disable()  # imports make much and free nothing: looking for garbage takes a sixth of their time
     from hetero_worker.platforms.torch_import import import_torch
-    from hetero_worker.rank import main, preload
+    from hetero_worker.process.rank import main, preload
 
     import_torch()
     preload()

@@ -12,18 +12,9 @@ from pathlib import Path
 from typing import Final
 
 from hetero_api.contract import ENV_HEARTBEAT_FILE
+from hetero_api.cpu_list import parse_cpu_list
 from hetero_api.numa_policy import NumaPolicy
 from hetero_api.program import ProgramParser, read_group_token, read_log_level
-from hetero_worker.option_types import (
-    core_list,
-    count,
-    cuda_device,
-    host_port,
-    numa_policy,
-    positive,
-    seconds,
-    seconds_or_none,
-)
 
 CONNECT_TIMEOUT_S: Final = 120.0
 ABORT_TIMEOUT_S: Final = 5.0
@@ -130,3 +121,71 @@ def _parser() -> argparse.ArgumentParser:
     add("--measurements-file", type=Path, metavar="FILE", help="keeps what is measured at start, for the next start")
     add("--packed-weights-dir", type=Path, metavar="DIR", help="keeps quantised weights, packed, for the next loads")
     return parser
+
+
+# --- types of options: text to value, or a complaint that argparse prints with the option's name ---------------
+
+
+def host_port(text: str) -> str:
+    """Check "host:port" and return it as it is."""
+    host, separator, port = text.rpartition(":")
+    if not separator or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise argparse.ArgumentTypeError(f"{text!r} is no HOST:PORT")
+    return text
+
+
+def count(text: str) -> int:
+    """Parse a whole number of at least 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 0")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """Parse a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """Parse a finite number of seconds above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+    return value
+
+
+def seconds_or_none(text: str) -> float:
+    """Parse a number of seconds, where "0" stands for none."""
+    return 0.0 if text == "0" else seconds(text)
+
+
+def core_list(text: str) -> tuple[int, ...]:
+    """Parse a list of CPUs such as "0-3,8"."""
+    try:
+        return parse_cpu_list(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def cuda_device(text: str) -> int | None:
+    """Return the index in "cuda:N", or None for "cpu"."""
+    kind, separator, index = text.partition(":")
+    if text == "cpu":
+        return None
+    if kind != "cuda" or not separator or not index.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither cpu nor cuda:N")
+    return int(index)
+
+
+def numa_policy(text: str) -> NumaPolicy:
+    """Parse the name of a policy."""
+    try:
+        return NumaPolicy(text)
+    except ValueError:
+        names = ", ".join(NumaPolicy)
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {names}") from None

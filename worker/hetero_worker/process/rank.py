@@ -4,10 +4,10 @@ The order matters: configuration, then binding to cores and memory, and only the
 allocator keep what they find when they start. So everything that imports torch or gRPC is imported late, in
 functions. One rank is one process; its main thread computes, all others wait for the network.
 
-A rank that is forked (`nursery`) finds torch imported, but not started: it has one thread, and binds itself first too.
+A forked rank (`forkserver`) finds torch imported but not started. It has one thread, and binds itself first too.
 
-A rank on host cores hides all GPUs from itself before anything can look for them: whatever a library asks torch, no
-context is made on a device that is not the rank's.
+A rank on host cores hides all GPUs from itself before anything can look for them, so that no library call can create a
+context on a device that is not the rank's.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from hetero_api.cpu_list import format_cpu_list
 from hetero_api.errors import HeteroError
 from hetero_api.host.heartbeat import Heartbeat
 from hetero_api.host.topology import CpuTopology
-from hetero_worker.config import RankConfig
 from hetero_worker.platforms.binding import CoreBinding
 from hetero_worker.platforms.host_allocator import keep_freed_memory
 from hetero_worker.platforms.numa import LinuxKernel
 from hetero_worker.platforms.pinning import PinningReport, PinningRequest
-from hetero_worker.rejoining import RejoiningRank, Session
+from hetero_worker.process.config import RankConfig
+from hetero_worker.process.reconnect import ReconnectingRank, Session
 
 if TYPE_CHECKING:
     from hetero_worker.platforms.base import Platform
@@ -101,12 +101,12 @@ def _pinning_request(config: RankConfig) -> PinningRequest:
 def preload() -> None:
     """Import what a rank needs, and start nothing."""
     import hetero_worker.distributed.coordinator
-    import hetero_worker.gateway_link
-    import hetero_worker.identity
-    import hetero_worker.life
     import hetero_worker.measurements
     import hetero_worker.platforms.cpu
     import hetero_worker.probe.speeds
+    import hetero_worker.process.gateway_link
+    import hetero_worker.process.identity
+    import hetero_worker.process.state_machine
     import hetero_worker.runners.selection  # noqa: F401
 
 
@@ -121,7 +121,7 @@ def _live(
         platform = platforms(config)
         platform.open()
         new_session = _prepare(config, binding, platform, heartbeat=heartbeat)
-    rank = RejoiningRank(
+    rank = ReconnectingRank(
         new_session, connect_timeout_s=config.connect_timeout_s, reconnect_timeout_s=config.reconnect_timeout_s
     )
     _leave_on_signals(rank)
@@ -140,15 +140,15 @@ def _prepare(
 
     from hetero_api.model_config import ModelConfig, model_fingerprint
     from hetero_worker.distributed.coordinator import form_group
-    from hetero_worker.gateway_link import GatewayLink
-    from hetero_worker.identity import describe_device, introduce
-    from hetero_worker.life import RankIdentity, RankLife
     from hetero_worker.measurements import KeptMeasurements, boot_identity, code_identity
     from hetero_worker.memory.loader import Checkpoint
     from hetero_worker.memory.packed_cache import PackedCache
     from hetero_worker.platforms.compute_threads import start_compute_threads
     from hetero_worker.platforms.heterogeneous import HeterogeneousPlatform
     from hetero_worker.probe.speeds import RankProbe, measure_device
+    from hetero_worker.process.gateway_link import GatewayLink
+    from hetero_worker.process.identity import describe_device, introduce
+    from hetero_worker.process.state_machine import RankIdentity, WorkerStateMachine
     from hetero_worker.runners.selection import runner_of
 
     pinning = binding.report
@@ -182,7 +182,7 @@ def _prepare(
         link = GatewayLink(
             target=config.gateway, token=config.token, connect_timeout_s=connect_timeout_s, cpus=pinning.communication
         )
-        life = RankLife(
+        life = WorkerStateMachine(
             identity,
             link=link,
             runner=runner,
@@ -199,7 +199,7 @@ def _prepare(
     return new_session
 
 
-def _leave_on_signals(rank: RejoiningRank) -> None:
+def _leave_on_signals(rank: ReconnectingRank) -> None:
     def wait() -> None:
         while True:
             rank.request_leave(signal.Signals(signal.sigwait(_LEAVE_SIGNALS)).name)

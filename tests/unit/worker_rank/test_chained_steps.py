@@ -12,7 +12,7 @@ from hetero_api.contract import EXIT_FAILURE, EXIT_OK
 from hetero_api.v1 import ranks_pb2
 from tests.support.fake_runner import FakeRunner
 from tests.support.scripted_gateway import ScriptedGateway
-from tests.unit.worker_rank.test_rank_life import (
+from tests.unit.worker_rank.test_state_machine import (
     expect_beats,
     form_message,
     joined,

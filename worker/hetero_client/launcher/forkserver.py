@@ -1,8 +1,8 @@
-"""The nursery of a group: where its ranks come from, and successors of lost ones without the seconds of a start.
+"""The forkserver of a group: where its ranks come from, and successors of lost ones without the seconds of a start.
 
-It is one process (hetero_worker's nursery), which imports what a rank needs while the gateway starts, once for all
+It is one process (hetero_worker's forkserver), which imports what a rank needs while the gateway starts, once for all
 ranks, and is told over its standard input to fork one. What it has loaded they share with it. Whatever it cannot do, a
-rank that is started by itself can: it is a matter of time only. A nursery that dies is begun again, some times.
+rank that is started by itself can: it is a matter of time only. A forkserver that dies is begun again, some times.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ANSWER_S: Final = 2.0
 """Longest wait for a fork, which takes milliseconds."""
 
 
-class Nursery:
+class Forkserver:
     """See the module."""
 
     def __init__(self, supervisor: Supervisor, commands: GroupCommands) -> None:
@@ -41,7 +41,7 @@ class Nursery:
             self._forget()
         if self._child is None and self._tries < TRIES:
             self._tries += 1
-            self._child, self._orders, self._answers = self._supervisor.start_servant(self._commands.nursery())
+            self._child, self._orders, self._answers = self._supervisor.start_servant(self._commands.forkserver())
 
     @property
     def is_coming(self) -> bool:
@@ -49,7 +49,7 @@ class Nursery:
         return self._runs and not self._await_readiness()
 
     def fork(self, command: Command) -> Child | None:
-        """A rank of that command; None if there is no nursery, or not yet."""
+        """A rank of that command; None if there is no forkserver, or not yet."""
         if not self._await_readiness():
             return None
         heartbeat = HeartbeatMemory()

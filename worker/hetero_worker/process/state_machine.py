@@ -1,4 +1,4 @@
-"""RankLife: what a rank does from its first Hello to its exit.
+"""WorkerStateMachine: what a rank does from its first Hello to its exit.
 
     JOINING ──FormGroup──► FORMED ──LoadModel──► LOADED ──AllocateCache──► SERVING ──StepPlan──╮
        ▲                     │                     │                          │ ▲──────────────╯
@@ -15,7 +15,7 @@ Plans are worked off by `plan_work.py`, in order. A step that is under way is fi
 looked at but the plans that come next.
 
 Nothing of an aborted epoch survives into the next: its group is gone before Hello is said again. A life is one
-gateway's: what becomes of the rank after that is for `rejoining.py` to say.
+gateway's: what becomes of the rank after that is for `reconnect.py` to say.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from hetero_worker.distributed.coordinator import GroupRequest
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.distributed.measuring import ExchangeTimes
 from hetero_worker.distributed.store import StoreListener
-from hetero_worker.epoch_fence import EpochFence
 from hetero_worker.errors import (
     ExchangeAborted,
     ExchangeError,
@@ -47,9 +46,13 @@ from hetero_worker.errors import (
     ProtocolError,
     WeightsChangedError,
 )
-from hetero_worker.gateway_link import Arrival, Event, GatewayLink, LeaveRequested, StreamEnded
-from hetero_worker.identity import tell_pinning
-from hetero_worker.life_messages import (
+from hetero_worker.memory.budget import FixedNeeds
+from hetero_worker.plan_work import PlanWork
+from hetero_worker.platforms.binding import Binding, Unbound
+from hetero_worker.process.epoch_fence import EpochFence
+from hetero_worker.process.gateway_link import Arrival, Event, GatewayLink, LeaveRequested, StreamEnded
+from hetero_worker.process.identity import tell_pinning
+from hetero_worker.process.messages import (
     RankIdentity,
     formed_message,
     group_request,
@@ -58,12 +61,9 @@ from hetero_worker.life_messages import (
     loaded_message,
     quantized_config,
 )
-from hetero_worker.memory.budget import FixedNeeds
-from hetero_worker.plan_work import PlanWork
-from hetero_worker.platforms.binding import Binding, Unbound
 from hetero_worker.runners.base import Runner
 
-__all__ = ["FormGroupFunction", "Group", "RankIdentity", "RankLife", "RankState"]
+__all__ = ["FormGroupFunction", "Group", "RankIdentity", "RankState", "WorkerStateMachine"]
 
 _log = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ _STANDINGS: Final = {
 }
 
 
-class RankLife:
+class WorkerStateMachine:
     """Runs one rank; see the module.
 
     `binding` is looked at again whenever an epoch begins and when weights were read. `rejoins` says that another life

@@ -26,12 +26,12 @@ from hetero_worker.distributed.exchange import Exchange, LocalExchange
 from hetero_worker.distributed.measuring import ExchangeTimes
 from hetero_worker.distributed.store import StoreListener
 from hetero_worker.errors import ExchangeAborted, ExchangeError, MemoryBudgetError, PinningError
-from hetero_worker.gateway_link import GatewayLink
-from hetero_worker.life import FormGroupFunction, Group, RankIdentity, RankLife
 from hetero_worker.memory.budget import FixedNeeds
 from hetero_worker.platforms.binding import Binding
 from hetero_worker.platforms.cpu import CpuPlatform
 from hetero_worker.platforms.heterogeneous import HeterogeneousPlatform
+from hetero_worker.process.gateway_link import GatewayLink
+from hetero_worker.process.state_machine import FormGroupFunction, Group, RankIdentity, WorkerStateMachine
 from tests.support.fake_runner import GRAPH_BYTES, GRAPH_RESERVE_BYTES, FakeRunner
 from tests.support.played_binding import PlayedBinding, pinned_report
 from tests.support.scripted_gateway import TOKEN, ScriptedGateway
@@ -114,7 +114,7 @@ class Rank:
         self.gave_up = threading.Event()
         self._exit_codes: list[int] = []
         self._link = GatewayLink(target=target, token=token, connect_timeout_s=20)
-        self.life = RankLife(
+        self.life = WorkerStateMachine(
             RankIdentity(
                 hello=ranks_pb2.Hello(pool="cpu", instance_id="me"),
                 model_dir=folder,
