@@ -1,7 +1,7 @@
 """Builds the native libraries into the package, for wheels and for `pip install -e .`.
 
-Without a C compiler the package is built without them, pure Python: ranks then exchange in Python and compute with
-torch's kernels, slower, say so in the topology, and name the fix.
+Without a C compiler the package is built without them, pure Python. Ranks then exchange over Gloo and compute with
+torch's kernels. That is slower, so the topology says so and names the fix.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class NativeBuildHook(BuildHookInterface):
             libraries = [native.build(), native.build_compute()]
         except native.BuildError as error:
             self.app.display_warning(
-                f"The native libraries were not built ({error}). Ranks of one host will exchange in Python, and host "
-                f"cores compute with torch's kernels, slower. To mend it, install a C compiler and say `make native`, "
+                f"The native libraries were not built ({error}). Ranks of one host will exchange over Gloo and host "
+                f"cores compute with torch's kernels, slower. To fix it, install a C compiler and run `make native`, "
                 f"or python -m hetero_worker.native.build"
             )
             return

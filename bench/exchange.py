@@ -1,9 +1,9 @@
-"""What an exchange between two ranks costs: native shared memory, the same in Python, and Gloo, side by side.
+"""What an exchange between two ranks costs: native shared memory and Gloo, side by side.
 
     python -m bench.exchange [--rounds N]
 
 Two processes, pinned to the first two cores of this process, sum tensors of 4 B to 8 MB through the same Python call
-that the model makes. The three take turns, round by round, within one run. A round follows a short one of another
+that the model makes. The two take turns, round by round, within one run. A round follows a short one of another
 exchange, so both ranks are there; it counts as long as it took the rank that it took longer. Prints p50 and p99 in
 microseconds and how many times as long Gloo takes, and writes bench/results/exchange-DATE.json.
 """
@@ -34,7 +34,7 @@ RESULTS: Final = Path(__file__).parent / "results"
 SIZES: Final = (4, 64, 576, 4096, 16384, 65536, 262144, 1 << 20, 8 << 20)
 """Bytes; 576 fp32 numbers are a row of SmolLM2's."""
 BOTH: Final = (0, 1)
-KINDS: Final = ("native", "python", "gloo")
+KINDS: Final = ("native", "gloo")
 _TARGETS_US: Final = {4096: 10.0, 65536: 40.0}
 _TIMEOUT_S: Final = 900.0
 
@@ -48,8 +48,7 @@ def measure(ranks: RankContext, cores: Sequence[int], rounds: int) -> Times:
     torch.set_num_threads(1)
     group = ranks.form(ranks_pb2.EXCHANGE_KIND_GLOO, timeout_s=_TIMEOUT_S)
     exchanges: dict[str, HostExchange] = {
-        "native": _shared(ranks, group.exchange, native=True),
-        "python": _shared(ranks, group.exchange, native=False),
+        "native": _shared(ranks, group.exchange),
         "gloo": group.exchange,
     }
     times: Times = {kind: {size: [] for size in SIZES} for kind in KINDS}
@@ -66,8 +65,8 @@ def measure(ranks: RankContext, cores: Sequence[int], rounds: int) -> Times:
     return times
 
 
-def _shared(ranks: RankContext, gloo: HostExchange, *, native: bool) -> ShmExchange:
-    name = f"{ranks.segment_prefix}bench-{'native' if native else 'python'}"
+def _shared(ranks: RankContext, gloo: HostExchange) -> ShmExchange:
+    name = f"{ranks.segment_prefix}bench"
     layout = SegmentLayout(2, AREA_BYTES)
     if ranks.rank == 0:
         segment = ShmSegment.create(name, layout)
@@ -77,9 +76,9 @@ def _shared(ranks: RankContext, gloo: HostExchange, *, native: bool) -> ShmExcha
     gloo.broadcast(torch.zeros(1), 1)
     segment.unlink()
     loaded = load()
-    if native and loaded.library is None:
+    if loaded.library is None:
         raise SystemExit(loaded.reason)
-    return ShmExchange(segment, timeout_s=_TIMEOUT_S, library=loaded.library if native else None)
+    return ShmExchange(segment, timeout_s=_TIMEOUT_S, library=loaded.library)
 
 
 def _rounds_of(size: int, rounds: int) -> int:
@@ -118,14 +117,12 @@ def _percentiles(times_s: Sequence[float]) -> dict[str, float]:
 
 def table(figures: Mapping[str, Mapping[int, Mapping[str, float]]]) -> str:
     heads = "  ".join(f"{kind + ' p50/p99 µs':>22}" for kind in KINDS)
-    lines = [f"{'bytes':>8}  {heads}   gloo/native  python/native"]
+    lines = [f"{'bytes':>8}  {heads}   gloo/native"]
     for size in SIZES:
         p50 = {kind: figures[kind][size]["p50"] for kind in KINDS}
         cells = "  ".join(f"{p50[kind]:11.1f} /{figures[kind][size]['p99']:9.1f}" for kind in KINDS)
         target = f"   (target {_TARGETS_US[size]:g} µs)" if size in _TARGETS_US else ""
-        lines.append(
-            f"{size:8}  {cells}   {p50['gloo'] / p50['native']:10.1f}x  {p50['python'] / p50['native']:12.1f}x{target}"
-        )
+        lines.append(f"{size:8}  {cells}   {p50['gloo'] / p50['native']:10.1f}x{target}")
     return "\n".join(lines)
 
 

@@ -139,7 +139,6 @@ _STATES: Final = {
 }
 _EXCHANGES: Final = {
     ranks_pb2.EXCHANGE_KIND_SHM: "shm",
-    ranks_pb2.EXCHANGE_KIND_SHM_PYTHON: "shm_python",
     ranks_pb2.EXCHANGE_KIND_GLOO: "gloo",
 }
 

@@ -14,23 +14,20 @@ from tests.support.rank_processes import run_ranks, segment_prefix
 
 pytestmark = pytest.mark.distributed
 
-SHM, SHM_PYTHON = ranks_pb2.EXCHANGE_KIND_SHM, ranks_pb2.EXCHANGE_KIND_SHM_PYTHON
-GLOO = ranks_pb2.EXCHANGE_KIND_GLOO
-EVERY_KIND = pytest.mark.parametrize("kind", [SHM, SHM_PYTHON, GLOO], ids=["native", "python", "gloo"])
-BOTH_SHM = pytest.mark.parametrize("kind", [SHM, SHM_PYTHON], ids=["native", "python"])
+SHM, GLOO = ranks_pb2.EXCHANGE_KIND_SHM, ranks_pb2.EXCHANGE_KIND_GLOO
+EVERY_KIND = pytest.mark.parametrize("kind", [SHM, GLOO], ids=["native", "gloo"])
 
 
-@BOTH_SHM
 @pytest.mark.parametrize(("world_size", "rounds", "seed"), [(2, 800, 1), (3, 1200, 2), (4, 800, 3)])
-def test_shm_equals_gloo_bit_for_bit_on_every_rank(kind: int, world_size: int, rounds: int, seed: int) -> None:
-    results = run_ranks(bodies.same_rounds_both_ways, world_size, kind, rounds, seed)
+def test_shm_equals_gloo_bit_for_bit_on_every_rank(world_size: int, rounds: int, seed: int) -> None:
+    results = run_ranks(bodies.same_rounds_both_ways, world_size, rounds, seed)
 
     over_shm, over_gloo = [r[0] for r in results], [r[1] for r in results]
     assert over_shm == over_gloo
 
 
 def test_segment_has_no_name_once_the_group_stands() -> None:
-    results = run_ranks(bodies.same_rounds_both_ways, 2, SHM, 1, 3)
+    results = run_ranks(bodies.same_rounds_both_ways, 2, 1, 3)
 
     assert [left_over for _, _, left_over in results] == [[], []]
 
@@ -77,9 +74,8 @@ def test_timeout_names_the_other_end_of_a_link(kind: int, waiting: int, complain
     assert message.endswith("within 0.5 s")
 
 
-@BOTH_SHM
-def test_timeout_names_the_rank_that_did_not_come(kind: int) -> None:
-    first, second, _ = run_ranks(bodies.late_rank, 3, kind)
+def test_timeout_names_the_rank_that_did_not_come() -> None:
+    first, second, _ = run_ranks(bodies.late_rank, 3, SHM)
 
     assert first == second == "rank(s) 2 did not reach round 1 within 0.5 s"
 
@@ -91,9 +87,8 @@ def test_gloo_timeout_names_the_rank_that_did_not_come_or_waits_behind_it() -> N
     assert re.fullmatch(r"the exchange with rank\(s\) (0, )?2 was not done within 0.5 s", second)
 
 
-@BOTH_SHM
-def test_a_rank_that_is_killed_in_an_exchange_ends_it_for_all_within_two_seconds(kind: int) -> None:
-    first, second, killed = run_ranks(bodies.killed_peer, 3, kind, may_die=[2])
+def test_a_rank_that_is_killed_in_an_exchange_ends_it_for_all_within_two_seconds() -> None:
+    first, second, killed = run_ranks(bodies.killed_peer, 3, SHM, may_die=[2])
 
     for waited_s, message in (first, second):
         assert waited_s < 2.0
@@ -102,10 +97,9 @@ def test_a_rank_that_is_killed_in_an_exchange_ends_it_for_all_within_two_seconds
     assert bodies.shm_left_over(segment_prefix()) == []
 
 
-@BOTH_SHM
 @pytest.mark.parametrize("waiting", [0, 1], ids=["source", "receiver"])
-def test_a_link_whose_other_end_is_killed_ends_within_two_seconds(kind: int, waiting: int) -> None:
-    results = run_ranks(bodies.killed_end_of_a_link, 2, kind, waiting, may_die=[1 - waiting])
+def test_a_link_whose_other_end_is_killed_ends_within_two_seconds(waiting: int) -> None:
+    results = run_ranks(bodies.killed_end_of_a_link, 2, SHM, waiting, may_die=[1 - waiting])
 
     waited_s, message = results[waiting]
     assert waited_s < 2.0
@@ -113,9 +107,8 @@ def test_a_link_whose_other_end_is_killed_ends_within_two_seconds(kind: int, wai
     assert bodies.shm_left_over(segment_prefix()) == []
 
 
-@BOTH_SHM
-def test_a_frozen_rank_is_late_and_not_lost(kind: int) -> None:
-    first, second, _ = run_ranks(bodies.frozen_peer, 3, kind)
+def test_a_frozen_rank_is_late_and_not_lost() -> None:
+    first, second, _ = run_ranks(bodies.frozen_peer, 3, SHM)
 
     assert first == second == "rank(s) 2 did not reach round 1 within 0.5 s"
 
@@ -133,21 +126,12 @@ def test_all_share_memory_natively_where_all_can() -> None:
     assert run_ranks(bodies.kind_and_reason, 2, {}) == [(SHM, "", [3.0] * 4)] * 2
 
 
-def test_all_do_without_the_native_library_when_one_rank_has_none() -> None:
-    first, second = run_ranks(bodies.kind_and_reason, 2, {"use_native": False})
-
-    assert first == second
-    assert first[0] == SHM_PYTHON
-    assert first[1].startswith("rank(s) 1: ")
-    assert first[2] == [3.0] * 4
-
-
-def test_all_take_gloo_when_one_machine_has_neither_the_library_nor_store_order() -> None:
-    first, second = run_ranks(bodies.kind_and_reason, 2, {"use_native": False, "machine": "aarch64"})
+def test_all_take_gloo_when_one_rank_has_no_native_library(tmp_path: Path) -> None:
+    first, second = run_ranks(bodies.kind_and_reason, 2, {"native_library": tmp_path / "none.so"})
 
     assert first == second
     assert first[0] == GLOO
-    assert "this machine is aarch64" in first[1]
+    assert first[1].startswith("rank(s) 1: the native exchange was not built: ")
     assert first[2] == [3.0] * 4
 
 

@@ -158,23 +158,14 @@ def test_measuring_tells_what_an_all_reduce_takes_where_ranks_meet(
 
 
 @pytest.mark.parametrize(
-    ("num_gpu_ranks", "world_size", "kind", "use_native"),
-    [
-        (0, 2, SHM, True),
-        (1, 3, SHM, True),
-        (1, 3, SHM, False),
-        (2, 3, SHM, True),
-        (3, 3, SHM, True),
-        (1, 2, GLOO, True),
-    ],
+    ("num_gpu_ranks", "world_size", "kind"),
+    [(0, 2, SHM), (1, 3, SHM), (1, 3, GLOO), (2, 3, SHM), (3, 3, SHM), (1, 2, GLOO)],
 )
-def test_far_more_rows_than_a_link_holds_are_lent_and_returned(
-    num_gpu_ranks: int, world_size: int, kind: int, use_native: bool
-) -> None:
+def test_far_more_rows_than_a_link_holds_are_lent_and_returned(num_gpu_ranks: int, world_size: int, kind: int) -> None:
     num_rows = 3001
     factor = 0.5 + sum(range(1, world_size))
 
-    sums, *_ = run_ranks(bodies.lent_rows, world_size, num_gpu_ranks, kind, num_rows, use_native)
+    sums, *_ = run_ranks(bodies.lent_rows, world_size, num_gpu_ranks, kind, num_rows)
 
     assert sums == [row * factor**3 for row in range(num_rows)]
 

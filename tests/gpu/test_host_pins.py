@@ -50,7 +50,7 @@ def test_memory_that_cannot_be_pinned_is_told_and_the_device_goes_on(device: tor
 def test_tensors_cross_shared_memory_as_they_went(device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
     with (
         caplog.at_level(logging.INFO),
-        exchanges(SHM_FOLDER, 2, native=True, routes=Routes(links=(THERE, BACK))) as ranks,
+        exchanges(SHM_FOLDER, 2, routes=Routes(links=(THERE, BACK))) as ranks,
     ):
         staging = staging_for(device)
         leader = HierarchicalExchange(

@@ -34,13 +34,11 @@ def shm_left_over(prefix: str) -> list[str]:
     return [path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(prefix)]
 
 
-def same_rounds_both_ways(
-    ranks: RankContext, kind: ranks_pb2.ExchangeKind.ValueType, rounds: int, seed: int
-) -> tuple[str, str, list[str]]:
+def same_rounds_both_ways(ranks: RankContext, rounds: int, seed: int) -> tuple[str, str, list[str]]:
     """Digests of all results over shared memory and over Gloo, and what /dev/shm held meanwhile."""
     routes = ROUTES.get(ranks.world_size, NO_ROUTES)
-    shm = ranks.form(kind, epoch=1, area_bytes=AREA_BYTES, routes=routes)
-    assert shm.kind == kind
+    shm = ranks.form(ranks_pb2.EXCHANGE_KIND_SHM, epoch=1, area_bytes=AREA_BYTES, routes=routes)
+    assert shm.kind == ranks_pb2.EXCHANGE_KIND_SHM
     ranks.meet()
     left_over = shm_left_over(ranks.segment_prefix)
     ranks.meet()

@@ -299,7 +299,7 @@ def plans_one_after_another(ranks: RankContext, num_gpu_ranks: int, kind: int, p
     return seen
 
 
-def lent_rows(ranks: RankContext, num_gpu_ranks: int, kind: int, num_rows: int, use_native: bool) -> list[float]:
+def lent_rows(ranks: RankContext, num_gpu_ranks: int, kind: int, num_rows: int) -> list[float]:
     """Rank 0 lends rows to all others, three layers of them, over links that hold few; the last sums."""
     torch.set_num_threads(1)
     world_size = ranks.world_size
@@ -311,7 +311,7 @@ def lent_rows(ranks: RankContext, num_gpu_ranks: int, kind: int, num_rows: int, 
     plan = shares.plan(1)
     links = helper_links(plan)[0]
     assert links is not None
-    group = coordinate(ranks, num_gpu_ranks, kind, area_bytes=4096, use_native=use_native)
+    group = coordinate(ranks, num_gpu_ranks, kind, area_bytes=4096)
     lending = Lending(links, group.connect(plan), at_once=ranks.rank < num_gpu_ranks)
     hidden = torch.arange(num_rows, dtype=torch.float32)[:, None].expand(num_rows, 64).contiguous()
     for _ in range(3):

@@ -78,12 +78,7 @@ class RankContext:
     def coordinate(
         self, kind: ranks_pb2.ExchangeKind.ValueType, *, epoch: int = 1, timeout_s: float = 20.0, **changes: Any
     ) -> GroupCoordinator:
-        """Meet, and make the epoch's group; `changes` are GroupRequest's.
-
-        SHM_PYTHON is asked for as what it is: shared memory where the native library is not to be used.
-        """
-        if kind == ranks_pb2.EXCHANGE_KIND_SHM_PYTHON:
-            kind, changes = ranks_pb2.EXCHANGE_KIND_SHM, {"use_native": False, **changes}
+        """Meet, and make the epoch's group; `changes` are GroupRequest's."""
         listener = StoreListener(HOST)
         address = self.meet(listener.open())[0]
         request = GroupRequest(

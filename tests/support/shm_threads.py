@@ -1,4 +1,4 @@
-"""Shared-memory exchanges with threads for ranks, each with a mapping of its own, in either of the two ways."""
+"""Shared-memory exchanges with threads for ranks, each with a mapping of its own."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-import pytest
-
 from hetero_worker.distributed.routes import NO_ROUTES, Routes
 from hetero_worker.distributed.shm_exchange import ShmExchange
 from hetero_worker.distributed.shm_segment import SegmentLayout, ShmSegment
@@ -18,9 +16,6 @@ from hetero_worker.native.library import NativeLibrary, load
 
 PAGE = mmap.PAGESIZE
 T = TypeVar("T")
-
-WAYS = pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-"""Both ways to use a segment."""
 
 
 def native_library() -> NativeLibrary:
@@ -40,12 +35,11 @@ def segments(folder: Path, layout: SegmentLayout) -> list[ShmSegment]:
 
 @contextmanager
 def exchanges(
-    folder: Path, world_size: int = 2, *, native: bool, timeout_s: float = 20.0, routes: Routes = NO_ROUTES
+    folder: Path, world_size: int = 2, *, timeout_s: float = 20.0, routes: Routes = NO_ROUTES
 ) -> Iterator[list[ShmExchange]]:
     """Every rank's, in rank order."""
-    library = native_library() if native else None
     made = [
-        ShmExchange(segment, timeout_s=timeout_s, library=library, machine="x86_64")
+        ShmExchange(segment, timeout_s=timeout_s, library=native_library())
         for segment in segments(folder, SegmentLayout(world_size, PAGE, routes))
     ]
     yield made

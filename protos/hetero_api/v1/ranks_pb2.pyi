@@ -98,11 +98,9 @@ class _ExchangeKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Exchange
     EXCHANGE_KIND_UNSPECIFIED: _ExchangeKind.ValueType  # 0
     """Never sent."""
     EXCHANGE_KIND_SHM: _ExchangeKind.ValueType  # 1
-    """Shared memory, by the native library; all ranks on one host."""
+    """Shared memory, all ranks on one host; needs the native library."""
     EXCHANGE_KIND_GLOO: _ExchangeKind.ValueType  # 2
     """Gloo over the network."""
-    EXCHANGE_KIND_SHM_PYTHON: _ExchangeKind.ValueType  # 3
-    """Shared memory, without the native library, which could not be built: slower."""
 
 class ExchangeKind(_ExchangeKind, metaclass=_ExchangeKindEnumTypeWrapper):
     """How ranks exchange host tensors."""
@@ -110,11 +108,9 @@ class ExchangeKind(_ExchangeKind, metaclass=_ExchangeKindEnumTypeWrapper):
 EXCHANGE_KIND_UNSPECIFIED: ExchangeKind.ValueType  # 0
 """Never sent."""
 EXCHANGE_KIND_SHM: ExchangeKind.ValueType  # 1
-"""Shared memory, by the native library; all ranks on one host."""
+"""Shared memory, all ranks on one host; needs the native library."""
 EXCHANGE_KIND_GLOO: ExchangeKind.ValueType  # 2
 """Gloo over the network."""
-EXCHANGE_KIND_SHM_PYTHON: ExchangeKind.ValueType  # 3
-"""Shared memory, without the native library, which could not be built: slower."""
 Global___ExchangeKind: _TypeAlias = ExchangeKind  # noqa: Y015
 
 @_typing.final

@@ -13,11 +13,7 @@ from tests.unit.group.group_setup import GroupBench, ScriptedRank, group_setting
 
 pytestmark = pytest.mark.unit
 
-SHM, GLOO, SLOW_SHM = (
-    ranks_pb2.EXCHANGE_KIND_SHM,
-    ranks_pb2.EXCHANGE_KIND_GLOO,
-    ranks_pb2.EXCHANGE_KIND_SHM_PYTHON,
-)
+SHM, GLOO = ranks_pb2.EXCHANGE_KIND_SHM, ranks_pb2.EXCHANGE_KIND_GLOO
 TOGETHER = [hello(0), hello(1)]
 APART = [hello(0), hello(1, host_id="there")]
 
@@ -40,10 +36,14 @@ def test_shared_memory_that_cannot_be_is_an_end_that_names_field_and_hosts() -> 
     assert caught.value.permanent
 
 
-@pytest.mark.parametrize("kind", [ExchangeKind.AUTO, ExchangeKind.GLOO, ExchangeKind.SHARED_MEMORY])
-def test_what_ranks_built_is_told_with_their_reason(kind: ExchangeKind) -> None:
-    formed = [ranks_pb2.Formed(exchange=SLOW_SHM), ranks_pb2.Formed(exchange=SLOW_SHM, exchange_reason="no compiler")]
-    assert built_exchange(kind, formed) == (SLOW_SHM, "no compiler")
+@pytest.mark.parametrize(
+    ("kind", "built"), [(ExchangeKind.AUTO, GLOO), (ExchangeKind.GLOO, GLOO), (ExchangeKind.SHARED_MEMORY, SHM)]
+)
+def test_what_ranks_built_is_told_with_their_reason(
+    kind: ExchangeKind, built: ranks_pb2.ExchangeKind.ValueType
+) -> None:
+    formed = [ranks_pb2.Formed(exchange=built), ranks_pb2.Formed(exchange=built, exchange_reason="no compiler")]
+    assert built_exchange(kind, formed) == (built, "no compiler")
 
 
 def test_gloo_will_not_do_where_shared_memory_is_required() -> None:

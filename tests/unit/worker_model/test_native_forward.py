@@ -76,14 +76,14 @@ def make_group(
     checkpoint: TinyCheckpoint, shares: Shares, stack: ExitStack, folder: Path, *, over: str, eager: bool
 ) -> RankGroup:
     def make(plan: ShardPlan) -> list[HostExchange]:
-        ends = exchanges(folder, plan.world_size, native=over == "native", routes=routes_of(plan))
+        ends = exchanges(folder, plan.world_size, routes=routes_of(plan))
         return list(stack.enter_context(ends))
 
     in_memory = shares is ONE or over == "threads"
     return RankGroup(checkpoint.directory, shares, enforce_eager=eager, make_exchanges=None if in_memory else make)
 
 
-@pytest.mark.parametrize("over", ["threads", "native", "python"])
+@pytest.mark.parametrize("over", ["threads", "native"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("variant", ["llama-biased", "qwen3", "gemma3"])
 def test_recorded_steps_are_what_steps_are(

@@ -88,13 +88,13 @@ def stack() -> Iterator[ExitStack]:
 
 
 def make_group(
-    directory: Path, shares: Shares, stack: ExitStack, folder: Path, *, native: bool = True, keeps_logits: bool = False
+    directory: Path, shares: Shares, stack: ExitStack, folder: Path, *, keeps_logits: bool = False
 ) -> RankGroup:
-    """`native`: over the native exchange."""
+    """A group over the native exchange."""
 
     def make(plan: ShardPlan) -> list[HostExchange]:
         folder.mkdir()
-        ends = exchanges(folder, plan.world_size, native=native, routes=routes_of(plan))
+        ends = exchanges(folder, plan.world_size, routes=routes_of(plan))
         return list(stack.enter_context(ends))
 
     return RankGroup(
@@ -178,14 +178,13 @@ def test_a_step_of_a_run_is_one_call_and_no_more(
     assert not drawn.times
 
 
-@pytest.mark.parametrize(("layout", "native"), [("two", False), ("stages", False)])
+@pytest.mark.parametrize("layout", ["two", "stages"])
 def test_where_something_else_crosses_the_host_nothing_draws_by_itself(
-    checkpoint: TinyCheckpoint, layout: str, native: bool, stack: ExitStack, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    checkpoint: TinyCheckpoint, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs = Counted(monkeypatch, step_runs.StepRun, "outputs")
     script = SCRIPTS["one row over blocks"]
-    group = make_group(checkpoint.directory, LAYOUTS[layout], stack, tmp_path / "a", native=native)
+    group = RankGroup(checkpoint.directory, LAYOUTS[layout], keeps_logits=False, num_blocks=80)
     assert len(serve(group, script, [together] * 2).tokens) == 25
     assert not runs.times
 

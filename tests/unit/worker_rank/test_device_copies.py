@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,11 +46,9 @@ def on_gpu(host: HostExchange, staging: Staging) -> HierarchicalExchange:
 
 
 @contextmanager
-def group(
-    folder: Path, device: PlayedDevice, *, native: bool = True
-) -> Iterator[tuple[HierarchicalExchange, ShmExchange, ShmExchange]]:
+def group(folder: Path, device: PlayedDevice) -> Iterator[tuple[HierarchicalExchange, ShmExchange, ShmExchange]]:
     """A GPU rank and two CPU ranks that share memory."""
-    with of_a_segment(folder, 3, native=native, routes=ROUTES) as ranks:
+    with of_a_segment(folder, 3, routes=ROUTES) as ranks:
         yield on_gpu(ranks[0], staging_of(device)), ranks[1], ranks[2]
 
 
@@ -151,7 +149,7 @@ def test_all_slices_leave_and_may_come_back_before_the_leaders_own_part() -> Non
 def test_sums_of_gpu_and_cpu_ranks_overlap_their_slices_and_use_pinned_memory_only(tmp_path: Path) -> None:
     device = PlayedDevice()
     tensors = [torch.randn(300_000) for _ in range(3)]  # three slices
-    with of_a_segment(tmp_path, 3, native=True) as ranks, ThreadPoolExecutor(3) as pool:
+    with of_a_segment(tmp_path, 3) as ranks, ThreadPoolExecutor(3) as pool:
         ends = [on_gpu(ranks[0], staging_of(device)), *(HierarchicalExchange(
             rank, num_gpu_ranks=1, groups={}, links={}, staging=PlainStaging()) for rank in ranks[1:])]  # fmt: skip
         expected = tensors[0] + tensors[1] + tensors[2]
@@ -162,8 +160,14 @@ def test_sums_of_gpu_and_cpu_ranks_overlap_their_slices_and_use_pinned_memory_on
     assert max(copy.number for copy in out) < min(copy.number for copy in back)
 
 
-def echo(folder: Path, device: PlayedDevice, sizes: list[int], *, native: bool = True) -> list[torch.Tensor]:
+def echo(folder: Path, device: PlayedDevice, sizes: list[int]) -> list[torch.Tensor]:
     """The GPU rank lends tensors, rank 1 returns them doubled and rank 2 tripled; what came back, of both, in order."""
+    with group(folder, device) as (leader, *helpers):
+        return echo_among(leader, helpers, sizes)
+
+
+def echo_among(leader: HierarchicalExchange, helpers: Sequence[HostExchange], sizes: list[int]) -> list[torch.Tensor]:
+    """`echo` over a group that stands."""
 
     def lead(exchange: HierarchicalExchange) -> list[torch.Tensor]:
         came: list[torch.Tensor] = []
@@ -174,12 +178,12 @@ def echo(folder: Path, device: PlayedDevice, sizes: list[int], *, native: bool =
             came += [receipt.wait().clone() for receipt in pending]
         return came
 
-    def help_with(exchange: ShmExchange) -> None:
+    def help_with(exchange: HostExchange) -> None:
         for size in sizes:
             lent = exchange.receive(torch.empty(size), LEND).wait()
             exchange.send((exchange.rank + 1) * lent, RETURNS[exchange.rank - 1])
 
-    with group(folder, device, native=native) as (leader, *helpers), ThreadPoolExecutor(3) as pool:
+    with ThreadPoolExecutor(3) as pool:
         leading = pool.submit(lead, leader)
         for helping in [pool.submit(help_with, helper) for helper in helpers]:
             helping.result()
@@ -215,9 +219,9 @@ def test_memory_that_cannot_be_pinned_is_told_once_and_pinned_buffers_serve(
     assert sum("cannot be pinned: out of memory" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_without_the_native_library_pinned_buffers_serve(tmp_path: Path) -> None:
-    device = PlayedDevice()
-    check_echo(echo(tmp_path, device, SIZES[:5], native=False), SIZES[:5])
+def test_where_ranks_share_no_memory_pinned_buffers_serve() -> None:
+    device, (leader, *helpers) = PlayedDevice(), thread_exchanges(3)
+    check_echo(echo_among(on_gpu(leader, staging_of(device)), helpers, SIZES[:5]), SIZES[:5])
     assert not device.pins
     assert not device.unpinned
 

@@ -16,6 +16,7 @@ from hetero_worker.runners.recorded_exchange import RecordedExchange
 from tests.support.native_compute import issuer_of
 from tests.support.shm_threads import exchanges
 from tests.support.tape import TapeBackend
+from tests.support.thread_exchange import thread_exchanges
 
 pytestmark = pytest.mark.unit
 
@@ -28,14 +29,14 @@ def test_a_rank_alone_needs_no_sums() -> None:
     assert sums_natively(LocalExchange())
 
 
-@pytest.mark.parametrize("native", [True, False])
-def test_a_groups_sums_are_operations_where_the_library_makes_them(native: bool, tmp_path: Path) -> None:
-    with exchanges(tmp_path, 3, native=native) as ranks:
-        assert [sums_natively(rank) for rank in ranks] == [native] * 3
+def test_a_groups_sums_are_operations_where_it_shares_memory(tmp_path: Path) -> None:
+    with exchanges(tmp_path, 3) as ranks:
+        assert [sums_natively(rank) for rank in ranks] == [True] * 3
+    assert not any(map(sums_natively, thread_exchanges(3)))
 
 
 def test_beside_gpu_ranks_they_are_not_also_for_a_rank_that_is_idle(tmp_path: Path) -> None:
     """Among whom there is a sum is the plan's to say: here among the GPU ranks 0 and 1, and never among all."""
-    with exchanges(tmp_path, 3, native=True) as ranks:
+    with exchanges(tmp_path, 3) as ranks:
         idle = HierarchicalExchange(ranks[2], num_gpu_ranks=2, groups={}, links={}, staging=staging_for(HOST))
         assert not sums_natively(idle)

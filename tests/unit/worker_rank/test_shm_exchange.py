@@ -14,13 +14,12 @@ import torch
 from hetero_worker.distributed.shm_exchange import ShmExchange
 from hetero_worker.distributed.shm_segment import SegmentLayout, ShmSegment
 from hetero_worker.errors import ExchangeAborted, ExchangeError, ExchangeTimeout
-from tests.support.shm_threads import PAGE, WAYS, exchanges, on_every_rank
+from tests.support.shm_threads import PAGE, exchanges, on_every_rank
 
 pytestmark = pytest.mark.unit
 
 
-@WAYS
-def test_bfloat16_is_summed_in_fp32_and_rounded_once(tmp_path: Path, native: bool) -> None:
+def test_bfloat16_is_summed_in_fp32_and_rounded_once(tmp_path: Path) -> None:
     # In bf16, 256 + 1 is 256; added in fp32 first, three small terms survive.
     terms = [256.0, 1.0, 1.0]
 
@@ -29,12 +28,11 @@ def test_bfloat16_is_summed_in_fp32_and_rounded_once(tmp_path: Path, native: boo
         exchange.all_reduce(tensor, (0, 1, 2))
         return tensor.item()
 
-    with exchanges(tmp_path, 3, native=native) as ranks:
+    with exchanges(tmp_path, 3) as ranks:
         assert on_every_rank(ranks, add) == [258.0] * 3
 
 
-@WAYS
-def test_terms_are_added_in_rank_order_however_contributors_are_listed(tmp_path: Path, native: bool) -> None:
+def test_terms_are_added_in_rank_order_however_contributors_are_listed(tmp_path: Path) -> None:
     # In fp32, (1e8 - 1e8) + 1 is 1, and 1e8 + (-1e8 + 1) is 0.
     terms = [1e8, -1e8, 1.0]
 
@@ -43,12 +41,11 @@ def test_terms_are_added_in_rank_order_however_contributors_are_listed(tmp_path:
         exchange.all_reduce(tensor, (2, 1, 0))
         return tensor.item()
 
-    with exchanges(tmp_path, 3, native=native) as ranks:
+    with exchanges(tmp_path, 3) as ranks:
         assert on_every_rank(ranks, add) == [1.0] * 3
 
 
-@WAYS
-def test_only_contributors_count(tmp_path: Path, native: bool) -> None:
+def test_only_contributors_count(tmp_path: Path) -> None:
     def add(exchange: ShmExchange) -> list[float]:
         seen = []
         for contributors in ((0, 2), (2, 0), (1,), (0, 1, 2)):
@@ -57,12 +54,11 @@ def test_only_contributors_count(tmp_path: Path, native: bool) -> None:
             seen.append(tensor.item())
         return seen
 
-    with exchanges(tmp_path, 3, native=native) as ranks:
+    with exchanges(tmp_path, 3) as ranks:
         assert on_every_rank(ranks, add) == [[101.0, 101.0, 10.0, 111.0]] * 3
 
 
-@WAYS
-def test_source_may_run_ahead_without_overwriting_what_others_read(tmp_path: Path, native: bool) -> None:
+def test_source_may_run_ahead_without_overwriting_what_others_read(tmp_path: Path) -> None:
     rounds = 200
 
     def receive(exchange: ShmExchange) -> list[float]:
@@ -75,12 +71,11 @@ def test_source_may_run_ahead_without_overwriting_what_others_read(tmp_path: Pat
             seen.append(tensor.sum().item())
         return seen
 
-    with exchanges(tmp_path, 3, native=native) as ranks:
+    with exchanges(tmp_path, 3) as ranks:
         assert on_every_rank(ranks, receive) == [[8.0 * n for n in range(rounds)]] * 3
 
 
-@WAYS
-def test_gathered_tensors_are_the_callers_own(tmp_path: Path, native: bool) -> None:
+def test_gathered_tensors_are_the_callers_own(tmp_path: Path) -> None:
     def gather(exchange: ShmExchange) -> list[list[int]]:
         mine = torch.full((exchange.rank + 1,), exchange.rank, dtype=torch.int64)
         first = exchange.all_gather(mine, (1, 2))
@@ -88,12 +83,11 @@ def test_gathered_tensors_are_the_callers_own(tmp_path: Path, native: bool) -> N
         exchange.all_gather(mine * 9, (1, 2))
         return [part.tolist() for part in first]
 
-    with exchanges(tmp_path, native=native) as ranks:
+    with exchanges(tmp_path) as ranks:
         assert on_every_rank(ranks, gather) == [[[0], [1, 1]]] * 2
 
 
-@WAYS
-def test_longer_than_an_area_goes_in_slices(tmp_path: Path, native: bool) -> None:
+def test_longer_than_an_area_goes_in_slices(tmp_path: Path) -> None:
     size = 3 * PAGE // 4 + 5
 
     def add(exchange: ShmExchange) -> bool:
@@ -101,12 +95,11 @@ def test_longer_than_an_area_goes_in_slices(tmp_path: Path, native: bool) -> Non
         exchange.all_reduce(tensor, (0, 1))
         return torch.equal(tensor, torch.arange(size, dtype=torch.float32) * 3)
 
-    with exchanges(tmp_path, native=native) as ranks:
+    with exchanges(tmp_path) as ranks:
         assert on_every_rank(ranks, add) == [True, True]
 
 
-@WAYS
-def test_abort_ends_the_wait_of_every_rank(tmp_path: Path, native: bool) -> None:
+def test_abort_ends_the_wait_of_every_rank(tmp_path: Path) -> None:
     def wait(exchange: ShmExchange) -> str:
         if exchange.rank == 2:
             exchange.abort()
@@ -116,21 +109,19 @@ def test_abort_ends_the_wait_of_every_rank(tmp_path: Path, native: bool) -> None
             return "aborted"
         return "done"
 
-    with exchanges(tmp_path, 3, native=native) as ranks:
+    with exchanges(tmp_path, 3) as ranks:
         assert on_every_rank(ranks, wait) == ["aborted"] * 3
 
 
-@WAYS
-def test_timeout_names_who_is_late(tmp_path: Path, native: bool) -> None:
-    with exchanges(tmp_path, 3, native=native, timeout_s=0.05) as ranks:
+def test_timeout_names_who_is_late(tmp_path: Path) -> None:
+    with exchanges(tmp_path, 3, timeout_s=0.05) as ranks:
         ranks[1].broadcast(torch.ones(1), 1)
         with pytest.raises(ExchangeTimeout, match=r"rank\(s\) 2 did not reach round 1 within 0.05 s"):
             ranks[0].all_reduce(torch.ones(1), (0, 1, 2))
 
 
-@WAYS
-def test_closed_exchange_raises_and_can_be_closed_and_aborted_again(tmp_path: Path, native: bool) -> None:
-    with exchanges(tmp_path, native=native) as ranks:
+def test_closed_exchange_raises_and_can_be_closed_and_aborted_again(tmp_path: Path) -> None:
+    with exchanges(tmp_path) as ranks:
         ranks[0].close()
         ranks[0].close()
         ranks[0].abort()
@@ -140,10 +131,9 @@ def test_closed_exchange_raises_and_can_be_closed_and_aborted_again(tmp_path: Pa
             ranks[0].all_gather(torch.ones(1), (1, 1))
 
 
-@WAYS
-def test_abort_racing_with_close_is_harmless(tmp_path: Path, native: bool) -> None:
+def test_abort_racing_with_close_is_harmless(tmp_path: Path) -> None:
     for _ in range(50):
-        with exchanges(tmp_path, native=native) as ranks:
+        with exchanges(tmp_path) as ranks:
             thread = threading.Thread(target=ranks[0].abort)
             thread.start()
             ranks[0].close()
@@ -151,29 +141,19 @@ def test_abort_racing_with_close_is_harmless(tmp_path: Path, native: bool) -> No
 
 
 @pytest.mark.parametrize("contributors", [(), (0, 2), (-1,)])
-@WAYS
-def test_contributors_must_be_ranks(contributors: tuple[int, ...], tmp_path: Path, native: bool) -> None:
-    with exchanges(tmp_path, native=native) as ranks, pytest.raises(ValueError, match="no ranks of a group of 2"):
+def test_contributors_must_be_ranks(contributors: tuple[int, ...], tmp_path: Path) -> None:
+    with exchanges(tmp_path) as ranks, pytest.raises(ValueError, match="no ranks of a group of 2"):
         ranks[0].all_reduce(torch.ones(1), contributors)
 
 
-@WAYS
-def test_counts_must_fit_the_tensor(tmp_path: Path, native: bool) -> None:
-    with exchanges(tmp_path, native=native) as ranks, pytest.raises(ValueError, match="do not fit"):
+def test_counts_must_fit_the_tensor(tmp_path: Path) -> None:
+    with exchanges(tmp_path) as ranks, pytest.raises(ValueError, match="do not fit"):
         ranks[0].all_gather(torch.ones(3), (2, 2))
 
 
-@WAYS
-def test_integers_are_not_summed(tmp_path: Path, native: bool) -> None:
-    with exchanges(tmp_path, native=native) as ranks, pytest.raises(TypeError, match=r"torch\.int64"):
+def test_integers_are_not_summed(tmp_path: Path) -> None:
+    with exchanges(tmp_path) as ranks, pytest.raises(TypeError, match=r"torch\.int64"):
         ranks[0].all_reduce(torch.ones(1, dtype=torch.int64), (0, 1))
-
-
-def test_machine_without_store_order_is_refused(tmp_path: Path) -> None:
-    segment = ShmSegment.create("segment", SegmentLayout(2, PAGE), folder=tmp_path)
-
-    with pytest.raises(ExchangeError, match="this machine is aarch64"):
-        ShmExchange(segment, timeout_s=1.0, library=None, machine="aarch64")
 
 
 def test_segment_is_the_owners_alone_and_zeroed(tmp_path: Path) -> None:

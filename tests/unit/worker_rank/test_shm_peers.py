@@ -15,7 +15,7 @@ from hetero_worker.distributed.shm_exchange import ShmExchange
 from hetero_worker.distributed.shm_segment import SegmentLayout, ShmSegment
 from hetero_worker.distributed.traffic import Traffic
 from hetero_worker.errors import ExchangeAborted, ExchangeError, ExchangeTimeout, PeerLost
-from tests.support.shm_threads import PAGE, WAYS, exchanges, native_library, on_every_rank, segments
+from tests.support.shm_threads import PAGE, exchanges, native_library, on_every_rank, segments
 
 pytestmark = pytest.mark.unit
 
@@ -60,7 +60,6 @@ def test_marks_tell_shared_memory_from_memory_of_the_same_name(tmp_path: Path) -
         segment.leave()
 
 
-@WAYS
 @pytest.mark.parametrize(
     "wait",
     [
@@ -70,9 +69,7 @@ def test_marks_tell_shared_memory_from_memory_of_the_same_name(tmp_path: Path) -
     ],
     ids=["all_reduce", "all_gather", "broadcast"],
 )
-def test_all_learn_who_left_while_they_waited(
-    wait: Callable[[ShmExchange], object], tmp_path: Path, native: bool
-) -> None:
+def test_all_learn_who_left_while_they_waited(wait: Callable[[ShmExchange], object], tmp_path: Path) -> None:
     def run(exchange: ShmExchange) -> str:
         if exchange.rank == 2:
             exchange.close()
@@ -83,15 +80,14 @@ def test_all_learn_who_left_while_they_waited(
             exchange.broadcast(torch.ones(1), exchange.rank)
         return str(caught.value)
 
-    with exchanges(tmp_path, 3, native=native) as ranks:
+    with exchanges(tmp_path, 3) as ranks:
         began = time.monotonic()
         first, second, _ = on_every_rank(ranks, run)
         assert first == second == "rank 2 ended, or left the group, while others waited for it"
         assert time.monotonic() - began < 2.0
 
 
-@WAYS
-def test_a_rank_that_has_done_its_part_may_leave(tmp_path: Path, native: bool) -> None:
+def test_a_rank_that_has_done_its_part_may_leave(tmp_path: Path) -> None:
     def run(exchange: ShmExchange) -> float:
         tensor = torch.ones(1)
         if exchange.rank == 0:
@@ -100,12 +96,11 @@ def test_a_rank_that_has_done_its_part_may_leave(tmp_path: Path, native: bool) -
         exchange.close()
         return tensor.item()
 
-    with exchanges(tmp_path, native=native) as ranks:
+    with exchanges(tmp_path) as ranks:
         assert on_every_rank(ranks, run) == [2.0, 2.0]
 
 
-@WAYS
-def test_a_rank_that_sleeps_in_a_long_wait_is_woken_by_its_peer(tmp_path: Path, native: bool) -> None:
+def test_a_rank_that_sleeps_in_a_long_wait_is_woken_by_its_peer(tmp_path: Path) -> None:
     def run(exchange: ShmExchange) -> float:
         began = time.monotonic()
         if exchange.rank:
@@ -113,14 +108,13 @@ def test_a_rank_that_sleeps_in_a_long_wait_is_woken_by_its_peer(tmp_path: Path, 
         exchange.all_reduce(torch.ones(1), (0, 1))
         return time.monotonic() - began
 
-    with exchanges(tmp_path, native=native) as ranks:
+    with exchanges(tmp_path) as ranks:
         waited_s, _ = on_every_rank(ranks, run)
         assert 0.3 < waited_s < 1.0
 
 
-@WAYS
-def test_an_abort_wakes_a_sleeping_rank(tmp_path: Path, native: bool) -> None:
-    with exchanges(tmp_path, native=native, timeout_s=30.0) as ranks:
+def test_an_abort_wakes_a_sleeping_rank(tmp_path: Path) -> None:
+    with exchanges(tmp_path, timeout_s=30.0) as ranks:
         timer = threading.Timer(0.3, ranks[1].abort)
         timer.start()
         began = time.monotonic()
@@ -131,15 +125,14 @@ def test_an_abort_wakes_a_sleeping_rank(tmp_path: Path, native: bool) -> None:
 
 
 def test_what_was_given_up_in_its_middle_does_not_go_on(tmp_path: Path) -> None:
-    with exchanges(tmp_path, native=True, timeout_s=0.05) as ranks:
+    with exchanges(tmp_path, timeout_s=0.05) as ranks:
         with pytest.raises(ExchangeTimeout):
             ranks[0].all_reduce(torch.ones(1), (0, 1))
         with pytest.raises(ExchangeAborted, match="given up"):
             ranks[0].all_reduce(torch.ones(1), (0, 1))
 
 
-@WAYS
-def test_traffic_counts_what_a_rank_published(tmp_path: Path, native: bool) -> None:
+def test_traffic_counts_what_a_rank_published(tmp_path: Path) -> None:
     def run(exchange: ShmExchange) -> Traffic:
         exchange.all_reduce(torch.zeros(PAGE), (0, 2))  # four areas long
         exchange.all_reduce(torch.zeros(0), (0, 2))
@@ -154,16 +147,15 @@ def test_traffic_counts_what_a_rank_published(tmp_path: Path, native: bool) -> N
             exchange.receive(torch.zeros(PAGE), LINK).wait()
         return exchange.traffic
 
-    with exchanges(tmp_path, 3, native=native, routes=ROUTES) as ranks:
+    with exchanges(tmp_path, 3, routes=ROUTES) as ranks:
         first, second, third = on_every_rank(ranks, run)
     assert first == Traffic(4 * PAGE + 4 * PAGE, rounds=4, messages=1)
     assert second == Traffic(24 + 2 + 40, rounds=4)
     assert third == Traffic(4 * PAGE + 4, rounds=3)
 
 
-@WAYS
-def test_tensors_must_lie_in_one_piece(tmp_path: Path, native: bool) -> None:
-    with exchanges(tmp_path, native=native) as ranks:
+def test_tensors_must_lie_in_one_piece(tmp_path: Path) -> None:
+    with exchanges(tmp_path) as ranks:
         with pytest.raises(ValueError, match="contiguous"):
             ranks[0].all_reduce(torch.ones(4, 4).t()[:2], (0, 1))
         with pytest.raises(ValueError, match="contiguous"):

@@ -158,7 +158,7 @@ def joined(
 class PlayedGroup(Alone):
     """Groups that stand already, over one exchange."""
 
-    kind = ranks_pb2.EXCHANGE_KIND_SHM_PYTHON
+    kind = ranks_pb2.EXCHANGE_KIND_GLOO
     exchange_reason = "no compiler"
 
     def __init__(self, exchange: LocalExchange) -> None:
@@ -942,7 +942,7 @@ def test_formed_tells_the_exchange_why_and_what_it_takes_if_asked(tmp_path: Path
         unmeasured = gateway.expect("formed").formed
         shut_down(gateway, 2, rank)
 
-    assert (measured.exchange, measured.exchange_reason) == (ranks_pb2.EXCHANGE_KIND_SHM_PYTHON, "no compiler")
+    assert (measured.exchange, measured.exchange_reason) == (ranks_pb2.EXCHANGE_KIND_GLOO, "no compiler")
     assert [(time.bytes, time.seconds) for time in measured.host_times] == [(4096, 1e-5), (65536, 4e-5)]
     assert [(time.bytes, time.seconds) for time in measured.device_times] == [(4096, 2e-5)]
     assert (list(unmeasured.host_times), list(unmeasured.device_times)) == ([], [])

@@ -14,7 +14,6 @@ from hetero_api.v1 import ranks_pb2
 from hetero_gateway.group.errors import EpochEnded
 
 _FIELD: Final = "spec.exchange.kind"
-_SHARED: Final = (ranks_pb2.EXCHANGE_KIND_SHM, ranks_pb2.EXCHANGE_KIND_SHM_PYTHON)
 
 
 def asked_exchange(kind: ExchangeKind, hellos: Sequence[ranks_pb2.Hello]) -> ranks_pb2.ExchangeKind.ValueType:
@@ -42,7 +41,7 @@ def built_exchange(
         names = ", ".join(map(ranks_pb2.ExchangeKind.Name, sorted(kinds)))
         raise EpochEnded(f"the ranks built different exchanges: {names}")
     built, reason = kinds.pop(), next((answer.exchange_reason for answer in formed if answer.exchange_reason), "")
-    if kind == ExchangeKind.SHARED_MEMORY and built not in _SHARED:
+    if kind == ExchangeKind.SHARED_MEMORY and built != ranks_pb2.EXCHANGE_KIND_SHM:
         raise EpochEnded(f"{_FIELD}: SharedMemory, which the ranks could not build: {reason}", permanent=True)
     return built, reason
 

@@ -12,6 +12,7 @@ import torch
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.distributed.shm_exchange import AREA_BYTES
 from hetero_worker.distributed.shm_segment import SHM_FOLDER
+from hetero_worker.native.build import LIBRARY
 from hetero_worker.platforms.base import HOST
 
 _GLOO_GRACE_S: Final = 2.0
@@ -27,7 +28,7 @@ class GroupRequest:
     world_size: int
     store_address: str
     kind_asked: ranks_pb2.ExchangeKind.ValueType
-    """SHM: the fastest that all ranks can; GLOO: that."""
+    """SHM: shared memory if all ranks can, else Gloo. GLOO: Gloo."""
     segment_name: str
     timeout_s: float
     host: str
@@ -40,10 +41,8 @@ class GroupRequest:
     """torch's backend among GPU ranks: "nccl", or "gloo" for pseudo-GPU ranks; None on host cores."""
     shm_folder: Path = SHM_FOLDER
     area_bytes: int = AREA_BYTES
-    use_native: bool = True
-    """Whether shared memory may be used by the native library."""
-    machine: str | None = None
-    """Machine type, if not the one that this runs on."""
+    native_library: Path = LIBRARY
+    """Library for the shared-memory exchange."""
 
     @property
     def is_gpu_rank(self) -> bool:

@@ -1,8 +1,7 @@
 """Makes the host exchange of an epoch: which kind, and over which memory or process groups.
 
-Asked for shared memory, the ranks agree on the fastest kind that all of them can: the native library, or the same in
-Python, or Gloo, and on the reason for a slower one. That the memory is shared is not believed but probed. What one rank
-alone fails at ends in a vote (control.py).
+Asked for shared memory, the ranks agree on it if all of them have the native library, else on Gloo, and on the reason.
+A probe checks that the memory is really shared. What one rank alone fails at ends in a vote (control.py).
 
 The first exchange, with the rounds of the whole group, stands as soon as the group is formed. Each plan then gets one
 with its own subgroups and links; an earlier plan's is closed, its process groups are kept for plans that use them too.
@@ -22,17 +21,15 @@ from hetero_worker.distributed.exchange import HostExchange
 from hetero_worker.distributed.gloo_exchange import GlooExchange, GlooGroups
 from hetero_worker.distributed.group_request import GroupRequest
 from hetero_worker.distributed.routes import Link, Ranks, Routes
-from hetero_worker.distributed.shm_exchange import ShmExchange, unsupported_reason
+from hetero_worker.distributed.shm_exchange import ShmExchange
 from hetero_worker.distributed.shm_segment import SegmentLayout, ShmSegment
 from hetero_worker.errors import ExchangeError, SegmentNotShared
-from hetero_worker.native.library import load
+from hetero_worker.native.library import Loaded, load
 
 _log = logging.getLogger(__name__)
 
 SHM: Final = ranks_pb2.EXCHANGE_KIND_SHM
-SHM_PYTHON: Final = ranks_pb2.EXCHANGE_KIND_SHM_PYTHON
 GLOO: Final = ranks_pb2.EXCHANGE_KIND_GLOO
-NOT_ASKED: Final = "the native exchange is not to be used"
 
 
 class HostGroups:
@@ -47,6 +44,7 @@ class HostGroups:
         self._links: dict[Link, dist.ProcessGroup] = {}
         self._num_segments = 0
         self._exchange: HostExchange | None = None
+        self._loaded = Loaded(None, "the group is not formed yet")
         self.kind: ranks_pb2.ExchangeKind.ValueType = GLOO
         self.reason = ""
         """Why `kind` is not the one that was asked for; empty if it is; the same on every rank."""
@@ -100,11 +98,9 @@ class HostGroups:
     def _best_kind(self) -> tuple[ranks_pb2.ExchangeKind.ValueType, str]:
         if self._request.kind_asked != SHM:
             return GLOO, ""
-        native = self._control.problem(load().reason if self._request.use_native else NOT_ASKED)
-        python = self._control.problem(unsupported_reason(self._request.machine) or "")
-        if not native:
-            return SHM, ""
-        return (GLOO, f"{native}; {python}") if python else (SHM_PYTHON, native)
+        self._loaded = load(self._request.native_library)
+        reason = self._control.problem(self._loaded.reason)
+        return (GLOO, reason) if reason else (SHM, "")
 
     def _try_shm(self, routes: Routes) -> tuple[HostExchange | None, str]:
         """An exchange over a new segment, or why the ranks do not share one. Raises ExchangeError, on every rank."""
@@ -128,8 +124,9 @@ class HostGroups:
             if segment is not None:
                 segment.leave()
             return None, problem
-        library = load().library if self.kind == SHM else None
-        return ShmExchange(segment, timeout_s=request.timeout_s, library=library, machine=request.machine), ""
+        if self._loaded.library is None:
+            raise ExchangeError(f"shared memory needs the native exchange: {self._loaded.reason}")
+        return ShmExchange(segment, timeout_s=request.timeout_s, library=self._loaded.library), ""
 
     def _create(self, layout: SegmentLayout) -> ShmSegment | None:
         """Rank 0's; None elsewhere."""

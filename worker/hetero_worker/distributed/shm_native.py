@@ -61,12 +61,15 @@ class NativeRank:
         )
         self.address = ctypes.addressof(self._state)
         self._words = memoryview(segment.memory).cast("Q")
-        self.while_waiting: Callable[[], None] = _nothing
-        """Done each time that this rank has waited for LOOK_EVERY_S."""
+        self._while_waiting: Callable[[], None] = _nothing
         self._peers = Peers(segment, timeout_s=timeout_s, end=self._end)
 
     def __getitem__(self, word: int) -> int:
         return self._words[word]
+
+    def set_while_waiting(self, action: Callable[[], None]) -> None:
+        """Call `action` each time that this rank has waited for LOOK_EVERY_S."""
+        self._while_waiting = action
 
     @property
     def traffic(self) -> Traffic:
@@ -88,7 +91,7 @@ class NativeRank:
         """
         since_s, reached = time.monotonic() - self._nap_s, at()
         while code == WAITING:
-            self.while_waiting()
+            self._while_waiting()
             try:
                 self._peers.look(late, since_s=since_s)
             except ExchangeTimeout:
@@ -104,7 +107,7 @@ class NativeRank:
         self._end(ABORTED)
 
     def close(self) -> None:
-        self.while_waiting = _nothing
+        self._while_waiting = _nothing
         self._close("the exchange is closed")
 
     def _close(self, reason: str) -> None:

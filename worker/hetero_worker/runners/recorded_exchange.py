@@ -44,11 +44,10 @@ class RecordedExchange(BreakingExchange):
         return _NativeSums(sums, self._issuer) if isinstance(sums, NativeRounds) else super().among(ranks)
 
     def send(self, tensor: torch.Tensor, link: Link) -> None:
-        source = None if self._shared is None else self._shared.native_source(link)
-        if source is None or not tensor.numel():
+        if self._shared is None or not tensor.numel():
             super().send(tensor, link)
         else:
-            _issue(source.send_call(tensor), self._issuer)
+            _issue(self._shared.native_source(link).send_call(tensor), self._issuer)
 
     def start_send(self, tensor: torch.Tensor, link: Link) -> PendingSend:
         if self._shared is None:
@@ -57,10 +56,9 @@ class RecordedExchange(BreakingExchange):
         return SENT
 
     def receive(self, out: torch.Tensor, link: Link) -> PendingTensor:
-        receiver = None if self._shared is None else self._shared.native_receiver(link)
-        if receiver is None or not out.numel():
+        if self._shared is None or not out.numel():
             return super().receive(out, link)
-        return _NativeReceipt(receiver.receive_call(out), out, self._issuer)
+        return _NativeReceipt(self._shared.native_receiver(link).receive_call(out), out, self._issuer)
 
 
 class _NativeSums:
