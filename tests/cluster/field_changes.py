@@ -147,12 +147,10 @@ CHANGES: Final[Mapping[str, Change]] = {
     "gateway.service.httpPort": Change(8080, NOTHING, more=_CLIENT_SERVICE),
     "gateway.service.annotations": Change({"example.com/balancer": "internal"}, NOTHING, more=_CLIENT_SERVICE),
     "gateway.maxQueuedRequests": Change(5, GATEWAY),
-    "gateway.tlsSecretName": Change("front-door", GATEWAY, shows='"secretName": "front-door"'),
-    "gateway.authTokenSecretRef.name": Change(
-        "two", GATEWAY, {"gateway.authTokenSecretRef.name": "one"}, shows='"secretName": "two"'
-    ),
+    "gateway.tlsSecretName": Change("front-door", REFUSED),
+    "gateway.authTokenSecretRef.name": Change("one", REFUSED),
     "gateway.authTokenSecretRef.key": Change(
-        "bearer", GATEWAY, {"gateway.authTokenSecretRef.name": "one"}, shows='"key": "bearer"'
+        {"name": "one", "key": "bearer"}, REFUSED, at="gateway.authTokenSecretRef"
     ),
     "gateway.resources.cpuMillis": Change(2500, GATEWAY, shows='"cpu": "2500m"'),
     "gateway.resources.memory": Change("5Gi", GATEWAY, shows='"memory": "5Gi"'),

@@ -92,8 +92,6 @@ engine:
 gateway:
   service: {type: LoadBalancer, port: 443, annotations: {example.com/internal: "true"}}
   maxQueuedRequests: 10
-  tlsSecretName: front-door
-  authTokenSecretRef: {name: clients}
   resources: {cpuMillis: 2500, memory: 3Gi}
   drainTimeoutSeconds: 120
 recovery:

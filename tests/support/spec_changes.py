@@ -38,7 +38,7 @@ _TOLERATION_CHANGES: Final[Mapping[str, Mapping[str, Any]]] = {
 AFTER: Final[Mapping[str, Mapping[str, Any]]] = {
     "model.uri": {"model.uri": "hf://Qwen/Qwen3-14B"},
     "model.revision": {"model.revision": "v2"},
-    "model.dtype": {"model.dtype": "float16"},
+    "model.dtype": {"model.dtype": "float32"},
     "model.quantization": {"model.quantization": "none"},
     "model.quantizationGroupSize": {"model.quantizationGroupSize": 64},
     "model.maxModelLen": {"model.maxModelLen": 8192},
@@ -94,9 +94,6 @@ AFTER: Final[Mapping[str, Mapping[str, Any]]] = {
     "gateway.service.httpPort": {"gateway.service.httpPort": 8080},
     "gateway.service.annotations": {"gateway.service.annotations": {"example.com/internal": "false"}},
     "gateway.maxQueuedRequests": {"gateway.maxQueuedRequests": 11},
-    "gateway.tlsSecretName": {"gateway.tlsSecretName": "other"},
-    "gateway.authTokenSecretRef.name": {"gateway.authTokenSecretRef.name": "other"},
-    "gateway.authTokenSecretRef.key": {"gateway.authTokenSecretRef.key": "other"},
     "gateway.resources.cpuMillis": {"gateway.resources.cpuMillis": 3000},
     "gateway.resources.memory": {"gateway.resources.memory": "4Gi"},
     "gateway.drainTimeoutSeconds": {"gateway.drainTimeoutSeconds": 60},
@@ -135,9 +132,12 @@ AFTER: Final[Mapping[str, Mapping[str, Any]]] = {
 }  # fmt: skip
 """By field: what to set to change it. None takes a value away."""
 
-IMMUTABLE: Final[Mapping[str, Mapping[str, Any]]] = {
+REFUSED: Final[Mapping[str, Mapping[str, Any]]] = {
     "pools.name": {"pools.1.name": "other"},
     "pools.type": {"pools.1.type": "GPU", "pools.1.cpu": None},
+    "gateway.tlsSecretName": {"gateway.tlsSecretName": "front-door"},
+    "gateway.authTokenSecretRef.name": {"gateway.authTokenSecretRef.name": "clients"},
+    "gateway.authTokenSecretRef.key": {"gateway.authTokenSecretRef": {"name": "clients", "key": "other"}},
 }
 """Changes that are refused."""
 

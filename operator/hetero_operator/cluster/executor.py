@@ -39,6 +39,9 @@ from hetero_operator.reconcile.ownership import label_of, taken_by_others
 logger = logging.getLogger(__name__)
 
 TOKEN_BYTES: Final = 32
+_WORKLOADS: Final = frozenset({"StatefulSet", "Deployment"})
+_NEEDED: Final = frozenset({"Secret", "ServiceAccount", "ConfigMap", "ResourceClaimTemplate", "StatefulSet"})
+"""Kinds without which the pods of a workload that is written after them cannot start, or find no ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +131,7 @@ class _Run:
 
     async def _apply(self, manifest: Object) -> None:
         ref = ObjectRef.of(manifest)
-        if self._halted:
+        if self._halted or (ref.kind in _WORKLOADS and self._lacks_something()):
             return
         known = self._known(ref)
         if known is not None:
@@ -140,6 +143,10 @@ class _Run:
             await self._see_again(ref)
         except ApiError as error:
             self._failed(ref, error)
+
+    def _lacks_something(self) -> bool:
+        """Whether a write failed that pods depend on: new ones could not start, so the old ones have to stay."""
+        return any(failure.ref.kind in _NEEDED for failure in self._failures)
 
     async def _delete(self, deletion: Deletion) -> None:
         if self._halted:

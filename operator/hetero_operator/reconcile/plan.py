@@ -25,6 +25,7 @@ from hetero_operator.reconcile.refusals import (
     conflict_refusal,
     read_spec,
     transition_refusal,
+    unserved_refusal,
 )
 from hetero_operator.reconcile.revision import revisions_of
 from hetero_operator.reconcile.rollout import outdated_ranks
@@ -41,9 +42,11 @@ def plan(observed: Observed) -> Plan:
         return _refused(spec)
     inventory = Inventory.of(observed)
     rendering = rendering_of(observed, spec)
-    refusal = transition_refusal(
-        spec, rendering.names, inventory, revision=rendering.revisions.ranks
-    ) or capability_refusal(spec, observed.capabilities)
+    refusal = (
+        unserved_refusal(spec)
+        or transition_refusal(spec, rendering.names, inventory, revision=rendering.revisions.ranks)
+        or capability_refusal(spec, observed.capabilities)
+    )
     if refusal:
         return _refused(refusal)
     return _accepted(observed, rendering, inventory)

@@ -13,7 +13,7 @@ from hetero_api.errors import ManifestError
 from hetero_api.manifest import parse_resource
 from hetero_api.spec import ExchangeKind, HeteroInferenceSpec
 from hetero_api.spec_cluster import GangScheduler
-from hetero_api.validation import check_transition
+from hetero_api.validation import check_transition, find_unserved
 from hetero_operator.reconcile.inventory import Inventory
 from hetero_operator.reconcile.manifests.claims import RESOURCE_CLAIM_TEMPLATE, device_class
 from hetero_operator.reconcile.manifests.config import stored_resource
@@ -34,11 +34,17 @@ class Refusal:
 
 
 def read_spec(resource: Object) -> HeteroInferenceSpec | Refusal:
-    """The typed spec of a stored resource, or what is wrong with it."""
+    """Return the typed spec of a stored resource, or what is wrong with it."""
     try:
         return parse_resource(resource).spec
     except ManifestError as error:
         return Refusal(Reason.INVALID_SPEC, tuple(error.problems))
+
+
+def unserved_refusal(spec: HeteroInferenceSpec) -> Refusal | None:
+    """Return the refusal of a spec that no gateway of this version starts with."""
+    problems = find_unserved(spec)
+    return Refusal(Reason.INVALID_SPEC, tuple(problems)) if problems else None
 
 
 def transition_refusal(

@@ -80,6 +80,18 @@ async def test_secrets_first_then_objects_in_order_then_deletions(bench: Bench) 
     ]  # fmt: skip
 
 
+async def test_workloads_stay_as_they_are_when_what_their_pods_need_was_refused(bench: Bench) -> None:
+    bench.server.faults.append(Fault("PATCH", "configmaps/a", refusal(422, "Invalid", message="too long")))
+    workload = {**config_map("ranks"), "apiVersion": "apps/v1", "kind": "StatefulSet"}
+    policy = {**config_map("p"), "apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy"}
+    done = await bench.run(Plan(apply=(config_map("a"), policy, workload)))
+    assert [failure.ref.name for failure in done.outcome.failures] == ["a"]
+    assert [call.rpartition("/")[2] for call in writes(bench.server)] == ["a", "p"]
+    done = await bench.run(Plan(apply=(config_map("a"), workload)))
+    assert done.outcome.failures == ()
+    assert writes(bench.server)[-1].endswith("statefulsets/ranks")
+
+
 async def test_tokens_are_long_random_and_different(bench: Bench) -> None:
     await bench.run(Plan(create=(secret(),)))
     data = bench.server.objects[f"{SECRETS}/x-group-1"]["data"]

@@ -174,6 +174,47 @@ def test_an_invalid_spec_changes_nothing_and_says_why() -> None:
     assert todo.refusal[0].startswith("spec.pools[0].ranks: must be a multiple of ranksPerPod")
 
 
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"model": {"uri": "hf://a/b", "dtype": "float16"}}, "spec.model.dtype: float16: this version does not"),
+        ({"gateway": {"tlsSecretName": "tls"}}, "spec.gateway.tlsSecretName: this version does not"),
+        ({"gateway": {"authTokenSecretRef": {"name": "a"}}}, "spec.gateway.authTokenSecretRef: this version does not"),
+        (
+            {"placement": {"mode": "Layer", "shares": {"vocabulary": [1, 1]}}},
+            "spec.placement.shares.vocabulary: does not apply in mode Layer",
+        ),
+        (
+            {"placement": {"mode": "Layer", "shares": {"mlp": [1, 1], "attention": [2, 1]}}},
+            "spec.placement.shares: attention and mlp differ",
+        ),
+        ({"placement": {"mode": "Layer", "shares": {"mlp": [1, 0]}}}, "spec.placement.shares.mlp: rank 1 would own"),
+        (
+            {"placement": {"shares": {kind: [0, 1] for kind in ("attention", "mlp", "vocabulary")}}},
+            "spec.placement.shares.attention, spec.placement.shares.mlp, spec.placement.shares.vocabulary: rank 0",
+        ),
+    ],
+)
+def test_a_spec_that_no_gateway_starts_with_leaves_the_old_revision_in_force(
+    change: dict[str, Any], problem: str
+) -> None:
+    world = running()
+    before = copy.deepcopy((world.objects, world.pods))
+    world.change({**world.resource["spec"], **change})
+    todo = refused(world)
+    assert todo.refusal_reason == "InvalidSpec"
+    assert len(todo.refusal) == 1
+    assert todo.refusal[0].startswith(problem)
+    assert world.reconcile() == []
+    assert (world.objects, world.pods) == before
+
+
+def test_shares_that_leave_something_to_deal_are_for_the_gateway_to_judge() -> None:
+    world = running()
+    world.change({**world.resource["spec"], "placement": {"shares": {"attention": [1, 0], "mlp": [1, 0]}}})
+    assert not world.plan().refusal
+
+
 def test_a_pool_cannot_change_its_type() -> None:
     world = running()
     world.change({"model": {"uri": "hf://a/b"}, "pools": [{"name": "cpu", "type": "GPU", "ranks": 2}]})

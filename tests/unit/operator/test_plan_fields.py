@@ -13,7 +13,7 @@ from hetero_operator.reconcile.model import Plan
 from hetero_operator.reconcile.ownership import ObjectKey
 from tests.support.operator_world import OperatorWorld
 from tests.support.render_cases import FULL
-from tests.support.spec_changes import AFTER, IMMUTABLE, before, changed
+from tests.support.spec_changes import AFTER, REFUSED, before, changed
 
 LIVE_CHANGES: Final[Mapping[str, set[str]]] = {
     "gateway.service.type": {"Service/everything"},
@@ -53,8 +53,8 @@ def touched(plans: list[Plan]) -> set[str]:
 
 
 def test_the_table_has_every_field_once() -> None:
-    assert set(AFTER) | set(IMMUTABLE) == set(spec_leaves())
-    assert not set(AFTER) & set(IMMUTABLE)
+    assert set(AFTER) | set(REFUSED) == set(spec_leaves())
+    assert not set(AFTER) & set(REFUSED)
     assert set(LIVE_CHANGES) == {field for field in AFTER if effect_of(field) is Effect.NONE}
 
 
@@ -101,10 +101,10 @@ def test_a_change_of_the_ranks_leaves_what_it_is_not_about(field: str) -> None:
     assert not kinds & UNTOUCHED
 
 
-@pytest.mark.parametrize("field", IMMUTABLE)
-def test_a_change_of_what_cannot_change_is_refused(field: str) -> None:
+@pytest.mark.parametrize("field", REFUSED)
+def test_a_change_that_cannot_be_served_is_refused(field: str) -> None:
     world = running(field)
-    world.change(changed(world.resource["spec"], IMMUTABLE[field]))
+    world.change(changed(world.resource["spec"], REFUSED[field]))
     todo = world.plan()
     assert todo.idle
     assert todo.refusal_reason == "InvalidSpec"

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from hetero_api.errors import ModelError
 from hetero_api.model_config import ModelConfig
-from hetero_api.spec import DType, HeteroInferenceSpec
+from hetero_api.spec import HeteroInferenceSpec
+from hetero_api.validation import find_unserved
 from hetero_gateway.group.errors import UnsupportedSpecError
 from hetero_placement.from_spec import quantized_config
-
-NOT_YET: Final = "this version does not support it yet"
 
 
 def check_supported(spec: HeteroInferenceSpec, config: ModelConfig) -> None:
     """Raise UnsupportedSpecError with every field that asks for what this version cannot do."""
-    problems = [*_model(spec, config), *_gateway(spec), *_nothing_to_run(spec)]
+    problems = [*_model(spec, config), *find_unserved(spec), *_nothing_to_run(spec)]
     if problems:
         raise UnsupportedSpecError(problems)
 
@@ -31,22 +28,12 @@ def _model(spec: HeteroInferenceSpec, config: ModelConfig) -> list[str]:
         quantized_config(spec, config)
     except ModelError as error:
         problems.append(f"spec.model.quantization: {error}")
-    if spec.model.dtype == DType.FLOAT16:
-        problems.append(f"spec.model.dtype: float16: {NOT_YET}; use bfloat16, float32 or auto")
     asked = spec.model.max_model_len
     if asked is not None and asked > config.max_position:
         problems.append(
             f"spec.model.maxModelLen: {asked} is more than the {config.max_position} positions of the model"
         )
     return problems
-
-
-def _gateway(spec: HeteroInferenceSpec) -> list[str]:
-    fields = {
-        "spec.gateway.tlsSecretName": spec.gateway.tls_secret_name,
-        "spec.gateway.authTokenSecretRef": spec.gateway.auth_token_secret_ref,
-    }
-    return [f"{path}: {NOT_YET}; leave it out" for path, value in fields.items() if value is not None]
 
 
 def _nothing_to_run(spec: HeteroInferenceSpec) -> list[str]:

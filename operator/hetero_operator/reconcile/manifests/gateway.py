@@ -20,18 +20,15 @@ from hetero_api.contract import (
     LABEL_REVISION,
     METRICS_PORT,
     POD_ADMIN_TOKEN_FILE,
-    POD_CLIENT_TOKEN_FILE,
     POD_GROUP_TOKEN_FILE,
     POD_MANIFEST,
     POD_MODEL_DIR,
-    POD_TLS_DIR,
     RANKS_PORT,
     ROLE_GATEWAY,
     SECRET_ADMIN_TOKEN_KEY,
 )
 from hetero_api.spec import SecretKeyRef
 from hetero_operator.reconcile.manifests.containers import (
-    SECRET_FILE_MODE,
     TMP_DIR,
     MountedFiles,
     container,
@@ -135,14 +132,11 @@ def _container(
 
 def _files(rendering: Rendering) -> list[MountedFiles]:
     """The resolved resource, and every secret that the gateway has to know."""
-    gateway = rendering.spec.gateway
     admin = SecretKeyRef(name=rendering.names.group_secret(rendering.revisions.ranks), key=SECRET_ADMIN_TOKEN_KEY)
     return [
         _config(rendering),
         group_token(rendering),
         secret_file("admin-token", admin, POD_ADMIN_TOKEN_FILE),
-        secret_file("client-token", gateway.auth_token_secret_ref, POD_CLIENT_TOKEN_FILE),
-        _tls(gateway.tls_secret_name),
     ]
 
 
@@ -153,12 +147,3 @@ def _config(rendering: Rendering) -> MountedFiles:
     }
     mount = {"name": _CONFIG, "mountPath": _CONFIG_DIR, "readOnly": True}
     return MountedFiles(({"name": _CONFIG, "configMap": source},), (mount,))
-
-
-def _tls(secret: str | None) -> MountedFiles:
-    """The front door's certificate and key, under the names that Secrets of type kubernetes.io/tls have."""
-    if secret is None:
-        return MountedFiles()
-    mount = {"name": "tls", "mountPath": POD_TLS_DIR, "readOnly": True}
-    source = {"secretName": secret, "defaultMode": SECRET_FILE_MODE}
-    return MountedFiles(({"name": "tls", "secret": source},), (mount,))
