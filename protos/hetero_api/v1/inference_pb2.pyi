@@ -89,7 +89,9 @@ class ChatMessage(_message.Message):
     content: _builtins.str
     """The message's text."""
     tool_calls_json: _builtins.str
-    """An assistant's tool calls: a JSON array as the OpenAI API has it, handed to the template; empty: none."""
+    """An assistant's tool calls: a JSON array as the OpenAI API has it, handed to the template; empty: none.
+    At most 1 MiB, nested at most 64 levels deep.
+    """
     tool_call_id: _builtins.str
     """In a "tool" message, the call that it answers."""
     name: _builtins.str
@@ -120,7 +122,9 @@ class ChatMessages(_message.Message):
     MESSAGES_FIELD_NUMBER: _builtins.int
     TOOLS_JSON_FIELD_NUMBER: _builtins.int
     tools_json: _builtins.str
-    """Tools that the template shows to the model: a JSON array as the OpenAI API has it; empty: none."""
+    """Tools that the template shows to the model: a JSON array as the OpenAI API has it; empty: none. At most 1 MiB,
+    nested at most 64 levels deep.
+    """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """In order, at least one; the assistant's turn is opened after the last."""
@@ -248,7 +252,7 @@ class SamplingParams(_message.Message):
     """A context-free grammar in Lark's notation, as llguidance understands it."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Text that ends the completion; it is not part of the output. At most 16, none empty."""
+        """Text that ends the completion; it is not part of the output. At most 16 of at most 256 characters, none empty."""
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -395,12 +399,14 @@ class GenerateRequest(_message.Message):
     RECEIVED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client to name the request; assigned by the server when empty. At most 128
-    characters. One that is already in flight is refused with ALREADY_EXISTS.
+    characters of printable ASCII. One that is already in flight is refused with ALREADY_EXISTS.
     """
     text: _builtins.str
     """Plain text, tokenised with the model's special tokens."""
     cache_salt: _builtins.str
-    """Separates this request's prefix cache from that of requests with another salt (one a tenant)."""
+    """Separates this request's prefix cache from that of requests with another salt (one a tenant). At most 1,024
+    characters.
+    """
     output_mode: Global___OutputMode.ValueType
     """How the stream reports."""
     priority: _builtins.int

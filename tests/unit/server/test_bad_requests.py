@@ -11,6 +11,8 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from hetero_api.v1 import inference_pb2 as pb
+from hetero_gateway.server import validation
+from hetero_gateway.server.errors import InvalidArguments, Violation
 from tests.unit.server.server_setup import GatewayBench, read_all, request, sampling
 
 pytestmark = pytest.mark.unit
@@ -36,8 +38,16 @@ def spoken(*, tools_json: str = "", **fields: Any) -> pb.GenerateRequest:
     return pb.GenerateRequest(chat=pb.ChatMessages(messages=[pb.ChatMessage(**fields)], tools_json=tools_json))
 
 
+def nested(levels: int) -> str:
+    """An array of one object, so many levels deep."""
+    return '[{"a":' + "[" * (levels - 2) + "]" * (levels - 2) + "}]"
+
+
 BAD: list[tuple[pb.GenerateRequest, str, str]] = [
     (request("a", request_id="x" * 129), "request_id", "at most 128 characters, not 129"),
+    (request("a", request_id="€"), "request_id", "must be printable ASCII, not '€'"),
+    (request("a", request_id="a\r\nb"), "request_id", "must be printable ASCII"),
+    (request("a", cache_salt="x" * 1025), "cache_salt", "at most 1024 characters, not 1025"),
     (pb.GenerateRequest(), "prompt", "is missing"),
     (request(""), "text", "is empty"),
     (request([]), "token_ids.ids", "is empty"),
@@ -57,6 +67,7 @@ BAD: list[tuple[pb.GenerateRequest, str, str]] = [
     (with_sampling(max_tokens=0), "sampling.max_tokens", "at least 1, not 0"),
     (with_sampling(stop=["a", ""]), "sampling.stop[1]", "is empty"),
     (with_sampling(stop=["a"] * 17), "sampling.stop", "at most 16 strings, not 17"),
+    (with_sampling(stop=["a", "b" * 257]), "sampling.stop[1]", "at most 256 characters, not 257"),
     (with_sampling(stop_token_ids=[1] * 65), "sampling.stop_token_ids", "at most 64 ids, not 65"),
     (with_sampling(stop_token_ids=[300]), "sampling.stop_token_ids[0]", "vocabulary [0, 258), not 300"),
     (with_sampling(presence_penalty=2.5), "sampling.presence_penalty", "between -2 and 2, not 2.5"),
@@ -64,6 +75,7 @@ BAD: list[tuple[pb.GenerateRequest, str, str]] = [
     (with_sampling(frequency_penalty=-3), "sampling.frequency_penalty", "between -2 and 2, not -3"),
     (with_sampling(repetition_penalty=0), "sampling.repetition_penalty", "more than 0 and at most 10, not 0"),
     (with_sampling(repetition_penalty=math.nan), "sampling.repetition_penalty", "at most 10, not nan"),
+    (with_sampling(logit_bias=dict.fromkeys(range(301), 1.0)), "sampling.logit_bias", "at most 300 tokens, not 301"),
     (with_sampling(logit_bias={258: 1.0}), "sampling.logit_bias[258]", "vocabulary [0, 258), not 258"),
     (with_sampling(logit_bias={5: 101.0}), "sampling.logit_bias[5]", "between -100 and 100, not 101"),
     (with_sampling(logit_bias={5: math.inf}), "sampling.logit_bias[5]", "between -100 and 100, not inf"),
@@ -91,6 +103,9 @@ BAD: list[tuple[pb.GenerateRequest, str, str]] = [
     (spoken(role="assistant", tool_calls_json="{}"), "chat.messages[0].tool_calls_json", "a JSON array of objects"),
     (spoken(role="user", tool_call_id="c"), "chat.messages[0].tool_call_id", "in a tool's message only"),
     (spoken(role="user", tools_json="[1]"), "chat.tools_json", "must be a JSON array of objects, not '[1]'"),
+    (spoken(role="user", tools_json=nested(65)), "chat.tools_json", "at most 64 levels deep"),
+    (spoken(role="user", tools_json=nested(100_000)), "chat.tools_json", "at most 64 levels deep"),
+    (spoken(role="user", tools_json=f"[{' ' * (1 << 20)}]"), "chat.tools_json", "at most 1048576 characters"),
     (request("a", output_mode=9), "output_mode", "must be OUTPUT_MODE_DELTA or OUTPUT_MODE_FINAL_ONLY, not 9"),
 ]
 
@@ -111,7 +126,9 @@ EDGES = [
     resumed([[5] * 9]),
     with_sampling(top_k=2**32 - 1, seed=2**64 - 1, max_tokens=1),
     with_sampling(max_tokens=2**32 - 1),
-    with_sampling(stop=["a"] * 16, stop_token_ids=[257] * 64, max_tokens=1),
+    spoken(role="user", content="a", tools_json=nested(64)),
+    request("a", request_id="".join(map(chr, range(32, 127))), cache_salt="x" * 1024, sampling=sampling(max_tokens=1)),
+    with_sampling(stop=["a" * 256] * 16, stop_token_ids=[257] * 64, max_tokens=1),
 ]
 
 
@@ -152,6 +169,21 @@ async def test_a_long_field_does_not_blow_up_the_status(ready: GatewayBench) -> 
         await read_all(ready.inference().Generate(chat(*[("r" * 100_000, "x")] * 50)))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert len(str(caught.value.details())) <= 1500
+
+
+async def test_a_million_violations_cost_no_more_than_eight(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = 0
+
+    def counted(field: str, problem: str) -> Violation:
+        nonlocal made
+        made += 1
+        return Violation(field, problem)
+
+    bad = chat(*[("robot", "")] * 500_000)
+    monkeypatch.setattr(validation, "Violation", counted)
+    with pytest.raises(InvalidArguments) as caught:
+        validation.check_generate(bad, vocab_size=258)
+    assert len(caught.value.violations) == made == 8
 
 
 async def test_a_message_over_the_limit_is_refused(ready: GatewayBench) -> None:

@@ -11,6 +11,7 @@ from hetero_gateway.engine.request import Constraint, ConstraintKind, SamplingCo
 from hetero_gateway.server.errors import Violation
 
 MAX_STOP_STRINGS: Final = 16
+MAX_STOP_CHARS: Final = 256
 MAX_STOP_TOKEN_IDS: Final = 64
 MAX_TEMPERATURE: Final = 100
 MAX_PENALTY: Final = 2
@@ -110,12 +111,16 @@ def _lengths(params: pb.SamplingParams) -> Iterable[Violation]:
 def _stops(params: pb.SamplingParams, *, vocab_size: int) -> Iterable[Violation]:
     if len(params.stop) > MAX_STOP_STRINGS:
         yield Violation("sampling.stop", f"must hold at most {MAX_STOP_STRINGS} strings, not {len(params.stop)}")
-    for index, text in enumerate(params.stop):
+    for index, text in enumerate(params.stop[:MAX_STOP_STRINGS]):
+        field = f"sampling.stop[{index}]"
         if not text:
-            yield Violation(f"sampling.stop[{index}]", "is empty; every text would end at once")
+            yield Violation(field, "is empty; every text would end at once")
+        elif len(text) > MAX_STOP_CHARS:
+            yield Violation(field, f"must have at most {MAX_STOP_CHARS} characters, not {len(text)}")
     if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         number = len(params.stop_token_ids)
         yield Violation("sampling.stop_token_ids", f"must hold at most {MAX_STOP_TOKEN_IDS} ids, not {number}")
+        return
     yield from token_id_violations("sampling.stop_token_ids", params.stop_token_ids, vocab_size=vocab_size)
 
 
@@ -136,6 +141,7 @@ def _logit_bias(params: pb.SamplingParams, *, vocab_size: int) -> Iterable[Viola
     number = len(params.logit_bias)
     if number > MAX_LOGIT_BIASES:
         yield Violation("sampling.logit_bias", f"must hold at most {MAX_LOGIT_BIASES} tokens, not {number}")
+        return
     for token_id, bias in sorted(params.logit_bias.items()):
         field = f"sampling.logit_bias[{token_id}]"
         if token_id >= vocab_size:
@@ -168,6 +174,6 @@ def _constraint(params: pb.SamplingParams) -> Iterable[Violation]:
 def _choices(texts: Sequence[str]) -> Iterable[Violation]:
     if not 1 <= len(texts) <= MAX_CHOICES:
         yield Violation("sampling.choice.texts", f"must hold between 1 and {MAX_CHOICES} texts, not {len(texts)}")
-    for index, text in enumerate(texts):
+    for index, text in enumerate(texts[:MAX_CHOICES]):
         if not text:
             yield Violation(f"sampling.choice.texts[{index}]", "is empty")

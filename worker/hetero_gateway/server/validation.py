@@ -1,13 +1,15 @@
-"""What a call's message must fulfil, by the comments of inference.proto.
+"""Bounds of the calls' messages, as the comments of inference.proto state them.
 
-Every violation is found before anything is done, so a client learns of all of them at once. What only the engine
-knows (the model's length, the size of the KV cache) the engine checks.
+Violations are found before any other work, so a client learns of several at once. They are generated lazily and the
+search stops at MAX_VIOLATIONS: a message with a million wrong fields costs no more than one with eight. Bounds that
+only the engine knows (the model's length, the size of the KV cache) are checked by the engine.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from itertools import chain, islice
 from typing import Any, Final
 
 from hetero_api.v1 import inference_pb2 as pb
@@ -15,23 +17,29 @@ from hetero_gateway.server.errors import InvalidArguments, Violation
 from hetero_gateway.server.sampling_params import num_completions, sampling_violations, token_id_violations
 
 MAX_REQUEST_ID_CHARS: Final = 128
+MAX_CACHE_SALT_CHARS: Final = 1024
 MAX_PRIORITY: Final = 100
 ROLES: Final = ("system", "user", "assistant", "tool")
+MAX_TOOLS_CHARS: Final = 1 << 20
+"""Longest JSON text of tools, or of one message's tool calls."""
+MAX_TOOLS_DEPTH: Final = 64
+MAX_VIOLATIONS: Final = 8
+"""Violations reported for one message; the search ends with the last of them."""
 _SHOWN_CHARS: Final = 40
-_SHOWN_VIOLATIONS: Final = 8
 
 
 def check_generate(request: pb.GenerateRequest, *, vocab_size: int) -> None:
     """Raise InvalidArguments unless every field is within its bounds."""
     _raise_if_any(
-        [
-            *_request_id(request.request_id),
-            *_prompt(request, vocab_size=vocab_size),
-            *sampling_violations(request.sampling, vocab_size=vocab_size),
-            *_output_mode(request.output_mode),
-            *_priority(request.priority),
-            *_received(request, vocab_size=vocab_size),
-        ]
+        chain(
+            _request_id(request.request_id),
+            _cache_salt(request.cache_salt),
+            _prompt(request, vocab_size=vocab_size),
+            sampling_violations(request.sampling, vocab_size=vocab_size),
+            _output_mode(request.output_mode),
+            _priority(request.priority),
+            _received(request, vocab_size=vocab_size),
+        )
     )
 
 
@@ -41,7 +49,7 @@ def check_tokenize(request: pb.TokenizeRequest) -> None:
     if kind is None:
         _raise_if_any([Violation("input", "is missing; set text or chat")])
     if kind == "chat":
-        _raise_if_any([*_chat(request.chat)])
+        _raise_if_any(_chat(request.chat))
 
 
 def check_detokenize(request: pb.DetokenizeRequest, *, vocab_size: int) -> None:
@@ -53,17 +61,26 @@ def check_abort(request: pb.AbortRequest) -> None:
     """Raise InvalidArguments unless a request is named."""
     if not request.request_id:
         _raise_if_any([Violation("request_id", "is empty; Started tells a request's id")])
-    _raise_if_any([*_request_id(request.request_id)])
+    _raise_if_any(_request_id(request.request_id))
 
 
-def _raise_if_any(violations: Sequence[Violation]) -> None:
-    if violations:
-        raise InvalidArguments(violations[:_SHOWN_VIOLATIONS])
+def _raise_if_any(violations: Iterable[Violation]) -> None:
+    found = list(islice(violations, MAX_VIOLATIONS))
+    if found:
+        raise InvalidArguments(found)
 
 
 def _request_id(request_id: str) -> Iterable[Violation]:
     if len(request_id) > MAX_REQUEST_ID_CHARS:
         yield Violation("request_id", f"must have at most {MAX_REQUEST_ID_CHARS} characters, not {len(request_id)}")
+    elif not (request_id.isascii() and request_id.isprintable()):
+        # Ids travel in HTTP headers and stand in logs.
+        yield Violation("request_id", f"must be printable ASCII, not {_shown(request_id)}")
+
+
+def _cache_salt(salt: str) -> Iterable[Violation]:
+    if len(salt) > MAX_CACHE_SALT_CHARS:
+        yield Violation("cache_salt", f"must have at most {MAX_CACHE_SALT_CHARS} characters, not {len(salt)}")
 
 
 def _prompt(request: pb.GenerateRequest, *, vocab_size: int) -> Iterable[Violation]:
@@ -98,14 +115,41 @@ def _chat(chat: pb.ChatMessages) -> Iterable[Violation]:
 
 
 def _json_objects(field: str, text: str) -> Iterable[Violation]:
-    """Unless `text` is a JSON array of objects."""
+    """Yield a violation unless `text` is a JSON array of objects, neither too long nor too deep."""
+    if len(text) > MAX_TOOLS_CHARS:
+        yield Violation(field, f"must have at most {MAX_TOOLS_CHARS} characters, not {len(text)}")
+        return
     try:
         value: Any = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except RecursionError:
+        yield _too_deep(field)
+        return
+    except ValueError as error:
         yield Violation(field, f"is no JSON: {error}")
         return
     if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
         yield Violation(field, f"must be a JSON array of objects, not {_shown(text)}")
+    elif _is_deeper(value, MAX_TOOLS_DEPTH):
+        yield _too_deep(field)
+
+
+def _too_deep(field: str) -> Violation:
+    return Violation(field, f"must be nested at most {MAX_TOOLS_DEPTH} levels deep")
+
+
+def _is_deeper(value: list[Any], limit: int) -> bool:
+    """Return whether objects and lists are nested more than `limit` levels deep, the outermost counted."""
+    level: list[Any] = [value]
+    for _ in range(limit):
+        level = [
+            child
+            for parent in level
+            for child in (parent.values() if isinstance(parent, dict) else parent)
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return False
+    return True
 
 
 def _priority(priority: int) -> Iterable[Violation]:
