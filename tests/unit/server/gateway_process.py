@@ -1,0 +1,139 @@
+"""A gateway in a process of its own, with an obedient rank, which watches its own loop and memory.
+
+    python -m tests.unit.server.gateway_process FOLDER MAX_MODEL_LEN
+
+It prints one JSON line with its addresses, then one for each line that it reads: what happened since the last.
+
+The longest pause of the loop is measured by a task that wakes every few milliseconds. Time in which threads of the
+process waited for a core is no pause of the loop's own making, so it is taken off: the figure holds on a busy machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hetero_gateway.server.gateway import Gateway
+from tests.unit.server.server_setup import GatewayBench, read_all, request, sampling, served_model
+
+_TICK_S = 0.002
+_PROC = Path("/proc/self")
+
+
+@dataclass(slots=True)
+class GatewayReport:
+    """What a gateway process says of itself. `pause_s` is since the last report."""
+
+    pause_s: float
+    resident_bytes: int
+    peak_bytes: int
+    is_idle: bool
+    num_http_connections: int
+
+
+class GatewayProcess:
+    """The parent's side."""
+
+    def __init__(self, folder: Path, *, max_model_len: int = 64) -> None:
+        command = [sys.executable, "-m", __name__, str(folder), str(max_model_len)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.addresses: dict[str, str] = self._read()
+
+    def report(self) -> GatewayReport:
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return GatewayReport(**self._read())
+
+    def _read(self) -> Any:
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
+
+    def close(self) -> None:
+        self._process.communicate(timeout=60)
+        assert self._process.returncode == 0
+
+
+class _LoopWatch:
+    """The longest pause of the loop that it runs on."""
+
+    def __init__(self) -> None:
+        self._pause_s = 0.0
+
+    async def run(self) -> None:
+        before, waited = time.monotonic(), _waited_s()
+        while True:
+            await asyncio.sleep(_TICK_S)
+            now, waited_now = time.monotonic(), _waited_s()
+            self._pause_s = max(self._pause_s, now - before - (waited_now - waited))
+            before, waited = now, waited_now
+
+    def take(self) -> float:
+        pause_s, self._pause_s = self._pause_s, 0.0
+        return pause_s
+
+
+def _waited_s() -> float:
+    """Seconds for which threads of this process were ready and had no core; 0 where the kernel does not count them."""
+    waited_ns = 0
+    for file in (_PROC / "task").glob("*/schedstat"):
+        try:
+            waited_ns += int(file.read_text(encoding="ascii").split()[1])
+        except OSError:
+            continue  # The thread has just ended.
+    return waited_ns / 1e9
+
+
+def _memory(name: str) -> int:
+    lines = (_PROC / "status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def _report(gateway: Gateway, watch: _LoopWatch, connections: Any) -> dict[str, Any]:
+    return {
+        "pause_s": watch.take(),
+        "resident_bytes": _memory("VmRSS"),
+        "peak_bytes": _memory("VmHWM"),
+        "is_idle": gateway.core.is_idle,
+        "num_http_connections": len(connections),
+    }
+
+
+async def _lines() -> asyncio.StreamReader:
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    return reader
+
+
+async def _run(folder: Path, max_model_len: int) -> None:
+    model = served_model(
+        folder,
+        model={"uri": "hf://org/model", "maxModelLen": max_model_len},
+        gateway={"maxQueuedRequests": 1000},
+    )
+    async with GatewayBench(model) as bench:
+        await bench.join()
+        # What is imported and made once is not what is measured.
+        await read_all(bench.inference().Generate(request("hello", sampling=sampling(max_tokens=2))))
+        http: Any = bench.gateway
+        watch = _LoopWatch()
+        watching = asyncio.create_task(watch.run())
+        _say({name: getattr(bench.addresses, name) for name in ("inference", "admin", "ranks", "http")})
+        lines = await _lines()
+        while await lines.readline():
+            _say(_report(bench.gateway, watch, http._http._server.server_state.connections))  # noqa: SLF001
+        watching.cancel()
+
+
+def _say(message: dict[str, Any]) -> None:
+    print(json.dumps(message), flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    asyncio.run(_run(Path(sys.argv[1]), int(sys.argv[2])))

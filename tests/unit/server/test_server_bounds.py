@@ -1,0 +1,91 @@
+"""What a client can cost a gateway: bounds of the servers, proven on a gateway that is a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from hetero_gateway.server import listening
+from tests.unit.server.gateway_process import GatewayProcess
+from tests.unit.server.server_setup import GatewayBench, served_model
+
+pytestmark = pytest.mark.unit
+
+BOMB_BYTES = 160 * 1024 * 1024
+MAX_GROWTH_BYTES = 64 * 1024 * 1024
+GZIP, DEFLATE = grpc.Compression.Gzip, grpc.Compression.Deflate
+BOMBS = [
+    ("inference", "/hetero.v1.Inference/Generate", GZIP),
+    ("inference", "/hetero.v1.Inference/Generate", DEFLATE),
+    ("inference", "/grpc.health.v1.Health/Check", GZIP),
+    ("inference", "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", GZIP),
+    ("admin", "/hetero.v1.Admin/Profile", GZIP),
+    ("admin", "/grpc.health.v1.Health/Check", GZIP),
+    ("ranks", "/hetero.v1.Ranks/Join", GZIP),
+]
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
+    process = GatewayProcess(tmp_path_factory.mktemp("gateway"))
+    yield process
+    process.close()
+
+
+def _channel(address: str) -> grpc.Channel:
+    options = [("grpc.max_send_message_length", -1), ("grpc.enable_http_proxy", 0)]
+    return grpc.insecure_channel(address, options=options)
+
+
+@pytest.mark.parametrize(("port", "method", "algorithm"), BOMBS)
+def test_a_compressed_message_is_refused_before_it_is_inflated(
+    gateway: GatewayProcess, port: str, method: str, algorithm: grpc.Compression
+) -> None:
+    before = gateway.report()
+    with _channel(gateway.addresses[port]) as channel, pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary(method)(b"\0" * BOMB_BYTES, compression=algorithm, timeout=60)
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED  # type: ignore[attr-defined]
+    assert gateway.report().peak_bytes - before.peak_bytes < MAX_GROWTH_BYTES
+
+
+def test_headers_that_are_too_long_are_refused(gateway: GatewayProcess) -> None:
+    metadata = [(f"x-{index}", "y" * 4000) for index in range(8)]
+    with _channel(gateway.addresses["inference"]) as channel, pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary("/hetero.v1.Inference/GetServerInfo")(b"", metadata=metadata, timeout=60)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED  # type: ignore[attr-defined]
+
+
+async def test_one_call_more_than_a_server_takes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "MAX_CALLS", 2)
+    async with GatewayBench(served_model(tmp_path)) as bench:
+        stub = health_pb2_grpc.HealthStub(bench.channel(bench.addresses.inference))
+        watching = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
+        for call in watching:
+            await call.read()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Check(health_pb2.HealthCheckRequest())
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        for call in watching:
+            call.cancel()
+
+
+async def test_one_connection_more_than_a_server_takes_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listening, "MAX_CONNECTIONS", 2)
+    async with GatewayBench(served_model(tmp_path)) as bench:
+        host, _, port = bench.addresses.inference.rpartition(":")
+        async with contextlib.AsyncExitStack() as closing:
+            greetings = []
+            for _ in range(3):
+                reader, writer = await asyncio.open_connection(host, int(port))
+                closing.push_async_callback(writer.wait_closed)
+                closing.callback(writer.close)
+                greetings.append(await reader.read(1))
+        assert [bool(greeting) for greeting in greetings] == [True, True, False]
