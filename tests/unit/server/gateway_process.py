@@ -127,12 +127,12 @@ async def _run(folder: Path, max_model_len: int) -> None:
         _say({name: getattr(bench.addresses, name) for name in ("inference", "admin", "ranks", "http")})
         lines = await _lines()
         while await lines.readline():
-            _say(_report(bench.gateway, watch, http._http._server.server_state.connections))  # noqa: SLF001
+            _say(_report(bench.gateway, watch, http._http._server.server_state.connections))
         watching.cancel()
 
 
 def _say(message: dict[str, Any]) -> None:
-    print(json.dumps(message), flush=True)  # noqa: T201
+    print(json.dumps(message), flush=True)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -148,40 +149,40 @@ class OpenAiEndpoint:
     # --- one call ---------------------------------------------------------------------------------------
 
     async def _answer(self, request: Request, kind: type[B], start: Callable[[B, str], Awaitable[Call]]) -> Response:
+        """Answer one call. Unless a stream is returned, which ends its requests itself, none is left in flight."""
         ticket = _Ticket(request.headers.get(REQUEST_ID_HEADER), self._metrics, self._in_flight)
-        try:
-            body = kind.model_validate_json(await _body(request), strict=True)
-            self._served.check(body.model)
-            ticket.call_id = body.request_id or ticket.call_id
-            call = await start(body, ticket.call_id)
-            if body.stream:
-                return _EventStream(_events(call, body.stream_options or StreamOptions(), ticket), call, ticket)
-            answer = await _whole(request, call)
-            ticket.outcome = "200"
-            response: Response = JSONResponse(answer, headers={REQUEST_ID_HEADER: ticket.call_id})
-        except ClientDisconnect:
-            response = Response(status_code=CLIENT_CLOSED)
-        except Exception as error:  # noqa: BLE001 — the call's top: whatever it was, the client is told
-            response = _refusal(ticket.failure(error))
-        except BaseException:
-            ticket.close()
-            raise
-        ticket.close()
-        return response
+        with ExitStack() as cleanup:
+            cleanup.callback(ticket.close)
+            try:
+                body = kind.model_validate_json(await _body(request), strict=True)
+                self._served.check(body.model)
+                ticket.call_id = body.request_id or ticket.call_id
+                call = await start(body, ticket.call_id)
+                cleanup.callback(call.cancel)
+                if body.stream:
+                    stream = _EventStream(_events(call, body.stream_options or StreamOptions(), ticket), call, ticket)
+                    cleanup.pop_all()
+                    return stream
+                answer = await _whole(request, call)
+                response = JSONResponse(answer, headers={REQUEST_ID_HEADER: ticket.call_id})
+                ticket.outcome = "200"
+                return response
+            except ClientDisconnect:
+                return Response(status_code=CLIENT_CLOSED)
+            except Exception as error:  # noqa: BLE001 — the call's top: whatever it was, the client is told
+                return _refusal(ticket.failure(error))
 
     async def _submit(self, requests: Sequence[pb.GenerateRequest]) -> list[Part]:
-        """All or none."""
+        """Submit all requests; when one is refused, none is left in flight."""
         asked = [await self._read(request) for request in requests]
         parts: list[Part] = []
-        try:
+        with ExitStack() as cleanup:
             for each in asked:
                 first = parts[-1].choices.stop if parts else 0
                 stream = self._core.submit(each)
+                cleanup.callback(stream.cancel)
                 parts.append(Part(each, stream, first_choice=first, eos_token_ids=self._text.eos_token_ids))
-        except BaseException:
-            for part in parts:
-                part.stream.cancel()
-            raise
+            cleanup.pop_all()
         return parts
 
     def _note_end(self, finished: FinishedEvent) -> None:
@@ -244,7 +245,7 @@ async def _events(call: Call, options: StreamOptions, ticket: _Ticket) -> AsyncI
 
 
 async def _whole(request: Request, call: Call) -> Json:
-    """The answer. Raises ClientDisconnect if the client goes away before it is complete, or what the call ends with."""
+    """Return the answer. Raises ClientDisconnect if the client goes away first, or the error that ends the call."""
     answering = asyncio.ensure_future(call.whole())
     leaving = asyncio.ensure_future(_gone(request))
     try:
@@ -255,7 +256,6 @@ async def _whole(request: Request, call: Call) -> Json:
     finally:
         leaving.cancel()
         answering.cancel()
-        call.cancel()
 
 
 async def _body(request: Request) -> bytes:
