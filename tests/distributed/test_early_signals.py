@@ -40,7 +40,7 @@ POD = (
 @pytest.mark.parametrize(
     ("program", "last_import", "arguments", "last_line"),
     [
-        ("hetero_worker.pod", "hetero_worker.pod.app", POD, "SIGTERM: asking the ranks to leave"),
+        ("hetero_worker.pod", "hetero_worker.pod.supervisor", POD, "SIGTERM: asking the ranks to leave"),
         ("hetero_gateway", "hetero_gateway.server.app", (), "deleted"),
         ("hetero_operator", "hetero_operator.main", (), "deleted"),
     ],

@@ -223,7 +223,7 @@ def test_signal_before_ready_exits_130(launcher: Launcher) -> None:
     assert "interrupted" in err
 
 
-def test_a_killed_process_is_started_anew_and_the_others_are_left_alone(launcher: Launcher) -> None:
+def test_a_killed_process_is_restarted_and_the_others_are_left_alone(launcher: Launcher) -> None:
     process = launcher.start()
     before = launcher.until_ready().processes
     for name in ("cpu-1", "gateway", "cpu-0"):
@@ -235,12 +235,12 @@ def test_a_killed_process_is_started_anew_and_the_others_are_left_alone(launcher
     process.send_signal(signal.SIGINT)
     code, _, err = launcher.end()
     assert (code, launcher.left_over()) == (EXIT_OK, [])
-    assert f"cpu-1 (pid {before['cpu-1']}) was killed by SIGKILL; it is started anew" in err
-    assert f"gateway (pid {before['gateway']}) was killed by SIGKILL; it is started anew" in err
+    assert f"cpu-1 (pid {before['cpu-1']}) was killed by SIGKILL; it is restarted" in err
+    assert f"gateway (pid {before['gateway']}) was killed by SIGKILL; it is restarted" in err
     assert "ready again, epoch" in err
 
 
-def test_a_gateway_is_started_anew_on_the_ports_that_it_had(launcher: Launcher) -> None:
+def test_a_gateway_is_restarted_on_the_ports_that_it_had(launcher: Launcher) -> None:
     process = launcher.start()
     before = launcher.until_ready()
     os.kill(before.processes["gateway"], signal.SIGKILL)
@@ -251,7 +251,7 @@ def test_a_gateway_is_started_anew_on_the_ports_that_it_had(launcher: Launcher) 
     assert launcher.end()[0] == EXIT_OK
 
 
-def test_a_frozen_rank_is_killed_and_started_anew(launcher: Launcher) -> None:
+def test_a_frozen_rank_is_killed_and_restarted(launcher: Launcher) -> None:
     process = launcher.start()
     before = launcher.until_ready()
     began_s = time.monotonic()
@@ -264,7 +264,7 @@ def test_a_frozen_rank_is_killed_and_started_anew(launcher: Launcher) -> None:
     assert f"cpu-0 (pid {before.processes['cpu-0']}) has been frozen for" in err
 
 
-def test_a_rank_that_is_late_with_its_work_is_killed_and_started_anew(launcher: Launcher) -> None:
+def test_a_rank_that_is_late_with_its_work_is_killed_and_restarted(launcher: Launcher) -> None:
     launcher.start(STAND_IN_RANKS="cpu-1=stuck", recovery="maxRestarts: 1")
     code, _, err = launcher.end()
     assert (code, launcher.left_over()) == (EXIT_FAILURE, [])
@@ -288,7 +288,7 @@ def test_a_forkserver_forks_ranks_and_their_successors(launcher: Launcher) -> No
     process.send_signal(signal.SIGINT)
     code, _, err = launcher.end()
     assert (code, launcher.left_over()) == (EXIT_OK, [])
-    assert err.count("was killed by SIGKILL; it is started anew") == 4
+    assert err.count("was killed by SIGKILL; it is restarted") == 4
 
 
 def test_a_rank_that_was_forked_does_not_survive_a_killed_launcher(launcher: Launcher) -> None:
@@ -333,10 +333,10 @@ def test_a_rank_that_dies_again_and_again_is_started_ever_later_until_the_budget
     code, _, err = launcher.end()
     took_s = time.monotonic() - began_s
     assert (code, launcher.left_over()) == (EXIT_FAILURE, [])
-    starts = [line for line in err.splitlines() if line.endswith("started anew") or " it is started anew in " in line]
-    assert [line.rpartition("started anew")[2] for line in starts] == ["", " in 0.5 s", " in 1 s", " in 2 s"]
+    starts = [line for line in err.splitlines() if line.endswith("restarted") or " it is restarted in " in line]
+    assert [line.rpartition("restarted")[2] for line in starts] == ["", " in 0.5 s", " in 1 s", " in 2 s"]
     assert took_s > 3.5
-    assert "started anew 4 times within 60 s, which is all that spec.recovery.maxRestarts allows" in err
+    assert "restarted 4 times within 60 s, which is all that spec.recovery.maxRestarts allows" in err
     assert "| ERROR the stand-in rank was told to end" in err
 
 
@@ -466,7 +466,7 @@ def test_run_goes_on_when_a_rank_dies_during_the_answer_and_ends_when_the_budget
     os.kill(launcher.until_replaced("cpu-0", before).processes["cpu-0"], signal.SIGKILL)
     code, _, err = launcher.end()
     assert (code, launcher.left_over()) == (EXIT_FAILURE, [])
-    assert "cpu-0 was killed by SIGKILL, and processes of the group were started anew 1 times" in err
+    assert "cpu-0 was killed by SIGKILL, and processes of the group were restarted 1 times" in err
 
 
 def test_run_is_interrupted_by_a_signal(launcher: Launcher) -> None:

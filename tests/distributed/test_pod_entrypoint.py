@@ -149,9 +149,12 @@ def cluster(tmp_path: Path, smollm2: Path) -> Iterator[Cluster]:
 
 
 def ranks_of(pod: subprocess.Popen[bytes]) -> list[int]:
-    """Pids of the ranks, oldest first."""
-    children = psutil.Process(pod.pid).children()
-    return [child.pid for child in sorted(children, key=lambda child: child.create_time())]
+    """Pids of the ranks, oldest first. All come from the pod's forkserver, whose command line they have."""
+    children = sorted(psutil.Process(pod.pid).children(), key=lambda child: child.create_time())
+    forkserver, *ranks = children
+    assert all(child.cmdline()[-1] == "hetero_worker.process.forkserver" for child in children)
+    assert all(rank.ppid() == forkserver.ppid() == pod.pid for rank in ranks)
+    return [rank.pid for rank in ranks]
 
 
 def test_a_killed_rank_and_a_replaced_gateway_cost_no_neighbour_its_weights(cluster: Cluster) -> None:
@@ -167,7 +170,7 @@ def test_a_killed_rank_and_a_replaced_gateway_cost_no_neighbour_its_weights(clus
     assert len(expected) == NUM_TOKENS
     assert cluster.topology().tokens_per_second > 0
 
-    # A rank is killed: it is started anew in place, the other keeps its weights.
+    # A rank is killed: it is restarted in place, the other keeps its weights.
     staying, killed = ranks_of(pod)
     os.kill(killed, signal.SIGKILL)
     cluster.until(lambda: cluster.probe("metrics", "/readyz")[0] == 503)

@@ -24,6 +24,8 @@ REPOSITORY = Path(__file__).parents[2]
 PATIENCE_S = 30.0
 NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child")
 """Where the supervisor is the first process, as in a container."""
+MODES = pytest.mark.parametrize("mode", ["direct", "forking"])
+"""How ranks are started: each by itself, or by the pod's forkserver."""
 _RUNS = re.compile(r"rank (\d) runs as (\d+)")
 
 
@@ -55,6 +57,12 @@ class Pod:
         started = psutil.Process(self.process.pid)
         return started.children()[0] if started.name() == "unshare" else started
 
+    def is_forked(self, pid: int) -> bool:
+        """Whether a child of the supervisor came from the forkserver, whose command line it has then."""
+        process = psutil.Process(pid)
+        assert process.ppid() == self.first().pid
+        return process.cmdline()[-1] == "forkserver"
+
     def exit_code(self) -> int:
         code = self.process.wait(PATIENCE_S)
         self._reader.join(PATIENCE_S)
@@ -70,9 +78,9 @@ def needs(wrapper: tuple[str, ...]) -> None:
 
 
 @contextmanager
-def pod(*behaviours: str, grace_s: float = 20.0, wrapper: tuple[str, ...] = ()) -> Iterator[Pod]:
+def pod(*behaviours: str, grace_s: float = 20.0, wrapper: tuple[str, ...] = (), mode: str = "direct") -> Iterator[Pod]:
     process = subprocess.Popen(
-        [*wrapper, sys.executable, "-m", "tests.support.stand_in_pod", str(grace_s), *behaviours],
+        [*wrapper, sys.executable, "-m", "tests.support.stand_in_pod", mode, str(grace_s), *behaviours],
         cwd=REPOSITORY,
         stderr=subprocess.PIPE,
         text=True,
@@ -84,19 +92,21 @@ def pod(*behaviours: str, grace_s: float = 20.0, wrapper: tuple[str, ...] = ()) 
             process.kill()
 
 
-def test_a_rank_that_dies_is_started_anew_and_its_neighbour_is_left_alone() -> None:
-    with pod("exit-once:1", "serve") as running:
+@MODES
+def test_a_rank_that_dies_is_restarted_and_its_neighbour_is_left_alone(mode: str) -> None:
+    with pod("exit-once:1", "serve", mode=mode) as running:
         running.until_started(0, times=2)
         neighbour = running.until_started(1)
+        assert running.is_forked(neighbour) == (mode == "forking")
         running.process.send_signal(signal.SIGTERM)
         assert running.exit_code() == EXIT_OK
     assert running.pids(1) == [neighbour]
-    assert "local_rank=0 ended with exit code 1; starting it anew in 0 s" in running.lines
+    assert "local_rank=0 ended with exit code 1; restarting it in 0 s" in running.lines
 
 
-@pytest.mark.parametrize("code", [EXIT_PERMANENT, EXIT_USAGE])
-def test_what_a_new_start_cannot_cure_ends_the_pod_with_the_ranks_last_lines(code: int) -> None:
-    with pod("serve", f"exit:{code}:Traceback|ModelError: model.safetensors: is cut short") as running:
+@pytest.mark.parametrize(("code", "mode"), [(EXIT_PERMANENT, "direct"), (EXIT_USAGE, "forking")])
+def test_what_a_restart_cannot_cure_ends_the_pod_with_the_ranks_last_lines(code: int, mode: str) -> None:
+    with pod("serve", f"exit:{code}:Traceback|ModelError: model.safetensors: is cut short", mode=mode) as running:
         assert running.exit_code() == code
         assert running.left_over() == []
     told = running.lines.index(f"local_rank=1 ended with exit code {code}, and this container with it:")
@@ -110,14 +120,14 @@ def test_a_rank_that_dies_again_and_again_ends_the_pod_with_its_exit_code() -> N
     assert running.lines[-1] == "out of luck"
 
 
-def test_a_killed_rank_is_started_anew() -> None:
-    with pod("serve", "serve") as running:
+def test_a_killed_rank_is_restarted() -> None:
+    with pod("serve", "serve", mode="forking") as running:
         subprocess.run(["kill", "-KILL", str(running.until_started(1))], check=True)
         running.until_started(1, times=2)
         assert running.pids(0) == [running.until_started(0)]
         running.process.send_signal(signal.SIGTERM)
         assert running.exit_code() == EXIT_OK
-    assert "local_rank=1 ended with exit code 137; starting it anew in 0 s" in running.lines
+    assert "local_rank=1 ended with exit code 137; restarting it in 0 s" in running.lines
 
 
 def test_a_rank_that_wanted_too_much_memory_ends_the_pod_which_says_so_last() -> None:
@@ -128,7 +138,7 @@ def test_a_rank_that_wanted_too_much_memory_ends_the_pod_which_says_so_last() ->
     assert running.lines[-1].startswith("local_rank=1 was killed by the kernel: the ranks of this pod took more memory")
 
 
-def test_a_frozen_rank_is_killed_and_started_anew() -> None:
+def test_a_frozen_rank_is_killed_and_restarted() -> None:
     with pod("serve", "serve") as running:
         neighbour = running.until_started(0)
         subprocess.run(["kill", "-STOP", str(running.until_started(1))], check=True)
@@ -137,6 +147,21 @@ def test_a_frozen_rank_is_killed_and_started_anew() -> None:
         running.process.send_signal(signal.SIGTERM)
         assert running.exit_code() == EXIT_OK
     assert any(re.fullmatch(r"local_rank=1 has been frozen for \d\.\d s; killing it", line) for line in running.lines)
+
+
+def test_without_its_forkserver_a_rank_is_started_directly() -> None:
+    with pod("serve", "serve", mode="forking") as running:
+        rank = running.until_started(0)
+        running.until_started(1)
+        (forkserver,) = (
+            child for child in running.first().children() if child.pid not in running.pids(0) + running.pids(1)
+        )
+        forkserver.send_signal(signal.SIGSTOP)  # it takes no orders any more
+        psutil.Process(rank).kill()
+        assert not running.is_forked(running.until_started(0, times=2))
+        running.process.send_signal(signal.SIGTERM)
+        assert running.exit_code() == EXIT_OK
+    assert "forkserver ended with exit code 137" in running.lines
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -192,8 +217,9 @@ def test_a_process_that_lost_its_parent_is_waited_for_and_no_rank_is_missed_over
         assert running.exit_code() == EXIT_OK
 
 
-def test_no_rank_outlives_a_supervisor_that_is_killed() -> None:
-    with pod("ignore-term", "serve") as running:
+@MODES
+def test_no_rank_outlives_a_supervisor_that_is_killed(mode: str) -> None:
+    with pod("ignore-term", "serve", mode=mode) as running:
         running.until_started(0)
         running.until_started(1)
         running.process.kill()

@@ -23,8 +23,8 @@ from hetero_api.contract import (
 from hetero_api.cpu_list import parse_cpu_list
 from hetero_api.host.death_signal import adopt_orphans
 from hetero_api.model_config import model_fingerprint
+from hetero_api.supervision.forkserver import ForkOrder
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.process.forkserver import Order
 from tests.support.exchange_bodies import shm_left_over
 from tests.support.rank_processes import segment_prefix
 from tests.support.scripted_gateway import TOKEN, ScriptedGateway
@@ -168,7 +168,12 @@ def forkserver(folder: Path) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def fork_rank(process: subprocess.Popen[str], order: Order) -> int:
+def fork_order(arguments: list[str], log: Path) -> ForkOrder:
+    """A rank of this process."""
+    return ForkOrder(arguments, {}, str(log), os.getpid(), signal.SIGTERM)
+
+
+def fork_rank(process: subprocess.Popen[str], order: ForkOrder) -> int:
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(order.to_json() + "\n")
@@ -183,7 +188,7 @@ def test_a_forked_rank_is_bound_to_its_cores_and_joins_at_once(model: Path, tmp_
         arguments = command(model, gateway.target, cores=str(core), policy="BestEffort")[3:]
         for _ in range(2):  # the second has nothing to measure any more
             began_s = time.monotonic()
-            order = Order([*arguments, "--measurements-file", str(tmp_path / "kept")], {}, str(log), os.getpid())
+            order = fork_order([*arguments, "--measurements-file", str(tmp_path / "kept")], log)
             pid = fork_rank(process, order)
             hello = gateway.expect("hello", patience_s=START_S).hello
             took_s = time.monotonic() - began_s
@@ -202,7 +207,7 @@ def test_a_forked_rank_ends_as_one_that_was_started(model: Path, tmp_path: Path)
     with forkserver(tmp_path) as process:
         statuses = []
         for arguments in (["--pool", "cpu"], command(tmp_path, "127.0.0.1:9")[3:]):
-            pid = fork_rank(process, Order(arguments, {}, str(log), os.getpid()))
+            pid = fork_rank(process, fork_order(arguments, log))
             statuses.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
         assert process.stdin is not None
         process.stdin.close()

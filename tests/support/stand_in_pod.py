@@ -1,7 +1,10 @@
 """A rank pod's supervisor with small stand-ins for its ranks, so that its promises can be tested in milliseconds.
 
-    python -m tests.support.stand_in_pod GRACE_S BEHAVIOUR [BEHAVIOUR ...]    one rank each
+    python -m tests.support.stand_in_pod direct|forking GRACE_S BEHAVIOUR [BEHAVIOUR ...]    one rank each
     python -m tests.support.stand_in_pod rank N BEHAVIOUR
+    python -m tests.support.stand_in_pod forkserver
+
+Ranks of a forking pod come from a forkserver.
 
 A stand-in says "rank N runs as PID" and does as it is told: "serve" until SIGTERM, "ignore-term", "exit:CODE:LINES"
 (lines separated by "|"), "exit-once:CODE" (serves when it is started again), "out-of-memory" (is killed as the kernel
@@ -18,33 +21,42 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hetero_api.host.heartbeat import Heartbeat, Standing
-from hetero_api.host.restarts import RestartPauses
 from hetero_api.host.stop_signals import StopSignals
-from hetero_worker.pod.rank_process import RankProcess
+from hetero_api.supervision.child import Command
 from hetero_worker.pod.supervisor import PodSupervisor
+from hetero_worker.process.forkserver import serve
 
 KILLS = "memory-kills"
 
 
-def supervise(grace_s: float, behaviours: list[str]) -> int:
+def supervise(grace_s: float, behaviours: list[str], *, forks: bool) -> int:
     logging.basicConfig(level="INFO", stream=sys.stderr, format="%(message)s")
+    program = (sys.executable, "-m", "tests.support.stand_in_pod")
+    commands = [
+        Command(str(number), (*program, *arguments), has_heartbeat=True, forked_argv=arguments)
+        for number, behaviour in enumerate(behaviours)
+        for arguments in [("rank", str(number), behaviour)]
+    ]
     with tempfile.TemporaryDirectory() as folder, StopSignals() as signals:
-        ranks = [
-            RankProcess(
-                number,
-                argv=(sys.executable, "-m", "tests.support.stand_in_pod", "rank", str(number), behaviour),
-                environment={**os.environ, "STAND_IN_FOLDER": folder},
-                pauses=RestartPauses(first_s=0.02, longest_s=0.08),
-            )
-            for number, behaviour in enumerate(behaviours)
-        ]
         kills = Path(folder) / KILLS
         return PodSupervisor(
-            ranks, signals=signals, stop_grace_s=grace_s, count_memory_kills=lambda: int(kills.exists())
+            commands,
+            environment={**os.environ, "STAND_IN_FOLDER": folder},
+            signals=signals,
+            stop_grace_s=grace_s,
+            forkserver=Command("forkserver", (*program, "forkserver"), takes_orders=True) if forks else None,
+            first_pause_s=0.02,
+            longest_pause_s=0.08,
+            count_memory_kills=lambda: int(kills.exists()),
         ).run()
+
+
+def be(arguments: Sequence[str], _: Mapping[str, str]) -> int:
+    return be_a_rank(int(arguments[1]), arguments[2])
 
 
 def be_a_rank(number: int, behaviour: str) -> int:
@@ -82,6 +94,10 @@ def leave_an_orphan(number: int) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "rank":
-        sys.exit(be_a_rank(int(sys.argv[2]), sys.argv[3]))
-    sys.exit(supervise(float(sys.argv[1]), sys.argv[2:]))
+    kind, *rest = sys.argv[1:]
+    if kind == "forkserver":
+        serve(be, orders=sys.stdin, answers=sys.stdout)
+    elif kind == "rank":
+        sys.exit(be(sys.argv[1:], os.environ))
+    else:
+        sys.exit(supervise(float(rest[0]), rest[1:], forks=kind == "forking"))

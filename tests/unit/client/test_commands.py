@@ -24,6 +24,6 @@ RANK = RankProcess(
 def test_ranks_are_told_where_packed_weights_are_kept(tmp_path: Path, folder: Path | None) -> None:
     run = RunDirectory.of(HeteroHome(tmp_path), "g")
     commands = GroupCommands(Programs(rank=("rank",)), tmp_path / "m.yaml", tmp_path, run, packed_weights=folder)
-    options = commands.arguments(commands.rank(RANK, "127.0.0.1:1"))
+    options = commands.rank(RANK, "127.0.0.1:1").forked_argv or ()
     told = dict(zip(options[::2], options[1::2], strict=True))
     assert told.get("--packed-weights-dir") == (None if folder is None else "/kept")

@@ -7,19 +7,20 @@ from prometheus_client import generate_latest
 
 from hetero_api.host.heartbeat import Beat, Standing
 from hetero_api.host.restarts import RestartPauses
+from hetero_api.supervision.child import Command
+from hetero_api.supervision.service import Service
 from hetero_worker.pod.health import LOOP_LIMIT_S, PodHealth
-from hetero_worker.pod.rank_process import RankProcess
 
 pytestmark = pytest.mark.unit
 
 NOW_S = 1000.0
 
 
-class SaidRank(RankProcess):
+class SaidRank(Service):
     """A rank that says what the test wants; None while it does not run."""
 
     def __init__(self, local_rank: int, beat: Beat | None = None) -> None:
-        super().__init__(local_rank, argv=(), environment={}, pauses=RestartPauses(first_s=1, longest_s=60))
+        super().__init__(Command(str(local_rank), ()), RestartPauses(first_s=1, longest_s=60))
         self.said = beat
 
     def beat(self) -> Beat | None:

@@ -11,8 +11,8 @@ from hetero_api.contract import ENV_POD_IP, ENV_POD_NAME, EXIT_USAGE
 from hetero_api.host.cores import CoreGrant
 from hetero_api.spec import NumaPolicy
 from hetero_operator.reconcile.manifests.rank_pod import GRACE_PERIOD_S
-from hetero_worker.pod.app import policy_in_force, rank_command
 from hetero_worker.pod.config import STOP_GRACE_S, PodConfig
+from hetero_worker.pod.ranks import policy_in_force, rank_arguments, rank_commands
 from hetero_worker.process.config import RankConfig
 
 pytestmark = pytest.mark.unit
@@ -65,9 +65,10 @@ def test_a_rank_is_given_its_place_cores_and_patience(tmp_path: Path) -> None:
     token.write_text("t")
     config = PodConfig.from_command_line(RENDERED, POD)
     grant = CoreGrant((4, 5, 6), 3, communication=(7, 23))
-    program, *arguments = rank_command(config, 1, grant, memory_bytes=1 << 30, folder=tmp_path)
-    assert (program, arguments[:2]) == (sys.executable, ["-m", "hetero_worker"])
-    rank = RankConfig.from_command_line(arguments[2:], {"HETERO_GROUP_TOKEN_FILE": str(token)})
+    _, command = rank_commands(config, [grant, grant], folder=tmp_path)
+    assert command.forked_argv is not None
+    assert command.argv == (sys.executable, "-m", "hetero_worker", *command.forked_argv)
+    rank = RankConfig.from_command_line(command.forked_argv, {"HETERO_GROUP_TOKEN_FILE": str(token)})
     assert (rank.pool, rank.ordinal, rank.local_rank, rank.pod_name) == ("cpu", 12, 1, "x-cpu-12")
     assert (rank.cores, rank.num_threads, rank.numa_policy) == ((4, 5, 6), 3, NumaPolicy.REQUIRED)
     assert rank.communication_cores == (7, 23)
@@ -84,7 +85,7 @@ def test_a_rank_is_given_the_device_of_its_local_rank(
     token.write_text("t")
     config = PodConfig.from_command_line([*RENDERED, *devices], POD)
     for local_rank, device in enumerate(given):
-        _, _, _, *arguments = rank_command(config, local_rank, CoreGrant((), 4), memory_bytes=1, folder=tmp_path)
+        arguments = rank_arguments(config, local_rank, CoreGrant((), 4), memory_bytes=1, folder=tmp_path)
         rank = RankConfig.from_command_line(arguments, {"HETERO_GROUP_TOKEN_FILE": str(token)})
         assert (rank.local_rank, rank.cuda_device) == (local_rank, device)
 

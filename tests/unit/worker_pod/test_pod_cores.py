@@ -6,7 +6,7 @@ import pytest
 
 from hetero_api.host.topology import LogicalCore, NumaNode
 from hetero_api.spec import NumaPolicy
-from hetero_worker.pod.cores import plan_pod_cores
+from hetero_worker.pod.ranks import plan_pod_cores
 
 pytestmark = pytest.mark.unit
 

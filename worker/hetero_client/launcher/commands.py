@@ -1,4 +1,4 @@
-"""How gateway and ranks of a local group are started."""
+"""Command lines of a local group's gateway, ranks and forkserver."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from pathlib import Path
 from typing import Final
 
 from hetero_api.cpu_list import format_cpu_list
+from hetero_api.supervision.child import Command
 from hetero_client.launcher.local_plan import RankProcess
 from hetero_client.launcher.run_directory import RunDirectory
-from hetero_client.launcher.supervisor import Command
 
 HOST: Final = "127.0.0.1"
 GATEWAY: Final = "gateway"
 FORKSERVER: Final = "forkserver"
 RECONNECT_TIMEOUT_S: Final = 24 * 3600.0
-"""The launcher starts a gateway that died anew, and ends the ranks if it does not: they need not give up first."""
+"""Longest that ranks wait for a gateway. The launcher restarts the gateway or ends the ranks long before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """How gateway and rank are started; tests put small stand-ins here."""
+    """Programs for gateway and rank; tests put small stand-ins here."""
 
     gateway: tuple[str, ...] = (sys.executable, "-m", "hetero_gateway")
     rank: tuple[str, ...] = (sys.executable, "-m", "hetero_worker")
     forkserver: tuple[str, ...] = (sys.executable, "-m", "hetero_worker.process.forkserver")
-    """Forks ranks that take the arguments that `rank` takes."""
+    """Forks ranks with the arguments that `rank` takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayPorts:
-    """Where the gateway listens; 0 lets the system choose."""
+    """Ports of the gateway; 0 lets the system choose."""
 
     inference: int
     http: int
@@ -40,24 +40,25 @@ class GatewayPorts:
     ranks: int = 0
 
     @classmethod
-    def of_addresses(cls, addresses: Mapping[str, str]) -> GatewayPorts:
-        """Those that it chose, so that the next one is found where it was."""
+    def from_addresses(cls, addresses: Mapping[str, str]) -> GatewayPorts:
+        """Return the ports in "host:port" addresses by service, so that the next gateway listens there too."""
         ports = {name: int(address.rpartition(":")[2]) for name, address in addresses.items()}
         return cls(ports["inference"], ports["http"], ports["admin"], ports["ranks"])
 
 
 @dataclass(frozen=True, slots=True)
 class GroupCommands:
-    """The command lines of one group."""
+    """Command lines of one group."""
 
     programs: Programs
     manifest: Path
     model_dir: Path
     run: RunDirectory
     packed_weights: Path | None = None
-    """Where ranks keep packed weights from start to start; None: nowhere."""
+    """Folder in which ranks keep packed weights from start to start; None: nowhere."""
 
     def gateway(self, ports: GatewayPorts) -> Command:
+        """Return the gateway's command."""
         argv = (
             *self.programs.gateway,
             "--manifest", str(self.manifest),
@@ -73,8 +74,8 @@ class GroupCommands:
         return Command(GATEWAY, argv, self.run.log_path(GATEWAY))
 
     def rank(self, rank: RankProcess, gateway: str) -> Command:
-        argv = (
-            *self.programs.rank,
+        """Return a rank's command; `gateway` is the address of the gateway's Ranks service."""
+        arguments = (
             "--gateway", gateway,
             "--model", str(self.model_dir),
             "--pool", rank.pool,
@@ -92,11 +93,14 @@ class GroupCommands:
             "--measurements-file", str(self.run.measurements_path(rank.name)),
             *(("--packed-weights-dir", str(self.packed_weights)) if self.packed_weights else ()),
         )  # fmt: skip
-        return Command(rank.name, argv, self.run.log_path(rank.name), has_heartbeat=True)
+        return Command(
+            rank.name,
+            (*self.programs.rank, *arguments),
+            self.run.log_path(rank.name),
+            has_heartbeat=True,
+            forked_argv=arguments,
+        )
 
     def forkserver(self) -> Command:
+        """Return the forkserver's command."""
         return Command(FORKSERVER, self.programs.forkserver, self.run.log_path(FORKSERVER), takes_orders=True)
-
-    def arguments(self, rank: Command) -> tuple[str, ...]:
-        """A rank's command line without its program."""
-        return rank.argv[len(self.programs.rank) :]

@@ -1,150 +1,130 @@
-"""What becomes of the processes of a running group when they end or hang: they are started anew.
+"""Restarts of a running group's processes: whenever one ends or hangs.
 
     ends, permanently (exit codes 2, 3)   everything ends
-    ends otherwise                        is started anew: at once, or after a pause if it could not get up (`restarts`)
+    ends otherwise                        is restarted: at once, or after a pause if it could not get up (`restarts`)
     hangs, or is frozen                   is killed, which ends it
     ends once too often                   everything ends
 
 The budget is the resource's: spec.recovery.maxRestarts within windowSeconds, over all processes of the group. A gateway
-is started on the ports that it had; ranks and clients find it there by themselves.
-
-A rank is started by itself or, which is quicker, forked by the group's forkserver (`forkserver.py`).
+is restarted on the ports that it had, and ranks and clients find it there by themselves.
 """
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from hetero_api.host.restarts import RestartBudget, RestartPauses
-from hetero_client.launcher.failures import died, exhausted, how_it_ended, is_permanent
-from hetero_client.launcher.forkserver import Forkserver
-from hetero_client.launcher.supervisor import Child, Command, Supervisor
+from hetero_api.supervision.child import Child, Command
+from hetero_api.supervision.service import Service, Services
+from hetero_client.errors import ProcessDiedError, RestartsExhaustedError
 
 FIRST_PAUSE_S: Final = 0.5
 LONGEST_PAUSE_S: Final = 30.0
 RAN_WELL_S: Final = 60.0
-"""A process without a heartbeat did well when it ran for so long; a rank when it did a step."""
+"""Running time after which a process without a heartbeat counts as well; a rank does after its first step."""
+LOG_TAIL_LINES: Final = 15
+LOG_TAIL_BYTES: Final = 16 * 1024
 
 Report = Callable[[str], None]
+"""Takes a line for the user."""
 
 
-@dataclass(slots=True)
-class Service:
-    """A process that is to run: how it is started, and the present one."""
-
-    command: Command
-    child: Child
-    started_s: float
-    pauses: RestartPauses = field(
-        default_factory=lambda: RestartPauses(first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S)
-    )
-    due_s: float = 0.0
-    """When it is to be started; of no meaning while it runs."""
-
-    @property
-    def name(self) -> str:
-        return self.command.name
-
-    @property
-    def is_running(self) -> bool:
-        return self.child.exit_status is None
+def new_service(command: Command) -> Service:
+    """Return a service of a local group, which `Services.add` starts."""
+    return Service(command, RestartPauses(first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S))
 
 
 @dataclass(frozen=True, slots=True)
 class RestartLimits:
-    """spec.recovery's."""
+    """The limits in spec.recovery."""
 
     max_restarts: int
     window_s: float
 
 
 class Healing:
-    """See the module. `report` is told what was done, in lines for a person."""
+    """Restarts the services of a running group, within limits."""
 
     def __init__(
         self,
-        supervisor: Supervisor,
-        services: Sequence[Service],
+        services: Services,
         *,
         limits: RestartLimits,
         report: Report,
-        forkserver: Forkserver | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.services = tuple(services)
-        self._supervisor = supervisor
+        self._services = services
         self._limits = limits
         self._report = report
-        self._forkserver = forkserver
         self._clock = clock
         self._budget = RestartBudget(max_restarts=limits.max_restarts, window_s=limits.window_s, clock=clock)
 
-    @property
-    def all_run(self) -> bool:
-        return all(service.is_running for service in self.services)
+    def handle(self, ended: Sequence[Child]) -> bool:
+        """Schedule restarts of children that ended, kill what hangs, start what is due.
 
-    @property
-    def pids(self) -> dict[str, int]:
-        """By name; of one that waits for its next start, that of the last."""
-        return {service.name: service.child.pid for service in self.services}
-
-    def heal(self, ended: Sequence[Child]) -> bool:
-        """What is to be done about children that ended, and now; whether anything was started.
-
-        Raises ProcessDiedError or RestartsExhaustedError when the group is to end.
+        Returns whether anything was started. Raises ProcessDiedError or RestartsExhaustedError when the group must end.
         """
-        for child in sorted(ended, key=is_permanent, reverse=True):
-            self._bury(child)
-        self._kill_hung()
-        return self._start_due()
+        for child in sorted(ended, key=lambda child: child.failed_permanently, reverse=True):
+            service = self._services.find(child)
+            if service is not None:
+                self._schedule_restart(service, child)
+        for child, why in self._services.kill_hung():
+            self._report(f"{child.name} (pid {child.pid}) {why}; it is killed")
+        return bool(self._services.start_due())
 
-    def pause_s(self, longest_s: float) -> float:
-        """Until the next start, at most so long."""
-        due_s = [service.due_s for service in self.services if not service.is_running]
-        return max(0.0, min([longest_s, *(due - self._clock() for due in due_s)]))
-
-    def prepare(self) -> None:
-        """The group is well: prepare for when it is not."""
-        if self._forkserver is not None:
-            self._forkserver.prepare()
-
-    def _bury(self, child: Child) -> None:
-        for service in self.services:
-            if service.child is child:
-                self._plan_restart(service)
-
-    def _plan_restart(self, service: Service) -> None:
-        child = service.child
-        if is_permanent(child):
+    def _schedule_restart(self, service: Service, child: Child) -> None:
+        if child.failed_permanently:
             raise died(child)
         if not self._budget.spend():
-            raise exhausted(child, max_restarts=self._limits.max_restarts, window_s=self._limits.window_s)
-        pause_s = service.pauses.next_pause_s(did_well=self._did_well(service))
-        service.due_s = self._clock() + pause_s
+            raise self._exhausted(child)
+        pause_s = self._services.schedule_restart(service, did_well=self._did_well(service, child))
         when = f" in {pause_s:g} s" if pause_s else ""
-        self._report(f"{service.name} (pid {child.pid}) {how_it_ended(child)}; it is started anew{when}")
+        self._report(f"{child.name} (pid {child.pid}) {how_it_ended(child)}; it is restarted{when}")
 
-    def _did_well(self, service: Service) -> bool:
-        beat = service.child.beat()
+    def _did_well(self, service: Service, child: Child) -> bool:
+        beat = child.beat()
         return beat.steps > 0 if beat is not None else self._clock() - service.started_s >= RAN_WELL_S
 
-    def _kill_hung(self) -> None:
-        now_s = self._clock()
-        for child in list(self._supervisor.alive):
-            if why := child.hung(now_s):
-                self._report(f"{child.name} (pid {child.pid}) {why}; it is killed")
-                child.kill()
+    def _exhausted(self, child: Child) -> RestartsExhaustedError:
+        return RestartsExhaustedError(
+            f"{child.name} {how_it_ended(child)}, and processes of the group were restarted "
+            f"{self._limits.max_restarts} times within {self._limits.window_s:g} s, which is all that "
+            f"spec.recovery.maxRestarts allows; its log is {child.log_path}",
+            exit_status=child.exit_status or 0,
+            log_tail=log_tail(child.log_path),
+        )
 
-    def _start_due(self) -> bool:
-        now_s = self._clock()
-        due = [service for service in self.services if not service.is_running and service.due_s <= now_s]
-        for service in due:
-            service.child, service.started_s = self._successor(service.command), now_s
-        return bool(due)
 
-    def _successor(self, command: Command) -> Child:
-        forked = self._forkserver.fork(command) if self._forkserver is not None and command.has_heartbeat else None
-        return forked or self._supervisor.start(command)
+def how_it_ended(child: Child) -> str:
+    """Return "was killed by SIGKILL", "ended with exit code 1" and the like."""
+    status = child.exit_status or 0
+    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
+
+
+def died(child: Child) -> ProcessDiedError:
+    """Return the error for a process whose end ends the group."""
+    status = child.exit_status or 0
+    tail = log_tail(child.log_path)
+    if child.failed_permanently and tail:
+        return ProcessDiedError(tail[-1], exit_status=status, permanent=True)
+    return ProcessDiedError(
+        f"{child.name} {how_it_ended(child)}; its log is {child.log_path}", exit_status=status, log_tail=tail
+    )
+
+
+def log_tail(path: Path | None) -> list[str]:
+    """Return the last lines of a log; [] if it cannot be read."""
+    if path is None:
+        return []
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
+            text = file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return []
+    return [line.rstrip() for line in text.splitlines() if line.strip()][-LOG_TAIL_LINES:]

@@ -4,7 +4,7 @@ The order is fixed: take the run directory's lock, start forkserver and gateway,
 ranks, watch the gateway's topology until the group is ready. Until then the end of any process but the forkserver ends
 all: nothing is served yet, and the user wants to know. From then on processes are restarted (`healing`), until the
 restart budget is used up or the gateway reports that the group has failed. Single-threaded: everything here runs in
-the launcher's main thread (see supervisor.py), and every wait is bounded.
+the launcher's main thread (see hetero_api/supervision), and every wait is bounded.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ from hetero_api.contract import ENV_ADMIN_TOKEN_FILE, ENV_GROUP_TOKEN_FILE, EXIT
 from hetero_api.host.gpus import IN_PCI_ORDER
 from hetero_api.host.stop_signals import StopSignals
 from hetero_api.spec import HeteroInference
+from hetero_api.supervision.child import Child
+from hetero_api.supervision.forkserver import Forkserver
+from hetero_api.supervision.service import Services
+from hetero_api.supervision.supervisor import Supervisor
 from hetero_client.admin import AdminClient, GroupState, GroupTopology
 from hetero_client.errors import (
     AlreadyRunningError,
@@ -33,25 +37,22 @@ from hetero_client.errors import (
     StartTimeoutError,
 )
 from hetero_client.launcher.commands import GATEWAY, HOST, GatewayPorts, GroupCommands, Programs
-from hetero_client.launcher.failures import died, is_permanent, timeout_message
-from hetero_client.launcher.forkserver import Forkserver
-from hetero_client.launcher.healing import Healing, Report, RestartLimits, Service
+from hetero_client.launcher.healing import Healing, Report, RestartLimits, died, new_service
 from hetero_client.launcher.local_plan import LocalPlan
 from hetero_client.launcher.measurement_store import MeasurementStore
 from hetero_client.launcher.run_directory import GroupRecord, RunDirectory
-from hetero_client.launcher.supervisor import Child, Command, Supervisor
 
 GATEWAY_START_S: Final = 60.0
 FORKSERVER_START_S: Final = 60.0
-"""From its start; ranks are started by themselves if it takes longer."""
+"""Longest time until the forkserver is ready; ranks are started directly if it takes longer."""
 STARTING_LOOK_S: Final = 0.05
 RUNNING_LOOK_S: Final = 1.0
 HEALING_LOOK_S: Final = 0.2
 TOPOLOGY_TIMEOUT_S: Final = 2.0
 RUNNING_TOPOLOGY_TIMEOUT_S: Final = 0.5
-"""Shorter: meanwhile nobody looks after the processes."""
+"""Shorter, because nobody watches the processes meanwhile."""
 GATEWAY_SILENCE_S: Final = 15.0
-"""A running gateway that has not answered for so long is killed."""
+"""A running gateway that has not answered for this long is killed."""
 REASON_WAIT_S: Final = 1.0
 SETTLE_S: Final = 1.0
 
@@ -60,7 +61,7 @@ TopologyListener = Callable[[GroupTopology], None]
 
 @dataclass(frozen=True, slots=True)
 class LocalGroupConfig:
-    """All that a local group is made of. Ports of 0 let the system choose."""
+    """Configuration of a local group. Ports of 0 let the system choose."""
 
     resource: HeteroInference
     manifest: Path
@@ -71,17 +72,17 @@ class LocalGroupConfig:
     programs: Programs = field(default_factory=Programs)
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     with_forkserver: bool = True
-    """Fork ranks, and the successors of those that are lost, from a process that has torch loaded."""
+    """Whether ranks and successors of lost ones are forked from a process that has torch loaded."""
     measurements: MeasurementStore | None = None
-    """Of earlier starts; None: ranks measure at every start."""
+    """Measurements of earlier starts; None: ranks measure at every start."""
     packed_weights: Path | None = None
-    """Where ranks keep packed weights from start to start; None: nowhere."""
+    """Folder in which ranks keep packed weights from start to start; None: nowhere."""
     dp_local_rank: int = 0
-    """Which of several groups of the same resource on this machine, which share its devices and cores."""
+    """Number of this group among those of the same resource that share this machine's devices and cores."""
 
     @property
     def name(self) -> str:
-        """The group's, unique on this machine."""
+        """Name of the group, unique on this machine."""
         name = self.resource.metadata.name
         return f"{name}.{self.dp_local_rank}" if self.dp_local_rank else name
 
@@ -96,9 +97,9 @@ class StartTimes:
 
 
 class LocalGroup:
-    """Enter it to take the run directory, `start`, `wait_ready`, `watch`; leaving it stops everything.
+    """One local group: enter it to take the run directory, `start`, `wait_ready`, `watch`; leaving stops everything.
 
-    `report` is told what befell the processes of a running group, in lines for a person.
+    `report` takes a line for the user on every event of a running group's processes.
     """
 
     def __init__(
@@ -111,26 +112,26 @@ class LocalGroup:
         self._commands = GroupCommands(
             config.programs, config.manifest, config.model_dir, run, packed_weights=config.packed_weights
         )
-        # PYTHONSAFEPATH: a json.py where the user stands must not become the gateway's.
+        # PYTHONSAFEPATH: a json.py in the user's folder must not shadow the gateway's.
         own = {ENV_GROUP_TOKEN_FILE: str(run.token_path), "PYTHONSAFEPATH": "1"}
         if config.plan.uses_gpus:
             own |= IN_PCI_ORDER  # as the plan numbers devices
-        # The gateway is on loopback: the launcher, `hetero ps` and `hetero topology` ask it without a token.
+        # The gateway is on loopback: the launcher, `hetero ps` and `hetero topology` call it without a token.
         inherited = {key: value for key, value in config.environment.items() if key != ENV_ADMIN_TOKEN_FILE}
         self._supervisor = Supervisor(environment={**inherited, **own})
-        self._services: list[Service] = []
-        self._forkserver = Forkserver(self._supervisor, self._commands) if config.with_forkserver else None
+        self._forkserver = Forkserver(self._supervisor, self._commands.forkserver()) if config.with_forkserver else None
+        self._services = Services(self._supervisor, self._forkserver)
         self._healing: Healing | None = None
         self._admin: AdminClient | None = None
         self._record: GroupRecord | None = None
         self._begun_at = time.time()
         self._started_s = 0.0
         self._answered_s = 0.0
-        """When the gateway told its topology last."""
+        """Monotonic time of the gateway's last answer."""
 
     @property
     def record(self) -> GroupRecord:
-        """Pids and addresses; there is one once `start` returned."""
+        """Pids and addresses. Raises LaunchError before `start` has returned."""
         if self._record is None:
             raise LaunchError("the group has not been started")
         return self._record
@@ -152,22 +153,23 @@ class LocalGroup:
         self._run.clear()
         self._run.lock.release()
 
-    # --- until it is ready --------------------------------------------------------------------------------
+    # --- until ready --------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start forkserver and gateway, wait until the gateway listens, start the ranks."""
+        """Start forkserver and gateway, wait until the gateway listens, start the ranks. Raises LaunchError."""
         check_port(self._config.port, option="--port", field_path="spec.gateway.service.port")
         check_port(self._config.http_port, option="--http-port", field_path="spec.gateway.service.httpPort")
         self._started_s = time.monotonic()
         if self._forkserver is not None:
-            self._forkserver.prepare()  # first: what it imports takes longest, and nobody has to be known for that
-        self._start_service(self._commands.gateway(GatewayPorts(self._config.port, self._config.http_port)))
+            self._forkserver.ensure_started()  # first: its imports take longest and need no other process
+        gateway = new_service(self._commands.gateway(GatewayPorts(self._config.port, self._config.http_port)))
+        self._services.add(gateway)
         addresses = self._wait_for_gateway()
-        self._services[0].command = self._commands.gateway(GatewayPorts.of_addresses(addresses))
+        gateway.command = self._commands.gateway(GatewayPorts.from_addresses(addresses))
         self._admin = AdminClient(addresses["admin"])
         self._wait_for_forkserver()
         for rank in self._config.plan.ranks:
-            self._start_service(self._commands.rank(rank, addresses["ranks"]))
+            self._services.add(new_service(self._commands.rank(rank, addresses["ranks"])))
         self._record = GroupRecord(
             name=self._config.name,
             pid=os.getpid(),
@@ -178,24 +180,26 @@ class LocalGroup:
             admin=addresses["admin"],
             http=addresses["http"],
             started_at=time.time(),
-            processes={service.name: service.child.pid for service in self._services},
+            processes=self._pids(),
         )
         self._run.write_record(self._record)
 
     def keep_measurements(self) -> float | None:
-        """Keep for the next start what ranks measured; when that was, in seconds since 1970, if it was before this
-        start."""
+        """Keep the ranks' measurements for the next start.
+
+        Returns when they were taken, in seconds since 1970, if that was before this start, and None otherwise.
+        """
         if self._config.measurements is None:
             return None
         try:
             measured_at = self._config.measurements.keep(self._run)
         except OSError as error:
-            self._report(f"measurements cannot be kept, and the next start takes them again: {error}")
+            self._report(f"measurements cannot be kept, so the next start takes them again: {error}")
             return None
         return measured_at if measured_at is not None and measured_at < self._begun_at else None
 
     def wait_ready(self, listener: TopologyListener) -> tuple[GroupTopology, StartTimes]:
-        """Tell the listener every topology seen until the group is ready.
+        """Call the listener with every topology until the group is ready; return the last one and the start's times.
 
         Raises StartInterruptedError, StartTimeoutError, ProcessDiedError or GroupFailedError.
         """
@@ -214,20 +218,21 @@ class LocalGroup:
             if seen.state == GroupState.READY and loading_s is not None:
                 self._update_record(phase="ready")
                 return seen, StartTimes(self._started_s, loading_s, time.monotonic())
-        raise StartTimeoutError(timeout_message(seen, limit_s, self._run.path))
+        raise StartTimeoutError(_timeout_message(seen, limit_s, self._run.path))
 
-    # --- from then on -------------------------------------------------------------------------------------
+    # --- once ready ---------------------------------------------------------------------------------------
 
     def watch(self, *, until: Callable[[], bool] = lambda: False) -> None:
-        """Keep the group running; return on a stop signal or when `until` says so.
+        """Keep the group running; return on a stop signal or when `until` returns True.
 
-        Raises ProcessDiedError, RestartsExhaustedError or GroupFailedError when it cannot be kept.
+        Raises ProcessDiedError, RestartsExhaustedError or GroupFailedError when it cannot be kept running.
         """
         healing = self._healing = self._healing or self._new_healing()
         self._answered_s = time.monotonic()
         look_at_s = 0.0
         while not until():
-            ended = self._supervisor.wait(healing.pause_s(STARTING_LOOK_S), wake=self._signals.fileno())
+            pause_s = self._services.seconds_to_next_start(STARTING_LOOK_S)
+            ended = self._supervisor.wait(pause_s, wake=self._signals.fileno())
             if self._signals.first is not None:
                 return
             self._heal(healing, ended)
@@ -235,7 +240,7 @@ class LocalGroup:
                 look_at_s = time.monotonic() + self._look_after(healing)
 
     def check_alive(self, *, settle_s: float = SETTLE_S) -> None:
-        """Raise when a process ends within `settle_s` that ends the group: why a request failed, if for that."""
+        """Raise the reason of a failed request if a process that ends the group ends within `settle_s`."""
         deadline = time.monotonic() + settle_s
         while (left_s := deadline - time.monotonic()) > 0:
             ended = self._supervisor.wait(min(left_s, STARTING_LOOK_S))
@@ -247,62 +252,59 @@ class LocalGroup:
     def _new_healing(self) -> Healing:
         recovery = self._config.resource.spec.recovery
         return Healing(
-            self._supervisor,
             self._services,
             limits=RestartLimits(recovery.max_restarts, recovery.window_seconds),
             report=self._report,
-            forkserver=self._forkserver,
         )
 
     def _heal(self, healing: Healing, ended: Sequence[Child]) -> None:
-        if any(map(is_permanent, ended)):
+        if any(child.failed_permanently for child in ended):
             self._wait_for_reason(ended)
         if any(child is self._gateway for child in ended):
-            # What a gateway that was killed left would be taken for the word of the next.
+            # Otherwise the file of a killed gateway would be read as the next one's.
             self._run.gateway_state_path.unlink(missing_ok=True)
-        if healing.heal(ended):
-            self._update_record(phase="recovering", processes=healing.pids)
+        if healing.handle(ended):
+            self._update_record(phase="recovering", processes=self._pids())
             self._answered_s = time.monotonic() + GATEWAY_START_S
 
     def _look_after(self, healing: Healing) -> float:
-        """See how the group is and do what follows; seconds until the next look."""
+        """Read the group's state and act on it; return the seconds until the next look."""
         try:
             topology = self._look(timeout_s=RUNNING_TOPOLOGY_TIMEOUT_S)
         except GroupFailedError:
-            # When a process's end was the last that the group could bear, the launcher's own word for it comes first.
+            # If a process's end used up the budget, the launcher's own error comes first.
             self._heal(healing, self._supervisor.wait(0))
             raise
         if topology is None:
             self._kill_silent_gateway()
             return HEALING_LOOK_S
         self._answered_s = time.monotonic()
-        is_well = topology.state == GroupState.READY and healing.all_run
-        if not is_well:
+        if topology.state != GroupState.READY or not all(service.is_running for service in self._services.all):
             return HEALING_LOOK_S
         if self.record.phase != "ready":
             self._report(f"ready again, epoch {topology.epoch}")
             self._update_record(phase="ready")
-        healing.prepare()
+        if self._forkserver is not None:
+            self._forkserver.ensure_started()
         return RUNNING_LOOK_S
 
     def _kill_silent_gateway(self) -> None:
         gateway = self._gateway
-        if gateway is None or gateway.exit_status is not None:
+        if gateway is None or not gateway.is_running:
             return
         if (silent_s := time.monotonic() - self._answered_s) > GATEWAY_SILENCE_S:
             self._report(f"{GATEWAY} (pid {gateway.pid}) has not answered for {silent_s:.0f} s; it is killed")
             gateway.kill()
 
-    # --- parts of both ------------------------------------------------------------------------------------
+    # --- shared -------------------------------------------------------------------------------------------
 
     @property
     def _gateway(self) -> Child | None:
-        return self._services[0].child if self._services else None
+        return next((service.child for service in self._services.all if service.name == GATEWAY), None)
 
-    def _start_service(self, command: Command) -> None:
-        forked = self._forkserver.fork(command) if self._forkserver is not None and command.has_heartbeat else None
-        child = forked or self._supervisor.start(command)
-        self._services.append(Service(command, child, time.monotonic()))
+    def _pids(self) -> dict[str, int]:
+        """Return pids by name; the last one's of a service that waits for its next start."""
+        return {service.name: service.child.pid for service in self._services.all if service.child is not None}
 
     def _update_record(self, *, phase: str, processes: dict[str, int] | None = None) -> None:
         self._record = replace(self.record, phase=phase, processes=processes or self.record.processes)
@@ -314,17 +316,16 @@ class LocalGroup:
         self._raise_if_ended(ended)
 
     def _raise_if_ended(self, ended: Sequence[Child]) -> None:
-        """A forkserver that ends ends nothing: ranks are started by themselves then."""
-        ended = [child for child in ended if any(service.child is child for service in self._services)]
+        ended = [child for child in ended if self._services.find(child) is not None]  # the forkserver may end
         if not ended:
             return
         self._wait_for_reason(ended)
-        # When one rank's failure ends several processes at once, the one that knows best speaks.
-        raise died(max(ended, key=is_permanent))
+        # When one rank's failure ends several processes at once, report the one with a permanent reason.
+        raise died(max(ended, key=lambda child: child.failed_permanently))
 
     def _wait_for_reason(self, ended: Sequence[Child]) -> None:
-        """A rank tells the gateway why before it ends; give the gateway a moment to know it too."""
-        if self._gateway is None or self._gateway.exit_status is not None:
+        """Give the gateway a moment to learn the reason, which a rank reports to it before it ends."""
+        if self._gateway is None or not self._gateway.is_running:
             return
         permanent = any(child.exit_status == EXIT_PERMANENT for child in ended)
         deadline = time.monotonic() + (REASON_WAIT_S if permanent else 0.0)
@@ -335,7 +336,7 @@ class LocalGroup:
             time.sleep(STARTING_LOOK_S)
 
     def _look(self, *, timeout_s: float = TOPOLOGY_TIMEOUT_S) -> GroupTopology | None:
-        """The topology; None when the gateway does not answer in time. Raises GroupFailedError."""
+        """Return the topology; None when the gateway does not answer in time. Raises GroupFailedError."""
         if self._admin is None:
             return None
         try:
@@ -348,7 +349,7 @@ class LocalGroup:
 
     def _wait_for_forkserver(self) -> None:
         deadline = self._started_s + FORKSERVER_START_S
-        while self._forkserver is not None and self._forkserver.is_coming and time.monotonic() < deadline:
+        while self._forkserver is not None and self._forkserver.is_warming_up and time.monotonic() < deadline:
             self._check(self._supervisor.wait(STARTING_LOOK_S / 2, wake=self._signals.fileno()))
 
     def _wait_for_gateway(self) -> dict[str, str]:
@@ -364,8 +365,8 @@ class LocalGroup:
 
 
 def check_port(port: int, *, option: str, field_path: str) -> None:
-    """Raise PortTakenError unless the port can be listened on. 0 always can."""
-    # gRPC listens with SO_REUSEPORT, so two gateways would share a port without a word; a plain bind tells.
+    """Raise PortTakenError unless the port is free. 0 always is."""
+    # gRPC listens with SO_REUSEPORT, so two gateways would share a port silently; a plain bind fails.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -375,3 +376,13 @@ def check_port(port: int, *, option: str, field_path: str) -> None:
                 f"port {port} on {HOST} cannot be used ({error.strerror}); choose another with {option} N "
                 f"(0 lets the system choose) or {field_path}"
             ) from error
+
+
+def _timeout_message(seen: GroupTopology | None, limit_s: float, logs: Path) -> str:
+    state = f"it is {seen.state.value}" if seen is not None else "the gateway does not answer"
+    missing = [rank.pod_name or f"rank {rank.rank}" for rank in seen.ranks if not rank.joined] if seen else []
+    waiting = f", waiting for {', '.join(missing)}" if missing else ""
+    return (
+        f"the group was not ready within {limit_s:g} s (spec.recovery.rendezvousTimeoutSeconds): "
+        f"{state}{waiting}; logs are in {logs}"
+    )

@@ -1,13 +1,13 @@
-"""The one container of a rank pod: starts the pod's ranks, watches them, and tells the kubelet how they are.
+"""The container of a rank pod: starts the pod's ranks, watches them, and answers the kubelet's probes.
 
-    app           the process                    config        what it is told
-    supervisor    the loop over all ranks        rank_process  one rank, from start to start
-    orphans       what else is to be waited for
-    health        probes and metrics             cores         which cores each rank gets
+    config        command line and environment
+    ranks         cores, memory, device and command line of each rank
+    supervisor    the process: main, and the loop over all ranks
+    health        probes and metrics
 
     python -m hetero_worker.pod --gateway HOST:PORT --model DIR --pool NAME --ranks-per-pod N ...
 
-What always holds: a rank that died or hung is started anew, its neighbours keep their weights; what a new start cannot
-cure, or has not cured, ends the container with that rank's exit code and its last lines as the log's last lines, for
-Kubernetes to show and to back off from; and no rank outlives this process.
+Invariants: a rank that died or hung is restarted, and its neighbours keep their weights. What a restart cannot cure, or
+has not cured, ends the container with that rank's exit code, and its last lines are the log's last lines, for
+Kubernetes to show and to back off from. No rank outlives this process.
 """

@@ -1,4 +1,4 @@
-"""A rank pod's configuration: its command line and environment, read once."""
+"""Configuration of a rank pod: its command line and environment, read once."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hetero_worker.process.config import count, host_port, numa_policy, positive
 
 PROGRAM: Final = "hetero_worker.pod"
 RECONNECT_TIMEOUT_S: Final = 24 * 3600.0
-"""A gateway that is gone for a day is not coming back; until then weights are worth keeping."""
+"""A gateway that is gone for a day does not come back; until then weights are worth keeping."""
 STOP_GRACE_S: Final = 30.0
 _ORDINAL: Final = re.compile(r"-(\d+)$")
 
 
 @dataclass(frozen=True, slots=True)
 class PodConfig:
-    """What the process is told from outside."""
+    """Command line and environment of the process."""
 
     gateway: str
     model_dir: Path
@@ -32,22 +32,22 @@ class PodConfig:
     threads_per_rank: int
     numa_policy: NumaPolicy
     memory_bytes_per_rank: int
-    """0: an equal part of what this container may use."""
+    """0: an equal part of the container's memory."""
     cuda_devices: tuple[int, ...]
     """Device of each rank, by local rank; empty: ranks compute on host cores."""
     health_port: int
     reconnect_timeout_s: float
     stop_grace_s: float
-    """How long ranks may take to leave."""
+    """Longest time that ranks may take to leave."""
     pod_name: str
     ordinal: int
     pod_ip: str
-    """Address that ranks meet on and probes come to."""
+    """Address for the ranks' rendezvous and for probes."""
     log_level: str = "INFO"
 
     @classmethod
     def from_command_line(cls, arguments: Sequence[str], environment: Mapping[str, str]) -> PodConfig:
-        """Exits with EXIT_USAGE and one line on stderr when something is wrong."""
+        """Read the configuration; exit with EXIT_USAGE and one line on stderr if it is wrong."""
         parser = _parser()
         options = vars(parser.parse_args(arguments))
         try:
@@ -70,7 +70,7 @@ def _check_devices(devices: Sequence[int], ranks: int) -> None:
 
 
 def _ordinal_of(pod_name: str) -> int:
-    """The number that a StatefulSet ends its pods' names with. Raises ValueError."""
+    """Return the number at the end of the name of a StatefulSet's pod. Raises ValueError."""
     found = _ORDINAL.search(pod_name)
     if found is None:
         raise ValueError(f"{ENV_POD_NAME}: {pod_name!r} does not end with -N, as the names of a StatefulSet's pods do")

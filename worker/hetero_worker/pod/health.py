@@ -1,8 +1,8 @@
-"""What the kubelet and Prometheus are told of a rank pod.
+"""Probes of a rank pod for the kubelet, and its metrics for Prometheus.
 
-Started: every rank has had its weights, at one time. Alive: the supervisor's loop turns, and no rank is at work that
-should have ended long ago; a rank that waits (for a gateway, for peers, for its next start) is alive. Ready: every
-rank serves, all in one epoch. Read from heartbeats, in the probe server's threads.
+Started: every rank has had its weights at some time. Alive: the supervisor's loop turns, and no rank is late with its
+work; a rank that waits (for a gateway, for peers, for its next start) is alive. Ready: every rank serves, all in one
+epoch. Read from heartbeats, in the probe server's threads.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from prometheus_client.registry import Collector
 
 from hetero_api.host.heartbeat import Beat, Standing
 from hetero_api.probe_server import Probe
-from hetero_worker.pod.rank_process import RankProcess
+from hetero_api.supervision.service import Service
 
 LOOP_LIMIT_S: Final = 15.0
-"""A supervisor that has not looked for so long is stuck."""
+"""A supervisor whose loop has not turned for this long is stuck."""
 
-Readings = list[tuple[RankProcess, Beat | None]]
+Readings = list[tuple[Service, Beat | None]]
 
 
 class PodHealth:
-    """The probes. `turned_s` is when the supervisor's loop turned last."""
+    """Probes of a pod's ranks. `turned_s` returns the monotonic time of the supervisor's last turn."""
 
     def __init__(
         self,
-        ranks: Sequence[RankProcess],
+        ranks: Sequence[Service],
         *,
         turned_s: Callable[[], float],
         clock: Callable[[], float] = time.monotonic,
@@ -44,14 +44,14 @@ class PodHealth:
 
     @property
     def probes(self) -> dict[str, Probe]:
-        """By path."""
+        """Probes by path."""
         return {"/startupz": self.startup, "/livez": self.live, "/readyz": self.ready}
 
     def startup(self) -> str:
-        """Which ranks have not loaded; "" once all had."""
+        """Return which ranks have not loaded; "" once all have, for good."""
         if not self._started:
             waiting = [
-                f"rank {rank.local_rank} is {_standing(beat)}"
+                f"rank {rank.name} is {_standing(beat)}"
                 for rank, beat in self._read()
                 if beat is None or not beat.loads
             ]
@@ -61,18 +61,18 @@ class PodHealth:
         return ""
 
     def live(self) -> str:
-        """What hangs; "" if nothing does."""
+        """Return what hangs; "" if nothing does."""
         now_s = self._clock()
         if now_s - self._turned_s() > LOOP_LIMIT_S:
             return f"the supervisor has not looked for {now_s - self._turned_s():.0f} s"
         late = [(rank, beat.overdue_s(now_s)) for rank, beat in self._read() if beat is not None]
-        return "; ".join(f"rank {rank.local_rank} is {late_s:.0f} s late" for rank, late_s in late if late_s)
+        return "; ".join(f"rank {rank.name} is {late_s:.0f} s late" for rank, late_s in late if late_s)
 
     def ready(self) -> str:
-        """Which ranks do not serve; "" if all do, in one epoch."""
+        """Return which ranks do not serve; "" if all do, in one epoch."""
         readings = self._read()
         idle = [
-            f"rank {rank.local_rank} is {_standing(beat)}"
+            f"rank {rank.name} is {_standing(beat)}"
             for rank, beat in readings
             if beat is None or beat.standing is not Standing.SERVING
         ]
@@ -99,10 +99,10 @@ class _RankCollector(Collector):
         epoch = GaugeMetricFamily("hetero_rank_epoch", "The rank's epoch.", labels=["local_rank"])
         steps = CounterMetricFamily("hetero_rank_steps", "Steps done by the rank's process.", labels=["local_rank"])
         restarts = CounterMetricFamily(
-            "hetero_rank_restarts", "Times that the rank was started anew in its pod.", labels=["local_rank"]
+            "hetero_rank_restarts", "Restarts of the rank in its pod.", labels=["local_rank"]
         )
         for rank, beat in self._read():
-            label = [str(rank.local_rank)]
+            label = [rank.name]
             running.add_metric(label, float(beat is not None))
             serving.add_metric(label, float(beat is not None and beat.standing is Standing.SERVING))
             epoch.add_metric(label, beat.epoch if beat is not None else 0)

@@ -2,7 +2,7 @@
 
     python -m hetero_worker.process.forkserver     orders on standard input, answers on standard output, a line each
 
-It says "ready", then answers each order (`Order.to_json`) with the pid of a rank. Importing torch takes longer than
+It says "ready", then answers each order (`ForkOrder.to_json`) with the pid of a rank. Importing torch takes longer than
 everything else between a lost rank and its successor, and forked ranks share the imported memory.
 
 A fork copies the calling thread only, and a lock that another thread holds stays locked for ever. So this process
@@ -16,55 +16,32 @@ adopts orphans (`death_signal.adopt_orphans`). That process waits for the rank's
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, NoReturn, TextIO
 
 from hetero_api.contract import EXIT_FAILURE
 from hetero_api.host.death_signal import die_with_adopter
+from hetero_api.supervision.forkserver import READY, ForkOrder
 
 _TASKS: Final = Path("/proc/self/task")
 _PID_BYTES: Final = 32
 
 BeRank = Callable[[Sequence[str], Mapping[str, str]], int]
-"""`rank.main`, or a test's."""
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """A rank to be forked."""
-
-    arguments: list[str]
-    """hetero_worker's."""
-    environment: dict[str, str]
-    """In addition to the forkserver's own."""
-    log: str
-    """File that its output is appended to."""
-    adopter: int
-    """Pid of who becomes its parent."""
-
-    @classmethod
-    def from_json(cls, line: str) -> Order:
-        return cls(**json.loads(line))
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
+"""Type of `rank.main`; tests pass their own."""
 
 
 def serve(be_rank: BeRank, *, orders: TextIO, answers: TextIO) -> None:
-    """Fork a rank for every order, until there are no more. Raises RuntimeError when this process has threads."""
-    _say("ready", answers)
+    """Fork a rank for every order, until `orders` ends. Raises RuntimeError when this process has several threads."""
+    _say(READY, answers)
     for line in orders:
         if (threads := len(list(_TASKS.iterdir()))) != 1:
             raise RuntimeError(f"a forkserver of {threads} threads cannot fork")
-        _say(str(_fork_away(Order.from_json(line), be_rank)), answers)
+        _say(str(_fork_away(ForkOrder.from_json(line), be_rank)), answers)
 
 
 def _say(word: str, answers: TextIO) -> None:
@@ -72,8 +49,8 @@ def _say(word: str, answers: TextIO) -> None:
     answers.flush()
 
 
-def _fork_away(order: Order, be_rank: BeRank) -> int:
-    """The pid of a rank that is nobody's child here."""
+def _fork_away(order: ForkOrder, be_rank: BeRank) -> int:
+    """Fork a rank that is not a child of this process; return its pid."""
     reader, writer = os.pipe()
     go_between = os.fork()
     if go_between == 0:
@@ -86,17 +63,17 @@ def _fork_away(order: Order, be_rank: BeRank) -> int:
         os._exit(0)
     os.close(writer)
     os.waitpid(go_between, 0)
-    with open(reader, "rb") as told:
-        return int(told.read(_PID_BYTES))
+    with open(reader, "rb") as answer:
+        return int(answer.read(_PID_BYTES))
 
 
-def _become(order: Order, be_rank: BeRank) -> NoReturn:
-    """Be the rank; the forkserver's own code is never returned to."""
+def _become(order: ForkOrder, be_rank: BeRank) -> NoReturn:
+    """Run the rank and end the process: never return to the forkserver's code."""
     exit_code = EXIT_FAILURE
     try:
         os.setsid()
         _redirect(order.log)
-        die_with_adopter(order.adopter, signal_number=signal.SIGTERM)
+        die_with_adopter(order.adopter, signal_number=order.death_signal)
         os.environ.update(order.environment)
         gc.enable()
         exit_code = be_rank(order.arguments, os.environ)
@@ -120,17 +97,17 @@ def _redirect(log: str) -> None:
 
 
 def run() -> None:
-    """The process's `main`."""
-    # Before numpy and torch are imported: their libraries would start threads, or take the machine's cores for theirs.
+    """Run the forkserver until standard input ends."""
+    # Before numpy and torch are imported: their libraries would start threads, one for each of the machine's cores.
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[variable] = "1"
-    gc.disable()  # imports make much and free nothing: looking for garbage takes a sixth of their time
+    gc.disable()  # imports create much and free nothing: collecting garbage would take a sixth of their time
     from hetero_worker.platforms.torch_import import import_torch
     from hetero_worker.process.rank import main, preload
 
     import_torch()
     preload()
-    gc.freeze()  # a collector that goes through what was imported would write to it, and each rank get pages of its own
+    gc.freeze()  # collecting would write to imported objects, and each rank would get its own copy of their pages
     serve(main, orders=sys.stdin, answers=sys.stdout)
 
 

@@ -1,11 +1,11 @@
-"""Outlives the launcher just long enough to see that its children end.
+"""Program that outlives a killed supervisor just long enough to see that its children end.
 
     python -I -S warden.py GRACE_S    with pids, one a line, on standard input
 
-SIGTERM on the launcher's death (`hetero_api.host.death_signal`) asks children to end; one that hangs would stay. When
-the launcher closes this program's standard input, by dying or by ending, the process groups of all pids that it told
-get SIGKILL after the grace time, unless they ended before. Processes are held by pidfd: a pid that was given to
-another process in between is never hit. Standard library only.
+SIGTERM at the supervisor's death (`hetero_api.host.death_signal`) asks children to end; one that hangs would stay. When
+the supervisor dies or ends, it closes this program's standard input. After the grace time the process groups of all
+pids that it wrote get SIGKILL, unless they ended before. Processes are held by pidfd, so a pid that was reused is never
+hit. Standard library only.
 """
 
 import os
@@ -16,6 +16,7 @@ import time
 
 
 def main(arguments: list[str]) -> None:
+    """Read pids until the supervisor is gone, then kill what is left of them after `arguments[0]` seconds."""
     grace_s = float(arguments[0])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -31,7 +32,10 @@ def main(arguments: list[str]) -> None:
 
 
 def survivors(processes: dict[int, int], grace_s: float) -> list[int]:
-    """Pids still alive after the grace time; returns early when there are none."""
+    """Return the pids still alive after the grace time, or at once when there are none.
+
+    `processes` maps pidfds to pids.
+    """
     poller = select.poll()
     for pidfd in processes:
         poller.register(pidfd, select.POLLIN)
