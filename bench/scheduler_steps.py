@@ -27,6 +27,7 @@ from hetero_gateway.engine.config import EngineConfig
 from hetero_gateway.engine.request import GenerationRequest, SamplingConfig
 from hetero_gateway.engine.scheduler import Scheduler
 from hetero_gateway.engine.step import ScheduledStep
+from hetero_gateway.engine.steps_in_flight import StepsInFlight
 from hetero_gateway.group.rank_link import RankLink, broadcast
 
 QUEUES: Final = (0, 4096)
@@ -80,9 +81,11 @@ def made_up_result(step: ScheduledStep) -> ranks_pb2.StepResult:
     return ranks_pb2.StepResult(step_id=step.plan.step_id, slots=slots, token_ids=token_ids)
 
 
-def scheduled(scheduler: Scheduler) -> ScheduledStep:
-    step = scheduler.schedule(0.0)
+def scheduled(scheduler: Scheduler, in_flight: StepsInFlight) -> ScheduledStep:
+    """Schedule a step and record it as sent."""
+    step = scheduler.schedule(0.0, in_flight=in_flight)
     assert step is not None, "there are requests and a step may go out"
+    in_flight.add(step)
     return step
 
 
@@ -92,10 +95,11 @@ async def measure(*, num_running: int, num_waiting: int, num_steps: int, num_ran
     links = [RankLink(f"rank {rank}") for rank in range(num_ranks)]
     outgoing = [link.outgoing() for link in links]
     costs = Costs(num_waiting, [], [], [], [])
-    before = scheduled(scheduler)
+    in_flight = StepsInFlight()
+    before = scheduled(scheduler, in_flight)
     for _ in range(num_steps + WARM_UP_STEPS):
         began = time.thread_time()
-        step = scheduled(scheduler)
+        step = scheduled(scheduler, in_flight)
         schedule_s = time.thread_time() - began
         began = time.thread_time()
         broadcast(links, ranks_pb2.GatewayMessage(epoch=1, step_plan=step.plan))
@@ -103,7 +107,9 @@ async def measure(*, num_running: int, num_waiting: int, num_steps: int, num_ran
         await _take_one_each(outgoing)
         result = made_up_result(before)
         began = time.thread_time()
-        scheduler.apply(result)
+        in_flight.answer(result)
+        in_flight.take()
+        scheduler.apply(before, result)
         apply_s = time.thread_time() - began
         before = step
         for column, seconds in (

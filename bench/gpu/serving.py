@@ -17,7 +17,8 @@ from bench.gpu.recipes import Recipe
 from bench.gpu.roofline import Roofline, works_of
 from hetero_gateway.engine.config import EngineConfig
 from hetero_gateway.engine.scheduler import Scheduler
-from hetero_gateway.engine.step import ScheduledStep
+from hetero_gateway.engine.step import ScheduledStep, StepOutcome
+from hetero_gateway.engine.steps_in_flight import StepsInFlight
 from hetero_gateway.group.warm_up import StepBounds, warm_up_plans
 
 BLOCK_SIZE: Final = 16
@@ -117,11 +118,13 @@ class _Run:
 
     def drive(self) -> None:
         began_s = time.perf_counter()
-        while not self._scheduler.is_idle:
-            while (step := self._scheduler.schedule(0.0)) is not None:
+        in_flight = StepsInFlight()
+        while in_flight or not self._scheduler.is_idle:
+            while (step := self._scheduler.schedule(0.0, in_flight=in_flight)) is not None:
+                in_flight.add(step)
                 self._group.send(step.plan)
                 self._steps.append(step)
-            updates = self._scheduler.apply(self._group.result()).updates
+            updates = self._next_outcome(in_flight).updates
             now_s = time.perf_counter() - began_s
             if updates:
                 self._tokens += len(updates)
@@ -129,6 +132,13 @@ class _Run:
                 self._elapsed_s = now_s
             if now_s > self._limit_s and self._complete:
                 self._complete = not self._scheduler.clear()
+
+    def _next_outcome(self, in_flight: StepsInFlight) -> StepOutcome:
+        """Wait for the result of the oldest step, and apply it."""
+        result = self._group.result()
+        answered = in_flight.answer(result)
+        in_flight.take()
+        return self._scheduler.apply(answered.step, result)
 
     def served(self) -> Served:
         return Served(self._tokens, self._elapsed_s, self._first_s, self._complete, tuple(self._steps))

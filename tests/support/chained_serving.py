@@ -20,6 +20,7 @@ from hetero_api.v1 import ranks_pb2
 from hetero_gateway.engine.config import EngineConfig
 from hetero_gateway.engine.request import GenerationRequest, SamplingConfig
 from hetero_gateway.engine.scheduler import Scheduler
+from hetero_gateway.engine.steps_in_flight import StepsInFlight
 from hetero_worker.distributed.exchange import LocalExchange
 from hetero_worker.distributed.staging import CudaStaging
 from hetero_worker.layers.sampler import sample_tokens
@@ -183,15 +184,20 @@ class ChainedRank:
         scheduler = Scheduler(self._engine(steps_ahead), num_blocks=self.num_blocks)
         coming = deque(sorted(asked, key=lambda each: each.turn))
         tokens: dict[str, list[int]] = {}
+        in_flight = StepsInFlight()
         turn = 0
-        while coming or not scheduler.is_idle:
-            while coming and (coming[0].turn <= turn or scheduler.is_idle):
+        while coming or in_flight or not scheduler.is_idle:
+            while coming and (coming[0].turn <= turn or not (in_flight or scheduler.has_requests())):
                 scheduler.add(coming.popleft().request, now=0.0)
-            while (step := scheduler.schedule(0.0)) is not None:
+            while (step := scheduler.schedule(0.0, in_flight=in_flight)) is not None:
+                in_flight.add(step)
                 self.begin(step.plan)
             if not self.results:
                 self.chain.finish()
-            for update in scheduler.apply(self.results.popleft()).updates:
+            answered = in_flight.answer(self.results.popleft())
+            in_flight.take()
+            assert answered.result is not None
+            for update in scheduler.apply(answered.step, answered.result).updates:
                 name = f"{update.completion.request.request_id}/{update.completion.index}"
                 tokens.setdefault(name, []).append(update.token_id)
             turn += 1

@@ -11,6 +11,7 @@ from hetero_api.v1 import ranks_pb2
 from hetero_gateway.engine.config import EngineConfig
 from hetero_gateway.engine.scheduler import Scheduler
 from hetero_gateway.engine.step import ScheduledStep
+from hetero_gateway.engine.steps_in_flight import StepsInFlight
 
 pytestmark = pytest.mark.unit
 
@@ -53,16 +54,20 @@ def play(recipe: Recipe, *, chunk: int) -> list[ScheduledStep]:
         max_num_seqs=4, max_num_batched_tokens=chunk, block_size=16, max_model_len=200, max_queued_requests=99,
         enable_prefix_caching=False, eos_token_ids=frozenset(), vocab_size=TINY.vocab_size,
     )  # fmt: skip
-    scheduler, steps = Scheduler(config, num_blocks=200), list[ScheduledStep]()
+    scheduler, in_flight, steps = Scheduler(config, num_blocks=200), StepsInFlight(), list[ScheduledStep]()
     for request in recipe.requests:
         scheduler.add(request, now=0.0)
-    while not scheduler.is_idle:
-        while (step := scheduler.schedule(0.0)) is not None:
+    while in_flight or not scheduler.is_idle:
+        while (step := scheduler.schedule(0.0, in_flight=in_flight)) is not None:
+            in_flight.add(step)
             steps.append(step)
-        oldest = steps[-scheduler.num_in_flight_steps]
+        assert in_flight.oldest is not None
+        oldest = in_flight.oldest.step
         slots = [entry.slot for entry in oldest.entries if entry.sample]
         result = ranks_pb2.StepResult(step_id=oldest.plan.step_id, slots=slots, token_ids=[5] * len(slots))
-        scheduler.apply(result)
+        in_flight.answer(result)
+        in_flight.take()
+        scheduler.apply(oldest, result)
     return steps
 
 

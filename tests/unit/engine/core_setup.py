@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +16,8 @@ from hetero_gateway.engine.config import EngineConfig
 from hetero_gateway.engine.core import EngineCore
 from hetero_gateway.engine.errors import EngineError, GroupLost
 from hetero_gateway.engine.request import GenerationRequest, derived_seed
+from hetero_gateway.engine.step import ScheduledStep
+from hetero_gateway.engine.steps_in_flight import StepInFlight, StepsInFlight
 from hetero_gateway.engine.stream import FinishedEvent, PromptLogprobsEvent, RequestStream, TokensEvent
 from hetero_gateway.engine.tokenizer import TextTokenizer
 from tests.unit.engine.engine_setup import engine_config
@@ -29,22 +30,13 @@ NUM_BLOCKS = 40
 LIMIT_S = 20.0
 
 
-@dataclass
-class _Out:
-    """A plan that is out."""
-
-    plan: ranks_pb2.StepPlan
-    result: asyncio.Future[ranks_pb2.StepResult]
-    masks: Sequence[bytes] | None
-
-
 class RanksInMemory:
     """A StepExecutor. With `hold`, steps are taken but done only after `let_go`; `do_one` does one."""
 
     def __init__(self, config: EngineConfig, *, num_blocks: int = NUM_BLOCKS) -> None:
         self._config = config
         self.reset_cache(num_blocks=num_blocks, block_size=config.block_size)
-        self._out: deque[_Out] = deque()
+        self.in_flight = StepsInFlight()
         self._is_holding = False
         self._lost: str | None = None
         self.steps = 0
@@ -61,7 +53,7 @@ class RanksInMemory:
             self.do_one()
 
     def reset_cache(self, *, num_blocks: int, block_size: int) -> None:
-        """An empty cache; plans count from 1 again."""
+        """An empty cache."""
         self._ranks = FakeRanks(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -71,7 +63,7 @@ class RanksInMemory:
 
     @property
     def num_out(self) -> int:
-        return len(self._out)
+        return sum(each.result is None for each in self.in_flight)
 
     @property
     def num_bound_slots(self) -> int:
@@ -80,58 +72,49 @@ class RanksInMemory:
     def lose(self, reason: str) -> None:
         """What is out, and what comes later, raises GroupLost."""
         self._lost = reason
-        for out in self._out:
-            out.result.set_exception(GroupLost(reason))
-        self._out.clear()
+        self.in_flight.fail(GroupLost(reason))
 
     # --- StepExecutor -----------------------------------------------------------------------------------
 
-    def submit(self, plan: ranks_pb2.StepPlan) -> asyncio.Future[ranks_pb2.StepResult]:
-        assert all(out.masks is not None for out in self._out), "a plan came before the masks of an earlier one"
-        result: asyncio.Future[ranks_pb2.StepResult] = asyncio.get_running_loop().create_future()
+    def submit(self, step: ScheduledStep) -> None:
         if self._lost is not None:
-            result.set_exception(GroupLost(self._lost))
-            return result
+            raise GroupLost(self._lost)
         self.steps += 1
-        sent = ranks_pb2.StepPlan()
-        sent.CopyFrom(plan)
-        self._out.append(_Out(sent, result, None if plan.masked_slots else ()))
-        self.most_out = max(self.most_out, len(self._out))
+        self.in_flight.add(step, now=time.monotonic())
+        self.most_out = max(self.most_out, self.num_out)
         if not self._is_holding:
             self.let_go()
-        return result
 
-    def send_masks(self, step_id: int, masks: Sequence[bytes]) -> None:
+    def send_masks(self, step: StepInFlight, masks: Sequence[bytes]) -> None:
         if self._lost is not None:
             return
-        out = self._out[-1]
-        assert out.plan.step_id == step_id
-        assert len(masks) == len(out.plan.masked_slots)
-        assert len(self._out) == 1, "masks came before the results that they follow from"
-        out.masks = masks
+        assert len(masks) == len(step.step.plan.masked_slots)
+        assert list(self.in_flight) == [step], "masks came before the results that they follow from"
+        self.in_flight.add_masks(step, masks)
         if not self._is_holding:
             self.let_go()
-
-    async def command(self, command: ranks_pb2.GroupCommand) -> list[ranks_pb2.CommandReport]:
-        raise AssertionError("the core sends no commands")
 
     # --- what the ranks do ------------------------------------------------------------------------------
 
     @property
     def can_do(self) -> bool:
         """Whether the oldest plan could be done now."""
-        return bool(self._out) and self._out[0].masks is not None
+        awaited = self.in_flight.awaited
+        return self._lost is None and awaited is not None and not awaited.owes_masks
 
     def do_one(self) -> None:
         """Do the oldest plan and answer it."""
-        out = self._out.popleft()
+        awaited = self.in_flight.awaited
+        assert awaited is not None
+        plan = ranks_pb2.StepPlan.FromString(awaited.step.plan.SerializeToString())
         try:
-            result = self._ranks.execute(out.plan, masks=out.masks or ())
+            result = self._ranks.execute(plan, masks=awaited.masks)
             self.spoil(result)
         except Exception as error:
-            out.result.set_exception(error)
+            self._lost = str(error)
+            self.in_flight.fail(error)
         else:
-            out.result.set_result(result)
+            self.in_flight.answer(result, now=time.monotonic())
 
 
 @dataclass

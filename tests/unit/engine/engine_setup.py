@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 
-from hetero_api.v1 import logprobs_pb2, ranks_pb2
+from hetero_api.v1 import logprobs_pb2
 from hetero_gateway.engine.config import EngineConfig
 from hetero_gateway.engine.request import Completion, Constraint, GenerationRequest, Request, SamplingConfig
 from hetero_gateway.engine.scheduler import Scheduler
 from hetero_gateway.engine.step import CompletionUpdate, ScheduledStep, StepOutcome
+from hetero_gateway.engine.steps_in_flight import StepsInFlight
 from tests.unit.engine.fake_ranks import FakeRanks, PlanError
 
 VOCAB_SIZE = 64
@@ -104,7 +104,7 @@ class Bench:
     steps_out: int | None = None
     scheduler: Scheduler = field(init=False)
     ranks: FakeRanks = field(init=False)
-    in_flight: deque[tuple[ScheduledStep, ranks_pb2.StepResult]] = field(default_factory=deque)
+    in_flight: StepsInFlight = field(default_factory=StepsInFlight)
     outputs: dict[str, list[int]] = field(default_factory=dict)
     updates: dict[str, list[CompletionUpdate]] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[logprobs_pb2.TokenLogprobs]] = field(default_factory=dict)
@@ -131,19 +131,32 @@ class Bench:
 
     def send(self, now: float = 0.0) -> ScheduledStep | None:
         """Schedule a step, if one can go out; ranks do it, and their result is on its way."""
-        step = self.scheduler.schedule(now, steps_out=self.steps_out)
+        step = self.schedule(now)
         if step is not None:
             if [completion.slot for completion in step.masked] != list(step.plan.masked_slots):
                 raise PlanError("masked completions and masked slots do not fit")
             if step.num_tokens > self.config.max_num_batched_tokens:
                 raise PlanError(f"{step.num_tokens} tokens are more than the budget")
-            self.in_flight.append((step, self.ranks.execute(step.plan)))
+            sent = self.in_flight.add(step)
+            if sent.owes_masks:
+                self.in_flight.add_masks(sent, ())
+            self.in_flight.answer(self.ranks.execute(step.plan))
         return step
+
+    def schedule(self, now: float = 0.0) -> ScheduledStep | None:
+        """Schedule a step and send it nowhere."""
+        return self.scheduler.schedule(now, in_flight=self.in_flight, steps_out=self.steps_out)
+
+    @property
+    def is_idle(self) -> bool:
+        return self.scheduler.is_idle and not self.in_flight
 
     def receive(self) -> StepOutcome:
         """Apply the oldest result that is on its way."""
-        _, result = self.in_flight.popleft()
-        outcome = self.scheduler.apply(result)
+        taken = self.in_flight.take()
+        assert taken is not None
+        assert taken.result is not None
+        outcome = self.scheduler.apply(taken.step, taken.result)
         for update in outcome.updates:
             self.outputs[name_of(update.completion)].append(update.token_id)
             self.updates[name_of(update.completion)].append(update)
@@ -176,14 +189,14 @@ class Bench:
 
     def lose_group(self) -> None:
         """The ranks are gone, with the steps in flight."""
-        self.in_flight.clear()
+        self.in_flight = StepsInFlight()
         self.scheduler.lose_group()
 
     def open_group(self, *, num_blocks: int | None = None, block_size: int | None = None) -> list[Request]:
         """Other ranks; the requests that do not fit them."""
         self.num_blocks = num_blocks or self.num_blocks
         self.block_size = block_size or self.block_size
-        self.in_flight.clear()
+        self.in_flight = StepsInFlight()
         self.ranks = self.new_ranks()
         refused = self.scheduler.open_group(num_blocks=self.num_blocks, block_size=self.block_size)
         return [request for request, _ in refused]

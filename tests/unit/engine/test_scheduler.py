@@ -97,9 +97,9 @@ def test_slot_is_bound_again_only_in_a_plan_that_released_it() -> None:
 
 
 def test_sampling_travels_with_the_new_sequence() -> None:
-    scheduler = Scheduler(engine_config(), num_blocks=40)
-    scheduler.add(generation("r", range(3), seed=2**64 - 1), now=0.0)
-    step = scheduler.schedule(0.0)
+    bench = Bench(engine_config(), num_blocks=40)
+    bench.add(generation("r", range(3), seed=2**64 - 1))
+    step = bench.schedule()
     assert step is not None
     sampling = step.plan.new_sequences[0].sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (1.0, 0, 1.0, 0.0)
@@ -288,9 +288,10 @@ def test_without_a_group_nothing_fits() -> None:
 def test_result_that_does_not_fit_the_plan_is_refused(result: ranks_pb2.StepResult, problem: str) -> None:
     bench = Bench(engine_config(), num_blocks=20)
     bench.add(generation("r", range(3)))
-    bench.scheduler.schedule(0.0)
+    step = bench.send()
+    assert step is not None
     with pytest.raises(StepMismatch, match=problem):
-        bench.scheduler.apply(result)
+        bench.scheduler.apply(step, result)
     assert bench.scheduler.stats().steps == 0
 
 
@@ -298,11 +299,11 @@ def test_result_that_does_not_fit_the_plan_is_refused(result: ranks_pb2.StepResu
 def test_so_many_steps_are_in_flight_at_most(steps: int) -> None:
     bench = Bench(engine_config(max_steps_in_flight=steps), num_blocks=20)
     with pytest.raises(EngineFault, match="no step is in flight"):
-        bench.scheduler.apply(ranks_pb2.StepResult(step_id=1))
+        bench.in_flight.answer(ranks_pb2.StepResult(step_id=1))
     bench.add(generation("r", range(3)))
     sent = [bench.send() is not None for _ in range(3)]
     assert sent == [index < steps for index in range(3)]
-    assert bench.scheduler.num_in_flight_steps == steps
+    assert len(bench.in_flight) == steps
     bench.receive()
     assert bench.send() is not None
 
@@ -349,7 +350,7 @@ def _calls_of_a_step(*, num_waiting: int) -> int:
 
     sys.setprofile(count)
     try:
-        bench.scheduler.schedule(0.0)
+        bench.schedule()
     finally:
         sys.setprofile(None)
     return calls

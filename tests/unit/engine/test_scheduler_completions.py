@@ -140,7 +140,7 @@ def test_received_tokens_that_are_complete_have_ended() -> None:
     assert (second.reason, second.stop_token_id) == (FinishReason.STOP, 9)
     assert request.is_ended
     assert not bench.scheduler.has_requests()
-    assert bench.scheduler.is_idle
+    assert bench.is_idle
 
 
 @pytest.mark.parametrize(
@@ -217,10 +217,10 @@ def test_client_that_has_tokens_has_the_prompt_logprobs_too() -> None:
 
 
 def test_how_tokens_are_chosen_travels_with_the_sequence() -> None:
-    scheduler = Scheduler(engine_config(eos_token_ids=frozenset({9, 3})), num_blocks=40)
+    bench = Bench(engine_config(eos_token_ids=frozenset({9, 3})), num_blocks=40)
     form = Constraint(ConstraintKind.CHOICE, "", ("yes", "no"))
-    scheduler.add(generation("r", range(3), min_tokens=2, logprobs=0, prompt_logprobs=5, constraint=form), now=0.0)
-    step = scheduler.schedule(0.0)
+    bench.add(generation("r", range(3), min_tokens=2, logprobs=0, prompt_logprobs=5, constraint=form))
+    step = bench.schedule()
     assert step is not None
     sampling = step.plan.new_sequences[0].sampling
     assert (sampling.min_tokens, list(sampling.end_token_ids)) == (2, [3, 9])

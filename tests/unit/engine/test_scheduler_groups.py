@@ -26,10 +26,10 @@ def test_requests_go_on_in_another_group_without_a_lost_or_doubled_token(steps_b
         if bench.send() is None:
             bench.receive()
     bench.lose_group()
-    assert bench.scheduler.num_in_flight_steps == 0
+    assert len(bench.in_flight) == 0
     stats = bench.scheduler.stats()
     assert (stats.running_requests, stats.num_blocks, stats.used_blocks) == (0, 0, 0)
-    assert bench.scheduler.schedule(0.0) is None
+    assert bench.schedule() is None
     bench.open_group()
     step = bench.send()
     assert step is not None
@@ -43,10 +43,12 @@ def test_results_of_a_lost_group_are_not_taken() -> None:
     bench = Bench(engine_config(), num_blocks=40)
     bench.add(generation("r", range(3)))
     bench.send()
-    _, result = bench.in_flight[0]
+    assert bench.in_flight.oldest is not None
+    result = bench.in_flight.oldest.result
+    assert result is not None
     bench.lose_group()
     with pytest.raises(EngineFault, match="no step is in flight"):
-        bench.scheduler.apply(result)
+        bench.in_flight.answer(result)
 
 
 def test_siblings_share_blocks_again_in_another_group() -> None:
@@ -166,7 +168,7 @@ def test_clear_ends_all_and_leaves_ranks_to_be_told() -> None:
     assert (stats.running_requests, stats.waiting_requests, stats.used_blocks) == (0, 0, 0)
     assert stats.finished_requests == 2
     bench.run()
-    assert bench.scheduler.is_idle
+    assert bench.is_idle
     assert bench.ranks.num_bound_slots == 0
 
 

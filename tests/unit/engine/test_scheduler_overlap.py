@@ -104,7 +104,8 @@ def test_preempted_completion_gets_the_tokens_that_were_out_and_returns_after_th
         preemptions = bench.scheduler.stats().preemptions
         step = bench.send()
         if bench.scheduler.stats().preemptions > preemptions:
-            assert bench.in_flight[0][0] is not step
+            assert bench.in_flight.oldest is not None
+            assert bench.in_flight.oldest.step is not step
             assert late.completions[0].status is CompletionStatus.WAITING
         if step is not None:
             returned_with += [len(new.token_ids) for new in step.plan.new_sequences if len(new.token_ids) > 7]
@@ -150,12 +151,12 @@ def test_step_that_computes_nothing_tells_ranks_what_ended() -> None:
     bench.send()
     bench.receive()
     assert not bench.scheduler.has_requests()
-    assert not bench.scheduler.is_idle
+    assert not bench.is_idle
     step = bench.send()
     assert step is not None
     assert (list(step.plan.released_slots), step.computes, step.entries) == ([0], False, [])
     assert bench.receive().updates == []
-    assert bench.scheduler.is_idle
+    assert bench.is_idle
     assert bench.scheduler.stats().steps == 1
     assert bench.send() is None
 
@@ -163,7 +164,8 @@ def test_step_that_computes_nothing_tells_ranks_what_ended() -> None:
 def test_refused_result_appends_no_token() -> None:
     bench = Bench(engine_config(), num_blocks=20)
     request = bench.add(generation("r", range(3), logprobs=1, prompt_logprobs=1))
-    bench.send()
+    step = bench.send()
+    assert step is not None
     for wrong in (
         ranks_pb2.StepResult(step_id=1, slots=[0], token_ids=[1]),
         ranks_pb2.StepResult(
@@ -171,7 +173,7 @@ def test_refused_result_appends_no_token() -> None:
         ),
     ):
         with pytest.raises(StepMismatch, match="log-prob"):
-            bench.scheduler.apply(wrong)
+            bench.scheduler.apply(step, wrong)
     assert request.completions[0].num_tokens == 3
     # The group is lost over it; nothing is missing then.
     bench.lose_group()

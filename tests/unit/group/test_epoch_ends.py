@@ -41,7 +41,7 @@ ENDINGS: dict[str, tuple[Callable[[ScriptedRank], None], str]] = {
     "nothing": (lambda rank: rank.say(1), "said nothing in epoch 1"),
     "wrong kind": (
         lambda rank: rank.say(1, step_result=ranks_pb2.StepResult(step_id=1)),
-        "rank 1 answered step 1, which it had not to answer now",
+        "rank 1 answered step 1, which is not awaited of it now",
     ),
 }
 

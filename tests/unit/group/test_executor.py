@@ -10,6 +10,8 @@ import pytest
 
 from hetero_api.v1 import ranks_pb2
 from hetero_gateway.engine.errors import EngineFault, GroupLost
+from hetero_gateway.engine.step import ScheduledStep
+from hetero_gateway.engine.steps_in_flight import StepInFlight
 from hetero_gateway.group.errors import RankMisbehaved
 from hetero_gateway.group.executor import GroupExecutor
 from hetero_gateway.group.rank_link import RankLink
@@ -37,8 +39,24 @@ class Bench:
         self.late.append(reason)
         self.executor.lose(reason)
 
-    def submit(self, own_id: int = 1, *, masked: tuple[int, ...] = ()) -> asyncio.Future[ranks_pb2.StepResult]:
-        return self.executor.submit(ranks_pb2.StepPlan(step_id=own_id, decode_slots=[3], masked_slots=masked))
+    def submit(self, *, masked: tuple[int, ...] = ()) -> StepInFlight:
+        step = ScheduledStep(ranks_pb2.StepPlan(decode_slots=[3], masked_slots=masked))
+        self.executor.submit(step)
+        return list(self.executor.in_flight)[-1]
+
+    def take(self) -> ranks_pb2.StepResult:
+        """The result of the oldest step, which was answered."""
+        taken = self.executor.in_flight.take()
+        assert taken is not None
+        assert taken.result is not None
+        return taken.result
+
+    async def lost(self) -> None:
+        """Raises what the executor says when its next news is no answer."""
+        news = asyncio.Event()
+        self.executor.in_flight.on_progress = news.set
+        await news.wait()
+        assert self.executor.in_flight.take() is None
 
     async def command(self) -> asyncio.Task[list[ranks_pb2.CommandReport]]:
         task = asyncio.create_task(self.executor.command(SLEEP))
@@ -63,115 +81,127 @@ class Bench:
         return [ranks_pb2.GatewayMessage.FromString(await anext(link.outgoing())) for link in self.links]
 
 
-async def test_all_ranks_get_the_same_plan_and_the_answer_has_the_plans_own_id() -> None:
+async def test_all_ranks_get_the_same_plan_and_a_step_has_one_id_everywhere() -> None:
     bench = Bench()
-    for epoch_id, own_id in ((1, 1), (2, 2), (3, 1)):
-        future = bench.submit(own_id)
+    for step_id in (1, 2, 3):
+        step = bench.submit()
         first, second = await bench.sent()
         assert first == second
-        assert (first.epoch, first.step_plan.step_id, list(first.step_plan.decode_slots)) == (7, epoch_id, [3])
-        bench.answer(epoch_id)
-        result = await future
-        assert (result.step_id, list(result.token_ids)) == (own_id, [5])
+        assert (first.epoch, first.step_plan.step_id, list(first.step_plan.decode_slots)) == (7, step_id, [3])
+        bench.answer(step_id)
+        result = bench.take()
+        assert (step.step_id, step.step.plan.step_id, result.step_id) == (step_id, step_id, step_id)
+        assert list(result.token_ids) == [5]
+    assert len(bench.executor.in_flight) == 0
     assert (len(bench.seconds), bench.executor.num_steps) == (3, 3)
 
 
 async def test_the_next_plan_goes_out_before_the_last_result_came_and_results_come_in_order() -> None:
     bench = Bench()
-    first, second = bench.submit(1), bench.submit(2)
+    for _ in range(2):
+        bench.submit()
     assert [(await bench.sent())[0].step_plan.step_id for _ in range(2)] == [1, 2]
     with pytest.raises(RankMisbehaved, match="rank 0 answered step 2"):
         bench.answer(2)
     bench.answer(1, token=8)
-    third = bench.submit(3)
-    assert (await first).token_ids == [8]
-    assert not second.done()
+    bench.submit()
+    assert bench.take().token_ids == [8]
+    assert bench.executor.in_flight.take() is None
     bench.answer(2)
     bench.answer(3)
-    assert [(await future).step_id for future in (second, third)] == [2, 3]
+    assert [bench.take().step_id for _ in range(2)] == [2, 3]
 
 
 async def test_a_step_has_its_time_from_when_it_became_the_oldest() -> None:
     bench = Bench(timeout_s=0.2)
-    first, second = bench.submit(1), bench.submit(2)
+    for _ in range(2):
+        bench.submit()
     await asyncio.sleep(0.15)
     bench.answer(1)
     await asyncio.sleep(0.15)
     assert bench.late == []
     assert 0.1 < bench.executor.stalled_s < 0.2
     began_s = time.monotonic()
+    bench.take()
     with pytest.raises(GroupLost, match=r"step 2 had no result within 0\.2 s .*stepTimeoutSeconds"):
-        await second
+        await bench.lost()
     assert time.monotonic() - began_s < 0.2
-    assert first.done()
     assert len(bench.late) == 1
 
 
 async def test_no_answer_in_time_is_a_lost_group() -> None:
     bench = Bench(timeout_s=0.01)
+    bench.submit()
     with pytest.raises(GroupLost, match=r"step 1 had no result within 0\.01 s .*stepTimeoutSeconds"):
-        await bench.submit()
+        await bench.lost()
     assert bench.seconds == []
     assert bench.executor.stalled_s == 0
 
 
 async def test_loss_ends_every_step_in_flight_and_every_later_one() -> None:
     bench = Bench()
-    futures = [bench.submit(1), bench.submit(2)]
+    bench.submit()
+    masked = bench.submit(masked=(3,))
     bench.executor.lose("rank 1 is gone")
     bench.executor.lose("a second reason")
-    for future in (*futures, bench.submit(3)):
+    for action in (bench.take, bench.submit, bench.take):
         with pytest.raises(GroupLost, match="rank 1 is gone"):
-            await future
-    bench.executor.send_masks(2, [])
+            action()
+    with pytest.raises(GroupLost, match="rank 1 is gone"):
+        await bench.executor.compute(ranks_pb2.StepPlan())
+    bench.executor.send_masks(masked, [])
     bench.answer(1)
+    assert bench.executor.stalled_s == 0
 
 
 @pytest.mark.parametrize(("rank", "step_id"), [(0, 0), (0, 2), (1, 1)])
 async def test_an_answer_that_is_not_awaited_is_misbehaviour(rank: int, step_id: int) -> None:
     bench = Bench()
-    future = bench.submit()
+    bench.submit()
     with pytest.raises(RankMisbehaved, match=f"rank {rank} answered step {step_id}"):
         bench.answer(step_id, rank=rank)
     bench.answer(1)
     with pytest.raises(RankMisbehaved, match="answered step 1"):
         bench.answer(1)
-    await future
+    assert bench.take().step_id == 1
 
 
-async def test_a_result_that_nobody_waits_for_any_more_is_taken() -> None:
+async def test_a_plan_of_no_request_is_computed_alone() -> None:
     bench = Bench()
-    future = bench.submit()
-    future.cancel()
-    bench.answer(1)
+    computing = asyncio.create_task(bench.executor.compute(ranks_pb2.StepPlan(decode_slots=[4])))
+    assert [(await bench.sent())[0].step_plan.decode_slots] == [[4]]
+    bench.answer(1, token=7)
+    assert (await computing).token_ids == [7]
+    assert len(bench.executor.in_flight) == 0
     assert bench.executor.num_steps == 1
 
 
-async def test_masks_follow_their_plan_under_its_id_of_the_epoch() -> None:
+async def test_masks_follow_their_plan_under_its_id() -> None:
     bench = Bench()
-    bench.submit(41)
+    bench.submit()
     bench.answer(1)
-    bench.submit(42, masked=(3,))
-    with pytest.raises(EngineFault, match="before the masks of step 42"):
-        bench.submit(43)
+    masked = bench.submit(masked=(3,))
+    with pytest.raises(EngineFault, match="before the masks of step 2"):
+        bench.submit()
     with pytest.raises(RankMisbehaved, match="before its masks"):
         bench.answer(2)
-    bench.executor.send_masks(42, [b"\x01"])
-    bench.submit(43)
+    bench.executor.send_masks(masked, [b"\x01"])
+    bench.submit()
     kinds = []
     for _ in range(4):
         for message in await bench.sent():
             kinds.append((message.WhichOneof("body"), message.step_plan.step_id or message.token_masks.step_id))
     expected = [("step_plan", 1), ("step_plan", 2), ("token_masks", 2), ("step_plan", 3)]
     assert kinds == [kind for kind in expected for _ in bench.links]
-    with pytest.raises(EngineFault, match="masks of step 43 are not due"):
-        bench.executor.send_masks(43, [])
+    with pytest.raises(EngineFault, match="masks of step 2 are not due"):
+        bench.executor.send_masks(masked, [])
 
 
 async def test_a_command_is_a_plan_that_every_rank_answers() -> None:
     bench = Bench(num_ranks=3)
     bench.submit()
     bench.answer(1)
+    bench.take()
     await bench.sent()
     task = await bench.command()
     assert all((m.step_plan.step_id, m.step_plan.command) == (2, SLEEP) for m in await bench.sent())
@@ -180,7 +210,7 @@ async def test_a_command_is_a_plan_that_every_rank_answers() -> None:
         bench.report(rank, 2, freed=10 + rank)
     assert [report.freed_bytes for report in await task] == [10, 11, 12]
     assert bench.executor.num_steps == 1
-    bench.submit(2)
+    bench.submit()
     assert (await bench.sent())[0].step_plan.step_id == 3
 
 
@@ -190,9 +220,10 @@ async def test_a_command_needs_that_nothing_is_out_and_lets_nothing_out() -> Non
     with pytest.raises(EngineFault, match="while something else is"):
         await bench.executor.command(SLEEP)
     bench.answer(1)
+    bench.take()
     task = await bench.command()
     with pytest.raises(EngineFault, match="while a command does"):
-        bench.submit(2)
+        bench.submit()
     bench.report(0, 2)
     with pytest.raises(RankMisbehaved, match="rank 0 answered step 2"):
         bench.report(0, 2)
@@ -227,37 +258,39 @@ async def test_a_plan_of_256_decodes_goes_to_4_ranks_within_300_microseconds() -
     fastest_s = 1.0
     for step_id in range(1, 201):
         began_s = time.perf_counter()
-        bench.executor.submit(plan)
+        bench.executor.submit(ScheduledStep(plan))
         fastest_s = min(fastest_s, time.perf_counter() - began_s)
         bench.answer(step_id)
+        bench.take()
     assert fastest_s < 300e-6
 
 
 async def test_plans_of_one_turn_travel_together_and_so_may_results() -> None:
     bench = Bench()
-    futures = [bench.submit(own_id) for own_id in (1, 2, 3)]
+    for _ in range(3):
+        bench.submit()
     for message in await bench.sent_together():
         plans = [message.step_plan, *message.further_plans]
         assert [plan.step_id for plan in plans] == [1, 2, 3]
-    late = bench.submit(4)
+    late = bench.submit()
     assert [message.step_plan.step_id for message in await bench.sent_together()] == [4, 4]
     await asyncio.sleep(0.03)
     bench.executor.take_results(
         0, [ranks_pb2.StepResult(step_id=step_id, token_ids=[step_id]) for step_id in (1, 2, 3)]
     )
-    assert [(await future).token_ids for future in futures] == [[1], [2], [3]]
-    assert not late.done()
+    assert [bench.take().token_ids for _ in range(3)] == [[1], [2], [3]]
+    assert late.result is None
     assert sum(bench.seconds) >= 0.03
     assert max(bench.seconds) - min(bench.seconds) < 1e-6
     bench.answer(4)
-    assert (await late).step_id == 4
+    assert bench.take().step_id == 4
 
 
 async def test_masks_go_out_behind_the_plan_that_owes_them() -> None:
     bench = Bench()
-    bench.submit(1)
-    bench.submit(2, masked=(3,))
-    bench.executor.send_masks(2, [b"\xff"])
+    bench.submit()
+    masked = bench.submit(masked=(3,))
+    bench.executor.send_masks(masked, [b"\xff"])
     first, second = await bench.sent(), await bench.sent()
     assert [first[0].step_plan.step_id, second[0].step_plan.step_id] == [1, 2]
     assert (await bench.sent())[0].token_masks.step_id == 2
@@ -265,10 +298,10 @@ async def test_masks_go_out_behind_the_plan_that_owes_them() -> None:
 
 async def test_plans_of_an_epoch_that_is_over_do_not_go_out() -> None:
     bench = Bench()
-    future = bench.submit(1)
+    bench.submit()
     bench.executor.lose("over")
     with pytest.raises(GroupLost, match="over"):
-        await future
+        bench.take()
     await asyncio.sleep(0)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(anext(bench.links[0].outgoing()), 0.01)

@@ -46,7 +46,7 @@ from hetero_gateway.engine.pauses import Pauses
 from hetero_gateway.engine.request import GenerationRequest
 from hetero_gateway.engine.scheduler import Scheduler
 from hetero_gateway.engine.step import EngineStats, ScheduledStep
-from hetero_gateway.engine.steps_in_flight import Flight, StepExecutor, StepsInFlight
+from hetero_gateway.engine.steps_in_flight import StepExecutor, StepInFlight
 from hetero_gateway.engine.stream import RequestStream
 from hetero_gateway.engine.throughput import Throughput
 
@@ -58,7 +58,7 @@ _FEW: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    flights: StepsInFlight
+    executor: StepExecutor
     on_broken: Callable[[str], None]
 
 
@@ -107,7 +107,8 @@ class EngineCore:
         """
         self._intake.failed = None
         self.lose("another group of ranks has taken over")
-        self._group = _Group(StepsInFlight(executor, on_landed=self._turn), on_broken)
+        self._group = _Group(executor, on_broken)
+        executor.in_flight.on_progress = self._work.set
         self.recoveries += self._intake.has_opened and bool(self._deliveries)
         self._intake.has_opened = True
         self._throughput.forget()
@@ -287,21 +288,21 @@ class EngineCore:
         with self._guarding(group):
             self._expire()
             num_updates = self._take_results(group)
-            if group.flights and 0 < num_updates <= _FEW:
+            if group.executor.in_flight and 0 < num_updates <= _FEW:
                 # Ranks have work already: these readers need not wait until the next step is made.
                 asyncio.get_running_loop().call_soon(self._send, group)
             else:
                 self._send(group)
 
     def _take_results(self, group: _Group) -> int:
-        """How many tokens came."""
+        """Apply the results that have come; return how many tokens they brought."""
         num_updates = 0
-        while (landed := group.flights.land(now=self._clock())) is not None:
-            flight, seconds = landed
-            result = flight.result.result()
-            self._throughput.add_step(seconds, tokens=len(result.token_ids))
-            self._note_pace(flight.step, seconds, result.step_s)
-            outcome = self._scheduler.apply(result)
+        while (taken := group.executor.in_flight.take()) is not None:
+            result = taken.result
+            assert result is not None, "only answered steps are taken out"
+            self._throughput.add_step(taken.seconds, tokens=len(result.token_ids))
+            self._note_pace(taken.step, taken.seconds, result.step_s)
+            outcome = self._scheduler.apply(taken.step, result)
             self._deliveries.take(outcome)
             num_updates += len(outcome.updates)
         return num_updates
@@ -319,22 +320,21 @@ class EngineCore:
         with self._guarding(group):
             while self._send_next(group):
                 pass
-            if not group.flights:
+            if not group.executor.in_flight:
                 self._holds.settled.set()
 
     def _send_next(self, group: _Group) -> bool:
-        """Send the next step; False if none can go out now."""
-        flights = group.flights
-        if flights.owing is not None:
-            self._begin_masks(group, flights.owing)
+        """Send the next step; return False if none can go out now."""
+        in_flight = group.executor.in_flight
+        if in_flight.owing is not None:
+            self._begin_masks(group, in_flight.owing)
             return False
         if self._is_held:
             return False
-        now = self._clock()
-        step = self._scheduler.schedule(now, steps_out=self._lookahead.steps_out())
+        step = self._scheduler.schedule(self._clock(), in_flight=in_flight, steps_out=self._lookahead.steps_out())
         if step is None:
             return False
-        flights.send(step, now=now)
+        group.executor.submit(step)
         return True
 
     @property
@@ -342,13 +342,13 @@ class EngineCore:
         # Whoever waits to hold lets a step go out that only tells ranks which slots are free.
         return self._holds.num_inside > 0 or (self._holds.num_waiting > 0 and self._scheduler.has_requests())
 
-    def _begin_masks(self, group: _Group, flight: Flight) -> None:
+    def _begin_masks(self, group: _Group, owing: StepInFlight) -> None:
         """Masks follow from the tokens of all steps before theirs."""
-        if flight is group.flights.oldest and self._masking is None:
-            self._masking = asyncio.create_task(self._send_masks(group, flight))
+        if owing is group.executor.in_flight.oldest and self._masking is None:
+            self._masking = asyncio.create_task(self._send_masks(group, owing))
 
-    async def _send_masks(self, group: _Group, flight: Flight) -> None:
-        completions = flight.step.masked
+    async def _send_masks(self, group: _Group, owing: StepInFlight) -> None:
+        completions = owing.step.masked
         try:
             masks = await self._masks.masks([self._deliveries.matcher_of(completion) for completion in completions])
         finally:
@@ -360,7 +360,7 @@ class EngineCore:
             for completion, mask in zip(completions, masks, strict=True):
                 if mask.problem is not None:
                     self._deliveries.fail_completion(completion, mask.problem)
-            group.flights.send_masks(flight, [mask.allowed for mask in masks])
+            group.executor.send_masks(owing, [mask.allowed for mask in masks])
         self._send(group)
 
     @contextmanager
@@ -384,9 +384,7 @@ class EngineCore:
             group.on_broken(reason)
 
     def _drop_group(self) -> None:
-        if self._group is not None:
-            self._group.flights.forget()
-            self._group = None
+        self._group = None
         self._holds.settled.set()
 
     # --- deadlines --------------------------------------------------------------------------------------

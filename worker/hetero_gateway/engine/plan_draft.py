@@ -41,13 +41,12 @@ class PlanDraft:
         return span
 
     def step(
-        self, step_id: int, *, decodes: DecodeView, last_draws: tuple[Completion, ...], released_slots: list[int]
+        self, *, decodes: DecodeView, last_draws: tuple[Completion, ...], released_slots: list[int]
     ) -> ScheduledStep:
-        """The step, complete."""
+        """Return the complete step. Its plan gets an id when it is sent."""
         sampling = [span.completion for span in self.spans if span.sample]
         masked = (*decodes.masked, *(completion for completion in sampling if completion.is_masked))
         plan = ranks_pb2.StepPlan(
-            step_id=step_id,
             released_slots=released_slots,
             new_sequences=self.new_sequences,
             decode_slots=decodes.slots,

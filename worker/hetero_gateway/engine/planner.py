@@ -23,7 +23,6 @@ class Planner:
         self._residents = residents
         self._waiting = waiting
         self._counts = counts
-        self._last_step_id = 0
         # Who was the first in line and did not fit, and how many blocks were free then.
         self._blocked: tuple[Completion, int] | None = None
 
@@ -42,7 +41,6 @@ class Planner:
         last_draws = self._residents.decodes.advance() if decodes.slots else ()
         last_draws += self._let_prefilled_decode(draft)
         return draft.step(
-            self._next_step_id(),
             decodes=decodes,
             last_draws=last_draws,
             released_slots=self._residents.slots.take_released(),
@@ -54,11 +52,7 @@ class Planner:
         if not slots.has_released:
             return None
         released_slots = slots.take_released()
-        return PlanDraft().step(self._next_step_id(), decodes=NO_DECODES, last_draws=(), released_slots=released_slots)
-
-    def _next_step_id(self) -> int:
-        self._last_step_id += 1
-        return self._last_step_id
+        return PlanDraft().step(decodes=NO_DECODES, last_draws=(), released_slots=released_slots)
 
     def _grow_decodes(self, draft: PlanDraft) -> None:
         """A block for each of the decodes whose blocks are full, the most urgent first."""

@@ -28,7 +28,6 @@ O(tokens and completions in it) in bulk operations and O(1) Python for what is n
 
 from __future__ import annotations
 
-from collections import deque
 from itertools import count
 from typing import Final
 
@@ -45,6 +44,7 @@ from hetero_gateway.engine.request import Completion, GenerationRequest, Request
 from hetero_gateway.engine.residents import Residents
 from hetero_gateway.engine.results import append_prompt_logprobs, append_tokens
 from hetero_gateway.engine.step import EngineStats, ScheduledStep, SpanEntry, StepOutcome
+from hetero_gateway.engine.steps_in_flight import StepsInFlight
 from hetero_gateway.engine.waiting import WaitingLine
 
 NULL_BLOCK_ONLY: Final = 1
@@ -67,7 +67,6 @@ class Scheduler:
         # What requests have to fit: the group's cache, or the last group's while there is none.
         self._cache = self._residents.cache
         self._is_open = num_blocks > NULL_BLOCK_ONLY
-        self._in_flight: deque[ScheduledStep] = deque()
 
     # --- requests come and go ---------------------------------------------------------------------------
 
@@ -137,14 +136,9 @@ class Scheduler:
         return bool(self._requests)
 
     @property
-    def num_in_flight_steps(self) -> int:
-        """Steps that were scheduled and not applied."""
-        return len(self._in_flight)
-
-    @property
     def is_idle(self) -> bool:
-        """No request, no step in flight, and no slot that ranks would still have to be told to drop."""
-        return not self._requests and not self._in_flight and not self._residents.slots.has_released
+        """Return whether `schedule` has nothing to do: no request, and no slot that ranks still have to drop."""
+        return not self._requests and not self._residents.slots.has_released
 
     def stats(self) -> EngineStats:
         """Counts of one moment, consistent with one another."""
@@ -171,7 +165,7 @@ class Scheduler:
     # --- the group comes and goes -----------------------------------------------------------------------
 
     def open_group(self, *, num_blocks: int, block_size: int) -> list[tuple[Request, InvalidRequest]]:
-        """A new epoch or another cache (`num_blocks` includes the null block): step ids start at 1 again.
+        """A new epoch or another cache; `num_blocks` includes the null block.
 
         All requests go on from the tokens that they have. Those that do not fit the cache even alone have ended, and
         are returned with the arithmetic; one that left max_tokens open gets what fits.
@@ -193,7 +187,6 @@ class Scheduler:
         for completion in list(self._residents.running):
             self._residents.leave(completion)
         self._residents, self._planner = self._new_cache(num_blocks=num_blocks, block_size=block_size)
-        self._in_flight.clear()
         self._waiting.clear()
         for request in self._requests.values():
             if block_size != self._cache.block_size:
@@ -216,46 +209,36 @@ class Scheduler:
 
     # --- a step goes out --------------------------------------------------------------------------------
 
-    def schedule(self, now: float, *, steps_out: int | None = None) -> ScheduledStep | None:
-        """The next step; None if there is nothing that can go out now. `now` only dates each request's first step.
+    def schedule(self, now: float, *, in_flight: StepsInFlight, steps_out: int | None = None) -> ScheduledStep | None:
+        """Return the next step; None if there is nothing that can go out now. `now` only dates a request's first step.
 
-        `steps_out`: how many may be out if they only decode, where that is more than `max_steps_in_flight`.
+        Whoever sends the step adds it to `in_flight`. `steps_out`: how many may be out if they only decode, where that
+        is more than `max_steps_in_flight`.
 
         Call `expire` with the same `now` before, so that no expired request is computed. A step may compute nothing:
-        it only tells ranks to drop what has ended, so that they are idle too.
+        it only has ranks drop the slots of what has ended, so that they are idle too. Raises EngineFault if there are
+        requests, nothing is out, and none of them can be scheduled.
         """
-        if not self._is_open or not self._may_send(steps_out):
+        most = self._config.max_steps_in_flight
+        if not self._is_open or not in_flight.may_overlap(most=most, most_decodes=steps_out):
             return None
         step = self._planner.plan(now)
         if step is None and not self._requests:
             step = self._planner.plan_release()
-        if step is not None:
-            self._in_flight.append(step)
-        elif self._requests and not self._in_flight:
+        if step is None and self._requests and not in_flight:
             raise EngineFault(f"{len(self._requests)} requests are in flight and none can be scheduled")
         return step
 
-    def _may_send(self, steps_out: int | None) -> bool:
-        number, most = len(self._in_flight), self._config.max_steps_in_flight
-        if number < most:
-            return True
-        may_look_ahead = most > 1 and steps_out is not None and number < steps_out
-        return may_look_ahead and not any(step.spans or step.masked for step in self._in_flight)
-
     # --- its result comes back --------------------------------------------------------------------------
 
-    def apply(self, result: ranks_pb2.StepResult) -> StepOutcome:
+    def apply(self, step: ScheduledStep, result: ranks_pb2.StepResult) -> StepOutcome:
         """Take in the result of the oldest step in flight: tokens, computed blocks, completions that end.
 
-        Raises StepMismatch if the result does not answer that step; then the group is to be lost.
+        Raises StepMismatch if the result does not answer the step; then the group is to be lost.
         """
-        if not self._in_flight:
-            raise EngineFault(f"no step is in flight, a result of step {result.step_id} came")
-        step = self._in_flight[0]
         with_prompt_logprobs = append_prompt_logprobs(step, result)
-        # Last of what may refuse the result: a token that was appended is told.
+        # The last check that may refuse the result: tokens that were appended are final.
         updates = append_tokens(step, result, vocab_size=self._config.vocab_size)
-        self._in_flight.popleft()
         self._counts.steps += step.computes
         self._counts.generated_tokens += len(updates.all)
         for grown in step.grown:

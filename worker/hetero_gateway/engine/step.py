@@ -74,11 +74,11 @@ class ScheduledStep:
     """
 
     plan: ranks_pb2.StepPlan
-    decodes: DecodeView
-    spans: tuple[SpanEntry, ...]
-    grown: tuple[GrownEntry, ...]
-    last_draws: tuple[Completion, ...]
-    masked: tuple[Completion, ...]
+    decodes: DecodeView = NO_DECODES
+    spans: tuple[SpanEntry, ...] = ()
+    grown: tuple[GrownEntry, ...] = ()
+    last_draws: tuple[Completion, ...] = ()
+    masked: tuple[Completion, ...] = ()
 
     @property
     def entries(self) -> list[ScheduledEntry]:

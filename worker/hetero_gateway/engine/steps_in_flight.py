@@ -1,128 +1,172 @@
-"""The steps that are out on one group: sent in order, their results taken in order.
+"""The steps that are out on one group of ranks: the only record of them.
 
-A step whose draws are bound to masks owes them: they can be computed only when every earlier step's tokens are known,
-and no later plan may go out before them. One asyncio loop.
+The executor that sends steps owns this record. It gives each step its id, notes what the ranks answer and how long they
+took, and fails what is left when the group is lost. The scheduler reads how much is out, and the engine core takes the
+answered steps out, oldest first. What always holds:
+
+- Ids rise by one from 1 over all that an epoch's ranks are sent: warm-up, commands and the steps of requests.
+- Ranks answer in order, so the answered steps come before those still awaited.
+- A step whose draws are bound to masks owes them. They follow from the tokens of all earlier steps, and no later step
+  may go out before them, so only the newest step can owe masks.
+
+Plain Python, so that a scheduler can be driven without an event loop.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from hetero_api.v1 import ranks_pb2
-from hetero_gateway.engine.errors import GroupLost, StepMismatch
+from hetero_gateway.engine.errors import EngineFault, StepMismatch
 from hetero_gateway.engine.step import ScheduledStep
 
 
-class StepExecutor(Protocol):
-    """A READY group."""
-
-    def submit(self, plan: ranks_pb2.StepPlan) -> asyncio.Future[ranks_pb2.StepResult]:
-        """Send `plan` to every rank, at once; rank 0's answer, with the plan's own id. It raises GroupLost.
-
-        Several may be out; results come in order.
-        """
-        ...
-
-    def send_masks(self, step_id: int, masks: Sequence[bytes]) -> None:
-        """What the masked draws of the plan sent last, whose own id this is, may choose from."""
-        ...
-
-    async def command(self, command: ranks_pb2.GroupCommand) -> list[ranks_pb2.CommandReport]:
-        """Have the whole group do something between two steps; every rank's report, in rank order. Raises GroupLost."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
-class Flight:
-    """A step that is out. `began_s` is when it was sent, or when the step before it landed if that came later."""
+class StepInFlight:
+    """A step that is out.
+
+    `began_s` is when it was sent, or when the step before it was answered if that came later. `seconds` counts from
+    there to its answer.
+    """
 
     step: ScheduledStep
-    result: asyncio.Future[ranks_pb2.StepResult]
     began_s: float
     owes_masks: bool
     masks: Sequence[bytes] = ()
+    result: ranks_pb2.StepResult | None = None
+    seconds: float = 0.0
 
-    def check_masks(self) -> None:
-        """Raises StepMismatch if a draw was not bound to its mask: what was drawn must not become known."""
-        if not self.masks:
-            return
-        result = self.result.result()
-        drawn = dict(zip(result.slots, result.token_ids, strict=False))
-        for slot, mask in zip(self.step.plan.masked_slots, self.masks, strict=True):
-            token_id = drawn.get(slot)
-            if token_id is not None and not _allows(mask, token_id):
-                raise StepMismatch(f"step {result.step_id}: slot {slot} drew token {token_id}, against its mask")
-
-
-class Landed(NamedTuple):
-    """A step whose result has come, and how long it took."""
-
-    flight: Flight
-    seconds: float
+    @property
+    def step_id(self) -> int:
+        """Id of the step within its epoch."""
+        return self.step.plan.step_id
 
 
 class StepsInFlight:
-    """See the module. `on_landed` is called when a result has come, or the group says that none will."""
+    """Steps that were sent and not taken out yet, oldest first. `on_progress` is called when `take` may have news."""
 
-    def __init__(self, executor: StepExecutor, *, on_landed: Callable[[], None]) -> None:
-        self._executor = executor
-        self._on_landed = on_landed
-        self._flights: deque[Flight] = deque()
+    def __init__(self) -> None:
+        self.on_progress: Callable[[], None] = lambda: None
+        self._last_step_id = 0
+        self._steps: deque[StepInFlight] = deque()
+        self._num_answered = 0
+        self._error: Exception | None = None
 
     def __len__(self) -> int:
-        return len(self._flights)
+        return len(self._steps)
 
-    def send(self, step: ScheduledStep, *, now: float) -> None:
-        """Send a step. None may owe masks."""
-        result = self._executor.submit(step.plan)
-        self._flights.append(Flight(step, result, now, owes_masks=bool(step.masked)))
-        result.add_done_callback(self._landed)
+    def __iter__(self) -> Iterator[StepInFlight]:
+        return iter(self._steps)
 
     @property
-    def owing(self) -> Flight | None:
-        """The step that owes masks; it is the one sent last."""
-        return self._flights[-1] if self._flights and self._flights[-1].owes_masks else None
+    def oldest(self) -> StepInFlight | None:
+        """The step that `take` returns next, answered or not."""
+        return self._steps[0] if self._steps else None
 
     @property
-    def oldest(self) -> Flight | None:
-        return self._flights[0] if self._flights else None
+    def awaited(self) -> StepInFlight | None:
+        """The oldest step that has no answer yet."""
+        return self._steps[self._num_answered] if self._num_answered < len(self._steps) else None
 
-    def send_masks(self, flight: Flight, masks: Sequence[bytes]) -> None:
-        self._executor.send_masks(flight.step.plan.step_id, masks)
-        flight.owes_masks = False
-        flight.masks = masks
+    @property
+    def owing(self) -> StepInFlight | None:
+        """The step that owes masks; always the newest one."""
+        return self._steps[-1] if self._steps and self._steps[-1].owes_masks else None
 
-    def land(self, *, now: float) -> Landed | None:
-        """Take out the oldest step if its result has come. Raises GroupLost if none will come, or StepMismatch.
+    def next_step_id(self) -> int:
+        """Return the id of what is sent next."""
+        self._last_step_id += 1
+        return self._last_step_id
 
-        Steps whose results came together took as long as one another.
+    def add(self, step: ScheduledStep, *, now: float = 0.0) -> StepInFlight:
+        """Record a step that goes out now and write its id into its plan. Raises EngineFault if masks are owed."""
+        if self.owing is not None:
+            raise EngineFault(f"a step goes out before the masks of step {self.owing.step_id}")
+        step.plan.step_id = self.next_step_id()
+        added = StepInFlight(step, now, owes_masks=bool(step.plan.masked_slots))
+        self._steps.append(added)
+        return added
+
+    def add_masks(self, step: StepInFlight, masks: Sequence[bytes]) -> None:
+        """Record the masks that a step owed. Raises EngineFault if it owes none."""
+        if step is not self.owing:
+            raise EngineFault(f"masks of step {step.step_id} are not due")
+        step.masks, step.owes_masks = masks, False
+
+    def answer(self, result: ranks_pb2.StepResult, *, now: float = 0.0) -> StepInFlight:
+        """Record the result of the oldest awaited step. Raises EngineFault if none is awaited."""
+        answered = self.awaited
+        if answered is None:
+            raise EngineFault(f"no step is in flight, a result of step {result.step_id} came")
+        answered.result, answered.seconds = result, now - answered.began_s
+        self._num_answered += 1
+        if self.awaited is not None:
+            self.awaited.began_s = now
+        self.on_progress()
+        return answered
+
+    def fail(self, error: Exception) -> None:
+        """Record that no more answers come. Only the first error counts."""
+        if self._error is None:
+            self._error = error
+            self.on_progress()
+
+    def take(self) -> StepInFlight | None:
+        """Take out the oldest step if it was answered; None if it was not.
+
+        Raises what `fail` was given once nothing answered is left, or StepMismatch if a draw ignored its mask.
         """
-        if not self._flights or not self._flights[0].result.done():
+        if not self._num_answered:
+            if self._error is not None:
+                raise self._error
             return None
-        number = next((i for i, each in enumerate(self._flights) if not each.result.done()), len(self._flights))
-        flight = self._flights.popleft()
-        seconds = (now - flight.began_s) / number
-        if self._flights:
-            self._flights[0].began_s = flight.began_s + seconds
-        if flight.result.cancelled():
-            raise GroupLost("the step was cancelled by the group")
-        flight.result.result()
-        flight.check_masks()
-        return Landed(flight, seconds)
+        self._num_answered -= 1
+        taken = self._steps.popleft()
+        _check_masks(taken)
+        return taken
 
-    def forget(self) -> None:
-        """The group is over: no result is taken any more."""
-        self._flights.clear()
+    def may_overlap(self, *, most: int, most_decodes: int | None) -> bool:
+        """Return whether one more step may go out beside these.
 
-    def _landed(self, result: asyncio.Future[ranks_pb2.StepResult]) -> None:
-        # Of one that nobody takes, this keeps asyncio from reporting an error that nobody looks at.
-        if not result.cancelled():
-            result.exception()
-        self._on_landed()
+        `most` steps may be out, or `most_decodes` if all of them only decode and `most` allows overlap at all.
+        """
+        number = len(self._steps)
+        if number < most:
+            return True
+        if most < 2 or most_decodes is None or number >= most_decodes:
+            return False
+        return not any(each.step.spans or each.step.masked for each in self._steps)
+
+
+class StepExecutor(Protocol):
+    """A group of ranks that is READY, as the engine core sees it."""
+
+    @property
+    def in_flight(self) -> StepsInFlight:
+        """The steps that are out."""
+        ...
+
+    def submit(self, step: ScheduledStep) -> None:
+        """Send a step to every rank, and record it. Several may be out. Raises GroupLost."""
+        ...
+
+    def send_masks(self, step: StepInFlight, masks: Sequence[bytes]) -> None:
+        """Send the masks that a step owes, one for each masked draw, in the plan's order."""
+        ...
+
+
+def _check_masks(taken: StepInFlight) -> None:
+    """Raise StepMismatch if a draw ignored its mask: that token must not become known."""
+    if not taken.masks or taken.result is None:
+        return
+    drawn = dict(zip(taken.result.slots, taken.result.token_ids, strict=False))
+    for slot, mask in zip(taken.step.plan.masked_slots, taken.masks, strict=True):
+        token_id = drawn.get(slot)
+        if token_id is not None and not _allows(mask, token_id):
+            raise StepMismatch(f"step {taken.step_id}: slot {slot} drew token {token_id}, against its mask")
 
 
 def _allows(mask: bytes, token_id: int) -> bool:

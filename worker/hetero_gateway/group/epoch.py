@@ -285,7 +285,7 @@ class Epoch:
         graph_sizes = () if brief else self._graph_sizes()
         for plan in warm_up_plans(self._step_bounds(), brief=brief, graph_sizes=graph_sizes):
             try:
-                result = await self._executor.submit(plan)
+                result = await self._executor.compute(plan)
             except GroupLost as error:
                 self.end(f"warm-up: {error}")
                 raise await self._over from error

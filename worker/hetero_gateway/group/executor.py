@@ -1,44 +1,32 @@
-"""GroupExecutor: StepPlans out to every rank, answers back. One epoch's.
+"""GroupExecutor: sends StepPlans and commands to every rank of one epoch, and takes their answers.
 
-Plans get the ids of the epoch here: warm-up, commands and the scheduler count for themselves, ranks see one rising
-sequence. Several steps may be out; ranks work them off in order, so their results come in order too, from rank 0. A
-command goes out alone, and every rank answers it. Plans that are submitted in one turn of the loop travel together, and
-so may results: what they say of a step is what they would say alone.
+Ranks see one rising sequence of step ids; `StepsInFlight` assigns them and is the only record of the steps that are
+out. Ranks work steps off in order, so results come in order too, from rank 0. A command goes out alone, and every rank
+answers it. Plans that are submitted in one turn of the loop travel together, and so may results; each result says what
+it would say alone.
 
-A step has its time from when it became the oldest one out, i.e. from when the ranks could begin with it. One that
-exceeds it ends the epoch, through `on_late`. One asyncio loop.
+A step's time counts from when it became the oldest one out, i.e. from when the ranks could begin with it. A step that
+exceeds its time ends the epoch, through `on_late`. One asyncio loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from hetero_api.v1 import ranks_pb2
 from hetero_gateway.engine.errors import EngineFault, GroupLost
+from hetero_gateway.engine.step import ScheduledStep
+from hetero_gateway.engine.steps_in_flight import StepInFlight, StepsInFlight
 from hetero_gateway.group.errors import RankMisbehaved
 from hetero_gateway.group.rank_link import RankLink, broadcast
-
-T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class _Flight:
-    """A step that is out. `own_id` is the plan's own, `step_id` the epoch's; `began_s` is when it became the oldest."""
-
-    step_id: int
-    own_id: int
-    future: asyncio.Future[ranks_pb2.StepResult]
-    began_s: float
 
 
 @dataclass(slots=True)
 class _Command:
-    """A command that is out, and the reports that came."""
+    """A command that is out, and the reports that have come."""
 
     step_id: int
     future: asyncio.Future[list[ranks_pb2.CommandReport]]
@@ -46,9 +34,10 @@ class _Command:
 
 
 class GroupExecutor:
-    """Implements the engine's StepExecutor. `observe_step` is told the seconds of every step, as seen from here.
+    """The engine's StepExecutor over the links of one epoch's ranks.
 
-    `on_late` is called with the reason when ranks took too long; whoever gets it ends the epoch, and so calls `lose`.
+    `observe_step` gets the seconds of every answered step, as seen from here. `on_late` gets the reason when ranks took
+    too long; it has to end the epoch, which calls `lose`.
     """
 
     def __init__(
@@ -61,18 +50,16 @@ class GroupExecutor:
         observe_step: Callable[[float], None],
         on_late: Callable[[str], None],
     ) -> None:
+        self.in_flight = StepsInFlight()
         self.num_steps = 0
-        """Steps whose results came."""
+        """Steps that were answered."""
         self._links = tuple(links)
         self._epoch = epoch
         self._step_timeout_s = step_timeout_s
         self._command_timeout_s = command_timeout_s
         self._observe_step = observe_step
         self._on_late = on_late
-        self._last_step_id = 0
-        self._flights: deque[_Flight] = deque()
         self._command: _Command | None = None
-        self._masks_due: _Flight | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._lost: str | None = None
         self._leaving: ranks_pb2.GatewayMessage | None = None
@@ -80,46 +67,52 @@ class GroupExecutor:
 
     # --- out --------------------------------------------------------------------------------------------
 
-    def submit(self, plan: ranks_pb2.StepPlan) -> asyncio.Future[ranks_pb2.StepResult]:
-        """Send `plan` to every rank at once. Its result has the plan's own id; or the future raises GroupLost."""
-        future: asyncio.Future[ranks_pb2.StepResult] = asyncio.get_running_loop().create_future()
+    def submit(self, step: ScheduledStep) -> None:
+        """Send a step to every rank at once and record it as in flight.
+
+        Raises GroupLost, or EngineFault while a command or masks are due.
+        """
         if self._lost is not None:
-            return _fail(future, self._lost)
+            raise GroupLost(self._lost)
         if self._command is not None:
-            raise EngineFault(f"step {plan.step_id} goes out while a command does")
-        if self._masks_due is not None:
-            raise EngineFault(f"step {plan.step_id} goes out before the masks of step {self._masks_due.own_id}")
-        flight = _Flight(self._send(plan), plan.step_id, future, time.monotonic())
-        self._flights.append(flight)
-        if plan.masked_slots:
-            self._masks_due = flight
+            raise EngineFault("a step goes out while a command does")
+        self.in_flight.add(step, now=time.monotonic())
+        self._send(step.plan)
         if self._timer is None:
             self._arm_timer(self._step_timeout_s)
-        return future
 
-    def send_masks(self, step_id: int, masks: Sequence[bytes]) -> None:
-        """What the masked draws of a plan may choose from; `step_id` is the plan's own. Before any later plan."""
+    async def compute(self, plan: ranks_pb2.StepPlan) -> ranks_pb2.StepResult:
+        """Send a plan that belongs to no request, alone, and return its result. Raises GroupLost."""
+        answered = asyncio.Event()
+        self.in_flight.on_progress = answered.set
+        self.submit(ScheduledStep(plan))
+        await answered.wait()
+        taken = self.in_flight.take()
+        assert taken is not None, "the step was answered"
+        assert taken.result is not None, "the step was answered"
+        return taken.result
+
+    def send_masks(self, step: StepInFlight, masks: Sequence[bytes]) -> None:
+        """Send the masks that a step owes. Raises EngineFault if it owes none."""
         if self._lost is not None:
             return
-        due, self._masks_due = self._masks_due, None
-        if due is None or due.own_id != step_id:
-            raise EngineFault(f"masks of step {step_id} are not due")
-        token_masks = ranks_pb2.TokenMasks(step_id=due.step_id, masks=masks)
+        self.in_flight.add_masks(step, masks)
+        token_masks = ranks_pb2.TokenMasks(step_id=step.step_id, masks=masks)
         self._send_leaving()
         broadcast(self._links, ranks_pb2.GatewayMessage(epoch=self._epoch, token_masks=token_masks))
 
     async def command(self, command: ranks_pb2.GroupCommand) -> list[ranks_pb2.CommandReport]:
-        """Have the group do `command`; every rank's report, in rank order. Raises GroupLost.
+        """Have the group do `command`; return every rank's report, in rank order. Raises GroupLost.
 
         Nothing may be out. A caller that gives up waiting does not stop the command.
         """
         if self._lost is not None:
             raise GroupLost(self._lost)
-        if self._flights or self._command is not None:
+        if self.in_flight or self._command is not None:
             raise EngineFault("a command goes out while something else is")
-        sent = self._command = _Command(
-            self._send(ranks_pb2.StepPlan(command=command)), asyncio.get_running_loop().create_future()
-        )
+        plan = ranks_pb2.StepPlan(step_id=self.in_flight.next_step_id(), command=command)
+        sent = self._command = _Command(plan.step_id, asyncio.get_running_loop().create_future())
+        self._send(plan)
         late = asyncio.get_running_loop().call_later(self._command_timeout_s, self._on_late_command, sent)
         try:
             return await asyncio.shield(sent.future)
@@ -127,19 +120,15 @@ class GroupExecutor:
             if sent.future.done():
                 late.cancel()
 
-    def _send(self, plan: ranks_pb2.StepPlan) -> int:
-        self._last_step_id += 1
+    def _send(self, plan: ranks_pb2.StepPlan) -> None:
         if self._leaving is None:
             self._leaving = ranks_pb2.GatewayMessage(epoch=self._epoch, step_plan=plan)
-            self._leaving.step_plan.step_id = self._last_step_id
             asyncio.get_running_loop().call_soon(self._send_leaving)
         else:
             self._leaving.further_plans.append(plan)
-            self._leaving.further_plans[-1].step_id = self._last_step_id
-        return self._last_step_id
 
     def _send_leaving(self) -> None:
-        """Once a turn of the loop; earlier for what has to come behind the plans."""
+        """Send what was submitted: once a turn of the loop, or earlier for what must follow the plans."""
         message, self._leaving = self._leaving, None
         if message is not None and self._lost is None:
             broadcast(self._links, message)
@@ -147,36 +136,31 @@ class GroupExecutor:
     # --- back -------------------------------------------------------------------------------------------
 
     def take_results(self, rank: int, results: Sequence[ranks_pb2.StepResult]) -> None:
-        """A rank's answers, in order. Raises RankMisbehaved unless they are awaited of it, and are to the oldest steps.
+        """Take a rank's answers, in order. Raises RankMisbehaved if one of them is not awaited of that rank now.
 
-        Steps whose answers travelled together took, as seen from here, as long as one another.
+        Steps whose answers travelled together count as having taken equally long.
         """
-        began_s = self._flights[0].began_s if self._flights else 0.0
-        now = time.monotonic()
+        oldest, now = self.in_flight.awaited, time.monotonic()
+        began_s = oldest.began_s if oldest is not None else 0.0
         for number, result in enumerate(results, 1):
             self._take_result(rank, result, ended_s=began_s + (now - began_s) * number / len(results))
 
     def _take_result(self, rank: int, result: ranks_pb2.StepResult, *, ended_s: float) -> None:
         if self._lost is not None:
             return
-        command = self._command
+        command, step = self._command, self.in_flight.awaited
         if command is not None and result.step_id == command.step_id and rank not in command.reports:
             self._take_report(command, rank, result)
-        elif rank == 0 and self._flights and self._flights[0].step_id == result.step_id:
-            self._take_step(self._flights.popleft(), result, ended_s=ended_s)
+        elif rank == 0 and step is not None and step.step_id == result.step_id:
+            self._take_step(step, result, ended_s=ended_s)
         else:
-            raise RankMisbehaved(f"rank {rank} answered step {result.step_id}, which it had not to answer now")
+            raise RankMisbehaved(f"rank {rank} answered step {result.step_id}, which is not awaited of it now")
 
-    def _take_step(self, flight: _Flight, result: ranks_pb2.StepResult, *, ended_s: float) -> None:
-        if self._masks_due is flight:
+    def _take_step(self, step: StepInFlight, result: ranks_pb2.StepResult, *, ended_s: float) -> None:
+        if step.owes_masks:
             raise RankMisbehaved(f"rank 0 answered step {result.step_id} before its masks were sent")
-        if self._flights:
-            self._flights[0].began_s = ended_s
         self.num_steps += 1
-        self._observe_step(ended_s - flight.began_s)
-        result.step_id = flight.own_id
-        if not flight.future.done():
-            flight.future.set_result(result)
+        self._observe_step(self.in_flight.answer(result, now=ended_s).seconds)
 
     def _take_report(self, command: _Command, rank: int, result: ranks_pb2.StepResult) -> None:
         if not result.HasField("command_report"):
@@ -187,23 +171,22 @@ class GroupExecutor:
             command.future.set_result([command.reports[rank] for rank in range(len(self._links))])
 
     def lose(self, reason: str) -> None:
-        """The epoch is over: what is out, and what comes later, raises GroupLost. Only the first reason counts."""
+        """End the epoch: what is out, and what comes later, raises GroupLost. Only the first reason counts."""
         if self._lost is not None:
             return
         self._lost = reason
-        for flight in self._flights:
-            _fail(flight.future, reason)
-        if self._command is not None:
-            _fail(self._command.future, reason)
-        self._flights.clear()
-        self._command = self._masks_due = None
         if self._timer is not None:
             self._timer.cancel()
+        if self._command is not None:
+            _fail(self._command.future, reason)
+            self._command = None
+        self.in_flight.fail(GroupLost(reason))
 
     @property
     def stalled_s(self) -> float:
-        """Seconds that the oldest step out has had; 0 when there is none. Commands do not count."""
-        return time.monotonic() - self._flights[0].began_s if self._flights else 0.0
+        """Seconds since the ranks could begin with the oldest step out; 0 when there is none, or after a loss."""
+        oldest = self.in_flight.awaited
+        return time.monotonic() - oldest.began_s if oldest is not None and self._lost is None else 0.0
 
     # --- late -------------------------------------------------------------------------------------------
 
@@ -211,16 +194,17 @@ class GroupExecutor:
         self._timer = asyncio.get_running_loop().call_later(seconds, self._on_timer)
 
     def _on_timer(self) -> None:
-        """One timer for all steps, armed anew when it finds that its step is done: cheaper than one a step."""
+        """Check the oldest step. One timer serves all steps and is set again when its step is done: cheaper."""
         self._timer = None
-        if not self._flights:
+        oldest = self.in_flight.awaited
+        if oldest is None:
             return
         left_s = self._step_timeout_s - self.stalled_s
         if left_s > 0:
             self._arm_timer(left_s)
         else:
             self._on_late(
-                f"step {self._flights[0].step_id} had no result within {self._step_timeout_s:g} s "
+                f"step {oldest.step_id} had no result within {self._step_timeout_s:g} s "
                 "(spec.recovery.stepTimeoutSeconds)"
             )
 
@@ -233,9 +217,8 @@ class GroupExecutor:
             )
 
 
-def _fail(future: asyncio.Future[T], reason: str) -> asyncio.Future[T]:
-    """End it with GroupLost, unless it has ended. Nobody has to look at the error."""
+def _fail(future: asyncio.Future[list[ranks_pb2.CommandReport]], reason: str) -> None:
+    """End the future with GroupLost, unless it has ended. Nobody has to look at the error."""
     if not future.done():
         future.set_exception(GroupLost(reason))
         future.exception()
-    return future
