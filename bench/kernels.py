@@ -29,7 +29,7 @@ import torch
 
 from bench.limits import Limits, measure
 from hetero_api.weight_format import INT8, WeightFormat, int4
-from hetero_worker.layers.linear_kernels import MklKernel, OnednnKernel, PackedWeight, PlainKernel
+from hetero_worker.layers.linear_kernels import PackedWeight, PlainKernel
 from hetero_worker.layers.native_linear import NativeLinear
 from hetero_worker.memory.quantized_matrix import QuantizedMatrix
 from hetero_worker.native.compute_library import load_compute
@@ -98,8 +98,6 @@ def kernels(issuer: Issuer) -> dict[str, Kernel]:
         "native int8": Kernel(8, "int8", lambda shape: _plain(native.pack_quantized(_whole(shape, INT8)))),
         "native int4": Kernel(5, "int8", lambda shape: _plain(native.pack_quantized(_whole(shape, int4())))),
         "torch fp32": Kernel(32, "float32", lambda shape: _plain(PlainKernel().pack(_random(shape)))),
-        "oneDNN packed fp32": Kernel(32, "float32", lambda shape: _plain(OnednnKernel().pack(_random(shape)))),
-        "MKL packed fp32": Kernel(32, "float32", lambda shape: _plain(MklKernel().pack(_random(shape)))),
         "torch bf16": Kernel(16, "bfloat16", lambda shape: _narrow(PlainKernel().pack(_random(shape).bfloat16()))),
         "fbgemm fp16": Kernel(16, "float32", _dynamic_fp16),
         "_weight_int8pack_mm": Kernel(8, "bfloat16", _int8pack),

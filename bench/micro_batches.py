@@ -31,8 +31,7 @@ from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.attention.paged import paged_attention
 from hetero_worker.distributed.exchange import HostExchange, LocalExchange
 from hetero_worker.distributed.routes import routes_of
-from hetero_worker.layers.kernel_choice import choose_kernel
-from hetero_worker.layers.linear_kernels import available_kernels
+from hetero_worker.layers.linear_kernels import PlainKernel
 from hetero_worker.memory.loader import Checkpoint
 from hetero_worker.models.decoder import Decoder, DecoderInput
 from hetero_worker.models.micro_batches import best_number
@@ -111,9 +110,8 @@ def _loaded(config: ModelConfig, plan: ShardPlan, model: Path, *, rank: int, cut
         config, plan, rank=rank, dtype=torch.float32, max_length=1024, attention=paged_attention(torch.float32),
         count_parts=cut,
     )  # fmt: skip
-    kernel = choose_kernel(available_kernels(torch.float32), sorted(decoder.linear_shapes), dtype=torch.float32)
     with Checkpoint(model) as checkpoint:
-        decoder.load(checkpoint, kernel)
+        decoder.load(checkpoint, PlainKernel())
     return decoder
 
 

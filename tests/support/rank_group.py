@@ -17,10 +17,7 @@ import torch
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan, UnitRange
 from hetero_api.v1 import ranks_pb2
-from hetero_api.weight_format import FLOAT_WEIGHTS, StoredWeights
 from hetero_worker.distributed.exchange import Exchange, HostExchange
-from hetero_worker.layers.kernel_choice import choose_kernel
-from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.layers.sampler import SampledRows, gather_logits, sample_tokens
 from hetero_worker.platforms.base import HOST
 from hetero_worker.runners.base import LoadReport, LoadRequest, SampledToken, StepOutput
@@ -105,8 +102,8 @@ class RankGroup:
         make_exchanges: MakeExchanges | None = None,
         keeps_logits: bool = True,
     ) -> None:
-        """`make_graphs`: of the pseudo GPUs; None: they have none. `native`: host cores compute by native kernels,
-        linear layers among them, whatever would be faster; else by torch's. `make_exchanges` None: in Python.
+        """`make_graphs`: of the pseudo GPUs; None: they have none. `native`: host cores compute by native kernels;
+        else by torch's. `make_exchanges` None: in Python.
         `keeps_logits`: a recorder is asked for all draws; else the runners draw as they do when they serve."""
         config = ModelConfig.from_directory(directory).quantized(quantization)
         self.plan = shares.plan(config.num_layers, expert_layers=config.expert_layers)
@@ -115,7 +112,7 @@ class RankGroup:
         self.runners = [
             GpuRunner(PseudoGpuPlatform(rank), sample=sampler, make_graphs=make_graphs)
             if rank < num_gpu_ranks
-            else CpuRunner(sample=sampler, choose=_first if native else choose_kernel)
+            else CpuRunner(sample=sampler)
             for rank, sampler in enumerate(samplers)
         ]
         self.requests = [
@@ -164,17 +161,6 @@ class RankGroup:
         report = runner.load(self.requests[rank])
         runner.allocate(self.num_blocks, self.block_size)
         return report
-
-
-def _first(
-    candidates: Sequence[LinearKernel],
-    shapes: Sequence[tuple[int, int]],
-    *,
-    dtype: torch.dtype,
-    stored: StoredWeights = FLOAT_WEIGHTS,
-) -> LinearKernel:
-    """Of host cores that have native kernels, that."""
-    return candidates[0]
 
 
 def _thread_exchanges(plan: ShardPlan) -> Sequence[HostExchange]:

@@ -15,7 +15,7 @@ from hetero_worker.attention.base import AttentionBatch, DecodeRows, PrefillSpan
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.attention.paged import paged_attention
 from hetero_worker.distributed.exchange import Exchange
-from hetero_worker.layers.linear_kernels import available_kernels
+from hetero_worker.layers.linear_kernels import PlainKernel
 from hetero_worker.memory.loader import Checkpoint
 from hetero_worker.models.decoder import Decoder, DecoderInput
 from tests.support.rank_shares import Shares
@@ -85,7 +85,7 @@ def load_decoder(directory: Path, config: ModelConfig, plan: ShardPlan, rank: in
         count_parts=lambda num_rows, num_stages: num_parts,
     )
     with Checkpoint(directory) as checkpoint:
-        decoder.load(checkpoint, available_kernels(torch.float32)[0])
+        decoder.load(checkpoint, PlainKernel())
     return decoder
 
 

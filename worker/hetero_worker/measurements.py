@@ -1,11 +1,9 @@
-"""What a rank measures when it starts, kept for the process that takes its place.
+"""Measurements that a rank makes when it starts, kept for the process that takes its place.
 
-A rank that is started anew while its neighbours wait for it, spinning, would measure them and not the machine. Worse,
-it might choose other kernels than the process before it, whose sums differ in the last bits: a stream that goes on
-after a rank was lost must go on as if it had not been. So what was measured first is what holds, for as long as whoever
-starts the ranks keeps the file. A file that was made under other circumstances (this package, torch, boot of the
-machine, CPU, cores) counts for nothing. It says when it was begun, and whether others had the cores meanwhile, for who
-starts ranks to judge what it is worth later.
+A rank that starts again while its neighbours wait for it, spinning, would measure them and not the machine. So the
+first measurement holds, for as long as whoever starts the ranks keeps the file. A file that was made under other
+circumstances (package, torch, boot of the machine, CPU, cores) is ignored. The file records when it was begun, and
+whether other processes used the cores meanwhile, so that whoever starts ranks can judge it later.
 """
 
 from __future__ import annotations
@@ -16,18 +14,14 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from google.protobuf import json_format
 
 from hetero_api.v1 import ranks_pb2
-from hetero_api.weight_format import FLOAT_WEIGHTS, StoredWeights
-from hetero_worker.layers.kernel_choice import choose_kernel
-from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.models.decoder import Decoder
 from hetero_worker.platforms.disturbance import CoreWatch
 from hetero_worker.runners.base import LoadRequest
@@ -40,7 +34,6 @@ _CIRCUMSTANCES: Final = "circumstances"
 _MEASURED_AT: Final = "measured_at"
 _DISTURBED: Final = "disturbed"
 _SPEEDS: Final = "speeds"
-_KERNELS: Final = "kernels"
 _WORKSPACES: Final = "workspaces"
 
 
@@ -97,26 +90,6 @@ class KeptMeasurements:
         """Instead of what was known."""
         self._data.setdefault(_SPEEDS, {})[model] = json_format.MessageToDict(speeds)
         self._write()
-
-    def choose_kernel(
-        self,
-        candidates: Sequence[LinearKernel],
-        shapes: Sequence[tuple[int, int]],
-        *,
-        dtype: torch.dtype,
-        stored: StoredWeights = FLOAT_WEIGHTS,
-    ) -> LinearKernel:
-        """As `kernel_choice.choose_kernel`, which is asked if it was not before."""
-        question = f"{dtype} {stored} {sorted(shapes)} {[kernel.name for kernel in candidates]}"
-        kernels = self._data.setdefault(_KERNELS, {})
-        for kernel in candidates:
-            if kernel.name == kernels.get(question):
-                return kernel
-        with self.measuring():
-            chosen = choose_kernel(candidates, shapes, dtype=dtype, stored=stored)
-        kernels[question] = chosen.name
-        self._write()
-        return chosen
 
     def measure_workspace(self, decoder: Decoder, request: LoadRequest) -> int | None:
         """As `largest_step.measure_workspace`, which is asked if it was not before."""

@@ -17,8 +17,9 @@ from hetero_worker.layers.batch_invariance import invariant_kernel, invariant_op
 from hetero_worker.layers.fused_ops import PLAIN_OPS, HeadWeights
 from hetero_worker.layers.invariant_ops import InvariantOps, by_row, each_alike, row_sums
 from hetero_worker.layers.linear_kernels import PlainKernel
+from hetero_worker.layers.native_linear import NativeLinear
 from hetero_worker.layers.rotary import RotaryTables, Rotation
-from hetero_worker.layers.row_blocks import BlockKernel
+from tests.support.native_compute import issuer_of
 
 pytestmark = pytest.mark.unit
 
@@ -174,13 +175,14 @@ def test_a_function_that_treats_elements_differently_is_taken_row_by_row() -> No
     assert_rows_alone(taken, x)
 
 
-def test_host_tensors_get_torchs_operators_and_the_chosen_kernel_in_blocks() -> None:
+def test_host_tensors_get_torchs_operators_and_products_row_by_row() -> None:
     assert invariant_ops(HOST).name == "torch-invariant"
-    kernel = invariant_kernel(PlainKernel(), [(64, 32)], dtype=torch.float32, device=HOST)
-    assert kernel.name == "torch-invariant"
-    again = invariant_kernel(kernel, [(64, 32)], dtype=torch.float32, device=HOST)
-    assert isinstance(kernel, BlockKernel)
-    assert again is kernel
+    assert invariant_kernel(PlainKernel(), device=HOST).name == "torch-invariant (row by row)"
+
+
+def test_the_native_kernel_is_kept_for_its_rows_are_independent() -> None:
+    native = NativeLinear(issuer_of())
+    assert invariant_kernel(native, device=HOST) is native
 
 
 def test_a_cuda_device_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,4 +190,4 @@ def test_a_cuda_device_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ModelError, match=r"triton is not installed.*turn engine.batchInvariant off"):
         invariant_ops(CUDA)
     with pytest.raises(ModelError, match=r"triton is not installed.*turn engine.batchInvariant off"):
-        invariant_kernel(PlainKernel(), [(64, 32)], dtype=torch.float32, device=CUDA)
+        invariant_kernel(PlainKernel(), device=CUDA)

@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.layers.linear_kernels import available_kernels
 from hetero_worker.measurements import KeptMeasurements, boot_identity, code_identity
 from tests.support.rank_group import RankGroup
 from tests.support.rank_shares import Shares
@@ -24,7 +22,6 @@ pytestmark = pytest.mark.unit
 
 HERE = {"torch": "1", "cpus": "0-1"}
 ONE_RANK = Shares(kv_heads=((8,),), mlp_columns=((50,),), vocab_rows=(200,))
-SHAPES = [(64, 32), (32, 64)]
 
 
 @dataclass
@@ -116,28 +113,6 @@ def test_without_a_file_or_without_room_for_one_everything_is_measured(tmp_path:
     for path in (None, tmp_path / "missing" / "rank.measured"):
         KeptMeasurements(path, circumstances=HERE).speeds("m", device.measure)
     assert device.measured == 2
-
-
-def test_the_next_process_takes_the_kernel_that_the_first_chose(tmp_path: Path) -> None:
-    path = tmp_path / "rank.measured"
-    candidates = available_kernels(torch.float32)
-    KeptMeasurements(path, circumstances=HERE).choose_kernel(candidates, SHAPES, dtype=torch.float32)
-    names = {kernel.name for kernel in candidates}
-    for name in sorted(names):
-        text = path.read_text(encoding="utf-8")
-        for other in names:
-            text = text.replace(f'": "{other}"', f'": "{name}"')  # what a machine might have chosen
-        path.write_text(text, encoding="utf-8")
-        kept = KeptMeasurements(path, circumstances=HERE)
-        assert kept.choose_kernel(candidates, SHAPES, dtype=torch.float32).name == name
-
-
-def test_other_shapes_are_another_question(tmp_path: Path) -> None:
-    path = tmp_path / "rank.measured"
-    candidates = available_kernels(torch.float32)
-    KeptMeasurements(path, circumstances=HERE).choose_kernel(candidates, SHAPES, dtype=torch.float32)
-    KeptMeasurements(path, circumstances=HERE).choose_kernel(candidates, [(8, 8)], dtype=torch.float32)
-    assert path.read_text(encoding="utf-8").count("torch.float32") == 2
 
 
 def test_a_workspace_is_measured_once_for_its_shard_and_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,15 +14,14 @@ import torch
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
-from hetero_api.weight_format import FLOAT_WEIGHTS, StoredWeights
 from hetero_worker.distributed.company import Alone, Round
-from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel
+from hetero_worker.layers.linear_kernels import PlainKernel
 from hetero_worker.measurements import KeptMeasurements
 from hetero_worker.platforms.cpu import CpuPlatform
 from hetero_worker.probe.clock import HostClock, Work
 from hetero_worker.probe.costs import step_shapes
 from hetero_worker.probe.fit import Laps, Point, line
-from hetero_worker.probe.layers import TimedWork, linear_shapes
+from hetero_worker.probe.layers import TimedWork
 from hetero_worker.probe.sizes import LayerSize, probe_size, whole_layer
 from hetero_worker.probe.speeds import RankProbe, default_dtype, measure_speeds
 from hetero_worker.probe.visits import Series
@@ -45,11 +44,6 @@ def one_thread() -> Iterator[None]:
 
 def config_of(variant: str, folder: Path) -> ModelConfig:
     return ModelConfig.from_directory(save_tiny(variant, folder).directory)
-
-
-def plain(*_: object, **__: object) -> PlainKernel:
-    """No kernel is chosen by timing here."""
-    return PlainKernel()
 
 
 @pytest.mark.parametrize(
@@ -172,7 +166,7 @@ VARIANTS = ("llama", "qwen3", "gemma2", "gemma3", "mixtral", "qwen3-moe-some-den
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_part_of_a_model_is_measured_at_every_step(variant: str, tmp_path: Path) -> None:
     config = config_of(variant, tmp_path)
-    speeds = measure_speeds(CpuPlatform(memory_bytes=1 << 28, read_bytes=1 << 20), config, choose=plain)
+    speeds = measure_speeds(CpuPlatform(memory_bytes=1 << 28, read_bytes=1 << 20), config, kernel=PlainKernel())
     assert (speeds.costs_dtype, speeds.memory_bandwidth > 0) == ("float32", True)
     assert {rate.dtype for rate in speeds.matmul} == {"float32", "bfloat16"}
     seen = {(cost.part, cost.rows, cost.context) for cost in speeds.costs}
@@ -193,30 +187,8 @@ def test_every_part_of_a_model_is_measured_at_every_step(variant: str, tmp_path:
 def test_another_type_is_measured_when_it_is_asked_for(tmp_path: Path) -> None:
     platform = CpuPlatform(memory_bytes=1 << 28, read_bytes=1 << 20)
     assert default_dtype(platform) == "float32"
-    asked: list[torch.dtype] = []
-
-    def choose(
-        candidates: Sequence[LinearKernel],
-        shapes: Sequence[tuple[int, int]],
-        *,
-        dtype: torch.dtype,
-        stored: StoredWeights = FLOAT_WEIGHTS,
-    ) -> LinearKernel:
-        assert shapes
-        assert stored == config.weights
-        asked.append(dtype)
-        return candidates[0]
-
     config = config_of("llama", tmp_path)
-    assert measure_speeds(platform, config, dtype="bfloat16", choose=choose).costs_dtype == "bfloat16"
-    assert asked == [torch.bfloat16]
-
-
-def test_the_kernel_is_chosen_on_the_shapes_of_the_whole_model(tmp_path: Path) -> None:
-    config = config_of("llama", tmp_path)
-    width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    assert (width, config.hidden_size) in linear_shapes(config)
-    assert (config.vocab_size, config.hidden_size) in linear_shapes(config)
+    assert measure_speeds(platform, config, dtype="bfloat16").costs_dtype == "bfloat16"
 
 
 class PlayedCompany(Alone):
@@ -255,10 +227,10 @@ SMALL = CpuPlatform(memory_bytes=1 << 28, read_bytes=1 << 20)
 
 def test_meetings_and_being_alone_are_measured(tmp_path: Path) -> None:
     company = PlayedCompany(round_s=5e-3)
-    speeds = measure_speeds(SMALL, config_of("llama", tmp_path), company=company, choose=plain)
+    speeds = measure_speeds(SMALL, config_of("llama", tmp_path), company=company, kernel=PlainKernel())
     assert 4e-3 < speeds.meeting_s < 0.5
     assert company.gain / 10 < speeds.lone_gain < company.gain * 10
-    alone = measure_speeds(SMALL, config_of("llama", tmp_path), choose=plain)
+    alone = measure_speeds(SMALL, config_of("llama", tmp_path), kernel=PlainKernel())
     assert (alone.meeting_s, alone.lone_gain) == (0.0, 1.0)
 
 
@@ -268,7 +240,7 @@ def test_all_ranks_meet_as_often_whatever_they_measure(tmp_path: Path) -> None:
     for memory in (1 << 24, 1 << 28):
         company = PlayedCompany(round_s=1e-6)
         platform = CpuPlatform(memory_bytes=memory, read_bytes=1 << 20)
-        measure_speeds(platform, config_of("llama", tmp_path), company=company, choose=plain)
+        measure_speeds(platform, config_of("llama", tmp_path), company=company, kernel=PlainKernel())
         seen.add((company.meetings, company.rounds))
     assert len(seen) == 1
 

@@ -13,10 +13,9 @@ from hetero_api.errors import ModelError
 from hetero_worker.kernels.availability import triton_problem
 from hetero_worker.layers.fused_ops import FusedOps
 from hetero_worker.layers.invariant_ops import InvariantOps
-from hetero_worker.layers.linear_kernels import LinearKernel
+from hetero_worker.layers.linear_kernels import LinearKernel, RowKernel
 from hetero_worker.layers.native_linear import NativeLinear
 from hetero_worker.layers.native_ops import NativeOps
-from hetero_worker.layers.row_blocks import BlockKernel, Shape
 from hetero_worker.native.issuing import Issuer
 from hetero_worker.platforms.base import HOST
 
@@ -34,21 +33,14 @@ def invariant_ops(device: torch.device, *, issuer: Issuer | None = None) -> Fuse
     return InvariantTritonOps()
 
 
-def invariant_kernel(
-    chosen: LinearKernel, shapes: list[Shape], *, dtype: torch.dtype, device: torch.device
-) -> LinearKernel:
-    """Host tensors: the chosen kernel, in blocks that are tried for each of the shapes unless it is the native one,
-    which computes row by row anyhow. Devices: our own.
+def invariant_kernel(usual: LinearKernel, *, device: torch.device) -> LinearKernel:
+    """Return the kernel of batch-invariant mode.
 
-    Before weights take the memory. One that came of this before is kept, as for weights that come back from sleep.
-    Raises ModelError for a device without our kernels.
+    On host tensors `usual` if it is native, for its rows are independent, else torch row by row; on devices Triton's.
+    Raises ModelError for a device without it.
     """
     if device.type == HOST.type:
-        if isinstance(chosen, NativeLinear):
-            return chosen
-        kernel = chosen if isinstance(chosen, BlockKernel) else BlockKernel(chosen, dtype)
-        kernel.prove(shapes)
-        return kernel
+        return usual if isinstance(usual, NativeLinear) else RowKernel()
     _require_triton(device)
     from hetero_worker.layers.triton_linear import TritonKernel  # imports triton
 

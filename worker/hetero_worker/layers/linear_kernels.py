@@ -1,14 +1,13 @@
-"""Ways to compute x · Wᵀ + b on a host, and which of them this machine and torch build have.
+"""Kernels that compute x · Wᵀ + b for a rank's linear layers, and the one that a host rank uses.
 
-A kernel packs a weight once, at load time, and then multiplies with it. Packing may copy: the caller lets the
-unpacked weight go. Ops outside torch's public API are probed before they are offered; a build that lacks one
-just has a candidate less.
+A kernel packs a weight once, at load time, and then multiplies with it. Packing may copy: the caller then drops the
+unpacked weight. The CPU has one way: the native kernel wherever its library is built, torch otherwise. Nothing is
+timed at start, so every rank of a group and every start of it computes the same way.
 """
 
 from __future__ import annotations
 
-import logging
-from typing import Final, Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch.nn import functional as F
@@ -16,17 +15,12 @@ from torch.nn import functional as F
 from hetero_worker.layers.native_linear import NativeLinear
 from hetero_worker.native.issuing import Issuer
 
-logger = logging.getLogger(__name__)
-
-_PACKING_ROWS: Final = 32
-"""Rows that oneDNN and MKL are told to expect; packing for 32 also serves 1 and 512 well."""
-
 
 class PackedWeight(Protocol):
     """A weight [out, in] in some kernel's layout."""
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None, /) -> torch.Tensor:
-        """x [rows, in] → [rows, out], contiguous."""
+        """Return x · Wᵀ + b: x [rows, in] → [rows, out], contiguous."""
         ...
 
 
@@ -34,95 +28,49 @@ class LinearKernel(Protocol):
     """One way to multiply."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Name that `Loaded.kernels` reports."""
+        ...
 
     @property
     def copies_weight(self) -> bool:
-        """Whether packing leaves the given weight free to go."""
+        """True if packing copies, so that the caller can drop the given weight."""
         ...
 
-    def pack(self, weight: torch.Tensor) -> PackedWeight: ...
-
-
-@runtime_checkable
-class TeamKernel(Protocol):
-    """A LinearKernel with threads of its own, which torch's setting says nothing to."""
-
-    def single_threaded(self) -> LinearKernel:
-        """The same by the calling thread alone."""
+    def pack(self, weight: torch.Tensor) -> PackedWeight:
+        """Pack a weight [out, in]."""
         ...
 
 
 class PlainKernel:
-    """torch.nn.functional.linear."""
+    """LinearKernel by torch.nn.functional.linear: the reference, and what a machine without a compiler gets."""
 
     name = "torch"
     copies_weight = False
 
     def pack(self, weight: torch.Tensor) -> PackedWeight:
+        """Return a product with the weight [out, in] as it is."""
         return lambda x, bias: F.linear(x, weight, bias)
 
 
-class OnednnKernel:
-    """oneDNN inner product on a weight reordered to the layout that oneDNN asks for."""
+class RowKernel:
+    """LinearKernel by torch, one row at a time: slow, and a row's bits never depend on the rows beside it."""
 
-    name = "onednn-packed"
-    copies_weight = True
-
-    def pack(self, weight: torch.Tensor) -> PackedWeight:
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKING_ROWS)
-        multiply = torch.ops.mkldnn._linear_pointwise.default
-
-        def run(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            result: torch.Tensor = multiply(x, packed, bias, "none", [], "")
-            return result
-
-        return run
-
-
-class MklKernel:
-    """MKL's packed sgemm (x86, fp32)."""
-
-    name = "mkl-packed"
-    copies_weight = True
+    name = "torch-invariant (row by row)"
+    copies_weight = False
 
     def pack(self, weight: torch.Tensor) -> PackedWeight:
-        packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, _PACKING_ROWS)
-        # The op wants the plain weight too, only for its shape as long as the row count equals the hint.
-        shape = weight.new_zeros(1, 1).expand(weight.shape)
-        multiply = torch.ops.mkl._mkl_linear.default
+        """Return a product with the weight [out, in] as it is."""
 
-        def run(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            result: torch.Tensor = multiply(x, packed, shape, bias, x.shape[0])
-            return result
+        def multiply(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            out = x.new_empty(len(x), len(weight))
+            for row, result in zip(x, out, strict=True):
+                result.copy_(F.linear(row, weight, bias))
+            return out
 
-        return run
-
-
-_CANDIDATES: Final[dict[torch.dtype, tuple[LinearKernel, ...]]] = {
-    torch.float32: (PlainKernel(), OnednnKernel(), MklKernel()),
-    torch.bfloat16: (PlainKernel(), OnednnKernel()),
-}
+        return multiply
 
 
-def available_kernels(dtype: torch.dtype, issuer: Issuer | None = None) -> tuple[LinearKernel, ...]:
-    """Kernels that work for the dtype here, in order of preference on a tie. The plain one always does.
-
-    With an issuer the native one comes first: the others want weights as wide as the dtype, where it takes them as they
-    are stored.
-    """
-    native = () if issuer is None else (NativeLinear(issuer, dtype),)
-    return tuple(kernel for kernel in (*native, *_CANDIDATES[dtype]) if works(kernel, dtype))
-
-
-def works(kernel: LinearKernel, dtype: torch.dtype) -> bool:
-    """Whether the kernel runs on this build and multiplies rightly."""
-    weight = torch.arange(15, dtype=torch.float32).view(3, 5).to(dtype)
-    x = torch.ones(2, 5, dtype=dtype)
-    try:
-        with torch.inference_mode():
-            result = kernel.pack(weight)(x, None)
-    except (RuntimeError, AttributeError, NotImplementedError) as error:
-        logger.info("linear kernel %s is not available for %s: %s", kernel.name, dtype, error)
-        return False
-    return torch.allclose(result.float(), F.linear(x, weight).float(), rtol=1e-2)
+def host_kernel(dtype: torch.dtype, issuer: Issuer | None) -> LinearKernel:
+    """Return the kernel of a rank on host cores for inputs of `dtype`. No issuer: the native library is missing."""
+    return PlainKernel() if issuer is None else NativeLinear(issuer, dtype)

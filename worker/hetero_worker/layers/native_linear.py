@@ -19,7 +19,6 @@ from hetero_api.weight_format import WeightFormat
 from hetero_worker.memory.quantized_matrix import QuantizedMatrix
 from hetero_worker.native.compute_library import EmbedOp, Format, Kind, LinearOp, Op, PackOp, Weight
 from hetero_worker.native.issuing import Issuer
-from hetero_worker.native.team import NativeTeam
 from hetero_worker.platforms.huge_pages import empty_on_huge_pages
 
 _FORMATS: Final = {torch.float32: Format.F32, torch.bfloat16: Format.BF16, torch.float16: Format.F16}
@@ -49,10 +48,6 @@ class NativeLinear:
     @property
     def name(self) -> str:
         return f"native ({self._issuer.team.library.in_use().decode()})"
-
-    def single_threaded(self) -> NativeLinear:
-        """The same by the calling thread alone, to be measured."""
-        return NativeLinear(Issuer(NativeTeam(self._issuer.team.library, 1)), self._dtype)
 
     def storage(self, stored: torch.dtype, dtype: torch.dtype) -> torch.dtype:
         return stored if stored in _EXACT[dtype] else dtype

@@ -96,12 +96,6 @@ class Decoder:
         if shard.head_rows.size:
             self._head = OutputHead(config, shard.head_rows, embedding_rows=shard.embedding_rows, ops=ops)
 
-    @property
-    def linear_shapes(self) -> set[tuple[int, int]]:
-        """Distinct (out, in) shapes of this rank's linear layers, the output head's too."""
-        shapes = {shape for layer in self._layers for part in layer.parts for shape in part.linear_shapes}
-        return shapes | ({self._head.shape} if self._head is not None else set())
-
     def weight_bytes(self, kernel: LinearKernel) -> int:
         """Bytes that are resident once loaded, rotary tables included; at most."""
         count = sum(layer.weight_bytes(self._dtype, kernel) for layer in self._layers)

@@ -30,7 +30,7 @@ from hetero_worker.probe.clock import Work
 from hetero_worker.probe.fit import Point
 from hetero_worker.probe.recorded import Record, as_it_is
 from hetero_worker.probe.routing import EvenRouter, even_units
-from hetero_worker.probe.sizes import UNIT, LayerSize, whole_layer
+from hetero_worker.probe.sizes import UNIT, LayerSize
 from hetero_worker.sampling.drawing import HOST_DRAWING, ShardDrawing
 
 BLOCK_SIZE: Final = 16
@@ -222,13 +222,6 @@ class _Copy:
     def _add(self, step: SyntheticStep, half: Callable[[torch.Tensor], torch.Tensor]) -> None:
         total = half(step.hidden)
         step.hidden.add_(total if self._sum_norm is None else self._sum_norm(total))
-
-
-def linear_shapes(config: ModelConfig) -> list[tuple[int, int]]:
-    """Distinct (out, in) shapes of the whole model's linear layers, the output head's too, ascending."""
-    layer = _Copy(config, 0, whole_layer(config))
-    shapes = {shape for part in layer.parts for shape in part.linear_shapes}
-    return sorted(shapes | {(config.vocab_size, config.hidden_size)})
 
 
 def _layer_of_kind(config: ModelConfig, number: int, *, with_experts: bool) -> int:

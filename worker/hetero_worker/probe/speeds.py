@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Final, Protocol
@@ -19,24 +18,22 @@ import torch
 from hetero_api.host.freed_memory import release_freed_memory
 from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
-from hetero_api.weight_format import FLOAT_WEIGHTS, StoredWeights
 from hetero_worker.attention.selection import choose_attention
 from hetero_worker.distributed.company import Alone, Company
 from hetero_worker.layers.drawing_choice import drawing_for
 from hetero_worker.layers.fused_ops import fused_ops_of
-from hetero_worker.layers.kernel_choice import choose_kernel
-from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel, available_kernels
+from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel, host_kernel
 from hetero_worker.layers.weight_storage import kept_bits
 from hetero_worker.memory.accounts import account_of
 from hetero_worker.memory.budget import FixedNeeds
 from hetero_worker.platforms.base import Platform
 from hetero_worker.probe.clock import clock_of
 from hetero_worker.probe.costs import measure_costs
-from hetero_worker.probe.layers import Site, linear_shapes
+from hetero_worker.probe.layers import Site
 from hetero_worker.probe.recorded import WorkRecorder, as_it_is
 from hetero_worker.probe.sizes import WEIGHT_BYTES
 from hetero_worker.probe.synthetic import SyntheticWeights
-from hetero_worker.runners.shard import DTYPES, ChooseKernel
+from hetero_worker.runners.shard import DTYPES
 
 logger = logging.getLogger(__name__)
 
@@ -60,15 +57,6 @@ class KeptSpeeds(Protocol):
 
     def measuring(self) -> AbstractContextManager[None]: ...
 
-    def choose_kernel(
-        self,
-        candidates: Sequence[LinearKernel],
-        shapes: Sequence[tuple[int, int]],
-        *,
-        dtype: torch.dtype,
-        stored: StoredWeights = FLOAT_WEIGHTS,
-    ) -> LinearKernel: ...
-
 
 class RankProbe:
     """Measures for one rank; costs once for each arithmetic type and width of weights of a model, named by `model`."""
@@ -89,9 +77,7 @@ class RankProbe:
         if company.all_can(kept is not None) and kept is not None:
             return kept
         with self._kept.measuring():
-            speeds = measure_parts(
-                self._platform, config, dtype=dtype, company=company, choose=self._kept.choose_kernel
-            )
+            speeds = measure_parts(self._platform, config, dtype=dtype, company=company)
         self._kept.keep_speeds(name, speeds)
         return speeds
 
@@ -104,7 +90,7 @@ class RankProbe:
 
     def weight_bits(self, dtype: str, config: ModelConfig) -> frozenset[int]:
         """Widths below the arithmetic type's in which the rank would keep such a model's weights."""
-        return weight_bits(self._platform, config, dtype=dtype, choose=self._kept.choose_kernel)
+        return weight_bits(self._platform, config, dtype=dtype)
 
     def compute(self) -> None:
         """A product that is worth all of the rank's threads, and takes well under a millisecond."""
@@ -118,25 +104,28 @@ def measure_speeds(
     *,
     dtype: str = "",
     company: Company | None = None,
-    choose: ChooseKernel = choose_kernel,
+    kernel: LinearKernel | None = None,
 ) -> ranks_pb2.DeviceSpeeds:
-    """Device and parts, one after the other. `dtype` as in LoadModel; empty: `default_dtype`."""
+    """Measure the device, then the parts.
+
+    `dtype` as in LoadModel; empty: `default_dtype`. `kernel` as in `measure_parts`.
+    """
     speeds = measure_device(platform)
     dtype = dtype or default_dtype(platform)
-    speeds.MergeFrom(measure_parts(platform, config, dtype=dtype, company=company or Alone(), choose=choose))
+    speeds.MergeFrom(measure_parts(platform, config, dtype=dtype, company=company or Alone(), kernel=kernel))
     return speeds
 
 
 def measure_parts(
-    platform: Platform, config: ModelConfig, *, dtype: str, company: Company, choose: ChooseKernel = choose_kernel
+    platform: Platform, config: ModelConfig, *, dtype: str, company: Company, kernel: LinearKernel | None = None
 ) -> ranks_pb2.DeviceSpeeds:
-    """All that is measured with the model's parts, their weights as wide as the model's are; takes some two seconds.
+    """Measure the model's parts, with weights as wide as the model's; takes some two seconds.
 
-    Collective.
+    `kernel` None: the one that a rank on the platform uses. Collective.
     """
     began_s = time.perf_counter()
     config = replace(config, weights=config.weights.made_at_load)
-    site = _site(platform, config, DTYPES[dtype], choose)
+    site = _site(platform, config, DTYPES[dtype], kernel)
     weight_bytes = min(WEIGHT_BYTES, platform.memory_bytes // _MEMORY_SHARE)
     measured = measure_costs(config, site, clock=clock_of(platform.device), weight_bytes=weight_bytes, company=company)
     site.backend.release()
@@ -157,12 +146,9 @@ def fixed_needs(platform: Platform, config: ModelConfig) -> FixedNeeds:
     return FixedNeeds(account_of(platform.device).runtime_bytes(), attention.backend.gather_bytes)
 
 
-def weight_bits(
-    platform: Platform, config: ModelConfig, *, dtype: str, choose: ChooseKernel = choose_kernel
-) -> frozenset[int]:
-    """Widths below the arithmetic type's in which a rank on the platform would keep the model's weights."""
-    kernel = _kernel(platform, config, DTYPES[dtype], choose)
-    return kept_bits(kernel, DTYPES[dtype], config)
+def weight_bits(platform: Platform, config: ModelConfig, *, dtype: str) -> frozenset[int]:
+    """Return the widths below the arithmetic type's in which a rank on the platform would keep the model's weights."""
+    return kept_bits(_kernel(platform, DTYPES[dtype]), DTYPES[dtype], config)
 
 
 def measure_device(platform: Platform) -> ranks_pb2.DeviceSpeeds:
@@ -179,17 +165,16 @@ def measure_device(platform: Platform) -> ranks_pb2.DeviceSpeeds:
     )
 
 
-def _kernel(platform: Platform, config: ModelConfig, dtype: torch.dtype, choose: ChooseKernel) -> LinearKernel:
-    kernels = available_kernels(dtype, platform.native.issuer) if platform.packs_weights else (PlainKernel(),)
-    return choose(kernels, linear_shapes(config), dtype=dtype, stored=config.weights)
+def _kernel(platform: Platform, dtype: torch.dtype) -> LinearKernel:
+    return host_kernel(dtype, platform.native.issuer) if platform.packs_weights else PlainKernel()
 
 
-def _site(platform: Platform, config: ModelConfig, dtype: torch.dtype, choose: ChooseKernel) -> Site:
+def _site(platform: Platform, config: ModelConfig, dtype: torch.dtype, kernel: LinearKernel | None) -> Site:
     native = platform.native
     return Site(
         device=platform.device,
         dtype=dtype,
-        kernel=_kernel(platform, config, dtype, choose),
+        kernel=kernel or _kernel(platform, dtype),
         backend=choose_attention(platform, dtype, config, issuer=native.issuer, no_issuer=native.reason).backend,
         checkpoint=SyntheticWeights(floats=config.weights.floats),
         ops=fused_ops_of(platform.device, dtype=dtype, issuer=native.issuer, no_issuer=native.reason),

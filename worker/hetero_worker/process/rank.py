@@ -176,7 +176,7 @@ def _prepare(
         platform=HeterogeneousPlatform(platform, config.pool),
         open_weights=partial(Checkpoint, packed=packed),
     )
-    runner = runner_of(platform, choose=kept.choose_kernel, measure=kept.measure_workspace)
+    runner = runner_of(platform, measure=kept.measure_workspace)
 
     def new_session(connect_timeout_s: float) -> Session:
         link = GatewayLink(

@@ -215,7 +215,7 @@ class GroupCommands:
                 self._holdings.drop_shard()  # the next epoch reads them anew
                 raise WeightsDamagedError("weights changed in memory while they were asleep; they are read again")
             return kept
-        shard = load_shard(sleeping.request, self._holdings.device, choose=lambda *_, **__: sleeping.kernel)
+        shard = load_shard(sleeping.request, self._holdings.device, kernel=sleeping.kernel)
         if checksum(shard) != sleeping.checksum:
             raise WeightsChangedError(
                 f"{sleeping.request.directory}: the weights read on waking are not those that went to sleep; put the "

@@ -12,7 +12,6 @@ attention's sum, the sampler's scores. They come from and go back to the C libra
 
 from __future__ import annotations
 
-from hetero_worker.layers.kernel_choice import choose_kernel
 from hetero_worker.layers.sampler import sample_tokens
 from hetero_worker.memory.accounts import HostAccount
 from hetero_worker.platforms.base import Platform
@@ -22,7 +21,6 @@ from hetero_worker.runners.largest_step import measure_workspace
 from hetero_worker.runners.native_steps import NativeSteps
 from hetero_worker.runners.plan_runner import MeasureWorkspace, PlanRunner
 from hetero_worker.runners.runner_device import RunnerDevice
-from hetero_worker.runners.shard import ChooseKernel
 
 
 class CpuRunner(PlanRunner):
@@ -33,7 +31,6 @@ class CpuRunner(PlanRunner):
         platform: Platform | None = None,
         *,
         sample: SampleTokens = sample_tokens,
-        choose: ChooseKernel = choose_kernel,
         measure: MeasureWorkspace = measure_workspace,
     ) -> None:
         """`platform` None: all of this process's cores."""
@@ -44,4 +41,4 @@ class CpuRunner(PlanRunner):
             steps=NativeSteps(platform),
             parks_weights=False,
         )
-        super().__init__(device, sample=sample, choose=choose, measure=measure)
+        super().__init__(device, sample=sample, measure=measure)

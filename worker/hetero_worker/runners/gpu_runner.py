@@ -10,7 +10,6 @@ Weights that sleep (level 1) go to host memory, and come back to the same tensor
 
 from __future__ import annotations
 
-from hetero_worker.layers.kernel_choice import choose_kernel
 from hetero_worker.layers.sampler import sample_tokens
 from hetero_worker.memory.accounts import account_of
 from hetero_worker.platforms.base import Platform
@@ -19,7 +18,6 @@ from hetero_worker.runners.graphs.device_steps import DeviceSteps, MakeGraphs, g
 from hetero_worker.runners.largest_step import measure_workspace
 from hetero_worker.runners.plan_runner import MeasureWorkspace, PlanRunner
 from hetero_worker.runners.runner_device import RunnerDevice
-from hetero_worker.runners.shard import ChooseKernel
 
 
 class GpuRunner(PlanRunner):
@@ -30,7 +28,6 @@ class GpuRunner(PlanRunner):
         platform: Platform,
         *,
         sample: SampleTokens = sample_tokens,
-        choose: ChooseKernel = choose_kernel,
         measure: MeasureWorkspace = measure_workspace,
         make_graphs: MakeGraphs | None = None,
     ) -> None:
@@ -41,4 +38,4 @@ class GpuRunner(PlanRunner):
             steps=DeviceSteps(platform, make_graphs or graphs_of(platform.device)),
             parks_weights=True,
         )
-        super().__init__(device, sample=sample, choose=choose, measure=measure)
+        super().__init__(device, sample=sample, measure=measure)

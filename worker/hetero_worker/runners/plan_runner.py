@@ -21,7 +21,6 @@ from hetero_api.v1 import ranks_pb2
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.errors import ProtocolError
 from hetero_worker.layers.drawing_choice import drawing_for
-from hetero_worker.layers.kernel_choice import choose_kernel
 from hetero_worker.layers.sampler import sample_tokens
 from hetero_worker.models.decoder import Decoder
 from hetero_worker.platforms.base import Platform
@@ -32,7 +31,7 @@ from hetero_worker.runners.holdings import Holdings
 from hetero_worker.runners.largest_step import measure_workspace
 from hetero_worker.runners.runner_device import RunnerDevice
 from hetero_worker.runners.serving import ServingCache, make_cache
-from hetero_worker.runners.shard import ChooseKernel, LoadedShard, limits_of, load_shard, native_for
+from hetero_worker.runners.shard import LoadedShard, limits_of, load_shard, native_for
 from hetero_worker.runners.step_runs import StepRun, StepRuns, is_plain
 from hetero_worker.runners.step_times import StepTimes
 from hetero_worker.runners.trust import Trust
@@ -53,14 +52,12 @@ class PlanRunner:
         device: RunnerDevice,
         *,
         sample: SampleTokens = sample_tokens,
-        choose: ChooseKernel = choose_kernel,
         measure: MeasureWorkspace = measure_workspace,
     ) -> None:
         self._sample = sample
         self._drawing: ShardDrawing = HOST_DRAWING
         self._measure = measure
         self._workspaces: dict[StepLimits, int | None] = {}
-        self._choose = choose
         self._exchange: Exchange | None = None
         self._holdings = Holdings(device)
         self._device = device
@@ -117,7 +114,7 @@ class PlanRunner:
         shard, load_s = holdings.take_shard(), 0.0
         if shard is None or not shard.serves(request):
             shard = None  # the old weights go before the new ones come
-            shard = load_shard(request, self._device, choose=self._choose)
+            shard = load_shard(request, self._device)
             load_s = shard.load_s
             self._drawing = drawing_for(self.platform)
             self._workspaces.clear()

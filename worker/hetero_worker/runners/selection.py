@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from hetero_worker.layers.kernel_choice import choose_kernel
 from hetero_worker.layers.sampler import sample_tokens
 from hetero_worker.platforms.base import Platform
 from hetero_worker.runners.begun_step import SampleTokens
@@ -10,16 +9,14 @@ from hetero_worker.runners.cpu_runner import CpuRunner
 from hetero_worker.runners.gpu_runner import GpuRunner
 from hetero_worker.runners.largest_step import measure_workspace
 from hetero_worker.runners.plan_runner import MeasureWorkspace, PlanRunner
-from hetero_worker.runners.shard import ChooseKernel
 
 
 def runner_of(
     platform: Platform,
     *,
     sample: SampleTokens = sample_tokens,
-    choose: ChooseKernel = choose_kernel,
     measure: MeasureWorkspace = measure_workspace,
 ) -> PlanRunner:
     """A GpuRunner for a GPU, a CpuRunner for host cores."""
     make = CpuRunner if platform.is_host else GpuRunner
-    return make(platform, sample=sample, choose=choose, measure=measure)
+    return make(platform, sample=sample, measure=measure)

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 
 from hetero_api.errors import ModelError, PlanError
 from hetero_api.graph_memory import GraphMemory
 from hetero_api.rank_memory import KvCost, ModelMemory, StepLimits
-from hetero_api.weight_format import FLOAT_WEIGHTS, StoredWeights
 from hetero_worker.attention.base import AttentionBackend
 from hetero_worker.attention.selection import ChosenAttention, choose_attention
 from hetero_worker.layers.batch_invariance import invariant_kernel, invariant_ops
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps, fused_ops_of
-from hetero_worker.layers.kernel_choice import choose_kernel
-from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel, available_kernels
+from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel, host_kernel
 from hetero_worker.memory.accounts import MemoryAccount
 from hetero_worker.memory.budget import MemoryBudget, mib
 from hetero_worker.models.decoder import Decoder
@@ -82,32 +79,19 @@ class LoadedShard:
         )
 
 
-class ChooseKernel(Protocol):
-    """`kernel_choice.choose_kernel`, or one that remembers its answers."""
+def load_shard(request: LoadRequest, device: RunnerDevice, *, kernel: LinearKernel | None = None) -> LoadedShard:
+    """Load the rank's shard. `kernel` None: the one of the platform.
 
-    def __call__(
-        self,
-        candidates: Sequence[LinearKernel],
-        shapes: Sequence[tuple[int, int]],
-        *,
-        dtype: torch.dtype,
-        stored: StoredWeights = FLOAT_WEIGHTS,
-    ) -> LinearKernel: ...
-
-
-def load_shard(request: LoadRequest, device: RunnerDevice, *, choose: ChooseKernel = choose_kernel) -> LoadedShard:
-    """Raises ModelError, PlanError, MemoryBudgetError; the last before anything is read."""
+    Raises ModelError, PlanError, MemoryBudgetError; the last before anything is read.
+    """
     begin = time.perf_counter()
     platform, account = device.platform, device.account
-    dtype = _dtype(request, platform)
+    _check_dtype(request, platform)
     _check_plan(request)
     attention = _attention_of(request, platform)
     ops = _ops_of(request, platform)
     decoder = _empty_decoder(request, platform, attention.backend, ops)
-    shapes = sorted(decoder.linear_shapes)
-    kernel = _kernel_of(request, platform, shapes, choose)
-    if request.batch_invariant:
-        kernel = invariant_kernel(kernel, shapes, dtype=dtype, device=platform.device)
+    kernel = kernel or _kernel_of(request, platform)
     weight_bytes = decoder.weight_bytes(kernel)
     gather_bytes = attention.backend.gather_bytes if kv_cost(request).cache_bytes else 0
     graphs = graph_memory(request, device.steps.graph_sizes(request))
@@ -156,14 +140,12 @@ def _ops_of(request: LoadRequest, platform: Platform) -> FusedOps:
     return fused_ops_of(platform.device, dtype=DTYPES[request.dtype], issuer=native.issuer, no_issuer=native.reason)
 
 
-def _kernel_of(
-    request: LoadRequest, platform: Platform, shapes: Sequence[tuple[int, int]], choose: ChooseKernel
-) -> LinearKernel:
-    dtype = DTYPES[request.dtype]
-    if not platform.packs_weights:
-        return PlainKernel()
-    candidates = available_kernels(dtype, native_for(request, platform).issuer)
-    return choose(candidates, shapes, dtype=dtype, stored=request.config.weights)
+def _kernel_of(request: LoadRequest, platform: Platform) -> LinearKernel:
+    if platform.packs_weights:
+        usual = host_kernel(DTYPES[request.dtype], native_for(request, platform).issuer)
+    else:
+        usual = PlainKernel()
+    return invariant_kernel(usual, device=platform.device) if request.batch_invariant else usual
 
 
 def _empty_decoder(
@@ -222,13 +204,12 @@ def _kv_budget_bytes(request: LoadRequest, budget: MemoryBudget) -> int:
     return budget.kv_budget_bytes(kv_cost(request))
 
 
-def _dtype(request: LoadRequest, platform: Platform) -> torch.dtype:
+def _check_dtype(request: LoadRequest, platform: Platform) -> None:
     supported = [name for name in DTYPES if name in platform.dtypes]
     if request.dtype not in supported:
         raise ModelError(
             f"dtype {request.dtype!r} is not supported on {platform.name}; supported there: {', '.join(supported)}"
         )
-    return DTYPES[request.dtype]
 
 
 def _check_plan(request: LoadRequest) -> None:
