@@ -46,9 +46,9 @@ class GpuSpec(SpecModel):
         Field(
             min_length=1,
             max_length=MAX_RANKS,
-            description="CUDA device of each rank of a pod, by its number, in PCI order, among those that the pod (on "
-            "one machine: the user) may see. There may be gaps, e.g. [0, 2, 4, 6]: a pod asks for as many devices as "
-            "it takes to have the highest. Default: 0, 1, and so on.",
+            description="CUDA device of each rank of a pod. On one machine: its number, in PCI order, among those that "
+            "the user may see, e.g. [0, 2, 4, 6]. In a cluster a pod gets one device for each of its ranks, whichever "
+            "the device plugin chooses, and the numbers give the order of the ranks on them. Default: 0, 1, and so on.",
         ),
     ] = None
     cores_per_rank: Annotated[

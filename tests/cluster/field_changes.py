@@ -94,7 +94,7 @@ CHANGES: Final[Mapping[str, Change]] = {
     ),
     "pools.ranks": Change(3, RANKS, at="pools.0.ranks"),
     "pools.ranksPerPod": Change(2, RANKS, _TWO_RANKS, at="pools.0.ranksPerPod", shows='"--ranks-per-pod", "2"'),
-    "pools.gpu.devices": Change([1, 4], RANKS, _GPU, at="pools.0.gpu.devices", shows='"--cuda-devices", "1,4"'),
+    "pools.gpu.devices": Change([4, 1], RANKS, _GPU, at="pools.0.gpu.devices", shows='"--cuda-devices", "1,0"'),
     "pools.gpu.coresPerRank": Change(4, RANKS, _GPU, at="pools.0.gpu.coresPerRank", shows='"--threads-per-rank", "4"'),
     "pools.gpu.memoryPerRank": Change("8Gi", RANKS, _GPU, at="pools.0.gpu.memoryPerRank", shows='"memory": "17Gi"'),
     "pools.gpu.runtimeClassName": Change(

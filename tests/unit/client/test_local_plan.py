@@ -164,9 +164,18 @@ def test_threads_that_do_not_compute_get_the_cores_that_are_left() -> None:
     assert [rank.communication_cores for rank in ranks] == [(3,)] * 3
 
 
-def test_a_second_group_cannot_have_the_devices_that_the_resource_names() -> None:
-    (told,) = problems(resource(gpu_pool(devices=[0])), gpus=gpus(0, 0), dp_local_rank=1)
-    assert told.startswith("spec.pools[0].gpu.devices: names the devices of one group; leave it out")
+def test_groups_after_the_first_share_out_the_devices_that_it_does_not_name() -> None:
+    asked = resource(gpu_pool(2, name="a", ranks_per_pod=2, devices=[3, 1]), gpu_pool(name="b"))
+    groups = [plan(asked, gpus=gpus(*[0] * 9), dp_local_rank=number).ranks for number in range(3)]
+    assert [[rank.device for rank in ranks] for ranks in groups] == [
+        ["cuda:3", "cuda:1", "cuda:0"], ["cuda:2", "cuda:4", "cuda:5"], ["cuda:6", "cuda:7", "cuda:8"],
+    ]  # fmt: skip
+    told = problems(asked, gpus=gpus(*[0] * 8), dp_local_rank=2)
+    assert list(told) == [
+        f"spec.pools[{index}].ranks: 3 GPU ranks need a device each after those of the groups before this one "
+        "(--dp-local-rank 2); free on this machine: 0,2,4-7"
+        for index in range(2)
+    ]
 
 
 def test_gpu_ranks_get_cores_near_their_device_and_no_cpu_rank_gets_these() -> None:

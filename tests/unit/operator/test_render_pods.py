@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from hetero_api.contract import POD_MODEL_DIR
+from hetero_api.spec import PoolSpec
+from hetero_operator.reconcile.manifests.resources import device_numbers
 from tests.support.operator_world import OperatorWorld
 from tests.support.render_cases import render_cases
 from tests.support.restricted_profile import restricted_violations
@@ -33,6 +35,19 @@ def every_pod() -> list[Any]:
 def containers(pod: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield from pod["spec"]["containers"]
     yield from pod["spec"].get("initContainers", ())
+
+
+@pytest.mark.parametrize(
+    ("named", "within_the_pod"),
+    [(None, [0, 1, 2]), ([0, 2, 4], [0, 1, 2]), ([6, 1, 3], [2, 0, 1])],
+)
+def test_named_devices_are_the_order_of_ranks_on_those_that_the_pod_gets(
+    named: list[int] | None, within_the_pod: list[int]
+) -> None:
+    pool = PoolSpec.model_validate(
+        {"name": "gpu", "type": "GPU", "ranks": 3, "ranksPerPod": 3, "gpu": {"devices": named}}
+    )
+    assert device_numbers(pool) == within_the_pod
 
 
 @pytest.mark.parametrize("pod", every_pod())
@@ -95,10 +110,10 @@ def test_a_pods_memory_covers_its_ranks_and_its_shared_memory() -> None:
     [rank] = pods["everything-cpu"]["spec"]["containers"]
     assert rank["resources"]["limits"] == {"cpu": "32", "memory": "132Gi", "hugepages-1Gi": "64Gi"}
     [rank] = pods["everything-gpu"]["spec"]["containers"]
-    assert rank["resources"]["limits"] == {"cpu": "8", "memory": "72Gi", "amd.com/gpu": "3"}
+    assert rank["resources"]["limits"] == {"cpu": "8", "memory": "72Gi", "amd.com/gpu": "2"}
 
 
-def test_a_pod_asks_for_the_devices_that_its_ranks_name() -> None:
+def test_a_pod_asks_for_a_device_for_each_of_its_ranks_whatever_numbers_they_name() -> None:
     def devices(name: str, owner: str) -> tuple[str, str]:
         [rank] = templates(name)[owner]["spec"]["containers"]
         options = dict(zip(rank["args"][::2], rank["args"][1::2], strict=True))
@@ -106,7 +121,7 @@ def test_a_pod_asks_for_the_devices_that_its_ranks_name() -> None:
         return options["--cuda-devices"], amount
 
     assert devices("example-gpu-cpu", "qwen3-8b-gpu") == ("0,1", "2")
-    assert devices("everything", "everything-gpu") == ("0,2", "3")
+    assert devices("everything", "everything-gpu") == ("0,1", "2")  # the pool names 0 and 2
     assert all(
         "--cuda-devices" not in item["args"] for item in templates("everything")["everything-cpu"]["spec"]["containers"]
     )

@@ -4,8 +4,8 @@ CPU pods are Guaranteed: requests equal limits, in whole cores, on every contain
 included; otherwise a static CPU manager leaves them in the shared pool. Memory covers the ranks and /dev/shm, which
 the kernel counts to the pod. Without `memoryPerRank` there is nothing to ask for, and the pod is Burstable.
 
-A pod sees the devices that it was given, numbered from 0. One whose ranks are to compute on certain numbers asks for as
-many as it takes to have the highest.
+The device plugin chooses a pod's devices, and the pod sees them numbered from 0. So a pod asks for one for each of its
+ranks, and the numbers that a pool names give the order of its ranks on them.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ def millis(count: int) -> str:
 
 
 def device_numbers(pool: PoolSpec) -> list[int]:
-    """CUDA device of each rank of a pod of a GPU pool, in the order of their local ranks."""
-    return pool.gpu_or_default.devices or list(range(pool.ranks_per_pod))
+    """Return the CUDA device of each rank within a pod of a GPU pool, by local rank: 0 up to the number of ranks."""
+    named = pool.gpu_or_default.devices or list(range(pool.ranks_per_pod))
+    return [sorted(named).index(number) for number in named]
 
 
 def _shared_limits(pool: PoolSpec) -> dict[str, str]:
@@ -70,7 +71,7 @@ def _shared_limits(pool: PoolSpec) -> dict[str, str]:
 def _devices(pool: PoolSpec) -> dict[str, str]:
     """GPUs and huge pages."""
     if pool.type == PoolType.GPU:
-        return {pool.gpu_or_default.resource_name: str(max(device_numbers(pool)) + 1)}
+        return {pool.gpu_or_default.resource_name: str(pool.ranks_per_pod)}
     pages = pool.cpu_or_default.hugepages
     if pages is None:
         return {}
