@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hetero_api.contract import VERSION
-from tools.images.base import MIRROR, REFERENCE, make_base
+from tools.images.base import REFERENCE, make_base
 from tools.images.builders import Builder, BuildTask, ImageError, find_builder
 from tools.images.catalogue import ROOT, NamedImage, source_revision
 from tools.images.settings import Settings
@@ -74,7 +74,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     sizes.add_argument("--record", action="store_true", help="record the sizes instead, in sizes.json and the README")
     base = commands.add_parser("base", help="make a base image of Debian's packages, without a registry")
     base.add_argument("--reference", default=REFERENCE)
-    base.add_argument("--mirror", default=MIRROR)
+    base.add_argument("--mirror", default="", help="URL of a mirror of Debian; default: the machine's own")
     chosen = parser.parse_args(arguments)
     try:
         settings = Settings.from_environment(environment)
@@ -84,7 +84,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         elif chosen.command == "sizes":
             return check_sizes(settings, builder, record=chosen.record)
         else:
-            make_base(builder, reference=chosen.reference, mirror=chosen.mirror)
+            make_base(builder, reference=chosen.reference, mirror_url=chosen.mirror)
             print(f"made {chosen.reference}: say make images BASE_IMAGE={chosen.reference}")
     except ImageError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)

@@ -14,10 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from tools.debian import RELEASE, NoDebianSources, mirror
 from tools.images.builders import Builder, ImageError
 
-RELEASE: Final = "bookworm"
-MIRROR: Final = "http://deb.debian.org/debian"
 REFERENCE: Final = f"localhost/hetero-base:{RELEASE}"
 PACKAGES: Final = ("python3", "python3-venv", "ca-certificates")
 """python3-venv makes the environment that installs packages; public images of Python have it, too."""
@@ -36,16 +35,20 @@ _DOCUMENTATION: Final = Path("usr/share/doc")
 _LICENCE: Final = "copyright"
 
 
-def make_base(builder: Builder, *, reference: str = REFERENCE, mirror: str = MIRROR) -> None:
-    """Raises ImageError."""
+def make_base(builder: Builder, *, reference: str = REFERENCE, mirror_url: str = "") -> None:
+    """Make the image and import it as `reference`. No `mirror_url`: the machine's own. Raises ImageError."""
     if os.geteuid() != 0:
         raise ImageError("debootstrap makes a root with its owners and devices: run this as root")
     if shutil.which("debootstrap") is None:
         raise ImageError("there is no debootstrap: apt-get install debootstrap")
+    try:
+        source = mirror_url or mirror()
+    except NoDebianSources as error:
+        raise ImageError(str(error)) from error
     with tempfile.TemporaryDirectory(prefix="hetero-base-") as folder:
         root, archive = Path(folder) / "root", Path(folder) / "root.tar"
         _run(
-            ["debootstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}", RELEASE, str(root), mirror],
+            ["debootstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}", RELEASE, str(root), source],
         )
         for path in unread(root):
             _remove(path)

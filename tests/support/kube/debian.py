@@ -1,13 +1,12 @@
 """Debian's packages as a source of programs, without root and without touching the machine's own package lists.
 
-apt works on lists and a cache of its own below a work folder; packages are unpacked, never installed. On a machine that
-follows another release than bookworm, or that is not Debian's, bookworm's main archive is asked all the same.
+apt works on lists and a cache of its own below a work folder; packages are unpacked, never installed. Where they come
+from is the machine's own configuration, or the variable that tools/debian.py names.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -15,23 +14,8 @@ from pathlib import Path
 
 from tests.support.kube.downloads import Say
 from tests.support.kube.errors import ProvisionFailed, SourceUnreachable
+from tools.debian import RELEASE, NoDebianSources, apt_sources
 
-RELEASE = "bookworm"
-KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
-MACHINE_SOURCES = Path("/etc/apt/sources.list.d/debian.sources")
-DEFAULT_SOURCES = f"""\
-Types: deb deb-src
-URIs: http://deb.debian.org/debian
-Suites: {RELEASE} {RELEASE}-updates
-Components: main
-Signed-By: {KEYRING}
-
-Types: deb deb-src
-URIs: http://deb.debian.org/debian-security
-Suites: {RELEASE}-security
-Components: main
-Signed-By: {KEYRING}
-"""
 PROGRAMS = ("apt-get", "dpkg")
 
 
@@ -48,7 +32,11 @@ class DebianArchive:
         missing = [program for program in PROGRAMS if shutil.which(program) is None]
         if missing:
             raise SourceUnreachable(f"not a Debian machine: no {' and no '.join(missing)}")
-        self._configure()
+        try:
+            sources = apt_sources()
+        except NoDebianSources as error:
+            raise SourceUnreachable(str(error)) from error
+        self._configure(sources)
         self._say(f"reading the package lists of Debian {RELEASE}")
         self._apt("update", "--error-on=any")
 
@@ -68,10 +56,10 @@ class DebianArchive:
         self._apt("source", "--download-only", f"{package}={version}", folder=folder)
         return folder
 
-    def _configure(self) -> None:
+    def _configure(self, sources: str) -> None:
         for folder in ("sources", "lists/partial", "cache/archives/partial"):
             (self._work / folder).mkdir(parents=True, exist_ok=True)
-        (self._work / "sources" / "debian.sources").write_text(self._sources(), encoding="utf-8")
+        (self._work / "sources" / "debian.sources").write_text(sources, encoding="utf-8")
         settings = {
             "Dir::Etc::sourcelist": "/dev/null",
             "Dir::Etc::sourceparts": str(self._work / "sources"),
@@ -84,14 +72,6 @@ class DebianArchive:
             settings["APT::Sandbox::User"] = "root"
         lines = [f'{key} "{value}";\n' for key, value in settings.items()]
         (self._work / "apt.conf").write_text("".join(lines), encoding="utf-8")
-
-    def _sources(self) -> str:
-        """The machine's own mirror where it follows the release."""
-        if not MACHINE_SOURCES.is_file():
-            return DEFAULT_SOURCES
-        text = MACHINE_SOURCES.read_text(encoding="utf-8")
-        followed = re.search(rf"^Suites:.*\b{RELEASE}\b", text, re.MULTILINE)
-        return re.sub(r"^Types:.*", "Types: deb deb-src", text, flags=re.MULTILINE) if followed else DEFAULT_SOURCES
 
     def _apt(self, *arguments: str, folder: Path | None = None) -> None:
         try:
