@@ -184,6 +184,21 @@ def test_queue_bounds_those_that_cannot_start() -> None:
         scheduler.add(generation("r3", range(3)), now=0.0)
 
 
+def test_queue_bounds_the_tokens_of_all_completions() -> None:
+    bench = Bench(engine_config(max_queued_tokens=100), num_blocks=11)  # A cache of 40 tokens.
+    bench.add(generation("a", range(10), n=10))
+    bench.add(generation("b", range(10), n=4))
+    with pytest.raises(QueueFull, match="hold 140 tokens; there is no room for another 1; try later"):
+        bench.add(generation("c", range(1), max_tokens=1))
+    bench.scheduler.abort("b")
+    bench.add(generation("c", range(10), n=3, max_tokens=1))
+    bench.add(generation("d", range(4), n=2, received=((1,), ()), max_tokens=2))
+    with pytest.raises(QueueFull, match="hold 139 tokens"):
+        bench.add(generation("e", range(2), max_tokens=1))
+    bench.run()
+    bench.add(generation("alone", range(30), n=16, max_tokens=1))
+
+
 def finish_reasons(bench: Bench, name: str) -> tuple[FinishReason | None, int | None]:
     bench.run()
     last = bench.updates[name][-1]

@@ -17,10 +17,16 @@ def new_request(
         _new_completion(request, index, config=config, block_size=block_size) for index in range(asked.n)
     )
     request.num_open = asked.n
+    request.num_queued_tokens = num_queued_tokens(asked)
     # They are told before the first token, so a client that has tokens has them.
     if asked.sampling.prompt_logprobs is not None and not any(asked.received):
         request.prompt_logprobs = []
     return request
+
+
+def num_queued_tokens(asked: GenerationRequest) -> int:
+    """Return how many tokens the completions of a request have before the first step."""
+    return asked.n * len(asked.prompt_token_ids) + sum(map(len, asked.received))
 
 
 def mark_if_received_whole(completion: Completion) -> bool:

@@ -11,7 +11,8 @@ class EngineConfig:
 
     `block_size` is what the KV cache begins with; a reset of the cache can change it. `max_model_len` is the longest
     prompt plus completion, in tokens. `max_queued_requests` bounds the requests that wait although every sequence of
-    a step is taken; those that the next step can start do not count. `max_steps_in_flight` 2 lets the next plan go
+    a step is taken; those that the next step can start do not count. `max_queued_tokens` bounds their memory: tokens of
+    prompts, each as often as it has completions, beside those that the KV cache can hold. `max_steps_in_flight` 2 lets the next plan go
     out before the last result came, 1 does not. With 2, as many steps that only decode go out beside as take about
     `lookahead_s` together, so that plans and results of short steps travel together; a request that comes waits so
     much longer, and who ends may be computed so much longer; 0 lets none. A request that has waited `pause_limit_s`
@@ -27,19 +28,21 @@ class EngineConfig:
     enable_prefix_caching: bool
     eos_token_ids: frozenset[int]
     vocab_size: int
+    max_queued_tokens: int = 1 << 22
     max_steps_in_flight: int = 2
     lookahead_s: float = 0.0
     pause_limit_s: float = 60.0
     ageing_s: float = 10.0
 
     def __post_init__(self) -> None:
-        least = {"max_model_len": 2, "max_queued_requests": 0}
+        least = {"max_model_len": 2, "max_queued_requests": 0, "max_queued_tokens": 0}
         for name in (
             "max_num_seqs",
             "max_num_batched_tokens",
             "block_size",
             "max_model_len",
             "max_queued_requests",
+            "max_queued_tokens",
             "vocab_size",
         ):
             if getattr(self, name) < least.get(name, 1):

@@ -186,7 +186,8 @@ class Completion:
 class Request:
     """A request that the scheduler holds. Only the scheduler writes to it.
 
-    `max_tokens` is resolved, and is each completion's; `order` is its place in the order of arrival. `prompt_logprobs`
+    `max_tokens` is resolved, and is each completion's; `order` is its place in the order of arrival. `num_queued_tokens`
+    counts the tokens that its completions had when it came: the prompt as often as there are completions. `prompt_logprobs`
     are those that came so far, of one completion's residency; None if there are none to come (any more).
     """
 
@@ -197,6 +198,7 @@ class Request:
     completions: tuple[Completion, ...] = ()
     first_scheduled_s: float | None = None
     num_cached_tokens: int = 0
+    num_queued_tokens: int = 0
     num_open: int = 0
     num_running: int = 0
     parked: list[Completion] = field(default_factory=list)

@@ -32,7 +32,7 @@ from itertools import count
 from typing import Final
 
 from hetero_api.v1 import logprobs_pb2, ranks_pb2
-from hetero_gateway.engine.admission import mark_if_received_whole, new_request
+from hetero_gateway.engine.admission import mark_if_received_whole, new_request, num_queued_tokens
 from hetero_gateway.engine.block_pool import BlockDigests
 from hetero_gateway.engine.config import EngineConfig
 from hetero_gateway.engine.counts import Counts
@@ -62,6 +62,7 @@ class Scheduler:
         self._waiting = WaitingLine()
         self._deadlines: LiveHeap[Request] = LiveHeap(is_dead=lambda request: request.is_ended)
         self._orders = count()
+        self._num_queued_tokens = 0
         self._counts = Counts()
         self._residents, self._planner = self._new_cache(num_blocks=num_blocks, block_size=config.block_size)
         # What requests have to fit: the group's cache, or the last group's while there is none.
@@ -79,7 +80,7 @@ class Scheduler:
         if asked.request_id in self._requests:
             raise DuplicateRequest(f"request_id: a request {asked.request_id!r} is in flight; choose another id")
         max_tokens = resolve_max_tokens(asked, config=self._config, cache=self._cache)
-        self._check_queue()
+        self._check_queue(asked)
         request = new_request(
             asked,
             max_tokens=max_tokens,
@@ -89,6 +90,7 @@ class Scheduler:
             block_size=self._cache.block_size,
         )
         self._requests[asked.request_id] = request
+        self._num_queued_tokens += request.num_queued_tokens
         if asked.deadline_s is not None:
             self._deadlines.push((asked.deadline_s, request.order), request)
         for completion in request.completions:
@@ -275,11 +277,19 @@ class Scheduler:
         shares_blocks = len(waiting) > 1 and self._residents.shareable_blocks(waiting[1]) > 0
         self._waiting.enter(request, shares_blocks=shares_blocks)
 
-    def _check_queue(self) -> None:
+    def _check_queue(self, asked: GenerationRequest) -> None:
         # Those that the next step can start do not wait for anything.
         num_waiting = len(self._requests) - self._counts.running_requests
         if num_waiting >= self._config.max_queued_requests + self._residents.num_startable:
             raise QueueFull(f"{num_waiting} requests wait, maxQueuedRequests allows no more; try later")
+        num_tokens = self._num_queued_tokens + num_queued_tokens(asked)
+        cached_tokens = self._cache.num_blocks * self._cache.block_size
+        # A request that is alone is never refused.
+        if self._requests and num_tokens > self._config.max_queued_tokens + cached_tokens:
+            raise QueueFull(
+                f"the prompts of {len(self._requests)} requests, each times its completions, hold "
+                f"{self._num_queued_tokens} tokens; there is no room for another {num_queued_tokens(asked)}; try later"
+            )
 
     def _end_request(self, request: Request) -> None:
         for completion in request.completions:
@@ -294,6 +304,7 @@ class Scheduler:
         request.num_open -= 1
         if request.is_ended:
             del self._requests[request.request_id]
+            self._num_queued_tokens -= request.num_queued_tokens
             self._counts.finished_requests += 1
         else:
             self._waiting.replace_first(request)
