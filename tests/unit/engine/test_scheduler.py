@@ -196,7 +196,7 @@ def test_queue_bounds_the_tokens_of_all_completions() -> None:
     with pytest.raises(QueueFull, match="hold 139 tokens"):
         bench.add(generation("e", range(2), max_tokens=1))
     bench.run()
-    bench.add(generation("alone", range(30), n=16, max_tokens=1))
+    bench.add(generation("alone", range(24), n=16, max_tokens=1))
 
 
 def finish_reasons(bench: Bench, name: str) -> tuple[FinishReason | None, int | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -193,3 +194,45 @@ def test_damaged_file_is_named(model: Path, name: str, contents: bytes, problem:
     (model / name).write_bytes(contents)
     with pytest.raises(ModelError, match=problem):
         TextTokenizer.from_directory(model)
+
+
+def wordpiece_tokenizer() -> Tokenizer:
+    """A word that it does not know is one token, however long."""
+    return Tokenizer(models.WordLevel(vocab={"[UNK]": 0, "the": 1}, unk_token="[UNK]"))
+
+
+@pytest.mark.parametrize("make", [byte_level_tokenizer, byte_fallback_tokenizer])
+@pytest.mark.parametrize("text", ["the quick 你好 🙂 ", "<think>the dog</think>", "x" * 9])
+def test_a_long_text_has_the_tokens_of_the_librarys_encode(
+    tmp_path: Path, make: Callable[[], Tokenizer], text: str
+) -> None:
+    tokenizer, library = TextTokenizer.from_directory(save(make(), tmp_path)), make()
+    long = text * (10_000 // len(text))
+    assert tokenizer.encode(long) == library.encode(long).ids
+    assert tokenizer.decode(tokenizer.encode(long)) == library.decode(library.encode(long).ids)
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = TextTokenizer.from_directory(model)
+    longest = max(len(token) for token in byte_level_tokenizer().get_vocab())
+    monkeypatch.setattr(tokenizer, "_tokenizer", None)  # Nobody asks it.
+    words = (
+        f"has {9 * longest + 1} bytes; tokens of this model have at most {longest}, .* length of 10 allows 9 of them"
+    )
+    with pytest.raises(InvalidRequest, match=words):
+        tokenizer.encode("x" * (9 * longest + 1), max_model_len=10)
+    with pytest.raises(InvalidRequest, match=f"has {9 * longest + 2} bytes"):
+        tokenizer.encode("é" * ((9 * longest) // 2 + 1), max_model_len=10)
+
+
+def test_a_text_of_the_longest_tokens_is_not_refused(model: Path) -> None:
+    vocabulary = byte_level_tokenizer().get_vocab()
+    text = byte_level_tokenizer().decode([vocabulary[max(vocabulary, key=len)]]) * 7
+    assert len(TextTokenizer.from_directory(model).encode(text, max_model_len=9)) <= 8
+    with pytest.raises(InvalidRequest, match="has 8 tokens; with at least one to generate the model's length of 8"):
+        TextTokenizer.from_directory(model).encode(text, max_model_len=8)
+
+
+def test_an_unknown_word_may_be_longer_than_all_tokens(tmp_path: Path) -> None:
+    tokenizer = TextTokenizer.from_directory(save(wordpiece_tokenizer(), tmp_path))
+    assert tokenizer.encode("x" * 100_000, max_model_len=2) == [0]

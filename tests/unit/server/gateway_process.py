@@ -20,10 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from hetero_gateway.server.gateway import Gateway
-from tests.unit.server.server_setup import GatewayBench, read_all, request, sampling, served_model
+from hetero_gateway.server.model_files import read_model
+from tests.unit.server.server_setup import GatewayBench, read_all, request, sampling, write_manifest, write_model
 
 _TICK_S = 0.002
 _PROC = Path("/proc/self")
+_SMALL = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
+"""A model whose cache is small even for a million tokens."""
 
 
 @dataclass(slots=True)
@@ -43,7 +46,11 @@ class GatewayProcess:
     def __init__(self, folder: Path, *, max_model_len: int = 64) -> None:
         command = [sys.executable, "-m", __name__, str(folder), str(max_model_len)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.addresses: dict[str, str] = self._read()
+        try:
+            self.addresses: dict[str, str] = self._read()
+        except ValueError:
+            self._process.communicate()
+            raise
 
     def report(self) -> GatewayReport:
         assert self._process.stdin is not None
@@ -112,11 +119,13 @@ async def _lines() -> asyncio.StreamReader:
 
 
 async def _run(folder: Path, max_model_len: int) -> None:
-    model = served_model(
-        folder,
+    manifest = write_manifest(
+        folder / "g.yaml",
         model={"uri": "hf://org/model", "maxModelLen": max_model_len},
+        engine={"blockSize": 64, "maxNumSeqs": 2, "maxNumBatchedTokens": 64},
         gateway={"maxQueuedRequests": 1000},
     )
+    model = read_model(manifest, write_model(folder, max_position_embeddings=max_model_len, **_SMALL))
     async with GatewayBench(model) as bench:
         await bench.join()
         # What is imported and made once is not what is measured.

@@ -34,9 +34,9 @@ MAX_MODEL_LEN = 64
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 
 
-def write_model(directory: Path) -> Path:
+def write_model(directory: Path, **shape: Any) -> Path:
     """config.json, tokenizer.json and a chat template; no weights."""
-    shape = SMOLLM2 | {"vocab_size": VOCAB_SIZE, "eos_token_id": 256}
+    shape = SMOLLM2 | {"vocab_size": VOCAB_SIZE, "eos_token_id": 256} | shape
     (directory / "config.json").write_text(json.dumps(shape))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
@@ -119,7 +119,7 @@ class GrpcRank:
                 return ranks_pb2.RankMessage(formed=ranks_pb2.Formed(exchange=order.exchange))
             case "load_model":
                 loaded = ranks_pb2.Loaded(
-                    weight_bytes=1, kv_budget_bytes=1 << 20, kv_bytes_per_token=8, local_memory_percent=97
+                    weight_bytes=1, kv_budget_bytes=1 << 24, kv_bytes_per_token=8, local_memory_percent=97
                 )
                 return ranks_pb2.RankMessage(loaded=loaded)
             case "allocate_cache":

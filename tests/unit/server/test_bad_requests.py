@@ -55,7 +55,13 @@ BAD: list[tuple[pb.GenerateRequest, str, str]] = [
     (chat(), "chat.messages", "is empty"),
     (chat(("user", "a"), ("robot", "b")), "chat.messages[1].role", "system, user, assistant, tool, not 'robot'"),
     (request([1] * 64), "prompt", "has 64 tokens; with at least one to generate the model's length of 64 allows 63"),
-    (request("x" * 10_000), "prompt", "has 10000 tokens"),
+    (request("x" * 100), "prompt", "has 100 tokens"),
+    (request("x" * 316), "prompt", "has 316 bytes; tokens of this model have at most 5, "),
+    (chat(("user", "x" * 300)), "prompt", "has 317 bytes; "),
+    (chat(*[("user", "x")] * 16_385), "chat.messages", "at most 16384 messages, not 16385"),
+    (chat(*[("user", "x")] * 200_000), "request", "too many parts; at most 100000 are allowed"),
+    (request([1] * 5_000_000), "ids", "at most 4194304 bytes in protobuf's encoding, not 5000000"),
+    (resumed([[5] * 65]), "received[0].token_ids", "has 65 tokens, the model's length is 64"),
     (with_sampling(temperature=-1), "sampling.temperature", "must be between 0 and 100, not -1"),
     (with_sampling(temperature=100.5), "sampling.temperature", "must be between 0 and 100, not 100.5"),
     (with_sampling(temperature=math.nan), "sampling.temperature", "must be between 0 and 100, not nan"),
@@ -171,7 +177,7 @@ async def test_a_long_field_does_not_blow_up_the_status(ready: GatewayBench) -> 
     assert len(str(caught.value.details())) <= 1500
 
 
-async def test_a_million_violations_cost_no_more_than_eight(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_violations_cost_no_more_than_eight(monkeypatch: pytest.MonkeyPatch) -> None:
     made = 0
 
     def counted(field: str, problem: str) -> Violation:
@@ -179,10 +185,10 @@ async def test_a_million_violations_cost_no_more_than_eight(monkeypatch: pytest.
         made += 1
         return Violation(field, problem)
 
-    bad = chat(*[("robot", "")] * 500_000)
+    bad = chat(*[("robot", "")] * 16_384)
     monkeypatch.setattr(validation, "Violation", counted)
     with pytest.raises(InvalidArguments) as caught:
-        validation.check_generate(bad, vocab_size=258)
+        validation.check_generate(bad, vocab_size=258, max_model_len=64)
     assert len(caught.value.violations) == made == 8
 
 

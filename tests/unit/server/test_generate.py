@@ -173,7 +173,6 @@ async def test_a_call_that_arrives_after_its_deadline_computes_nothing(bench: Ga
     context: Any = ExpiredContext()
     servicer = InferenceServicer(
         bench.gateway.core,
-        tokenizer=bench.model.tokenizer,
         reader=request_reader(bench.model),
         in_flight=InFlight(),
         facts=Facts(bench.model.info, name="g", version="1", world_size=1),
@@ -181,7 +180,7 @@ async def test_a_call_that_arrives_after_its_deadline_computes_nothing(bench: Ga
         metrics=GatewayMetrics(),
     )
     with pytest.raises(grpc.aio.AbortError):
-        [event async for event in servicer.Generate(request(), context)]
+        [event async for event in servicer.Generate(request().SerializeToString(), context)]
     assert context.ended == (
         grpc.StatusCode.DEADLINE_EXCEEDED,
         "the call's deadline had passed when it arrived; give it more time",

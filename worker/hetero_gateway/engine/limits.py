@@ -84,16 +84,31 @@ def _shared_blocks(num_prompt: int, *, cache: CacheSize) -> int:
     return (num_prompt - 1) // cache.block_size
 
 
+def check_prompt_length(num_tokens: int, *, max_model_len: int) -> None:
+    """Raise InvalidRequest if a prompt of `num_tokens` leaves no room for a token to generate."""
+    if num_tokens >= max_model_len:
+        raise InvalidRequest(
+            "prompt",
+            f"has {num_tokens} tokens; with at least one to generate the model's length of "
+            f"{max_model_len} allows {max_model_len - 1}",
+        )
+
+
+def check_prompt_bytes(num_bytes: int, *, longest_token_bytes: int, max_model_len: int) -> None:
+    """Raise InvalidRequest if text of `num_bytes` has too many tokens, however long each of them is."""
+    if num_bytes > longest_token_bytes * (max_model_len - 1):
+        raise InvalidRequest(
+            "prompt",
+            f"has {num_bytes} bytes; tokens of this model have at most {longest_token_bytes}, and with at least one to "
+            f"generate the model's length of {max_model_len} allows {max_model_len - 1} of them",
+        )
+
+
 def _check_prompt(asked: GenerationRequest, *, config: EngineConfig) -> None:
     tokens = asked.prompt_token_ids
     if not tokens:
         raise InvalidRequest("prompt", "has no tokens; at least one is needed")
-    if len(tokens) >= config.max_model_len:
-        raise InvalidRequest(
-            "prompt",
-            f"has {len(tokens)} tokens; with at least one to generate the model's length of "
-            f"{config.max_model_len} allows {config.max_model_len - 1}",
-        )
+    check_prompt_length(len(tokens), max_model_len=config.max_model_len)
     _check_vocabulary("prompt", tokens, config=config)
     if asked.n < 1:
         raise InvalidRequest("sampling.n", f"must be at least 1, not {asked.n}")

@@ -186,9 +186,10 @@ class Completion:
 class Request:
     """A request that the scheduler holds. Only the scheduler writes to it.
 
-    `max_tokens` is resolved, and is each completion's; `order` is its place in the order of arrival. `num_queued_tokens`
-    counts the tokens that its completions had when it came: the prompt as often as there are completions. `prompt_logprobs`
-    are those that came so far, of one completion's residency; None if there are none to come (any more).
+    `max_tokens` is resolved, and is each completion's; `order` is its place in the order of arrival.
+    `num_queued_tokens` counts the tokens of all completions on arrival: the prompt as often as there are completions.
+    `prompt_logprobs` are those that came so far, of one completion's residency; None if there are none to come (any
+    more).
     """
 
     asked: GenerationRequest

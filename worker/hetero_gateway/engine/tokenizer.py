@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from hetero_api.errors import ModelError
 from hetero_gateway.engine.chat_template import ChatTemplate
@@ -25,6 +26,7 @@ from hetero_gateway.engine.detokenizer import (
     byte_level_alphabet,
 )
 from hetero_gateway.engine.errors import InvalidRequest
+from hetero_gateway.engine.limits import check_prompt_bytes, check_prompt_length
 
 TOKENIZER_FILE: Final = "tokenizer.json"
 TOKENIZER_CONFIG_FILE: Final = "tokenizer_config.json"
@@ -34,6 +36,10 @@ CHAT_TEMPLATE_FILE: Final = "chat_template.jinja"
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-F]{2})>")
 """A byte of SentencePiece's byte fallback."""
 _SENTENCEPIECE_SPACE: Final = "\N{LOWER ONE EIGHTH BLOCK}"
+_SHORT_CHARS: Final = 4096
+"""So short a text is worth no detour to the library's threads."""
+_NORMALIZER_SHRINKS: Final = 4
+"""A normalizer may write a character of four bytes as one of one byte."""
 _SPECIAL_TOKEN_NAMES: Final = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
@@ -46,6 +52,7 @@ class TextTokenizer:
         added = tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._bytes_of = _ByteVocabulary(tokenizer, self._special_ids) if byte_level else None
+        self._longest_token_bytes = _longest_token_bytes(tokenizer, byte_level=byte_level)
 
     @classmethod
     def from_directory(cls, directory: Path) -> TextTokenizer:
@@ -67,18 +74,25 @@ class TextTokenizer:
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of plain text, with the model's special tokens."""
-        return list(self._tokenizer.encode(text).ids)
+    def encode(self, text: str, *, max_model_len: int | None = None) -> list[int]:
+        """Return the token ids of plain text, with the model's special tokens.
+
+        Raises InvalidRequest if they leave no room in `max_model_len`; None allows any number.
+        """
+        return self._token_ids(text, with_special_tokens=True, max_model_len=max_model_len)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        max_model_len: int | None = None,
     ) -> list[int]:
-        """Token ids of a conversation with the assistant's turn opened after it.
+        """Return the token ids of a conversation with the assistant's turn opened after it.
 
-        Messages have `role` and `content`, and what the template knows besides (`tool_calls`, `tool_call_id`, `name`);
-        `tools` are shown to the model as the template does it. Raises InvalidRequest if the model has no chat template
-        or its template refuses the messages.
+        Messages have `role` and `content`, and optional fields that the template knows (`tool_calls`, `tool_call_id`,
+        `name`); the template shows `tools` to the model. Raises InvalidRequest if the model has no chat template, if
+        its template refuses the messages, or as `encode` does.
         """
         if self._chat_template is None:
             raise InvalidRequest(
@@ -87,11 +101,28 @@ class TextTokenizer:
                 f"{TOKENIZER_CONFIG_FILE}); send text or token ids",
             )
         text = self._chat_template.render(messages, tools=tools)
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return self._token_ids(text, with_special_tokens=False, max_model_len=max_model_len)
+
+    def _token_ids(self, text: str, *, with_special_tokens: bool, max_model_len: int | None) -> list[int]:
+        if max_model_len is not None and self._longest_token_bytes is not None:
+            num_bytes = len(text) if text.isascii() else len(text.encode())
+            longest = self._longest_token_bytes
+            check_prompt_bytes(num_bytes, longest_token_bytes=longest, max_model_len=max_model_len)
+        if len(text) <= _SHORT_CHARS:
+            encoding = self._tokenizer.encode(text, add_special_tokens=with_special_tokens)
+        else:
+            # Unlike `encode`, this lets other threads run meanwhile.
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=with_special_tokens)
+        if max_model_len is not None:
+            check_prompt_length(len(encoding), max_model_len=max_model_len)
+        return list(encoding.ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens; bytes that are no UTF-8 become U+FFFD, ids beyond the vocabulary nothing."""
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+        if len(token_ids) <= _SHORT_CHARS:
+            return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+        # Unlike `decode`, this lets other threads run meanwhile.
+        return str(self._tokenizer.decode_batch([token_ids], skip_special_tokens=True)[0])
 
     def to_json(self) -> str:
         """The tokenizer as the text of a tokenizer.json."""
@@ -142,6 +173,23 @@ class _ByteVocabulary(dict[int, bytes]):
         known = [value for value in values if value is not None]
         # A token with a character outside the alphabet was added as it is, not in the byte alphabet.
         return bytes(known) if len(known) == len(values) else token.encode()
+
+
+def _longest_token_bytes(tokenizer: Tokenizer, *, byte_level: bool) -> int | None:
+    """Return the most bytes of text that one token can stand for; None where there is no such bound.
+
+    Byte-level and byte-fallback tokenizers lose no text: each byte is in some token. Others may turn a word of any
+    length into one unknown token.
+    """
+    model = tokenizer.model
+    if not byte_level and not (isinstance(model, BPE) and model.byte_fallback):
+        return None
+    added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+    vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+    # In the byte-level alphabet a character is a byte.
+    longest = max(map(len, vocabulary) if byte_level else (len(token.encode()) for token in vocabulary), default=1)
+    longest = max([longest, *(len(content.encode()) for content in added)])
+    return longest if tokenizer.normalizer is None else longest * _NORMALIZER_SHRINKS
 
 
 _MISSING_TOKENIZER: Final = (

@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha import reflection
 
 from hetero_api.contract import GATEWAY_SERVICES, MAX_INFERENCE_MESSAGE_BYTES, MAX_RANKS_MESSAGE_BYTES, VERSION
 from hetero_api.probe_server import ProbeServer
-from hetero_api.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, ranks_pb2
+from hetero_api.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, ranks_pb2
 from hetero_gateway.engine.constraints import ConstraintCompiler
 from hetero_gateway.engine.core import EngineCore
 from hetero_gateway.group.formation import Group
@@ -32,7 +32,7 @@ from hetero_gateway.server.bearer import Bearer, BearerInterceptor
 from hetero_gateway.server.errors import BindError
 from hetero_gateway.server.health import WHOLE_SERVER, HealthServicer
 from hetero_gateway.server.in_flight import InFlight
-from hetero_gateway.server.inference import Facts, InferenceServicer, Standing
+from hetero_gateway.server.inference import Facts, InferenceServicer, Standing, serve_inference
 from hetero_gateway.server.listening import UNBOUNDED, bind, new_server
 from hetero_gateway.server.loop_reader import LoopReader
 from hetero_gateway.server.metrics import EngineReading, GatewayMetrics
@@ -200,7 +200,6 @@ class Gateway:
     def _inference_servicer(self, model: ServedModel) -> InferenceServicer:
         return InferenceServicer(
             self.core,
-            tokenizer=model.tokenizer,
             reader=self._reader,
             facts=Facts(
                 model=model.info,
@@ -231,7 +230,7 @@ class Gateway:
 
     def _inference_server(self) -> grpc.aio.Server:
         server = new_server(max_message_bytes=MAX_INFERENCE_MESSAGE_BYTES)
-        inference_pb2_grpc.add_InferenceServicer_to_server(self._servicer, server)
+        serve_inference(server, self._servicer)
         _add_health_and_reflection(server, self._health, _INFERENCE_SERVICE)
         return server
 
@@ -250,7 +249,9 @@ def request_reader(model: ServedModel) -> RequestReader:
     """What reads the requests of both doors."""
     config = model.engine_config
     constraints = ConstraintCompiler(model.tokenizer, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids)
-    return RequestReader(model.tokenizer, constraints=constraints, vocab_size=config.vocab_size)
+    return RequestReader(
+        model.tokenizer, constraints=constraints, vocab_size=config.vocab_size, max_model_len=config.max_model_len
+    )
 
 
 def _add_health_and_reflection(server: grpc.aio.Server, servicer: HealthServicer, service: str) -> None:

@@ -1,7 +1,9 @@
-"""hetero.v1.Inference: what clients call.
+"""hetero.v1.Inference, the service that clients call.
 
-Generate turns a call into a request of the engine and its events into messages. Whatever way the call ends, by its
-last message, a status, the client's cancellation or its disappearance, the request ends with it.
+Generate turns a call into a request of the engine and its events into messages. However the call ends, by its last
+message, a status, the client's cancellation or its disappearance, the request ends with it.
+
+Requests come as bytes: the reader parses them, bounded and off the loop where they are long.
 """
 
 from __future__ import annotations
@@ -10,31 +12,46 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, Final
 
 import grpc
 
 from hetero_api.v1 import inference_pb2 as pb
-from hetero_api.v1 import inference_pb2_grpc
 from hetero_gateway.engine.core import EngineCore
 from hetero_gateway.engine.errors import DeadlineExceeded
 from hetero_gateway.engine.stream import FinishedEvent, TokensEvent
-from hetero_gateway.engine.tokenizer import TextTokenizer
 from hetero_gateway.server.events import merged, started_event, stream_event
 from hetero_gateway.server.in_flight import InFlight
 from hetero_gateway.server.metrics import GatewayMetrics
-from hetero_gateway.server.prompts import decode, encode_chat, encode_text
 from hetero_gateway.server.reading import RequestReader
 from hetero_gateway.server.statuses import Context, answering, status_of, when_over
-from hetero_gateway.server.validation import (
-    check_abort,
-    check_detokenize,
-    check_tokenize,
-)
+from hetero_gateway.server.validation import check_abort
+
+_SERVICE: Final = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+
+
+def serve_inference(server: grpc.aio.Server, servicer: InferenceServicer) -> None:
+    """Have `server` answer hetero.v1.Inference."""
+    generate: Any = grpc.unary_stream_rpc_method_handler(
+        servicer.Generate, response_serializer=pb.GenerateEvent.SerializeToString
+    )
+    answers: dict[Any, Any] = {
+        servicer.Abort: pb.AbortResponse,
+        servicer.Tokenize: pb.TokenizeResponse,
+        servicer.Detokenize: pb.DetokenizeResponse,
+        servicer.GetModelInfo: pb.GetModelInfoResponse,
+        servicer.GetServerInfo: pb.GetServerInfoResponse,
+    }
+    others: dict[str, Any] = {
+        method.__name__: grpc.unary_unary_rpc_method_handler(method, response_serializer=kind.SerializeToString)
+        for method, kind in answers.items()
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {"Generate": generate, **others}),))
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What does not change while the gateway runs."""
+    """The model and the names of a gateway, which do not change while it runs."""
 
     model: pb.GetModelInfoResponse
     name: str
@@ -44,20 +61,19 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """How the group stands now."""
+    """State of the group at one moment."""
 
     ready: bool
     epoch: int
 
 
-class InferenceServicer(inference_pb2_grpc.InferenceServicer):
-    """See the module. `clock` is the engine's: its deadlines are times of it."""
+class InferenceServicer:
+    """The service's methods, under its names. `clock` is the engine's: its deadlines are times of it."""
 
     def __init__(
         self,
         core: EngineCore,
         *,
-        tokenizer: TextTokenizer,
         reader: RequestReader,
         facts: Facts,
         standing: Callable[[], Standing],
@@ -66,7 +82,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._core = core
-        self._tokenizer = tokenizer
         self._reader = reader
         self._facts = facts
         self._standing = standing
@@ -75,7 +90,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._started_s = clock()
         self._in_flight = in_flight
 
-    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateEvent]:  # noqa: N802
+    async def Generate(self, data: bytes, context: Context) -> AsyncIterator[pb.GenerateEvent]:  # noqa: N802
+        """Stream completions of one prompt."""
         outcome = _Outcome()
         self._in_flight.enter()
         # These run as soon as the call is over, also when it ends while a message is being written.
@@ -84,6 +100,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         async with answering(context, "Generate"):
             with outcome.named():
                 arrived_s = self._clock()
+                request = await self._reader.parse(pb.GenerateRequest, data)
                 asked = await self._reader.read(request, deadline_s=_deadline(context, now=arrived_s))
                 stream = self._core.submit(asked)
                 when_over(context, stream.cancel)
@@ -99,29 +116,31 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                         self._metrics.observe_first_token(self._clock() - arrived_s)
                     yield stream_event(event)
 
-    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: N802
+    async def Abort(self, data: bytes, context: Context) -> pb.AbortResponse:  # noqa: N802
+        """End a request that is in flight."""
         async with answering(context, "Abort"):
+            request = await self._reader.parse(pb.AbortRequest, data)
             check_abort(request)
             return pb.AbortResponse(found=self._core.abort(request.request_id))
 
-    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:  # noqa: N802
+    async def Tokenize(self, data: bytes, context: Context) -> pb.TokenizeResponse:  # noqa: N802
+        """Return the token ids of text or a conversation."""
         async with answering(context, "Tokenize"):
-            check_tokenize(request)
-            if request.WhichOneof("input") == "chat":
-                token_ids = await encode_chat(self._tokenizer, request.chat)
-            else:
-                token_ids = await encode_text(self._tokenizer, request.text)
-            return pb.TokenizeResponse(token_ids=token_ids)
+            request = await self._reader.parse(pb.TokenizeRequest, data)
+            return pb.TokenizeResponse(token_ids=await self._reader.tokenize(request))
 
-    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:  # noqa: N802
+    async def Detokenize(self, data: bytes, context: Context) -> pb.DetokenizeResponse:  # noqa: N802
+        """Return the text of token ids."""
         async with answering(context, "Detokenize"):
-            check_detokenize(request, vocab_size=self._facts.model.vocab_size)
-            return pb.DetokenizeResponse(text=await decode(self._tokenizer, list(request.token_ids)))
+            request = await self._reader.parse(pb.DetokenizeRequest, data)
+            return pb.DetokenizeResponse(text=await self._reader.detokenize(request))
 
-    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:  # noqa: N802, ARG002
+    async def GetModelInfo(self, data: bytes, context: Context) -> pb.GetModelInfoResponse:  # noqa: N802, ARG002
+        """Return the model's name and bounds; the request has no fields."""
         return self._facts.model
 
-    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:  # noqa: N802, ARG002
+    async def GetServerInfo(self, data: bytes, context: Context) -> pb.GetServerInfoResponse:  # noqa: N802, ARG002
+        """Return the server's name and its state right now; the request has no fields."""
         async with answering(context, "GetServerInfo"):
             standing, stats = self._standing(), self._core.stats()
             return pb.GetServerInfoResponse(
@@ -137,7 +156,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
 
 class _Outcome:
-    """What a call is counted as: the client's cancellation until something else ends it."""
+    """Name under which a call is counted: the client's cancellation until something else ends it."""
 
     def __init__(self) -> None:
         self.name = grpc.StatusCode.CANCELLED.name
@@ -153,7 +172,7 @@ class _Outcome:
 
 
 def _deadline(context: Context, *, now: float) -> float | None:
-    """The call's deadline as a time of the engine's clock. Raises DeadlineExceeded if it has passed."""
+    """Return the call's deadline as a time of the engine's clock. Raises DeadlineExceeded if it has passed."""
     left_s: float | None = context.time_remaining()
     if left_s is None:
         return None

@@ -1,50 +1,111 @@
-"""Requests as clients word them, read into requests of the engine; whichever door they came through."""
+"""Reads the requests of both doors: checks every field, tokenises the prompt, compiles the constraint.
+
+Long requests are read in threads, so that other streams go on meanwhile; short ones are done before a thread would
+have begun. A prompt that cannot fit the model is refused by its length in bytes, before it is tokenised.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any, Final, TypeVar
+
+from google.protobuf.message import Message
 
 from hetero_api.v1 import inference_pb2 as pb
 from hetero_gateway.engine.constraints import ConstraintCompiler
+from hetero_gateway.engine.errors import QueueFull
 from hetero_gateway.engine.request import GenerationRequest, SamplingConfig
 from hetero_gateway.engine.tokenizer import TextTokenizer
-from hetero_gateway.server.prompts import encode_chat, encode_text
 from hetero_gateway.server.sampling_params import num_completions, sampling_config
-from hetero_gateway.server.validation import check_generate
+from hetero_gateway.server.validation import check_detokenize, check_generate, check_tokenize
+from hetero_gateway.server.wire import parse
+
+INLINE_BYTES: Final = 4096
+"""Reading so much takes a millisecond or two, less than the detour to a thread is worth."""
+MESSAGE_COST: Final = 64
+"""Bytes of text that take as long to read as one message of a chat."""
+MAX_THREADS: Final = 2
+"""Long requests that are read at a time; the others wait."""
+MAX_WAITING_BYTES: Final = 64 * 1024 * 1024
+
+M = TypeVar("M", bound=Message)
+T = TypeVar("T")
 
 
 class RequestReader:
-    """Checks every field, tokenises the prompt, compiles the constraint."""
+    """Reader of one model's requests. Used by one asyncio loop."""
 
-    def __init__(self, tokenizer: TextTokenizer, *, constraints: ConstraintCompiler, vocab_size: int) -> None:
+    def __init__(
+        self, tokenizer: TextTokenizer, *, constraints: ConstraintCompiler, vocab_size: int, max_model_len: int
+    ) -> None:
         self._tokenizer = tokenizer
         self._constraints = constraints
         self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._threads = _ReadingThreads()
+
+    async def parse(self, kind: type[M], data: bytes) -> M:
+        """Return the message that `data` encodes. Raises InvalidArguments, and QueueFull when too many bytes wait."""
+        return await self._threads.run(lambda: parse(kind, data), cost=len(data))
 
     async def read(self, request: pb.GenerateRequest, *, deadline_s: float | None = None) -> GenerationRequest:
-        """`deadline_s` is a time of the engine's clock. Raises InvalidArguments or InvalidRequest."""
-        check_generate(request, vocab_size=self._vocab_size)
-        num = num_completions(request.sampling)
+        """Return the engine's request; `deadline_s` is a time of the engine's clock.
+
+        Raises InvalidArguments or InvalidRequest for a bad field, and QueueFull when too many bytes wait to be read.
+        """
+        prompt, sampling = await self._threads.run(lambda: self._checked(request), cost=_cost(request, request.chat))
+        number = num_completions(request.sampling)
         return GenerationRequest(
             request_id=request.request_id or uuid.uuid4().hex,
-            prompt_token_ids=tuple(await self._prompt(request)),
-            sampling=await self._compiled(sampling_config(request.sampling)),
+            prompt_token_ids=prompt,
+            sampling=await self._compiled(sampling),
             cache_salt=request.cache_salt,
             deadline_s=deadline_s,
-            n=num,
+            n=number,
             priority=request.priority,
-            received=_received(request, num),
+            received=_received(request, number),
         )
 
-    async def _prompt(self, request: pb.GenerateRequest) -> list[int]:
+    async def tokenize(self, request: pb.TokenizeRequest) -> Sequence[int]:
+        """Return the token ids that Generate would see. Raises as `read` does, but for a prompt's length."""
+        return await self._threads.run(lambda: self._tokenized(request), cost=_cost(request, request.chat))
+
+    async def detokenize(self, request: pb.DetokenizeRequest) -> str:
+        """Return the text of the tokens, special ones left out. Raises InvalidArguments."""
+        return await self._threads.run(lambda: self._detokenized(request), cost=len(request.token_ids))
+
+    def _checked(self, request: pb.GenerateRequest) -> tuple[tuple[int, ...], SamplingConfig]:
+        check_generate(request, vocab_size=self._vocab_size, max_model_len=self._max_model_len)
+        return tuple(self._prompt(request)), sampling_config(request.sampling)
+
+    def _prompt(self, request: pb.GenerateRequest) -> Sequence[int]:
         match request.WhichOneof("prompt"):
             case "chat":
-                return await encode_chat(self._tokenizer, request.chat)
+                return self._encode_chat(request.chat, max_model_len=self._max_model_len)
             case "text":
-                return await encode_text(self._tokenizer, request.text)
+                return self._tokenizer.encode(request.text, max_model_len=self._max_model_len)
             case _:
-                return list(request.token_ids.ids)
+                return request.token_ids.ids
+
+    def _tokenized(self, request: pb.TokenizeRequest) -> Sequence[int]:
+        check_tokenize(request)
+        if request.WhichOneof("input") == "chat":
+            return self._encode_chat(request.chat)
+        return self._tokenizer.encode(request.text)
+
+    def _detokenized(self, request: pb.DetokenizeRequest) -> str:
+        check_detokenize(request, vocab_size=self._vocab_size)
+        return self._tokenizer.decode(list(request.token_ids))
+
+    def _encode_chat(self, chat: pb.ChatMessages, *, max_model_len: int | None = None) -> Sequence[int]:
+        tools: list[dict[str, Any]] | None = json.loads(chat.tools_json) if chat.tools_json else None
+        messages = [_template_message(message) for message in chat.messages]
+        return self._tokenizer.encode_chat(messages, tools=tools, max_model_len=max_model_len)
 
     async def _compiled(self, sampling: SamplingConfig) -> SamplingConfig:
         if sampling.constraint is None:
@@ -52,9 +113,61 @@ class RequestReader:
         return replace(sampling, constraint=await self._constraints.compile(sampling.constraint))
 
 
-def _received(request: pb.GenerateRequest, num_completions: int) -> tuple[tuple[int, ...], ...]:
-    """One a completion if the field is there at all, else none: a stream that is taken up may have brought nothing."""
+class _ReadingThreads:
+    """Threads for long requests, and the bytes that they and those who wait for them hold."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=MAX_THREADS, thread_name_prefix="reading")
+        self._held = 0
+
+    async def run(self, work: Callable[[], T], *, cost: int) -> T:
+        """Return the result of `work`, which is done here and now if it costs little. Raises QueueFull."""
+        if cost <= INLINE_BYTES:
+            return work()
+        if self._held and self._held + cost > MAX_WAITING_BYTES:
+            raise QueueFull(f"long prompts of {self._held} bytes wait to be read, {cost} more are too many; try later")
+        self._held += cost
+        reading = asyncio.get_running_loop().run_in_executor(self._pool, work)
+        try:
+            return await reading
+        finally:
+            self._held -= cost
+
+
+def _cost(request: pb.GenerateRequest | pb.TokenizeRequest, chat: pb.ChatMessages) -> int:
+    """Return how long a request takes to read, as bytes of plain text."""
+    return request.ByteSize() + MESSAGE_COST * len(chat.messages)
+
+
+def _template_message(message: pb.ChatMessage) -> dict[str, Any]:
+    """Return a message as templates of transformers know it: without the fields that are not set."""
+    template_message: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls_json:
+        template_message["tool_calls"] = [_template_call(call) for call in json.loads(message.tool_calls_json)]
+    for name, value in (("tool_call_id", message.tool_call_id), ("name", message.name)):
+        if value:
+            template_message[name] = value
+    return template_message
+
+
+def _template_call(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool call whose arguments, JSON text in the OpenAI API, are the object that templates expect."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _received(request: pb.GenerateRequest, number: int) -> tuple[tuple[int, ...], ...]:
+    """Return the received tokens of each of `number` completions; nothing if the field is absent.
+
+    A stream that is taken up may have brought no token yet, so an empty list is not an absent one.
+    """
     if not request.received:
         return ()
-    missing = num_completions - len(request.received)
+    missing = number - len(request.received)
     return (*(tuple(received.token_ids) for received in request.received), *[()] * missing)

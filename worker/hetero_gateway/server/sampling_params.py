@@ -22,6 +22,7 @@ MAX_COMPLETIONS: Final = 16
 MAX_LOGPROBS: Final = 20
 MAX_CHOICES: Final = 256
 SEED_BITS: Final = 63
+_PIECE: Final = 65_536
 
 _KINDS: Final = {
     "json_schema": ConstraintKind.JSON_SCHEMA,
@@ -49,12 +50,14 @@ def sampling_violations(params: pb.SamplingParams, *, vocab_size: int) -> Iterab
 
 
 def token_id_violations(field: str, ids: Sequence[int], *, vocab_size: int) -> list[Violation]:
-    """The first id that is beyond the vocabulary."""
-    # Ids are unsigned; the common case is one pass in C.
-    if not ids or max(ids) < vocab_size:
-        return []
-    index = next(index for index, token_id in enumerate(ids) if token_id >= vocab_size)
-    return [Violation(f"{field}[{index}]", f"must be in the vocabulary [0, {vocab_size}), not {ids[index]}")]
+    """Return a violation for the first id that is beyond the vocabulary."""
+    # Ids are unsigned, and the common case is one pass in C. Between pieces of a long list other threads may run.
+    for begin in range(0, len(ids), _PIECE):
+        piece = ids[begin : begin + _PIECE]
+        if max(piece) >= vocab_size:
+            index = begin + next(index for index, token_id in enumerate(piece) if token_id >= vocab_size)
+            return [Violation(f"{field}[{index}]", f"must be in the vocabulary [0, {vocab_size}), not {ids[index]}")]
+    return []
 
 
 def sampling_config(params: pb.SamplingParams) -> SamplingConfig:

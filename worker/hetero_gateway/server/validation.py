@@ -13,11 +13,13 @@ from itertools import chain, islice
 from typing import Any, Final
 
 from hetero_api.v1 import inference_pb2 as pb
+from hetero_gateway.engine.limits import check_prompt_length
 from hetero_gateway.server.errors import InvalidArguments, Violation
 from hetero_gateway.server.sampling_params import num_completions, sampling_violations, token_id_violations
 
 MAX_REQUEST_ID_CHARS: Final = 128
 MAX_CACHE_SALT_CHARS: Final = 1024
+MAX_MESSAGES: Final = 16_384
 MAX_PRIORITY: Final = 100
 ROLES: Final = ("system", "user", "assistant", "tool")
 MAX_TOOLS_CHARS: Final = 1 << 20
@@ -28,8 +30,10 @@ MAX_VIOLATIONS: Final = 8
 _SHOWN_CHARS: Final = 40
 
 
-def check_generate(request: pb.GenerateRequest, *, vocab_size: int) -> None:
+def check_generate(request: pb.GenerateRequest, *, vocab_size: int, max_model_len: int) -> None:
     """Raise InvalidArguments unless every field is within its bounds."""
+    # Prompts longer than the model are refused before anybody looks at each token.
+    check_prompt_length(len(request.token_ids.ids), max_model_len=max_model_len)
     _raise_if_any(
         chain(
             _request_id(request.request_id),
@@ -38,7 +42,7 @@ def check_generate(request: pb.GenerateRequest, *, vocab_size: int) -> None:
             sampling_violations(request.sampling, vocab_size=vocab_size),
             _output_mode(request.output_mode),
             _priority(request.priority),
-            _received(request, vocab_size=vocab_size),
+            _received(request, vocab_size=vocab_size, max_model_len=max_model_len),
         )
     )
 
@@ -98,6 +102,9 @@ def _prompt(request: pb.GenerateRequest, *, vocab_size: int) -> Iterable[Violati
 
 
 def _chat(chat: pb.ChatMessages) -> Iterable[Violation]:
+    if len(chat.messages) > MAX_MESSAGES:
+        yield Violation("chat.messages", f"must hold at most {MAX_MESSAGES} messages, not {len(chat.messages)}")
+        return
     if not chat.messages:
         yield Violation("chat.messages", "is empty; a conversation needs at least one message")
     for index, message in enumerate(chat.messages):
@@ -157,7 +164,7 @@ def _priority(priority: int) -> Iterable[Violation]:
         yield Violation("priority", f"must be between -{MAX_PRIORITY} and {MAX_PRIORITY}, not {priority}")
 
 
-def _received(request: pb.GenerateRequest, *, vocab_size: int) -> Iterable[Violation]:
+def _received(request: pb.GenerateRequest, *, vocab_size: int, max_model_len: int) -> Iterable[Violation]:
     if not request.received:
         return
     number = num_completions(request.sampling)
@@ -170,6 +177,9 @@ def _received(request: pb.GenerateRequest, *, vocab_size: int) -> Iterable[Viola
         yield Violation("sampling.seed", "must be that of the stream which is taken up, as Started told it")
     for index, received in enumerate(request.received):
         field = f"received[{index}].token_ids"
+        if len(received.token_ids) > max_model_len:
+            yield Violation(field, f"has {len(received.token_ids)} tokens, the model's length is {max_model_len}")
+            continue
         yield from token_id_violations(field, received.token_ids, vocab_size=vocab_size)
 
 

@@ -1,0 +1,84 @@
+"""No request makes the others wait: the loop's longest pause while a gateway reads what is long, wide or deep.
+
+A gateway is a process of its own here, so what is measured is its loop, not the test's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from hetero_api.v1 import inference_pb2 as pb
+from hetero_api.v1 import inference_pb2_grpc
+from tests.unit.server.gateway_process import GatewayProcess
+
+pytestmark = pytest.mark.unit
+
+MAX_PAUSE_S = 0.1
+MAX_MODEL_LEN = 820_000
+"""So long that four megabytes are not refused by their length in bytes, but tokenised."""
+WORDS = "The quick brown fox jumps over the lazy dog. "
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
+    process = GatewayProcess(tmp_path_factory.mktemp("gateway"), max_model_len=MAX_MODEL_LEN)
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def stub(gateway: GatewayProcess) -> Iterator[Any]:
+    options = [("grpc.max_send_message_length", -1), ("grpc.enable_http_proxy", 0)]
+    with grpc.insecure_channel(gateway.addresses["inference"], options=options) as channel:
+        yield inference_pb2_grpc.InferenceStub(channel)
+
+
+def _text(num_bytes: int) -> str:
+    return (WORDS * (num_bytes // len(WORDS) + 1))[:num_bytes]
+
+
+def _chat(num_messages: int, content: str) -> pb.ChatMessages:
+    return pb.ChatMessages(messages=[pb.ChatMessage(role="user", content=content)] * num_messages)
+
+
+def _generate(**fields: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(**fields)
+
+
+LONG = {
+    "text": _generate(text=_text(4_000_000)),
+    "chat": _generate(chat=_chat(1, _text(1_000_000))),
+    "many messages": _generate(chat=_chat(16_384, WORDS)),
+    "too many messages": _generate(chat=_chat(200_000, "a")),
+    "empty messages": _generate(chat=pb.ChatMessages(messages=[pb.ChatMessage()] * 1_000_000)),
+    "tokens": _generate(token_ids=pb.TokenIds(ids=[5] * 4_000_000)),
+    "received": _generate(text="a", received=[pb.Received(token_ids=[5] * 4_000_000)]),
+    "stop strings": _generate(text="a", sampling=pb.SamplingParams(stop=["a" * 500_000] * 15, n=16)),
+    "biases": _generate(text="a", sampling=pb.SamplingParams(logit_bias=dict.fromkeys(range(600_000), 1.0))),
+    "tools": _generate(chat=pb.ChatMessages(tools_json="[" + "{}," * 2_500_000 + "{}]")),
+    "schema": _generate(text="a", sampling=pb.SamplingParams(json_schema="[" * 8_000_000)),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_long_request_does_not_pause_the_others(gateway: GatewayProcess, stub: Any, name: str) -> None:
+    gateway.report()
+    with pytest.raises(grpc.RpcError) as caught:
+        list(stub.Generate(LONG[name], timeout=100))
+    error: Any = caught.value
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    report = gateway.report()
+    assert report.is_idle
+    assert report.pause_s < MAX_PAUSE_S
+
+
+def test_long_texts_are_tokenised_and_turned_back_without_a_pause(gateway: GatewayProcess, stub: Any) -> None:
+    text = _text(1_000_000)
+    gateway.report()
+    token_ids = stub.Tokenize(pb.TokenizeRequest(text=text), timeout=100).token_ids
+    assert stub.Detokenize(pb.DetokenizeRequest(token_ids=token_ids), timeout=100).text == text
+    assert gateway.report().pause_s < MAX_PAUSE_S
