@@ -4,7 +4,9 @@ HeteroError
 ├── ConfigError          a setting is wrong; the message names the argument or variable
 ├── NotLeading           a write was stopped because the Lease is not held, or not for long enough
 ├── KopfStopped          kopf ended though nobody asked it to
+├── OverBudget           a resource controls more than this process reads
 └── ApiError             the API server did not do what was asked
+    ├── TooLarge         the answer is larger than this process takes in
     ├── Unreachable      no answer: connection refused or cut, or the time was over
     ├── Gone             410: the resource version is too old, list anew
     ├── NotFound         404
@@ -14,6 +16,7 @@ HeteroError
 
 from __future__ import annotations
 
+from hetero_api.contract import LABEL_NAME
 from hetero_api.errors import HeteroError
 
 
@@ -27,6 +30,16 @@ class NotLeading(HeteroError):
 
 class KopfStopped(HeteroError):
     """kopf ended on its own."""
+
+
+class OverBudget(HeteroError):
+    """A resource controls more than this process reads, in a namespace with more than this process keeps."""
+
+    def __init__(self, namespace: str, name: str, *, limit: int) -> None:
+        super().__init__(
+            f"resources in namespace {namespace} control more than {limit >> 20} MiB of objects, and {name} too many "
+            f"of them; delete what the operator did not make and is labelled {LABEL_NAME}={name}"
+        )
 
 
 class ApiError(HeteroError):
@@ -49,6 +62,13 @@ class Unreachable(ApiError):
 
     def __init__(self, message: str) -> None:
         super().__init__(0, "Unreachable", message)
+
+
+class TooLarge(ApiError):
+    """The answer is larger than this process takes in."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(0, "TooLarge", message)
 
 
 class Gone(ApiError):

@@ -110,7 +110,7 @@ class Reconciler:
         self._clock = clock
 
     async def reconcile(self, key: Key) -> Verdict:
-        """Do what there is to do about a resource. Raises ApiError, NotLeading."""
+        """Do all that there is to do about a resource. Raises ApiError, NotLeading, OverBudget."""
         resource = self._parts.resources.get(key)
         observed, plan, execution = None, Plan(), Execution(Outcome())
         for _ in range(MAX_ROUNDS):
@@ -165,7 +165,7 @@ class Reconciler:
 
     async def _observe(self, key: Key, resource: Object) -> Observed:
         parts, now = self._parts, self._clock()
-        owned, pods = parts.cache.owned_by(key)
+        owned, pods = await parts.cache.owned_by(key)
         waiting = {item["metadata"]["uid"]: _age_s(item, now) for item in (*_silent(pods), *_incomplete(owned, pods))}
         doubt = any(age_s > PATIENCE_S for age_s in waiting.values())
         secrets = await parts.secrets.of(key, [*owned, *pods], doubt=doubt)

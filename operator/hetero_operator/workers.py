@@ -15,7 +15,7 @@ from typing import Final
 
 from hetero_operator.backoff import Backoff
 from hetero_operator.cluster.store import Key
-from hetero_operator.errors import ApiError, NotLeading
+from hetero_operator.errors import ApiError, NotLeading, OverBudget
 from hetero_operator.metrics import OperatorMetrics
 from hetero_operator.reconcile.model import WriteFailure
 from hetero_operator.reconciler import Verdict
@@ -79,6 +79,8 @@ class Workers:
             return
         except ApiError as error:
             self._failed(key, error.reason or type(error).__name__, str(error), error.retry_after_s)
+        except OverBudget as error:
+            self._failed(key, "OverBudget", str(error), backoff=LASTING)
         except TimeoutError:
             self._failed(key, "Timeout", f"not done within {LOOK_TIMEOUT_S:g} s")
         except Exception as error:
@@ -88,10 +90,12 @@ class Workers:
             self._follow(key, verdict)
         self._metrics.reconcile_seconds.observe(self._clock() - begin)
 
-    def _failed(self, key: Key, reason: str, message: str, retry_after_s: float = 0.0) -> None:
+    def _failed(
+        self, key: Key, reason: str, message: str, retry_after_s: float = 0.0, backoff: Backoff = TRANSIENT
+    ) -> None:
         self._metrics.reconciles.labels("error").inc()
         self._metrics.errors.labels(reason).inc()
-        pause_s = self._queue.retry(key, TRANSIENT, at_least_s=retry_after_s)
+        pause_s = self._queue.retry(key, backoff, at_least_s=retry_after_s)
         if message:
             logger.warning("%s/%s: %s; again in %.1f s", *key, message, pause_s)
 

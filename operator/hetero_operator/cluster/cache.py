@@ -15,15 +15,17 @@ from hetero_operator.backoff import Backoff
 from hetero_operator.cluster.discovery import discover
 from hetero_operator.cluster.kinds import POD, ResourceKind, kind_of, watched_kinds
 from hetero_operator.cluster.reflector import Reflector
-from hetero_operator.cluster.store import Key, ObjectStore
+from hetero_operator.cluster.store import Key, NamespaceBudget, ObjectStore
 from hetero_operator.cluster.transport import Transport
-from hetero_operator.errors import ApiError
+from hetero_operator.errors import ApiError, NotFound, OverBudget
 from hetero_operator.observers import unobserved
 from hetero_operator.reconcile.model import Capabilities, ObjectRef
 
 logger = logging.getLogger(__name__)
 
 DISCOVERY_S: Final = 180.0
+MAX_LOOK_BYTES: Final = 4 * 2**20
+"""Bodies that a look at one resource may read because they are not kept."""
 
 Object = dict[str, Any]
 
@@ -48,6 +50,7 @@ class ClusterCache:
         self._on_capabilities = on_capabilities
         self._count_restart = count_restart
         self._capabilities: Capabilities | None = None
+        self._budget = NamespaceBudget()
         self._stores: dict[ResourceKind, ObjectStore] = {}
         self._reflectors: dict[ResourceKind, list[Reflector]] = {}
         self._tasks: dict[ResourceKind, list[asyncio.Task[None]]] = {}
@@ -73,10 +76,31 @@ class ClusterCache:
         finally:
             await self._stop(list(self._tasks))
 
-    def owned_by(self, owner: Key) -> tuple[list[Object], list[Object]]:
-        """Objects of all kinds but Pod, and pods, that carry the resource's label."""
-        owned = [item for kind, store in self._stores.items() if kind != POD for item in store.owned_by(owner)]
+    async def owned_by(self, owner: Key) -> tuple[list[Object], list[Object]]:
+        """Return the objects of all kinds but Pod, and the pods, that carry the resource's label.
+
+        Bodies that are not kept are read. Raises ApiError, or OverBudget when these are too large for one look.
+        """
+        stores = {kind: store for kind, store in self._stores.items() if kind != POD}
+        left_out = {kind: store.incomplete(owner) for kind, store in stores.items()}
+        if sum(sum(sizes.values()) for sizes in left_out.values()) > MAX_LOOK_BYTES:
+            raise OverBudget(*owner, limit=self._budget.limit)
+        owned = []
+        for kind, store in stores.items():
+            bodies = {name: await self._body(kind, owner.namespace, name) for name in left_out[kind]}
+            kept = (item for item in store.owned_by(owner) if item["metadata"]["name"] not in bodies)
+            owned += [*kept, *(store.shown(body) for body in bodies.values() if body is not None)]
         return owned, self._stores[POD].owned_by(owner)
+
+    async def _body(self, kind: ResourceKind, namespace: str, name: str) -> Object | None:
+        """Return an object from the server, and keep it if there is room by now."""
+        try:
+            found = await self._api.get(kind.path(namespace, name))
+        except NotFound:
+            self._stores[kind].forget(namespace, name)
+            return None
+        self._stores[kind].put(found)
+        return found
 
     def store(self, ref: ObjectRef) -> ObjectStore | None:
         """Where objects of a kind are kept; None: the kind is not watched."""
@@ -121,7 +145,7 @@ class ClusterCache:
         self._on_capabilities()
 
     def _start(self, kind: ResourceKind) -> None:
-        store = self._stores[kind] = ObjectStore(kind)
+        store = self._stores[kind] = ObjectStore(kind, budget=self._budget)
         self._reflectors[kind] = [
             Reflector(
                 self._api,

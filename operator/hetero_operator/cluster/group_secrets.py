@@ -26,18 +26,11 @@ DOUBTED_S: Final = 20.0
 Object = dict[str, Any]
 
 
-class _MetadataStore(ObjectStore):
-    """Keeps no values."""
-
-    def encode(self, item: Any) -> Any:
-        return super().encode({key: value for key, value in item.items() if key not in ("data", "stringData")})
-
-
 class SecretBook:
     """What is known of Secrets."""
 
     def __init__(self, api: Transport, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.store: ObjectStore = _MetadataStore(SECRET)
+        self.store = ObjectStore(SECRET, secret_fields=("data", "stringData"))
         self._api = api
         self._clock = clock
         self._asked: dict[Key, dict[str, float]] = {}

@@ -62,7 +62,6 @@ class NodeBook:
 
 
 def _needed(node: Object) -> Object:
-    """Without its list of images, which is most of it."""
-    status = {key: value for key, value in (node.get("status") or {}).items() if key != "images"}
-    metadata = {key: value for key, value in node["metadata"].items() if key != "managedFields"}
-    return {**node, "metadata": metadata, "status": status}
+    """Return the name and the conditions of a node."""
+    conditions = (node.get("status") or {}).get("conditions") or []
+    return {"metadata": {"name": node["metadata"]["name"]}, "status": {"conditions": conditions}}

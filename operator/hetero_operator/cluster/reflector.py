@@ -16,7 +16,7 @@ from typing import Any, Final
 from hetero_api.contract import LABEL_NAME
 from hetero_operator.backoff import Backoff
 from hetero_operator.cluster.kinds import ResourceKind
-from hetero_operator.cluster.store import Entry, Key, ObjectStore
+from hetero_operator.cluster.store import Key, Listing, ObjectStore
 from hetero_operator.cluster.transport import PAGE_SIZE, Transport
 from hetero_operator.errors import ApiError, Gone, NotFound
 from hetero_operator.observers import unobserved
@@ -84,16 +84,15 @@ class Reflector:
                 await self._failed(error)
 
     async def _list(self) -> str:
-        """Fill the store; the list's version."""
-        found: list[tuple[Key, Entry]] = []
-        version = ""
+        """Fill the store. Return the list's version."""
+        listing, version = Listing(self.store, namespace=self._namespace), ""
         async for page in self._api.pages(self._path, size=self._page_size, labelSelector=self._selector):
-            found += [self.store.encode(item) for item in page.get("items") or ()]
+            self._tell(listing.take(page.get("items") or ()))
             version = page["metadata"]["resourceVersion"]
-        changed = self.store.replace(found, version, namespace=self._namespace)
+        gone = listing.end(version)
         self.synced.set()
         self.problem = ""
-        self._tell(changed)
+        self._tell(gone)
         return version
 
     async def _watch(self, version: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from hetero_operator.backoff import Backoff
 from hetero_operator.cluster.kinds import RESOURCE
-from hetero_operator.cluster.store import Entry, Key, ObjectStore
+from hetero_operator.cluster.store import Key, Listing, ObjectStore
 from hetero_operator.cluster.transport import Transport
 from hetero_operator.errors import ApiError, NotFound
 from hetero_operator.reconcile.model import Object
@@ -115,13 +115,13 @@ class Resources:
     async def _list(self) -> None:
         for namespace in self._namespaces:
             begin = self._clock()
-            found: list[tuple[Key, Entry]] = []
-            version = ""
+            listing, version = Listing(self.store, namespace=namespace), ""
+            changed: set[Key] = set()
             async for page in self._api.pages(RESOURCE.path(namespace)):
-                found += [self.store.encode(item) for item in page.get("items") or ()]
+                changed |= listing.take(page.get("items") or ())
                 version = page["metadata"]["resourceVersion"]
-            changed = self.store.replace(found, version, namespace=namespace)
-            self._heard.update((key, begin) for key, _ in found)
+            changed |= listing.end(version)
+            self._heard.update((key, begin) for key in listing.keys)
             for key in sorted(changed):
                 self._on_change(key)
         self.listed.set()

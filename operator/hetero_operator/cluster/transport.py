@@ -34,6 +34,7 @@ from hetero_operator.errors import (
     NotFound,
     NotLeading,
     Refused,
+    TooLarge,
     Unreachable,
 )
 from hetero_operator.fence import Fence
@@ -48,6 +49,12 @@ WATCH_SILENCE_S: Final = 90.0
 """A watch that brings nothing for so long is dialled anew: the host at its other end may be dead."""
 CREDENTIALS_PAUSE_S: Final = 10.0
 PAGE_SIZE: Final = 500
+"""Most objects of a page. The first has fewer, and the next ones as many as PAGE_BYTES allow by those seen so far."""
+FIRST_PAGE_SIZE: Final = 8
+PAGE_GROWTH: Final = 4
+PAGE_BYTES: Final = 4 * 2**20
+MAX_PAGE_BYTES: Final = 16 * 2**20
+"""A larger page is not read to its end but asked for again with fewer objects: one may have 1.5 MiB, or be tiny."""
 
 _ERRORS: Final[Mapping[int, type[ApiError]]] = {
     400: Refused, 403: Refused, 404: NotFound, 409: Conflict, 410: Gone, 422: Refused,
@@ -138,15 +145,26 @@ class Transport:
     async def pages(
         self, path: str, *, size: int = PAGE_SIZE, at_most: int | None = None, **query: object
     ) -> AsyncIterator[Object]:
-        """All pages of a list, or the first of them; each has the list's version. Raises ApiError."""
-        told, token = 0, None
-        while told != at_most:
-            page = await self.list(path, limit=size, **{**query, "continue": token})
+        """Yield the pages of a list until it ends, or has given `at_most` objects or more. Raises ApiError.
+
+        `size` is the most objects of a page. Each page has the list's version.
+        """
+        limit, told, token = min(FIRST_PAGE_SIZE, size), 0, None
+        while at_most is None or told < at_most:
+            try:
+                page, length = await self._page(path, {**query, "limit": limit, "continue": token})
+            except TooLarge:
+                if limit == 1:
+                    raise
+                limit = max(1, limit // FIRST_PAGE_SIZE)
+                continue
+            count = len(page.get("items") or ())
             yield page
-            told += 1
+            told += count
             token = page["metadata"].get("continue") or None
             if token is None:
                 return
+            limit = max(1, min(size, limit * PAGE_GROWTH, PAGE_BYTES * max(count, 1) // length))
 
     async def create(self, path: str, manifest: Mapping[str, Any]) -> Object:
         return await self._call("create", "POST", path, manifest, query={"fieldManager": FIELD_MANAGER}, write=True)
@@ -213,6 +231,18 @@ class Transport:
         ) as response:
             answer: Object = json.loads(await response.read())
             return answer
+
+    async def _page(self, path: str, query: Mapping[str, object]) -> tuple[Object, int]:
+        """Return a page of a list and its size in bytes. Raises TooLarge."""
+        limits = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S)
+        text = bytearray()
+        async with self._response("list", "GET", path, limits=limits, query=query) as response:
+            async for chunk in response.content.iter_any():
+                text += chunk
+                if len(text) > MAX_PAGE_BYTES:
+                    raise TooLarge(f"{path}: {query['limit']} objects have more than {MAX_PAGE_BYTES >> 20} MiB")
+            page: Object = json.loads(text)
+            return page, len(text)
 
     @asynccontextmanager
     async def _response(

@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 PATIENCE_S: Final = 20.0
 """What waits for so long is asked about."""
 PERIOD_S: Final = 15.0
-MAX_PAGES: Final = 4
+MAX_LISTED: Final = 2000
+"""Warnings of a namespace that are read at once, at most."""
 MAX_TOLD: Final = 5
 """Warnings kept about one object, the newest."""
 
@@ -98,15 +99,20 @@ class WarningBook:
 
     async def _warnings(self, namespace: str) -> Told:
         """By uid of what they are about. Raises ApiError."""
-        events: list[Object] = []
-        async for page in self._api.pages(EVENT.path(namespace), at_most=MAX_PAGES, fieldSelector="type=Warning"):
-            events += page.get("items") or ()
-        found: dict[str, list[PodEvent]] = {}
-        for event in sorted(events, key=_moment, reverse=True):
-            told = found.setdefault((event.get("involvedObject") or {}).get("uid") or "", [])
-            if len(told) < MAX_TOLD:
-                told.append(PodEvent(event.get("reason") or "", event.get("message") or ""))
-        return found
+        waiting = {uid for owner, doubt in self._doubts.items() if owner.namespace == namespace for uid in doubt.due}
+        found: dict[str, list[tuple[str, PodEvent]]] = {}
+        async for page in self._api.pages(EVENT.path(namespace), at_most=MAX_LISTED, fieldSelector="type=Warning"):
+            for event in page.get("items") or ():
+                uid = (event.get("involvedObject") or {}).get("uid")
+                if uid in waiting:
+                    said = PodEvent(event.get("reason") or "", event.get("message") or "")
+                    found.setdefault(uid, []).append((_moment(event), said))
+        return {uid: _newest(events) for uid, events in found.items()}
+
+
+def _newest(events: Sequence[tuple[str, PodEvent]]) -> list[PodEvent]:
+    """Return the newest MAX_TOLD of them, the newest first; of equal moments the one that was listed first."""
+    return [said for _, said in sorted(events, key=lambda event: event[0], reverse=True)[:MAX_TOLD]]
 
 
 def _moment(event: Object) -> str:

@@ -48,10 +48,10 @@ async def bench() -> AsyncIterator[Bench]:
 
 
 def config_map(name: str, **data: str) -> dict[str, Any]:
-    labels = {LABEL_NAME: "x"}
+    owners = [{"kind": "HeteroInference", "name": "x", "uid": "u", "controller": True}]
     return {
         "apiVersion": "v1", "kind": "ConfigMap", "data": data,
-        "metadata": {"name": name, "namespace": "ns", "labels": labels},
+        "metadata": {"name": name, "namespace": "ns", "labels": {LABEL_NAME: "x"}, "ownerReferences": owners},
     }  # fmt: skip
 
 

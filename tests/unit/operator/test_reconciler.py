@@ -18,9 +18,9 @@ from hetero_operator.cluster.nodes import NodeBook
 from hetero_operator.cluster.recorder import EventRecorder
 from hetero_operator.cluster.resources import Resources
 from hetero_operator.cluster.status_writer import StatusWriter
-from hetero_operator.cluster.store import Key, ObjectStore
+from hetero_operator.cluster.store import Key, NamespaceBudget, ObjectStore
 from hetero_operator.cluster.waiting import WarningBook
-from hetero_operator.errors import NotFound
+from hetero_operator.errors import NotFound, OverBudget
 from hetero_operator.gateway_probe import GatewayProbe
 from hetero_operator.reconcile.model import (
     Capabilities,
@@ -134,6 +134,40 @@ async def test_a_second_look_writes_nothing_and_asks_nothing(bench: Bench) -> No
     await bench.reconciler().reconcile(KEY)
     assert len([call for call in bench.server.calls if "secrets" not in call]) == calls
     assert bench.parts.events.pending == 1
+
+
+async def put_large(bench: Bench, name: str, size: int) -> None:
+    """A ConfigMap that the cache knows, in a namespace that is over its budget."""
+    owners = [{"kind": "HeteroInference", "name": "x", "uid": "u", "controller": True}]
+    item = {"metadata": {"labels": {LABEL_NAME: "x"}, "ownerReferences": owners}, "data": {"a": "x" * size}}
+    stores = bench.parts.cache._stores
+    kind = next(kind for kind in stores if kind.kind == "ConfigMap")
+    if not len(stores[kind]):
+        stores[kind] = ObjectStore(kind, budget=NamespaceBudget(limit=1000))
+    stores[kind].put(await bench.server.put(f"{MAPS}/{name}", item))
+
+
+async def test_bodies_that_are_not_kept_are_read_for_each_look(bench: Bench) -> None:
+    await bench.put_resource()
+    await put_large(bench, "x-0", 2000)
+    for _ in range(2):
+        calls = len(bench.server.calls)
+        await bench.reconciler().reconcile(KEY)
+        [item] = bench.seen[-1].owned
+        assert (item["kind"], item["data"]) == ("ConfigMap", {"a": "x" * 2000})
+        assert f"GET {MAPS}/x-0" in bench.server.calls[calls:]
+    del bench.server.objects[f"{MAPS}/x-0"]
+    await bench.reconciler(lambda observed: Plan()).reconcile(KEY)
+    assert bench.seen[-1].owned == []
+
+
+async def test_a_resource_that_controls_too_much_is_not_looked_at_and_no_body_is_read(bench: Bench) -> None:
+    await bench.put_resource()
+    for number in range(5):
+        await put_large(bench, f"x-{number}", 2**20)
+    with pytest.raises(OverBudget, match=r"namespace ns control more than .*labelled heteroinference\.io/name=x"):
+        await bench.reconciler().reconcile(KEY)
+    assert bench.server.calls == []
 
 
 async def test_nothing_is_made_for_a_resource_that_is_gone_unheard(bench: Bench) -> None:

@@ -8,15 +8,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_api.contract import LABEL_NAME
-from hetero_operator.cluster.kinds import POD
-from hetero_operator.cluster.store import Key, ObjectStore
+from hetero_operator.cluster.kinds import ALWAYS_WATCHED, POD
+from hetero_operator.cluster.store import Key, Listing, NamespaceBudget, ObjectStore
 
 OWNER = Key("ns", "x")
+
+
+CONFIG_MAP = next(kind for kind in ALWAYS_WATCHED if kind.kind == "ConfigMap")
 
 
 def pod(name: str, version: int, *, uid: str = "", owner: str = "x", **spec: Any) -> dict[str, Any]:
     metadata = {"namespace": "ns", "name": name, "uid": uid or f"uid-{name}", "resourceVersion": str(version)}
     return {"metadata": {**metadata, "labels": {LABEL_NAME: owner}, "managedFields": [{"manager": "x"}]}, "spec": spec}
+
+
+def config_map(name: str, version: int, *, owned: bool = True, text: str = "") -> dict[str, Any]:
+    owners = [{"kind": "HeteroInference", "name": "x", "uid": "u", "controller": True}] if owned else []
+    metadata = {"namespace": "ns", "name": name, "uid": f"uid-{name}", "resourceVersion": str(version)}
+    named = {"labels": {LABEL_NAME: "x", "other": "label"}, "annotations": {"long": text}, "ownerReferences": owners}
+    return {"metadata": {**metadata, **named}, "data": {"key": text}}
+
+
+def replace(store: ObjectStore, items: list[dict[str, Any]], version: str, namespace: str | None = None) -> set[Key]:
+    listing = Listing(store, namespace=namespace)
+    return listing.take(items) | listing.end(version)
 
 
 def names(store: ObjectStore, owner: Key = OWNER) -> list[str]:
@@ -35,10 +50,10 @@ def test_objects_are_found_by_owner_with_their_kind_and_without_managed_fields()
 
 def test_what_is_older_or_the_same_changes_nothing() -> None:
     store = ObjectStore(POD)
-    store.put(pod("a", 5, phase="new"))
-    assert store.put(pod("a", 5, phase="echo")) is None
-    assert store.put(pod("a", 4, phase="old")) is None
-    assert store.owned_by(OWNER)[0]["spec"] == {"phase": "new"}
+    store.put(pod("a", 5, nodeName="new"))
+    assert store.put(pod("a", 5, nodeName="echo")) is None
+    assert store.put(pod("a", 4, nodeName="old")) is None
+    assert store.owned_by(OWNER)[0]["spec"] == {"nodeName": "new"}
 
 
 def test_versions_are_compared_as_numbers() -> None:
@@ -51,21 +66,21 @@ def test_a_list_that_lacks_an_object_removes_it_and_tells_its_owner() -> None:
     store = ObjectStore(POD)
     store.put(pod("a", 1))
     store.put(pod("b", 2, owner="y"))
-    assert store.replace([store.encode(pod("a", 1))], "9") == {Key("ns", "y")}
+    assert replace(store, [pod("a", 1)], "9") == {Key("ns", "y")}
     assert names(store) == ["a"]
 
 
 def test_a_list_made_before_our_write_does_not_remove_what_we_wrote() -> None:
     store = ObjectStore(POD)
     store.put(pod("a", 12))
-    assert store.replace([], "11") == set()
+    assert replace(store, [], "11") == set()
     assert names(store) == ["a"]
 
 
 def test_a_list_of_one_namespace_leaves_others_alone() -> None:
     store = ObjectStore(POD)
     store.put(pod("a", 1))
-    assert store.replace([], "9", namespace="other") == set()
+    assert replace(store, [], "9", namespace="other") == set()
     assert names(store) == ["a"]
 
 
@@ -84,7 +99,7 @@ def test_what_we_deleted_does_not_rise_from_old_news() -> None:
     store.put(pod("a", 1))
     store.bury("ns", "a", "uid-a")
     assert store.put(pod("a", 2)) is None
-    assert store.replace([store.encode(pod("a", 2))], "3") == set()
+    assert replace(store, [pod("a", 2)], "3") == set()
     assert names(store) == []
     assert store.put(pod("a", 4, uid="another")) == OWNER
 
@@ -114,3 +129,49 @@ def test_in_whatever_order_news_come_the_newest_is_kept(news: list[tuple[str, in
     assert {item["metadata"]["name"]: int(item["metadata"]["resourceVersion"]) for item in store.owned_by(OWNER)} == (
         newest
     )
+
+
+def test_of_objects_that_no_resource_controls_only_metadata_are_kept() -> None:
+    store = ObjectStore(CONFIG_MAP)
+    store.put(config_map("ours", 1, text="x" * 2**20))
+    store.put(config_map("theirs", 2, owned=False, text="x" * 2**20))
+    ours, theirs = store.owned_by(OWNER)
+    assert len(ours["data"]["key"]) == 2**20
+    assert theirs["metadata"]["labels"] == {LABEL_NAME: "x"}
+    assert set(theirs) == {"apiVersion", "kind", "metadata"}
+    entry = store.entry("ns", "theirs")
+    assert entry is not None
+    assert len(entry.text) < 500
+    assert not store.incomplete(OWNER)
+
+
+def test_of_pods_the_node_and_the_status_are_kept() -> None:
+    store = ObjectStore(POD)
+    store.put({**pod("a", 1, nodeName="n", containers=["x" * 1000]), "status": {"phase": "Running"}})
+    (found,) = store.owned_by(OWNER)
+    assert (found["spec"], found["status"]) == ({"nodeName": "n"}, {"phase": "Running"})
+
+
+def test_a_namespace_over_its_budget_keeps_no_more_bodies_until_there_is_room() -> None:
+    store = ObjectStore(CONFIG_MAP, budget=NamespaceBudget(3 * 2**20))
+    for version, name in enumerate("abcd", 1):
+        store.put(config_map(name, version, text="x" * 2**20))
+    assert list(store.incomplete(OWNER)) == ["b", "c", "d"]
+    assert all(size > 2 * 2**20 for size in store.incomplete(OWNER).values())
+    assert [set(item) - {"apiVersion", "kind"} for item in store.owned_by(OWNER)][1] == {"metadata"}
+    assert store.put(config_map("b", 2, text="x" * 2**20)) is None, "nothing new, and still no room"
+    store.drop(config_map("a", 1))
+    assert store.put(config_map("b", 2, text="x" * 2**20)) == OWNER
+    assert list(store.incomplete(OWNER)) == ["c", "d"]
+
+
+def test_one_namespace_takes_nothing_from_another() -> None:
+    budget = NamespaceBudget(2**20)
+    store = ObjectStore(CONFIG_MAP, budget=budget)
+    store.put(config_map("a", 1, text="x" * 2**20))
+    other = config_map("b", 2, text="x")
+    other["metadata"]["namespace"] = "other"
+    store.put(other)
+    assert not store.incomplete(Key("other", "x"))
+    store.clear()
+    assert budget.has_room("ns", 2**20), "everything is given back"

@@ -129,7 +129,7 @@ async def test_the_lease_itself_is_written_by_whoever_has_none(server: ApiStandI
     assert server.calls == [f"POST {LEASE.path('ns')}", f"PUT {LEASE.path('ns', 'x')}"]
 
 
-@pytest.mark.parametrize(("at_most", "told"), [(None, [2, 2, 1]), (2, [2, 2]), (9, [2, 2, 1])])
+@pytest.mark.parametrize(("at_most", "told"), [(None, [2, 2, 1]), (4, [2, 2]), (9, [2, 2, 1])])
 async def test_a_list_comes_in_pages(server: ApiStandIn, at_most: int | None, told: list[int]) -> None:
     pods = "/api/v1/namespaces/ns/pods"
     for name in "abcde":
@@ -139,6 +139,26 @@ async def test_a_list_comes_in_pages(server: ApiStandIn, at_most: int | None, to
     assert [len(page["items"]) for page in pages] == told
     assert [query.get("continue") for query in server.queries] == [None, "2", "4"][: len(told)]
     assert all(query["labelSelector"] == "app" for query in server.queries)
+
+
+async def _pages_of(server: ApiStandIn, sizes: list[int]) -> list[int]:
+    """Objects of each page of a list of ConfigMaps with so many bytes."""
+    maps = "/api/v1/namespaces/ns/configmaps"
+    for number, size in enumerate(sizes):
+        server.objects[f"{maps}/{number:05}"] = {"metadata": {"name": str(number)}, "data": {"x": "x" * size}}
+    async with server.transport() as api:
+        return [len(page["items"]) async for page in api.pages(maps)]
+
+
+async def test_pages_grow_while_objects_are_small_and_shrink_when_they_are_large(server: ApiStandIn) -> None:
+    assert await _pages_of(server, [10] * 1200) == [8, 32, 128, 500, 500, 32]
+    server.objects.clear()
+    assert await _pages_of(server, [2**20] * 20) == [8, 3, 3, 3, 3]
+
+
+async def test_a_page_that_is_too_large_is_asked_for_again_with_fewer_objects(server: ApiStandIn) -> None:
+    assert await _pages_of(server, [10] * 40 + [2**20] * 20) == [8, 32, 2, *[3] * 6]
+    assert [query["limit"] for query in server.queries] == ["8", "32", "128", "16", "2", *["3"] * 6]
 
 
 async def test_calls_are_counted_by_verb_and_code(server: ApiStandIn) -> None:
