@@ -1,11 +1,12 @@
 """Writes the files that are made from others, or checks that they are up to date.
 
-    python -m tools.generate [--check] protos manifests docs chart
+    python -m tools.generate [--check] protos manifests docs chart picture
 
 protos: `protos/hetero_api/v1/*.proto` → Python stubs beside them.
 manifests: `hetero_api/spec.py` and `status.py` → the CustomResourceDefinition in the chart.
 docs: the same, with the rules and the table of effects → the reference page.
 chart: comments of the chart's values.yaml → its schema and README.
+picture: the packages' imports and docstrings → docs/architecture.svg.
 With --check nothing is written; the exit status is 1 when a file differs, and the files are named.
 """
 
@@ -21,6 +22,7 @@ import grpc_tools
 
 from hetero_api.crd import render_crd
 from tools.chart_values import generate_chart
+from tools.picture import generate_picture
 from tools.reference_page import generate_reference
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,6 +63,7 @@ GENERATORS = {
     "manifests": generate_manifests,
     "docs": generate_reference,
     "chart": generate_chart,
+    "picture": generate_picture,
 }
 
 
