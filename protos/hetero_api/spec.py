@@ -55,6 +55,7 @@ __all__ = [
     "MAX_RANKS",
     "SHARE_KINDS",
     "URI_SCHEMES",
+    "CacheLayout",
     "CpuSpec",
     "DType",
     "EngineSpec",
@@ -209,6 +210,15 @@ class ExchangeSpec(SpecModel):
     ] = None
 
 
+class CacheLayout(SpecEnum):
+    """Layout of the KV cache."""
+
+    PAGED = "Paged"
+    """Blocks of blockSize positions, shared between requests with equal prefixes."""
+    CONTIGUOUS = "Contiguous"
+    """One block a sequence, as long as the longest sequence: nothing is shared."""
+
+
 class EngineSpec(SpecModel):
     """Bounds and sizes of the engine."""
 
@@ -217,7 +227,17 @@ class EngineSpec(SpecModel):
         int,
         Field(ge=1, le=131_072, description="Most tokens in one step: longer prompts are computed in chunks."),
     ] = 512
-    block_size: Annotated[int, Field(ge=1, le=512, description="Token positions a KV block.")] = 16
+    block_size: Annotated[
+        int, Field(ge=1, le=512, description="Token positions a KV block. Contiguous caches do not use it.")
+    ] = 16
+    cache_layout: Annotated[
+        CacheLayout,
+        spelled(CacheLayout),
+        Field(
+            description="Paged: blocks of blockSize positions, shared between requests with equal prefixes. "
+            "Contiguous: one block a sequence, as long as model.maxModelLen; nothing is shared."
+        ),
+    ] = CacheLayout.PAGED
     gpu_memory_utilization: Annotated[
         float, Field(gt=0, le=1, description="Share of a GPU's memory that its rank may use.")
     ] = 0.9

@@ -61,6 +61,10 @@ class MemoryBudgetError(WorkerError):
     """Weights or KV cache do not fit the memory that the rank was given."""
 
 
+class CacheLostError(WorkerError):
+    """The KV cache was dropped for another, and neither can be allocated."""
+
+
 class CommandRefused(WorkerError):
     """A command does not fit what the rank holds; nothing was changed."""
 

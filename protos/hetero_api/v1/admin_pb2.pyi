@@ -27,7 +27,7 @@ class _CacheLayout:
 class _CacheLayoutEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CacheLayout.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     CACHE_LAYOUT_UNSPECIFIED: _CacheLayout.ValueType  # 0
-    """As PAGED."""
+    """The layout that spec.engine.cacheLayout names."""
     CACHE_LAYOUT_PAGED: _CacheLayout.ValueType  # 1
     """Blocks of block_size token positions, shared between requests with equal prefixes."""
     CACHE_LAYOUT_CONTIGUOUS: _CacheLayout.ValueType  # 2
@@ -37,7 +37,7 @@ class CacheLayout(_CacheLayout, metaclass=_CacheLayoutEnumTypeWrapper):
     """How KV blocks are laid out."""
 
 CACHE_LAYOUT_UNSPECIFIED: CacheLayout.ValueType  # 0
-"""As PAGED."""
+"""The layout that spec.engine.cacheLayout names."""
 CACHE_LAYOUT_PAGED: CacheLayout.ValueType  # 1
 """Blocks of block_size token positions, shared between requests with equal prefixes."""
 CACHE_LAYOUT_CONTIGUOUS: CacheLayout.ValueType  # 2
@@ -104,7 +104,7 @@ class ResetCacheRequest(_message.Message):
     layout: Global___CacheLayout.ValueType
     """Its layout."""
     block_size: _builtins.int
-    """Token positions a block; 0: the resource's spec.engine.blockSize. Must be 0 for CONTIGUOUS."""
+    """Token positions a block; 0: as the layout and spec.engine.blockSize say. Must be 0 for CONTIGUOUS."""
     num_blocks: _builtins.int
     """Blocks, null block excluded; 0: as many as memory and the longest sequences allow."""
     def __init__(

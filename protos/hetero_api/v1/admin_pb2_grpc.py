@@ -97,7 +97,8 @@ class AdminServicer(object):
 
     def ResetCache(self, request, context):
         """Replaces the KV cache of all ranks in one step: another layout, block size or number of blocks. What was cached is
-        forgotten. FAILED_PRECONDITION unless the group is READY and idle; the cache stays as it was when a rank cannot.
+        forgotten. FAILED_PRECONDITION unless the group is READY and idle, or if a rank cannot: then all ranks go on with a
+        cache of the old shape. The next epoch has the cache that the resource describes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -39,7 +39,8 @@ class AdminStub:
     """Counts of the scheduler and the block pool, consistent with one another (taken between two steps)."""
     ResetCache: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ResetCacheRequest, _admin_pb2.ResetCacheResponse]
     """Replaces the KV cache of all ranks in one step: another layout, block size or number of blocks. What was cached is
-    forgotten. FAILED_PRECONDITION unless the group is READY and idle; the cache stays as it was when a rank cannot.
+    forgotten. FAILED_PRECONDITION unless the group is READY and idle, or if a rank cannot: then all ranks go on with a
+    cache of the old shape. The next epoch has the cache that the resource describes.
     """
     Sleep: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SleepRequest, _admin_pb2.SleepResponse]
     """READY to ASLEEP: gives up memory. Requests are refused with UNAVAILABLE until WakeUp. FAILED_PRECONDITION unless the
@@ -71,7 +72,8 @@ class AdminAsyncStub(AdminStub):
     """Counts of the scheduler and the block pool, consistent with one another (taken between two steps)."""
     ResetCache: _aio.UnaryUnaryMultiCallable[_admin_pb2.ResetCacheRequest, _admin_pb2.ResetCacheResponse]  # type: ignore[assignment]
     """Replaces the KV cache of all ranks in one step: another layout, block size or number of blocks. What was cached is
-    forgotten. FAILED_PRECONDITION unless the group is READY and idle; the cache stays as it was when a rank cannot.
+    forgotten. FAILED_PRECONDITION unless the group is READY and idle, or if a rank cannot: then all ranks go on with a
+    cache of the old shape. The next epoch has the cache that the resource describes.
     """
     Sleep: _aio.UnaryUnaryMultiCallable[_admin_pb2.SleepRequest, _admin_pb2.SleepResponse]  # type: ignore[assignment]
     """READY to ASLEEP: gives up memory. Requests are refused with UNAVAILABLE until WakeUp. FAILED_PRECONDITION unless the
@@ -118,7 +120,8 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ResetCacheResponse, _abc.Awaitable[_admin_pb2.ResetCacheResponse]]:
         """Replaces the KV cache of all ranks in one step: another layout, block size or number of blocks. What was cached is
-        forgotten. FAILED_PRECONDITION unless the group is READY and idle; the cache stays as it was when a rank cannot.
+        forgotten. FAILED_PRECONDITION unless the group is READY and idle, or if a rank cannot: then all ranks go on with a
+        cache of the old shape. The next epoch has the cache that the resource describes.
         """
 
     @_abc_1.abstractmethod

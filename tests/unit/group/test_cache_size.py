@@ -99,6 +99,30 @@ def test_contiguous_is_a_block_for_each_sequence_as_long_as_the_longest() -> Non
     assert cache.layout(SETTINGS) == admin_pb2.CACHE_LAYOUT_CONTIGUOUS
 
 
+CONTIGUOUS = group_settings(engine={"blockSize": 4, "maxNumSeqs": 4, "cacheLayout": "Contiguous"})
+
+
+def test_the_layout_of_the_resource_is_that_of_every_first_cache() -> None:
+    cache = first_cache(CONTIGUOUS, ROOMY)
+    assert cache == CacheShape(64, 5)
+    assert cache.layout(CONTIGUOUS) == admin_pb2.CACHE_LAYOUT_CONTIGUOUS
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, CacheShape(64, 5)),
+        ({"layout": admin_pb2.CACHE_LAYOUT_PAGED}, CacheShape(4, 65)),
+        ({"block_size": 8}, CacheShape(8, 33)),
+        ({"num_blocks": 7}, CacheShape(64, 8)),
+    ],
+)
+def test_a_reset_leaves_the_layout_of_the_resource_unless_it_asks_for_another(
+    fields: dict[str, Any], expected: CacheShape
+) -> None:
+    assert asked(settings=CONTIGUOUS, **fields) == expected
+
+
 def test_a_block_size_that_does_not_divide_the_longest_sequence_is_fine() -> None:
     assert asked(block_size=7) == CacheShape(7, 4 * 10 + 1)
 

@@ -98,6 +98,21 @@ async def test_a_reset_to_what_cannot_be_names_the_field(fields: dict[str, int],
         assert zero.commands == []
 
 
+async def test_a_reset_that_failed_half_way_forgets_what_was_cached() -> None:
+    async with GroupBench() as bench:
+        zero, one = await bench.ready()
+        await generate(bench)
+        assert bench.core.stats().cached_blocks > 0
+        before = bench.core.stats().num_blocks
+        one.problem, zero.peers_fail = "no memory", True
+        with pytest.raises(CommandFailed):
+            await bench.verbs.reset_cache(reset(layout=CONTIGUOUS))
+        stats = bench.core.stats()
+        assert (stats.num_blocks, stats.cached_blocks) == (before, 0)
+        one.problem, zero.peers_fail = "", False
+        await generate(bench)
+
+
 # --- Sleep and WakeUp -----------------------------------------------------------------------------------
 
 

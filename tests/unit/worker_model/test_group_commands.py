@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import pytest
 import torch
 
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.errors import ProtocolError, WeightsChangedError, WeightsDamagedError
+from hetero_worker.errors import CacheLostError, ProtocolError, WeightsChangedError, WeightsDamagedError
+from hetero_worker.models.decoder import Decoder
 from hetero_worker.runners.serving import ServingCache, make_cache
 from hetero_worker.runners.step_recorder import StepRecorder
 from tests.support.rank_group import PlanBuilder, RankGroup, Shares
@@ -160,6 +162,41 @@ def test_want_of_memory_on_one_rank_leaves_all_as_they_were(
     assert not any(report.done for report in reports)
     assert sum(bool(report.problem) for report in reports) == 1
     assert_same_bits(before, complete(builder))
+
+
+def test_the_old_cache_is_gone_before_another_is_allocated(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache usually fills the memory: beside it there is no room for a second one."""
+    builder = PlanBuilder(group)
+    before = complete(builder)
+    old: dict[Decoder, list[weakref.ref[torch.Tensor]]] = {}
+    for runner in group.runners:
+        shard, held = runner._holdings.shard, runner._holdings.cache
+        assert shard is not None
+        assert held is not None
+        old[shard.decoder] = [weakref.ref(layer.keys) for layer in held.layers if layer is not None]
+    del shard, held, runner
+
+    def make_alone(*args: Any, decoder: Decoder, **more: Any) -> ServingCache:
+        assert not any(keys() is not None for keys in old[decoder]), "the old cache is still there"
+        return make_cache(*args, decoder=decoder, **more)
+
+    monkeypatch.setattr("hetero_worker.runners.commands.make_cache", make_alone)
+    assert all(report.done for report in order(builder, reset(BLOCKS, BLOCK_SIZE)))
+    assert_same_bits(before, complete(builder))
+
+
+def test_a_cache_that_cannot_be_allocated_again_ends_the_epoch(
+    checkpoint: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = RankGroup(checkpoint.directory, ONE_RANK, num_blocks=BLOCKS, block_size=BLOCK_SIZE)
+    builder = PlanBuilder(group)
+
+    def fail(*args: Any, **more: Any) -> ServingCache:
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr("hetero_worker.runners.commands.make_cache", fail)
+    with pytest.raises(CacheLostError, match=f"{BLOCKS} blocks of {BLOCK_SIZE} tokens cannot be allocated again"):
+        order(builder, reset(8, 8))
 
 
 ASLEEP: dict[str, tuple[list[Command], str]] = {

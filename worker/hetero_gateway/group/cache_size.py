@@ -62,13 +62,15 @@ def _asked_block_size(request: admin_pb2.ResetCacheRequest, settings: GroupSetti
             if request.block_size:
                 raise InvalidCommand("block_size", "must be 0 for CONTIGUOUS: a block is as long as a sequence may be")
             return settings.max_model_len
+        case admin_pb2.CACHE_LAYOUT_UNSPECIFIED if not request.block_size:
+            return settings.block_size
         case admin_pb2.CACHE_LAYOUT_PAGED | admin_pb2.CACHE_LAYOUT_UNSPECIFIED:
             if request.block_size > settings.max_model_len:
                 raise InvalidCommand(
                     "block_size",
                     f"must be at most spec.model.maxModelLen {settings.max_model_len}, not {request.block_size}",
                 )
-            return request.block_size or settings.block_size
+            return request.block_size or settings.spec.engine.block_size
         case _:
             raise InvalidCommand("layout", f"{request.layout} is no CacheLayout; use PAGED or CONTIGUOUS")
 
@@ -113,7 +115,7 @@ def _blocks_of(settings: GroupSettings, place: ExpectedPlace, report: ranks_pb2.
     num_blocks, needed = budget // block_bytes, blocks_of_longest(settings, block_size) + 1
     if num_blocks < needed:
         field, room = _budget_field(settings, place), max(0, num_blocks - 1) * block_size
-        size_field = "spec.engine.blockSize " if block_size == settings.block_size else ""
+        size_field = "spec.engine.blockSize " if block_size == settings.spec.engine.block_size else ""
         raise CacheSizeError(
             f"{field}: {place} can hold {num_blocks} KV blocks = {budget} bytes / ({report.kv_bytes_per_token} bytes a "
             f"token * {size_field}{block_size}); one sequence of spec.model.maxModelLen "

@@ -129,8 +129,13 @@ class GroupVerbs:
     async def _reset_cache(self, epoch: Epoch, cache: CacheShape) -> admin_pb2.ResetCacheResponse:
         async with self._core.hold():
             self._require_idle("ResetCache")
-            reports = await self._command(epoch, ranks_pb2.GroupCommand(reset_cache=cache.to_proto()))
-            self._core.reset_cache(num_blocks=cache.num_blocks, block_size=cache.block_size)
+            try:
+                reports = await self._command(epoch, ranks_pb2.GroupCommand(reset_cache=cache.to_proto()))
+            except CommandFailed:
+                # The ranks may have dropped the cache before one of them failed: the one that stands is empty then.
+                self._use_cache(epoch.cache)
+                raise
+            self._use_cache(cache)
             epoch.cache = cache
             epoch.note_bytes(reports)
         return admin_pb2.ResetCacheResponse(
@@ -138,6 +143,11 @@ class GroupVerbs:
             num_blocks=cache.num_blocks - 1,
             kv_bytes=[report.kv_bytes for report in reports],
         )
+
+    def _use_cache(self, cache: CacheShape | None) -> None:
+        """Have the engine go on with an empty cache."""
+        assert cache is not None, "a group that is READY has a cache"
+        self._core.reset_cache(num_blocks=cache.num_blocks, block_size=cache.block_size)
 
     async def _sleep(self, epoch: Epoch, level: int) -> admin_pb2.SleepResponse:
         self._core.close_intake("the group is asleep; an administrator has to wake it (Admin.WakeUp, hetero wake)")

@@ -1,11 +1,15 @@
-"""What the whole group does between two steps, or leaves as it was.
+"""Commands that the whole group carries out between two steps, or leaves undone on every rank.
 
-Every rank prepares the command without changing anything: it allocates the new cache beside the old one, reads weights
-that were dropped or that come to it, looks whether it can at all. Then the ranks vote, through the exchange; if one
-cannot, all let go of what they prepared. Only after the vote does anything change, by steps that cannot fail.
+Every rank prepares the command without changing anything: it reads weights that were dropped or that it is to receive,
+and checks that it can carry the command out at all. Then the ranks vote, through the exchange; if one cannot, all let
+go of what they prepared. After the vote the change is made, by steps that cannot fail.
 
-What a rank cannot do (too little memory, a command that does not fit its state) is told in its report. Weights that
-come back as others than went to sleep are no such thing: that raises, and ends the epoch.
+Replacing the KV cache is the exception. A cache usually fills the memory, so the old one must go before the new one
+comes, and only trying shows whether the allocator finds room. The ranks check the arithmetic, vote, replace their
+caches, and vote again. If one of them failed, all go back to a cache of the old shape, which is empty.
+
+A rank reports what it cannot do: too little memory, or a command that does not fit its state. Weights that come back
+from sleep different from how they went raise an error instead, which ends the epoch.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.errors import (
+    CacheLostError,
     CommandRefused,
     MemoryBudgetError,
     ProtocolError,
@@ -35,7 +40,7 @@ from hetero_worker.runners.base import LoadReport, LoadRequest
 from hetero_worker.runners.experts import read_experts, take_counts
 from hetero_worker.runners.holdings import Holdings, SleepingWeights
 from hetero_worker.runners.rehearsal import checksum
-from hetero_worker.runners.serving import ServingCache, make_cache
+from hetero_worker.runners.serving import ServingCache, check_order, make_cache
 from hetero_worker.runners.shard import LoadedShard, empty_decoder, load_shard
 from hetero_worker.runners.step_recorder import StepRecorder
 from hetero_worker.runners.step_times import StepTimes
@@ -45,12 +50,12 @@ logger = logging.getLogger(__name__)
 
 _LEVELS: Final = (1, 2)
 _CANNOT: Final = (CommandRefused, MemoryBudgetError, ModelError, ProtocolError, MemoryError, OSError, RuntimeError)
-"""What preparing may end with where the rank is none the worse for it; torch tells want of memory as RuntimeError."""
+"""Errors of a rank that cannot do its part and is none the worse for it; torch out of memory raises RuntimeError."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What a command that was done has to tell."""
+    """Results of a command that was carried out."""
 
     freed_bytes: int = 0
     table: str = ""
@@ -60,44 +65,56 @@ class _Outcome:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """A command that can be done."""
+    """A command that can be carried out.
+
+    `attempt` is for changes that may fail after the vote; a second vote follows, and `undo` where one rank failed.
+    """
 
     commit: Callable[[], _Outcome]
     discard: Callable[[], None] = lambda: None
+    attempt: Callable[[], None] | None = None
+    undo: Callable[[], None] = lambda: None
 
 
 class GroupCommands:
-    """One rank's side; see the module."""
+    """Commands of one rank; see the module."""
 
     def __init__(self, holdings: Holdings) -> None:
         self._holdings = holdings
         self._recorder: StepRecorder | None = None
 
     def count_step(self) -> None:
-        """A step was computed."""
+        """Note that a step was computed, for the profile that is being recorded."""
         if self._recorder is not None:
             self._recorder.count_step()
 
     def begin_epoch(self) -> None:
-        """Whatever is being recorded is of an epoch that is over."""
+        """Stop recording: the profile belongs to an epoch that is over."""
         if self._recorder is not None:
             self._recorder.stop()
             self._recorder = None
 
     def run(self, command: ranks_pb2.GroupCommand, exchange: Exchange, times: StepTimes) -> ranks_pb2.CommandReport:
-        """Do it if all can. Raises ExchangeError, WeightsChangedError, WeightsDamagedError."""
+        """Carry the command out if all ranks can, and report on it.
+
+        Raises ExchangeError, WeightsChangedError, WeightsDamagedError and CacheLostError.
+        """
         prepared, problem = None, ""
         try:
             prepared = self._prepare(command, times)
         except _CANNOT as error:
-            problem = _told(error)
-            logger.warning("cannot do %s: %s", command.WhichOneof("action"), problem)
+            problem = _problem_of(command, error)
         done = False
         try:
             done = all_can(exchange, prepared is not None)
         finally:
             if prepared is not None and not done:
                 prepared.discard()
+        if prepared is not None and done and prepared.attempt is not None:
+            problem = self._attempt(command, prepared.attempt)
+            done = all_can(exchange, not problem)
+            if not done:
+                prepared.undo()
         outcome = prepared.commit() if prepared is not None and done else _Outcome()
         return ranks_pb2.CommandReport(
             done=done,
@@ -109,6 +126,14 @@ class GroupCommands:
             profile_trace=outcome.trace,
             expert_counts=outcome.expert_counts,
         )
+
+    def _attempt(self, command: ranks_pb2.GroupCommand, attempt: Callable[[], None]) -> str:
+        """Make a change that may fail; return why it did, or an empty string."""
+        try:
+            attempt()
+        except _CANNOT as error:
+            return _problem_of(command, error)
+        return ""
 
     def _prepare(self, command: ranks_pb2.GroupCommand, times: StepTimes) -> _Prepared:
         match command.WhichOneof("action"):
@@ -132,13 +157,33 @@ class GroupCommands:
     def _prepare_reset(self, order: ranks_pb2.AllocateCache) -> _Prepared:
         if parts := self._holdings.asleep_parts:
             raise CommandRefused(f"the cache cannot be reset while the rank is asleep ({', '.join(parts)})")
-        shard, request, report = self._holdings.loaded("reset_cache")
-        cache = self._make_cache(order, shard.decoder, request, report)
+        _, _, report = self._holdings.loaded("reset_cache")
+        check_order(order, report)
+        old = self._holdings.cache.order if self._holdings.cache is not None else order
+        held_before = self._holdings.device.account.held_bytes()
 
         def commit() -> _Outcome:
-            return _Outcome(freed_bytes=_freed_by(lambda: self._swap(cache), self._holdings.device.account))
+            return _Outcome(freed_bytes=max(0, held_before - self._holdings.device.account.held_bytes()))
 
-        return _Prepared(commit)
+        return _Prepared(commit, attempt=lambda: self._replace_cache(order), undo=lambda: self._restore_cache(old))
+
+    def _replace_cache(self, order: ranks_pb2.AllocateCache) -> None:
+        """Drop the cache, then allocate another. Raises what `make_cache` does; then there is none."""
+        shard, request, report = self._holdings.loaded("reset_cache")
+        self._holdings.drop_cache()
+        gc.collect()
+        self._holdings.device.account.release_unused()
+        self._holdings.cache = self._make_cache(order, shard.decoder, request, report)
+
+    def _restore_cache(self, old: ranks_pb2.AllocateCache) -> None:
+        """Go back to an empty cache of the old shape. Raises CacheLostError if there is no room for it any more."""
+        try:
+            self._replace_cache(old)
+        except (MemoryError, RuntimeError) as error:
+            raise CacheLostError(
+                f"the KV cache was dropped for another, which failed, and {old.num_blocks} blocks of {old.block_size} "
+                f"tokens cannot be allocated again: {_told(error)}"
+            ) from error
 
     def _make_cache(
         self, order: ranks_pb2.AllocateCache, decoder: Decoder, request: LoadRequest, report: LoadReport
@@ -163,7 +208,7 @@ class GroupCommands:
         return _Prepared(lambda: _Outcome(freed_bytes=_freed_by(lambda: self._fall_asleep(sleeping, parked), account)))
 
     def _copy_to_host(self, shard: LoadedShard) -> ParkedWeights | None:
-        """None where the weights are on the host already."""
+        """Copy the weights to the host; None where they are there already."""
         return ParkedWeights(shard.decoder.tensors) if self._holdings.device.parks_weights else None
 
     def _fall_asleep(self, sleeping: SleepingWeights, parked: ParkedWeights | None) -> None:
@@ -204,7 +249,7 @@ class GroupCommands:
         return _Prepared(commit, discard)
 
     def _wake_weights(self) -> LoadedShard:
-        """The weights as they went to sleep."""
+        """Return the weights as they went to sleep. Raises WeightsChangedError, WeightsDamagedError."""
         sleeping, kept = self._holdings.sleeping, self._holdings.shard
         if sleeping is None:
             raise CommandRefused("the weights are awake")
@@ -253,7 +298,7 @@ class GroupCommands:
         return _Prepared(commit)
 
     def _told_of_graphs(self) -> str:
-        """What they take; empty where there are none."""
+        """Describe the memory that graphs of steps take; empty where there are none."""
         _, report = self._holdings.ordered("stop_profile")
         if not report.graph_reserve_bytes:
             return ""
@@ -279,12 +324,19 @@ class GroupCommands:
 
 
 def _freed_by(change: Callable[[], None], account: MemoryAccount) -> int:
-    """Bytes of its device that the process holds less after the change, the allocator's spare memory given back too."""
+    """Make a change; return by how many bytes of its device the process then holds less, spare memory given back."""
     before = account.held_bytes()
     change()
     gc.collect()
     account.release_unused()
     return max(0, before - account.held_bytes())
+
+
+def _problem_of(command: ranks_pb2.GroupCommand, error: BaseException) -> str:
+    """Log and return why this rank cannot carry the command out."""
+    problem = _told(error)
+    logger.warning("cannot do %s: %s", command.WhichOneof("action"), problem)
+    return problem
 
 
 def _told(error: BaseException) -> str:

@@ -212,10 +212,11 @@ class PlanRunner:
         self, plan: ranks_pb2.StepPlan, masks: MaskSource, exchange: Exchange, behind: BegunStep | None
     ) -> StepUnderWay:
         """The plan has been taken in."""
-        cache = self._holdings.cache
         if plan.HasField("command"):
+            # Nothing here may refer to the cache: a command may have to free its memory.
             self._runs.forget()
             return DoneStep(StepOutput(report=self._commands.run(plan.command, exchange, self._times)))
+        cache = self._holdings.cache
         if cache is None or not (plan.decode_slots or plan.spans):
             return DoneStep(StepOutput())
         if behind is None:

@@ -1,4 +1,4 @@
-"""What a rank needs to work off plans: KV caches, slots and buffers. They are made together, and go together."""
+"""KV caches, slots and buffers that a rank works plans off with. They are made together, and go together."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ from hetero_worker.runners.runner_device import ChainableInputs, DrawingParts, S
 from hetero_worker.runners.slots import SlotTable
 
 TOUCHED_BYTES: Final = 1 << 30
-"""Of a host's KV cache, at start: a few tenths of a second."""
+"""Bytes of a host's KV cache that are touched at start: a few tenths of a second."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServingCache:
-    """For one number and size of blocks."""
+    """All that serves steps, for one number and size of blocks. `order` is what it was made for."""
 
+    order: ranks_pb2.AllocateCache
     layers: tuple[LayerCache | None, ...]
     slots: SlotTable
     inputs: StepInputs
     forward: ForwardPass
     check: PlanCheck
     chained: ChainableInputs | None = None
-    """The inputs, where a step may begin before the one before is finished."""
+    """The inputs, where a step may begin before the previous one is finished."""
     drawing: DrawingParts | None = None
     """Inputs and pass, where steps can draw by themselves."""
 
     @property
     def num_bytes(self) -> int:
-        """Of the KV cache."""
+        """Bytes of the KV cache."""
         return sum(layer.num_bytes for layer in self.layers if layer is not None)
 
 
@@ -51,13 +52,12 @@ def make_cache(
     report: LoadReport,
     steps: StepMaker,
 ) -> ServingCache:
-    """Empty, of the size ordered. Raises ProtocolError, MemoryBudgetError, and what torch raises without memory."""
+    """Return an empty cache of the ordered size.
+
+    Raises ProtocolError, MemoryBudgetError, and what torch raises where memory is short.
+    """
+    check_order(order, report)
     num_blocks, block_size = order.num_blocks, order.block_size
-    if num_blocks < 2 or block_size < 1:
-        raise ProtocolError(
-            f"a cache of {num_blocks} blocks of {block_size} tokens holds nothing beside the null block"
-        )
-    check_budget(report, num_blocks * block_size)
     bounds = PlanBounds(
         max_num_seqs=request.max_num_seqs,
         max_num_batched_tokens=request.max_num_batched_tokens,
@@ -72,6 +72,7 @@ def make_cache(
     if decoder.device == HOST:
         _touch_first(layers)
     return ServingCache(
+        order=order,
         layers=layers,
         slots=SlotTable(max_num_seqs=request.max_num_seqs, max_model_len=request.max_model_len, block_size=block_size),
         inputs=parts.inputs,
@@ -83,10 +84,19 @@ def make_cache(
 
 
 def _touch_first(layers: Sequence[LayerCache | None]) -> None:
-    """Blocks are given out from the first on. All of a large cache would take seconds, and may never be used."""
+    """Touch the first blocks, which are given out first. A whole large cache would take seconds."""
     filled = [layer for layer in layers if layer is not None]
     for layer in filled:
         layer.touch(TOUCHED_BYTES // (2 * len(filled)))
+
+
+def check_order(order: ranks_pb2.AllocateCache, report: LoadReport) -> None:
+    """Raise ProtocolError or MemoryBudgetError unless the rank can make the cache, by the arithmetic."""
+    if order.num_blocks < 2 or order.block_size < 1:
+        raise ProtocolError(
+            f"a cache of {order.num_blocks} blocks of {order.block_size} tokens holds nothing beside the null block"
+        )
+    check_budget(report, order.num_blocks * order.block_size)
 
 
 def check_budget(report: LoadReport, positions: int) -> None:
