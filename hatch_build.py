@@ -27,7 +27,7 @@ class NativeBuildHook(BuildHookInterface):
             return
         native = _load(Path(self.root) / _BUILD_MODULE)
         try:
-            libraries = [native.build(), native.build_compute()]
+            libraries = [native.build_exchange(), native.build_compute()]
         except native.BuildError as error:
             self.app.display_warning(
                 f"The native libraries were not built ({error}). Ranks of one host will exchange over Gloo and host "

@@ -25,9 +25,9 @@ import torch
 
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.distributed.exchange import HostExchange
+from hetero_worker.distributed.native_exchange import load
 from hetero_worker.distributed.shm_exchange import AREA_BYTES, ShmExchange
 from hetero_worker.distributed.shm_segment import SegmentLayout, ShmSegment
-from hetero_worker.native.library import load
 from tests.support.rank_processes import RankContext, run_ranks
 
 RESULTS: Final = Path(__file__).parent / "results"

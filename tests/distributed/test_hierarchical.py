@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetero_worker.distributed.reduction import sum_in_order
+from hetero_worker.distributed.exchange import sum_in_order
 from hetero_worker.distributed.routes import Ranks
 from tests.support import hierarchical_bodies as bodies
 from tests.support.exchange_bodies import shm_left_over

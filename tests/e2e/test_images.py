@@ -119,7 +119,7 @@ def test_sources_have_their_byte_code(builder: Builder, name: str) -> None:
 def test_a_rank_finds_torch_and_the_native_exchange(builder: Builder) -> None:
     program = (
         "import torch, hetero_worker.process.state_machine\n"
-        "from hetero_worker.native.library import load\n"
+        "from hetero_worker.distributed.native_exchange import load\n"
         "print(torch.ones(2, 2).mm(torch.ones(2, 2)).sum().item(), load())"
     )
     for name in WORKERS:

@@ -18,7 +18,7 @@ from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.distributed.coordinator import GroupCoordinator
 from hetero_worker.distributed.device_group import TorchDeviceGroup
-from hetero_worker.distributed.exchange import Exchange
+from hetero_worker.distributed.exchange import NO_TRAFFIC, Exchange, Traffic
 from hetero_worker.distributed.hierarchical import STAGED_BYTES, HierarchicalExchange
 from hetero_worker.distributed.host_groups import HostGroups
 from hetero_worker.distributed.routes import (
@@ -30,7 +30,6 @@ from hetero_worker.distributed.routes import (
     host_part,
     is_device_link,
 )
-from hetero_worker.distributed.traffic import NO_TRAFFIC, Traffic
 from hetero_worker.errors import ExchangeAborted, ExchangeError
 from hetero_worker.models.lending import Lending
 from tests.support.rank_processes import FormedGroup, RankContext

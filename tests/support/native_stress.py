@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from hetero_worker.native.build import FOLDER, SOURCE, find_compiler
+from hetero_worker.native.build import EXCHANGE_FOLDER, EXCHANGE_SOURCE, find_compiler
 
 DRIVER = Path(__file__).parent / "native" / "exchange_stress.c"
 THREAD_SANITIZER = ("-O1", "-g", "-DHX_ONE_VERSION", "-fsanitize=thread")
@@ -14,7 +14,7 @@ ADDRESS_SANITIZER = ("-O1", "-g", "-DHX_ONE_VERSION", "-fsanitize=address,undefi
 _PROBE = "int main(void) { return 0; }\n"
 
 
-def build_stress(folder: Path, *flags: str, source: Path = SOURCE) -> Path:
+def build_stress(folder: Path, *flags: str, source: Path = EXCHANGE_SOURCE) -> Path:
     """The driver with `source` for the exchange. Warnings are errors."""
     program = folder / "exchange_stress"
     _compile([*flags, str(source), str(DRIVER)], program)
@@ -30,10 +30,10 @@ def run_stress(
 
 
 def mutant(folder: Path, was: str, becomes: str) -> Path:
-    """exchange.c with one change. Raises AssertionError unless the text stands there exactly once."""
-    text = SOURCE.read_text()
-    assert text.count(was) == 1, f"{was!r} stands {text.count(was)} times in {SOURCE.name}"
-    changed = folder / "exchange.c"
+    """Return the C source with one change. Raises AssertionError unless the text stands there exactly once."""
+    text = EXCHANGE_SOURCE.read_text()
+    assert text.count(was) == 1, f"{was!r} stands {text.count(was)} times in {EXCHANGE_SOURCE.name}"
+    changed = folder / "native_exchange.c"
     changed.write_text(text.replace(was, becomes))
     return changed
 
@@ -52,6 +52,15 @@ def lacks(folder: Path, flags: Sequence[str]) -> str:
 
 def _compile(arguments: Sequence[str], program: Path) -> None:
     warnings = ("-Wall", "-Wextra", "-Wconversion", "-Werror")
-    command = [*find_compiler(), "-std=c11", *warnings, f"-I{FOLDER}", *arguments, "-o", str(program), "-lpthread"]
+    command = [
+        *find_compiler(),
+        "-std=c11",
+        *warnings,
+        f"-I{EXCHANGE_FOLDER}",
+        *arguments,
+        "-o",
+        str(program),
+        "-lpthread",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

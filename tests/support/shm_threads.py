@@ -7,18 +7,18 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from hetero_worker.distributed.native_exchange import load
 from hetero_worker.distributed.routes import NO_ROUTES, Routes
 from hetero_worker.distributed.shm_exchange import ShmExchange
 from hetero_worker.distributed.shm_segment import SegmentLayout, ShmSegment
-from hetero_worker.native.library import NativeLibrary, load
 
 PAGE = mmap.PAGESIZE
 T = TypeVar("T")
 
 
-def native_library() -> NativeLibrary:
+def native_library() -> Any:
     """The library, which tests need. `make native` builds it."""
     loaded = load()
     assert loaded.library is not None, loaded.reason

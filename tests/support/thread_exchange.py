@@ -16,9 +16,15 @@ from typing import TypeVar
 
 import torch
 
-from hetero_worker.distributed.exchange import HostExchange, LocalExchange, SendsAtOnce, SumExchange
+from hetero_worker.distributed.exchange import (
+    HostExchange,
+    LocalExchange,
+    SendsAtOnce,
+    SumExchange,
+    Traffic,
+    TrafficCounter,
+)
 from hetero_worker.distributed.routes import Link
-from hetero_worker.distributed.traffic import Traffic, TrafficCounter
 from hetero_worker.errors import ExchangeAborted
 
 T = TypeVar("T")

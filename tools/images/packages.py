@@ -112,7 +112,7 @@ def install_program() -> None:
     """The project into PROGRAM. Fails where the native exchange could not be built: ranks would be slower unnoticed."""
     _pip(["install", "--no-compile", "--no-deps", "--prefix", PROGRAM], [BUILD])
     site_packages = _site_packages(PROGRAM)
-    if not list(site_packages.glob("hetero_worker/native/*.so")):
+    if not list(site_packages.glob("hetero_worker/distributed/*.so")):
         sys.exit("packages.py: the native exchange was not built; see the warning above")
     _compile(site_packages)
 

@@ -1,4 +1,4 @@
-/* Drives native/exchange.c as ranks do, with threads for ranks, so that sanitizers see everything.
+/* Drives native_exchange.c as ranks do, with threads for ranks, so that sanitizers see everything.
  *
  *     exchange_stress RANKS ROUNDS SEED
  *
@@ -8,7 +8,7 @@
  * if all was right, 1 for a wrong element, 2 for a wait that nobody ended in PATIENCE.
  */
 #define _GNU_SOURCE
-#include "exchange.h"
+#include "native_exchange.h"
 
 #include <pthread.h>
 #include <sched.h>

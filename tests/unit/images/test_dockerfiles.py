@@ -126,7 +126,7 @@ def test_what_is_copied_is_sent_to_the_build_and_no_shared_library_is(file: str)
     copies = [line.text.split()[:-1] for stage in stages for line in stage.instructions if line.word == "COPY"]
     copied = {path for paths in copies if not paths[0].startswith("--from") for path in paths}
     assert copied <= sent
-    assert any(fnmatch.fnmatch("worker/hetero_worker/native/x.so", line) for line in lines)
+    assert any(fnmatch.fnmatch("worker/hetero_worker/distributed/x.so", line) for line in lines)
 
 
 def _copied_stages(read: Dockerfile, target: str) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hetero_worker.distributed.reduction import sum_in_order
+from hetero_worker.distributed.exchange import sum_in_order
 from hetero_worker.distributed.routes import HelperLinks, Link
 from hetero_worker.models.lending import AHEAD, SLICE_ROWS, Lending, row_slices
 from tests.support.thread_exchange import run_ranks, thread_exchanges

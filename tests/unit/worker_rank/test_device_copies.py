@@ -14,9 +14,10 @@ import torch
 from hetero_worker.distributed.direct_links import direct_links
 from hetero_worker.distributed.exchange import HostExchange
 from hetero_worker.distributed.hierarchical import HierarchicalExchange
+from hetero_worker.distributed.native_exchange import LINK_DEPTH
 from hetero_worker.distributed.routes import HelperLinks, Link, Routes
 from hetero_worker.distributed.shm_exchange import ShmExchange
-from hetero_worker.distributed.shm_segment import LINK_DEPTH, ShmSegment
+from hetero_worker.distributed.shm_segment import ShmSegment
 from hetero_worker.distributed.staging import CudaStaging, PlainStaging, Staging
 from hetero_worker.models.lending import SLICE_ROWS, Lending
 from hetero_worker.platforms.device_streams import PAST, Way

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from hetero_worker.distributed.exchange import LocalExchange
+from hetero_worker.distributed.native_exchange import LINK_DEPTH
 from hetero_worker.distributed.routes import Link, Routes
 from hetero_worker.distributed.shm_exchange import ShmExchange
-from hetero_worker.distributed.shm_segment import LINK_DEPTH, SegmentLayout
+from hetero_worker.distributed.shm_segment import SegmentLayout
 from hetero_worker.errors import ExchangeAborted, ExchangeTimeout
 from tests.support.shm_threads import PAGE
 from tests.support.shm_threads import exchanges as of_a_segment

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from hetero_worker.distributed.exchange import Traffic
 from hetero_worker.distributed.routes import Link, Routes
 from hetero_worker.distributed.shm_exchange import ShmExchange
 from hetero_worker.distributed.shm_segment import SegmentLayout, ShmSegment
-from hetero_worker.distributed.traffic import Traffic
 from hetero_worker.errors import ExchangeAborted, ExchangeError, ExchangeTimeout, PeerLost
 from tests.support.shm_threads import PAGE, exchanges, native_library, on_every_rank, segments
 

@@ -6,7 +6,7 @@
 The segment is pinned for the device (ShmSegment.pin). What is sent goes to the areas at once; only when receivers are
 so far behind that there is no room, through a buffer of the staging, and into the areas in its turn. What is received
 is read where it lies: its areas are given back when the device's copy is done, which is looked for when the next tensor
-of the link is taken, and when this rank has waited for long for anything (`LinkAreas.while_waiting`). So the last
+of the link is taken, and when this rank has waited for long for anything (`ShmExchange.while_waiting`). So the last
 tensor of a link may keep its source waiting, but not for ever: the copy that it waits for waits for nobody.
 
 A copy onto the device may begin when its receipt has been posted: what the thread has asked of the device since, its
@@ -18,13 +18,14 @@ Where memory cannot be pinned, and on other exchanges, everything goes through t
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 import torch
 
 from hetero_worker.distributed.exchange import SENT, Arrived, HostExchange, PendingSend, PendingTensor
-from hetero_worker.distributed.link_areas import AreaReceiver, AreaSource, LinkAreas
 from hetero_worker.distributed.routes import Link
 from hetero_worker.distributed.shm_exchange import ShmExchange
+from hetero_worker.distributed.shm_links import LinkReceiver, LinkSource
 from hetero_worker.distributed.staging import Staging
 from hetero_worker.platforms.device_streams import Moment
 
@@ -32,14 +33,17 @@ _log = logging.getLogger(__name__)
 
 
 class DirectLinks:
-    """A GPU rank's ends of its links over the host: direct where `areas` has them. One thread calls."""
+    """A GPU rank's ends of its links over the host: direct over `shared`, if there is one. One thread calls."""
 
-    def __init__(self, host: HostExchange, staging: Staging, areas: LinkAreas) -> None:
+    def __init__(self, host: HostExchange, staging: Staging, shared: ShmExchange | None = None) -> None:
         self._host = host
         self._staging = staging
-        self._sources = areas.sources
-        self._receipts = {link: _Receipts(receiver, staging) for link, receiver in areas.receivers.items()}
-        areas.while_waiting(self._give_back)
+        self._sources: Mapping[Link, LinkSource] = {}
+        self._receipts: Mapping[Link, _Receipts] = {}
+        if shared is not None:
+            self._sources = shared.sources
+            self._receipts = {link: _Receipts(receiver, staging) for link, receiver in shared.receivers.items()}
+            shared.while_waiting(self._give_back)
 
     def start_send(self, tensor: torch.Tensor, link: Link) -> PendingSend:
         """As Exchange.start_send: the copy off the device begins."""
@@ -67,11 +71,14 @@ class DirectLinks:
 
 
 def direct_links(host: HostExchange, staging: Staging) -> DirectLinks:
-    """Direct where the host exchange shares memory, and it can be pinned for the device."""
-    areas = host.open_areas(staging.pins) if isinstance(host, ShmExchange) else LinkAreas("ranks share no memory")
-    if areas.problem:
-        _log.info("links to ranks on the host go through pinned buffers: %s", areas.problem)
-    return DirectLinks(host, staging, areas)
+    """Return a GPU rank's links: direct if the host exchange shares memory that can be pinned for the device."""
+    shared = host if isinstance(host, ShmExchange) else None
+    problem = "ranks share no memory"
+    if shared is not None and (problem := shared.pin(staging.pins)):
+        problem = f"the shared segment cannot be pinned: {problem}"
+    if problem:
+        _log.info("links to ranks on the host go through pinned buffers: %s", problem)
+    return DirectLinks(host, staging, None if problem else shared)
 
 
 class _StagedSend:
@@ -106,7 +113,7 @@ class _StagedReceipt:
 class _DirectSend:
     """A PendingSend of a tensor that its device writes to the link's areas; it is held until it has."""
 
-    def __init__(self, source: AreaSource, tensor: torch.Tensor, written: Moment) -> None:
+    def __init__(self, source: LinkSource, tensor: torch.Tensor, written: Moment) -> None:
         self._source = source
         self._tensor = tensor
         self._written = written
@@ -119,7 +126,7 @@ class _DirectSend:
 class _Receipts:
     """Those of one link, and what the device may still be reading of it."""
 
-    def __init__(self, receiver: AreaReceiver, staging: Staging) -> None:
+    def __init__(self, receiver: LinkReceiver, staging: Staging) -> None:
         self.receiver = receiver
         self._staging = staging
         self._held: tuple[Moment, int] | None = None

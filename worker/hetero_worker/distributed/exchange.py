@@ -16,12 +16,86 @@ are GPU ranks that is a `HierarchicalExchange` on top of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 import torch
 
 from hetero_worker.distributed.routes import Link
-from hetero_worker.distributed.traffic import NO_TRAFFIC, Traffic
+
+SUMMABLE: Final = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+
+def sum_in_order(terms: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Write terms[0] + terms[1] + … into `out`: left to right, in fp32, rounded once. One term is copied unchanged.
+
+    Every exchange adds in this way, so their results are bitwise equal. All tensors have one shape and type. `out` may
+    be one of the terms if there are at most two.
+    """
+    if len(terms) == 1:
+        out.copy_(terms[0])
+    elif out.dtype == torch.float32:
+        torch.add(terms[0], terms[1], out=out)
+        for term in terms[2:]:
+            out.add_(term)
+    else:
+        total = terms[0].float()
+        for term in terms[1:]:
+            total.add_(term)
+        out.copy_(total)
+
+
+def check_summable(tensor: torch.Tensor) -> None:
+    """Raise TypeError if exchanges do not add tensors of this type."""
+    if tensor.dtype not in SUMMABLE:
+        names = ", ".join(sorted(str(dtype) for dtype in SUMMABLE))
+        raise TypeError(f"all_reduce adds {names}; it was given {tensor.dtype}")
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Amount that one rank moved over an exchange since it was made; a plan's cost table can be checked against it."""
+
+    published_bytes: int = 0
+    """Bytes that this rank wrote for others to read, counted once however many read them."""
+    rounds: int = 0
+    """Rounds of the group or a subgroup that had something to share, by any rank."""
+    messages: int = 0
+    """Tensors that this rank sent over links, without empty ones."""
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(
+            self.published_bytes + other.published_bytes, self.rounds + other.rounds, self.messages + other.messages
+        )
+
+    def __sub__(self, earlier: Traffic) -> Traffic:
+        return Traffic(
+            self.published_bytes - earlier.published_bytes,
+            self.rounds - earlier.rounds,
+            self.messages - earlier.messages,
+        )
+
+
+NO_TRAFFIC: Final = Traffic()
+
+
+class TrafficCounter:
+    """Counter of one rank's traffic; one thread uses it."""
+
+    def __init__(self) -> None:
+        self._total = NO_TRAFFIC
+
+    def count_round(self, published_bytes: int) -> None:
+        """Count a round in which this rank published so many bytes."""
+        self._total += Traffic(published_bytes, rounds=1)
+
+    def count_message(self, published_bytes: int) -> None:
+        """Count a tensor of so many bytes that this rank sent."""
+        self._total += Traffic(published_bytes, messages=1)
+
+    def total(self) -> Traffic:
+        """Return the traffic so far."""
+        return self._total
 
 
 class PendingTensor(Protocol):

@@ -13,11 +13,17 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from hetero_worker.distributed.exchange import LocalExchange, PendingTensor, SendsAtOnce, SumExchange
+from hetero_worker.distributed.exchange import (
+    LocalExchange,
+    PendingTensor,
+    SendsAtOnce,
+    SumExchange,
+    Traffic,
+    TrafficCounter,
+)
 from hetero_worker.distributed.gloo_links import GlooLink
 from hetero_worker.distributed.gloo_rounds import GlooRounds, GlooWaits
 from hetero_worker.distributed.routes import Link
-from hetero_worker.distributed.traffic import Traffic, TrafficCounter
 
 LINK_BYTES: Final = 32 * 1024**2
 """Links are bounded by the number of tensors that are on their way; this bounds what their copies take."""

@@ -14,10 +14,9 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from hetero_worker.distributed.exchange import Arrived, PendingTensor
+from hetero_worker.distributed.exchange import Arrived, PendingTensor, TrafficCounter
 from hetero_worker.distributed.gloo_rounds import GlooWaits, start_broadcast
 from hetero_worker.distributed.routes import Link
-from hetero_worker.distributed.traffic import TrafficCounter
 from hetero_worker.errors import ExchangeTimeout
 
 MAX_UNSENT: Final = 16

@@ -19,8 +19,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from hetero_worker.distributed.reduction import check_summable, sum_in_order
-from hetero_worker.distributed.traffic import TrafficCounter
+from hetero_worker.distributed.exchange import TrafficCounter, check_summable, sum_in_order
 from hetero_worker.errors import ExchangeAborted, ExchangeError, ExchangeTimeout
 
 _POLL: Final = timedelta(milliseconds=20)

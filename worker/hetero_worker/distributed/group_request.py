@@ -12,7 +12,7 @@ import torch
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.distributed.shm_exchange import AREA_BYTES
 from hetero_worker.distributed.shm_segment import SHM_FOLDER
-from hetero_worker.native.build import LIBRARY
+from hetero_worker.native.build import EXCHANGE_LIBRARY
 from hetero_worker.platforms.base import HOST
 
 _GLOO_GRACE_S: Final = 2.0
@@ -41,7 +41,7 @@ class GroupRequest:
     """torch's backend among GPU ranks: "nccl", or "gloo" for pseudo-GPU ranks; None on host cores."""
     shm_folder: Path = SHM_FOLDER
     area_bytes: int = AREA_BYTES
-    native_library: Path = LIBRARY
+    native_library: Path = EXCHANGE_LIBRARY
     """Library for the shared-memory exchange."""
 
     @property

@@ -40,9 +40,8 @@ from hetero_worker.distributed.exchange import (
     PendingSend,
     PendingTensor,
     SumExchange,
+    check_summable,
 )
-from hetero_worker.distributed.link_areas import LinkAreas
-from hetero_worker.distributed.reduction import check_summable
 from hetero_worker.distributed.routes import Link, Ranks, device_part, host_part
 from hetero_worker.distributed.staging import Staging
 
@@ -71,7 +70,7 @@ class HierarchicalExchange:
         self._groups = groups
         self._links = links
         self._staging = staging
-        self._host_links = host_links or DirectLinks(host, staging, LinkAreas())
+        self._host_links = host_links or DirectLinks(host, staging)
         self._is_gpu_rank = host.rank < num_gpu_ranks
         self._sums: dict[Ranks, SumExchange] = {}
 

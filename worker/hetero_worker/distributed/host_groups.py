@@ -20,11 +20,11 @@ from hetero_worker.distributed.control import Control
 from hetero_worker.distributed.exchange import HostExchange
 from hetero_worker.distributed.gloo_exchange import GlooExchange, GlooGroups
 from hetero_worker.distributed.group_request import GroupRequest
+from hetero_worker.distributed.native_exchange import Loaded, load
 from hetero_worker.distributed.routes import Link, Ranks, Routes
 from hetero_worker.distributed.shm_exchange import ShmExchange
 from hetero_worker.distributed.shm_segment import SegmentLayout, ShmSegment
 from hetero_worker.errors import ExchangeError, SegmentNotShared
-from hetero_worker.native.library import Loaded, load
 
 _log = logging.getLogger(__name__)
 

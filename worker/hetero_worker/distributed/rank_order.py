@@ -16,7 +16,7 @@ from typing import Final
 import torch
 
 from hetero_worker.distributed.device_group import DeviceGroup
-from hetero_worker.distributed.reduction import sum_in_order
+from hetero_worker.distributed.exchange import sum_in_order
 from hetero_worker.distributed.routes import Ranks
 
 _ORDERED_ANYHOW: Final = 2

@@ -2,8 +2,8 @@
 
 Layout, in 128-byte lines (two cache lines, so that a prefetched neighbour is never another rank's):
 
-    line 0        end word: not 0 once the exchange has ended for all (shm_peers.py)
-    lines         a seat for each rank: the word that it sleeps on, whether it sleeps, its mark (native/exchange.h)
+    line 0        end word: not 0 once the exchange has ended for all (shm_rank.py)
+    lines         a seat for each rank: the word that it sleeps on, whether it sleeps, its mark (native_exchange.h)
     lines         a counter for each rank of the group, then for each of every subgroup: the round that it has published
     lines         for each link: a counter of what its source has sent, and of what each receiver has taken
     next page     areas: rank 0 even, rank 0 odd, rank 1 even, …, the same for subgroups, then LINK_DEPTH for each link
@@ -40,14 +40,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from hetero_worker.distributed.native_exchange import LINE_BYTES, LINK_DEPTH
 from hetero_worker.distributed.routes import NO_ROUTES, Link, Routes
 from hetero_worker.errors import ExchangeError, SegmentNotShared
-from hetero_worker.native import library
 from hetero_worker.platforms.host_pins import HostPins
 
 SHM_FOLDER: Final = Path("/dev/shm")
-LINE_BYTES: Final = library.LINE_BYTES
-LINK_DEPTH: Final = library.LINK_DEPTH
 _MARK_OFFSET: Final = 8
 """Of a rank's mark in its seat, bytes."""
 _FLOCK: Final = struct.Struct("@hhqqi0q")

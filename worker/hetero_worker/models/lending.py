@@ -29,8 +29,7 @@ from typing import Final
 
 import torch
 
-from hetero_worker.distributed.exchange import Exchange, PendingSend, PendingTensor
-from hetero_worker.distributed.reduction import sum_in_order
+from hetero_worker.distributed.exchange import Exchange, PendingSend, PendingTensor, sum_in_order
 from hetero_worker.distributed.routes import HelperLinks
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps, empty_like
 

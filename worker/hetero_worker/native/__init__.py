@@ -1,6 +1,5 @@
-"""The exchange between ranks of one host, in C: rounds and links through shared memory.
+"""Native kernels for host cores, in C, and how native libraries are built and loaded.
 
-`exchange.h` says what it does, `exchange.c` how, `build.py` compiles it (the package's build, `make native`), and
-`library.py` loads it. It knows no torch and no Python, so it builds in seconds with any C11 compiler and serves every
-version of both. A group with a rank that has no library, or a stale one, exchanges over Gloo, slower.
+`build.py` compiles them (the package's build, `make native`) with any C11 compiler. They know no torch and no Python,
+so they serve every version of both. `loading.py` loads a library only if it was built from the sources beside it.
 """

@@ -1,4 +1,4 @@
-"""Compiles the native libraries into this folder: the exchange, and what ranks on host cores compute with.
+"""Compiles the native libraries: the exchange beside its source, and the kernels for host cores into this folder.
 
     python -m hetero_worker.native.build
 
@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 FOLDER: Final = Path(__file__).parent
-SOURCE: Final = FOLDER / "exchange.c"
-HEADER: Final = FOLDER / "exchange.h"
-LIBRARY: Final = FOLDER / "libhetero_exchange.so"
+EXCHANGE_FOLDER: Final = FOLDER.parent / "distributed"
+EXCHANGE_SOURCE: Final = EXCHANGE_FOLDER / "native_exchange.c"
+EXCHANGE_HEADER: Final = EXCHANGE_FOLDER / "native_exchange.h"
+EXCHANGE_LIBRARY: Final = EXCHANGE_FOLDER / "libhetero_exchange.so"
 COMPUTE_FOLDER: Final = FOLDER / "compute"
 COMPUTE_LIBRARY: Final = FOLDER / "libhetero_compute.so"
 COMPILERS: Final = ("cc", "gcc", "clang")
@@ -60,7 +61,7 @@ class _Unit(NamedTuple):
     flags: tuple[str, ...]
 
 
-def source_digest(sources: Sequence[Path] = (HEADER, SOURCE)) -> str:
+def source_digest(sources: Sequence[Path]) -> str:
     """What a library says that it was built from: 16 hex digits."""
     digest = hashlib.sha256()
     for source in sources:
@@ -82,16 +83,15 @@ def find_compiler() -> list[str]:
     raise BuildError(f"CC={shlex.join(chosen)} is no program" if chosen else f"there is none of {', '.join(COMPILERS)}")
 
 
-def build(target: Path = LIBRARY, *, source: Path = SOURCE, flags: Sequence[str] = ()) -> Path:
-    """Compile the exchange; the target is replaced at once, so a process that has the old one loaded keeps it.
-
-    Raises BuildError.
-    """
+def build_exchange(
+    target: Path = EXCHANGE_LIBRARY, *, source: Path = EXCHANGE_SOURCE, flags: Sequence[str] = ()
+) -> Path:
+    """Compile the exchange and return the library. A process that has loaded an old one keeps it. Raises BuildError."""
     compiler = find_compiler()
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as folder:
         made = Path(folder) / target.name
-        defined = f'-DHX_SOURCE="{source_digest((HEADER, source))}"'
-        _run([*compiler, *FLAGS, *flags, defined, f"-I{FOLDER}", "-shared", "-o", str(made), str(source)])
+        defined = f'-DHX_SOURCE="{source_digest((EXCHANGE_HEADER, source))}"'
+        _run([*compiler, *FLAGS, *flags, defined, f"-I{EXCHANGE_FOLDER}", "-shared", "-o", str(made), str(source)])
         os.replace(made, target)
     return target
 
@@ -141,7 +141,7 @@ def _run(command: Sequence[str]) -> str:
 
 def main() -> int:
     try:
-        print(f"built {build()}")
+        print(f"built {build_exchange()}")
         print(f"built {build_compute()}")
     except BuildError as error:
         print(f"the native libraries were not built: {error}", file=sys.stderr)

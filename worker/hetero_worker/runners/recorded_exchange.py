@@ -13,8 +13,9 @@ import torch
 from hetero_worker.distributed.exchange import SENT, Exchange, PendingSend, PendingTensor, SumExchange
 from hetero_worker.distributed.routes import Link
 from hetero_worker.distributed.shm_exchange import ShmExchange
-from hetero_worker.distributed.shm_native import NativeCall
-from hetero_worker.distributed.shm_native_rounds import NativeRounds
+from hetero_worker.distributed.shm_rank import NativeCall
+from hetero_worker.distributed.shm_rounds import ShmRounds
+from hetero_worker.native.compute_library import CallOp, Kind, Op
 from hetero_worker.native.issuing import Issuer
 from hetero_worker.runners.graphs.breaking_exchange import BreakingExchange
 from hetero_worker.runners.graphs.breaks import Breaks
@@ -41,13 +42,13 @@ class RecordedExchange(BreakingExchange):
 
     def among(self, ranks: tuple[int, ...]) -> SumExchange:
         sums = self._exchange.among(ranks)
-        return _NativeSums(sums, self._issuer) if isinstance(sums, NativeRounds) else super().among(ranks)
+        return _NativeSums(sums, self._issuer) if isinstance(sums, ShmRounds) else super().among(ranks)
 
     def send(self, tensor: torch.Tensor, link: Link) -> None:
         if self._shared is None or not tensor.numel():
             super().send(tensor, link)
         else:
-            _issue(self._shared.native_source(link).send_call(tensor), self._issuer)
+            _issue(self._shared.sources[link].send_call(tensor), self._issuer)
 
     def start_send(self, tensor: torch.Tensor, link: Link) -> PendingSend:
         if self._shared is None:
@@ -58,13 +59,13 @@ class RecordedExchange(BreakingExchange):
     def receive(self, out: torch.Tensor, link: Link) -> PendingTensor:
         if self._shared is None or not out.numel():
             return super().receive(out, link)
-        return _NativeReceipt(self._shared.native_receiver(link).receive_call(out), out, self._issuer)
+        return _NativeReceipt(self._shared.receivers[link].receive_call(out), out, self._issuer)
 
 
 class _NativeSums:
     """A SumExchange whose sums are operations."""
 
-    def __init__(self, rounds: NativeRounds, issuer: Issuer) -> None:
+    def __init__(self, rounds: ShmRounds, issuer: Issuer) -> None:
         self._rounds = rounds
         self._issuer = issuer
 
@@ -92,5 +93,7 @@ class _NativeReceipt:
 
 
 def _issue(call: NativeCall, issuer: Issuer) -> None:
-    """What it works on is memory of the issuer's, as all that a recorded step computes."""
-    issuer.call(call.op, call.finish, call)
+    """Record the call. It works on the issuer's memory, as all of a recorded step does."""
+    first, second, third = call.arguments
+    op = CallOp(op=Op(Kind.CALL, 1), function=call.function, first=first, second=second, third=third)
+    issuer.call(op, call.finish, call)

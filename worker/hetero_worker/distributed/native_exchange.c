@@ -1,20 +1,20 @@
-/* See exchange.h for what is promised. How:
+/* native_exchange.h says what the functions promise. How they keep it:
  *
  * Rounds. A rank writes into its area of the round's parity, raises its counter to the round's number, waits until the
- * contributors' counters reach it, and adds their areas up. Two areas a rank are enough: a counter at n says that its
- * rank has read everything before round n, and an area is written again (round n + 2) only when all counters have reached
- * n + 1. What is longer than an area takes several rounds.
+ * contributors' counters reach that number, and adds their areas. Two areas per rank are enough: a counter at n says that
+ * its rank has read everything before round n, and an area is written again (round n + 2) only when all counters have
+ * reached n + 1. A message longer than an area takes several rounds.
  *
  * Links. The source writes message n into area n mod HX_LINK_DEPTH once every receiver has taken message
  * n - HX_LINK_DEPTH, then raises its counter; a receiver waits for that, reads, and raises its own.
  *
- * Memory order. Bytes are written before the counter that tells of them is raised (release), and read after it was seen
- * (acquire); nothing else orders them, on any machine. Sleep needs more: who raises a counter then looks whether anybody
- * sleeps, who goes to sleep says so and then looks at the counter. All four are sequentially consistent, so at least one
- * of the two sees the other, and no wake is lost. The end word is treated as a counter is.
+ * Memory order. A rank writes bytes before it raises their counter (release), and reads them after it has seen the
+ * counter (acquire). Nothing else orders them. Sleep needs more: a rank that raises a counter then checks whether a peer
+ * sleeps; a rank that goes to sleep says so and then checks the counter. All four operations are sequentially consistent,
+ * so at least one of the two sees the other, and no wake is lost. The end word is treated like a counter.
  */
 #define _GNU_SOURCE
-#include "exchange.h"
+#include "native_exchange.h"
 
 #include <linux/futex.h>
 #include <sched.h>
@@ -29,8 +29,8 @@
 #define EXPORT __attribute__((visibility("default")))
 #define SPINS_BETWEEN_LOOKS 32 /* at the clock and the end word */
 
-/* On x86-64 the loops over elements are compiled for three widths of vectors, and the machine chooses when the library
- * is loaded. Not under sanitizers: their runtime is not there yet when that choice is made. */
+/* On x86-64 the loops over elements are compiled for three vector widths, and the loader chooses one. Not under
+ * sanitizers: their runtime does not exist yet when the loader chooses. */
 #if defined(__x86_64__) && defined(__gnu_linux__) && !defined(HX_ONE_VERSION)
 #define VECTORISED __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
@@ -82,7 +82,7 @@ static void ring(hx_seat *seat)
     syscall(SYS_futex, &seat->bell, FUTEX_WAKE, 1, NULL, NULL, 0);
 }
 
-/* Raises a counter of this rank: what it wrote before is there for whoever sees the number. */
+/* Raises a counter of this rank. A peer that sees the number also sees all earlier writes. */
 static void publish(hx_rank *rank, uint64_t offset, uint64_t number, const uint64_t *peers, uint64_t num_peers)
 {
     atomic_store_explicit(word_at(rank, offset), number, memory_order_seq_cst);
@@ -93,7 +93,7 @@ static void publish(hx_rank *rank, uint64_t offset, uint64_t number, const uint6
     }
 }
 
-/* Sleeps until the bell rings, or for so long; not at all if there is no more reason to. */
+/* Sleeps until the bell rings or for_ns have passed; returns at once if there is nothing to wait for. */
 static void doze(hx_rank *rank, uint64_t offset, uint64_t number, uint64_t for_ns)
 {
     hx_seat *seat = seat_of(rank, rank->rank);
@@ -130,7 +130,7 @@ static int await_patiently(hx_rank *rank, uint64_t offset, uint64_t number)
     }
 }
 
-/* Until the counters of these seats reach the number; those that have not are then in `late`. */
+/* Waits until the counters of these seats reach the number. After HX_WAITING, `late` holds those that have not. */
 static int await_seats(hx_rank *rank, const uint64_t *counters, uint64_t seats, uint64_t number, uint64_t *late)
 {
     int result = HX_DONE;
@@ -177,7 +177,7 @@ static inline float widen_bf16(uint16_t half)
     return as_float((uint32_t)half << 16);
 }
 
-/* To nearest, ties to even; a NaN becomes the one that torch makes of it. */
+/* Rounds to nearest, ties to even; a NaN becomes the one that torch makes of it. */
 static inline uint16_t narrow_bf16(float number)
 {
     uint32_t bits = as_bits(number);
@@ -185,8 +185,8 @@ static inline uint16_t narrow_bf16(float number)
     return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
 }
 
-/* A subnormal half is 2^-14 * 0.fraction: exact as the difference of two normal floats, whatever the processor does to
- * subnormal ones. */
+/* A subnormal half is 2^-14 * 0.fraction: the exact difference of two normal floats, even on a processor that flushes
+ * subnormals. */
 static inline float widen_f16(uint16_t half)
 {
     uint32_t sign = (uint32_t)(half & 0x8000u) << 16;
@@ -198,7 +198,7 @@ static inline float widen_f16(uint16_t half)
     return as_float(sign | (fraction >= (31u << 23) ? special : bits));
 }
 
-/* Below 2^-14 halves are multiples of 2^-24, as floats next to 0.5 are: adding 0.5 rounds to them. */
+/* Below 2^-14, halves are multiples of 2^-24, as floats near 0.5 are: adding 0.5 rounds to them. */
 static inline uint16_t narrow_f16(float number)
 {
     uint32_t bits = as_bits(number);
@@ -210,7 +210,7 @@ static inline uint16_t narrow_f16(float number)
     return (uint16_t)((bits >> 16 & 0x8000u) | (size >= (143u << 23) ? special : finite));
 }
 
-#define BLOCK 1024 /* elements that are added up before the next: they stay in the first cache */
+#define BLOCK 1024 /* elements summed at a time: they stay in the first-level cache */
 
 VECTORISED static void sum_float32(void *restrict out, const void *const *terms, uint64_t num_terms, uint64_t elements)
 {
@@ -289,7 +289,7 @@ static inline uint8_t *area(const hx_group *group, uint64_t seat, uint64_t round
     return group->rank->memory + group->areas[seat][round & 1];
 }
 
-/* This rank's part of a round, if it has one, and the counter. Peers may be up to one round behind. */
+/* Writes this rank's part of a round, if it has one, and raises the counter. Peers may be up to one round behind. */
 static int publish_round(hx_group *group, const void *mine, uint64_t bytes)
 {
     hx_rank *rank = group->rank;
@@ -363,7 +363,7 @@ EXPORT int hx_share(hx_group *group, const hx_route *route, void *data)
     return end_message(group);
 }
 
-/* How much of a seat's part is in the slice at an offset. */
+/* Returns how many bytes of a seat's part lie in the current slice. */
 static inline uint64_t in_slice(const hx_group *group, uint64_t part_bytes)
 {
     return part_bytes > group->offset ? lesser(part_bytes - group->offset, group->rank->area_bytes) : 0;
@@ -413,13 +413,13 @@ static inline uint8_t *message_area(const hx_link *link, uint64_t number)
     return link->rank->memory + link->areas[number % HX_LINK_DEPTH];
 }
 
-/* Those of a link, as a mask. */
+/* Returns all receivers of a link as a mask. */
 static inline uint64_t receivers_of(const hx_link *link)
 {
     return link->size == 64 ? ~UINT64_C(0) : (UINT64_C(1) << link->size) - 1;
 }
 
-/* Messages that so many bytes are. */
+/* Returns how many messages this many bytes take. */
 static inline uint64_t messages_of(const hx_link *link, uint64_t bytes)
 {
     return (bytes + link->rank->area_bytes - 1) / link->rank->area_bytes;
@@ -499,20 +499,9 @@ EXPORT int hx_pass(hx_link *link, uint64_t bytes)
     return HX_DONE;
 }
 
-/* ---- What was built ------------------------------------------------------------------------------------------- */
-
-EXPORT uint64_t hx_abi(void)
-{
-    return HX_ABI;
-}
+/* ---- Build identity ------------------------------------------------------------------------------------------- */
 
 EXPORT const char *hx_source(void)
 {
     return HX_SOURCE;
-}
-
-EXPORT uint64_t hx_size(uint64_t which)
-{
-    const uint64_t sizes[] = {sizeof(hx_rank), sizeof(hx_group), sizeof(hx_route), sizeof(hx_gathering), sizeof(hx_link)};
-    return which < sizeof sizes / sizeof *sizes ? sizes[which] : 0;
 }

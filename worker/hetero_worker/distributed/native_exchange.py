@@ -1,0 +1,45 @@
+"""Loads the native exchange: rounds and links through shared memory, in C.
+
+`native_exchange.h` is the only declaration of its functions, structs and limits; cffi reads it. `native_exchange.c`
+explains how it works. `native/build.py` compiles it with any C11 compiler, for every version of Python.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from hetero_worker.native.build import EXCHANGE_HEADER, EXCHANGE_LIBRARY, EXCHANGE_SOURCE
+from hetero_worker.native.loading import declare, open_checked
+
+ffi: Final = declare(EXCHANGE_HEADER)
+_LIMITS: Final[dict[str, int]] = ffi.typeof("enum hx_limits").relements
+MAX_SEATS: Final = _LIMITS["HX_MAX_SEATS"]
+"""Largest number of ranks in a group or subgroup."""
+LINE_BYTES: Final = _LIMITS["HX_LINE_BYTES"]
+LINK_DEPTH: Final = _LIMITS["HX_LINK_DEPTH"]
+"""Messages that a link holds: its source may be this far ahead of a receiver."""
+WAITING: Final[int] = ffi.typeof("enum hx_result").relements["HX_WAITING"]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The library, or the reason why there is none."""
+
+    library: Any
+    """Functions of native_exchange.h as attributes; None without a library. Calls release Python's lock."""
+    reason: str = ""
+    """What is wrong and how to fix it; empty if nothing is."""
+
+
+def load(path: Path = EXCHANGE_LIBRARY) -> Loaded:
+    """Load the library. Never raises: ranks can exchange without it. Takes some milliseconds the first time."""
+    sources = (EXCHANGE_HEADER, EXCHANGE_SOURCE)
+    library, reason = open_checked(ffi, path, subject="the native exchange was", source="hx_source", sources=sources)
+    return Loaded(library, reason)
+
+
+def address_of(pointer: Any) -> int:
+    """Return the address that a cffi pointer or function holds."""
+    return int(ffi.cast("uintptr_t", pointer))
