@@ -26,7 +26,7 @@ from bench.shapes import DEMO, MODELS, directory_of
 from hetero_api.model_config import ModelConfig
 from hetero_api.spec import PlacementShares
 from hetero_api.v1 import ranks_pb2
-from hetero_placement.tensor_plan import deal_within_layers
+from hetero_placement.shard_plans import deal_within_layers
 from hetero_worker.distributed.exchange import LocalExchange
 from hetero_worker.native.team import NativeTeam
 from hetero_worker.runners.base import LoadRequest

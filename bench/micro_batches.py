@@ -24,8 +24,7 @@ from hetero_api.sharding import ShardPlan
 from hetero_api.spec import PlacementShares
 from hetero_api.v1 import ranks_pb2
 from hetero_client.home import HeteroHome
-from hetero_placement.layer_plan import deal_layers
-from hetero_placement.tensor_plan import deal_within_layers
+from hetero_placement.shard_plans import deal_layers, deal_within_layers
 from hetero_worker.attention.base import AttentionBatch, DecodeRows, PrefillSpan
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.attention.paged import paged_attention

@@ -17,7 +17,7 @@ from hetero_api.model_config import ModelConfig
 from hetero_placement.decision import Bounds, Decision, PlacementRequest
 from hetero_placement.hardware import DeviceKind, ExchangeSpeeds, Hardware, RankHardware, Speeds
 from hetero_placement.solver import solve
-from hetero_placement.workload import Workload
+from hetero_placement.steps import Workload
 
 GB: Final = 10**9
 MODELS: Final = {

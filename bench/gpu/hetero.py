@@ -23,7 +23,7 @@ from hetero_placement.decision import Bounds, Decision, Option, PlacementRequest
 from hetero_placement.hardware import DeviceKind, ExchangeSpeeds, Hardware, RankHardware, Speeds
 from hetero_placement.part_costs import element_bytes
 from hetero_placement.solver import ALL_PARTS, LAYER, MLP_ONLY, STREAMING, solve
-from hetero_placement.workload import Workload
+from hetero_placement.steps import Workload
 
 PROMPT: Final = 64
 OUTPUT: Final = 24

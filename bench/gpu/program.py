@@ -28,7 +28,7 @@ from hetero_api.errors import HeteroError
 from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
 from hetero_placement.part_costs import element_bytes
-from hetero_placement.tensor_plan import plan_within_layers
+from hetero_placement.shard_plans import plan_within_layers
 
 RESULTS: Final = Path(__file__).parents[1] / "results"
 SECTIONS: Final = ("throughput", "large", "capped")

@@ -30,7 +30,7 @@ from pydantic import BeforeValidator, Field, ValidationError
 from hetero_api.errors import ManifestError
 from hetero_api.spec import HeteroInferenceSpec, PoolSpec, PoolType
 from hetero_api.spec_types import Bytes, SpecModel
-from hetero_placement.from_spec import cores_of, kind_of
+from hetero_placement.decision import cores_of, kind_of
 from hetero_placement.hardware import DeviceKind, ExchangeSpeeds, Hardware, RankHardware, Speeds
 
 MAX_FILE_BYTES: Final = 1024 * 1024

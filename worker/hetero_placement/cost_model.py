@@ -14,24 +14,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
 from hetero_api.kept_weights import KeptWeights
 from hetero_api.model_config import ModelConfig
-from hetero_api.sharding import RankShard, ShardPlan
+from hetero_api.sharding import RankShard, ShardPlan, Stage
 from hetero_api.weight_format import FLOAT_WEIGHTS
 from hetero_placement.decision import Prediction
-from hetero_placement.exchange_costs import ExchangeCosts
 from hetero_placement.hardware import Hardware, RankHardware, Speeds
-from hetero_placement.layer_plan import shard_of_layers
-from hetero_placement.part_costs import PartCosts, element_bytes
-from hetero_placement.plan_view import LayerKind, PlanView, StageView
-from hetero_placement.steps import Repeated, Step, WorkloadSteps, decode_step, micro_batches, prompt_steps
-from hetero_placement.tensor_plan import UNIT
-from hetero_placement.workload import Workload
+from hetero_placement.part_costs import ExchangeCosts, PartCosts, element_bytes
+from hetero_placement.shard_plans import UNIT, shard_of_layers
+from hetero_placement.steps import Repeated, Step, Workload, WorkloadSteps, decode_step, micro_batches, prompt_steps
 
 SLICE_ROWS: Final = 128
 """Rows of hidden states that travel to a helper at a time."""
@@ -258,3 +254,68 @@ class CostModel:
 
     def _all_s(self, view: PlanView, steps: Sequence[Repeated]) -> float:
         return sum(times * self._step_s(view, step) for step, times in steps)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """Units of each rank, in rank order, and the layer's window."""
+
+    heads: tuple[int, ...]
+    columns: tuple[int, ...]
+    experts: tuple[int, ...]
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class StageView:
+    """A stage and its layers by kind."""
+
+    holders: tuple[int, ...]
+    helpers: tuple[int, ...]
+    kinds: Mapping[LayerKind, int]
+
+    @property
+    def leader(self) -> int:
+        return self.holders[0]
+
+    @property
+    def num_layers(self) -> int:
+        return sum(self.kinds.values())
+
+
+@dataclass(frozen=True, slots=True)
+class PlanView:
+    """See the module."""
+
+    stages: tuple[StageView, ...]
+    embedding_owners: tuple[int, ...]
+    head_rows: tuple[int, ...]
+    """Of each rank, in rank order."""
+
+    @classmethod
+    def of(cls, plan: ShardPlan, windows: tuple[int | None, ...]) -> PlanView:
+        """Raises PlanError when nobody has a layer's attention."""
+        return cls(
+            tuple(_stage_view(plan, stage, windows) for stage in plan.stages()),
+            plan.embedding_owners(),
+            tuple(shard.head_rows.size for shard in plan.ranks),
+        )
+
+    @property
+    def head_owners(self) -> tuple[int, ...]:
+        return tuple(rank for rank, rows in enumerate(self.head_rows) if rows)
+
+
+def _stage_view(plan: ShardPlan, stage: Stage, windows: tuple[int | None, ...]) -> StageView:
+    kinds = Counter(_kind(plan, layer, windows[layer]) for layer in range(stage.begin, stage.end))
+    return StageView(stage.holders, stage.helpers, kinds)
+
+
+def _kind(plan: ShardPlan, layer: int, window: int | None) -> LayerKind:
+    shards = [shard.layers[layer] for shard in plan.ranks]
+    return LayerKind(
+        tuple(shard.kv_heads.size for shard in shards),
+        tuple(shard.mlp_columns.size for shard in shards),
+        tuple(shard.experts.size for shard in shards),
+        window,
+    )

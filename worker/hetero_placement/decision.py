@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from hetero_api.model_config import ModelConfig
 from hetero_api.placement_mode import PlacementMode
 from hetero_api.sharding import ShardPlan
-from hetero_placement.shares import GivenShares, Shares
+from hetero_api.spec import HeteroInferenceSpec, PoolSpec, PoolType
+from hetero_placement.hardware import DeviceKind
+
+
+class Shares(Protocol):
+    """One weight a rank, in rank order, for each kind; None or empty: computed."""
+
+    @property
+    def attention(self) -> Sequence[float] | None: ...
+
+    @property
+    def mlp(self) -> Sequence[float] | None: ...
+
+    @property
+    def vocabulary(self) -> Sequence[float] | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GivenShares:
+    """Implements Shares; by default all is computed."""
+
+    attention: Sequence[float] | None = None
+    mlp: Sequence[float] | None = None
+    vocabulary: Sequence[float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +97,35 @@ class Decision:
     options: tuple[Option, ...]
     chosen: Option
     reason: str
+
+
+def request_of(spec: HeteroInferenceSpec) -> PlacementRequest:
+    """Mode and shares."""
+    return PlacementRequest(spec.placement.mode, spec.placement.shares)
+
+
+def bounds_of(spec: HeteroInferenceSpec, config: ModelConfig) -> Bounds:
+    """The engine's."""
+    return Bounds(
+        max_model_len=spec.model.max_model_len or config.max_position,
+        max_num_batched_tokens=spec.engine.max_num_batched_tokens,
+        max_num_seqs=spec.engine.max_num_seqs,
+        block_size=spec.engine.block_size,
+        kv_cache_bytes=spec.engine.kv_cache_memory_bytes,
+        enforce_eager=spec.engine.enforce_eager,
+    )
+
+
+def quantized_config(spec: HeteroInferenceSpec, config: ModelConfig) -> ModelConfig:
+    """With weights as ranks will have them. Raises ModelError where the checkpoint is quantised already."""
+    return config.quantized(spec.model.quantization, spec.model.quantization_group_size)
+
+
+def kind_of(pool: PoolSpec) -> DeviceKind:
+    """What a pool's ranks compute on."""
+    return DeviceKind.GPU if pool.type == PoolType.GPU else DeviceKind.CPU
+
+
+def cores_of(pool: PoolSpec) -> int:
+    """Cores a rank."""
+    return pool.gpu_or_default.cores_per_rank if pool.type == PoolType.GPU else pool.cpu_or_default.cores_per_rank

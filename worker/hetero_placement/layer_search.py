@@ -13,14 +13,12 @@ from itertools import accumulate, pairwise, permutations
 from typing import Final
 
 from hetero_api.sharding import ShardPlan
-from hetero_placement.apportionment import largest_remainder
 from hetero_placement.cost_model import CostModel
-from hetero_placement.layer_plan import plan_of_layers, shard_of_layers
 from hetero_placement.memory_model import MemoryModel
 from hetero_placement.part_costs import PartCosts
 from hetero_placement.search import EXHAUSTIVE
+from hetero_placement.shard_plans import UNIT, largest_remainder, plan_of_layers, shard_of_layers
 from hetero_placement.steps import Repeated, Step, micro_batches
-from hetero_placement.tensor_plan import UNIT
 
 _SAME: Final = 1e-9
 

@@ -30,7 +30,7 @@ from hetero_api.sharding import RankShard, ShardPlan
 from hetero_placement.decision import Bounds
 from hetero_placement.hardware import DeviceKind, Hardware
 from hetero_placement.part_costs import element_bytes
-from hetero_placement.tensor_plan import UNIT, plan_within_layers
+from hetero_placement.shard_plans import UNIT, plan_within_layers
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ from typing import Final, NamedTuple
 from hetero_api.errors import PlanError
 from hetero_api.kept_weights import KeptWeights
 from hetero_api.model_config import ModelConfig
-from hetero_placement.hardware import CostPoint, Part, Speeds
+from hetero_placement.hardware import CostPoint, DeviceKind, Hardware, Part, Speeds
+from hetero_placement.shard_plans import UNIT
 from hetero_placement.steps import Step
-from hetero_placement.tensor_plan import UNIT
 
 _BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
 _ROUTER_BYTES: Final = 8
@@ -216,3 +216,63 @@ def _pair_s(points: Sequence[CostPoint]) -> float:
     *_, low, high = sorted(points, key=lambda point: point.rows)
     bend = (high.unit_s / high.rows - low.unit_s / low.rows) / (high.rows - low.rows)
     return max(0.0, 2 * bend)
+
+
+class ExchangeCosts:
+    """Seconds by ranks and bytes."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self._ranks = hardware.ranks
+        self._host = hardware.host_exchange
+        self._device = hardware.device_exchange
+        meetings = [rank.speeds.meeting_s for rank in hardware.ranks if rank.kind is DeviceKind.CPU]
+        # Who is fastest waits longest, and that is in what the slowest takes.
+        self._wait_s = max(0.0, min(meetings, default=0.0) - self._host.seconds(0))
+        """Of ranks for one another, before a round."""
+
+    def among(self, ranks: Sequence[int], num_bytes: float) -> float:
+        """An all-reduce: GPU ranks sum among themselves, their first one exchanges with CPU ranks."""
+        if len(ranks) < 2:
+            return 0.0
+        gpus = [rank for rank in ranks if self._is_gpu(rank)]
+        seconds = self._device.seconds(num_bytes) if len(gpus) > 1 else 0.0
+        if len(gpus) == len(ranks):
+            return seconds
+        staged = self.from_device_s(gpus[0], num_bytes) + self.to_device_s(gpus[0], num_bytes) if gpus else 0.0
+        return seconds + staged + self._meeting_s(num_bytes)
+
+    def there_s(self, source: int, receivers: Sequence[int], num_bytes: float) -> float:
+        """One rank sends the same to some."""
+        if self._is_gpu(source) and all(map(self._is_gpu, receivers)):
+            return self._device.seconds(num_bytes) / 2
+        slowest = max((self.to_device_s(rank, num_bytes) for rank in receivers), default=0.0)
+        return self.from_device_s(source, num_bytes) + self._meeting_s(num_bytes) / 2 + slowest
+
+    def small_s(self, num_bytes: float) -> float:
+        """A round of the whole group over little that is in host memory already."""
+        return self._meeting_s(num_bytes) if len(self._ranks) > 1 else 0.0
+
+    def from_device_s(self, rank: int, num_bytes: float) -> float:
+        """To host memory; 0 where it is there."""
+        speeds = self._ranks[rank].speeds
+        if not self._is_gpu(rank):
+            return 0.0
+        return speeds.device_latency_s / 2 + _transfer(num_bytes, speeds.from_device_bandwidth)
+
+    def to_device_s(self, rank: int, num_bytes: float) -> float:
+        """From host memory; 0 where it stays there."""
+        speeds = self._ranks[rank].speeds
+        if not self._is_gpu(rank):
+            return 0.0
+        return speeds.device_latency_s / 2 + _transfer(num_bytes, speeds.to_device_bandwidth)
+
+    def _meeting_s(self, num_bytes: float) -> float:
+        """A round on the host, and what ranks wait for one another before it."""
+        return self._host.seconds(num_bytes) + self._wait_s
+
+    def _is_gpu(self, rank: int) -> bool:
+        return self._ranks[rank].kind is DeviceKind.GPU
+
+
+def _transfer(num_bytes: float, bandwidth: float) -> float:
+    return num_bytes / bandwidth if bandwidth else 0.0

@@ -23,22 +23,25 @@ from hetero_api.errors import PlanError
 from hetero_api.model_config import ModelConfig
 from hetero_api.placement_mode import SHARE_KINDS, PlacementMode
 from hetero_api.sharding import ShardPlan
-from hetero_placement.apportionment import largest_remainder
-from hetero_placement.closed_form import streaming_s
 from hetero_placement.cost_model import CostModel
-from hetero_placement.decision import Bounds, Decision, Option, PlacementRequest, Prediction
+from hetero_placement.decision import Bounds, Decision, Option, PlacementRequest, Prediction, Shares
 from hetero_placement.hardware import DeviceKind, Hardware
-from hetero_placement.layer_plan import deal_layers, describe_layers
 from hetero_placement.layer_search import LayerSearch
 from hetero_placement.memory_model import MemoryModel
-from hetero_placement.reasons import explain
 from hetero_placement.roles import RoleChoices
 from hetero_placement.search import EXHAUSTIVE
-from hetero_placement.shares import Shares
-from hetero_placement.steps import WorkloadSteps, decode_step
-from hetero_placement.tensor_plan import describe_units, in_units, most_ranks, too_many_ranks, units_of
+from hetero_placement.shard_plans import (
+    deal_layers,
+    describe_layers,
+    describe_units,
+    in_units,
+    largest_remainder,
+    most_ranks,
+    too_many_ranks,
+    units_of,
+)
+from hetero_placement.steps import Step, Workload, WorkloadSteps, decode_step
 from hetero_placement.tensor_search import NOTHING_FIXED, FixedCounts, Roles, TensorSearch
-from hetero_placement.workload import Workload
 
 GPU_ONLY: Final = "GPU only"
 LAYER: Final = "Layer split"
@@ -268,7 +271,7 @@ class _Solver:
     def _streaming(self) -> Option:
         """By the closed formula, in the GPUs' memory less what is not weights."""
         why_not = "for comparison only: weights are not streamed to GPUs in this version"
-        seconds = streaming_s(self._model, self._memory, self._gpus, self._workload)
+        seconds = _streaming_s(self._model, self._memory, self._gpus, self._workload)
         if seconds is None:
             return Option(STREAMING, None, why_not=f"{why_not}, and all fits or the speed of the bus is not known")
         batch = min(self._workload.concurrency, self._bounds.max_num_seqs)
@@ -290,3 +293,78 @@ class _Solver:
 
 def _units_by(total: int, weights: Sequence[float]) -> tuple[int, ...]:
     return tuple(in_units(total, largest_remainder(units_of(total), weights)))
+
+
+def explain(
+    chosen: Option, options: Sequence[Option], model: CostModel, decode: Step, request: PlacementRequest
+) -> str:
+    """The chosen one's speed, what exchanges take of it, what the others would give, and what cannot be had."""
+    parts = [f"{chosen.name}: {_speed(chosen)}", *_exchanges(chosen, model, decode)]
+    if request.mode != PlacementMode.AUTO:
+        parts.append(f"spec.placement.mode asks for {request.mode}")
+    others = [option for option in options if option is not chosen and option.prediction is not None and option.plan]
+    parts += [_comparison(option, chosen) for option in sorted(others, key=_time)]
+    parts += [f"{option.name} cannot be had: {option.why_not}" for option in options if option.mode and not option.plan]
+    return "; ".join(parts)
+
+
+def _time(option: Option) -> float:
+    return option.prediction.workload_s if option.prediction is not None else 0.0
+
+
+def _speed(option: Option) -> str:
+    prediction = option.prediction
+    if prediction is None:
+        return "no prediction"
+    return (
+        f"{prediction.decode_tokens_per_s:.3g} tokens/s decode, {prediction.prefill_tokens_per_s:.3g} prefill, "
+        f"{_seconds(prediction.workload_s)} for the workload"
+    )
+
+
+def _comparison(option: Option, chosen: Option) -> str:
+    """In what counts for the choice, the workload's time; and in tokens/s."""
+    prediction = option.prediction
+    if prediction is None or chosen.prediction is None:
+        return ""
+    ratio = prediction.workload_s / chosen.prediction.workload_s
+    slower = f"{ratio:.2f} times as long" if abs(ratio - 1) > 5e-3 else "as long"
+    return f"{option.name} would give {prediction.decode_tokens_per_s:.3g} tokens/s, and take {slower}"
+
+
+def _exchanges(chosen: Option, model: CostModel, decode: Step) -> list[str]:
+    """How much of a decode step exchanges are."""
+    if chosen.plan is None or chosen.prediction is None:
+        return []
+    seconds, step_s = model.exchange_s(chosen.plan, decode), chosen.prediction.decode_step_s
+    if not seconds:
+        return []
+    has_helpers = any(stage.helpers for stage in chosen.plan.stages())
+    hidden = ", hidden behind computation as far as possible" if has_helpers else ""
+    return [f"exchanges of a decode step of {_seconds(step_s)} take {_seconds(seconds)}{hidden}"]
+
+
+def _seconds(seconds: float) -> str:
+    """3 digits, in the unit that reads best."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"
+
+
+def _streaming_s(model: CostModel, memory: MemoryModel, gpus: Sequence[int], workload: Workload) -> float | None:
+    """A decode step with weights streamed to the GPUs; None where all fits, or the bus is not known."""
+    ranks = [model.hardware.ranks[rank] for rank in gpus]
+    bus = sum(rank.speeds.to_device_bandwidth for rank in ranks)
+    config = model.config
+    cache = memory.cache_bytes(config.num_kv_heads)
+    fixed = sum(memory.fixed_bytes(rank, holds_heads=True) for rank in gpus)
+    room = sum(rank.memory_bytes for rank in ranks) - fixed - cache
+    weight_bytes = min(model.whole_bytes(rank) for rank in gpus)
+    streamed = weight_bytes - max(0.0, room)
+    if not bus or streamed <= 0:
+        return None
+    kv_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * model.element_bytes
+    read = weight_bytes + kv_bytes * workload.concurrency * workload.decode_context
+    bandwidth = sum(rank.speeds.memory_bandwidth for rank in ranks)
+    return max(read / bandwidth, streamed / bus)

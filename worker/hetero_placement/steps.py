@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from hetero_placement.workload import Workload
+if TYPE_CHECKING:
+    from hetero_api.spec import WorkloadSpec
+
 
 _BALANCE_ROWS: Final = 32
 """Rows whose computation takes a stage as long as reading its weights; the worker's decoder cuts by the same number."""
@@ -109,3 +111,21 @@ def _prefill(workload: Workload, chunk: int, max_num_seqs: int) -> Iterator[Repe
 
 def _prompts_step(number: int, tokens: int) -> Step:
     return Step(spans=(Span(tokens, 0),) * number, draws=number)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """`concurrency` prompts that come at once; then all of their outputs are decoded together."""
+
+    prompt_tokens: int = 512
+    output_tokens: int = 128
+    concurrency: int = 1
+
+    @classmethod
+    def from_spec(cls, spec: WorkloadSpec) -> Workload:
+        return cls(spec.prompt_tokens, spec.output_tokens, spec.concurrency)
+
+    @property
+    def decode_context(self) -> int:
+        """Tokens that a row attends to, in the middle of the output."""
+        return self.prompt_tokens + self.output_tokens // 2

@@ -13,13 +13,11 @@ from typing import Final
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan
 from hetero_placement.cost_model import CostModel
-from hetero_placement.decision import Bounds
+from hetero_placement.decision import Bounds, GivenShares
 from hetero_placement.hardware import DeviceKind, Hardware
-from hetero_placement.layer_plan import deal_layers
 from hetero_placement.memory_model import MemoryModel
-from hetero_placement.shares import GivenShares
-from hetero_placement.tensor_plan import deal_within_layers
-from hetero_placement.workload import Workload
+from hetero_placement.shard_plans import deal_layers, deal_within_layers
+from hetero_placement.steps import Workload
 
 POINTS: Final = 81
 

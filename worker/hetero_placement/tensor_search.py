@@ -16,8 +16,8 @@ from hetero_api.sharding import ShardPlan
 from hetero_placement.cost_model import CostModel, WidePlace
 from hetero_placement.memory_model import MemoryModel
 from hetero_placement.search import EXHAUSTIVE, Component, Deal, Room, best_deals
+from hetero_placement.shard_plans import UNIT, in_units, plan_within_layers, units_of
 from hetero_placement.steps import Repeated, Step
-from hetero_placement.tensor_plan import UNIT, in_units, plan_within_layers, units_of
 
 SINGLE: Final = 3
 """Up to so many ranks each is dealt to by itself; beyond, ranks that are alike share evenly."""

@@ -15,8 +15,8 @@ from hetero_gateway.group.placement import make_plan_key
 from hetero_gateway.group.planner import Planner, held_plan
 from hetero_gateway.group.settings import GroupSettings
 from hetero_gateway.group.topology import GroupState
+from hetero_placement.shard_plans import deal_within_layers
 from hetero_placement.solver import ADOPTED
-from hetero_placement.tensor_plan import deal_within_layers
 from tests.unit.group.group_setup import (
     DEVICE,
     HOST_TIMES,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_placement.apportionment import largest_remainder, level_up
+from hetero_placement.shard_plans import largest_remainder, level_up
 
 pytestmark = pytest.mark.unit
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetero_placement.closed_form import ClosedForm
+from tests.support.closed_form import ClosedForm
 
 pytestmark = pytest.mark.unit
 

@@ -7,16 +7,14 @@ import pytest
 from hetero_api.errors import PlanError
 from hetero_api.sharding import ShardPlan
 from hetero_api.spec import PlacementShares
-from hetero_placement.closed_form import ClosedForm
 from hetero_placement.cost_model import SLICE_ROWS, CostModel
 from hetero_placement.hardware import CostPoint, ExchangeSpeeds, Hardware, Part, Speeds
-from hetero_placement.layer_plan import plan_of_layers
 from hetero_placement.part_costs import PartCosts
-from hetero_placement.steps import Repeated, Span, Step, WorkloadSteps, micro_batches, prompt_steps
-from hetero_placement.tensor_plan import deal_within_layers, plan_within_layers
-from hetero_placement.workload import Workload
+from hetero_placement.shard_plans import deal_within_layers, plan_of_layers, plan_within_layers
+from hetero_placement.steps import Repeated, Span, Step, Workload, WorkloadSteps, micro_batches, prompt_steps
 from hetero_worker.models.lending import SLICE_ROWS as WORKER_SLICE_ROWS
 from hetero_worker.models.micro_batches import best_number
+from tests.support.closed_form import ClosedForm
 from tests.unit.placement.placement_setup import LLAMA_70B, MIXTRAL, config_of, cpu, gpu, group, model_of
 
 pytestmark = pytest.mark.unit

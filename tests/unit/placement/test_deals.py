@@ -12,8 +12,7 @@ from hetero_api.errors import PlanError
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan, Stage
 from hetero_api.spec import HeteroInferenceSpec, PlacementMode
-from hetero_placement.layer_plan import deal_layers
-from hetero_placement.tensor_plan import UNIT, deal_within_layers
+from hetero_placement.shard_plans import UNIT, deal_layers, deal_within_layers
 from tests.unit.group.group_setup import model_config, spec_of
 
 pytestmark = pytest.mark.unit

@@ -9,8 +9,7 @@ import pytest
 from hetero_api.spec import PlacementShares
 from hetero_placement.cost_model import CostModel
 from hetero_placement.hardware import CostPoint, Hardware, Part, Speeds
-from hetero_placement.layer_plan import deal_layers
-from hetero_placement.tensor_plan import deal_within_layers
+from hetero_placement.shard_plans import deal_layers, deal_within_layers
 from tests.unit.placement.placement_setup import SMOLLM2, config_of, cpu, group
 
 SHARED = 20e9

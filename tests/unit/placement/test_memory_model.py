@@ -30,7 +30,7 @@ from hetero_placement.decision import Bounds, PlacementRequest
 from hetero_placement.hardware import DeviceKind, ExchangeSpeeds, Hardware, RankHardware, Speeds
 from hetero_placement.memory_model import MemoryModel
 from hetero_placement.solver import solve
-from hetero_placement.workload import Workload
+from hetero_placement.steps import Workload
 from hetero_worker.attention.device_paged import DevicePagedAttention
 from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel
 from hetero_worker.memory.accounts import HostAccount

@@ -12,7 +12,7 @@ from hetero_api.spec import PlacementMode, PlacementShares
 from hetero_placement.decision import Decision, PlacementRequest
 from hetero_placement.hardware import Hardware
 from hetero_placement.solver import ALL_PARTS, GPU_ONLY, LAYER, MLP_ONLY, SHARES, STREAMING, TENSOR, predict, solve
-from hetero_placement.workload import Workload
+from hetero_placement.steps import Workload
 from tests.unit.placement.placement_setup import (
     GB,
     LLAMA_8B,

@@ -17,11 +17,10 @@ from hetero_api.spec import PlacementShares
 from hetero_placement.cost_model import CostModel
 from hetero_placement.decision import Bounds, Decision, PlacementRequest
 from hetero_placement.hardware import DeviceKind, ExchangeSpeeds, Hardware, RankHardware, Speeds
-from hetero_placement.layer_plan import deal_layers
 from hetero_placement.memory_model import MemoryModel
+from hetero_placement.shard_plans import deal_layers, deal_within_layers
 from hetero_placement.solver import ALL_PARTS, CPU_ONLY, GPU_ONLY, LAYER, MLP_ONLY, TENSOR, solve
-from hetero_placement.tensor_plan import deal_within_layers
-from hetero_placement.workload import Workload
+from hetero_placement.steps import Workload
 from tests.unit.placement.placement_setup import MIXTRAL, config_of
 
 pytestmark = pytest.mark.unit

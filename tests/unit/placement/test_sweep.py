@@ -6,8 +6,8 @@ import pytest
 
 from hetero_placement.decision import PlacementRequest
 from hetero_placement.solver import solve
+from hetero_placement.steps import Workload
 from hetero_placement.sweep import sweep
-from hetero_placement.workload import Workload
 from tests.unit.placement.placement_setup import GB, LLAMA_8B, SMOLLM2, bounds_of, config_of, cpu, gpu, group
 
 pytestmark = pytest.mark.unit

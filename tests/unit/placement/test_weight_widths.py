@@ -8,11 +8,10 @@ import pytest
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan
-from hetero_placement.apportionment import largest_remainder
 from hetero_placement.cost_model import CostModel
 from hetero_placement.hardware import RankHardware
 from hetero_placement.memory_model import MemoryModel
-from hetero_placement.tensor_plan import in_units, plan_within_layers, units_of
+from hetero_placement.shard_plans import in_units, largest_remainder, plan_within_layers, units_of
 from tests.unit.placement.placement_setup import LLAMA_8B, MIXTRAL, bounds_of, config_of, cpu, gpu, group
 
 pytestmark = pytest.mark.unit

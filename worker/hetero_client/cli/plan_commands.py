@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hetero_api.model_config import ModelConfig
     from hetero_api.spec import HeteroInference
     from hetero_placement.hardware import Hardware
-    from hetero_placement.workload import Workload
+    from hetero_placement.steps import Workload
 
 
 def plan(
@@ -45,21 +45,19 @@ def plan(
     machine that is otherwise quiet.
     """
     from hetero_api.manifest import load_manifest
-    from hetero_placement import from_spec
+    from hetero_placement.decision import bounds_of, quantized_config, request_of
     from hetero_placement.memory_model import MemoryModel
     from hetero_placement.solver import solve
-    from hetero_placement.workload import Workload
+    from hetero_placement.steps import Workload
 
     _check_options(assume, model_config=model_config, model=model, plot=plot)
     resource = load_manifest(file)
     spec = resource.spec
     hardware, stored = _hardware_and_model(resource, assume=assume, model=model, model_config=model_config)
-    config = from_spec.quantized_config(spec, stored)
-    dtype, bounds = spec.dtype_in_force, from_spec.bounds_of(spec, config)
+    config = quantized_config(spec, stored)
+    dtype, bounds = spec.dtype_in_force, bounds_of(spec, config)
     workload = Workload.from_spec(spec.placement.workload)
-    decision = solve(
-        config, hardware, dtype=dtype, workload=workload, request=from_spec.request_of(spec), bounds=bounds
-    )
+    decision = solve(config, hardware, dtype=dtype, workload=workload, request=request_of(spec), bounds=bounds)
     memory = MemoryModel(config, hardware.levelled(), bounds, dtype=dtype)
     if plot is not None:
         from hetero_client.cli.plan_plot import draw

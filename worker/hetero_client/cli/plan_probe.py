@@ -21,7 +21,7 @@ from hetero_api.spec import HeteroInferenceSpec
 from hetero_api.v1 import ranks_pb2
 from hetero_client.errors import ProcessDiedError, StartTimeoutError
 from hetero_client.launcher.local_plan import HOST_CORES, LocalPlan, RankProcess
-from hetero_placement.from_spec import cores_of
+from hetero_placement.decision import cores_of
 from hetero_placement.hardware import ExchangeSpeeds, Hardware, RankHardware
 
 TIMEOUT_S: Final = 180.0

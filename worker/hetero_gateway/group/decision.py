@@ -18,11 +18,10 @@ from hetero_api.spec import PlacementMode
 from hetero_api.v1 import ranks_pb2
 from hetero_gateway.group.settings import GroupSettings
 from hetero_placement.cost_model import CostModel
-from hetero_placement.decision import Decision, Option
-from hetero_placement.from_spec import bounds_of, request_of
+from hetero_placement.decision import Decision, Option, bounds_of, request_of
 from hetero_placement.hardware import ExchangeSpeeds, Hardware, RankHardware
 from hetero_placement.solver import ADOPTED, predict, solve
-from hetero_placement.workload import Workload
+from hetero_placement.steps import Workload
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from hetero_placement.expert_placement import (
     expected_step_s,
     place_experts,
 )
-from hetero_placement.workload import Workload
+from hetero_placement.steps import Workload
 
 logger = logging.getLogger(__name__)
 

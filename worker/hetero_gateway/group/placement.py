@@ -14,8 +14,14 @@ from hetero_api.errors import PlanError
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import RankShard, ShardPlan
 from hetero_api.spec import SHARE_KINDS, HeteroInferenceSpec, PlacementMode, PoolType
-from hetero_placement.layer_plan import deal_layers, describe_layers
-from hetero_placement.tensor_plan import deal_within_layers, describe_units, most_ranks, too_many_ranks
+from hetero_placement.shard_plans import (
+    deal_layers,
+    deal_within_layers,
+    describe_layers,
+    describe_units,
+    most_ranks,
+    too_many_ranks,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from hetero_api.spec import CacheLayout, HeteroInference, HeteroInferenceSpec, Q
 from hetero_api.v1 import ranks_pb2
 from hetero_gateway.group.placement import ExpectedPlace, check_shares, expected_places, make_plan_key
 from hetero_gateway.group.support import resolve_max_model_len
-from hetero_placement.from_spec import quantized_config
+from hetero_placement.decision import quantized_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

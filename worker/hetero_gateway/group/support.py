@@ -7,7 +7,7 @@ from hetero_api.model_config import ModelConfig
 from hetero_api.spec import HeteroInferenceSpec
 from hetero_api.validation import find_unserved
 from hetero_gateway.group.errors import UnsupportedSpecError
-from hetero_placement.from_spec import quantized_config
+from hetero_placement.decision import quantized_config
 
 
 def check_supported(spec: HeteroInferenceSpec, config: ModelConfig) -> None:

@@ -15,12 +15,7 @@ what a machine would be good for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-
-from hetero_placement.cost_model import CostModel
-from hetero_placement.memory_model import MemoryModel
-from hetero_placement.workload import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,21 +71,3 @@ class ClosedForm:
         """Where all fits the GPU: tensor is faster than GPU only if an exchange takes less."""
         both = self.gpu_bandwidth + self.cpu_bandwidth
         return self.weight_bytes * self.cpu_bandwidth / (exchanges * self.num_layers * self.gpu_bandwidth * both)
-
-
-def streaming_s(model: CostModel, memory: MemoryModel, gpus: Sequence[int], workload: Workload) -> float | None:
-    """A decode step with weights streamed to the GPUs; None where all fits, or the bus is not known."""
-    ranks = [model.hardware.ranks[rank] for rank in gpus]
-    bus = sum(rank.speeds.to_device_bandwidth for rank in ranks)
-    config = model.config
-    cache = memory.cache_bytes(config.num_kv_heads)
-    fixed = sum(memory.fixed_bytes(rank, holds_heads=True) for rank in gpus)
-    room = sum(rank.memory_bytes for rank in ranks) - fixed - cache
-    weight_bytes = min(model.whole_bytes(rank) for rank in gpus)
-    streamed = weight_bytes - max(0.0, room)
-    if not bus or streamed <= 0:
-        return None
-    kv_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * model.element_bytes
-    read = weight_bytes + kv_bytes * workload.concurrency * workload.decode_context
-    bandwidth = sum(rank.speeds.memory_bandwidth for rank in ranks)
-    return max(read / bandwidth, streamed / bus)

@@ -1,0 +1,210 @@
+"""Whole units dealt by weight: largest remainder, and levels that even out what is owned already.
+
+Exact arithmetic throughout: weights are floats, quotas are fractions, so the same weights give the same counts on
+every machine. Ties go to the lower rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Final
+
+from hetero_api.errors import PlanError
+from hetero_api.model_config import ModelConfig
+from hetero_api.sharding import NO_UNITS, LayerShard, RankShard, ShardPlan, UnitRange, ranges_of_counts
+from hetero_placement.decision import Shares
+
+Weight = int | float | Fraction
+
+
+def largest_remainder(units: int, weights: Sequence[Weight]) -> list[int]:
+    """Counts that add up to `units`, each its quota rounded down or up; a weight of 0 gets 0.
+
+    Hamilton's method: quotas rounded down, then one more to those with the largest fractions. The sum of the weights
+    must not be 0.
+    """
+    exact = [Fraction(weight) for weight in weights]
+    total = sum(exact)
+    quotas = [units * weight / total for weight in exact]
+    counts = [int(quota) for quota in quotas]
+    by_fraction = sorted(range(len(quotas)), key=lambda rank: (counts[rank] - quotas[rank], rank))
+    for rank in by_fraction[: units - sum(counts)]:
+        counts[rank] += 1
+    return counts
+
+
+def level_up(amount: int, *, owned: Sequence[int], weights: Sequence[Weight]) -> list[Fraction]:
+    """Parts of `amount`, one a rank, that bring what each owns as near to its weight as adding can.
+
+    Those that own more than their share get nothing; the others end at one level, i.e. the same ratio of owned plus
+    given to weight. `amount` and `owned` are of one unit; weights must be more than 0.
+    """
+    exact = [Fraction(weight) for weight in weights]
+    below = list(range(len(exact)))
+    while True:
+        level = Fraction(amount + sum(owned[rank] for rank in below)) / sum(exact[rank] for rank in below)
+        still_below = [rank for rank in below if exact[rank] * level >= owned[rank]]
+        if still_below == below:
+            break
+        below = still_below
+    return [exact[rank] * level - owned[rank] if rank in below else Fraction(0) for rank in range(len(exact))]
+
+
+UNIT: Final = 64
+"""MLP columns, and vocabulary rows, that stay together."""
+
+
+def deal_within_layers(config: ModelConfig, *, cores: Sequence[int], shares: Shares) -> ShardPlan:
+    """By shares, one weight a rank, or by `cores`; a rank may get nothing."""
+    heads = largest_remainder(config.num_kv_heads, shares.attention or cores)
+    return plan_within_layers(
+        config,
+        heads=heads,
+        columns=_mlp_columns(config, heads, cores=cores, shares=shares),
+        experts=_experts(config, heads, cores=cores, shares=shares) if config.experts else [0] * len(cores),
+        rows=_deal_in_units(config.vocab_size, shares.vocabulary or cores),
+    )
+
+
+def plan_within_layers(
+    config: ModelConfig, *, heads: Sequence[int], columns: Sequence[int], experts: Sequence[int], rows: Sequence[int]
+) -> ShardPlan:
+    """Every layer split alike: how many KV heads, MLP columns of a dense layer, experts and vocabulary rows a rank."""
+    nothing = [0] * len(heads)
+    dense = _shards(heads, columns, nothing)
+    sparse = _shards(heads, nothing, experts)
+    expert_layers = set(config.expert_layers)
+    layers = [sparse if layer in expert_layers else dense for layer in range(config.num_layers)]
+    return ShardPlan(
+        tuple(
+            RankShard(tuple(layer[rank] for layer in layers), embedding_rows=part, head_rows=part)
+            for rank, part in enumerate(ranges_of_counts(rows))
+        )
+    )
+
+
+def most_ranks(config: ModelConfig) -> int:
+    """How many ranks can each have a part of a layer."""
+    return config.num_kv_heads + (config.num_experts or units_of(config.intermediate_size))
+
+
+def too_many_ranks(number: int, units: str) -> str:
+    """What is wrong where so many ranks are to have something of `units` each; for a person."""
+    return f"spec.pools: {number} ranks are more than the model has something to give each ({units}); use fewer ranks"
+
+
+def describe_units(config: ModelConfig) -> str:
+    """What there is to deal, for a message."""
+    wide = [f"{config.num_experts} experts"] if config.experts else []
+    if len(config.expert_layers) < config.num_layers:
+        wide.append(f"{config.intermediate_size} MLP columns")
+    rows = f"{config.vocab_size} vocabulary rows in units of {UNIT}"
+    return f"{config.num_kv_heads} KV heads, {' or '.join(wide)} and {rows}"
+
+
+def _shards(*counts: Sequence[int]) -> list[LayerShard]:
+    """A layer's shards in rank order from the numbers of heads, columns and experts of each."""
+    return list(map(LayerShard, *map(ranges_of_counts, counts)))
+
+
+def _mlp_columns(config: ModelConfig, heads: Sequence[int], *, cores: Sequence[int], shares: Shares) -> list[int]:
+    """Columns of each rank: by shares, or such that all its weights of a layer come nearest to its cores' share."""
+    if shares.mlp:
+        return _deal_in_units(config.intermediate_size, shares.mlp)
+    weights = config.intermediate_size * config.mlp_params_per_column
+    return _deal_in_units(config.intermediate_size, _make_up_for(config, heads, weights, cores=cores))
+
+
+def _experts(config: ModelConfig, heads: Sequence[int], *, cores: Sequence[int], shares: Shares) -> list[int]:
+    """Experts of each rank, in the same way."""
+    if shares.mlp:
+        return largest_remainder(config.num_experts, shares.mlp)
+    weights = config.num_experts * config.params_per_expert
+    return largest_remainder(config.num_experts, _make_up_for(config, heads, weights, cores=cores))
+
+
+def _make_up_for(config: ModelConfig, heads: Sequence[int], weights: int, *, cores: Sequence[int]) -> Sequence[Weight]:
+    """Parts of a layer's MLP weights that, with the attention's of the heads, come nearest to the cores' share."""
+    return level_up(weights, owned=[count * config.attention_params_per_kv_head for count in heads], weights=cores)
+
+
+def units_of(total: int) -> int:
+    """Units that `total` columns or rows make."""
+    return -(-total // UNIT)
+
+
+def in_units(total: int, counts: Sequence[int]) -> list[int]:
+    """Columns or rows of consecutive pieces of so many units; the last unit may be smaller."""
+    sizes, dealt = [], 0
+    for count in counts:
+        size = min(count * UNIT, total - dealt)
+        sizes.append(size)
+        dealt += size
+    return sizes
+
+
+def _deal_in_units(total: int, weights: Sequence[Weight]) -> list[int]:
+    """`total` in consecutive pieces of whole units, by weights."""
+    return in_units(total, largest_remainder(units_of(total), weights))
+
+
+def deal_layers(config: ModelConfig, *, cores: Sequence[int], shares: Shares) -> ShardPlan:
+    """By shares, one weight a rank, or by `cores`; a rank may get nothing. Raises PlanError when shares do not fit."""
+    return plan_of_layers(config, largest_remainder(config.num_layers, shares_of_layers(shares) or cores))
+
+
+def plan_of_layers(config: ModelConfig, counts: Sequence[int]) -> ShardPlan:
+    """So many whole layers a rank, in rank order."""
+    owners = [rank for rank, count in enumerate(counts) for _ in range(count)]
+    layers = [_layer_on(owner, config, layer, len(counts)) for layer, owner in enumerate(owners)]
+    embedding = _all_on(owners[0], config.vocab_size, len(counts))
+    head = _all_on(owners[-1], config.vocab_size, len(counts))
+    return ShardPlan(
+        tuple(
+            RankShard(tuple(layer[rank] for layer in layers), embedding_rows=embedding[rank], head_rows=head[rank])
+            for rank in range(len(counts))
+        )
+    )
+
+
+def shard_of_layers(config: ModelConfig, begin: int, end: int) -> RankShard:
+    """What layers [begin, end) are to the rank that holds them, the others left out."""
+    layers = tuple(_layer_on(0, config, layer, 1)[0] for layer in range(begin, end))
+    vocabulary = UnitRange(0, config.vocab_size)
+    return RankShard(
+        layers,
+        embedding_rows=vocabulary if begin == 0 else NO_UNITS,
+        head_rows=vocabulary if end == config.num_layers else NO_UNITS,
+    )
+
+
+def describe_layers(config: ModelConfig) -> str:
+    """What there is to deal, for a message."""
+    return f"{config.num_layers} layers, each whole on one rank"
+
+
+def shares_of_layers(shares: Shares) -> Sequence[float] | None:
+    """Weights for layers, one a rank; None where none are given. Raises PlanError when shares do not fit."""
+    if shares.vocabulary:
+        raise PlanError(
+            "spec.placement.shares.vocabulary does not apply in mode Layer, where the embedding lies with the first "
+            "layer and the output head with the last; leave it out"
+        )
+    if shares.attention and shares.mlp and shares.attention != shares.mlp:
+        raise PlanError(
+            "spec.placement.shares: attention and mlp differ, but in mode Layer both are weights for whole layers; "
+            "give one of them"
+        )
+    return shares.mlp or shares.attention
+
+
+def _layer_on(owner: int, config: ModelConfig, layer: int, world_size: int) -> list[LayerShard]:
+    """A layer's shards in rank order, all of it on one."""
+    wide = (0, config.num_experts) if layer in config.expert_layers else (config.intermediate_size, 0)
+    units = (config.num_kv_heads, *wide)
+    return list(map(LayerShard, *(_all_on(owner, total, world_size) for total in units)))
+
+
+def _all_on(owner: int, total: int, world_size: int) -> tuple[UnitRange, ...]:
+    return ranges_of_counts([total if rank == owner else 0 for rank in range(world_size)])
