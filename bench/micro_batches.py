@@ -27,7 +27,7 @@ from hetero_client.home import HeteroHome
 from hetero_placement.shard_plans import deal_layers, deal_within_layers
 from hetero_worker.attention.base import AttentionBatch, DecodeRows, PrefillSpan
 from hetero_worker.attention.kv_cache import LayerCache
-from hetero_worker.attention.paged import paged_attention
+from hetero_worker.attention.torch_paged import TorchPagedAttention
 from hetero_worker.distributed.exchange import HostExchange, LocalExchange
 from hetero_worker.distributed.routes import routes_of
 from hetero_worker.layers.linear_kernels import PlainKernel
@@ -106,7 +106,7 @@ def measure(
 
 def _loaded(config: ModelConfig, plan: ShardPlan, model: Path, *, rank: int, cut: Cut) -> Decoder:
     decoder = Decoder(
-        config, plan, rank=rank, dtype=torch.float32, max_length=1024, attention=paged_attention(torch.float32),
+        config, plan, rank=rank, dtype=torch.float32, max_length=1024, attention=TorchPagedAttention(),
         count_parts=cut,
     )  # fmt: skip
     with Checkpoint(model) as checkpoint:

@@ -108,7 +108,7 @@ def _check_topology(admin: AdminClient, layout: Layout) -> None:
     assert [rank.device.startswith("pseudo GPU") for rank in ranks] == [rank.pool == "gpu" for rank in ranks]
     if layout.mode == "Tensor":
         assert [rank.kv_heads.size for rank in ranks if rank.kv_heads is not None] == layout.heads
-    assert ["attention=paged-device" in rank.kernels for rank in ranks] == [rank.pool == "gpu" for rank in ranks]
+    assert ["attention=paged-torch" in rank.kernels for rank in ranks] == [rank.pool == "gpu" for rank in ranks]
 
 
 def test_cpu_ranks_that_own_nothing_are_idle_beside_gpu_ranks(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan
 from hetero_worker.attention.base import AttentionBatch, DecodeRows, PrefillSpan
 from hetero_worker.attention.kv_cache import LayerCache
-from hetero_worker.attention.paged import paged_attention
+from hetero_worker.attention.torch_paged import TorchPagedAttention
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.layers.linear_kernels import PlainKernel
 from hetero_worker.memory.loader import Checkpoint
@@ -81,7 +81,7 @@ def load_decoder(directory: Path, config: ModelConfig, plan: ShardPlan, rank: in
         rank=rank,
         dtype=torch.float32,
         max_length=128,
-        attention=paged_attention(torch.float32),
+        attention=TorchPagedAttention(),
         count_parts=lambda num_rows, num_stages: num_parts,
     )
     with Checkpoint(directory) as checkpoint:

@@ -9,16 +9,15 @@ import torch
 from torch.nn import functional as F
 
 from hetero_worker.attention.base import AttentionBatch, AttentionRule, StepAttention
-from hetero_worker.attention.device_paged import DevicePagedAttention
 from hetero_worker.attention.kv_cache import LayerCache
-from hetero_worker.platforms.base import HOST
+from hetero_worker.attention.torch_paged import TorchPagedAttention
 
 
-class StaticAttention(DevicePagedAttention):
-    """Steps that begin within `prepared` read its tables; others are those of DevicePagedAttention."""
+class StaticAttention(TorchPagedAttention):
+    """Steps that begin within `prepared` read its tables; others are those of TorchPagedAttention."""
 
     def __init__(self) -> None:
-        super().__init__(HOST)
+        super().__init__()
         self._lengths = torch.empty(0)
         self._tables = torch.empty(0)
         self._block_size = 0
@@ -46,21 +45,18 @@ class StaticAttention(DevicePagedAttention):
         return _StaticStep(batch.slot_mapping, self._lengths[:rows], self._tables[:rows], self._block_size)
 
 
-class _StaticStep:
+class _StaticStep(StepAttention):
     def __init__(
         self, slot_mapping: torch.Tensor, lengths: torch.Tensor, tables: torch.Tensor, block_size: int
     ) -> None:
-        self._slot_mapping = slot_mapping
+        self.slot_mapping = slot_mapping
         self._lengths = lengths
         self._tables = tables
         self._block_size = block_size
 
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: LayerCache, rule: AttentionRule
-    ) -> torch.Tensor:
+    def attend_written(self, query: torch.Tensor, cache: LayerCache, rule: AttentionRule) -> torch.Tensor:
         assert rule.window is None, "this double has no windows"
         assert rule.soft_cap is None, "this double has no soft caps"
-        cache.write(self._slot_mapping, key, value)
         rows, size = len(query), self._block_size
         slots = (self._tables[:, :, None] * size + torch.arange(size)).view(rows, -1)
         visible = torch.arange(slots.shape[1]) < self._lengths[:, None]

@@ -64,16 +64,16 @@ def test_without_triton_it_gets_plain_operators_and_says_so(
     monkeypatch: pytest.MonkeyPatch, config: ModelConfig
 ) -> None:
     without_triton(monkeypatch)
-    assert str(chosen(config)) == "paged-device (triton is not installed)"
+    assert str(chosen(config)) == "paged-torch (triton is not installed)"
 
 
 def test_a_model_whose_shapes_the_kernels_lack_gets_plain_operators(config: ModelConfig) -> None:
     odd = replace(config, head_dim=72)
-    assert str(chosen(odd)) == "paged-device (head_dim 72 is no multiple of 16 up to 256)"
+    assert str(chosen(odd)) == "paged-torch (head_dim 72 is no multiple of 16 up to 256)"
 
 
 def test_plain_operators_can_be_asked_for(config: ModelConfig) -> None:
-    assert str(chosen(config, wanted=DeviceAttention.PLAIN)) == "paged-device (plain operators are asked for)"
+    assert str(chosen(config, wanted=DeviceAttention.PLAIN)) == "paged-torch (plain operators are asked for)"
 
 
 def test_what_is_asked_for_and_not_there_is_refused(monkeypatch: pytest.MonkeyPatch, config: ModelConfig) -> None:
@@ -82,21 +82,19 @@ def test_what_is_asked_for_and_not_there_is_refused(monkeypatch: pytest.MonkeyPa
         chosen(config, batch_invariant=True)
     with pytest.raises(ModelError, match="by our kernels is asked for, but triton is not installed"):
         chosen(config, wanted=DeviceAttention.TRITON)
-    with pytest.raises(ModelError, match="varlen_attn is asked for, but varlen_attn caps no scores"):
-        chosen(replace(config, attention_soft_cap=50.0), wanted=DeviceAttention.VARLEN)
 
 
 def test_a_pseudo_gpu_gets_plain_operators(monkeypatch: pytest.MonkeyPatch, config: ModelConfig) -> None:
     monkeypatch.setattr(selection, "triton_problem", triton_problem)
-    assert str(chosen(config, PseudoGpuPlatform())) == "paged-device"
-    assert str(chosen(config, PseudoGpuPlatform(), batch_invariant=True)) == "paged-rows"
+    assert str(chosen(config, PseudoGpuPlatform())) == "paged-torch"
+    assert str(chosen(config, PseudoGpuPlatform(), batch_invariant=True)) == "paged-torch-invariant"
     with pytest.raises(ModelError, match=r"is asked for \(engine.batchInvariant\), but no kernels for cpu"):
         chosen(config, PseudoGpuPlatform(), wanted=DeviceAttention.TRITON, batch_invariant=True)
 
 
 def test_host_cores_have_their_own(config: ModelConfig) -> None:
     host = CpuPlatform(memory_bytes=1 << 30)
-    assert str(chosen(config, host)) == "paged-gather"
-    assert str(chosen(config, host, batch_invariant=True)) == "paged-rows"
+    assert str(chosen(config, host)) == "paged-torch"
+    assert str(chosen(config, host, batch_invariant=True)) == "paged-torch-invariant"
     with pytest.raises(ModelError, match="attention by triton is asked for on host cores"):
         chosen(config, host, wanted=DeviceAttention.TRITON)

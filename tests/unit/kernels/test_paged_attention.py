@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hetero_worker.attention.base import AttentionRule, CapturableAttention, DecodeRows, StepAttention
-from hetero_worker.attention.device_paged import DevicePagedAttention
+from hetero_worker.attention.torch_paged import TorchPagedAttention
 from hetero_worker.attention.triton_paged import TritonPagedAttention
 from hetero_worker.kernels.attention_tiles import PagedKeys, Scoring
 from hetero_worker.kernels.paged_attention import attend_decode
@@ -145,7 +145,7 @@ def test_keys_that_are_written_already_need_not_be_handed_over() -> None:
     case = PagedCase(decode=[9, 6], spans=[(3, 4)])
     backend = backend_for(case)
     expected = attended(backend.begin(case.batch), case)
-    written = backend.begin(case.batch).attend_written(case.query, case.cache, RULE)  # type: ignore[attr-defined]
+    written = backend.begin(case.batch).attend_written(case.query, case.cache, RULE)
     assert torch.equal(written, expected)
 
 
@@ -181,7 +181,7 @@ def test_random_batches_equal_those_of_plain_operators(seed: int) -> None:
         seed=seed,
     )
     rule = chance.choice(list(RULES.values()))
-    expected = attended(DevicePagedAttention(HOST).begin(case.batch), case, rule)
+    expected = attended(TorchPagedAttention(HOST).begin(case.batch), case, rule)
     assert torch.allclose(attended(backend_for(case).begin(case.batch), case, rule), expected, atol=3e-6)
 
 
@@ -243,7 +243,7 @@ def test_a_replayed_step_reads_what_was_prepared_last() -> None:
         step = backend.begin(first.batch)
     with backend.prepared(second.batch):
         second.cache.write(second.batch.slot_mapping, second.key, second.value)
-        out = step.attend_written(second.query, second.cache, RULE)  # type: ignore[attr-defined]
+        out = step.attend_written(second.query, second.cache, RULE)
     assert (out.double() - second.expected(RULE)).abs().max().item() <= 3e-6
 
 
@@ -258,7 +258,7 @@ def test_a_row_of_one_token_in_the_null_block_pads_a_prepared_step() -> None:
     batch = type(case.batch)(torch.cat([case.batch.slot_mapping, torch.tensor([0])]), padded, ())
     with backend.prepared(batch):
         query = torch.cat([case.query, case.query[:1]])
-        out = backend.begin(batch).attend_written(query, case.cache, RULE)  # type: ignore[attr-defined]
+        out = backend.begin(batch).attend_written(query, case.cache, RULE)
     assert torch.allclose(out[:2], expected, atol=3e-6)
     assert torch.equal(out[2], torch.zeros_like(out[2]))
 

@@ -31,7 +31,7 @@ from hetero_placement.hardware import DeviceKind, ExchangeSpeeds, Hardware, Rank
 from hetero_placement.memory_model import MemoryModel
 from hetero_placement.solver import solve
 from hetero_placement.steps import Workload
-from hetero_worker.attention.device_paged import DevicePagedAttention
+from hetero_worker.attention.torch_paged import TorchPagedAttention
 from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel
 from hetero_worker.memory.accounts import HostAccount
 from hetero_worker.models.decoder import Decoder
@@ -113,13 +113,17 @@ class Case:
             enforce_eager=bounds.enforce_eager, num_gpu_ranks=self.hardware.num_gpu_ranks,
         )  # fmt: skip
         kernel: LinearKernel = PlainKernel() if is_gpu else PackingKernel()
-        gathers = DevicePagedAttention(HOST, gather_bytes=hardware.gather_bytes // 2)
         decoder = Decoder(
-            self.config, plan, rank=rank, dtype=DTYPES[self.dtype], max_length=bounds.max_model_len, attention=gathers
+            self.config,
+            plan,
+            rank=rank,
+            dtype=DTYPES[self.dtype],
+            max_length=bounds.max_model_len,
+            attention=TorchPagedAttention(),
         )
         holds = bool(plan.ranks[rank].kv_heads_total)
         account = PlayedAccount(runtime=self._runtime_of(hardware))
-        weight_bytes, gather_bytes = decoder.weight_bytes(kernel), gathers.gather_bytes if holds else 0
+        weight_bytes, gather_bytes = decoder.weight_bytes(kernel), hardware.gather_bytes if holds else 0
         shard = LoadedShard(request, decoder, kernel, weight_bytes, (), 0.0, gather_bytes, account)
         sizes = Padding.of(request).sizes if is_gpu else ()
         workspace = most_measured(request) if measured else None

@@ -1,8 +1,8 @@
-"""Both decode kernels and the backends of host and device equal plain attention over the same tokens."""
+"""The torch backend, whole and row by row, equals attention written out over the same tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -10,28 +10,18 @@ import torch
 from torch.nn import functional as F
 
 from hetero_worker.attention.base import AttentionBackend, AttentionBatch, AttentionRule, DecodeRows, PrefillSpan
-from hetero_worker.attention.decode import DecodeKernel, GatherDecode, SparseDecode
-from hetero_worker.attention.device_paged import DevicePagedAttention
 from hetero_worker.attention.kv_cache import LayerCache
-from hetero_worker.attention.length_groups import LengthGroup, group_by_length
-from hetero_worker.attention.paged import paged_attention
-from hetero_worker.attention.rows import RowAttention
-from hetero_worker.attention.workspace import Workspace
-from hetero_worker.platforms.base import HOST
+from hetero_worker.attention.torch_paged import TorchPagedAttention
 
 pytestmark = pytest.mark.unit
 
 HEAD_DIM = 16
 RULE = AttentionRule(HEAD_DIM**-0.5)
-MakeBackend = Callable[[torch.dtype], AttentionBackend]
-BACKENDS: dict[str, MakeBackend] = {
-    "host": paged_attention,
-    "host, row by row": lambda dtype: RowAttention(),
-    "device": lambda dtype: DevicePagedAttention(HOST),
-    # Room for some tokens of 3 KV heads in float32: rows go one by one, or in unequal pieces.
-    "device, in pieces": lambda dtype: DevicePagedAttention(HOST, gather_bytes=20 * 2 * 3 * HEAD_DIM * 4),
-}
-each_backend = pytest.mark.parametrize("make_backend", BACKENDS.values(), ids=BACKENDS)
+each_backend = pytest.mark.parametrize(
+    "backend",
+    [TorchPagedAttention(), TorchPagedAttention(batch_invariant=True)],
+    ids=lambda backend: backend.name,
+)
 
 
 class _Pool:
@@ -98,32 +88,12 @@ def _by_rule(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: 
     return (scores.softmax(dim=-1) @ value).transpose(0, 1).flatten(1)
 
 
-@pytest.mark.parametrize("kernel", [SparseDecode(), GatherDecode()], ids=lambda kernel: kernel.name)
-@pytest.mark.parametrize(
-    "lengths",
-    [[1], [9], [4, 4, 4], [5, 4, 3, 2, 1], [900, *[40] * 30], [601, 600, 41, 40, 39, 3]],
-    ids=str,
-)
-@pytest.mark.parametrize("group", [1, 3])
-def test_decode_equals_plain_attention(kernel: DecodeKernel, lengths: list[int], group: int) -> None:
-    pool = _Pool(lengths)
-    heads = 3 * group
-    torch.manual_seed(1)
-    query = torch.randn(len(lengths), heads, HEAD_DIM)
-    attention = kernel.prepare(
-        DecodeRows(pool.lengths, pool.tables), num_heads=heads, window=None, cache=pool.cache, workspace=Workspace()
-    )
-    out = attention(query, pool.cache, RULE)
-    expected = torch.cat([pool.expected(query[i : i + 1], i, last=1) for i in range(len(lengths))])
-    assert torch.allclose(out, expected, atol=2e-6)
-
-
 @each_backend
 @pytest.mark.parametrize(
-    "lengths", [[1], [9], [4, 4, 4], [5, 4, 3, 2, 1], [90, *[19] * 3, *[7] * 4], [8, 8, 1]], ids=str
+    "lengths", [[1], [9], [4, 4, 4], [5, 4, 3, 2, 1], [90, *[19] * 3, *[7] * 4], [8, 8, 1], [900, *[40] * 30]], ids=str
 )
 @pytest.mark.parametrize("window", [None, 1, 4, 6])
-def test_backends_decode_alike(make_backend: MakeBackend, lengths: list[int], window: int | None) -> None:
+def test_decode_equals_plain_attention(backend: AttentionBackend, lengths: list[int], window: int | None) -> None:
     pool, rule = _Pool(lengths), AttentionRule(0.25, window=window)
     torch.manual_seed(1)
     query, key, value = (torch.randn(len(lengths), heads, HEAD_DIM) for heads in (6, 3, 3))
@@ -132,42 +102,14 @@ def test_backends_decode_alike(make_backend: MakeBackend, lengths: list[int], wi
         pool.tables[row, -(-length // 4) :] = 9999
     mapping = torch.stack([pool.slots(i)[-1] for i in range(len(lengths))])
     batch = AttentionBatch(mapping, DecodeRows(pool.lengths, pool.tables), ())
-    out = make_backend(torch.float32).begin(batch).attend(query, key, value, pool.cache, rule)
+    out = backend.begin(batch).attend(query, key, value, pool.cache, rule)
     expected = [pool.expected(query[i : i + 1], i, last=1, rule=rule) for i in range(len(lengths))]
     assert torch.allclose(out, torch.cat(expected), atol=2e-6)
 
 
-def test_a_prepared_group_serves_every_layer() -> None:
-    """The score buffer is reused: what an earlier layer left in it must not matter."""
-    first, second = _Pool([9, 5, 2]), _Pool([9, 5, 2])
-    second.cache.keys.mul_(-3.0)
-    query = torch.randn(3, 6, HEAD_DIM)
-    decode = DecodeRows(first.lengths, first.tables)
-    attention = SparseDecode().prepare(decode, num_heads=6, window=None, cache=first.cache, workspace=Workspace())
-    for pool in (first, second, first):
-        expected = torch.cat([pool.expected(query[i : i + 1], i, last=1) for i in range(3)])
-        assert torch.allclose(attention(query, pool.cache, RULE), expected, atol=2e-6)
-
-
-def _groups(pool: _Pool) -> list[LengthGroup]:
-    decode = DecodeRows(pool.lengths, pool.tables)
-    return group_by_length(decode, block_size=4, num_heads=9, launch_cost_elements=1000, workspace=Workspace())
-
-
-def test_short_rows_are_not_padded_to_a_long_one() -> None:
-    groups = _groups(_Pool([900, *[40] * 30]))
-    assert [group.slots.shape for group in groups] == [(1, 900), (30, 40)]
-    assert [(group.begin, group.end) for group in groups] == [(0, 1), (1, 31)]
-
-
-def test_rows_of_similar_length_stay_together() -> None:
-    (group,) = _groups(_Pool([310, 305, 300, 299]))
-    assert (group.begin, group.end, group.slots.shape) == (0, 4, (4, 310))
-
-
 @each_backend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_backend_mixes_decode_fresh_spans_and_continued_spans(make_backend: MakeBackend, dtype: torch.dtype) -> None:
+def test_backend_mixes_decode_fresh_spans_and_continued_spans(backend: AttentionBackend, dtype: torch.dtype) -> None:
     lengths, last = [7, 6, 9, 13], [1, 1, 9, 5]
     pool = _Pool(lengths, dtype=dtype)
     ends = np.cumsum(last)
@@ -184,7 +126,7 @@ def test_backend_mixes_decode_fresh_spans_and_continued_spans(make_backend: Make
             PrefillSpan(11, 16, 8, pool.tables[3, :4]),
         ),
     )
-    out = make_backend(dtype).begin(batch).attend(query, key, value, pool.cache, RULE)
+    out = backend.begin(batch).attend(query, key, value, pool.cache, RULE)
     assert torch.equal(pool.cache.keys[mapping], key)
     expected = torch.cat(
         [pool.expected(query[end - n : end], i, last=n) for i, (end, n) in enumerate(zip(ends, last, strict=True))]
@@ -194,23 +136,18 @@ def test_backend_mixes_decode_fresh_spans_and_continued_spans(make_backend: Make
 
 
 @each_backend
-def test_one_step_serves_layers_with_different_heads(make_backend: MakeBackend) -> None:
+def test_one_step_serves_layers_with_different_heads(backend: AttentionBackend) -> None:
     lengths = [8, 5]
     wide, narrow = _Pool(lengths, kv_heads=3), _Pool(lengths, kv_heads=1)
     mapping = torch.stack([wide.slots(0)[-1], wide.slots(1)[-1]])
     batch = AttentionBatch(mapping, DecodeRows(wide.lengths, wide.tables), ())
-    step = make_backend(torch.float32).begin(batch)
+    step = backend.begin(batch)
     for pool in (wide, narrow, wide):
         heads = pool.cache.num_kv_heads
         query, key, value = (torch.randn(2, heads, HEAD_DIM) for _ in range(3))
         out = step.attend(query, key, value, pool.cache, RULE)
         expected = torch.cat([pool.expected(query[i : i + 1], i, last=1) for i in range(2)])
         assert torch.allclose(out, expected, atol=2e-6)
-
-
-def test_the_kernel_is_chosen_by_dtype() -> None:
-    assert paged_attention(torch.float32).name == "paged-sparse"
-    assert paged_attention(torch.bfloat16).name == "paged-gather"
 
 
 RULES = {
@@ -224,26 +161,11 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("kernel", [SparseDecode(), GatherDecode()], ids=lambda kernel: kernel.name)
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-@pytest.mark.parametrize("lengths", [[1], [9, 9], [7, 6, 5, 4, 3, 1], [300, *[40] * 8]], ids=str)
-def test_decode_follows_its_rule(kernel: DecodeKernel, rule: AttentionRule, lengths: list[int]) -> None:
-    pool = _Pool(lengths)
-    torch.manual_seed(1)
-    query = torch.randn(len(lengths), 6, HEAD_DIM)
-    decode = DecodeRows(pool.lengths, pool.tables)
-    attention = kernel.prepare(decode, num_heads=6, window=rule.window, cache=pool.cache, workspace=Workspace())
-    for _ in range(2):  # another layer
-        out = attention(query, pool.cache, rule)
-        expected = [pool.expected(query[i : i + 1], i, last=1, rule=rule) for i in range(len(lengths))]
-        assert torch.allclose(out, torch.cat(expected), atol=2e-6)
-
-
 @each_backend
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_one_step_serves_layers_of_different_rules(
-    make_backend: MakeBackend, rule: AttentionRule, dtype: torch.dtype
+    backend: AttentionBackend, rule: AttentionRule, dtype: torch.dtype
 ) -> None:
     """Decode rows, a fresh span and continued ones, longer and shorter than the window."""
     lengths, last = [11, 2, 9, 13, 21], [1, 1, 9, 5, 2]
@@ -256,7 +178,7 @@ def test_one_step_serves_layers_of_different_rules(
         PrefillSpan(11, 16, 8, tables[3, :4]),
         PrefillSpan(16, 18, 19, tables[4, :6]),
     )
-    step = make_backend(dtype).begin(AttentionBatch(mapping, DecodeRows(layers[0].lengths[:2], tables[:2]), spans))
+    step = backend.begin(AttentionBatch(mapping, DecodeRows(layers[0].lengths[:2], tables[:2]), spans))
     for pool, own in zip(layers, (rule, RULE), strict=True):
         torch.manual_seed(2)
         query = torch.randn(18, 6, HEAD_DIM).to(dtype)
@@ -271,14 +193,12 @@ def test_one_step_serves_layers_of_different_rules(
 
 
 @each_backend
-def test_a_window_reads_no_more_of_the_cache_than_it_reaches(make_backend: MakeBackend) -> None:
+def test_a_window_reads_no_more_of_the_cache_than_it_reaches(backend: AttentionBackend) -> None:
     """What lies before the window's first block may be anything, even no number."""
     pool = _Pool([21])
     pool.cache.keys[pool.slots(0)[:12]] = float("nan")
     pool.cache.values[pool.slots(0)[:12]] = float("nan")
     span = PrefillSpan(0, 2, 19, pool.tables[0])
-    step = make_backend(torch.float32).begin(
-        AttentionBatch(pool.slots(0)[19:], DecodeRows(pool.lengths[:0], pool.tables[:0]), (span,))
-    )
+    step = backend.begin(AttentionBatch(pool.slots(0)[19:], DecodeRows(pool.lengths[:0], pool.tables[:0]), (span,)))
     query, key, value = (torch.randn(2, heads, HEAD_DIM) for heads in (6, 3, 3))
     assert step.attend(query, key, value, pool.cache, AttentionRule(0.25, window=8)).isfinite().all()

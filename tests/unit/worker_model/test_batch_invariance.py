@@ -136,7 +136,7 @@ def test_ranks_report_what_they_compute_with(folder: Path) -> None:
 
     for told in (names("1 CPU rank", native=False), names("1 GPU", native=True)):
         assert "-invariant" in told["linear"]
-        assert told["attention"].startswith("paged-rows")
+        assert told["attention"].startswith("paged-torch-invariant")
         assert told["fused"] == "torch-invariant"
     told = names("1 CPU rank", native=True)
     assert all("native" in told[part] for part in ("linear", "attention", "fused"))

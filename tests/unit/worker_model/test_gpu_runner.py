@@ -15,7 +15,7 @@ import torch
 
 from hetero_api.errors import ModelError
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.attention.device_paged import DevicePagedAttention
+from hetero_worker.attention.torch_paged import TorchPagedAttention
 from hetero_worker.distributed.exchange import LocalExchange
 from hetero_worker.errors import MemoryBudgetError, ProtocolError
 from hetero_worker.platforms.base import Platform
@@ -252,15 +252,19 @@ def test_inputs_and_caches_lie_on_the_device_and_the_hosts_buffers_are_free_for_
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def test_the_largest_step_and_what_attention_gathers_are_kept_free(llama: TinyCheckpoint) -> None:
+def test_the_largest_step_and_what_attention_gathers_are_kept_free(
+    llama: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shares, _ = LAYOUTS["GPU only, CPU ranks idle"]
-    plain, device = (RankGroup(llama.directory, shares, num_gpu_ranks=number).reports for number in (0, 2))
-    gathered = DevicePagedAttention(torch.device("cpu")).gather_bytes
+    plain = RankGroup(llama.directory, shares, num_gpu_ranks=0).reports
+    gathered = 512 << 20
+    monkeypatch.setattr(TorchPagedAttention, "gather_bytes", gathered)
+    device = RankGroup(llama.directory, shares, num_gpu_ranks=2).reports
     for cpu, gpu in zip(plain[:2], device[:2], strict=True):
         # Of what is missing, the cache would have got its part.
         assert 0.8 * gathered < cpu.kv_budget_bytes - gpu.kv_budget_bytes < gathered
     assert device[2].kv_budget_bytes == plain[2].kv_budget_bytes == 0
-    assert device[0].kernels[:3] == ("linear=torch", "attention=paged-device", "fused=torch")
+    assert device[0].kernels[:3] == ("linear=torch", "attention=paged-torch", "fused=torch")
 
 
 def test_graphs_are_recorded_later_and_have_their_room_kept(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hetero_worker.attention.base import AttentionBatch, AttentionRule, DecodeRows, PrefillSpan
-from hetero_worker.attention.rows import RowAttention
+from hetero_worker.attention.torch_paged import TorchPagedAttention
 from tests.support.paged_cases import PagedCase
 
 pytestmark = pytest.mark.unit
@@ -26,7 +26,7 @@ each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], i
 def attended(case: PagedCase, batch: AttentionBatch, rows: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
     """What a step of its own makes of these rows of the case."""
     given = (case.query[rows], case.key[rows], case.value[rows])
-    return RowAttention().begin(batch).attend(*given, case.cache, rule)
+    return TorchPagedAttention(batch_invariant=True).begin(batch).attend(*given, case.cache, rule)
 
 
 @each_rule
@@ -78,7 +78,7 @@ def test_where_and_in_what_blocks_the_keys_lie_makes_no_difference(dtype: torch.
         for rows, known in zip((case.cache.keys, case.cache.values), kept, strict=True):
             rows[case.slots(0)] = known
         given = (reference.query, reference.key, reference.value)
-        results.append(RowAttention().begin(case.batch).attend(*given, case.cache, rule))
+        results.append(TorchPagedAttention(batch_invariant=True).begin(case.batch).attend(*given, case.cache, rule))
     assert all(torch.equal(result, results[0]) for result in results)
 
 
@@ -93,7 +93,7 @@ def test_what_lies_behind_a_sequences_end_is_not_read() -> None:
 
 
 def test_layers_one_after_another_and_what_comes_after_a_release_are_the_same() -> None:
-    backend, rule = RowAttention(), RULES["all"]
+    backend, rule = TorchPagedAttention(batch_invariant=True), RULES["all"]
     case = PagedCase(decode=[20, 20], head_dim=HEAD_DIM)
     step = backend.begin(case.batch)
     first, second = (step.attend(case.query, case.key, case.value, case.cache, rule) for _ in range(2))

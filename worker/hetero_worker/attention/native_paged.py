@@ -17,7 +17,6 @@ import torch
 from hetero_worker.attention.base import (
     AttentionBatch,
     AttentionRule,
-    CacheReadingAttention,
     DecodeRows,
     IntArray,
     PrefillSpan,
@@ -48,7 +47,7 @@ class NativePagedAttention:
         """Nothing is kept from step to step."""
 
 
-class _NativeStep(CacheReadingAttention):
+class _NativeStep(StepAttention):
     """Operations of one step."""
 
     def __init__(self, batch: AttentionBatch, issuer: Issuer) -> None:
@@ -56,12 +55,6 @@ class _NativeStep(CacheReadingAttention):
         self._decode = batch.decode
         self._spans = batch.prefills
         self._issuer = issuer
-
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: LayerCache, rule: AttentionRule
-    ) -> torch.Tensor:
-        cache.write(self.slot_mapping, key, value)
-        return self.attend_written(query, cache, rule)
 
     def attend_written(self, query: torch.Tensor, cache: LayerCache, rule: AttentionRule) -> torch.Tensor:
         """Raises ValueError for tensors that are not of float32, or queries whose heads do not lie side by side."""

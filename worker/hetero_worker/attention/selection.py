@@ -1,16 +1,11 @@
-"""Which attention a rank computes with: what suits its platform, its arithmetic type and its model.
+"""Choice of a rank's attention backend, by platform, arithmetic type and model.
 
-On a GPU that is our kernels, `TritonPagedAttention`, wherever Triton is and the kernels have the model's shapes, and
-`DevicePagedAttention` otherwise, which takes any shape. torch's `VarlenAttention` and these can also be asked for by
-name, to be compared. FlashInfer would be another: its plan for a step is made on the host by code that is compiled for
-every shape, and whether that pays beside kernels of ours has to be measured on a GPU before anything depends on it.
+- Host cores with the native library use `NativePagedAttention`, in float32.
+- A GPU uses `TritonPagedAttention` where Triton works and the kernels support the model's heads.
+- Everything else uses `TorchPagedAttention`, the reference, and reports why.
 
-On host cores that have the native kernels it is `NativePagedAttention`, in float32; else torch's operators.
-
-Batch-invariant attention is one kernel of ours on a GPU, and `RowAttention` on tensors of the host, unless they have
-the native kernels, which are invariant anyhow.
-
-The choice is made once, at construction, and told: a backend never becomes another on the way.
+Batch-invariant mode uses the same backends; on a GPU it requires Triton. The choice is made once, at construction, and
+reported: a backend is never replaced later.
 """
 
 from __future__ import annotations
@@ -22,23 +17,18 @@ import torch
 
 from hetero_api.errors import ModelError
 from hetero_api.model_config import ModelConfig
-from hetero_worker.attention.base import AttentionBackend, AttentionRule
-from hetero_worker.attention.device_paged import DevicePagedAttention
-from hetero_worker.attention.kernel_limits import refusal
+from hetero_worker.attention.base import AttentionBackend
 from hetero_worker.attention.native_paged import NativePagedAttention
-from hetero_worker.attention.paged import paged_attention
-from hetero_worker.attention.rows import RowAttention
-from hetero_worker.attention.varlen import VarlenAttention, varlen_attend, varlen_refusal
-from hetero_worker.kernels.availability import triton_problem
+from hetero_worker.attention.torch_paged import TorchPagedAttention
+from hetero_worker.kernels.availability import attention_problem, triton_problem
 from hetero_worker.native.issuing import Issuer
 from hetero_worker.platforms.base import HOST, AttentionKind, Platform
 
 
 class DeviceAttention(StrEnum):
-    """Backends of a GPU, to be asked for by name."""
+    """Backends of a GPU that can be requested by name, for comparisons."""
 
     TRITON = "triton"
-    VARLEN = "varlen"
     PLAIN = "plain"
 
 
@@ -48,7 +38,7 @@ class ChosenAttention:
 
     backend: AttentionBackend
     reason: str = ""
-    """Why not a faster one, for reports; empty if there is none."""
+    """Why no faster backend was chosen, for reports; empty if there is none."""
 
     def __str__(self) -> str:
         return f"{self.backend.name} ({self.reason})" if self.reason else self.backend.name
@@ -64,35 +54,40 @@ def choose_attention(
     issuer: Issuer | None = None,
     no_issuer: str = "",
 ) -> ChosenAttention:
-    """`wanted`, or else the best there is. `batch_invariant`: a row's bits do not depend on what else is in the batch.
+    """Return the `wanted` backend, or else the fastest.
 
-    `issuer`: of the native kernels, on host cores; `no_issuer`: why there is none, where there could be.
-    Raises ModelError when what is wanted is not to be had here: hosts have attention of their own only, and devices
-    that are no CUDA devices that of plain operators.
+    `batch_invariant`: a row's bits must not depend on the rest of the batch. `issuer`: of the native kernels, on host
+    cores; `no_issuer`: why there is none. Raises ModelError if the wanted backend is not available here.
     """
     device = platform.device
-    if platform.attention == AttentionKind.HOST and wanted is not None:
-        raise ModelError(f"attention by {wanted} is asked for on host cores, which have attention of their own only")
-    if platform.attention == AttentionKind.HOST and issuer is not None and dtype == torch.float32:
-        return ChosenAttention(NativePagedAttention(issuer))
-    reason = no_issuer if issuer is None else f"the native kernels do not compute in {dtype}"
-    if batch_invariant and wanted is None and device.type == HOST.type:
-        return ChosenAttention(RowAttention(), reason)
     if platform.attention == AttentionKind.HOST:
-        return ChosenAttention(paged_attention(dtype), reason)
-    if wanted == DeviceAttention.VARLEN:
-        return _varlen(device, dtype, config, batch_invariant=batch_invariant)
-    refused = "plain operators are asked for" if wanted == DeviceAttention.PLAIN else _triton_refusal(device, config)
-    if refused is None:
+        if wanted is not None:
+            raise ModelError(
+                f"attention by {wanted} is asked for on host cores, which have attention of their own only"
+            )
+        return _host_attention(dtype, batch_invariant=batch_invariant, issuer=issuer, no_issuer=no_issuer)
+    if batch_invariant and wanted is None and device.type == HOST.type:  # a GPU that is played by the host
+        return ChosenAttention(TorchPagedAttention(batch_invariant=True))
+    problem = "plain operators are asked for" if wanted == DeviceAttention.PLAIN else _triton_problem(device, config)
+    if problem is None:
         return ChosenAttention(_triton(device, config, batch_invariant=batch_invariant))
     if wanted == DeviceAttention.TRITON or batch_invariant:
         why = " (engine.batchInvariant)" if batch_invariant else ""
-        raise ModelError(f"attention by our kernels is asked for{why}, but {refused}")
-    return ChosenAttention(DevicePagedAttention(device), refused if device.type == "cuda" else "")
+        raise ModelError(f"attention by our kernels is asked for{why}, but {problem}")
+    return ChosenAttention(TorchPagedAttention(device), problem if device.type == "cuda" else "")
 
 
-def _triton_refusal(device: torch.device, config: ModelConfig) -> str | None:
-    return triton_problem(device) or refusal(head_dim=config.head_dim, group_size=config.group_size)
+def _host_attention(
+    dtype: torch.dtype, *, batch_invariant: bool, issuer: Issuer | None, no_issuer: str
+) -> ChosenAttention:
+    if issuer is not None and dtype == torch.float32:
+        return ChosenAttention(NativePagedAttention(issuer))
+    reason = no_issuer if issuer is None else f"the native kernels do not compute in {dtype}"
+    return ChosenAttention(TorchPagedAttention(batch_invariant=batch_invariant), reason)
+
+
+def _triton_problem(device: torch.device, config: ModelConfig) -> str | None:
+    return triton_problem(device) or attention_problem(head_dim=config.head_dim, group_size=config.group_size)
 
 
 def _triton(device: torch.device, config: ModelConfig, *, batch_invariant: bool) -> AttentionBackend:
@@ -101,12 +96,3 @@ def _triton(device: torch.device, config: ModelConfig, *, batch_invariant: bool)
     return TritonPagedAttention(
         device, head_dim=config.head_dim, group_size=config.group_size, batch_invariant=batch_invariant
     )
-
-
-def _varlen(device: torch.device, dtype: torch.dtype, config: ModelConfig, *, batch_invariant: bool) -> ChosenAttention:
-    rules = [AttentionRule(config.attention_scale, window, config.attention_soft_cap) for window in set(config.windows)]
-    if (reason := varlen_refusal(device, dtype, rules)) is not None:
-        raise ModelError(f"attention by varlen_attn is asked for, but {reason}")
-    attend = varlen_attend()
-    assert attend is not None
-    return ChosenAttention(VarlenAttention(device, attend, batch_invariant=batch_invariant))

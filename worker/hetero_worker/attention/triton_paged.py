@@ -1,47 +1,46 @@
-"""Paged attention of a GPU by kernels of ours, `kernels.paged_attention`, which needs Triton: imported where that is.
+"""Paged attention of a GPU by our Triton kernels (`kernels.paged_attention`). Import it only where Triton is installed.
 
-Decode rows go through one launch, or two where their tokens are cut into splits, spans through another, however many
-there are. All keys and values are read from the cache, this step's too.
+Decode rows take one launch, or two where their tokens are cut into splits; all spans together take another. The kernels
+read a step's sequences from tables on the device, which go there in one copy per step.
 
-Batch-invariant, everything goes through the kernel of spans, in which a row's result depends on its own sequence alone:
-its bits are the same whatever else is in the batch, and whether it is computed as a decode row, in one span with its
-prompt or in any piece of it.
+Batch-invariant, everything goes through the kernel of spans, in which a row's result depends on its own sequence alone.
+Its bits are the same whatever else is in the batch, and whether it is computed as a decode row, in one span with its
+prompt or in any piece of the prompt.
 
-A CUDA graph of a decode step needs tables that stay where they are. They are made by `reserve`; within `prepared`, a
-step that begins takes them as they are and copies nothing, so that what it launches may be captured, and replayed after
-the next `prepared` of as many rows. Programs and splits are then as many as the longest reserved sequence asks for.
+A CUDA graph of a decode step needs tables at fixed addresses. `reserve` allocates them. A step that begins within
+`prepared` uses them and copies nothing, so its launches can be captured, and replayed after the next `prepared` of as
+many rows. Programs and splits then follow from the longest reserved sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import torch
 
-from hetero_worker.attention.base import (
-    AttentionBatch,
-    AttentionRule,
-    CacheReadingAttention,
-    StepAttention,
-)
-from hetero_worker.attention.kernel_limits import refusal
+from hetero_worker.attention.base import AttentionBatch, AttentionRule, DecodeRows, IntArray, StepAttention
 from hetero_worker.attention.kv_cache import LayerCache
-from hetero_worker.attention.sequence_tables import ReservedTables, SequenceTables, tables_of
 from hetero_worker.kernels.attention_tiles import PagedKeys, Scoring
+from hetero_worker.kernels.availability import attention_problem
 from hetero_worker.kernels.paged_attention import MAX_SPLITS, attend_decode, attend_spans
+from hetero_worker.platforms.host_copies import to_device
 
 _PROGRAMS_PER_MULTIPROCESSOR: Final = 4
-"""That run at a time: as many warps as hide the memory's latency."""
+"""Programs that run at a time: enough warps to hide the memory's latency."""
 _PROGRAMS_WITHOUT_GPU: Final = 16
-"""Where kernels are interpreted."""
+"""For interpreted kernels."""
 _LEAST_SPLIT_TOKENS: Final = 128
-"""A split of fewer would cost more, in sums to be written and read, than it saves."""
+"""A shorter split costs more, in partial sums that are written and read, than it saves."""
+_ALIGNED: Final = 4
+"""int32 elements in 16 bytes, the alignment of pointers that kernels get."""
 
 
 class TritonPagedAttention:
-    """AttentionBackend of a CUDA device, and CapturableAttention."""
+    """AttentionBackend and CapturableAttention of a CUDA device."""
 
     def __init__(
         self,
@@ -52,49 +51,51 @@ class TritonPagedAttention:
         batch_invariant: bool = False,
         num_programs: int | None = None,
     ) -> None:
-        """For layers of this head_dim and so many query heads a KV head.
+        """Support layers of this head_dim and `group_size` query heads per KV head.
 
-        `num_programs` are what decode rows are cut up for; None: what the device runs at a time. Raises ValueError for
-        shapes that the kernels do not have.
+        Decode rows are cut into splits for `num_programs` programs; None: as many as the device runs at a time.
+        Raises ValueError for shapes that the kernels lack.
         """
-        if (reason := refusal(head_dim=head_dim, group_size=group_size)) is not None:
-            raise ValueError(reason)
+        if (problem := attention_problem(head_dim=head_dim, group_size=group_size)) is not None:
+            raise ValueError(problem)
         self._device = device
         self._num_programs = num_programs or _programs_of(device)
         self._split_bytes = group_size * (head_dim + 2) * torch.float32.itemsize
         self._is_invariant = batch_invariant
-        self._reserved: ReservedTables | None = None
-        self._prepared: SequenceTables | None = None
+        self._reserved: _ReservedTables | None = None
+        self._prepared: _SequenceTables | None = None
 
     @property
     def name(self) -> str:
+        """The name that is reported."""
         return "paged-triton-invariant" if self._is_invariant else "paged-triton"
 
     @property
     def gather_bytes(self) -> int:
-        """What splits leave for each other: rows are cut only until there are `num_programs`."""
+        """Size of the splits' partial sums: rows are cut only until there are `num_programs` splits."""
         return 0 if self._is_invariant else self._num_programs * self._split_bytes
 
     def begin(self, batch: AttentionBatch) -> StepAttention:
+        """Prepare a step. Raises ValueError within `prepared` if the batch is not the prepared one."""
         if self._prepared is not None:
             _check_is_prepared(batch, self._prepared)
         num_programs = None if self._is_invariant else self._num_programs
         return _TritonStep(batch, self._prepared, device=self._device, num_programs=num_programs)
 
     def reserve(self, *, max_rows: int, max_blocks: int, block_size: int) -> None:
-        """Make the tables of steps that only decode, of up to so many rows and blocks a row.
+        """Allocate tables for decode-only steps of up to `max_rows` rows of `max_blocks` blocks.
 
-        Graphs that were captured over tables of before are not to be replayed any more.
+        Graphs that were captured over earlier tables must not be replayed any more.
         """
-        self._reserved = ReservedTables(
+        self._reserved = _ReservedTables(
             max_rows=max_rows, max_blocks=max_blocks, block_size=block_size, device=self._device
         )
 
     @contextmanager
     def prepared(self, batch: AttentionBatch) -> Iterator[None]:
-        """Fill the reserved tables for a step that only decodes; steps that begin within take them.
+        """Fill the reserved tables for a decode-only step; steps that begin inside use them.
 
-        Raises ValueError without reserved tables, or when they are too small, or for a batch with spans.
+        Raises ValueError without reserved tables, if they are too small, or for a batch with spans.
         """
         if self._reserved is None:
             raise ValueError("no tables are reserved: call reserve before prepared")
@@ -107,17 +108,17 @@ class TritonPagedAttention:
             self._prepared = None
 
     def release(self) -> None:
-        """The reserved tables go; graphs captured over them are not to be replayed any more."""
+        """Free the reserved tables; graphs captured over them must not be replayed any more."""
         self._reserved = None
 
 
-class _TritonStep(CacheReadingAttention):
-    """Tables are copied by the first layer, which knows the blocks' size, unless they are there."""
+class _TritonStep(StepAttention):
+    """One step. Unless they are prepared, the first layer copies the tables: it knows the block size."""
 
     def __init__(
         self,
         batch: AttentionBatch,
-        tables: SequenceTables | None,
+        tables: _SequenceTables | None,
         *,
         device: torch.device,
         num_programs: int | None,
@@ -129,18 +130,12 @@ class _TritonStep(CacheReadingAttention):
         self._device = device
         self._num_programs = num_programs
 
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: LayerCache, rule: AttentionRule
-    ) -> torch.Tensor:
-        cache.write(self.slot_mapping, key, value)
-        return self.attend_written(query, cache, rule)
-
     def attend_written(self, query: torch.Tensor, cache: LayerCache, rule: AttentionRule) -> torch.Tensor:
         out = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
         if not len(query):
             return out
         if self._tables is None:
-            self._tables = tables_of(self._batch, block_size=cache.block_size, device=self._device)
+            self._tables = _tables_of(self._batch, block_size=cache.block_size, device=self._device)
         tables, scoring = self._tables, Scoring(rule.scale, rule.window, rule.soft_cap)
         paged = PagedKeys(cache.keys, cache.values, cache.block_size, tables.tables, tables.lengths)
         first_span, longest = tables.num_decode, tables.longest_span
@@ -154,14 +149,14 @@ class _TritonStep(CacheReadingAttention):
         return out
 
     def _num_splits(self, num_rows: int, num_kv_heads: int, longest: int, window: int | None) -> int:
-        """The largest power of two for which there are programs, and tokens."""
+        """Return the largest power of two for which there are enough programs and tokens."""
         assert self._num_programs is not None
         reach = longest if window is None else min(longest, window)
         most = min(self._num_programs // (num_rows * num_kv_heads), reach // _LEAST_SPLIT_TOKENS, MAX_SPLITS)
         return 1 << (most.bit_length() - 1) if most > 1 else 1
 
 
-def _check_is_prepared(batch: AttentionBatch, tables: SequenceTables) -> None:
+def _check_is_prepared(batch: AttentionBatch, tables: _SequenceTables) -> None:
     if batch.prefills or batch.decode.num_rows != tables.num_decode:
         raise ValueError(
             f"tables are prepared for {tables.num_decode} decode rows, but the step that begins has "
@@ -173,3 +168,93 @@ def _programs_of(device: torch.device) -> int:
     if device.type != "cuda":
         return _PROGRAMS_WITHOUT_GPU
     return _PROGRAMS_PER_MULTIPROCESSOR * int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@dataclass(frozen=True, slots=True)
+class _SequenceTables:
+    """A step's sequences on the device: decode rows first, each a sequence of one row, then the spans."""
+
+    starts: torch.Tensor
+    """int32 [sequences + 1]: sequence i has rows [starts[i], starts[i + 1]) of the step."""
+    lengths: torch.Tensor
+    """int32 [sequences]: tokens, those of this step included."""
+    tables: torch.Tensor
+    """int32 [sequences, blocks]: block ids; entries behind a sequence's last block are arbitrary."""
+    num_decode: int
+    longest_decode: int
+    """Most tokens of a decode row, over all steps that may use these tables."""
+    longest_span: int
+    """Most rows of a span; 0 without spans."""
+
+
+def _tables_of(batch: AttentionBatch, *, block_size: int, device: torch.device) -> _SequenceTables:
+    """Return new tables of a step with at least one row."""
+    decode, spans = batch.decode, batch.prefills
+    lengths = np.array([*decode.lengths.tolist(), *(span.length for span in spans)], dtype=np.int32)
+    num_decode, longest = decode.num_rows, int(lengths.max())
+    starts = np.arange(len(lengths) + 1, dtype=np.int32)
+    starts[num_decode:] = [num_decode, *(span.end for span in spans)]
+    tables = np.zeros((len(lengths), -(-longest // block_size)), dtype=np.int32)
+    width = min(tables.shape[1], decode.block_tables.shape[1])
+    tables[:num_decode, :width] = decode.block_tables[:, :width]
+    for row, span in zip(tables[num_decode:], spans, strict=True):
+        count = min(len(row), len(span.block_ids))
+        row[:count] = span.block_ids[:count]
+    on_device = _copied((starts, lengths, tables.reshape(-1)), device)
+    return _SequenceTables(
+        starts=on_device[0],
+        lengths=on_device[1],
+        tables=on_device[2].view(tables.shape),
+        num_decode=num_decode,
+        longest_decode=int(lengths[:num_decode].max(initial=0)),
+        longest_span=max((span.end - span.begin for span in spans), default=0),
+    )
+
+
+def _copied(arrays: tuple[IntArray, ...], device: torch.device) -> list[torch.Tensor]:
+    """Copy the arrays to the device in one piece; each begins at an aligned address."""
+    sizes = [-(-len(array) // _ALIGNED) * _ALIGNED for array in arrays]
+    packed = np.zeros(sum(sizes), dtype=np.int32)
+    parts = np.split(packed, np.cumsum(sizes)[:-1])
+    for part, array in zip(parts, arrays, strict=True):
+        part[: len(array)] = array
+    copies = torch.split(to_device(torch.from_numpy(packed), device), sizes)
+    return [copy[: len(array)] for copy, array in zip(copies, arrays, strict=True)]
+
+
+class _ReservedTables:
+    """Room for decode rows, at fixed addresses.
+
+    Launches over it are made for the longest sequence that fits; kernels read the actual lengths on the device.
+    """
+
+    def __init__(self, *, max_rows: int, max_blocks: int, block_size: int, device: torch.device) -> None:
+        self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
+        self._lengths = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._tables = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
+        self._block_size = block_size
+
+    def fill(self, decode: DecodeRows) -> _SequenceTables:
+        """Copy the rows' lengths and tables, in the order of the current stream.
+
+        Raises ValueError if the rows are more, or longer, than the reservation.
+        """
+        num_rows, (max_rows, max_blocks) = decode.num_rows, self._tables.shape
+        num_blocks = -(-int(decode.lengths.max(initial=0)) // self._block_size)
+        if num_rows > max_rows or num_blocks > max_blocks:
+            raise ValueError(
+                f"{num_rows} decode rows of up to {num_blocks} blocks: tables are reserved for {max_rows} rows of "
+                f"{max_blocks} blocks; reserve more, or begin the step without them"
+            )
+        device = self._tables.device
+        blocks = np.ascontiguousarray(decode.block_tables[:, :num_blocks])
+        self._lengths[:num_rows].copy_(to_device(torch.from_numpy(decode.lengths), device))
+        self._tables[:num_rows, :num_blocks].copy_(to_device(torch.from_numpy(blocks), device))
+        return _SequenceTables(
+            starts=self._starts[: num_rows + 1],
+            lengths=self._lengths[:num_rows],
+            tables=self._tables[:num_rows],
+            num_decode=num_rows,
+            longest_decode=max_blocks * self._block_size,
+            longest_span=0,
+        )

@@ -1,14 +1,23 @@
-"""Whether Triton's kernels can be had on a device. Asked before they are chosen: what needs them has another way."""
+"""Reasons why the Triton kernels cannot be used, to be asked for before a kernel is chosen. Needs no Triton itself."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import Final
 
 import torch
 
+_DIM_STEP: Final = 16
+"""Width of a tensor core's tile in a product's inner dimension."""
+_MAX_DIM: Final = 256
+_MAX_GROUP: Final = 128
+
 
 def triton_problem(device: torch.device) -> str | None:
-    """Why not; None if they can. It runs one: up to some seconds at first, for a driver and a compiler are needed."""
+    """Return why Triton kernels cannot run on the device; None if they can.
+
+    This compiles and runs one, which may take some seconds the first time.
+    """
     if device.type != "cuda":
         return f"no kernels for {device.type}"
     if find_spec("triton") is None:
@@ -19,4 +28,13 @@ def triton_problem(device: torch.device) -> str | None:
         run_one(device)
     except (RuntimeError, OSError, ImportError) as error:
         return f"triton does not work here: {error}"
+    return None
+
+
+def attention_problem(*, head_dim: int, group_size: int) -> str | None:
+    """Return why the attention kernels do not support such heads; None if they do."""
+    if head_dim % _DIM_STEP or not 0 < head_dim <= _MAX_DIM:
+        return f"head_dim {head_dim} is no multiple of {_DIM_STEP} up to {_MAX_DIM}"
+    if group_size > _MAX_GROUP:
+        return f"{group_size} query heads share a KV head, more than {_MAX_GROUP}"
     return None

@@ -11,7 +11,7 @@ import torch
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import UnitRange
-from hetero_worker.attention.base import AttentionRule, CacheReadingAttention, StepAttention
+from hetero_worker.attention.base import AttentionRule, StepAttention
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
 from hetero_worker.layers.linear import down_linear, gate_up_linear, output_linear, qkv_linear
@@ -89,18 +89,12 @@ class SelfAttention:
     def _attend(
         self, qkv: torch.Tensor, rotation: Rotation, attention: StepAttention, cache: LayerCache
     ) -> torch.Tensor:
-        """[tokens, heads + 2 · kv_heads, head_dim] → [tokens, heads · head_dim].
-
-        Where attention reads all keys and values from the cache, they are written there as they are rotated.
-        """
+        """[tokens, heads + 2 · kv_heads, head_dim] → [tokens, heads · head_dim]."""
         norms = self._head_norms.weights if self._head_norms is not None else None
-        if isinstance(attention, CacheReadingAttention):
-            query = self._ops.rotate_and_write(
-                qkv, rotation, num_heads=self._num_heads, norms=norms, cache=cache, slots=attention.slot_mapping
-            )
-            return attention.attend_written(query, cache, self._rule)
-        query, key, value = self._ops.rotate(qkv, rotation, num_heads=self._num_heads, norms=norms)
-        return attention.attend(query, key, value, cache, self._rule)
+        query = self._ops.rotate_and_write(
+            qkv, rotation, num_heads=self._num_heads, norms=norms, cache=cache, slots=attention.slot_mapping
+        )
+        return attention.attend_written(query, cache, self._rule)
 
 
 class GatedMlp:

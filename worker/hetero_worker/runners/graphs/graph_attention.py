@@ -49,11 +49,8 @@ class GraphAttention:
             with self._capturable.prepared(batch):
                 yield
             return
-        self._breaking.step = self._backend.begin(batch)
-        try:
+        with self._breaking.using(self._backend.begin(batch)):
             yield
-        finally:
-            self._breaking.step = None
 
     def begin(self, batch: AttentionBatch) -> StepAttention:
         """Within `prepared`, of the same batch."""
@@ -63,25 +60,30 @@ class GraphAttention:
         self._backend.release()
 
 
-class _BreakingAttention:
-    """A StepAttention whose calls are made between segments, each time by the attention of the step at hand."""
+class _BreakingAttention(StepAttention):
+    """Attention whose calls run between segments, each time by the attention of the current step."""
 
     def __init__(self, breaks: Breaks) -> None:
         self._breaks = breaks
         self._results: dict[torch.Size, torch.Tensor] = {}
-        self.step: StepAttention | None = None
+        self._step: StepAttention | None = None
 
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: LayerCache, rule: AttentionRule
-    ) -> torch.Tensor:
+    @contextmanager
+    def using(self, step: StepAttention) -> Iterator[None]:
+        """Attend by this step within."""
+        self._step, self.slot_mapping = step, step.slot_mapping
+        try:
+            yield
+        finally:
+            self._step = None
+
+    def attend_written(self, query: torch.Tensor, cache: LayerCache, rule: AttentionRule) -> torch.Tensor:
         """The result lasts until the next call of its shape."""
-        return self._breaks.call(lambda: self._attend(query, key, value, cache, rule))
+        return self._breaks.call(lambda: self._attend(query, cache, rule))
 
-    def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: LayerCache, rule: AttentionRule
-    ) -> torch.Tensor:
-        if self.step is None:
+    def _attend(self, query: torch.Tensor, cache: LayerCache, rule: AttentionRule) -> torch.Tensor:
+        if self._step is None:
             raise RuntimeError("attention was not prepared for this step")
-        result = self.step.attend(query, key, value, cache, rule)
+        result = self._step.attend_written(query, cache, rule)
         kept = self._results.setdefault(result.shape, result)
         return kept if kept is result else kept.copy_(result)
