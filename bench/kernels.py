@@ -29,9 +29,9 @@ import torch
 
 from bench.limits import Limits, measure
 from hetero_api.weight_format import INT8, WeightFormat, int4
+from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
 from hetero_worker.layers.linear_kernels import PackedWeight, PlainKernel
 from hetero_worker.layers.native_linear import NativeLinear
-from hetero_worker.memory.quantized_matrix import QuantizedMatrix
 from hetero_worker.native.compute_library import load_compute
 from hetero_worker.native.issuing import Issuer
 from hetero_worker.native.team import NativeTeam

@@ -28,10 +28,10 @@ from hetero_placement.shard_plans import deal_layers, deal_within_layers
 from hetero_worker.attention.base import AttentionBatch, DecodeRows, PrefillSpan
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.attention.torch_paged import TorchPagedAttention
+from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.distributed.exchange import HostExchange, LocalExchange
 from hetero_worker.distributed.routes import routes_of
 from hetero_worker.layers.linear_kernels import PlainKernel
-from hetero_worker.memory.loader import Checkpoint
 from hetero_worker.models.decoder import Decoder, DecoderInput
 from hetero_worker.models.micro_batches import best_number
 from tests.support.rank_processes import RankContext, run_ranks

@@ -11,7 +11,7 @@ from typing import Final, Self
 
 import torch
 
-from hetero_worker.memory.loader import TensorSlice
+from hetero_worker.checkpoints.store import TensorSlice
 from hetero_worker.probe.synthetic import SyntheticWeights
 
 _SCALE: Final = 0.02

@@ -19,7 +19,7 @@ _FLOATS: Final = ("lm_head", ".gate")
 
 
 class Packing(Enum):
-    """A layout of tensors; worker's `memory/packed_tensors.py` reads them."""
+    """A layout of tensors; worker's `checkpoints/packed_safetensors.py` reads them."""
 
     AWQ = "awq"
     GPTQ = "gptq"

@@ -8,8 +8,8 @@ import torch
 from torch.nn import functional as F
 
 from hetero_api.weight_format import WeightFormat
+from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
 from hetero_worker.layers.linear_kernels import PackedWeight
-from hetero_worker.memory.quantized_matrix import QuantizedMatrix
 
 
 class NarrowKernel:

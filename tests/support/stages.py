@@ -14,9 +14,9 @@ from hetero_api.sharding import ShardPlan
 from hetero_worker.attention.base import AttentionBatch, DecodeRows, PrefillSpan
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.attention.torch_paged import TorchPagedAttention
+from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.layers.linear_kernels import PlainKernel
-from hetero_worker.memory.loader import Checkpoint
 from hetero_worker.models.decoder import Decoder, DecoderInput
 from tests.support.rank_shares import Shares
 from tests.support.thread_exchange import ThreadExchange, run_ranks, thread_exchanges

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from hetero_api.weight_format import WeightFormat
-from hetero_worker.memory.quantized_matrix import QuantizedMatrix
+from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
 
 LARGEST_GROUP = 32
 """Inputs of a row of x that share a scale, at most; fewer where the weight's groups are cut by it."""

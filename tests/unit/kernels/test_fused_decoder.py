@@ -13,11 +13,11 @@ from hetero_worker.attention.base import (
 )
 from hetero_worker.attention.torch_paged import TorchPagedAttention
 from hetero_worker.attention.triton_paged import TritonPagedAttention
+from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.distributed.exchange import LocalExchange
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
 from hetero_worker.layers.linear_kernels import PlainKernel
 from hetero_worker.layers.triton_ops import TritonOps
-from hetero_worker.memory.loader import Checkpoint
 from hetero_worker.models.decoder import Decoder
 from tests.support.rank_shares import Shares
 from tests.support.stages import BLOCK_SIZE, NUM_BLOCKS, KnownSequence, step_of

@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from hetero_api.weight_format import WeightFormat
+from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
 from hetero_worker.layers.native_linear import NativeLinear
-from hetero_worker.memory.quantized_matrix import QuantizedMatrix
 from hetero_worker.native.issuing import Arena, Issuer
 from tests.support.native_compute import compute_library, computing_with, issuer_of
 from tests.support.whole_number_linear import FORMATS, exact_linear, random_matrix

@@ -20,14 +20,15 @@ from safetensors.torch import save_file
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import INT8, WeightFormat, int4
+from hetero_worker.checkpoints import content as checkpoint_content
+from hetero_worker.checkpoints.checkpoint import Checkpoint
+from hetero_worker.checkpoints.packed_cache import SUFFIX, PackedCache
+from hetero_worker.checkpoints.packed_file import PARTIAL_SUFFIX
+from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
+from hetero_worker.checkpoints.store import TensorSlice
 from hetero_worker.layers.linear import ShardedLinear
 from hetero_worker.layers.native_linear import NativeLinear, NativeWeight
-from hetero_worker.memory import checkpoint_content
 from hetero_worker.memory.accounts import HostAccount
-from hetero_worker.memory.loader import Checkpoint, TensorSlice
-from hetero_worker.memory.packed_cache import SUFFIX, PackedCache
-from hetero_worker.memory.packed_file import PARTIAL_SUFFIX
-from hetero_worker.memory.quantized_matrix import QuantizedMatrix
 from hetero_worker.platforms.cpu import CpuPlatform
 from hetero_worker.runners.base import LoadRequest
 from hetero_worker.runners.native_steps import NativeSteps
@@ -113,7 +114,7 @@ def test_what_was_kept_is_what_a_fresh_load_packs(
 
 def test_large_parts_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, cache = _save(tmp_path / "model"), _cache(tmp_path / "packed")
-    monkeypatch.setattr("hetero_worker.memory.packed_file._PIECE", 4096)
+    monkeypatch.setattr("hetero_worker.checkpoints.packed_file._PIECE", 4096)
     fresh = _load(model, cache)
     assert _same(_load(model, cache, kernel=_reading()), fresh)
 
@@ -338,8 +339,8 @@ def test_a_folder_that_is_only_to_be_read_serves(tmp_path: Path, monkeypatch: py
     def refused(*_arguments: object, **_options: object) -> None:
         raise PermissionError(30, "Read-only file system")
 
-    monkeypatch.setattr("hetero_worker.memory.packed_file.tempfile.mkstemp", refused)
-    monkeypatch.setattr("hetero_worker.memory.packed_cache.os.utime", refused)
+    monkeypatch.setattr("hetero_worker.checkpoints.packed_file.tempfile.mkstemp", refused)
+    monkeypatch.setattr("hetero_worker.checkpoints.packed_cache.os.utime", refused)
     assert _same(_load(model, cache, kernel=_reading()), fresh)
     other = _parts(int4())
     assert _same(_load(model, cache, other), _load(model, None, other))
@@ -353,7 +354,7 @@ def test_a_disk_that_is_full_ends_no_load(
     def full(_file: object, _view: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("hetero_worker.memory.packed_file._write_all", full)
+    monkeypatch.setattr("hetero_worker.checkpoints.packed_file._write_all", full)
     assert _same(_load(model, _cache(folder)), _load(model, None))
     assert "No space left on device" in caplog.text
     assert list(folder.iterdir()) == []

@@ -19,7 +19,8 @@ from hetero_api.gguf_weights import gguf_weights
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import WeightFormat
-from hetero_worker.memory.loader import Checkpoint, TensorSlice
+from hetero_worker.checkpoints.checkpoint import Checkpoint
+from hetero_worker.checkpoints.store import TensorSlice
 from tests.support.tiny_checkpoints import save_tiny
 
 pytestmark = pytest.mark.unit

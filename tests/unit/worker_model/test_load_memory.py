@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import INT8, WeightFormat, int4
-from hetero_worker.memory.loader import Checkpoint, TensorSlice
-from hetero_worker.memory.mapped_file import MappedFile
+from hetero_worker.checkpoints.checkpoint import Checkpoint
+from hetero_worker.checkpoints.store import MappedFile, TensorSlice
 
 pytestmark = pytest.mark.unit
 
@@ -42,7 +42,7 @@ def test_pages_that_are_let_go_come_back(directory: Path) -> None:
     mapped = MappedFile(path)
     before = mapped.bytes.clone()
     assert _resident_bytes(path) > path.stat().st_size // 2
-    mapped.let_go()
+    mapped.release_pages()
     assert _resident_bytes(path) <= mmap.PAGESIZE
     assert torch.equal(mapped.bytes, before)
 
@@ -71,7 +71,7 @@ def test_a_weight_can_be_had_as_it_lies_in_its_file(directory: Path) -> None:
         assert found is not None
         assert found.dtype == torch.bfloat16
         assert torch.equal(found, into)
-        checkpoint.let_go()
+        checkpoint.release_pages()
         assert torch.equal(found, into)
 
 

@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 
 from hetero_api.errors import ModelError
 from hetero_api.sharding import UnitRange
-from hetero_worker.memory.loader import Checkpoint, TensorSlice
+from hetero_worker.checkpoints.checkpoint import Checkpoint
+from hetero_worker.checkpoints.store import TensorSlice
 
 pytestmark = pytest.mark.unit
 

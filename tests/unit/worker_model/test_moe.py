@@ -16,10 +16,10 @@ from hetero_api.errors import ModelError, PlanError
 from hetero_api.model_config import ModelConfig
 from hetero_api.rank_memory import EXPERT_ROWS
 from hetero_api.sharding import ranges_of_counts
+from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.layers.blocks import mlp_norm
 from hetero_worker.layers.linear_kernels import PlainKernel
 from hetero_worker.layers.moe import ExpertMlp
-from hetero_worker.memory.loader import Checkpoint
 
 pytestmark = pytest.mark.unit
 

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from hetero_api.errors import ModelError
 from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import WeightFormat
-from hetero_worker.memory.loader import Checkpoint, TensorSlice
+from hetero_worker.checkpoints.checkpoint import Checkpoint
+from hetero_worker.checkpoints.store import TensorSlice
 from tests.support.quantized_files import (
     LAYER,
     WEIGHT,

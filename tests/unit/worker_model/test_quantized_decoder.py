@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hetero_api.model_config import ModelConfig
+from hetero_worker.checkpoints.quantizing import quantize
 from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel
-from hetero_worker.memory.quantizing import quantize
 from tests.support.narrow_kernel import NarrowKernel
 from tests.support.rank_group import PlanBuilder, RankGroup, Shares
 from tests.support.tiny_checkpoints import TinyCheckpoint, save_tiny

@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from hetero_api.errors import ModelError
 from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import INT8, WeightFormat, int4
-from hetero_worker.memory.loader import Checkpoint, TensorSlice
-from hetero_worker.memory.quantized_matrix import QuantizedMatrix, stacked
-from hetero_worker.memory.quantized_rows import QuantizedRows
-from hetero_worker.memory.quantizing import quantize
+from hetero_worker.checkpoints.checkpoint import Checkpoint
+from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix, QuantizedRows, stacked
+from hetero_worker.checkpoints.quantizing import quantize
+from hetero_worker.checkpoints.store import TensorSlice
 
 pytestmark = pytest.mark.unit
 
@@ -102,7 +102,7 @@ def test_large_matrices_are_quantised_in_pieces_that_change_nothing(
     part = TensorSlice("w", (OUTPUTS, INPUTS), columns=UnitRange(32, 288), quantize_to=WeightFormat(8))
     with Checkpoint(tmp_path) as checkpoint:
         whole = checkpoint.read_quantized(part)
-        monkeypatch.setattr("hetero_worker.memory.loader._QUANTIZED_AT_ONCE", 3 * INPUTS)
+        monkeypatch.setattr("hetero_worker.checkpoints.checkpoint._QUANTIZED_AT_ONCE", 3 * INPUTS)
         pieces = checkpoint.read_quantized(part)
     assert torch.equal(whole.values, pieces.values)
     assert torch.equal(whole.scales, pieces.scales)

@@ -16,13 +16,14 @@ from hetero_api.model_parts import ExpertNames, ExpertsConfig
 from hetero_api.rank_memory import ModelMemory, StepLimits
 from hetero_api.sharding import NO_UNITS, LayerShard, RankShard, UnitRange
 from hetero_api.weight_format import INT8, StoredWeights, WeightFormat, int4
+from hetero_worker.checkpoints.checkpoint import Checkpoint
+from hetero_worker.checkpoints.quantizing import quantize
+from hetero_worker.checkpoints.store import TensorSlice
 from hetero_worker.layers.blocks import GatedMlp, SelfAttention
 from hetero_worker.layers.embedding import EMBEDDING, OutputHead, ShardedEmbedding
 from hetero_worker.layers.linear import JoinedWeights, ShardedLinear, output_linear
 from hetero_worker.layers.linear_kernels import PlainKernel
 from hetero_worker.layers.moe import Expert
-from hetero_worker.memory.loader import Checkpoint, TensorSlice
-from hetero_worker.memory.quantizing import quantize
 from hetero_worker.probe.synthetic import SyntheticWeights
 from tests.support.narrow_kernel import NarrowKernel, NarrowRowsKernel
 

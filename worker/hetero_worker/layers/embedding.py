@@ -14,6 +14,9 @@ from torch.nn import functional as F
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import UnitRange
+from hetero_worker.checkpoints.checkpoint import Checkpoint
+from hetero_worker.checkpoints.quantized_matrix import QuantizedRows
+from hetero_worker.checkpoints.store import TensorSlice
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
 from hetero_worker.layers.linear import ShardedLinear
 from hetero_worker.layers.linear_kernels import LinearKernel, PackedWeight
@@ -25,8 +28,6 @@ from hetero_worker.layers.weight_storage import (
     matrix_bytes,
     packs_row_sources,
 )
-from hetero_worker.memory.loader import Checkpoint, TensorSlice
-from hetero_worker.memory.quantized_rows import QuantizedRows
 from hetero_worker.platforms.base import HOST
 
 EMBEDDING = "model.embed_tokens.weight"

@@ -16,7 +16,7 @@ from typing import Final
 import torch
 
 from hetero_api.weight_format import WeightFormat
-from hetero_worker.memory.quantized_matrix import QuantizedMatrix
+from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
 from hetero_worker.native.compute_library import EmbedOp, Format, Kind, LinearOp, Op, PackOp, Weight
 from hetero_worker.native.issuing import Issuer
 from hetero_worker.platforms.huge_pages import empty_on_huge_pages

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 
+from hetero_worker.checkpoints.checkpoint import Checkpoint
+from hetero_worker.checkpoints.store import TensorSlice
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps, HeadWeights
-from hetero_worker.memory.loader import Checkpoint, TensorSlice
 from hetero_worker.platforms.base import HOST
 
 

@@ -1,8 +1,8 @@
 """From slices of a checkpoint to a weight as a kernel has it, with no more copies between than need be.
 
-Quantised weights are looked for on disk first, as this kernel packed them before (memory/packed_cache.py): to quantise
-and pack takes many times as long as to read. Floats are not kept there: they are only put in another order, which takes
-as long as to read them, and would be on the disk twice.
+Quantised weights are looked up on disk first, as this kernel packed them before (`checkpoints.packed_cache`), because
+quantising and packing takes many times as long as reading. Packed floats are not kept: they are only reordered, which
+takes as long as reading them, and they would be on the disk twice.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from hetero_api.weight_format import WeightFormat
+from hetero_worker.checkpoints.checkpoint import Checkpoint
+from hetero_worker.checkpoints.packed_cache import PackedMatrix
+from hetero_worker.checkpoints.quantized_matrix import stacked
+from hetero_worker.checkpoints.store import TensorSlice
 from hetero_worker.layers.linear_kernels import LinearKernel, PackedWeight
 from hetero_worker.layers.weight_storage import QuantizedKernel, kept_dtype
-from hetero_worker.memory.loader import Checkpoint, TensorSlice
-from hetero_worker.memory.packed_cache import PackedMatrix
-from hetero_worker.memory.quantized_matrix import stacked
 from hetero_worker.platforms.base import HOST
 
 
@@ -72,7 +73,7 @@ def pack_in_place(
     if weight is None:
         return None
     packed = kernel.pack(weight)
-    checkpoint.let_go()
+    checkpoint.release_pages()
     return packed
 
 

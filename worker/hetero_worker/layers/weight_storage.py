@@ -14,8 +14,8 @@ import torch
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.weight_format import COLUMN_UNIT, WeightFormat
+from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
 from hetero_worker.layers.linear_kernels import LinearKernel, PackedWeight
-from hetero_worker.memory.quantized_matrix import QuantizedMatrix
 
 FLOAT_TYPES: Final[Mapping[str, torch.dtype]] = {
     "float32": torch.float32,

@@ -1,1 +1,1 @@
-"""What lies in a rank's memory: weights read slice by slice, and the budget of the KV cache."""
+"""A rank's memory: the budget of the KV cache, what the device has left, and weights that wait on the host."""

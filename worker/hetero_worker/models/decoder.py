@@ -23,6 +23,7 @@ from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan, Stage
 from hetero_worker.attention.base import AttentionBackend, AttentionBatch
 from hetero_worker.attention.kv_cache import LayerCache
+from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.distributed.routes import helper_links, input_ranks
 from hetero_worker.layers.embedding import OutputHead, ShardedEmbedding
@@ -32,7 +33,6 @@ from hetero_worker.layers.moe import ExpertMlp
 from hetero_worker.layers.norm import RmsNorm
 from hetero_worker.layers.residual import ResidualStream
 from hetero_worker.layers.rotary import RotaryTables
-from hetero_worker.memory.loader import Checkpoint
 from hetero_worker.models.decoder_layer import DecoderLayer
 from hetero_worker.models.lending import Lending
 from hetero_worker.models.micro_batches import CountParts, MicroBatch, best_number, micro_batches

@@ -19,13 +19,13 @@ from hetero_api.sharding import UnitRange
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.attention.base import AttentionBackend, AttentionBatch, DecodeRows, PrefillSpan, StepAttention
 from hetero_worker.attention.kv_cache import LayerCache
+from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.layers.blocks import GatedMlp, SelfAttention, layer_norm, mlp_norm
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
 from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.layers.moe import ExpertMlp
 from hetero_worker.layers.norm import RmsNorm
 from hetero_worker.layers.rotary import RotaryTables, Rotation
-from hetero_worker.memory.loader import Checkpoint
 from hetero_worker.probe.clock import Work
 from hetero_worker.probe.fit import Point
 from hetero_worker.probe.recorded import Record, as_it_is

@@ -10,9 +10,10 @@ from typing import Final
 
 import torch
 
+from hetero_worker.checkpoints.checkpoint import Checkpoint
+from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
+from hetero_worker.checkpoints.store import TensorSlice
 from hetero_worker.layers.weight_storage import FLOAT_TYPES
-from hetero_worker.memory.loader import Checkpoint, TensorSlice
-from hetero_worker.memory.quantized_matrix import QuantizedMatrix
 
 _NUMBERS: Final = 1 << 20
 _SCALE: Final = 0.02

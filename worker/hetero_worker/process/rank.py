@@ -139,10 +139,10 @@ def _prepare(
     import torch
 
     from hetero_api.model_config import ModelConfig, model_fingerprint
+    from hetero_worker.checkpoints.checkpoint import Checkpoint
+    from hetero_worker.checkpoints.packed_cache import PackedCache
     from hetero_worker.distributed.coordinator import form_group
     from hetero_worker.measurements import KeptMeasurements, boot_identity, code_identity
-    from hetero_worker.memory.loader import Checkpoint
-    from hetero_worker.memory.packed_cache import PackedCache
     from hetero_worker.platforms.compute_threads import start_compute_threads
     from hetero_worker.platforms.heterogeneous import HeterogeneousPlatform
     from hetero_worker.probe.speeds import RankProbe, measure_device

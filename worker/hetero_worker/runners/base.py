@@ -32,8 +32,8 @@ from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import logprobs_pb2, ranks_pb2
 from hetero_worker.attention.selection import DeviceAttention
+from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.distributed.exchange import Exchange
-from hetero_worker.memory.loader import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)

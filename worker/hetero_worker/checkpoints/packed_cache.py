@@ -1,13 +1,13 @@
-"""Packed weights kept on disk, so that a rank that starts again does not quantise and pack them again.
+"""Packed weights kept on disk, so that a rank that starts again need not quantise and pack them again.
 
-One file a matrix, named by a hash of all that its bytes depend on: the content of the checkpoint
-(checkpoint_content.py), the code that reads and quantises, the layout of the kernels, and which slices of which
-tensors it is made of. A matrix that differs in any of these is another file, so nothing is ever out of date; ranks,
-groups and copies of a checkpoint share what is the same, and several may write at once.
+There is one file per matrix, named by a hash of everything its bytes depend on: the checkpoint's content (`content`),
+the code that reads and quantises, the kernels' layout, and the slices of tensors that it is made of. A matrix that
+differs in any of these has another file, so no file is ever out of date. Ranks, groups and copies of a checkpoint share
+equal matrices, and several may write at once.
 
-The folder may go at any time, and nothing that is wrong with it ends a load: a file that cannot be read or whose sums
-are not right is told of and packed anew; where none can be written, weights are packed as without a folder. It grows to
-a quarter of what its disk has left without it; what was not used for longest goes first.
+The folder may disappear at any time, and no problem with it ends a load. A file that is unreadable or has wrong
+checksums is logged and packed again; if nothing can be written, weights are packed as without a folder. The folder
+grows to a quarter of the disk space that is free without it; the least recently used files go first.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ import torch
 
 import hetero_api
 from hetero_api.weight_format import WeightFormat
-from hetero_worker.memory.checkpoint_content import SUFFIX as CONTENT_SUFFIX
-from hetero_worker.memory.checkpoint_content import CheckpointContent
-from hetero_worker.memory.checkpoint_identity import ClockNs, checkpoint_identity
-from hetero_worker.memory.packed_file import (
+from hetero_worker.checkpoints.content import SUFFIX as CONTENT_SUFFIX
+from hetero_worker.checkpoints.content import CheckpointContent, ClockNs, checkpoint_state
+from hetero_worker.checkpoints.packed_file import (
     PARTIAL_SUFFIX,
     DamagedFileError,
     PackedHeader,
@@ -47,13 +46,13 @@ logger = logging.getLogger(__name__)
 SUFFIX: Final = ".packed"
 _SHARE_OF_DISK: Final = 4
 _LASTS_S: Final = {PARTIAL_SUFFIX: 3600.0, CONTENT_SUFFIX: 90 * 86400.0}
-"""A file that is being written for longer is nobody's; what a directory holds is read anew after so long."""
+"""Age at which files go: abandoned partial files, and hashes of directories, which are then computed again."""
 _FORMAT_SOURCES: Final = ("weight_format.py", "packed_weights.py", "gguf_*.py")
 
 
 @runtime_checkable
 class PackedMatrix(Protocol):
-    """A weight in some kernel's layout, in memory."""
+    """A weight in a kernel's layout, in memory."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -62,7 +61,7 @@ class PackedMatrix(Protocol):
 
     @property
     def memory(self) -> tuple[torch.Tensor, ...]:
-        """uint8, all that it is."""
+        """All of its bytes, as uint8."""
         ...
 
 
@@ -70,36 +69,36 @@ M = TypeVar("M", bound=PackedMatrix)
 
 
 class PackedCache:
-    """One folder. Nothing is made by looking."""
+    """A folder of packed weights. It is created by the first write."""
 
     def __init__(self, folder: Path, *, limit_bytes: int | None = None, clock_ns: ClockNs = time.time_ns) -> None:
-        """`limit_bytes`: None is a share of the disk."""
+        """`limit_bytes` None: a share of the disk."""
         self._folder = folder
         self._limit_bytes = limit_bytes
         self._clock_ns = clock_ns
 
-    def of(self, directory: Path) -> KeptMatrices | None:
-        """Of a model directory, as it is now; None where that cannot be told yet."""
+    def open(self, directory: Path) -> KeptMatrices | None:
+        """Return the packed weights of a model directory in its present state; None if that is unknown."""
 
-        def identify() -> str | None:
-            return checkpoint_identity(directory, clock_ns=self._clock_ns)
+        def read_state() -> str | None:
+            return checkpoint_state(directory, clock_ns=self._clock_ns)
 
-        state = identify()
+        state = read_state()
         if state is None:
-            logger.info("packed weights are not kept: %s was written to just now, or cannot be looked at", directory)
+            logger.info("packed weights are not kept: %s was written to just now, or cannot be read", directory)
             return None
-        content = CheckpointContent(directory, identify, state, folder=self._folder)
+        content = CheckpointContent(directory, read_state, state, folder=self._folder)
         return KeptMatrices(self._folder, content, limit_bytes=self._limit_bytes)
 
 
-class _Kept(NamedTuple):
+class _KeptFile(NamedTuple):
     path: Path
     used: float
     num_bytes: int
 
 
 class KeptMatrices:
-    """Those of one checkpoint, for one load; by one thread."""
+    """Packed weights of one checkpoint, for one load on one thread."""
 
     def __init__(self, folder: Path, content: CheckpointContent, *, limit_bytes: int | None = None) -> None:
         self._folder = folder
@@ -108,12 +107,15 @@ class KeptMatrices:
         self._pool = ThreadPoolExecutor(torch.get_num_threads())
         self._used: set[Path] = set()
         self._written: list[Path] = []
-        self._others: list[_Kept] | None = None
+        self._others: list[_KeptFile] | None = None
         self._room_bytes = 0
         self._can_write = True
 
     def find(self, question: str, blank: Callable[[tuple[int, int], WeightFormat], M]) -> M | None:
-        """What was kept under the question, which says all but the checkpoint; `blank` makes memory for it."""
+        """Return the matrix that was kept under `question`; None if there is none.
+
+        The question says everything about the matrix but the checkpoint; `blank` allocates memory for it.
+        """
         if (content := self._content.digest(self._pool.map)) is None:
             return None
         path, asked = self._path_of(content, question)
@@ -127,20 +129,20 @@ class KeptMatrices:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            logger.warning("packed weights in %s cannot be read, they are made anew: %s", path, error)
+            logger.warning("packed weights in %s cannot be read, they are packed again: %s", path, error)
             return None
         except DamagedFileError as error:
-            logger.warning("packed weights in %s are damaged, they are made anew: %s", path, error)
+            logger.warning("packed weights in %s are damaged, they are packed again: %s", path, error)
             with suppress(OSError):
                 path.unlink()
             return None
-        with suppress(OSError):  # a folder that is only to be read serves all the same
+        with suppress(OSError):  # a read-only folder is fine
             os.utime(path)
         self._used.add(path)
         return matrix
 
     def keep(self, question: str, weights: WeightFormat, matrix: PackedMatrix) -> None:
-        """For the next load. Says so, once, if it cannot be."""
+        """Write the matrix for the next load. Logs once if it cannot."""
         if not self._can_write or (content := self._content.digest(self._pool.map)) is None:
             return
         path, asked = self._path_of(content, question)
@@ -148,7 +150,7 @@ class KeptMatrices:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             if not self._make_room(size):
-                logger.info("packed weights are not kept any more: %s may take no more of its disk", self._folder)
+                logger.info("packed weights are not kept any more: %s has reached its limit", self._folder)
                 self._can_write = False
                 return
             header = PackedHeader.of(asked, weights, matrix.shape, matrix.memory, self._pool.map)
@@ -162,9 +164,9 @@ class KeptMatrices:
         self._room_bytes -= size
 
     def close(self) -> None:
-        """The load is over. What was kept of a checkpoint that changed meanwhile goes: it may be of both states."""
+        """End the load. If the checkpoint changed meanwhile, remove what was written: it may be of both states."""
         self._pool.shutdown()
-        if self._written and not self._content.is_as_it_was():
+        if self._written and not self._content.is_unchanged():
             logger.warning("a checkpoint changed while it was read; its packed weights are not kept")
             for path in self._written:
                 with suppress(OSError):
@@ -175,17 +177,17 @@ class KeptMatrices:
             self._content.remember()
 
     def _path_of(self, content: str, question: str) -> tuple[Path, str]:
-        """And the whole question."""
+        """Return the matrix's file, and the whole question."""
         whole = f"{content} {_code()} {question}"
         return self._folder / f"{hashlib.sha256(whole.encode()).hexdigest()[:40]}{SUFFIX}", whole
 
     def _make_room(self, size: int) -> bool:
-        """Whether so much may be written, what others used longest ago removed. Raises OSError."""
+        """Remove the least recently used files, and return whether `size` bytes fit then. Raises OSError."""
         if self._others is None:
-            kept = _kept_in(self._folder)
+            kept = _files_of(self._folder)
             held, free = sum(one.num_bytes for one in kept), shutil.disk_usage(self._folder).free
             limit = (held + free) // _SHARE_OF_DISK if self._limit_bytes is None else self._limit_bytes
-            self._room_bytes = min(limit - held, free)  # less than nothing where the disk has shrunk
+            self._room_bytes = min(limit - held, free)  # negative if the disk has shrunk
             self._others = sorted(kept, key=lambda one: one.used, reverse=True)
         while self._room_bytes < size and self._others:
             oldest = self._others.pop()
@@ -196,14 +198,14 @@ class KeptMatrices:
         return self._room_bytes >= size
 
 
-def _kept_in(folder: Path) -> Sequence[_Kept]:
-    """What is in it; what was begun and abandoned goes. Raises OSError."""
+def _files_of(folder: Path) -> Sequence[_KeptFile]:
+    """Return the folder's files, and remove abandoned ones. Raises OSError."""
     found = []
     for path in folder.iterdir():
         with suppress(FileNotFoundError):  # another rank was faster
             stat = path.stat()
             if path.name.endswith(SUFFIX):
-                found.append(_Kept(path, stat.st_mtime, stat.st_size))
+                found.append(_KeptFile(path, stat.st_mtime, stat.st_size))
             elif time.time() - stat.st_mtime > _LASTS_S.get(path.suffix, math.inf):
                 path.unlink()
     return found
@@ -211,7 +213,7 @@ def _kept_in(folder: Path) -> Sequence[_Kept]:
 
 @cache
 def _code() -> str:
-    """What reads and quantises."""
+    """Return a digest of the code that reads and quantises."""
     formats = Path(hetero_api.__file__).parent
     sources = [*Path(__file__).parent.glob("*.py"), *(path for name in _FORMAT_SOURCES for path in formats.glob(name))]
     return f"{source_digest(sorted(sources))} torch {torch.__version__}"

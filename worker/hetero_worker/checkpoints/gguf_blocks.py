@@ -1,8 +1,8 @@
 """Unpacks ggml's blocks of quantised values (layouts: ggml-common.h; numbers: ggml-quants.c).
 
-Blocks come as uint8 [rows, blocks, bytes]. Within a block, values of 4 bits lie such that the lower halves of some
-bytes come first and then their upper halves. Q4_K and Q6_K have scales that are products of two numbers: these are
-rounded to float16, for it is what scales are everywhere; all else is taken over as it is.
+Blocks are uint8 [rows, blocks, bytes]. Within a block of 4-bit values, the lower halves of some bytes come first, then
+their upper halves. Scales of Q4_K and Q6_K are products of two numbers, which are rounded to float16, the type of all
+scales; everything else is exact.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import torch
 
 from hetero_api.gguf_file import GgmlType
-from hetero_worker.memory.quantized_matrix import QuantizedMatrix
+from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
 
 
 class _Unpacked(NamedTuple):
@@ -25,7 +25,7 @@ class _Unpacked(NamedTuple):
 
 
 def unpack_blocks(kind: GgmlType, blocks: torch.Tensor) -> QuantizedMatrix:
-    """Of whole blocks of a type that has a format. Raises ValueError for scales that no float16 holds."""
+    """Return a matrix of whole blocks of a quantised type. Raises ValueError for scales that float16 cannot hold."""
     assert kind.weights is not None
     found = _READERS[kind.name](blocks)
     scales, minima = _rounded(found.scales), None if found.minima is None else _rounded(found.minima)
@@ -33,22 +33,22 @@ def unpack_blocks(kind: GgmlType, blocks: torch.Tensor) -> QuantizedMatrix:
 
 
 def _q8_0(blocks: torch.Tensor) -> _Unpacked:
-    """Scale, 32 values."""
+    """Unpack a scale and 32 values."""
     return _Unpacked(blocks[..., 2:].contiguous().view(torch.int8), _halves(blocks[..., :2]))
 
 
 def _q4_0(blocks: torch.Tensor) -> _Unpacked:
-    """Scale, 16 bytes."""
+    """Unpack a scale and 16 bytes of values."""
     return _Unpacked(_nibbles(blocks[..., 2:]), _halves(blocks[..., :2]))
 
 
 def _q4_1(blocks: torch.Tensor) -> _Unpacked:
-    """Scale, minimum, 16 bytes."""
+    """Unpack a scale, a minimum and 16 bytes of values."""
     return _Unpacked(_nibbles(blocks[..., 4:]), _halves(blocks[..., :2]), _halves(blocks[..., 2:4]))
 
 
 def _q4_k(blocks: torch.Tensor) -> _Unpacked:
-    """What scales and minima of 8 groups are multiples of, these in 12 bytes of 6 bits each, then 4 times 32 bytes."""
+    """Unpack two units, scales and minima of 8 groups as 6-bit multiples of them, and 4 times 32 bytes of values."""
     packed = blocks[..., 4:16]
     low, middle, high = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     scales = torch.cat([low & 63, (high & 15) | (low >> 6 << 4)], dim=-1)
@@ -58,7 +58,7 @@ def _q4_k(blocks: torch.Tensor) -> _Unpacked:
 
 
 def _q6_k(blocks: torch.Tensor) -> _Unpacked:
-    """Lower 4 bits of 256 values, their upper 2 bits, 16 scales of int8, and what these are multiples of."""
+    """Unpack the lower 4 bits of 256 values, their upper 2 bits, 16 int8 scales, and the scales' unit."""
     low = _nibbles(blocks[..., :128].reshape(*blocks.shape[:2], 2, 64))
     upper = blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 1, 32)
     high = (upper >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8).unsqueeze(1)) & 3
@@ -77,17 +77,17 @@ _READERS: Final[Mapping[str, Callable[[torch.Tensor], _Unpacked]]] = {
 
 
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """[..., bytes] → [..., 2 · bytes]: all lower halves, then all upper ones."""
+    """Return [..., 2 · bytes] of [..., bytes]: all lower halves, then all upper ones."""
     return torch.cat([packed & 15, packed >> 4], dim=-1)
 
 
 def _halves(packed: torch.Tensor) -> torch.Tensor:
-    """Two bytes of a float16 → float32 [..., 1]."""
+    """Return float32 [..., 1] of the two bytes of a float16."""
     return packed.contiguous().view(torch.float16).float()
 
 
 def _rounded(numbers: torch.Tensor) -> torch.Tensor:
-    """[rows, blocks, groups] → [rows, groups] of float16 numbers."""
+    """Return [rows, groups] of [rows, blocks, groups], rounded to float16."""
     rounded = numbers.flatten(1).half().float()
     if not torch.isfinite(rounded).all():
         raise ValueError("scales are not finite, or too large for float16; the file is damaged")

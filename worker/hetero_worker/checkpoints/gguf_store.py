@@ -1,10 +1,10 @@
 """Reads slices of a GGUF file, block by block, without unpacking more than the slice.
 
-A row of a quantised tensor is blocks of 32 or 256 values (`hetero_api.gguf_file` says of how many bytes), so a rank's
-rows are a piece of the file and its columns are blocks of each row; gguf_blocks.py unpacks them.
+A row of a quantised tensor is a sequence of blocks of 32 or 256 values; `hetero_api.gguf_file` knows their sizes and
+`gguf_blocks` unpacks them. A rank's rows are thus a piece of the file, and its columns are blocks of each row.
 
-Of the Llama family, GGUF has rows of q and k in another order, with the two halves of a head interleaved: that is
-undone here, so that tensors are what Hugging Face's are.
+For the Llama family, GGUF stores the rows of q and k in another order, with the two halves of a head interleaved. The
+store undoes this, so that tensors equal Hugging Face's.
 """
 
 from __future__ import annotations
@@ -16,24 +16,23 @@ import torch
 
 from hetero_api.errors import ModelError
 from hetero_api.gguf_file import GgufTensor
-from hetero_api.gguf_weights import ARCHITECTURE, gguf_header, gguf_name
+from hetero_api.gguf_weights import ARCHITECTURE, gguf_header, gguf_name, gguf_of
 from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import WeightFormat
-from hetero_worker.memory.gguf_blocks import unpack_blocks
-from hetero_worker.memory.mapped_file import MappedFile
-from hetero_worker.memory.quantized_matrix import QuantizedMatrix
-from hetero_worker.memory.weight_store import TensorSlice
+from hetero_worker.checkpoints.gguf_blocks import unpack_blocks
+from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
+from hetero_worker.checkpoints.store import MappedFile, TensorSlice, WeightStore
 
 _FLOATS: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _INTERLEAVED: Final = ("llama",)
 _HEAD_COUNTS: Final = {"q_proj": "attention.head_count", "k_proj": "attention.head_count_kv"}
 
 
-class GgufStore:
-    """One file."""
+class GgufStore(WeightStore):
+    """One GGUF file."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ModelError."""
+        """Read the header and map the file. Raises ModelError."""
         self._path = path
         self._header = gguf_header(path)
         self._architecture = str(self._header.metadata[ARCHITECTURE])
@@ -43,20 +42,25 @@ class GgufStore:
             raise ModelError(f"{path}: cannot be mapped: {error}") from error
 
     def close(self) -> None:
+        """See `WeightStore.close`."""
         self._file = None
 
-    def let_go(self) -> None:
-        self._mapped.let_go()
+    def release_pages(self) -> None:
+        """See `WeightStore.release_pages`."""
+        self._mapped.release_pages()
 
     def format_of(self, name: str) -> WeightFormat | None:
+        """See `WeightStore.format_of`."""
         return self._tensor(name).kind.weights
 
     def dtype_of(self, name: str) -> torch.dtype:
+        """See `WeightStore.dtype_of`."""
         return _FLOATS[self._tensor(name).kind.name]
 
     def floats(self, part: TensorSlice) -> torch.Tensor:
+        """See `WeightStore.floats`."""
         tensor = self._checked(part)
-        # A vector's values are what a matrix's rows are.
+        # A vector is stored as one row; its values are picked as rows of a matrix are.
         values = self._blocks(tensor)[0] if len(part.full_shape) == 1 else self._blocks(tensor)
         found = self._of_rows(values, part)
         if part.columns is not None:
@@ -64,6 +68,7 @@ class GgufStore:
         return found.flatten(-2).clone().view(_FLOATS[tensor.kind.name]).reshape(part.shape)
 
     def quantized(self, part: TensorSlice) -> QuantizedMatrix:
+        """See `WeightStore.quantized`."""
         tensor = self._checked(part)
         size, wanted = tensor.kind.block_values, part.column_range
         first, last = wanted.begin // size, -(-wanted.end // size)
@@ -92,7 +97,7 @@ class GgufStore:
         return tensor
 
     def _blocks(self, tensor: GgufTensor) -> torch.Tensor:
-        """uint8 [rows, blocks of a row, bytes of a block], in the file; of a vector, one row."""
+        """Return uint8 [rows, blocks of a row, bytes of a block] in the file; a vector has one row."""
         kind, width = tensor.kind, tensor.shape[-1]
         stored = self._mapped.bytes[tensor.offset : tensor.offset + tensor.num_bytes]
         return stored.view(-1, width // kind.block_values, kind.block_bytes)
@@ -104,7 +109,7 @@ class GgufStore:
         return self._file
 
     def _of_rows(self, stored: torch.Tensor, part: TensorSlice) -> torch.Tensor:
-        """Some rows, in Hugging Face's order."""
+        """Return the slice's rows, in Hugging Face's order."""
         rows, heads = part.row_range, self._interleaved_heads(part.name)
         if not heads:
             return stored[slice(*rows)]
@@ -114,7 +119,7 @@ class GgufStore:
         return stored[numbers // dim * dim + within[numbers % dim]]
 
     def _interleaved_heads(self, name: str) -> int:
-        """How many heads the tensor's rows are; 0: they are in order."""
+        """Return the number of heads that the tensor's rows interleave; 0: rows are in order."""
         module = name.split(".")[-2]
         if self._architecture not in _INTERLEAVED or module not in _HEAD_COUNTS:
             return 0
@@ -123,3 +128,9 @@ class GgufStore:
         if not isinstance(count, int) or count < 1:
             raise ModelError(f"{self._path}: {field} must be a whole number of heads, not {count!r}")
         return count
+
+
+def open_gguf(directory: Path) -> GgufStore | None:
+    """Open the directory's GGUF file; None if it has none. Raises ModelError."""
+    path = gguf_of(directory)
+    return None if path is None else GgufStore(path)

@@ -1,10 +1,10 @@
 """Quantises weights at load: floats to the nearest numbers of a format.
 
-The same weight gets the same number on whatever rank it is, and in whatever slice it was read: a group's numbers depend
-on that group alone. So whole groups are quantised, of a row with one scale the whole row.
+A group's numbers depend on that group alone, so a weight becomes the same number on every rank and in every slice.
+Therefore only whole groups are quantised; for rows with one scale, the whole row.
 
-Scales and minima are rounded to float16 outwards, so that no value is clipped, and values are then rounded against the
-rounded ones.
+Scales and minima are rounded outwards to float16, so that no value is clipped. Values are then rounded against the
+rounded scales and minima.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import torch
 
 from hetero_api.errors import ModelError
 from hetero_api.weight_format import WeightFormat
-from hetero_worker.memory.quantized_matrix import QuantizedMatrix
+from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
 
 _MOST: Final = {8: 127, 4: 15}
-"""Of the steps from the least value to the greatest: of 8 bits, from zero to the greatest."""
+"""Number of steps from the least value to the greatest; for 8 bits, from zero to the greatest."""
 _FLOAT_ERROR: Final = 2**-20
 
 
 def quantize(weight: torch.Tensor, weights: WeightFormat) -> QuantizedMatrix:
-    """float32 [out, in] in 8 bits without minima, or in 4 bits with minima.
+    """Quantise float32 [out, in] to 8 bits without minima, or to 4 bits with minima.
 
-    Raises ModelError for numbers that are not finite, or too large for float16.
+    Raises ModelError for numbers that are not finite or too large for float16, ValueError for another format.
     """
     if (weights.bits, weights.has_minimum) not in _METHODS:
         raise ValueError(f"weights are not quantised to {weights} here")
@@ -37,7 +37,7 @@ def quantize(weight: torch.Tensor, weights: WeightFormat) -> QuantizedMatrix:
 
 
 def _symmetric(groups: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """[out, groups, group] → values and scales, of 8 bits."""
+    """Return 8-bit values and scales of [out, groups, group]."""
     least, greatest = _bounds(groups)
     scales = _checked(_rounded_up(torch.maximum(-least, greatest) / _MOST[8]))
     values = (groups / _divisor(scales)).round_().clamp_(-_MOST[8], _MOST[8])
@@ -45,7 +45,7 @@ def _symmetric(groups: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _with_minima(groups: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """[out, groups, group] → values, scales and minima, of 4 bits."""
+    """Return 4-bit values, scales and minima of [out, groups, group]."""
     least, greatest = _bounds(groups)
     minima = _checked(-_rounded_up(-least))
     scales = _checked(_rounded_up((greatest - minima) / _MOST[4]))
@@ -54,16 +54,16 @@ def _with_minima(groups: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _bounds(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The least and the greatest of each group, [out, groups, 1]. torch's aminmax would take eight times as long."""
+    """Return each group's least and greatest, [out, groups, 1]. torch's aminmax would take eight times as long."""
     return groups.amin(dim=2, keepdim=True), groups.amax(dim=2, keepdim=True)
 
 
 _METHODS: Final = {(8, False): _symmetric, (4, True): _with_minima}
-"""By bits, and whether there are minima."""
+"""Keys: bits, and whether there are minima."""
 
 
 def _grouped(weight: torch.Tensor, group: int) -> Iterator[torch.Tensor]:
-    """[out, groups, group] of whole groups, then of what is left of rows."""
+    """Yield [out, groups, group] of whole groups, then of the rest of the rows."""
     full = weight.shape[1] // group
     if full or not weight.shape[1]:
         yield weight[:, : full * group].reshape(len(weight), full, group)
@@ -72,18 +72,18 @@ def _grouped(weight: torch.Tensor, group: int) -> Iterator[torch.Tensor]:
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[out, groups, n] of pieces → [out, n of all]."""
+    """Join pieces [out, groups, n] to [out, sum of groups · n]."""
     flat = [part.flatten(1) for part in parts]
     return flat[0] if len(flat) == 1 else torch.cat(flat, dim=1)
 
 
 def _divisor(scales: torch.Tensor) -> torch.Tensor:
-    """A scale of zero is of weights that all are zero, or all the minimum: any other gives the same values."""
+    """Replace scales of zero, whose weights are all zero or all the minimum: any other scale gives the same values."""
     return scales.masked_fill(scales == 0, 1.0)
 
 
 def _rounded_up(numbers: torch.Tensor) -> torch.Tensor:
-    """The least float16 numbers that are not less, but for float32's own error, as float32."""
+    """Return the least float16 numbers that are not less, up to float32's own error, as float32."""
     nearest = numbers.half()
     is_less = nearest.float() < numbers - numbers.abs() * _FLOAT_ERROR
     return torch.where(is_less, torch.nextafter(nearest, torch.full_like(nearest, torch.inf)), nearest).float()

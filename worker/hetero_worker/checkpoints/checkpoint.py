@@ -1,10 +1,9 @@
 """Reads slices of a checkpoint, straight into the tensors that will hold them.
 
-A rank never reads more than its own rows or columns, except of rows that have one scale, whose greatest weight counts.
-How weights are stored is found out when the directory is opened: safetensors files in Hugging Face format, with floats
-or quantised (packed_tensors.py), or a GGUF file beside config.json (gguf_store.py). Quantised weights can be had as
-such, or as floats; floats can be quantised on the way (quantizing.py). Everything that can be wrong with a directory
-becomes a ModelError that names the file, the tensor and what to do.
+A rank reads only its own rows or columns, except for rows with one common scale, where the largest weight of the whole
+row counts. Weights are safetensors in Hugging Face's layout, with floats or quantised, or a GGUF file beside
+config.json (see `formats`). Quantised weights can be read as they are, or as floats; floats can be quantised while they
+are read. Every problem of a directory becomes a ModelError that names the file, the tensor and the fix.
 """
 
 from __future__ import annotations
@@ -19,35 +18,27 @@ from typing import Final, Self
 import torch
 
 from hetero_api.errors import ModelError
-from hetero_api.gguf_weights import gguf_of
-from hetero_api.hf_config import read_json
-from hetero_api.model_config import CONFIG_FILE
-from hetero_api.packed_weights import PackedWeights
 from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import WeightFormat
-from hetero_worker.memory.gguf_store import GgufStore
-from hetero_worker.memory.packed_cache import KeptMatrices, PackedCache
-from hetero_worker.memory.packed_tensors import PackedStore
-from hetero_worker.memory.quantized_matrix import QuantizedMatrix, stacked
-from hetero_worker.memory.quantizing import quantize
-from hetero_worker.memory.safetensors_files import INDEX_FILE, SINGLE_FILE, SafetensorsFiles
-from hetero_worker.memory.weight_store import SafetensorsStore, TensorSlice, WeightStore
+from hetero_worker.checkpoints.formats import open_store
+from hetero_worker.checkpoints.packed_cache import KeptMatrices, PackedCache
+from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix, stacked
+from hetero_worker.checkpoints.quantizing import quantize
+from hetero_worker.checkpoints.store import TensorSlice, WeightStore
 from hetero_worker.platforms.file_pages import let_go_of_code
 
-__all__ = ["INDEX_FILE", "SINGLE_FILE", "Checkpoint", "TensorSlice"]
-
 _QUANTIZED_AT_ONCE: Final = 1 << 20
-"""Weights that are floats in memory while they are quantised."""
+"""Weights that are widened to floats at a time while they are quantised."""
 
 
 class _Buffer:
-    """Memory that is used again and again: freed and asked for anew, malloc would keep a multiple of it."""
+    """Memory that is reused. Allocated anew for each tensor, malloc would keep a multiple of it."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def of(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Whatever is in it; the caller's until the next call."""
+    def view(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return uninitialised memory, valid until the next call."""
         size = math.prod(shape) * dtype.itemsize
         if size > self._memory.nbytes:
             self._memory = torch.empty(size, dtype=torch.uint8)
@@ -55,10 +46,10 @@ class _Buffer:
 
 
 class Checkpoint:
-    """An open model directory. Use it as a context manager: the files stay mapped until it is left."""
+    """An open model directory. Use it as a context manager: the files stay mapped until it exits."""
 
     def __init__(self, directory: Path, packed: PackedCache | None = None) -> None:
-        """`packed`: where kernels' packed weights are kept from load to load; None: nowhere."""
+        """`packed` keeps the kernels' packed weights from load to load; None: they are not kept."""
         self._directory = directory
         self._packed = packed
         self._store: WeightStore | None = None
@@ -66,7 +57,7 @@ class Checkpoint:
         self._widened, self._unpacked = _Buffer(), _Buffer()
 
     def __enter__(self) -> Self:
-        self._kept = None if self._packed is None else self._packed.of(self._directory)
+        self._kept = None if self._packed is None else self._packed.open(self._directory)
         try:
             self._store = open_store(self._directory)
         except BaseException:
@@ -82,25 +73,28 @@ class Checkpoint:
         self._store = None
         self._widened, self._unpacked = _Buffer(), _Buffer()
         self._close_kept()
-        let_go_of_code()  # what it took to get here; steps need less
+        let_go_of_code()  # loading ran more code than steps do
 
     @property
     def kept_matrices(self) -> KeptMatrices | None:
-        """Its weights as kernels packed them in earlier loads; None where none are kept."""
+        """This checkpoint's weights as kernels packed them in earlier loads; None if none are kept."""
         return self._kept
 
     def read(self, part: TensorSlice, into: torch.Tensor) -> None:
-        """Copy the slice into `into` (of the slice's shape), converting to its dtype; what is quantised is widened."""
+        """Copy the slice into `into`, which has the slice's shape, and convert it to that dtype.
+
+        Quantised weights are widened. Raises ModelError.
+        """
         if self._opened.format_of(part.name) is None:
             into.copy_(self._opened.floats(part))
         else:
             self._opened.quantized(part).dequantized(into)
-        self._opened.let_go()
+        self._opened.release_pages()
 
     def in_place(self, part: TensorSlice) -> torch.Tensor | None:
-        """The slice as it lies in its file, floats in rows one after another; None where it does not lie so.
+        """Return the slice as it lies in its file, as contiguous floats; None if it does not lie so.
 
-        Not to be written to, nor to be kept: what is read of it counts as this process's memory until `let_go`.
+        Callers must neither write to it nor keep it: its pages count as this process's memory until `release_pages`.
         """
         if self._store is None or self.format_of(part) is not None:
             return None
@@ -108,15 +102,15 @@ class Checkpoint:
         return found if found.is_contiguous() else None
 
     def unpacked(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-        """Memory on the host to read a weight into that is then packed; the caller's until the next call."""
-        return self._unpacked.of(shape, dtype)
+        """Return host memory to read a weight into before it is packed, valid until the next call."""
+        return self._unpacked.view(shape, dtype)
 
-    def let_go(self) -> None:
-        """Give back the memory that pages of files take which were read so far."""
-        self._opened.let_go()
+    def release_pages(self) -> None:
+        """Give back the memory of file pages that were read so far."""
+        self._opened.release_pages()
 
     def read_all(self, parts: Sequence[TensorSlice], into: torch.Tensor) -> None:
-        """Copy slices into consecutive rows of `into`."""
+        """Copy slices into consecutive rows of `into`. Raises ModelError."""
         begin = 0
         for part in parts:
             end = begin + part.shape[0]
@@ -124,13 +118,16 @@ class Checkpoint:
             begin = end
 
     def dtype_of(self, part: TensorSlice) -> torch.dtype | None:
-        """What floats are stored in; None for a matrix that is quantised, or is to be, or where nothing says."""
+        """Return the type of stored floats; None if the matrix is quantised or will be, or no file is open."""
         if self._store is None or self.format_of(part) is not None:
             return None
         return self._store.dtype_of(part.name)
 
     def format_of(self, part: TensorSlice) -> WeightFormat | None:
-        """What `read_quantized` makes of the slice; None: it is floats. Raises ModelError where it makes no sense."""
+        """Return the format that `read_quantized` returns the slice in; None: it is floats.
+
+        Raises ModelError if a weight that is quantised already is to be quantised.
+        """
         stored = self._store.format_of(part.name) if self._store is not None else None
         if stored is not None and part.quantize_to is not None:
             raise ModelError(
@@ -141,13 +138,13 @@ class Checkpoint:
         return weights and weights.cut(*part.column_range, part.full_shape[1])
 
     def read_quantized(self, part: TensorSlice) -> QuantizedMatrix:
-        """The slice as it is quantised, or, of floats, as it comes out in `part.quantize_to`. Raises ModelError."""
+        """Return a quantised slice, or floats quantised to `part.quantize_to`. Raises ModelError."""
         if self.format_of(part) is None:
             raise RuntimeError(f"{part.name} is floats and is to stay so")
         wanted = part.quantize_to
         if wanted is None:
             matrix = self._opened.quantized(part)
-            self._opened.let_go()
+            self._opened.release_pages()
             return matrix
         try:
             return stacked([self._quantized(rows, wanted) for rows in _pieces(part)])
@@ -155,7 +152,7 @@ class Checkpoint:
             raise ModelError(f"{self._directory}: tensor {part.name}: {error}") from error
 
     def _quantized(self, part: TensorSlice, wanted: WeightFormat) -> QuantizedMatrix:
-        """Of whole groups, so that numbers do not depend on where columns begin and end."""
+        """Quantise whole groups, so that values do not depend on where the columns begin and end."""
         columns, inputs = part.column_range, part.full_shape[1]
         group = wanted.group or inputs
         begin, end = columns.begin // group * group, min(-(-columns.end // group) * group, inputs)
@@ -163,7 +160,7 @@ class Checkpoint:
         return whole.columns(UnitRange(columns.begin - begin, columns.end - begin))
 
     def _floats(self, part: TensorSlice) -> torch.Tensor:
-        numbers = self._widened.of(part.shape, torch.float32)
+        numbers = self._widened.view(part.shape, torch.float32)
         self.read(part, numbers)
         return numbers
 
@@ -179,23 +176,8 @@ class Checkpoint:
         return self._store
 
 
-def open_store(directory: Path) -> WeightStore:
-    """What the weights of a directory are read from. Raises ModelError."""
-    gguf = gguf_of(directory)
-    if gguf is not None:
-        return GgufStore(gguf)
-    files = SafetensorsFiles(directory)
-    try:
-        path = directory / CONFIG_FILE
-        packed = PackedWeights.of_config(read_json(path), source=str(path)) if path.exists() else None
-    except BaseException:
-        files.close()
-        raise
-    return SafetensorsStore(files) if packed is None else PackedStore(files, packed)
-
-
 def _pieces(part: TensorSlice) -> Iterator[TensorSlice]:
-    """The slice in pieces of some rows."""
+    """Cut the slice into pieces of some rows."""
     step = max(1, _QUANTIZED_AT_ONCE // max(1, part.full_shape[1]))
     begin, end = part.row_range
     for first in range(begin, max(end, begin + 1), step):

@@ -1,7 +1,12 @@
-"""What is in a model directory, as a hash: copies of a checkpoint have it in common.
+"""Identity of a model directory: a hash of its content, and a cheap fingerprint of its present state.
 
-To read everything for it takes about as long as to load it, so it is remembered for the state that the directory is in
-(checkpoint_identity.py): a small file each.
+Copies of a checkpoint have the same content hash. To hash everything takes about as long as to load it, so the hash is
+remembered per state of the directory, in a small file each.
+
+The state is the name, inode, size, and times of the last write and last change of each file that weights are read from.
+Nobody can set the change time, so a file that was written to, replaced or renamed has another state, even with its old
+size and write time. A copy has another state too. Clocks tick some times in a hundredth of a second: a state younger
+than that could still change within its tick, so it does not count yet.
 """
 
 from __future__ import annotations
@@ -16,20 +21,26 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from hetero_worker.memory.checkpoint_identity import checkpoint_files
-from hetero_worker.memory.packed_file import PARTIAL_SUFFIX
+from hetero_api.model_config import CONFIG_FILE
+from hetero_worker.checkpoints.packed_file import PARTIAL_SUFFIX
 
 logger = logging.getLogger(__name__)
 
 SUFFIX: Final = ".content"
-"""Of a file by which a content is remembered."""
+"""Suffix of a file that remembers a content hash."""
+_CHECKPOINT_SUFFIXES: Final = (".safetensors", ".gguf", ".safetensors.index.json")
+_TICK_NS: Final = 2_000_000_000
+"""Two seconds, the resolution of the coarsest file systems."""
 _PIECE: Final = 1 << 26
 """Bytes that one thread reads at a time; the hash depends on it."""
 _BLOCK: Final = 1 << 20
 
+ClockNs = Callable[[], int]
+"""Returns nanoseconds since 1970."""
+
 
 class Piece(NamedTuple):
-    """Of a file."""
+    """A range of bytes of a file."""
 
     path: Path
     begin: int
@@ -41,23 +52,23 @@ RunAll = Callable[[Callable[[Piece], bytes], "list[Piece]"], Iterable[bytes]]
 
 
 class CheckpointContent:
-    """Of one directory, from when this was made on; used by one thread."""
+    """Content hash of one directory, for one load on one thread."""
 
-    def __init__(self, directory: Path, identify: Callable[[], str | None], state: str, *, folder: Path) -> None:
-        """`identify` tells the directory's state as it is now, `state` is the present one; `folder`: to remember in."""
+    def __init__(self, directory: Path, read_state: Callable[[], str | None], state: str, *, folder: Path) -> None:
+        """`read_state` returns the directory's state at the time of the call; `folder` is where hashes are kept."""
         self._directory = directory
-        self._identify = identify
+        self._read_state = read_state
         self._state = state
         self._folder = folder
         self._content: str | None = None
         self._was_asked = self._is_remembered = False
 
-    def is_as_it_was(self) -> bool:
-        """Whether nothing has been written since."""
-        return self._identify() == self._state
+    def is_unchanged(self) -> bool:
+        """Return whether nothing has been written to the directory since this was constructed."""
+        return self._read_state() == self._state
 
     def digest(self, run: RunAll) -> str | None:
-        """Hexadecimal. None, and says why, once, if it cannot be told: of a directory that changed meanwhile, too."""
+        """Return the hash in hexadecimal; None, with one log line, if the directory is unreadable or changed."""
         if not self._was_asked:
             self._was_asked = True
             self._content = self._remembered()
@@ -67,7 +78,7 @@ class CheckpointContent:
         return self._content
 
     def remember(self) -> None:
-        """For the next time, where the folder is there and takes it."""
+        """Keep the hash for the next load, if the folder exists and can be written."""
         if self._content is None or self._is_remembered:
             return
         with suppress(OSError):
@@ -79,10 +90,10 @@ class CheckpointContent:
 
     def _remembered(self) -> str | None:
         try:
-            told = self._path.read_text(encoding="ascii").split()
+            fields = self._path.read_text(encoding="ascii").split()
         except (OSError, ValueError):
             return None
-        return told[0] if len(told) == 2 and told[1] == self._seal(told[0]) else None
+        return fields[0] if len(fields) == 2 and fields[1] == self._seal(fields[0]) else None
 
     def _read(self, run: RunAll) -> str | None:
         began_s = time.perf_counter()
@@ -91,11 +102,11 @@ class CheckpointContent:
         except OSError as error:
             logger.warning("packed weights are not kept: %s cannot be read: %s", self._directory, error)
             return None
-        if not self.is_as_it_was():
+        if not self.is_unchanged():
             logger.warning("packed weights are not kept: %s changed while it was read", self._directory)
             return None
         took_s = time.perf_counter() - began_s
-        logger.info("read %s in %.1f s, to know by its content what is packed of it", self._directory, took_s)
+        logger.info("hashed %s in %.1f s, to find its packed weights by content", self._directory, took_s)
         return content
 
     @property
@@ -103,12 +114,31 @@ class CheckpointContent:
         return self._folder / f"{hashlib.sha256(self._state.encode()).hexdigest()[:40]}{SUFFIX}"
 
     def _seal(self, content: str) -> str:
-        """Files are not synced: after a power cut one may have anything in it."""
+        """Return a checksum: files are not synced, so a power cut may leave anything in them."""
         return hashlib.sha256(f"{content} {self._state}".encode()).hexdigest()
 
 
+def checkpoint_files(directory: Path) -> list[Path]:
+    """Return config and weight files, by name. Raises OSError."""
+    return sorted(
+        path for path in directory.iterdir() if path.name == CONFIG_FILE or path.name.endswith(_CHECKPOINT_SUFFIXES)
+    )
+
+
+def checkpoint_state(directory: Path, *, clock_ns: ClockNs = time.time_ns) -> str | None:
+    """Return the directory's state; None if it was written to just now, or cannot be read."""
+    try:
+        found = [(path.name, path.stat()) for path in checkpoint_files(directory)]
+    except OSError:
+        return None
+    youngest = max((max(stat.st_mtime_ns, stat.st_ctime_ns) for _, stat in found), default=0)
+    if not found or youngest + _TICK_NS > clock_ns():
+        return None
+    return repr([(name, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in found])
+
+
 def digest_of(directory: Path, *, run: RunAll) -> str:
-    """sha256 of config and weights and their names, hexadecimal. Raises OSError."""
+    """Return the sha256 of config and weights and their names, in hexadecimal. Raises OSError."""
     found = [(path, path.stat().st_size) for path in checkpoint_files(directory)]
     whole = hashlib.sha256(repr([(path.name, size) for path, size in found]).encode())
     pieces = [Piece(path, begin, min(begin + _PIECE, size)) for path, size in found for begin in range(0, size, _PIECE)]

@@ -1,10 +1,10 @@
-"""One packed matrix in a file: a header that says what it is, then the parts of its memory as they are.
+"""File format of one packed matrix: a header that describes it, then the parts of its memory.
 
-    mark, 16 bytes | length of the header, 8 | its sum, 8 | header, JSON | parts, each from a multiple of 4,096 on
+    mark, 16 bytes | header's length, 8 | header's checksum, 8 | header, JSON | parts, each at a multiple of 4,096
 
-The header has a sum (crc32) of each piece of the parts. Files are not synced: after a power cut one may be short, or
-have zeros in it, and then a sum is not right. Pieces are read by several threads, each straight to where it is to lie,
-so that memory is first touched by those; they are checked while they are in a core's cache.
+The header holds a checksum (crc32) of each piece of the parts. Files are not synced: after a power cut a file may be
+short or contain zeros, and the checksums detect it. Several threads read the pieces, each straight to its place, so
+these threads touch the memory first, and check a piece while it is in a core's cache.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _NUMBER_BYTES: Final = 8
 _LONGEST_HEADER: Final = 1 << 24
 _ALIGNMENT: Final = 4096
 _PIECE: Final = 1 << 22
-"""Bytes; whole huge pages."""
+"""Bytes of a piece: whole huge pages."""
 PARTIAL_SUFFIX: Final = ".partial"
-"""Of a file that is being written."""
+"""Suffix of a file that is being written."""
 
 RunAll = Callable[[Callable[["_Piece"], int], "list[_Piece]"], Iterable[int]]
 """`map`, or a pool's."""
 
 
 class DamagedFileError(Exception):
-    """The text says what is wrong with it."""
+    """A file's content is not valid; the message says what is wrong."""
 
 
 class _Piece(NamedTuple):
-    """Of a part, and where it lies in the file, from the first part on."""
+    """Bytes of a part, and their offset in the file from the first part on."""
 
     bytes: memoryview
     offset: int
@@ -49,28 +49,28 @@ class _Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PackedHeader:
-    """What a file says of itself."""
+    """Description of a file's matrix."""
 
     question: str
-    """What the matrix was made from, and how."""
+    """Text that identifies the matrix: its source, and how it was packed."""
     weights: WeightFormat
     shape: tuple[int, int]
     """(out, in)."""
     sizes: tuple[int, ...]
-    """Bytes of each part."""
+    """Size of each part."""
     sums: tuple[int, ...]
-    """crc32 of each piece, part after part."""
+    """crc32 of each piece, part by part."""
 
     @classmethod
     def of(
         cls, question: str, weights: WeightFormat, shape: tuple[int, int], parts: Sequence[torch.Tensor], run: RunAll
     ) -> PackedHeader:
-        """`parts`: uint8 tensors."""
+        """Describe these uint8 tensors."""
         sums = tuple(run(lambda piece: zlib.crc32(piece.bytes), list(_pieces(parts))))
         return cls(question, weights, shape, tuple(part.nbytes for part in parts), sums)
 
     def encoded(self) -> bytes:
-        """With what a file begins with, filled up to where the first part begins."""
+        """Return the file's beginning, padded up to its first part."""
         header = json.dumps(asdict(self)).encode()
         numbers = (number.to_bytes(_NUMBER_BYTES, "little") for number in (len(header), zlib.crc32(header)))
         whole = _MARK + b"".join(numbers) + header
@@ -78,7 +78,7 @@ class PackedHeader:
 
 
 def write_packed(path: Path, header: PackedHeader, parts: Sequence[torch.Tensor]) -> None:
-    """Whoever looks for the file finds all of it or nothing. Raises OSError."""
+    """Write the file atomically. Raises OSError."""
     fd, partial = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=PARTIAL_SUFFIX)
     try:
         with os.fdopen(fd, "wb", buffering=0) as file:
@@ -95,21 +95,21 @@ def write_packed(path: Path, header: PackedHeader, parts: Sequence[torch.Tensor]
 
 
 def read_header(file: BinaryIO) -> tuple[PackedHeader, int]:
-    """And where the first part begins. Raises DamagedFileError, OSError."""
+    """Return the header, and the offset of the first part. Raises DamagedFileError, OSError."""
     if file.read(len(_MARK)) != _MARK:
-        raise DamagedFileError("it does not begin as such a file does")
-    length, told_sum = (int.from_bytes(file.read(_NUMBER_BYTES), "little") for _ in range(2))
+        raise DamagedFileError("it does not begin with the mark of packed weights")
+    length, checksum = (int.from_bytes(file.read(_NUMBER_BYTES), "little") for _ in range(2))
     encoded = file.read(min(length, _LONGEST_HEADER))
-    if len(encoded) != length or zlib.crc32(encoded) != told_sum:
-        raise DamagedFileError("its header's sum is not that of what is in it")
+    if len(encoded) != length or zlib.crc32(encoded) != checksum:
+        raise DamagedFileError("its header's checksum is wrong")
     try:
-        told = json.loads(encoded)
+        fields = json.loads(encoded)
         header = PackedHeader(
-            question=told["question"],
-            weights=WeightFormat(**told["weights"]),
-            shape=(int(told["shape"][0]), int(told["shape"][1])),
-            sizes=tuple(map(int, told["sizes"])),
-            sums=tuple(map(int, told["sums"])),
+            question=fields["question"],
+            weights=WeightFormat(**fields["weights"]),
+            shape=(int(fields["shape"][0]), int(fields["shape"][1])),
+            sizes=tuple(map(int, fields["sizes"])),
+            sums=tuple(map(int, fields["sums"])),
         )
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise DamagedFileError(f"its header cannot be read: {error!r}") from error
@@ -117,7 +117,7 @@ def read_header(file: BinaryIO) -> tuple[PackedHeader, int]:
 
 
 def read_parts(file: BinaryIO, header: PackedHeader, begin: int, parts: Sequence[torch.Tensor], *, run: RunAll) -> None:
-    """Into uint8 tensors of the header's sizes. Raises DamagedFileError, OSError."""
+    """Read the parts into uint8 tensors of the header's sizes. Raises DamagedFileError, OSError."""
     if tuple(part.nbytes for part in parts) != header.sizes:
         raise DamagedFileError(f"its parts are of {header.sizes} bytes")
 
@@ -131,7 +131,7 @@ def read_parts(file: BinaryIO, header: PackedHeader, begin: int, parts: Sequence
         return zlib.crc32(piece.bytes)
 
     if tuple(run(read, list(_pieces(parts)))) != header.sums:
-        raise DamagedFileError("its sums are not those of what is in it")
+        raise DamagedFileError("its checksums are wrong")
 
 
 def _pieces(parts: Sequence[torch.Tensor]) -> Iterator[_Piece]:

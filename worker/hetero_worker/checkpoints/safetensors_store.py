@@ -1,8 +1,7 @@
-"""The safetensors files of a model directory: which holds what, and slices of their tensors as they are stored.
+"""Safetensors files of a model directory, as models are published: which file holds which tensor, and slices of them.
 
-Files are mapped and sliced, once the format's own library has found nothing wrong with them. Files that hold pickled
-tensors are refused, because unpickling runs what the file says. Everything that can be wrong becomes a ModelError that
-names the file, the tensor and what to do.
+Files are mapped and sliced after the format's own library has checked them. Files with pickled tensors are refused,
+because unpickling runs code. Every problem becomes a ModelError that names the file, the tensor and the fix.
 """
 
 from __future__ import annotations
@@ -17,7 +16,9 @@ from safetensors import SafetensorError, safe_open
 
 from hetero_api.errors import ModelError
 from hetero_api.sharding import UnitRange
-from hetero_worker.memory.mapped_file import MappedFile
+from hetero_api.weight_format import WeightFormat
+from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
+from hetero_worker.checkpoints.store import MappedFile, TensorSlice, WeightStore
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
@@ -26,21 +27,18 @@ _DTYPES: Final[Mapping[str, torch.dtype]] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
 }  # fmt: skip
-
-
 _LENGTH_BYTES: Final = 8
-"""Of the header's length, which a file begins with."""
+"""Size of the header's length, with which a file begins."""
 _METADATA: Final = "__metadata__"
 
 
 class _Stored(NamedTuple):
-    """A tensor, as its file's header tells."""
+    """A tensor according to its file's header; its bytes are [begin, end) of the file."""
 
     dtype: str
     shape: tuple[int, ...]
     begin: int
     end: int
-    """Of its bytes, in the file."""
 
 
 class _OpenFile(NamedTuple):
@@ -49,34 +47,38 @@ class _OpenFile(NamedTuple):
 
 
 class SafetensorsFiles:
-    """Of one directory. Files stay mapped until `close`, or until the last tensor that lies in them is gone."""
+    """Files of one directory. They stay mapped until `close`, or until the last tensor that lies in them is gone."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises ModelError."""
+        """Find out which file holds which tensor. Raises ModelError."""
         self._directory = directory
         self._files: dict[str, _OpenFile] = {}
         self._file_of = self._locate()
 
     @property
     def directory(self) -> Path:
+        """The model directory."""
         return self._directory
 
     def close(self) -> None:
+        """Close the files; slices that lie in them stay valid."""
         self._files.clear()
 
-    def let_go(self) -> None:
-        """Give back the memory that what was read so far takes; tensors of `slice` stay what they are."""
+    def release_pages(self) -> None:
+        """Give back the memory of file pages that were read so far; slices stay valid."""
         for file in self._files.values():
-            file.mapped.let_go()
+            file.mapped.release_pages()
 
     def has(self, tensor: str) -> bool:
+        """Return whether there is such a tensor."""
         return tensor in self._file_of
 
     def shape(self, tensor: str) -> tuple[int, ...]:
-        """Raises ModelError when there is no such tensor."""
+        """Return the tensor's shape. Raises ModelError if there is no such tensor."""
         return self._stored(tensor).shape
 
     def dtype(self, tensor: str) -> torch.dtype:
+        """Return the type in which the tensor is stored. Raises ModelError if it is missing or of an unknown type."""
         name = self._stored(tensor).dtype
         if name not in _DTYPES:
             path = self._path_of(tensor)
@@ -84,7 +86,10 @@ class SafetensorsFiles:
         return _DTYPES[name]
 
     def slice(self, tensor: str, *ranges: UnitRange | None) -> torch.Tensor:
-        """A range of each of the first dimensions; None: all of it. It lies in the file: not to be written to."""
+        """Return a range of each of the first dimensions; None: all of it.
+
+        The slice lies in the file, so it must not be written to. Raises ModelError.
+        """
         stored, dtype = self._stored(tensor), self.dtype(tensor)
         found = self._open(self._file_of[tensor]).mapped.bytes[stored.begin : stored.end]
         if stored.begin % dtype.itemsize:  # headers are filled up to a multiple of 8, but need not be
@@ -93,7 +98,7 @@ class SafetensorsFiles:
         return found.view(dtype).view(stored.shape)[index[: len(stored.shape)]]
 
     def check_shape(self, tensor: str, expected: tuple[int, ...]) -> None:
-        """Raise ModelError unless the tensor is of this shape."""
+        """Raise ModelError unless the tensor has this shape."""
         found = self.shape(tensor)
         if found != expected:
             raise ModelError(
@@ -109,7 +114,7 @@ class SafetensorsFiles:
         return stored
 
     def _locate(self) -> dict[str, str]:
-        """File of each tensor."""
+        """Return the file of each tensor."""
         if (self._directory / INDEX_FILE).is_file():
             return self._read_index(self._directory / INDEX_FILE)
         if (self._directory / SINGLE_FILE).is_file():
@@ -154,7 +159,7 @@ class SafetensorsFiles:
         if file not in self._files:
             path = self._directory / file
             try:
-                with safe_open(path, framework="pt"):  # reads the header, and what is wrong with it is told here
+                with safe_open(path, framework="pt"):  # checks the header
                     mapped = MappedFile(path)
                 self._files[file] = _OpenFile(mapped, _header_of(mapped))
             except (SafetensorError, OSError, ValueError) as error:
@@ -162,15 +167,52 @@ class SafetensorsFiles:
         return self._files[file]
 
 
+class SafetensorsStore(WeightStore):
+    """Safetensors files with floats."""
+
+    def __init__(self, files: SafetensorsFiles) -> None:
+        self._files = files
+
+    def format_of(self, name: str) -> WeightFormat | None:  # noqa: ARG002 - all tensors are floats
+        """See `WeightStore.format_of`."""
+        return None
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """See `WeightStore.dtype_of`."""
+        return self._files.dtype(name)
+
+    def floats(self, part: TensorSlice) -> torch.Tensor:
+        """See `WeightStore.floats`."""
+        self._files.check_shape(part.name, part.full_shape)
+        return self._files.slice(part.name, part.rows, part.columns)
+
+    def quantized(self, part: TensorSlice) -> QuantizedMatrix:
+        """See `WeightStore.quantized`."""
+        raise RuntimeError(f"{part.name} is stored as floats")
+
+    def release_pages(self) -> None:
+        """See `WeightStore.release_pages`."""
+        self._files.release_pages()
+
+    def close(self) -> None:
+        """See `WeightStore.close`."""
+        self._files.close()
+
+
+def open_safetensors(directory: Path) -> SafetensorsStore:
+    """Open a directory of safetensors with floats. Raises ModelError."""
+    return SafetensorsStore(SafetensorsFiles(directory))
+
+
 def _header_of(file: MappedFile) -> dict[str, _Stored]:
-    """By tensor, of a file that was found to be right."""
+    """Read the tensors of a file that was checked."""
     length = int.from_bytes(file.bytes[:_LENGTH_BYTES].numpy().tobytes(), "little")
     begin = _LENGTH_BYTES + length
     header = json.loads(file.bytes[_LENGTH_BYTES:begin].numpy().tobytes())
     header.pop(_METADATA, None)
     return {
-        name: _Stored(told["dtype"], tuple(told["shape"]), *(begin + offset for offset in told["data_offsets"]))
-        for name, told in header.items()
+        name: _Stored(entry["dtype"], tuple(entry["shape"]), *(begin + offset for offset in entry["data_offsets"]))
+        for name, entry in header.items()
     }
 
 

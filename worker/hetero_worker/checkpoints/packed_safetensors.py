@@ -1,29 +1,32 @@
 """Reads quantised linear layers of safetensors files: AWQ, GPTQ and compressed-tensors.
 
-A layer of them is several tensors: whole numbers packed into int32 words, scales, and zero points z, which stand for
-weights of zero: w = (v - z) · scale, so the minimum is -z · scale. Only the words that hold a rank's rows and columns
-are read and unpacked. Scales are rounded to float16, where they are stored wider.
+A layer consists of several tensors: values v packed into int32 words, scales, and zero points z that stand for a weight
+of zero. A weight is w = (v - z) · scale, so the minimum is -z · scale. Only the words that hold a rank's rows and
+columns are read and unpacked. Wider scales are rounded to float16.
 
 Layouts are those of AutoAWQ (gemm), AutoGPTQ and compressed-tensors (pack-quantized, int-quantized).
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Final
 
 import torch
 
 from hetero_api.errors import ModelError
+from hetero_api.hf_config import read_json
+from hetero_api.model_config import CONFIG_FILE
 from hetero_api.packed_weights import PackedWeights, Packing
 from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import WeightFormat
-from hetero_worker.memory.quantized_matrix import QuantizedMatrix
-from hetero_worker.memory.safetensors_files import SafetensorsFiles
-from hetero_worker.memory.weight_store import SafetensorsStore, TensorSlice
+from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
+from hetero_worker.checkpoints.safetensors_store import SafetensorsFiles, SafetensorsStore
+from hetero_worker.checkpoints.store import TensorSlice
 
 _WORD_BITS: Final = 32
 _AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Which four bits of a word, counted from the lowest, an output's value is in."""
+"""Position within a word, in units of four bits from the lowest, of each of 8 outputs."""
 _MARKS: Final = {
     Packing.AWQ: "qweight",
     Packing.GPTQ: "qweight",
@@ -31,11 +34,11 @@ _MARKS: Final = {
     Packing.PACKED_INTS: "weight_packed",
     Packing.INTS: "weight_scale",
 }
-"""The tensor by which a quantised layer is known."""
+"""Tensor whose presence marks a quantised layer."""
 
 
 class PackedStore(SafetensorsStore):
-    """Floats, and linear layers that are packed."""
+    """Safetensors files with floats and packed linear layers."""
 
     def __init__(self, files: SafetensorsFiles, packed: PackedWeights) -> None:
         super().__init__(files)
@@ -44,11 +47,13 @@ class PackedStore(SafetensorsStore):
         self._weights = packed.weights
 
     def format_of(self, name: str) -> WeightFormat | None:
+        """See `WeightStore.format_of`."""
         stem, _, kind = name.rpartition(".")
         is_packed = kind == "weight" and self._files.has(f"{stem}.{_MARKS[self._packing]}")
         return self._weights if is_packed else None
 
     def quantized(self, part: TensorSlice) -> QuantizedMatrix:
+        """See `WeightStore.quantized`."""
         layer = _Layer(self._files, self._weights, part)
         match self._packing:
             case Packing.AWQ:
@@ -59,6 +64,16 @@ class PackedStore(SafetensorsStore):
                 return layer.packed_ints()
             case Packing.INTS:
                 return layer.ints()
+
+
+def open_packed_safetensors(directory: Path) -> PackedStore | None:
+    """Open a directory whose config.json declares a supported quantisation; None if it declares none.
+
+    Raises ModelError.
+    """
+    path = directory / CONFIG_FILE
+    packed = PackedWeights.of_config(read_json(path), source=str(path)) if path.exists() else None
+    return None if packed is None else PackedStore(SafetensorsFiles(directory), packed)
 
 
 class _Layer:
@@ -77,13 +92,13 @@ class _Layer:
         self._num_groups = weights.groups(self._inputs)
 
     def awq(self) -> QuantizedMatrix:
-        """qweight [in, out / 8], qzeros [groups, out / 8], scales [groups, out]."""
+        """Read qweight [in, out / 8], qzeros [groups, out / 8] and scales [groups, out]."""
         values = self._unpacked("qweight", (self._inputs, self._outputs), (self._columns, self._rows), 1, _AWQ_ORDER)
         zeros = self._unpacked("qzeros", (self._num_groups, self._outputs), (self._groups, self._rows), 1, _AWQ_ORDER)
         return self._matrix(values.T, self._scales_by_group(), zeros.T)
 
     def gptq(self, *, zero_offset: int) -> QuantizedMatrix:
-        """qweight [in / 8, out], qzeros [groups, out / 8], scales [groups, out]; of 8 bits, 4 in a word."""
+        """Read qweight [in / 8, out], qzeros [groups, out / 8], scales [groups, out]; of 8 bits, 4 go to a word."""
         self._check_order()
         values = self._unpacked("qweight", (self._inputs, self._outputs), (self._columns, self._rows), 0)
         zeros = self._unpacked("qzeros", (self._num_groups, self._outputs), (self._groups, self._rows), 1)
@@ -91,7 +106,7 @@ class _Layer:
         return self._matrix(values.T, self._scales_by_group(), zeros.T)
 
     def packed_ints(self) -> QuantizedMatrix:
-        """weight_packed [out, in / 8], weight_scale [out, groups], weight_zero_point [out / 8, groups]."""
+        """Read weight_packed [out, in / 8], weight_scale [out, groups] and weight_zero_point [out / 8, groups]."""
         values = self._unpacked("weight_packed", (self._outputs, self._inputs), (self._rows, self._columns), 1)
         zeros = None
         if self._weights.has_minimum:
@@ -100,14 +115,14 @@ class _Layer:
         return self._matrix(values, self._scales_by_row(), zeros)
 
     def ints(self) -> QuantizedMatrix:
-        """weight int8 [out, in], weight_scale [out, groups], weight_zero_point int8 [out, groups]."""
+        """Read int8 weight [out, in], weight_scale [out, groups] and int8 weight_zero_point [out, groups]."""
         values = self._signed("weight", self._inputs, self._columns)
         has_zeros = self._weights.has_minimum
         zeros = self._signed("weight_zero_point", self._num_groups, self._groups) if has_zeros else None
         return self._matrix(values, self._scales_by_row(), zeros)
 
     def _matrix(self, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> QuantizedMatrix:
-        """Of unsigned values [rows, columns], scales and unsigned zero points [rows, groups]."""
+        """Return the matrix of unsigned values [rows, columns], scales and unsigned zero points [rows, groups]."""
         middle, is_wide = self._middle, self._weights.bits == 8
         rounded, minima = scales.half().float(), None
         if zeros is not None and self._weights.has_minimum:
@@ -124,7 +139,7 @@ class _Layer:
 
     @property
     def _middle(self) -> int:
-        """What unsigned values of signed ones are zero at."""
+        """Unsigned value that stands for zero."""
         return 1 << self._weights.bits - 1
 
     @property
@@ -132,15 +147,15 @@ class _Layer:
         return (1 << self._weights.bits) - 1
 
     def _scales_by_group(self) -> torch.Tensor:
-        """[rows, groups]."""
+        """Return scales as [rows, groups]."""
         return self._read("scales", (self._num_groups, self._outputs), self._groups, self._rows).T
 
     def _scales_by_row(self) -> torch.Tensor:
-        """[rows, groups]."""
+        """Return scales as [rows, groups]."""
         return self._read("weight_scale", (self._outputs, self._num_groups), self._rows, self._groups)
 
     def _signed(self, name: str, width: int, columns: UnitRange) -> torch.Tensor:
-        """int8 [rows, columns], as unsigned numbers in int32."""
+        """Read int8 [rows, columns] as unsigned numbers in int32."""
         return self._read(name, (self._outputs, width), self._rows, columns).to(torch.int32) + self._middle
 
     def _unpacked(
@@ -151,9 +166,9 @@ class _Layer:
         axis: int,
         order: tuple[int, ...] | None = None,
     ) -> torch.Tensor:
-        """Unsigned numbers, int32, of a rectangle of a tensor of this shape whose `axis` is packed into words.
+        """Read a rectangle of a tensor of this shape whose `axis` is packed into words, as unsigned int32.
 
-        `order`: which bits of a word its numbers are in; None: ascending.
+        `order`: position of each number within its word; None: ascending.
         """
         each = _WORD_BITS // self._weights.bits
         stored, ranges = list(shape), list(wanted)
@@ -174,7 +189,7 @@ class _Layer:
         return self._files.slice(tensor, *ranges)
 
     def _check_order(self) -> None:
-        """Inputs are in groups one after another."""
+        """Raise ModelError unless inputs are assigned to groups in ascending order."""
         if not self._files.has(f"{self._stem}.g_idx"):
             return
         group = self._weights.group or self._inputs

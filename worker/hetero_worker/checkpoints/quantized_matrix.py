@@ -1,0 +1,162 @@
+"""Quantised matrices: one value per byte between a file and the kernel that packs them, and an embedding at rest.
+
+Layers and kernels get quantised weights in this form only, whatever the checkpoint's format. `hetero_api.weight_format`
+defines the meaning of the values. Scales and minima are float32 tensors of float16 numbers: a kernel may store them in
+16 bits without loss, so a weight is the same on a rank that multiplies with the values and on one that widens them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Final
+
+import torch
+from torch.nn import functional as F
+
+from hetero_api.sharding import UnitRange
+from hetero_api.weight_format import WeightFormat
+
+_MIDDLE: Final = 8
+"""4-bit value that stands for zero, in formats without minima."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedMatrix:
+    """A matrix [out, in]; its tensors are on the host."""
+
+    format: WeightFormat
+    values: torch.Tensor
+    """[out, in]: int8 for 8 bits, uint8 0…15 for 4 bits; not padded."""
+    scales: torch.Tensor
+    """float32 [out, groups]."""
+    minima: torch.Tensor | None = None
+    """float32 [out, groups], if the format has minima."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in) features."""
+        outputs, inputs = self.values.shape
+        return outputs, inputs
+
+    @property
+    def num_bytes(self) -> int:
+        """Size when packed."""
+        return self.format.matrix_bytes(*self.shape)
+
+    def dequantized(self, into: torch.Tensor | None = None) -> torch.Tensor:
+        """Return float32 [out, in], or write it into a tensor of any type and device and return that."""
+        result = self.values.to(torch.float32)
+        if self.format.bits == 4 and self.minima is None:
+            result -= _MIDDLE
+        result *= self._spread(self.scales)
+        if self.minima is not None:
+            result += self._spread(self.minima)
+        return result if into is None else into.copy_(result)
+
+    def in_format(self, wanted: WeightFormat) -> QuantizedMatrix:
+        """Return the same numbers in a format that can hold them (`WeightFormat.joined`)."""
+        if wanted == self.format:
+            return self
+        values, minima = self.values, self.minima
+        is_centred = self.format.bits == 4 and minima is None
+        if wanted.has_minimum and minima is None:
+            minima = self.scales * -_MIDDLE if is_centred else torch.zeros_like(self.scales)
+        elif wanted.bits == 8 and is_centred:
+            values = values.to(torch.int8) - _MIDDLE
+        firsts = self._firsts(UnitRange(0, self.shape[1]), wanted.group)
+        return QuantizedMatrix(
+            wanted,
+            values.to(torch.int8) if wanted.bits == 8 else values,
+            self.scales[:, firsts],
+            None if minima is None else minima[:, firsts],
+        )
+
+    def columns(self, columns: UnitRange) -> QuantizedMatrix:
+        """Return a range of columns. If it cuts a group in two, groups become small enough that none is cut."""
+        begin, end = columns
+        weights = self.format.cut(begin, end, self.shape[1])
+        firsts = self._firsts(columns, weights.group)
+        return QuantizedMatrix(
+            weights,
+            self.values[:, begin:end],
+            self.scales[:, firsts],
+            None if self.minima is None else self.minima[:, firsts],
+        )
+
+    def _firsts(self, columns: UnitRange, group: int) -> torch.Tensor:
+        """Return for each group of this size among the columns the index of our group that contains it."""
+        if not group:
+            return torch.zeros(1, dtype=torch.int64)
+        begins = torch.arange(*columns, group)
+        return begins // self.format.group if self.format.group else torch.zeros_like(begins)
+
+    def _spread(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Repeat the number of each group for all values of the group."""
+        if numbers.shape[1] <= 1:
+            return numbers
+        return numbers.repeat_interleave(self.format.group, dim=1)[:, : self.values.shape[1]]
+
+
+def stacked(matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
+    """Return the matrices stacked along rows, in the narrowest format that holds all of them."""
+    if len(matrices) == 1:
+        return matrices[0]
+    weights = reduce(WeightFormat.joined, (matrix.format for matrix in matrices))
+    parts = [matrix.in_format(weights) for matrix in matrices]
+    minima = [part.minima for part in parts if part.minima is not None]
+    return QuantizedMatrix(
+        weights,
+        torch.cat([part.values for part in parts]),
+        torch.cat([part.scales for part in parts]),
+        torch.cat(minima) if minima else None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedRows:
+    """A packed matrix [rows, in] whose rows are looked up, and widened row by row.
+
+    It takes the bytes that its format says, or less if rows end within a group.
+    """
+
+    format: WeightFormat
+    inputs: int
+    values: torch.Tensor
+    """int8 [rows, in]; for 4 bits uint8 [rows, in / 2], two in a byte, the lower half first."""
+    scales: torch.Tensor
+    """float16 [rows, groups]."""
+    minima: torch.Tensor | None
+    dtype: torch.dtype
+    """Type of the rows that are looked up."""
+
+    @classmethod
+    def of(cls, matrix: QuantizedMatrix, dtype: torch.dtype) -> QuantizedRows:
+        """Pack a matrix."""
+        values = matrix.values
+        if matrix.format.bits == 4:
+            even = F.pad(values, (0, values.shape[1] % 2))
+            values = even[:, ::2] | even[:, 1::2] << 4
+        minima = None if matrix.minima is None else matrix.minima.half()
+        return cls(matrix.format, matrix.shape[1], values, matrix.scales.half(), minima, dtype)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All that it holds."""
+        return (self.values, self.scales) if self.minima is None else (self.values, self.scales, self.minima)
+
+    def rows(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return [n, in] for int64 [n] row numbers."""
+        return self._matrix(*(part[numbers] for part in self.tensors)).dequantized().to(self.dtype)
+
+    def matrix(self) -> QuantizedMatrix:
+        """Return all rows with one value per byte."""
+        return self._matrix(*self.tensors)
+
+    def _matrix(
+        self, values: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor | None = None
+    ) -> QuantizedMatrix:
+        if self.format.bits == 4:
+            values = torch.stack((values & 15, values >> 4), dim=2).flatten(1)[:, : self.inputs]
+        return QuantizedMatrix(self.format, values, scales.float(), None if minima is None else minima.float())

@@ -1,0 +1,93 @@
+"""Interface between a checkpoint and its format: slices of tensors, by Hugging Face's names."""
+
+from __future__ import annotations
+
+import mmap
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hetero_api.sharding import UnitRange
+from hetero_api.weight_format import WeightFormat
+from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlice:
+    """A rectangle of one tensor of the checkpoint."""
+
+    name: str
+    full_shape: tuple[int, ...]
+    """Shape of the whole tensor, according to the model's config."""
+    rows: UnitRange | None = None
+    """Range of the first dimension; None: all."""
+    columns: UnitRange | None = None
+    """Range of the second dimension; None: all."""
+    quantize_to: WeightFormat | None = None
+    """Format in which `Checkpoint.read_quantized` returns floats; None: the tensor is quantised already, or stays
+    floats."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the slice."""
+        picked = (self.rows, self.columns)[: len(self.full_shape)]
+        return tuple(size if part is None else part.size for part, size in zip(picked, self.full_shape, strict=False))
+
+    @property
+    def row_range(self) -> UnitRange:
+        """Rows of the slice."""
+        return self.rows or UnitRange(0, self.full_shape[0])
+
+    @property
+    def column_range(self) -> UnitRange:
+        """Columns of the slice, which must be of a matrix."""
+        return self.columns or UnitRange(0, self.full_shape[1])
+
+
+class WeightStore(ABC):
+    """Open files of one format. All methods but `close` and `release_pages` raise ModelError for a missing tensor."""
+
+    @abstractmethod
+    def format_of(self, name: str) -> WeightFormat | None:
+        """Return how a matrix is quantised; None: it is floats."""
+
+    @abstractmethod
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return the type in which floats are stored."""
+
+    @abstractmethod
+    def floats(self, part: TensorSlice) -> torch.Tensor:
+        """Return a slice as it is stored. It may lie in the file, so it must not be written to."""
+
+    @abstractmethod
+    def quantized(self, part: TensorSlice) -> QuantizedMatrix:
+        """Return a slice of a matrix that has a format."""
+
+    @abstractmethod
+    def release_pages(self) -> None:
+        """Give back the memory of file pages that were read so far."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the files. Slices that lie in them stay valid."""
+
+
+class MappedFile:
+    """A file's bytes as a tensor that nobody writes to. The mapping goes with the last tensor that lies in it.
+
+    The pages of a mapping that a process has read count as its memory. A rank reads each weight once, so pages that
+    were kept until the end of the load would take as much memory again as the weights.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Map the file. Raises OSError, and ValueError if it is empty."""
+        with path.open("rb") as file:
+            # Copy on write, because torch wants memory that may be written to.
+            self._mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self.bytes = torch.frombuffer(self._mapped, dtype=torch.uint8)
+
+    def release_pages(self) -> None:
+        """Give back the pages that were read. Tensors stay valid: later reads come from the file again."""
+        self._mapped.madvise(mmap.MADV_DONTNEED)
