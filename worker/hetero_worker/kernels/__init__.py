@@ -1,4 +1,4 @@
-"""Kernels for GPUs, in Triton, and thin launchers: imported only where a rank computes on one, or tests interpret them.
+"""Triton kernels for GPUs, and thin launchers. Import them only where a rank has a GPU, or tests interpret them.
 
-But for `availability`, which needs no Triton: it says whether the others can be had.
+`availability` is the exception: it needs no Triton, and tells whether the kernels can be used.
 """

@@ -1,6 +1,6 @@
-"""The gate of an MLP: activation(gate) · up in one pass over the fused projection.
+"""Gate of an MLP: activation(gate) · up in one pass over the fused projection.
 
-Element by element, in float32, rounded once: what else is in the batch is of no account.
+Elements are computed one by one in float32 and rounded once, so the rest of the batch does not matter.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 from hetero_api.model_parts import Activation
 
 _BLOCK: Final = 1024
-"""Columns of one program at most."""
+"""Most columns of one program."""
 _GELU_FACTOR: Final = tl.constexpr(1.5957691216057308)
 """2 · √(2/π)."""
 _GELU_CUBE: Final = tl.constexpr(0.044715)
@@ -38,7 +38,10 @@ def _gated(gate_up, out, row_stride, columns: tl.constexpr, is_gelu: tl.constexp
 
 
 def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """[rows, gate | up], rows at any stride → [rows, columns], new and contiguous."""
+    """Return activation(gate) · up, new and contiguous [rows, columns].
+
+    `gate_up` is [rows, 2 · columns] with rows at any stride, gates first.
+    """
     rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, columns), dtype=gate_up.dtype, device=gate_up.device)
     if rows:

@@ -1,13 +1,12 @@
-"""y = x · Wᵀ + b, row by row the same to the last bit, however many rows there are and wherever a row is among them.
+"""Batch-invariant matrix product y = x · Wᵀ + b: a row's bits do not depend on the number or place of other rows.
 
-A library's matrix product picks its tiles by the number of rows, and for few rows cuts the inner dimension into parts
-that different programs add up: other orders of additions, hence other bits. Here the tiles follow from the weight's
-shape and type alone, and each element of the result is one program's sum over the inner dimension, from its beginning
-to its end, in float32. Rows that a tile has too many are zeros and are not stored. Nothing depends on the number of
-rows but how many programs there are; not what is compiled either.
+A library's matrix product picks its tiles by the number of rows. For few rows it splits the inner dimension among
+programs, which changes the order of additions and thus the bits. Here the tiles follow from the weight's shape and type
+alone, and one program sums each element over the whole inner dimension, in order, in float32. Surplus rows of a tile
+are zeros and are not stored. Only the number of programs depends on the number of rows; the compiled code does not.
 
-What it costs beside a library: prefills miss larger tiles, and decodes the parts of the inner dimension where a weight
-has too few columns to keep the device busy. `bench.gpu`'s ablations have a row that tells how much.
+Compared with a library, prefills miss larger tiles, and decodes miss the split of the inner dimension where a weight
+has too few columns to keep the device busy. The ablations of `bench.gpu` measure the difference.
 """
 
 from __future__ import annotations
@@ -20,26 +19,26 @@ import triton
 import triton.language as tl
 
 _ROWS: Final = 64
-"""Of a tile: the least that a Hopper GPU's largest matrix instruction takes. One tile serves a batch that decodes."""
+"""Rows of a tile: the least for a Hopper GPU's largest matrix instruction. One tile serves a decoding batch."""
 _BUSY: Final = 128
-"""Tiles of columns from which on wider ones are better: about as many as a large GPU has multiprocessors."""
+"""Number of column tiles from which wider tiles are better: about a large GPU's number of multiprocessors."""
 _ALIGNMENT: Final = 16
-"""Bytes that rows begin at a multiple of: Triton compiles for what it sees, and all calls are to see the same."""
+"""Alignment of x in bytes. Triton specialises on it, and all calls must use the same code."""
 
 
 @dataclass(frozen=True, slots=True)
 class MatmulTile:
-    """What a program computes, by the weight's shape and type alone."""
+    """A program's share of the product. It depends on the weight's shape and type alone."""
 
     columns: int
     depth: int
-    """Of the inner dimension, at a time."""
+    """Elements of the inner dimension per iteration."""
     stages: int
-    """That are on their way from memory at a time."""
+    """Iterations whose loads are in flight."""
 
     @classmethod
     def of(cls, out_features: int, element_bytes: int) -> MatmulTile:
-        """All its stages fit the 96 KiB of shared memory that small GPUs have."""
+        """Return a tile all of whose stages fit in the 96 KiB of shared memory that small GPUs have."""
         widest = 128 if element_bytes == 2 else 64
         columns = next((size for size in (widest, 64) if out_features >= size * _BUSY), 32)
         return cls(columns, 64, 4) if element_bytes == 2 else cls(columns, 32, 3)
@@ -59,7 +58,7 @@ def _matmul(  # type: ignore[no-untyped-def]
     tile_columns: tl.constexpr,
     depth: tl.constexpr,
 ):
-    """Program (tile of rows, tile of columns): neighbours share the weight's tile."""
+    """Compute tile (rows, columns) in program (0, 1); neighbouring programs share the weight's tile."""
     row = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)
     column = tl.program_id(1).to(tl.int64) * tile_columns + tl.arange(0, tile_columns)
     is_row = (row < rows)[:, None]
@@ -87,10 +86,10 @@ def _matmul(  # type: ignore[no-untyped-def]
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [rows, in], weight [out, in] contiguous, bias [out], all of one type → [rows, out], new and contiguous.
+    """Return x · weightᵀ + bias, new and contiguous [rows, out].
 
-    Sums are in float32 and rounded once, float32 products exact. An x that is not contiguous, or does not begin at 16
-    bytes, is copied.
+    x is [rows, in], weight [out, in] and contiguous, bias [out], all of one type. Sums are in float32 and rounded once;
+    float32 products are exact. An x that is not contiguous or not aligned to 16 bytes is copied.
     """
     rows, in_features = x.shape
     out_features = len(weight)

@@ -1,8 +1,8 @@
-"""RMSNorm of rows, alone or together with the addition to the residual stream that comes before it.
+"""RMSNorm of rows, alone or fused with the addition to the residual stream before it.
 
-One program computes one row, by itself and always in the same order: a row's bits do not depend on what else is in
-the batch. All arithmetic is in float32 and rounded once; a sum to the residual stream is rounded to the stream's type
-before it is normed, as it will be read again.
+One program computes one row, always in the same order, so a row's bits do not depend on the rest of the batch. All
+arithmetic is in float32 and rounded once. A sum is rounded to the residual stream's type before it is normed, since
+later readers see the rounded one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MOST_WARPS: Final = 16
 
 @triton.jit
 def _normed(row, weight, columns, inside, eps, width: tl.constexpr):  # type: ignore[no-untyped-def]
-    """row float32 [block], 0 outside → row / rms(row) · weight."""
+    """Return row / rms(row) · weight; the row is float32 [block], 0 outside of `inside`."""
     mean_square = tl.sum(row * row, axis=0) / width
     factors = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     return row * tl.rsqrt(mean_square + eps) * factors
@@ -51,7 +51,10 @@ def _add_rms_norm(  # type: ignore[no-untyped-def]
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [rows, width], rows at any stride; weight [width], of any type → new, contiguous, of x's type."""
+    """Return x / rms(x) · weight, new and contiguous, of x's type.
+
+    x is [rows, width] with rows at any stride; weight is [width], of any type.
+    """
     rows, width = x.shape
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     if rows:
@@ -61,7 +64,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def add_rms_norm(residual: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """residual += delta in place, both [rows, width], rows at any stride → the norm of it: new, of residual's type."""
+    """Add delta to residual in place, and return the norm of the sum: new and contiguous, of residual's type.
+
+    Both are [rows, width] with rows at any stride; weight is [width], of any type.
+    """
     rows, width = residual.shape
     out = torch.empty((rows, width), dtype=residual.dtype, device=residual.device)
     if rows:

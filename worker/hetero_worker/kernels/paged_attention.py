@@ -1,16 +1,16 @@
-"""Attention over the paged cache: one kernel for rows that decode, one for spans of several rows.
+"""Attention over the paged cache: one kernel for decode rows, one for spans of several rows.
 
-A program serves one KV head and all query heads of its group, so that what it reads of the cache serves them all. Its
-lanes are (row, head) pairs. Tokens come in tiles (`attention_tiles`) that begin at multiples of the tile's size,
-whatever is asked, and those that a lane sees nothing of do not change its numbers; hence in `attend_spans` a row's
-result does not depend on which rows are computed along with it.
+A program serves one KV head and all query heads of its group, so they share its reads of the cache. Its lanes are
+(row, head) pairs. Tokens come in tiles (`attention_tiles`) that always begin at multiples of the tile's size, and a
+tile that a lane sees nothing of does not change the lane's numbers. Hence in `attend_spans` a row's result does not
+depend on the rows that are computed along with it.
 
-`attend_decode` may cut a row's tokens into splits, for there are few rows and many multiprocessors; a second kernel
-adds up what the splits found. The number of splits changes the order of additions, and so the last bits.
+`attend_decode` may cut a row's tokens into splits, since there are few rows and many multiprocessors; a second kernel
+adds up the splits' partial sums. The number of splits changes the order of additions, and so the last bits.
 
-What lies outside the tokens that a program's lanes see is never read. Shapes are constants of a compilation; lengths,
-tables, windows and the number of splits are not: a kernel that is compiled while requests wait costs them a second.
-Nothing here waits, and everything may be captured into a graph.
+Tokens that no lane of a program sees are never read. Shapes are compile-time constants; lengths, tables, windows and
+the number of splits are not, because compiling a kernel while requests wait costs them a second. No launch waits, and
+all of them can be captured into a graph.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import triton.language as tl
 from hetero_worker.kernels.attention_tiles import PagedKeys, Scoring, Tile, fold
 
 _ALL: Final = 2**31 - 1
-"""The window of a layer that has none."""
+"""Window of a layer without one."""
 _LEAST_LANES: Final = 16
-"""Rows of the smallest product that tensor cores do."""
+"""Rows of the smallest product of tensor cores."""
 MAX_SPLITS: Final = 64
-"""Of a decode row's tokens, as many as one program adds up at once."""
+"""Most splits of a decode row: as many as one program adds up at once."""
 
 
 @triton.jit(do_not_specialize=["window", "num_splits", "table_stride"])
@@ -61,7 +61,7 @@ def _decode(  # type: ignore[no-untyped-def]
     is_split: tl.constexpr,
     has_cap: tl.constexpr,
 ):
-    """Program (row, KV head, split): the split's share of the row's tiles."""
+    """Attend to the split's share of the row's tiles; program (row, KV head, split)."""
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -136,7 +136,7 @@ def _combine(  # type: ignore[no-untyped-def]
     padded_dim: tl.constexpr,
     most_splits: tl.constexpr,
 ):
-    """Program (row, head): adds up what the splits found. A split without tokens has a total of 0, and no sums."""
+    """Add up the splits' partial sums; program (row, head). A split without tokens has a total of 0, and no sums."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     dims = tl.arange(0, padded_dim)
@@ -182,7 +182,10 @@ def _spans(  # type: ignore[no-untyped-def]
     tile: tl.constexpr,
     has_cap: tl.constexpr,
 ):
-    """Program (piece, span, KV head): as many rows as there are lanes for. The last pieces see most, and come first."""
+    """Attend with as many rows of a span as there are lanes; program (piece, span, KV head).
+
+    The last pieces see the most tokens, and come first.
+    """
     span = first_span + tl.program_id(1)
     kv_head = tl.program_id(2)
     span_begin = tl.load(starts + span)
@@ -243,10 +246,10 @@ def _spans(  # type: ignore[no-untyped-def]
 def attend_decode(
     query: torch.Tensor, out: torch.Tensor, paged: PagedKeys, scoring: Scoring, *, num_splits: int
 ) -> None:
-    """Row i of `query` [rows, heads, head_dim] is the last token of sequence i; into `out` [rows, heads · head_dim].
+    """Attend with row i of `query` [rows, heads, head_dim] as the last token of sequence i.
 
-    `num_splits`, up to MAX_SPLITS, takes as many more programs, and rows · heads · num_splits · (head_dim + 2) floats
-    of memory if it is more than one. A row of length 0 gets zeros.
+    Writes `out` [rows, heads · head_dim]; a row of length 0 gets zeros. `num_splits`, up to MAX_SPLITS, multiplies the
+    number of programs; more than one takes rows · heads · num_splits · (head_dim + 2) floats of memory.
     """
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads = paged.keys.shape[1]
@@ -304,10 +307,10 @@ def attend_spans(
     first_span: int,
     longest: int,
 ) -> None:
-    """Rows [starts[i], starts[i + 1]) of `query` [rows, heads, head_dim] are the last ones of sequence i.
+    """Attend with rows [starts[i], starts[i + 1]) of `query` [rows, heads, head_dim] as the last ones of sequence i.
 
-    `starts` is int32 [sequences + 1]. Sequences from `first_span` on are served, none of which has more than `longest`
-    rows here, into `out` [rows, heads · head_dim]. The step's keys and values are in the cache already.
+    `starts` is int32 [sequences + 1]. Only sequences from `first_span` on are computed; none of them has more than
+    `longest` rows. Writes `out` [rows, heads · head_dim]. The step's keys and values must be in the cache already.
     """
     num_heads, head_dim = query.shape[1:]
     num_kv_heads = paged.keys.shape[1]
@@ -339,7 +342,7 @@ def attend_spans(
 
 
 def _strides(query: torch.Tensor, out: torch.Tensor, paged: PagedKeys) -> tuple[int, ...]:
-    """In the order of the kernels' parameters; elements of a head lie side by side."""
+    """Return strides in the order of the kernels' parameters; elements of a head lie side by side."""
     assert query.stride(2) == 1
     assert out.stride(1) == 1
     assert paged.keys.stride() == paged.values.stride()

@@ -1,8 +1,8 @@
-"""From the fused projection of q, k and v to what attention reads, in one pass.
+"""Rotary embedding of the fused q, k and v projection, with head norms and cache writes, in one pass.
 
-Query and key heads are normed, where the model does so, and rotated; keys and values go to their slots of the paged
-cache. A program takes some heads of one token. Heads do not mix, so a head's bits are its own, whatever else is in the
-batch. All arithmetic is in float32, rounded once; values are copied as they are.
+Query and key heads are normed, if the model does so, and rotated; keys and values go to their slots of the paged cache.
+A program takes some heads of one token. Heads do not mix, so a head's bits do not depend on the rest of the batch. All
+arithmetic is in float32 and rounded once; values are copied unchanged.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 _TILE_ELEMENTS: Final = 512
-"""Of one program, in each half of its heads."""
+"""Elements of one program in each half of its heads."""
 
 
 @triton.jit
@@ -84,7 +84,7 @@ def _rotate(  # type: ignore[no-untyped-def]
 
 
 class HeadNorms(Protocol):
-    """Of query and key heads."""
+    """Norms of query and key heads."""
 
     @property
     def weight(self) -> torch.Tensor:
@@ -92,11 +92,13 @@ class HeadNorms(Protocol):
         ...
 
     @property
-    def eps(self) -> float: ...
+    def eps(self) -> float:
+        """Term added to the mean square."""
+        ...
 
 
 class CacheWrite(NamedTuple):
-    """Where keys and values go: the cache's, [slots, kv_heads, head_dim] contiguous each, and int64 [tokens] slots."""
+    """Destination of keys and values: contiguous [slots, kv_heads, head_dim] each, and int64 [tokens] slots."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -112,10 +114,11 @@ def rotate(
     norms: HeadNorms | None = None,
     write: CacheWrite | None = None,
 ) -> None:
-    """In place in qkv [tokens, heads + 2 · kv_heads, head_dim]: tokens at any stride, heads contiguous.
+    """Norm and rotate query and key heads of qkv [tokens, heads + 2 · kv_heads, head_dim] in place.
 
-    `cos` and `signed_sin` are the tokens' angles, [tokens, 1, head_dim], contiguous. With `write`, keys and values go
-    to the cache and only queries to qkv; without it, queries and keys.
+    Tokens are at any stride, heads contiguous. `cos` and `signed_sin` are the tokens' angles, contiguous
+    [tokens, 1, head_dim]. With `write`, keys and values go to the cache and only queries to qkv; without it, queries
+    and keys go to qkv.
     """
     tokens, all_heads, head_dim = qkv.shape
     if not tokens:

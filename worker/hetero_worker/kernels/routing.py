@@ -1,7 +1,7 @@
-"""Logits of a router of experts, in float64, of the normed residual stream: one token a program, whoever else is there.
+"""Router logits of experts, computed in float64 from the normed residual stream.
 
-A token's sums run over the hidden dimension from its beginning to its end, a tile at a time, and are rounded to float32
-at last: ranks on host cores, which add in another order, come to the same choice.
+A program computes one token, whatever else is in the batch. Its sums run over the hidden dimension in order, a tile at
+a time, and are rounded to float32 at the end. Host ranks add in another order, and still come to the same choice.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _router(  # type: ignore[no-untyped-def]
     tile_experts: tl.constexpr,
     depth: tl.constexpr,
 ):
-    """Program (token, tile of experts)."""
+    """Compute a tile of experts of one token; program (token, tile)."""
     token = tl.program_id(0).to(tl.int64)
     expert = tl.program_id(1) * tile_experts + tl.arange(0, tile_experts)
     is_expert = expert < num_experts
@@ -47,9 +47,10 @@ def _router(  # type: ignore[no-untyped-def]
 
 
 def router_logits(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """hidden [tokens, hidden], rows at any stride, of any type → float32 [tokens, experts]: hidden / rms · weightᵀ.
+    """Return hidden / rms(hidden) · weightᵀ, float32 [tokens, experts].
 
-    `weight` is float64 [experts, hidden], contiguous, the norm's multiplied in.
+    hidden is [tokens, hidden], of any type, with rows at any stride. weight is float64 [experts, hidden], contiguous,
+    with the norm's weight multiplied in.
     """
     tokens, width = hidden.shape
     num_experts = len(weight)

@@ -1,4 +1,4 @@
-"""One kernel that shows whether any can be compiled and run: a device, its driver and a host compiler must be there."""
+"""Trial kernel: shows whether Triton can compile and run one, which takes a device, its driver and a host compiler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ def _count(out, block: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 def run_one(device: torch.device) -> None:
-    """Raises what Triton raises when it cannot; about a second at first, then it is cached on disk."""
+    """Compile and run a kernel: about a second the first time, then it is cached on disk.
+
+    Raises RuntimeError for a wrong result, and lets Triton's own errors pass.
+    """
     out = torch.full((4,), -1, dtype=torch.int32, device=device)
     _count[(1,)](out, block=4)
     if out.tolist() != [0, 1, 2, 3]:

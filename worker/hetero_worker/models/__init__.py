@@ -1,1 +1,1 @@
-"""The decoder, tensor-parallel by a shard plan."""
+"""The decoder, spread over ranks by a shard plan."""

@@ -1,13 +1,14 @@
 """A decoder-only transformer, spread over ranks by a shard plan: over its layers, and within them.
 
-One class serves all supported families: ModelConfig's switches say what differs. The ranks that own something of a
-layer are its stage. Those that own heads hold the residual stream of all tokens; a layer's halves are computed by those
-that own a part of them, and summed by one exchange round each among the holders. Ranks that own no heads help with the
-MLP, by what the holders' leader lends them (lending.py). Between stages the stream travels, in micro-batches
-(pipeline.py). With one stage that all ranks hold nothing travels. A rank that owns nothing computes nothing.
+One class serves all supported families; ModelConfig's switches describe the differences. The ranks that own something
+of a layer form its stage. Those that own heads, the holders, have the residual stream of all tokens. Each half of a
+layer is computed by the ranks that own a part of it, and summed among the holders in one exchange round. Ranks without
+heads help with the MLP; the holders' leader lends them its hidden states (`lending`). Between stages the stream travels
+in micro-batches (`pipeline`); with one stage that all ranks hold, nothing travels. A rank that owns nothing computes
+nothing.
 
-A Decoder is built from shapes alone and weighs nothing until `load`. It keeps no state between steps; the KV
-caches and the exchange are handed in.
+A Decoder is built from shapes alone and holds no weights until `load`. It keeps no state between steps; callers pass
+the KV caches and the exchange.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class DecoderInput:
     """int64 [tokens]."""
     attention: AttentionBatch
     logit_rows: torch.Tensor | None
-    """int64 [draws]: tokens whose logits are wanted; None means all, in order."""
+    """int64 [draws]: rows whose logits are computed; None: all, in order."""
 
 
 class Decoder:
@@ -97,7 +98,7 @@ class Decoder:
             self._head = OutputHead(config, shard.head_rows, embedding_rows=shard.embedding_rows, ops=ops)
 
     def weight_bytes(self, kernel: LinearKernel) -> int:
-        """Bytes that are resident once loaded, rotary tables included; at most."""
+        """Return the most bytes that the loaded weights take, rotary tables included."""
         count = sum(layer.weight_bytes(self._dtype, kernel) for layer in self._layers)
         if self._embedding is not None:
             count += self._embedding.weight_bytes(self._dtype, kernel)
@@ -117,17 +118,17 @@ class Decoder:
 
     @property
     def expert_mlps(self) -> dict[int, ExpertMlp]:
-        """Of the layers whose experts this rank holds some of, ascending."""
+        """Expert MLPs by layer, for the layers of which this rank holds experts."""
         return {i: layer.mlp for i, layer in enumerate(self._layers) if isinstance(layer.mlp, ExpertMlp)}
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All tensors that this rank's weights lie in, once loaded: not what a kernel has packed its own way."""
+        """All tensors of this rank's loaded weights, except weights that a kernel has packed in its own layout."""
         parts = (self._embedding, self._head, self._norm, self._rotary, *self._layers)
         return [tensor for part in parts if part is not None for tensor in part.tensors]
 
     def allocate_caches(self, *, num_blocks: int, block_size: int) -> list[LayerCache | None]:
-        """One cache a layer; None where this rank holds no heads of it, or steps leave it out."""
+        """Return one cache per layer; None if this rank holds no heads of the layer, or steps skip it."""
         return [
             None
             if layer.attention is None or i in self._skipped
@@ -143,11 +144,14 @@ class Decoder:
         ]
 
     def forward(self, step: DecoderInput, *, caches: Sequence[LayerCache | None], exchange: Exchange) -> torch.Tensor:
-        """Logits of this rank's vocabulary rows for the step's draws: float32 [draws, vocabulary rows]."""
+        """Return the logits of this rank's vocabulary rows for the step's draws: float32 [draws, vocabulary rows]."""
         return self.logits(self.hidden(step, caches=caches, exchange=exchange))
 
     def hidden(self, step: DecoderInput, *, caches: Sequence[LayerCache | None], exchange: Exchange) -> torch.Tensor:
-        """What `logits` takes of the step's logit rows: [rows, hidden]; content only where this rank has a head."""
+        """Return the hidden states of the step's logit rows, [rows, hidden], for `logits`.
+
+        They have content only if this rank has a part of the output head.
+        """
         number = self._count_parts(len(step.token_ids), self._pipeline.num_stages)
         batches = micro_batches(step.attention, number)
         hidden = self._embed(step.token_ids, exchange)
@@ -159,14 +163,19 @@ class Decoder:
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Of rows of `hidden`, as many at a time as memory allows: float32 [rows, vocabulary rows of this rank]."""
+        """Return float32 [rows, vocabulary rows of this rank] of rows of `hidden`.
+
+        Callers pass as many rows at a time as memory allows.
+        """
         if self._head is None or not len(hidden):
             return torch.empty(len(hidden), 0, device=self.device)
         return self._head(self._norm(hidden))
 
     def shallow(self) -> Decoder:
-        """This decoder, on the same weights, with one layer only of each that are alike: its steps take as much memory
-        as this one's, and little time. What they give is of no use."""
+        """Return a decoder on the same weights with only one layer of each kind.
+
+        Its steps take as much memory as this decoder's, and little time; their results are meaningless.
+        """
         first_of: dict[object, int] = {}
         for i, layer in enumerate(self._layers):
             first_of.setdefault(layer.kind, i)
@@ -176,26 +185,26 @@ class Decoder:
 
     @property
     def computed_layers(self) -> list[int]:
-        """Layers that a step goes through."""
+        """Layers that a step computes."""
         return [i for i in range(len(self._layers)) if i not in self._skipped]
 
     @property
     def attention(self) -> AttentionBackend:
-        """What it attends with."""
+        """The attention backend."""
         return self._backend
 
     def attending(self, attention: AttentionBackend) -> Decoder:
-        """This decoder, on the same weights, with another attention."""
+        """Return a decoder on the same weights with another attention backend."""
         other = copy.copy(self)
         other._backend = attention
         return other
 
     def release_buffers(self) -> None:
-        """Give up memory that is kept from step to step."""
+        """Free memory that is kept from step to step."""
         self._backend.release()
 
     def _embed(self, token_ids: torch.Tensor, exchange: Exchange) -> torch.Tensor:
-        """[tokens, hidden]: the embeddings on the first stage's holders, of no meaning on others."""
+        """Return embeddings [tokens, hidden] on the first stage's holders; on other ranks, memory without meaning."""
         if self._embedding is not None:
             hidden = self._embedding(token_ids)
         else:
@@ -215,7 +224,7 @@ class Decoder:
         caches: Sequence[LayerCache | None],
         exchange: Exchange,
     ) -> None:
-        """Run the stage's layers over a micro-batch's `hidden` [rows, hidden], in place; or help with them."""
+        """Run the stage's layers over a micro-batch's `hidden` [rows, hidden] in place, or help with them."""
         if self._rank not in stage.holders:
             self._help(stage, hidden, exchange)
             return
@@ -229,14 +238,14 @@ class Decoder:
         stream.settle()
 
     def _help(self, stage: Stage, like: torch.Tensor, exchange: Exchange) -> None:
-        """Do this rank's part of a stage that others hold; `like` is of a micro-batch's shape."""
+        """Do this rank's part of a stage that others hold; `like` has a micro-batch's shape."""
         lending = self._lending(stage, exchange)
         for i in self._computed(stage):
             if lending is not None:
                 self._layers[i].help(like, lending)
 
     def _lending(self, stage: Stage, exchange: Exchange) -> Lending | None:
-        """This rank's end if it is the stage's leader, with helpers, or one of them."""
+        """Return this rank's end if it is a stage's leader that has helpers, or one of the helpers."""
         links = self._helper_links[stage]
         takes_part = self._rank == stage.leader or self._rank in stage.helpers
         if links is None or not takes_part:

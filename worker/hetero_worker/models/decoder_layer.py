@@ -1,4 +1,4 @@
-"""One decoder layer's part on one rank: a holder's, with the residual stream, or a helper's, without (lending.py)."""
+"""One decoder layer's part on one rank: a holder has the residual stream, a helper has none (`lending`)."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from hetero_worker.platforms.base import HOST
 
 
 class DecoderLayer:
-    """Two halves; a half is None where the rank owns nothing of it.
+    """Attention and MLP; either is None if the rank owns nothing of it.
 
-    The attention's is summed over the ranks that own heads, the holders, by one round. So is the MLP's, with what the
-    leader has from its helpers in its part. A round among one rank is none. Some models norm the sums: then all
-    holders do, since each has the residual stream.
+    The partial sums of attention are added among the holders, the ranks that own heads, in one round. So are those of
+    the MLP; the leader's part includes its helpers'. One rank needs no round. Some models norm the sums: then all
+    holders do so, since each has the residual stream.
     """
 
     def __init__(
@@ -57,27 +57,29 @@ class DecoderLayer:
 
     @property
     def parts(self) -> tuple[SelfAttention | GatedMlp | ExpertMlp, ...]:
-        """What the rank owns of the layer."""
+        """Parts of the layer that the rank owns."""
         return tuple(part for part in (self.attention, self.mlp) if part is not None)
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """The same for layers whose steps take the same memory."""
+        """Key that is equal for layers whose steps take the same memory."""
         window = self.attention.window if self.attention is not None else None
         return window, *((type(part), part.linear_shapes) for part in self.parts)
 
     def weight_bytes(self, dtype: torch.dtype, kernel: LinearKernel | None = None) -> int:
-        """Once loaded, at most. Without a kernel: in the arithmetic type."""
+        """Return the most bytes that the loaded weights take; `kernel` None: in the arithmetic type."""
         parts = sum(part.weight_bytes(dtype, kernel) for part in self.parts)
         return parts + sum(norm.weight_bytes(dtype) for norm in self._sum_norms)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
+        """All tensors of the loaded weights, except those that a kernel has packed."""
         return [tensor for part in (*self.parts, *self._sum_norms) for tensor in part.tensors]
 
     def load(
         self, checkpoint: Checkpoint, *, dtype: torch.dtype, kernel: LinearKernel, device: torch.device = HOST
     ) -> None:
+        """Read the rank's slices. Raises ModelError."""
         for part in self.parts:
             part.load(checkpoint, dtype=dtype, kernel=kernel, device=device)
         for norm in self._sum_norms:
@@ -93,9 +95,9 @@ class DecoderLayer:
         exchange: SumExchange,
         lending: Lending | None = None,
     ) -> None:
-        """On a holder: add the layer's two halves to the residual stream; the second is left for the next norm to add.
+        """Add the layer's two halves to the residual stream, on a holder. The next norm adds the second half.
 
-        `exchange` is that of the layer's holders, `lending` their leader's with its helpers; None elsewhere.
+        `exchange` is that of the layer's holders; `lending` is the leader's end if it has helpers, else None.
         """
         partial = None
         if self.attention is not None and cache is not None:
@@ -115,20 +117,23 @@ class DecoderLayer:
         owners: Sequence[int],
         exchange: SumExchange,
     ) -> None:
-        """To the stream, the sum of the owners' partials of a half, normed where the model does so."""
+        """Add the sum of the owners' partials of a half to the stream, normed if the model does so."""
         joined = empty_like(self._ops, stream.settle()) if partial is None else partial
         if exchange.world_size > 1:
             exchange.all_reduce(joined, owners)
         stream.add(self._sum_norms[half](joined) if self._sum_norms else joined)
 
     def help(self, like: torch.Tensor, lending: Lending) -> None:
-        """On a helper: its part of the MLP of rows that the leader lends; `like` [tokens, hidden] is their shape."""
+        """Compute a helper's part of the MLP of rows that the leader lends; `like` [tokens, hidden] has their shape.
+
+        Raises ValueError on a rank that owns nothing of the layer.
+        """
         if self.mlp is None:
             raise ValueError("a rank that owns nothing of a layer cannot help with it")
         lending.help(like, self.mlp)
 
 
 def _contributors(holders: Sequence[int], mlp_owners: Sequence[int]) -> tuple[int, ...]:
-    """Holders that have a part of the MLP's sum: those that own some of it, and their leader if anybody helps."""
+    """Return the holders with a part of the MLP's sum: its owners, and the leader if it has helpers."""
     is_helped = any(rank not in holders for rank in mlp_owners)
     return tuple(rank for rank in holders if rank in mlp_owners or (is_helped and rank == holders[0]))

@@ -1,22 +1,22 @@
-"""How a stage's leader has others compute part of an MLP: it lends its hidden states and takes partial sums back.
+"""Lending: a stage's leader sends its hidden states to helpers, which compute part of an MLP and return partial sums.
 
-Ranks that own MLP columns or experts of a layer, and no heads, are its *helpers*. They hold no residual stream; what
-they need of it comes over the *lend* link after the attention's sum, as soon as it exists, and their partial sums go
-back over a *return* link each. Meanwhile the leader computes its own part; the wait is at the add, in rank order, in
-fp32, rounded once. A layer costs the leader one message out and every helper one message back, rows · hidden each.
+Ranks that own MLP columns or experts of a layer, but no heads, are its *helpers*. They have no residual stream; its
+rows come over the *lend* link as soon as the attention's sum exists, and partial sums go back over a *return* link per
+helper. Meanwhile the leader computes its own part. It waits at the addition, which is in rank order, in fp32, and
+rounded once. A layer costs the leader one message out and every helper one message back, rows · hidden each.
 
-Many rows go in slices, so that what one rank does with a slice overlaps with what others do with the next. The leader
-lends slice k + ahead only when all partial sums of slice k have come. Nobody waits in a circle for that:
+Many rows go in slices, so that ranks work on different slices at the same time. The leader lends slice k + ahead only
+after all partial sums of slice k have arrived. This cannot deadlock:
 
-* A link has room for `ahead` slices (`row_slices` sees to it, or else ahead is 1), and no more than that are ever
-  lent and not returned. So a helper never waits for room to return a sum. With ahead = 2 the leader does not wait for
-  room to lend either; with ahead = 1 it may, while all helpers are waiting for just that slice, and take it.
-* What is left are waits for something to come: a helper's for slice k, which the leader sends before it waits for
-  anything of that slice; the leader's for a sum of slice k, which the helper sends once it has slice k and has
-  returned slice k - 1. All go through layers, micro-batches and stages in the same order (pipeline.py).
+* A link has room for `ahead` slices (`row_slices` ensures it, or sets ahead to 1), and at most so many are lent and not
+  returned. So a helper never waits for room to return a sum. With ahead = 2 the leader does not wait for room to lend
+  either. With ahead = 1 it may, while all helpers wait for just that slice, and take it.
+* The other waits are for arrivals. A helper waits for slice k, which the leader sends before it waits for any part of
+  that slice. The leader waits for a sum of slice k, which a helper sends after it has received slice k and returned
+  slice k - 1. All ranks go through layers, micro-batches and stages in the same order (`pipeline`).
 
-A leader's device copies all slices off before it is given its own part, however many may be lent by then: what is given
-to a device later is done later. They are sent when it is their turn.
+A leader with a device copies all slices off the device before its own part starts, because a device executes in order.
+The copies are sent when it is their turn.
 """
 
 from __future__ import annotations
@@ -34,26 +34,29 @@ from hetero_worker.distributed.routes import HelperLinks
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps, empty_like
 
 SLICE_ROWS: Final = 128
-"""Rows of a slice at most: enough that reading the weights is little of the work."""
+"""Most rows of a slice: enough to make reading the weights a small part of the work."""
 AHEAD: Final = 2
-"""Slices that may be lent and not yet returned."""
+"""Most slices that are lent and not yet returned."""
 
 Mlp = Callable[[torch.Tensor], torch.Tensor]
-"""One rank's part of an MLP: hidden [rows, hidden] to partial [rows, hidden]."""
+"""One rank's part of an MLP, from hidden [rows, hidden] to partial [rows, hidden]."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowSlices:
-    """How rows are cut, the same on the leader and its helpers."""
+    """A step's rows in slices, the same on the leader and its helpers."""
 
     bounds: tuple[tuple[int, int], ...]
     """Rows [begin, end) of each slice."""
     ahead: int
-    """Slices that may be lent and not yet returned."""
+    """Most slices that are lent and not yet returned."""
 
 
 def row_slices(num_rows: int, *, row_bytes: int, link_bytes: int) -> RowSlices:
-    """About equal slices of up to SLICE_ROWS rows, `ahead` of which fit in the link; or single rows, one at a time."""
+    """Return about equal slices of up to SLICE_ROWS rows, `ahead` of which fit in the link.
+
+    If not even two rows fit, slices are single rows with an `ahead` of 1.
+    """
     fitting = link_bytes // AHEAD // row_bytes
     most = max(1, min(SLICE_ROWS, fitting))
     number = -(-num_rows // most)
@@ -62,28 +65,28 @@ def row_slices(num_rows: int, *, row_bytes: int, link_bytes: int) -> RowSlices:
 
 
 class Lending:
-    """The leader's end, or a helper's, for one step."""
+    """The leader's or a helper's end, for one step."""
 
     def __init__(
         self, links: HelperLinks, exchange: Exchange, *, at_once: bool = False, ops: FusedOps = PLAIN_OPS
     ) -> None:
-        """`at_once`: the leader's device is given its own part of all rows first, and computes on while others wait."""
+        """`at_once`: the leader's device starts its own part of all rows first, and computes while helpers work."""
         self._ops = ops
         self._exchange = exchange
         self._at_once = at_once
         self._copies_all = at_once and all(exchange.is_staged(link) for link in (links.lend, *links.returns))
-        """Whether the device's copies of all slices are asked for before anything else."""
+        """True if the copies of all slices off the device start before anything else."""
         self._lend = links.lend
         self._returns = links.returns
         leader = links.lend.source
         self._rank_order = sum(link.source < leader for link in links.returns)
-        """How many helpers come before the leader."""
+        """Number of helpers before the leader in rank order."""
         self._own_return = next((link for link in links.returns if link.source == exchange.rank), None)
         self._slices: tuple[torch.Size, RowSlices] | None = None
-        """How states of the shape that was last seen are cut: it is the same for all layers."""
+        """Slices for the shape that was last seen; all layers share them."""
 
     def sum(self, hidden: torch.Tensor, own: Mlp | None) -> torch.Tensor:
-        """On the leader: its own partial and all helpers', added: [rows, hidden], new. `own` is its part of the MLP."""
+        """Return the leader's partial plus all helpers', new [rows, hidden]; `own` is the leader's part of the MLP."""
         slices = self._cut(hidden)
         pieces = [hidden[begin:end] for begin, end in slices.bounds]
         if len(pieces) == 1:
@@ -94,7 +97,12 @@ class Lending:
         return total
 
     def help(self, like: torch.Tensor, mlp: Mlp) -> None:
-        """On a helper: its partial sums of the rows that are lent to it. `like` [rows, hidden] tells their shape."""
+        """Compute a helper's partial sums of the rows that it receives, and return them over its link.
+
+        `like` [rows, hidden] has the rows' shape.
+
+        Raises ValueError on a rank that is no helper.
+        """
         if self._own_return is None:
             raise ValueError(f"rank {self._exchange.rank} is no helper of rank {self._lend.source}")
         slices = self._cut(like)
@@ -114,13 +122,13 @@ class Lending:
     def _sums(
         self, pieces: Sequence[torch.Tensor], own: Mlp | None, ahead: int, whole: torch.Tensor
     ) -> Iterator[torch.Tensor]:
-        """Of each slice, in turn."""
+        """Yield the sum of each slice in turn."""
         lent: deque[_Lent] = deque()
         started = len(pieces) if self._copies_all else ahead
         partials = self._own_partials(pieces, own, whole)
         for k in range(len(pieces)):
             lent.extend(self._start(piece) for piece in pieces[k + len(lent) : k + started])
-            partial = next(partials)  # what is lent is on its way
+            partial = next(partials)  # the lent slices travel meanwhile
             for slice_lent in islice(lent, ahead):
                 slice_lent.finish()
             yield self._add(partial, [pending.wait() for pending in lent.popleft().sums])
@@ -128,7 +136,7 @@ class Lending:
     def _own_partials(
         self, pieces: Sequence[torch.Tensor], own: Mlp | None, whole: torch.Tensor
     ) -> Iterator[torch.Tensor | None]:
-        """The leader's, of each slice in turn, computed when the first is asked for, or each when it is."""
+        """Yield the leader's partial of each slice; on a device, all are computed for the first."""
         if own is None:
             yield from [None] * len(pieces)
         elif self._at_once:
@@ -142,7 +150,7 @@ class Lending:
 
     def _add(self, partial: torch.Tensor | None, sums: list[torch.Tensor]) -> torch.Tensor:
         terms = sums if partial is None else [*sums[: self._rank_order], partial, *sums[self._rank_order :]]
-        if terms[0].dtype == torch.float32:  # every addition rounds: one after another is in order
+        if terms[0].dtype == torch.float32:  # each addition rounds alike, so one after another is in order
             for term in terms[1:]:
                 self._ops.add(terms[0], term)
             return terms[0]
@@ -154,14 +162,14 @@ class Lending:
 
 
 class _Lent:
-    """A slice that helpers work on."""
+    """A slice that is lent to helpers."""
 
     def __init__(self, send: PendingSend, sums: list[PendingTensor]) -> None:
         self.sums = sums
         self._send: PendingSend | None = send
 
     def finish(self) -> None:
-        """Have it sent, once."""
+        """Finish sending it, once."""
         if self._send is not None:
             self._send.finish()
             self._send = None

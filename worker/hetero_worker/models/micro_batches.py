@@ -1,15 +1,14 @@
 """Cuts a step into micro-batches, so that the stages of a pipeline compute at the same time.
 
-Stage k computes micro-batch i while stage k+1 computes i-1. Of how many is a trade: a stage reads all its weights for
-every one of them. Let reading them take as long as computing `BALANCE_ROWS` rows. A micro-batch of r rows then costs
-a stage BALANCE_ROWS + r units of time, and n rows in m micro-batches on s stages
+Stage k computes micro-batch i while stage k+1 computes i-1. More micro-batches overlap better, but a stage reads all
+its weights for each of them. Let reading the weights take as long as computing `BALANCE_ROWS` rows. A micro-batch of r
+rows then costs a stage BALANCE_ROWS + r units of time, and n rows in m micro-batches on s stages cost
 
-    (m + s - 1) · (BALANCE_ROWS + n/m)  =  m · BALANCE_ROWS + (s - 1) · n/m + what does not depend on m,
+    (m + s - 1) · (BALANCE_ROWS + n/m)  =  m · BALANCE_ROWS + (s - 1) · n/m + terms independent of m,
 
-which is least at m = √((s - 1) · n / BALANCE_ROWS). So 512 rows on 2 stages go in 4, and a batch of 64 decoding
-sequences, for which reading the weights is most of the work, is not cut at all. Every rank comes to the same number,
-since it follows from the plan alone. Rows keep their order: a sequence's later rows are computed after its earlier
-ones, whose keys and values are in the cache by then.
+which is least at m = √((s - 1) · n / BALANCE_ROWS). So 512 rows on 2 stages are cut in 4. A batch of 64 decoding
+sequences, where reading the weights is most of the work, is not cut at all. The number follows from the plan alone, so
+it is the same on every rank. Rows keep their order: a sequence's earlier rows are in the cache before its later ones.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from hetero_worker.attention.base import AttentionBatch, DecodeRows, PrefillSpan
 BALANCE_ROWS: Final = 32
 """Rows whose computation takes as long as reading the weights: measured 13 to 25 on one core (float32, SmolLM2).
 
-Rather more than fewer: what a micro-batch costs besides, its messages and Python's share, is not in the sum.
+The value errs on the large side, because the formula leaves out a micro-batch's messages and Python's share.
 """
 _SNAP: Final = 4
-"""A cut moves to the end of a sequence that is nearer than this part of a micro-batch."""
+"""A cut moves to the end of a sequence that is within 1/4 of a micro-batch."""
 
 CountParts = Callable[[int, int], int]
-"""From a step's rows and a pipeline's stages to the number of micro-batches, the same on every rank."""
+"""Number of micro-batches by a step's rows and a pipeline's stages; the same on every rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +43,12 @@ class MicroBatch:
 
 
 def best_number(num_rows: int, num_stages: int) -> int:
-    """How many micro-batches; see the module."""
+    """Return the best number of micro-batches, by the module's formula."""
     return min(num_rows, math.isqrt((num_stages - 1) * num_rows // BALANCE_ROWS)) or 1
 
 
 def micro_batches(attention: AttentionBatch, number: int) -> list[MicroBatch]:
-    """The step's rows in `number` pieces of about the same size, in order; no more pieces than rows."""
+    """Cut the step's rows into `number` pieces of about equal size, in order; at most one per row."""
     num_rows = len(attention.slot_mapping)
     number = min(number, num_rows)
     if number == 1:
@@ -59,7 +58,7 @@ def micro_batches(attention: AttentionBatch, number: int) -> list[MicroBatch]:
 
 
 def _cuts(num_rows: int, number: int, ends: Sequence[int]) -> Iterator[int]:
-    """Where to cut: evenly, or at the end of a sequence if that is near."""
+    """Yield even cuts, moved to the end of a sequence if one is near."""
     reach = num_rows // number // _SNAP
     for i in range(1, number):
         even = num_rows * i // number
@@ -83,7 +82,7 @@ def _part(attention: AttentionBatch, begin: int, end: int) -> AttentionBatch:
 
 
 def _cut_span(span: PrefillSpan, begin: int, end: int) -> PrefillSpan:
-    """What of the span lies in rows [begin, end); the rows before count as computed."""
+    """Return the part of the span in rows [begin, end); earlier rows count as computed."""
     first, last = max(span.begin, begin), min(span.end, end)
     computed = span.num_computed + first - span.begin
     return PrefillSpan(first - begin, last - begin, computed, span.block_ids)

@@ -1,12 +1,12 @@
-"""How hidden states move through a pipeline's stages on one rank.
+"""Pipeline: moves hidden states through the stages of a plan, on one rank.
 
-All ranks work off the same list, micro-batch by micro-batch and stage by stage within it, and each does what of it is
-its own: receive, compute, send. The list is one order for everybody and a link has room for several tensors, so no
-two ranks can wait for each other; a rank in several stages (uneven shares) only overlaps less. The receipt for the
-next micro-batch is posted before the present one is computed, hence arrives meanwhile.
+All ranks follow the same list, micro-batch by micro-batch and stage by stage within each, and do their own part of it:
+receive, compute, send. The order is the same for all ranks and a link has room for several tensors, so no two ranks
+wait for each other. A rank in several stages (uneven shares) only overlaps less. The receive for the next micro-batch
+is posted before the current one is computed, so it completes meanwhile.
 
-A rank that does not hold a stage does not see its states: what it has of them then has no meaning. One that helps a
-stage's leader does its part of each layer at that place of the list (lending.py).
+A rank that does not hold a stage does not see its states; its own copy is meaningless there. A helper of a stage's
+leader does its part of each layer at that place of the list (`lending`).
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from hetero_worker.distributed.routes import Link, hops
 from hetero_worker.models.micro_batches import MicroBatch
 
 Compute = Callable[[MicroBatch, Stage, torch.Tensor], None]
-"""Runs a stage's layers over the micro-batch's rows of the residual stream, in place; or helps with them."""
+"""Runs a stage's layers over the micro-batch's rows of the residual stream in place, or helps with them."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Visit:
-    """A stage that this rank holds, or helps with: a helper has no arrivals and departures."""
+    """A stage that this rank holds or helps with; a helper has no arrival and no departure."""
 
     stage: Stage
     arrival: Link | None
-    """Where its states come from; None: the rank has them from the stage before, or from the embedding."""
+    """Link that brings the states; None: the rank has them from the previous stage or the embedding."""
     departure: Link | None
-    """Where this rank sends them afterwards."""
+    """Link over which this rank sends them on; None: it does not."""
 
 
 class Pipeline:
-    """One rank's way through the stages of a plan."""
+    """One rank's path through the stages of a plan."""
 
     def __init__(self, plan: ShardPlan, *, rank: int) -> None:
         self._rank = rank
@@ -51,7 +51,7 @@ class Pipeline:
         self.num_stages = len(stages)
 
     def run(self, hidden: torch.Tensor, batches: Sequence[MicroBatch], compute: Compute, *, exchange: Exchange) -> None:
-        """Take all rows of `hidden` [tokens, hidden] through the stages, in place."""
+        """Take all rows of `hidden` [tokens, hidden] through the stages in place."""
         if not self._visits:
             return
         parts = [hidden[batch.begin : batch.end] for batch in batches]
@@ -62,7 +62,7 @@ class Pipeline:
             self._take_through(batch, part, coming.pop(0), compute=compute, exchange=exchange)
 
     def deliver(self, rows: torch.Tensor, *, exchange: Exchange) -> None:
-        """`rows` of the last stage's states reach, in place, the ranks of the output head that do not hold them."""
+        """Send `rows` of the last stage's states, in place, to the ranks of the output head that do not hold them."""
         if (link := self._if_source(self._to_head)) is not None:
             exchange.send(rows, link)
         if (link := self._if_receiver(self._to_head)) is not None:
@@ -94,5 +94,5 @@ class Pipeline:
 
 
 def _post(part: torch.Tensor | None, link: Link | None, exchange: Exchange) -> PendingTensor | None:
-    """The receipt of a micro-batch's states in the rows that they belong to."""
+    """Post the receive of a micro-batch's states into their rows."""
     return None if part is None or link is None else exchange.receive(part, link)
