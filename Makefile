@@ -32,7 +32,7 @@ native: $(STAMP) ## Build the exchange and the kernels in C again (`make install
 
 demo: $(STAMP) $(NATIVE) ## Serve SmolLM2 on two CPU ranks of this machine and let it answer a question
 	@$(BIN)/hetero model fetch smollm2-135m-instruct
-	@$(BIN)/hetero run examples/smollm2-cpu.yaml --temperature 0 "In three sentences, explain why the sky is blue."
+	@$(BIN)/hetero run examples/smollm2-cpu.yaml --model smollm2-135m-instruct --temperature 0 "In three sentences, explain why the sky is blue."
 
 test: test-unit test-cluster test-distributed ## Run all tests that CI runs
 

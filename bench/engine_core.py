@@ -24,8 +24,8 @@ from bench.ours import HeteroContender
 from bench.workloads import Workload, make_workloads
 from hetero_client import HeteroClient, SamplingParams
 from hetero_client.home import HeteroHome
+from hetero_client.model_store.demo_model import demo_directory
 
-MODEL: Final = "HuggingFaceTB/SmolLM2-135M-Instruct"
 BATCHES: Final = ("decode1", "batch8", "batch32")
 PREFIX: Final = 512
 SUFFIX: Final = 8
@@ -72,7 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
-    model: Path = HeteroHome.from_environment().models / "hf" / MODEL
+    model: Path = demo_directory(HeteroHome.from_environment())
     workloads = {name: workload for name, workload in make_workloads(model).items() if name in BATCHES}
     groups = {
         overlap: HeteroContender(model=model, ranks=1, cores=2, engine={"overlapScheduling": overlap})

@@ -39,8 +39,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from hetero_api.contract import ENV_GROUP_TOKEN_FILE, ENV_LOG_LEVEL
 from hetero_api.model_config import ModelConfig, model_fingerprint
 from hetero_client.home import HeteroHome
+from hetero_client.model_store.demo_model import SMOLLM2
+from hetero_client.model_store.store import ModelStore
 
-MODEL: Final = "HuggingFaceTB/SmolLM2-135M-Instruct"
 STREAMS: Final = 256
 TOKENS: Final = 200
 STEP_MS: Final = 3.0
@@ -113,7 +114,7 @@ class Row:
 
 def model_directory(folder: Path) -> Path:
     """SmolLM2's, or one without weights: nothing here reads any."""
-    found = HeteroHome.from_environment().models / "hf" / MODEL
+    found = ModelStore(HeteroHome.from_environment()).path_of(SMOLLM2.key)
     if (found / "tokenizer.json").exists():
         return found
     (folder / "config.json").write_text(json.dumps(_SHAPE))

@@ -24,6 +24,7 @@ from hetero_api.sharding import ShardPlan
 from hetero_api.spec import PlacementShares
 from hetero_api.v1 import ranks_pb2
 from hetero_client.home import HeteroHome
+from hetero_client.model_store.demo_model import demo_directory
 from hetero_placement.shard_plans import deal_layers, deal_within_layers
 from hetero_worker.attention.base import AttentionBatch, DecodeRows, PrefillSpan
 from hetero_worker.attention.kv_cache import LayerCache
@@ -148,7 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     rounds = parser.parse_args().rounds
-    model = str(HeteroHome.from_environment().models / "hf" / "HuggingFaceTB/SmolLM2-135M-Instruct")
+    model = str(demo_directory(HeteroHome.from_environment()))
     staged = run_ranks(measure, 2, model, True, 1, PARTS, rounds, timeout_s=TIMEOUT_S)[0]
     show("2 stages x 1 thread, by number of micro-batches, ms (least / median)", staged)
     whole = run_ranks(measure, 1, model, False, 2, (1,), rounds, timeout_s=TIMEOUT_S)[0]

@@ -34,13 +34,13 @@ from rich.table import Table
 from bench.ours import HeteroContender
 from hetero_client import Delta, SamplingParams
 from hetero_client.home import HeteroHome
+from hetero_client.model_store.demo_model import demo_directory
 
 PROMPT_TOKENS: Final = 512
 OUTPUT_TOKENS: Final = 64
 LIMIT: Final = 0.15
 """Largest error that passes, of the measured value."""
 RESULTS: Final = Path(__file__).parent / "results" / "prediction.json"
-SMOLLM2: Final = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _WORKLOAD: Final = {"promptTokens": PROMPT_TOKENS, "outputTokens": OUTPUT_TOKENS, "concurrency": 1}
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
@@ -172,7 +172,7 @@ def wide_model(folder: Path, tokenizer: Path) -> Path:
 
 def outcomes(arguments: argparse.Namespace, folder: Path, tell: Callable[[str], None]) -> list[Outcome]:
     """All layouts of all models asked for; `tell` is told of each start."""
-    smollm2 = HeteroHome.from_environment().models / "hf" / SMOLLM2
+    smollm2 = demo_directory(HeteroHome.from_environment())
     models: dict[str, Callable[[], Path]] = {
         "SmolLM2-135M": lambda: smollm2,
         "Qwen3-like, 1024 wide": lambda: wide_model(folder, smollm2),

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Final
 
 from hetero_client.home import HeteroHome
+from hetero_client.model_store.demo_model import demo_directory
 from tests.support.crowd import Blow, Crowd, Killer, ask_undisturbed
 from tests.support.local_group import LocalGroupProcess, write_manifest
 
-MODEL: Final = "HuggingFaceTB/SmolLM2-135M-Instruct"
 RESULTS: Final = Path(__file__).parent / "results"
 RANKS: Final = ("cpu-0", "cpu-1")
 MAX_TOKENS: Final = 64
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-forkserver", action="store_true", help="measure without a prepared process")
     options = parser.parse_args(arguments)
-    model = HeteroHome.from_environment().models / "hf" / MODEL
+    model = demo_directory(HeteroHome.from_environment())
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         manifest = write_manifest(folder, model=model, name="recovery", recovery={"maxRestarts": 1000})

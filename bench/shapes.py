@@ -20,9 +20,9 @@ from typing import Any, Final
 
 from bench.home import BenchHome
 from hetero_client.home import HeteroHome
+from hetero_client.model_store.demo_model import demo_directory
 
 DEMO: Final = "smollm2-135m"
-DEMO_KEY: Final = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SEED: Final = 7
 SCALE: Final = 0.02
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
@@ -66,12 +66,9 @@ class Tensor:
 
 
 def directory_of(name: str, home: BenchHome) -> Path:
-    """The model's directory; a made one is made now if it is not there. Raises ValueError."""
+    """The model's directory; a made one is made now if it is not there. Raises ValueError or ModelStoreError."""
     if name == DEMO:
-        directory = HeteroHome.from_environment().models / "hf" / DEMO_KEY
-        if not directory.is_dir():
-            raise ValueError(f"{name} is not there: hetero model fetch {DEMO}-instruct")
-        return directory
+        return demo_directory(HeteroHome.from_environment())
     if name not in SHAPES:
         raise ValueError(f"no model {name!r}: one of {', '.join(MODELS)}")
     directory = home.model(name)

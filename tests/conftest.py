@@ -15,8 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from hetero_client.home import HeteroHome
-
-DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+from hetero_client.model_store.demo_model import demo_directory
 
 # Here, at import, because pytest loads the profile that its command line names between this and the tests' modules.
 for _profile, _max_examples in (("default", 200), ("nightly", 10_000)):
@@ -28,12 +27,8 @@ settings.load_profile("default")
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """The demo model's directory, in the model store of whoever runs the tests."""
-    directory = HeteroHome.from_environment().models / "hf" / DEMO_MODEL
-    assert (directory / "config.json").exists(), (
-        f"{directory} is missing: run `hetero model fetch smollm2-135m-instruct` (`make test` does)"
-    )
-    return directory
+    """The demo model's directory, which `hetero model fetch smollm2-135m-instruct` makes (`make test` does)."""
+    return demo_directory(HeteroHome.from_environment())
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from hetero_client.model_store.checks import check_model_directory
+from hetero_client.model_store.store import check_model_directory
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(280)]
 

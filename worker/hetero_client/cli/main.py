@@ -20,7 +20,10 @@ from hetero_client.cli import asking, group_commands, model_commands, plan_comma
 from hetero_client.cli.console import print_error
 from hetero_client.errors import ClientError, ProcessDiedError
 
-EPILOG = "Start here:  hetero model fetch smollm2-135m-instruct  &&  hetero up examples/smollm2-cpu.yaml"
+EPILOG = (
+    "Start here:  hetero model fetch smollm2-135m-instruct  &&  "
+    "hetero up examples/smollm2-cpu.yaml --model smollm2-135m-instruct"
+)
 
 
 class ErrorBoundary(typer.core.TyperGroup):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from hetero_client.model_store.store import StoredModel
 
-app = typer.Typer(no_args_is_help=True, help="Fetch models into the local store, and look at it.")
+app = typer.Typer(no_args_is_help=True, help="Fetch models into the local store, and list it.")
 
 GB = 1_000_000_000
 
@@ -36,7 +36,8 @@ def fetch(
     hetero model fetch hf://Qwen/Qwen3-0.6B          from the Hugging Face Hub
     hetero model fetch /data/qwen3 --as hf://Qwen/Qwen3-8B
 
-    The demo model comes as 4-bit GGUF and is dequantised to bfloat16 safetensors, once.
+    The demo model comes in 4-bit blocks (GGUF) and is widened to bfloat16 safetensors, once. It has a name of its own,
+    and every command that serves it says where its weights came from.
     """
     from hetero_client.home import HeteroHome
     from hetero_client.model_store.resolve import fetch_model
@@ -77,11 +78,11 @@ def list_models(as_json: options.JsonOption = False) -> None:
     for title in ("model", "size", "where it came from"):
         table.add_column(title)
     for entry in entries:
-        table.add_row(f"hf://{entry.name}", f"{entry.size_bytes / GB:.2f} GB", entry.origin)
+        table.add_row(entry.uri, f"{entry.size_bytes / GB:.2f} GB", entry.origin)
     if entries:
         output().print(table)
     for alias, wheel in ALIASES.items():
-        if not any(entry.name == wheel.key.folder for entry in entries):
+        if not any(entry.uri == wheel.key.uri for entry in entries):
             print_note(f"not fetched yet: {alias} ({wheel.key.uri})")
 
 
@@ -94,9 +95,8 @@ def _progress(status: Status, text: str) -> None:
 
 def _fetch_directory(directory: Path, *, store_name: str | None, as_json: bool) -> None:
     from hetero_client.home import HeteroHome
-    from hetero_client.model_store.checks import check_model_directory
     from hetero_client.model_store.resolve import register_directory
-    from hetero_client.model_store.store import ModelKey, ModelStore
+    from hetero_client.model_store.store import ModelKey, ModelStore, check_model_directory
 
     if store_name is not None:
         store = ModelStore(HeteroHome.from_environment())
@@ -113,9 +113,7 @@ def _fetch_directory(directory: Path, *, store_name: str | None, as_json: bool) 
 
 def _show_entry(entry: StoredModel, *, as_json: bool) -> None:
     if as_json:
-        print_json(
-            {"uri": f"hf://{entry.name}", "path": entry.path, "origin": entry.origin, "size_bytes": entry.size_bytes}
-        )
+        print_json({"uri": entry.uri, "path": entry.path, "origin": entry.origin, "size_bytes": entry.size_bytes})
         return
     print_data(str(entry.path))
-    print_note(f"hf://{entry.name}: {entry.origin}, {entry.size_bytes / GB:.2f} GB")
+    print_note(f"{entry.uri}: {entry.origin}, {entry.size_bytes / GB:.2f} GB")

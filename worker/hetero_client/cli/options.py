@@ -35,9 +35,13 @@ HttpPortOption = Annotated[
         "spec.gateway.service.httpPort.",
     ),
 ]
-ModelDirOption = Annotated[
-    Path | None,
-    typer.Option("--model", metavar="DIR", help="Serve this model directory in place of spec.model.uri."),
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="MODEL",
+        help="Model directory, or alias of a fetched model, to use in place of spec.model.uri.",
+    ),
 ]
 MeasureAnewOption = Annotated[
     bool,

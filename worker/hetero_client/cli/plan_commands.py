@@ -23,7 +23,7 @@ def plan(
         Path | None,
         typer.Option(metavar="FILE", help="Take the hardware from this YAML file in place of measuring this machine."),
     ] = None,
-    model: options.ModelDirOption = None,
+    model: options.ModelOption = None,
     model_config: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="With --assume: the model's config.json is enough, no weights are needed."),
@@ -81,7 +81,7 @@ def plan(
     console.print(cache_line(decision, memory, block_size=bounds.block_size), highlight=False)
 
 
-def _check_options(assume: Path | None, *, model_config: Path | None, model: Path | None, plot: Path | None) -> None:
+def _check_options(assume: Path | None, *, model_config: Path | None, model: str | None, plot: Path | None) -> None:
     from hetero_client.cli.plan_plot import SUFFIXES
 
     if model_config is not None and assume is None:
@@ -95,7 +95,7 @@ def _check_options(assume: Path | None, *, model_config: Path | None, model: Pat
 
 
 def _hardware_and_model(
-    resource: HeteroInference, *, assume: Path | None, model: Path | None, model_config: Path | None
+    resource: HeteroInference, *, assume: Path | None, model: str | None, model_config: Path | None
 ) -> tuple[Hardware, ModelConfig]:
     """As assumed, or measured here."""
     from hetero_api.hf_config import read_json
@@ -111,7 +111,7 @@ def _hardware_and_model(
     return hardware, ModelConfig.from_directory(_model_directory(resource, model))
 
 
-def _measured(resource: HeteroInference, model: Path | None) -> tuple[Hardware, ModelConfig]:
+def _measured(resource: HeteroInference, model: str | None) -> tuple[Hardware, ModelConfig]:
     from hetero_api.model_config import ModelConfig
     from hetero_client.cli.plan_probe import ProbeTask, measure_here
     from hetero_client.launcher.machine import plan_here
@@ -133,14 +133,14 @@ def _measured(resource: HeteroInference, model: Path | None) -> tuple[Hardware, 
     return measure_here(task, resource.spec), config
 
 
-def _model_directory(resource: HeteroInference, model: Path | None) -> Path:
+def _model_directory(resource: HeteroInference, model: str | None) -> Path:
     from hetero_client.home import HeteroHome
-    from hetero_client.model_store.resolve import resolve_model
+    from hetero_client.model_store.resolve import locate_named_model, resolve_model
     from hetero_client.model_store.store import ModelStore
 
-    if model is not None:
-        return model.absolute()
     store = ModelStore(HeteroHome.from_environment())
+    if model is not None:
+        return locate_named_model(model, store)
     return resolve_model(resource.spec.model, store, report=print_note).directory
 
 

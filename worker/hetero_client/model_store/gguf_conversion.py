@@ -1,11 +1,10 @@
-"""Program: a GGUF file of the Llama family to a Hugging Face directory in bfloat16.
+"""Program that converts a GGUF file of the Llama family into a Hugging Face directory in bfloat16.
 
     python -m hetero_client.model_store.gguf_conversion GGUF FOLDER
 
-transformers reads the format; three things it gets wrong, or leaves, are put right here:
-weights stay in their 4-bit blocks unless dequantisation is asked for; the pre-tokenizer of "smollm" (single
-digits, then GPT-2's byte level) comes out as another one, which changes the token ids; and the chat template
-stays behind in the GGUF's metadata.
+transformers reads the format. Three things are corrected here: weights stay in their 4-bit blocks unless
+dequantisation is asked for; the pre-tokenizer of "smollm" (single digits, then GPT-2's byte level) comes out as another
+one, which changes the token ids; and the chat template is left in the GGUF's metadata.
 """
 
 from __future__ import annotations
@@ -72,6 +71,7 @@ def _text(fields: Any, name: str) -> str | None:
 
 
 def main(arguments: list[str]) -> int:
+    """Run the program; return its exit status."""
     if len(arguments) != 2:
         print(__doc__, file=sys.stderr)
         return EXIT_USAGE

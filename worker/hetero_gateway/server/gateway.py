@@ -221,6 +221,7 @@ class Gateway:
             served=ServedName(
                 name=model.group_settings.name,
                 root=uri.partition("://")[2] or uri,
+                source=model.info.source,
                 max_model_len=model.info.max_model_len,
                 created=int(time.time()),
             ),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hetero_api.manifest import load_manifest
 from hetero_api.model_config import ModelConfig, model_fingerprint
+from hetero_api.model_source import read_source
 from hetero_api.spec import HeteroInference
 from hetero_api.v1 import inference_pb2
 from hetero_gateway.engine.config import EngineConfig
@@ -34,13 +35,14 @@ def read_model(manifest: Path, model_dir: Path) -> ServedModel:
     check_supported(resource.spec, config)
     settings = GroupSettings.from_resource(resource, config, model_fingerprint=model_fingerprint(model_dir))
     tokenizer = TextTokenizer.from_directory(model_dir)
+    source = read_source(model_dir)
     return ServedModel(
         resource=resource,
         tokenizer=tokenizer,
         engine_config=_engine_config(resource, config, settings),
         group_settings=settings,
         info=inference_pb2.GetModelInfoResponse(
-            model_uri=resource.spec.model.uri,
+            model_uri=source.uri if source else resource.spec.model.uri,
             architecture=config.architecture,
             vocab_size=config.vocab_size,
             max_model_len=settings.max_model_len,
@@ -48,6 +50,7 @@ def read_model(manifest: Path, model_dir: Path) -> ServedModel:
             eos_token_ids=config.eos_token_ids,
             has_chat_template=tokenizer.has_chat_template,
             num_parameters=config.num_parameters,
+            source=source.describe() if source else "",
         ),
     )
 

@@ -48,10 +48,12 @@ B = TypeVar("B", bound=Generation)
 
 @dataclass(frozen=True, slots=True)
 class ServedName:
-    """What the model is called: by the resource's name, or as the model hub has it. `created` is in Unix seconds."""
+    """Names of the model: the resource's, and `root`, that of the weights. `created` is in Unix seconds."""
 
     name: str
     root: str
+    source: str
+    """Origin of weights that were changed on their way; "" for weights as `root` names them."""
     max_model_len: int
     created: int
 
@@ -68,6 +70,7 @@ class ServedName:
             "created": self.created,
             "owned_by": "heteroinference",
             "root": self.root,
+            "source": self.source,
             "max_model_len": self.max_model_len,
         }
 
