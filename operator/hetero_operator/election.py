@@ -23,11 +23,11 @@ from collections.abc import Awaitable, Callable
 from datetime import datetime
 from typing import Any
 
+from hetero_operator.cluster.fence import Fence
 from hetero_operator.cluster.kinds import LEASE
 from hetero_operator.cluster.transport import Transport
 from hetero_operator.config import LeaseConfig
 from hetero_operator.errors import ApiError, NotFound
-from hetero_operator.fence import Fence
 from hetero_operator.wall_clock import now_utc
 
 logger = logging.getLogger(__name__)

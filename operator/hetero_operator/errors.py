@@ -3,6 +3,7 @@
 HeteroError
 ├── ConfigError          a setting is wrong; the message names the argument or variable
 ├── NotLeading           a write was stopped because the Lease is not held, or not for long enough
+├── FenceBroken          a write left the process although the Lease was not held
 ├── KopfStopped          kopf ended though nobody asked it to
 ├── OverBudget           a resource controls more than this process reads
 └── ApiError             the API server did not do what was asked
@@ -26,6 +27,10 @@ class ConfigError(HeteroError):
 
 class NotLeading(HeteroError):
     """This process does not lead, so it must not write."""
+
+
+class FenceBroken(HeteroError):
+    """A write left the process although the Lease was not held."""
 
 
 class KopfStopped(HeteroError):

@@ -15,12 +15,8 @@ from kubernetes.aio.client import Configuration
 
 from hetero_api.contract import API_VERSION, GROUP, PLURAL
 from hetero_operator.backoff import Backoff
-from hetero_operator.cluster.transport import (
-    CONNECT_TIMEOUT_S,
-    REQUEST_TIMEOUT_S,
-    WATCH_SERVER_TIMEOUT_S,
-    authorization_of,
-)
+from hetero_operator.cluster.fence import REQUEST_TIMEOUT_S
+from hetero_operator.cluster.transport import CONNECT_TIMEOUT_S, WATCH_SERVER_TIMEOUT_S, authorization_of
 
 WORKER_LIMIT: Final = 100
 IDLE_S: Final = 0.05

@@ -17,9 +17,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from hetero_api.contract import EXIT_FAILURE, EXIT_OK, EXIT_USAGE
+from hetero_operator.backoff import Backoff
 from hetero_operator.cluster.cache import ClusterCache
 from hetero_operator.cluster.executor import PlanExecutor
+from hetero_operator.cluster.fence import Fence
 from hetero_operator.cluster.group_secrets import SecretBook
+from hetero_operator.cluster.kinds import EVENT
 from hetero_operator.cluster.nodes import NodeBook
 from hetero_operator.cluster.recorder import EventRecorder
 from hetero_operator.cluster.resources import Resources
@@ -29,8 +32,7 @@ from hetero_operator.cluster.transport import Transport, load_configuration
 from hetero_operator.cluster.waiting import WarningBook
 from hetero_operator.config import PROGRAM, OperatorConfig
 from hetero_operator.election import Election
-from hetero_operator.errors import ConfigError
-from hetero_operator.fence import Fence
+from hetero_operator.errors import ConfigError, Unreachable
 from hetero_operator.gateway_probe import GatewayProbe
 from hetero_operator.health import HttpServer
 from hetero_operator.kopf_session import KopfSupervisor
@@ -60,6 +62,8 @@ class Operator:
         planner: Planner,
         reporter: Reporter,
     ) -> None:
+        self._api = api
+        self._config = config
         self._working = False
         self._working_since = 0.0
         self.queue: WorkQueue[Key] = WorkQueue(
@@ -104,7 +108,7 @@ class Operator:
             "resources": self.resources.run(),
             "events": self.events.run(),
             "warnings": self.warnings.run(),
-            "election": self.election.run(),
+            "election": self._stand(),
             "leadership": self._lead(),
         }
         tasks = [asyncio.create_task(life, name=name) for name, life in parts.items()]
@@ -143,6 +147,20 @@ class Operator:
         if not self.kopf.watching:
             problems.append("kopf does not watch")
         return problems
+
+    async def _stand(self) -> None:
+        """Stand for election, once it is proven that without the Lease no write leaves this process."""
+        backoff, failures = Backoff(), 0
+        while True:
+            try:
+                await self._api.prove_fence(*_dry_write(self._config.lease.namespace))
+                break
+            except Unreachable as error:
+                failures += 1
+                logger.warning("%s", error)
+                self.election.last_attempt = time.monotonic()
+                await asyncio.sleep(backoff.pause_s(failures))
+        await self.election.run()
 
     async def _lead(self) -> None:
         """Have workers at work while leading."""
@@ -189,6 +207,14 @@ class Operator:
                 lambda: len(self.workers.reconciled),
             ),
         }
+
+
+def _dry_write(namespace: str) -> tuple[str, dict[str, Any]]:
+    """Return a collection and a manifest for it that the API server would make an object of."""
+    name = f"{PROGRAM.replace('_', '-')}-fence"
+    manifest = {"apiVersion": EVENT.api_version, "kind": EVENT.kind, "metadata": {"name": name, "namespace": namespace}}
+    about = {"involvedObject": {"namespace": namespace}, "reason": "DryWrite", "message": "never written"}
+    return EVENT.path(namespace), {**manifest, **about}
 
 
 async def live(config: OperatorConfig, *, planner: Planner = plan, reporter: Reporter = report) -> int:

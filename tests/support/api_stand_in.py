@@ -17,8 +17,8 @@ from typing import Any, Self
 from aiohttp import web
 from kubernetes.aio.client import Configuration
 
+from hetero_operator.cluster.fence import Fence
 from hetero_operator.cluster.transport import Transport
-from hetero_operator.fence import Fence
 from tests.support.kube.ports import HOST, free_port
 
 Object = dict[str, Any]

@@ -1,7 +1,8 @@
-"""One HTTP session to the API server, on kubernetes.aio: its configuration, TLS and pooling, not its models.
+"""Calls of the API server through the API client of kubernetes.aio, without its models: objects stay decoded JSON.
 
-Objects stay decoded JSON. Every call has a time limit, is counted by verb and code, and fails with an ApiError only;
-nothing is tried again here: whoever calls knows better when. Writes must pass the fence.
+Every call has a time limit, is counted by verb and code, and fails with an ApiError only. Nothing is tried again here:
+callers know better when. Writes pass the fence (fence.py). Watches are read here: `aio.watch` passes on a line
+that was cut as if it were an event, and to close one of its watches closes the whole client.
 """
 
 from __future__ import annotations
@@ -15,17 +16,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
-from urllib.parse import urlencode
 
 import aiohttp
-from aiohttp.abc import AbstractStreamWriter
-from aiohttp.connector import Connection
 from kubernetes.aio import config as kubernetes_config
 from kubernetes.aio.client import Configuration
-from kubernetes.aio.client.rest import RESTClientObject
 
 from hetero_api.contract import FIELD_MANAGER, VERSION
-from hetero_operator.cluster.kinds import LEASE
+from hetero_operator.cluster.fence import REQUEST_TIMEOUT_S, Fence, FencedClient
 from hetero_operator.errors import (
     ApiError,
     ConfigError,
@@ -37,12 +34,10 @@ from hetero_operator.errors import (
     TooLarge,
     Unreachable,
 )
-from hetero_operator.fence import Fence
 from hetero_operator.observers import unobserved
 
 logger = logging.getLogger(__name__)
 
-REQUEST_TIMEOUT_S: Final = 30.0
 CONNECT_TIMEOUT_S: Final = 10.0
 WATCH_SERVER_TIMEOUT_S: Final = 300
 WATCH_SILENCE_S: Final = 90.0
@@ -60,7 +55,6 @@ _ERRORS: Final[Mapping[int, type[ApiError]]] = {
     400: Refused, 403: Refused, 404: NotFound, 409: Conflict, 410: Gone, 422: Refused,
 }  # fmt: skip
 _PROXY_VARIABLES: Final = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
-_READS: Final = frozenset({"GET", "HEAD"})
 _APPLY: Final = "application/apply-patch+yaml"
 _MERGE: Final = "application/merge-patch+json"
 
@@ -92,28 +86,6 @@ async def authorization_of(configuration: Configuration) -> str:
     return await configuration.get_api_key_with_prefix("BearerToken", alias="authorization") or ""
 
 
-def _fenced_request(fence: Fence) -> type[aiohttp.ClientRequest]:
-    """Requests that look at the fence a last time in the step in which their bytes go to the socket.
-
-    To get a connection may take long, and a process can be stopped between any two steps of its loop, and go on when
-    another has taken the Lease.
-    """
-
-    class FencedRequest(aiohttp.ClientRequest):
-        async def write_bytes(
-            self, writer: AbstractStreamWriter, conn: Connection, content_length: int | None = None
-        ) -> None:
-            is_fenced = self.method not in _READS and f"{LEASE.root}/" not in self.url.path
-            if is_fenced and not fence.is_open:
-                if conn.protocol is not None:
-                    conn.protocol.set_exception(NotLeading("the Lease is not held"))
-                conn.close()
-                return
-            await super().write_bytes(writer, conn, content_length)
-
-    return FencedRequest
-
-
 class Transport:
     """Calls the API server. Close it, or use it as a context."""
 
@@ -127,12 +99,10 @@ class Transport:
     ) -> None:
         """`reload` makes a new Configuration when the server says that it does not know us (a coroutine function)."""
         self.configuration = configuration
-        self._fence = fence
         self._reload = reload
         self._count = count
-        session = {**(configuration.client_session_kwargs or {}), "request_class": _fenced_request(fence)}
-        configuration.client_session_kwargs = session
-        self._rest = RESTClientObject(configuration)
+        self._client = FencedClient(configuration, fence)
+        self._client.user_agent = f"{FIELD_MANAGER}/{VERSION}"
         self._reloaded = -CREDENTIALS_PAUSE_S
 
     async def get(self, path: str, **query: object) -> Object:
@@ -166,20 +136,27 @@ class Transport:
                 return
             limit = max(1, min(size, limit * PAGE_GROWTH, PAGE_BYTES * max(count, 1) // length))
 
+    async def prove_fence(self, path: str, manifest: Mapping[str, Any]) -> None:
+        """See that a closed fence refuses a write to a collection. Raises FenceBroken, or Unreachable: not known."""
+        try:
+            await self._client.prove(path, manifest, timeout_s=REQUEST_TIMEOUT_S)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise Unreachable(f"the fence could not be tried: {type(error).__name__} {error}".rstrip()) from error
+
     async def create(self, path: str, manifest: Mapping[str, Any]) -> Object:
-        return await self._call("create", "POST", path, manifest, query={"fieldManager": FIELD_MANAGER}, write=True)
+        return await self._call("create", "POST", path, manifest, query={"fieldManager": FIELD_MANAGER})
 
     async def apply(self, path: str, manifest: Mapping[str, Any]) -> Object:
         """Server-side apply, by force: what we want of an object is so, whoever else wanted it otherwise."""
         query = {"fieldManager": FIELD_MANAGER, "force": "true"}
-        return await self._call("apply", "PATCH", path, manifest, query=query, content=_APPLY, write=True)
+        return await self._call("apply", "PATCH", path, manifest, query=query, content=_APPLY)
 
     async def merge(self, path: str, changes: Mapping[str, Any]) -> Object:
         query = {"fieldManager": FIELD_MANAGER}
-        return await self._call("patch", "PATCH", path, changes, query=query, content=_MERGE, write=True)
+        return await self._call("patch", "PATCH", path, changes, query=query, content=_MERGE)
 
     async def delete(self, path: str, options: Mapping[str, Any]) -> Object:
-        return await self._call("delete", "DELETE", path, options, write=True)
+        return await self._call("delete", "DELETE", path, options)
 
     async def claim(self, method: str, path: str, lease: Mapping[str, Any], *, timeout_s: float) -> Object:
         """A write to the Lease, the only one that needs none. `method` is POST or PUT."""
@@ -202,7 +179,7 @@ class Transport:
                 yield event
 
     async def close(self) -> None:
-        await self._rest.close()
+        await self._client.close()  # type: ignore[no-untyped-call]
 
     async def __aenter__(self) -> Self:
         return self
@@ -221,11 +198,9 @@ class Transport:
         *,
         query: Mapping[str, object] | None = None,
         content: str = "application/json",
-        write: bool = False,
         timeout_s: float = REQUEST_TIMEOUT_S,
     ) -> Object:
-        allowed_s = min(timeout_s, self._fence.allowance_s()) if write else timeout_s
-        limits = aiohttp.ClientTimeout(total=allowed_s, sock_connect=min(CONNECT_TIMEOUT_S, allowed_s))
+        limits = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(CONNECT_TIMEOUT_S, timeout_s))
         async with self._response(
             verb, method, path, limits=limits, query=query, body=body, content=content
         ) as response:
@@ -257,11 +232,13 @@ class Transport:
         content: str = "application/json",
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """An answer that is no error; whatever goes wrong until it is read is an ApiError."""
-        asked = {key: value for key, value in (query or {}).items() if value is not None}
-        url = self.configuration.host + path + (f"?{urlencode(asked)}" if asked else "")
-        headers = await self._headers(content)
+        asked = [(key, value) for key, value in (query or {}).items() if value is not None]
+        headers = {"Content-Type": content, "Accept": "application/json"}
+        _, url, headers, payload, _ = await self._client.param_serialize(
+            method, path, query_params=asked, header_params=headers, body=body, auth_settings=["BearerToken"]
+        )
         try:
-            answer = await self._rest.request(method, url, headers=headers, body=body, _request_timeout=limits)
+            answer = await self._client.call_api(method, url, headers, payload, _request_timeout=limits)
             response: aiohttp.ClientResponse = answer.response
             async with response:
                 self._count(verb, str(response.status))
@@ -269,15 +246,12 @@ class Transport:
                     raise await self._refusal(response)
                 yield response
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            if isinstance(error.__cause__, NotLeading):
+                raise error.__cause__ from None
             self._count(verb, "error")
             raise Unreachable(f"{method} {path}: {type(error).__name__} {error}".rstrip()) from error
         except ValueError as error:
             raise Unreachable(f"{method} {path}: the answer is no JSON: {error}") from error
-
-    async def _headers(self, content: str) -> dict[str, str]:
-        headers = {"Content-Type": content, "Accept": "application/json", "User-Agent": f"{FIELD_MANAGER}/{VERSION}"}
-        authorization = await authorization_of(self.configuration)
-        return {**headers, "Authorization": authorization} if authorization else headers
 
     async def _refusal(self, response: aiohttp.ClientResponse) -> ApiError:
         text = await response.read()

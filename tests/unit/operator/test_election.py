@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from hetero_operator.cluster.fence import Fence
 from hetero_operator.cluster.transport import Transport
 from hetero_operator.config import LeaseConfig
 from hetero_operator.election import Election
 from hetero_operator.errors import NotLeading
-from hetero_operator.fence import Fence
 from tests.support.api_stand_in import ApiStandIn, Fault, refusal
 
 PATH = "/apis/coordination.k8s.io/v1/namespaces/default/leases/op"

@@ -10,10 +10,10 @@ import pytest
 from aiohttp import web
 from kubernetes.aio.client import Configuration
 
+from hetero_operator.cluster.fence import Fence
 from hetero_operator.cluster.kinds import LEASE
 from hetero_operator.cluster.transport import Transport
-from hetero_operator.errors import ApiError, Conflict, Gone, NotFound, NotLeading, Refused, Unreachable
-from hetero_operator.fence import Fence
+from hetero_operator.errors import ApiError, Conflict, FenceBroken, Gone, NotFound, NotLeading, Refused, Unreachable
 from tests.support.api_stand_in import ApiStandIn, Fault, refusal
 
 PATH = "/api/v1/namespaces/ns/configmaps/x"
@@ -120,6 +120,33 @@ async def test_a_lease_that_runs_out_while_a_connection_is_made_stops_the_write(
         with pytest.raises(NotLeading):
             await api.create(f"/api/v1/namespaces/{namespace}/configmaps", {"metadata": {"name": "x"}})
     assert server.calls == []
+
+
+MAPS = "/api/v1/namespaces/ns/configmaps"
+
+
+async def test_a_dry_write_proves_that_a_closed_fence_refuses(server: ApiStandIn) -> None:
+    async with server.transport(Fence()) as api:
+        await api.prove_fence(MAPS, {"metadata": {"name": "x"}})
+    assert server.calls == []
+
+
+async def test_a_client_library_that_goes_around_the_fence_is_found_out(server: ApiStandIn) -> None:
+    async with server.transport(Fence()) as api:
+        api.configuration.trace_configs = []
+        with pytest.raises(FenceBroken, match="although the Lease is not held"):
+            await api.prove_fence(MAPS, {"metadata": {"name": "x"}})
+    assert server.queries == [{"dryRun": "All"}]
+
+
+async def test_a_fence_that_is_open_or_a_server_that_is_away_proves_nothing(server: ApiStandIn) -> None:
+    async with server.transport() as api:
+        with pytest.raises(FenceBroken, match="open"):
+            await api.prove_fence(MAPS, {"metadata": {"name": "x"}})
+    await server.stop()
+    async with server.transport(Fence()) as api:
+        with pytest.raises(Unreachable, match="could not be tried"):
+            await api.prove_fence(MAPS, {"metadata": {"name": "x"}})
 
 
 async def test_the_lease_itself_is_written_by_whoever_has_none(server: ApiStandIn) -> None:
