@@ -58,7 +58,7 @@ BAD: list[tuple[pb.GenerateRequest, str, str]] = [
     (request("x" * 100), "prompt", "has 100 tokens"),
     (request("x" * 316), "prompt", "has 316 bytes; tokens of this model have at most 5, "),
     (chat(("user", "x" * 300)), "prompt", "has 317 bytes; "),
-    (chat(*[("user", "x")] * 16_385), "chat.messages", "at most 16384 messages, not 16385"),
+    (chat(*[("user", "x")] * 4097), "chat.messages", "at most 4096 messages, not 4097"),
     (chat(*[("user", "x")] * 200_000), "request", "too many parts; at most 100000 are allowed"),
     (request([1] * 5_000_000), "ids", "at most 4194304 bytes in protobuf's encoding, not 5000000"),
     (resumed([[5] * 65]), "received[0].token_ids", "has 65 tokens, the model's length is 64"),
@@ -185,7 +185,7 @@ async def test_many_violations_cost_no_more_than_eight(monkeypatch: pytest.Monke
         made += 1
         return Violation(field, problem)
 
-    bad = chat(*[("robot", "")] * 16_384)
+    bad = chat(*[("robot", "")] * 4096)
     monkeypatch.setattr(validation, "Violation", counted)
     with pytest.raises(InvalidArguments) as caught:
         validation.check_generate(bad, vocab_size=258, max_model_len=64)

@@ -5,10 +5,12 @@ A gateway is a process of its own here, so what is measured is its loop, not the
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 
 from hetero_api.v1 import inference_pb2 as pb
@@ -52,7 +54,7 @@ def _generate(**fields: Any) -> pb.GenerateRequest:
 LONG = {
     "text": _generate(text=_text(4_000_000)),
     "chat": _generate(chat=_chat(1, _text(1_000_000))),
-    "many messages": _generate(chat=_chat(16_384, WORDS)),
+    "many messages": _generate(chat=_chat(4096, WORDS)),
     "too many messages": _generate(chat=_chat(200_000, "a")),
     "empty messages": _generate(chat=pb.ChatMessages(messages=[pb.ChatMessage()] * 1_000_000)),
     "tokens": _generate(token_ids=pb.TokenIds(ids=[5] * 4_000_000)),
@@ -82,3 +84,32 @@ def test_long_texts_are_tokenised_and_turned_back_without_a_pause(gateway: Gatew
     token_ids = stub.Tokenize(pb.TokenizeRequest(text=text), timeout=100).token_ids
     assert stub.Detokenize(pb.DetokenizeRequest(token_ids=token_ids), timeout=100).text == text
     assert gateway.report().pause_s < MAX_PAUSE_S
+
+
+def _body(**fields: Any) -> bytes:
+    return json.dumps({"model": "g"} | fields).encode()
+
+
+BODIES = {
+    "text": ("/v1/completions", _body(prompt=_text(1_000_000) + "\\u20ac")),
+    "tokens": ("/v1/completions", _body(prompt=[5] * 500_000, top_p=7)),
+    "wrong tokens": ("/v1/completions", _body(prompt=[1.5] * 500_000)),
+    "unknown fields": ("/v1/completions", _body(prompt="a", **{f"k{index}": 1 for index in range(250_000)})),
+    "messages": ("/v1/chat/completions", _body(messages=[{"role": "user", "content": WORDS}] * 4096, top_p=7)),
+    "parts": (
+        "/v1/chat/completions",
+        _body(messages=[{"role": "user", "content": [{"type": "text", "text": "a"}] * 30_000}], top_p=7),
+    ),
+    "lists": ("/v1/completions", b'{"model":"g","prompt":[' + b"[]," * 2_500_000 + b"[]]}"),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_long_body_does_not_pause_the_others(gateway: GatewayProcess, name: str) -> None:
+    path, content = BODIES[name]
+    gateway.report()
+    with httpx.Client(base_url=f"http://{gateway.addresses['http']}", trust_env=False, timeout=100) as http:
+        assert http.post(path, content=content).status_code == 400
+    report = gateway.report()
+    assert report.is_idle
+    assert report.pause_s < MAX_PAUSE_S

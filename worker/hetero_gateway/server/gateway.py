@@ -216,7 +216,7 @@ class Gateway:
         uri, tokenizer = model.info.model_uri, model.tokenizer
         return OpenAiEndpoint(
             self.core,
-            read=self._reader.read,
+            reader=self._reader,
             text=TextTools(tokenizer.token_bytes, tokenizer.decode, model.engine_config.eos_token_ids),
             served=ServedName(
                 name=model.group_settings.name,

@@ -51,14 +51,18 @@ class RequestReader:
 
     async def parse(self, kind: type[M], data: bytes) -> M:
         """Return the message that `data` encodes. Raises InvalidArguments, and QueueFull when too many bytes wait."""
-        return await self._threads.run(lambda: parse(kind, data), cost=len(data))
+        return await self.run(lambda: parse(kind, data), cost=len(data))
+
+    async def run(self, work: Callable[[], T], *, cost: int) -> T:
+        """Return the result of `work`, which reads about `cost` bytes; many of them in a thread. Raises QueueFull."""
+        return await self._threads.run(work, cost=cost)
 
     async def read(self, request: pb.GenerateRequest, *, deadline_s: float | None = None) -> GenerationRequest:
         """Return the engine's request; `deadline_s` is a time of the engine's clock.
 
         Raises InvalidArguments or InvalidRequest for a bad field, and QueueFull when too many bytes wait to be read.
         """
-        prompt, sampling = await self._threads.run(lambda: self._checked(request), cost=_cost(request, request.chat))
+        prompt, sampling = await self.run(lambda: self._checked(request), cost=_cost(request, request.chat))
         number = num_completions(request.sampling)
         return GenerationRequest(
             request_id=request.request_id or uuid.uuid4().hex,
@@ -73,11 +77,11 @@ class RequestReader:
 
     async def tokenize(self, request: pb.TokenizeRequest) -> Sequence[int]:
         """Return the token ids that Generate would see. Raises as `read` does, but for a prompt's length."""
-        return await self._threads.run(lambda: self._tokenized(request), cost=_cost(request, request.chat))
+        return await self.run(lambda: self._tokenized(request), cost=_cost(request, request.chat))
 
     async def detokenize(self, request: pb.DetokenizeRequest) -> str:
         """Return the text of the tokens, special ones left out. Raises InvalidArguments."""
-        return await self._threads.run(lambda: self._detokenized(request), cost=len(request.token_ids))
+        return await self.run(lambda: self._detokenized(request), cost=len(request.token_ids))
 
     def _checked(self, request: pb.GenerateRequest) -> tuple[tuple[int, ...], SamplingConfig]:
         check_generate(request, vocab_size=self._vocab_size, max_model_len=self._max_model_len)

@@ -19,7 +19,7 @@ from hetero_gateway.server.sampling_params import num_completions, sampling_viol
 
 MAX_REQUEST_ID_CHARS: Final = 128
 MAX_CACHE_SALT_CHARS: Final = 1024
-MAX_MESSAGES: Final = 16_384
+MAX_MESSAGES: Final = 4096
 MAX_PRIORITY: Final = 100
 ROLES: Final = ("system", "user", "assistant", "tool")
 MAX_TOOLS_CHARS: Final = 1 << 20

@@ -7,8 +7,8 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -29,11 +29,18 @@ from hetero_gateway.server.openai.answers import ChatVoice, CompletionVoice, Fra
 from hetero_gateway.server.openai.call import Call, Part
 from hetero_gateway.server.openai.failures import Failure, failure_of, internal_failure, unknown_model
 from hetero_gateway.server.openai.requests import chat_request, completion_requests
-from hetero_gateway.server.openai.schema import ChatBody, CompletionBody, Generation, StreamOptions
+from hetero_gateway.server.openai.schema import ChatBody, CompletionBody, Generation, StreamOptions, parse_body
+from hetero_gateway.server.reading import RequestReader
 
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES: Final = 8 * 1024 * 1024
+BODY_TIMEOUT_S: Final = 60.0
+"""From a request's head to the end of its body."""
+MAX_BODIES_BYTES: Final = 128 * 1024 * 1024
+"""Bodies that are being received and read, all together."""
+SMALL_BODY_BYTES: Final = 64 * 1024
+"""Smaller ones do not count."""
 REQUEST_ID_HEADER: Final = "x-request-id"
 CLIENT_CLOSED: Final = 499
 """Status, seen by nobody but the log and metrics, of a call whose client went away."""
@@ -41,8 +48,6 @@ _DONE: Final = "data: [DONE]\n\n"
 _EVENT_STREAM: Final = "text/event-stream"
 _DOORS: Final = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models"
 
-ReadRequest = Callable[[pb.GenerateRequest], Awaitable[GenerationRequest]]
-"""Checks a request, tokenises its prompt, compiles its constraint. Raises InvalidArguments or InvalidRequest."""
 B = TypeVar("B", bound=Generation)
 
 
@@ -91,14 +96,15 @@ class OpenAiEndpoint:
         self,
         core: EngineCore,
         *,
-        read: ReadRequest,
+        reader: RequestReader,
         text: TextTools,
         served: ServedName,
         metrics: GatewayMetrics,
         in_flight: InFlight,
     ) -> None:
         self._core = core
-        self._read = read
+        self._reader = reader
+        self._bodies = _Bodies()
         self._text = text
         self._served = served
         self._metrics = metrics
@@ -120,21 +126,25 @@ class OpenAiEndpoint:
     # --- routes -----------------------------------------------------------------------------------------
 
     async def _chat(self, request: Request) -> Response:
-        async def start(body: ChatBody, call_id: str) -> Call:
+        def requests(body: ChatBody, call_id: str) -> list[pb.GenerateRequest]:
+            return [chat_request(body, request_id=call_id)]
+
+        def call(body: ChatBody, call_id: str, parts: Sequence[Part]) -> Call:
             frame = self._frame(f"chatcmpl-{call_id}", ChatVoice(self._text.token_bytes), bool(body.logprobs))
-            parts = await self._submit([chat_request(body, request_id=call_id)])
             return Call(parts, frame=frame, on_end=self._note_end)
 
-        return await self._answer(request, ChatBody, start)
+        return await self._answer(request, ChatBody, requests, call)
 
     async def _completions(self, request: Request) -> Response:
-        async def start(body: CompletionBody, call_id: str) -> Call:
+        def requests(body: CompletionBody, call_id: str) -> list[pb.GenerateRequest]:
+            return completion_requests(body, request_id=call_id)
+
+        def call(body: CompletionBody, call_id: str, parts: Sequence[Part]) -> Call:
             voice = CompletionVoice(self._text.token_bytes)
             frame = self._frame(f"cmpl-{call_id}", voice, body.logprobs is not None)
-            parts = await self._submit(completion_requests(body, request_id=call_id))
             return Call(parts, frame=frame, on_end=self._note_end, echo=self._text.decode if body.echo else None)
 
-        return await self._answer(request, CompletionBody, start)
+        return await self._answer(request, CompletionBody, requests, call)
 
     async def _models(self, request: Request) -> Response:  # noqa: ARG002
         return JSONResponse({"object": "list", "data": [self._served.describe()]})
@@ -151,17 +161,26 @@ class OpenAiEndpoint:
 
     # --- one call ---------------------------------------------------------------------------------------
 
-    async def _answer(self, request: Request, kind: type[B], start: Callable[[B, str], Awaitable[Call]]) -> Response:
-        """Answer one call. Unless a stream is returned, which ends its requests itself, none is left in flight."""
+    async def _answer(
+        self,
+        request: Request,
+        kind: type[B],
+        requests: Callable[[B, str], list[pb.GenerateRequest]],
+        new_call: Callable[[B, str, Sequence[Part]], Call],
+    ) -> Response:
+        """Answer one call: read its body as `kind`, submit its `requests`, and answer by the call made of their parts.
+
+        Unless a stream is returned, which ends its requests itself, none is left in flight.
+        """
         ticket = _Ticket(request.headers.get(REQUEST_ID_HEADER), self._metrics, self._in_flight)
         with ExitStack() as cleanup:
             cleanup.callback(ticket.close)
             try:
-                body = kind.model_validate_json(await _body(request), strict=True)
-                self._served.check(body.model)
-                ticket.call_id = body.request_id or ticket.call_id
-                call = await start(body, ticket.call_id)
-                cleanup.callback(call.cancel)
+                body, asked = await self._read(request, kind, requests, ticket)
+                parts = self._submit(asked)
+                for part in parts:
+                    cleanup.callback(part.stream.cancel)
+                call = new_call(body, ticket.call_id, parts)
                 if body.stream:
                     stream = _EventStream(_events(call, body.stream_options or StreamOptions(), ticket), call, ticket)
                     cleanup.pop_all()
@@ -175,9 +194,19 @@ class OpenAiEndpoint:
             except Exception as error:  # noqa: BLE001 — the call's top: whatever it was, the client is told
                 return _refusal(ticket.failure(error))
 
-    async def _submit(self, requests: Sequence[pb.GenerateRequest]) -> list[Part]:
+    async def _read(
+        self, request: Request, kind: type[B], requests: Callable[[B, str], list[pb.GenerateRequest]], ticket: _Ticket
+    ) -> tuple[B, list[GenerationRequest]]:
+        """Return the body and the engine's requests. Raises Failure, ValidationError, InvalidArguments and others."""
+        async with self._bodies.received(request) as data:
+            body = await self._reader.run(lambda: parse_body(kind, data), cost=len(data))
+            self._served.check(body.model)
+            ticket.call_id = body.request_id or ticket.call_id
+            messages = await self._reader.run(lambda: requests(body, ticket.call_id), cost=len(data))
+            return body, [await self._reader.read(message) for message in messages]
+
+    def _submit(self, asked: Sequence[GenerationRequest]) -> list[Part]:
         """Submit all requests; when one is refused, none is left in flight."""
-        asked = [await self._read(request) for request in requests]
         parts: list[Part] = []
         with ExitStack() as cleanup:
             for each in asked:
@@ -261,19 +290,54 @@ async def _whole(request: Request, call: Call) -> Json:
         answering.cancel()
 
 
-async def _body(request: Request) -> bytes:
-    """Raises Failure when it is too long."""
-    chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
+class _Bodies:
+    """Bodies that are being received and read, bounded in bytes and in time."""
+
+    def __init__(self) -> None:
+        self._held = 0
+
+    @asynccontextmanager
+    async def received(self, request: Request) -> AsyncIterator[bytes]:
+        """Hold a request's body while entered. Raises Failure when it is too long or late, or others hold too much."""
+        body = bytearray()
+        held = 0
+        try:
+            async for chunk in _in_time(request.stream()):
+                body += chunk
+                held += self._hold(len(body), held)
+            yield bytes(body)
+        finally:
+            self._held -= held
+
+    def _hold(self, size: int, held: int) -> int:
+        """Hold what `size` bytes of a body take beyond `held`, and return it."""
         if size > MAX_BODY_BYTES:
             raise Failure(413, "invalid_request_error", f"the body is longer than {MAX_BODY_BYTES} bytes")
-        chunks.append(chunk)
-    return b"".join(chunks)
+        more = size - held if size > SMALL_BODY_BYTES else 0
+        if self._held + more > MAX_BODIES_BYTES:
+            raise Failure(429, "rate_limit_error", "too many long bodies at once; try later", code="queue_full")
+        self._held += more
+        return more
+
+
+async def _in_time(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Pass on a body's chunks. Raises Failure when the last of them does not come in time."""
+    loop = asyncio.get_running_loop()
+    end_s = loop.time() + BODY_TIMEOUT_S
+    try:
+        while True:
+            async with asyncio.timeout_at(end_s):
+                chunk = await anext(chunks, None)
+            if chunk is None:
+                return
+            yield chunk
+    except TimeoutError as error:
+        text = f"the body did not come within {BODY_TIMEOUT_S:g} s"
+        raise Failure(408, "invalid_request_error", text, code="timeout") from error
 
 
 async def _gone(request: Request) -> None:
-    """Returns once the client has gone away; the body must have been read."""
+    """Return once the client has gone away; the body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

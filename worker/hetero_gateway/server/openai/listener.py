@@ -1,4 +1,8 @@
-"""The HTTP server of the endpoint: uvicorn, on the gateway's own loop, on a socket that is bound before it starts."""
+"""The HTTP server of the endpoint: uvicorn, on the gateway's own loop, on a socket that is bound before it starts.
+
+uvicorn waits for a request's head as long as the client likes, and takes any number of connections; the protocol here
+bounds both.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +13,59 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from hetero_gateway.server.errors import BindError
 from hetero_gateway.server.listening import address
 
+MAX_CONNECTIONS: Final = 4096
+MAX_HEAD_BYTES: Final = 16 * 1024
+"""Request line and headers together; what came with them in one piece may be as much again."""
+HEAD_TIMEOUT_S: Final = 10.0
+"""From the connection, or from the first byte of a further request, to the end of its head."""
 _BACKLOG: Final = 1024
 _KEEP_ALIVE_S: Final = 30
 
 
+class _BoundedProtocol(H11Protocol):
+    """One connection, closed when its request's head is too long or does not come in time."""
+
+    _waiting: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)  # type: ignore[arg-type] # uvicorn narrows it
+        if len(self.connections) > MAX_CONNECTIONS:
+            self.transport.abort()
+        else:
+            self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        # In pieces: the library looks at the length of a head only while it is not complete.
+        for begin in range(0, len(data), MAX_HEAD_BYTES):
+            if self.transport.is_closing():
+                break
+            super().data_received(data[begin : begin + MAX_HEAD_BYTES])
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop_waiting()
+
+    def _watch(self) -> None:
+        """Time the wait for a head, if there is one and it is not timed yet."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_waiting()
+        elif self._waiting is None and not self.transport.is_closing():
+            self._waiting = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.abort)
+
+    def _stop_waiting(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+
+
 class _Server(uvicorn.Server):
-    """The gateway has signal handlers of its own."""
+    """A server without signal handlers: the gateway has its own."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -26,10 +73,10 @@ class _Server(uvicorn.Server):
 
 
 class HttpListener:
-    """Serves `application` from `start` to `stop`. To be made and used on one loop."""
+    """Server of `application`, from `start` to `stop`. Made and used on one loop."""
 
     def __init__(self, application: Any, *, host: str, port: int, option: str) -> None:
-        """Binds the port, 0 for one of the system's choice. Raises BindError, which names `option`."""
+        """Bind the port, 0 for any free one. Raises BindError, which names `option`."""
         self._socket = _bound(host, port, option)
         self.port = int(self._socket.getsockname()[1])
         self.address = address(host, self.port)
@@ -41,6 +88,8 @@ class HttpListener:
             timeout_keep_alive=_KEEP_ALIVE_S,
             server_header=False,
             ws="none",
+            http=_BoundedProtocol,
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         )
         self._server = _Server(config)
         self._serving: asyncio.Task[None] | None = None
@@ -50,7 +99,7 @@ class HttpListener:
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="openai-endpoint")
 
     async def stop(self, grace_s: float) -> None:
-        """Accept no more; calls that have not ended within the time are cut off."""
+        """Accept no more connections; cut off calls that have not ended within `grace_s`."""
         if self._serving is None:
             self._socket.close()
             return

@@ -7,29 +7,87 @@ are refused: one that is dropped silently is an answer to another question. Fiel
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+from itertools import islice
+from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from hetero_gateway.server.errors import InvalidArguments, Violation
+
+MAX_UNKNOWN: Final = 8
+"""Unknown fields that are named when a body is refused."""
 MAX_PROMPTS: Final = 64
 """Prompts in one completions call; each is a request of its own."""
 DEFAULT_COMPLETION_TOKENS: Final = 16
 """The API's own default of /v1/completions; chats go on to the model's length."""
 
+MAX_OBJECTS: Final = 32_768
+MAX_PARTS: Final = 524_288
+"""Values of a body, e.g. token ids of its prompts; and its texts."""
+MAX_ENTRIES: Final = 1024
+"""Entries of a map from text, before anybody looks at each of them."""
+T = TypeVar("T")
+
+
+def _few(data: Any) -> Any:
+    if isinstance(data, dict) and len(data) > MAX_ENTRIES:
+        raise ValueError(f"must have at most {MAX_ENTRIES} entries, not {len(data)}")
+    return data
+
+
+Listed = Annotated[list[T], Field(fail_fast=True)]
+"""A list whose first wrong element is reported, and no other."""
+Mapped = Annotated[dict[str, T], BeforeValidator(_few)]
+"""A map from text that is not too large."""
+
 
 class Body(BaseModel):
-    """Strict: "1" is no number, and what is not known is refused. Null is as good as absent."""
+    """Strict: "1" is no number, and unknown fields are refused. Null is as good as absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, data: Any) -> Any:
-        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+    def _shortened(cls, data: Any) -> Any:
+        """Leave out nulls, and all but the first unknown fields: an error is made for each of them."""
+        if not isinstance(data, dict):
+            return data
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = islice((key for key, value in data.items() if value is not None and key not in known), MAX_UNKNOWN)
+        shown = known.union(unknown)
+        return {key: value for key, value in data.items() if value is not None and key in shown}
+
+
+B = TypeVar("B", bound=Body)
+
+
+def parse_body(kind: type[B], data: bytes) -> B:
+    """Return the body that JSON text `data` holds.
+
+    Raises InvalidArguments if it has too many parts, ValidationError if it is not as `kind` says.
+    """
+    _check_parts(data)
+    return kind.model_validate_json(data, strict=True)
+
+
+def _check_parts(data: bytes) -> None:
+    """Count the parts of JSON text without parsing it: many tiny ones would take long and much memory."""
+    unescaped = data.replace(b"\\\\", b"").replace(b'\\"', b"")
+    if unescaped.count(b'"') > 2 * MAX_PARTS:
+        raise _too_many(MAX_PARTS, "texts")
+    outside_texts = b"".join(unescaped.split(b'"')[::2])
+    if outside_texts.count(b"{") > MAX_OBJECTS:
+        raise _too_many(MAX_OBJECTS, "objects")
+    if outside_texts.count(b",") + outside_texts.count(b"[") > MAX_PARTS:
+        raise _too_many(MAX_PARTS, "values")
+
+
+def _too_many(limit: int, parts: str) -> InvalidArguments:
+    return InvalidArguments([Violation("body", f"has too many {parts}; at most {limit} are allowed")])
 
 
 class StreamOptions(Body):
-    """What a stream tells beside the text."""
+    """Options of a stream beside its text."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -63,7 +121,7 @@ class StructuredOutputs(Body):
 
     json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Listed[str] | None = None
     grammar: str | None = None
 
     @model_validator(mode="after")
@@ -85,14 +143,14 @@ class Generation(Body):
     min_p: float | None = None
     n: int | None = None
     seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Listed[str] | None = None
+    stop_token_ids: Listed[int] | None = None
     ignore_eos: bool = False
     min_tokens: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Mapped[float] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     stream: bool | None = None
@@ -102,7 +160,7 @@ class Generation(Body):
     request_id: str | None = None
     user: str | None = None
     store: bool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Mapped[str] | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -151,9 +209,9 @@ class Message(Body):
     """One message of a chat. The template of the model decides which roles it knows."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Listed[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Listed[ToolCall] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
 
@@ -177,12 +235,12 @@ class Tool(Body):
 class ChatBody(Generation):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Listed[Message], Field(min_length=1)]
     max_completion_tokens: int | None = None
     """The API's newer name of max_tokens."""
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Tool] | None = None
+    tools: Listed[Tool] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     """What the model says is answered as it is: nothing is parsed, nothing is forced."""
     parallel_tool_calls: bool | None = None
@@ -198,7 +256,7 @@ class ChatBody(Generation):
 class CompletionBody(Generation):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Listed[str] | Listed[int] | Listed[Listed[int]]
     echo: bool = False
     logprobs: int | None = None
     best_of: int | None = None
