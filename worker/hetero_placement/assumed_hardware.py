@@ -77,6 +77,7 @@ class DeviceAssumption(SpecModel):
     weight_bits: list[Literal[16, 8, 4]] | None = None
 
     def speeds(self) -> Speeds:
+        """Return the device's speeds; a bus that is not given counts as 0."""
         bus = self.bus
         return Speeds(
             memory_bandwidth=self.memory_bandwidth,
@@ -94,11 +95,12 @@ class RoundSpeeds(SpecModel):
     bandwidth: _Rate | None = None
 
     def speeds(self) -> ExchangeSpeeds:
+        """Return the times of an all-reduce by size."""
         return ExchangeSpeeds.of_rates(self.latency_seconds, self.bandwidth)
 
 
 class AssumedExchange(SpecModel):
-    """Of activations."""
+    """Assumed speeds of exchanging activations."""
 
     host: RoundSpeeds
     device: RoundSpeeds | None = None
@@ -122,7 +124,7 @@ class AssumedHardware(SpecModel):
 
 
 def load_assumed_hardware(path: Path) -> AssumedHardware:
-    """Raises ManifestError with every problem."""
+    """Read the file. Raises ManifestError with every problem."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ManifestError([f"file is larger than {MAX_FILE_BYTES} bytes"], source=str(path))
@@ -139,7 +141,7 @@ def load_assumed_hardware(path: Path) -> AssumedHardware:
 
 
 def assume(spec: HeteroInferenceSpec, assumed: AssumedHardware, *, source: str = "") -> Hardware:
-    """The group's hardware, every rank as its pool or kind is assumed. Raises ManifestError."""
+    """Return the group's hardware, every rank as its pool or kind is assumed. Raises ManifestError."""
     problems: list[str] = []
     ranks: list[RankHardware] = []
     for pool in spec.pools_in_rank_order:
@@ -174,12 +176,12 @@ def _of_kind(assumed: AssumedHardware, pool: PoolSpec) -> DeviceAssumption | Non
 
 
 def _memory_of(pool: PoolSpec) -> int | None:
-    """A CPU rank's as the manifest says; a GPU's it does not say."""
+    """Return a CPU rank's memory as the manifest states it; None for a GPU, whose memory it does not state."""
     return pool.cpu_or_default.memory_per_rank if pool.type == PoolType.CPU else None
 
 
 def _usable(spec: HeteroInferenceSpec, pool: PoolSpec, memory: int) -> int:
-    """What the rank may use of it."""
+    """Return the bytes of `memory` that the rank may use."""
     if pool.type == PoolType.GPU:
         return int(memory * spec.engine.gpu_memory_utilization)
     given = pool.cpu_or_default.memory_per_rank

@@ -32,7 +32,7 @@ from hetero_placement.steps import Repeated, Step, Workload, WorkloadSteps, deco
 SLICE_ROWS: Final = 128
 """Rows of hidden states that travel to a helper at a time."""
 _DRAW_BYTES: Final = 16
-"""What a rank tells of a draw: score and token."""
+"""Bytes that a rank sends for a draw: score and token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class WidePlace:
 
 
 class CostModel:
-    """Of one model on one group. Speeds are taken as they are: see Hardware.levelled."""
+    """Times of steps of one model on one group. Speeds are taken as they are: see Hardware.levelled."""
 
     def __init__(self, config: ModelConfig, hardware: Hardware, *, dtype: str) -> None:
         self.config = config
@@ -66,7 +66,7 @@ class CostModel:
         self._alone = tuple(costs_of(rank.speeds.alone, rank.weight_bits) for rank in hardware.ranks)
 
     def predict(self, plan: ShardPlan, workload: Workload, *, chunk: int, max_num_seqs: int) -> Prediction:
-        """What the plan makes of the workload; `chunk` is the most tokens of one step."""
+        """Predict the workload under the plan; `chunk` is the most tokens of one step."""
         view = self.view(plan)
         steps = WorkloadSteps.of(workload, chunk=chunk, max_num_seqs=max_num_seqs)
         prefill_s, decode_s = self._all_s(view, steps.prefill), self._all_s(view, steps.decode)
@@ -92,11 +92,12 @@ class CostModel:
         return self._step_s(self.view(plan), step)
 
     def view(self, plan: ShardPlan) -> PlanView:
-        """What of a plan counts here."""
+        """Return the parts of a plan that its cost depends on."""
         return PlanView.of(plan, self.config.windows)
 
     def costs(self, rank: int, workers: Sequence[int], *, overlapped: bool = False) -> PartCosts:
-        """Of a rank that computes at the same time as `workers`, itself among them, and maybe other stages.
+        """Return the costs of a rank that computes at the same time as `workers`, itself among them, and maybe other
+        stages.
 
         Ranks of a host share its memory: the more read, the less each gets. Only two cases are told apart: all of them,
         as they were measured, and one alone.
@@ -111,7 +112,7 @@ class CostModel:
     def attention_half_s(
         self, heads: Sequence[int], step: Step, window: int | None, *, overlapped: bool = False
     ) -> float:
-        """A layer's attention half: the slowest of its ranks, and their round. `heads` in rank order."""
+        """Return the seconds of a layer's attention half: its slowest rank, and the round. `heads` in rank order."""
         holders = [rank for rank, count in enumerate(heads) if count]
         costs = {rank: self.costs(rank, holders, overlapped=overlapped) for rank in holders}
         slowest = max(costs[rank].attention(step, window).of(heads[rank]) for rank in holders)
@@ -120,7 +121,7 @@ class CostModel:
     def wide_half_s(
         self, holders: Sequence[int], units: Sequence[float], step: Step, *, experts: bool, overlapped: bool = False
     ) -> float:
-        """The other half, of experts or of 64 columns a unit."""
+        """Return the seconds of the other half: experts, or MLP columns in units of 64."""
         lends = any(count and rank not in holders for rank, count in enumerate(units))
         place = WidePlace(holders, lends=lends, experts=experts, overlapped=overlapped)
         times = (self.wide_part_s(rank, count, step, place) for rank, count in enumerate(units) if count)
@@ -154,12 +155,12 @@ class CostModel:
         return costs.head(step.draws).of(units) + self.exchange.from_device_s(rank, _DRAW_BYTES * step.draws)
 
     def draw_s(self, step: Step) -> float:
-        """The rounds in which all ranks learn the drawn tokens."""
+        """Return the seconds of the rounds in which all ranks learn the drawn tokens."""
         gathered = self.exchange.small_s(_DRAW_BYTES * step.draws * len(self.ranks))
         return gathered + self.exchange.small_s(_DRAW_BYTES * step.draws)
 
     def hidden_bytes(self, rows: float) -> float:
-        """Of rows of the residual stream."""
+        """Return the bytes of `rows` rows of the residual stream."""
         return rows * self.config.hidden_size * self.element_bytes
 
     def exchange_s(self, plan: ShardPlan, step: Step) -> float:
@@ -182,7 +183,7 @@ class CostModel:
         )
 
     def whole_bytes(self, rank: int) -> int:
-        """Of the model's weights, if they all lay on one rank."""
+        """Return the bytes of all the model's weights, if they lay on this rank."""
         whole = shard_of_layers(self.config, 0, self.config.num_layers)
         kept = self._matrix_bytes(whole, self._kept(self._at(rank)))
         floats = self._matrix_bytes(whole, KeptWeights(FLOAT_WEIGHTS, self.element_bytes))
@@ -240,7 +241,7 @@ class CostModel:
         return self.exchange.there_s(stage.leader, missing, self.hidden_bytes(rows)) if missing else 0.0
 
     def _embedding_s(self, view: PlanView, step: Step) -> float:
-        """The round in which embeddings are summed, if several ranks need or have them."""
+        """Return the seconds of the round that sums embeddings, if several ranks need or have them."""
         ranks = sorted({*view.embedding_owners, *view.stages[0].holders})
         return self.exchange.among(ranks, self.hidden_bytes(step.rows))
 
@@ -276,10 +277,12 @@ class StageView:
 
     @property
     def leader(self) -> int:
+        """Holder that lends to the helpers and sends to the next stage."""
         return self.holders[0]
 
     @property
     def num_layers(self) -> int:
+        """Number of the stage's layers."""
         return sum(self.kinds.values())
 
 
@@ -290,11 +293,11 @@ class PlanView:
     stages: tuple[StageView, ...]
     embedding_owners: tuple[int, ...]
     head_rows: tuple[int, ...]
-    """Of each rank, in rank order."""
+    """Rows of the output head, in rank order."""
 
     @classmethod
     def of(cls, plan: ShardPlan, windows: tuple[int | None, ...]) -> PlanView:
-        """Raises PlanError when nobody has a layer's attention."""
+        """Read a plan. Raises PlanError when nobody has a layer's attention."""
         return cls(
             tuple(_stage_view(plan, stage, windows) for stage in plan.stages()),
             plan.embedding_owners(),
@@ -303,6 +306,7 @@ class PlanView:
 
     @property
     def head_owners(self) -> tuple[int, ...]:
+        """Ranks with rows of the output head."""
         return tuple(rank for rank, rows in enumerate(self.head_rows) if rows)
 
 

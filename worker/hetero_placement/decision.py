@@ -1,4 +1,4 @@
-"""What the solver is asked and what it answers: plain values."""
+"""Values that go into the solver and come out of it, and how a resource's spec becomes such values."""
 
 from __future__ import annotations
 
@@ -17,13 +17,19 @@ class Shares(Protocol):
     """One weight a rank, in rank order, for each kind; None or empty: computed."""
 
     @property
-    def attention(self) -> Sequence[float] | None: ...
+    def attention(self) -> Sequence[float] | None:
+        """Weights for KV heads."""
+        ...
 
     @property
-    def mlp(self) -> Sequence[float] | None: ...
+    def mlp(self) -> Sequence[float] | None:
+        """Weights for MLP columns or experts."""
+        ...
 
     @property
-    def vocabulary(self) -> Sequence[float] | None: ...
+    def vocabulary(self) -> Sequence[float] | None:
+        """Weights for vocabulary rows."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +43,7 @@ class GivenShares:
 
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
-    """What the resource fixes; the rest is solved."""
+    """Mode and shares that the resource fixes; the rest is solved."""
 
     mode: PlacementMode = PlacementMode.AUTO
     shares: Shares = field(default_factory=GivenShares)
@@ -45,7 +51,7 @@ class PlacementRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Of the engine: what memory must be there for, and how prompts are cut."""
+    """Engine bounds: they say how much memory must be there, and how prompts are cut."""
 
     max_model_len: int
     max_num_batched_tokens: int = 512
@@ -59,7 +65,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What one plan makes of the workload."""
+    """Predicted speed of the workload under one plan."""
 
     decode_tokens_per_s: float
     """Over all streams."""
@@ -85,7 +91,7 @@ class Option:
 
     @property
     def eligible(self) -> bool:
-        """Whether it may be chosen."""
+        """True if it may be chosen."""
         return self.plan is not None and not self.why_not
 
 
@@ -105,7 +111,7 @@ def request_of(spec: HeteroInferenceSpec) -> PlacementRequest:
 
 
 def bounds_of(spec: HeteroInferenceSpec, config: ModelConfig) -> Bounds:
-    """The engine's."""
+    """Return the engine's bounds under the spec."""
     return Bounds(
         max_model_len=spec.model.max_model_len or config.max_position,
         max_num_batched_tokens=spec.engine.max_num_batched_tokens,
@@ -122,7 +128,7 @@ def quantized_config(spec: HeteroInferenceSpec, config: ModelConfig) -> ModelCon
 
 
 def kind_of(pool: PoolSpec) -> DeviceKind:
-    """What a pool's ranks compute on."""
+    """Return the kind of device that a pool's ranks compute on."""
     return DeviceKind.GPU if pool.type == PoolType.GPU else DeviceKind.CPU
 
 

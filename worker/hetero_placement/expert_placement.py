@@ -38,7 +38,7 @@ ExpertCounts = Mapping[int, Sequence[int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertCosts:
-    """What a decode step takes."""
+    """Times of a decode step's experts."""
 
     active_s: tuple[float, ...]
     """Seconds that each rank takes for an expert that some token chose, in rank order."""
@@ -81,7 +81,7 @@ class LayerMove:
     """Experts that another rank holds then."""
 
     def applied_to(self, plan: ShardPlan) -> ShardPlan:
-        """The plan with this layer's order, and nothing else changed."""
+        """Return the plan with this layer's order, and nothing else changed."""
         orders = list(plan.expert_orders or ((),) * plan.num_layers)
         orders[self.layer] = self.order
         return replace(plan, expert_orders=tuple(orders))
@@ -89,7 +89,7 @@ class LayerMove:
 
 @dataclass(frozen=True, slots=True)
 class ExpertMoves:
-    """What to change, layer by layer, and what for. Without moves, the predictions are equal."""
+    """Changes layer by layer, and the gain they promise. Without moves, the predictions are equal."""
 
     moves: tuple[LayerMove, ...]
     """The layer that gains most first: whoever has to stop half-way has got the best of it."""
@@ -98,13 +98,14 @@ class ExpertMoves:
 
     @property
     def num_moved(self) -> int:
+        """Number of experts that change their rank."""
         return sum(move.num_moved for move in self.moves)
 
 
 def place_experts(
     plan: ShardPlan, counts: ExpertCounts, costs: ExpertCosts, *, min_gain: float = MIN_GAIN
 ) -> ExpertMoves:
-    """Moves that shorten the decode step that is expected under these counts; none if they save too little of it.
+    """Find moves that shorten the decode step expected under these counts; none if they save too little.
 
     Layers that are not counted, or that no token went through, stay as they are. Ties go to the expert of the lower
     number and the lower rank.
@@ -153,7 +154,7 @@ class _Deal:
             self.times_s[rank] = self._time_s(rank)
 
     def _time_s(self, rank: int) -> float:
-        """Expected seconds of the rank; none where it holds nothing."""
+        """Return the expected seconds of the rank; 0 where it holds nothing."""
         active = sum(expert.activity for expert in self.held[rank])
         return self._fixed_s[rank] + self.active_s[rank] * active if self.held[rank] else 0.0
 
@@ -204,7 +205,7 @@ def _activities(chosen: Sequence[int], costs: ExpertCosts) -> list[float]:
 
 
 def _improved(plan: ShardPlan, layer: int, chosen: Sequence[int], costs: ExpertCosts) -> Iterator[_Change]:
-    """The layer dealt better, if exchanges can; else nothing."""
+    """Yield the layer dealt better, if exchanges of experts improve it."""
     deal = _deal(plan, layer, chosen, costs)
     before_s = max(deal.times_s)
     while (pair := _best_pair(deal)) is not None:
@@ -218,7 +219,7 @@ def _improved(plan: ShardPlan, layer: int, chosen: Sequence[int], costs: ExpertC
 
 
 def _best_pair(deal: _Deal) -> _Pair | None:
-    """The exchange that helps the rank most that takes longest; None if none is worth it.
+    """Return the exchange that helps the slowest rank most; None if none is worth it.
 
     With every exchange the ranks' times, sorted from the longest, become less in lexicographic order: so it ends.
     """

@@ -18,7 +18,7 @@ from hetero_api.v1 import ranks_pb2
 
 
 class DeviceKind(Enum):
-    """What a rank computes on."""
+    """Kind of device that a rank computes on."""
 
     CPU = "CPU"
     GPU = "GPU"
@@ -61,13 +61,13 @@ class Speeds:
     """From host memory to the device's; 0 where they are the same."""
     from_device_bandwidth: float = 0.0
     device_latency_s: float = 0.0
-    """Of the smallest copy from the device and back."""
+    """Seconds of the smallest copy from the device and back."""
     lone_memory_bandwidth: float = 0.0
-    """Of a rank that reads while the others do not; 0 where that is not known."""
+    """Bandwidth of a rank that reads while the others do not; 0 where that is not known."""
     lone_gain: float = 0.0
     """How many times as fast it decodes one row while the others are idle; 0 where that was not measured."""
     meeting_s: float = 0.0
-    """What a round of one row on the host takes after half a layer, waiting for others included; 0: not measured."""
+    """Seconds of a round of one row on the host after half a layer, with the wait for others; 0: not measured."""
     turnaround_s: float = 0.0
     """From its word to the gateway to the answer, once a step; 0 where there is no gateway, or it was not measured."""
 
@@ -121,14 +121,14 @@ class RankHardware:
     host: str
     """Same for ranks that share a machine."""
     memory_bytes: int
-    """What it may use for weights, KV cache and workspace, its runtime included."""
+    """Bytes it may use for weights, KV cache and workspace, its runtime included."""
     speeds: Speeds
     pool: str = ""
     cores: int = 1
     runtime_bytes: int = 0
-    """What of it is taken whatever the rank is to own, measured with its group; 0: not known."""
+    """Bytes of it that are taken however little the rank owns, measured with its group; 0: not known."""
     gather_bytes: int = 0
-    """What a step's attention gathers at most on a rank that holds KV heads."""
+    """Most bytes that a step's attention gathers on a rank that holds KV heads."""
     weight_bits: frozenset[int] = frozenset()
     """Widths in which it keeps weights that are stored so; it widens others to the arithmetic type."""
 
@@ -143,7 +143,9 @@ class RankHardware:
         gpu_share: float = 1.0,
         formed: ranks_pb2.Formed | None = None,
     ) -> RankHardware:
-        """What a rank said at Hello, and when its group had formed; `gpu_share`: what it may use of a GPU's memory."""
+        """Read a rank's Hello, and its report when the group formed; `gpu_share`: the part of a GPU's memory it may
+        use.
+        """
         kind = DeviceKind.GPU if report.kind == ranks_pb2.DEVICE_KIND_CUDA else DeviceKind.CPU
         memory = int(report.memory_bytes * gpu_share) if kind is DeviceKind.GPU else report.memory_bytes
         needs = formed or ranks_pb2.Formed()
@@ -154,7 +156,7 @@ class RankHardware:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeSpeeds:
-    """What an all-reduce takes: (bytes, seconds), ascending in bytes; () where nothing is known or needed.
+    """Times of an all-reduce: (bytes, seconds), ascending in bytes; () where nothing is known or needed.
 
     A number for all sizes is one point.
     """
@@ -163,6 +165,7 @@ class ExchangeSpeeds:
 
     @classmethod
     def from_protos(cls, times: Iterable[ranks_pb2.ExchangeTime]) -> ExchangeSpeeds:
+        """Read measured times, in any order."""
         return cls(tuple(sorted((time.bytes, time.seconds) for time in times)))
 
     @classmethod
@@ -198,6 +201,7 @@ class Hardware:
 
     @property
     def num_gpu_ranks(self) -> int:
+        """Number of GPU ranks."""
         return sum(rank.kind is DeviceKind.GPU for rank in self.ranks)
 
     def classes(self) -> tuple[tuple[int, ...], ...]:
@@ -208,8 +212,12 @@ class Hardware:
         return tuple(map(tuple, alike.values()))
 
     def levelled(self) -> Hardware:
-        """The same with ranks that are alike made equal: the median of their speeds, the least of their memory, the
-        most of what they need of it in any case, and the widths that all of them keep."""
+        """Return the hardware with ranks that are alike made equal.
+
+        Each gets the median of their speeds, the least of their memory, the most of their fixed needs, and the widths
+        that
+        all of them keep.
+        """
         ranks = list(self.ranks)
         for alike in self.classes():
             members = [self.ranks[number] for number in alike]
@@ -249,7 +257,7 @@ def _median_speeds(speeds: Sequence[Speeds]) -> Speeds:
 
 
 def _median_costs(speeds: Sequence[Speeds]) -> tuple[CostPoint, ...]:
-    """Of the points that all of them measured, in one type."""
+    """Return the medians of the points that all of them measured, in one type."""
     if len({each.costs_dtype for each in speeds}) > 1:
         return ()
     found: dict[tuple[Part, int, int], list[CostPoint]] = {}

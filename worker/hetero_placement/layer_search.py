@@ -48,7 +48,7 @@ class LayerSearch:
         self._need_of: dict[tuple[int, int, int], int] = {}
 
     def plan(self) -> ShardPlan | None:
-        """The one whose predicted time is least; None if none fits."""
+        """Return the plan whose predicted time is least; None if none fits."""
         counts = self._best()
         return plan_of_layers(self._model.config, counts) if counts is not None else None
 
@@ -79,7 +79,7 @@ class LayerSearch:
             yield tuple(count + self._least for count in largest_remainder(free, each))
 
     def _firsts(self) -> list[int]:
-        """A rank of each class."""
+        """Return one rank of each class."""
         return [alike[0] for alike in self._model.hardware.classes()]
 
     def _descend(self, counts: tuple[int, ...]) -> tuple[int, ...]:

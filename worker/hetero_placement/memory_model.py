@@ -1,13 +1,13 @@
-"""What a rank's part takes in its memory, and whether it fits.
+"""Bytes that a rank's part takes in its memory, and the test whether it fits.
 
-Counted with what a rank itself counts with (`hetero_api.rank_memory`, `graph_memory`), and never less: a plan that fits
-here is refused by no rank, and its KV cache has at least as many blocks as is said here. That holds as long as a rank
-has the memory that it told of, its runtime grows by no more than is allowed for (RUNTIME_GROWTH_BYTES), and its largest
-step takes no more than its bound from shapes. What is counted beyond what a rank counts: both halves of a layer, though
-one is computed after the other; the margin of a measured step, though it is not measured yet; graphs, though ranks with
-experts make none; biases of sums, which one rank has.
+It counts with the arithmetic that a rank itself uses (`hetero_api.rank_memory`, `graph_memory`), and never less. So no
+rank refuses a plan that fits here, and its KV cache has at least as many blocks as this says. That holds as long as a
+rank has the memory that it reported, its runtime grows by no more than RUNTIME_GROWTH_BYTES, and its largest step takes
+no more than its bound from shapes. Counted beyond what a rank counts: both halves of a layer, though one is computed
+after the other; the margin of a measured step before it is measured; graphs, though ranks with experts make none;
+biases of sums, which one rank has.
 
-Linear in what a rank owns, so that a solver can tell at once what one unit more costs.
+Needs are linear in what a rank owns, so a solver knows at once what one unit more costs.
 """
 
 from __future__ import annotations
@@ -45,10 +45,12 @@ class Need:
 
     @property
     def total(self) -> int:
+        """All of it, in bytes."""
         return self.cache + self.without_cache
 
     @property
     def without_cache(self) -> int:
+        """All but the KV cache, in bytes."""
         return self.weights + self.workspace + self.graphs + self.runtime
 
 
@@ -57,7 +59,7 @@ _NOTHING: Final = Need(0, 0, 0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class UnitBytes:
-    """What one more takes where every layer is split alike: in all layers, with cache, workspace and graphs."""
+    """Bytes of one more unit where every layer is split alike: in all layers, with cache, workspace and graphs."""
 
     head: float
     column: float
@@ -67,7 +69,7 @@ class UnitBytes:
 
 
 class MemoryModel:
-    """Of one model under the engine's bounds."""
+    """Memory needs of one model under the engine's bounds."""
 
     def __init__(self, config: ModelConfig, hardware: Hardware, bounds: Bounds, *, dtype: str) -> None:
         self._config = config
@@ -87,37 +89,40 @@ class MemoryModel:
 
     @property
     def hardware(self) -> Hardware:
+        """Hardware whose memory is to suffice."""
         return self._hardware
 
     def units(self, rank: int) -> UnitBytes:
-        """What a unit takes on this rank."""
+        """Return the bytes of a unit on this rank."""
         key = self._is_gpu(rank), self._hardware.ranks[rank].weight_bits
         if key not in self._units:
             self._units[key] = self._units_of(rank)
         return self._units[key]
 
     def fixed_bytes(self, rank: int, *, holds_heads: bool) -> float:
-        """What a rank needs beside its units, where every layer is split alike; if it has heads, beside those."""
+        """Return the bytes a rank needs beside its units, where every layer is split alike; heads are a unit, too."""
         return self._beside_units(rank, heads=int(holds_heads))
 
     def first_column_bytes(self, rank: int, *, holds_heads: bool) -> float:
-        """What it needs once it owns MLP columns of dense layers, beside these."""
+        """Return the bytes it needs once it owns MLP columns of dense layers, beside these."""
         heads = int(holds_heads)
         return self._beside_units(rank, heads=heads, columns=1) - self._beside_units(rank, heads=heads)
 
     def first_expert_bytes(self, rank: int, *, holds_heads: bool) -> float:
-        """What it needs once it owns experts, beside these."""
+        """Return the bytes it needs once it owns experts, beside these."""
         heads = int(holds_heads)
         return self._beside_units(rank, heads=heads, experts=1) - self._beside_units(rank, heads=heads)
 
     def cache_bytes(self, num_heads: int) -> int:
-        """Of one longest sequence, in all layers. 0 where kvCacheMemoryBytes says its size: that is a fixed need."""
+        """Return the KV bytes of one longest sequence in all layers; 0 where kvCacheMemoryBytes states the cache's
+        size.
+        """
         if self._bounds.kv_cache_bytes is not None:
             return 0
         return self._cache(self._memory.kv_cost(self._shard(num_heads, 0, 0, 0)))
 
     def need(self, rank: int, shard: RankShard) -> Need:
-        """What a part takes on a rank; nothing, if it is none."""
+        """Return the need of a part on a rank; zeros for an empty part."""
         return _NOTHING if shard.is_empty else self._taken(rank, shard)
 
     def _taken(self, rank: int, shard: RankShard) -> Need:
@@ -154,7 +159,7 @@ class MemoryModel:
         return ""
 
     def shortage(self, needs: int, ranks: tuple[int, ...]) -> str:
-        """That `ranks` together have too little for `needs` bytes of weights and cache."""
+        """Say that `ranks` together have too little for `needs` bytes of weights and cache."""
         has = sum(self._hardware.ranks[rank].memory_bytes for rank in ranks)
         fields = " and ".join(dict.fromkeys(self._field(rank) for rank in ranks))
         other = max(self.fixed_bytes(rank, holds_heads=False) for rank in ranks)
@@ -172,7 +177,7 @@ class MemoryModel:
         return len(self._config.expert_layers) < self._config.num_layers
 
     def _blocks_on(self, rank: int, shard: RankShard) -> int:
-        """That the rank has room for."""
+        """Return the blocks that the rank has room for."""
         cost = self._memory.kv_cost(shard)
         left = self._hardware.ranks[rank].memory_bytes - self.need(rank, shard).without_cache
         asked = self._bounds.kv_cache_bytes
@@ -185,7 +190,7 @@ class MemoryModel:
         return cost.total_of(asked) if asked is not None else self._tokens * cost.bytes if cost.cache_bytes else 0
 
     def _graphs(self, shard: RankShard) -> int:
-        """The most of what a plan may ask for: with ranks on host cores, if there are any, or without."""
+        """Return the largest need a plan may have: with ranks on host cores, if there are any, or without."""
         alone = GraphMemory.of(self._memory, shard, self._sizes, num_host_ranks=0)
         if not self._num_hosts:
             return alone.total
@@ -195,7 +200,7 @@ class MemoryModel:
         return alone.computing + max(alone.total - alone.computing, mixed.total - mixed.computing)
 
     def _beside_units(self, rank: int, *, heads: int = 0, columns: int = 0, experts: int = 0) -> float:
-        """What of such a part's need is not the units'."""
+        """Return the bytes of such a part that are not its units'."""
         key = rank, heads, columns, experts
         if key not in self._beside:
             unit = self.units(rank)
@@ -219,7 +224,7 @@ class MemoryModel:
         )
 
     def _shard(self, heads: int, columns: int, experts: int, rows: int) -> RankShard:
-        """Of a rank that owns as much of every layer; there need not be as much."""
+        """Make the shard of a rank that owns these numbers in every layer; the model need not have as many."""
         plan = plan_within_layers(self._config, heads=[heads], columns=[columns], experts=[experts], rows=[rows])
         return plan.ranks[0]
 
@@ -230,7 +235,7 @@ class MemoryModel:
         return f"spec.model.maxModelLen {self._bounds.max_model_len}"
 
     def _field(self, rank: int) -> str:
-        """What says how much memory a rank has."""
+        """Return the field that sets how much memory a rank has."""
         pool = self._hardware.ranks[rank].pool
         if self._is_gpu(rank):
             return "spec.engine.gpuMemoryUtilization"

@@ -1,11 +1,17 @@
-"""What the parts of a model cost one rank: from what it measured, else from its bandwidth and FLOP rate.
+"""Costs of the parts of a model on one rank, and of moving activations between ranks.
 
-Costs are linear in units (heads, 64 columns, experts, 64 vocabulary rows): a part that a rank owns nothing of is free.
-Measured points are joined by lines over rows, and over context; below the first point its value holds, beyond the last
-the line goes on. Points of another arithmetic type are scaled by the ratio of what rates say for the two types.
+A part's cost comes from the rank's measurements, else from its bandwidth and FLOP rate. Costs are linear in units
+(heads, 64 columns, experts, 64 vocabulary rows): a part that a rank owns nothing of is free. Measured points are joined
+by lines over rows, and over context; below the first point its value holds, beyond the last the line goes on. Points of
+another arithmetic type are scaled by the ratio that the rates give for the two types.
 
 By rates, a unit takes the longer of reading it (weights once, keys and values a row) and computing it. Where no FLOP
 rate is known, computing takes no time.
+
+Between CPU ranks, and between the leader of the GPU ranks and CPU ranks, tensors go through host memory at the times
+measured for an all-reduce of all ranks; one way is half of it. Each round adds the wait of ranks for one another, since
+none takes the same time twice. Among GPU ranks the device group's times count. A GPU rank's tensors are also copied to
+the host and back.
 """
 
 from __future__ import annotations
@@ -27,7 +33,7 @@ _ROUTER_BYTES: Final = 8
 
 
 def element_bytes(dtype: str) -> int:
-    """Raises PlanError for a type that is not known."""
+    """Return the bytes of an element. Raises PlanError for an unknown type."""
     try:
         return _BYTES[dtype]
     except KeyError:
@@ -41,9 +47,11 @@ class PartTime(NamedTuple):
     unit_s: float
 
     def of(self, units: float) -> float:
+        """Return the seconds of so many units; 0 for none."""
         return self.fixed_s + self.unit_s * units if units else 0.0
 
     def plus(self, other: PartTime) -> PartTime:
+        """Return the sum of both."""
         return PartTime(self.fixed_s + other.fixed_s, self.unit_s + other.unit_s)
 
 
@@ -51,7 +59,7 @@ _FREE: Final = PartTime(0.0, 0.0)
 
 
 class PartCosts:
-    """Of one rank. `dtype` is the arithmetic type in force, `weight_bits` the widths that it keeps weights in."""
+    """Costs of one rank. `dtype` is the arithmetic type in force, `weight_bits` the widths that it keeps weights in."""
 
     def __init__(
         self, config: ModelConfig, speeds: Speeds, *, dtype: str, weight_bits: frozenset[int] = frozenset()
@@ -66,24 +74,24 @@ class PartCosts:
         self.head = cache(self._head)
 
     def _attention(self, step: Step, window: int | None) -> PartTime:
-        """A layer's attention half; unit: a KV head."""
+        """Return the time of a layer's attention half; unit: a KV head."""
         decode = self._decode(step.decode_rows, _seen(step.context, window)) if step.decode_rows else _FREE
         return decode.plus(self._prefill(step, window)) if step.spans else decode
 
     def _mlp(self, rows: float) -> PartTime:
-        """A dense layer's MLP half; unit: 64 columns."""
+        """Return the time of a dense layer's MLP half; unit: 64 columns."""
         return self._of(Part.MLP, rows, self._rates.mlp)
 
     def _experts(self, rows: float) -> PartTime:
-        """A layer's half of experts, rows routed evenly; unit: an expert."""
+        """Return the time of a layer's half of experts, rows routed evenly; unit: an expert."""
         return self._of(Part.EXPERTS, rows, self._rates.experts)
 
     def _head(self, rows: float) -> PartTime:
-        """The output head and the draw; unit: 64 vocabulary rows."""
+        """Return the time of the output head and the draw; unit: 64 vocabulary rows."""
         return self._of(Part.HEAD, rows, self._rates.head)
 
     def step_s(self, rows: float) -> float:
-        """What a step costs beside layers and head; 0 unless measured."""
+        """Return the seconds of a step beside layers and head; 0 unless measured."""
         points = self._measured[Part.STEP]
         return self._speeds.turnaround_s + (_over_rows(points, rows).fixed_s if points else 0.0)
 
@@ -114,7 +122,7 @@ class PartCosts:
         return self._scaled(time, lambda dtype: self._rates.prefill(dtype, rows, pairs))
 
     def _scaled(self, time: PartTime, by_rates: Callable[[str], PartTime]) -> PartTime:
-        """A measured time, in the type in force."""
+        """Return a measured time in the type in force."""
         measured_in = self._speeds.costs_dtype
         if not measured_in or measured_in == self._dtype:
             return time
@@ -122,7 +130,7 @@ class PartCosts:
 
 
 class Rates:
-    """The same from bandwidth and FLOP rate alone."""
+    """Costs from bandwidth and FLOP rate alone."""
 
     def __init__(self, config: ModelConfig, speeds: Speeds, weight_bits: frozenset[int] = frozenset()) -> None:
         self._config = config
@@ -130,18 +138,21 @@ class Rates:
         self._weight_bits = weight_bits
 
     def decode(self, dtype: str, rows: float, context: float) -> PartTime:
+        """Return the time of rows that decode, each over `context` tokens; unit: a KV head."""
         return self._attention(dtype, rows, tokens=rows * context, pairs=rows * context)
 
     def prefill(self, dtype: str, rows: float, pairs: float) -> PartTime:
+        """Return the time of rows of prompts with `pairs` pairs of query and key; unit: a KV head."""
         return self._attention(dtype, rows, tokens=pairs / rows, pairs=pairs)
 
     def mlp(self, dtype: str, rows: float) -> PartTime:
+        """Return the time of a dense MLP; unit: 64 columns."""
         params = UNIT * self._config.mlp_params_per_column
         read = UNIT * self._kept(dtype).column_bytes(hidden=self._config.hidden_size)
         return PartTime(0.0, self._seconds(dtype, read, 2 * params * rows))
 
     def experts(self, dtype: str, rows: float) -> PartTime:
-        """An expert is read if a row is routed to it."""
+        """Return the time of experts, each read if a row is routed to it; unit: an expert."""
         experts = self._config.experts
         if experts is None:
             return _FREE
@@ -154,6 +165,7 @@ class Rates:
         return PartTime(fixed, self._seconds(dtype, read, 2 * params * rows * part))
 
     def head(self, dtype: str, rows: float) -> PartTime:
+        """Return the time of the output head; unit: 64 vocabulary rows."""
         params = UNIT * self._config.hidden_size
         read = UNIT * self._kept(dtype).vocabulary.row_bytes(self._config.hidden_size)
         return PartTime(0.0, self._seconds(dtype, read, 2 * params * rows))
@@ -179,7 +191,7 @@ class Rates:
 
 
 def active_share(chosen: float, rows: float) -> float:
-    """Expected share of experts that at least one of `rows` rows chooses, each with probability `chosen`."""
+    """Return the expected share of experts that at least one of `rows` rows chooses, each with probability `chosen`."""
     return float(1.0 - (1.0 - chosen) ** rows)
 
 
@@ -228,10 +240,12 @@ class ExchangeCosts:
         meetings = [rank.speeds.meeting_s for rank in hardware.ranks if rank.kind is DeviceKind.CPU]
         # Who is fastest waits longest, and that is in what the slowest takes.
         self._wait_s = max(0.0, min(meetings, default=0.0) - self._host.seconds(0))
-        """Of ranks for one another, before a round."""
+        """Seconds that ranks wait for one another before a round."""
 
     def among(self, ranks: Sequence[int], num_bytes: float) -> float:
-        """An all-reduce: GPU ranks sum among themselves, their first one exchanges with CPU ranks."""
+        """Return the seconds of an all-reduce: GPU ranks sum among themselves, their first one exchanges with CPU
+        ranks.
+        """
         if len(ranks) < 2:
             return 0.0
         gpus = [rank for rank in ranks if self._is_gpu(rank)]
@@ -249,7 +263,7 @@ class ExchangeCosts:
         return self.from_device_s(source, num_bytes) + self._meeting_s(num_bytes) / 2 + slowest
 
     def small_s(self, num_bytes: float) -> float:
-        """A round of the whole group over little that is in host memory already."""
+        """Return the seconds of a round of the whole group over a few bytes that are in host memory already."""
         return self._meeting_s(num_bytes) if len(self._ranks) > 1 else 0.0
 
     def from_device_s(self, rank: int, num_bytes: float) -> float:
@@ -267,7 +281,7 @@ class ExchangeCosts:
         return speeds.device_latency_s / 2 + _transfer(num_bytes, speeds.to_device_bandwidth)
 
     def _meeting_s(self, num_bytes: float) -> float:
-        """A round on the host, and what ranks wait for one another before it."""
+        """Return the seconds of a round on the host, with the wait of ranks for one another before it."""
         return self._host.seconds(num_bytes) + self._wait_s
 
     def _is_gpu(self, rank: int) -> bool:

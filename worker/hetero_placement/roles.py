@@ -18,7 +18,7 @@ _FEW: Final = 4
 
 
 class RoleChoices:
-    """Of one group. `every_rank`: each rank must have a part of every layer."""
+    """Roles worth a try in one group. `every_rank`: each rank must have a part of every layer."""
 
     def __init__(self, hardware: Hardware, *, num_kv_heads: int, every_rank: bool) -> None:
         self._hardware = hardware
@@ -61,7 +61,7 @@ class RoleChoices:
                 yield Roles(holders, helpers, vocabulary, busy=frozenset(helpers))
 
     def cpu_ranks_within(self, ranks: tuple[int, ...]) -> Iterator[Roles]:
-        """Of CPU ranks alone, layers on `ranks` at most."""
+        """Yield roles of CPU ranks alone, with layers on `ranks` at most."""
         for holders in self._choices(ranks):
             others = _without(self._cpus, holders)
             for vocabulary in self._vocabularies(holders, self._cpus):
@@ -117,7 +117,7 @@ class RoleChoices:
         return list(dict.fromkeys(sets))
 
     def _choices(self, ranks: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        """Sets of ranks, at least one; of those that are alike the first ones."""
+        """Yield sets of ranks, at least one each; of ranks that are alike the first ones."""
         classes = self.classes(ranks)
         for numbers in product(*(_numbers_up_to(len(alike)) for alike in classes)):
             chosen = sorted(rank for alike, number in zip(classes, numbers, strict=True) for rank in alike[:number])

@@ -46,12 +46,12 @@ class Component:
     weights: tuple[float, ...]
     """How often each kind of step is made."""
     unit_bytes: tuple[float, ...]
-    """What a unit takes in memory, by slot."""
+    """Bytes of a unit, by slot."""
     first_bytes: tuple[float, ...]
-    """What the first takes more than the others, by slot."""
+    """Bytes that the first unit takes more than the others, by slot."""
 
     def per_rank(self, slot: int, units: int) -> int:
-        """Of the rank of a slot that gets most."""
+        """Return the largest share of a rank in the slot."""
         return -(-units // self.sizes[slot])
 
     def cost(self, deal: Deal) -> float:
@@ -63,15 +63,17 @@ class Component:
         return sum((weight * seconds for weight, seconds in zip(self.weights, slowest, strict=True)), 0.0)
 
     def slot_times(self, slot: int, units: int) -> tuple[float, ...]:
+        """Return the seconds of the slot's slowest rank, by kind of step."""
         return self.times(slot, self.per_rank(slot, units))
 
     def bytes_of(self, deal: Deal) -> tuple[float, ...]:
-        """What the rank of each slot that gets most needs in memory."""
+        """Return the bytes that the rank with the largest share needs, by slot."""
         slots = zip(deal, self.sizes, self.unit_bytes, self.first_bytes, strict=True)
         return tuple(-(-units // size) * each + (first if units else 0.0) for units, size, each, first in slots)
 
     @property
     def possible(self) -> bool:
+        """True if some deal keeps all bounds."""
         return sum(self.least) <= self.units <= sum(self.most)
 
     def count(self) -> int:
@@ -96,7 +98,7 @@ class Room:
         return self.excess_of([component.bytes_of(deal) for component, deal in zip(components, deals, strict=True)])
 
     def excess_of(self, used: Sequence[tuple[float, ...]]) -> float:
-        """The same from each component's bytes by slot."""
+        """Return the excess from each component's bytes by slot."""
         over = 0.0
         for has, *parts in zip(self.bytes, *used, strict=True):
             needs = sum(parts)
@@ -106,7 +108,7 @@ class Room:
 
 
 def best_deals(components: Sequence[Component], room: Room, *, exhaustive: int = EXHAUSTIVE) -> list[Deal] | None:
-    """A deal of each component, such that the sum of costs is least; None if none was found that fits."""
+    """Find a deal of each component with the least sum of costs; None if none was found that fits."""
     if not all(component.possible for component in components):
         return None
     alone = [_best_alone(component, exhaustive) for component in components]
@@ -118,9 +120,9 @@ def best_deals(components: Sequence[Component], room: Room, *, exhaustive: int =
 
 
 def greedy(component: Component, key: Callable[[int, int], float]) -> Deal | None:
-    """Some units after others to the slot whose `key(slot, units)` is least after it; None if bounds forbid.
+    """Deal some units after others to the slot whose `key(slot, units)` is least after it; None if bounds forbid.
 
-    Of many units several at a time: moves by one follow.
+    Many units go several at a time: moves by one follow.
     """
     deal = list(component.least)
     left = component.units - sum(deal)
@@ -184,7 +186,7 @@ def _weighted(component: Component, weights: Sequence[float]) -> Callable[[int, 
 
 
 def _filling(component: Component, room: Room) -> Callable[[int, int], float]:
-    """What part of a slot's memory units would take."""
+    """Return a function from slot and units to the part of the slot's memory that they would take."""
 
     def key(slot: int, units: int) -> float:
         return component.per_rank(slot, units) * component.unit_bytes[slot] / max(room.bytes[slot], 1.0)
@@ -258,7 +260,7 @@ class _Judge:
 
 
 def _descend_all(components: Sequence[Component], judge: _Judge, deals: list[Deal]) -> list[Deal]:
-    """Moves of one component, and of two at a time in opposite directions, while they help: less excess, then time."""
+    """Move units of one component, or of two in opposite directions, while that helps: less excess, then time."""
     best = judge(deals)
     for amount in _amounts(max(component.units for component in components)):
         improved = True
@@ -281,7 +283,7 @@ def _neighbours(components: Sequence[Component], deals: list[Deal], amount: int)
 
 
 def _in_return(components: Sequence[Component], deals: list[Deal], i: int, lost: Sequence[int]) -> Iterator[list[Deal]]:
-    """What another component may put where component `i` has made room: as many units as it made room for."""
+    """Yield deals in which another component uses the room that component `i` made, unit for unit."""
     source = next(slot for slot, units in enumerate(lost) if units > 0)
     target = next(slot for slot, units in enumerate(lost) if units < 0)
     freed = lost[source] * components[i].unit_bytes[source]

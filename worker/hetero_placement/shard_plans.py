@@ -1,7 +1,18 @@
-"""Whole units dealt by weight: largest remainder, and levels that even out what is owned already.
+"""Shard plans dealt by weights: within layers, or layer by layer.
 
-Exact arithmetic throughout: weights are floats, quotas are fractions, so the same weights give the same counts on
-every machine. Ties go to the lower rank.
+*Within layers* every layer is split over all ranks, all that are of one kind alike. KV heads and experts are dealt one
+by one, MLP columns and vocabulary rows in units of 64 (the last unit is smaller where 64 does not divide). Parts that
+the spec gives no shares for are dealt by cores a rank; MLP columns, or experts, then make up for what whole KV heads
+cannot: SmolLM2's three heads on two equal ranks are 2 and 1, its 1536 columns 704 and 832.
+
+*Layer by layer* a rank holds whole layers, in a row, and is a stage of a pipeline. Layers are dealt by largest
+remainder, in rank order. A layer's halves stay together, so shares.attention and shares.mlp mean the same here; where
+both are given they must be equal. The embedding lies with the first layer and the output head with the last, and
+shares.vocabulary does not apply. The head is not weighed against layers: where stages compute at the same time, in long
+prompts, it is computed for a few rows only; while they decode they take turns, and it does not matter who has more.
+
+Weights are floats and quotas are fractions, so the same weights give the same counts on every machine. Ties go to the
+lower rank.
 """
 
 from __future__ import annotations
@@ -19,7 +30,7 @@ Weight = int | float | Fraction
 
 
 def largest_remainder(units: int, weights: Sequence[Weight]) -> list[int]:
-    """Counts that add up to `units`, each its quota rounded down or up; a weight of 0 gets 0.
+    """Deal `units` by weights: each count is its quota rounded down or up; a weight of 0 gets 0.
 
     Hamilton's method: quotas rounded down, then one more to those with the largest fractions. The sum of the weights
     must not be 0.
@@ -90,12 +101,12 @@ def most_ranks(config: ModelConfig) -> int:
 
 
 def too_many_ranks(number: int, units: str) -> str:
-    """What is wrong where so many ranks are to have something of `units` each; for a person."""
+    """Return the message for a group with more ranks than the model has `units` to give."""
     return f"spec.pools: {number} ranks are more than the model has something to give each ({units}); use fewer ranks"
 
 
 def describe_units(config: ModelConfig) -> str:
-    """What there is to deal, for a message."""
+    """Return the units that can be dealt, for a message."""
     wide = [f"{config.num_experts} experts"] if config.experts else []
     if len(config.expert_layers) < config.num_layers:
         wide.append(f"{config.intermediate_size} MLP columns")
@@ -104,7 +115,7 @@ def describe_units(config: ModelConfig) -> str:
 
 
 def _shards(*counts: Sequence[int]) -> list[LayerShard]:
-    """A layer's shards in rank order from the numbers of heads, columns and experts of each."""
+    """Return a layer's shards in rank order from the numbers of heads, columns and experts of each."""
     return list(map(LayerShard, *map(ranges_of_counts, counts)))
 
 
@@ -169,7 +180,7 @@ def plan_of_layers(config: ModelConfig, counts: Sequence[int]) -> ShardPlan:
 
 
 def shard_of_layers(config: ModelConfig, begin: int, end: int) -> RankShard:
-    """What layers [begin, end) are to the rank that holds them, the others left out."""
+    """Return the shard of a rank that holds layers [begin, end), the others left out."""
     layers = tuple(_layer_on(0, config, layer, 1)[0] for layer in range(begin, end))
     vocabulary = UnitRange(0, config.vocab_size)
     return RankShard(
@@ -180,7 +191,7 @@ def shard_of_layers(config: ModelConfig, begin: int, end: int) -> RankShard:
 
 
 def describe_layers(config: ModelConfig) -> str:
-    """What there is to deal, for a message."""
+    """Return the layers that can be dealt, for a message."""
     return f"{config.num_layers} layers, each whole on one rank"
 
 
@@ -200,7 +211,7 @@ def shares_of_layers(shares: Shares) -> Sequence[float] | None:
 
 
 def _layer_on(owner: int, config: ModelConfig, layer: int, world_size: int) -> list[LayerShard]:
-    """A layer's shards in rank order, all of it on one."""
+    """Return a layer's shards in rank order, all of it on one."""
     wide = (0, config.num_experts) if layer in config.expert_layers else (config.intermediate_size, 0)
     units = (config.num_kv_heads, *wide)
     return list(map(LayerShard, *(_all_on(owner, total, world_size) for total in units)))

@@ -66,9 +66,9 @@ def solve(
     bounds: Bounds,
     exhaustive: int = EXHAUSTIVE,
 ) -> Decision:
-    """The plan to use. Raises PlanError, naming fields, when nothing that the request allows can be had.
+    """Choose the plan to use. Raises PlanError, naming fields, when nothing that the request allows can be had.
 
-    `exhaustive` bounds how many deals of a component are all looked at; beyond, the search goes step by step. Takes
+    `exhaustive` bounds how many deals of a component are all looked at; beyond, the search goes step by step. It takes
     milliseconds for some ranks, up to seconds for 64.
     """
     return _Solver(config, hardware.levelled(), dtype, workload, request, bounds, exhaustive).solve()
@@ -77,7 +77,7 @@ def solve(
 def predict(
     config: ModelConfig, hardware: Hardware, plan: ShardPlan, *, dtype: str, workload: Workload, bounds: Bounds
 ) -> Prediction:
-    """What a plan that stands makes of the workload."""
+    """Predict the workload under a plan that is in use."""
     model = CostModel(config, hardware.levelled(), dtype=dtype)
     return model.predict(plan, workload, chunk=bounds.max_num_batched_tokens, max_num_seqs=bounds.max_num_seqs)
 
@@ -248,7 +248,7 @@ class _Solver:
         yield self._option(SHARES, PlacementMode.TENSOR, None if problem else found, self._all, problem=problem)
 
     def _idle_problem(self, plan: ShardPlan, units: str) -> str:
-        """That shares leave a rank with nothing; empty if they do not."""
+        """Return the message that shares leave a rank with nothing; empty if they do not."""
         weights = self._model.weight_bytes(plan)
         names = [f"rank {rank} ({self._hardware.ranks[rank].pool})" for rank in self._all if not weights[rank]]
         if not names:
@@ -298,7 +298,7 @@ def _units_by(total: int, weights: Sequence[float]) -> tuple[int, ...]:
 def explain(
     chosen: Option, options: Sequence[Option], model: CostModel, decode: Step, request: PlacementRequest
 ) -> str:
-    """The chosen one's speed, what exchanges take of it, what the others would give, and what cannot be had."""
+    """Say the chosen option's speed, its exchanges, the speed of the others, and which cannot be had and why."""
     parts = [f"{chosen.name}: {_speed(chosen)}", *_exchanges(chosen, model, decode)]
     if request.mode != PlacementMode.AUTO:
         parts.append(f"spec.placement.mode asks for {request.mode}")
@@ -353,7 +353,7 @@ def _seconds(seconds: float) -> str:
 
 
 def _streaming_s(model: CostModel, memory: MemoryModel, gpus: Sequence[int], workload: Workload) -> float | None:
-    """A decode step with weights streamed to the GPUs; None where all fits, or the bus is not known."""
+    """Return the seconds of a decode step with weights streamed to the GPUs; None if all fits or the bus is unknown."""
     ranks = [model.hardware.ranks[rank] for rank in gpus]
     bus = sum(rank.speeds.to_device_bandwidth for rank in ranks)
     config = model.config

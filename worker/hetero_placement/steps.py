@@ -38,6 +38,7 @@ class Step:
 
     @property
     def rows(self) -> float:
+        """Rows that decode and rows of prompts."""
         return self.decode_rows + sum(span.rows for span in self.spans)
 
     def part(self, number: int) -> Step:
@@ -73,6 +74,7 @@ class WorkloadSteps:
 
     @property
     def all(self) -> tuple[Repeated, ...]:
+        """Steps of prefill, then of decode."""
         return self.prefill + self.decode
 
 
@@ -123,6 +125,7 @@ class Workload:
 
     @classmethod
     def from_spec(cls, spec: WorkloadSpec) -> Workload:
+        """Read spec.placement.workload."""
         return cls(spec.prompt_tokens, spec.output_tokens, spec.concurrency)
 
     @property

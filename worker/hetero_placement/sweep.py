@@ -27,7 +27,7 @@ class SweepPoint:
     """One plan."""
 
     share: float
-    """Of the weights' bytes, on the side that is swept."""
+    """Share of the weights' bytes on the side that is swept."""
     decode_tokens_per_s: float
     fits: bool
     """Whether every rank has memory for its part."""
@@ -50,14 +50,14 @@ class Sweep:
     curves: tuple[Curve, ...]
 
     def share(self, weight_shares: Sequence[float]) -> float:
-        """That of a plan with these shares of the ranks."""
+        """Return the swept side's share in a plan with these shares of the ranks."""
         return sum(weight_shares[rank] for rank in self.ranks)
 
 
 def sweep(
     config: ModelConfig, hardware: Hardware, *, dtype: str, workload: Workload, bounds: Bounds, points: int = POINTS
 ) -> Sweep:
-    """A curve a mode; a group of one rank, or of GPU ranks alone, has one side only, and no curves."""
+    """Draw a curve for each mode. A group of one rank, or of GPU ranks alone, has one side only, and no curves."""
     hardware = hardware.levelled()
     gpus = tuple(r for r, rank in enumerate(hardware.ranks) if rank.kind is DeviceKind.GPU)
     side, name = (gpus, "GPU ranks") if gpus else ((0,), "rank 0")

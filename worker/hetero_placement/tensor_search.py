@@ -25,7 +25,7 @@ SINGLE: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """What ranks may own, in rank order."""
+    """Parts that ranks may own, in rank order."""
 
     holders: tuple[int, ...]
     """Each gets one KV head at least."""
@@ -41,7 +41,7 @@ class Roles:
 
 @dataclass(frozen=True, slots=True)
 class FixedCounts:
-    """What the spec's shares say, in rank order; None: to be solved."""
+    """Counts that the spec's shares fix, in rank order; None: to be solved."""
 
     heads: tuple[int, ...] | None = None
     columns: tuple[int, ...] | None = None
@@ -50,6 +50,7 @@ class FixedCounts:
 
     @property
     def any(self) -> bool:
+        """True if any count is fixed."""
         return any(part is not None for part in (self.heads, self.columns, self.experts, self.rows))
 
 
@@ -75,7 +76,7 @@ class TensorSearch:
         self._exhaustive = exhaustive
 
     def plan(self, roles: Roles) -> ShardPlan | None:
-        """The one whose predicted time is least; None if none fits."""
+        """Return the plan whose predicted time is least; None if none fits."""
         deal = _Deal(self._model, self._memory, self._steps, roles, self._fixed)
         if not deal.feasible:
             return None
@@ -105,7 +106,7 @@ class _Deal:
 
     @cached_property
     def room(self) -> Room:
-        """Of one rank of each slot, beside what is fixed."""
+        """Memory of one rank of each slot, beside what is fixed."""
         return Room(tuple(min(self._room_of(rank) for rank in slot) for slot in self.slots))
 
     def plan(self, deals: Sequence[Deal]) -> ShardPlan:
