@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetero_gateway.engine.decode_pace import DecodePace, DecodeSize
+from hetero_gateway.engine.step_pace import DecodePace, DecodeSize
 
 pytestmark = pytest.mark.unit
 

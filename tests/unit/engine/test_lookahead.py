@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hetero_api.v1 import ranks_pb2
-from hetero_gateway.engine.lookahead import MOST, Lookahead
+from hetero_gateway.engine.step_pace import MOST_STEPS_OUT, Lookahead
 from tests.unit.engine.core_setup import VOCAB_SIZE as CORE_VOCAB_SIZE
 from tests.unit.engine.core_setup import alone, engine, read, turn_loop, until
 from tests.unit.engine.engine_setup import Bench, engine_config, generation
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.unit
 
 
 @pytest.mark.parametrize(
-    ("step_s", "steps"), [(0.1, 2), (0.02, 2), (0.011, 2), (0.01, 3), (0.007, 3), (0.004, 6), (0.0001, MOST)]
+    ("step_s", "steps"), [(0.1, 2), (0.02, 2), (0.011, 2), (0.01, 3), (0.007, 3), (0.004, 6), (0.0001, MOST_STEPS_OUT)]
 )
 def test_as_many_as_take_so_long_together_and_the_one_that_ranks_are_at(step_s: float, steps: int) -> None:
     lookahead = Lookahead(0.02)
@@ -33,7 +33,7 @@ def test_two_before_anything_is_known_and_where_it_is_turned_off() -> None:
 def test_it_follows_a_change_and_forgets() -> None:
     lookahead = Lookahead(0.02)
     lookahead.add_step(0.002)
-    assert lookahead.steps_out() == MOST
+    assert lookahead.steps_out() == MOST_STEPS_OUT
     for _ in range(100):
         lookahead.add_step(0.05)
     assert lookahead.steps_out() == 2

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from hetero_gateway.engine import admission, residents, results
+from hetero_gateway.engine import request as requests
+from hetero_gateway.engine import running_batch, step
 from hetero_gateway.engine.block_pool import BlockDigests, BlockPool
-from hetero_gateway.engine.config import EngineConfig
-from hetero_gateway.engine.decode_batch import DecodeBatch
-from hetero_gateway.engine.plan_draft import PlanDraft
-from hetero_gateway.engine.planner import Planner
 from hetero_gateway.engine.request import Completion, Request
-from hetero_gateway.engine.residents import Residents
+from hetero_gateway.engine.running_batch import BatchSlots, DecodeBatch, RunningBatch
 from hetero_gateway.engine.scheduler import Scheduler
-from hetero_gateway.engine.slots import SlotTable
 from hetero_gateway.engine.step import CompletionUpdate, DecodeView, SpanEntry
+from hetero_gateway.engine.step_planner import StepDraft, StepPlanner
 from hetero_gateway.engine.waiting import WaitingLine
 from tests.unit.engine.scheduler_machine import SchedulerMachine
 
@@ -28,43 +26,43 @@ Mutate = Callable[[pytest.MonkeyPatch], None]
 
 
 def swap_two_block_ids(patch: pytest.MonkeyPatch) -> None:
-    add_blocks = PlanDraft.add_blocks
+    add_blocks = StepDraft.add_blocks
 
-    def mutant(self: PlanDraft, completion: Completion, block_ids: list[int]) -> None:
+    def mutant(self: StepDraft, completion: Completion, block_ids: list[int]) -> None:
         add_blocks(self, completion, block_ids)
         if len(block_ids) >= 2:
             self.block_ids[-1], self.block_ids[-2] = self.block_ids[-2], self.block_ids[-1]
 
-    patch.setattr(PlanDraft, "add_blocks", mutant)
+    patch.setattr(StepDraft, "add_blocks", mutant)
 
 
 def skip_recompute_of_last_token(patch: pytest.MonkeyPatch) -> None:
-    def mutant(self: Residents, completion: Completion) -> list[int]:
+    def mutant(self: RunningBatch, completion: Completion) -> list[int]:
         num_blocks = completion.num_tokens // self.cache.block_size
         return self.pool.lookup(completion.digests.upto(num_blocks, completion.token_ids))
 
-    patch.setattr(Residents, "find_prefix", mutant)
+    patch.setattr(RunningBatch, "find_prefix", mutant)
 
 
 def register_before_computed(patch: pytest.MonkeyPatch) -> None:
-    start = Residents.start
+    start = RunningBatch.start
 
-    def mutant(self: Residents, completion: Completion, prefix: list[int]) -> list[int]:
+    def mutant(self: RunningBatch, completion: Completion, prefix: list[int]) -> list[int]:
         blocks = start(self, completion, prefix)
         self.register(completion, completion.num_tokens // self.cache.block_size)
         return blocks
 
-    patch.setattr(Residents, "start", mutant)
+    patch.setattr(RunningBatch, "start", mutant)
 
 
 def register_one_block_too_many(patch: pytest.MonkeyPatch) -> None:
-    register = Residents.register
+    register = RunningBatch.register
 
-    def mutant(self: Residents, completion: Completion, num_full_blocks: int) -> None:
+    def mutant(self: RunningBatch, completion: Completion, num_full_blocks: int) -> None:
         known = completion.num_tokens // self.cache.block_size
         register(self, completion, min(num_full_blocks + 1, known, len(completion.block_ids)))
 
-    patch.setattr(Residents, "register", mutant)
+    patch.setattr(RunningBatch, "register", mutant)
 
 
 def forget_salt(patch: pytest.MonkeyPatch) -> None:
@@ -107,27 +105,27 @@ def free_shared_block_with_its_first_user(patch: pytest.MonkeyPatch) -> None:
 
 
 def reuse_blocks_in_the_plan_that_writes_them(patch: pytest.MonkeyPatch) -> None:
-    grow_decodes = Planner._grow_decodes
+    grow_decodes = StepPlanner._grow_decodes
 
-    def mutant(self: Planner, draft: PlanDraft) -> None:
+    def mutant(self: StepPlanner, draft: StepDraft) -> None:
         grow_decodes(self, draft)
-        for completion in self._residents.decodes.view().completions[:1]:
+        for completion in self._batch.decodes.view().completions[:1]:
             if len(completion.block_ids) > 1:
-                self._residents.pool.release(completion.block_ids[-1:])
+                self._batch.pool.release(completion.block_ids[-1:])
                 completion.block_ids.pop()
 
-    patch.setattr(Planner, "_grow_decodes", mutant)
+    patch.setattr(StepPlanner, "_grow_decodes", mutant)
 
 
 def lose_token_on_preemption(patch: pytest.MonkeyPatch) -> None:
-    preempt = Planner._preempt
+    preempt = StepPlanner._preempt
 
-    def mutant(self: Planner, completion: Completion) -> None:
+    def mutant(self: StepPlanner, completion: Completion) -> None:
         preempt(self, completion)
         if completion.num_output_tokens:
             completion.token_ids.pop()
 
-    patch.setattr(Planner, "_preempt", mutant)
+    patch.setattr(StepPlanner, "_preempt", mutant)
 
 
 def forget_the_preempted_with_pending_tokens(patch: pytest.MonkeyPatch) -> None:
@@ -138,7 +136,7 @@ def double_token_on_lost_group(patch: pytest.MonkeyPatch) -> None:
     lose_group = Scheduler.lose_group
 
     def mutant(self: Scheduler) -> None:
-        for completion in self._residents.running:
+        for completion in self._batch.running:
             if completion.num_output_tokens > completion.num_received:
                 completion.token_ids.pop()
         lose_group(self)
@@ -147,7 +145,7 @@ def double_token_on_lost_group(patch: pytest.MonkeyPatch) -> None:
 
 
 def report_samples_of_the_ended(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(results, "_ended_of", lambda completion: False)
+    patch.setattr(step, "_ended_of", lambda completion: False)
 
 
 def draw_past_max_tokens(patch: pytest.MonkeyPatch) -> None:
@@ -160,20 +158,20 @@ def draw_past_max_tokens(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_to_release_slots(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SlotTable, "take_released", lambda self: [])
+    patch.setattr(BatchSlots, "take_released", lambda self: [])
 
 
 def share_tail_of_prompt(patch: pytest.MonkeyPatch) -> None:
-    shareable = Residents.shareable_blocks
+    shareable = RunningBatch.shareable_blocks
 
-    def mutant(self: Residents, completion: Completion) -> int:
+    def mutant(self: RunningBatch, completion: Completion) -> int:
         return min(shareable(self, completion) + 1, self.cache.blocks_of(completion.num_prompt_tokens))
 
-    patch.setattr(Residents, "shareable_blocks", mutant)
+    patch.setattr(RunningBatch, "shareable_blocks", mutant)
 
 
 def start_siblings_before_their_blocks_are_computed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Residents, "_num_filled", lambda self, completion: completion.num_tokens - 1)
+    patch.setattr(RunningBatch, "_num_filled", lambda self, completion: completion.num_tokens - 1)
     enter = WaitingLine.enter
 
     def mutant(self: WaitingLine, request: Request, *, shares_blocks: bool) -> None:
@@ -183,7 +181,7 @@ def start_siblings_before_their_blocks_are_computed(patch: pytest.MonkeyPatch) -
 
 
 def give_siblings_one_seed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(admission, "derived_seed", lambda seed, index: seed)
+    patch.setattr(requests, "derived_seed", lambda seed, index: seed)
 
 
 def serve_the_newest_first(patch: pytest.MonkeyPatch) -> None:
@@ -194,20 +192,20 @@ def serve_the_newest_first(patch: pytest.MonkeyPatch) -> None:
 
 
 def preempt_the_most_urgent(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Residents, "least_urgent", lambda self: min(self.running, key=lambda c: c.urgency))
+    patch.setattr(RunningBatch, "least_urgent", lambda self: min(self.running, key=lambda c: c.urgency))
 
 
 def skip_prompt_positions_that_are_cached(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(residents, "computes_prompt_logprobs", lambda completion: False)
+    patch.setattr(running_batch, "computes_prompt_logprobs", lambda completion: False)
 
 
 def drop_prompt_logprobs_of_the_preempted(patch: pytest.MonkeyPatch) -> None:
-    is_collected = results._is_collected
+    is_collected = step._is_collected
 
     def mutant(span: SpanEntry) -> bool:
         return is_collected(span) and span.completion.residency == span.residency
 
-    patch.setattr(results, "_is_collected", mutant)
+    patch.setattr(step, "_is_collected", mutant)
 
 
 def forget_masks_of_decodes(patch: pytest.MonkeyPatch) -> None:
@@ -221,14 +219,14 @@ def forget_masks_of_decodes(patch: pytest.MonkeyPatch) -> None:
 
 
 def tell_received_tokens_again(patch: pytest.MonkeyPatch) -> None:
-    new_completion = admission._new_completion
+    new_completion = requests._new_completion
 
-    def mutant(request: Request, index: int, *, config: EngineConfig, block_size: int) -> Completion:
-        completion = new_completion(request, index, config=config, block_size=block_size)
+    def mutant(request: Request, index: int, **more: Any) -> Completion:
+        completion = new_completion(request, index, **more)
         del completion.token_ids[completion.num_prompt_tokens :]
         return completion
 
-    patch.setattr(admission, "_new_completion", mutant)
+    patch.setattr(requests, "_new_completion", mutant)
 
 
 def leave_expired_requests_alone(patch: pytest.MonkeyPatch) -> None:
@@ -248,7 +246,7 @@ def ignore_stop_tokens(patch: pytest.MonkeyPatch) -> None:
     def mutant(updates: list[CompletionUpdate], is_end: list[bool]) -> list[int]:
         return []
 
-    patch.setattr(results, "_mark_stops", mutant)
+    patch.setattr(step, "_mark_stops", mutant)
 
 
 MUTANTS: list[Mutate] = [

@@ -120,14 +120,14 @@ def test_first_in_line_is_not_looked_up_again_while_no_more_blocks_are_free(monk
     bench.step()
     bench.add(generation("large", [1] * 60, max_tokens=20))
     lookups = 0
-    find_prefix = bench.scheduler._residents.find_prefix
+    find_prefix = bench.scheduler._batch.find_prefix
 
     def counted(*arguments: object) -> list[int]:
         nonlocal lookups
         lookups += 1
         return find_prefix(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(bench.scheduler._residents, "find_prefix", counted)
+    monkeypatch.setattr(bench.scheduler._batch, "find_prefix", counted)
     for _ in range(10):
         bench.step()
     assert lookups == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetero_gateway.engine.throughput import Throughput
+from hetero_gateway.engine.step_pace import Throughput
 
 pytestmark = pytest.mark.unit
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hetero_api.v1 import ranks_pb2
-from hetero_gateway.engine.decode_pace import DecodePace
+from hetero_gateway.engine.step_pace import DecodePace
 from hetero_gateway.group.decision import PlacedRanks, Placement, decide_placement
 from hetero_gateway.group.placement_report import report_placement, step_time_ratio
 from tests.unit.engine.engine_setup import generation

@@ -1,17 +1,17 @@
-"""The engine: what decides which tokens are computed next, and turns tokens into text.
+"""The engine: decides which tokens are computed next, and turns tokens into text.
 
-Layer at the bottom of the gateway; it knows neither ranks nor gRPC services. What is scheduled knows no asyncio.
+The gateway's lowest layer; it knows neither ranks nor gRPC services. Scheduling knows no asyncio.
 
-    scheduler      requests to StepPlans, results to tokens      core             the loop that joins all of it
-      planner        what a step computes                          deliveries       from tokens to streams
-      waiting        who does not run, in what order               steps_in_flight  what is out on the group
-      residents      who has slot and blocks                       stream           what a request's reader sees
-      decode_batch   who computes one token a step               tokenizer        text to tokens and back
-      block_pool     KV blocks and the prefix cache                chat_template    chat to text
-      results        a result, in bulk                             detokenizer      tokens to text, as they come
-    request, step  what crosses these borders                      stop_strings     what ends a text
-    config, limits bounds                                        constraints      forms that text is bound to
-                                                                 pace             whose turn it is to be read
-                                                                 pauses, intake   waiting for a group; who is let in
-                                                                 holds, alarm     no steps for a while; deadlines
+    core                the loop that joins all of it       tokenizer       text to tokens and back
+      admission         who may come in, who has to wait    chat_template   chat to text
+      output_processor  from tokens to streams              detokenizer     tokens to text, as they come
+      stream            events that a reader sees           stop_strings    strings that end a text
+      step_pace         how fast the ranks step             constraints     forms that text is bound to
+    scheduler           requests to plans, results to tokens
+      step_planner      what a step computes                config, limits  bounds
+      waiting           completions that do not run         errors          ends and refusals
+      running_batch     completions with slot and blocks
+      block_pool        KV blocks and the prefix cache
+    request, step       what crosses these borders
+    steps_in_flight     the steps that are out
 """

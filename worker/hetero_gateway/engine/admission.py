@@ -1,56 +1,110 @@
-"""A request as the scheduler holds it, made of one that was asked for."""
+"""Which requests may come in, which ones wait for a group of ranks, and when steps have to stop.
+
+Parts of the engine core, each a small state of its own. One asyncio loop.
+"""
 
 from __future__ import annotations
 
-from hetero_gateway.engine.block_pool import BlockDigests
-from hetero_gateway.engine.config import EngineConfig
-from hetero_gateway.engine.limits import end_token_ids
-from hetero_gateway.engine.request import Completion, FinishReason, GenerationRequest, Request, derived_seed
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+W = TypeVar("W")
 
 
-def new_request(
-    asked: GenerationRequest, *, max_tokens: int, arrival_s: float, order: int, config: EngineConfig, block_size: int
-) -> Request:
-    """With all its completions, none of which is queued or has ended."""
-    request = Request(asked=asked, max_tokens=max_tokens, arrival_s=arrival_s, order=order)
-    request.completions = tuple(
-        _new_completion(request, index, config=config, block_size=block_size) for index in range(asked.n)
-    )
-    request.num_open = asked.n
-    request.num_queued_tokens = num_queued_tokens(asked)
-    # They are told before the first token, so a client that has tokens has them.
-    if asked.sampling.prompt_logprobs is not None and not any(asked.received):
-        request.prompt_logprobs = []
-    return request
+@dataclass(slots=True)
+class Admission:
+    """Decides whether requests are accepted: once a group has been there, unless somebody has closed it."""
+
+    has_opened: bool = False
+    is_draining: bool = False
+    failed: str | None = None
+    closed: str | None = None
+
+    @property
+    def refusal(self) -> str | None:
+        """Reason to refuse a request, the most lasting one first; None: it is accepted."""
+        if self.failed is not None:
+            return self.failed
+        if self.is_draining:
+            return "the gateway is draining: it finishes what it has and accepts nothing new"
+        if not self.has_opened:
+            return "no group of ranks has formed yet"
+        return self.closed
 
 
-def num_queued_tokens(asked: GenerationRequest) -> int:
-    """Return how many tokens the completions of a request have before the first step."""
-    return asked.n * len(asked.prompt_token_ids) + sum(map(len, asked.received))
+class PausedRequests(Generic[W]):
+    """Requests that wait for a group of ranks to come back, in the order in which they began to wait."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._waiting: deque[tuple[float, W]] = deque()
+
+    def pause(self, waiters: Iterable[W], *, now: float) -> None:
+        """Let these wait from now on, for `limit_s` at most. `now` never falls from call to call."""
+        self._waiting.extend((now + self._limit_s, waiter) for waiter in waiters)
+
+    def resume_all(self) -> None:
+        """Let nobody wait any more."""
+        self._waiting.clear()
+
+    def next_s(self) -> float | None:
+        """Return when the first one will have waited too long."""
+        return self._waiting[0][0] if self._waiting else None
+
+    def pop_expired(self, now: float) -> Iterator[W]:
+        """Yield those that have waited too long."""
+        while self._waiting and self._waiting[0][0] <= now:
+            yield self._waiting.popleft()[1]
 
 
-def mark_if_received_whole(completion: Completion) -> bool:
-    """Whether the received tokens are the whole completion; then it says why it ended."""
-    if completion.num_received == 0:
-        return False
-    last = completion.token_ids[-1]
-    if last in completion.end_token_ids:
-        completion.reason, completion.stop_token_id = FinishReason.STOP, last
-    elif completion.num_tokens == completion.max_num_tokens:
-        completion.reason = FinishReason.LENGTH
-    return completion.reason is not None
+class StepHolds:
+    """Callers that keep steps from going out: `num_inside` do, `num_waiting` wait for the steps that are out.
+
+    The core's loop sets `settled` when no step is out.
+    """
+
+    def __init__(self) -> None:
+        self.num_waiting = 0
+        self.num_inside = 0
+        self.settled = asyncio.Event()
+
+    @asynccontextmanager
+    async def waiting(self) -> AsyncIterator[None]:
+        """Surround a wait for `settled`, which counts from here on."""
+        self.num_waiting += 1
+        self.settled.clear()
+        try:
+            yield
+        finally:
+            self.num_waiting -= 1
 
 
-def _new_completion(request: Request, index: int, *, config: EngineConfig, block_size: int) -> Completion:
-    asked = request.asked
-    received = asked.received[index] if index < len(asked.received) else ()
-    return Completion(
-        request=request,
-        index=index,
-        seed=derived_seed(asked.sampling.seed, index),
-        urgency=(request.arrival_s + asked.priority * config.ageing_s, request.order, index),
-        token_ids=[*asked.prompt_token_ids, *received],
-        num_received=len(received),
-        end_token_ids=end_token_ids(asked, config=config),
-        digests=BlockDigests(cache_salt=asked.cache_salt, block_size=block_size),
-    )
+class Alarm:
+    """One timer for the soonest of several times, by `clock`. It rings once. Of the running loop."""
+
+    def __init__(self, ring: Callable[[], None], *, clock: Callable[[], float]) -> None:
+        self._ring = ring
+        self._clock = clock
+        self._timer: asyncio.TimerHandle | None = None
+
+    def set(self, *times: float | None) -> None:
+        """Ring at the soonest of these times, in place of the one set before; without any, do not ring."""
+        self.stop()
+        soonest = min((when for when in times if when is not None), default=None)
+        if soonest is not None:
+            delay_s = max(0.0, soonest - self._clock())
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
+
+    def stop(self) -> None:
+        """Do not ring."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._ring()

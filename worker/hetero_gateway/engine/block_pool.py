@@ -1,4 +1,4 @@
-"""The paged KV cache's bookkeeping: which block is whose, and which tokens' KV it holds.
+"""BlockPool: the paged KV cache's bookkeeping, i.e. who uses each block and which tokens' KV it holds.
 
 A block holds the KV of `block_size` token positions on every rank that has KV heads; slot mapping is
 block_id * block_size + offset. The pool knows ids, reference counts and digests, never tensors. What always holds:
@@ -8,7 +8,7 @@ block_id * block_size + offset. The pool knows ids, reference counts and digests
 - A registered block's content is the KV of exactly the tokens in its digest, computed. Blocks are registered
   once the step that filled them is done, so no lookup finds a block that is still being computed.
 - Ranks work plans off in order. So a block may be freed, and handed out to a later plan, while a step that reads or
-  writes it is in flight: whatever that step does to it comes before whatever the later plan does.
+  writes it is in flight: everything that step does to it comes before anything the later plan does.
 - A free block keeps its digest until it is handed out again: that is the prefix cache. Free blocks are handed out
   least recently used first, those without a digest before all others.
 
@@ -33,7 +33,7 @@ NULL_BLOCK: Final = 0
 
 
 class BlockDigests:
-    """The chain of digests of one sequence's full blocks, made as far as it is asked for."""
+    """Chain of digests of one sequence's full blocks, computed on demand."""
 
     def __init__(self, *, cache_salt: str, block_size: int) -> None:
         self._block_size = block_size
@@ -41,13 +41,13 @@ class BlockDigests:
         self._chain: list[bytes] = []
 
     def upto(self, num_blocks: int, token_ids: Sequence[int]) -> list[bytes]:
-        """Digests of the first `num_blocks` blocks of `token_ids`, whose known tokens must never change."""
+        """Return digests of the first `num_blocks` blocks of `token_ids`, whose known tokens must never change."""
         if num_blocks > len(self._chain):
             self._extend(num_blocks, token_ids)
         return self._chain[:num_blocks]
 
     def of_block(self, index: int, token_ids: Sequence[int]) -> bytes:
-        """The digest of one block."""
+        """Return the digest of one block."""
         if index >= len(self._chain):
             self._extend(index + 1, token_ids)
         return self._chain[index]
@@ -60,7 +60,7 @@ class BlockDigests:
 
 
 class BlockPool:
-    """Blocks 0 .. num_blocks - 1, the null block included in `num_blocks`."""
+    """Pool of the blocks 0 .. num_blocks - 1, the null block included in `num_blocks`."""
 
     def __init__(self, *, num_blocks: int) -> None:
         if num_blocks < 1:
@@ -93,7 +93,7 @@ class BlockPool:
         return self._num_cached
 
     def lookup(self, digests: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest registered prefix of `digests`. Takes no reference."""
+        """Return the blocks of the longest registered prefix of `digests`. Takes no reference."""
         block_ids: list[int] = []
         for digest in digests:
             block_id = self._by_digest.get(digest)
@@ -103,12 +103,15 @@ class BlockPool:
         return block_ids
 
     def can_allocate(self, count: int, *, keeping: Sequence[int] = ()) -> bool:
-        """Whether `count` blocks can be handed out after the blocks `keeping` were acquired."""
+        """Return whether `count` blocks can be handed out after the blocks `keeping` were acquired."""
         kept = sum(self._num_refs[block_id] == 0 for block_id in keeping)
         return count <= len(self._free) - kept
 
     def acquire(self, block_ids: Sequence[int]) -> None:
-        """One reference more to each of these, which a lookup has just found, or another request uses."""
+        """Add a reference to each of these, which a lookup has just found or another request uses.
+
+        Raises EngineFault if one of them holds nothing that could be shared.
+        """
         for block_id in block_ids:
             if self._num_refs[block_id] == 0:
                 if self._digests[block_id] is None:
@@ -119,13 +122,16 @@ class BlockPool:
             self._num_refs[block_id] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks with one reference each; what they cached is forgotten. Ask can_allocate first."""
+        """Return `count` blocks with one reference each; their cached content is forgotten.
+
+        Ask `can_allocate` first: raises EngineFault if too few are free.
+        """
         if count > len(self._free):
             raise EngineFault(f"{count} blocks asked for, {len(self._free)} of {self.capacity} are free")
         return [self._take_oldest() for _ in range(count)]
 
     def register(self, block_id: int, digest: bytes) -> None:
-        """Say that a used block now holds the computed KV of `digest`'s tokens.
+        """Note that a used block now holds the computed KV of `digest`'s tokens.
 
         When another block holds the same already (two requests computed it side by side) this one stays
         unregistered: its request goes on using it, and it is free of content when released.
@@ -137,7 +143,7 @@ class BlockPool:
             self._digests[block_id] = digest
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """One reference less to each, in reverse: so a prefix's tail is evicted before its head."""
+        """Drop a reference to each, in reverse: so a prefix's tail is evicted before its head. Raises EngineFault."""
         for block_id in reversed(block_ids):
             if self._num_refs[block_id] == 0:
                 raise EngineFault(f"block {block_id} is released more often than it was taken")

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What the scheduler and the core may do. Raises ValueError that names the field when a bound is no bound.
+    """Bounds of the scheduler and the core. Raises ValueError, naming the field, when a bound is impossible.
 
-    `block_size` is what the KV cache begins with; a reset of the cache can change it. `max_model_len` is the longest
+    `block_size` is that of the first KV cache; a reset of the cache can change it. `max_model_len` is the longest
     prompt plus completion, in tokens. `max_queued_requests` bounds the requests that wait although every sequence of a
     step is taken; those that the next step can start do not count. `max_queued_tokens` bounds their memory: tokens of
     prompts, each as often as it has completions, beside those that the KV cache can hold. `max_steps_in_flight` 2 lets
-    the next plan go out before the last result came, 1 does not. With 2, as many steps that only decode go out beside
-    as take about `lookahead_s` together, so that plans and results of short steps travel together; a request that comes
-    waits so much longer, and who ends may be computed so much longer; 0 lets none. A request that has waited
-    `pause_limit_s` for a group of ranks to come back ends. `ageing_s` is how long a request waits to gain on a newer
-    one of the next lower priority number.
+    the next plan go out before the last result came, 1 does not. With 2, as many steps that only decode go out besides
+    as take about `lookahead_s` together, so that plans and results of short steps travel together; a new request waits
+    that much longer, and a completion that ended may be computed that much longer; 0 lets none out. A request that has
+    waited `pause_limit_s` for a group of ranks to come back ends. `ageing_s` is how long a request waits to gain on a
+    newer one of the next lower priority number.
     """
 
     max_num_seqs: int

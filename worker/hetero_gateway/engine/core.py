@@ -1,15 +1,16 @@
 """The engine core: the loop that turns requests into steps and steps into streams.
 
-It joins the scheduler (what is computed), a StepExecutor (the ranks) and the deliveries (streams). What always holds:
+It joins the scheduler (what is computed), a StepExecutor (the ranks) and the output processor (streams). What always
+holds:
 
 - Every stream that `submit` returned ends: each completion with a FinishedEvent, or all with an EngineError.
 - The core outlives groups. `open` gives it one; `lose` takes it away for now: streams pause, requests still queue, and
-  the next group goes on from the tokens that are known here, so that none is lost or doubled. Who waits longer than
-  `pause_limit_s` for it ends with EngineUnavailable. `fail` gives up: nobody waits any longer.
-- The next plan goes out before the last result came, as far as the scheduler has one to give; results are taken in the
-  order of the plans.
-- Nothing waits for a reader, and nothing polls: the loop sleeps until there is a request or a result, deadlines wake it
-  by one timer.
+  the next group goes on from the tokens that are known here, so that none is lost or doubled. A request that waits
+  longer than `pause_limit_s` for it ends with EngineUnavailable. `fail` gives up: nothing waits any longer.
+- The next plan goes out before the last result has come, if the scheduler has one; results are taken in the order of
+  the plans.
+- Nothing waits for a reader, and nothing polls: the loop sleeps until there is a request or a result, and one timer
+  wakes it for deadlines.
 
 One asyncio loop: every method must be called from the loop that runs `run`. Only masks are computed elsewhere.
 """
@@ -24,11 +25,9 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from hetero_gateway.engine.alarm import Alarm
+from hetero_gateway.engine.admission import Admission, Alarm, PausedRequests, StepHolds
 from hetero_gateway.engine.config import EngineConfig
 from hetero_gateway.engine.constraints import MaskWriter, matchers_of
-from hetero_gateway.engine.decode_pace import DecodePace
-from hetero_gateway.engine.deliveries import Active, Deliveries
 from hetero_gateway.engine.detokenizer import IncrementalDetokenizer
 from hetero_gateway.engine.errors import (
     DeadlineExceeded,
@@ -37,23 +36,19 @@ from hetero_gateway.engine.errors import (
     GroupLost,
     StepMismatch,
 )
-from hetero_gateway.engine.holds import Holds
-from hetero_gateway.engine.intake import Intake
 from hetero_gateway.engine.limits import end_token_ids
-from hetero_gateway.engine.lookahead import Lookahead
-from hetero_gateway.engine.pace import Pace
-from hetero_gateway.engine.pauses import Pauses
+from hetero_gateway.engine.output_processor import ActiveRequest, OutputProcessor
 from hetero_gateway.engine.request import GenerationRequest
 from hetero_gateway.engine.scheduler import Scheduler
-from hetero_gateway.engine.step import EngineStats, ScheduledStep
+from hetero_gateway.engine.step import EngineStats
+from hetero_gateway.engine.step_pace import DecodePace, StepPace
 from hetero_gateway.engine.steps_in_flight import StepExecutor, StepInFlight
-from hetero_gateway.engine.stream import RequestStream
-from hetero_gateway.engine.throughput import Throughput
+from hetero_gateway.engine.stream import ReaderTurns, RequestStream
 
 logger = logging.getLogger(__name__)
 
 _FEW: Final = 4
-"""So few readers are served before the next step is made, if ranks have another to do."""
+"""Readers that are few enough to be served before the next step is made, if ranks have another to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +58,7 @@ class _Group:
 
 
 class EngineCore:
-    """Serves requests on the group that it was given. `new_detokenizer` makes one for a completion's stop strings."""
+    """Engine that serves requests on the group it was given. `new_detokenizer` makes one for given stop strings."""
 
     def __init__(
         self,
@@ -76,20 +71,17 @@ class EngineCore:
         self._config = config
         self._clock = clock
         self._scheduler = Scheduler(config)
-        self._deliveries = Deliveries(self._scheduler, clock=clock)
-        self._pauses: Pauses[Active] = Pauses(config.pause_limit_s)
-        self._throughput = Throughput()
-        self._lookahead = Lookahead(config.lookahead_s)
-        self.decode_pace = DecodePace()
-        """Of steps that only decode, on the group that was opened last."""
+        self._outputs = OutputProcessor(self._scheduler, clock=clock)
+        self._paused: PausedRequests[ActiveRequest] = PausedRequests(config.pause_limit_s)
+        self._pace = StepPace(lookahead_s=config.lookahead_s)
         self._masks = MaskWriter(vocab_size=config.vocab_size)
-        self._intake = Intake()
-        self._pace = Pace()
+        self._admission = Admission()
+        self._turns = ReaderTurns()
         self._group: _Group | None = None
         self._lost_reason = ""
         self.recoveries = 0
         """Groups that were lost and followed by another on which requests went on."""
-        self._holds = Holds()
+        self._holds = StepHolds()
         self._work = asyncio.Event()
         self._masking: asyncio.Task[None] | None = None
         self._alarm = Alarm(self._on_alarm, clock=clock)
@@ -101,51 +93,49 @@ class EngineCore:
     ) -> None:
         """Serve on this group, a new epoch; requests in flight go on from where they were.
 
-        `num_blocks` is AllocateCache's, the null block included. `on_broken` is called, with the reason and once at
-        most, when the core itself finds that the group cannot go on: it raised GroupLost, or answered what does not
-        fit. A group that is still open is lost first.
+        `num_blocks` is AllocateCache's, the null block included. `on_broken` is called once at most, with the reason,
+        when the core itself finds that the group cannot go on: it raised GroupLost, or an answer does not fit. A group
+        that is still open is lost first.
         """
-        self._intake.failed = None
+        self._admission.failed = None
         self.lose("another group of ranks has taken over")
         self._group = _Group(executor, on_broken)
         executor.in_flight.on_progress = self._work.set
-        self.recoveries += self._intake.has_opened and bool(self._deliveries)
-        self._intake.has_opened = True
-        self._throughput.forget()
-        self._lookahead.forget()
-        self.decode_pace.forget()
-        self._pauses.over()
+        self.recoveries += self._admission.has_opened and bool(self._outputs)
+        self._admission.has_opened = True
+        self._pace.forget()
+        self._paused.resume_all()
         self._use_cache(num_blocks=num_blocks, block_size=block_size)
         self._work.set()
 
     def lose(self, reason: str) -> None:
-        """The group is gone, another may come: streams pause. Does nothing without a group."""
+        """Take note that the group is gone and another may come: streams pause. Without a group, do nothing."""
         if self._group is None:
             return
-        logger.warning("group lost, requests paused: %d: %s", len(self._deliveries), reason)
+        logger.warning("group lost, requests paused: %d: %s", len(self._outputs), reason)
         self._lost_reason = reason
         self._drop_group()
         self._scheduler.lose_group()
-        self._pauses.begin(self._deliveries.active, now=self._clock())
+        self._paused.pause(self._outputs.active, now=self._clock())
         self._arm_timer()
 
     def fail(self, reason: str) -> None:
-        """No group will come: every stream ends with EngineUnavailable, and requests are refused with it.
+        """Give up: every stream ends with EngineUnavailable, and requests are refused with it.
 
-        Should one come all the same, by a process that somebody mended, `open` takes it.
+        Should a group come all the same, by a process that was repaired, `open` takes it.
         """
-        self._intake.failed = reason
+        self._admission.failed = reason
         self._drop_group()
         self._scheduler.lose_group()
-        self._deliveries.fail_all(EngineUnavailable(reason))
-        self._pauses.over()
+        self._outputs.fail_all(EngineUnavailable(reason))
+        self._paused.resume_all()
         self._alarm.stop()
 
     @asynccontextmanager
     async def hold(self) -> AsyncIterator[None]:
-        """Inside, no step is out and none goes out, and no slot is bound but those of requests in flight.
+        """Keep steps from going out. Inside, none is out, and only requests in flight have slots.
 
-        Requests still queue. Raises GroupLost if there is no group, or none any more when the last step landed.
+        Requests still queue. Raises GroupLost if there is no group, or none any more when the last step was answered.
         """
         try:
             async with self._holds.waiting():
@@ -163,56 +153,56 @@ class EngineCore:
             self._work.set()
 
     def reset_cache(self, *, num_blocks: int, block_size: int) -> None:
-        """The group has another cache now; what was cached is forgotten. Only within `hold`."""
+        """Go on with another, empty cache of the same group. Only within `hold`; raises EngineFault elsewhere."""
         if not self._holds.num_inside:
             raise EngineFault("the cache can be reset only while steps are held")
         self._use_cache(num_blocks=num_blocks, block_size=block_size)
 
     def _use_cache(self, *, num_blocks: int, block_size: int) -> None:
-        """Go on with an empty cache; requests that cannot fit it any more end."""
+        """Go on with an empty cache; requests that no longer fit end."""
         for request, problem in self._scheduler.open_group(num_blocks=num_blocks, block_size=block_size):
-            active = self._deliveries.get(request.request_id)
+            active = self._outputs.get(request.request_id)
             if active is not None:
-                self._deliveries.fail(active, problem)
+                self._outputs.fail(active, problem)
 
-    # --- whether requests are accepted ------------------------------------------------------------------
+    # --- admission --------------------------------------------------------------------------------------
 
     @property
     def is_serving(self) -> bool:
-        """Whether a request would be accepted and worked on now, but for its own faults and a full queue."""
-        return self._group is not None and self._intake.refusal is None
+        """Whether a correct request would be accepted and worked on now, unless the queue is full."""
+        return self._group is not None and self._admission.refusal is None
 
     def close_intake(self, reason: str) -> None:
         """Refuse requests with EngineUnavailable until `open_intake`; those in flight go on."""
-        self._intake.closed = reason
+        self._admission.closed = reason
 
     def open_intake(self) -> None:
         """Accept requests again."""
-        self._intake.closed = None
+        self._admission.closed = None
 
     def drain(self) -> None:
-        """Accept no more requests; those in flight go on. For good."""
-        self._intake.is_draining = True
+        """Accept no more requests, for good; those in flight go on."""
+        self._admission.is_draining = True
 
     @property
     def is_idle(self) -> bool:
         """Whether no request is in flight."""
-        return not self._deliveries
+        return not self._outputs
 
     async def wait_idle(self) -> None:
         """Return once no request is in flight."""
-        await self._deliveries.none_left.wait()
+        await self._outputs.none_left.wait()
 
     # --- requests ---------------------------------------------------------------------------------------
 
     def submit(self, asked: GenerationRequest) -> RequestStream:
-        """Queue a request; a constraint must be compiled.
+        """Queue a request and return its stream; a constraint must be compiled.
 
-        With `received` it goes on behind that, and if a request of the same id is in flight it takes that one's place:
-        the old stream ends with ABORT. Raises EngineUnavailable, InvalidRequest, DuplicateRequest or QueueFull; then
-        there is no stream to end.
+        With `received` it goes on behind these tokens, and takes the place of a request of the same id that is in
+        flight: the old stream ends with ABORT. Raises EngineUnavailable, InvalidRequest, DuplicateRequest or QueueFull;
+        then there is no stream to end.
         """
-        refusal = self._intake.refusal
+        refusal = self._admission.refusal
         if refusal is not None:
             raise EngineUnavailable(refusal)
         matchers = matchers_of(asked, end_token_ids=end_token_ids(asked, config=self._config))
@@ -224,12 +214,12 @@ class EngineCore:
             num_prompt_tokens=request.num_prompt_tokens,
             detokenizers=[self._new_detokenizer(asked.sampling.stop) for _ in request.completions],
             cancel=self._cancel,
-            pace=self._pace,
+            turns=self._turns,
         )
-        active = Active(request, stream)
-        self._deliveries.accept(active, matchers)
+        active = ActiveRequest(request, stream)
+        self._outputs.accept(active, matchers)
         if self._group is None:
-            self._pauses.begin([active], now=self._clock())
+            self._paused.pause([active], now=self._clock())
         if self._group is None or asked.deadline_s is not None:
             self._arm_timer()
         self._work.set()
@@ -238,32 +228,37 @@ class EngineCore:
     def abort(self, request_id: str) -> bool:
         """End a request: its stream ends with ABORT, its blocks are free at once.
 
-        False if no such request is in flight.
+        Return False if no such request is in flight.
         """
-        active = self._deliveries.get(request_id)
+        active = self._outputs.get(request_id)
         if active is None:
             return False
-        self._deliveries.abort(active)
+        self._outputs.abort(active)
         self._work.set()
         return True
 
     def stats(self) -> EngineStats:
-        """Counts, consistent with one another."""
+        """Return counts of one moment, consistent with one another."""
         return self._scheduler.stats()
 
     @property
     def paused_requests(self) -> int:
-        """Requests that wait for a group to come back."""
-        return 0 if self._group is not None else len(self._deliveries)
+        """Number of requests that wait for a group to come back."""
+        return 0 if self._group is not None else len(self._outputs)
 
     @property
     def tokens_per_second(self) -> float:
-        """Generated tokens per second of stepping on the group that was opened last, of late; 0 before any."""
-        return self._throughput.tokens_per_second
+        """Tokens generated per second of recent stepping on the group that was opened last; 0 before any."""
+        return self._pace.throughput.tokens_per_second
+
+    @property
+    def decode_pace(self) -> DecodePace:
+        """Seconds of steps that only decode, on the group that was opened last."""
+        return self._pace.decodes
 
     def _cancel(self, stream: RequestStream) -> None:
         # Another request may have the id by now.
-        active = self._deliveries.get(stream.request_id)
+        active = self._outputs.get(stream.request_id)
         if active is not None and active.stream is stream:
             self.abort(stream.request_id)
 
@@ -277,7 +272,7 @@ class EngineCore:
                 self._work.clear()
                 self._turn()
         finally:
-            if self._intake.failed is None:
+            if self._admission.failed is None:
                 self.fail("the gateway is shutting down")
 
     def _turn(self) -> None:
@@ -300,18 +295,13 @@ class EngineCore:
         while (taken := group.executor.in_flight.take()) is not None:
             result = taken.result
             assert result is not None, "only answered steps are taken out"
-            self._throughput.add_step(taken.seconds, tokens=len(result.token_ids))
-            self._note_pace(taken.step, taken.seconds, result.step_s)
+            self._pace.add_step(
+                taken.step, seconds=taken.seconds, on_ranks_s=result.step_s, num_tokens=len(result.token_ids)
+            )
             outcome = self._scheduler.apply(taken.step, result)
-            self._deliveries.take(outcome)
+            self._outputs.process(outcome)
             num_updates += len(outcome.updates)
         return num_updates
-
-    def _note_pace(self, step: ScheduledStep, seconds: float, on_ranks_s: float) -> None:
-        rows = len(step.decodes.slots)
-        if rows and not step.spans and not step.masked:
-            self._lookahead.add_step(on_ranks_s)
-            self.decode_pace.add_step(seconds, rows=rows, tokens=sum(map(len, step.decodes.token_ids)))
 
     def _send(self, group: _Group) -> None:
         """Send steps as long as there is one that can go out."""
@@ -331,7 +321,8 @@ class EngineCore:
             return False
         if self._is_held:
             return False
-        step = self._scheduler.schedule(self._clock(), in_flight=in_flight, steps_out=self._lookahead.steps_out())
+        steps_out = self._pace.lookahead.steps_out()
+        step = self._scheduler.schedule(self._clock(), in_flight=in_flight, steps_out=steps_out)
         if step is None:
             return False
         group.executor.submit(step)
@@ -339,18 +330,18 @@ class EngineCore:
 
     @property
     def _is_held(self) -> bool:
-        # Whoever waits to hold lets a step go out that only tells ranks which slots are free.
+        # A caller that waits to hold lets a step go out that only has ranks drop slots.
         return self._holds.num_inside > 0 or (self._holds.num_waiting > 0 and self._scheduler.has_requests())
 
     def _begin_masks(self, group: _Group, owing: StepInFlight) -> None:
-        """Masks follow from the tokens of all steps before theirs."""
+        """Start to compute masks, once all steps before theirs are answered: masks follow from their tokens."""
         if owing is group.executor.in_flight.oldest and self._masking is None:
             self._masking = asyncio.create_task(self._send_masks(group, owing))
 
     async def _send_masks(self, group: _Group, owing: StepInFlight) -> None:
         completions = owing.step.masked
         try:
-            masks = await self._masks.masks([self._deliveries.matcher_of(completion) for completion in completions])
+            masks = await self._masks.masks([self._outputs.matcher_of(completion) for completion in completions])
         finally:
             self._masking = None
         if self._group is not group:
@@ -359,13 +350,13 @@ class EngineCore:
         with self._guarding(group):
             for completion, mask in zip(completions, masks, strict=True):
                 if mask.problem is not None:
-                    self._deliveries.fail_completion(completion, mask.problem)
+                    self._outputs.fail_completion(completion, mask.problem)
             group.executor.send_masks(owing, [mask.allowed for mask in masks])
         self._send(group)
 
     @contextmanager
     def _guarding(self, group: _Group) -> Iterator[None]:
-        """What goes wrong inside ends the group."""
+        """End the group when something inside goes wrong."""
         try:
             yield
         except (GroupLost, StepMismatch) as error:
@@ -373,7 +364,7 @@ class EngineCore:
         except Exception as error:  # top of the loop
             logger.exception("engine fault in a step; every request ends and the group with them")
             reason = f"internal error: {type(error).__name__}: {error}"
-            self._deliveries.fail_all(EngineFault(reason))
+            self._outputs.fail_all(EngineFault(reason))
             self._break(group, reason)
 
     # --- the group's end --------------------------------------------------------------------------------
@@ -392,18 +383,18 @@ class EngineCore:
     def _expire(self) -> None:
         now = self._clock()
         for request in self._scheduler.expire(now):
-            active = self._deliveries.get(request.request_id)
+            active = self._outputs.get(request.request_id)
             if active is not None:
                 where = "while it waited" if request.first_scheduled_s is None else "before it was complete"
                 problem = f"request {request.request_id}: its deadline passed {where}"
-                self._deliveries.fail(active, DeadlineExceeded(problem))
-        for active in self._pauses.pop_expired(now):
-            if self._deliveries.is_active(active):
+                self._outputs.fail(active, DeadlineExceeded(problem))
+        for active in self._paused.pop_expired(now):
+            if self._outputs.is_active(active):
                 problem = f"the group of ranks was lost and did not come back in time: {self._lost_reason}"
-                self._deliveries.fail(active, EngineUnavailable(problem))
+                self._outputs.fail(active, EngineUnavailable(problem))
 
     def _arm_timer(self) -> None:
-        self._alarm.set(self._scheduler.next_deadline_s(), self._pauses.next_s())
+        self._alarm.set(self._scheduler.next_deadline_s(), self._paused.next_s())
 
     def _on_alarm(self) -> None:
         self._expire()

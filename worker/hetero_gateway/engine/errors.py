@@ -4,7 +4,7 @@ HeteroError (hetero_api)
 └── EngineError
     ├── InvalidRequest       a request that can never be served as asked; names the field
     ├── DuplicateRequest     a request with this id is in flight
-    ├── QueueFull            as many requests wait as may
+    ├── QueueFull            no more requests may wait
     ├── EngineUnavailable    no group, the group was lost, or the engine drains: try later
     ├── DeadlineExceeded     the request's deadline passed
     ├── GroupLost            raised by a StepExecutor: the ranks cannot go on
@@ -22,7 +22,7 @@ class EngineError(HeteroError):
 
 
 class InvalidRequest(EngineError):
-    """A request is wrong. `field` is its path in GenerateRequest, `problem` what is wrong with it."""
+    """Error in a request. `field` is a path in GenerateRequest, `problem` what is wrong with it."""
 
     def __init__(self, field: str, problem: str) -> None:
         self.field = field
@@ -31,28 +31,28 @@ class InvalidRequest(EngineError):
 
 
 class DuplicateRequest(EngineError):
-    """The id belongs to a request that is in flight."""
+    """Request whose id belongs to one that is in flight."""
 
 
 class QueueFull(EngineError):
-    """No more requests may wait."""
+    """Refusal because no more requests may wait."""
 
 
 class EngineUnavailable(EngineError):
-    """Requests cannot be served now; another try later may succeed."""
+    """Refusal because requests cannot be served now; another try later may succeed."""
 
 
 class DeadlineExceeded(EngineError):
-    """The request's deadline passed before it ended."""
+    """End of a request whose deadline passed."""
 
 
 class GroupLost(EngineError):
-    """The group of ranks cannot go on; its epoch is over."""
+    """End of a group of ranks that cannot go on; its epoch is over."""
 
 
 class StepMismatch(EngineError):
-    """A StepResult that does not answer the plan in flight."""
+    """StepResult that does not answer the plan in flight."""
 
 
 class EngineFault(EngineError):
-    """The engine broke a promise of its own. Never the fault of a request or of a rank."""
+    """Broken promise of the engine itself: a bug, never the fault of a request or of a rank."""

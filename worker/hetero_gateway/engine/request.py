@@ -1,7 +1,7 @@
 """One request: what was asked (frozen), and how far each of its completions is (mutable, owned by the scheduler).
 
-What is scheduled is a completion; a request has `n` of them, with one prompt. A completion has no phases. It has
-tokens, of which the first `num_scheduled` have their KV in `block_ids` once every step that is out is done; the
+The scheduler schedules completions; a request has `n` of them, with one prompt. A completion has no phases. It has
+tokens, and the KV of the first `num_scheduled` of them is in `block_ids` once every step that is out is done; the
 scheduler lets the second number chase the first. Prefill, decode, chunks, prefix hits and the way back after a
 preemption or a lost group differ only in the distance between the two.
 
@@ -20,11 +20,11 @@ from hetero_api.v1 import logprobs_pb2
 from hetero_gateway.engine.block_pool import BlockDigests
 
 Urgency = tuple[float, int, int]
-"""Smaller is served first: when it arrived, put off by its priority; order of arrival; index in the request."""
+"""Order of service, smallest first: time of arrival, put off by priority; order of arrival; index in the request."""
 
 
 class FinishReason(enum.Enum):
-    """Why a completion ended."""
+    """Reason why a completion ended."""
 
     STOP = "stop"
     """An end-of-sequence token, a stop token or a stop string."""
@@ -35,7 +35,7 @@ class FinishReason(enum.Enum):
 
 
 class ConstraintKind(enum.Enum):
-    """What a completion can be bound to."""
+    """Kind of form that a completion can be bound to."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
@@ -44,7 +44,7 @@ class ConstraintKind(enum.Enum):
 
 
 class CompletionStatus(enum.Enum):
-    """Where the scheduler keeps a completion."""
+    """Place where the scheduler keeps a completion."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -63,7 +63,7 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingConfig:
-    """How tokens are chosen and what ends them. Meanings and bounds: `SamplingParams` in inference.proto.
+    """Choices about drawing tokens and ending a completion. Meanings and bounds: `SamplingParams` in inference.proto.
 
     `max_tokens` None means as many as the model's length and the KV cache allow. `logit_bias` is (token, bias) pairs.
     """
@@ -89,9 +89,9 @@ class SamplingConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """A request for `n` completions of one prompt. `deadline_s` is a time of the engine's monotonic clock.
+    """Request for `n` completions of one prompt. `deadline_s` is a time of the engine's monotonic clock.
 
-    Lower numbers of `priority` go first. `received` holds, per completion, the tokens that the client has already, from
+    Lower numbers of `priority` go first. `received` holds, per completion, the tokens that the client already has, from
     an earlier stream of the same request: they are output and known, and are never sent again.
     """
 
@@ -113,7 +113,7 @@ class Completion:
     it. `ended`, with `reason` and, if a token was the reason, `stop_token_id`, is for good; `reason` stays None when
     somebody else ended it (an abort, a deadline, a stop string).
 
-    `slot`, `block_ids` and what follows them mean something while it runs. Each time that it starts is a residency:
+    `slot`, `block_ids` and the fields after them mean something while it runs. Each start begins another residency:
     what a step did for an earlier one says nothing about the blocks of this one. `num_scheduled` is out of date while
     it is in the decode batch, which knows better. The KV of the first `num_filled` tokens is there, by steps that are
     done; once `is_prefilled`, that of all known tokens but the last.
@@ -143,6 +143,7 @@ class Completion:
 
     @property
     def status(self) -> CompletionStatus:
+        """Its place: waiting, running or ended."""
         if self.ended:
             return CompletionStatus.ENDED
         return CompletionStatus.WAITING if self.slot < 0 else CompletionStatus.RUNNING
@@ -154,11 +155,12 @@ class Completion:
 
     @property
     def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
         return len(self.request.asked.prompt_token_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        """Received and generated ones."""
+        """Received and generated tokens."""
         return len(self.token_ids) - len(self.request.asked.prompt_token_ids)
 
     @property
@@ -178,17 +180,17 @@ class Completion:
 
     @property
     def max_num_tokens(self) -> int:
-        """Tokens that it has when max_tokens ends it."""
+        """Number of tokens at which max_tokens ends it."""
         return self.num_prompt_tokens + self.request.max_tokens
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """A request that the scheduler holds. Only the scheduler writes to it.
+    """Request that the scheduler holds. Only the scheduler writes to it.
 
-    `max_tokens` is resolved, and is each completion's; `order` is its place in the order of arrival.
+    `max_tokens` is resolved, for each completion; `order` is its place in the order of arrival.
     `num_queued_tokens` counts the tokens of all completions on arrival: the prompt as often as there are completions.
-    `prompt_logprobs` are those that came so far, of one completion's residency; None if there are none to come (any
+    `prompt_logprobs` are those that have come so far, of one completion's residency; None if none are to come (any
     more).
     """
 
@@ -208,10 +210,12 @@ class Request:
 
     @property
     def request_id(self) -> str:
+        """Id that the client gave it."""
         return self.asked.request_id
 
     @property
     def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
         return len(self.asked.prompt_token_ids)
 
     @property
@@ -225,8 +229,67 @@ class Request:
         return next((completion for completion in self.completions if not completion.ended), None)
 
 
+def new_request(
+    asked: GenerationRequest,
+    *,
+    max_tokens: int,
+    arrival_s: float,
+    order: int,
+    ageing_s: float,
+    end_token_ids: frozenset[int],
+    block_size: int,
+) -> Request:
+    """Return a request with all its completions, none of which is queued or has ended."""
+    request = Request(asked=asked, max_tokens=max_tokens, arrival_s=arrival_s, order=order)
+    urgency_s = arrival_s + asked.priority * ageing_s
+    request.completions = tuple(
+        _new_completion(request, index, urgency_s=urgency_s, end_token_ids=end_token_ids, block_size=block_size)
+        for index in range(asked.n)
+    )
+    request.num_open = asked.n
+    request.num_queued_tokens = num_queued_tokens(asked)
+    # They are sent before the first token, so a client that has tokens has them.
+    if asked.sampling.prompt_logprobs is not None and not any(asked.received):
+        request.prompt_logprobs = []
+    return request
+
+
+def num_queued_tokens(asked: GenerationRequest) -> int:
+    """Return how many tokens the completions of a request have before the first step."""
+    return asked.n * len(asked.prompt_token_ids) + sum(map(len, asked.received))
+
+
+def mark_if_received_whole(completion: Completion) -> bool:
+    """Return whether the received tokens are the whole completion, and then note why it ended."""
+    if completion.num_received == 0:
+        return False
+    last = completion.token_ids[-1]
+    if last in completion.end_token_ids:
+        completion.reason, completion.stop_token_id = FinishReason.STOP, last
+    elif completion.num_tokens == completion.max_num_tokens:
+        completion.reason = FinishReason.LENGTH
+    return completion.reason is not None
+
+
+def _new_completion(
+    request: Request, index: int, *, urgency_s: float, end_token_ids: frozenset[int], block_size: int
+) -> Completion:
+    asked = request.asked
+    received = asked.received[index] if index < len(asked.received) else ()
+    return Completion(
+        request=request,
+        index=index,
+        seed=derived_seed(asked.sampling.seed, index),
+        urgency=(urgency_s, request.order, index),
+        token_ids=[*asked.prompt_token_ids, *received],
+        num_received=len(received),
+        end_token_ids=end_token_ids,
+        digests=BlockDigests(cache_salt=asked.cache_salt, block_size=block_size),
+    )
+
+
 def derived_seed(seed: int, index: int) -> int:
-    """The seed of completion `index`: the request's own for the first, 64 bits made of both for the others."""
+    """Return the seed of completion `index`: the request's own for the first, else 64 bits made of both."""
     if index == 0:
         return seed
     digest = hashlib.sha256(b"hetero-completion-seed\0" + struct.pack("<QQ", seed, index)).digest()

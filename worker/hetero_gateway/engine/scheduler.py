@@ -1,24 +1,24 @@
-"""The scheduler: one StepPlan a step, from what every completion still has to compute.
+"""The scheduler: makes one StepPlan a step from the tokens that every completion still has to compute.
 
 There are no phases. Every completion has `num_scheduled` chasing its tokens; a step spends one budget of tokens: a
 token for each running completion that has only its newest to compute, then chunks of running prefills, then of
 waiting ones. What always holds:
 
-- **Order.** Whoever waits is served in the order of `Urgency`: the time of arrival, put off by `ageing_s` for each
-  step of priority. It never changes, so it is one total order of all completions, waiting or running. Within a
+- **Order.** Waiting completions are served in the order of `Urgency`: the time of arrival, put off by `ageing_s` for
+  each step of priority. It never changes, so it is one total order of all completions, waiting or running. Within a
   priority it is first come, first served.
-- **Nobody starves.** A request of priority p that arrived at t goes before every request of priority q that arrives
+- **No starvation.** A request of priority p that arrived at t goes before every request of priority q that arrives
   after t + (p - q) * ageing_s, hence before all that arrive later than t + 200 * ageing_s. It waits for the finitely
   many before it, and for those that run when it becomes the first: nobody starts past the first in line.
 - **Progress.** When blocks run out, the least urgent running completion is preempted: its blocks are freed and it
-  queues again, to be computed anew (less what is still cached). So the most urgent running one always advances;
+  queues again, to be computed again (less what is still cached). So the most urgent running one always advances;
   a request is accepted only if it fits the cache alone; hence all end.
 - **Decodes do not wait for prefills, nor prefills for decodes.** At most as many completions run as a step may compute
   tokens, so each decode gets its token in every step, and the most urgent prefill at least one.
-- **Overlap.** Up to `max_steps_in_flight` steps are out, or more that only decode (lookahead.py). A completion whose
-  result shows that it ended may be in a later step that is out already: what that samples is dropped. One that is
+- **Overlap.** Up to `max_steps_in_flight` steps are out, or more that only decode (`Lookahead`). A completion whose
+  result shows that it ended may be in a later step that is out already: its token of that step is dropped. One that is
   preempted while steps that sample for it are out queues again when their tokens are known. Ranks work plans off in
-  order, so blocks and slots are free for the next plan at once, whatever is in flight.
+  order, so blocks and slots are free for the next plan at once, no matter what is in flight.
 
 Completions of one request share the full blocks of its prompt: one computes them, the others are *parked* till then.
 
@@ -32,20 +32,31 @@ from itertools import count
 from typing import Final
 
 from hetero_api.v1 import logprobs_pb2, ranks_pb2
-from hetero_gateway.engine.admission import mark_if_received_whole, new_request, num_queued_tokens
 from hetero_gateway.engine.block_pool import BlockDigests
 from hetero_gateway.engine.config import EngineConfig
-from hetero_gateway.engine.counts import Counts
 from hetero_gateway.engine.errors import DuplicateRequest, EngineFault, InvalidRequest, QueueFull
-from hetero_gateway.engine.limits import does_not_fit, resolve_max_tokens, room_alone
-from hetero_gateway.engine.live_heap import LiveHeap
-from hetero_gateway.engine.planner import Planner
-from hetero_gateway.engine.request import Completion, GenerationRequest, Request
-from hetero_gateway.engine.residents import Residents
-from hetero_gateway.engine.results import append_prompt_logprobs, append_tokens
-from hetero_gateway.engine.step import EngineStats, ScheduledStep, SpanEntry, StepOutcome
+from hetero_gateway.engine.limits import does_not_fit, end_token_ids, resolve_max_tokens, room_alone
+from hetero_gateway.engine.request import (
+    Completion,
+    GenerationRequest,
+    Request,
+    mark_if_received_whole,
+    new_request,
+    num_queued_tokens,
+)
+from hetero_gateway.engine.running_batch import RunningBatch
+from hetero_gateway.engine.step import (
+    Counts,
+    EngineStats,
+    ScheduledStep,
+    SpanEntry,
+    StepOutcome,
+    append_prompt_logprobs,
+    append_tokens,
+)
+from hetero_gateway.engine.step_planner import StepPlanner
 from hetero_gateway.engine.steps_in_flight import StepsInFlight
-from hetero_gateway.engine.waiting import WaitingLine
+from hetero_gateway.engine.waiting import LiveHeap, WaitingLine
 
 NULL_BLOCK_ONLY: Final = 1
 
@@ -53,7 +64,7 @@ NULL_BLOCK_ONLY: Final = 1
 class Scheduler:
     """Queue and running completions of one engine, on the cache of the group that it has at the moment.
 
-    Made with blocks it has a group from the start. Without one it queues, and schedules nothing.
+    Made with blocks, it has a group from the start. Without a group it queues requests and schedules nothing.
     """
 
     def __init__(self, config: EngineConfig, *, num_blocks: int = NULL_BLOCK_ONLY) -> None:
@@ -64,15 +75,15 @@ class Scheduler:
         self._orders = count()
         self._num_queued_tokens = 0
         self._counts = Counts()
-        self._residents, self._planner = self._new_cache(num_blocks=num_blocks, block_size=config.block_size)
+        self._batch, self._planner = self._new_cache(num_blocks=num_blocks, block_size=config.block_size)
         # What requests have to fit: the group's cache, or the last group's while there is none.
-        self._cache = self._residents.cache
+        self._cache = self._batch.cache
         self._is_open = num_blocks > NULL_BLOCK_ONLY
 
     # --- requests come and go ---------------------------------------------------------------------------
 
     def add(self, asked: GenerationRequest, *, now: float) -> Request:
-        """Queue a request. Raises DuplicateRequest, InvalidRequest or QueueFull, and then has changed nothing.
+        """Queue a request. Raises DuplicateRequest, InvalidRequest or QueueFull, having changed nothing.
 
         A completion whose received tokens are complete has ended when this returns; if all have, the request is not
         held at all.
@@ -86,7 +97,8 @@ class Scheduler:
             max_tokens=max_tokens,
             arrival_s=now,
             order=next(self._orders),
-            config=self._config,
+            ageing_s=self._config.ageing_s,
+            end_token_ids=end_token_ids(asked, config=self._config),
             block_size=self._cache.block_size,
         )
         self._requests[asked.request_id] = request
@@ -100,7 +112,7 @@ class Scheduler:
         return request
 
     def abort(self, request_id: str) -> bool:
-        """End a request; its blocks are free at once. False if there is no such request."""
+        """End a request; its blocks are free at once. Return False if there is no such request."""
         request = self._requests.get(request_id)
         if request is None:
             return False
@@ -108,7 +120,7 @@ class Scheduler:
         return True
 
     def finish(self, completion: Completion) -> None:
-        """End one completion for a reason that is not seen here, e.g. a stop string. Nothing if it has ended."""
+        """End one completion, unless it has ended, for a reason that is not seen here, e.g. a stop string."""
         if not completion.ended:
             self._end(completion)
 
@@ -122,7 +134,7 @@ class Scheduler:
         return expired
 
     def next_deadline_s(self) -> float | None:
-        """When `expire` has something to do next."""
+        """Return when `expire` has something to do next."""
         request = self._deadlines.first()
         return None if request is None else _deadline_s(request)
 
@@ -134,17 +146,17 @@ class Scheduler:
         return requests
 
     def has_requests(self) -> bool:
-        """Whether there is a request that has not ended."""
+        """Return whether there is a request that has not ended."""
         return bool(self._requests)
 
     @property
     def is_idle(self) -> bool:
-        """Return whether `schedule` has nothing to do: no request, and no slot that ranks still have to drop."""
-        return not self._requests and not self._residents.slots.has_released
+        """Whether `schedule` has nothing to do: no request, and no slot that ranks still have to drop."""
+        return not self._requests and not self._batch.slots.has_released
 
     def stats(self) -> EngineStats:
-        """Counts of one moment, consistent with one another."""
-        pool, counts = self._residents.pool, self._counts
+        """Return counts of one moment, consistent with one another."""
+        pool, counts = self._batch.pool, self._counts
         return EngineStats(
             running_requests=counts.running_requests,
             waiting_requests=len(self._requests) - counts.running_requests,
@@ -162,18 +174,18 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Compare the pool's counts with its blocks, O(blocks). Raises EngineFault."""
-        self._residents.pool.check_integrity()
+        self._batch.pool.check_integrity()
 
     # --- the group comes and goes -----------------------------------------------------------------------
 
     def open_group(self, *, num_blocks: int, block_size: int) -> list[tuple[Request, InvalidRequest]]:
-        """A new epoch or another cache; `num_blocks` includes the null block.
+        """Go on in another epoch or cache; `num_blocks` includes the null block.
 
-        All requests go on from the tokens that they have. Those that do not fit the cache even alone have ended, and
-        are returned with the arithmetic; one that left max_tokens open gets what fits.
+        All requests go on from the tokens that they have. Those that do not fit the cache even alone end, and are
+        returned with the arithmetic; a request that left max_tokens open gets as many as fit.
         """
         self._replace_cache(num_blocks=num_blocks, block_size=block_size)
-        self._cache = self._residents.cache
+        self._cache = self._batch.cache
         self._is_open = True
         refused = [(request, problem) for request in self._requests.values() if (problem := self._refit(request))]
         for request, _ in refused:
@@ -181,23 +193,23 @@ class Scheduler:
         return refused
 
     def lose_group(self) -> None:
-        """The cache and the steps in flight are gone. Every completion queues again, with all tokens it has."""
+        """Go on without a group: its cache and steps are gone. Every completion queues again, with all its tokens."""
         self._replace_cache(num_blocks=NULL_BLOCK_ONLY, block_size=self._cache.block_size)
         self._is_open = False
 
     def _replace_cache(self, *, num_blocks: int, block_size: int) -> None:
-        for completion in list(self._residents.running):
-            self._residents.leave(completion)
-        self._residents, self._planner = self._new_cache(num_blocks=num_blocks, block_size=block_size)
+        for completion in list(self._batch.running):
+            self._batch.leave(completion)
+        self._batch, self._planner = self._new_cache(num_blocks=num_blocks, block_size=block_size)
         self._waiting.clear()
         for request in self._requests.values():
             if block_size != self._cache.block_size:
-                _forget_digests(request, block_size=block_size)
+                _reset_digests(request, block_size=block_size)
             self._enter_line(request)
 
-    def _new_cache(self, *, num_blocks: int, block_size: int) -> tuple[Residents, Planner]:
-        residents = Residents(self._config, num_blocks=num_blocks, block_size=block_size, counts=self._counts)
-        return residents, Planner(self._config, residents=residents, waiting=self._waiting, counts=self._counts)
+    def _new_cache(self, *, num_blocks: int, block_size: int) -> tuple[RunningBatch, StepPlanner]:
+        batch = RunningBatch(self._config, num_blocks=num_blocks, block_size=block_size, counts=self._counts)
+        return batch, StepPlanner(self._config, batch=batch, waiting=self._waiting, counts=self._counts)
 
     def _refit(self, request: Request) -> InvalidRequest | None:
         room = room_alone(request.num_prompt_tokens, cache=self._cache)
@@ -245,7 +257,7 @@ class Scheduler:
         self._counts.generated_tokens += len(updates.all)
         for grown in step.grown:
             if grown.completion.residency == grown.residency:
-                self._residents.register(grown.completion, grown.num_full_blocks)
+                self._batch.register(grown.completion, grown.num_full_blocks)
         for span in step.spans:
             self._take_span(span)
         if self._waiting.has_returning:
@@ -262,25 +274,25 @@ class Scheduler:
         self._counts.prompt_tokens += min(span.end, num_prompt) - min(span.begin, num_prompt)
         if completion.residency != span.residency:
             return
-        residents = self._residents
+        batch = self._batch
         completion.num_filled = span.end
         completion.is_prefilled = span.sample
-        residents.register(completion, span.end // self._cache.block_size)
+        batch.register(completion, span.end // self._cache.block_size)
         parked = completion.request.parked
-        if parked and span.end >= residents.shareable_blocks(parked[0]) * self._cache.block_size:
+        if parked and span.end >= batch.shareable_blocks(parked[0]) * self._cache.block_size:
             self._waiting.unpark(completion.request)
 
     # --- shared -----------------------------------------------------------------------------------------
 
     def _enter_line(self, request: Request) -> None:
         waiting = [completion for completion in request.completions if not completion.ended]
-        shares_blocks = len(waiting) > 1 and self._residents.shareable_blocks(waiting[1]) > 0
+        shares_blocks = len(waiting) > 1 and self._batch.shareable_blocks(waiting[1]) > 0
         self._waiting.enter(request, shares_blocks=shares_blocks)
 
     def _check_queue(self, asked: GenerationRequest) -> None:
         # Those that the next step can start do not wait for anything.
         num_waiting = len(self._requests) - self._counts.running_requests
-        if num_waiting >= self._config.max_queued_requests + self._residents.num_startable:
+        if num_waiting >= self._config.max_queued_requests + self._batch.num_startable:
             raise QueueFull(f"{num_waiting} requests wait, maxQueuedRequests allows no more; try later")
         num_tokens = self._num_queued_tokens + num_queued_tokens(asked)
         cached_tokens = self._cache.num_blocks * self._cache.block_size
@@ -298,9 +310,9 @@ class Scheduler:
     def _end(self, completion: Completion) -> None:
         request = completion.request
         if completion.slot >= 0:
-            self._residents.leave(completion)
+            self._batch.leave(completion)
         completion.ended = True
-        self._waiting.forget(completion)
+        self._waiting.remove_ended(completion)
         request.num_open -= 1
         if request.is_ended:
             del self._requests[request.request_id]
@@ -310,7 +322,7 @@ class Scheduler:
             self._waiting.replace_first(request)
 
 
-def _forget_digests(request: Request, *, block_size: int) -> None:
+def _reset_digests(request: Request, *, block_size: int) -> None:
     for completion in request.completions:
         completion.digests = BlockDigests(cache_salt=request.asked.cache_salt, block_size=block_size)
 
@@ -322,7 +334,7 @@ def _deadline_s(request: Request) -> float:
 
 
 def _take_prompt_logprobs(request: Request) -> list[logprobs_pb2.TokenLogprobs]:
-    """They are told once, and not computed again."""
+    """Return the prompt's log-probabilities, which are sent once and not computed again."""
     prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
     assert prompt_logprobs is not None, "the request waited for them"
     return prompt_logprobs

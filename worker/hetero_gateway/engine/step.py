@@ -1,25 +1,32 @@
-"""What the scheduler hands out and takes back: a step, its outcome for each completion, and counts.
+"""Steps as the scheduler hands them out and takes them back: a step, its outcome for each completion, and counts.
 
 A step of 256 decodes is the usual case, and is worth 0.8 µs a completion. So a step refers to the decode batch as it
-stood, which is not copied, and an outcome's updates are tuples, made in bulk.
+stood, which is not copied, and a result is turned into updates, which are tuples, in bulk.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from itertools import compress, repeat
+from operator import attrgetter, contains
+from typing import NamedTuple, cast
 
 from hetero_api.v1 import logprobs_pb2, ranks_pb2
 from hetero_gateway.engine.errors import StepMismatch
 from hetero_gateway.engine.request import Completion, FinishReason, Request
+
+_Logprobs = logprobs_pb2.TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeView:
     """The decode batch at one moment: parallel columns that are replaced, never changed, in the batch order.
 
-    `token_ids` are the completions' own lists, `end_token_ids` their sets. `masked` are those that are bound to a form;
-    `has_logprobs` says whether any asks for log-probabilities.
+    `token_ids` are the completions' own lists, `end_token_ids` their sets. `masked` are the completions that are bound
+    to a form; `has_logprobs` is whether any asks for log-probabilities.
     """
 
     completions: list[Completion]
@@ -34,7 +41,7 @@ NO_DECODES = DecodeView([], [], [], [], (), False)
 
 
 class SpanEntry(NamedTuple):
-    """A completion that computes tokens [begin, end) in a step, as a span of the plan.
+    """Part of a step in which a completion computes its tokens [begin, end).
 
     `slot` and `residency` are those of the time of scheduling.
     """
@@ -66,7 +73,7 @@ class ScheduledEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
-    """A plan to send to every rank, and whom it concerns.
+    """A plan to send to every rank, and the completions in it. The plan gets its id when it is sent.
 
     `last_draws` are the completions that draw their max_tokens-th token. `masked` are, in the order of
     `plan.masked_slots`, the completions whose draw is bound to a mask. A completion may end while a step with it is
@@ -82,7 +89,7 @@ class ScheduledStep:
 
     @property
     def entries(self) -> list[ScheduledEntry]:
-        """Every completion that computes, in batch order. Made anew each time."""
+        """Every completion that computes, in batch order; a new list each time."""
         decodes = zip(self.decodes.completions, self.decodes.slots, strict=True)
         return [
             *(ScheduledEntry(completion, slot, 1, True) for completion, slot in decodes),
@@ -91,7 +98,7 @@ class ScheduledStep:
 
     @property
     def computes(self) -> bool:
-        """Whether it computes anything; if not, it only drops slots."""
+        """Whether the step computes anything; if not, it only drops slots."""
         return bool(self.decodes.slots or self.spans)
 
     @property
@@ -100,7 +107,10 @@ class ScheduledStep:
         return len(self.decodes.slots) + sum(span.end - span.begin for span in self.spans)
 
     def sampled_tokens(self, result: ranks_pb2.StepResult, *, vocab_size: int) -> list[int]:
-        """Tokens of the decodes, then of the sampling spans. Raises StepMismatch unless `result` answers this plan."""
+        """Return the tokens of the decodes, then of the sampling spans.
+
+        Raises StepMismatch unless `result` answers this plan.
+        """
         if result.step_id != self.plan.step_id:
             raise StepMismatch(f"step {self.plan.step_id} is in flight, the result is of step {result.step_id}")
         where = f"step {result.step_id}"
@@ -118,28 +128,162 @@ class ScheduledStep:
 
 
 class CompletionUpdate(NamedTuple):
-    """A completion got a token. With `reason` it has ended: its blocks are free.
+    """A token that a completion got. With `reason` the completion has ended: its blocks are free.
 
-    `stop_token_id` is the token when the token itself is what ended it. `logprobs` is there if it asked for them.
+    `stop_token_id` is the token if the token itself ended the completion. `logprobs` is there if they were asked for.
     """
 
     completion: Completion
     token_id: int
     reason: FinishReason | None
     stop_token_id: int | None
-    logprobs: logprobs_pb2.TokenLogprobs | None
+    logprobs: _Logprobs | None
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What a step's result changed.
+    """Changes that a step's result made.
 
     `prompt_logprobs` has a request once, when those of its whole prompt have come; its first tokens come after it or in
     the same outcome.
     """
 
     updates: list[CompletionUpdate]
-    prompt_logprobs: list[tuple[Request, list[logprobs_pb2.TokenLogprobs]]]
+    prompt_logprobs: list[tuple[Request, list[_Logprobs]]]
+
+
+# --- a result, turned into updates --------------------------------------------------------------------------
+
+
+# Does what CompletionUpdate._make does, without a Python call for each.
+_new_update = cast(
+    "Callable[[tuple[Completion, int, None, None, _Logprobs | None]], CompletionUpdate]",
+    partial(tuple.__new__, CompletionUpdate),
+)
+_ended_of = cast("Callable[[Completion], bool]", attrgetter("ended"))
+
+
+class TokenUpdates(NamedTuple):
+    """All updates of a step, and those of them that end their completion."""
+
+    all: list[CompletionUpdate]
+    ending: list[CompletionUpdate]
+
+
+def append_tokens(step: ScheduledStep, result: ranks_pb2.StepResult, *, vocab_size: int) -> TokenUpdates:
+    """Append to each completion that has not ended the token that it drew; return the updates, in batch order.
+
+    Raises StepMismatch, having changed nothing, if `result` does not answer `step`.
+    """
+    tokens = step.sampled_tokens(result, vocab_size=vocab_size)
+    sampling = [span.completion for span in step.spans if span.sample]
+    completions = step.decodes.completions + sampling
+    logprobs = _logprobs_column(step, result, completions)
+    known = step.decodes.token_ids + [completion.token_ids for completion in sampling]
+    ends = step.decodes.end_token_ids + [completion.end_token_ids for completion in sampling]
+    if any(map(_ended_of, completions)):
+        alive = [not completion.ended for completion in completions]
+        completions, tokens = list(compress(completions, alive)), list(compress(tokens, alive))
+        known, ends = list(compress(known, alive)), list(compress(ends, alive))
+        logprobs = None if logprobs is None else list(compress(logprobs, alive))
+    deque(map(list.append, known, tokens), maxlen=0)
+    columns = zip(completions, tokens, repeat(None), repeat(None), repeat(None) if logprobs is None else logprobs)
+    updates = list(map(_new_update, columns))
+    ending = dict.fromkeys(_mark_last_draws(step, updates))
+    is_end = list(map(contains, ends, tokens))
+    if True in is_end:
+        ending.update(dict.fromkeys(_mark_stops(updates, is_end)))
+    return TokenUpdates(updates, [updates[index] for index in ending])
+
+
+def append_prompt_logprobs(step: ScheduledStep, result: ranks_pb2.StepResult) -> list[Request]:
+    """Keep what came of prompts' log-probabilities; return the requests that now have all. Raises StepMismatch."""
+    spans = {span.slot: span for span in step.spans}
+    for part in result.prompt_logprobs:
+        span = spans.get(part.slot)
+        if span is None:
+            raise StepMismatch(
+                f"step {result.step_id}: prompt log-probabilities of slot {part.slot}, which has no span"
+            )
+        collected = span.completion.request.prompt_logprobs
+        if collected is None or not _is_collected(span):
+            continue
+        # The prompt's first token has none, so position 1 is the first.
+        if part.positions and part.begin != len(collected) + 1:
+            raise StepMismatch(
+                f"step {result.step_id}: prompt log-probabilities of slot {part.slot} begin at {part.begin} where "
+                f"{len(collected) + 1} is the next"
+            )
+        collected.extend(part.positions)
+    return [span.completion.request for span in step.spans if _has_all_prompt_logprobs(span, result)]
+
+
+def _has_all_prompt_logprobs(span: SpanEntry, result: ranks_pb2.StepResult) -> bool:
+    request = span.completion.request
+    if request.prompt_logprobs is None or not _is_collected(span):
+        return False
+    if span.end < request.num_prompt_tokens:
+        return False
+    if len(request.prompt_logprobs) != request.num_prompt_tokens - 1:
+        raise StepMismatch(
+            f"step {result.step_id}: {request.num_prompt_tokens - 1} prompt log-probabilities of slot {span.slot} had "
+            f"to come, {len(request.prompt_logprobs)} did"
+        )
+    return True
+
+
+def _is_collected(span: SpanEntry) -> bool:
+    """Return whether the span is of the residency that gives the prompt's log-probabilities; a preemption ends it."""
+    return span.completion.request.prompt_logprobs_source == (span.completion, span.residency)
+
+
+def _logprobs_column(
+    step: ScheduledStep, result: ranks_pb2.StepResult, completions: list[Completion]
+) -> list[_Logprobs | None] | None:
+    """Return one entry for each completion; None if nobody asks."""
+    if not step.decodes.has_logprobs and not any(span.sample and span.completion.has_logprobs for span in step.spans):
+        return None
+    num_asked = sum(completion.has_logprobs for completion in completions)
+    if len(result.logprobs) != num_asked:
+        raise StepMismatch(
+            f"step {result.step_id}: {num_asked} slots ask for log-probabilities, {len(result.logprobs)} came"
+        )
+    came = iter(result.logprobs)
+    return [next(came) if completion.has_logprobs else None for completion in completions]
+
+
+def _mark_last_draws(step: ScheduledStep, updates: list[CompletionUpdate]) -> list[int]:
+    if not step.last_draws:
+        return []
+    index_of = {update.completion: index for index, update in enumerate(updates)}
+    marked = [index_of[completion] for completion in step.last_draws if completion in index_of]
+    for index in marked:
+        updates[index] = updates[index]._replace(reason=FinishReason.LENGTH)
+    return marked
+
+
+def _mark_stops(updates: list[CompletionUpdate], is_end: list[bool]) -> list[int]:
+    marked = list(compress(range(len(updates)), is_end))
+    for index in marked:
+        token_id = updates[index].token_id
+        updates[index] = updates[index]._replace(reason=FinishReason.STOP, stop_token_id=token_id)
+    return marked
+
+
+# --- counts -------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Counts:
+    """Counts of the scheduler since its start. Only `running_requests` ever falls. Meanings: EngineStats."""
+
+    running_requests: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    finished_requests: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,14 @@
-"""What a request's reader sees: token events of its completions, then exactly one end of each.
+"""The stream that a request's reader sees: token events of its completions, then exactly one end of each.
 
-The engine never waits for a reader. What a slow one has not read yet is merged, a pending event a completion, so a
-stream holds at most its completions' tokens and a reader that catches up gets them in one piece. Text is made of
-tokens when the reader takes them, many at once for one that is behind; only where stop strings are looked for it is
-made token by token. One loop, one reader.
+The engine never waits for a reader. Events that a slow one has not read yet are merged, one a completion, so a stream
+holds at most its completions' tokens and a reader that catches up gets them in one piece. Text is made of tokens when
+the reader takes them, many at once for one that is behind; only where stop strings are looked for it is made token by
+token. One loop, one reader.
+
+A step of many streams has news for all of them at once. Handing an event on costs far more than making it, so without
+a bound one turn of the event loop would last as long as all those writes, and the next plan, the results of ranks and
+new requests would wait for it. So readers take turns (`ReaderTurns`): with the bound, other work comes in between, and
+the more there is to do the cheaper a token gets.
 """
 
 from __future__ import annotations
@@ -12,17 +17,20 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from hetero_api.v1.logprobs_pb2 import TokenLogprobs
 from hetero_gateway.engine.detokenizer import IncrementalDetokenizer
 from hetero_gateway.engine.errors import EngineError
-from hetero_gateway.engine.pace import Pace
 from hetero_gateway.engine.request import FinishReason
+
+EVENTS_A_TURN: Final = 16
+"""Events that readers take in one turn of the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one completion. `completion_tokens` includes an ending token, and what was received before."""
+    """Token counts of one completion. `completion_tokens` includes an ending token and tokens received before."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -31,7 +39,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds since the request's arrival; None for what never came."""
+    """Seconds since the request's arrival; None for events that never came."""
 
     queued_s: float | None
     first_token_s: float | None
@@ -42,8 +50,8 @@ class Timings:
 class TokensEvent:
     """Tokens and text of a completion since its last event.
 
-    `text` may be empty while a character or a stop string is unclear. `logprobs` has one for each token if the request
-    asked for them, else none.
+    `text` may be empty while a character or a stop string is unclear. `logprobs` has one entry for each token if the
+    request asked for them, else none.
     """
 
     index: int
@@ -54,14 +62,14 @@ class TokensEvent:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobsEvent:
-    """One for each token of the prompt but the first. Before any TokensEvent."""
+    """Log-probabilities of each token of the prompt but the first. Comes before any TokensEvent."""
 
     positions: Sequence[TokenLogprobs]
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedEvent:
-    """A completion's end. With STOP, one of `stop_text` and `stop_token_id` says what ended it."""
+    """End of a completion. With STOP, one of `stop_text` and `stop_token_id` ended it."""
 
     index: int
     reason: FinishReason
@@ -75,7 +83,7 @@ StreamEvent = TokensEvent | PromptLogprobsEvent | FinishedEvent
 
 
 class CompletionFeed:
-    """One completion's way from tokens to events. Made by its stream; the engine puts in, the stream takes out."""
+    """Way of one completion from tokens to events. Made by its stream; the engine puts in, the stream takes out."""
 
     __slots__ = (
         "_detokenizer", "_finished", "_index", "_is_closed", "_is_eager", "_logprobs", "_stream", "_text",
@@ -93,22 +101,22 @@ class CompletionFeed:
         self._logprobs: list[TokenLogprobs] = []
         self._finished: FinishedEvent | None = None
         self.is_queued = False
-        """Whether the stream knows that there is something to take. The stream's own."""
+        """Whether the stream knows that there is something to take. Only the stream writes to it."""
 
     @property
     def matched_stop(self) -> str | None:
-        """The stop string that was met."""
+        """The stop string that was met, if any."""
         return self._detokenizer.matched_stop
 
     def prime(self, token_ids: Sequence[int], *, is_all: bool) -> None:
-        """Tokens that the reader has, with their text, from an earlier stream; with `is_all` no text follows."""
+        """Go on behind tokens that the reader has from an earlier stream; with `is_all` no text follows."""
         self._detokenizer.push(token_ids)
         if is_all:
             self._detokenizer.finish()
             self._is_closed = True
 
     def push(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        """One more token, and its text."""
+        """Add one token, and its text."""
         self._token_ids.append(token_id)
         if logprobs is not None:
             self._logprobs.append(logprobs)
@@ -118,23 +126,23 @@ class CompletionFeed:
             self._stream.has_news(self)
 
     def push_last(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        """A token that ends the completion: it is reported, but is no part of the text."""
+        """Add a token that ends the completion: it is reported, but is no part of the text."""
         self.close()
         self.push(token_id, logprobs)
 
     def close(self) -> None:
-        """No more text: make what is held back certain, which may complete a stop string."""
+        """End the text: release what is held back, which may complete a stop string."""
         if not self._is_closed:
             self._text += (self._pending_text(), self._detokenizer.finish())
             self._is_closed, self._is_eager = True, False
 
     def end(self, event: FinishedEvent) -> None:
-        """The end, after `close`. Comes once."""
+        """Add the end, after `close`. Once only."""
         self._finished = event
         self._stream.has_news(self, ended=True)
 
     def take(self) -> TokensEvent | FinishedEvent | None:
-        """The next event for the reader; None if there is none now."""
+        """Return the next event for the reader; None if there is none now."""
         if self._token_ids or self._text:
             event = self._take_tokens()
             if event is not None:
@@ -163,7 +171,10 @@ class CompletionFeed:
 
 
 class RequestStream:
-    """Iterate: TokensEvents, a FinishedEvent for each completion; an EngineError raised is the end as well."""
+    """Events of one request: iterate over it. It ends after a FinishedEvent for each completion, or by an EngineError.
+
+    `turns` bounds how much all readers of the loop take at once.
+    """
 
     def __init__(
         self,
@@ -172,13 +183,13 @@ class RequestStream:
         num_prompt_tokens: int,
         detokenizers: Sequence[IncrementalDetokenizer],
         cancel: Callable[[RequestStream], None],
-        pace: Pace,
+        turns: ReaderTurns,
     ) -> None:
         self.request_id = request_id
         self.num_prompt_tokens = num_prompt_tokens
         self.feeds = tuple(CompletionFeed(self, index, each) for index, each in enumerate(detokenizers))
         self._cancel = cancel
-        self._pace = pace
+        self._turns = turns
         self._num_open = len(self.feeds)
         self._with_news: deque[CompletionFeed] = deque()
         self._prompt_logprobs: PromptLogprobsEvent | None = None
@@ -191,7 +202,7 @@ class RequestStream:
     async def __anext__(self) -> StreamEvent:
         while True:
             if self._prompt_logprobs is not None or self._with_news:
-                await self._pace.wait()
+                await self._turns.wait()
             event = self.take()
             if event is not None:
                 return event
@@ -203,7 +214,7 @@ class RequestStream:
             await self._wait()
 
     def take(self) -> StreamEvent | None:
-        """The next event, if there is one now. Never an error: the iteration raises it."""
+        """Return the next event, if there is one now. Never raises: the iteration does."""
         if self._prompt_logprobs is not None:
             event, self._prompt_logprobs = self._prompt_logprobs, None
             return event
@@ -218,7 +229,7 @@ class RequestStream:
         return None
 
     def cancel(self) -> None:
-        """The reader goes away: end the request, unless it has ended. Its blocks are free within one step."""
+        """End the request, unless it has ended: its reader goes away. Its blocks are free within one step."""
         self._cancel(self)
 
     # --- for the engine ---------------------------------------------------------------------------------
@@ -229,18 +240,18 @@ class RequestStream:
         return self._num_open
 
     def push_prompt_logprobs(self, positions: Sequence[TokenLogprobs]) -> None:
-        """Those of the whole prompt. Comes once."""
+        """Add the log-probabilities of the whole prompt. Once only."""
         self._prompt_logprobs = PromptLogprobsEvent(positions)
         self._wake()
 
     def fail(self, error: EngineError) -> None:
-        """End every completion that has not ended. Nothing comes after it, but what is pending before."""
+        """End every completion that has not ended. Pending events still come before the error."""
         self._error = error
         self._num_open = 0
         self._wake()
 
     def has_news(self, feed: CompletionFeed, *, ended: bool = False) -> None:
-        """A feed had nothing to take and now has, or has ended."""
+        """Note that a feed had nothing to take and now has, or has ended."""
         if not feed.is_queued:
             self._queue(feed)
         if ended:
@@ -261,3 +272,38 @@ class RequestStream:
             await self._reader
         finally:
             self._reader = None
+
+
+class ReaderTurns:
+    """Turns of all readers of one loop, in the order in which they asked."""
+
+    def __init__(self, *, events_a_turn: int = EVENTS_A_TURN) -> None:
+        self._events_a_turn = events_a_turn
+        self._left = events_a_turn
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._is_turning = False
+
+    async def wait(self) -> None:
+        """Wait until this turn of the loop, or a later one, has room for an event."""
+        loop = asyncio.get_running_loop()
+        if not self._is_turning:
+            self._is_turning = True
+            loop.call_soon(self._turn, loop)
+        if self._left and not self._waiting:
+            self._left -= 1
+            return
+        waiter: asyncio.Future[None] = loop.create_future()
+        self._waiting.append(waiter)
+        await waiter
+
+    def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._left = self._events_a_turn
+        while self._left and self._waiting:
+            waiter = self._waiting.popleft()
+            # One whose reader went away takes no turn.
+            if not waiter.done():
+                waiter.set_result(None)
+                self._left -= 1
+        self._is_turning = self._left < self._events_a_turn
+        if self._is_turning:
+            loop.call_soon(self._turn, loop)

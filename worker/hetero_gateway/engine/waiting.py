@@ -1,7 +1,7 @@
 """Completions that do not run: those in line, and those that will be.
 
-In line are completions that could start now, in the order of urgency. Two kinds are kept out of it, so that the line
-never has to be searched for somebody who can start:
+Completions in line could start now; they stand in the order of urgency. Two kinds are kept out of the line, so that it
+never has to be searched for one that can start:
 
 - *Parked*: siblings whose request's first completion still has to compute the prompt's blocks that all of them share.
 - *Returning*: preempted while steps in flight sample for them; they enter the line when these tokens are known.
@@ -9,14 +9,59 @@ never has to be searched for somebody who can start:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import heapq
+from collections.abc import Callable, Iterable
+from typing import Any, Final, Generic, TypeVar
 
-from hetero_gateway.engine.live_heap import LiveHeap
 from hetero_gateway.engine.request import Completion, Request
+
+_REBUILD_FROM: Final = 64
+
+ItemT = TypeVar("ItemT")
+
+
+class LiveHeap(Generic[ItemT]):
+    """Priority queue whose entries die in place, smallest key first. No two living items have the same key.
+
+    Requests end at any moment, wherever they are queued. Taking them out of a heap would cost O(n), so the dead stay
+    until they surface, and when more than half of the heap may be dead it is rebuilt. Its size is therefore bounded by
+    twice the living, and every operation costs O(log n), amortised.
+    """
+
+    def __init__(self, *, is_dead: Callable[[ItemT], bool]) -> None:
+        self._is_dead = is_dead
+        self._heap: list[tuple[tuple[Any, ...], ItemT]] = []
+        self._rebuild_at = _REBUILD_FROM
+
+    def push(self, key: tuple[Any, ...], item: ItemT) -> None:
+        """Add an item."""
+        heapq.heappush(self._heap, (key, item))
+        if len(self._heap) > self._rebuild_at:
+            self._heap = [entry for entry in self._heap if not self._is_dead(entry[1])]
+            heapq.heapify(self._heap)
+            self._rebuild_at = max(_REBUILD_FROM, 2 * len(self._heap))
+
+    def first(self) -> ItemT | None:
+        """Return the living item of the smallest key."""
+        while self._heap and self._is_dead(self._heap[0][1]):
+            heapq.heappop(self._heap)
+        return self._heap[0][1] if self._heap else None
+
+    def pop(self) -> ItemT:
+        """Take out the item that `first` has just returned."""
+        return heapq.heappop(self._heap)[1]
+
+    def clear(self) -> None:
+        """Drop all items."""
+        self._heap.clear()
+
+    def __len__(self) -> int:
+        """Return the number of entries, dead ones included."""
+        return len(self._heap)
 
 
 class WaitingLine:
-    """Each waiting completion is in exactly one of the three places. The ended go away by themselves."""
+    """All waiting completions, each in exactly one of the three places. The ended go away by themselves."""
 
     def __init__(self) -> None:
         self._line: LiveHeap[Completion] = LiveHeap(is_dead=_has_ended)
@@ -24,15 +69,15 @@ class WaitingLine:
 
     @property
     def has_returning(self) -> bool:
-        """Whether somebody who was preempted will be in line within the steps in flight."""
+        """Whether a preempted completion will be in line within the steps in flight."""
         return bool(self._num_pending)
 
     def first(self) -> Completion | None:
-        """The most urgent in line."""
+        """Return the most urgent completion in line."""
         return self._line.first()
 
     def pop(self) -> Completion:
-        """Take out what `first` has just returned."""
+        """Take out the completion that `first` has just returned."""
         return self._line.pop()
 
     def enter(self, request: Request, *, shares_blocks: bool) -> None:
@@ -43,38 +88,38 @@ class WaitingLine:
             self._push(completion)
 
     def unpark(self, request: Request) -> None:
-        """The shared blocks are computed."""
+        """Queue the parked completions: the shared blocks are computed."""
         parked, request.parked = request.parked, []
         for completion in parked:
             self._push(completion)
 
     def replace_first(self, request: Request) -> None:
-        """A completion has ended. If it is the one that the parked ones wait for, the next takes its place."""
+        """Queue the next parked completion if the one that ended is the one that they waited for."""
         request.parked = [completion for completion in request.parked if not completion.ended]
         if request.parked and request.num_open == len(request.parked):
             self._push(request.parked.pop(0))
 
     def put_back(self, completion: Completion, *, num_pending: int) -> None:
-        """Queue a preempted completion, once so many more of its tokens are known."""
+        """Queue a preempted completion once `num_pending` more of its tokens are known."""
         if num_pending:
             self._num_pending[completion] = num_pending
         else:
             self._push(completion)
 
     def tokens_came(self, completions: Iterable[Completion]) -> None:
-        """Each of these got a token."""
+        """Count one more known token for each of these."""
         for completion in completions:
             num_pending = self._num_pending.get(completion)
             if num_pending is not None:
                 del self._num_pending[completion]
                 self.put_back(completion, num_pending=num_pending - 1)
 
-    def forget(self, completion: Completion) -> None:
-        """A completion has ended. In line it goes away by itself."""
+    def remove_ended(self, completion: Completion) -> None:
+        """Stop waiting for the tokens of an ended completion. In line it goes away by itself."""
         self._num_pending.pop(completion, None)
 
     def clear(self) -> None:
-        """Nobody waits."""
+        """Drop all waiting completions."""
         self._line.clear()
         self._num_pending.clear()
 

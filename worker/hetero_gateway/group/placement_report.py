@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hetero_api.v1 import admin_pb2, ranks_pb2
-from hetero_gateway.engine.decode_pace import DecodePace
+from hetero_gateway.engine.step_pace import DecodePace
 from hetero_gateway.group.decision import Placement
 from hetero_placement.decision import Option
 from hetero_placement.hardware import ExchangeSpeeds

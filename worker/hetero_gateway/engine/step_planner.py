@@ -1,0 +1,234 @@
+"""StepPlanner: decides what the next step computes, on one cache.
+
+One budget of tokens is spent on decodes, then on running prefills, then on completions that start. The scheduler's
+docstring says what must hold of that; here it is made true. A planner lives as long as its cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hetero_api.v1 import ranks_pb2
+from hetero_gateway.engine.config import EngineConfig
+from hetero_gateway.engine.request import Completion
+from hetero_gateway.engine.running_batch import RunningBatch, computes_prompt_logprobs
+from hetero_gateway.engine.step import NO_DECODES, Counts, DecodeView, GrownEntry, ScheduledStep, SpanEntry
+from hetero_gateway.engine.waiting import WaitingLine
+
+
+class StepPlanner:
+    """Makes steps of the running batch, and moves completions between the line and the batch for that."""
+
+    def __init__(self, config: EngineConfig, *, batch: RunningBatch, waiting: WaitingLine, counts: Counts) -> None:
+        self._max_num_tokens = config.max_num_batched_tokens
+        self._batch = batch
+        self._waiting = waiting
+        self._counts = counts
+        self._blocked: tuple[Completion, int] | None = None
+        """The first in line that did not fit, and how many blocks were free then."""
+
+    def plan(self, now: float) -> ScheduledStep | None:
+        """Return the next step; None if there is nothing to compute now."""
+        draft = StepDraft()
+        num_preempted = self._counts.preemptions
+        self._grow_decodes(draft)
+        decodes = self._batch.decodes.view()
+        budget = self._continue_prefills(draft, budget=self._max_num_tokens - len(decodes.slots))
+        # A preempted completion goes before those that are less urgent, and may not be in line yet.
+        if self._counts.preemptions == num_preempted and not self._waiting.has_returning:
+            self._admit(draft, budget=budget, now=now)
+        if not decodes.slots and not draft.spans:
+            return None
+        last_draws = self._batch.decodes.advance() if decodes.slots else ()
+        last_draws += self._let_prefilled_decode(draft)
+        return draft.step(decodes=decodes, last_draws=last_draws, released_slots=self._batch.slots.take_released())
+
+    def plan_release(self) -> ScheduledStep | None:
+        """Return a step that computes nothing: ranks drop the slots of what has ended. None if there are none."""
+        slots = self._batch.slots
+        if not slots.has_released:
+            return None
+        return StepDraft().step(decodes=NO_DECODES, last_draws=(), released_slots=slots.take_released())
+
+    def _grow_decodes(self, draft: StepDraft) -> None:
+        """Give a block to each decode whose blocks are full, the most urgent first."""
+        batch = self._batch
+        due = batch.decodes.due_for_block()
+        if len(due) <= batch.pool.free_blocks:
+            for completion, block_id in zip(due, batch.pool.allocate(len(due)), strict=True):
+                self._grow(draft, completion, block_id)
+            return
+        for completion in sorted(due, key=lambda completion: completion.urgency):
+            # An earlier one may have preempted it.
+            if completion.slot >= 0 and self._make_room(completion):
+                self._grow(draft, completion, batch.pool.allocate(1)[0])
+
+    def _grow(self, draft: StepDraft, completion: Completion, block_id: int) -> None:
+        draft.grown.append(GrownEntry(completion, completion.residency, len(completion.block_ids)))
+        draft.add_block(completion, block_id)
+        completion.block_ids.append(block_id)
+        self._batch.decodes.grew(completion)
+
+    def _make_room(self, completion: Completion) -> bool:
+        """Preempt until `completion` can have a block; return False if that took the completion itself."""
+        while not self._batch.pool.can_allocate(1):
+            victim = self._batch.least_urgent()
+            self._preempt(victim)
+            if victim is completion:
+                return False
+        return True
+
+    def _preempt(self, completion: Completion) -> None:
+        self._batch.leave(completion)
+        num_pending = max(0, completion.num_scheduled + 1 - completion.num_tokens)
+        self._waiting.put_back(completion, num_pending=num_pending)
+        self._counts.preemptions += 1
+
+    def _continue_prefills(self, draft: StepDraft, *, budget: int) -> int:
+        """Add chunks of running prefills, the most urgent first; return what is left of the budget."""
+        prefilling = self._batch.prefilling
+        for completion in sorted(prefilling, key=lambda completion: completion.urgency):
+            if budget == 0:
+                break
+            budget -= self._add_chunk(draft, completion, budget=budget)
+        return budget
+
+    def _admit(self, draft: StepDraft, *, budget: int, now: float) -> None:
+        """Start waiting completions, in order, while budget, slots and blocks last."""
+        while budget > 0 and self._batch.num_startable > 0:
+            completion = self._waiting.first()
+            if completion is None or self._is_blocked(completion):
+                return
+            prefix = self._batch.find_prefix(completion)
+            if not self._batch.can_start(completion, prefix):
+                self._blocked = completion, self._batch.pool.free_blocks
+                return
+            self._waiting.pop()
+            self._start(draft, completion, prefix, now=now)
+            budget -= self._add_chunk(draft, completion, budget=budget)
+
+    def _is_blocked(self, completion: Completion) -> bool:
+        """Return whether it did not fit and no more blocks are free since: its prefix need not be looked up again."""
+        if self._blocked is None or self._blocked[0] is not completion:
+            return False
+        return self._batch.pool.free_blocks <= self._blocked[1]
+
+    def _start(self, draft: StepDraft, completion: Completion, prefix: list[int], *, now: float) -> None:
+        request = completion.request
+        if computes_prompt_logprobs(completion):
+            request.prompt_logprobs, request.prompt_logprobs_source = [], (completion, completion.residency)
+        new_block_ids = self._batch.start(completion, prefix)
+        if request.first_scheduled_s is None:
+            request.first_scheduled_s = now
+            request.num_cached_tokens = min(completion.num_scheduled, request.num_prompt_tokens)
+            self._counts.cached_tokens += request.num_cached_tokens
+        draft.new_sequences.append(_new_sequence(completion, prefix))
+        draft.add_blocks(completion, new_block_ids)
+
+    def _add_chunk(self, draft: StepDraft, completion: Completion, *, budget: int) -> int:
+        num_tokens = min(completion.num_tokens - completion.num_scheduled, budget)
+        draft.add_span(completion, num_tokens=num_tokens)
+        return num_tokens
+
+    def _let_prefilled_decode(self, draft: StepDraft) -> tuple[Completion, ...]:
+        """Move completions whose known tokens are all scheduled on to decoding; return those that draw their last."""
+        last_draws: list[Completion] = []
+        for span in draft.spans:
+            if span.sample:
+                del self._batch.prefilling[span.completion]
+                if span.end + 1 == span.completion.max_num_tokens:
+                    last_draws.append(span.completion)
+                else:
+                    self._batch.decodes.join(span.completion)
+        return tuple(last_draws)
+
+
+@dataclass(slots=True)
+class StepDraft:
+    """A step in the making, in columns as its plan has them."""
+
+    new_sequences: list[ranks_pb2.NewSequence] = field(default_factory=list)
+    spans: list[SpanEntry] = field(default_factory=list)
+    grown: list[GrownEntry] = field(default_factory=list)
+    block_slots: list[int] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)
+
+    def add_block(self, completion: Completion, block_id: int) -> None:
+        """Append one block to the completion's block table."""
+        self.block_slots.append(completion.slot)
+        self.block_ids.append(block_id)
+
+    def add_blocks(self, completion: Completion, block_ids: list[int]) -> None:
+        """Append blocks to the completion's block table, in order."""
+        self.block_slots.extend([completion.slot] * len(block_ids))
+        self.block_ids.extend(block_ids)
+
+    def add_span(self, completion: Completion, *, num_tokens: int) -> SpanEntry:
+        """Compute the completion's next `num_tokens` known tokens, and sample behind the last known one."""
+        begin = completion.num_scheduled
+        end = begin + num_tokens
+        sample = end == completion.num_tokens
+        span = SpanEntry(completion, completion.slot, completion.residency, begin, end, sample)
+        completion.num_scheduled = end
+        self.spans.append(span)
+        return span
+
+    def step(
+        self, *, decodes: DecodeView, last_draws: tuple[Completion, ...], released_slots: list[int]
+    ) -> ScheduledStep:
+        """Return the complete step. Its plan gets an id when it is sent."""
+        sampling = [span.completion for span in self.spans if span.sample]
+        masked = (*decodes.masked, *(completion for completion in sampling if completion.is_masked))
+        plan = ranks_pb2.StepPlan(
+            released_slots=released_slots,
+            new_sequences=self.new_sequences,
+            decode_slots=decodes.slots,
+            spans=[_scheduled_span(span) for span in self.spans],
+            block_slots=self.block_slots,
+            block_ids=self.block_ids,
+            masked_slots=[completion.slot for completion in masked],
+        )
+        return ScheduledStep(
+            plan=plan,
+            decodes=decodes,
+            spans=tuple(self.spans),
+            grown=tuple(self.grown),
+            last_draws=last_draws,
+            masked=masked,
+        )
+
+
+def _new_sequence(completion: Completion, prefix: list[int]) -> ranks_pb2.NewSequence:
+    """Return the message that binds a completion which has just started behind the blocks `prefix`."""
+    return ranks_pb2.NewSequence(
+        slot=completion.slot,
+        token_ids=completion.token_ids,
+        num_computed_tokens=completion.num_scheduled,
+        block_ids=prefix,
+        sampling=_sampling(completion),
+        num_prompt_tokens=completion.num_prompt_tokens,
+    )
+
+
+def _scheduled_span(span: SpanEntry) -> ranks_pb2.ScheduledSpan:
+    return ranks_pb2.ScheduledSpan(slot=span.slot, num_tokens=span.end - span.begin, sample=span.sample)
+
+
+def _sampling(completion: Completion) -> ranks_pb2.Sampling:
+    asked = completion.request.asked.sampling
+    return ranks_pb2.Sampling(
+        temperature=asked.temperature,
+        top_k=asked.top_k,
+        top_p=asked.top_p,
+        min_p=asked.min_p,
+        seed=completion.seed,
+        presence_penalty=asked.presence_penalty,
+        frequency_penalty=asked.frequency_penalty,
+        repetition_penalty=asked.repetition_penalty,
+        bias_token_ids=[token_id for token_id, _ in asked.logit_bias],
+        biases=[bias for _, bias in asked.logit_bias],
+        min_tokens=asked.min_tokens,
+        end_token_ids=sorted(completion.end_token_ids) if asked.min_tokens else [],
+        num_logprobs=asked.logprobs,
+        num_prompt_logprobs=asked.prompt_logprobs if computes_prompt_logprobs(completion) else None,
+    )
