@@ -76,7 +76,7 @@ def _platform(seat: Seat) -> Platform:
 
 class _Rank:
     def __init__(self, seat: Seat, pipe: Connection) -> None:
-        from hetero_worker.distributed.store import StoreListener
+        from hetero_worker.distributed.rendezvous import StoreListener
         from hetero_worker.platforms.compute_threads import start_compute_threads
         from hetero_worker.platforms.host_allocator import keep_freed_memory
 
@@ -150,7 +150,8 @@ class _Rank:
 
     def _form(self, order: Form) -> None:
         from hetero_api.v1 import ranks_pb2
-        from hetero_worker.distributed.coordinator import GroupRequest, form_group
+        from hetero_worker.distributed.coordinator import form_group
+        from hetero_worker.distributed.rendezvous import GroupRequest
 
         request = GroupRequest(
             epoch=1,

@@ -19,8 +19,8 @@ from hetero_api.v1 import ranks_pb2
 from hetero_worker.distributed.coordinator import GroupCoordinator
 from hetero_worker.distributed.device_group import TorchDeviceGroup
 from hetero_worker.distributed.exchange import NO_TRAFFIC, Exchange, Traffic
+from hetero_worker.distributed.groups import HostGroups
 from hetero_worker.distributed.hierarchical import STAGED_BYTES, HierarchicalExchange
-from hetero_worker.distributed.host_groups import HostGroups
 from hetero_worker.distributed.routes import (
     Link,
     Ranks,

@@ -18,10 +18,10 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.distributed.coordinator import GroupCoordinator, GroupRequest, form_group
+from hetero_worker.distributed.coordinator import GroupCoordinator, form_group
 from hetero_worker.distributed.exchange import Exchange, HostExchange
+from hetero_worker.distributed.rendezvous import GroupRequest, StoreListener
 from hetero_worker.distributed.routes import NO_ROUTES, Routes
-from hetero_worker.distributed.store import StoreListener
 
 HOST = "127.0.0.1"
 

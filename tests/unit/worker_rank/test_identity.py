@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.distributed.store import StoreListener, parse_address
+from hetero_worker.distributed.rendezvous import StoreListener, parse_address
 from hetero_worker.errors import ExchangeError
 from hetero_worker.platforms.cpu import CpuPlatform
 from hetero_worker.platforms.pinning import PinningReport

@@ -14,7 +14,7 @@ import torch
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.distributed.company import Alone, Round
+from hetero_worker.distributed.measuring import Alone, Round
 from hetero_worker.layers.linear_kernels import PlainKernel
 from hetero_worker.measurements import KeptMeasurements
 from hetero_worker.platforms.cpu import CpuPlatform

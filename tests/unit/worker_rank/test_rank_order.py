@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hetero_worker.distributed.device_group import DeviceGroup
-from hetero_worker.distributed.rank_order import RankOrderGroup, in_rank_order
+from hetero_worker.distributed.device_group import DeviceGroup, RankOrderGroup, in_rank_order
 from hetero_worker.distributed.routes import Ranks
 
 pytestmark = pytest.mark.unit

@@ -20,11 +20,10 @@ from hetero_api.host.heartbeat import Heartbeat, HeartbeatMemory, Standing
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import LayerShard, RankShard, ShardPlan, UnitRange
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.distributed.company import Alone, Company
-from hetero_worker.distributed.coordinator import GroupRequest, form_group
+from hetero_worker.distributed.coordinator import form_group
 from hetero_worker.distributed.exchange import Exchange, LocalExchange
-from hetero_worker.distributed.measuring import ExchangeTimes
-from hetero_worker.distributed.store import StoreListener
+from hetero_worker.distributed.measuring import Alone, Company, ExchangeTimes
+from hetero_worker.distributed.rendezvous import GroupRequest, StoreListener
 from hetero_worker.errors import ExchangeAborted, ExchangeError, MemoryBudgetError, PinningError
 from hetero_worker.memory.budget import FixedNeeds
 from hetero_worker.platforms.binding import Binding

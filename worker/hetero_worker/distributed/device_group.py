@@ -1,69 +1,70 @@
 """DeviceGroup: collectives among GPU ranks, on their devices.
 
-`TorchDeviceGroup` is one over a backend of torch's: NCCL, or Gloo for pseudo-GPU ranks, whose device is the host. Its
-members alone make it, on a prefix of the epoch's store: a rank on host cores never touches NCCL, and nothing is
-collective over the world. Tensors stay on the device; with NCCL a call returns once the work is given to the device,
-and what the caller gives to the device afterwards sees the result. An abort ends the work (NCCL), or the wait for it
-(Gloo, which cannot be interrupted).
+`TorchDeviceGroup` is one over a backend of torch's: NCCL, or Gloo for pseudo-GPU ranks, whose device is the host. Only
+its members make it, on a prefix of the epoch's store: a rank on host cores never touches NCCL, and nothing is
+collective over the world. Tensors stay on the device. With NCCL a call returns once the device has the work, and later
+work of the caller sees the result. An abort ends the work (NCCL) or the wait for it (Gloo, which cannot be
+interrupted).
 
-Sums round as the backend does, at every addition in the tensor's own type, and are bitwise the same on all ranks.
+Sums round as the backend does, at every addition in the tensor's own type, and are bitwise the same on all ranks. But a
+backend cuts a tensor into pieces by its size and adds each piece in another order of ranks, so a row's sum depends on
+the rows beside it. `RankOrderGroup` adds in rank order instead, for batch-invariant groups.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
 
-from hetero_worker.distributed.exchange import Arrived, PendingTensor
-from hetero_worker.distributed.gloo_links import PendingBroadcast
-from hetero_worker.distributed.gloo_rounds import GlooWaits
-from hetero_worker.distributed.routes import Link, Ranks
-from hetero_worker.distributed.store import PrefixStore
-from hetero_worker.errors import ExchangeAborted, ExchangeError, ExchangeTimeout
-
-_log = logging.getLogger(__name__)
+from hetero_worker.distributed.exchange import sum_in_order
+from hetero_worker.distributed.gloo_exchange import GlooWaits
+from hetero_worker.distributed.rendezvous import PrefixStore
+from hetero_worker.distributed.routes import Ranks
+from hetero_worker.errors import ExchangeError, ExchangeTimeout
 
 NCCL: Final = "nccl"
-GLOO: Final = "gloo"
-MAX_UNSENT: Final = 16
-"""Tensors that may be on their way over one device link: each is a copy in the device's memory."""
+CONNECTING_SIZES: Final = (1, 4 * 1024**2)
+"""Elements of float32: what a decode step sums, and what a large prefill does."""
 _NCCL_ERROR_HANDLING: Final = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _POLL_S: Final = 20e-6
+_ORDERED_ANYHOW: Final = 2
+"""Number of ranks whose order does not matter: x + y is y + x, and both are rounded once."""
 
 
 class DeviceGroup(Protocol):
-    """Ranks are named by their number in the whole group. Tensors are contiguous and on the rank's device.
+    """Collectives among some GPU ranks.
 
-    All of the group's ranks take part in every call, in one order. n ranks, b bytes: each says what it costs.
+    Ranks are named by their number in the whole group. Tensors are contiguous and on the rank's device. All of the
+    group's ranks take part in every call, in one order. Costs are for n ranks and b bytes.
     """
 
     @property
-    def ranks(self) -> Ranks: ...
+    def ranks(self) -> Ranks:
+        """Members, ascending."""
+        ...
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """In place, the sum over all ranks. About 2·b over each rank's link; 2·(n-1) latencies (ring) or fewer."""
+        """Sum over all ranks in place. About 2·b over each rank's link; 2·(n-1) latencies (ring) or fewer."""
         ...
 
     def reduce(self, tensor: torch.Tensor, root: int) -> None:
-        """In place at the root, the sum over all ranks; elsewhere what the tensor holds is undefined. b a link."""
+        """Sum over all ranks in place at the root; elsewhere the tensor becomes undefined. b over each link."""
         ...
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        """In place, the source's. b a link."""
+        """Replace the tensor by the source's. b over each link."""
         ...
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's tensor, in rank order; all of one shape. (n-1)·b a link."""
+        """Return every rank's tensor in rank order; all have one shape. (n-1)·b over each link."""
         ...
 
     def abort(self) -> None:
@@ -71,55 +72,15 @@ class DeviceGroup(Protocol):
         ...
 
     def close(self) -> None:
-        """Free the backend's resources; may block as long as work that was left behind."""
+        """Free the backend's resources; may block until abandoned work ends."""
         ...
 
 
-class DeviceWaits(Protocol):
-    """How a rank waits for work that it gave to a backend."""
-
-    timeout_s: float
-
-    def abort(self) -> None: ...
-
-    def check_open(self) -> None: ...
-
-    def deadline(self) -> float: ...
-
-    def await_work(self, work: dist.Work, deadline: float) -> bool:
-        """Until its result can be used by what comes next; False when the time is over."""
-        ...
-
-    def await_sent(self, work: dist.Work, deadline: float) -> bool:
-        """Until the work itself is done; False when the time is over."""
-        ...
-
-
-class HostWaits(GlooWaits):
-    """Of pseudo-GPU ranks."""
-
-    def await_sent(self, work: dist.Work, deadline: float) -> bool:
-        return self.await_work(work, deadline)
-
-
-class StreamWaits:
-    """Of CUDA devices: the device waits for the work, in the order of its stream, the thread does not."""
-
-    def __init__(self, *, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-        self._aborted = False
-
-    def abort(self) -> None:
-        self._aborted = True
-
-    def check_open(self) -> None:
-        if self._aborted:
-            raise ExchangeAborted("the epoch was aborted")
-
-    def deadline(self) -> float:
-        return time.monotonic() + self.timeout_s
+class StreamWaits(GlooWaits):
+    """Waits of a CUDA device: the device waits for the work in the order of its stream, the thread does not."""
 
     def await_work(self, work: dist.Work, deadline: float) -> bool:  # noqa: ARG002
+        """Make the device wait until the work's result can be used. Raises ExchangeAborted, ExchangeError."""
         try:
             work.wait()
         except RuntimeError as error:
@@ -129,6 +90,7 @@ class StreamWaits:
         return True
 
     def await_sent(self, work: dist.Work, deadline: float) -> bool:
+        """Wait until the work is done and its tensor free; return False when the time is over."""
         while not work.is_completed():
             self.check_open()
             if time.monotonic() > deadline:
@@ -138,83 +100,99 @@ class StreamWaits:
 
 
 class TorchDeviceGroup:
-    """DeviceGroup over a backend; see the module."""
+    """DeviceGroup over a backend of torch's; see the module."""
 
-    def __init__(self, backend: Any, ranks: Ranks, *, waits: DeviceWaits) -> None:
+    def __init__(self, backend: Any, ranks: Ranks, *, waits: GlooWaits, device: torch.device) -> None:
         self._backend = backend
         self._ranks = ranks
-        self._waits = waits
+        self._device = device
+        self._is_nccl = isinstance(waits, StreamWaits)
+        self.waits = waits
 
     @classmethod
     def make(
         cls, kind: str, ranks: Ranks, *, rank: int, store: PrefixStore, timeout_s: float, device: torch.device
     ) -> TorchDeviceGroup:
-        """Meet the other members; collective over `ranks` alone. Raises ExchangeError."""
+        """Meet the other members and connect; collective over `ranks` alone. `kind` is "nccl" or "gloo".
+
+        Raises ExchangeError.
+        """
         own = PrefixStore(f"device-{'-'.join(map(str, ranks))}", store)
         make_backend = _make_nccl if kind == NCCL else _make_gloo
         try:
             backend = make_backend(own, ranks.index(rank), len(ranks), timedelta(seconds=timeout_s), device)
         except RuntimeError as error:
             raise ExchangeError(f"device group ({kind}) of ranks {list(ranks)}: {error}") from error
-        waits: DeviceWaits = StreamWaits(timeout_s=timeout_s) if kind == NCCL else HostWaits(timeout_s=timeout_s)
-        return cls(backend, ranks, waits=waits)
+        waits = StreamWaits(timeout_s=timeout_s) if kind == NCCL else GlooWaits(timeout_s=timeout_s)
+        group = cls(backend, ranks, waits=waits, device=device)
+        if kind == NCCL:
+            connect(group, device)
+        return group
 
     @property
     def ranks(self) -> Ranks:
+        """Members, ascending."""
         return self._ranks
 
-    @property
-    def waits(self) -> DeviceWaits:
-        return self._waits
-
     def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sum over all ranks in place, as DeviceGroup.all_reduce."""
         self._do(lambda backend: backend.allreduce([tensor], dist.AllreduceOptions()))
 
     def reduce(self, tensor: torch.Tensor, root: int) -> None:
+        """Sum over all ranks in place at the root, as DeviceGroup.reduce."""
         options = dist.ReduceOptions()
         options.rootRank = self._ranks.index(root)
         self._do(lambda backend: backend.reduce([tensor], options))
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Replace the tensor by the source's."""
         self._finish(self.start_broadcast(tensor, source))
 
     def start_broadcast(self, tensor: torch.Tensor, source: int) -> dist.Work:
-        """Bytes travel, so that the type does not matter."""
+        """Start a broadcast of bytes, so that any type can travel."""
         options = dist.BroadcastOptions()
         options.rootRank = self._ranks.index(source)
         return self._start(lambda backend: backend.broadcast([tensor.view(-1).view(torch.uint8)], options))
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return every rank's tensor in rank order."""
         gathered = [torch.empty_like(tensor) for _ in self._ranks]
         self._do(lambda backend: backend.allgather([gathered], [tensor]))
         return gathered
 
+    def synchronize(self) -> None:
+        """Wait until the device has finished its work."""
+        if self._is_nccl:
+            torch.cuda.synchronize(self._device)
+
     def abort(self) -> None:
-        self._waits.abort()
-        if isinstance(self._waits, StreamWaits):  # what hangs on the device ends; on a thread, for that may take long
+        """Make a blocked or later call raise ExchangeAborted. From any thread; never blocks."""
+        self.waits.abort()
+        if self._is_nccl:  # aborting what hangs on the device may take long, so a thread does it
             threading.Thread(target=self._abort_backend, name="abort-device-group", daemon=True).start()
 
     def close(self) -> None:
+        """Free the backend's resources; may block until abandoned work ends."""
         backend, self._backend = self._backend, None
-        self._waits.abort()
-        if backend is not None and isinstance(self._waits, StreamWaits):
+        self.waits.abort()
+        if backend is not None and self._is_nccl:
             backend.abort()  # not shutdown: that waits for peers, which may be gone
 
     def _do(self, start: Callable[[Any], dist.Work]) -> None:
         self._finish(self._start(start))
 
     def _start(self, start: Callable[[Any], dist.Work]) -> dist.Work:
-        self._waits.check_open()
+        self.waits.check_open()
         try:
             return start(self._backend)
         except RuntimeError as error:
-            self._waits.check_open()
+            self.waits.check_open()
             raise ExchangeError(f"the exchange among GPU ranks {list(self._ranks)} failed: {error}") from error
 
     def _finish(self, work: dist.Work) -> None:
-        if not self._waits.await_work(work, self._waits.deadline()):
+        if not self.waits.await_work(work, self.waits.deadline()):
             raise ExchangeTimeout(
-                f"the exchange among GPU ranks {list(self._ranks)} was not done within {self._waits.timeout_s:g} s"
+                f"the exchange among GPU ranks {list(self._ranks)} was not done within {self.waits.timeout_s:g} s"
             )
 
     def _abort_backend(self) -> None:
@@ -224,40 +202,58 @@ class TorchDeviceGroup:
                 backend.abort()
 
 
-class DeviceLink:
-    """One rank's end of a link between GPU ranks: a broadcast in a group of its own, as GlooLink has it. In order."""
+class RankOrderGroup:
+    """DeviceGroup on top of another, which sums in rank order.
 
-    def __init__(self, group: TorchDeviceGroup, link: Link) -> None:
+    Every rank gathers all tensors and adds them in fp32 and ascending rank order, rounded once, as the host's exchanges
+    do. That takes (n-1)·b over each rank's link and n·b of its memory; the backend takes 2·b·(n-1)/n and no memory.
+    """
+
+    def __init__(self, group: DeviceGroup) -> None:
         self._group = group
-        self._link = link
-        self._unsent: deque[tuple[dist.Work, torch.Tensor]] = deque()
 
-    def send(self, tensor: torch.Tensor) -> None:
-        waits = self._group.waits
-        waits.check_open()
-        deadline = waits.deadline()
-        while self._unsent and (len(self._unsent) >= MAX_UNSENT or self._unsent[0][0].is_completed()):
-            if not waits.await_sent(self._unsent.popleft()[0], deadline):
-                raise ExchangeTimeout(self._late(self._link.receivers, "take what was sent to them"))
-        if tensor.numel():
-            copy = tensor.clone()
-            self._unsent.append((self._group.start_broadcast(copy, self._link.source), copy))
+    @property
+    def ranks(self) -> Ranks:
+        """Members, ascending."""
+        return self._group.ranks
 
-    def receive(self, out: torch.Tensor) -> PendingTensor:
-        self._group.waits.check_open()
-        if not out.numel():
-            return Arrived(out)
-        return PendingBroadcast(self.await_receipt, out, self._group.start_broadcast(out, self._link.source))
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sum over all ranks in place."""
+        sum_in_order(self._group.all_gather(tensor), tensor)
 
-    def await_receipt(self, work: dist.Work) -> None:
-        waits = self._group.waits
-        waits.check_open()
-        if not waits.await_work(work, waits.deadline()):
-            raise ExchangeTimeout(self._late((self._link.source,), "send"))
+    def reduce(self, tensor: torch.Tensor, root: int) -> None:  # noqa: ARG002
+        """Sum over all ranks in place, on every rank: all have the gathered tensors anyway."""
+        self.all_reduce(tensor)
 
-    def _late(self, ranks: Sequence[int], did_not: str) -> str:
-        timeout_s = self._group.waits.timeout_s
-        return f"rank(s) {', '.join(map(str, ranks))} did not {did_not} within {timeout_s:g} s"
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Replace the tensor by the source's."""
+        self._group.broadcast(tensor, source)
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return every rank's tensor in rank order."""
+        return self._group.all_gather(tensor)
+
+    def abort(self) -> None:
+        """Abort the group below."""
+        self._group.abort()
+
+    def close(self) -> None:
+        """Close the group below."""
+        self._group.close()
+
+
+def in_rank_order(groups: Mapping[Ranks, DeviceGroup]) -> dict[Ranks, DeviceGroup]:
+    """Return the groups, with those of more than two ranks summing in rank order."""
+    return {ranks: group if len(ranks) <= _ORDERED_ANYHOW else RankOrderGroup(group) for ranks, group in groups.items()}
+
+
+def connect(group: DeviceGroup, device: torch.device) -> None:
+    """Have the group take its memory now, before a rank measures what is left for its KV cache.
+
+    NCCL connects ranks and allocates memory for it at the first use of an algorithm, which depends on the size.
+    """
+    for num_elements in CONNECTING_SIZES:
+        group.all_reduce(torch.zeros(num_elements, device=device))
 
 
 def _make_gloo(store: PrefixStore, place: int, size: int, timeout: timedelta, _device: torch.device) -> Any:
@@ -265,7 +261,7 @@ def _make_gloo(store: PrefixStore, place: int, size: int, timeout: timedelta, _d
 
 
 def _make_nccl(store: PrefixStore, place: int, size: int, timeout: timedelta, device: torch.device) -> Any:
-    # A peer that is lost must not take this process, and its weights, with it: the epoch's abort ends the work.
+    # A lost peer must not end this process, and its weights with it: the epoch's abort ends the work.
     os.environ.setdefault(_NCCL_ERROR_HANDLING, "0")
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout

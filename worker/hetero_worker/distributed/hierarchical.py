@@ -30,7 +30,7 @@ from typing import Final
 
 import torch
 
-from hetero_worker.distributed.device_group import DeviceGroup, DeviceLink
+from hetero_worker.distributed.device_group import DeviceGroup
 from hetero_worker.distributed.direct_links import DirectLinks
 from hetero_worker.distributed.exchange import (
     SENT,
@@ -42,6 +42,7 @@ from hetero_worker.distributed.exchange import (
     SumExchange,
     check_summable,
 )
+from hetero_worker.distributed.gloo_exchange import BroadcastLink
 from hetero_worker.distributed.routes import Link, Ranks, device_part, host_part
 from hetero_worker.distributed.staging import Staging
 
@@ -61,7 +62,7 @@ class HierarchicalExchange:
         *,
         num_gpu_ranks: int,
         groups: Mapping[Ranks, DeviceGroup],
-        links: Mapping[Link, DeviceLink],
+        links: Mapping[Link, BroadcastLink],
         staging: Staging,
         host_links: DirectLinks | None = None,
     ) -> None:

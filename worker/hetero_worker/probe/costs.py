@@ -22,7 +22,7 @@ import torch
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.distributed.company import Company
+from hetero_worker.distributed.measuring import Company
 from hetero_worker.layers.rotary import RotaryTables
 from hetero_worker.platforms.base import HOST
 from hetero_worker.probe.clock import Clock, Work

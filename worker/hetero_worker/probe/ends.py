@@ -19,7 +19,7 @@ from hetero_worker.probe.fit import Point
 from hetero_worker.probe.layers import Site, SyntheticStep, TimedWork
 from hetero_worker.probe.recorded import as_it_is
 from hetero_worker.probe.sizes import UNIT
-from hetero_worker.runners.solo_exchange import SoloExchange
+from hetero_worker.runners.loopback import LoopbackExchange
 from hetero_worker.sampling.request import SamplingRow
 
 _EMBEDDING_ROWS: Final = 4096
@@ -58,7 +58,7 @@ class HeadProbe:
 
     def _draw(self, step: SyntheticStep, head: OutputHead) -> Work:
         rows, ranges = [_GREEDY] * step.rows, [UnitRange(0, head.shape[0])]
-        alone, drawing = SoloExchange(rank=0, world_size=1), self._site.drawing
+        alone, drawing = LoopbackExchange(rank=0, world_size=1), self._site.drawing
         record = self._site.record if step.context else as_it_is
         logits_of = record(lambda: head(self._norm(step.hidden)))
 

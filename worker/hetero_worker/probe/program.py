@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from hetero_api.v1 import ranks_pb2
     from hetero_worker.distributed.coordinator import GroupCoordinator
     from hetero_worker.distributed.measuring import ExchangeTimes
-    from hetero_worker.distributed.store import StoreListener
+    from hetero_worker.distributed.rendezvous import StoreListener
     from hetero_worker.platforms.base import Platform
 
 _log = logging.getLogger(__name__)
@@ -157,8 +157,8 @@ def _measure(config: ProbeConfig, pinning: PinningReport) -> dict[str, object]:
 
 def _form_group(config: ProbeConfig, platform: Platform) -> GroupCoordinator:
     from hetero_api.v1 import ranks_pb2
-    from hetero_worker.distributed.coordinator import GroupRequest, form_group
-    from hetero_worker.distributed.store import StoreListener
+    from hetero_worker.distributed.coordinator import form_group
+    from hetero_worker.distributed.rendezvous import GroupRequest, StoreListener
 
     listener = StoreListener("127.0.0.1")
     address = _meet(config, config.meet, listener) if config.meet is not None else ""
@@ -187,7 +187,7 @@ def _measure_exchange(
 ) -> tuple[ExchangeTimes, ranks_pb2.DeviceSpeeds | None]:
     """Between the probes of the group, and what they read at once and in turn; a single one has no others."""
     from hetero_api.v1 import ranks_pb2
-    from hetero_worker.distributed.company import shared_bandwidth
+    from hetero_worker.distributed.measuring import shared_bandwidth
 
     times = group.measure()
     if group.num_ranks == 1:

@@ -19,7 +19,7 @@ from hetero_api.host.freed_memory import release_freed_memory
 from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.attention.selection import choose_attention
-from hetero_worker.distributed.company import Alone, Company
+from hetero_worker.distributed.measuring import Alone, Company
 from hetero_worker.layers.drawing_choice import drawing_for
 from hetero_worker.layers.fused_ops import fused_ops_of
 from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel, host_kernel

@@ -13,8 +13,8 @@ from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.checkpoints.checkpoint import Checkpoint
-from hetero_worker.distributed.coordinator import GroupRequest
 from hetero_worker.distributed.measuring import ExchangeTimes, Times
+from hetero_worker.distributed.rendezvous import GroupRequest
 from hetero_worker.errors import ProtocolError
 from hetero_worker.memory.budget import FixedNeeds
 from hetero_worker.platforms.heterogeneous import HeterogeneousPlatform

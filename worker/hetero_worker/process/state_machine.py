@@ -33,11 +33,9 @@ from hetero_api.host.heartbeat import Heartbeat, Standing
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.distributed.company import Company, shared_bandwidth
-from hetero_worker.distributed.coordinator import GroupRequest
 from hetero_worker.distributed.exchange import Exchange
-from hetero_worker.distributed.measuring import ExchangeTimes
-from hetero_worker.distributed.store import StoreListener
+from hetero_worker.distributed.measuring import Company, ExchangeTimes, shared_bandwidth
+from hetero_worker.distributed.rendezvous import GroupRequest, StoreListener
 from hetero_worker.errors import (
     ExchangeAborted,
     ExchangeError,

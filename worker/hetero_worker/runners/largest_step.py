@@ -1,7 +1,7 @@
 """Measures what the largest step takes beside weights and cache, by making it once.
 
 The most tokens, as the continuation of sequences as long as can be, and logits of as many rows as can be wanted at a
-time; alone, on a scratch cache, with no peers (`SoloExchange`), and through one layer of each kind only, for layers
+time; alone, on a scratch cache, with no peers (`LoopbackExchange`), and through one layer of each kind only, for layers
 take their memory one after another. Its peak is what the host's kernel or the device's allocator says
 (`MemoryAccount`), taken after the allocator has given back what it keeps. On top of it come a margin, and what the
 sampler makes of the logits, which is computed.
@@ -24,7 +24,7 @@ from hetero_worker.memory.accounts import account_of
 from hetero_worker.memory.budget import mib
 from hetero_worker.models.decoder import Decoder, DecoderInput
 from hetero_worker.runners.base import LoadRequest
-from hetero_worker.runners.rehearsal import NO_DECODE_ROWS, solo_exchange
+from hetero_worker.runners.rehearsal import NO_DECODE_ROWS, loopback_exchange
 from hetero_worker.runners.shard import limits_of, memory_of
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def _growth(decoder: Decoder, request: LoadRequest) -> int | None:
     if not account.begin_peak():
         return None
     with torch.inference_mode():
-        hidden = decoder.hidden(step, caches=caches, exchange=solo_exchange(request))
+        hidden = decoder.hidden(step, caches=caches, exchange=loopback_exchange(request))
         decoder.logits(hidden[: max(limits.max_num_seqs, PROMPT_LOGIT_ROWS)])
     return account.peak_growth_bytes()
 

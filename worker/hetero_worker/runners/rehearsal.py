@@ -15,8 +15,8 @@ import torch
 from hetero_worker.attention.base import AttentionBatch, DecodeRows, PrefillSpan
 from hetero_worker.models.decoder import DecoderInput
 from hetero_worker.runners.base import LoadRequest
+from hetero_worker.runners.loopback import LoopbackExchange
 from hetero_worker.runners.shard import LoadedShard
-from hetero_worker.runners.solo_exchange import SoloExchange
 
 _CHECKED_TOKENS: Final = 16
 _NULL_BLOCKS: Final = 1
@@ -37,13 +37,13 @@ def checksum(shard: LoadedShard) -> int:
         ),
         logit_rows=None,
     )
-    exchange = solo_exchange(request)
+    exchange = loopback_exchange(request)
     caches = shard.decoder.allocate_caches(num_blocks=_NULL_BLOCKS + 1, block_size=count)
     with torch.inference_mode():
         exchange.add(shard.decoder.forward(step, caches=caches, exchange=exchange))
     return exchange.checksum
 
 
-def solo_exchange(request: LoadRequest) -> SoloExchange:
+def loopback_exchange(request: LoadRequest) -> LoopbackExchange:
     """In the place of the group's."""
-    return SoloExchange(rank=request.rank, world_size=request.shard_plan.world_size)
+    return LoopbackExchange(rank=request.rank, world_size=request.shard_plan.world_size)

@@ -7,8 +7,7 @@ from typing import cast
 import pytest
 import torch
 
-from hetero_worker.distributed.device_group import DeviceGroup
-from hetero_worker.distributed.device_groups import CONNECTING_SIZES, connect
+from hetero_worker.distributed.device_group import CONNECTING_SIZES, DeviceGroup, connect
 from hetero_worker.platforms.base import HOST
 
 pytestmark = pytest.mark.unit

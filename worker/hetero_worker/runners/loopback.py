@@ -21,7 +21,7 @@ _LINK_BYTES: Final = 2 * 1024 * 1024
 """Such as a real link takes."""
 
 
-class SoloExchange(SendsAtOnce):
+class LoopbackExchange(SendsAtOnce):
     """Implements Exchange, for tensors on any device."""
 
     def __init__(self, *, rank: int, world_size: int) -> None:
@@ -59,7 +59,7 @@ class SoloExchange(SendsAtOnce):
         return gathered
 
     def among(self, ranks: tuple[int, ...]) -> SumExchange:
-        return _SoloSubgroup(self, len(ranks))
+        return _LoopbackSubgroup(self, len(ranks))
 
     def send(self, tensor: torch.Tensor, link: Link) -> None:  # noqa: ARG002
         self.add(tensor)
@@ -80,10 +80,10 @@ class SoloExchange(SendsAtOnce):
             tensor.fill_(_PEERS_VALUE)
 
 
-class _SoloSubgroup:
-    """Some of the ranks that a SoloExchange plays, this one among them."""
+class _LoopbackSubgroup:
+    """Some of the ranks that a LoopbackExchange plays, this one among them."""
 
-    def __init__(self, whole: SoloExchange, world_size: int) -> None:
+    def __init__(self, whole: LoopbackExchange, world_size: int) -> None:
         self._whole = whole
         self._world_size = world_size
 
