@@ -124,6 +124,7 @@ def report_of(pod: str, topology: admin_pb2.GetTopologyResponse, *, serving: boo
         placement=_placement(topology.placement) if topology.HasField("placement") else None,
         serving=serving,
         stalled_s=topology.stalled_s,
+        model_source=topology.model_source,
     )
 
 

@@ -201,6 +201,14 @@ class HeteroInferenceStatus(_Status):
     ] = ""
     epoch: Annotated[int, Field(ge=0, description="Epoch of the group; 0 before the first.")] = 0
     world_size: Annotated[int, Field(ge=0, description="Ranks asked for.")] = 0
+    model_source: Annotated[
+        str,
+        Field(
+            max_length=600,
+            description="Origin of weights that were changed on their way. Absent for weights as spec.model.uri names "
+            "them.",
+        ),
+    ] = ""
     ranks: Annotated[str, Field(max_length=16, description='Ready ranks of all, e.g. "3/4".')] = ""
     ready_ranks: Annotated[
         int, Field(ge=0, description="Ranks that are ready, by the gateway's word where it answers.")

@@ -100,6 +100,8 @@ class GroupTopology:
     """None until it was decided."""
     exchange_reason: str = ""
     """Why the exchange is not the fastest that could be."""
+    model_source: str = ""
+    """Origin of weights that were changed on their way; "" for others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +229,7 @@ def topology_from(message: admin_pb2.GetTopologyResponse) -> GroupTopology:
         placement_mode=message.placement_mode,
         placement=placement_from(message.placement) if message.HasField("placement") else None,
         exchange_reason=message.exchange_reason,
+        model_source=message.model_source,
     )
 
 

@@ -143,6 +143,8 @@ class GatewayReport:
     """Whether grpc.health.v1 calls hetero.v1.Inference SERVING."""
     stalled_s: float = 0.0
     """Age of the oldest step that is not answered; 0 while none is out."""
+    model_source: str = ""
+    """Origin of weights that were changed on their way; "" for others."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -625,6 +625,7 @@ class GetTopologyResponse(_message.Message):
     PAUSED_REQUESTS_FIELD_NUMBER: _builtins.int
     PLACEMENT_FIELD_NUMBER: _builtins.int
     EXCHANGE_REASON_FIELD_NUMBER: _builtins.int
+    MODEL_SOURCE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The resource's metadata.name."""
     state: Global___GroupState.ValueType
@@ -653,6 +654,8 @@ class GetTopologyResponse(_message.Message):
     """Requests that wait for a new epoch to go on where the last one left them."""
     exchange_reason: _builtins.str
     """Why the exchange is not the fastest that could be; empty if it is."""
+    model_source: _builtins.str
+    """Origin of weights that were changed on their way, as in GetModelInfoResponse.source; empty for others."""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankStatus]:
         """In rank order, ranks that have not joined included."""
@@ -685,10 +688,11 @@ class GetTopologyResponse(_message.Message):
         paused_requests: _builtins.int = ...,
         placement: Global___PlacementReport | None = ...,
         exchange_reason: _builtins.str = ...,
+        model_source: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["asleep", b"asleep", "block_size", b"block_size", "cache_layout", b"cache_layout", "epoch", b"epoch", "exchange", b"exchange", "exchange_reason", b"exchange_reason", "failed", b"failed", "name", b"name", "num_blocks", b"num_blocks", "paused_requests", b"paused_requests", "placement", b"placement", "placement_mode", b"placement_mode", "ranks", b"ranks", "reason", b"reason", "stalled_s", b"stalled_s", "state", b"state", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asleep", b"asleep", "block_size", b"block_size", "cache_layout", b"cache_layout", "epoch", b"epoch", "exchange", b"exchange", "exchange_reason", b"exchange_reason", "failed", b"failed", "model_source", b"model_source", "name", b"name", "num_blocks", b"num_blocks", "paused_requests", b"paused_requests", "placement", b"placement", "placement_mode", b"placement_mode", "ranks", b"ranks", "reason", b"reason", "stalled_s", b"stalled_s", "state", b"state", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

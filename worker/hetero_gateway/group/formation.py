@@ -310,6 +310,7 @@ class Group:
             tokens_per_second=self._core.tokens_per_second,
             stalled_s=self.stalled_s,
             paused_requests=self._core.paused_requests,
+            model_source=self._settings.model_source,
         )
         if self._current is not None:
             describe_epoch(self._settings, self._current, answer)

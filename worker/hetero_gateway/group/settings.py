@@ -40,6 +40,8 @@ class GroupSettings:
     max_restarts: int
     restart_window_s: float
     version: str = VERSION
+    model_source: str = ""
+    """Origin of weights that were changed on their way; "" for others."""
 
     @property
     def quantization(self) -> ranks_pb2.Quantization | None:
@@ -50,7 +52,9 @@ class GroupSettings:
         return ranks_pb2.Quantization(method=model.quantization, group_size=model.quantization_group_size or 0)
 
     @classmethod
-    def from_resource(cls, resource: HeteroInference, config: ModelConfig, *, model_fingerprint: str) -> GroupSettings:
+    def from_resource(
+        cls, resource: HeteroInference, config: ModelConfig, *, model_fingerprint: str, model_source: str = ""
+    ) -> GroupSettings:
         """Raises PlanError when the spec's shares do not fit. The spec must have passed `check_supported`."""
         spec, dtype = resource.spec, resource.spec.dtype_in_force
         max_model_len = resolve_max_model_len(spec, config)
@@ -63,6 +67,7 @@ class GroupSettings:
             places=expected_places(spec),
             plan_key=make_plan_key(spec, dtype=dtype, model_fingerprint=model_fingerprint, version=VERSION),
             model_fingerprint=model_fingerprint,
+            model_source=model_source,
             dtype=dtype,
             max_model_len=max_model_len,
             max_num_seqs=spec.engine.max_num_seqs,

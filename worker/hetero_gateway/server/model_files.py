@@ -33,9 +33,14 @@ def read_model(manifest: Path, model_dir: Path) -> ServedModel:
     resource = load_manifest(manifest)
     config = ModelConfig.from_directory(model_dir)
     check_supported(resource.spec, config)
-    settings = GroupSettings.from_resource(resource, config, model_fingerprint=model_fingerprint(model_dir))
-    tokenizer = TextTokenizer.from_directory(model_dir)
     source = read_source(model_dir)
+    settings = GroupSettings.from_resource(
+        resource,
+        config,
+        model_fingerprint=model_fingerprint(model_dir),
+        model_source=source.describe() if source else "",
+    )
+    tokenizer = TextTokenizer.from_directory(model_dir)
     return ServedModel(
         resource=resource,
         tokenizer=tokenizer,
@@ -50,7 +55,7 @@ def read_model(manifest: Path, model_dir: Path) -> ServedModel:
             eos_token_ids=config.eos_token_ids,
             has_chat_template=tokenizer.has_chat_template,
             num_parameters=config.num_parameters,
-            source=source.describe() if source else "",
+            source=settings.model_source,
         ),
     )
 

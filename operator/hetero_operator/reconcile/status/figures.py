@@ -60,6 +60,7 @@ def _of_answer(situation: Situation, answer: GatewayReport) -> dict[str, Any]:
     placed = [_placed(situation, pod, rank) for pod in situation.expected for rank in situation.told(pod)]
     return {
         "epoch": answer.epoch,
+        "model_source": steady(answer.model_source),
         "placements": [item for item in placed if item is not None],
         "placement": _placement(situation, answer),
     }
