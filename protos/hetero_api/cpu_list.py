@@ -15,7 +15,7 @@ def parse_cpu_list(text: str) -> tuple[int, ...]:
 
 
 def format_cpu_list(numbers: Iterable[int]) -> str:
-    """The shortest list: (0, 1, 2, 8) → "0-2,8"."""
+    """Return the shortest list: (0, 1, 2, 8) → "0-2,8"."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][1] + 1:

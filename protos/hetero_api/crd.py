@@ -53,7 +53,7 @@ def structural_schema(model: type[BaseModel] = HeteroInferenceSpec, *, defaults:
 
 
 def crd() -> dict[str, Any]:
-    """The CustomResourceDefinition as a Kubernetes object."""
+    """Return the CustomResourceDefinition as a Kubernetes object."""
     version = {
         "name": API_VERSION,
         "served": True,
@@ -82,7 +82,7 @@ def crd() -> dict[str, Any]:
 
 
 def render_crd() -> str:
-    """The CRD as YAML text, ending in a newline."""
+    """Return the CRD as YAML text, ending in a newline."""
     text: str = yaml.dump(crd(), Dumper=_PlainDumper, sort_keys=False, width=110, allow_unicode=True)
     return _HEADER + text
 
@@ -162,7 +162,9 @@ def _object_default(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _resolve(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[str, Any]:
-    """The node with its reference inlined, `anyOf: [X, null]` turned into X and a constant into an enumeration."""
+    """Return the node with its reference inlined, `anyOf: [X, null]` turned into X and a constant into an
+    enumeration.
+    """
     merged = dict(node)
     options = [option for option in merged.pop("anyOf", []) if option.get("type") != "null"]
     if options:

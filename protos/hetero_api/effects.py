@@ -1,8 +1,9 @@
-"""What a change of each field of the spec restarts: a table, from a path to an effect.
+"""Effects of a change of each field of the spec, from a path to what it restarts.
 
-The longest prefix of a path counts, so that a section can be told in one line and a field of it in another. A test
-holds that every field of the spec has an effect. The operator hashes fields by it (`reconcile/revision.py`), and the
-reference page prints it. Moving a field to a lower effect is safe; to a higher one, it restarts what runs at upgrade.
+The longest prefix of a path counts, so one line can cover a section and another a field of it. A test holds that every
+field of the spec has an effect. The operator hashes fields by it (`reconcile/revision.py`), and the reference page
+prints
+it. Moving a field to a lower effect is safe; a higher one restarts what runs at upgrade.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from hetero_api.spec import HeteroInferenceSpec
 
 
 class Effect(StrEnum):
-    """What has to start anew for a change to take hold."""
+    """Programs that have to restart for a change to take hold."""
 
     RANKS = "Ranks"
     """All rank pods and the gateway's pod are made anew."""
@@ -83,7 +84,7 @@ def spec_leaves(model: type[BaseModel] = HeteroInferenceSpec, prefix: str = "") 
 
 
 def fields_with(spec: Mapping[str, Any], effects: frozenset[Effect], *, prefix: str = "") -> dict[str, Any]:
-    """The part of a decoded spec that has one of `effects`; sections that become empty are left out."""
+    """Return the part of a decoded spec that has one of `effects`; sections that become empty are left out."""
     kept: dict[str, Any] = {}
     for key, value in spec.items():
         path = f"{prefix}{key}"
@@ -102,7 +103,7 @@ def _is_uniform(path: str) -> bool:
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:
-    """The type of section that an annotation holds, be it optional or a list."""
+    """Return the type of section that an annotation holds, be it optional or a list."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     found = (_section(argument) for argument in getattr(annotation, "__args__", ()))

@@ -45,9 +45,10 @@ class GgmlType:
     block_values: int
     block_bytes: int
     weights: WeightFormat | None = None
-    """What it is in ours; None: floats."""
+    """The format as ours; None: floats."""
 
     def row_bytes(self, values: int) -> int:
+        """Return the bytes of a row of so many values."""
         return values // self.block_values * self.block_bytes
 
 
@@ -76,16 +77,17 @@ class GgufTensor:
     shape: tuple[int, ...]
     kind: GgmlType
     offset: int
-    """Of its first byte in the file."""
+    """Offset of its first byte in the file."""
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of it in the file."""
         return math.prod(self.shape[:-1]) * self.kind.row_bytes(self.shape[-1])
 
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What a file says of itself."""
+    """Metadata and tensors that a file's header lists."""
 
     metadata: Mapping[str, Scalar]
     """Without what is a list (vocabulary, merges)."""
@@ -94,7 +96,9 @@ class GgufHeader:
 
     @classmethod
     def read(cls, path: Path) -> GgufHeader:
-        """Raises ModelError, which names the file, for what is damaged or stored in a way that is not supported."""
+        """Read a file's header. Raises ModelError, which names the file, if it is damaged or in an unsupported
+        format.
+        """
         try:
             with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _Reader(path, data).header()

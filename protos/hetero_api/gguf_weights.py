@@ -43,7 +43,9 @@ _FLOAT_NAMES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def gguf_of(directory: Path) -> Path | None:
-    """The file that holds the weights; None where safetensors files do, or nothing. Raises ModelError for several."""
+    """Return the file that holds the weights; None where safetensors files do, or nothing. Raises ModelError for
+    several.
+    """
     files = sorted(directory.glob(f"*{SUFFIX}"))
     if not files or any(directory.glob("*.safetensors")):
         return None
@@ -54,7 +56,7 @@ def gguf_of(directory: Path) -> Path | None:
 
 
 def gguf_name(name: str) -> str | None:
-    """What a tensor of Hugging Face's name is called in the file; None where nothing is."""
+    """Return the file's name of a tensor that Hugging Face names so; None if there is none."""
     stem, _, kind = name.rpartition(".")
     if stem in _WHOLE:
         return f"{_WHOLE[stem]}.{kind}"
@@ -65,7 +67,7 @@ def gguf_name(name: str) -> str | None:
 
 
 def gguf_header(path: Path) -> GgufHeader:
-    """The file's, of an architecture that is supported. Raises ModelError."""
+    """Return the file's, of an architecture that is supported. Raises ModelError."""
     header = GgufHeader.read(path)
     found = header.metadata.get(ARCHITECTURE)
     if found not in ARCHITECTURES:
@@ -77,7 +79,7 @@ def gguf_header(path: Path) -> GgufHeader:
 
 
 def gguf_weights(path: Path) -> StoredWeights:
-    """What the file's matrices are stored in. Raises ModelError."""
+    """Return the formats of the file's matrices. Raises ModelError."""
     tensors = gguf_header(path).tensors
     matrices = {name: tensor for name, tensor in tensors.items() if len(tensor.shape) == 2}
     vocabulary = [tensor for name, tensor in matrices.items() if name in _VOCABULARY]
@@ -92,13 +94,13 @@ def gguf_weights(path: Path) -> StoredWeights:
 
 
 def _widest(tensors: Iterable[GgufTensor]) -> WeightFormat | None:
-    """The narrowest that holds all, as matrices that are fused are held; None if one is floats."""
+    """Return the narrowest that holds all, as matrices that are fused are held; None if one is floats."""
     formats = {tensor.kind.weights for tensor in tensors}
     known = [weights for weights in formats if weights is not None]
     return reduce(WeightFormat.joined, known) if known and len(known) == len(formats) else None
 
 
 def _floats(kinds: Iterable[GgmlType]) -> str:
-    """The widest of those that are floats."""
+    """Return the widest of those that are floats."""
     names = {_FLOAT_NAMES[kind.name] for kind in kinds if kind.weights is None}
     return names.pop() if len(names) == 1 else "float32" if names else ""

@@ -1,7 +1,7 @@
-"""What graphs of steps take in a GPU's memory: which steps there are graphs of, and a bound of what these take.
+"""Memory of graphs of steps on a GPU: which steps have graphs, and a bound of their bytes.
 
 A rank settles its KV cache before it records a graph, so room for graphs is kept beforehand, by this estimate. It is
-told beside what they took in the end (RankStatus.graph_bytes), and is made of
+reported beside what they took in the end (RankStatus.graph_bytes), and consists of
 
 - a place for the activations of the largest step, which all graphs share, for they never run at the same time,
 - what the passes that prepare graphs leave on the stream where they are made: as much again, and libraries' workspaces,
@@ -27,25 +27,25 @@ from hetero_api.sharding import RankShard
 MAX_ROWS: Final = 256
 """A step of more sequences computes long enough that launching its kernels one by one does not matter."""
 MAX_MIXED_ROWS: Final = 64
-"""The same where ranks on host cores take part: they take longer, and what they exchange is kept in every graph."""
+"""Largest size where ranks on host cores take part: they take longer, and every graph keeps what they exchange."""
 _FIRST: Final = (1, 2, 4)
 _APART: Final = 8
 
 KERNEL_BYTES: Final = 64 * 1024
-"""What the driver keeps of a kernel, see the module."""
+"""Bytes that the driver keeps of a kernel, see the module."""
 _LAYER_KERNELS: Final = 14
 """A layer's: 9 launches, each of its 4 products in two where it is cut along what is summed, and attention likewise."""
 _STEP_KERNELS: Final = 12
 """Beside its layers': embedding, rotations, the last addition, the choice of rows."""
 _ENDS: Final = 2
-"""Of pieces, in a layer where a graph is cut: each is a graph of its own, and costs about a kernel more."""
+"""Bytes of pieces, in a layer where a graph is cut: each is a graph of its own, and costs about a kernel more."""
 _EXCHANGED: Final = 2
 """Tensors of a layer that are summed over the host."""
 _SEGMENT_BYTES: Final = 32 * 1024**2
 """By which the place of activations is larger than they are: memory is taken from the driver in pieces of 2 and 20
 MiB."""
 _LIBRARY_BYTES: Final = 64 * 1024**2
-"""Of a stream: the workspaces of cuBLAS and cuBLASLt, 32 MiB each on compute capability 9."""
+"""Bytes of a stream: the workspaces of cuBLAS and cuBLASLt, 32 MiB each on compute capability 9."""
 
 
 def graph_sizes(max_num_seqs: int, *, most: int = MAX_ROWS) -> tuple[int, ...]:
@@ -62,19 +62,20 @@ class GraphMemory:
     activations: int = 0
     """The place that all graphs share."""
     preparation: int = 0
-    """Of the stream where graphs are made."""
+    """Bytes of the stream where graphs are made."""
     results: int = 0
     driver: int = 0
     exchanged: int = 0
-    """Of what crosses the host."""
+    """Bytes of what crosses the host."""
 
     @property
     def computing(self) -> int:
-        """What grows with the units that a rank owns of a layer."""
+        """Bytes that grow with the units that a rank owns of a layer."""
         return self.activations + self.preparation
 
     @property
     def total(self) -> int:
+        """All of it, in bytes."""
         return self.computing + self.results + self.driver + self.exchanged
 
     @classmethod

@@ -44,13 +44,15 @@ class HfConfig:
 
     @property
     def traits(self) -> Architecture:
+        """Traits of the architecture that the file names."""
         return ARCHITECTURES[self.architecture]
 
     def error(self, problem: str) -> ModelError:
+        """Return an error that names the file."""
         return ModelError(f"{self.source}: {problem}")
 
     def positive(self, *names: str, default: int | None = None) -> int:
-        """A whole number of at least 1, under the first of its names that is there."""
+        """Return a whole number of at least 1, under the first of its names that is there."""
         name = next((name for name in names if self.fields.get(name) is not None), names[0])
         return self._whole(name, default, at_least=1)
 
@@ -69,7 +71,7 @@ class HfConfig:
             raise self.error("use_bidirectional_attention is set; only causal attention is supported")
 
     def stored_weights(self) -> StoredWeights:
-        """What safetensors files beside config.json hold."""
+        """Return the formats of the safetensors files beside config.json."""
         floats = str(self.fields.get("dtype") or self.fields.get("torch_dtype") or "")
         packed = PackedWeights.of_config(self.fields, source=self.source)
         if packed is None:
@@ -78,20 +80,21 @@ class HfConfig:
         return StoredWeights(layers=layers, floats=floats, method=packed.method)
 
     def activation(self) -> Activation:
+        """Return the activation of the MLP's gate."""
         name = self.fields.get("hidden_activation") or self.fields.get("hidden_act") or self.traits.hidden_act
         if name not in _ACTIVATIONS:
             raise self.error(f"hidden_act {name!r} is not supported; supported: {', '.join(_ACTIVATIONS)}")
         return _ACTIVATIONS[name]
 
     def rope(self) -> RopeConfig:
-        """That of layers with full attention."""
+        """Return the rotation of layers with full attention."""
         # transformers 5 writes rope_parameters, earlier ones rope_theta and rope_scaling.
         scaling = self._rope_fields(_FULL) or self.fields.get("rope_scaling") or {}
         theta = scaling.get("rope_theta") or self.fields.get("rope_theta") or self.traits.rope_theta
         return self._rope(scaling, float(theta))
 
     def sliding(self) -> SlidingAttention | None:
-        """The layers with a sliding window; None where there is none."""
+        """Return the layers with a sliding window; None where there is none."""
         if not self.fields.get("sliding_window"):
             return None
         if not self.fields.get("use_sliding_window", self.traits.use_sliding_window):
@@ -102,7 +105,7 @@ class HfConfig:
         return SlidingAttention(self.positive("sliding_window"), layers, self._sliding_rope())
 
     def experts(self) -> ExpertsConfig | None:
-        """The layers with experts; None where all are dense."""
+        """Return the layers with experts; None where all are dense."""
         names = self.traits.experts
         layers = self._expert_layers() if names is not None else ()
         if names is None or not layers:
@@ -120,7 +123,7 @@ class HfConfig:
         )
 
     def end_tokens(self, generation: Mapping[str, Any]) -> tuple[int, ...]:
-        """Of config.json and generation_config.json together."""
+        """Return the end tokens of config.json and generation_config.json together."""
         ids: set[int] = set()
         for fields in (self.fields, generation):
             value = fields.get("eos_token_id")
@@ -198,7 +201,7 @@ class HfConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises ModelError."""
+    """Return a JSON object. Raises ModelError."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

@@ -1,8 +1,8 @@
-"""What the matrices of a model take in a rank's memory, at the widths that it keeps them in.
+"""Bytes of a model's matrices in a rank's memory, at the widths that it keeps them in.
 
-A rank that has no kernel for a width widens such weights to the arithmetic type. Counted by units that are dealt to
-ranks (a KV head, an MLP column, an expert, a vocabulary row), and once a layer for what does not grow with units, so
-that it is linear in them. A part takes no more than is counted here.
+A rank that has no kernel for a width widens such weights to the arithmetic type. Bytes are counted by units that are
+dealt to ranks (a KV head, an MLP column, an expert, a vocabulary row), and once a layer for the rest, so that they are
+linear in units. A part takes no more than is counted here.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ from hetero_api.weight_format import COLUMN_UNIT, SCALE_BYTES, WIDTH_BYTES, Stor
 
 @dataclass(frozen=True, slots=True)
 class KeptMatrices:
-    """Of one kind, in a rank's memory."""
+    """Matrices of one kind in a rank's memory."""
 
     weights: WeightFormat | None
     """None: floats."""
     float_bytes: int
 
     def row_bytes(self, inputs: int) -> int:
-        """Of a whole row of so many inputs."""
+        """Return the bytes of a whole row of so many inputs."""
         return inputs * self.float_bytes if self.weights is None else self.weights.row_bytes(inputs)
 
     def column_bytes(self, outputs: int, *, unit: int) -> Fraction:
-        """Of one input of each of so many rows, where `unit` of them are dealt together; without `row_bytes_beside`."""
+        """Return the bytes of one input of each of so many rows, where `unit` of them are dealt together; without
+        `row_bytes_beside`.
+        """
         if self.weights is None:
             return Fraction(outputs * self.float_bytes)
         weights = self.weights.within(unit)
@@ -35,7 +37,9 @@ class KeptMatrices:
         return outputs * (Fraction(weights.bits, 8) + scales)
 
     def row_bytes_beside(self, inputs: int, *, unit: int) -> int:
-        """Of a row that a rank owns some columns of, however many: its one scale, or what pads its last group."""
+        """Return the bytes of a row that a rank owns some columns of, however many: its one scale, or what pads its
+        last group.
+        """
         if self.weights is None:
             return 0
         group = self.weights.within(unit).group
@@ -50,11 +54,11 @@ class KeptMatrices:
 
 @dataclass(frozen=True, slots=True)
 class KeptWeights:
-    """Of one rank, or of all that are alike."""
+    """Weights of one rank, or of all that are alike."""
 
     stored: StoredWeights
     element_bytes: int
-    """Of the arithmetic type."""
+    """Bytes of the arithmetic type."""
     bits: frozenset[int] = frozenset()
     """Widths that it keeps, of 16, 8 and 4."""
 
@@ -69,21 +73,23 @@ class KeptWeights:
         return self._kept(self.stored.vocabulary)
 
     def head_bytes(self, *, hidden: int, group: int, head_dim: int) -> int:
-        """Of a KV head with its group of query heads: rows of q, k and v, and columns of o."""
+        """Return the bytes of a KV head with its group of query heads: rows of q, k and v, and columns of o."""
         width = group * head_dim
         rows = (group + 2) * head_dim * self.layers.row_bytes(hidden)
         return rows + ceil(width * self.layers.column_bytes(hidden, unit=width))
 
     def column_bytes(self, *, hidden: int) -> int:
-        """Of an MLP column: rows of gate and up, and a column of down."""
+        """Return the bytes of an MLP column: rows of gate and up, and a column of down."""
         return 2 * self.layers.row_bytes(hidden) + ceil(self.layers.column_bytes(hidden, unit=COLUMN_UNIT))
 
     def expert_bytes(self, *, hidden: int, width: int) -> int:
-        """Of a whole expert."""
+        """Return the bytes of a whole expert."""
         return 2 * width * self.layers.row_bytes(hidden) + hidden * self.layers.row_bytes(width)
 
     def layer_bytes(self, *, hidden: int, attention_width: int, unit: int, mlp_width: int) -> int:
-        """Of a layer, whatever is owned of it: beside columns of o, which are dealt by `unit`, and of down."""
+        """Return the bytes of a layer, whatever is owned of it: beside columns of o, which are dealt by `unit`, and
+        of down.
+        """
         output = self.layers.row_bytes_beside(attention_width, unit=unit)
         return hidden * (output + self.layers.row_bytes_beside(mlp_width, unit=COLUMN_UNIT))
 

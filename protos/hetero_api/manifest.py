@@ -54,7 +54,7 @@ def parse_manifest(text: str, *, source: str = "") -> HeteroInference:
 
 
 def parse_resource(resource: Mapping[str, Any], *, source: str = "") -> HeteroInference:
-    """A typed resource from a decoded one; `status`, if any, is left aside. Raises ManifestError."""
+    """Return a typed resource from a decoded one; `status`, if any, is left aside. Raises ManifestError."""
     body = {key: value for key, value in resource.items() if key != "status"}
     try:
         return HeteroInference.model_validate(body)
@@ -79,7 +79,7 @@ def _describe(detail: ErrorDetails) -> list[str]:
 
 
 def _join(path: str, below: str) -> str:
-    """A path and one below it, which may begin with an index."""
+    """Return a path and one below it, which may begin with an index."""
     return f"{path}{below}" if below.startswith("[") else ".".join(part for part in (path, below) if part)
 
 
@@ -105,7 +105,7 @@ def _message(kind: str, detail: ErrorDetails, context: Mapping[str, Any]) -> str
 
 
 def _length_message(kind: str, detail: ErrorDetails, context: Mapping[str, Any]) -> str:
-    """What is wrong with a length; "" when nothing is."""
+    """Return the message for a wrong length; "" if the problem is another."""
     if kind in ("string_too_short", "too_short"):
         return "must not be empty"
     if kind in ("string_too_long", "too_long"):

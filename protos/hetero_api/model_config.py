@@ -42,7 +42,7 @@ class ModelConfig:
     max_position: int
     rms_norm_eps: float
     rope: RopeConfig
-    """Of layers without a sliding window."""
+    """Rotation of layers without a sliding window."""
     tie_word_embeddings: bool
     qkv_bias: bool
     o_bias: bool
@@ -52,7 +52,7 @@ class ModelConfig:
     bos_token_id: int | None
     activation: Activation = "silu"
     norm_offset: float = 0.0
-    """What a norm's stored weight is less than what it multiplies with."""
+    """Number to add to a norm's stored weight."""
     post_norms: bool = False
     """Whether a layer's halves are normed once more before they are added to the residual stream."""
     embedding_scale: float = 1.0
@@ -61,7 +61,7 @@ class ModelConfig:
     attention_soft_cap: float | None = None
     """Attention scores s become cap · tanh(s / cap)."""
     logit_soft_cap: float | None = None
-    """The same for logits."""
+    """Soft cap of logits."""
     sliding: SlidingAttention | None = None
     experts: ExpertsConfig | None = None
     weights: StoredWeights = FLOAT_WEIGHTS
@@ -73,7 +73,7 @@ class ModelConfig:
 
     @property
     def attention_scale(self) -> float:
-        """What attention scores are multiplied by."""
+        """Factor of attention scores."""
         return 1 / math.sqrt(self.head_dim if self.query_scalar is None else self.query_scalar)
 
     @property
@@ -126,7 +126,7 @@ class ModelConfig:
 
     @property
     def _mlp_parameters(self) -> int:
-        """Of all layers: dense ones, and experts with their routers."""
+        """Number of parameters of all layers' MLPs: dense ones, and experts with their routers."""
         biases = self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
         dense = self.mlp_params_per_column * self.intermediate_size + biases
         sparse = self.num_experts * (self.params_per_expert + self.hidden_size)

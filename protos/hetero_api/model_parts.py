@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Activation = Literal["silu", "gelu_tanh"]
-"""Of an MLP's gate; "gelu_tanh" is GELU in its approximation by tanh."""
+"""Activation of an MLP's gate; "gelu_tanh" is GELU in its approximation by tanh."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class RopeConfig:
     original_max_position: int = 0
 
     def inverse_frequencies(self, head_dim: int) -> tuple[float, ...]:
-        """The head_dim/2 angular frequencies, radians a position."""
+        """Return the head_dim/2 angular frequencies, radians a position."""
         base = [self.theta ** -(i / head_dim) for i in range(0, head_dim, 2)]
         if self.kind == "linear":
             return tuple(f / self.factor for f in base)
@@ -58,12 +58,12 @@ class SlidingAttention:
     layers: tuple[int, ...]
     """Ascending."""
     rope: RopeConfig
-    """Of these layers."""
+    """Rotation of these layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """What a checkpoint calls them, below `model.layers.<layer>.`.
+    """Names of experts in a checkpoint, below `model.layers.<layer>.`.
 
     The router is `<block>.gate`, and an expert's parts are `<block>.experts.<number>.<gate, up or down>`.
     """

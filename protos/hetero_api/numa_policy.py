@@ -6,6 +6,8 @@ from enum import StrEnum
 
 
 class NumaPolicy(StrEnum):
+    """Strictness with which a rank is bound to a NUMA node."""
+
     REQUIRED = "Required"
     BEST_EFFORT = "BestEffort"
     NONE = "None"

@@ -31,7 +31,7 @@ class Packing(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PackedWeights:
-    """Of a checkpoint's quantised linear layers."""
+    """Format of a checkpoint's quantised linear layers."""
 
     packing: Packing
     weights: WeightFormat
@@ -111,7 +111,7 @@ class _Config:
         return PackedWeights(Packing(layout), weights.ints(Packing(layout)), some_are_floats)
 
     def ints(self, packing: Packing) -> WeightFormat:
-        """Of what compressed-tensors calls quantization args."""
+        """Read one of compressed-tensors' quantization args."""
         self._expect("type", ("int",), absent="int")
         bits = self._expect("num_bits", (4, 8) if packing is Packing.PACKED_INTS else (8,))
         if self.fields.get("actorder") not in (None, "weight", "static"):

@@ -9,6 +9,8 @@ SHARE_KINDS: Final = ("attention", "mlp", "vocabulary")
 
 
 class PlacementMode(StrEnum):
+    """Way to spread a model over ranks."""
+
     AUTO = "Auto"
     TENSOR = "Tensor"
     LAYER = "Layer"

@@ -16,7 +16,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 Probe = Callable[[], str]
-"""What is wrong, "" if nothing is."""
+"""Function that returns the problem, "" if there is none."""
 
 _Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 _SLOW_CLIENT_S: Final = 10
@@ -40,6 +40,7 @@ class ProbeServer:
 
     @property
     def port(self) -> int:
+        """Port that it listens on."""
         return int(self._server.server_address[1])
 
     def stop(self) -> None:
@@ -68,7 +69,7 @@ class _Handler(WSGIRequestHandler):
     timeout = _SLOW_CLIENT_S
 
     def log_message(self, format: str, *args: Any) -> None:
-        """A line for each probe would bury the log."""
+        """Return a line for each probe would bury the log."""
 
 
 def _application(probes: Mapping[str, Probe], registry: CollectorRegistry) -> _Application:

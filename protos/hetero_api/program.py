@@ -1,4 +1,4 @@
-"""What the gateway's and a rank's process have in common: how usage errors end, and what the environment says.
+"""Start-up of the gateway's and a rank's process: how usage errors end, and what the environment says.
 
 Importing this costs nothing but argparse and logging: a rank reads its configuration before anything heavy is loaded.
 """
@@ -19,12 +19,13 @@ class ProgramParser(argparse.ArgumentParser):
     """Ends the process with EXIT_USAGE and one line on stderr when the command line is wrong."""
 
     def error(self, message: str) -> NoReturn:
+        """Exit with the code of usage errors, after one line that says what is wrong."""
         sys.stderr.write(f"{self.prog}: {message}\n")
         sys.exit(EXIT_USAGE)
 
 
 def read_group_token(environment: Mapping[str, str]) -> str:
-    """The group's token, from the file that the environment names. Raises ValueError."""
+    """Return the group's token, from the file that the environment names. Raises ValueError."""
     token = read_token(environment, ENV_GROUP_TOKEN_FILE)
     if token is None:
         raise ValueError(f"{ENV_GROUP_TOKEN_FILE} is not set; it names the file with the group's token")
@@ -32,12 +33,12 @@ def read_group_token(environment: Mapping[str, str]) -> str:
 
 
 def read_admin_token(environment: Mapping[str, str]) -> str | None:
-    """The token that callers of Admin must show; None when none is asked for. Raises ValueError."""
+    """Return the token that callers of Admin must show; None when none is asked for. Raises ValueError."""
     return read_token(environment, ENV_ADMIN_TOKEN_FILE)
 
 
 def read_token(environment: Mapping[str, str], variable: str) -> str | None:
-    """The token in the file that a variable names; None when it is not set. Raises ValueError."""
+    """Return the token in the file that a variable names; None when it is not set. Raises ValueError."""
     path = environment.get(variable)
     if not path:
         return None
@@ -51,7 +52,7 @@ def read_token(environment: Mapping[str, str], variable: str) -> str | None:
 
 
 def read_log_level(environment: Mapping[str, str]) -> str:
-    """The logging level's name. Raises ValueError."""
+    """Return the logging level's name. Raises ValueError."""
     level = environment.get(ENV_LOG_LEVEL, "INFO").upper()
     if level not in logging.getLevelNamesMapping():
         raise ValueError(f"{ENV_LOG_LEVEL}: {level!r} is no logging level such as INFO or DEBUG")

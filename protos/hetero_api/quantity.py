@@ -36,7 +36,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def format_bytes(count: int, *, units: Sequence[str] = BINARY_UNITS) -> str:
-    """The shortest exact quantity in one of the units, tried in order: 1536Mi, 2Gi, 17."""
+    """Return the shortest exact quantity in one of the units, tried in order: 1536Mi, 2Gi, 17."""
     for suffix in units:
         if count and count % _SUFFIXES[suffix] == 0:
             return f"{count // _SUFFIXES[suffix]}{suffix}"

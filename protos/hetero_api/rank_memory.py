@@ -1,12 +1,12 @@
-"""What a rank's part of a model takes in its memory: the one home of this arithmetic.
+"""Bytes that a rank's part of a model takes in its memory: the one home of this arithmetic.
 
 A rank refuses a part that it has no room for, and the solver deals no part that a rank would refuse: both count with
-what stands here. All of it are bounds from shapes, in bytes: what is really taken is no more, and a rank measures what
-can be measured (the largest step, the runtime) once it can.
+this module. All figures are bounds from shapes, in bytes: a rank never takes more, and it measures what can be measured
+(the largest step, the runtime) once it can.
 
-A step takes memory half a layer after half a layer, so a rank counts the wider half (`workspace_bytes`). Who has to
-know what one unit more costs (a KV head, an MLP column, a vocabulary row) counts both, which is a sum of units, and the
-larger bound (`summed_workspace_bytes`).
+A step takes memory half a layer after half a layer, so a rank counts the wider half (`workspace_bytes`). A caller that
+needs the cost of one more unit (a KV head, an MLP column, a vocabulary row) counts both, which is a sum of units, and
+the larger bound (`summed_workspace_bytes`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import RankShard
 
 RUNTIME_BYTES: Final = 384 * 1024**2
-"""Of a rank on host cores: interpreter, torch and its thread pools, gRPC. 240 MiB measured after import, plus what
-allocators keep."""
+"""Bytes of a rank on host cores: interpreter, torch and its thread pools, gRPC. 240 MiB measured after import, plus
+what
+allocators keep.
+"""
 ASSUMED_GPU_RUNTIME_BYTES: Final = 1024**3
-"""Of a GPU, where nobody has measured it: its context, libraries' and kernels' code, communicators."""
+"""Bytes of a GPU, where nobody has measured it: its context, libraries' and kernels' code, communicators."""
 RUNTIME_GROWTH_BYTES: Final = 256 * 1024**2
-"""What comes to a GPU's measured runtime later: communicators of a plan's subgroups, kernels that are loaded at use."""
+"""Bytes that a GPU's measured runtime may still grow by: communicators of subgroups, kernels that are loaded at use."""
 
 PROMPT_LOGIT_ROWS: Final = 64
 """Rows of a prompt whose logits are in memory together, when all of its log-probabilities are wanted."""
@@ -33,7 +35,7 @@ EXPERT_ROWS: Final = 128
 LOGITS_AT_ONCE: Final = 3
 """Logits, scores made of them, and noise."""
 WORKSPACE_MARGIN: Final = 0.125
-"""What a step that is measured is taken to be larger than it was: allocators cut memory into pieces."""
+"""Margin that a measured step is enlarged by: allocators cut memory into pieces."""
 WORKSPACE_MARGIN_BYTES: Final = 16 * 1024**2
 """And so much more, however small it is."""
 
@@ -43,7 +45,7 @@ _FLOAT_BYTES: Final = 4
 _ROUTER_BYTES: Final = 8
 """Routers compute, and are kept, in float64."""
 _CAPPED_SCORES_AT_ONCE: Final = 3
-"""Of one KV head's queries: products, capped scores, and their softmax."""
+"""Bytes of one KV head's queries: products, capped scores, and their softmax."""
 _DECODE_SCRATCH_BYTES: Final = 12
 """Index, score and mask of one (query head, cached token) of a decode step; alive for one layer's heads, and for each
 window that layers have."""
@@ -60,13 +62,14 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True)
 class KvCost:
-    """What one token position of the KV cache costs a rank."""
+    """Bytes that one token position of the KV cache costs a rank."""
 
     cache_bytes: int
     scratch_bytes: int
 
     @property
     def bytes(self) -> int:
+        """Cache and scratch together."""
         return self.cache_bytes + self.scratch_bytes
 
     def cache_of(self, num_bytes: int) -> int:
@@ -74,18 +77,18 @@ class KvCost:
         return num_bytes * self.cache_bytes // self.bytes if self.cache_bytes else 0
 
     def total_of(self, cache_bytes: int) -> int:
-        """What a cache of so many bytes takes with its scratch; 0 without heads."""
+        """Return the bytes of a cache of this size with its scratch; 0 without heads."""
         return -(-cache_bytes * self.bytes // self.cache_bytes) if self.cache_bytes else 0
 
 
 def with_margin(step_bytes: int) -> int:
-    """What is kept free for a step that takes so much."""
+    """Return the bytes to keep free for a step that takes so many."""
     return int(step_bytes * (1 + WORKSPACE_MARGIN)) + WORKSPACE_MARGIN_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class ModelMemory:
-    """Of one model in one arithmetic type, under an engine's limits. Nothing here allocates."""
+    """Memory of one model in one arithmetic type, under an engine's limits. Nothing here allocates."""
 
     config: ModelConfig
     limits: StepLimits
@@ -97,7 +100,9 @@ class ModelMemory:
 
     @property
     def head_weights(self) -> int:
-        """Of one KV head and its query heads, in one layer: projections, their biases, norms of heads."""
+        """Return the bytes of one KV head and its query heads, in one layer: projections, their biases, norms of
+        heads.
+        """
         config = self.config
         biases = (config.group_size + 2) * config.head_dim if config.qkv_bias else 0
         norms = (config.group_size + 1) * config.head_dim if config.qk_norm else 0
@@ -106,25 +111,27 @@ class ModelMemory:
 
     @property
     def column_weights(self) -> int:
-        """Of one MLP column, in one layer."""
+        """Return the bytes of one MLP column, in one layer."""
         biases = 2 if self.config.mlp_bias else 0
         return self.kept.column_bytes(hidden=self.config.hidden_size) + biases * self.element_bytes
 
     @property
     def expert_weights(self) -> int:
-        """Of one expert, in one layer."""
+        """Return the bytes of one expert, in one layer."""
         if self.config.experts is None:
             return 0
         return self.kept.expert_bytes(hidden=self.config.hidden_size, width=self.config.experts.intermediate_size)
 
     @property
     def row_weights(self) -> int:
-        """Of one vocabulary row of the embedding, or of the output head."""
+        """Return the bytes of one vocabulary row of the embedding, or of the output head."""
         return self.kept.vocabulary.row_bytes(self.config.hidden_size)
 
     @property
     def layer_weights(self) -> int:
-        """Of one layer, whatever is owned of it: norms, biases of sums, and scales of rows that ranks have parts of."""
+        """Return the bytes of one layer, whatever is owned of it: norms, biases of sums, and scales of rows that
+        ranks have parts of.
+        """
         config = self.config
         norms = (4 if config.post_norms else 2) * config.hidden_size * self._norm_bytes
         biases = (config.o_bias + config.mlp_bias) * config.hidden_size * self.element_bytes
@@ -139,12 +146,12 @@ class ModelMemory:
 
     @property
     def kept(self) -> KeptWeights:
-        """What matrices take."""
+        """Weights as this rank keeps them."""
         return KeptWeights(self.config.weights, self.element_bytes, self.weight_bits)
 
     @property
     def router_weights(self) -> int:
-        """Of one layer of which experts are owned, beside; 0 for a model without."""
+        """Return the bytes of one layer of which experts are owned, beside; 0 for a model without."""
         return self.config.num_experts * self.config.hidden_size * _ROUTER_BYTES
 
     @property
@@ -173,6 +180,7 @@ class ModelMemory:
     # --- the KV cache -----------------------------------------------------------------------------------
 
     def kv_cost(self, shard: RankShard) -> KvCost:
+        """Return the cost of a token position on a rank with this shard."""
         config = self.config
         return KvCost(
             cache_bytes=2 * shard.kv_heads_total * config.head_dim * self.element_bytes,
@@ -183,13 +191,15 @@ class ModelMemory:
 
     @property
     def residual_step(self) -> int:
-        """Of the residual stream: on every rank."""
+        """Return the bytes of the residual stream: on every rank."""
         return self._residual_of(self.limits.max_num_batched_tokens)
 
     @property
     def holder_step(self) -> int:
-        """Of attention, if a rank holds heads, however many: masks of spans that continue a sequence, and one head's
-        capped scores. Rows of a mask are together at most the step's, each as long as a sequence, for each window."""
+        """Return the bytes of attention, if a rank holds heads, however many: masks of spans that continue a sequence,
+        and one head's
+        capped scores. Rows of a mask are together at most the step's, each as long as a sequence, for each window.
+        """
         pairs = self.limits.max_num_batched_tokens * self.limits.max_model_len
         masks = pairs * len(set(self.config.windows)) * self.element_bytes
         if self.config.attention_soft_cap is None:
@@ -198,23 +208,25 @@ class ModelMemory:
 
     @property
     def prefix_step(self) -> int:
-        """Of one KV head of a layer: the longest sequence's keys and values, gathered."""
+        """Return the bytes of one KV head of a layer: the longest sequence's keys and values, gathered."""
         return 2 * self.limits.max_model_len * self.config.head_dim * self.element_bytes
 
     @property
     def head_step(self) -> int:
-        """Of one KV head of a layer: its queries, keys and values, thrice."""
+        """Return the bytes of one KV head of a layer: its queries, keys and values, thrice."""
         return self._head_of(self.limits.max_num_batched_tokens)
 
     @property
     def column_step(self) -> int:
-        """Of one MLP column of a layer."""
+        """Return the bytes of one MLP column of a layer."""
         return self._column_of(self.limits.max_num_batched_tokens)
 
     @property
     def expert_step(self) -> int:
-        """Of an MLP of experts, however many a rank owns: its input and output, one expert at work, and the router's
-        arithmetic. 0 for a model without."""
+        """Return the bytes of an MLP of experts, however many a rank owns: its input and output, one expert at work,
+        and the router's
+        arithmetic. 0 for a model without.
+        """
         config, tokens = self.config, self.limits.max_num_batched_tokens
         if config.experts is None:
             return 0
@@ -225,15 +237,17 @@ class ModelMemory:
 
     @property
     def logits_row_step(self) -> int:
-        """Of one vocabulary row of the output head: the most logits that a step has in memory, once."""
+        """Return the bytes of one vocabulary row of the output head: the most logits that a step has in memory,
+        once.
+        """
         return LOGIT_BYTES * max(self.limits.max_num_seqs, PROMPT_LOGIT_ROWS)
 
     def logits_bytes(self, shard: RankShard) -> int:
-        """The most logits that a step has in memory, once."""
+        """Return the most logits that a step has in memory, once."""
         return self.logits_row_step * shard.head_rows.size
 
     def workspace_bytes(self, shard: RankShard) -> int:
-        """Of the largest step: an upper bound of what lives at once beside weights and cache."""
+        """Return the bytes of the largest step: an upper bound of what lives at once beside weights and cache."""
         return self._common_step(shard) + max(self._halves(shard))
 
     def summed_workspace_bytes(self, shard: RankShard) -> int:
@@ -241,19 +255,21 @@ class ModelMemory:
         return self._common_step(shard) + sum(self._halves(shard))
 
     def _common_step(self, shard: RankShard) -> int:
-        """Of both halves of a layer, and of the output head."""
+        """Return the bytes of both halves of a layer, and of the output head."""
         heads = _most_heads(shard)
         held = self.holder_step + heads * self.prefix_step if heads else 0
         return self.residual_step + held + LOGITS_AT_ONCE * self.logits_bytes(shard)
 
     def _halves(self, shard: RankShard) -> tuple[int, int, int]:
-        """Of a layer's attention, dense MLP and MLP of experts."""
+        """Return the bytes of a layer's attention, dense MLP and MLP of experts."""
         experts = self.expert_step if any(layer.experts.size for layer in shard.layers) else 0
         return _most_heads(shard) * self.head_step, _most_columns(shard) * self.column_step, experts
 
     def decode_bytes(self, shard: RankShard, rows: int) -> int:
-        """Of the layers of a step in which so many sequences decode: as `summed_workspace_bytes`, without what spans
-        and draws take."""
+        """Return the bytes of the layers of a step in which so many sequences decode: as `summed_workspace_bytes`,
+        without what spans
+        and draws take.
+        """
         return (
             self._residual_of(rows)
             + _most_heads(shard) * self._head_of(rows)
@@ -262,7 +278,7 @@ class ModelMemory:
 
     @property
     def _norm_bytes(self) -> int:
-        """Of an element of a norm's weight: one that has an offset is kept in float32."""
+        """Return the bytes of an element of a norm's weight: one that has an offset is kept in float32."""
         return _FLOAT_BYTES if self.config.norm_offset else self.element_bytes
 
     def _residual_of(self, rows: int) -> int:

@@ -26,7 +26,7 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What must hold of a model.
+    """Condition that a model has to meet.
 
     `path` is the field that is at fault, below the model and as in YAML. `holds` is asked only of models whose fields
     are valid each.
@@ -43,13 +43,13 @@ class Rule:
         return None if self.holds(model) else (self.path, self.message)
 
     def validation(self) -> dict[str, str]:
-        """The rule as an entry of x-kubernetes-validations."""
+        """Return the rule as an entry of x-kubernetes-validations."""
         return validation(self.path, self.cel, self.message, self.reason)
 
 
 @dataclass(frozen=True, slots=True)
 class TransitionRule:
-    """What must hold between a model as it was and as it is to be."""
+    """Condition on a change from one value of a model to another."""
 
     path: str
     cel: str
@@ -61,7 +61,7 @@ class TransitionRule:
         return None if self.allows(old, new) else (self.path, self.message)
 
     def validation(self) -> dict[str, str]:
-        """The rule as an entry of x-kubernetes-validations."""
+        """Return the rule as an entry of x-kubernetes-validations."""
         return validation(self.path, self.cel, self.message, Reason.FORBIDDEN)
 
 
@@ -71,7 +71,7 @@ def problems_of(rules: Sequence[Rule], model: object) -> list[tuple[str, str]]:
 
 
 def validation(path: str, cel: str, message: str, reason: Reason = Reason.INVALID) -> dict[str, str]:
-    """An entry of x-kubernetes-validations.
+    """Return an entry of x-kubernetes-validations.
 
     The message is the same text always: a messageExpression that shows a number is beyond the cost that API servers
     allow, since they count the text of a number as of any length.

@@ -32,10 +32,11 @@ class UnitRange(NamedTuple):
 
     @property
     def size(self) -> int:
+        """Number of units."""
         return self.end - self.begin
 
     def scaled(self, factor: int) -> UnitRange:
-        """The range in smaller units, `factor` of which make one of these."""
+        """Return the range in smaller units, `factor` of which make one of these."""
         return UnitRange(self.begin * factor, self.end * factor)
 
 
@@ -44,9 +45,9 @@ NO_UNITS: Final = UnitRange(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class LayerShard:
-    """What one rank owns of one layer: MLP columns of a dense one, experts of one that has experts.
+    """Units that one rank owns of one layer: MLP columns of a dense one, experts of one that has experts.
 
-    `experts` are positions in the layer's expert order; `ShardPlan.experts_of` tells which experts these are.
+    `experts` are positions in the layer's expert order; `ShardPlan.experts_of` returns which experts these are.
     """
 
     kv_heads: UnitRange
@@ -55,12 +56,13 @@ class LayerShard:
 
     @property
     def is_empty(self) -> bool:
+        """True if the rank owns nothing of the layer."""
         return not (self.kv_heads.size or self.mlp_columns.size or self.experts.size)
 
 
 @dataclass(frozen=True, slots=True)
 class RankShard:
-    """What one rank owns."""
+    """Units that one rank owns."""
 
     layers: tuple[LayerShard, ...]
     embedding_rows: UnitRange
@@ -68,7 +70,7 @@ class RankShard:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it owns nothing at all."""
+        """Return whether it owns nothing at all."""
         has_rows = self.embedding_rows.size or self.head_rows.size
         return not has_rows and all(layer.is_empty for layer in self.layers)
 
@@ -109,10 +111,12 @@ class ShardPlan:
 
     @property
     def world_size(self) -> int:
+        """Number of ranks."""
         return len(self.ranks)
 
     @property
     def num_layers(self) -> int:
+        """Number of layers."""
         return len(self.ranks[0].layers)
 
     def attention_owners(self, layer: int) -> tuple[int, ...]:
@@ -146,7 +150,7 @@ class ShardPlan:
         return tuple(r for r, shard in enumerate(self.ranks) if not shard.layers[layer].is_empty)
 
     def stages(self) -> tuple[Stage, ...]:
-        """The pipeline: maximal runs of layers with the same owners in the same roles, in order.
+        """Return the pipeline: maximal runs of layers with the same owners in the same roles, in order.
 
         One rank may be in several. Raises PlanError when a layer's attention has no owner.
         """
@@ -211,6 +215,7 @@ class ShardPlan:
                 raise PlanError(f"expert_orders: layer {layer}'s is no permutation of its {expected} experts")
 
     def to_proto(self) -> ranks_pb2.ShardPlan:
+        """Return the plan as a message."""
         return ranks_pb2.ShardPlan(
             ranks=[_rank_to_proto(shard) for shard in self.ranks],
             expert_orders=[ranks_pb2.ExpertOrder(experts=order) for order in self.expert_orders],
@@ -218,6 +223,7 @@ class ShardPlan:
 
     @classmethod
     def from_proto(cls, message: ranks_pb2.ShardPlan) -> ShardPlan:
+        """Read a plan from a message."""
         return cls(
             tuple(_rank_from_proto(rank) for rank in message.ranks),
             tuple(tuple(order.experts) for order in message.expert_orders),

@@ -173,6 +173,8 @@ class PlacementSpec(SpecModel):
 
 
 class ExchangeKind(SpecEnum):
+    """Way of ranks to exchange tensors in host memory."""
+
     AUTO = "Auto"
     SHARED_MEMORY = "SharedMemory"
     GLOO = "Gloo"
@@ -308,7 +310,7 @@ class GatewaySpec(SpecModel):
 
 
 class RecoverySpec(SpecModel):
-    """What happens when a rank is lost."""
+    """Steps that are taken when a rank is lost."""
 
     rendezvous_timeout_seconds: Annotated[
         int, Field(ge=5, le=86_400, description="Longest wait for all ranks to meet and load.")
@@ -331,7 +333,7 @@ class RecoverySpec(SpecModel):
 
 
 class HeteroInferenceSpec(SpecModel):
-    """What a user asks for."""
+    """Model, pools and engine that a user asks for."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(

@@ -53,18 +53,24 @@ def leaves_ours_alone(field: str) -> Rule:
 
 
 class PullPolicy(SpecEnum):
+    """Pull policy of images."""
+
     ALWAYS = "Always"
     IF_NOT_PRESENT = "IfNotPresent"
     NEVER = "Never"
 
 
 class GangScheduler(SpecEnum):
+    """Scheduler that places all pods of a group at once."""
+
     NONE = "None"
     KUEUE = "Kueue"
     VOLCANO = "Volcano"
 
 
 class SpreadPolicy(SpecEnum):
+    """Strictness with which pods of a pool spread over nodes."""
+
     REQUIRED = "Required"
     PREFERRED = "Preferred"
 
@@ -255,7 +261,7 @@ class NumaClaimSpec(SpecModel):
 
 
 class MonitoringSpec(SpecModel):
-    """What is offered to Prometheus."""
+    """Objects offered to Prometheus."""
 
     rules: ClassVar[tuple[Rule, ...]] = (leaves_ours_alone("labels"),)
 

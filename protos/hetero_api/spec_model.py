@@ -45,6 +45,8 @@ _PARENT: Final = r"/\.\.(/|$)"
 
 
 class DType(SpecEnum):
+    """Arithmetic type."""
+
     AUTO = "auto"
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -52,6 +54,8 @@ class DType(SpecEnum):
 
 
 class Quantization(SpecEnum):
+    """Quantisation that ranks apply to weights at load."""
+
     NONE = "none"
     INT8 = "int8"
     INT4 = "int4"
@@ -93,7 +97,7 @@ class ModelCache(SpecModel):
 
 
 def _quoted(pattern: str) -> str:
-    """A pattern as a raw CEL literal; none of ours holds a single quote."""
+    """Return a pattern as a raw CEL literal; none of ours holds a single quote."""
     return f"r'{pattern}'"
 
 
@@ -108,7 +112,7 @@ def _form_rule(form: UriForm) -> Rule:
 
 
 def _only_for_the_hub(field: str, *, absent: str) -> Rule:
-    """A setting of fetching, which only Hub models need. `absent` is CEL for its being left out."""
+    """Return a setting of fetching, which only Hub models need. `absent` is CEL for its being left out."""
     python_field = {"revision": "revision", "tokenSecretRef": "token_secret_ref", "cache": "cache"}[field]
 
     def holds(model: ModelSpec) -> bool:

@@ -25,12 +25,14 @@ MAX_POOLS: Final = 16
 
 
 class PoolType(SpecEnum):
+    """Kind of device of a pool's ranks."""
+
     GPU = "GPU"
     CPU = "CPU"
 
 
 class GpuSpec(SpecModel):
-    """What a rank of a GPU pool gets."""
+    """Resources of a rank of a GPU pool."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -93,7 +95,7 @@ class NumaSpec(SpecModel):
 
 
 class CpuSpec(SpecModel):
-    """What a rank of a CPU pool gets."""
+    """Resources of a rank of a CPU pool."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(

@@ -1,4 +1,4 @@
-"""What the resource's types are made of: base model, enumerations, quantities, forms of text, errors with a path."""
+"""Building blocks of the resource's types: base model, enumerations, quantities, forms of text, errors with a path."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ QUANTITY_PATTERN: Final = r"^([1-9][0-9]*(\.(25|5|75))?|0\.(25|5|75))(k|M|G|T|P|
 
 
 def field_error(path: str, message: str) -> PydanticCustomError:
-    """A validation error about a field below the model that raises it; `path` as in YAML, e.g. "cpu.numa"."""
+    """Return a validation error about a field below the model that raises it; `path` as in YAML, e.g. "cpu.numa"."""
     return field_errors([(path, message)])
 
 
@@ -188,9 +188,9 @@ class SpecModel(BaseModel):
     )  # fmt: skip
 
     rules: ClassVar[tuple[Rule, ...]] = ()
-    """What must hold between the fields."""
+    """Conditions between the fields."""
     transitions: ClassVar[tuple[TransitionRule, ...]] = ()
-    """What must hold between an old and a new value."""
+    """Conditions between an old and a new value."""
 
     @model_validator(mode="before")
     @classmethod
@@ -219,7 +219,7 @@ class SpecEnum(StrEnum):
 
 
 def spelled(kind: type[StrEnum]) -> BeforeValidator:
-    """Reads a member of `kind` by its value; the error lists them all."""
+    """Read a member of `kind` by its value; the error lists them all."""
 
     def parse(value: Any) -> StrEnum:
         try:

@@ -22,7 +22,7 @@ MAX_OPTION_NAME_LENGTH: Final = 128
 
 
 class ConditionType(StrEnum):
-    """What is told about a resource. Each is there from the first report on."""
+    """Conditions of a resource. Each is there from the first report on."""
 
     READY = "Ready"
     """The group is formed, the gateway serves, and steps go forward."""
@@ -47,6 +47,8 @@ class ConditionType(StrEnum):
 
 
 class ConditionStatus(StrEnum):
+    """Value of a condition."""
+
     TRUE = "True"
     FALSE = "False"
     UNKNOWN = "Unknown"
@@ -93,7 +95,7 @@ class PoolStatus(_Status):
 
 
 class ShareStatus(_Status):
-    """What a rank owns of the model."""
+    """Part of the model that a rank owns."""
 
     kv_heads: Annotated[int, Field(ge=0, description="KV heads, the most over its layers.")] = 0
     mlp_columns: Annotated[int, Field(ge=0, description="MLP columns, the most over its layers.")] = 0
@@ -189,7 +191,7 @@ class RestartsStatus(_Status):
 
 
 class HeteroInferenceStatus(_Status):
-    """What the operator saw."""
+    """Status as the operator last saw it."""
 
     observed_generation: Annotated[int | None, Field(ge=0, description="Generation that this tells about.")] = None
     replicas: Annotated[int, Field(ge=0, description="1 when the group's pods exist, else 0.")] = 0

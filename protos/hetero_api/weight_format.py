@@ -1,4 +1,4 @@
-"""What width a model's matrices are stored in: the one home of this arithmetic.
+"""Formats that a model's matrices are stored in: the one home of this arithmetic.
 
 A quantised matrix [out, in] has small whole numbers v, and a float16 scale for each group of inputs of a row; a group
 is some numbers of one row, or the whole row. A weight is
@@ -8,11 +8,12 @@ is some numbers of one row, or the whole row. A weight is
     with minima           v · scale + minimum   of either width; a float16 minimum a group
 
 A row's last group may be short: its values are padded, with zeros, to a whole group. Where the inputs are dealt to
-ranks, no group reaches over the seam (`group_within`), so that whoever reads a slice has whole groups, and a weight is
-the same number on whatever rank it lies.
+ranks, no group reaches over the seam (`group_within`). So a reader of a slice has whole groups, and a weight is the
+same
+number on every rank.
 
 Linear layers and vocabulary matrices (embedding and output head) are quantised. Norms, biases and routers stay floats,
-and so are matrices of a model that is not quantised: these may be kept as they are stored (16 bits beside float32
+and so do matrices of a model that is not quantised: these may be kept as they are stored (16 bits beside float32
 arithmetic), which loses nothing.
 """
 
@@ -25,7 +26,7 @@ from typing import Final
 from hetero_api.errors import ModelError
 
 SCALE_BYTES: Final = 2
-"""Of a scale or a minimum: float16."""
+"""Bytes of a scale or a minimum: float16."""
 COLUMN_UNIT: Final = 64
 """MLP columns are dealt to ranks in such units, the last one excepted."""
 INT4_GROUPS: Final = (32, 64, 128)
@@ -33,7 +34,7 @@ INT4_GROUPS: Final = (32, 64, 128)
 INT4_GROUP: Final = 32
 """That of int4 unless another is asked for."""
 WIDTH_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Of an element, by the name of its type."""
+"""Bytes of an element, by the name of its type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class WeightFormat:
         return f"{self.bits} bits in {groups}{' with minima' if self.has_minimum else ''}"
 
     def groups(self, inputs: int) -> int:
-        """Of a row of so many inputs."""
+        """Return the bytes of a row of so many inputs."""
         return -(-inputs // self.group) if self.group else int(inputs > 0)
 
     def padded(self, inputs: int) -> int:
@@ -59,11 +60,12 @@ class WeightFormat:
         return self.groups(inputs) * self.group if self.group else inputs
 
     def row_bytes(self, inputs: int) -> int:
-        """Of a row of so many inputs: packed values, scales and minima."""
+        """Return the bytes of a row of so many inputs: packed values, scales and minima."""
         numbers = 2 if self.has_minimum else 1
         return -(-self.padded(inputs) * self.bits // 8) + self.groups(inputs) * numbers * SCALE_BYTES
 
     def matrix_bytes(self, outputs: int, inputs: int) -> int:
+        """Return the bytes of a matrix [outputs, inputs]."""
         return outputs * self.row_bytes(inputs)
 
     def within(self, unit: int) -> WeightFormat:
@@ -71,55 +73,59 @@ class WeightFormat:
         return replace(self, group=group_within(self.group, unit))
 
     def joined(self, other: WeightFormat) -> WeightFormat:
-        """The narrowest that holds matrices of both formats without a loss."""
+        """Return the narrowest that holds matrices of both formats without a loss."""
         group = math.gcd(self.group, other.group)  # 0, of one scale a row, gives way to groups
         return WeightFormat(max(self.bits, other.bits), group, self.has_minimum or other.has_minimum)
 
     def cut(self, begin: int, end: int, inputs: int) -> WeightFormat:
-        """Of columns [begin, end) of rows of so many inputs: with groups so small that none is cut in two."""
+        """Return the bytes of columns [begin, end) of rows of so many inputs: with groups so small that none is cut
+        in two.
+        """
         # A row's last group may be short, so that the end of the row cuts none.
         return replace(self, group=math.gcd(self.group, begin, 0 if end == inputs else end)) if self.group else self
 
 
 def group_within(group: int, unit: int) -> int:
-    """The largest group that divides both. 0 (a row has one scale, whoever holds it) stays, and so does unit 0."""
+    """Return the largest group that divides both. 0 (a row has one scale, whoever holds it) stays, and so does unit
+    0.
+    """
     return math.gcd(group, unit) if group and unit else group
 
 
 INT8: Final = WeightFormat(8, 64)
-"""What int8 quantises to. One scale a row loses 1.6 % of SmolLM2's perplexity, this a tenth of that or less."""
+"""Format of int8. One scale a row loses 1.6 % of SmolLM2's perplexity, this a tenth of that or less."""
 
 
 def int4(group: int = INT4_GROUP) -> WeightFormat:
-    """What int4 quantises to."""
+    """Return the format of int4."""
     return WeightFormat(4, group, has_minimum=True)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredWeights:
-    """What a model's matrices are stored in. A bound where its matrices differ: none takes more."""
+    """Formats of a model's matrices. A bound where its matrices differ: none takes more."""
 
     layers: WeightFormat | None = None
-    """Of linear layers; None: floats."""
+    """Format of linear layers; None: floats."""
     vocabulary: WeightFormat | None = None
-    """Of the embedding and the output head."""
+    """Format of the embedding and the output head."""
     floats: str = ""
     """Type of weights that are floats in the checkpoint, as config.json writes it; "" where it does not say."""
     method: str = ""
-    """What quantised the checkpoint, for a person, e.g. "awq"; "": nothing did, formats are made at load."""
+    """Method that quantised the checkpoint, for a person, e.g. "awq"; "": none did, formats are made at load."""
 
     @property
     def at_load(self) -> StoredWeights:
-        """What a rank has to quantise itself."""
+        """Formats that a rank has to make itself."""
         return FLOAT_WEIGHTS if self.method else self
 
     @property
     def made_at_load(self) -> StoredWeights:
-        """The same formats, of a checkpoint that is not quantised."""
+        """Return the same formats, of a checkpoint that is not quantised."""
         return replace(self, method="")
 
     def within(self, unit: int) -> StoredWeights:
-        """Of a layer whose inputs are dealt to ranks, `unit` of them together; 0: not dealt."""
+        """Return the bytes of a layer whose inputs are dealt to ranks, `unit` of them together; 0: not dealt."""
         return self if self.layers is None else replace(self, layers=self.layers.within(unit))
 
     def quantized(self, quantization: str, group: int | None = None) -> StoredWeights:
@@ -139,7 +145,9 @@ FLOAT_WEIGHTS: Final = StoredWeights()
 
 
 def _formats_of(quantization: str, group: int | None) -> tuple[WeightFormat, WeightFormat] | None:
-    """Of layers and of vocabulary, which is never narrower than 8 bits: its loss costs more than that saves."""
+    """Return the bytes of layers and of vocabulary, which is never narrower than 8 bits: its loss costs more than
+    that saves.
+    """
     match quantization:
         case "none" | "":
             return None

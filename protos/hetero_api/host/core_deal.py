@@ -45,7 +45,7 @@ class PhysicalCore:
 
 @dataclass(frozen=True, slots=True)
 class RankNeed:
-    """What one rank needs of a node. `cpus` is what it is entitled to, counted in hardware threads."""
+    """Cores that one rank needs of a node. `cpus` is its entitlement, counted in hardware threads."""
 
     threads: int
     cpus: int
@@ -57,7 +57,7 @@ class RankNeed:
 
 @dataclass(frozen=True, slots=True)
 class NodeRoom:
-    """What is left of one node. `cpus_left` also counts what ranks are entitled to and do not compute on."""
+    """Free cores of one node. `cpus_left` also counts CPUs that ranks are entitled to and do not compute on."""
 
     node: NumaNode
     free: tuple[PhysicalCore, ...]
@@ -67,11 +67,13 @@ class NodeRoom:
 
     @classmethod
     def whole(cls, node: NumaNode, cores: Sequence[PhysicalCore]) -> NodeRoom:
+        """Return the room of a node that nobody uses yet."""
         memory = UNLIMITED_BYTES if node.memory_bytes is None else node.memory_bytes
         return cls(node, tuple(cores), sum(len(core.cpus) for core in cores), memory)
 
     @property
     def number(self) -> int:
+        """Number of the node."""
         return self.node.number
 
     def has_room(self, need: RankNeed) -> bool:

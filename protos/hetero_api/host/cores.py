@@ -30,7 +30,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class CoreDemand:
-    """What one pool asks for."""
+    """Cores that one pool asks for."""
 
     path: str  # e.g. "spec.pools[0]"
     ranks: int
@@ -46,7 +46,7 @@ class CoreDemand:
 
 @dataclass(frozen=True, slots=True)
 class CoreGrant:
-    """What one rank gets: CPUs to compute on (empty: not bound) and how many threads to run."""
+    """Cores that one rank gets: CPUs to compute on (empty: not bound) and how many threads to run."""
 
     cores: tuple[int, ...]
     num_threads: int
@@ -146,7 +146,7 @@ def _shortfall(one: _Deal, demands: Sequence[CoreDemand]) -> tuple[int, int, int
 
 
 def _computing(one: _Deal) -> frozenset[int]:
-    """The physical cores that compute, each by its first thread."""
+    """Return the physical cores that compute, each by its first thread."""
     return frozenset(core.cpus[0] for hands in one.hands.values() for hand in hands for core in hand)
 
 

@@ -19,7 +19,7 @@ ADOPTION_S = 10.0
 
 
 def dying_with_parent(program: list[str], *, signal_number: int) -> list[str]:
-    """The command line that starts `program` so that it gets the signal when this process, its parent, dies."""
+    """Return the command line that starts `program` so that it gets the signal when this process, its parent, dies."""
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(int(signal_number)), *program]
 
 
@@ -39,6 +39,7 @@ def die_with_adopter(adopter_pid: int, *, signal_number: int) -> None:
 
 
 def main(arguments: list[str]) -> None:
+    """Arrange the signal, then become the program of the remaining arguments."""
     parent_pid, signal_number, program = int(arguments[0]), int(arguments[1]), arguments[2:]
     _die_with(parent_pid, signal_number)
     os.execvp(program[0], program)

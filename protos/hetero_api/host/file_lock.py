@@ -33,13 +33,14 @@ class FileLock:
         self._acquire(fcntl.LOCK_EX)
 
     def holder_pid(self) -> int | None:
-        """The pid that the last holder wrote; None if there is none."""
+        """Return the pid that the last holder wrote; None if there is none."""
         try:
             return int(self.path.read_text(encoding="ascii"))
         except (OSError, ValueError):
             return None
 
     def release(self) -> None:
+        """Release the lock, if it is held."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None

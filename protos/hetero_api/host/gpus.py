@@ -50,7 +50,7 @@ def visible_gpus(environment: Mapping[str, str], *, root: Path = Path("/")) -> t
 
 
 def _present(root: Path) -> list[Gpu]:
-    """The devices that this container was given, in PCI order."""
+    """Return the devices that this container was given, in PCI order."""
     files = _device_files(root / "dev")
     folders = [path for path in _listed(root / "proc/driver/nvidia/gpus") if _PCI_ADDRESS.match(path.name)]
     if not folders:

@@ -1,9 +1,9 @@
-"""What a rank is at, for the supervisor beside it: a few numbers in shared memory.
+"""A rank's progress, in shared memory, for the supervisor beside it.
 
-The rank's main thread writes at every change, in about a microsecond; nobody has to ask it, so it can be told from
-outside that a main thread hangs. A rank that waits (for a gateway, for its peers, for a request) is not late, however
-long it takes. Work has a limit, and is late after it. Times are of the monotonic clock, which all processes of a
-machine share.
+The rank's main thread writes at every change, in about a microsecond; nobody has to ask it, so an observer can see that
+a main thread hangs. A rank that waits (for a gateway, for its peers, for a request) is never late. Work has a limit,
+and
+is late after it. Times are of the monotonic clock, which all processes of a machine share.
 
 A process that is frozen as a whole (stopped, or never given a core) cannot say so; a second thread counts pulses. From
 both, `HangWatch` tells a supervisor that a process is to be killed.
@@ -36,8 +36,10 @@ PULSE_INTERVAL_S: Final = 0.1
 STOPPED_S: Final = 1.5
 """A process that is stopped, and gave no pulse for so long, is frozen."""
 SILENT_S: Final = 20.0
-"""The same for one that is not stopped: importing a large library, or reading a slow file, may hold up all threads of a
-Python process, and a crowded machine does."""
+"""Limit for a process that is not stopped: importing a large library, or reading a slow file, may hold up all threads
+of
+a Python process, and so does a crowded machine.
+"""
 _READS: Final = 100
 _LONGEST_LOOK_S: Final = 0.5
 """A watch that was away for longer was held up itself, and takes no more than this for silence."""
@@ -99,13 +101,13 @@ class Heartbeat:
             return cls(mmap.mmap(file.fileno(), SIZE_BYTES))
 
     def stand(self, standing: Standing, *, epoch: int) -> None:
-        """The rank is this far."""
+        """Return the rank is this far."""
         self._loads += standing is Standing.LOADED
         self._standing, self._epoch = standing, epoch
         self._write()
 
     def count_step(self) -> None:
-        """A step is done."""
+        """Return a step is done."""
         self._steps += 1
         self._write()
 
@@ -159,7 +161,7 @@ class HeartbeatMemory:
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
     def read(self) -> Beat:
-        """The latest beat; a process that has not begun stands at STARTING."""
+        """Return the latest beat; a process that has not begun stands at STARTING."""
         for _ in range(_READS):
             before = self._memory[: _COUNTER.size]
             fields = _LAYOUT.unpack_from(self._memory, _COUNTER.size)

@@ -1,4 +1,4 @@
-"""What the kernel says of a process."""
+"""State of a process, as the kernel reports it."""
 
 from __future__ import annotations
 

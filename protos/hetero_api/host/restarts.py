@@ -26,7 +26,7 @@ class RestartPauses:
         return self._last_s is not None and self._last_s >= self._longest_s
 
     def next_pause_s(self, *, did_well: bool) -> float:
-        """The process died: how long to wait before it is started anew."""
+        """Return the process died: how long to wait before it is started anew."""
         if self._last_s is None or did_well:
             self._last_s = 0.0
         else:

@@ -31,7 +31,7 @@ UNKNOWN_NODE: Final = -1
 """As the kernel numbers it: no node, or none that it tells."""
 _OWN_DISTANCE: Final = 10
 _OTHER_DISTANCE: Final = 20
-"""What firmware says where nothing is known: ACPI 6.5, section 5.2.17 (SLIT)."""
+"""Distance that firmware reports where nothing is known: ACPI 6.5, section 5.2.17 (SLIT)."""
 _NODE_FOLDER: Final = re.compile(r"node(\d+)")
 _MEMS_ALLOWED: Final = re.compile(r"^Mems_allowed_list:[ \t]*([\d,-]+)$", re.MULTILINE)
 _MEM_TOTAL: Final = re.compile(r"\bMemTotal:\s*(\d+) kB")
@@ -68,6 +68,7 @@ class NumaNode:
 
     @property
     def is_memory_only(self) -> bool:
+        """True if it has no CPUs."""
         return self.cpus == () and bool(self.memory_bytes)
 
 
@@ -96,7 +97,7 @@ class CpuTopology:
     def of_this_process(
         cls, root: Path = SYSFS_ROOT, *, allowed: Iterable[int] | None = None, proc_root: Path = PROC_ROOT
     ) -> CpuTopology:
-        """What of the machine the calling thread may use: its affinity's CPUs, and memory of its cpuset's nodes.
+        """Return the part of the machine that the calling thread may use: its affinity's CPUs, its cpuset's memory.
 
         `allowed` replaces the affinity. Nodes whose memory the cpuset withholds have none.
         """
@@ -131,7 +132,7 @@ class CpuTopology:
         return tuple(sorted({self.cpus[number].node for number in numbers}))
 
     def one_per_core(self, numbers: Iterable[int]) -> tuple[int, ...]:
-        """The lowest of the given online CPUs on each physical core, ascending."""
+        """Return the lowest of the given online CPUs on each physical core, ascending."""
         first: dict[int, int] = {}
         for number in sorted(numbers):
             first.setdefault(self.cpus[number].physical, number)
@@ -139,7 +140,9 @@ class CpuTopology:
 
 
 def pci_numa_node(address: str, *, root: Path = PCI_ROOT) -> int | None:
-    """The node next to a PCI device such as "0000:3b:00.0" (either case); None where the machine does not tell."""
+    """Return the node next to a PCI device such as "0000:3b:00.0" (either case); None where the machine does not
+    tell.
+    """
     text = _read(root / address.lower() / "numa_node").strip()
     return int(text) if text.isdecimal() else None  # -1 where firmware names none
 

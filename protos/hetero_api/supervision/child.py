@@ -142,7 +142,7 @@ class Child:
 
     @property
     def failed_permanently(self) -> bool:
-        """Whether it ended for a reason that a restart cannot cure."""
+        """Return whether it ended for a reason that a restart cannot cure."""
         return self.exit_status in (EXIT_PERMANENT, EXIT_USAGE)
 
     def fileno(self) -> int:

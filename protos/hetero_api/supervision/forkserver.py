@@ -73,7 +73,7 @@ class Forkserver:
 
     @property
     def is_warming_up(self) -> bool:
-        """Whether it runs and is not ready yet."""
+        """Return whether it runs and is not ready yet."""
         return self._child is not None and self._child.is_running and not self._check_ready()
 
     def fork(self, command: Command) -> Child | None:
