@@ -1,7 +1,7 @@
 """The header of a GGUF file: what tensors there are, how each is stored, and where. Reads no weights.
 
-The layout is ggml's (docs/gguf.md of that project, versions 2 and 3, little-endian). Nothing in a file is believed:
-every length is checked against what is left of the file, and every tensor against its end.
+The layout is ggml's (docs/gguf.md of that project, versions 2 and 3, little-endian). A file is not trusted: every
+length is checked against what is left of the file, every tensor against its end; the header's size is bounded.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from hetero_api.errors import ModelError
+from hetero_api.model_directory import MAX_HEADER_BYTES, MAX_TOKENIZER_BYTES, model_file
 from hetero_api.weight_format import WeightFormat
 
 SUFFIX: Final = ".gguf"
@@ -26,6 +27,11 @@ _ALIGNMENT: Final = "general.alignment"
 _DEFAULT_ALIGNMENT: Final = 32
 _MAX_DIMENSIONS: Final = 4
 _MAX_NESTING: Final = 4
+_MAX_ENTRIES: Final = 1 << 17
+"""Tensors of a file, and fields of its metadata."""
+_MAX_LISTED: Final = 1 << 22
+"""Elements of all lists that are gone over one by one, e.g. a vocabulary and its merges."""
+_MAX_TEXT_BYTES: Final = 16 << 20
 _STRING: Final = 8
 _ARRAY: Final = 9
 _SCALARS: Final = {
@@ -100,7 +106,7 @@ class GgufHeader:
         format.
         """
         try:
-            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            with model_file(path).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _Reader(path, data).header()
         except (OSError, ValueError) as error:  # mmap raises ValueError for an empty file
             raise ModelError(f"{path}: cannot be read: {error}") from error
@@ -113,6 +119,9 @@ class _Reader:
         self._path = path
         self._data = data
         self._at = 0
+        self._num_listed = 0
+        # The header may hold the tokenizer.
+        self._end = min(len(data), MAX_HEADER_BYTES + MAX_TOKENIZER_BYTES)
 
     def header(self) -> GgufHeader:
         magic = self._bytes(4)
@@ -123,7 +132,7 @@ class _Reader:
             raise self._error(
                 f"is of GGUF version {version}; versions {_VERSIONS} in little-endian order are supported"
             )
-        num_tensors, num_fields = self._number(_U64), self._number(_U64)
+        num_tensors, num_fields = self._count(), self._count()
         metadata: dict[str, Scalar] = {}
         for _ in range(num_fields):
             key, value = self._text(), self._value(self._number(_U32))
@@ -173,32 +182,49 @@ class _Reader:
     def _skip_array(self, nesting: int) -> None:
         kind, length = self._number(_U32), self._number(_U64)
         if kind in _SCALARS:
-            self._bytes(_SCALARS[kind].size * length)
+            self._skip(_SCALARS[kind].size * length)
             return
+        self._num_listed += length
+        if self._num_listed > _MAX_LISTED:
+            raise self._error(f"its metadata lists more than {_MAX_LISTED} elements")
         if nesting == _MAX_NESTING:
             raise self._error("a metadata field is nested too deep; the file is damaged, fetch it again")
         for _ in range(length):
             if kind == _STRING:
-                self._bytes(self._number(_U64))
+                self._skip(self._number(_U64))
             else:
                 self._value(kind, nesting + 1)
 
     def _text(self) -> str:
+        length = self._number(_U64)
+        if length > _MAX_TEXT_BYTES:
+            raise self._error(f"has a text of {length} bytes in its header, more than {_MAX_TEXT_BYTES}")
         try:
-            return self._bytes(self._number(_U64)).decode()
+            return self._bytes(length).decode()
         except UnicodeDecodeError as error:
             raise self._error("a name is no UTF-8; the file is damaged, fetch it again") from error
 
     def _number(self, kind: struct.Struct) -> int:
         return int(kind.unpack(self._bytes(kind.size))[0])
 
+    def _count(self) -> int:
+        number = self._number(_U64)
+        if number > _MAX_ENTRIES:
+            raise self._error(f"says that it has {number} tensors or fields, more than {_MAX_ENTRIES}")
+        return number
+
     def _bytes(self, length: int) -> bytes:
+        begin = self._at
+        self._skip(length)
+        return self._data[begin : self._at]
+
+    def _skip(self, length: int) -> None:
         end = self._at + length
         if end > len(self._data):
             raise self._error("ends within its header; it is cut short, fetch it again")
-        found = self._data[self._at : end]
+        if end > self._end:
+            raise self._error(f"has a header of more than {self._end} bytes")
         self._at = end
-        return found
 
     def _error(self, problem: str) -> ModelError:
         return ModelError(f"{self._path}: {problem}")

@@ -6,7 +6,6 @@ and the field. Of fields that were renamed over time, both names are known.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, Final
 
 from hetero_api.architectures import ARCHITECTURES, SUPPORTED_ARCHITECTURES, Architecture, SlidingLayers
 from hetero_api.errors import ModelError
+from hetero_api.model_directory import MAX_CONFIG_BYTES, parse_json, read_model_file
 from hetero_api.model_parts import Activation, ExpertsConfig, RopeConfig, SlidingAttention
 from hetero_api.packed_weights import PackedWeights
 from hetero_api.weight_format import StoredWeights
@@ -23,6 +23,13 @@ _ROPE_KINDS: Final = ("default", "linear", "llama3")
 _FULL: Final = "full_attention"
 _SLIDING: Final = "sliding_attention"
 _MAX_WINDOW_LAYERS: Final = 28
+_LARGEST: Final[Mapping[str, int]] = {
+    "num_hidden_layers": 10_000, "num_experts": 65_536, "num_local_experts": 65_536,
+    "num_attention_heads": 65_536, "num_key_value_heads": 65_536, "vocab_size": 1 << 24,
+}  # fmt: skip
+"""Counts by which lists are made, and far more than any model has."""
+_LARGEST_OTHER: Final = 1 << 31
+_MAX_END_TOKENS: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +130,16 @@ class HfConfig:
         )
 
     def end_tokens(self, generation: Mapping[str, Any]) -> tuple[int, ...]:
-        """Return the end tokens of config.json and generation_config.json together."""
+        """Return those of config.json and generation_config.json together, ascending. Raises ModelError."""
         ids: set[int] = set()
         for fields in (self.fields, generation):
             value = fields.get("eos_token_id")
-            ids.update([value] if isinstance(value, int) else value or [])
+            listed = [value] if isinstance(value, int) else value or []
+            if not isinstance(listed, list) or not all(isinstance(each, int) for each in listed):
+                raise self.error(f"eos_token_id must be a token id or a list of them, not {str(value)[:40]}")
+            ids.update(listed)
+        if len(ids) > _MAX_END_TOKENS:
+            raise self.error(f"eos_token_id must name at most {_MAX_END_TOKENS} tokens, not {len(ids)}")
         return tuple(sorted(ids))
 
     def _whole(self, name: str, default: int | None, *, at_least: int) -> int:
@@ -135,6 +147,9 @@ class HfConfig:
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
             raise self.error(f"{name} must be a whole number of at least {at_least}, not {value!r}")
+        at_most = _LARGEST.get(name, _LARGEST_OTHER)
+        if value > at_most:
+            raise self.error(f"{name} must be at most {at_most}, not {value}")
         return value
 
     def _expert_layers(self) -> tuple[int, ...]:
@@ -201,13 +216,13 @@ class HfConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object. Raises ModelError."""
+    """Return the JSON object in a file of a model directory. Raises ModelError."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parse_json(read_model_file(path, max_bytes=MAX_CONFIG_BYTES), path)
     except FileNotFoundError as error:
         raise ModelError(f"{path}: no such file; a model directory in Hugging Face format has one") from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
     if not isinstance(data, dict):
         raise ModelError(f"{path}: must hold a JSON object")
     return data

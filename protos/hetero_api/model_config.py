@@ -18,6 +18,7 @@ from hetero_api.architectures import SUPPORTED_ARCHITECTURES
 from hetero_api.errors import ModelError
 from hetero_api.gguf_weights import gguf_of, gguf_weights
 from hetero_api.hf_config import HfConfig, read_json
+from hetero_api.model_directory import MAX_CONFIG_BYTES, read_model_file
 from hetero_api.model_parts import Activation, ExpertsConfig, RopeConfig, SlidingAttention
 from hetero_api.weight_format import FLOAT_WEIGHTS, StoredWeights
 
@@ -209,6 +210,6 @@ class ModelConfig:
 def model_fingerprint(directory: Path) -> str:
     """sha256 of config.json, hex: ranks and gateway must be looking at the same model."""
     try:
-        return hashlib.sha256((directory / CONFIG_FILE).read_bytes()).hexdigest()
+        return hashlib.sha256(read_model_file(directory / CONFIG_FILE, max_bytes=MAX_CONFIG_BYTES)).hexdigest()
     except OSError as error:
         raise ModelError(f"{directory / CONFIG_FILE}: {error.strerror}") from error

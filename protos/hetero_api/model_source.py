@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
+from hetero_api.model_directory import MAX_CONFIG_BYTES, read_model_file
+
 SOURCE_FILE: Final = "hetero-source.json"
 
 
@@ -39,8 +41,11 @@ def write_source(directory: Path, source: ModelSource) -> None:
 
 
 def read_source(directory: Path) -> ModelSource | None:
-    """Return the origin of a model directory; None if it has no such file, or one of another version."""
+    """Return the origin of a model directory; None if it has no such file, or one of another version.
+
+    Raises ModelError if the file is a link out of the directory.
+    """
     try:
-        return ModelSource(**json.loads((directory / SOURCE_FILE).read_text(encoding="utf-8")))
+        return ModelSource(**json.loads(read_model_file(directory / SOURCE_FILE, max_bytes=MAX_CONFIG_BYTES)))
     except (OSError, ValueError, TypeError):
         return None

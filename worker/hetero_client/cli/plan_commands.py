@@ -107,7 +107,7 @@ def _hardware_and_model(
         return _measured(resource, model)
     hardware = assume_hardware(resource.spec, load_assumed_hardware(assume), source=str(assume))
     if model_config is not None:
-        return hardware, ModelConfig.from_hf(read_json(model_config), source=str(model_config))
+        return hardware, ModelConfig.from_hf(read_json(model_config.resolve()), source=str(model_config))
     return hardware, ModelConfig.from_directory(_model_directory(resource, model))
 
 

@@ -26,6 +26,7 @@ from hetero_api.errors import ModelError
 from hetero_api.gguf_weights import gguf_of
 from hetero_api.host.file_lock import FileLock
 from hetero_api.model_config import CONFIG_FILE, ModelConfig
+from hetero_api.model_directory import MAX_HEADER_BYTES, MAX_INDEX_BYTES, model_file
 from hetero_api.model_source import read_source
 from hetero_client.errors import ModelStoreError
 from hetero_client.home import HeteroHome
@@ -40,7 +41,6 @@ PYPI: Final = "pypi"
 TOKENIZER: Final = "tokenizer.json"
 WEIGHTS: Final = "model.safetensors"
 WEIGHTS_INDEX: Final = "model.safetensors.index.json"
-MAX_HEADER_BYTES: Final = 100 * 1024 * 1024
 _LENGTH_BYTES: Final = 8
 _PART: Final = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}"
 _HUB_NAME: Final = re.compile(rf"{_PART}(/{_PART})?")
@@ -195,6 +195,13 @@ def check_model_directory(directory: Path) -> ModelConfig:
     return config
 
 
+def _real(path: Path, *, max_bytes: int | None = None) -> Path:
+    try:
+        return model_file(path, max_bytes=max_bytes)
+    except ModelError as error:
+        raise ModelStoreError(str(error)) from error
+
+
 def weight_files(directory: Path) -> list[Path]:
     """Return the safetensors files of a model, by name. Raises ModelStoreError when there are none."""
     index = directory / WEIGHTS_INDEX
@@ -210,8 +217,8 @@ def weight_files(directory: Path) -> list[Path]:
 
 def _indexed_names(index: Path) -> set[str]:
     try:
-        names = set(json.loads(index.read_bytes())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        names = set(json.loads(_real(index, max_bytes=MAX_INDEX_BYTES).read_bytes())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelStoreError(f"{index}: holds no weight_map; fetch it again") from error
     if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
         raise ModelStoreError(f"{index}: weight_map must name files in the same directory")
@@ -220,14 +227,15 @@ def _indexed_names(index: Path) -> set[str]:
 
 def _check_safetensors(path: Path) -> None:
     """Raise ModelStoreError unless the file is as long as its header says (source: the safetensors format)."""
+    real = _real(path)
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        size = real.stat().st_size
+        with real.open("rb") as file:
             header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             header = json.loads(file.read(header_bytes)) if header_bytes <= min(size, MAX_HEADER_BYTES) else None
     except FileNotFoundError as error:
         raise ModelStoreError(f"{path}: no such file, but {WEIGHTS_INDEX} lists it") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelStoreError(f"{path}: its header is no JSON; the file is damaged, fetch it again") from error
     if not isinstance(header, dict):
         raise ModelStoreError(f"{path}: holds no safetensors header; the file is damaged, fetch it again")

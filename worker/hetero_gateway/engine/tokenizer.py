@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from hetero_api.errors import ModelError
+from hetero_api.model_directory import MAX_TOKENIZER_BYTES, model_file, parse_json, read_model_file
 from hetero_gateway.engine.chat_template import ChatTemplate
 from hetero_gateway.engine.detokenizer import (
     ByteLevelText,
@@ -203,7 +204,9 @@ def _build(path: Path) -> Tokenizer:
     """The library reads the file itself: its text, and what Python makes of it, take more memory than the tokenizer."""
     build: Callable[[str], Tokenizer] = Tokenizer.from_file
     try:
-        tokenizer = build(str(path))
+        tokenizer = build(str(model_file(path, max_bytes=MAX_TOKENIZER_BYTES)))
+    except ModelError:
+        raise
     except Exception as error:  # the library raises nothing narrower
         _parse_object(_read_text(path, missing=_MISSING_TOKENIZER), path)
         raise ModelError(f"{path}: is no tokenizer that this version of `tokenizers` reads: {error}") from error
@@ -270,7 +273,7 @@ def _read_optional_object(path: Path) -> dict[str, Any]:
 
 def _read_text(path: Path, *, missing: str) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_model_file(path, max_bytes=MAX_TOKENIZER_BYTES).decode()
     except FileNotFoundError as error:
         raise ModelError(f"{path}: {missing}") from error
     except (OSError, UnicodeDecodeError) as error:
@@ -278,10 +281,7 @@ def _read_text(path: Path, *, missing: str) -> str:
 
 
 def _parse_object(text: str, path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ModelError(f"{path}: is no valid JSON, perhaps an incomplete download: {error}") from error
+    data = parse_json(text, path)
     if not isinstance(data, dict):
         raise ModelError(f"{path}: must hold a JSON object")
     return data

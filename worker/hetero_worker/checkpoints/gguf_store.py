@@ -17,6 +17,7 @@ import torch
 from hetero_api.errors import ModelError
 from hetero_api.gguf_file import GgufTensor
 from hetero_api.gguf_weights import ARCHITECTURE, gguf_header, gguf_name, gguf_of
+from hetero_api.model_directory import model_file
 from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import WeightFormat
 from hetero_worker.checkpoints.gguf_blocks import unpack_blocks
@@ -37,7 +38,7 @@ class GgufStore(WeightStore):
         self._header = gguf_header(path)
         self._architecture = str(self._header.metadata[ARCHITECTURE])
         try:
-            self._file: MappedFile | None = MappedFile(path)
+            self._file: MappedFile | None = MappedFile(model_file(path))
         except (OSError, ValueError) as error:
             raise ModelError(f"{path}: cannot be mapped: {error}") from error
 

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from hetero_api.errors import ModelError
+from hetero_api.model_directory import MAX_HEADER_BYTES, MAX_INDEX_BYTES, model_file, parse_json, read_model_file
 from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import WeightFormat
 from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
@@ -123,8 +124,8 @@ class SafetensorsFiles:
 
     def _read_index(self, path: Path) -> dict[str, str]:
         try:
-            weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+            weight_map = parse_json(read_model_file(path, max_bytes=MAX_INDEX_BYTES), path)["weight_map"]
+        except (OSError, KeyError, TypeError) as error:
             raise ModelError(f"{path}: cannot be read as a safetensors index: {error!r}; fetch it again") from error
         if not isinstance(weight_map, Mapping):
             raise ModelError(f"{path}: weight_map must map tensors to files; fetch it again")
@@ -158,9 +159,11 @@ class SafetensorsFiles:
     def _open(self, file: str) -> _OpenFile:
         if file not in self._files:
             path = self._directory / file
+            real = model_file(path)
             try:
-                with safe_open(path, framework="pt"):  # checks the header
-                    mapped = MappedFile(path)
+                _check_header_length(real)
+                with safe_open(real, framework="pt"):  # checks the header
+                    mapped = MappedFile(real)
                 self._files[file] = _OpenFile(mapped, _header_of(mapped))
             except (SafetensorError, OSError, ValueError) as error:
                 raise _damaged(path, error) from error
@@ -202,6 +205,14 @@ class SafetensorsStore(WeightStore):
 def open_safetensors(directory: Path) -> SafetensorsStore:
     """Open a directory of safetensors with floats. Raises ModelError."""
     return SafetensorsStore(SafetensorsFiles(directory))
+
+
+def _check_header_length(path: Path) -> None:
+    """Raise ValueError if the header is too long to be parsed, OSError if it cannot be read."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+    if length > MAX_HEADER_BYTES:
+        raise ValueError(f"its header has {length} bytes, more than {MAX_HEADER_BYTES}")
 
 
 def _header_of(file: MappedFile) -> dict[str, _Stored]:

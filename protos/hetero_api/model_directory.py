@@ -1,0 +1,72 @@
+"""Files of a model directory: where they may lie, and how large they may be.
+
+A model comes from elsewhere: a volume, the Hub, somebody's folder. A file in it that is a link could lead to anything
+that this process can read, a mounted secret for one, and parts of some files are shown to clients. So links are
+followed only within the directory, and into the Hub's cache, whose snapshots are links. A directory that is itself a
+link, as models that a user linked into the store are, is the directory that it leads to.
+"""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any, Final
+
+from hetero_api.errors import ModelError
+
+MAX_CONFIG_BYTES: Final = 16 << 20
+MAX_INDEX_BYTES: Final = 64 << 20
+MAX_TOKENIZER_BYTES: Final = 256 << 20
+MAX_HEADER_BYTES: Final = 64 << 20
+"""Header of a file of weights."""
+_CACHED_MODEL: Final = "models--*"
+_CACHE_FOLDERS: Final = ("blobs", "snapshots")
+
+
+def model_file(path: Path, *, max_bytes: int | None = None) -> Path:
+    """Return where a file of a model directory really lies; `path` itself if there is none.
+
+    Raises ModelError if it is a link out of the directory, no regular file, or longer than `max_bytes`.
+    """
+    root, real = path.parent.resolve(), path.resolve()
+    if not real.is_relative_to(root) and not _is_cached(real):
+        raise ModelError(
+            f"{path}: is a link to {real}, outside the model directory {root}; put the file itself there, or name the "
+            "directory that holds it"
+        )
+    try:
+        status = real.stat()
+    except FileNotFoundError:
+        return path
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise ModelError(f"{path}: is no regular file")
+    if max_bytes is not None and status.st_size > max_bytes:
+        raise ModelError(f"{path}: has {status.st_size} bytes, more than the {max_bytes} that such a file may have")
+    return real
+
+
+def read_model_file(path: Path, *, max_bytes: int) -> bytes:
+    """Return what a file of a model directory holds. Raises ModelError as `model_file` does, or OSError."""
+    with model_file(path, max_bytes=max_bytes).open("rb") as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise ModelError(f"{path}: grows while it is read")
+    return data
+
+
+def parse_json(data: bytes | str, path: Path) -> Any:
+    """Return the value of JSON text of a file. Raises ModelError, which names the file."""
+    try:
+        return json.loads(data)
+    except RecursionError as error:
+        raise ModelError(f"{path}: cannot be read as JSON: it is nested too deep") from error
+    except ValueError as error:
+        raise ModelError(f"{path}: cannot be read as JSON, perhaps an incomplete download: {error}") from error
+
+
+def _is_cached(real: Path) -> bool:
+    """Return whether a file lies in a Hub cache: models--ORG--NAME/blobs/HASH, or below snapshots."""
+    return any(folder.name in _CACHE_FOLDERS and folder.parent.match(_CACHED_MODEL) for folder in real.parents)
