@@ -35,7 +35,7 @@ from hetero_operator.election import Election
 from hetero_operator.errors import ConfigError, Unreachable
 from hetero_operator.gateway_probe import GatewayProbe
 from hetero_operator.health import HttpServer
-from hetero_operator.kopf_session import KopfSupervisor
+from hetero_operator.kopf_watch import KopfWatch
 from hetero_operator.metrics import OperatorMetrics
 from hetero_operator.reconcile.plan import plan
 from hetero_operator.reconcile.report import report
@@ -79,8 +79,8 @@ class Operator:
         self.resources = Resources(api, namespaces=config.namespaces, resync_s=config.resync_s, on_change=self._enqueue)
         self.election = Election(api, config.lease, fence)
         self.events = EventRecorder(api, identity=config.lease.identity)
-        self.kopf = KopfSupervisor(
-            api, namespaces=config.namespaces, deliver=self.resources.hear, on_start=self.resources.list_soon
+        self.kopf = KopfWatch(
+            api, namespaces=config.namespaces, deliver=self.resources.hear, on_gap=self.resources.list_soon
         )
         self._gateways = GatewayProbe()
         self.warnings = WarningBook(api, on_change=self._enqueue)

@@ -55,6 +55,8 @@ class ApiStandIn:
     oldest: int = 0
     """Watches from before this version are answered 410."""
     page_size: int | None = None
+    events_sent: int = 0
+    """Events of watches that clients have read, or that fit into the connections' buffers."""
 
     def __post_init__(self) -> None:
         self.port = free_port()
@@ -235,6 +237,7 @@ class ApiStandIn:
                     if version > since and of_kind:
                         line = json.dumps({"type": change, "object": event["object"]}).encode() + b"\n"
                         await response.write(line)
+                        self.events_sent += 1
                     at += 1
                 async with self._changed:
                     while len(self._log) == at and epoch == self._epoch:

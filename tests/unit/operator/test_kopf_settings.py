@@ -9,8 +9,7 @@ import kopf
 import pytest
 from kubernetes.aio.client import Configuration
 
-from hetero_operator.handlers import connection_of, registry_of, settings_of
-from hetero_operator.kopf_session import KopfSession
+from hetero_operator.kopf_watch import KopfSession, connection_of, registry_of, settings_of
 
 CAP_S = 30.0
 
@@ -47,7 +46,9 @@ def test_workers_are_bounded_and_do_not_keep_their_places() -> None:
 
 
 def test_only_our_kind_is_handled_named_with_its_group_and_no_handler_asks_for_a_finalizer() -> None:
-    registry = registry_of(lambda change, item: None, Configuration(host="http://x"))
+    registry = registry_of(
+        Configuration(host="http://x"), deliver=lambda change, item: None, on_watching=lambda watching: None
+    )
     (handler,) = registry._watching.get_all_handlers()
     assert handler.selector is not None
     assert (handler.selector.group, handler.selector.version) == ("heteroinference.io", "v1alpha1")
@@ -63,7 +64,7 @@ async def test_kopf_needs_no_name_of_the_user_that_it_runs_as(monkeypatch: pytes
         asked.update(arguments)
 
     monkeypatch.setattr(kopf, "operator", operator)
-    session = KopfSession(Configuration(host="http://x"), namespaces=(), deliver=lambda change, item: None)
+    session = KopfSession(kopf.OperatorRegistry(), settings_of(), namespaces=())
     assert await session.run() is None
     assert asked["identity"]
 

@@ -1,0 +1,231 @@
+"""kopf's watch of the HeteroInference resources: its handlers, its settings, and its supervision.
+
+kopf lists and watches the resources, keeps the watch alive through outages, and calls `deliver` for each event. It
+writes nothing: `on.event` needs neither finalizers nor annotations, and its Events and its peering are off. So it runs
+whether this process leads or not. Owned kinds are watched by `cluster.reflector`; test_kopf_limits.py shows why.
+
+kopf runs in a thread and an event loop of its own, because when it ends it cancels every task of its loop that it did
+not find there at its beginning, and because it takes over the signals of a main thread. It knows a kind only if it is
+there when it starts, and ends when the kind goes. So it is started once HeteroInference is served, and again after the
+definition was deleted and created. Any other end means that a watch has died, which kopf never repairs: the process
+ends then, and is restarted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from typing import Any, Final
+
+import kopf
+from kubernetes.aio.client import Configuration
+
+from hetero_api.contract import API_VERSION, GROUP, PLURAL
+from hetero_operator.backoff import Backoff
+from hetero_operator.cluster.discovery import resource_served
+from hetero_operator.cluster.fence import REQUEST_TIMEOUT_S
+from hetero_operator.cluster.transport import CONNECT_TIMEOUT_S, WATCH_SERVER_TIMEOUT_S, Transport, authorization_of
+from hetero_operator.errors import ApiError, KopfStopped
+
+logger = logging.getLogger(__name__)
+
+PROBE_S: Final = 3.0
+STOP_S: Final = 5.0
+WORKER_LIMIT: Final = 100
+IDLE_S: Final = 0.05
+"""A worker of kopf keeps its place for so long after its object's last event: 100 of them pass on 2,000 a second."""
+CLIENT_GRACE_S: Final = 30.0
+PAGE_SIZE: Final = 100
+"""Objects of a page: kopf holds a whole page, and its size stays the same whatever the objects' sizes are."""
+IDENTITY: Final = "heteroinference-operator"
+"""For peering, which is off. kopf would make one up of the user's name, and a container's user mostly has none."""
+
+Deliver = Callable[[str | None, dict[str, Any]], None]
+"""Receives an event's type (None: from a list) and the resource."""
+
+
+class KopfSession:
+    """One run of kopf, with handlers and settings."""
+
+    def __init__(
+        self, registry: kopf.OperatorRegistry, settings: kopf.OperatorSettings, *, namespaces: Sequence[str]
+    ) -> None:
+        """`namespaces` are those to watch; none: all."""
+        self._registry = registry
+        self._settings = settings
+        self._namespaces = namespaces
+        self._inner: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+
+    async def run(self) -> BaseException | None:
+        """Run until kopf ends. Return the reason. When it is cancelled, it stops kopf."""
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[BaseException | None] = loop.create_future()
+
+        def end(error: BaseException | None) -> None:
+            if not ended.done():
+                ended.set_result(error)
+
+        def main() -> None:
+            error = self._live()
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(end, error)
+
+        threading.Thread(target=main, name="kopf", daemon=True).start()
+        try:
+            return await asyncio.shield(ended)
+        finally:
+            self._ask_to_stop()
+            await asyncio.wait([ended], timeout=STOP_S)
+
+    def _live(self) -> BaseException | None:
+        try:
+            asyncio.run(self._operate())
+        except BaseException as error:  # noqa: BLE001 the top of a thread
+            return error
+        return None
+
+    async def _operate(self) -> None:
+        self._stop = asyncio.Event()
+        self._inner = asyncio.get_running_loop()
+        await kopf.operator(
+            registry=self._registry,
+            settings=self._settings,
+            clusterwide=not self._namespaces,
+            namespaces=list(self._namespaces),
+            standalone=True,
+            identity=IDENTITY,  # type: ignore[arg-type]  # a str of a name that kopf keeps to itself
+            stop_flag=self._stop,
+        )
+
+    def _ask_to_stop(self) -> None:
+        if self._inner is not None and self._stop is not None and not self._inner.is_closed():
+            self._inner.call_soon_threadsafe(self._stop.set)
+
+
+class KopfWatch:
+    """Watch of the resources by kopf, whenever HeteroInference is served."""
+
+    def __init__(
+        self, api: Transport, *, namespaces: Sequence[str], deliver: Deliver, on_gap: Callable[[], None]
+    ) -> None:
+        """`on_gap` is called when kopf starts and when it ends: changes around that time have to be listed."""
+        self.watching = False
+        self._api = api
+        self._namespaces = namespaces
+        self._deliver = deliver
+        self._on_gap = on_gap
+
+    async def run(self) -> None:
+        """Watch until cancelled. Raises KopfStopped when kopf ends for any reason but one.
+
+        The exception: the kind, or the version that it watched from, is gone. It expects the latter only as an event
+        within the stream, not as an answer.
+        """
+        while True:
+            await self._until_served()
+            error = await self._session().run()
+            self._set(False)
+            if getattr(error, "status", None) not in (HTTPStatus.NOT_FOUND, HTTPStatus.GONE):
+                raise KopfStopped(f"kopf has ended: {error!r}") from error
+            logger.warning("kopf starts again, once HeteroInference is served: %s", error)
+
+    def _session(self) -> KopfSession:
+        """Return a run of kopf whose handlers act in this loop."""
+        loop = asyncio.get_running_loop()
+
+        def deliver(change: str | None, item: dict[str, Any]) -> None:
+            loop.call_soon_threadsafe(self._deliver, change, item)
+
+        def tell(watching: bool) -> None:
+            loop.call_soon_threadsafe(self._set, watching)
+
+        registry = registry_of(self._api.configuration, deliver=deliver, on_watching=tell)
+        return KopfSession(registry, settings_of(), namespaces=self._namespaces)
+
+    def _set(self, watching: bool) -> None:
+        if self.watching is not watching:
+            self.watching = watching
+            self._on_gap()
+
+    async def _until_served(self) -> None:
+        backoff, failures = Backoff(), 0
+        while True:
+            try:
+                if await resource_served(self._api, next(iter(self._namespaces), None)):
+                    return
+                failures = 0
+            except ApiError as error:
+                failures += 1
+                logger.debug("not known whether HeteroInference is served: %s", error)
+            await asyncio.sleep(backoff.pause_s(failures) if failures else PROBE_S)
+
+
+def registry_of(
+    configuration: Configuration, *, deliver: Deliver, on_watching: Callable[[bool], None]
+) -> kopf.OperatorRegistry:
+    """Return kopf's handlers. They run in kopf's thread; `on_watching` gets True at its start and False at its end."""
+    registry = kopf.OperatorRegistry()
+
+    @kopf.on.startup(registry=registry)
+    async def start(**_: Any) -> None:
+        on_watching(True)
+
+    @kopf.on.cleanup(registry=registry)
+    async def clean_up(**_: Any) -> None:
+        on_watching(False)
+
+    @kopf.on.login(registry=registry)
+    async def log_in(**_: Any) -> kopf.ConnectionInfo:
+        return await connection_of(configuration)
+
+    @kopf.on.event(GROUP, API_VERSION, PLURAL, registry=registry)
+    async def hear(event: kopf.RawEvent, **_: Any) -> None:
+        deliver(event["type"], dict(event["object"]))
+
+    return registry
+
+
+async def connection_of(configuration: Configuration) -> kopf.ConnectionInfo:
+    """Return the way to the API server that our own calls take."""
+    scheme, _, token = (await authorization_of(configuration)).partition(" ")
+    return kopf.ConnectionInfo(
+        server=configuration.host,
+        ca_path=configuration.ssl_ca_cert,
+        insecure=not configuration.verify_ssl,
+        scheme=scheme or None,
+        token=token or None,
+        certificate_path=configuration.cert_file,
+        private_key_path=configuration.key_file,
+        proxy_url=configuration.proxy,
+    )
+
+
+def settings_of() -> kopf.OperatorSettings:
+    """Return kopf's settings, each with its reason."""
+    settings = kopf.OperatorSettings()
+    # The default list of pauses ends after 54 s, and a watch that used it up is dead for good while the process lives.
+    settings.networking.error_backoffs = Backoff()
+    settings.networking.request_timeout = REQUEST_TIMEOUT_S
+    settings.networking.connect_timeout = CONNECT_TIMEOUT_S
+    settings.watching.server_timeout = WATCH_SERVER_TIMEOUT_S
+    settings.watching.client_timeout = WATCH_SERVER_TIMEOUT_S + CLIENT_GRACE_S
+    settings.watching.connect_timeout = CONNECT_TIMEOUT_S
+    settings.watching.chunk_size = PAGE_SIZE
+    settings.queueing.worker_limit = WORKER_LIMIT
+    settings.queueing.idle_timeout = IDLE_S
+    # Peering is no election; the Lease is. Without this, kopf would look for peers and stop for those it sees.
+    settings.peering.standalone = True
+    settings.posting.enabled = False
+    # No right to see definitions or namespaces is needed: KopfWatch asks itself whether ours is served.
+    settings.scanning.disabled = True
+    # Nothing is stored; if anything ever is, then under our own name from the first release on.
+    settings.persistence.finalizer = f"{GROUP}/finalizer"
+    settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=GROUP)
+    settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=GROUP)
+    # Its last resort would be to kill the thread, hence the process, ten minutes after a stop.
+    settings.process.ultimate_exiting_timeout = None
+    return settings
