@@ -15,9 +15,8 @@ import grpc
 from hetero_api.contract import AUTHORIZATION_KEY
 from hetero_api.sharding import UnitRange
 from hetero_api.v1 import admin_pb2, admin_pb2_grpc, ranks_pb2
-from hetero_client.channel import Options, channel_options
+from hetero_client.channel import Options, channel_options, error_from
 from hetero_client.placement_view import PlacementView, placement_from
-from hetero_client.status import error_from
 
 CALL_TIMEOUT_S: Final = 5.0
 VERB_TIMEOUT_S: Final = 120.0

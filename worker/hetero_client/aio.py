@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2_grpc
 from hetero_api.v1 import inference_pb2 as pb
 from hetero_api.v1 import inference_pb2_grpc
 from hetero_client import wire
-from hetero_client.channel import channel_options
+from hetero_client.channel import channel_options, error_from
 from hetero_client.client import (
     CALL_TIMEOUT_S,
     RETRY_S,
@@ -31,7 +31,6 @@ from hetero_client.client import (
 from hetero_client.errors import DeadlineError, RequestError, UnavailableError
 from hetero_client.messages import ChatMessage, Completion, Event, GenerateOptions, ModelInfo, Prompt, ServerInfo
 from hetero_client.resuming import RESUME_TIMEOUT_S, ResumableRequest
-from hetero_client.status import error_from
 
 
 class AsyncGenerateStream(AsyncIterator[Event]):

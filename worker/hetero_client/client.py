@@ -22,11 +22,10 @@ from hetero_api.contract import GATEWAY_SERVICES
 from hetero_api.v1 import inference_pb2 as pb
 from hetero_api.v1 import inference_pb2_grpc
 from hetero_client import wire
-from hetero_client.channel import channel_options
+from hetero_client.channel import channel_options, error_from
 from hetero_client.errors import DeadlineError, RequestError, UnavailableError
 from hetero_client.messages import ChatMessage, Completion, Event, GenerateOptions, ModelInfo, Prompt, ServerInfo
 from hetero_client.resuming import RESUME_TIMEOUT_S, ResumableRequest
-from hetero_client.status import error_from
 
 CALL_TIMEOUT_S: Final = 30.0
 """Default bound of every call but Generate."""

@@ -60,18 +60,18 @@ def plan(
     decision = solve(config, hardware, dtype=dtype, workload=workload, request=request_of(spec), bounds=bounds)
     memory = MemoryModel(config, hardware.levelled(), bounds, dtype=dtype)
     if plot is not None:
-        from hetero_client.cli.plan_plot import draw
+        from hetero_client.cli.plan_views import draw_plot
         from hetero_placement.sweep import sweep
 
         curves = sweep(config, hardware, dtype=dtype, workload=workload, bounds=bounds)
-        draw(curves, decision, title=f"{resource.metadata.name}: {_described(workload)}, {dtype}", path=plot)
+        draw_plot(curves, decision, title=f"{resource.metadata.name}: {_described(workload)}, {dtype}", path=plot)
         print_note(f"drawn: {plot}")
     if as_json:
-        from hetero_client.cli.plan_tables import decision_json
+        from hetero_client.cli.plan_views import decision_json
 
         print_json(decision_json(decision, hardware, memory))
         return
-    from hetero_client.cli.plan_tables import cache_line, options_table, ranks_table
+    from hetero_client.cli.plan_views import cache_line, options_table, ranks_table
 
     console = output()
     console.print(f"{resource.metadata.name}: {_described(workload)}, {dtype}", highlight=False)
@@ -82,7 +82,7 @@ def plan(
 
 
 def _check_options(assume: Path | None, *, model_config: Path | None, model: str | None, plot: Path | None) -> None:
-    from hetero_client.cli.plan_plot import SUFFIXES
+    from hetero_client.cli.plan_views import PLOT_SUFFIXES
 
     if model_config is not None and assume is None:
         raise typer.BadParameter(
@@ -90,8 +90,8 @@ def _check_options(assume: Path | None, *, model_config: Path | None, model: str
         )
     if model_config is not None and model is not None:
         raise typer.BadParameter("give one of --model and --model-config")
-    if plot is not None and plot.suffix not in SUFFIXES:
-        raise typer.BadParameter(f"--plot: {plot} must end in {' or '.join(SUFFIXES)}")
+    if plot is not None and plot.suffix not in PLOT_SUFFIXES:
+        raise typer.BadParameter(f"--plot: {plot} must end in {' or '.join(PLOT_SUFFIXES)}")
 
 
 def _hardware_and_model(
@@ -114,7 +114,7 @@ def _hardware_and_model(
 def _measured(resource: HeteroInference, model: str | None) -> tuple[Hardware, ModelConfig]:
     from hetero_api.model_config import ModelConfig
     from hetero_client.cli.plan_probe import ProbeTask, measure_here
-    from hetero_client.launcher.machine import plan_here
+    from hetero_client.launcher.local_plan import plan_here
 
     local = plan_here(resource)
     for warning in local.warnings:

@@ -18,7 +18,7 @@ from hetero_client.errors import ClientError
 
 if TYPE_CHECKING:
     from hetero_client.admin import GroupTopology
-    from hetero_client.cli.answers import AnswerFigures
+    from hetero_client.cli.asking import AnswerFigures
     from hetero_client.client import GenerateStream
     from hetero_client.home import HeteroHome
     from hetero_client.launcher.local_group import LocalGroup, LocalGroupConfig, StartTimes
@@ -156,7 +156,7 @@ def prepare(
     """All that is decided before the first process: manifest, model, devices, cores, memory. Warnings are shown."""
     from hetero_api.manifest import load_manifest
     from hetero_client.launcher.local_group import LocalGroupConfig
-    from hetero_client.launcher.machine import plan_here
+    from hetero_client.launcher.local_plan import plan_here
     from hetero_client.launcher.measurement_store import MeasurementStore
     from hetero_client.model_store.resolve import resolve_model, resolve_named_model
     from hetero_client.model_store.store import ModelStore
@@ -261,7 +261,7 @@ class _Answer(threading.Thread):
         self._sent_at_s = time.monotonic()
 
     def run(self) -> None:
-        from hetero_client.cli.answers import show_answer
+        from hetero_client.cli.asking import show_answer
 
         try:
             self.figures = show_answer(self._stream, sent_at_s=self._sent_at_s, quiet=self._quiet)
@@ -309,7 +309,7 @@ def _problems(path: Path, *, local: bool, was: Path | None) -> tuple[list[str], 
     from hetero_api.manifest import load_manifest
     from hetero_api.validation import check_transition
     from hetero_client.errors import LocalSpecError
-    from hetero_client.launcher.machine import plan_here
+    from hetero_client.launcher.local_plan import plan_here
 
     try:
         resource = load_manifest(path)

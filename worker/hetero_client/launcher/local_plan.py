@@ -1,24 +1,30 @@
-"""From a manifest to the processes of one machine: a pure function of the spec and of what the machine has.
+"""From a manifest to the processes of one machine: a pure function of the spec and of the machine's hardware.
 
-What only a cluster has (Secrets, claims) is refused with the field's path, never left out in silence.
+Features that need a cluster (Secrets, claims) are refused with the field's path, never left out silently.
 
 GPU ranks get cores too: they launch work on their device and exchange in host memory. Cores near the device are taken
-where they are free, and no rank is refused for want of them.
+where they are free, and no rank is refused for want of them. In a cluster a pod sees the devices that it was given. On
+one machine all pods of a resource see the same devices, so no two ranks may name the same one.
+
+`plan_here` is the one place where the launcher reads the machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
+from hetero_api.cpu_list import format_cpu_list
 from hetero_api.host.cores import CoreDemand, CoreGrant, CorePlan, plan_cores
-from hetero_api.host.gpus import Gpu
-from hetero_api.host.topology import LogicalCore, NumaNode
+from hetero_api.host.gpus import Gpu, visible_gpus
+from hetero_api.host.memory import total_memory_bytes
+from hetero_api.host.topology import CpuTopology, LogicalCore, NumaNode
 from hetero_api.quantity import format_bytes
 from hetero_api.spec import HeteroInference, HeteroInferenceSpec, NumaPolicy, PoolSpec, PoolType
 from hetero_client.errors import LocalSpecError
-from hetero_client.launcher.local_devices import DevicePlan, PoolAt, plan_devices
 
 DEFAULT_MEMORY_SHARE: Final = 0.8
 """Share of the machine's memory that CPU ranks without memoryPerRank divide among themselves."""
@@ -42,19 +48,58 @@ class RankProcess:
     memory_bytes: int
     """Host memory; 0: not limited, for GPU ranks only."""
     communication_cores: tuple[int, ...] = ()
-    """For its threads that do not compute; empty: where the machine lets them."""
+    """CPUs for threads that do not compute; empty: any."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalPlan:
-    """The ranks in rank order, and what the user should know."""
+    """The ranks in rank order, and warnings for the user."""
 
     ranks: tuple[RankProcess, ...]
     warnings: tuple[str, ...]
 
     @property
     def uses_gpus(self) -> bool:
+        """Whether any rank computes on a GPU."""
         return any(rank.device != HOST_CORES for rank in self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolAt:
+    """A pool and its path in the manifest, e.g. "spec.pools[0]"."""
+
+    path: str
+    pool: PoolSpec
+
+    @property
+    def section(self) -> str:
+        """Section of its ranks' settings below `path`: "gpu" or "cpu"."""
+        return self.pool.type.lower()
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlan:
+    """Devices by pool, one for each rank; or problems, as `path: what`."""
+
+    devices: Mapping[str, tuple[Gpu, ...]]
+    problems: tuple[str, ...]
+
+    def of_pool(self, name: str) -> tuple[Gpu, ...]:
+        """Return the pool's devices by rank; () for a pool of CPU ranks."""
+        return self.devices.get(name, ())
+
+
+def plan_here(resource: HeteroInference, *, dp_local_rank: int = 0) -> LocalPlan:
+    """Plan a manifest's processes on this machine. Raises LocalSpecError with every problem."""
+    topology = CpuTopology.of_this_process()
+    return plan_locally(
+        resource,
+        cores=topology.cores,
+        nodes=topology.numa,
+        memory_bytes=total_memory_bytes(),
+        gpus=visible_gpus(os.environ),
+        dp_local_rank=dp_local_rank,
+    )
 
 
 def plan_locally(
@@ -66,11 +111,11 @@ def plan_locally(
     nodes: Mapping[int, NumaNode] | None = None,
     dp_local_rank: int = 0,
 ) -> LocalPlan:
-    """The processes to start. Raises LocalSpecError with every problem.
+    """Plan the processes to start. Raises LocalSpecError with every problem.
 
-    `gpus` are the machine's, as CUDA numbers them; `nodes` its NUMA nodes, if they are told. `dp_local_rank` numbers
-    the groups that share all that from 0, each of this resource's size: one takes the devices and cores after those of
-    the groups before it.
+    `gpus` are the machine's, as CUDA numbers them; `nodes` its NUMA nodes, if they are known. `dp_local_rank` numbers
+    the groups of this resource that share the machine, from 0. A group takes the devices and cores after those of the
+    groups before it.
     """
     spec = resource.spec
     pools = [
@@ -97,7 +142,7 @@ def _plan_cores(
     nodes: Mapping[int, NumaNode] | None,
     dp_local_rank: int,
 ) -> CorePlan:
-    """Of this group: the groups before it chose as it does, each from what was left."""
+    """Plan this group's cores: the groups before it chose in the same way, each from what was left."""
     plan = plan_cores(cores, demands, nodes=nodes)
     for _ in range(dp_local_rank):
         taken = {number for grants in plan.grants for grant in grants for number in grant.cores}
@@ -126,7 +171,7 @@ def _cluster_only(spec: HeteroInferenceSpec) -> list[str]:
 
 
 def _numa_policy(pool: PoolSpec) -> NumaPolicy:
-    """Of a GPU rank: bound to what it gets, for launches that wait for a core make a device wait."""
+    """Return the pool's policy. GPU ranks are bound: a launch that waits for a core makes the device wait."""
     return NumaPolicy.BEST_EFFORT if pool.type == PoolType.GPU else pool.cpu_or_default.numa.policy
 
 
@@ -159,7 +204,7 @@ def _given_memory(pool: PoolSpec) -> int:
 
 
 def _default_memory(pools: Sequence[PoolAt], memory_bytes: int) -> int:
-    """Bytes for each CPU rank whose pool names none: an equal part of what the others leave."""
+    """Return the bytes of each CPU rank whose pool names none: an equal part of what the others leave."""
     given = sum(_given_memory(at.pool) for at in pools)
     open_ranks = sum(
         at.pool.ranks for at in pools if at.pool.type == PoolType.CPU and at.pool.memory_per_rank is None
@@ -187,3 +232,68 @@ def _rank_processes(
         )
         for index, grant in enumerate(grants)
     ]
+
+
+def plan_devices(pools: Sequence[PoolAt], gpus: Sequence[Gpu], *, dp_local_rank: int = 0) -> DevicePlan:
+    """Give each GPU rank a device. `pools` are in rank order, `gpus` in the order of their numbers.
+
+    `dp_local_rank` numbers the groups of this resource on this machine from 0. The first group gets the devices that
+    its pools name, and the first free ones for its other pools. The groups after it share out what is left, one after
+    another: group n has the devices from (n - 1) * ranks on.
+    """
+    of_gpus = [at for at in pools if at.pool.type == PoolType.GPU]
+    if of_gpus and not gpus:
+        missing = "GPU: this machine has no NVIDIA GPU that may be used; use type CPU"
+        return DevicePlan({}, tuple(f"{at.path}.type: {missing}" for at in of_gpus))
+    if problems := tuple(_problems_of_named(of_gpus, gpus)):
+        return DevicePlan({}, problems)
+    named = {number for at in of_gpus for number in _named(at.pool)}
+    free = [gpu for gpu in gpus if gpu.number not in named]
+    unnamed = sum(at.pool.ranks for at in of_gpus if not _named(at.pool))
+    if len(free) < unnamed + dp_local_rank * sum(at.pool.ranks for at in of_gpus):
+        return DevicePlan({}, _shortage(of_gpus, free, dp_local_rank))
+    if dp_local_rank:
+        skipped = unnamed + (dp_local_rank - 1) * sum(at.pool.ranks for at in of_gpus)
+        order = iter(free[skipped:])
+        return DevicePlan({at.pool.name: tuple(islice(order, at.pool.ranks)) for at in of_gpus}, ())
+    by_number, order = {gpu.number: gpu for gpu in gpus}, iter(free)
+    return DevicePlan(
+        {
+            at.pool.name: tuple(by_number[number] for number in _named(at.pool)) or tuple(islice(order, at.pool.ranks))
+            for at in of_gpus
+        },
+        (),
+    )
+
+
+def _named(pool: PoolSpec) -> list[int]:
+    """Return the device that the pool names for each of its ranks; [] if it names none."""
+    return (pool.gpu_or_default.devices or []) * pool.pods
+
+
+def _problems_of_named(pools: Sequence[PoolAt], gpus: Sequence[Gpu]) -> Iterator[str]:
+    there = [gpu.number for gpu in gpus]
+    seen: set[int] = set()
+    for at in pools:
+        numbers = _named(at.pool)
+        path = f"{at.path}.gpu.devices"
+        if missing := sorted(set(numbers) - set(there)):
+            yield f"{path}: there is no device {format_cpu_list(missing)}; this machine has {format_cpu_list(there)}"
+        if twice := sorted(number for number in set(numbers) if number in seen or numbers.count(number) > 1):
+            yield (
+                f"{path}: device {format_cpu_list(twice)} would be two ranks'; on one machine all pods share the "
+                "devices: put the pool's ranks into one pod (ranksPerPod), and name each device once"
+            )
+        seen.update(numbers)
+
+
+def _shortage(pools: Sequence[PoolAt], free: Sequence[Gpu], dp_local_rank: int) -> tuple[str, ...]:
+    """Return one problem for each pool that needs free devices."""
+    asking = [at for at in pools if dp_local_rank or not _named(at.pool)]
+    needed = sum(at.pool.ranks for at in asking)
+    before = f" after those of the groups before this one (--dp-local-rank {dp_local_rank})" if dp_local_rank else ""
+    there = format_cpu_list([gpu.number for gpu in free]) or "none"
+    return tuple(
+        f"{at.path}.ranks: {needed} GPU ranks need a device each{before}; free on this machine: {there}"
+        for at in asking
+    )  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 import pytest
 
+from hetero_client.channel import error_from
 from hetero_client.errors import (
     AccessError,
     InvalidRequestError,
@@ -17,7 +18,6 @@ from hetero_client.errors import (
     UnavailableError,
     WrongStateError,
 )
-from hetero_client.status import error_from
 
 pytestmark = pytest.mark.unit
 

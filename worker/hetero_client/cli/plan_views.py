@@ -1,24 +1,37 @@
-"""Tables of `hetero plan`: what was considered, and who gets what."""
+"""Views of `hetero plan`: tables of the options and of what each rank gets, and a plot of speeds.
+
+The plot shows predicted speed over the share of the weights, of decoding alone. A placement is chosen for the whole
+load, prompts included, so the chosen one need not lie where a curve is highest. It needs matplotlib, the `plot` extra.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 from rich import box
 from rich.table import Table
 
 from hetero_api.sharding import LayerShard, RankShard
+from hetero_client.errors import MissingExtraError
 from hetero_placement.decision import Decision, Option
 from hetero_placement.hardware import DeviceKind, Hardware
 from hetero_placement.memory_model import MemoryModel
+from hetero_placement.sweep import Curve, Sweep
 
-GB = 1e9
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+GB: Final = 1e9
+PLOT_SUFFIXES: Final = (".png", ".svg")
+_COLOURS: Final = ("#1f6fb4", "#d1661f", "#3a8f4d")
+_INK: Final = "#333333"
 
 
 def options_table(decision: Decision, hardware: Hardware) -> Table:
-    """A row an option, the chosen one marked."""
+    """Return a table with a row for each option, the chosen one marked."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     kinds = [kind for kind in (DeviceKind.GPU, DeviceKind.CPU) if any(rank.kind is kind for rank in hardware.ranks)]
     table.add_column("")
@@ -36,7 +49,7 @@ def options_table(decision: Decision, hardware: Hardware) -> Table:
 
 
 def ranks_table(decision: Decision, hardware: Hardware, memory: MemoryModel) -> Table:
-    """A row a rank of the chosen plan."""
+    """Return a table with a row for each rank of the chosen plan."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     columns = ("rank", "pool", "layers", "KV heads", "MLP", "vocab rows", "weights GB", "needs GB", "has GB")
     for name in columns:
@@ -58,13 +71,13 @@ def ranks_table(decision: Decision, hardware: Hardware, memory: MemoryModel) -> 
 
 
 def cache_line(decision: Decision, memory: MemoryModel, *, block_size: int) -> str:
-    """How much the KV cache of the chosen plan can hold, in a line."""
+    """Return a line with the capacity of the chosen plan's KV cache."""
     blocks = memory.kv_blocks(decision.plan) - 1
     return f"KV cache: at least {blocks} blocks of {block_size} tokens"
 
 
 def decision_json(decision: Decision, hardware: Hardware, memory: MemoryModel) -> dict[str, Any]:
-    """All of it for a program; seconds, bytes and tokens."""
+    """Return the whole decision as JSON data, in seconds, bytes and tokens."""
     return {
         "kvBlocks": memory.kv_blocks(decision.plan) - 1,
         "chosen": decision.chosen.name,
@@ -88,7 +101,7 @@ def decision_json(decision: Decision, hardware: Hardware, memory: MemoryModel) -
 
 
 def _option_json(option: Option, *, is_chosen: bool) -> dict[str, Any]:
-    told: dict[str, Any] = {
+    data: dict[str, Any] = {
         "name": option.name,
         "mode": str(option.mode) if option.mode is not None else None,
         "chosen": is_chosen,
@@ -96,13 +109,13 @@ def _option_json(option: Option, *, is_chosen: bool) -> dict[str, Any]:
         "weightShares": list(option.weight_shares) or None,
     }
     if option.prediction is not None:
-        told |= {"decodeTokensPerSecond": option.prediction.decode_tokens_per_s}
+        data |= {"decodeTokensPerSecond": option.prediction.decode_tokens_per_s}
         if option.plan is not None:
-            told |= {
+            data |= {
                 "prefillTokensPerSecond": option.prediction.prefill_tokens_per_s,
                 "workloadSeconds": option.prediction.workload_s,
             }
-    return told
+    return data
 
 
 def _layer_json(layer: LayerShard) -> dict[str, list[int]]:
@@ -136,7 +149,7 @@ def _most(shard: RankShard, units: Callable[[LayerShard], int]) -> str:
 
 
 def _mlp(shard: RankShard) -> str:
-    """Of a layer: columns, or experts, or both where layers differ."""
+    """Return the largest number of columns in a layer, or of experts, or both where layers differ."""
     columns = max(layer.mlp_columns.size for layer in shard.layers)
     experts = max(layer.experts.size for layer in shard.layers)
     parts = [f"{columns} columns"] if columns or not experts else []
@@ -147,3 +160,68 @@ def _vocabulary(shard: RankShard) -> str:
     if shard.embedding_rows.size == shard.head_rows.size:
         return str(shard.head_rows.size)
     return f"{shard.embedding_rows.size} in, {shard.head_rows.size} out"
+
+
+def draw_plot(sweep: Sweep, decision: Decision, *, title: str, path: Path) -> None:
+    """Write the plot in the format of the path's suffix. Raises MissingExtraError."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtraError(
+            "--plot needs matplotlib, which is not installed: pip install 'heteroinference[plot]'"
+        ) from error
+    figure = Figure(figsize=(8, 4.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for curve, colour in zip(sweep.curves, _COLOURS, strict=False):
+        _draw_curve(axes, curve, colour)
+    _mark_options(axes, sweep, decision)
+    _label(axes, sweep, title)
+    figure.savefig(path, dpi=150)
+
+
+def _draw_curve(axes: Axes, curve: Curve, colour: str) -> None:
+    """Draw the line, dotted where memory does not suffice."""
+    shares = [100 * point.share for point in curve.points]
+    rates = [point.decode_tokens_per_s for point in curve.points]
+    fitting = [rate if point.fits else float("nan") for rate, point in zip(rates, curve.points, strict=True)]
+    axes.plot(shares, rates, color=colour, linewidth=1, linestyle=":", alpha=0.7)
+    axes.plot(shares, fitting, color=colour, linewidth=2, label=curve.name)
+
+
+def _mark_options(axes: Axes, sweep: Sweep, decision: Decision) -> None:
+    """Mark the chosen option by a star and the other possible ones by dots."""
+    for option in decision.options:
+        if option.prediction is None or not option.weight_shares:
+            continue
+        at = (100 * sweep.share(option.weight_shares), option.prediction.decode_tokens_per_s)
+        if option is decision.chosen:
+            label = f"chosen for the whole load: {option.name} ({at[1]:.3g} tokens/s)"
+            axes.plot(*at, marker="*", markersize=15, color="#b3202c", linestyle="none", label=label, zorder=3)
+        else:
+            axes.plot(*at, marker="o", markersize=5, color=_INK, linestyle="none", zorder=2)
+
+
+def _label(axes: Axes, sweep: Sweep, title: str) -> None:
+    axes.set_title(title, fontsize=11, color=_INK, loc="left")
+    axes.set_xlabel(f"share of the weights on {sweep.side}, %")
+    axes.set_ylabel("predicted decode tokens/s")
+    axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
+    axes.grid(visible=True, color="#dddddd", linewidth=0.6)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    handles, labels = axes.get_legend_handles_labels()
+    _add_legend(axes, handles, labels, has_unfit=any(not p.fits for curve in sweep.curves for p in curve.points))
+
+
+def _add_legend(axes: Axes, handles: list[Any], labels: list[str], *, has_unfit: bool) -> None:
+    """Add the legend, with entries for what is drawn without a label."""
+    from matplotlib.lines import Line2D
+
+    handles = [*handles, Line2D([], [], marker="o", markersize=5, color=_INK, linestyle="none")]
+    labels = [*labels, "other options, each at its best for the whole load"]
+    if has_unfit:
+        handles.append(Line2D([], [], color=_INK, linewidth=1, linestyle=":"))
+        labels.append("does not fit the memory")
+    axes.legend(handles, labels, fontsize=8, frameon=False)
