@@ -150,13 +150,13 @@ bench-operator: kubernetes ## Measure the operator with 1,000 resources; writes 
 base-image: $(STAMP) ## Make a base image of Debian's packages, for where no image registry is in reach (as root)
 	$(BIN)/python -m tools.images base
 
-images: $(STAMP) ## Build the CPU images (IMAGES=worker-gpu: the GPU one) with docker, podman or buildah; README.md has the variables
+images: $(STAMP) ## Build the CPU images (IMAGES=worker-gpu: the GPU one) with docker, podman or buildah; docs/images.md has the variables
 	$(BIN)/python -m tools.images build
 
 check-images: $(STAMP) ## Fail when a built image adds a tenth more to its base than was recorded
 	$(BIN)/python -m tools.images sizes
 
-record-images: $(STAMP) ## Record the sizes of the images that are built, in tools/images/sizes.json and README.md
+record-images: $(STAMP) ## Record the sizes of the images that are built, in tools/images/sizes.json and docs/images.md
 	$(BIN)/python -m tools.images sizes --record
 
 clean: ## Remove .venv and caches

@@ -1,4 +1,4 @@
-"""`python -m tools.images build | sizes | base`; see README.md, "Images"."""
+"""`python -m tools.images build | sizes | base`; see docs/images.md."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("build", help="build the images, and print their sizes")
     sizes = commands.add_parser("sizes", help="fail when a built image has grown by more than a tenth")
-    sizes.add_argument("--record", action="store_true", help="record the sizes instead, in sizes.json and the README")
+    sizes.add_argument(
+        "--record", action="store_true", help="record the sizes instead, in sizes.json and docs/images.md"
+    )
     base = commands.add_parser("base", help="make a base image of Debian's packages, without a registry")
     base.add_argument("--reference", default=REFERENCE)
     base.add_argument("--mirror", default="", help="URL of a mirror of Debian; default: the machine's own")

@@ -1,4 +1,4 @@
-"""How large images are, and whether they grew: sizes.json and the table in the README are what was recorded.
+"""How large images are, and whether they grew: sizes.json and the table in docs/images.md are what was recorded.
 
 Compared is what an image *adds* to its base. That is what this project decides, and it hardly depends on the base: a
 machine whose base was made locally checks the same numbers as one that pulled a public one. Builders count alike within
@@ -17,7 +17,7 @@ from tools.images.builders import Builder
 from tools.images.catalogue import ROOT
 
 RECORD: Final = Path(__file__).with_name("sizes.json")
-README: Final = ROOT / "README.md"
+PAGE: Final = ROOT / "docs/images.md"
 TABLE_BEGIN: Final = "<!-- image sizes: `make record-images` -->"
 TABLE_END: Final = "<!-- end of image sizes -->"
 ALLOWED_GROWTH: Final = 0.10
@@ -50,20 +50,22 @@ def read_record(path: Path = RECORD) -> dict[str, ImageSize]:
     return {name: ImageSize(**size) for name, size in recorded.items()}
 
 
-def write_record(sizes: Mapping[str, ImageSize], path: Path = RECORD, readme: Path = README) -> None:
-    """Into the record and the README's table; images that are not named keep what they have."""
+def write_record(sizes: Mapping[str, ImageSize], path: Path = RECORD, page: Path = PAGE) -> None:
+    """Into the record and the page's table; images that are not named keep what they have."""
     merged = {**(read_record(path) if path.exists() else {}), **sizes}
     text = json.dumps({name: asdict(size) for name, size in merged.items()}, indent=2)
     path.write_text(text + "\n", encoding="utf-8")
-    readme.write_text(with_table(readme.read_text(encoding="utf-8"), merged), encoding="utf-8")
+    page.write_text(with_table(page.read_text(encoding="utf-8"), merged), encoding="utf-8")
 
 
 def with_table(text: str, sizes: Mapping[str, ImageSize]) -> str:
-    """The README's text with this table between its marks. Raises ValueError."""
+    """The page's text with this table between its marks. Raises ValueError."""
     before, begin, rest = text.partition(TABLE_BEGIN)
     _, end, after = rest.partition(TABLE_END)
     if not begin or not end:
-        raise ValueError(f"README.md has no place for the table of sizes, between {TABLE_BEGIN!r} and {TABLE_END!r}")
+        raise ValueError(
+            f"docs/images.md has no place for the table of sizes, between {TABLE_BEGIN!r} and {TABLE_END!r}"
+        )
     return f"{before}{begin}\n{table(sizes)}\n{end}{after}"
 
 

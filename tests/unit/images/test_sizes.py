@@ -1,4 +1,4 @@
-"""An image that grows by more than a tenth is named; the README says what is recorded."""
+"""An image that grows by more than a tenth is named; docs/images.md says what is recorded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tools.images.builders import Buildah, Docker, ImageError
 from tools.images.catalogue import named_images
 from tools.images.sizes import (
     BASE_LABEL,
-    README,
+    PAGE,
     ImageSize,
     describe,
     growth_problems,
@@ -92,21 +92,21 @@ def test_a_line_tells_what_changed() -> None:
 
 
 def test_recording_keeps_the_images_that_are_not_named(tmp_path: Path) -> None:
-    record, readme = tmp_path / "sizes.json", tmp_path / "README.md"
-    readme.write_text(with_table(README.read_text(encoding="utf-8"), {}), encoding="utf-8")
-    write_record(RECORDED, record, readme)
-    write_record({"operator": ImageSize(1.0, 2.0)}, record, readme)
+    record, page = tmp_path / "sizes.json", tmp_path / "images.md"
+    page.write_text(with_table(PAGE.read_text(encoding="utf-8"), {}), encoding="utf-8")
+    write_record(RECORDED, record, page)
+    write_record({"operator": ImageSize(1.0, 2.0)}, record, page)
     assert read_record(record) == {**RECORDED, "operator": ImageSize(1.0, 2.0)}
-    assert "| `gateway` | 230 MB | 100 MB |\n| `operator` | 3 MB | 2 MB |\n" in readme.read_text(encoding="utf-8")
+    assert "| `gateway` | 230 MB | 100 MB |\n| `operator` | 3 MB | 2 MB |\n" in page.read_text(encoding="utf-8")
 
 
-def test_the_readme_says_what_is_recorded_of_all_images() -> None:
-    text = README.read_text(encoding="utf-8")
+def test_the_page_says_what_is_recorded_of_all_images() -> None:
+    text = PAGE.read_text(encoding="utf-8")
     assert with_table(text, read_record()) == text, "run make record-images"
     assert set(read_record()) <= set(named_images())
     assert {"operator", "gateway", "worker-cpu"} <= set(read_record())
 
 
-def test_a_readme_without_a_place_for_it_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"README\.md has no place for the table of sizes"):
+def test_a_page_without_a_place_for_it_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"images\.md has no place for the table of sizes"):
         with_table("nothing", RECORDED)
