@@ -9,15 +9,14 @@ from torch.nn import functional as F
 
 from hetero_api.weight_format import WeightFormat
 from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
-from hetero_worker.layers.linear_kernels import PackedWeight
+from hetero_worker.layers.linear_kernels import LinearKernel, PackedWeight
 
 
-class NarrowKernel:
+class NarrowKernel(LinearKernel):
     """Widens weights each time that it multiplies. Takes no groups of one."""
 
     name = "narrow"
     copies_weight = True
-    packs_row_sources = False
 
     def __init__(self, *, widest: float = 16.0) -> None:
         """`widest`: most bits of a weight, its part of a scale and minimum included, that it takes."""
@@ -46,25 +45,27 @@ class NarrowKernel:
         return self._packed(matrix.dequantized)
 
     def _packed(self, weight: Callable[[], torch.Tensor]) -> PackedWeight:
-        return lambda x, bias: F.linear(x, weight().to(x.dtype), bias)
+        return _Widened(weight)
 
 
 class NarrowRowsKernel(NarrowKernel):
     """The same, and what it packs can be looked up."""
 
-    packs_row_sources = True
+    embeds = True
 
     def _packed(self, weight: Callable[[], torch.Tensor]) -> PackedWeight:
         return _Rows(weight)
 
 
-class _Rows:
+class _Widened(PackedWeight):
     def __init__(self, weight: Callable[[], torch.Tensor]) -> None:
         self._weight = weight
 
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None, /) -> torch.Tensor:
         return F.linear(x, self._weight().to(x.dtype), bias)
 
+
+class _Rows(_Widened):
     def embed(self, ids: torch.Tensor, *, first: int = 0, scale: float = 1.0) -> torch.Tensor:
         weight, rows = self._weight().float(), ids - first
         is_own = (rows >= 0) & (rows < len(weight))

@@ -14,8 +14,7 @@ from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.distributed.exchange import LocalExchange
 from hetero_worker.layers.fused_ops import FusedOps
 from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel
-from hetero_worker.layers.triton_linear import TritonKernel
-from hetero_worker.layers.triton_ops import InvariantTritonOps, TritonOps
+from hetero_worker.layers.triton_ops import InvariantTritonOps, TritonKernel, TritonOps
 from hetero_worker.models.decoder import Decoder
 from tests.support.rank_shares import Shares
 from tests.support.stages import BLOCK_SIZE, NUM_BLOCKS, KnownSequence, step_of

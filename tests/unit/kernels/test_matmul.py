@@ -8,11 +8,10 @@ from torch.nn import functional as F
 
 from hetero_worker.kernels.matmul import MatmulTile, linear
 from hetero_worker.kernels.routing import router_logits
-from hetero_worker.layers.batch_invariance import invariant_kernel, invariant_ops
 from hetero_worker.layers.fused_ops import PLAIN_OPS
 from hetero_worker.layers.linear_kernels import PlainKernel
-from hetero_worker.layers.triton_linear import TritonKernel
-from hetero_worker.layers.triton_ops import InvariantTritonOps
+from hetero_worker.layers.selection import invariant_kernel, invariant_ops
+from hetero_worker.layers.triton_ops import InvariantTritonOps, TritonKernel
 
 pytestmark = pytest.mark.unit
 
@@ -98,7 +97,7 @@ def test_ops_of_a_device_give_shares_and_capped_logits_by_the_row() -> None:
 
 
 def test_a_cuda_device_computes_with_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetero_worker.layers.batch_invariance.triton_problem", lambda device: None)
+    monkeypatch.setattr("hetero_worker.layers.selection.triton_problem", lambda device: None)
     assert invariant_ops(CUDA).name == "triton-invariant"
     kernel = invariant_kernel(PlainKernel(), device=CUDA)
     assert isinstance(kernel, TritonKernel)

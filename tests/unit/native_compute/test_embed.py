@@ -39,7 +39,7 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_rows_of_floats(issuer: Issuer, dtype: torch.dtype, rows: int, width: int) -> None:
     table = randn(rows, width).to(dtype)
-    found = NativeLinear(issuer).pack(table).rows(torch.arange(rows))
+    found = NativeLinear(issuer).pack(table).embed(torch.arange(rows))
     assert found.dtype == torch.float32
     assert torch.equal(found, table.float())
 
@@ -49,14 +49,14 @@ def test_rows_of_floats(issuer: Issuer, dtype: torch.dtype, rows: int, width: in
 def test_rows_of_whole_numbers(issuer: Issuer, weights: WeightFormat, rows: int, width: int) -> None:
     matrix = random_matrix(weights, rows, width)
     numbers = torch.arange(rows).flip(0)
-    found = NativeLinear(issuer).pack_quantized(matrix).rows(numbers)
+    found = NativeLinear(issuer).pack_quantized(matrix).embed(numbers)
     # One rounding for product and addition, or two.
     torch.testing.assert_close(found, matrix.dequantized()[numbers], rtol=1e-6, atol=1e-7)
 
 
 def test_all_halves_are_widened_rightly(issuer: Issuer) -> None:
     table = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.float16).view(64, 1024)
-    found = NativeLinear(issuer).pack(table).rows(torch.arange(64))
+    found = NativeLinear(issuer).pack(table).embed(torch.arange(64))
     expected = table.float()
     assert torch.equal(found.isnan(), expected.isnan())
     assert torch.equal(found.nan_to_num(0.5), expected.nan_to_num(0.5))
@@ -69,7 +69,7 @@ def test_scales_are_rounded_as_torch_rounds(issuer: Issuer) -> None:
     matrix = random_matrix(WeightFormat(8), len(scales), 1)
     matrix.values.fill_(1)
     matrix.scales.copy_(scales[:, None])
-    found = NativeLinear(issuer).pack_quantized(matrix).rows(torch.arange(len(scales)))
+    found = NativeLinear(issuer).pack_quantized(matrix).embed(torch.arange(len(scales)))
     assert torch.equal(found[:, 0], scales.half().float())
 
 
@@ -82,12 +82,12 @@ def test_other_ranks_rows_are_zeros_and_ours_are_scaled(issuer: Issuer) -> None:
 
 
 def test_no_rows(issuer: Issuer) -> None:
-    assert NativeLinear(issuer).pack(randn(20, 70)).rows(torch.empty(0, dtype=torch.int64)).shape == (0, 70)
+    assert NativeLinear(issuer).pack(randn(20, 70)).embed(torch.empty(0, dtype=torch.int64)).shape == (0, 70)
 
 
 def test_rows_of_the_type_that_is_computed_in() -> None:
     table = randn(20, 70).bfloat16()
-    assert torch.equal(NativeLinear(issuer_of(), torch.bfloat16).pack(table).rows(torch.arange(20)), table)
+    assert torch.equal(NativeLinear(issuer_of(), torch.bfloat16).pack(table).embed(torch.arange(20)), table)
 
 
 def test_a_recorded_look_up_is_made_again() -> None:
@@ -95,7 +95,7 @@ def test_a_recorded_look_up_is_made_again() -> None:
     table = randn(20, 70)
     packed = NativeLinear(issuer).pack(table)
     with issuer.computing_in(Arena()), issuer.recording() as recorded:
-        found = packed.rows(ids)
+        found = packed.embed(ids)
     ids.copy_(torch.tensor([7, 0, 19]))
     issuer.replay(recorded)
     assert torch.equal(found, table[ids])

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from hetero_worker.layers.linear_kernels import kept_dtype
 from hetero_worker.layers.native_linear import NativeLinear, NativeWeight
-from hetero_worker.layers.weight_storage import kept_dtype, packs_row_sources
 from hetero_worker.native.compute_library import Kind, LinearOp, Op
 from hetero_worker.native.issuing import Arena, Issuer
 from tests.support.native_compute import compute_library, computing_with, issuer_of
@@ -134,7 +134,7 @@ def test_what_weights_are_kept_in() -> None:
     assert kept_dtype(torch.float64, torch.float32, kernel) == torch.float32
     assert kept_dtype(torch.float16, torch.bfloat16, kernel) == torch.bfloat16
     assert kept_dtype(torch.float32, torch.bfloat16, kernel) == torch.bfloat16
-    assert packs_row_sources(kernel)
+    assert kernel.embeds
 
 
 def test_memory_is_that_of_the_weights() -> None:

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from hetero_api.model_config import RopeConfig
 from hetero_api.model_parts import Activation
 from hetero_worker.attention.kv_cache import LayerCache
-from hetero_worker.layers.fused_ops import PLAIN_OPS, HeadWeights, PlainOps, fused_ops_of
+from hetero_worker.layers.fused_ops import PLAIN_OPS, HeadWeights, PlainOps
 from hetero_worker.layers.invariant_ops import InvariantOps
 from hetero_worker.layers.native_ops import NativeOps
-from hetero_worker.layers.residual import ResidualStream
+from hetero_worker.layers.norm import ResidualStream
 from hetero_worker.layers.rotary import RotaryTables, Rotation
+from hetero_worker.layers.selection import fused_ops_of
 from hetero_worker.native.compute_library import GatedOp, Kind, NativeActivation, Op
 from hetero_worker.native.issuing import Arena, Issuer
 from tests.support.native_compute import compute_library, computing_with, issuer_of

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from hetero_worker.kernels import availability
-from hetero_worker.layers.fused_ops import PLAIN_OPS, fused_ops_of
-from hetero_worker.layers.norm import RmsNorm
-from hetero_worker.layers.residual import ResidualStream
+from hetero_worker.layers.fused_ops import PLAIN_OPS
+from hetero_worker.layers.norm import ResidualStream, RmsNorm
+from hetero_worker.layers.selection import fused_ops_of
 from hetero_worker.probe.synthetic import SyntheticWeights
 
 pytestmark = pytest.mark.unit

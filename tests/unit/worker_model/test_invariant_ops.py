@@ -13,12 +13,12 @@ from hetero_api.model_config import RopeConfig
 from hetero_api.model_parts import Activation
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.kernels import availability
-from hetero_worker.layers.batch_invariance import invariant_kernel, invariant_ops
 from hetero_worker.layers.fused_ops import PLAIN_OPS, HeadWeights
 from hetero_worker.layers.invariant_ops import InvariantOps, by_row, each_alike, row_sums
 from hetero_worker.layers.linear_kernels import PlainKernel
 from hetero_worker.layers.native_linear import NativeLinear
 from hetero_worker.layers.rotary import RotaryTables, Rotation
+from hetero_worker.layers.selection import invariant_kernel, invariant_ops
 from tests.support.native_compute import issuer_of
 
 pytestmark = pytest.mark.unit

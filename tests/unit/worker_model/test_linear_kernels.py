@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel, RowKernel, host_kernel
+from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel, RowKernel
+from hetero_worker.layers.selection import host_kernel
 from tests.support.native_compute import issuer_of
 
 pytestmark = pytest.mark.unit

@@ -149,7 +149,7 @@ def test_rows_of_the_vocabulary_take_what_the_ranks_arithmetic_says(kernel: Narr
     shard = RankShard((layer,), embedding_rows=ROWS, head_rows=ROWS)
     memory = _memory(config)
     common = memory.weight_bytes(RankShard((layer,), NO_UNITS, NO_UNITS), packs_head=True)
-    packs_head = not kernel.packs_row_sources
+    packs_head = not kernel.embeds
     counted = memory.weight_bytes(shard, packs_head=packs_head) - common
     assert counted == embedding.weight_bytes(torch.float32, kernel) + head.weight_bytes(torch.float32, kernel)
     assert memory.row_weights == INT8.row_bytes(config.hidden_size)

@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Final, NamedTuple, TypeVar
 
 import torch
 
@@ -50,22 +50,8 @@ _LASTS_S: Final = {PARTIAL_SUFFIX: 3600.0, CONTENT_SUFFIX: 90 * 86400.0}
 _FORMAT_SOURCES: Final = ("weight_format.py", "packed_weights.py", "gguf_*.py")
 
 
-@runtime_checkable
-class PackedMatrix(Protocol):
-    """A weight in a kernel's layout, in memory."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(out, in) features."""
-        ...
-
-    @property
-    def memory(self) -> tuple[torch.Tensor, ...]:
-        """All of its bytes, as uint8."""
-        ...
-
-
-M = TypeVar("M", bound=PackedMatrix)
+M = TypeVar("M")
+"""A weight in a kernel's layout."""
 
 
 class PackedCache:
@@ -111,10 +97,17 @@ class KeptMatrices:
         self._room_bytes = 0
         self._can_write = True
 
-    def find(self, question: str, blank: Callable[[tuple[int, int], WeightFormat], M]) -> M | None:
+    def find(
+        self,
+        question: str,
+        blank: Callable[[tuple[int, int], WeightFormat], M],
+        *,
+        memory: Callable[[M], Sequence[torch.Tensor]],
+    ) -> M | None:
         """Return the matrix that was kept under `question`; None if there is none.
 
-        The question says everything about the matrix but the checkpoint; `blank` allocates memory for it.
+        The question says everything about the matrix but the checkpoint. `blank` allocates a matrix of this (out, in)
+        shape and format, and `memory` returns its bytes, as uint8 tensors, to be filled.
         """
         if (content := self._content.digest(self._pool.map)) is None:
             return None
@@ -125,7 +118,7 @@ class KeptMatrices:
                 if header.question != asked:
                     raise DamagedFileError("it is of another matrix")
                 matrix = blank(header.shape, header.weights)
-                read_parts(file, header, begin, matrix.memory, run=self._pool.map)
+                read_parts(file, header, begin, memory(matrix), run=self._pool.map)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
@@ -141,20 +134,22 @@ class KeptMatrices:
         self._used.add(path)
         return matrix
 
-    def keep(self, question: str, weights: WeightFormat, matrix: PackedMatrix) -> None:
-        """Write the matrix for the next load. Logs once if it cannot."""
+    def keep(
+        self, question: str, weights: WeightFormat, shape: tuple[int, int], memory: Sequence[torch.Tensor]
+    ) -> None:
+        """Write a matrix of this (out, in) shape, all of whose bytes are `memory`. Logs once if it cannot."""
         if not self._can_write or (content := self._content.digest(self._pool.map)) is None:
             return
         path, asked = self._path_of(content, question)
-        size = sum(part.nbytes for part in matrix.memory)
+        size = sum(part.nbytes for part in memory)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             if not self._make_room(size):
                 logger.info("packed weights are not kept any more: %s has reached its limit", self._folder)
                 self._can_write = False
                 return
-            header = PackedHeader.of(asked, weights, matrix.shape, matrix.memory, self._pool.map)
-            write_packed(path, header, matrix.memory)
+            header = PackedHeader.of(asked, weights, shape, memory, self._pool.map)
+            write_packed(path, header, memory)
         except OSError as error:
             logger.warning("packed weights cannot be kept in %s: %s", self._folder, error)
             self._can_write = False

@@ -1,8 +1,8 @@
-"""Token embedding, its rows sharded over the ranks, and the output head.
+"""Token embedding, with rows sharded over the ranks, and the output head.
 
-Rows are kept as narrow as they are stored, or are to be quantised to, where the head's kernel multiplies with that
-(weight_storage.py), and widened as they are looked up. A tied head that has the same rows packs them from the
-embedding; where what it packs can be looked up itself, the embedding keeps nothing beside it.
+Rows are kept as narrow as they are stored or quantised, if the head's kernel can multiply with them so, and are widened
+when they are looked up. A tied head with the same rows packs them from the embedding. If its kernel `embeds`, the
+embedding looks rows up in the packed weight and keeps no other copy.
 """
 
 from __future__ import annotations
@@ -19,15 +19,8 @@ from hetero_worker.checkpoints.quantized_matrix import QuantizedRows
 from hetero_worker.checkpoints.store import TensorSlice
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
 from hetero_worker.layers.linear import ShardedLinear
-from hetero_worker.layers.linear_kernels import LinearKernel, PackedWeight
+from hetero_worker.layers.linear_kernels import LinearKernel, PackedWeight, kept_format, matrix_bytes
 from hetero_worker.layers.packing import floats_dtype, pack_in_place, pack_quantized, read_floats
-from hetero_worker.layers.weight_storage import (
-    QuantizedKernel,
-    RowSource,
-    kept_format,
-    matrix_bytes,
-    packs_row_sources,
-)
 from hetero_worker.platforms.base import HOST
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -35,7 +28,7 @@ HEAD = "lm_head.weight"
 
 
 class _FloatRows:
-    """Rows as floats, of the arithmetic type or narrower."""
+    """Rows of floats, in the arithmetic type or narrower."""
 
     def __init__(self, weight: torch.Tensor, dtype: torch.dtype) -> None:
         self.weight = weight
@@ -46,7 +39,7 @@ class _FloatRows:
 
 
 class ShardedEmbedding:
-    """Looks up the rows that this rank holds. Not usable before `load`."""
+    """Lookup of the rows that this rank holds. Not usable before `load`."""
 
     def __init__(self, config: ModelConfig, rows: UnitRange) -> None:
         self._source = _vocabulary_slice(config, EMBEDDING, rows)
@@ -56,20 +49,21 @@ class ShardedEmbedding:
         self._scale = config.embedding_scale
         self._scale_in_type = 1.0
         self._packed: PackedWeight | None = None
-        self._table: _FloatRows | QuantizedRows | RowSource = _FloatRows(torch.empty(0), torch.float32)
+        self._table: _FloatRows | QuantizedRows | PackedWeight = _FloatRows(torch.empty(0), torch.float32)
 
     def weight_bytes(self, dtype: torch.dtype, kernel: LinearKernel | None = None) -> int:
-        """Once loaded, at most. `kernel`: the output head's, as at `load`."""
+        """Return the most bytes that the loaded rows take; `kernel` is the output head's, as for `load`."""
         stored = self._stored
         return matrix_bytes(self._shape, stored.vocabulary, stored.floats, dtype=dtype, kernel=kernel)
 
     @property
     def num_rows(self) -> int:
-        """On this rank."""
+        """Number of rows on this rank."""
         return self._rows.size
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors of the loaded rows; none if a kernel has packed them."""
         match self._table:
             case _FloatRows():
                 return (self._table.weight,)
@@ -86,13 +80,16 @@ class ShardedEmbedding:
         kernel: LinearKernel | None = None,
         device: torch.device = HOST,
     ) -> None:
-        """Kept as the output head's `kernel` would have it; None: in the arithmetic type. Raises ModelError."""
+        """Read the rows in the form that the output head's `kernel` wants; None: in the arithmetic type.
+
+        Raises ModelError.
+        """
         # The scale is rounded to the weight's type, as the models were trained.
         self._scale_in_type = torch.tensor(self._scale, dtype=dtype).item()
         self._packed = None
-        if kernel is not None and packs_row_sources(kernel):
+        if kernel is not None and kernel.embeds:
             packed = self._packed_at_once(checkpoint, dtype=dtype, kernel=kernel, device=device)
-            if isinstance(packed, RowSource):
+            if packed is not None:
                 self._table = self._packed = packed
                 return
         if kept_format(checkpoint.format_of(self._source), kernel) is not None:
@@ -102,37 +99,40 @@ class ShardedEmbedding:
             weight = torch.empty(self._shape, dtype=kept, device=device)
             read_floats(checkpoint, [self._source], weight)
             self._table = _FloatRows(weight, dtype)
-        if kernel is not None and packs_row_sources(kernel):
+        if kernel is not None and kernel.embeds:
             self.pack(kernel)
 
     def _packed_at_once(
         self, checkpoint: Checkpoint, *, dtype: torch.dtype, kernel: LinearKernel, device: torch.device
     ) -> PackedWeight | None:
-        """Without rows between, which would be as much memory again; None where they are needed."""
+        """Pack straight from the checkpoint, without a second copy of the rows; None if that is not possible."""
         parts = [self._source]
         if kept_format(checkpoint.format_of(self._source), kernel) is None:
             return pack_in_place(checkpoint, parts, dtype=dtype, kernel=kernel, device=device)
-        return pack_quantized(checkpoint, parts, kernel) if isinstance(kernel, QuantizedKernel) else None
+        return pack_quantized(checkpoint, parts, kernel)
 
     def pack(self, kernel: LinearKernel) -> PackedWeight:
-        """The rows as the kernel multiplies with them; what it packs is looked up from now on, where it can be."""
+        """Return the rows packed for the kernel. If it `embeds`, rows are looked up in the packed weight from now on.
+
+        Raises RuntimeError for a kernel that the rows were not loaded for.
+        """
         if self._packed is not None:
             return self._packed
         match self._table:
-            case QuantizedRows() if isinstance(kernel, QuantizedKernel):
+            case QuantizedRows() if kernel.takes(self._table.format):
                 packed = kernel.pack_quantized(self._table.matrix())
             case _FloatRows():
                 packed = kernel.pack(self._table.weight)
             case _:
                 raise RuntimeError("an embedding was packed by a kernel that it was not loaded for")
-        if isinstance(packed, RowSource):
-            self._table, self._packed = packed, packed
+        if kernel.embeds:
+            self._table = self._packed = packed
         return packed
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """int64 [tokens] → [tokens, hidden]: zero where another rank holds the row; the sum over ranks is whole."""
+        """Return [tokens, hidden] of int64 [tokens]; other ranks' rows are zero, so results add up."""
         scale = self._scale_in_type
-        if isinstance(self._table, RowSource):
+        if isinstance(self._table, PackedWeight):
             return self._table.embed(token_ids, first=self._rows.begin, scale=scale)
         found = self._table.rows(token_ids) if self._is_whole else self._own(self._table, token_ids)
         return found if scale == 1.0 else found.mul_(scale)
@@ -151,7 +151,7 @@ class ShardedEmbedding:
 class OutputHead:
     """Logits of this rank's vocabulary rows.
 
-    A tied head is packed from the embedding's rows if this rank's `embedding_rows` are the same, else it reads its own.
+    A tied head is packed from the embedding if its rows are this rank's `embedding_rows`; otherwise it reads its own.
     """
 
     def __init__(
@@ -167,21 +167,22 @@ class OutputHead:
 
     @property
     def shape(self) -> tuple[int, int]:
+        """(out, in) features on this rank."""
         return self._linear.shape
 
     @property
     def packed(self) -> PackedWeight:
-        """The weight as its kernel has it, once loaded."""
+        """The loaded weight, packed by its kernel."""
         return self._linear.packed
 
     def weight_bytes(self, dtype: torch.dtype, kernel: LinearKernel) -> int:
-        """Once loaded, at most, beside the embedding's: 0 when both lie in the same memory."""
-        is_same = packs_row_sources(kernel) or not kernel.copies_weight
+        """Return the most bytes that the loaded weight takes beside the embedding's: 0 if both share their memory."""
+        is_same = kernel.embeds or not kernel.copies_weight
         return 0 if self._shares_rows and is_same else self._linear.weight_bytes(dtype, kernel)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Beside the embedding's."""
+        """All tensors of the loaded weight that are not the embedding's."""
         return self._linear.tensors
 
     def load(
@@ -193,14 +194,14 @@ class OutputHead:
         kernel: LinearKernel,
         device: torch.device = HOST,
     ) -> None:
-        """`embedding` is this rank's, loaded, if it has one."""
+        """Read or tie the weight; `embedding` is this rank's, loaded, if it has one. Raises ModelError."""
         if self._shares_rows and embedding is not None:
             self._linear.tie(embedding.pack(kernel))
         else:
             self._linear.load(checkpoint, dtype=dtype, kernel=kernel, device=device)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] → float32 [rows, vocabulary rows of this rank]."""
+        """Return float32 [rows, vocabulary rows of this rank] of [rows, hidden]."""
         logits = self._linear(hidden).float()
         return logits if self._soft_cap is None else self._ops.capped(logits, self._soft_cap)
 

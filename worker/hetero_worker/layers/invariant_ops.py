@@ -1,13 +1,12 @@
-"""FusedOps by torch's operators that give a row the same bits whatever other rows there are, on host cores.
+"""Batch-invariant FusedOps by torch's operators: a row has the same bits whatever other rows there are.
 
-An operator is free to compute an element in a vector of others or alone, depending on where it lies, and to add up a
-row in an order that depends on how many rows there are. Additions, products, quotients and roots of elements are
-rounded the same either way, so everything here is made of these: sums halve the row until one column is left. Only
-exponentials and hyperbolic tangents are left to the library, which computes each element as it would any other; that
-is tried at construction, and where it does not hold, they are computed row by row. A router's product with its weight
-is always taken row by row: it is small.
+A torch operator may compute an element alone or in a vector, depending on its place, and may add up a row in an order
+that depends on the number of rows. Additions, products, quotients and roots of elements are rounded alike in either
+case, so everything here is made of these; sums halve the row until one column is left. Exponentials and hyperbolic
+tangents are left to the library. At construction we try whether it computes them alike at every place; if not, they are
+computed row by row. A router's product with its weight is always computed row by row: it is small.
 
-All arithmetic is in float32, and rounded once. It takes more passes over memory than PlainOps: a sum over n columns is
+All arithmetic is in float32 and rounded once. It takes more passes over memory than PlainOps: a sum over n columns is
 log₂ n additions, of which the first is half of all the work.
 """
 
@@ -22,16 +21,16 @@ import torch
 from torch.nn import functional as F
 
 from hetero_api.model_parts import Activation
-from hetero_worker.layers.fused_ops import HeadWeights, RotatedHeads, WritesApart, kv_heads_of
+from hetero_worker.layers.fused_ops import HeadWeights, RotatedHeads, TorchOps, kv_heads_of
 from hetero_worker.layers.rotary import Rotation
 
 RowFunction = Callable[[torch.Tensor], torch.Tensor]
-"""Of a tensor's elements, or of its rows, each by itself."""
+"""Function of a tensor's elements, or of its rows, each by itself."""
 
 _ROWS_AT_ONCE: Final = 64
-"""What is float32 in between is of so many rows: it bounds memory."""
+"""Rows for which float32 intermediates exist at a time; bounds memory."""
 _TRIED_ELEMENTS: Final = 100_003
-"""More than torch gives to one thread, and no multiple of anything."""
+"""More than torch gives to one thread, and an odd number."""
 _TRIED_PIECES: Final = (1, 7, 16, 33, 1000, 40_000)
 _MOST_PIECES: Final = 64
 _GELU_FACTOR: Final = math.sqrt(2 / math.pi)
@@ -39,31 +38,36 @@ _GELU_CUBE: Final = 0.044715
 
 
 @dataclass(frozen=True, slots=True)
-class InvariantOps(WritesApart):
-    """See the module."""
+class InvariantOps(TorchOps):
+    """FusedOps for host tensors; see the module."""
 
     exp: RowFunction = field(default_factory=lambda: each_alike(torch.exp))
     tanh: RowFunction = field(default_factory=lambda: each_alike(torch.tanh))
 
     @property
     def name(self) -> str:
+        """See `FusedOps.name`."""
         return "torch-invariant"
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See `FusedOps.rms_norm`."""
         return in_slices(lambda rows: _normed(x[rows], eps).mul_(weight.float()), x.new_empty(x.shape))
 
     def add_rms_norm(
         self, residual: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
+        """See `FusedOps.add_rms_norm`."""
         return self.rms_norm(residual.add_(delta), weight, eps)
 
     def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """See `FusedOps.gated`."""
         out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
         return in_slices(lambda rows: self._gated(gate_up[rows], activation), out)
 
     def rotate(
         self, qkv: torch.Tensor, rotation: Rotation, *, num_heads: int, norms: HeadWeights | None
     ) -> RotatedHeads:
+        """See `FusedOps.rotate`."""
         num_rotating = num_heads + kv_heads_of(qkv, num_heads)
         rotating = qkv[:, :num_rotating]
 
@@ -78,13 +82,16 @@ class InvariantOps(WritesApart):
         return RotatedHeads(rotated[:, :num_heads], rotated[:, num_heads:], qkv[:, num_rotating:])
 
     def capped(self, logits: torch.Tensor, soft_cap: float) -> torch.Tensor:
+        """See `FusedOps.capped`."""
         return in_slices(lambda rows: self.tanh(logits[rows] / soft_cap).mul_(soft_cap), logits)
 
     def router_logits(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See `FusedOps.router_logits`."""
         exact = hidden.double()
         return (by_row(lambda row: F.linear(row, weight), exact) / _rms(exact, eps)).float()
 
     def expert_shares(self, logits: torch.Tensor, chosen: torch.Tensor, *, normalised: bool) -> torch.Tensor:
+        """See `FusedOps.expert_shares`."""
         weights = self.exp(logits - logits.amax(dim=1, keepdim=True))
         if not normalised:
             return (weights / row_sums(weights)).gather(1, chosen)
@@ -103,7 +110,7 @@ class InvariantOps(WritesApart):
 
 
 def row_sums(x: torch.Tensor) -> torch.Tensor:
-    """Over the last dimension, which is kept: [..., 1]. The second half is added to the first until one is left."""
+    """Return sums [..., 1] over the last dimension, adding the second half to the first until one column is left."""
     sums, width = x.clone(), x.shape[-1]
     while width > 1:
         half = (width + 1) // 2
@@ -113,7 +120,7 @@ def row_sums(x: torch.Tensor) -> torch.Tensor:
 
 
 def in_slices(compute: Callable[[slice], torch.Tensor], out: torch.Tensor) -> torch.Tensor:
-    """`out`, its rows computed some at a time and rounded to its type."""
+    """Compute the rows of `out` some at a time, rounded to its type, and return it."""
     for begin in range(0, len(out), _ROWS_AT_ONCE):
         rows = slice(begin, begin + _ROWS_AT_ONCE)
         out[rows] = compute(rows)
@@ -121,12 +128,12 @@ def in_slices(compute: Callable[[slice], torch.Tensor], out: torch.Tensor) -> to
 
 
 def by_row(function: RowFunction, x: torch.Tensor) -> torch.Tensor:
-    """function(x) of [rows, any], a row at a time, each from memory of its own."""
+    """Return function(x) of x [rows, any], a row at a time, each copied to its own memory."""
     return torch.cat([function(row.clone()) for row in torch.split(x, 1)]) if len(x) else function(x)
 
 
 def each_alike(function: RowFunction) -> RowFunction:
-    """The function, if it gives elements the same bits wherever they lie on this machine; else row by row."""
+    """Return the function if it gives elements the same bits at every place on this machine, else apply it by row."""
     values = torch.linspace(-30, 30, _TRIED_ELEMENTS)
     whole = function(values)
     for size in _TRIED_PIECES:
@@ -137,11 +144,11 @@ def each_alike(function: RowFunction) -> RowFunction:
 
 
 def _rms(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """√(mean square + eps) over the last dimension, which is kept."""
+    """Return √(mean square + eps) over the last dimension, which is kept."""
     return row_sums(x * x).div_(x.shape[-1]).add_(eps).sqrt_()
 
 
 def _normed(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / rms(x) over the last dimension, float32."""
+    """Return x / rms(x) over the last dimension, in float32."""
     exact = x.float()
     return exact / _rms(exact, eps)

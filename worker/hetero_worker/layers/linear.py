@@ -1,12 +1,13 @@
 """Linear layers of one rank's shard, each with its own loading rule.
 
-A layer is told at construction which slices of the checkpoint it is made of, stacked along its output rows
-(fused q, k, v; fused gate and up). Loading reads them into one weight on the rank's device, packs it for the kernel
-and lets the unpacked weight go where packing copies it. A rank that owns nothing of a layer has no such object.
+A layer knows from its construction the slices of the checkpoint that it is made of, stacked along its output rows
+(fused q, k, v; fused gate and up). Loading reads them into one weight on the rank's device, packs it for the kernel,
+and drops the unpacked weight if packing copied it. A rank that owns nothing of a layer has no such object.
 
-Weights are kept as narrow as they are stored, or are to be quantised to, where the kernel multiplies with that
-(weight_storage.py); else they are widened to the arithmetic type. Slices of one layer that are quantised in different
-ways are packed in a format that holds them all, or, where the kernel takes none, apart, and their outputs joined.
+Weights are kept as narrow as they are stored or quantised, if the kernel can multiply with them so
+(`linear_kernels.LinearKernel`); otherwise they are widened to the arithmetic type. Slices of one layer may be quantised
+in different formats. They are packed in one format that can hold all of them or, if the kernel does not take that,
+separately, and their outputs are joined.
 """
 
 from __future__ import annotations
@@ -23,9 +24,8 @@ from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import COLUMN_UNIT, FLOAT_WEIGHTS, StoredWeights, WeightFormat
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.checkpoints.store import TensorSlice
-from hetero_worker.layers.linear_kernels import LinearKernel, PackedWeight
+from hetero_worker.layers.linear_kernels import LinearKernel, PackedWeight, kept_format, matrix_bytes
 from hetero_worker.layers.packing import floats_dtype, pack_in_place, pack_quantized, read_floats
-from hetero_worker.layers.weight_storage import QuantizedKernel, kept_format, matrix_bytes
 from hetero_worker.platforms.base import HOST
 
 
@@ -39,11 +39,11 @@ class ShardedLinear:
         *,
         stored: StoredWeights = FLOAT_WEIGHTS,
     ) -> None:
-        """`stored.layers`: the widest format that the weights may come in; None: they are floats."""
+        """`stored.layers` is the widest format in which the weights may be stored; None: they are floats."""
         self._weights = tuple(weights)
         self._biases = tuple(biases)
         self._stored = stored
-        self._packed: PackedWeight = _not_loaded
+        self._packed: PackedWeight = _NotLoaded()
         self._bias: torch.Tensor | None = None
         self._tensors: tuple[torch.Tensor, ...] = ()
 
@@ -53,35 +53,35 @@ class ShardedLinear:
         return sum(part.shape[0] for part in self._weights), self._weights[0].shape[1]
 
     def weight_bytes(self, dtype: torch.dtype, kernel: LinearKernel | None = None) -> int:
-        """Once loaded, at most. Without a kernel: in the arithmetic type."""
+        """Return the most bytes that the loaded layer takes; `kernel` None: in the arithmetic type."""
         biases = sum(part.shape[0] for part in self._biases) * dtype.itemsize
         stored = self._stored
         return biases + matrix_bytes(self.shape, stored.layers, stored.floats, dtype=dtype, kernel=kernel)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What of the weights lies in tensors: nothing that a kernel has packed its own way, nor what is tied."""
+        """All tensors of the loaded weights, except those that a kernel has packed and those of a tied layer."""
         return self._tensors
 
     @property
     def packed(self) -> PackedWeight:
-        """The weight as its kernel has it, once loaded."""
+        """The loaded weight, packed by its kernel."""
         return self._packed
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """[out], once loaded."""
+        """The loaded bias [out]; None: there is none."""
         return self._bias
 
     def load(
         self, checkpoint: Checkpoint, *, dtype: torch.dtype, kernel: LinearKernel, device: torch.device = HOST
     ) -> None:
-        """Raises ModelError."""
+        """Read and pack this rank's slices. Raises ModelError."""
         self._tensors = ()
         runs = self._runs(checkpoint, kernel)
         packed = [
             pack_quantized(checkpoint, parts, kernel)
-            if weights is not None and isinstance(kernel, QuantizedKernel)
+            if weights is not None
             else self._pack_floats(checkpoint, parts, dtype=dtype, kernel=kernel, device=device)
             for weights, parts in runs
         ]
@@ -95,7 +95,7 @@ class ShardedLinear:
     def _runs(
         self, checkpoint: Checkpoint, kernel: LinearKernel
     ) -> list[tuple[WeightFormat | None, list[TensorSlice]]]:
-        """Slices that are packed together, and the format that these are in; None: floats."""
+        """Return runs of slices that are packed together, with their format; None: floats."""
         stored = [checkpoint.format_of(part) for part in self._weights]
         formats = [weights for weights in stored if weights is not None]
         if len(formats) == len(stored):
@@ -130,25 +130,25 @@ class ShardedLinear:
         return kernel.pack(weight)
 
     def tie(self, packed: PackedWeight) -> None:
-        """Use a weight that another layer loaded and keeps."""
+        """Use a weight that another layer has loaded and keeps."""
         self._packed = packed
         self._tensors = ()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [rows, in] → [rows, out]."""
+        """Return [rows, out] of x [rows, in]."""
         return self._packed(x, self._bias)
 
 
-class JoinedWeights:
-    """Weights of one layer that are packed apart, in the order of their rows."""
+class JoinedWeights(PackedWeight):
+    """Weights of one layer that are packed separately, in the order of their rows."""
 
     def __init__(self, parts: Sequence[PackedWeight], heights: Sequence[int]) -> None:
-        """`heights`: rows of each."""
+        """`heights`: number of rows of each part."""
         self.parts = tuple(parts)
         self._bounds = tuple(pairwise(accumulate(heights, initial=0)))
 
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [rows, in] → [rows, out]."""
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None, /) -> torch.Tensor:
+        """Return the parts' outputs, joined: [rows, out] of x [rows, in]."""
         outputs = [
             part(x, None if bias is None else bias[begin:end])
             for part, (begin, end) in zip(self.parts, self._bounds, strict=True)
@@ -157,7 +157,7 @@ class JoinedWeights:
 
 
 def qkv_linear(config: ModelConfig, prefix: str, heads: UnitRange) -> ShardedLinear:
-    """Fused q, k and v of the KV heads `heads` and their query heads; output [q | k | v]."""
+    """Return the fused q, k and v projection of the KV heads `heads` and their query heads; output [q | k | v]."""
     query = heads.scaled(config.group_size * config.head_dim)
     key = heads.scaled(config.head_dim)
     rows = {"q_proj": query, "k_proj": key, "v_proj": key}
@@ -170,14 +170,14 @@ def qkv_linear(config: ModelConfig, prefix: str, heads: UnitRange) -> ShardedLin
 
 
 def output_linear(config: ModelConfig, prefix: str, heads: UnitRange, *, bias: bool) -> ShardedLinear:
-    """The attention's output projection from this rank's heads: a partial sum. One rank adds the bias."""
+    """Return the output projection of attention from this rank's heads: a partial sum. One rank adds the bias."""
     unit = config.group_size * config.head_dim
     inputs = config.num_heads * config.head_dim, heads.scaled(unit)
     return _row_parallel(f"{prefix}.o_proj", config, inputs, unit=unit, bias=bias and config.o_bias)
 
 
 def gate_up_linear(config: ModelConfig, prefix: str, columns: UnitRange) -> ShardedLinear:
-    """Fused gate and up projections of this rank's columns; output [gate | up]."""
+    """Return the fused gate and up projections of this rank's columns; output [gate | up]."""
     return _column_parallel(
         {f"{prefix}.{name}": (config.intermediate_size, columns) for name in ("gate_proj", "up_proj")},
         config=config,
@@ -186,13 +186,13 @@ def gate_up_linear(config: ModelConfig, prefix: str, columns: UnitRange) -> Shar
 
 
 def down_linear(config: ModelConfig, prefix: str, columns: UnitRange, *, bias: bool) -> ShardedLinear:
-    """The MLP's down projection from this rank's columns: a partial sum. One rank adds the bias."""
+    """Return the MLP's down projection from this rank's columns: a partial sum. One rank adds the bias."""
     inputs = config.intermediate_size, columns
     return _row_parallel(f"{prefix}.down_proj", config, inputs, unit=COLUMN_UNIT, bias=bias and config.mlp_bias)
 
 
 def expert_gate_up_linear(config: ModelConfig, experts: ExpertsConfig, prefix: str) -> ShardedLinear:
-    """Fused gate and up projections of a whole expert; output [gate | up]."""
+    """Return the fused gate and up projections of a whole expert; output [gate | up]."""
     width = experts.intermediate_size
     return _column_parallel(
         {f"{prefix}.{name}": (width, UnitRange(0, width)) for name in (experts.names.gate, experts.names.up)},
@@ -202,13 +202,13 @@ def expert_gate_up_linear(config: ModelConfig, experts: ExpertsConfig, prefix: s
 
 
 def expert_down_linear(config: ModelConfig, experts: ExpertsConfig, prefix: str) -> ShardedLinear:
-    """The down projection of a whole expert."""
+    """Return the down projection of a whole expert."""
     width = experts.intermediate_size
     return _row_parallel(f"{prefix}.{experts.names.down}", config, (width, UnitRange(0, width)), unit=0, bias=False)
 
 
 def _column_parallel(parts: dict[str, tuple[int, UnitRange]], *, config: ModelConfig, bias: bool) -> ShardedLinear:
-    """Inputs are the hidden states, whole."""
+    """Return a layer whose outputs are split over ranks; its inputs are whole hidden states."""
     width, wanted = config.hidden_size, config.weights.at_load.layers
     weights = [
         TensorSlice(f"{name}.weight", (height, width), rows=rows, quantize_to=wanted)
@@ -221,7 +221,7 @@ def _column_parallel(parts: dict[str, tuple[int, UnitRange]], *, config: ModelCo
 def _row_parallel(
     name: str, config: ModelConfig, inputs: tuple[int, UnitRange], *, unit: int, bias: bool
 ) -> ShardedLinear:
-    """Inputs are dealt to ranks, `unit` of them together; 0: not dealt."""
+    """Return a layer whose inputs are split over ranks in units of `unit`; 0: they are not split."""
     width, columns = inputs
     stored = config.weights.within(unit)
     weight = TensorSlice(
@@ -231,5 +231,6 @@ def _row_parallel(
     return ShardedLinear([weight], biases, stored=stored)
 
 
-def _not_loaded(_x: torch.Tensor, _bias: torch.Tensor | None) -> torch.Tensor:
-    raise RuntimeError("a layer was used before its weights were loaded")
+class _NotLoaded(PackedWeight):
+    def __call__(self, _x: torch.Tensor, _bias: torch.Tensor | None, /) -> torch.Tensor:
+        raise RuntimeError("a layer was used before its weights were loaded")

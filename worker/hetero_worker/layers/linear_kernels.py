@@ -1,76 +1,170 @@
-"""Kernels that compute x · Wᵀ + b for a rank's linear layers, and the one that a host rank uses.
+"""Interface of kernels that compute x · Wᵀ + b, torch's implementations, and the width in which a kernel keeps weights.
 
 A kernel packs a weight once, at load time, and then multiplies with it. Packing may copy: the caller then drops the
-unpacked weight. The CPU has one way: the native kernel wherever its library is built, torch otherwise. Nothing is
-timed at start, so every rank of a group and every start of it computes the same way.
+unpacked weight. A kernel that can multiply with narrower weights than its inputs says so (`LinearKernel.storage`,
+`takes`); otherwise weights are widened to the arithmetic type. The numbers are the same on both kinds of rank.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Final
 
 import torch
 from torch.nn import functional as F
 
-from hetero_worker.layers.native_linear import NativeLinear
-from hetero_worker.native.issuing import Issuer
+from hetero_api.model_config import ModelConfig
+from hetero_api.weight_format import COLUMN_UNIT, WeightFormat
+from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
+
+FLOAT_TYPES: Final[Mapping[str, torch.dtype]] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+"""Types by their names in config.json."""
 
 
-class PackedWeight(Protocol):
-    """A weight [out, in] in some kernel's layout."""
+class PackedWeight(ABC):
+    """A weight [out, in] in a kernel's layout."""
 
+    memory: tuple[torch.Tensor, ...] = ()
+    """All of the weight's bytes as uint8, if its kernel has a `layout`."""
+
+    @abstractmethod
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None, /) -> torch.Tensor:
-        """Return x · Wᵀ + b: x [rows, in] → [rows, out], contiguous."""
-        ...
+        """Return x · Wᵀ + b, contiguous [rows, out], of x [rows, in]."""
+
+    def embed(self, ids: torch.Tensor, *, first: int = 0, scale: float = 1.0) -> torch.Tensor:
+        """Return rows `ids - first` of the weight, times `scale`, for int64 [n] ids; zeros where no such row exists.
+
+        The result [n, in] has the type of the kernel's inputs, and may be changed. Only for kernels that `embed`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot look up rows")
 
 
-class LinearKernel(Protocol):
-    """One way to multiply."""
+class LinearKernel(ABC):
+    """A way to multiply with a weight. The defaults describe a kernel that wants weights of its inputs' type."""
+
+    copies_weight: bool = False
+    """True if packing copies, so that the caller can drop the given weight."""
+    embeds: bool = False
+    """True if packed weights can look up rows: an embedding and a tied output head then share their memory."""
 
     @property
+    @abstractmethod
     def name(self) -> str:
-        """Name that `Loaded.kernels` reports."""
-        ...
+        """The name that `Loaded.kernels` reports."""
 
     @property
-    def copies_weight(self) -> bool:
-        """True if packing copies, so that the caller can drop the given weight."""
-        ...
+    def layout(self) -> str:
+        """Everything but the matrix that the bytes of a packed quantised weight depend on; "": they cannot be kept."""
+        return ""
 
+    @abstractmethod
     def pack(self, weight: torch.Tensor) -> PackedWeight:
-        """Pack a weight [out, in]."""
-        ...
+        """Pack a weight [out, in] of floats."""
+
+    def storage(self, stored: torch.dtype, dtype: torch.dtype) -> torch.dtype:  # noqa: ARG002 - for overrides
+        """Return the type in which `pack` wants a weight that is `stored` in the checkpoint, for inputs of `dtype`.
+
+        It is one of the two, and the stored one only if widening it to `dtype` loses nothing.
+        """
+        return dtype
+
+    def takes(self, weights: WeightFormat) -> bool:  # noqa: ARG002 - for overrides
+        """Return whether the kernel multiplies with quantised weights of this format."""
+        return False
+
+    def pack_quantized(self, matrix: QuantizedMatrix) -> PackedWeight:
+        """Pack a copy of the matrix. Raises ValueError for a format that the kernel does not take."""
+        raise ValueError(f"linear kernel {self.name} takes no weights quantised to {matrix.format}")
+
+    def blank_quantized(self, shape: tuple[int, int], weights: WeightFormat) -> PackedWeight:  # noqa: ARG002
+        """Return a packed weight (out, in) whose `memory` the caller fills. Raises ValueError as `pack_quantized`."""
+        raise ValueError(f"linear kernel {self.name} takes no weights quantised to {weights}")
 
 
-class PlainKernel:
-    """LinearKernel by torch.nn.functional.linear: the reference, and what a machine without a compiler gets."""
+class PlainKernel(LinearKernel):
+    """LinearKernel by torch.nn.functional.linear: the reference, and the kernel of machines without a compiler."""
 
     name = "torch"
-    copies_weight = False
 
     def pack(self, weight: torch.Tensor) -> PackedWeight:
         """Return a product with the weight [out, in] as it is."""
-        return lambda x, bias: F.linear(x, weight, bias)
+        return _TorchWeight(weight)
 
 
-class RowKernel:
-    """LinearKernel by torch, one row at a time: slow, and a row's bits never depend on the rows beside it."""
+class RowKernel(LinearKernel):
+    """LinearKernel by torch, one row at a time: slow, but a row's bits never depend on the rows beside it."""
 
     name = "torch-invariant (row by row)"
-    copies_weight = False
 
     def pack(self, weight: torch.Tensor) -> PackedWeight:
         """Return a product with the weight [out, in] as it is."""
-
-        def multiply(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            out = x.new_empty(len(x), len(weight))
-            for row, result in zip(x, out, strict=True):
-                result.copy_(F.linear(row, weight, bias))
-            return out
-
-        return multiply
+        return _WeightByRow(weight)
 
 
-def host_kernel(dtype: torch.dtype, issuer: Issuer | None) -> LinearKernel:
-    """Return the kernel of a rank on host cores for inputs of `dtype`. No issuer: the native library is missing."""
-    return PlainKernel() if issuer is None else NativeLinear(issuer, dtype)
+class _TorchWeight(PackedWeight):
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight = weight
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None, /) -> torch.Tensor:
+        return F.linear(x, self._weight, bias)
+
+
+class _WeightByRow(_TorchWeight):
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None, /) -> torch.Tensor:
+        out = x.new_empty(len(x), len(self._weight))
+        for row, result in zip(x, out, strict=True):
+            result.copy_(F.linear(row, self._weight, bias))
+        return out
+
+
+def kept_format(weights: WeightFormat | None, kernel: LinearKernel | None) -> WeightFormat | None:
+    """Return the format of a weight in memory; None: floats. Without a kernel, weights are floats."""
+    return weights if weights is not None and kernel is not None and kernel.takes(weights) else None
+
+
+def kept_dtype(stored: torch.dtype, dtype: torch.dtype, kernel: LinearKernel | None) -> torch.dtype:
+    """Return the type in memory of a weight that is stored as floats."""
+    return dtype if kernel is None else kernel.storage(stored, dtype)
+
+
+def matrix_bytes(
+    shape: tuple[int, int],
+    bound: WeightFormat | None,
+    floats: str,
+    *,
+    dtype: torch.dtype,
+    kernel: LinearKernel | None,
+) -> int:
+    """Return the most bytes that a matrix takes in memory.
+
+    `bound` is the widest format in which it may be stored; None: it is floats of the type that config.json calls
+    `floats`.
+    """
+    weights = kept_format(bound, kernel)
+    if weights is not None:
+        return weights.matrix_bytes(*shape)
+    stored = FLOAT_TYPES.get(floats) if bound is None else None
+    kept = dtype if stored is None else kept_dtype(stored, dtype, kernel)
+    return math.prod(shape) * kept.itemsize
+
+
+def kept_bits(kernel: LinearKernel, dtype: torch.dtype, config: ModelConfig) -> frozenset[int]:
+    """Return the widths below the arithmetic type's in which a rank with this kernel keeps any part of a model.
+
+    A width of 16, 8 or 4 counts only if the kernel keeps all of the model's formats of that width.
+    """
+    stored = config.weights
+    units = (0, COLUMN_UNIT, config.group_size * config.head_dim)
+    formats = {*(stored.within(unit).layers for unit in units), stored.vocabulary} - {None}
+    widened = {weights.bits for weights in formats if weights and kept_format(weights, kernel) is None}
+    kept = {weights.bits for weights in formats if weights} - widened
+    floats = FLOAT_TYPES.get(stored.floats, dtype)
+    if kept_dtype(floats, dtype, kernel).itemsize < dtype.itemsize:
+        kept.add(8 * floats.itemsize)
+    return frozenset(kept)

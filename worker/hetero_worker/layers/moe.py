@@ -1,13 +1,13 @@
-"""An MLP of experts on one rank: it computes its own experts for the tokens that are routed to them.
+"""MLP of experts on one rank, which computes its own experts for the tokens that are routed to them.
 
-Every rank that owns experts of the layer routes all tokens by itself, so that no round is needed for it. The choice
-must be the same on all of them: a token whose second-best expert is one on this rank and another on that rank would
-get both, or neither. So the router is computed in float64 from the residual stream, which is the same everywhere to
-the last bit, and its result rounded to float32: ranks whose kernels or cores add in another order still agree, and
-experts that tie do so on every rank, where the lower number wins.
+Every rank that owns experts of the layer routes all tokens by itself, so routing needs no exchange round. All ranks
+must choose alike: if two ranks disagreed on a token's second-best expert, the token would get both or neither. So the
+router is computed in float64 from the residual stream, which is equal on all ranks to the last bit, and its result is
+rounded to float32. Ranks that add in different orders then still agree. Experts that tie do so on every rank, and the
+lower number wins.
 
-Which experts a rank holds may change between two steps (`read`, then `hold`); the router is the same whatever they are.
-Each rank counts the tokens that chose its own experts: it has these numbers at hand, so counting costs nothing.
+A rank's experts may change between two steps (`read`, then `hold`); the router stays the same. Each rank counts the
+tokens that chose its own experts; it has these numbers at hand, so counting costs nothing.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from hetero_worker.checkpoints.store import TensorSlice
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
 from hetero_worker.layers.linear import expert_down_linear, expert_gate_up_linear
 from hetero_worker.layers.linear_kernels import LinearKernel
-from hetero_worker.layers.norm import RmsNorm
-from hetero_worker.layers.residual import ResidualStream
+from hetero_worker.layers.norm import ResidualStream, RmsNorm
 from hetero_worker.platforms.base import HOST
 
 
@@ -45,7 +44,10 @@ class ExpertMlp:
         make_router: MakeRouter | None = None,
         ops: FusedOps = PLAIN_OPS,
     ) -> None:
-        """`own`: numbers of the experts that this rank holds, at least one, in any order."""
+        """`own` are the numbers of this rank's experts, at least one, in any order.
+
+        Raises PlanError if the layer is dense.
+        """
         if config.experts is None or layer not in config.experts.layers:
             raise PlanError(f"the plan deals experts of layer {layer}, which is dense")
         self._prefix = f"model.layers.{layer}.{config.experts.names.block}"
@@ -61,31 +63,33 @@ class ExpertMlp:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Of the experts that this rank holds, ascending."""
+        """Numbers of this rank's experts, ascending."""
         return tuple(self._experts)
 
     @property
     def linear_shapes(self) -> tuple[tuple[int, int], ...]:
-        """An expert's; all are alike."""
+        """(out, in) of an expert's linear layers; all experts are alike."""
         return self._any_expert.linear_shapes
 
     def expert_bytes(self, dtype: torch.dtype, kernel: LinearKernel | None = None) -> int:
-        """Of each expert, once loaded, at most. Without a kernel: in the arithmetic type."""
+        """Return the most bytes that a loaded expert takes; `kernel` None: in the arithmetic type."""
         return self._any_expert.weight_bytes(dtype, kernel)
 
     def weight_bytes(self, dtype: torch.dtype, kernel: LinearKernel | None = None) -> int:
-        """Once loaded, at most."""
+        """Return the most bytes that the loaded weights take."""
         experts = len(self._experts) * self.expert_bytes(dtype, kernel)
         return self._norm.weight_bytes(dtype) + self._router.weight_bytes + experts
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors of the loaded weights, except those that a kernel has packed."""
         experts = (tensor for expert in self._experts.values() for tensor in expert.tensors)
         return *self._norm.tensors, *self._router.tensors, *experts
 
     def load(
         self, checkpoint: Checkpoint, *, dtype: torch.dtype, kernel: LinearKernel, device: torch.device = HOST
     ) -> None:
+        """Read the norm, the router and this rank's experts. Raises ModelError."""
         self._device = device
         self._norm.load(checkpoint, dtype=dtype, device=device)
         self._router.load(checkpoint, device)
@@ -96,7 +100,7 @@ class ExpertMlp:
     def read(
         self, numbers: Collection[int], checkpoint: Checkpoint, *, dtype: torch.dtype, kernel: LinearKernel
     ) -> dict[int, Expert]:
-        """Experts of these numbers, for `hold`: those that are held already, the others read. Changes nothing.
+        """Return experts of these numbers for `hold`: those already held, and the others read. Changes nothing.
 
         Raises ModelError.
         """
@@ -106,14 +110,14 @@ class ExpertMlp:
         return experts
 
     def hold(self, experts: Mapping[int, Expert]) -> None:
-        """Compute these from now on, and count anew."""
+        """Compute these experts from now on, and reset the counts."""
         self._experts = dict(sorted(experts.items()))
-        # Where an expert's tokens begin and, of the next number, where they end.
+        # An expert's tokens begin at its number's position and end at the next number's.
         self._bounds = torch.tensor([(number, number + 1) for number in self._experts], device=self._device)
         self._chosen = dict.fromkeys(self._experts, 0)
 
     def take_counts(self) -> list[int]:
-        """How many tokens chose each of the layer's experts since the last time; 0 for those of other ranks."""
+        """Return how many tokens chose each of the layer's experts since the last call; 0 for other ranks' experts."""
         counts = [self._chosen.get(number, 0) for number in range(self._shape.number)]
         self._chosen = dict.fromkeys(self._experts, 0)
         return counts
@@ -126,11 +130,11 @@ class ExpertMlp:
         return Expert(self._config, self._shape, f"{self._prefix}.experts.{number}", ops=self._ops)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [tokens, hidden] → partial [tokens, hidden]; zero for tokens that have no expert on this rank."""
+        """Return the partial sum [tokens, hidden]; it is zero for tokens without an expert on this rank."""
         return self.of_stream(ResidualStream(hidden))
 
     def of_stream(self, stream: ResidualStream) -> torch.Tensor:
-        """The same of what the stream holds."""
+        """Return the partial sum [tokens, hidden] of the residual stream."""
         normed = stream.normed(self._norm)
         hidden = stream.settle()
         chosen, weights = self._router(hidden)
@@ -141,7 +145,7 @@ class ExpertMlp:
         return partial
 
     def _assignments(self, chosen: torch.Tensor, weights: torch.Tensor) -> Iterator[_Assignment]:
-        """What this rank's experts have to do, by their numbers; nothing of those that no token wants."""
+        """Yield the work of this rank's experts, by their numbers; experts that no token chose have none."""
         order = chosen.reshape(-1).argsort(stable=True)
         rows, shares = order // chosen.shape[1], weights.reshape(-1, 1)[order]
         bounds = torch.searchsorted(chosen.reshape(-1)[order], self._bounds).tolist()
@@ -153,7 +157,7 @@ class ExpertMlp:
 
 
 class Expert:
-    """One expert, whole: its gated MLP."""
+    """One whole expert: a gated MLP."""
 
     def __init__(self, config: ModelConfig, experts: ExpertsConfig, prefix: str, *, ops: FusedOps = PLAIN_OPS) -> None:
         self._activation = config.activation
@@ -163,38 +167,42 @@ class Expert:
 
     @property
     def linear_shapes(self) -> tuple[tuple[int, int], ...]:
+        """(out, in) of both linear layers."""
         return self._gate_up.shape, self._down.shape
 
     def weight_bytes(self, dtype: torch.dtype, kernel: LinearKernel | None = None) -> int:
+        """Return the most bytes that the loaded expert takes; `kernel` None: in the arithmetic type."""
         return self._gate_up.weight_bytes(dtype, kernel) + self._down.weight_bytes(dtype, kernel)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors of the loaded weights, except those that a kernel has packed."""
         return *self._gate_up.tensors, *self._down.tensors
 
     def load(
         self, checkpoint: Checkpoint, *, dtype: torch.dtype, kernel: LinearKernel, device: torch.device = HOST
     ) -> None:
+        """Read the expert. Raises ModelError."""
         self._gate_up.load(checkpoint, dtype=dtype, kernel=kernel, device=device)
         self._down.load(checkpoint, dtype=dtype, kernel=kernel, device=device)
 
     def __call__(self, normed: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] → [rows, hidden]."""
+        """Return [rows, hidden] of normed rows [rows, hidden]."""
         return self._down(self._ops.gated(self._gate_up(normed), self._activation))
 
 
 class _Assignment(NamedTuple):
-    """Rows that an expert computes."""
+    """Rows that an expert computes at a time."""
 
     expert: Expert
     rows: torch.Tensor
     """int64 [rows]."""
     shares: torch.Tensor
-    """float32 [rows, 1]: what the expert's result is multiplied by."""
+    """float32 [rows, 1]: factors of the expert's result."""
 
 
 class Router:
-    """Chooses each token's experts. It holds the router's weight and the norm's, multiplied, in float64."""
+    """Choice of each token's experts. It holds the product of the router's weight and the norm's in float64."""
 
     def __init__(
         self, experts: ExpertsConfig, name: str, hidden_size: int, norm: RmsNorm, *, ops: FusedOps = PLAIN_OPS
@@ -207,26 +215,27 @@ class Router:
 
     @property
     def weight_bytes(self) -> int:
-        """Once loaded."""
+        """Bytes that the loaded weight takes."""
         return self._source.shape[0] * self._source.shape[1] * torch.float64.itemsize
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors of the loaded weights, except those that a kernel has packed."""
         return (self._weight,)
 
     def load(self, checkpoint: Checkpoint, device: torch.device) -> None:
-        """After the norm."""
+        """Read the weight, after the norm is loaded. Raises ModelError."""
         self._weight = torch.empty(self._source.shape, dtype=torch.float64, device=device)
         checkpoint.read(self._source, self._weight)
         self._weight.mul_(self._norm.weight)
 
     def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden [tokens, hidden] → numbers of the chosen experts, best first, and their weights: [tokens, chosen]."""
+        """Return the chosen experts' numbers, best first, and their weights, [tokens, chosen] each."""
         logits = self._ops.router_logits(hidden, self._weight, self._norm.eps)
-        # Not topk: which of two that tie it takes is not said.
+        # topk does not define which of two equal logits it takes.
         chosen = logits.argsort(dim=1, descending=True, stable=True)[:, : self._experts.per_token]
         return chosen, self._ops.expert_shares(logits, chosen, normalised=self._experts.normalised)
 
 
 MakeRouter = Callable[[ExpertsConfig, str, int, RmsNorm], Router]
-"""From experts, the name of the router's weight, hidden size and the norm before it."""
+"""Makes a router of experts, the name of its weight, the hidden size and the norm before it."""

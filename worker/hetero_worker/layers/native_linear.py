@@ -17,6 +17,7 @@ import torch
 
 from hetero_api.weight_format import WeightFormat
 from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
+from hetero_worker.layers.linear_kernels import LinearKernel, PackedWeight
 from hetero_worker.native.compute_library import EmbedOp, Format, Kind, LinearOp, Op, PackOp, Weight
 from hetero_worker.native.issuing import Issuer
 from hetero_worker.platforms.huge_pages import empty_on_huge_pages
@@ -34,11 +35,11 @@ _PRESENT: Final = 1
 """An address that says that there will be one."""
 
 
-class NativeLinear:
-    """A LinearKernel that is a StoredFloatsKernel, a QuantizedKernel and a RowSourceKernel, on the issuer's team."""
+class NativeLinear(LinearKernel):
+    """LinearKernel on the issuer's team."""
 
     copies_weight = True
-    packs_row_sources = True
+    embeds = True
 
     def __init__(self, issuer: Issuer, dtype: torch.dtype = torch.float32) -> None:
         """`dtype`: of inputs and outputs."""
@@ -90,8 +91,8 @@ class NativeLinear:
         )
 
 
-class NativeWeight:
-    """A PackedWeight and RowSource."""
+class NativeWeight(PackedWeight):
+    """PackedWeight of the native kernels."""
 
     def __init__(
         self,
@@ -112,12 +113,12 @@ class NativeWeight:
         self._weight.scales = _PRESENT if has_scales else None
         self._weight.minima = _PRESENT if has_minima else None
         library = issuer.team.library
-        self._memory = tuple(
+        self.memory = tuple(
             empty_on_huge_pages((library.packed_bytes(self.address, which),), torch.uint8) for which in range(3)
         )
-        self._weight.values = self._memory[0].data_ptr()
-        self._weight.scales = self._memory[1].data_ptr() if has_scales else None
-        self._weight.minima = self._memory[2].data_ptr() if has_minima else None
+        self._weight.values = self.memory[0].data_ptr()
+        self._weight.scales = self.memory[1].data_ptr() if has_scales else None
+        self._weight.minima = self.memory[2].data_ptr() if has_minima else None
 
     @property
     def address(self) -> int:
@@ -130,14 +131,9 @@ class NativeWeight:
         return self._weight.out_features, self._weight.in_features
 
     @property
-    def memory(self) -> tuple[torch.Tensor, ...]:
-        """uint8, all that it is: values, scales and minima, as packed."""
-        return self._memory
-
-    @property
     def num_bytes(self) -> int:
         """Of memory that it takes."""
-        return sum(part.nbytes for part in self._memory)
+        return sum(part.nbytes for part in self.memory)
 
     def write(
         self, values: torch.Tensor, scales: torch.Tensor | None = None, minima: torch.Tensor | None = None
@@ -169,10 +165,6 @@ class NativeWeight:
         op.scratch = self._issuer.scratch(op)
         self._issuer.issue(op, self, bias)
         return y
-
-    def rows(self, numbers: torch.Tensor) -> torch.Tensor:
-        """int64 [n] → [n, in], in the type of inputs."""
-        return self.embed(numbers)
 
     def embed(self, ids: torch.Tensor, *, first: int = 0, scale: float = 1.0) -> torch.Tensor:
         """int64 [n] → [n, in]: rows ids - first, times scale; zeros where there is no such row."""

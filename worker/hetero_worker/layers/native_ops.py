@@ -34,30 +34,37 @@ class NativeOps:
 
     @property
     def name(self) -> str:
+        """See `FusedOps.name`."""
         return f"native ({self._issuer.team.library.in_use().decode()})"
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See `FusedOps.rms_norm`."""
         return self._norm(x, None, weight, eps)
 
     def add_rms_norm(
         self, residual: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
+        """See `FusedOps.add_rms_norm`."""
         return self._norm(residual, delta, weight, eps)
 
     def add(self, x: torch.Tensor, delta: torch.Tensor) -> None:
+        """See `FusedOps.add`."""
         op = AddOp(Op(Kind.ADD, len(x)), x.shape[1], _address(x), _address(delta))
         self._issuer.issue(op)
 
     def pick(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """See `FusedOps.pick`."""
         out = self._issuer.empty(len(index), x.shape[1])
         op = PickOp(Op(Kind.PICK, len(index)), x.shape[1], _address(x), _address(index, torch.int64), out.data_ptr())
         self._issuer.issue(op, index)
         return out
 
     def empty(self, rows: int, width: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:  # noqa: ARG002
+        """See `FusedOps.empty`."""
         return self._issuer.empty(rows, width, dtype=dtype)
 
     def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """See `FusedOps.gated`."""
         rows, columns = len(gate_up), gate_up.shape[1] // 2
         out = self._issuer.empty(rows, columns)
         op = GatedOp(Op(Kind.GATED, rows), _ACTIVATIONS[activation], columns, _address(gate_up), out.data_ptr())
@@ -67,6 +74,7 @@ class NativeOps:
     def rotate(
         self, qkv: torch.Tensor, rotation: Rotation, *, num_heads: int, norms: HeadWeights | None
     ) -> RotatedHeads:
+        """See `FusedOps.rotate`."""
         self._rotate(qkv, rotation, num_heads=num_heads, norms=norms)
         first_value = num_heads + kv_heads_of(qkv, num_heads)
         return RotatedHeads(qkv[:, :num_heads], qkv[:, num_heads:first_value], qkv[:, first_value:])
@@ -81,16 +89,20 @@ class NativeOps:
         cache: LayerCache,
         slots: torch.Tensor,
     ) -> torch.Tensor:
+        """See `FusedOps.rotate_and_write`."""
         self._rotate(qkv, rotation, num_heads=num_heads, norms=norms, cache=cache, slots=slots)
         return qkv[:, :num_heads]
 
     def capped(self, logits: torch.Tensor, soft_cap: float) -> torch.Tensor:
+        """See `FusedOps.capped`."""
         return self._others.capped(logits, soft_cap)
 
     def router_logits(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See `FusedOps.router_logits`."""
         return self._others.router_logits(hidden, weight, eps)
 
     def expert_shares(self, logits: torch.Tensor, chosen: torch.Tensor, *, normalised: bool) -> torch.Tensor:
+        """See `FusedOps.expert_shares`."""
         return self._others.expert_shares(logits, chosen, normalised=normalised)
 
     def _norm(self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:

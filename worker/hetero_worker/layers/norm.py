@@ -1,7 +1,11 @@
-"""RMSNorm. Its weights are held by every rank that needs them: they are replicated by plan.
+"""RMSNorm, and the residual stream whose additions are fused with it.
 
-Some models store a weight less an offset (`ModelConfig.norm_offset`), so that it is near 0. What is multiplied with is
-then near 1, where bfloat16 is too coarse for it: such weights are kept, and such norms computed, in float32.
+Every rank that needs a norm holds its weight: norms are replicated by plan. Some models store a weight less an offset
+(`ModelConfig.norm_offset`), so that it is near 0. The factor itself is then near 1, where bfloat16 is too coarse for
+it: such weights are kept, and such norms computed, in float32.
+
+A half of a layer begins with a norm of the residual stream and ends with an addition to it. Between two halves both are
+one operator (`FusedOps.add_rms_norm`): the last addition waits for the next norm, of this layer or the next.
 """
 
 from __future__ import annotations
@@ -26,35 +30,38 @@ class RmsNorm:
 
     @property
     def eps(self) -> float:
+        """Term added to the mean square."""
         return self._eps
 
     @property
     def weight(self) -> torch.Tensor:
-        """[width], the offset added."""
+        """The loaded weight [width], with the offset added."""
         return self._weight
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors of the loaded weight."""
         return (self._weight,)
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Once loaded."""
+        """Return the bytes that the loaded weight takes."""
         return self._source.shape[0] * _kept_dtype(dtype, self._offset).itemsize
 
     def load(self, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device = HOST) -> None:
+        """Read the weight. Raises ModelError."""
         self._weight = _read(checkpoint, self._source, dtype=dtype, offset=self._offset).to(device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, width], new."""
+        """Return the norm of x [rows, width], new."""
         return self._ops.rms_norm(x, self._weight, self._eps)
 
     def after_add(self, residual: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-        """residual += delta, in place, and the norm of that: [rows, width], new."""
+        """Add delta to residual in place, and return the norm of the sum: new [rows, width]."""
         return self._ops.add_rms_norm(residual, delta, self._weight, self._eps)
 
 
 class HeadNorms:
-    """Weights of the norms of query and key heads, of both in one tensor: FusedOps norms as it rotates."""
+    """Weights of the norms of query and key heads in one tensor; `FusedOps.rotate` applies them."""
 
     def __init__(
         self, prefix: str, *, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, offset: float = 0.0
@@ -69,14 +76,16 @@ class HeadNorms:
         self._weight = torch.empty(0)
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Once loaded."""
+        """Return the bytes that the loaded weights take."""
         return sum(self._sources.values()) * self._head_dim * _kept_dtype(dtype, self._offset).itemsize
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors of the loaded weight."""
         return (self._weight,)
 
     def load(self, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device = HOST) -> None:
+        """Read the weight. Raises ModelError."""
         parts = [
             _read(checkpoint, source, dtype=dtype, offset=self._offset).expand(heads, -1)
             for source, heads in self._sources.items()
@@ -85,8 +94,34 @@ class HeadNorms:
 
     @property
     def weights(self) -> HeadWeights:
-        """Once loaded."""
+        """The loaded weights."""
         return HeadWeights(self._weight, self._eps)
+
+
+class ResidualStream:
+    """The residual stream `hidden` [tokens, hidden], to which layers add in place."""
+
+    def __init__(self, hidden: torch.Tensor, ops: FusedOps = PLAIN_OPS) -> None:
+        self._hidden = hidden
+        self._ops = ops
+        self._waiting: torch.Tensor | None = None
+
+    def add(self, delta: torch.Tensor) -> None:
+        """Add `delta` [tokens, hidden], which must not change until the stream is read or normed."""
+        self.settle()
+        self._waiting = delta
+
+    def normed(self, norm: RmsNorm) -> torch.Tensor:
+        """Return the norm of the stream, new [tokens, hidden]."""
+        delta, self._waiting = self._waiting, None
+        return norm(self._hidden) if delta is None else norm.after_add(self._hidden, delta)
+
+    def settle(self) -> torch.Tensor:
+        """Finish all additions, and return the stream."""
+        if self._waiting is not None:
+            self._ops.add(self._hidden, self._waiting)
+            self._waiting = None
+        return self._hidden
 
 
 def _kept_dtype(dtype: torch.dtype, offset: float) -> torch.dtype:

@@ -1,7 +1,7 @@
 """Rotary position embedding, in Hugging Face's half-split layout.
 
-x · cos + rotate_half(x) · sin, with rotate_half(x) = (-x₂, x₁). The sign is folded into the sine table, so that a
-flip of the halves is all that is left of rotate_half.
+x · cos + rotate_half(x) · sin, with rotate_half(x) = (-x₂, x₁). The sine table contains the sign, so rotate_half
+becomes a swap of the halves.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from hetero_worker.platforms.base import HOST
 
 
 class Rotation:
-    """The angles of one step's tokens: rows of tables, gathered once, for the first who asks for them.
+    """Angles of one step's tokens: rows of tables, gathered once, by the first caller that needs them.
 
-    A kernel that reads the tables where they are takes these and the positions instead.
+    A kernel that reads the tables in place takes them and the positions instead.
     """
 
     __slots__ = ("_gathered", "_positions", "cos_table", "signed_sin_table")
 
     def __init__(self, cos: torch.Tensor, signed_sin: torch.Tensor, positions: torch.Tensor | None = None) -> None:
-        """Tables [positions, 1, head_dim], and the row of each token, int64 [tokens]; None: row i is token i's."""
+        """Take tables [positions, 1, head_dim] and each token's row, int64 [tokens]; None: row i is token i's."""
         self.cos_table = cos
         self.signed_sin_table = signed_sin
         self._positions = positions
@@ -31,23 +31,23 @@ class Rotation:
 
     @property
     def positions(self) -> torch.Tensor:
-        """int64 [tokens]: the tables' rows."""
+        """The tokens' rows of the tables, int64 [tokens]."""
         if self._positions is None:
             self._positions = torch.arange(len(self.cos_table), device=self.cos_table.device)
         return self._positions
 
     @property
     def cos(self) -> torch.Tensor:
-        """[tokens, 1, head_dim]."""
+        """The tokens' cosines, [tokens, 1, head_dim]."""
         return self._gather()[0]
 
     @property
     def signed_sin(self) -> torch.Tensor:
-        """[tokens, 1, head_dim]."""
+        """The tokens' sines, negative in the first half: [tokens, 1, head_dim]."""
         return self._gather()[1]
 
     def apply(self, heads: torch.Tensor) -> torch.Tensor:
-        """Rotate [tokens, heads, head_dim]; the result is new and contiguous."""
+        """Return the rotation of [tokens, heads, head_dim], new and contiguous."""
         tokens, num_heads, head_dim = heads.shape
         swapped = heads.view(tokens, num_heads, 2, head_dim // 2).flip(2).view(tokens, num_heads, head_dim)
         return torch.mul(heads, self.cos).addcmul_(swapped, self.signed_sin)
@@ -62,7 +62,7 @@ class Rotation:
 
 
 class RotaryTables:
-    """cos and sin of every position up to the longest sequence, for layers some of which rotate otherwise."""
+    """Cosines and sines of every position up to the longest sequence; layers may have different tables."""
 
     def __init__(
         self,
@@ -79,26 +79,28 @@ class RotaryTables:
 
     @property
     def num_bytes(self) -> int:
+        """Size of all tables."""
         return sum(table.num_bytes for table in self._tables)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tables."""
         return tuple(tensor for table in self._tables for tensor in table.tensors)
 
     def at(self, positions: torch.Tensor) -> list[Rotation]:
-        """One a layer; layers that rotate alike share it. `positions`: int64 [tokens], on the tables' device."""
+        """Return one rotation per layer for int64 [tokens] positions on the tables' device. Equal layers share one."""
         rotations = [table.at(positions) for table in self._tables]
         return [rotations[table] for table in self._of_layer]
 
 
 class _RotaryTable:
-    """Of one kind of rotation."""
+    """Tables of one kind of rotation."""
 
     def __init__(
         self, rope: RopeConfig, head_dim: int, max_length: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         frequencies = torch.tensor(rope.inverse_frequencies(head_dim), dtype=torch.float32)
-        # Computed on the host wherever it goes: ranks of different kinds rotate by the same bits.
+        # Computed on the host for every device, so that all ranks rotate by the same bits.
         angles = torch.outer(torch.arange(max_length, dtype=torch.float32), frequencies)
         cos, sin = angles.cos(), angles.sin()
         self._cos = torch.cat([cos, cos], dim=-1).to(dtype).unsqueeze(1).to(device)
@@ -113,5 +115,5 @@ class _RotaryTable:
         return self._cos, self._signed_sin
 
     def at(self, positions: torch.Tensor) -> Rotation:
-        """`positions`: int64 [tokens]."""
+        """Return the angles of int64 [tokens] positions."""
         return Rotation(self._cos, self._signed_sin, positions)

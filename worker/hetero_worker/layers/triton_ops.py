@@ -1,4 +1,4 @@
-"""FusedOps by Triton's kernels. Imported only where they are used: it needs Triton."""
+"""FusedOps and LinearKernel by our Triton kernels. Import it only where Triton is installed."""
 
 from __future__ import annotations
 
@@ -7,41 +7,50 @@ import torch
 from hetero_api.model_parts import Activation
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.kernels import activations, rotary
+from hetero_worker.kernels.matmul import linear
 from hetero_worker.kernels.norms import add_rms_norm, rms_norm
 from hetero_worker.kernels.routing import router_logits
 from hetero_worker.layers.fused_ops import PLAIN_OPS, HeadWeights, RotatedHeads, kv_heads_of
 from hetero_worker.layers.invariant_ops import InvariantOps
+from hetero_worker.layers.linear_kernels import LinearKernel, PackedWeight
 from hetero_worker.layers.rotary import Rotation
 
 
 class TritonOps:
-    """One kernel each. They compute in float32 and round once, where PlainOps rounds after each operator."""
+    """FusedOps with one kernel each, which compute in float32 and round once; PlainOps rounds after each operator."""
 
     name = "triton"
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See `FusedOps.rms_norm`."""
         return rms_norm(x, weight, eps)
 
     def add_rms_norm(
         self, residual: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
+        """See `FusedOps.add_rms_norm`."""
         return add_rms_norm(residual, delta, weight, eps)
 
     def add(self, x: torch.Tensor, delta: torch.Tensor) -> None:
+        """See `FusedOps.add`."""
         PLAIN_OPS.add(x, delta)
 
     def pick(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """See `FusedOps.pick`."""
         return PLAIN_OPS.pick(x, index)
 
     def empty(self, rows: int, width: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """See `FusedOps.empty`."""
         return PLAIN_OPS.empty(rows, width, dtype=dtype, device=device)
 
     def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """See `FusedOps.gated`."""
         return activations.gated(gate_up, activation)
 
     def rotate(
         self, qkv: torch.Tensor, rotation: Rotation, *, num_heads: int, norms: HeadWeights | None
     ) -> RotatedHeads:
+        """See `FusedOps.rotate`."""
         rotary.rotate(qkv, rotation.cos, rotation.signed_sin, num_heads=num_heads, norms=norms)
         first_value = num_heads + kv_heads_of(qkv, num_heads)
         return RotatedHeads(qkv[:, :num_heads], qkv[:, num_heads:first_value], qkv[:, first_value:])
@@ -56,6 +65,7 @@ class TritonOps:
         cache: LayerCache,
         slots: torch.Tensor,
     ) -> torch.Tensor:
+        """See `FusedOps.rotate_and_write`."""
         rotary.rotate(
             qkv,
             rotation.cos,
@@ -67,19 +77,22 @@ class TritonOps:
         return qkv[:, :num_heads]
 
     def capped(self, logits: torch.Tensor, soft_cap: float) -> torch.Tensor:
+        """See `FusedOps.capped`."""
         return PLAIN_OPS.capped(logits, soft_cap)
 
     def router_logits(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See `FusedOps.router_logits`."""
         return PLAIN_OPS.router_logits(hidden, weight, eps)
 
     def expert_shares(self, logits: torch.Tensor, chosen: torch.Tensor, *, normalised: bool) -> torch.Tensor:
+        """See `FusedOps.expert_shares`."""
         return PLAIN_OPS.expert_shares(logits, chosen, normalised=normalised)
 
 
 class InvariantTritonOps(TritonOps):
-    """A row has the same bits whatever other rows there are: of TritonOps' kernels that holds anyhow.
+    """FusedOps that give a row the same bits whatever other rows there are, as the kernels of TritonOps do anyway.
 
-    The rest is made of what a device computes element by element, and of a kernel that takes a router's products.
+    The other operators are made of element-wise operators, and of a kernel for the router's product.
     """
 
     name = "triton-invariant"
@@ -88,10 +101,31 @@ class InvariantTritonOps(TritonOps):
         self._by_element = InvariantOps(exp=torch.exp, tanh=torch.tanh)
 
     def capped(self, logits: torch.Tensor, soft_cap: float) -> torch.Tensor:
+        """See `FusedOps.capped`."""
         return self._by_element.capped(logits, soft_cap)
 
     def router_logits(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See `FusedOps.router_logits`."""
         return router_logits(hidden, weight, eps)
 
     def expert_shares(self, logits: torch.Tensor, chosen: torch.Tensor, *, normalised: bool) -> torch.Tensor:
+        """See `FusedOps.expert_shares`."""
         return self._by_element.expert_shares(logits, chosen, normalised=normalised)
+
+
+class TritonKernel(LinearKernel):
+    """Batch-invariant LinearKernel: a row has the same bits however many rows there are (`kernels.matmul`)."""
+
+    name = "triton-invariant"
+
+    def pack(self, weight: torch.Tensor) -> PackedWeight:
+        """Return a product with the weight [out, in] as it is."""
+        return _TritonWeight(weight)
+
+
+class _TritonWeight(PackedWeight):
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight = weight
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None, /) -> torch.Tensor:
+        return linear(x, self._weight, bias)

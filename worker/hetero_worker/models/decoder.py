@@ -31,8 +31,7 @@ from hetero_worker.layers.embedding import OutputHead, ShardedEmbedding
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
 from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.layers.moe import ExpertMlp
-from hetero_worker.layers.norm import RmsNorm
-from hetero_worker.layers.residual import ResidualStream
+from hetero_worker.layers.norm import ResidualStream, RmsNorm
 from hetero_worker.layers.rotary import RotaryTables
 from hetero_worker.models.decoder_layer import DecoderLayer
 from hetero_worker.models.lending import Lending

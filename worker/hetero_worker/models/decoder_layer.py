@@ -16,8 +16,7 @@ from hetero_worker.layers.blocks import GatedMlp, SelfAttention, layer_norm, mlp
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps, empty_like
 from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.layers.moe import ExpertMlp
-from hetero_worker.layers.norm import RmsNorm
-from hetero_worker.layers.residual import ResidualStream
+from hetero_worker.layers.norm import ResidualStream, RmsNorm
 from hetero_worker.layers.rotary import Rotation
 from hetero_worker.models.lending import Lending
 from hetero_worker.platforms.base import HOST

@@ -21,9 +21,8 @@ from hetero_api.v1 import ranks_pb2
 from hetero_worker.attention.selection import choose_attention
 from hetero_worker.distributed.measuring import Alone, Company
 from hetero_worker.layers.drawing_choice import drawing_for
-from hetero_worker.layers.fused_ops import fused_ops_of
-from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel, host_kernel
-from hetero_worker.layers.weight_storage import kept_bits
+from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel, kept_bits
+from hetero_worker.layers.selection import fused_ops_of, host_kernel
 from hetero_worker.memory.accounts import account_of
 from hetero_worker.memory.budget import FixedNeeds
 from hetero_worker.platforms.base import Platform

@@ -13,7 +13,7 @@ import torch
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
 from hetero_worker.checkpoints.store import TensorSlice
-from hetero_worker.layers.weight_storage import FLOAT_TYPES
+from hetero_worker.layers.linear_kernels import FLOAT_TYPES
 
 _NUMBERS: Final = 1 << 20
 _SCALE: Final = 0.02

@@ -1,0 +1,98 @@
+"""Choice of a rank's linear kernel and fused operators, by device, arithmetic type and batch invariance.
+
+A host rank computes with the native kernels wherever their library is built, otherwise with torch's operators. A GPU
+uses Triton's kernels where Triton works, otherwise torch's operators. Nothing is timed, so every rank of a group and
+every start computes the same way. The choice is made when the decoder is built, and reported.
+
+In batch-invariant mode (`engine.batchInvariant`) a request's numbers are the same to the last bit, whatever else is in
+its batch and however its prompt was split over steps or found in the cache. Every part of a step then computes each row
+on its own: attention (`attention.selection`), linear layers and the operators between them (here), and the order in
+which ranks' sums are added (`distributed.rank_order`).
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from hetero_api.errors import ModelError
+from hetero_worker.kernels.availability import triton_problem
+from hetero_worker.layers.fused_ops import FusedOps, PlainOps
+from hetero_worker.layers.invariant_ops import InvariantOps
+from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel, RowKernel
+from hetero_worker.layers.native_linear import NativeLinear
+from hetero_worker.layers.native_ops import NativeOps
+from hetero_worker.native.issuing import Issuer
+from hetero_worker.platforms.base import HOST
+
+logger = logging.getLogger(__name__)
+
+
+def host_kernel(dtype: torch.dtype, issuer: Issuer | None) -> LinearKernel:
+    """Return the kernel of a host rank for inputs of `dtype`. No issuer: the native library is missing."""
+    return PlainKernel() if issuer is None else NativeLinear(issuer, dtype)
+
+
+def fused_ops_of(
+    device: torch.device,
+    *,
+    dtype: torch.dtype = torch.float32,
+    issuer: Issuer | None = None,
+    no_issuer: str = "",
+) -> FusedOps:
+    """Return the operators of a rank on the device, for inputs of `dtype`.
+
+    `no_issuer`: why a host rank has no native kernels. Slower operators report the reason in their name.
+    """
+    if device.type == HOST.type:
+        return _host_ops(dtype, issuer, no_issuer)
+    if (problem := triton_problem(device)) is not None:
+        logger.warning("fused steps on %s are torch's operators, which are slower: %s", device, problem)
+        return PlainOps(problem)
+    from hetero_worker.layers.triton_ops import TritonOps  # imports triton
+
+    return TritonOps()
+
+
+def _host_ops(dtype: torch.dtype, issuer: Issuer | None, no_issuer: str) -> FusedOps:
+    if issuer is None:
+        return PlainOps(no_issuer)
+    if dtype != torch.float32:
+        return PlainOps(f"the native kernels do not compute in {dtype}")
+    return NativeOps(issuer)
+
+
+def invariant_kernel(usual: LinearKernel, *, device: torch.device) -> LinearKernel:
+    """Return the linear kernel of batch-invariant mode.
+
+    On host tensors that is `usual` if it is native, since its rows are independent, else torch row by row; on other
+    devices Triton's. Raises ModelError for a device without Triton.
+    """
+    if device.type == HOST.type:
+        return usual if isinstance(usual, NativeLinear) else RowKernel()
+    _require_triton(device)
+    from hetero_worker.layers.triton_ops import TritonKernel  # imports triton
+
+    return TritonKernel()
+
+
+def invariant_ops(device: torch.device, *, issuer: Issuer | None = None) -> FusedOps:
+    """Return the operators of batch-invariant mode; the native ones compute row by row anyway.
+
+    Raises ModelError for a device without Triton.
+    """
+    if device.type == HOST.type:
+        return InvariantOps() if issuer is None else NativeOps(issuer, others=InvariantOps())
+    _require_triton(device)
+    from hetero_worker.layers.triton_ops import InvariantTritonOps  # imports triton
+
+    return InvariantTritonOps()
+
+
+def _require_triton(device: torch.device) -> None:
+    if (problem := triton_problem(device)) is not None:
+        raise ModelError(
+            f"batch-invariant mode needs our kernels on {device}, but {problem}; install what is missing, or turn "
+            "engine.batchInvariant off"
+        )
