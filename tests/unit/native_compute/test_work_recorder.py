@@ -9,7 +9,7 @@ from hetero_worker.layers.native_linear import NativeLinear
 from hetero_worker.native.compute_library import load_compute
 from hetero_worker.native.issuing import Issuer
 from hetero_worker.native.team import NativeTeam
-from hetero_worker.probe.recorded import WorkRecorder
+from hetero_worker.probe.layers import WorkRecorder
 
 pytestmark = pytest.mark.unit
 

@@ -16,15 +16,13 @@ from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.distributed.measuring import Alone, Round
 from hetero_worker.layers.linear_kernels import PlainKernel
-from hetero_worker.measurements import KeptMeasurements
 from hetero_worker.platforms.cpu import CpuPlatform
-from hetero_worker.probe.clock import HostClock, Work
-from hetero_worker.probe.costs import step_shapes
-from hetero_worker.probe.fit import Laps, Point, line
+from hetero_worker.probe.costs import Series, step_shapes
 from hetero_worker.probe.layers import TimedWork
 from hetero_worker.probe.sizes import LayerSize, probe_size, whole_layer
 from hetero_worker.probe.speeds import RankProbe, default_dtype, measure_speeds
-from hetero_worker.probe.visits import Series
+from hetero_worker.probe.timing import HostClock, Laps, Point, Work, line
+from hetero_worker.process.tuning_cache import TuningCache
 from tests.support.tiny_checkpoints import save_tiny
 
 pytestmark = pytest.mark.unit
@@ -246,7 +244,7 @@ def test_all_ranks_meet_as_often_whatever_they_measure(tmp_path: Path) -> None:
 
 
 def test_what_is_kept_counts_only_where_all_ranks_have_it(tmp_path: Path) -> None:
-    kept = KeptMeasurements(tmp_path / "measured", circumstances={})
+    kept = TuningCache(tmp_path / "measured", circumstances={})
     config = config_of("llama", tmp_path / "model")
     probe = RankProbe(SMALL, config, kept, model="m")
     first = probe.costs("float32", config, PlayedCompany())

@@ -10,8 +10,7 @@ from hetero_api.model_parts import ExpertsConfig
 from hetero_worker.layers.blocks import mlp_norm
 from hetero_worker.layers.linear_kernels import PlainKernel
 from hetero_worker.layers.moe import ExpertMlp
-from hetero_worker.probe.routing import EvenRouter, active_experts, even_choices, even_units
-from hetero_worker.probe.synthetic import SyntheticWeights
+from hetero_worker.probe.synthetic import EvenRouter, SyntheticWeights, active_experts, even_choices, even_units
 
 pytestmark = pytest.mark.unit
 

@@ -2,9 +2,8 @@
 
 A group that is started again with the same manifest, model and cores need not measure the same machine again. Its ranks
 find the files where a lost rank's successor does, in the run's directory, and look themselves whether they were made
-under the same circumstances (`hetero_worker.measurements`). Here it is seen to that they are of the same group, of all
-its ranks, of the last day, and measured while nobody else had the ranks' cores: a machine that is busy with something
-else is not so for ever.
+under the same circumstances (`hetero_worker.process.tuning_cache`). This module makes sure that they are of the same
+group, of all its ranks, of the last day, and measured while nobody else used the ranks' cores.
 """
 
 from __future__ import annotations

@@ -1,11 +1,16 @@
-"""What the parts of a model cost on this rank, measured with its own kernels on the model's own shapes.
+"""Costs of the model's parts on this rank, measured with its own kernels on the model's own shapes.
 
 Decode is measured for few rows and for many, at two contexts; prompts at lengths for which products of matrices set
-the pace. Each is measured with two numbers of units, which tells apart what a part costs anyway and what a unit adds.
+the pace. Each is measured with two numbers of units, which separates the fixed cost of a part from the cost of a unit.
 All of it takes about two seconds, and no more memory for weights than it is given.
 
-All ranks of a group measure the same at the same time. What they wait for each other when they meet after each half of
-a layer, which no rank can tell by itself, is measured too, and how much faster one is while the others are idle.
+A machine that other programs use too is faster now and slower then, for tenths of a second or for seconds. Works that
+were each measured in one go would differ by when that was. So all are visited in turn, several times, and means over
+the
+visits count: a step is the sum of its parts, stragglers included.
+
+All ranks of a group measure the same at the same time. They also measure their wait for one another after each half of
+a layer, which no rank knows by itself, and how much faster one is while the others are idle.
 
 Known limit: experts are measured with tokens that spread over them evenly.
 """
@@ -15,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
-from statistics import median
+from statistics import fmean, median
 from typing import Final
 
 import torch
@@ -25,13 +30,10 @@ from hetero_api.v1 import ranks_pb2
 from hetero_worker.distributed.measuring import Company
 from hetero_worker.layers.rotary import RotaryTables
 from hetero_worker.platforms.base import HOST
-from hetero_worker.probe.clock import Clock, Work
-from hetero_worker.probe.ends import HeadProbe, StepProbe
-from hetero_worker.probe.fit import Laps, Point, typical
-from hetero_worker.probe.layers import LayerStack, Site, SyntheticStep, make_step, positions_of
-from hetero_worker.probe.plans import PlanProbe
+from hetero_worker.probe.ends import HeadProbe, PlanProbe, StepProbe
+from hetero_worker.probe.layers import LayerStack, Site, SyntheticStep, TimedWork, make_step, positions_of
 from hetero_worker.probe.sizes import LayerSize, probe_size
-from hetero_worker.probe.visits import VISITS, Series
+from hetero_worker.probe.timing import Clock, Laps, Point, Work, typical
 
 DECODE_ROWS: Final = (1, 8, 32)
 CONTEXTS: Final = (64, 512)
@@ -40,12 +42,12 @@ MEETINGS: Final = 8
 """Halves of layers in a row that ranks meet after, or compute alone. The same on all ranks, whatever they measure."""
 _ROUNDS: Final = 3
 _STEP_LAPS: Final = 4
-"""Of what a step costs beside layers and head; the first one only warms up."""
+"""Laps of a step's cost beside layers and head; the first one only warms up."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCosts:
-    """Of one rank."""
+    """Measured costs of one rank."""
 
     parts: tuple[ranks_pb2.PartCost, ...]
     meeting_s: float
@@ -58,7 +60,7 @@ class MeasuredCosts:
 def measure_costs(
     config: ModelConfig, site: Site, *, clock: Clock, weight_bytes: int, company: Company
 ) -> MeasuredCosts:
-    """Of every part that the model has. At most about `weight_bytes` of weights are made. Collective."""
+    """Measure every part that the model has. At most about `weight_bytes` of weights are made. Collective."""
     with torch.inference_mode():
         return _Measurement(config, site, clock, company, weight_bytes).run()
 
@@ -103,8 +105,10 @@ class _Measurement:
         return MeasuredCosts(self._laps.costs(), meeting_s=meeting_s, lone_gain=lone_gain)
 
     def _rounds(self) -> Iterator[list[Series]]:
-        """What is visited in turn. A single row is in each round: most streams decode so, and its times are short, and
-        told apart least easily. As many series on every rank of a group."""
+        """Yield the series to visit in turn, as many on every rank of a group.
+
+        A single row is in each round: most streams decode so, and its times are short and hardest to tell apart.
+        """
         single = list(self._series([step for step in self._steps if step.rows == 1]))
         others = list(self._series([step for step in self._steps if step.rows > 1]))
         for number in range(_ROUNDS):
@@ -145,9 +149,10 @@ class _Measurement:
                 yield sum(laps)
 
     def _meet_others(self) -> tuple[float, float]:
-        """What a meeting takes on the way through layers, and how much faster layers go while the others are idle.
+        """Return the seconds of a meeting on the way through layers, and how much faster layers go while others are
+        idle.
 
-        Both are told from what was measured just before: as fast, or slow, as the machine was then. Each time it is
+        Both compare with what was measured just before: as fast, or slow, as the machine was then. Each time it is
         other halves, for those that were just computed are in a cache.
         """
         halves, sums = self._halves(), self._company.host_round()
@@ -168,7 +173,7 @@ class _Measurement:
         return sum(self._clock.laps(list(works)))
 
     def _halves(self) -> Iterator[Work]:
-        """Of layers in which one row decodes, one after another."""
+        """Yield halves of layers in which one row decodes, one after another."""
         return cycle([timed.work for timed in self._many.works(self._steps[0])])
 
 
@@ -187,3 +192,48 @@ def step_shapes(max_position: int) -> Iterator[tuple[int, int]]:
     contexts = sorted({min(context, max_position) for context in CONTEXTS})
     yield from ((rows, context) for rows in DECODE_ROWS for context in contexts)
     yield from ((rows, 0) for rows in sorted({min(rows, max_position) for rows in PROMPT_ROWS}))
+
+
+VISITS: Final = 4
+"""Visits of each series, after one that only warms up."""
+_FEWEST: Final = 2
+_VISIT_S: Final = 0.01
+"""A visit goes on for about so long, if one turn of what it measures is not longer."""
+_SERIES_S: Final = 0.12
+"""A series that has taken so long is visited no more, once it has been visited twice."""
+
+
+class Series:
+    """Works that follow one another, again and again; a visit goes on where the last one ended.
+
+    `turn` is how many of them have one of each point in them.
+    """
+
+    def __init__(self, works: Sequence[TimedWork], *, turn: int) -> None:
+        self._works = works
+        self._turn = turn
+        self._next = 0
+        self._chunk = turn
+        self._visits = 0
+        self._spent_s = 0.0
+
+    def visit(self, clock: Clock, laps: Laps) -> None:
+        """Measure some of it, unless enough was. Nothing of the first visit counts."""
+        if self._visits > _FEWEST and self._spent_s > _SERIES_S:
+            return
+        works = [self._works[(self._next + i) % len(self._works)] for i in range(self._chunk)]
+        seconds = clock.laps([timed.work for timed in works])
+        if self._visits:
+            self._note(works, seconds, laps)
+        self._visits += 1
+        self._spent_s += sum(seconds)
+        self._next = (self._next + self._chunk) % len(self._works)
+        turn_s = sum(seconds[-self._turn :])
+        self._chunk = self._turn * max(1, min(len(self._works) // self._turn, round(_VISIT_S / max(turn_s, 1e-9))))
+
+    def _note(self, works: Sequence[TimedWork], seconds: Sequence[float], laps: Laps) -> None:
+        found: dict[tuple[object, float], list[float]] = {}
+        for timed, lap_s in zip(works, seconds, strict=True):
+            found.setdefault((timed.point, timed.units), []).append(lap_s)
+        for timed in works[: self._turn]:
+            laps.add(timed.point, timed.units, fmean(found[timed.point, timed.units]))

@@ -1,4 +1,6 @@
-"""What a step costs beside its layers: the output head with the draw, and the way from token ids to hidden states."""
+"""Costs of a step beside its layers: the output head with the draw, the way from token ids to hidden states, and
+the plan.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,13 @@ from hetero_worker.layers.embedding import OutputHead, ShardedEmbedding
 from hetero_worker.layers.norm import RmsNorm
 from hetero_worker.layers.rotary import RotaryTables
 from hetero_worker.layers.sampler import sample_tokens
-from hetero_worker.probe.clock import Work
-from hetero_worker.probe.fit import Point
-from hetero_worker.probe.layers import Site, SyntheticStep, TimedWork
-from hetero_worker.probe.recorded import as_it_is
+from hetero_worker.probe.layers import BLOCK_SIZE, Site, SyntheticStep, TimedWork, as_it_is
 from hetero_worker.probe.sizes import UNIT
+from hetero_worker.probe.timing import Point, Work
+from hetero_worker.runners.input_batch import InputBuffers
 from hetero_worker.runners.loopback import LoopbackExchange
+from hetero_worker.runners.plan_check import PlanBounds, PlanCheck
+from hetero_worker.runners.slots import SlotTable
 from hetero_worker.sampling.request import SamplingRow
 
 _EMBEDDING_ROWS: Final = 4096
@@ -78,11 +81,13 @@ class StepProbe:
 
     @classmethod
     def make(cls, config: ModelConfig, site: Site, rotary: RotaryTables) -> StepProbe:
+        """Make an embedding with as many rows as a step looks up."""
         embedding = ShardedEmbedding(config, UnitRange(0, min(config.vocab_size, _EMBEDDING_ROWS)))
         embedding.load(site.checkpoint, dtype=site.dtype, device=site.device)
         return cls(embedding, rotary, site)
 
     def work(self, step: SyntheticStep) -> Work:
+        """Return the work from token ids to hidden states."""
         positions = torch.arange(step.rows, device=self.site.device)
         token_ids = positions % self.embedding.num_rows
         drawn = positions if step.context else positions[-1:]
@@ -91,5 +96,52 @@ class StepProbe:
             hidden = self.embedding(token_ids)
             self.rotary.at(positions)
             hidden.index_select(0, drawn)
+
+        return work
+
+
+_FIRST_BLOCK: Final = 1
+
+
+class PlanProbe:
+    """Slots that each have one token to compute, so that the same plan of decodes fits again and again."""
+
+    def __init__(self, config: ModelConfig, *, rows: int) -> None:
+        length = min(config.max_position, rows * BLOCK_SIZE)
+        bounds = PlanBounds(
+            max_num_seqs=rows,
+            max_num_batched_tokens=rows,
+            max_model_len=length,
+            vocab_size=config.vocab_size,
+            num_blocks=_FIRST_BLOCK + rows,
+            block_size=BLOCK_SIZE,
+        )
+        self._check = PlanCheck(bounds)
+        self._slots = SlotTable(max_num_seqs=rows, max_model_len=length, block_size=BLOCK_SIZE)
+        self._inputs = InputBuffers(bounds)
+        self._bind(rows)
+
+    def _bind(self, rows: int) -> None:
+        greedy = ranks_pb2.Sampling(temperature=0, top_p=1)
+        plan = ranks_pb2.StepPlan(
+            step_id=1,
+            new_sequences=[
+                ranks_pb2.NewSequence(slot=slot, token_ids=[0], num_prompt_tokens=1, sampling=greedy)
+                for slot in range(rows)
+            ],
+            block_slots=range(rows),
+            block_ids=range(_FIRST_BLOCK, _FIRST_BLOCK + rows),
+        )
+        self._slots.apply(plan)
+
+    def work(self, rows: int) -> Work:
+        """Return the work on a plan, given as bytes, in which the first `rows` slots decode."""
+        payload = ranks_pb2.StepPlan(step_id=2, decode_slots=range(rows)).SerializeToString()
+
+        def work() -> None:
+            plan = ranks_pb2.StepPlan.FromString(payload)
+            self._check.run(plan, self._slots.counts)
+            self._slots.apply(plan)
+            self._inputs.fill(plan, self._slots)
 
         return work

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -26,17 +26,33 @@ from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.layers.moe import ExpertMlp
 from hetero_worker.layers.norm import RmsNorm
 from hetero_worker.layers.rotary import RotaryTables, Rotation
-from hetero_worker.probe.clock import Work
-from hetero_worker.probe.fit import Point
-from hetero_worker.probe.recorded import Record, as_it_is
-from hetero_worker.probe.routing import EvenRouter, even_units
+from hetero_worker.native.issuing import Arena, Issuer
 from hetero_worker.probe.sizes import UNIT, LayerSize
+from hetero_worker.probe.synthetic import EvenRouter, even_units
+from hetero_worker.probe.timing import Point, Work
+from hetero_worker.runners.recording_guard import RecordingGuard
 from hetero_worker.sampling.drawing import HOST_DRAWING, ShardDrawing
 
 BLOCK_SIZE: Final = 16
 CACHE_BYTES: Final = 48 * 1024**2
-"""Of all caches of a stack of layers: what a large batch reads exceeds the processor's caches by itself."""
+"""Bytes of all caches of a stack of layers: what a large batch reads exceeds the processor's caches by itself."""
 _NULL_BLOCKS: Final = 1
+
+
+T = TypeVar("T")
+
+
+class Record(Protocol):
+    """Function that turns work into the form it has in a step that only decodes."""
+
+    def __call__(self, work: Callable[[], T], /) -> Callable[[], T]:
+        """Return the work in that form."""
+        ...
+
+
+def as_it_is(work: Callable[[], T], /) -> Callable[[], T]:
+    """For ranks whose steps are not recorded."""
+    return work
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +82,7 @@ class SyntheticStep:
 
     @property
     def attention_point(self) -> Point:
+        """Point that attention in this step is measured at."""
         if self.context:
             return Point(ranks_pb2.MODEL_PART_ATTENTION_DECODE, self.rows, self.context)
         return Point(ranks_pb2.MODEL_PART_ATTENTION_PREFILL, self.rows)
@@ -135,7 +152,7 @@ class LayerStack:
         return len(self._layers[0].parts)
 
     def first_attention(self, step: SyntheticStep, site: Site) -> Work:
-        """What the first layer of a step does: attention that has to prepare what all layers share."""
+        """Return the work of a step's first layer: attention that also prepares what all layers share."""
         layer, cache = self._layers[0], self._caches[0]
 
         def work() -> None:
@@ -228,3 +245,29 @@ def _layer_of_kind(config: ModelConfig, number: int, *, with_experts: bool) -> i
     """Layers of one kind go round."""
     layers = [layer for layer in range(config.num_layers) if (layer in config.expert_layers) is with_experts]
     return layers[number % len(layers)]
+
+
+_FUSED_IN_STEPS: Final = frozenset({"aten.add_.Tensor"})
+"""The residual sum: in a step the norm behind it takes it."""
+
+
+class WorkRecorder:
+    """Records pieces of work that share the memory they compute in: one runs at a time."""
+
+    def __init__(self, issuer: Issuer) -> None:
+        self._issuer = issuer
+        self._arena = Arena()
+
+    def __call__(self, work: Callable[[], T], /) -> Callable[[], T]:
+        """Do the work, and give what does it again without Python, or the work itself where torch has a part in it."""
+        guard = RecordingGuard()
+        with self._issuer.computing_in(self._arena), self._issuer.recording() as recorded, guard:
+            outcome = work()
+        if not recorded.ops or set(guard.seen) - _FUSED_IN_STEPS:
+            return work
+
+        def replay() -> T:
+            self._issuer.replay(recorded)
+            return outcome
+
+        return replay

@@ -72,7 +72,7 @@ class ProbeConfig:
 
     @classmethod
     def from_command_line(cls, arguments: Sequence[str]) -> ProbeConfig:
-        """Exits with EXIT_USAGE and one line on stderr when something is wrong."""
+        """Read the arguments. Exits with EXIT_USAGE and one line on stderr when something is wrong."""
         parser = _parser()
         config = cls(**vars(parser.parse_args(arguments)))
         if config.rank >= config.group:
@@ -224,5 +224,5 @@ def _platform(config: ProbeConfig) -> Platform:
 
 
 def run() -> None:
-    """The process's `main`, with this process's arguments and environment."""
+    """Run the process's `main` with this process's arguments and environment."""
     sys.exit(main(sys.argv[1:], os.environ))

@@ -15,9 +15,9 @@ from hetero_api.model_config import ModelConfig
 UNIT: Final = 64
 """MLP columns, and vocabulary rows, that are one unit of cost."""
 WEIGHT_BYTES: Final = 512 * 1024**2
-"""Of all copies of all unit counts together, the head's included."""
+"""Bytes of all copies of all unit counts together, the head's included."""
 _MANY_SHARE: Final = 0.45
-"""Of these bytes for layers with many units; half as much is for those with half as many."""
+"""Share of these bytes for layers with many units; half as much is for those with half as many."""
 _HEAD_SHARE: Final = 0.2
 _MIN_COPIES: Final = 2
 
@@ -32,7 +32,7 @@ class LayerSize:
     experts: int
 
     def bytes(self, config: ModelConfig, *, element_bytes: int) -> int:
-        """Of its weights."""
+        """Return the bytes of its weights."""
         params = (
             self.heads * config.attention_params_per_kv_head
             + self.mlp * UNIT * config.mlp_params_per_column
@@ -57,13 +57,13 @@ class ProbeSize:
 
 
 def whole_layer(config: ModelConfig) -> LayerSize:
-    """A layer of all units: of both kinds where the model has dense layers and such with experts."""
+    """Return a layer of all units: of both kinds where the model has dense layers and such with experts."""
     has_dense = len(config.expert_layers) < config.num_layers
     return LayerSize(config.num_kv_heads, config.intermediate_size // UNIT * has_dense, config.num_experts)
 
 
 def probe_size(config: ModelConfig, element_bytes: int, weight_bytes: int = WEIGHT_BYTES) -> ProbeSize:
-    """What fits into about `weight_bytes`; an expert, or two heads, are made whatever they take."""
+    """Return the sizes that fit into about `weight_bytes`; one expert, or two heads, are made in any case."""
     budget = int(weight_bytes * _MANY_SHARE)
     many = _layer_within(config, budget // _MIN_COPIES, element_bytes)
     few = many.halved()
@@ -78,7 +78,7 @@ def probe_size(config: ModelConfig, element_bytes: int, weight_bytes: int = WEIG
 
 
 def _layer_within(config: ModelConfig, budget: int, element_bytes: int) -> LayerSize:
-    """The whole layer if it fits; else each part gets as much, and two heads are made anyway."""
+    """Return the whole layer if it fits; else each part gets as much, and two heads are made in any case."""
     whole = whole_layer(config)
     if whole.bytes(config, element_bytes=element_bytes) <= budget:
         return whole

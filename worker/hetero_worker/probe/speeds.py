@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 
@@ -26,12 +25,12 @@ from hetero_worker.layers.selection import fused_ops_of, host_kernel
 from hetero_worker.memory.accounts import account_of
 from hetero_worker.memory.budget import FixedNeeds
 from hetero_worker.platforms.base import Platform
-from hetero_worker.probe.clock import clock_of
 from hetero_worker.probe.costs import measure_costs
-from hetero_worker.probe.layers import Site
-from hetero_worker.probe.recorded import WorkRecorder, as_it_is
+from hetero_worker.probe.layers import Site, WorkRecorder, as_it_is
 from hetero_worker.probe.sizes import WEIGHT_BYTES
 from hetero_worker.probe.synthetic import SyntheticWeights
+from hetero_worker.probe.timing import clock_of
+from hetero_worker.process.tuning_cache import TuningCache
 from hetero_worker.runners.shard import DTYPES
 
 logger = logging.getLogger(__name__)
@@ -43,24 +42,14 @@ _MATRIX_SIZE: Final = 256
 
 
 def default_dtype(platform: Platform) -> str:
-    """Of a group whose resource leaves the type open, as far as one rank can tell."""
+    """Return the type of a group whose resource leaves it open, as far as one rank can know."""
     return "bfloat16" if platform.kind == ranks_pb2.DEVICE_KIND_CUDA else "float32"
-
-
-class KeptSpeeds(Protocol):
-    """What `measurements.KeptMeasurements` does here."""
-
-    def known_speeds(self, model: str) -> ranks_pb2.DeviceSpeeds | None: ...
-
-    def keep_speeds(self, model: str, speeds: ranks_pb2.DeviceSpeeds) -> None: ...
-
-    def measuring(self) -> AbstractContextManager[None]: ...
 
 
 class RankProbe:
     """Measures for one rank; costs once for each arithmetic type and width of weights of a model, named by `model`."""
 
-    def __init__(self, platform: Platform, config: ModelConfig, kept: KeptSpeeds, *, model: str) -> None:
+    def __init__(self, platform: Platform, config: ModelConfig, kept: TuningCache, *, model: str) -> None:
         self._platform = platform
         self._config = config
         self._kept = kept
@@ -81,6 +70,7 @@ class RankProbe:
         return speeds
 
     def bandwidth(self) -> float:
+        """Measure the memory bandwidth now, in bytes a second."""
         return self._platform.bandwidth()
 
     def fixed_needs(self) -> FixedNeeds:
@@ -92,7 +82,7 @@ class RankProbe:
         return weight_bits(self._platform, config, dtype=dtype)
 
     def compute(self) -> None:
-        """A product that is worth all of the rank's threads, and takes well under a millisecond."""
+        """Compute a product that is worth all of the rank's threads, and takes well under a millisecond."""
         matrix = torch.ones(_MATRIX_SIZE, _MATRIX_SIZE, device=self._platform.device)
         torch.mm(matrix, matrix)
 
@@ -139,7 +129,7 @@ def measure_parts(
 
 
 def fixed_needs(platform: Platform, config: ModelConfig) -> FixedNeeds:
-    """What a rank on the platform needs of its memory, now, whatever its part of the model is."""
+    """Return the memory that a rank on the platform needs now, before its part of the model."""
     issuer = platform.native.issuer
     attention = choose_attention(platform, DTYPES[default_dtype(platform)], config, issuer=issuer)
     return FixedNeeds(account_of(platform.device).runtime_bytes(), attention.backend.gather_bytes)

@@ -10,10 +10,13 @@ from typing import Final
 
 import torch
 
+from hetero_api.model_parts import ExpertsConfig
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
 from hetero_worker.checkpoints.store import TensorSlice
 from hetero_worker.layers.linear_kernels import FLOAT_TYPES
+from hetero_worker.layers.moe import Router
+from hetero_worker.layers.norm import RmsNorm
 
 _NUMBERS: Final = 1 << 20
 _SCALE: Final = 0.02
@@ -40,6 +43,7 @@ class SyntheticWeights(Checkpoint):
             piece.copy_(numbers[: len(piece)])
 
     def dtype_of(self, part: TensorSlice) -> torch.dtype | None:
+        """Return the type that floats are stored in; None where that is open."""
         return None if part.quantize_to is not None else self._stored_in
 
     def read_quantized(self, part: TensorSlice) -> QuantizedMatrix:
@@ -59,3 +63,49 @@ class SyntheticWeights(Checkpoint):
         if kind not in self._kinds:
             self._kinds[kind] = self._numbers.to(device=like.device, dtype=like.dtype)
         return self._kinds[kind]
+
+
+class EvenRouter(Router):
+    """For a rank that has the experts [0, own)."""
+
+    def __init__(self, experts: ExpertsConfig, name: str, hidden_size: int, norm: RmsNorm, *, own: int) -> None:
+        super().__init__(experts, name, hidden_size, norm)
+        self._shape = experts
+        self._own = own
+        self._choices: dict[int, torch.Tensor] = {}
+
+    def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Even choices, with a real router's weights."""
+        _, weights = super().__call__(hidden)
+        rows = len(hidden)
+        if rows not in self._choices:
+            self._choices[rows] = even_choices(self._shape, own=self._own, rows=rows).to(hidden.device)
+        return self._choices[rows], weights
+
+
+def even_choices(experts: ExpertsConfig, *, own: int, rows: int) -> torch.Tensor:
+    """int64 [rows, chosen]: as many of the experts [0, own) as `active_experts` says, by their part of all choices.
+
+    A row may choose an expert twice: it takes the time of two rows.
+    """
+    choices, others = rows * experts.per_token, experts.number - own
+    active = active_experts(experts, own=own, rows=rows)
+    inside = max(active, round(choices * own / experts.number)) if others else choices
+    at = torch.arange(choices)
+    outside = own + at % others if others else at
+    return torch.where(at < inside, at % active, outside).view(rows, experts.per_token)
+
+
+def active_experts(experts: ExpertsConfig, *, own: int, rows: int) -> int:
+    """How many of `own` experts the rows choose on average; a whole number, at least one."""
+    return min(max(1, round(own * _share(experts, rows))), rows * experts.per_token, own)
+
+
+def even_units(experts: ExpertsConfig, *, own: int, rows: int) -> float:
+    """Experts that a rank has of which so many are chosen on average."""
+    return active_experts(experts, own=own, rows=rows) / _share(experts, rows)
+
+
+def _share(experts: ExpertsConfig, rows: int) -> float:
+    """Part of all experts that rows choose, each on its own."""
+    return 1.0 - (1.0 - experts.per_token / experts.number) ** rows

@@ -101,12 +101,12 @@ def _pinning_request(config: RankConfig) -> PinningRequest:
 def preload() -> None:
     """Import what a rank needs, and start nothing."""
     import hetero_worker.distributed.coordinator
-    import hetero_worker.measurements
     import hetero_worker.platforms.cpu
     import hetero_worker.probe.speeds
     import hetero_worker.process.gateway_link
     import hetero_worker.process.identity
     import hetero_worker.process.state_machine
+    import hetero_worker.process.tuning_cache
     import hetero_worker.runners.selection  # noqa: F401
 
 
@@ -142,18 +142,18 @@ def _prepare(
     from hetero_worker.checkpoints.checkpoint import Checkpoint
     from hetero_worker.checkpoints.packed_cache import PackedCache
     from hetero_worker.distributed.coordinator import form_group
-    from hetero_worker.measurements import KeptMeasurements, boot_identity, code_identity
     from hetero_worker.platforms.compute_threads import start_compute_threads
     from hetero_worker.platforms.heterogeneous import HeterogeneousPlatform
     from hetero_worker.probe.speeds import RankProbe, measure_device
     from hetero_worker.process.gateway_link import GatewayLink
     from hetero_worker.process.identity import describe_device, introduce
     from hetero_worker.process.state_machine import RankIdentity, WorkerStateMachine
+    from hetero_worker.process.tuning_cache import TuningCache, boot_identity, code_identity
     from hetero_worker.runners.selection import runner_of
 
     pinning = binding.report
     start_compute_threads(pinning.num_threads)
-    kept = KeptMeasurements(
+    kept = TuningCache(
         config.measurements_file,
         circumstances={
             "torch": torch.__version__,

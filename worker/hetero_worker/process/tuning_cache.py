@@ -35,14 +35,12 @@ _MEASURED_AT: Final = "measured_at"
 _DISTURBED: Final = "disturbed"
 _SPEEDS: Final = "speeds"
 _WORKSPACES: Final = "workspaces"
-
-
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
-_PACKAGE: Final = Path(__file__).parent
+_PACKAGE: Final = Path(__file__).parents[1]
 
 
 def boot_identity(path: Path = _BOOT) -> str:
-    """Another one on another machine, and after each start of this one; "" where the kernel does not tell."""
+    """Return a name of this machine's boot: another one after each start; "" where the kernel gives none."""
     try:
         return path.read_text(encoding="ascii").strip()
     except OSError:
@@ -50,14 +48,14 @@ def boot_identity(path: Path = _BOOT) -> str:
 
 
 def code_identity(package: Path = _PACKAGE) -> str:
-    """Another one when a file of the package, its native libraries included, was written anew."""
+    """Return a hash that changes when a file of the package, its native libraries included, is written again."""
     files = sorted(path for ending in ("py", "so") for path in package.rglob(f"*.{ending}"))
     told = [(str(path.relative_to(package)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return hashlib.sha256(repr(told).encode()).hexdigest()
 
 
-class KeptMeasurements:
-    """One rank's file; None: nothing is kept, and everything measured anew."""
+class TuningCache:
+    """One rank's file of measurements. No path: nothing is kept, and everything is measured."""
 
     def __init__(self, path: Path | None, *, circumstances: Mapping[str, str]) -> None:
         self._path = path
@@ -65,7 +63,7 @@ class KeptMeasurements:
         self._data = self._read()
 
     def speeds(self, model: str, measure: Callable[[], ranks_pb2.DeviceSpeeds]) -> ranks_pb2.DeviceSpeeds:
-        """The device's with `model`, whatever names it, measured if they were not before."""
+        """Return the device's speeds with `model`, any name of it; measure them if they are not known."""
         if (known := self.known_speeds(model)) is not None:
             return known
         with self.measuring():
@@ -82,7 +80,7 @@ class KeptMeasurements:
             self._data[_DISTURBED] = True
 
     def known_speeds(self, model: str) -> ranks_pb2.DeviceSpeeds | None:
-        """What was measured before, if it was; the caller's to change."""
+        """Return speeds that were measured before, None if they were not. The caller may change the message."""
         kept = self._data.get(_SPEEDS, {}).get(model)
         return json_format.ParseDict(kept, ranks_pb2.DeviceSpeeds()) if kept is not None else None
 
@@ -117,7 +115,7 @@ class KeptMeasurements:
         return data if is_ours else fresh
 
     def _write(self) -> None:
-        """A reader sees all of it or nothing. Not to be able to keep it costs time only."""
+        """Write the file so that a reader sees all of it or nothing. A file that cannot be kept costs time only."""
         if self._path is None:
             return
         try:

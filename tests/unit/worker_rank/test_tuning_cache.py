@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.measurements import KeptMeasurements, boot_identity, code_identity
+from hetero_worker.process.tuning_cache import TuningCache, boot_identity, code_identity
 from tests.support.rank_group import RankGroup
 from tests.support.rank_shares import Shares
 from tests.support.tiny_checkpoints import save_tiny
@@ -39,7 +39,7 @@ class Device:
 
 def test_the_next_process_is_told_what_the_first_measured(tmp_path: Path) -> None:
     device, path = Device(), tmp_path / "rank.measured"
-    first, *others = (KeptMeasurements(path, circumstances=HERE).speeds("m", device.measure) for _ in range(3))
+    first, *others = (TuningCache(path, circumstances=HERE).speeds("m", device.measure) for _ in range(3))
     assert (others, device.measured) == ([first] * 2, 1)
     assert first.costs[0].rows == 4
     assert [file.name for file in tmp_path.iterdir()] == ["rank.measured"]
@@ -48,15 +48,15 @@ def test_the_next_process_is_told_what_the_first_measured(tmp_path: Path) -> Non
 @pytest.mark.parametrize("circumstances", [{}, {**HERE, "torch": "2"}])
 def test_what_was_measured_elsewhere_does_not_count(tmp_path: Path, circumstances: dict[str, str]) -> None:
     device, path = Device(), tmp_path / "rank.measured"
-    KeptMeasurements(path, circumstances=HERE).speeds("m", device.measure)
-    assert KeptMeasurements(path, circumstances=circumstances).speeds("m", device.measure).memory_bandwidth == 2e9
+    TuningCache(path, circumstances=HERE).speeds("m", device.measure)
+    assert TuningCache(path, circumstances=circumstances).speeds("m", device.measure).memory_bandwidth == 2e9
 
 
 def test_a_file_says_when_it_was_begun(tmp_path: Path) -> None:
     device, path, began_at = Device(), tmp_path / "rank.measured", time.time()
     times = []
     for model in ("m", "n"):
-        KeptMeasurements(path, circumstances=HERE).speeds(model, device.measure)
+        TuningCache(path, circumstances=HERE).speeds(model, device.measure)
         times.append(json.loads(path.read_text())["measured_at"])
     assert began_at <= times[0] <= time.time()
     assert times[1] == times[0]
@@ -68,7 +68,7 @@ def test_a_file_says_whether_others_had_the_cores(
 ) -> None:
     monkeypatch.setattr("hetero_worker.platforms.disturbance.CoreWatch.was_disturbed", lambda _: disturbed)
     path = tmp_path / "rank.measured"
-    KeptMeasurements(path, circumstances=HERE).speeds("m", Device().measure)
+    TuningCache(path, circumstances=HERE).speeds("m", Device().measure)
     assert json.loads(path.read_text()).get("disturbed", False) == disturbed
 
 
@@ -95,7 +95,7 @@ def test_a_kernel_that_tells_no_boot_has_one_name_for_all(tmp_path: Path) -> Non
 def test_another_model_is_measured_anew_and_both_are_kept(tmp_path: Path) -> None:
     device, path = Device(), tmp_path / "rank.measured"
     for model, bandwidth in (("m", 1e9), ("n", 2e9), ("m", 1e9)):
-        speeds = KeptMeasurements(path, circumstances=HERE).speeds(model, device.measure)
+        speeds = TuningCache(path, circumstances=HERE).speeds(model, device.measure)
         assert speeds.memory_bandwidth == bandwidth
 
 
@@ -103,15 +103,15 @@ def test_another_model_is_measured_anew_and_both_are_kept(tmp_path: Path) -> Non
 def test_a_damaged_file_is_measured_over(tmp_path: Path, content: bytes) -> None:
     device, path = Device(), tmp_path / "rank.measured"
     path.write_bytes(content)
-    KeptMeasurements(path, circumstances=HERE).speeds("m", device.measure)
-    assert KeptMeasurements(path, circumstances=HERE).speeds("m", device.measure).memory_bandwidth == 1e9
+    TuningCache(path, circumstances=HERE).speeds("m", device.measure)
+    assert TuningCache(path, circumstances=HERE).speeds("m", device.measure).memory_bandwidth == 1e9
     assert device.measured == 1
 
 
 def test_without_a_file_or_without_room_for_one_everything_is_measured(tmp_path: Path) -> None:
     device = Device()
     for path in (None, tmp_path / "missing" / "rank.measured"):
-        KeptMeasurements(path, circumstances=HERE).speeds("m", device.measure)
+        TuningCache(path, circumstances=HERE).speeds("m", device.measure)
     assert device.measured == 2
 
 
@@ -119,13 +119,20 @@ def test_a_workspace_is_measured_once_for_its_shard_and_bounds(tmp_path: Path, m
     group = RankGroup(save_tiny("llama", tmp_path / "model").directory, ONE_RANK)
     shard, request, _ = group.runners[0]._holdings.loaded("this test")
     answers = iter([1000, 2000, None, 3000, 4000])
-    monkeypatch.setattr("hetero_worker.measurements.measure_workspace", lambda decoder, request: next(answers))
+    monkeypatch.setattr("hetero_worker.process.tuning_cache.measure_workspace", lambda decoder, request: next(answers))
 
     def measured(**changes: Any) -> int | None:
-        kept = KeptMeasurements(tmp_path / "rank.measured", circumstances=HERE)
+        kept = TuningCache(tmp_path / "rank.measured", circumstances=HERE)
         return kept.measure_workspace(shard.decoder, dataclasses.replace(request, **changes))
 
     assert [measured(), measured()] == [1000, 1000]
     assert [measured(max_num_seqs=3), measured(max_num_seqs=3), measured()] == [2000, 2000, 1000]
     assert [measured(dtype="bfloat16"), measured(dtype="bfloat16")] == [None, 3000], "not knowing is not kept"
     assert [measured(fused=False), measured()] == [4000, 1000], "kernels take what they take"
+
+
+def test_the_code_that_counts_is_the_whole_package() -> None:
+    import hetero_worker
+
+    (package,) = hetero_worker.__path__
+    assert code_identity() == code_identity(Path(package))
