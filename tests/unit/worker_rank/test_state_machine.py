@@ -1,4 +1,4 @@
-"""A rank's whole life against a scripted gateway, with a fake runner; one rank, so no process groups."""
+"""A rank's state machine against a scripted gateway, with a fake runner; one rank, so no process groups."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from hetero_worker.platforms.binding import Binding
 from hetero_worker.platforms.cpu import CpuPlatform
 from hetero_worker.platforms.heterogeneous import HeterogeneousPlatform
 from hetero_worker.process.gateway_link import GatewayLink
-from hetero_worker.process.state_machine import FormGroupFunction, Group, RankIdentity, WorkerStateMachine
+from hetero_worker.process.identity import RankIdentity
+from hetero_worker.process.state_machine import FormGroupFunction, Group, WorkerStateMachine
 from tests.support.fake_runner import GRAPH_BYTES, GRAPH_RESERVE_BYTES, FakeRunner
 from tests.support.played_binding import PlayedBinding, pinned_report
 from tests.support.scripted_gateway import TOKEN, ScriptedGateway
@@ -95,7 +96,7 @@ class PlayedProbe:
 
 
 class Rank:
-    """A life that runs on a thread."""
+    """A state machine that runs on a thread."""
 
     def __init__(
         self,
@@ -105,7 +106,7 @@ class Rank:
         token: str,
         form: FormGroupFunction,
         runner: FakeRunner | None = None,
-        rejoins: bool = False,
+        reconnects: bool = False,
         binding: Binding | None = None,
     ) -> None:
         self.runner = runner or FakeRunner()
@@ -113,7 +114,7 @@ class Rank:
         self.gave_up = threading.Event()
         self._exit_codes: list[int] = []
         self._link = GatewayLink(target=target, token=token, connect_timeout_s=20)
-        self.life = WorkerStateMachine(
+        self.machine = WorkerStateMachine(
             RankIdentity(
                 hello=ranks_pb2.Hello(pool="cpu", instance_id="me"),
                 model_dir=folder,
@@ -130,14 +131,14 @@ class Rank:
             probe=PlayedProbe(),
             heartbeat=Heartbeat.open(Path(self.heartbeat.path)),
             binding=binding,
-            rejoins=rejoins,
+            reconnects=reconnects,
         )
         self.heartbeat.release()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        self._exit_codes.append(self.life.run())
+        self._exit_codes.append(self.machine.run())
         self._link.finish(5)
 
     def exit_code(self) -> int:
@@ -234,7 +235,7 @@ def shut_down(gateway: ScriptedGateway, epoch: int, rank: Rank) -> None:
     assert rank.exit_code() == EXIT_OK
 
 
-def test_whole_life(tmp_path: Path) -> None:
+def test_from_hello_to_shutdown(tmp_path: Path) -> None:
     with joined(tmp_path) as (gateway, rank):
         hello = gateway.expect("hello")
         gateway.tell(1, form_group=form_message())
@@ -462,7 +463,7 @@ def test_the_end_of_life_ends_the_wait_for_masks(by: str, tmp_path: Path) -> Non
         if by == "shutdown":
             gateway.tell(1, shutdown=ranks_pb2.Shutdown(reason="test"))
         elif by == "leave":
-            rank.life.request_leave("SIGTERM")
+            rank.machine.request_leave("SIGTERM")
         else:
             gateway.hang_up(grpc.StatusCode.UNAVAILABLE)
         assert rank.exit_code() == (EXIT_FAILURE if by == "hang up" else EXIT_OK)
@@ -745,7 +746,7 @@ def test_leave_request_ends_the_process_in_good_order(tmp_path: Path) -> None:
         rank.runner.on_execute = lambda: rank.runner.exchange.broadcast(torch.ones(1), 1)
         gateway.tell(1, step_plan=step(1, 0))
         assert exchange.waiting.wait(20)
-        rank.life.request_leave("SIGTERM")
+        rank.machine.request_leave("SIGTERM")
 
         assert rank.exit_code() == EXIT_OK
         gateway.expect_end()
@@ -869,14 +870,14 @@ def next_folder(folder: Path) -> Path:
 
 @pytest.mark.parametrize("by", ["shutdown", "hang up"])
 def test_a_life_whose_gateway_ends_says_so_and_the_next_keeps_the_weights(by: str, tmp_path: Path) -> None:
-    with joined(tmp_path, rejoins=True) as (gateway, first):
+    with joined(tmp_path, reconnects=True) as (gateway, first):
         serve_epoch(gateway, 5)
         if by == "shutdown":
             gateway.tell(5, shutdown=ranks_pb2.Shutdown(reason="rolled out anew"))
         else:
             gateway.hang_up(grpc.StatusCode.UNAVAILABLE)
         first.exit_code()
-    assert (first.life.gateway_lost, first.life.was_in_group) == (True, True)
+    assert (first.machine.gateway_lost, first.machine.was_in_group) == (True, True)
     with ScriptedGateway(next_folder(tmp_path)) as gateway:
         second = Rank(tmp_path, gateway.target, token=TOKEN, form=form_group, runner=first.runner)
         loaded = serve_epoch(gateway, 1)  # another gateway counts epochs from 1
@@ -891,7 +892,7 @@ def test_a_load_under_way_is_finished_when_the_gateway_goes_and_another_life_fol
         loading.set()
         _wait_for(go_on)
 
-    with joined(tmp_path, rejoins=True) as (gateway, rank):
+    with joined(tmp_path, reconnects=True) as (gateway, rank):
         form_epoch(gateway, 1)
         rank.runner.on_load = slow_load
         gateway.tell(1, load_model=load_message())
@@ -900,19 +901,19 @@ def test_a_load_under_way_is_finished_when_the_gateway_goes_and_another_life_fol
         assert not rank.gave_up.wait(0.5)
         go_on.set()
         rank.exit_code()
-    assert rank.life.gateway_lost
+    assert rank.machine.gateway_lost
     assert not rank.gave_up.is_set()
 
 
 def test_a_rank_that_was_told_to_leave_or_refused_has_not_lost_its_gateway(tmp_path: Path) -> None:
     with joined(tmp_path) as (gateway, rank):
         gateway.expect("hello")
-        rank.life.request_leave("SIGTERM")
+        rank.machine.request_leave("SIGTERM")
         assert rank.exit_code() == EXIT_OK
-    assert (rank.life.gateway_lost, rank.life.was_in_group) == (False, False)
+    assert (rank.machine.gateway_lost, rank.machine.was_in_group) == (False, False)
     with joined(tmp_path, token="wrong") as (_, refused):
         assert refused.exit_code() == EXIT_PERMANENT
-    assert not refused.life.gateway_lost
+    assert not refused.machine.gateway_lost
 
 
 def test_hello_tells_what_is_held_and_by_which_plan_key(tmp_path: Path) -> None:

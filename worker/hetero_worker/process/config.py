@@ -1,4 +1,4 @@
-"""A rank's configuration: its command line and environment, read once.
+"""Configuration of a rank: its command line and environment, read once.
 
 Nothing here imports torch or gRPC: this runs before the process is bound to its cores.
 """
@@ -22,7 +22,7 @@ ABORT_TIMEOUT_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class RankConfig:
-    """What one rank process is told from outside."""
+    """Command line and environment of one rank process."""
 
     gateway: str
     """"host:port" of the gateway's Ranks service."""
@@ -32,7 +32,7 @@ class RankConfig:
     local_rank: int
     pod_name: str
     cuda_device: int | None
-    """Index of the CUDA device to compute on, among those that this process sees; None: host cores."""
+    """Index of the CUDA device to compute on, among those that this process sees; None for host cores."""
     cores: tuple[int, ...]
     """CPUs to bind to; empty: not bound."""
     communication_cores: tuple[int, ...]
@@ -46,22 +46,22 @@ class RankConfig:
     connect_timeout_s: float
     """Longest wait for the gateway to come up."""
     abort_timeout_s: float
-    """Longest time to leave an aborted epoch; then the process ends itself."""
+    """Longest time to leave an aborted epoch; after it the process ends itself."""
     reconnect_timeout_s: float
     """Longest wait for another gateway after the loss of one, weights kept; 0: exit then."""
     measurements_file: Path | None
-    """Where to keep what is measured at start for the process that takes this one's place; None: nowhere."""
+    """File that keeps measurements for the process that takes this one's place; None: none is kept."""
     packed_weights_dir: Path | None
-    """Where to keep quantised weights as kernels have packed them, for the next loads; None: nowhere."""
+    """Folder that keeps quantised weights as kernels packed them, for later loads; None: none are kept."""
     heartbeat_file: Path | None
-    """Where to tell a supervisor what the rank is at; None: nowhere."""
+    """Shared memory in which a supervisor reads the rank's heartbeat; None: nobody reads it."""
     token: str = field(repr=False)
     """The group's token."""
     log_level: str = "INFO"
 
     @classmethod
     def from_command_line(cls, arguments: Sequence[str], environment: Mapping[str, str]) -> RankConfig:
-        """Exits with EXIT_USAGE and one line on stderr when something is wrong."""
+        """Read the configuration; exit with EXIT_USAGE and one line on stderr if it is wrong."""
         parser = _parser()
         options = vars(parser.parse_args(arguments))
         try:

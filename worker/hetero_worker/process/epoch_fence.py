@@ -1,12 +1,12 @@
-"""EpochFence: how an Abort reaches a main thread that is blocked in a collective, and what if it does not.
+"""Delivery of an Abort to a main thread that is blocked in a collective, and the end of the process if that fails.
 
-Two threads meet here. The main thread enters an epoch, adopts its groups and leaves the epoch; the thread that
-reads the gateway's stream aborts epochs. An abort marks the epoch, wakes the groups, and starts a watchdog:
-when the main thread has not left in time (a collective that cannot be interrupted, a kernel that hangs), `give_up`
-ends the process, for a rank that neither works nor says so holds up its whole group.
+Two threads meet here. The main thread enters an epoch, adopts its groups and leaves the epoch; the thread that reads
+the gateway's stream aborts epochs. An abort marks the epoch, wakes the groups, and starts a watchdog. If the main
+thread has not left in time (a collective that cannot be interrupted, a kernel that hangs), `give_up` ends the process,
+because a rank that neither works nor reports blocks its whole group.
 
-An abort may overtake its epoch's own FormGroup, which still waits in the queue: entering an epoch that is
-already aborted raises.
+An abort may overtake its epoch's own FormGroup, which still waits in the queue. Entering an epoch that is already
+aborted raises.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from hetero_worker.errors import ExchangeAborted
 
 
 class Abortable(Protocol):
-    """What can be woken: an epoch's groups."""
+    """An epoch's groups, which can be woken."""
 
     def abort(self) -> None:
-        """Make blocked and later calls raise ExchangeAborted. From any thread; must not block."""
+        """Make blocked and later calls raise ExchangeAborted. Callable from any thread; must not block."""
         ...
 
 
 class EpochFence:
-    """Guards one rank's current epoch; see the module. Every method may be called from any thread."""
+    """Guard of one rank's current epoch. Every method may be called from any thread."""
 
     def __init__(self, *, patience_s: float, give_up: Callable[[], None]) -> None:
         self._patience_s = patience_s
@@ -53,19 +53,19 @@ class EpochFence:
             raise ExchangeAborted("the epoch was aborted")
 
     def enter(self, epoch: int) -> None:
-        """The main thread begins to work in `epoch`. Raises ExchangeAborted when it is aborted already."""
+        """Begin work in `epoch`, on the main thread. Raises ExchangeAborted if it is already aborted."""
         with self._lock:
             self._epoch = epoch
             self.check()
 
     def adopt(self, groups: Abortable) -> None:
-        """An abort from now on wakes `groups`. Raises ExchangeAborted when it came before."""
+        """Let an abort wake `groups` from now on. Raises ExchangeAborted if the abort came before."""
         with self._lock:
             self._groups = groups
             self.check()
 
     def leave(self) -> None:
-        """The main thread has freed all that belongs to the epoch."""
+        """End work in the epoch: the main thread has freed everything that belongs to it."""
         with self._lock:
             self._epoch = self._groups = None
             if self._watchdog is not None:
@@ -80,9 +80,9 @@ class EpochFence:
                 self._wake(watch=not self._patient)
 
     def close(self, *, patiently: bool = False) -> None:
-        """End the current epoch and all that might follow: the life with this gateway is over.
+        """End the current epoch and all later ones: the session with this gateway is over.
 
-        `patiently` lets work within `patient` finish, as an abort does: what it makes will be of use.
+        `patiently` lets work within `patient` finish, as an abort does, because its result will be used.
         """
         with self._lock:
             self._closed = True
@@ -91,9 +91,9 @@ class EpochFence:
 
     @contextmanager
     def patient(self) -> Iterator[None]:
-        """Around work that waits for no peer and is worth finishing (reading weights): an abort lets it.
+        """Let an abort wait for the block: work that needs no peer and is worth finishing, such as reading weights.
 
-        How long that may take is for the gateway to say, which ends the stream of a rank that does not come back.
+        The gateway limits how long that may take: it ends the stream of a rank that does not come back.
         """
         with self._lock:
             self._patient = True

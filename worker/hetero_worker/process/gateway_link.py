@@ -1,17 +1,17 @@
-"""GatewayLink: a rank's one stream to its gateway.
+"""A rank's one stream to its gateway.
 
-One thread of its own reads the stream into a queue that the main thread takes from; what the main thread sends
-goes through another queue, in order, without blocking. An observer sees every event on the reading thread before
-it is queued, so that an Abort can act while the main thread is busy.
+A thread of its own reads the stream into a queue for the main thread. The main thread's messages go through another
+queue, in order, without blocking. An observer sees every event on the reading thread before it is queued, so that an
+Abort can act while the main thread is busy.
 
-The thread that sends also says heartbeats, whenever one is due, whatever else there is to say: so the gateway hears
-that this process is alive and has its wits about it, however long the main thread computes.
+The sending thread also sends a heartbeat whenever one is due. So the gateway knows that this process is alive, however
+long the main thread computes.
 
-gRPC's threads are born of the reading thread, which first gives itself the CPUs that it was told: the process's
-own from before it was pinned. So they need not share a core with a compute thread where there are others.
+gRPC's threads inherit the affinity of the reading thread, which first moves to the CPUs that it was given: the
+process's own from before it was pinned. So they need not share a core with a compute thread where there are others.
 
-The stream ends once; the link does not dial again. A rank that lost its gateway exits, and whoever supervises it
-starts it anew, or makes another link and goes on with its weights (`reconnect.py`).
+The stream ends once, and the link does not dial again. A rank that lost its gateway exits and is restarted by its
+supervisor, or makes another link and keeps its weights (`reconnect.py`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _CHANNEL_OPTIONS: Final = (
     ("grpc.http2.max_pings_without_data", 0),
 )
 _KNOCK_S: Final = 2.0
-"""Longest single try to reach the gateway."""
+"""Longest single attempt to reach the gateway."""
 _KNOCK_PAUSE_S: Final = 0.05
 _LONGEST_KNOCK_PAUSE_S: Final = 1.0
 _REFUSALS: Final = frozenset(
@@ -54,11 +54,11 @@ _REFUSALS: Final = frozenset(
         grpc.StatusCode.UNIMPLEMENTED,
     }
 )
-"""This process's token or program is wrong: a new process with the same ones is refused too."""
+"""Statuses for a wrong token or program: a new process with the same ones is refused too."""
 
 
 class Arrival(NamedTuple):
-    """A message of the gateway, and when it came (time.monotonic)."""
+    """A message of the gateway and its time of arrival (time.monotonic)."""
 
     arrived_s: float
     message: ranks_pb2.GatewayMessage
@@ -66,7 +66,7 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StreamEnded:
-    """The stream is over; nothing follows."""
+    """End of the stream; nothing follows."""
 
     reason: str
     permanent: bool
@@ -74,7 +74,7 @@ class StreamEnded:
 
 @dataclass(frozen=True, slots=True)
 class LeaveRequested:
-    """This process was asked to end, by a signal."""
+    """Request to end this process, by a signal."""
 
     reason: str
 
@@ -84,22 +84,22 @@ Event = Arrival | StreamEnded | LeaveRequested
 
 @dataclass(frozen=True, slots=True)
 class _Pulse:
-    """Heartbeats: how often, and what they say at the time."""
+    """Heartbeats: their interval, and the function that makes one."""
 
     interval_s: float
     beat: Callable[[], ranks_pb2.RankMessage]
 
 
 class _Signal(Enum):
-    """What the sending thread is told, in between messages."""
+    """Notes to the sending thread, in between messages."""
 
     FINISH = auto()
     LOOK_AGAIN = auto()
-    """The pulse is another."""
+    """The pulse has changed."""
 
 
 class GatewayLink:
-    """See the module. `cpus` is where gRPC's threads may run; None leaves them where the caller is."""
+    """The stream and its two queues. `cpus` is where gRPC's threads may run; None leaves them on the caller's CPUs."""
 
     def __init__(self, *, target: str, token: str, connect_timeout_s: float, cpus: Iterable[int] | None = None) -> None:
         self._target = target
@@ -115,17 +115,17 @@ class GatewayLink:
         self._hang_up: Callable[[], object] = self._closing.set
 
     def start(self, observer: Callable[[Event], None]) -> None:
-        """Dial, and wait for the gateway to come up for as long as the connect timeout says."""
+        """Dial, and wait for the gateway for up to the connect timeout. `observer` runs on the reading thread."""
         self._thread = threading.Thread(target=self._read_all, args=(observer,), name="gateway-link", daemon=True)
         self._thread.start()
 
     def receive(self) -> Event:
-        """The next event; blocks."""
+        """Return the next event; block until there is one."""
         event, self._returned = self._returned, None
         return self._incoming.get() if event is None else event
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether there is an event to receive, or one comes within so many seconds."""
+        """Return whether there is an event to receive, or one comes within `timeout_s`."""
         if self._returned is None:
             try:
                 self._returned = self._incoming.get(block=timeout_s > 0, timeout=timeout_s)
@@ -134,31 +134,32 @@ class GatewayLink:
         return True
 
     def peek(self) -> Event | None:
-        """What `receive` would give without blocking, which it still will; None if that is nothing."""
+        """Return the event that `receive` would return now, and leave it there; None if there is none."""
         return self._returned if self.wait(0.0) else None
 
     def put_back(self, event: Event) -> None:
-        """The event that was received last is what `receive` gives next."""
+        """Return the last event to the queue's front, so that `receive` returns it next."""
         self._returned = event
 
     def send(self, message: ranks_pb2.RankMessage) -> None:
-        """Queue a message. What is sent after the stream ended is lost; StreamEnded tells so."""
+        """Queue a message. It is lost if the stream has ended, which StreamEnded reports."""
         self._outgoing.put(message)
 
     def start_heartbeats(self, interval_s: float, beat: Callable[[], ranks_pb2.RankMessage]) -> None:
-        """Say `beat()`, made on the sending thread, now and every `interval_s` until `stop_heartbeats`."""
+        """Send `beat()` now and every `interval_s` until `stop_heartbeats`. It runs on the sending thread."""
         self._pulse = _Pulse(interval_s, beat)
         self._outgoing.put(_Signal.LOOK_AGAIN)
 
     def stop_heartbeats(self) -> None:
+        """Send no more heartbeats."""
         self._pulse = None
 
     def inject(self, event: LeaveRequested) -> None:
-        """Queue an event of this process's own."""
+        """Queue an event of this process itself."""
         self._incoming.put(event)
 
     def finish(self, timeout_s: float) -> None:
-        """Send what is queued, close our side, and give the gateway this long to close its own."""
+        """Send what is queued, close this side, and give the gateway `timeout_s` to close its own."""
         self._outgoing.put(_Signal.FINISH)
         self._closing.set()
         if self._thread is not None:
@@ -174,7 +175,7 @@ class GatewayLink:
             if self._cpus:
                 os.sched_setaffinity(0, self._cpus)
             ended = self._read_stream(deliver)
-        except Exception as error:  # noqa: BLE001 — the thread's top: the main thread must hear of it
+        except Exception as error:  # noqa: BLE001 — the thread's top: the main thread must know
             _log.exception("gateway=%s: the link failed", self._target)
             ended = StreamEnded(f"the link failed: {type(error).__name__}: {error}", permanent=False)
         deliver(ended)
@@ -196,7 +197,7 @@ class GatewayLink:
         return StreamEnded("the gateway closed the stream", permanent=False)
 
     def _messages(self) -> Iterator[ranks_pb2.RankMessage]:
-        """What is sent, and a heartbeat whenever one is due; on gRPC's thread."""
+        """Yield queued messages, and a heartbeat whenever one is due; on gRPC's thread."""
         pulse, due_s = self._pulse, 0.0
         while True:
             try:
@@ -215,7 +216,7 @@ class GatewayLink:
                 yield pulse.beat()
 
     def _await_gateway(self) -> bool:
-        """Knock until someone listens. gRPC's own way of waiting leaves a thread that fails when it closes."""
+        """Knock until someone listens. gRPC's own waiting leaves a thread behind that fails when it closes."""
         deadline = time.monotonic() + self._connect_timeout_s
         pause_s = _KNOCK_PAUSE_S
         while not self._closing.wait(pause_s):
@@ -231,7 +232,7 @@ class GatewayLink:
 
 
 def one_by_one(message: ranks_pb2.GatewayMessage) -> Iterator[ranks_pb2.GatewayMessage]:
-    """Plans that travel together, each in a message of its own; any other message as it is. Changes what is given."""
+    """Split a message with several plans into one message for each; yield others as they are. Changes `message`."""
     further = [ranks_pb2.GatewayMessage(epoch=message.epoch, step_plan=plan) for plan in message.further_plans]
     message.ClearField("further_plans")
     yield message

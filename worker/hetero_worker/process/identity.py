@@ -1,15 +1,19 @@
-"""Who a rank is: what it says in Hello, apart from where its store would listen."""
+"""Identity of a rank: its Hello, and what stays the same over its epochs."""
 
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from hetero_api.contract import VERSION
-from hetero_api.model_config import model_fingerprint
+from hetero_api.model_config import ModelConfig, model_fingerprint
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.platforms.base import Platform
+from hetero_worker.platforms.heterogeneous import HeterogeneousPlatform
 from hetero_worker.platforms.pinning import PinningReport
 from hetero_worker.process.config import RankConfig
 
@@ -17,11 +21,26 @@ _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _SHM: Final = Path("/dev/shm")
 
 
-def host_id(*, boot_id: Path = _BOOT_ID, shm: Path = _SHM) -> str:
-    """Equal for two processes exactly if they run under one kernel and see the same /dev/shm.
+@dataclass(frozen=True, slots=True)
+class RankIdentity:
+    """Facts about a rank that stay the same over its epochs."""
 
-    Containers of one machine that do not share /dev/shm have different ones: each tmpfs is a device of its
-    own. A machine that lacks either shares memory with nobody, and its id is random.
+    hello: ranks_pb2.Hello
+    """Hello without store_address and held, which differ for every epoch."""
+    model_dir: Path
+    model_config: ModelConfig
+    memory_bytes: int
+    store_host: str
+    platform: HeterogeneousPlatform
+    open_weights: Callable[[Path], Checkpoint] = Checkpoint
+    """Open the checkpoint in `model_dir`."""
+
+
+def host_id(*, boot_id: Path = _BOOT_ID, shm: Path = _SHM) -> str:
+    """Return an id that two processes share exactly if they run under one kernel and see the same /dev/shm.
+
+    Containers of one machine that do not share /dev/shm have different ids: each tmpfs is a device of its own. A
+    machine that lacks either file shares memory with nobody, and its id is random.
     """
     try:
         status = shm.stat()
@@ -33,16 +52,16 @@ def host_id(*, boot_id: Path = _BOOT_ID, shm: Path = _SHM) -> str:
 def describe_device(
     platform: Platform, pinning: PinningReport, speeds: ranks_pb2.DeviceSpeeds
 ) -> ranks_pb2.DeviceReport:
-    """What the rank computes on, and how fast that was measured to be."""
+    """Describe the rank's device and its measured speeds."""
     device = ranks_pb2.DeviceReport(
         kind=platform.kind, name=platform.name, memory_bytes=platform.memory_bytes, speeds=speeds
     )
-    tell_pinning(device, pinning)
+    report_pinning(device, pinning)
     return device
 
 
-def tell_pinning(device: ranks_pb2.DeviceReport, pinning: PinningReport) -> None:
-    """Say in `device` what is bound, whatever it said before."""
+def report_pinning(device: ranks_pb2.DeviceReport, pinning: PinningReport) -> None:
+    """Write to `device` which cores and memory are bound."""
     device.cpus[:] = pinning.cpus
     device.numa_nodes[:] = pinning.numa_nodes
     device.pinned = pinning.pinned
@@ -50,8 +69,8 @@ def tell_pinning(device: ranks_pb2.DeviceReport, pinning: PinningReport) -> None
     device.pin_message = pinning.reason or f"memory: {pinning.memory}"
 
 
-def introduce(config: RankConfig, device: ranks_pb2.DeviceReport) -> ranks_pb2.Hello:
-    """The Hello of this process, store_address left open. Raises ModelError when there is no config.json."""
+def make_hello(config: RankConfig, device: ranks_pb2.DeviceReport) -> ranks_pb2.Hello:
+    """Return this process's Hello without store_address. Raises ModelError when there is no config.json."""
     return ranks_pb2.Hello(
         pool=config.pool,
         ordinal=config.ordinal,

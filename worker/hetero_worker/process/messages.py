@@ -1,48 +1,28 @@
-"""What a rank's messages to and from its gateway say, turned into what its parts take and from what they give.
+"""Conversion between the messages of a rank and its gateway and the types of the rank's parts.
 
-Pure functions. What does not fit together is a ProtocolError that names the field.
+Pure functions. Messages that do not fit together raise a ProtocolError that names the field.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.distributed.measuring import ExchangeTimes, Times
 from hetero_worker.distributed.rendezvous import GroupRequest
 from hetero_worker.errors import ProtocolError
 from hetero_worker.memory.budget import FixedNeeds
-from hetero_worker.platforms.heterogeneous import HeterogeneousPlatform
+from hetero_worker.process.identity import RankIdentity
 from hetero_worker.runners.base import LoadReport, LoadRequest, StepOutput
 
 
-@dataclass(frozen=True, slots=True)
-class RankIdentity:
-    """What stays the same over a rank's epochs."""
-
-    hello: ranks_pb2.Hello
-    """Without store_address and held, which every Hello has anew."""
-    model_dir: Path
-    model_config: ModelConfig
-    memory_bytes: int
-    store_host: str
-    platform: HeterogeneousPlatform
-    open_weights: Callable[[Path], Checkpoint] = Checkpoint
-    """Opens the weights of `model_dir`."""
-
-
 def held_message(held: LoadRequest) -> ranks_pb2.HeldShard:
-    """Weights in memory, for Hello."""
+    """Return the weights in memory as a message for Hello."""
     return ranks_pb2.HeldShard(shard_plan=held.shard_plan.to_proto(), plan_key=held.plan_key, rank=held.rank)
 
 
 def group_request(identity: RankIdentity, message: ranks_pb2.FormGroup, *, epoch: int) -> GroupRequest:
-    """Raises ProtocolError when this process is not of the kind that its place says."""
+    """Return the request for the epoch's groups. Raises ProtocolError if this process does not fit its place."""
     number = num_gpu_ranks(message)
     platform = identity.platform.of_rank(message.rank, num_gpu_ranks=number)
     return GroupRequest(
@@ -61,7 +41,7 @@ def group_request(identity: RankIdentity, message: ranks_pb2.FormGroup, *, epoch
 
 
 def num_gpu_ranks(message: ranks_pb2.FormGroup) -> int:
-    """How many places are of GPU ranks. Raises ProtocolError unless these come first."""
+    """Count the GPU ranks among the places. Raises ProtocolError unless they come first."""
     are_gpus = [place.device.kind == ranks_pb2.DEVICE_KIND_CUDA for place in message.places]
     number = sum(are_gpus)
     if not all(are_gpus[:number]):
@@ -76,32 +56,32 @@ def formed_message(
     costs: ranks_pb2.DeviceSpeeds | None,
     needs: FixedNeeds,
 ) -> ranks_pb2.Formed:
-    """The groups stand. `needs` are looked at when all communicators do, for these take memory too."""
+    """Return the message that the groups stand. Measure `needs` after all communicators exist: they take memory too."""
     return ranks_pb2.Formed(
         exchange=kind,
         exchange_reason=reason,
-        host_times=_told(times.host),
-        device_times=_told(times.device),
+        host_times=_times(times.host),
+        device_times=_times(times.device),
         costs=costs,
         runtime_bytes=needs.runtime_bytes,
         gather_bytes=needs.gather_bytes,
     )
 
 
-def _told(times: Times) -> list[ranks_pb2.ExchangeTime]:
+def _times(times: Times) -> list[ranks_pb2.ExchangeTime]:
     return [ranks_pb2.ExchangeTime(bytes=size, seconds=seconds) for size, seconds in times]
 
 
 def load_request(
     identity: RankIdentity, form: ranks_pb2.FormGroup, order: ranks_pb2.LoadModel, *, rank: int
 ) -> LoadRequest:
-    """Raises ProtocolError when the plan is for another number of ranks."""
+    """Return the request for this rank's weights. Raises ProtocolError for a plan with another number of ranks."""
     plan = ShardPlan.from_proto(order.shard_plan)
     if plan.world_size != len(form.places):
         raise ProtocolError(
             f"load_model.shard_plan is for {plan.world_size} ranks, and the group has {len(form.places)}"
         )
-    # Host memory is this rank's as it was given; of a device it takes a part.
+    # A host rank may use all the memory it was given; a GPU rank takes a share of its device.
     utilization = 1.0 if identity.platform.own.is_host else order.device_memory_utilization or 1.0
     return LoadRequest(
         directory=identity.model_dir,
@@ -124,14 +104,14 @@ def load_request(
 
 
 def quantized_config(config: ModelConfig, order: ranks_pb2.FormGroup | ranks_pb2.LoadModel) -> ModelConfig:
-    """With weights as the gateway says. Raises ModelError where that has no sense."""
+    """Return the config with weights quantised as the gateway asks. Raises ModelError where that makes no sense."""
     if not order.HasField("quantization"):
         return config
     return config.quantized(order.quantization.method, order.quantization.group_size or None)
 
 
 def loaded_message(report: LoadReport, *, local_memory_percent: int | None) -> ranks_pb2.Loaded:
-    """The shard is in memory."""
+    """Return the message that the shard is in memory."""
     return ranks_pb2.Loaded(
         weight_bytes=report.weight_bytes,
         kv_budget_bytes=report.kv_budget_bytes,
@@ -145,7 +125,7 @@ def loaded_message(report: LoadReport, *, local_memory_percent: int | None) -> r
 
 
 def step_result(plan: ranks_pb2.StepPlan, output: StepOutput, *, step_s: float) -> ranks_pb2.StepResult:
-    """What became of a plan that took `step_s` seconds."""
+    """Return the result of a plan that took `step_s` seconds."""
     return ranks_pb2.StepResult(
         step_id=plan.step_id,
         slots=[token.slot for token in output.sampled],

@@ -31,25 +31,26 @@ from hetero_worker.platforms.host_allocator import keep_freed_memory
 from hetero_worker.platforms.numa import LinuxKernel
 from hetero_worker.platforms.pinning import PinningReport, PinningRequest
 from hetero_worker.process.config import RankConfig
-from hetero_worker.process.reconnect import ReconnectingRank, Session
+from hetero_worker.process.reconnect import ReconnectingRank
 
 if TYPE_CHECKING:
     from hetero_worker.platforms.base import Platform
+    from hetero_worker.process.state_machine import WorkerStateMachine
 
 _log = logging.getLogger(__name__)
 
 Platforms = Callable[[RankConfig], "Platform"]
-"""Makes a rank's platform: `platform_of`, or a test's."""
+"""Type of `platform_of`; tests pass their own."""
 
 _THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _VISIBLE_GPUS: Final = "CUDA_VISIBLE_DEVICES"
 _LEAVE_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 _START_LIMIT_S: Final = 600.0
-"""Importing torch and measuring the device take seconds; longer than this hangs."""
+"""Importing torch and measuring the device take seconds; a start that takes longer than this hangs."""
 
 
 def platform_of(config: RankConfig) -> Platform:
-    """What the rank computes on. Imports what belongs to that kind of device, and nothing of another."""
+    """Return the platform that the rank computes on, and import nothing for other kinds of devices."""
     if config.cuda_device is not None:
         from hetero_worker.platforms.cuda import CudaPlatform
 
@@ -65,7 +66,7 @@ def main(
     *,
     platforms: Platforms = platform_of,
 ) -> int:
-    """Run one rank; returns its exit code (see hetero_api.contract). `platforms` makes its platform."""
+    """Run one rank; return its exit code (see hetero_api.contract). `platforms` makes its platform."""
     config = RankConfig.from_command_line(arguments, environment)
     _configure_logging(config)
     if config.cuda_device is None:
@@ -81,7 +82,7 @@ def main(
             os.environ[variable] = str(binding.report.num_threads)
         if not keep_freed_memory():
             _log.warning("this C library has no mallopt: steps pay page faults for their buffers")
-        return _live(config, binding, heartbeat=heartbeat, platforms=platforms)
+        return _run(config, binding, heartbeat=heartbeat, platforms=platforms)
     except HeteroError as error:
         _log.error("%s", error)
         return EXIT_PERMANENT
@@ -110,7 +111,7 @@ def preload() -> None:
     import hetero_worker.runners.selection  # noqa: F401
 
 
-def _live(
+def _run(
     config: RankConfig,
     binding: CoreBinding,
     *,
@@ -134,8 +135,8 @@ def _prepare(
     platform: Platform,
     *,
     heartbeat: Heartbeat,
-) -> Callable[[float], Session]:
-    """All that lasts over gateways is made here, once; a session's link and life are made anew for each."""
+) -> Callable[[float], WorkerStateMachine]:
+    """Make, once, all that lasts over gateways; return a function that makes a session."""
     import torch
 
     from hetero_api.model_config import ModelConfig, model_fingerprint
@@ -146,8 +147,8 @@ def _prepare(
     from hetero_worker.platforms.heterogeneous import HeterogeneousPlatform
     from hetero_worker.probe.speeds import RankProbe, measure_device
     from hetero_worker.process.gateway_link import GatewayLink
-    from hetero_worker.process.identity import describe_device, introduce
-    from hetero_worker.process.state_machine import RankIdentity, WorkerStateMachine
+    from hetero_worker.process.identity import RankIdentity, describe_device, make_hello
+    from hetero_worker.process.state_machine import WorkerStateMachine
     from hetero_worker.process.tuning_cache import TuningCache, boot_identity, code_identity
     from hetero_worker.runners.selection import runner_of
 
@@ -168,7 +169,7 @@ def _prepare(
     speeds = kept.speeds("device", lambda: measure_device(platform))
     packed = None if config.packed_weights_dir is None else PackedCache(config.packed_weights_dir)
     identity = RankIdentity(
-        hello=introduce(config, describe_device(platform, pinning, speeds)),
+        hello=make_hello(config, describe_device(platform, pinning, speeds)),
         model_dir=config.model_dir,
         model_config=model_config,
         memory_bytes=platform.memory_bytes,
@@ -178,11 +179,11 @@ def _prepare(
     )
     runner = runner_of(platform, measure=kept.measure_workspace)
 
-    def new_session(connect_timeout_s: float) -> Session:
+    def new_session(connect_timeout_s: float) -> WorkerStateMachine:
         link = GatewayLink(
             target=config.gateway, token=config.token, connect_timeout_s=connect_timeout_s, cpus=pinning.communication
         )
-        life = WorkerStateMachine(
+        return WorkerStateMachine(
             identity,
             link=link,
             runner=runner,
@@ -192,9 +193,8 @@ def _prepare(
             heartbeat=heartbeat,
             binding=binding,
             probe=RankProbe(platform, model_config, kept, model=model_fingerprint(config.model_dir)),
-            rejoins=config.reconnect_timeout_s > 0,
+            reconnects=config.reconnect_timeout_s > 0,
         )
-        return Session(life, link)
 
     return new_session
 
@@ -208,7 +208,7 @@ def _leave_on_signals(rank: ReconnectingRank) -> None:
 
 
 def _give_up() -> None:
-    """End the process now: its main thread is stuck in an epoch that is over."""
+    """End the process at once: its main thread is stuck in an epoch that is over."""
     _log.critical("could not leave an aborted epoch in time; exiting with status %d", EXIT_STUCK)
     logging.shutdown()
     os._exit(EXIT_STUCK)
@@ -223,7 +223,7 @@ def _configure_logging(config: RankConfig) -> None:
 
 
 def _name(config: RankConfig) -> str:
-    """What tells this rank's lines from those of others in one log."""
+    """Return the mark of this rank's lines in a shared log."""
     return f"pod={config.pod_name} local_rank={config.local_rank}"
 
 
@@ -238,5 +238,5 @@ def _log_pinning(report: PinningReport) -> None:
 
 
 def run() -> None:
-    """The process's `main`, with this process's arguments and environment."""
+    """Run the rank of this process's command line and environment, and exit."""
     sys.exit(main(sys.argv[1:], os.environ))

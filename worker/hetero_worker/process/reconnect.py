@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final, Protocol
 
 from hetero_api.contract import EXIT_OK
@@ -19,13 +18,13 @@ from hetero_api.contract import EXIT_OK
 _log = logging.getLogger(__name__)
 
 FAREWELL_S: Final = 2.0
-"""How long a gateway may take to close its side of the stream when the rank leaves."""
+"""Longest that a gateway may take to close its side of the stream when the rank leaves."""
 FIRST_PAUSE_S: Final = 0.2
 LONGEST_PAUSE_S: Final = 15.0
 
 
-class Life(Protocol):
-    """What this needs of WorkerStateMachine."""
+class Session(Protocol):
+    """A session with one gateway: `WorkerStateMachine`, or a test's."""
 
     @property
     def gateway_lost(self) -> bool:
@@ -34,30 +33,24 @@ class Life(Protocol):
 
     @property
     def was_in_group(self) -> bool:
-        """Whether it had a place in an epoch."""
+        """Whether the rank had a place in an epoch."""
         ...
 
-    def run(self) -> int: ...
+    def run(self) -> int:
+        """Run until the stream ends; return the process's exit code."""
+        ...
 
-    def request_leave(self, reason: str) -> None: ...
+    def request_leave(self, reason: str) -> None:
+        """End soon, in good order. Callable from any thread."""
+        ...
 
-
-class Link(Protocol):
-    """What this needs of GatewayLink."""
-
-    def finish(self, timeout_s: float) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Session:
-    """One gateway's life, and its stream."""
-
-    life: Life
-    link: Link
+    def hang_up(self, timeout_s: float) -> None:
+        """Send what is queued and close the stream, within `timeout_s`."""
+        ...
 
 
 class ReconnectingRank:
-    """See the module. `new_session` is given the longest wait for a gateway to come up, in seconds."""
+    """Runs one session after another. `new_session` takes the longest wait for its gateway, in seconds."""
 
     def __init__(
         self,
@@ -75,14 +68,14 @@ class ReconnectingRank:
         self._clock = clock
         self._lock = threading.Lock()
         self._leaving = threading.Event()
-        self._life: Life | None = None
+        self._session: Session | None = None
 
     def run(self) -> int:
-        """Live; returns the process's exit code, which is that of the last life."""
+        """Run all sessions; return the process's exit code, which is that of the last one."""
         patience_s, pause_s = self._connect_timeout_s, self._first_pause_s
         lost_s = self._clock()
         while True:
-            exit_code, was_in_group, gateway_lost = self._live(patience_s)
+            exit_code, was_in_group, gateway_lost = self._run_session(patience_s)
             if not gateway_lost or not self._reconnect_timeout_s:
                 return exit_code
             if was_in_group:
@@ -97,22 +90,21 @@ class ReconnectingRank:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def request_leave(self, reason: str) -> None:
-        """Leave in good order, soon. From any thread."""
+        """End soon, in good order. Callable from any thread."""
         with self._lock:
             self._leaving.set()
-            if self._life is not None:
-                self._life.request_leave(reason)
+            if self._session is not None:
+                self._session.request_leave(reason)
 
-    def _live(self, patience_s: float) -> tuple[int, bool, bool]:
-        """A life with one gateway: exit code, whether it was in a group, whether its gateway was lost."""
+    def _run_session(self, patience_s: float) -> tuple[int, bool, bool]:
+        """Run one session; return its exit code, whether it was in a group, and whether its gateway was lost."""
         with self._lock:
             if self._leaving.is_set():
                 return EXIT_OK, False, False
-            session = self._new_session(patience_s)
-            life = self._life = session.life
+            session = self._session = self._new_session(patience_s)
         try:
-            return life.run(), life.was_in_group, life.gateway_lost
+            return session.run(), session.was_in_group, session.gateway_lost
         finally:
             with self._lock:
-                self._life = None
-            session.link.finish(FAREWELL_S)
+                self._session = None
+            session.hang_up(FAREWELL_S)

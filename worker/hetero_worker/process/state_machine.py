@@ -1,21 +1,21 @@
-"""WorkerStateMachine: what a rank does from its first Hello to its exit.
+"""State machine of a rank: everything between its first Hello and the end of its stream.
 
     JOINING ──FormGroup──► FORMED ──LoadModel──► LOADED ──AllocateCache──► SERVING ──StepPlan──╮
        ▲                     │                     │                          │ ▲──────────────╯
        ╰──────Abort──────────┴──────────┬──────────┴──────────────────────────╯
                                         ╰──(failed, or a peer did)──► BROKEN ──Abort──► JOINING
 
-One thread, the main one, runs all of it, in the order in which the gateway speaks. The link's threads only tell
-the EpochFence of aborts and the gateway that this process is alive. The rank decides nothing: it does what it is told
-or says why it could not, and a message that does not fit its state or epoch is refused. Weights outlive epochs, and
-Hello tells which they are; groups, cache and slots do not. Groups stand before the plan is known: FormGroup makes those
-of all ranks, LoadModel brings the plan and connects what it needs.
+One thread, the main one, runs all of it, in the order of the gateway's messages. The link's threads only report aborts
+to the EpochFence, and to the gateway that this process is alive. The rank decides nothing: it executes a message or
+reports why it could not, and refuses a message that does not fit its state or epoch. Weights outlive epochs, and Hello
+says which they are. Groups, cache and slots end with their epoch, and groups have gone before Hello is sent again.
+Groups exist before the plan is known: FormGroup makes those of all ranks, LoadModel brings the plan and connects what
+it needs.
 
-Plans are worked off by `plan_work.py`, in order. A step that is under way is finished, and answered, before anything is
-looked at but the plans that come next.
+`plan_work.py` executes plans, in order. A step under way is finished and answered before any message but the next
+plans is looked at.
 
-Nothing of an aborted epoch survives into the next: its group is gone before Hello is said again. A life is one
-gateway's: what becomes of the rank after that is for `reconnect.py` to say.
+A state machine serves one gateway; `reconnect.py` decides what follows.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import statistics
 import time
 from collections.abc import Callable
 from enum import Enum, auto
+from functools import partial
 from typing import Final, Protocol
 
 from hetero_api.contract import EXIT_FAILURE, EXIT_OK, EXIT_PERMANENT
@@ -49,9 +50,8 @@ from hetero_worker.plan_work import PlanWork
 from hetero_worker.platforms.binding import Binding, Unbound
 from hetero_worker.process.epoch_fence import EpochFence
 from hetero_worker.process.gateway_link import Arrival, Event, GatewayLink, LeaveRequested, StreamEnded
-from hetero_worker.process.identity import tell_pinning
+from hetero_worker.process.identity import RankIdentity, report_pinning
 from hetero_worker.process.messages import (
-    RankIdentity,
     formed_message,
     group_request,
     held_message,
@@ -61,69 +61,83 @@ from hetero_worker.process.messages import (
 )
 from hetero_worker.runners.base import Runner
 
-__all__ = ["FormGroupFunction", "Group", "RankIdentity", "RankState", "WorkerStateMachine"]
-
 _log = logging.getLogger(__name__)
 
 LOAD_LIMIT_S: Final = 3600.0
-"""A load that takes longer hangs. The gateway knows better and is less patient; this is for who watches the process."""
+"""A load that takes longer hangs. The gateway has a shorter limit; this one is for the process's supervisor."""
 _ECHOES: Final = 8
-"""After one that only warms up."""
+"""Echoes after the first, which only warms up."""
 _LIMIT_FACTOR: Final = 2.0
-"""How much longer than a collective may take everything else may take, before it hangs."""
+"""Limit of all other work, as a multiple of a collective's timeout."""
 
 _PERMANENT: Final = (ModelError, PlanError, MemoryBudgetError, PinningError, WeightsChangedError)
 
 
 class Probe(Protocol):
-    """Measures the rank's device; see probe/speeds.py."""
+    """Measurements of the rank's device; see probe/speeds.py."""
 
     def costs(self, dtype: str, config: ModelConfig, company: Company) -> ranks_pb2.DeviceSpeeds:
-        """What a model's parts cost in an arithmetic type; the caller's to change. Collective."""
+        """Return the costs of a model's parts in an arithmetic type, in a message of the caller's own. Collective."""
         ...
 
     def weight_bits(self, dtype: str, config: ModelConfig) -> frozenset[int]:
-        """Widths below the arithmetic type's in which the rank would keep a model's weights."""
+        """Return the widths below the arithmetic type's in which the rank would keep a model's weights."""
         ...
 
     def bandwidth(self) -> float:
-        """Bytes read a second, now."""
+        """Measure the bytes read per second, now."""
         ...
 
     def fixed_needs(self) -> FixedNeeds:
-        """What the rank needs of its memory, now, whatever it is to own."""
+        """Return the memory that the rank needs now, independent of its shard."""
         ...
 
     def compute(self) -> None:
-        """A little, with all threads: they are then as at the end of a step."""
+        """Compute a little with all threads, which leaves them as after a step."""
         ...
 
 
 class Group(Company, Protocol):
-    """What a life needs of `coordinator.GroupCoordinator`, which says how these behave."""
+    """The part of `coordinator.GroupCoordinator` that the state machine uses."""
 
     @property
-    def kind(self) -> ranks_pb2.ExchangeKind.ValueType: ...
+    def kind(self) -> ranks_pb2.ExchangeKind.ValueType:
+        """Exchange that the ranks agreed on."""
+        ...
 
     @property
-    def exchange_reason(self) -> str: ...
+    def exchange_reason(self) -> str:
+        """Why it is not the fastest; "" if it is."""
+        ...
 
-    def measure(self) -> ExchangeTimes: ...
+    def measure(self) -> ExchangeTimes:
+        """Measure the exchange. Collective."""
+        ...
 
-    def connect(self, plan: ShardPlan, *, batch_invariant: bool = False) -> Exchange: ...
+    def connect(self, plan: ShardPlan, *, batch_invariant: bool = False) -> Exchange:
+        """Create the subgroups and links of a plan. Collective."""
+        ...
 
-    def abort(self) -> None: ...
+    def abort(self) -> None:
+        """Wake all ranks that wait in a collective."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Leave the groups. Raises ExchangeError if that is not possible."""
+        ...
 
 
 class FormGroupFunction(Protocol):
-    """`coordinator.form_group`, or a test's."""
+    """Signature of `coordinator.form_group`; tests pass their own."""
 
-    def __call__(self, request: GroupRequest, *, listener: StoreListener, aborted: Callable[[], bool]) -> Group: ...
+    def __call__(self, request: GroupRequest, *, listener: StoreListener, aborted: Callable[[], bool]) -> Group:
+        """Form the epoch's groups. Raises ExchangeAborted once `aborted` returns True."""
+        ...
 
 
 class RankState(Enum):
+    """States of the machine; see the module."""
+
     JOINING = auto()
     FORMED = auto()
     LOADED = auto()
@@ -141,10 +155,10 @@ _STANDINGS: Final = {
 
 
 class WorkerStateMachine:
-    """Runs one rank; see the module.
+    """One rank's session with one gateway.
 
-    `binding` is looked at again whenever an epoch begins and when weights were read. `rejoins` says that another life
-    follows when the gateway is lost, so that a load under way is worth finishing.
+    `binding` is checked again whenever an epoch begins and when weights were read. `reconnects` says that another
+    session follows the loss of the gateway, so that a load under way is worth finishing.
     """
 
     def __init__(
@@ -159,12 +173,12 @@ class WorkerStateMachine:
         probe: Probe,
         heartbeat: Heartbeat | None = None,
         binding: Binding | None = None,
-        rejoins: bool = False,
+        reconnects: bool = False,
     ) -> None:
         self.gateway_lost = False
         """Whether it ended only because its gateway did."""
         self.was_in_group = False
-        """Whether it had a place in an epoch."""
+        """Whether the rank had a place in an epoch."""
         self._identity = identity
         self._link = link
         self._runner = runner
@@ -173,7 +187,7 @@ class WorkerStateMachine:
         self._heartbeat = heartbeat or Heartbeat.open(None)
         self._binding = binding or Unbound()
         self._probe = probe
-        self._rejoins = rejoins
+        self._reconnects = reconnects
         self._fence = EpochFence(patience_s=abort_timeout_s, give_up=give_up)
         self._listener = StoreListener(identity.store_host)
         self._state = RankState.JOINING
@@ -191,10 +205,10 @@ class WorkerStateMachine:
         }
 
     def run(self) -> int:
-        """Live; returns the process's exit code."""
+        """Run until the stream ends; return the process's exit code."""
         self._link.start(self._observe)
         try:
-            while (exit_code := self._live_epoch()) is None:
+            while (exit_code := self._run_epoch()) is None:
                 pass
             return exit_code
         finally:
@@ -202,29 +216,33 @@ class WorkerStateMachine:
             self._listener.close()
 
     def request_leave(self, reason: str) -> None:
-        """Leave in good order, soon. From any thread but the main one, which may be blocked."""
+        """End soon, in good order. Callable from any thread but the main one, which may be blocked."""
         event = LeaveRequested(reason)
         self._observe(event)
         self._link.inject(event)
 
+    def hang_up(self, timeout_s: float) -> None:
+        """Send what is queued and close the stream, within `timeout_s`."""
+        self._link.finish(timeout_s)
+
     def _observe(self, event: Event) -> None:
-        """On the link's thread: what cannot wait until the main thread comes to the event."""
+        """Handle what cannot wait for the main thread; on the link's thread."""
         if not isinstance(event, Arrival):
-            self._fence.close(patiently=self._rejoins and isinstance(event, StreamEnded))
+            self._fence.close(patiently=self._reconnects and isinstance(event, StreamEnded))
         elif event.message.HasField("abort"):
             self._fence.abort(event.message.epoch)
         elif event.message.HasField("shutdown"):
-            self._fence.close(patiently=self._rejoins)
+            self._fence.close(patiently=self._reconnects)
 
-    def _live_epoch(self) -> int | None:
-        """From Hello to the epoch's end; an exit code when life ends with it."""
+    def _run_epoch(self) -> int | None:
+        """Run from Hello to the epoch's end; return an exit code when the session ends with it."""
         self._say_hello()
         while True:
             event = self._next_event()
             if event is None:
                 return EXIT_PERMANENT
             if not isinstance(event, Arrival):
-                return self._depart(event)
+                return self._end_session(event)
             message = event.message
             body = message.WhichOneof("body")
             if body == "shutdown":
@@ -236,11 +254,11 @@ class WorkerStateMachine:
             elif body == "abort":
                 self._end_epoch(message)
                 return None
-            elif self._state is not RankState.BROKEN and not self._obey(body, event):
+            elif self._state is not RankState.BROKEN and not self._attempt(partial(self._execute, body, event)):
                 return EXIT_PERMANENT
 
     def _next_event(self) -> Event | None:
-        """A step under way is finished before anything but the next plan. None if it failed and always will."""
+        """Return the next event, after finishing a step under way; None if the step failed permanently."""
         if not self._finish_by(self._plans.rest):
             return None
         event = self._link.receive()
@@ -249,13 +267,13 @@ class WorkerStateMachine:
         return event
 
     def _finish_by(self, finish: Callable[[], None]) -> bool:
-        """Have a step that is under way finished. False if it failed and always will."""
+        """Finish a step that is under way. Returns False if it failed permanently."""
         if not self._plans.is_open:
             return True
         with self._heartbeat.working(self._usual_limit_s):
             return self._attempt(finish)
 
-    def _depart(self, event: StreamEnded | LeaveRequested) -> int:
+    def _end_session(self, event: StreamEnded | LeaveRequested) -> int:
         if isinstance(event, LeaveRequested):
             _log.info("epoch=%d rank=%d leaving: %s", self._epoch, self._rank, event.reason)
             return EXIT_OK
@@ -268,7 +286,7 @@ class WorkerStateMachine:
         hello = ranks_pb2.Hello()
         hello.CopyFrom(self._identity.hello)
         if (pinning := self._binding.recheck()) is not None:
-            tell_pinning(hello.device, pinning)
+            report_pinning(hello.device, pinning)
         hello.store_address = self._listener.open()
         if (held := self._runner.held) is not None:
             hello.held.CopyFrom(held_message(held))
@@ -281,7 +299,7 @@ class WorkerStateMachine:
         self._ended_epoch = message.epoch
 
     def _leave_group(self) -> None:
-        """Free what belongs to the epoch. The process ends here if its groups cannot be left."""
+        """Free everything that belongs to the epoch. Ends the process if its groups cannot be left."""
         self._link.stop_heartbeats()
         self._plans.drop()
         self._runner.detach()
@@ -294,22 +312,19 @@ class WorkerStateMachine:
         self._group = None
         self._fence.leave()
 
-    def _obey(self, body: str | None, arrival: Arrival) -> bool:
-        """Do what was told. False if it failed and always will."""
-        return self._attempt(lambda: self._carry_out(body, arrival))
-
     def _attempt(self, work: Callable[[], None]) -> bool:
+        """Do the work; report an error to the gateway. Returns False if it failed permanently."""
         try:
             work()
         except ExchangeAborted as error:
             self._break_epoch(str(error))
-        except Exception as error:  # noqa: BLE001 — the loop's top: whatever it was, the gateway hears of it
+        except Exception as error:  # noqa: BLE001 — the loop's top: the gateway must know of every error
             if not self._fence.aborted:
                 return self._report(error)
             self._break_epoch(f"{type(error).__name__}: {error}")
         return True
 
-    def _carry_out(self, body: str | None, arrival: Arrival) -> None:
+    def _execute(self, body: str | None, arrival: Arrival) -> None:
         state, order = self._orders.get(body, (None, None))
         if order is None:
             raise ProtocolError(f"the gateway sent {body}, which this rank does not know")
@@ -335,7 +350,7 @@ class WorkerStateMachine:
         self._heartbeat.stand(_STANDINGS[state], epoch=self._epoch)
 
     def _break_epoch(self, reason: str) -> None:
-        """The epoch is over for this rank; its Abort is on the way."""
+        """End the epoch for this rank; its Abort is on the way."""
         _log.warning("epoch=%d rank=%d unwound: %s", self._epoch, self._rank, reason)
         self._enter(RankState.BROKEN)
         self._leave_group()
@@ -346,7 +361,7 @@ class WorkerStateMachine:
         text = str(error) if isinstance(error, HeteroError) else f"{type(error).__name__}: {error}"
         self._send(ranks_pb2.RankMessage(failure=ranks_pb2.Failure(message=text, permanent=permanent)))
         if self._group is not None:
-            self._group.abort()  # peers that wait for this rank need not wait for the gateway
+            self._group.abort()  # so that peers need not wait for the gateway's Abort
         self._break_epoch("this rank failed")
         return not permanent
 
@@ -361,7 +376,7 @@ class WorkerStateMachine:
             raise ProtocolError(f"form_group.rank is {message.rank}, and form_group.places holds {len(message.places)}")
         self.was_in_group = True
         self._plans.begin_epoch(self._epoch, rank=self._rank)
-        self._say_heartbeats(message.heartbeat_interval_s)
+        self._start_heartbeats(message.heartbeat_interval_s)
         self._fence.enter(self._epoch)
         self._binding.require()
         with self._binding.communicating():
@@ -380,7 +395,7 @@ class WorkerStateMachine:
         self._send(ranks_pb2.RankMessage(formed=formed))
 
     def _costs_in(self, dtype: str, config: ModelConfig, group: Group) -> ranks_pb2.DeviceSpeeds | None:
-        """How fast all ranks are at once, and each alone, if a type is given. A single one has told so at Hello."""
+        """Measure how fast the ranks are together and each alone; None without a type. A lone rank's is in Hello."""
         if not dtype:
             return None
         costs = self._probe.costs(dtype, config, group)
@@ -390,7 +405,7 @@ class WorkerStateMachine:
         return costs
 
     def _turnaround_s(self) -> float:
-        """Of a word to the gateway and back. Raises ExchangeAborted when the epoch, or this life, is over."""
+        """Measure seconds to the gateway and back. Raises ExchangeAborted when the epoch or the session is over."""
         times = []
         for number in range(1 + _ECHOES):
             self._probe.compute()
@@ -403,13 +418,13 @@ class WorkerStateMachine:
             times.append(time.monotonic() - began_s)
         return statistics.median(times[1:])
 
-    def _say_heartbeats(self, interval_s: float) -> None:
-        """Until the epoch's end; a gateway that names no interval listens to none."""
+    def _start_heartbeats(self, interval_s: float) -> None:
+        """Send heartbeats until the epoch's end, unless the interval is 0."""
         epoch = self._epoch
 
         def beat() -> ranks_pb2.RankMessage:
-            told = ranks_pb2.Heartbeat(step_id=self._plans.last_step, graph_bytes=self._runner.graph_bytes)
-            return ranks_pb2.RankMessage(epoch=epoch, heartbeat=told)
+            heartbeat = ranks_pb2.Heartbeat(step_id=self._plans.last_step, graph_bytes=self._runner.graph_bytes)
+            return ranks_pb2.RankMessage(epoch=epoch, heartbeat=heartbeat)
 
         if interval_s > 0:
             self._link.start_heartbeats(interval_s, beat)
@@ -439,5 +454,5 @@ class WorkerStateMachine:
 
 
 def _limit_within(form: ranks_pb2.FormGroup) -> float:
-    """Seconds that anything may take in a group whose collectives may take so long, but for loads."""
+    """Return the longest time for any work but loads, from the timeout of the group's collectives."""
     return _LIMIT_FACTOR * form.timeout_s
