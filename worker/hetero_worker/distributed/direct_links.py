@@ -1,18 +1,18 @@
-"""Links of a GPU rank to ranks on the host: its device writes to, and reads from, the memory that they share.
+"""Links of a GPU rank to ranks on the host: its device writes to and reads from the memory that they share.
 
     GPU rank, source      device ──copy──► its area of the link, which receivers read        no copy on the host
     GPU rank, receiver    device ◄──copy── the source's area, which is given back later      no copy on the host
 
-The segment is pinned for the device (ShmSegment.pin). What is sent goes to the areas at once; only when receivers are
-so far behind that there is no room, through a buffer of the staging, and into the areas in its turn. What is received
-is read where it lies: its areas are given back when the device's copy is done, which is looked for when the next tensor
-of the link is taken, and when this rank has waited for long for anything (`ShmExchange.while_waiting`). So the last
-tensor of a link may keep its source waiting, but not for ever: the copy that it waits for waits for nobody.
+The segment is pinned for the device (ShmSegment.pin). A sent tensor goes straight to the areas. If receivers are so far
+behind that there is no room, it goes through a buffer of the staging, and into the areas in its turn. A received tensor
+is read where it lies. Its areas are given back when the device's copy is done. That is checked when the next tensor of
+the link is taken, and when this rank has waited for long for anything (`ShmExchange.while_waiting`). So the last tensor
+of a link may keep its source waiting, but not for ever: the copy itself waits for nobody.
 
-A copy onto the device may begin when its receipt has been posted: what the thread has asked of the device since, its
-own part of an MLP for one, is computed meanwhile.
+A copy onto the device may begin when its receipt has been posted. The device computes later work, such as the rank's
+own part of an MLP, meanwhile.
 
-Where memory cannot be pinned, and on other exchanges, everything goes through the staging's buffers.
+If memory cannot be pinned, and on other exchanges, everything goes through the staging's buffers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class DirectLinks:
             shared.while_waiting(self._give_back)
 
     def start_send(self, tensor: torch.Tensor, link: Link) -> PendingSend:
-        """As Exchange.start_send: the copy off the device begins."""
+        """Begin the copy off the device, as Exchange.start_send."""
         if not tensor.numel():
             return SENT
         source = self._sources.get(link)
@@ -56,7 +56,7 @@ class DirectLinks:
         return _DirectSend(source, tensor, self._staging.write_parts(tensor, parts))
 
     def receive(self, out: torch.Tensor, link: Link) -> PendingTensor:
-        """As Exchange.receive."""
+        """Post a receipt, as Exchange.receive."""
         if not out.numel():
             return Arrived(out)
         posted = self._staging.now()
@@ -82,7 +82,7 @@ def direct_links(host: HostExchange, staging: Staging) -> DirectLinks:
 
 
 class _StagedSend:
-    """A PendingSend of a tensor that leaves its device through a buffer."""
+    """PendingSend of a tensor that leaves its device through a buffer."""
 
     def __init__(self, host: HostExchange, leaving: PendingTensor, link: Link) -> None:
         self._host = host
@@ -94,7 +94,7 @@ class _StagedSend:
 
 
 class _StagedReceipt:
-    """A posted receipt of a tensor that goes on to the device, which may take it since `posted`."""
+    """Posted receipt of a tensor that goes through a buffer to the device, whose target is free since `posted`."""
 
     def __init__(self, pending: PendingTensor, out: torch.Tensor, staging: Staging, posted: Moment) -> None:
         self._pending = pending
@@ -111,7 +111,7 @@ class _StagedReceipt:
 
 
 class _DirectSend:
-    """A PendingSend of a tensor that its device writes to the link's areas; it is held until it has."""
+    """PendingSend of a tensor that its device writes to the link's areas. It keeps the tensor until then."""
 
     def __init__(self, source: LinkSource, tensor: torch.Tensor, written: Moment) -> None:
         self._source = source
@@ -124,7 +124,7 @@ class _DirectSend:
 
 
 class _Receipts:
-    """Those of one link, and what the device may still be reading of it."""
+    """Receipts of one link, and the part that the device may still be reading."""
 
     def __init__(self, receiver: LinkReceiver, staging: Staging) -> None:
         self.receiver = receiver
@@ -132,7 +132,7 @@ class _Receipts:
         self._held: tuple[Moment, int] | None = None
 
     def take(self, out: torch.Tensor, first: int, posted: Moment) -> None:
-        """Have `out` read from the messages from `first` on, as many at a time as may be held."""
+        """Read `out` from the messages from number `first` on, as many at a time as may be held."""
         flat, batch = out.view(-1).view(torch.uint8), self.receiver.batch_bytes
         for begin in range(0, len(flat), batch):
             piece = flat[begin : begin + batch]
@@ -141,7 +141,7 @@ class _Receipts:
             self._held = self._staging.read_parts(parts, piece, after=posted), len(piece)
 
     def give_back(self) -> None:
-        """What has been taken, once the device has read it."""
+        """Wait until the device has read what was taken, and give it back."""
         if self._held is not None:
             (moment, num_bytes), self._held = self._held, None
             moment.wait()
@@ -149,7 +149,7 @@ class _Receipts:
 
 
 class _DirectReceipt:
-    """A posted receipt of a tensor that the device reads from the source's areas."""
+    """Posted receipt of a tensor that the device reads from the source's areas."""
 
     def __init__(self, receipts: _Receipts, out: torch.Tensor, posted: Moment) -> None:
         self._receipts = receipts

@@ -1,16 +1,17 @@
-"""Exchange: what the model and the sampler see of the other ranks; HostExchange: how host tensors get around.
+"""Exchange: how a rank's model and sampler reach the other ranks; HostExchange: how host tensors travel.
 
-A *round* is one primitive: ranks publish bytes, wait for one another, read. All ranks of the group, or of a subgroup
-(`among`), take part in every round, in the same order, with the same shapes; the step plan makes that so. Sums on the
-host are taken in fp32 in ascending rank order on every rank, hence the result is bitwise the same everywhere and from
-run to run, whichever implementation carries it.
+A *round* is one primitive: ranks publish bytes, wait for one another, and read. All ranks of the group, or of a
+subgroup (`among`), take part in every round, in the same order, with the same shapes, as the step plan says. Every rank
+adds host tensors in fp32 in ascending rank order. So the result is bitwise the same on every rank, in every run, and in
+every implementation.
 
-A *link* is the other: one rank sends, others receive, and neither waits for the other unless it must. A receive is
-posted, and waited for when its tensor is needed. Subgroups and links are fixed when the exchange is made (routes.py).
+A *link* is the other primitive: one rank sends, others receive, and neither waits for the other unless it must. A
+receipt is posted early and waited for when its tensor is needed. Subgroups and links are fixed when the exchange is
+made (routes.py).
 
-HostExchange's implementations: `LocalExchange` (one rank), `ShmExchange` (ranks that share memory), `GlooExchange`
-(any network; the reference the others are tested against). In a group of CPU ranks it is the Exchange too; where there
-are GPU ranks that is a `HierarchicalExchange` on top of it.
+HostExchange's implementations are `LocalExchange` (one rank), `ShmExchange` (ranks that share memory) and
+`GlooExchange` (any network; the reference that ShmExchange is tested against). In a group of CPU ranks it is the
+Exchange, too. With GPU ranks the Exchange is a `HierarchicalExchange` on top of it.
 """
 
 from __future__ import annotations
@@ -99,10 +100,10 @@ class TrafficCounter:
 
 
 class PendingTensor(Protocol):
-    """A tensor that is on its way."""
+    """Tensor that is on its way."""
 
     def wait(self) -> torch.Tensor:
-        """The tensor, once it is there; the same when called again. Raises as Exchange does.
+        """Wait for the tensor and return it; may be called again. Raises as Exchange does.
 
         Tensors of one link are waited for in the order in which they were posted.
         """
@@ -110,10 +111,10 @@ class PendingTensor(Protocol):
 
 
 class PendingSend(Protocol):
-    """A tensor that is to be sent."""
+    """Tensor whose sending has begun."""
 
     def finish(self) -> None:
-        """Have it sent, as Exchange.send does. Sends of one link are finished in the order in which they began."""
+        """Send it, as Exchange.send does. Sends of one link are finished in the order in which they began."""
         ...
 
 
@@ -122,15 +123,15 @@ class SumExchange(Protocol):
 
     @property
     def world_size(self) -> int:
-        """How many ranks take part."""
+        """Number of ranks that take part."""
         ...
 
     def all_reduce(self, tensor: torch.Tensor, contributors: Sequence[int]) -> None:
-        """In place: `tensor` becomes the sum of the contributors' tensors, bitwise the same on all of these ranks.
+        """Replace `tensor` by the sum of the contributors' tensors, bitwise the same on all of these ranks.
 
         `tensor` is contiguous, of one floating dtype and shape on every rank, and on the rank's device. Contributors
-        are some of these ranks. The others send nothing; what their tensor held is overwritten. With one
-        contributor it is a broadcast. Nothing but `tensor` changes.
+        are some of these ranks. The others send nothing, and their tensor is overwritten. With one contributor it is a
+        broadcast. Nothing but `tensor` changes.
 
         Among CPU ranks: one latency, b bytes published by each contributor, b read from each by every rank. With GPU
         ranks see hierarchical.py.
@@ -141,81 +142,86 @@ class SumExchange(Protocol):
 class Exchange(Protocol):
     """One rank's end of a group.
 
-    Every method of a round blocks until the round is done. All methods raise ExchangeAborted when the group was aborted
-    meanwhile, ExchangeTimeout when a peer did not come within the group's timeout, ExchangeError when one is lost.
+    A method of a round blocks until the round is done. All methods raise ExchangeAborted when the group was aborted
+    meanwhile, ExchangeTimeout when a peer did not come within the group's timeout, and PeerLost when one has ended.
     """
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """Number of this rank."""
+        ...
 
     @property
-    def world_size(self) -> int: ...
+    def world_size(self) -> int:
+        """Number of ranks in the group."""
+        ...
 
     @property
     def link_bytes(self) -> int:
-        """How many bytes, in two tensors of half as much or fewer, a link takes in before its source has to wait."""
+        """Bytes that a link takes in, in two tensors of half this size, before its source has to wait."""
         ...
 
     def all_gather(self, tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
-        """Every rank's 1-d host tensor, in rank order; `counts[r]` elements from rank r (0 is allowed).
+        """Return every rank's 1-d host tensor in rank order; `counts[r]` elements from rank r (0 is allowed).
 
         The returned tensors belong to the caller. One latency; every rank's bytes are read by every other.
         """
         ...
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        """In place: the host tensor becomes the source's. Contiguous, same dtype and shape everywhere. One latency."""
+        """Replace the host tensor by the source's. Contiguous, of one dtype and shape everywhere. One latency."""
         ...
 
     def among(self, ranks: tuple[int, ...]) -> SumExchange:
-        """The exchange of a subgroup that this rank is in: one that the group was made with, all ranks, or one."""
+        """Return the exchange of a subgroup that this rank is in: all ranks, this rank alone, or one of the routes'."""
         ...
 
     def send(self, tensor: torch.Tensor, link: Link) -> None:
-        """To all receivers of a link whose source this rank is. Contiguous; the caller may change it afterwards.
+        """Send a contiguous tensor to all receivers of a link whose source this rank is. Tensors arrive in order.
 
-        Returns as soon as the link has room, whether or not the receivers are there; in order. One latency until it
-        arrives; published once, read by each receiver; off the device first where the source is a GPU rank.
+        Returns as soon as the link has room, without waiting for the receivers; the caller may change the tensor then.
+        One latency until it arrives. It is published once and read by each receiver, after a copy off the device if the
+        source is a GPU rank.
         """
         ...
 
     def is_staged(self, link: Link) -> bool:
-        """Whether this rank's end of the link is a device's, which copies to or from the host.
+        """Return True if this rank's end of the link is a device that copies to or from the host.
 
-        Then `start_send` and `receive` of any number of tensors may come before the first is finished or waited for,
-        and the device may be given other work meanwhile.
+        Then any number of tensors may be started or posted before the first is finished or waited for, and the device
+        may get other work meanwhile.
         """
         ...
 
     def start_send(self, tensor: torch.Tensor, link: Link) -> PendingSend:
-        """As `send`, in two parts: what may go on by itself (a copy off the device) begins, `finish` does the rest.
+        """Begin a `send`, as a copy off the device; `finish` does the rest.
 
-        The tensor is left alone until then. Between the two other work can be given to the device.
+        The caller leaves the tensor alone until then. The device may get other work meanwhile.
         """
         ...
 
     def receive(self, out: torch.Tensor, link: Link) -> PendingTensor:
-        """Post the receipt of the link's next tensor into `out`, contiguous, of the sent one's dtype and shape.
+        """Post the receipt of the link's next tensor into `out`, contiguous, of the sent tensor's dtype and shape.
 
-        `out` must be left alone until it has been waited for. An empty tensor is there at once.
+        The caller leaves `out` alone until it has waited for it. An empty tensor arrives at once.
         """
         ...
 
 
 class HostExchange(Exchange, Protocol):
-    """Collectives over host tensors of one group; its device is the host."""
+    """Exchange of host tensors, for ranks whose device is the host."""
 
     @property
     def traffic(self) -> Traffic:
-        """What this rank has moved over it since it was made."""
+        """Amount that this rank has moved since the exchange was made."""
         ...
 
     def all_reduce(self, tensor: torch.Tensor, contributors: Sequence[int]) -> None:
-        """As SumExchange.all_reduce, among all ranks, the sum taken in fp32 in ascending rank order."""
+        """Sum among all ranks, as SumExchange.all_reduce, in fp32 in ascending rank order."""
         ...
 
     def abort(self) -> None:
-        """Make a blocked or later call raise ExchangeAborted. May be called from another thread."""
+        """Make a blocked or later call raise ExchangeAborted. From any thread."""
         ...
 
     def close(self) -> None:
@@ -224,31 +230,34 @@ class HostExchange(Exchange, Protocol):
 
 
 class Sent:
-    """A PendingSend of what is sent already."""
+    """PendingSend of a tensor that was sent."""
 
     def finish(self) -> None:
-        """Nothing is left to do."""
+        """Return at once."""
 
 
 SENT: Final = Sent()
 
 
 class SendsAtOnce:
-    """`start_send` where nothing can go on by itself: mixed into exchanges whose tensors are on the host."""
+    """Base of exchanges whose tensors are on the host: `start_send` sends at once."""
 
     def send(self, tensor: torch.Tensor, link: Link) -> None:
+        """Send over a link, as Exchange.send."""
         raise NotImplementedError
 
     def is_staged(self, link: Link) -> bool:  # noqa: ARG002
+        """Return False."""
         return False
 
     def start_send(self, tensor: torch.Tensor, link: Link) -> PendingSend:
+        """Send over a link."""
         self.send(tensor, link)
         return SENT
 
 
 class LocalExchange(SendsAtOnce):
-    """The exchange of one rank, a whole group or a subgroup, on any device: every collective is the identity."""
+    """Exchange of one rank, a whole group or a subgroup, on any device: every collective is the identity."""
 
     rank = 0
     world_size = 1
@@ -256,32 +265,36 @@ class LocalExchange(SendsAtOnce):
     traffic = NO_TRAFFIC
 
     def all_reduce(self, tensor: torch.Tensor, contributors: Sequence[int]) -> None:
-        """The sum over one rank."""
+        """Leave the tensor, which is the sum over one rank."""
 
     def all_gather(self, tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:  # noqa: ARG002
+        """Return a copy of this rank's tensor."""
         return [tensor.clone()]
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        """The tensor is the source's already."""
+        """Leave the tensor, which is the source's."""
 
     def among(self, ranks: tuple[int, ...]) -> SumExchange:  # noqa: ARG002
+        """Return this exchange."""
         return self
 
     def send(self, tensor: torch.Tensor, link: Link) -> None:  # noqa: ARG002
+        """Raise ValueError: one rank has no links."""
         raise ValueError(f"a group of one rank has no {link}")
 
     def receive(self, out: torch.Tensor, link: Link) -> PendingTensor:  # noqa: ARG002
+        """Raise ValueError: one rank has no links."""
         raise ValueError(f"a group of one rank has no {link}")
 
     def abort(self) -> None:
-        """No call ever blocks."""
+        """Return at once: no call ever blocks."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Return at once: there is nothing to free."""
 
 
 class Arrived:
-    """A PendingTensor that is there."""
+    """PendingTensor that has arrived."""
 
     is_here = True
 
@@ -289,4 +302,5 @@ class Arrived:
         self._tensor = tensor
 
     def wait(self) -> torch.Tensor:
+        """Return the tensor."""
         return self._tensor

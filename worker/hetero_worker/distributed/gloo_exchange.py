@@ -120,7 +120,7 @@ class GlooRounds:
 
     @property
     def world_size(self) -> int:
-        """Return how many ranks take part."""
+        """Number of ranks that take part."""
         return len(self._ranks)
 
     def all_reduce(self, tensor: torch.Tensor, contributors: Sequence[int]) -> None:
@@ -255,17 +255,17 @@ class GlooExchange(SendsAtOnce):
 
     @property
     def rank(self) -> int:
-        """Return this rank's number."""
+        """Number of this rank."""
         return self._rank
 
     @property
     def world_size(self) -> int:
-        """Return how many ranks the group has."""
+        """Number of ranks in the group."""
         return self._world.world_size
 
     @property
     def traffic(self) -> Traffic:
-        """Return what this rank has moved so far."""
+        """Amount that this rank has moved so far."""
         return self._counter.total()
 
     def all_reduce(self, tensor: torch.Tensor, contributors: Sequence[int]) -> None:

@@ -1,26 +1,25 @@
 """HierarchicalExchange: the Exchange of a group with GPU ranks.
 
-A sum among GPU ranks G and CPU ranks C, rows of b bytes:
+A sum among GPU ranks G and CPU ranks C, with rows of b bytes:
 
     device group:  reduce to the first of G, the leader       b over each device's link
     host:          all-reduce among the leader and C          b off the leader's device, one round of b a contributor
     device group:  broadcast from the leader                  b onto it, b over each device's link
 
-Only G: one device all-reduce (a broadcast if only one contributes), and nothing on the host. Only C: one host round. So
-no GPU rank but a leader moves activations through the host. On the host the sum is taken in fp32 in rank order; on the
-devices as their backend does; at last everybody has the leader's, or the round's, very bits.
+A sum among G alone is one device all-reduce (a broadcast if only one contributes); a sum among C alone is one host
+round. So only a leader moves activations through the host. The host adds in fp32 in rank order, the devices as their
+backend does. In the end all ranks have the bits of the leader or of the host round.
 
-Nothing but the tensor that is summed changes: GPU ranks that do not contribute zero theirs, which is overwritten
-anyway; what a reduction leaves behind elsewhere is overwritten by the broadcast.
+Nothing but the summed tensor changes. GPU ranks that do not contribute zero theirs, which is overwritten anyway, and
+the broadcast overwrites what a reduction leaves behind.
 
-Large tensors cross the host in slices (`STAGED_BYTES`), the same on all ranks that meet there, so that copies off the
-device, rounds and copies back overlap: slice k + 1 leaves the device while slice k is summed on the host and slice
-k - 1 goes back. A link between GPU ranks is their devices'; others are the host's, and GPU ranks' devices copy to and
-from its memory (direct_links.py). Small host tensors (sampling, votes) are the host exchange's.
+Large tensors cross the host in slices (`STAGED_BYTES`), the same on all ranks that meet there, so copies off the
+device, rounds and copies back overlap: slice k + 1 leaves the device while the host sums slice k and slice k - 1 goes
+back. A link between GPU ranks is their devices'. Other links are the host's, and GPU ranks' devices copy to and from
+its memory (direct_links.py). Small host tensors (sampling, votes) travel over the host exchange.
 
-What overlaps where a leader lends (models/lending.py): its device copies off what is lent while it computes its own
-part of the MLP, and takes each helper's sum in as soon as that is there, though its own part may not be done; only the
-add waits for both.
+A leader that lends (models/lending.py) overlaps, too: its device copies off what is lent while it computes its own part
+of the MLP, and takes in each helper's sum as soon as it arrives. Only the add waits for both.
 """
 
 from __future__ import annotations
@@ -47,13 +46,14 @@ from hetero_worker.distributed.routes import Link, Ranks, device_part, host_part
 from hetero_worker.distributed.staging import Staging
 
 STAGED_BYTES: Final = 512 * 1024
-"""Most bytes that cross the host at a time."""
+"""Largest slice that crosses the host."""
 
 
 class HierarchicalExchange:
-    """One rank's end, GPU rank or CPU rank. See the module; `host` is made with `routes_of(plan, num_gpu_ranks)`.
+    """One rank's end, of a GPU rank or CPU rank; see the module.
 
-    `host_links` are a GPU rank's links over the host: by default through the staging's buffers.
+    `host` is made with `routes_of(plan, num_gpu_ranks)`. `host_links` are a GPU rank's links over the host; by default
+    they go through the staging's buffers.
     """
 
     def __init__(
@@ -77,43 +77,52 @@ class HierarchicalExchange:
 
     @property
     def rank(self) -> int:
+        """Number of this rank."""
         return self._host.rank
 
     @property
     def world_size(self) -> int:
+        """Number of ranks in the group."""
         return self._host.world_size
 
     @property
     def link_bytes(self) -> int:
+        """Bytes that a link takes in, as Exchange.link_bytes."""
         return self._host.link_bytes
 
     @property
     def host(self) -> HostExchange:
-        """What carries everything that crosses the host; its traffic is what this rank moved there."""
+        """Exchange that carries everything that crosses the host."""
         return self._host
 
     def all_gather(self, tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+        """Return every rank's host tensor, as Exchange.all_gather."""
         return self._host.all_gather(tensor, counts)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Replace the host tensor by the source's, as Exchange.broadcast."""
         self._host.broadcast(tensor, source)
 
     def among(self, ranks: tuple[int, ...]) -> SumExchange:
+        """Return the exchange of a subgroup, as Exchange.among."""
         if ranks not in self._sums:
             self._sums[ranks] = self._make_sum(ranks)
         return self._sums[ranks]
 
     def sums_on_devices(self, ranks: Ranks) -> bool:
-        """Whether sums among these are their devices' alone, so that a graph may have them in it."""
+        """Return True if only devices sum among these ranks, so that a graph may hold the sums."""
         return device_part(ranks, self._num_gpu_ranks) == ranks
 
     def send(self, tensor: torch.Tensor, link: Link) -> None:
+        """Send over a link, as Exchange.send."""
         self.start_send(tensor, link).finish()
 
     def is_staged(self, link: Link) -> bool:
+        """Return True if this rank's device copies to or from the host for the link."""
         return self._is_gpu_rank and link not in self._links
 
     def start_send(self, tensor: torch.Tensor, link: Link) -> PendingSend:
+        """Begin a send, as Exchange.start_send."""
         if link in self._links:
             self._links[link].send(tensor)
             return SENT
@@ -122,6 +131,7 @@ class HierarchicalExchange:
         return self._host.start_send(tensor, link)
 
     def receive(self, out: torch.Tensor, link: Link) -> PendingTensor:
+        """Post a receipt, as Exchange.receive."""
         if link in self._links:
             return self._links[link].receive(out)
         if self._is_gpu_rank:
@@ -144,7 +154,7 @@ class HierarchicalExchange:
 
 
 class _HostRounds:
-    """The host's part of sums among GPU and CPU ranks, as their leader or a CPU rank takes part in it."""
+    """Host rounds of sums among GPU and CPU ranks, for their leader or a CPU rank."""
 
     def __init__(self, host: SumExchange | None, gpus: Ranks) -> None:
         self._host = host
@@ -152,29 +162,29 @@ class _HostRounds:
 
     @staticmethod
     def slices(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-        """What crosses at a time: the same on every rank."""
+        """Return the slices that cross the host one at a time; they are the same on every rank."""
         flat = tensor.view(-1)
         step = STAGED_BYTES // flat.element_size()
         return (flat[begin : begin + step] for begin in range(0, flat.numel(), step))
 
     def contributors(self, contributors: Sequence[int]) -> list[int]:
-        """With the leader in the place of all GPU ranks that contribute."""
+        """Return the contributors with the leader in the place of all GPU ranks."""
         cpus = sorted(rank for rank in set(contributors) if rank not in self._gpus)
         return [self._gpus[0], *cpus] if len(cpus) < len(set(contributors)) else cpus
 
     def all_reduce(self, part: torch.Tensor, contributors: Sequence[int]) -> None:
-        """One slice; `contributors` as above."""
+        """Sum one slice; `contributors` are what `contributors` returns."""
         if self._host is not None:
             self._host.all_reduce(part, contributors)
 
     @property
     def is_mine(self) -> bool:
-        """Whether this rank takes part."""
+        """True if this rank takes part."""
         return self._host is not None
 
 
 class _CpuRankSum:
-    """A SumExchange among GPU and CPU ranks, on a CPU rank: one host round a slice."""
+    """SumExchange among GPU and CPU ranks, on a CPU rank: one host round per slice."""
 
     def __init__(self, host: _HostRounds, ranks: Ranks) -> None:
         self._host = host
@@ -192,7 +202,7 @@ class _CpuRankSum:
 
 
 class _DeviceSum:
-    """A SumExchange among GPU ranks only: one device all-reduce, or a broadcast."""
+    """SumExchange among GPU ranks only: one device all-reduce, or a broadcast."""
 
     def __init__(self, group: DeviceGroup | None, gpus: Ranks, *, rank: int) -> None:
         self._group = group
@@ -216,7 +226,7 @@ class _DeviceSum:
 
 
 class _MixedSum:
-    """A SumExchange among GPU and CPU ranks, on a GPU rank; see the module."""
+    """SumExchange among GPU and CPU ranks, on a GPU rank; see the module."""
 
     def __init__(
         self, group: DeviceGroup | None, host: _HostRounds, ranks: Ranks, *, gpus: Ranks, rank: int, staging: Staging
@@ -243,7 +253,7 @@ class _MixedSum:
             self._group.broadcast(tensor, self._gpus[0])
 
     def _gather_at_leader(self, tensor: torch.Tensor, contributors: Sequence[int]) -> None:
-        """The leader's tensor becomes the GPU ranks' sum; others' are of no content then."""
+        """Sum the GPU ranks' tensors into the leader's; the others' become undefined."""
         if self._group is None or not set(contributors) - {self._gpus[0]}:
             return
         if self._rank not in contributors:
@@ -251,7 +261,7 @@ class _MixedSum:
         self._group.reduce(tensor, self._gpus[0])
 
     def _exchange(self, tensor: torch.Tensor, contributors: Sequence[int]) -> None:
-        """The leader's part on the host. Slices leave the device while those before them are exchanged."""
+        """Exchange the leader's tensor on the host. Slices leave the device while earlier ones are exchanged."""
         parts = list(self._host.slices(tensor))
         staging, begun = self._staging, self._staging.now()
         sends = self._rank in contributors

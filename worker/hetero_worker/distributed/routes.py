@@ -1,18 +1,18 @@
-"""Who exchanges with whom, beside the rounds of the whole group: read from the shard plan.
+"""Routes: the subgroups and links that a shard plan needs beside the rounds of the whole group.
 
-Three kinds of path:
+There are three kinds:
 
-* the ranks that hold a stage's residual stream sum among themselves, in a *subgroup*, and so do those that hold the
-  embedding with the first stage's holders;
+* the ranks that hold a stage's residual stream sum in a *subgroup*, and so do the ranks that hold the embedding
+  together with the first stage's holders;
 * between stages hidden states travel over a *hop*: a link from the leader of one stage to those holders of the next
   that do not have them yet, at last to the ranks of the output head;
 * a stage's leader *lends* its helpers the hidden states of each layer over one link, and each helper *returns* its
   partial sum over a link of its own.
 
-Every rank derives the same routes from the same plan, so all can make the same process groups in the same order. Where
-there are GPU ranks ([0, num_gpu_ranks)), those of a subgroup sum on their devices, and the first of them alone meets
-the CPU ranks on the host; a link between GPU ranks only is the devices' too. A plan with one stage whose holders are
-all ranks needs no routes: everything is a round of the group.
+Every rank derives the same routes from the same plan, so all make the same process groups in the same order. GPU ranks
+([0, num_gpu_ranks)) of a subgroup sum on their devices, and only the first of them meets the CPU ranks on the host. A
+link between GPU ranks is the devices', too. A plan with one stage that all ranks hold needs no routes: everything is a
+round of the group.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A one-way path; what is sent arrives in order."""
+    """One-way path between ranks; tensors arrive in order."""
 
     number: int
-    """Tells it from the plan's other links: two hops between the same ranks are two links."""
+    """Number among the plan's links: two hops between the same ranks are two links."""
     source: int
     receivers: Ranks
     """Ascending, without the source; at least one."""
 
     @property
     def ranks(self) -> Ranks:
-        """All that it connects, ascending."""
+        """Source and receivers, ascending."""
         return tuple(sorted((self.source, *self.receivers)))
 
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """What an exchange has to be able to do beside rounds of the whole group."""
+    """Subgroups and links of an exchange, beside the rounds of the whole group."""
 
     subgroups: tuple[Ranks, ...] = ()
-    """Two ranks at least, and never all."""
+    """Each has two ranks at least, and never all."""
     links: tuple[Link, ...] = ()
 
 
@@ -58,7 +58,7 @@ NO_ROUTES: Final = Routes()
 
 @dataclass(frozen=True, slots=True)
 class HelperLinks:
-    """The paths between a stage's leader and its helpers."""
+    """Links between a stage's leader and its helpers."""
 
     lend: Link
     """From the leader to all helpers."""
@@ -67,7 +67,7 @@ class HelperLinks:
 
 
 def routes_of(plan: ShardPlan, num_gpu_ranks: int = 0) -> Routes:
-    """All subgroups and links of the host that a decoder with this plan uses."""
+    """Return all subgroups and links of the host that a decoder with this plan uses."""
     groups = (host_part(ranks, num_gpu_ranks) for ranks in _sum_groups(plan))
     useful = (ranks for ranks in groups if 1 < len(ranks) < plan.world_size)
     links = tuple(link for link in _links(plan) if not is_device_link(link, num_gpu_ranks))
@@ -75,40 +75,40 @@ def routes_of(plan: ShardPlan, num_gpu_ranks: int = 0) -> Routes:
 
 
 def device_routes_of(plan: ShardPlan, num_gpu_ranks: int) -> Routes:
-    """The same of the devices of GPU ranks; the subgroup of all GPU ranks is among the subgroups if it is used."""
+    """Return all subgroups and links of GPU ranks' devices; the subgroup of all GPU ranks is included if it is used."""
     groups = (device_part(ranks, num_gpu_ranks) for ranks in _sum_groups(plan))
     links = tuple(link for link in _links(plan) if is_device_link(link, num_gpu_ranks))
     return Routes(tuple(dict.fromkeys(ranks for ranks in groups if len(ranks) > 1)), links)
 
 
 def host_part(ranks: Ranks, num_gpu_ranks: int) -> Ranks:
-    """Those of a subgroup that meet on the host: its first GPU rank and its CPU ranks."""
+    """Return the ranks of a subgroup that meet on the host: its first GPU rank and its CPU ranks."""
     return (*device_part(ranks, num_gpu_ranks)[:1], *(rank for rank in ranks if rank >= num_gpu_ranks))
 
 
 def device_part(ranks: Ranks, num_gpu_ranks: int) -> Ranks:
-    """A subgroup's GPU ranks."""
+    """Return a subgroup's GPU ranks."""
     return tuple(rank for rank in ranks if rank < num_gpu_ranks)
 
 
 def is_device_link(link: Link, num_gpu_ranks: int) -> bool:
-    """Whether it connects GPU ranks only."""
+    """Return True if the link connects GPU ranks only."""
     return link.ranks[-1] < num_gpu_ranks
 
 
 def input_ranks(plan: ShardPlan) -> Ranks:
-    """Ranks among which embeddings are summed: those that hold rows, and the first stage's holders, which need them."""
+    """Return the ranks that sum embeddings: those that hold rows, and the first stage's holders, which need the sum."""
     return tuple(sorted({*plan.embedding_owners(), *plan.stages()[0].holders}))
 
 
 def hops(plan: ShardPlan) -> list[Link | None]:
-    """Entry k leads from stage k to the next one, the last to the output head; None where all have the states."""
+    """Return the link from each stage to the next, or to the output head; None where all have the states."""
     ranks: list[Sequence[int]] = [*(stage.holders for stage in plan.stages()), plan.head_owners()]
     return [_hop(k, here, there) for k, (here, there) in enumerate(itertools.pairwise(ranks))]
 
 
 def helper_links(plan: ShardPlan) -> list[HelperLinks | None]:
-    """Entry k is stage k's; None where nobody helps. Stages with the same leader and helpers share theirs."""
+    """Return each stage's links; None if nobody helps. Stages with the same leader and helpers share their links."""
     stages = plan.stages()
     numbers = itertools.count(len(stages))
     made: dict[tuple[int, Ranks], HelperLinks] = {}
@@ -123,7 +123,7 @@ def _sum_groups(plan: ShardPlan) -> list[Ranks]:
 
 
 def _links(plan: ShardPlan) -> list[Link]:
-    """Hops, then what helpers need, by their numbers."""
+    """Return hops, then helpers' links, by their numbers."""
     lanes = [links for links in dict.fromkeys(helper_links(plan)) if links is not None]
     between = [link for link in hops(plan) if link is not None]
     return [*between, *(link for lane in lanes for link in (lane.lend, *lane.returns))]

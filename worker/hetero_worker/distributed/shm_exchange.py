@@ -1,27 +1,145 @@
 """ShmExchange: ranks of one host exchange through shared memory, in rounds and over links, by the native library.
 
-One thread makes all calls; only `abort` and `close` may come from another.
-"""
+native_exchange.c explains how a round works. One thread makes all calls; only `abort` and `close` may come from
+another."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, Final
 
 import torch
 
-from hetero_worker.distributed.exchange import LocalExchange, PendingTensor, SendsAtOnce, SumExchange, Traffic
-from hetero_worker.distributed.native_exchange import LINK_DEPTH, MAX_SEATS
+from hetero_worker.distributed.exchange import (
+    LocalExchange,
+    PendingTensor,
+    SendsAtOnce,
+    SumExchange,
+    Traffic,
+    check_summable,
+)
+from hetero_worker.distributed.native_exchange import LINK_DEPTH, MAX_SEATS, address_of, ffi
 from hetero_worker.distributed.routes import Link
 from hetero_worker.distributed.shm_links import LinkReceiver, LinkSource
-from hetero_worker.distributed.shm_rank import ShmRank
-from hetero_worker.distributed.shm_rounds import ShmRounds
-from hetero_worker.distributed.shm_segment import ShmSegment
+from hetero_worker.distributed.shm_rank import Late, NativeCall, ShmRank, data_address
+from hetero_worker.distributed.shm_segment import RoundsLayout, ShmSegment
 from hetero_worker.errors import ExchangeError
 from hetero_worker.platforms.host_pins import HostPins
 
 AREA_BYTES: Final = 512 * 1024
+"""Bytes of an area: the most that one round or message carries."""
+_MAX_ROUTES: Final = 1024
+_DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class ShmRounds:
+    """One rank's end of a group's or subgroup's rounds. Ranks are named by their number in the whole group."""
+
+    def __init__(self, rank: ShmRank, layout: RoundsLayout) -> None:
+        self._rank = rank
+        self._layout = layout
+        self._own = layout.ranks.index(rank.segment.rank)
+        self._state = ffi.new(
+            "hx_group *",
+            {
+                "rank": rank.state,
+                "size": len(layout.ranks),
+                "own": self._own,
+                "ranks": layout.ranks,
+                "counters": [8 * word for word in layout.counters],
+                "areas": layout.areas,
+            },
+        )
+        self._share_call = rank.library.hx_share
+        self._gather_call = rank.library.hx_gather
+        self._routes: dict[tuple[object, ...], Any] = {}
+        self._gatherings: dict[tuple[object, ...], Any] = {}
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that take part."""
+        return len(self._layout.ranks)
+
+    def all_reduce(self, tensor: torch.Tensor, contributors: Sequence[int]) -> None:
+        """Sum in place, as SumExchange.all_reduce."""
+        if tensor.dtype not in _DTYPES:
+            check_summable(tensor)
+        self._share(tensor, tuple(contributors))
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Replace the tensor by the source's, as Exchange.broadcast."""
+        self._share(tensor, (source,))
+
+    def all_gather(self, tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+        """Return every rank's tensor, as Exchange.all_gather. Raises ValueError if `counts` do not fit."""
+        if len(counts) != self.world_size or tensor.numel() != counts[self._own]:
+            raise ValueError(
+                f"counts {list(counts)} do not fit {tensor.numel()} elements of rank {self._layout.ranks[self._own]}"
+            )
+        gathering = self._gathering(tensor.element_size(), tuple(counts))
+        out = torch.empty(sum(counts), dtype=tensor.dtype)
+        arguments = self._state, gathering, data_address(tensor), data_address(out)
+        if code := self._gather_call(*arguments):
+            self._rank.finish(code, lambda: self._gather_call(*arguments), late=self._late, at=self._at)
+        bounds = pairwise(accumulate(counts, initial=0))
+        return [out[begin:end] for begin, end in bounds]
+
+    def all_reduce_call(self, tensor: torch.Tensor, contributors: Sequence[int]) -> NativeCall:
+        """Return `all_reduce` of this tensor as a call for native code. The caller keeps the tensor's memory."""
+        check_summable(tensor)
+        route, data = self._route(tensor, tuple(contributors)), data_address(tensor)
+        arguments = address_of(self._state), address_of(route), data
+
+        def finish(code: int) -> None:
+            self._finish(code, route, data)
+
+        return NativeCall(address_of(self._share_call), arguments, finish, (route, self))
+
+    def _share(self, tensor: torch.Tensor, contributors: tuple[int, ...]) -> None:
+        route, data = self._route(tensor, contributors), data_address(tensor)
+        if code := self._share_call(self._state, route, data):
+            self._finish(code, route, data)
+
+    def _finish(self, code: int, route: Any, data: int) -> None:
+        again = lambda: int(self._share_call(self._state, route, data))  # noqa: E731
+        self._rank.finish(code, again, late=self._late, at=self._at)
+
+    def _route(self, tensor: torch.Tensor, contributors: tuple[int, ...]) -> Any:
+        key = (tensor.shape, tensor.dtype, contributors)
+        return self._routes.get(key) or self._make_route(key, tensor, contributors)
+
+    def _make_route(self, key: tuple[object, ...], tensor: torch.Tensor, contributors: tuple[int, ...]) -> Any:
+        """Return the hx_route of tensors of this shape and type, and remember it by its key."""
+        ranks = self._layout.ranks
+        if not contributors or not set(contributors) <= set(ranks):
+            raise ValueError(f"contributors {contributors} are no ranks of a group of {self.world_size}: {ranks}")
+        mask = sum(1 << ranks.index(rank) for rank in set(contributors))
+        if len(self._routes) >= _MAX_ROUTES:
+            self._routes.clear()
+        fields = {"bytes": tensor.nbytes, "dtype": _DTYPES.get(tensor.dtype, 0), "contributors": mask}
+        route = self._routes[key] = ffi.new("hx_route *", fields)
+        return route
+
+    def _gathering(self, element_bytes: int, counts: tuple[int, ...]) -> Any:
+        key = (element_bytes, counts)
+        if key not in self._gatherings:
+            if len(self._gatherings) >= _MAX_ROUTES:
+                self._gatherings.clear()
+            sizes = [count * element_bytes for count in counts]
+            self._gatherings[key] = ffi.new("hx_gathering *", {"bytes": sizes, "longest": max(sizes)})
+        return self._gatherings[key]
+
+    def _late(self) -> Late:
+        """Return the ranks whose counters have not reached the round that this rank last published."""
+        seats = [seat for seat in range(self.world_size) if self._state.late >> seat & 1]
+        counters, current = self._layout.counters, self._state.round
+        ranks = tuple(self._layout.ranks[s] for s in seats if self._rank.counter(counters[s]) < current)
+        return Late(ranks, f"reach round {current}")
+
+    def _at(self) -> int:
+        return int(self._state.round)
 
 
 class ShmExchange(SendsAtOnce):
@@ -43,46 +161,56 @@ class ShmExchange(SendsAtOnce):
 
     @property
     def rank(self) -> int:
+        """Number of this rank."""
         return self._segment.rank
 
     @property
     def world_size(self) -> int:
+        """Number of ranks in the group."""
         return self._world.world_size
 
     @property
     def link_bytes(self) -> int:
+        """Bytes that a link takes in, as Exchange.link_bytes."""
         return LINK_DEPTH * self._segment.layout.area_bytes
 
     @property
     def traffic(self) -> Traffic:
+        """Amount that this rank has moved."""
         return self._state.traffic
 
     def all_reduce(self, tensor: torch.Tensor, contributors: Sequence[int]) -> None:
+        """Sum in place among all ranks, as HostExchange.all_reduce."""
         self._world.all_reduce(tensor, contributors)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Replace the tensor by the source's, as Exchange.broadcast."""
         self._world.broadcast(tensor, source)
 
     def all_gather(self, tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+        """Return every rank's tensor, as Exchange.all_gather."""
         return self._world.all_gather(tensor, counts)
 
     def among(self, ranks: tuple[int, ...]) -> SumExchange:
+        """Return the exchange of a subgroup, as Exchange.among."""
         return LocalExchange() if ranks == (self.rank,) else self._groups[ranks]
 
     def send(self, tensor: torch.Tensor, link: Link) -> None:
+        """Send over a link, as Exchange.send."""
         self._sources[link].send(tensor)
 
     def receive(self, out: torch.Tensor, link: Link) -> PendingTensor:
+        """Post a receipt, as Exchange.receive."""
         return self._receivers[link].post(out)
 
     @property
     def sources(self) -> Mapping[Link, LinkSource]:
-        """Return the links that this rank sends over, with its ends."""
+        """Links that this rank sends over, with its ends."""
         return self._sources
 
     @property
     def receivers(self) -> Mapping[Link, LinkReceiver]:
-        """Return the links that this rank receives over, with its ends."""
+        """Links that this rank receives over, with its ends."""
         return self._receivers
 
     def pin(self, pins: HostPins) -> str:
@@ -94,13 +222,13 @@ class ShmExchange(SendsAtOnce):
         self._state.while_waiting = action
 
     def abort(self) -> None:
-        """End it for all: every rank's blocked or later call raises ExchangeAborted. Once closed this does nothing."""
+        """End the exchange for all ranks: blocked and later calls raise ExchangeAborted. No effect once closed."""
         with self._lock:
             if not self._closed:
                 self._state.abort()
 
     def close(self) -> None:
-        """Leave the segment: later calls raise, and a rank that still waits for this one learns that it is gone."""
+        """Leave the segment: later calls raise, and a rank that still waits for this one learns that it left."""
         with self._lock:
             if not self._closed:
                 self._closed = True

@@ -152,7 +152,7 @@ class LinkReceiver(_LinkEnd):
 
     @property
     def batch_bytes(self) -> int:
-        """Return how many bytes may be held at most before they are given back."""
+        """Most bytes that may be held before they are given back."""
         return _HELD_MESSAGES * self._area_bytes
 
     def post_bytes(self, num_bytes: int) -> int:

@@ -85,7 +85,7 @@ class ShmRank:
 
     @property
     def traffic(self) -> Traffic:
-        """Return what this rank has moved so far."""
+        """Amount that this rank has moved so far."""
         return Traffic(self.state.published_bytes, self.state.rounds, self.state.messages)
 
     def counter(self, word: int) -> int:

@@ -3,25 +3,25 @@
 Layout, in 128-byte lines (two cache lines, so that a prefetched neighbour is never another rank's):
 
     line 0        end word: not 0 once the exchange has ended for all (shm_rank.py)
-    lines         a seat for each rank: the word that it sleeps on, whether it sleeps, its mark (native_exchange.h)
-    lines         a counter for each rank of the group, then for each of every subgroup: the round that it has published
+    lines         one seat per rank: the word that it sleeps on, whether it sleeps, its mark (native_exchange.h)
+    lines         one counter per rank of the group, then of every subgroup: the round that it has published
     lines         for each link: a counter of what its source has sent, and of what each receiver has taken
-    next page     areas: rank 0 even, rank 0 odd, rank 1 even, …, the same for subgroups, then LINK_DEPTH for each link
+    next page     areas: rank 0 even, rank 0 odd, rank 1 even, …; likewise for subgroups; LINK_DEPTH for each link
 
-The file lives in /dev/shm, readable by its owner only, from `create` until `unlink`, which follows as soon as
-all ranks have attached: a few milliseconds. Afterwards it has no name and the kernel frees it with the last
-process that maps it, however that process ends. Space is reserved before it is mapped, so a full /dev/shm is an
-error here and not a SIGBUS later; every rank reserves the areas that it writes, so that they are its node's memory.
+The file has a name in /dev/shm, readable by its owner only, from `create` until `unlink`, which follows as soon as all
+ranks have attached: a few milliseconds. After that the kernel frees it with the last process that maps it, however that
+process ends. Space is reserved before it is mapped, so a full /dev/shm is an error here and not a SIGBUS later. Every
+rank reserves the areas that it writes, so they are memory of its NUMA node.
 
-While a rank is there it holds a lock on one byte of the file, its own. The kernel lets go of it when the process ends,
-however it ends and in whatever pid namespace; so peers can ask the file who is still there (`absent`).
+Each rank holds a lock on its own byte of the file. The kernel releases the lock when the process ends, in any way and
+in any pid namespace, so peers can ask the file who is still alive (`absent`).
 
-Whether ranks that opened the same name share memory is proved, not assumed: each leaves its *mark*, made of a nonce
-that they agreed upon elsewhere, and then looks for all others' (`unmarked`).
+Ranks prove that they share the memory: each leaves its *mark*, made of a nonce that they agreed on elsewhere, and then
+looks for the marks of all others (`unmarked`).
 
-A device may be let copy from and to the segment by itself (`pin`); it is told that this is over when the rank leaves.
+A device may copy from and to the segment by itself (`pin`), until the rank leaves.
 
-The mapping is never closed by hand: tensors point into it, and it goes when the last of them does.
+The mapping is never closed by hand: tensors point into it, and it goes with the last of them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from hetero_worker.platforms.host_pins import HostPins
 
 SHM_FOLDER: Final = Path("/dev/shm")
 _MARK_OFFSET: Final = 8
-"""Of a rank's mark in its seat, bytes."""
+"""Offset of a rank's mark in its seat, bytes."""
 _FLOCK: Final = struct.Struct("@hhqqi0q")
 """struct flock: type, whence, start, length, pid."""
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
@@ -55,7 +55,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 
 @dataclass(frozen=True, slots=True)
 class RoundsLayout:
-    """Where the rounds of one group or subgroup take place."""
+    """Counters and areas of one group's or subgroup's rounds."""
 
     ranks: tuple[int, ...]
     counters: tuple[int, ...]
@@ -66,20 +66,20 @@ class RoundsLayout:
 
 @dataclass(frozen=True, slots=True)
 class LinkLayout:
-    """Where one link's messages lie."""
+    """Counters and areas of one link."""
 
     link: Link
     sent: int
-    """Word: how many the source has published."""
+    """Word that counts the messages that the source has published."""
     taken: tuple[int, ...]
-    """Words: how many each receiver has read, in the order of `link.receivers`."""
+    """Words that count the messages that each receiver has read, in the order of `link.receivers`."""
     areas: tuple[int, ...]
-    """First bytes; message n lies in area n mod LINK_DEPTH."""
+    """First byte of each area; message n lies in area n mod LINK_DEPTH."""
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentLayout:
-    """Where things are in a segment. `area_bytes` is a multiple of the page size."""
+    """Layout of a segment. `area_bytes` is a multiple of the page size; else ValueError."""
 
     world_size: int
     area_bytes: int
@@ -91,17 +91,19 @@ class SegmentLayout:
 
     @property
     def header_bytes(self) -> int:
+        """Bytes of all lines, in whole pages."""
         link_lines = sum(1 + len(link.receivers) for link in self.routes.links)
         lines = (1 + self.world_size + self._num_counters + link_lines) * LINE_BYTES
         return -(-lines // mmap.PAGESIZE) * mmap.PAGESIZE
 
     @property
     def total_bytes(self) -> int:
+        """Bytes of the segment."""
         num_areas = 2 * self._num_counters + LINK_DEPTH * len(self.routes.links)
         return self.header_bytes + num_areas * self.area_bytes
 
     def written_by(self, rank: int) -> Iterator[tuple[int, int]]:
-        """First byte and length of what a rank is to reserve: what it writes, and the header if it is rank 0."""
+        """Yield first byte and length of what a rank reserves: what it writes, and on rank 0 the header."""
         if rank == 0:
             yield 0, self.header_bytes
         for group in self.rounds():
@@ -113,11 +115,11 @@ class SegmentLayout:
                 yield at.areas[0], LINK_DEPTH * self.area_bytes
 
     def mark_word(self, rank: int) -> int:
-        """Index of a rank's mark among the segment's 64-bit words."""
+        """Return the index of a rank's mark among the segment's 64-bit words."""
         return ((1 + rank) * LINE_BYTES + _MARK_OFFSET) // 8
 
     def rounds(self) -> list[RoundsLayout]:
-        """Of the whole group, then of each subgroup."""
+        """Return the layouts of the whole group's rounds and of each subgroup's."""
         layouts, first = [], 0
         for ranks in self._groups:
             lines = range(first, first + len(ranks))
@@ -127,7 +129,7 @@ class SegmentLayout:
         return layouts
 
     def links(self) -> list[LinkLayout]:
-        """In the order of the routes' links."""
+        """Return the layouts of links, in the order of the routes."""
         layouts, line, area = [], self._num_counters, 2 * self._num_counters
         for link in self.routes.links:
             end = line + 1 + len(link.receivers)
@@ -143,7 +145,7 @@ class SegmentLayout:
 
     @property
     def _num_counters(self) -> int:
-        """Ranks, counted once for every group that they are in."""
+        """Number of ranks, each counted once for every group that it is in."""
         return sum(map(len, self._groups))
 
     def _word(self, line: int) -> int:
@@ -155,7 +157,7 @@ class SegmentLayout:
 
 @dataclass(frozen=True, slots=True)
 class ShmSegment:
-    """A segment, mapped by one rank that holds its lock."""
+    """Segment, mapped by one rank that holds its lock."""
 
     path: Path
     layout: SegmentLayout
@@ -163,11 +165,11 @@ class ShmSegment:
     memory: mmap.mmap
     fd: int
     _pinned: list[HostPins] = field(default_factory=list, compare=False)
-    """Those that hold on to the memory."""
+    """Pins that hold the memory."""
 
     @classmethod
     def create(cls, name: str, layout: SegmentLayout, *, folder: Path = SHM_FOLDER) -> ShmSegment:
-        """Rank 0 makes it, zeroed. Raises ExchangeError, and leaves no file, when it exists or there is no room."""
+        """Create a zeroed segment on rank 0. Raises ExchangeError, and leaves no file, if it exists or has no room."""
         path = _path(folder, name)
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -183,10 +185,10 @@ class ShmSegment:
 
     @classmethod
     def attach(cls, name: str, layout: SegmentLayout, *, rank: int, folder: Path = SHM_FOLDER) -> ShmSegment:
-        """Map what rank 0 made.
+        """Map rank 0's segment.
 
-        Raises SegmentNotShared when it is missing, another user's or of another size, ExchangeError when there is no
-        room.
+        Raises SegmentNotShared when it is missing, another user's or of another size, and ExchangeError when there is
+        no room.
         """
         path = _path(folder, name)
         try:
@@ -214,35 +216,35 @@ class ShmSegment:
         return cls(path, layout, rank, mmap.mmap(fd, layout.total_bytes), fd)
 
     def unlink(self) -> None:
-        """Take the name away; the memory stays for those who map it. Idempotent."""
+        """Remove the name; the memory stays for those who map it. Idempotent."""
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
 
     def pin(self, pins: HostPins) -> str:
-        """Let a device copy from and to all of it, until `leave`. Why it cannot; empty if it can."""
+        """Let a device copy from and to the segment until `leave`. Return why it cannot; empty if it can."""
         problem = pins.pin(self._address, len(self.memory))
         if not problem:
             self._pinned.append(pins)
         return problem
 
     def leave(self) -> None:
-        """Let go of the lock: peers that wait for this rank find it gone. Call once; the memory stays mapped."""
+        """Release the lock: peers that wait for this rank find it gone. Call once; the memory stays mapped."""
         fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, self.rank, 1, 0))
         os.close(self.fd)
         while self._pinned:
             self._pinned.pop().unpin(self._address)
 
     def absent(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Those among other ranks that hold their lock no more: ended, or gone by `leave`. Some microseconds each."""
+        """Return which of these ranks, all others, hold no lock: they ended or left. Some microseconds per rank."""
         return tuple(rank for rank in ranks if not self._is_locked(rank))
 
     def mark(self, nonce: int) -> None:
-        """Leave this rank's mark."""
+        """Write this rank's mark."""
         with memoryview(self.memory).cast("Q") as words:
             words[self.layout.mark_word(self.rank)] = _mark(nonce, self.rank)
 
     def unmarked(self, nonce: int) -> tuple[int, ...]:
-        """Ranks whose mark is not here. Once all have left theirs: empty if, and only if, all share this memory."""
+        """Return the ranks whose mark is missing. When all have marked, it is empty only if all share this memory."""
         with memoryview(self.memory).cast("Q") as words:
             ranks = range(self.layout.world_size)
             return tuple(rank for rank in ranks if words[self.layout.mark_word(rank)] != _mark(nonce, rank))

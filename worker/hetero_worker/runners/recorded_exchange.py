@@ -1,7 +1,7 @@
-"""RecordedExchange: the Exchange that a step sees which is recorded as native operations.
+"""RecordedExchange: the Exchange of a step that is recorded as native operations.
 
-What the native exchange does, sums and messages over links, are operations like any other; what else crosses the host
-breaks the recording.
+Sums and messages of the native exchange are operations like any other. Everything else that crosses the host breaks the
+recording.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import torch
 
 from hetero_worker.distributed.exchange import SENT, Exchange, PendingSend, PendingTensor, SumExchange
 from hetero_worker.distributed.routes import Link
-from hetero_worker.distributed.shm_exchange import ShmExchange
+from hetero_worker.distributed.shm_exchange import ShmExchange, ShmRounds
 from hetero_worker.distributed.shm_rank import NativeCall
-from hetero_worker.distributed.shm_rounds import ShmRounds
 from hetero_worker.native.compute_library import CallOp, Kind, Op
 from hetero_worker.native.issuing import Issuer
 from hetero_worker.runners.graphs.breaking_exchange import BreakingExchange
@@ -23,7 +22,7 @@ from hetero_worker.runners.graphs.current_step import CurrentStep
 
 
 class RecordedExchange(BreakingExchange):
-    """See the module. Nothing is padded: the step's rows are all rows."""
+    """Exchange that records native sums and messages. Nothing is padded: the step's rows are all rows."""
 
     def __init__(self, exchange: Exchange, breaks: Breaks, step: CurrentStep, issuer: Issuer) -> None:
         super().__init__(exchange, breaks, step, records_device_sums=False)
@@ -32,38 +31,42 @@ class RecordedExchange(BreakingExchange):
 
     @property
     def sums_natively(self) -> bool:
-        """Whether a sum among all ranks is an operation, or none is needed.
+        """True if a sum among all ranks is an operation, or none is needed.
 
-        Where device ranks are among them it is not, and there need be no such sum at all.
+        With GPU ranks it is False, and the plan may need no such sum.
         """
         if self.world_size == 1:
             return True
         return self._shared is not None and isinstance(self.among(tuple(range(self.world_size))), _NativeSums)
 
     def among(self, ranks: tuple[int, ...]) -> SumExchange:
+        """Return the exchange of a subgroup; its sums are operations if ranks share memory."""
         sums = self._exchange.among(ranks)
         return _NativeSums(sums, self._issuer) if isinstance(sums, ShmRounds) else super().among(ranks)
 
     def send(self, tensor: torch.Tensor, link: Link) -> None:
+        """Record a send, or break the recording."""
         if self._shared is None or not tensor.numel():
             super().send(tensor, link)
         else:
             _issue(self._shared.sources[link].send_call(tensor), self._issuer)
 
     def start_send(self, tensor: torch.Tensor, link: Link) -> PendingSend:
+        """Record a send, or break the recording where it begins and finishes."""
         if self._shared is None:
             return super().start_send(tensor, link)
         self.send(tensor, link)
         return SENT
 
     def receive(self, out: torch.Tensor, link: Link) -> PendingTensor:
+        """Return a receipt that is recorded when it is waited for, or that breaks the recording."""
         if self._shared is None or not out.numel():
             return super().receive(out, link)
         return _NativeReceipt(self._shared.receivers[link].receive_call(out), out, self._issuer)
 
 
 class _NativeSums:
-    """A SumExchange whose sums are operations."""
+    """SumExchange whose sums are operations."""
 
     def __init__(self, rounds: ShmRounds, issuer: Issuer) -> None:
         self._rounds = rounds
@@ -78,7 +81,7 @@ class _NativeSums:
 
 
 class _NativeReceipt:
-    """A PendingTensor that is an operation when it is waited for, for the first time."""
+    """PendingTensor that becomes an operation when it is first waited for."""
 
     def __init__(self, call: NativeCall, out: torch.Tensor, issuer: Issuer) -> None:
         self._call: NativeCall | None = call

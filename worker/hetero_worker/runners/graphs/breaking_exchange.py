@@ -1,8 +1,8 @@
-"""BreakingExchange: the Exchange that a pass with padded rows sees. What crosses the host breaks a recording.
+"""BreakingExchange: the Exchange of a forward pass with padded rows. Calls that cross the host break a recording.
 
-Only the step's own rows go to other ranks over the host, so ranks on host cores compute no padding and need not know of
-it. Sums among GPU ranks stay within segments where the backend can record them: then they are of padded rows, the same
-number on all GPU ranks (`padding`). Else they are broken out like the rest.
+Only the step's own rows travel over the host, so ranks on host cores compute no padding and need not know of it. Sums
+among GPU ranks stay within segments if the backend can record them. They then sum padded rows, the same number on all
+GPU ranks (`padding`). Otherwise they break the recording, too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hetero_worker.runners.graphs.current_step import CurrentStep
 
 
 class BreakingExchange:
-    """Implements Exchange for tensors of [padded rows, …]."""
+    """Exchange for tensors of [padded rows, …]."""
 
     def __init__(self, exchange: Exchange, breaks: Breaks, step: CurrentStep, *, records_device_sums: bool) -> None:
         self._exchange = exchange
@@ -29,38 +29,48 @@ class BreakingExchange:
 
     @property
     def rank(self) -> int:
+        """Number of this rank."""
         return self._exchange.rank
 
     @property
     def world_size(self) -> int:
+        """Number of ranks in the group."""
         return self._exchange.world_size
 
     @property
     def link_bytes(self) -> int:
+        """Bytes that a link takes in."""
         return self._exchange.link_bytes
 
     def among(self, ranks: tuple[int, ...]) -> SumExchange:
+        """Return the exchange of a subgroup; it breaks the recording unless its sums stay on devices."""
         sums = self._exchange.among(ranks)
         if sums.world_size == 1 or self._stays_on_devices(ranks):
             return sums
         return _BreakingSum(sums, self._breaks, self._step)
 
     def all_gather(self, tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:  # noqa: ARG002
+        """Raise RuntimeError: a forward pass gathers no host tensors."""
         raise RuntimeError("no forward pass gathers host tensors")
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:  # noqa: ARG002
+        """Raise RuntimeError: a forward pass broadcasts no host tensors."""
         raise RuntimeError("no forward pass broadcasts host tensors")
 
     def send(self, tensor: torch.Tensor, link: Link) -> None:
+        """Send the step's own rows, outside the recording."""
         self._breaks.call(lambda: self._exchange.send(self._step.own_rows(tensor), link))
 
     def is_staged(self, link: Link) -> bool:
+        """Return True if this rank's device copies to or from the host for the link."""
         return self._exchange.is_staged(link)
 
     def start_send(self, tensor: torch.Tensor, link: Link) -> PendingSend:
+        """Begin and later finish a send of the step's own rows, each outside the recording."""
         return _BreakingSend(tensor, link, self._exchange, self._breaks, self._step)
 
     def receive(self, out: torch.Tensor, link: Link) -> PendingTensor:
+        """Post and later take a receipt of the step's own rows, each outside the recording."""
         return _BreakingReceipt(out, link, self._exchange, self._breaks, self._step)
 
     def _stays_on_devices(self, ranks: tuple[int, ...]) -> bool:
@@ -71,7 +81,7 @@ class BreakingExchange:
 
 
 class _BreakingSum:
-    """A SumExchange that meets over the host, or whose backend's work cannot be recorded."""
+    """SumExchange that meets over the host, or whose backend's work cannot be recorded."""
 
     def __init__(self, sums: SumExchange, breaks: Breaks, step: CurrentStep) -> None:
         self._sums = sums
@@ -91,7 +101,7 @@ class _BreakingSum:
 
 
 class _BreakingSend:
-    """A PendingSend that begins when it is made."""
+    """PendingSend that begins when it is made."""
 
     def __init__(self, tensor: torch.Tensor, link: Link, exchange: Exchange, breaks: Breaks, step: CurrentStep) -> None:
         self._tensor = tensor
@@ -113,7 +123,7 @@ class _BreakingSend:
 
 
 class _BreakingReceipt:
-    """A PendingTensor that is posted when it is made."""
+    """PendingTensor that is posted when it is made."""
 
     def __init__(self, out: torch.Tensor, link: Link, exchange: Exchange, breaks: Breaks, step: CurrentStep) -> None:
         self._out = out
