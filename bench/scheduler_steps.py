@@ -28,7 +28,7 @@ from hetero_gateway.engine.request import GenerationRequest, SamplingConfig
 from hetero_gateway.engine.scheduler import Scheduler
 from hetero_gateway.engine.step import ScheduledStep
 from hetero_gateway.engine.steps_in_flight import StepsInFlight
-from hetero_gateway.group.rank_link import RankLink, broadcast
+from hetero_gateway.group.roster import RankLink, broadcast
 
 QUEUES: Final = (0, 4096)
 WARM_UP_STEPS: Final = 100

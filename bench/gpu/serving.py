@@ -84,7 +84,8 @@ class Replica:
         sizes = {size for rank in self.loaded for size in rank.graph_sizes}
         self._group.begin_steps()
         plans = warm_up_plans(steps, graph_sizes=sizes)
-        for plan in plans:
+        for step_id, plan in enumerate(plans, 1):
+            plan.step_id = step_id
             self._group.send(plan)
             self._group.result()
         self._group.begin_steps(after=len(plans))

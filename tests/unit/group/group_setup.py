@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from hetero_api.contract import VERSION
+from hetero_api.group_state import GroupState
 from hetero_api.manifest import parse_resource
 from hetero_api.model_config import ModelConfig
 from hetero_api.spec import HeteroInference, HeteroInferenceSpec
@@ -14,12 +15,11 @@ from hetero_api.v1 import admin_pb2, ranks_pb2
 from hetero_gateway.engine.config import EngineConfig
 from hetero_gateway.engine.core import EngineCore
 from hetero_gateway.engine.detokenizer import ByteLevelText, IncrementalDetokenizer
-from hetero_gateway.group.formation import Group
-from hetero_gateway.group.heartbeats import HEARTBEAT_INTERVAL_S
-from hetero_gateway.group.rank_link import Closing, RankLink
+from hetero_gateway.group.admin_rpcs import AdminRpcs
+from hetero_gateway.group.recovery import HEARTBEAT_INTERVAL_S
+from hetero_gateway.group.rendezvous import Group
+from hetero_gateway.group.roster import Closing, RankLink
 from hetero_gateway.group.settings import GroupSettings
-from hetero_gateway.group.topology import GroupState
-from hetero_gateway.group.verbs import GroupVerbs
 from hetero_worker.process.gateway_link import one_by_one
 from tests.unit.engine.engine_setup import VOCAB_SIZE, engine_config
 from tests.unit.engine.fake_ranks import FakeRanks
@@ -330,7 +330,7 @@ class GroupBench:
             observe_step=self.steps.append,
             **arguments,
         )
-        self.verbs = GroupVerbs(self.group, core=self.core, settings=settings or group_settings())
+        self.rpcs = AdminRpcs(self.group, core=self.core, settings=settings or group_settings())
         self._tasks: list[asyncio.Task[Any]] = []
 
     async def __aenter__(self) -> GroupBench:

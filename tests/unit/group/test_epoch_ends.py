@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from hetero_api.group_state import GroupState
 from hetero_api.v1 import admin_pb2, ranks_pb2
 from hetero_gateway.engine.errors import EngineUnavailable
-from hetero_gateway.group import formation, heartbeats
-from hetero_gateway.group.rank_link import LinkEnd
+from hetero_gateway.group import recovery, rendezvous
+from hetero_gateway.group.roster import LinkEnd
 from hetero_gateway.group.settings import GroupSettings
-from hetero_gateway.group.topology import GroupState
 from tests.unit.engine.engine_setup import VOCAB_SIZE, engine_config, generation
 from tests.unit.engine.fake_ranks import tokens_alone
 from tests.unit.group.group_setup import (
@@ -261,8 +261,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silence is noticed ten times as fast."""
     monkeypatch.setattr("hetero_gateway.group.epoch.SERVING_SILENCE_S", 0.2)
     monkeypatch.setattr("tests.unit.group.group_setup.HEARTBEAT_INTERVAL_S", 0.02)
-    monkeypatch.setattr(heartbeats, "FORMING_SILENCE_S", 0.2)
-    monkeypatch.setattr(heartbeats, "CHECK_S", 0.03)
+    monkeypatch.setattr(recovery, "FORMING_SILENCE_S", 0.2)
+    monkeypatch.setattr(recovery, "CHECK_S", 0.03)
 
 
 @pytest.mark.parametrize("busy", [False, True])
@@ -497,7 +497,7 @@ async def test_an_epoch_that_fails_at_once_again_and_again_waits_longer_and_tell
 
 
 async def test_a_pause_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetero_gateway.group.restarts.FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr("hetero_gateway.group.recovery.FIRST_PAUSE_S", 0.05)
     async with GroupBench(timed(max_restarts=100)) as bench:
         zero, one = ScriptedRank(bench.group, 0), ScriptedRank(bench.group, 1)
         zero.join()
@@ -521,7 +521,7 @@ async def test_an_epoch_that_served_well_is_followed_by_the_next_at_once() -> No
 
 
 async def test_a_survivor_that_was_loading_has_longer_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formation, "LEAVING_S", 0.05)
+    monkeypatch.setattr(rendezvous, "LEAVING_S", 0.05)
     for through, comes_back in ((0, False), (1, True)):
         async with GroupBench() as bench:
             zero, one = await engaged(bench, through=through)

@@ -14,7 +14,7 @@ from hetero_gateway.engine.step import ScheduledStep
 from hetero_gateway.engine.steps_in_flight import StepInFlight
 from hetero_gateway.group.errors import RankMisbehaved
 from hetero_gateway.group.executor import GroupExecutor
-from hetero_gateway.group.rank_link import RankLink
+from hetero_gateway.group.roster import RankLink
 from hetero_worker.process.gateway_link import one_by_one
 
 pytestmark = pytest.mark.unit

@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 
+from hetero_api.group_state import GroupState
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import admin_pb2, ranks_pb2
 from hetero_gateway.engine.errors import GroupLost
+from hetero_gateway.group.admin_rpcs import AdminRpcs
 from hetero_gateway.group.errors import CommandFailed, WrongState
-from hetero_gateway.group.experts import sum_counts
-from hetero_gateway.group.rebalancing import ExpertRebalancer, RebalancePolicy, is_wanted
+from hetero_gateway.group.experts import ExpertRebalancer, RebalancePolicy, sum_counts, wants_rebalancing
 from hetero_gateway.group.settings import GroupSettings
-from hetero_gateway.group.topology import GroupState
-from hetero_gateway.group.verbs import GroupVerbs
 from tests.unit.engine.engine_setup import generation
 from tests.unit.group.group_setup import (
     FINGERPRINT,
@@ -90,12 +89,12 @@ def on_place(rank: ObedientRank, act: Callable[[], None]) -> None:
 
 async def test_experts_move_layer_by_layer_and_the_plan_is_known() -> None:
     async with serving() as (bench, zero, one):
-        before = bench.group.planner.plan
+        before = bench.group.placement.plan
         assert held(before, 0) == held(before, 2) == [{0, 1}, {2, 3}]
-        answer = await bench.verbs.place_experts()
+        answer = await bench.rpcs.place_experts()
         assert (answer.moved_experts, answer.counted_tokens) == (4, 60)
         assert 0 < answer.step_s_after < 0.9 * answer.step_s_before
-        after = bench.group.planner.plan
+        after = bench.group.placement.plan
         for layer in (0, 2):
             assert all(len(experts & {0, 1}) == 1 for experts in held(after, layer))
         assert zero.commands == one.commands == ["count_experts", "count_experts", "place_experts", "place_experts"]
@@ -113,18 +112,18 @@ async def test_what_a_warm_up_chose_is_forgotten_before_anything_is_served() -> 
 
 async def test_ranks_that_settled_are_left_alone() -> None:
     async with serving() as (bench, zero, one):
-        await bench.verbs.place_experts()
-        plan = bench.group.planner.plan
-        answer = await bench.verbs.place_experts()
+        await bench.rpcs.place_experts()
+        plan = bench.group.placement.plan
+        answer = await bench.rpcs.place_experts()
         assert answer.moved_experts == 0
         assert answer.step_s_after == answer.step_s_before
-        assert bench.group.planner.plan is plan
+        assert bench.group.placement.plan is plan
         assert len(placed(one)) == len(placed(zero)) == 2
 
 
 async def test_counts_of_all_ranks_are_added_up() -> None:
     async with serving(zero={0: [60, 0, 0, 0]}, one={0: [0, 0, 60, 0]}) as (bench, _, _):
-        assert (await bench.verbs.place_experts()).moved_experts == 0
+        assert (await bench.rpcs.place_experts()).moved_experts == 0
     reports = [
         ranks_pb2.CommandReport(expert_counts=[ranks_pb2.ExpertCounts(layer=layer, tokens=tokens)])
         for layer, tokens in ((1, [1, 0]), (0, [0, 5]), (1, [0, 2]))
@@ -134,14 +133,14 @@ async def test_counts_of_all_ranks_are_added_up() -> None:
 
 async def test_before_any_token_nothing_moves() -> None:
     async with serving(zero={0: [0] * 4, 2: [0] * 4}) as (bench, _, _):
-        answer = await bench.verbs.place_experts()
+        answer = await bench.rpcs.place_experts()
         assert (answer.moved_experts, answer.counted_tokens) == (0, 0)
 
 
 async def test_the_next_epoch_goes_on_with_experts_that_moved() -> None:
     async with serving() as (bench, zero, one):
-        await bench.verbs.place_experts()
-        plan = bench.group.planner.plan
+        await bench.rpcs.place_experts()
+        plan = bench.group.placement.plan
         orders: list[Any] = []
         note = zero._note
 
@@ -160,8 +159,8 @@ async def test_the_next_epoch_goes_on_with_experts_that_moved() -> None:
 
 async def test_another_gateway_goes_on_with_experts_that_moved() -> None:
     async with serving() as (bench, _, _):
-        await bench.verbs.place_experts()
-        plan = bench.group.planner.plan
+        await bench.rpcs.place_experts()
+        plan = bench.group.placement.plan
     assert plan is not None
     settings = moe_settings()
     async with GroupBench(settings) as bench:
@@ -171,19 +170,19 @@ async def test_another_gateway_goes_on_with_experts_that_moved() -> None:
             rank.join(held=held_shard)
             bench._tasks += [asyncio.create_task(rank.live()), asyncio.create_task(rank.beat())]
         await bench.until(GroupState.READY)
-        placement = bench.group.planner.placement
+        placement = bench.group.placement.current
         assert placement is not None
         assert placement.plan == plan
         assert "anew" not in placement.reason, "it is what the solver chose, but for where experts are"
         rank.expert_counts = SKEWED
-        assert (await bench.verbs.place_experts()).moved_experts == 0
+        assert (await bench.rpcs.place_experts()).moved_experts == 0
 
 
 async def test_a_model_without_experts_has_none_to_place() -> None:
     async with GroupBench() as bench:
         zero, _ = await bench.ready()
         with pytest.raises(WrongState, match="PlaceExperts needs a model of experts"):
-            await bench.verbs.place_experts()
+            await bench.rpcs.place_experts()
         assert zero.commands == []
 
 
@@ -192,63 +191,63 @@ async def test_a_group_with_requests_is_left_alone() -> None:
         zero.holds_steps = True
         stream = bench.core.submit(generation("r", range(3)))
         with pytest.raises(WrongState, match="PlaceExperts needs a group without requests"):
-            await bench.verbs.place_experts()
+            await bench.rpcs.place_experts()
         stream.cancel()
 
 
 async def test_asleep_and_between_epochs_nothing_is_placed() -> None:
     async with serving() as (bench, _, one):
-        await bench.verbs.sleep(admin_pb2.SleepRequest(level=1))
+        await bench.rpcs.sleep(admin_pb2.SleepRequest(level=1))
         with pytest.raises(WrongState, match="PlaceExperts needs a group that is READY; it is ASLEEP"):
-            await bench.verbs.place_experts()
+            await bench.rpcs.place_experts()
         one.lose()
         await bench.until(GroupState.ABORTED)
         with pytest.raises(WrongState, match="it is ABORTED"):
-            await bench.verbs.place_experts()
+            await bench.rpcs.place_experts()
 
 
 async def test_a_request_that_comes_meanwhile_waits_for_one_layer_and_no_more() -> None:
     async with serving() as (bench, zero, one):
         streams: list[Any] = []
         on_place(one, lambda: streams.append(bench.core.submit(generation("r", range(9), max_tokens=6))))
-        answer = await bench.verbs.place_experts()
+        answer = await bench.rpcs.place_experts()
         assert answer.moved_experts == 2
         assert answer.step_s_after < answer.step_s_before
         assert len(placed(zero)) == 1
-        assert bench.group.planner.plan == placed(zero)[0]
+        assert bench.group.placement.plan == placed(zero)[0]
         events = await collect(streams[0])
         assert sum(len(event.token_ids) for event in events[:-1]) == 6
-        assert (await bench.verbs.place_experts()).moved_experts == 2, "the other layer, the next time"
+        assert (await bench.rpcs.place_experts()).moved_experts == 2, "the other layer, the next time"
 
 
 async def test_a_rank_that_cannot_leaves_the_group_as_it_was() -> None:
     async with serving() as (bench, zero, one):
-        plan = bench.group.planner.plan
+        plan = bench.group.placement.plan
         on_place(zero, lambda: setattr(zero, "peers_fail", True))
         on_place(one, lambda: setattr(one, "problem", "no room"))
         with pytest.raises(CommandFailed, match=r"the group is as it was; .* rank 1 \(pod-1\): no room"):
-            await bench.verbs.place_experts()
-        assert bench.group.planner.plan is plan
+            await bench.rpcs.place_experts()
+        assert bench.group.placement.plan is plan
         zero.peers_fail, one.problem = False, ""
         await collect(bench.core.submit(generation("r", range(9), max_tokens=6)))
-        assert (await bench.verbs.place_experts()).moved_experts == 4
+        assert (await bench.rpcs.place_experts()).moved_experts == 4
 
 
 async def test_a_rank_lost_meanwhile_ends_it() -> None:
     async with serving() as (bench, _, one):
         on_place(one, one.lose)
         with pytest.raises(GroupLost):
-            await bench.verbs.place_experts()
-        assert bench.group.planner.plan is not None
-        assert held(bench.group.planner.plan, 0) == held(bench.group.planner.plan, 2) == [{0, 1}, {2, 3}]
+            await bench.rpcs.place_experts()
+        assert bench.group.placement.plan is not None
+        assert held(bench.group.placement.plan, 0) == held(bench.group.placement.plan, 2) == [{0, 1}, {2, 3}]
 
 
 async def test_how_many_moved_is_told_once() -> None:
     async with serving() as (bench, _, _):
         told: list[int] = []
-        verbs = GroupVerbs(bench.group, core=bench.core, settings=moe_settings(), on_experts_moved=told.append)
-        await verbs.place_experts()
-        await verbs.place_experts()
+        rpcs = AdminRpcs(bench.group, core=bench.core, settings=moe_settings(), on_experts_moved=told.append)
+        await rpcs.place_experts()
+        await rpcs.place_experts()
         assert told == [4]
 
 
@@ -256,10 +255,10 @@ async def test_how_many_moved_is_told_once() -> None:
 
 
 def test_only_models_of_experts_are_looked_at_and_only_if_the_resource_lets_them() -> None:
-    assert is_wanted(moe_settings())
-    assert not is_wanted(moe_settings(rebalanceExperts=False))
-    assert not is_wanted(moe_settings(batch_invariant=True))
-    assert not is_wanted(group_settings())
+    assert wants_rebalancing(moe_settings())
+    assert not wants_rebalancing(moe_settings(rebalanceExperts=False))
+    assert not wants_rebalancing(moe_settings(batch_invariant=True))
+    assert not wants_rebalancing(group_settings())
 
 
 class Rebalancing:
@@ -268,7 +267,9 @@ class Rebalancing:
     def __init__(self, bench: GroupBench, *, min_tokens: int) -> None:
         self.now_s = 0.0
         policy = RebalancePolicy(idle_s=0.01, min_tokens=min_tokens, interval_s=100.0)
-        rebalancer = ExpertRebalancer(bench.verbs, core=bench.core, policy=policy, clock=lambda: self.now_s)
+        rebalancer = ExpertRebalancer(
+            bench.rpcs.place_experts, core=bench.core, policy=policy, clock=lambda: self.now_s
+        )
         self._task = asyncio.create_task(rebalancer.run())
 
     async def __aenter__(self) -> Rebalancing:
@@ -299,7 +300,7 @@ async def test_an_idle_group_that_computed_enough_moves_experts_by_itself() -> N
         assert zero.commands == ["count_experts"], "15 tokens say too little"
         await compute(bench, "two")
         await wait_until(lambda: len(placed(zero)) == 2)
-        assert held(bench.group.planner.plan, 0) != [{0, 1}, {2, 3}]
+        assert held(bench.group.placement.plan, 0) != [{0, 1}, {2, 3}]
 
 
 async def test_a_busy_group_is_never_looked_at() -> None:

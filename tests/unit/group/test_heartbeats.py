@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from hetero_gateway.group import heartbeats
-from hetero_gateway.group.heartbeats import CHECK_S, FORMING_SILENCE_S, SERVING_SILENCE_S, HeartbeatWatch
+from hetero_gateway.group import recovery
+from hetero_gateway.group.recovery import CHECK_S, FORMING_SILENCE_S, SERVING_SILENCE_S, HeartbeatWatch
 from tests.unit.group.group_setup import wait_until
 
 pytestmark = pytest.mark.unit
@@ -22,7 +22,7 @@ class Bench:
         self.watch = HeartbeatWatch(
             range(2), on_silent=lambda rank, reason: self.silent.append((rank, reason)), clock=lambda: self.now
         )
-        self.watch.bear(SERVING_SILENCE_S)
+        self.watch.tolerate(SERVING_SILENCE_S)
 
     def pass_time(self, seconds: float, *, beating: tuple[int, ...] = ()) -> None:
         """Time with a loop that turns."""
@@ -56,10 +56,10 @@ def test_every_silent_rank_is_told() -> None:
 
 def test_before_ranks_serve_more_silence_is_borne() -> None:
     bench = Bench()
-    bench.watch.bear(FORMING_SILENCE_S)
+    bench.watch.tolerate(FORMING_SILENCE_S)
     bench.pass_time(FORMING_SILENCE_S)
     assert bench.silent == []
-    bench.watch.bear(SERVING_SILENCE_S)
+    bench.watch.tolerate(SERVING_SILENCE_S)
     bench.pass_time(SERVING_SILENCE_S)
     assert bench.silent == []
     bench.pass_time(CHECK_S)
@@ -95,10 +95,10 @@ def test_a_gateway_that_is_late_again_and_again_still_finds_a_frozen_rank() -> N
 
 
 async def test_it_looks_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeats, "CHECK_S", 0.01)
+    monkeypatch.setattr(recovery, "CHECK_S", 0.01)
     silent: list[int] = []
     watch = HeartbeatWatch([3], on_silent=lambda rank, _: silent.append(rank))
-    watch.bear(0.05)
+    watch.tolerate(0.05)
     task = asyncio.create_task(watch.run())
     await wait_until(lambda: bool(silent))
     task.cancel()

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from hetero_api.group_state import GroupState
 from hetero_api.v1 import ranks_pb2
-from hetero_gateway.group.rank_link import LinkEnd
-from hetero_gateway.group.topology import GroupState
+from hetero_gateway.group.roster import LinkEnd
 from tests.unit.group.group_setup import GroupBench, ScriptedRank
 
 pytestmark = pytest.mark.unit

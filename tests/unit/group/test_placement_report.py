@@ -6,8 +6,7 @@ import pytest
 
 from hetero_api.v1 import ranks_pb2
 from hetero_gateway.engine.step_pace import DecodePace
-from hetero_gateway.group.decision import PlacedRanks, Placement, decide_placement
-from hetero_gateway.group.placement_report import report_placement, step_time_ratio
+from hetero_gateway.group.placement import PlacedRanks, Placement, decide_placement, report_placement, step_time_ratio
 from tests.unit.engine.engine_setup import generation
 from tests.unit.group.group_setup import HOST_TIMES, GroupBench, collect, group_settings, hello
 

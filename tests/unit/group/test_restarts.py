@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hetero_gateway.group.restarts import LONGEST_PAUSE_S, EpochRestarts
+from hetero_gateway.group.recovery import LONGEST_PAUSE_S, EpochRestarts
 from tests.unit.group.group_setup import group_settings
 
 pytestmark = pytest.mark.unit

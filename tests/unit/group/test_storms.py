@@ -1,4 +1,4 @@
-"""Requests, verbs and lost ranks in any order: every request ends once, with the tokens it gets alone."""
+"""Requests, admin RPCs and lost ranks in any order: every request ends once, with the tokens it gets alone."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from hetero_api.group_state import GroupState
 from hetero_api.v1 import admin_pb2
 from hetero_gateway.engine.errors import EngineUnavailable, GroupLost
 from hetero_gateway.engine.stream import FinishedEvent
 from hetero_gateway.group.errors import WrongState
-from hetero_gateway.group.topology import GroupState
 from tests.unit.engine.engine_setup import VOCAB_SIZE, generation
 from tests.unit.engine.fake_ranks import tokens_alone
 from tests.unit.group.group_setup import GroupBench, ObedientRank, collect, group_settings, wait_until
@@ -34,11 +34,11 @@ class Storm:
     chance: random.Random
     ranks: list[ObedientRank]
     asked: list[tuple[int, int, asyncio.Task[list[Any]]]] = field(default_factory=list)
-    verbs: list[asyncio.Task[None]] = field(default_factory=list)
+    rpcs: list[asyncio.Task[None]] = field(default_factory=list)
     losses: int = 0
 
     async def act(self) -> None:
-        action = self.chance.choices([self.submit, self.verb, self.lose], weights=[6, 4, 1])[0]
+        action = self.chance.choices([self.submit, self.rpc, self.lose], weights=[6, 4, 1])[0]
         await action()
         for _ in range(self.chance.choice([0, 1, 5, 40])):
             await asyncio.sleep(0)
@@ -49,16 +49,16 @@ class Storm:
             stream = self.bench.core.submit(generation(f"r{len(self.asked)}", range(length), max_tokens=12, seed=seed))
             self.asked.append((length, seed, asyncio.create_task(collect(stream))))
 
-    async def verb(self) -> None:
-        verbs, level = self.bench.verbs, self.chance.choice([1, 2])
+    async def rpc(self) -> None:
+        rpcs, level = self.bench.rpcs, self.chance.choice([1, 2])
         layout = self.chance.choice([admin_pb2.CACHE_LAYOUT_PAGED, admin_pb2.CACHE_LAYOUT_CONTIGUOUS])
         choices: list[Callable[[], Awaitable[Any]]] = [
-            lambda: verbs.reset_cache(admin_pb2.ResetCacheRequest(layout=layout)),
-            lambda: verbs.sleep(admin_pb2.SleepRequest(level=level)),
-            lambda: verbs.wake_up(admin_pb2.WakeUpRequest()),
-            lambda: verbs.profile(admin_pb2.ProfileRequest(duration_s=0.001)),
+            lambda: rpcs.reset_cache(admin_pb2.ResetCacheRequest(layout=layout)),
+            lambda: rpcs.sleep(admin_pb2.SleepRequest(level=level)),
+            lambda: rpcs.wake_up(admin_pb2.WakeUpRequest()),
+            lambda: rpcs.profile(admin_pb2.ProfileRequest(duration_s=0.001)),
         ]
-        self.verbs.append(asyncio.create_task(_unless_refused(self.chance.choice(choices)())))
+        self.rpcs.append(asyncio.create_task(_unless_refused(self.chance.choice(choices)())))
 
     async def lose(self) -> None:
         """A rank dies; a new process takes its place."""
@@ -73,23 +73,23 @@ class Storm:
 
     async def calm(self) -> None:
         """Everything ends, and everybody is awake."""
-        await asyncio.gather(*self.verbs)
+        await asyncio.gather(*self.rpcs)
         await wait_until(lambda: self.bench.group.state in (GroupState.READY, GroupState.ASLEEP))
         if self.bench.group.state is GroupState.ASLEEP:
-            await self.bench.verbs.wake_up(admin_pb2.WakeUpRequest())
+            await self.bench.rpcs.wake_up(admin_pb2.WakeUpRequest())
 
 
-async def _unless_refused(verb: Awaitable[Any]) -> None:
+async def _unless_refused(call: Awaitable[Any]) -> None:
     with suppress(*REFUSALS):
-        await verb
+        await call
 
 
 @pytest.mark.parametrize("seed", range(25))
 async def test_whatever_happens_to_the_group_requests_get_their_tokens(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hetero_gateway.group.restarts.FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr("hetero_gateway.group.restarts.LONGEST_PAUSE_S", 0.002)
+    monkeypatch.setattr("hetero_gateway.group.recovery.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("hetero_gateway.group.recovery.LONGEST_PAUSE_S", 0.002)
     async with GroupBench(replace(group_settings(), max_restarts=1000)) as bench:
         storm = Storm(bench, random.Random(seed), list(await bench.ready()))
         for _ in range(NUM_ACTIONS):

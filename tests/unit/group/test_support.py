@@ -9,7 +9,7 @@ import pytest
 
 from hetero_api.weight_format import StoredWeights, WeightFormat
 from hetero_gateway.group.errors import UnsupportedSpecError
-from hetero_gateway.group.support import check_supported, resolve_max_model_len
+from hetero_gateway.group.settings import check_supported, resolve_max_model_len
 from tests.unit.group.group_setup import model_config, spec_of
 
 pytestmark = pytest.mark.unit

@@ -121,7 +121,7 @@ async def test_drain_answers_when_the_last_request_has_ended(bench: GatewayBench
     call = bench.inference().Generate(request([1], sampling=sampling(max_tokens=20, ignore_eos=True)))
     await call.read()
     drain = asyncio.ensure_future(bench.admin().Drain(admin_pb2.DrainRequest()))
-    await bench.until(lambda: bench.gateway.group.state.value == "DRAINING")
+    await bench.until(lambda: bench.gateway.group.state.name == "DRAINING")
     assert not drain.done()
     rank.may_step.set()
     assert (await read_all(call))[-1].HasField("finished")

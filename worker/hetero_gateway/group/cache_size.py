@@ -1,8 +1,8 @@
-"""How the KV cache of a group is cut: what the rank with the least room for its heads can hold.
+"""Size of a group's KV cache: as many blocks as the rank with the least room for its heads can hold.
 
 Ranks without heads have no cache and no say. The same arithmetic serves the first cache of an epoch, which is the
 resource's, and every reset, which an administrator asks for. Unless a number of blocks is asked for, no more are made
-than all sequences at full length could fill. Each problem is told with the numbers and the fields that it follows from.
+than all sequences at full length could fill. Each error names the numbers and the fields that it follows from.
 """
 
 from __future__ import annotations
@@ -13,37 +13,37 @@ from typing import Final
 
 from hetero_api.v1 import admin_pb2, ranks_pb2
 from hetero_gateway.group.errors import CacheSizeError, InvalidCommand
-from hetero_gateway.group.placement import ExpectedPlace
-from hetero_gateway.group.settings import GroupSettings
+from hetero_gateway.group.settings import ExpectedPlace, GroupSettings
 
 MAX_BLOCKS: Final = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """A group's KV cache. `num_blocks` includes the null block, as in AllocateCache."""
+    """Shape of a group's KV cache. `num_blocks` includes the null block, as in AllocateCache."""
 
     block_size: int
     num_blocks: int
 
     def layout(self, settings: GroupSettings) -> admin_pb2.CacheLayout.ValueType:
-        """Contiguous if a block holds the longest sequence."""
+        """Return the layout: contiguous if a block holds the longest sequence."""
         contiguous = self.block_size >= settings.max_model_len
         return admin_pb2.CACHE_LAYOUT_CONTIGUOUS if contiguous else admin_pb2.CACHE_LAYOUT_PAGED
 
     def to_proto(self) -> ranks_pb2.AllocateCache:
+        """Return the order to allocate it."""
         return ranks_pb2.AllocateCache(num_blocks=self.num_blocks, block_size=self.block_size)
 
 
 def first_cache(settings: GroupSettings, loaded: Sequence[ranks_pb2.Loaded]) -> CacheShape:
-    """The resource's own cache, from what the ranks reported, in rank order. Raises CacheSizeError."""
+    """Return the resource's own cache, from what the ranks reported, in rank order. Raises CacheSizeError."""
     return CacheShape(settings.block_size, _choose_num_blocks(settings, loaded, settings.block_size))
 
 
 def asked_cache(
     request: admin_pb2.ResetCacheRequest, settings: GroupSettings, loaded: Sequence[ranks_pb2.Loaded]
 ) -> CacheShape:
-    """The cache that a reset asks for. Raises InvalidCommand, naming the field."""
+    """Return the cache that a reset asks for. Raises InvalidCommand, naming the field."""
     block_size = _asked_block_size(request, settings)
     try:
         if not request.num_blocks:
@@ -97,7 +97,7 @@ def _check_asked(cache: CacheShape, settings: GroupSettings, loaded: Sequence[ra
 
 
 def blocks_of_longest(settings: GroupSettings, block_size: int) -> int:
-    """Blocks that one sequence of full length takes."""
+    """Return how many blocks one sequence of full length takes."""
     return -(-settings.max_model_len // block_size)
 
 

@@ -2,10 +2,10 @@
 
 `run` goes through the phases in order and never returns: it raises EpochEnded with the first reason, be it a rank's
 Failure, its stream's end, its silence, an answer that did not come in time or does not fit, or the engine's own
-finding. Whoever runs it clears up: nothing here outlives the epoch but what `run` was given.
+finding. Its caller clears up: nothing here outlives the epoch.
 
-While it serves, `command` has the ranks do something else together; `cache`, `asleep` and the bytes of the ranks tell
-what stands after it. `receive` and `end` may be called at any time from the same asyncio loop; they do not wait.
+While it serves, `command` has the ranks do something else together; `cache`, `asleep` and the bytes of the ranks
+describe the state after it. `receive` and `end` may be called at any time from the same asyncio loop; they do not wait.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, NoReturn
@@ -23,33 +22,25 @@ from hetero_api.v1 import ranks_pb2
 from hetero_gateway.engine.core import EngineCore
 from hetero_gateway.engine.errors import GroupLost
 from hetero_gateway.group.cache_size import CacheShape, first_cache
-from hetero_gateway.group.decision import PlacedRanks, Placement
 from hetero_gateway.group.errors import CacheSizeError, CommandFailed, EpochEnded, RankMisbehaved
-from hetero_gateway.group.exchange_kind import asked_exchange, built_exchange
 from hetero_gateway.group.executor import GroupExecutor
-from hetero_gateway.group.heartbeats import (
-    BUSY_SILENCE_S,
-    HEARTBEAT_INTERVAL_S,
-    SERVING_SILENCE_S,
-    HeartbeatWatch,
-)
-from hetero_gateway.group.planner import Planner
-from hetero_gateway.group.rank_link import broadcast
-from hetero_gateway.group.roster import Member
+from hetero_gateway.group.orders import built_exchange, form_orders, load_order
+from hetero_gateway.group.placement import GroupPlacement, PlacedRanks, Placement
+from hetero_gateway.group.recovery import BUSY_SILENCE_S, SERVING_SILENCE_S, HeartbeatWatch
+from hetero_gateway.group.roster import Member, broadcast
 from hetero_gateway.group.settings import GroupSettings
 from hetero_gateway.group.warm_up import MAX_WARM_SEQS, StepBounds, sampling_slots, warm_up_plans
 
 logger = logging.getLogger(__name__)
 
-_SEGMENT_RANDOM_BYTES: Final = 4
 RAN_WELL_STEPS: Final = 10
-"""So many steps of requests show that an epoch works ..."""
+"""Steps of requests that show that an epoch works ..."""
 RAN_WELL_S: Final = 10.0
-"""... and so does serving for so long."""
+"""... and seconds of serving that show it as well."""
 
 
 class Phase(enum.Enum):
-    """How far an epoch is."""
+    """Progress of an epoch."""
 
     FORMING = "forming"
     LOADING = "loading"
@@ -57,7 +48,7 @@ class Phase(enum.Enum):
 
 
 class Epoch:
-    """See the module. `on_phase` is told of every phase after it began, `on_silent` of members that fell silent."""
+    """One epoch of a group. `on_phase` gets every phase after it began, `on_silent` the members that fell silent."""
 
     def __init__(
         self,
@@ -65,7 +56,7 @@ class Epoch:
         members: Sequence[Member],
         *,
         settings: GroupSettings,
-        planner: Planner,
+        placement: GroupPlacement,
         core: EngineCore,
         on_phase: Callable[[Phase], None],
         on_silent: Callable[[Member, str], None],
@@ -80,14 +71,14 @@ class Epoch:
         self.cache: CacheShape | None = None
         """None until chosen. While the cache is asleep, the one that was and will be."""
         self.asleep: frozenset[str] = frozenset()
-        """Tags of what memory was given up of."""
+        """Tags of the memory that was given up."""
         self.loaded: dict[int, ranks_pb2.Loaded] = {}
         self.weight_bytes: dict[int, int] = {}
         self.kv_bytes: dict[int, int] = {}
         self.graph_bytes: dict[int, int] = {}
-        """What graphs of steps took of each rank's device, as it last told."""
+        """Bytes that graphs of steps take of each rank's device, as last reported."""
         self._settings = settings
-        self._planner = planner
+        self._placement = placement
         self._core = core
         self._on_phase = on_phase
         self._executor = GroupExecutor(
@@ -115,7 +106,7 @@ class Epoch:
 
     @property
     def over(self) -> asyncio.Future[EpochEnded]:
-        """Done when it has ended. Not to be cancelled."""
+        """Future that is done when it has ended. Not to be cancelled."""
         return self._over
 
     @property
@@ -125,14 +116,14 @@ class Epoch:
 
     @property
     def ran_well(self) -> bool:
-        """Whether it served for long enough to say that the ranks and their model work."""
+        """Whether it has served long enough to show that the ranks and their model work."""
         if self._served_since_s is None:
             return False
         served_s = asyncio.get_running_loop().time() - self._served_since_s
         return served_s >= RAN_WELL_S or self._executor.num_steps - self._warm_up_steps >= RAN_WELL_STEPS
 
     async def run(self) -> NoReturn:
-        """Live. Raises EpochEnded."""
+        """Go through all phases and serve. Raises EpochEnded."""
         watching = asyncio.create_task(self._heartbeats.run(), name="heartbeats")
         try:
             deadline_s = asyncio.get_running_loop().time() + self._settings.rendezvous_timeout_s
@@ -149,13 +140,13 @@ class Epoch:
             watching.cancel()
 
     def end(self, reason: str, *, permanent: bool = False) -> None:
-        """The epoch is over. Only the first reason counts."""
+        """End the epoch. Only the first reason counts."""
         if not self._over.done():
             self._over.set_result(EpochEnded(reason, permanent=permanent))
             self._executor.lose(reason)
 
     def receive(self, member: Member, message: ranks_pb2.RankMessage) -> None:
-        """What a member said in this epoch. Raises RankMisbehaved if it must not say that now."""
+        """Take a member's message of this epoch. Raises RankMisbehaved if it must not say that now."""
         self._heartbeats.hear(member.rank)
         kind = message.WhichOneof("body") or "nothing"
         if kind == "step_result":
@@ -175,11 +166,11 @@ class Epoch:
             raise RankMisbehaved(f"{member} said {kind} in epoch {self.number}, expected of it is {expected}")
 
     async def command(self, command: ranks_pb2.GroupCommand) -> list[ranks_pb2.CommandReport]:
-        """Have every rank do it between two steps; their reports, in rank order.
+        """Have every rank carry out a command between two steps; return their reports, in rank order.
 
         The engine must be held. Raises CommandFailed when no rank did it, GroupLost when the epoch ended.
         """
-        with self._bearing_silence():
+        with self._tolerating_silence():
             reports = await self._executor.command(command)
         if all(report.done for report in reports):
             return reports
@@ -195,50 +186,35 @@ class Epoch:
         raise CommandFailed(problems or "the ranks do not say why")
 
     def note_bytes(self, reports: Sequence[ranks_pb2.CommandReport]) -> None:
-        """What the ranks hold after a command that changed it."""
+        """Note the bytes that ranks hold after a command that changed them."""
         self.weight_bytes = {rank: report.weight_bytes for rank, report in enumerate(reports)}
         self.kv_bytes = {rank: report.kv_bytes for rank, report in enumerate(reports)}
 
     @contextmanager
-    def _bearing_silence(self) -> Iterator[None]:
-        self._heartbeats.bear(BUSY_SILENCE_S)
+    def _tolerating_silence(self) -> Iterator[None]:
+        self._heartbeats.tolerate(BUSY_SILENCE_S)
         try:
             yield
         finally:
-            self._heartbeats.bear(SERVING_SILENCE_S)
+            self._heartbeats.tolerate(SERVING_SILENCE_S)
 
     # --- phases -----------------------------------------------------------------------------------------
 
     async def _form(self, deadline_s: float) -> PlacedRanks:
-        hellos = [member.hello for member in self.members]
-        for member, order in zip(self.members, self._form_orders(hellos), strict=True):
+        orders = form_orders(
+            self._settings, self.members, epoch=self.number, measures_times=self._placement.needs_times
+        )
+        for member, order in zip(self.members, orders, strict=True):
             member.link.send(ranks_pb2.GatewayMessage(epoch=self.number, form_group=order))
         answers = await self._await_answers("formed", deadline_s)
+        hellos = [member.hello for member in self.members]
         ranks = PlacedRanks(hellos, [message.formed for message in answers])
         self.exchange, self.exchange_reason = built_exchange(self._settings.spec.exchange.kind, ranks.formed)
         return ranks
 
-    def _form_orders(self, hellos: Sequence[ranks_pb2.Hello]) -> Iterator[ranks_pb2.FormGroup]:
-        form = ranks_pb2.FormGroup(
-            places=[_place_of(member) for member in self.members],
-            measure_exchange=self._planner.needs_times and len(hellos) > 1,
-            dtype=self._settings.dtype if self._planner.needs_times else "",
-            store_address=hellos[0].store_address,
-            exchange=asked_exchange(self._settings.spec.exchange.kind, hellos),
-            segment_name=f"hetero-{self._settings.name}-{secrets.token_hex(_SEGMENT_RANDOM_BYTES)}-{self.number}",
-            timeout_s=self._settings.step_timeout_s,
-            max_num_batched_tokens=self._settings.max_num_batched_tokens,
-            max_num_seqs=self._settings.max_num_seqs,
-            heartbeat_interval_s=HEARTBEAT_INTERVAL_S,
-            quantization=self._settings.quantization,
-        )
-        for member in self.members:
-            form.rank = member.rank
-            yield form
-
     async def _plan(self, ranks: PlacedRanks) -> Placement:
-        """Who owns what. Ends the epoch for good when the model cannot be spread as the resource asks."""
-        settling = asyncio.ensure_future(self._planner.settle(ranks))
+        """Settle the placement. Ends the epoch for good when the model cannot be spread as the resource asks."""
+        settling = asyncio.ensure_future(self._placement.settle(ranks))
         try:
             await asyncio.wait((settling, self._over), return_when=asyncio.FIRST_COMPLETED)
             if self.is_over:
@@ -250,19 +226,9 @@ class Epoch:
             settling.cancel()
 
     async def _load(self, placement: Placement, deadline_s: float) -> None:
-        self._heartbeats.bear(BUSY_SILENCE_S)
+        self._heartbeats.tolerate(BUSY_SILENCE_S)
         self._enter(Phase.LOADING)
-        order = ranks_pb2.LoadModel(
-            dtype=self._settings.dtype,
-            max_model_len=self._settings.max_model_len,
-            cache_size_is_given=self._settings.kv_cache_bytes is not None,
-            shard_plan=placement.plan.to_proto(),
-            plan_key=self._settings.plan_key,
-            device_memory_utilization=self._settings.spec.engine.gpu_memory_utilization,
-            enforce_eager=self._settings.spec.engine.enforce_eager,
-            batch_invariant=self._settings.spec.engine.batch_invariant,
-            quantization=self._settings.quantization,
-        )
+        order = load_order(self._settings, placement.plan)
         self._send_all(ranks_pb2.GatewayMessage(epoch=self.number, load_model=order))
         answers = await self._await_answers("loaded", deadline_s)
         self.loaded = {rank: message.loaded for rank, message in enumerate(answers)}
@@ -297,14 +263,14 @@ class Epoch:
             await self._forget_counts()
 
     def _graph_sizes(self) -> set[int]:
-        """Those that are warmed up: all that ranks make, but no large ones where ranks on host cores take part."""
+        """Return the graph sizes to warm up: all that ranks make, but no large ones where host ranks take part."""
         sizes = {size for loaded in self.loaded.values() for size in loaded.graph_sizes}
         if all(member.hello.device.kind == ranks_pb2.DEVICE_KIND_CUDA for member in self.members):
             return sizes
         return {size for size in sizes if size <= MAX_WARM_SEQS}
 
     async def _forget_counts(self) -> None:
-        """Which experts the tokens of a warm-up chose says nothing."""
+        """Forget which experts the tokens of the warm-up chose: they mean nothing."""
         try:
             await self._executor.command(ranks_pb2.GroupCommand(count_experts=ranks_pb2.CountExperts()))
         except GroupLost as error:
@@ -325,7 +291,7 @@ class Epoch:
         if self.is_over:
             return
         cache = self._cache_that_stands()
-        self._heartbeats.bear(SERVING_SILENCE_S)
+        self._heartbeats.tolerate(SERVING_SILENCE_S)
         self._served_since_s = asyncio.get_running_loop().time()
         self._core.open(self._executor, num_blocks=cache.num_blocks, block_size=cache.block_size, on_broken=self.end)
         self._enter(Phase.READY)
@@ -334,7 +300,7 @@ class Epoch:
 
     @property
     def loaded_in_rank_order(self) -> list[ranks_pb2.Loaded]:
-        """What each rank said of its load; once they all have."""
+        """Report of each rank on its load; once they all have loaded."""
         return [self.loaded[member.rank] for member in self.members]
 
     def _cache_that_stands(self) -> CacheShape:
@@ -350,7 +316,7 @@ class Epoch:
         broadcast((member.link for member in self.members), message)
 
     async def _await_answers(self, kind: str, deadline_s: float) -> list[ranks_pb2.RankMessage]:
-        """Everyone's answer of this kind, in rank order. Raises EpochEnded."""
+        """Wait for every rank's answer of one kind; return them in rank order. Raises EpochEnded."""
         self._expected, self._answers, self._answered = kind, {}, asyncio.Event()
         left_s = max(0.0, deadline_s - asyncio.get_running_loop().time())
         answered = asyncio.ensure_future(self._answered.wait())
@@ -367,10 +333,3 @@ class Epoch:
                 "begin (spec.recovery.rendezvousTimeoutSeconds)"
             )
         return [self._answers[member.rank] for member in self.members]
-
-
-def _place_of(member: Member) -> ranks_pb2.RankPlace:
-    hello = member.hello
-    return ranks_pb2.RankPlace(
-        rank=member.rank, pool=hello.pool, pod_name=hello.pod_name, host_id=hello.host_id, device=hello.device
-    )

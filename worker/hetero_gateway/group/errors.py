@@ -5,10 +5,10 @@ HeteroError (hetero_api)
 └── GroupError
     ├── RankRefused        a rank cannot take the place that it asks for
     ├── CacheSizeError     the KV cache that the ranks can hold is too small
-    ├── RankMisbehaved     a rank said what it must not say now: a bug, or another program
-    ├── InvalidCommand     what is asked of the group has a wrong field
-    ├── WrongState         what is asked of the group does not fit its state
-    │   └── CommandFailed  the ranks could not do it; the group is as it was
+    ├── RankMisbehaved     a rank sent a message that it must not send now: a bug, or another program
+    ├── InvalidCommand     an admin RPC has a wrong field
+    ├── WrongState         an admin RPC does not fit the group's state
+    │   └── CommandFailed  the ranks could not carry it out; the group is as it was
     └── EpochEnded         an epoch is over; `permanent` if trying again cannot help
 """
 
@@ -20,7 +20,7 @@ from hetero_api.errors import HeteroError
 
 
 class UnsupportedSpecError(HeteroError):
-    """`problems` holds one line a field: its path, what is wrong and what to do."""
+    """Spec that this version cannot serve. `problems` has a line for each field: path, problem and remedy."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
@@ -32,19 +32,19 @@ class GroupError(HeteroError):
 
 
 class CacheSizeError(GroupError):
-    """One sequence of full length has no room; the message has the arithmetic and the fields to change."""
+    """KV cache without room for one sequence of full length; the message has the sum and the fields to change."""
 
 
 class RankRefused(GroupError):
-    """The rank's Hello does not fit this group."""
+    """Hello of a rank that does not fit this group."""
 
 
 class RankMisbehaved(GroupError):
-    """A message that the protocol does not allow."""
+    """Message that the protocol does not allow."""
 
 
 class InvalidCommand(GroupError):
-    """`field` is a path in the message of an Admin call, `problem` what is wrong with it."""
+    """Wrong field of an admin RPC. `field` is its path in the message, `problem` what is wrong with it."""
 
     def __init__(self, field: str, problem: str) -> None:
         self.field = field
@@ -53,15 +53,15 @@ class InvalidCommand(GroupError):
 
 
 class WrongState(GroupError):
-    """The group cannot do this now; the message has its state and what to do."""
+    """Call that the group cannot serve now; the message has its state and what to do."""
 
 
 class CommandFailed(WrongState):
-    """A rank could not do its part, so none did; the message has which and why."""
+    """Command that a rank could not carry out, so none did; the message has which rank and why."""
 
 
 class EpochEnded(GroupError):
-    """The epoch is over; the message is why."""
+    """End of an epoch; the message is the reason. `permanent`: trying again cannot help."""
 
     def __init__(self, reason: str, *, permanent: bool = False) -> None:
         self.permanent = permanent

@@ -21,7 +21,7 @@ from hetero_gateway.engine.errors import EngineFault, GroupLost
 from hetero_gateway.engine.step import ScheduledStep
 from hetero_gateway.engine.steps_in_flight import StepInFlight, StepsInFlight
 from hetero_gateway.group.errors import RankMisbehaved
-from hetero_gateway.group.rank_link import RankLink, broadcast
+from hetero_gateway.group.roster import RankLink, broadcast
 
 
 @dataclass(slots=True)

@@ -1,25 +1,30 @@
 """Experts, counted and moved while the group serves nobody.
 
-What is moved where is `hetero_placement`'s to say, from how often each expert was chosen since the last time and from
-the cost model that the placement was decided by. Here it is carried out, one layer after another, each by a command of
-its own: a rank needs room for one layer's new experts at most, and a request that comes meanwhile waits for one layer
-at most, for then the rest is left for the next time. After each layer the group stands on a whole plan, which the
-planner knows: the next epoch, and the next gateway, go on with it.
+`hetero_placement` decides which expert moves where, from how often each expert was chosen since the last time and from
+the cost model that the placement was decided by. This module carries it out, one layer after another, each by a command
+of its own. So a rank needs room for one layer's new experts at most, and a request that comes meanwhile waits for one
+layer at most: the rest is left for the next time. After each layer the group stands on a whole plan, which its
+placement knows: the next epoch, and the next gateway, go on with it.
 
-Only one verb runs at a time; `GroupVerbs` sees to that.
+Only one admin RPC runs at a time; `AdminRpcs` sees to that. One asyncio loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
 
 from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import admin_pb2, ranks_pb2
 from hetero_gateway.engine.core import EngineCore
-from hetero_gateway.group.decision import Placement
-from hetero_gateway.group.planner import Planner
+from hetero_gateway.engine.errors import GroupLost
+from hetero_gateway.group.errors import WrongState
+from hetero_gateway.group.placement import GroupPlacement, Placement
+from hetero_gateway.group.settings import GroupSettings
 from hetero_placement.expert_placement import (
     ExpertCosts,
     ExpertCounts,
@@ -33,24 +38,27 @@ from hetero_placement.steps import Workload
 logger = logging.getLogger(__name__)
 
 Command = Callable[[ranks_pb2.GroupCommand], Awaitable[Sequence[ranks_pb2.CommandReport]]]
-"""Has every rank do it, inside a hold. Raises CommandFailed, GroupLost."""
+"""Has every rank carry out a command, inside a hold. Raises CommandFailed, GroupLost."""
 
 
 class ExpertMover:
-    """See the module. `on_moved` is told how many experts changed ranks, whenever some did."""
+    """Counts experts and moves them. `on_moved` gets the number of experts that changed ranks, if any did."""
 
-    def __init__(self, planner: Planner, *, core: EngineCore, on_moved: Callable[[int], None]) -> None:
-        self._planner = planner
+    def __init__(self, placement: GroupPlacement, *, core: EngineCore, on_moved: Callable[[int], None]) -> None:
+        self._placement = placement
         self._core = core
         self._on_moved = on_moved
 
     async def place(self, command: Command, *, require_idle: Callable[[], None]) -> admin_pb2.PlaceExpertsResponse:
-        """Count, and move what shortens the step. Stops early when requests come. `require_idle` raises WrongState."""
+        """Count, and move experts where that shortens the step. Stops early when requests come.
+
+        `require_idle` raises WrongState.
+        """
         async with self._core.hold():
             require_idle()
             reports = await command(ranks_pb2.GroupCommand(count_experts=ranks_pb2.CountExperts()))
         counts = sum_counts(reports)
-        placement = self._planner.placement
+        placement = self._placement.current
         assert placement is not None, "ranks that compute have a plan"
         # On a thread: a large model takes a second, and requests may come.
         costs, moves = await asyncio.to_thread(_decide, placement, counts)
@@ -68,7 +76,7 @@ class ExpertMover:
         return answer
 
     async def _move(self, moves: ExpertMoves, plan: ShardPlan, command: Command) -> tuple[int, ShardPlan]:
-        """How many experts changed ranks, and the plan that stands then."""
+        """Carry out moves; return how many experts changed ranks, and the plan that stands then."""
         moved = 0
         try:
             for move in moves.moves:
@@ -78,7 +86,7 @@ class ExpertMover:
                     wanted = move.applied_to(plan)
                     order = ranks_pb2.PlaceExperts(shard_plan=wanted.to_proto())
                     await command(ranks_pb2.GroupCommand(place_experts=order))
-                    self._planner.replace(wanted)
+                    self._placement.replace_plan(wanted)
                 plan, moved = wanted, moved + move.num_moved
         finally:
             if moved:
@@ -87,17 +95,17 @@ class ExpertMover:
 
 
 def sum_counts(reports: Iterable[ranks_pb2.CommandReport]) -> dict[int, list[int]]:
-    """Layer → tokens that chose each expert, over all ranks: each tells of those that it holds."""
+    """Return, by layer, how many tokens chose each expert; each rank reports the experts that it holds."""
     counts: dict[int, list[int]] = {}
     for report in reports:
-        for told in report.expert_counts:
-            known = counts.get(told.layer, [0] * len(told.tokens))
-            counts[told.layer] = [a + b for a, b in zip(known, told.tokens, strict=True)]
+        for layer in report.expert_counts:
+            known = counts.get(layer.layer, [0] * len(layer.tokens))
+            counts[layer.layer] = [a + b for a, b in zip(known, layer.tokens, strict=True)]
     return counts
 
 
 def _decide(placement: Placement, counts: ExpertCounts) -> tuple[ExpertCosts, ExpertMoves]:
-    """For the workload that the placement was chosen for."""
+    """Decide moves for the workload that the placement was chosen for."""
     settings = placement.settings
     workload = Workload.from_spec(settings.spec.placement.workload)
     costs = ExpertCosts.of(
@@ -107,3 +115,75 @@ def _decide(placement: Placement, counts: ExpertCounts) -> tuple[ExpertCosts, Ex
         context=workload.decode_context,
     )
     return costs, place_experts(placement.plan, counts, costs)
+
+
+@dataclass(frozen=True, slots=True)
+class RebalancePolicy:
+    """Conditions for looking whether experts should move.
+
+    `idle_s`: seconds without a request. `min_tokens`: prompt and output tokens computed since the last time, at least.
+    `interval_s`: seconds since the last time, at least.
+    """
+
+    idle_s: float = 10.0
+    min_tokens: int = 10_000
+    interval_s: float = 300.0
+
+
+def wants_rebalancing(settings: GroupSettings) -> bool:
+    """Return whether the model has experts and the resource wants them to be moved without being asked.
+
+    In batch-invariant mode it does not: sums of experts would be added up in another order.
+    """
+    spec = settings.spec
+    return settings.config.experts is not None and spec.placement.rebalance_experts and not spec.engine.batch_invariant
+
+
+class ExpertRebalancer:
+    """Moves experts without being asked.
+
+    It does so only after the group has been idle for a while and enough tokens were computed since the last time for
+    their counts to mean something; and not often, for files are read. `place_experts` is the administrator's call,
+    which is refused when the group does something else.
+    """
+
+    def __init__(
+        self,
+        place_experts: Callable[[], Awaitable[object]],
+        *,
+        core: EngineCore,
+        policy: RebalancePolicy = RebalancePolicy(),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._place_experts = place_experts
+        self._core = core
+        self._policy = policy
+        self._clock = clock
+        self._last_tokens = 0
+        self._last_s = -policy.interval_s
+
+    async def run(self) -> NoReturn:
+        """Watch and move until cancelled."""
+        while True:
+            await self._core.wait_idle()
+            before = self._computed_tokens
+            await asyncio.sleep(self._policy.idle_s)
+            if self._core.is_idle and self._computed_tokens == before and self._is_due:
+                await self._rebalance()
+
+    @property
+    def _computed_tokens(self) -> int:
+        stats = self._core.stats()
+        return stats.prompt_tokens + stats.generated_tokens
+
+    @property
+    def _is_due(self) -> bool:
+        is_counted = self._computed_tokens - self._last_tokens >= self._policy.min_tokens
+        return is_counted and self._clock() - self._last_s >= self._policy.interval_s
+
+    async def _rebalance(self) -> None:
+        self._last_tokens, self._last_s = self._computed_tokens, self._clock()
+        try:
+            await self._place_experts()
+        except (WrongState, GroupLost) as error:
+            logger.info("experts stay where they are for now: %s", error)

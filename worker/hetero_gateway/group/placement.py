@@ -1,125 +1,295 @@
-"""Where ranks are and who may own what, from the spec and the model's shape. Pure functions.
+"""The placement of one group: which rank owns which parts of the model, why, and how that turned out.
 
-Ranks are numbered by pool, GPU pools first: rank = pool's base + ordinal * ranksPerPod + local rank. What each owns is
-decided once they have all told how fast they are (decision.py); shares that the spec gives can be checked before.
+The placement is decided when every rank of the first epoch has its place and has reported how fast it is. From then on
+it holds, so that weights stay where they are. What ranks already hold comes before anything else:
+
+- Ranks that hold weights under this group's key and agree on the plan are right, even against what this gateway
+  remembers. A gateway that comes back takes over a group as it finds it, and a rank that was restarted takes its place
+  in the others' plan.
+- Where they disagree, or hold nothing, this gateway's earlier decision counts.
+- Where there is none, the solver decides from what the ranks measured.
+
+The key names what a plan was made from. Two gateways with one key would be free to choose different plans, and may take
+over each other's; a plan of another key is worth nothing. One asyncio loop.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from dataclasses import dataclass
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import median
 
 from hetero_api.errors import PlanError
-from hetero_api.model_config import ModelConfig
-from hetero_api.sharding import RankShard, ShardPlan
-from hetero_api.spec import SHARE_KINDS, HeteroInferenceSpec, PlacementMode, PoolType
-from hetero_placement.shard_plans import (
-    deal_layers,
-    deal_within_layers,
-    describe_layers,
-    describe_units,
-    most_ranks,
-    too_many_ranks,
-)
+from hetero_api.sharding import ShardPlan
+from hetero_api.spec import PlacementMode
+from hetero_api.v1 import admin_pb2, ranks_pb2
+from hetero_gateway.engine.step_pace import DecodePace
+from hetero_gateway.group.settings import GroupSettings, check_plan
+from hetero_placement.cost_model import CostModel
+from hetero_placement.decision import Decision, Option, bounds_of, request_of
+from hetero_placement.hardware import ExchangeSpeeds, Hardware, RankHardware
+from hetero_placement.solver import ADOPTED, predict, solve
+from hetero_placement.steps import Workload
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class ExpectedPlace:
-    """A rank of the group that may not have joined yet.
+class PlacedRanks:
+    """Reports of all ranks of an epoch, in rank order."""
 
-    `pool_index` is its pool's in spec.pools; `cores` is what it gets, its weight where no shares are given.
+    hellos: Sequence[ranks_pb2.Hello]
+    formed: Sequence[ranks_pb2.Formed]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A plan, and what led to it.
+
+    `mode` is written as in spec.placement.mode and never Auto. `decision.chosen` is the option in force, which
+    `decision.options` may lack. `hardware` is as the ranks reported it.
     """
 
-    rank: int
-    pool: str
-    pool_index: int
-    ordinal: int
-    local_rank: int
-    cores: int
-    is_gpu: bool = False
+    plan: ShardPlan
+    mode: str
+    decision: Decision
+    hardware: Hardware
+    settings: GroupSettings
 
     @property
-    def pod_name(self) -> str:
-        """Its pod's name as far as it is known before the rank says Hello."""
-        return f"{self.pool}-{self.ordinal}"
+    def reason(self) -> str:
+        """Why this plan was chosen; for a person."""
+        return self.decision.reason
 
-    def __str__(self) -> str:
-        local = f" local rank {self.local_rank}" if self.local_rank else ""
-        return f"rank {self.rank} ({self.pod_name}{local})"
+    @cached_property
+    def cost_model(self) -> CostModel:
+        """Model that predicts steps under this plan, or another, on this hardware."""
+        return CostModel(self.settings.config, self.hardware.levelled(), dtype=self.settings.dtype)
 
-
-def expected_places(spec: HeteroInferenceSpec) -> tuple[ExpectedPlace, ...]:
-    """All ranks of the group, in rank order."""
-    places: list[ExpectedPlace] = []
-    for pool in spec.pools_in_rank_order:
-        is_gpu = pool.type == PoolType.GPU
-        for index in range(pool.ranks):
-            ordinal, local_rank = divmod(index, pool.ranks_per_pod)
-            place = ExpectedPlace(
-                rank=len(places),
-                pool=pool.name,
-                pool_index=spec.pools.index(pool),
-                ordinal=ordinal,
-                local_rank=local_rank,
-                cores=pool.gpu_or_default.cores_per_rank if is_gpu else pool.cpu_or_default.cores_per_rank,
-                is_gpu=is_gpu,
-            )
-            places.append(place)
-    return tuple(places)
+    def with_plan(self, plan: ShardPlan) -> Placement:
+        """Return this placement with another plan of the same key."""
+        return replace(self, plan=plan)
 
 
-def check_shares(spec: HeteroInferenceSpec, config: ModelConfig) -> None:
-    """Raise PlanError, naming the field, when the spec's shares do not fit, or a rank would be left with nothing.
+DecidePlacement = Callable[[GroupSettings, PlacedRanks, ShardPlan | None], Placement]
+"""Decides a placement, or judges the plan that ranks hold. Raises PlanError. Called on a thread of its own."""
 
-    Without shares that can only be in modes that want all ranks to compute. What the spec gives no shares for counts as
-    dealt by cores: the solver may find better, but has as much to give.
+
+class GroupPlacement:
+    """The placement of one group, decided once and then kept; see the module."""
+
+    def __init__(self, settings: GroupSettings, *, decide: DecidePlacement | None = None) -> None:
+        self._settings = settings
+        self._decide = decide or decide_placement
+        self._placement: Placement | None = None
+
+    @property
+    def current(self) -> Placement | None:
+        """The placement that holds; None until it was decided."""
+        return self._placement
+
+    @property
+    def plan(self) -> ShardPlan | None:
+        """The plan that holds; None until it was decided."""
+        return self._placement.plan if self._placement is not None else None
+
+    @property
+    def needs_times(self) -> bool:
+        """Whether the exchange has to be measured for the next `settle`."""
+        return self._placement is None
+
+    async def settle(self, ranks: PlacedRanks) -> Placement:
+        """Return the placement of an epoch whose ranks have all formed. Raises PlanError."""
+        held = held_plan(self._settings, ranks.hellos)
+        if self._placement is None:
+            self._placement = await asyncio.to_thread(self._decide, self._settings, ranks, held)
+            logger.info("placement: %s", self._placement.reason)
+        elif held is not None and held != self._placement.plan:
+            logger.info("placement: the ranks hold another plan than this gateway's; theirs counts")
+            self._placement = self._placement.with_plan(held)
+        return self._placement
+
+    def replace_plan(self, plan: ShardPlan) -> None:
+        """Adopt another plan of the same key, which the ranks have changed to. Raises PlanError before any decision."""
+        if self._placement is None:
+            raise PlanError("no plan was decided that could be replaced")
+        self._placement = self._placement.with_plan(plan)
+
+
+def held_plan(settings: GroupSettings, hellos: Sequence[ranks_pb2.Hello]) -> ShardPlan | None:
+    """Return the plan that all ranks with weights of this group agree on, if it fits its model and their places."""
+    held = [(rank, hello.held) for rank, hello in enumerate(hellos) if hello.HasField("held")]
+    ours = [(rank, shard) for rank, shard in held if shard.plan_key == settings.plan_key]
+    plans = {shard.shard_plan.SerializeToString(deterministic=True) for _, shard in ours}
+    if len(plans) != 1 or any(shard.rank != rank for rank, shard in ours):
+        return None
+    plan = ShardPlan.from_proto(ours[0][1].shard_plan)
+    try:
+        check_plan(plan, settings.config, world_size=len(hellos))
+    except PlanError as error:
+        logger.warning("the plan that the ranks hold does not fit this model: %s", error)
+        return None
+    return plan
+
+
+# --- the decision -------------------------------------------------------------------------------------------
+
+
+def decide_placement(settings: GroupSettings, ranks: PlacedRanks, held: ShardPlan | None) -> Placement:
+    """Decide who owns what; a `held` plan, which ranks hold weights of, is kept. Raises PlanError.
+
+    Measurements go to the solver as they were reported; the solver levels ranks of one kind.
     """
-    shares, places = spec.placement.shares, expected_places(spec)
-    given = [name for name in SHARE_KINDS if getattr(shares, name)]
-    if not given:
-        _check_number(spec, config)
-        return
-    is_layered = spec.placement.mode == PlacementMode.LAYER
-    deal = deal_layers if is_layered else deal_within_layers
-    plan = deal(config, cores=[place.cores for place in places], shares=shares)
-    if idle := [place for place in places if _owns_nothing(plan.ranks[place.rank])]:
-        names, fields = ", ".join(map(str, idle)), ", ".join(f"spec.placement.shares.{name}" for name in given)
-        units = describe_layers(config) if is_layered else describe_units(config)
-        raise PlanError(f"{fields}: {names} would own nothing of the model ({units}); give it a share or fewer ranks")
+    hardware = hardware_of(settings, ranks)
+    decision = _adopt(settings, hardware, held) if held is not None else _solve(settings, hardware)
+    mode = _mode_of(decision, hardware)
+    return Placement(decision.plan, mode=mode, decision=decision, hardware=hardware, settings=settings)
 
 
-def _check_number(spec: HeteroInferenceSpec, config: ModelConfig) -> None:
-    """The solver would say so too, but only once all ranks are there."""
-    limits = {
-        PlacementMode.TENSOR: (most_ranks(config), describe_units(config)),
-        PlacementMode.LAYER: (config.num_layers, describe_layers(config)),
-    }
-    limit, units = limits.get(spec.placement.mode, (spec.world_size, ""))
-    if spec.world_size > limit:
-        raise PlanError(too_many_ranks(spec.world_size, units))
+def hardware_of(settings: GroupSettings, ranks: PlacedRanks) -> Hardware:
+    """Return the hardware as the ranks measured it. Raises PlanError, naming the rank that measured nothing."""
+    devices = [_device(hello, formed) for hello, formed in zip(ranks.hellos, ranks.formed, strict=True)]
+    for place, device in zip(settings.places, devices, strict=True):
+        if not device.speeds.memory_bandwidth > 0:
+            raise PlanError(f"{place} reported no memory bandwidth at Hello; the placement is computed from it")
+    return Hardware(
+        ranks=tuple(
+            RankHardware.from_report(
+                device,
+                host=machine_of(hello.host_id),
+                pool=place.pool,
+                cores=place.cores,
+                gpu_share=settings.spec.engine.gpu_memory_utilization,
+                formed=formed,
+            )
+            for place, hello, device, formed in zip(settings.places, ranks.hellos, devices, ranks.formed, strict=True)
+        ),
+        host_exchange=ExchangeSpeeds.from_protos(_typical([formed.host_times for formed in ranks.formed])),
+        device_exchange=ExchangeSpeeds.from_protos(_typical([formed.device_times for formed in ranks.formed])),
+    )
 
 
-def check_plan(plan: ShardPlan, config: ModelConfig, *, world_size: int) -> None:
-    """Raise PlanError unless so many ranks own all of this model, every unit once."""
-    if plan.world_size != world_size:
-        raise PlanError(f"the plan is for {plan.world_size} ranks, the group has {world_size}")
-    plan.validate_for(config)
-    plan.stages()
+def machine_of(host_id: str) -> str:
+    """Return what ranks that share a machine's memory have in common: its boot id. Its pods differ in /dev/shm only."""
+    boot_id, _, _ = host_id.partition(":")
+    return host_id if boot_id == "unshared" else boot_id
 
 
-def make_plan_key(spec: HeteroInferenceSpec, *, dtype: str, model_fingerprint: str, version: str) -> str:
-    """sha256, hex, of what plans are made from. What is decided anew while the group lives is no part of it."""
-    made_from = {
-        "placement": spec.placement.model_dump(mode="json", exclude={"rebalance_experts"}),
-        "pools": [pool.model_dump(mode="json") for pool in spec.pools_in_rank_order],
-        "dtype": dtype,
-        "quantization": [spec.model.quantization, spec.model.quantization_group_size],
-        "model": model_fingerprint,
-        "version": version,
-    }
-    return hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
+def _device(hello: ranks_pb2.Hello, formed: ranks_pb2.Formed) -> ranks_pb2.DeviceReport:
+    """Return a rank's device, with the costs of the model's parts on it, if they were measured."""
+    device = ranks_pb2.DeviceReport()
+    device.CopyFrom(hello.device)
+    device.speeds.MergeFrom(formed.costs)
+    return device
 
 
-def _owns_nothing(shard: RankShard) -> bool:
-    return not (shard.embedding_rows.size or shard.head_rows.size) and all(layer.is_empty for layer in shard.layers)
+def _typical(reports: Sequence[Sequence[ranks_pb2.ExchangeTime]]) -> list[ranks_pb2.ExchangeTime]:
+    """Return the median over the ranks that measured a size: all waited for each other."""
+    seconds: dict[int, list[float]] = {}
+    for times in reports:
+        for time in times:
+            seconds.setdefault(time.bytes, []).append(time.seconds)
+    return [ranks_pb2.ExchangeTime(bytes=size, seconds=median(seconds[size])) for size in sorted(seconds)]
+
+
+def _solve(settings: GroupSettings, hardware: Hardware) -> Decision:
+    return solve(
+        settings.config,
+        hardware,
+        dtype=settings.dtype,
+        workload=Workload.from_spec(settings.spec.placement.workload),
+        request=request_of(settings.spec),
+        bounds=bounds_of(settings.spec, settings.config),
+    )
+
+
+def _adopt(settings: GroupSettings, hardware: Hardware, held: ShardPlan) -> Decision:
+    """Keep the plan that stands, and compare it with the one that the solver would choose now."""
+    try:
+        fresh = _solve(settings, hardware)
+    except PlanError as error:
+        logger.warning("the ranks hold a plan that would not be chosen now: %s", error)
+        fresh = None
+    if fresh is not None and fresh.plan == replace(held, expert_orders=()):
+        return replace(fresh, plan=held)  # experts were moved since, which the solver does not know
+    prediction = predict(
+        settings.config,
+        hardware,
+        held,
+        dtype=settings.dtype,
+        workload=Workload.from_spec(settings.spec.placement.workload),
+        bounds=bounds_of(settings.spec, settings.config),
+    )
+    chosen = Option(ADOPTED, None, held, prediction, weight_shares=_weight_shares(settings, hardware, held))
+    options = (chosen, *(fresh.options if fresh is not None else ()))
+    reason = f"{ADOPTED}: {prediction.decode_tokens_per_s:.3g} tokens/s decode; weights stay where they are"
+    return Decision(held, options, chosen, f"{reason}; anew: {fresh.reason}" if fresh is not None else reason)
+
+
+def _weight_shares(settings: GroupSettings, hardware: Hardware, plan: ShardPlan) -> tuple[float, ...]:
+    weights = CostModel(settings.config, hardware, dtype=settings.dtype).weight_bytes(plan)
+    return tuple(part / sum(weights) for part in weights)
+
+
+def _mode_of(decision: Decision, hardware: Hardware) -> str:
+    """Return the mode that the plan is an instance of, even if Auto found it or it was taken over."""
+    mode = decision.chosen.mode
+    if mode is not None and mode != PlacementMode.AUTO:
+        return str(mode)
+    plan = decision.plan
+    owners = {rank for layer in range(plan.num_layers) for rank in plan.layer_owners(layer)}
+    if hardware.num_gpu_ranks and all(rank < hardware.num_gpu_ranks for rank in owners):
+        return str(PlacementMode.GPU_ONLY)
+    return str(PlacementMode.LAYER if len(plan.stages()) > 1 else PlacementMode.TENSOR)
+
+
+# --- the report ---------------------------------------------------------------------------------------------
+
+
+def step_time_ratio(placement: Placement, pace: DecodePace) -> float:
+    """Return measured over predicted seconds of recent steps that only decoded; 0 before any."""
+    measured_s = predicted_s = 0.0
+    for paced in pace.sizes():
+        rows, context = paced.size
+        step_s = placement.cost_model.decode_step_s(placement.plan, batch=rows, context=context)
+        measured_s += paced.weight * paced.seconds
+        predicted_s += paced.weight * step_s
+    return measured_s / predicted_s if predicted_s else 0.0
+
+
+def report_placement(placement: Placement, pace: DecodePace) -> admin_pb2.PlacementReport:
+    """Return all of GetTopologyResponse.placement: options, reason, prediction, and how it turned out."""
+    chosen = placement.decision.chosen
+    predicted = chosen.prediction.decode_tokens_per_s if chosen.prediction is not None else 0.0
+    ratio = step_time_ratio(placement, pace)
+    return admin_pb2.PlacementReport(
+        options=[_option(option, is_chosen=option is chosen) for option in placement.decision.options],
+        reason=placement.reason,
+        predicted_tokens_per_second=predicted,
+        step_time_ratio=ratio,
+        measured_tokens_per_second=predicted / ratio if ratio else 0.0,
+        host_times=_times(placement.hardware.host_exchange),
+        device_times=_times(placement.hardware.device_exchange),
+    )
+
+
+def _option(option: Option, *, is_chosen: bool) -> admin_pb2.PlacementOption:
+    report = admin_pb2.PlacementOption(
+        name=option.name,
+        mode=str(option.mode) if option.mode is not None else "",
+        chosen=is_chosen,
+        why_not=option.why_not,
+        weight_shares=option.weight_shares,
+    )
+    if option.prediction is not None:
+        report.decode_tokens_per_second = option.prediction.decode_tokens_per_s
+        report.prefill_tokens_per_second = option.prediction.prefill_tokens_per_s
+        report.workload_s = option.prediction.workload_s
+    return report
+
+
+def _times(exchange: ExchangeSpeeds) -> list[ranks_pb2.ExchangeTime]:
+    return [ranks_pb2.ExchangeTime(bytes=size, seconds=seconds) for size, seconds in exchange.points]

@@ -1,24 +1,87 @@
-"""The roster: which process holds which place of the group, and whether it is free for an epoch.
+"""The roster: which process holds which place of the group, over which link, and whether it is free for an epoch.
 
 A member is JOINED once it said Hello, ENGAGED while an epoch has it, and LEAVING from the epoch's Abort until it says
 Hello again. A place is taken by a member that is JOINED or ENGAGED; a LEAVING one has not shown that it still lives,
-so a new process may take its place. Messages tell members apart by their links, processes by their instance ids.
+so a new process may take its place. Messages tell members apart by their links, processes by their instance ids. One
+asyncio loop.
 """
 
 from __future__ import annotations
 
+import asyncio
 import enum
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 
 from hetero_api.v1 import ranks_pb2
 from hetero_gateway.group.errors import RankMisbehaved, RankRefused
-from hetero_gateway.group.placement import ExpectedPlace
-from hetero_gateway.group.rank_link import LinkEnd, RankLink
+from hetero_gateway.group.settings import ExpectedPlace
+
+
+class LinkEnd(enum.Enum):
+    """Way in which the gateway ended a stream."""
+
+    DONE = "done"
+    """In good order."""
+    REFUSED = "refused"
+    """The rank cannot have the place that it asked for."""
+    MISBEHAVED = "misbehaved"
+    """The rank broke the protocol."""
+    REPLACED = "replaced"
+    """The rank hangs, or did not come back from an epoch that ended: a new process is to take its place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """End of a link, and its reason."""
+
+    end: LinkEnd
+    reason: str
+
+
+class RankLink:
+    """Stream to one rank, as the group sees it; `peer` names it in logs until it says who it is.
+
+    The group puts messages in and never waits; the server of the stream takes them out in order and writes them. So a
+    rank that does not read holds up nobody but itself. A closed link takes no more messages; earlier ones are still
+    delivered. Messages travel serialised: one for all ranks is turned into bytes once (`broadcast`).
+    """
+
+    def __init__(self, peer: str) -> None:
+        self.peer = peer
+        self.closing: Closing | None = None
+        self._queue: asyncio.Queue[bytes | None] = asyncio.Queue()
+
+    def send(self, message: ranks_pb2.GatewayMessage) -> None:
+        """Queue a message, unless the link is closed."""
+        self.send_serialized(message.SerializeToString())
+
+    def send_serialized(self, payload: bytes) -> None:
+        """Queue a GatewayMessage that is already serialised, unless the link is closed."""
+        if self.closing is None:
+            self._queue.put_nowait(payload)
+
+    def close(self, end: LinkEnd, reason: str) -> None:
+        """End the stream after the queued messages. Only the first call counts."""
+        if self.closing is None:
+            self.closing = Closing(end, reason)
+            self._queue.put_nowait(None)
+
+    async def outgoing(self) -> AsyncIterator[bytes]:
+        """Yield serialised GatewayMessages in order, until the link is closed. For one reader."""
+        while (payload := await self._queue.get()) is not None:
+            yield payload
+
+
+def broadcast(links: Iterable[RankLink], message: ranks_pb2.GatewayMessage) -> None:
+    """Send one message to every link."""
+    payload = message.SerializeToString()
+    for link in links:
+        link.send_serialized(payload)
 
 
 class MemberState(enum.Enum):
-    """Where a member stands between Hello and Abort."""
+    """Progress of a member between Hello and Abort."""
 
     JOINED = "joined"
     ENGAGED = "engaged"
@@ -27,7 +90,7 @@ class MemberState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A process in its place. `hello` is the latest that it said."""
+    """Process that holds a place. `hello` is its latest one."""
 
     place: ExpectedPlace
     link: RankLink
@@ -36,6 +99,7 @@ class Member:
 
     @property
     def rank(self) -> int:
+        """Its rank in the group."""
         return self.place.rank
 
     def __str__(self) -> str:
@@ -43,7 +107,7 @@ class Member:
 
 
 class Roster:
-    """Members by rank. Only ranks of this version, with this model, are admitted."""
+    """Members of a group by rank. Only ranks of this version, with this model, are admitted."""
 
     def __init__(self, places: Sequence[ExpectedPlace], *, version: str, model_fingerprint: str) -> None:
         self.places = tuple(places)
@@ -53,34 +117,34 @@ class Roster:
 
     @property
     def members(self) -> list[Member]:
-        """In rank order."""
+        """Its members, in rank order."""
         return [self._members[rank] for rank in sorted(self._members)]
 
     @property
     def instance_ids(self) -> frozenset[str]:
-        """Of the processes that are there."""
+        """Instance ids of the processes that are there."""
         return frozenset(member.hello.instance_id for member in self._members.values())
 
-    def at(self, rank: int) -> Member | None:
-        """Who holds a place."""
+    def holder_of(self, rank: int) -> Member | None:
+        """Return who holds a place."""
         return self._members.get(rank)
 
-    def of(self, link: RankLink) -> Member | None:
-        """Whose link it is."""
+    def member_of(self, link: RankLink) -> Member | None:
+        """Return the member whose link it is."""
         return next((member for member in self._members.values() if member.link is link), None)
 
     def is_complete(self) -> bool:
-        """Whether every place has a member that waits for an epoch."""
+        """Return whether every place has a member that waits for an epoch."""
         return not self.missing()
 
     def missing(self) -> list[ExpectedPlace]:
-        """Places whose rank has not said Hello, or not since the last epoch."""
+        """Return places whose rank has not said Hello, or not since the last epoch."""
         joined = {rank for rank, member in self._members.items() if member.state is MemberState.JOINED}
         return [place for place in self.places if place.rank not in joined]
 
     def admit(self, link: RankLink, hello: ranks_pb2.Hello) -> Member:
-        """A Hello, the first or one after an Abort. Raises RankRefused or RankMisbehaved."""
-        known = self.of(link)
+        """Take a Hello, the first one or one after an Abort. Raises RankRefused or RankMisbehaved."""
+        known = self.member_of(link)
         if known is not None:
             return self._admit_again(known, hello)
         self._check_program(hello)
@@ -94,27 +158,27 @@ class Roster:
         return member
 
     def remove(self, link: RankLink) -> Member | None:
-        """Its stream ended; who it was."""
-        member = self.of(link)
+        """Remove and return the member whose stream ended."""
+        member = self.member_of(link)
         if member is not None:
             del self._members[member.rank]
         return member
 
     def engage(self) -> list[Member]:
-        """All members, in rank order, for a new epoch."""
+        """Engage all members in a new epoch; return them in rank order."""
         for member in self._members.values():
             member.state = MemberState.ENGAGED
         return self.members
 
     def release(self) -> list[Member]:
-        """The epoch is over: those that were in it and are still connected."""
+        """End the epoch; return the members that were in it and are still connected."""
         engaged = [member for member in self.members if member.state is MemberState.ENGAGED]
         for member in engaged:
             member.state = MemberState.LEAVING
         return engaged
 
     def leaving(self) -> list[Member]:
-        """Members that have not said Hello since the last epoch."""
+        """Return members that have not said Hello since the last epoch."""
         return [member for member in self.members if member.state is MemberState.LEAVING]
 
     def _admit_again(self, member: Member, hello: ranks_pb2.Hello) -> Member:

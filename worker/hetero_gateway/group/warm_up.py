@@ -1,10 +1,10 @@
-"""The first plans of an epoch: they touch what requests will need, so that no request pays for it.
+"""The first plans of an epoch: they touch everything that requests will need, so that no request pays for it.
 
 A prefill as large as a step allows, a decode of one sequence, and a decode of many. They are ordinary plans on real
 slots and blocks, and the last one gives every slot back; the KV they leave behind is overwritten, never read. While
 requests wait for an epoch to go on in, a short prefill has to do: a long one would take as long as theirs.
 
-Ranks that make graphs of steps tell for how many sequences. Steps of these sizes follow, the largest first, whose
+Ranks that make graphs of steps report for how many sequences. Steps of these sizes follow, the largest first, whose
 memory the others then share; each comes as often as it takes until its graph is there.
 """
 
@@ -17,19 +17,19 @@ from typing import Final
 from hetero_api.v1 import ranks_pb2
 
 MAX_WARM_SEQS: Final = 64
-"""A larger batch takes longer to warm than it saves."""
+"""Largest batch that is worth warming up."""
 _DECODES: Final = 3
 """Steps after its prefill that the long sequence takes part in."""
 _TOKEN: Final = 0
 _BRIEF_TOKENS: Final = 16
 """The prefill of a brief warm-up."""
 _STEPS_A_GRAPH: Final = 2
-"""In the first a rank prepares it, in the second it records it: see Loaded.graph_sizes."""
+"""Steps per graph: a rank prepares it in the first and records it in the second; see Loaded.graph_sizes."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepBounds:
-    """What a step may hold. `num_blocks` includes the null block."""
+    """Bounds of a step. `num_blocks` includes the null block."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -41,9 +41,9 @@ class StepBounds:
 def warm_up_plans(
     bounds: StepBounds, *, brief: bool = False, graph_sizes: Collection[int] = ()
 ) -> tuple[ranks_pb2.StepPlan, ...]:
-    """Plans with ids from 1; none where not even the shortest sequence has room.
+    """Return the plans; none where not even the shortest sequence has room.
 
-    `graph_sizes`: numbers of sequences for which some rank makes a graph; those that there is no room for are left out.
+    `graph_sizes`: numbers of sequences for which some rank makes a graph; those without room are left out.
     """
     writer = _PlanWriter(bounds.block_size)
     room = (bounds.num_blocks - 1) * bounds.block_size
@@ -64,7 +64,7 @@ def warm_up_plans(
 
 
 def _add_graph_steps(writer: _PlanWriter, bounds: StepBounds, graph_sizes: Collection[int]) -> None:
-    """Sequences of one token each, of which as many decode as a graph is for."""
+    """Add sequences of one token each, of which as many decode as a graph is for."""
     longest = 1 + _STEPS_A_GRAPH * len(graph_sizes)
     most = (bounds.num_blocks - 1) // -(-longest // bounds.block_size)
     most = min(most, bounds.max_num_seqs, bounds.max_num_batched_tokens)
@@ -79,7 +79,7 @@ def _add_graph_steps(writer: _PlanWriter, bounds: StepBounds, graph_sizes: Colle
 
 
 def _batch_size(bounds: StepBounds, *, blocks_of_longest: int) -> int:
-    """Sequences that decode together: the long one, and short ones of two positions each."""
+    """Return how many sequences decode together: the long one, and short ones of two positions each."""
     free_blocks = bounds.num_blocks - 1 - blocks_of_longest
     short = free_blocks // -(-2 // bounds.block_size)
     return min(bounds.max_num_seqs, bounds.max_num_batched_tokens, MAX_WARM_SEQS, 1 + short)
@@ -96,8 +96,8 @@ class _PlanWriter:
     next_block: int = 1
 
     def add(self, *, decode: Sequence[int] = (), new: dict[int, int] | None = None) -> None:
-        """A step: one token for each slot of `decode`, then sequences of the given lengths in new slots."""
-        plan = ranks_pb2.StepPlan(step_id=len(self.plans) + 1, decode_slots=decode)
+        """Add a step: one token for each slot of `decode`, then sequences of the given lengths in new slots."""
+        plan = ranks_pb2.StepPlan(decode_slots=decode)
         for slot in decode:
             self._lengthen(plan, slot, 1)
         for slot, num_tokens in (new or {}).items():
@@ -108,14 +108,14 @@ class _PlanWriter:
         self.plans.append(plan)
 
     def release(self, slots: Sequence[int]) -> None:
-        """A step that computes nothing and drops the slots, all that there are. Their blocks are free again."""
+        """Add a step that computes nothing and drops all slots. Their blocks are free again."""
         self.lengths.clear()
         self.blocks.clear()
         self.next_block = 1
-        self.plans.append(ranks_pb2.StepPlan(step_id=len(self.plans) + 1, released_slots=slots))
+        self.plans.append(ranks_pb2.StepPlan(released_slots=slots))
 
     def _lengthen(self, plan: ranks_pb2.StepPlan, slot: int, num_tokens: int) -> None:
-        """Give the slot the blocks that so many more tokens take."""
+        """Give the slot the blocks that `num_tokens` more tokens take."""
         length = self.lengths[slot] = self.lengths.get(slot, 0) + num_tokens
         needed, have = -(-length // self.block_size), self.blocks.get(slot, 0)
         block_ids = range(self.next_block, self.next_block + needed - have)
@@ -126,5 +126,5 @@ class _PlanWriter:
 
 
 def sampling_slots(plan: ranks_pb2.StepPlan) -> list[int]:
-    """Slots that sample in a plan, in batch order."""
+    """Return the slots that sample in a plan, in batch order."""
     return [*plan.decode_slots, *(span.slot for span in plan.spans if span.sample)]

@@ -8,25 +8,25 @@ from dataclasses import asdict
 
 from hetero_api.v1 import admin_pb2, admin_pb2_grpc
 from hetero_gateway.engine.step import EngineStats
+from hetero_gateway.group.admin_rpcs import AdminRpcs
 from hetero_gateway.group.errors import InvalidCommand
-from hetero_gateway.group.verbs import GroupVerbs
 from hetero_gateway.server.errors import InvalidArguments, Violation
 from hetero_gateway.server.statuses import Context, answering
 
 
 class AdminServicer(admin_pb2_grpc.AdminServicer):
-    """`topology` and `stats` each give one moment's answer; `verbs` does what is asked of the group."""
+    """`topology` and `stats` each give one moment's answer; `rpcs` change the group or have it do something."""
 
     def __init__(
         self,
         *,
         topology: Callable[[], admin_pb2.GetTopologyResponse],
         stats: Callable[[], EngineStats],
-        verbs: GroupVerbs,
+        rpcs: AdminRpcs,
     ) -> None:
         self._topology = topology
         self._stats = stats
-        self._verbs = verbs
+        self._rpcs = rpcs
 
     async def GetTopology(  # noqa: N802
         self,
@@ -44,24 +44,24 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         self, request: admin_pb2.ResetCacheRequest, context: Context
     ) -> admin_pb2.ResetCacheResponse:
         async with _obeying(context, "ResetCache"):
-            return await self._verbs.reset_cache(request)
+            return await self._rpcs.reset_cache(request)
 
     async def Sleep(self, request: admin_pb2.SleepRequest, context: Context) -> admin_pb2.SleepResponse:  # noqa: N802
         async with _obeying(context, "Sleep"):
-            return await self._verbs.sleep(request)
+            return await self._rpcs.sleep(request)
 
     async def WakeUp(self, request: admin_pb2.WakeUpRequest, context: Context) -> admin_pb2.WakeUpResponse:  # noqa: N802
         async with _obeying(context, "WakeUp"):
-            return await self._verbs.wake_up(request)
+            return await self._rpcs.wake_up(request)
 
     async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:  # noqa: N802, ARG002
         async with _obeying(context, "Drain"):
-            await self._verbs.drain()
+            await self._rpcs.drain()
             return admin_pb2.DrainResponse()
 
     async def Profile(self, request: admin_pb2.ProfileRequest, context: Context) -> admin_pb2.ProfileResponse:  # noqa: N802
         async with _obeying(context, "Profile"):
-            return await self._verbs.profile(request)
+            return await self._rpcs.profile(request)
 
     async def PlaceExperts(  # noqa: N802
         self,
@@ -69,7 +69,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         context: Context,
     ) -> admin_pb2.PlaceExpertsResponse:
         async with _obeying(context, "PlaceExperts"):
-            return await self._verbs.place_experts()
+            return await self._rpcs.place_experts()
 
 
 @asynccontextmanager

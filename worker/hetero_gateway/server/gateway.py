@@ -19,14 +19,14 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from hetero_api.contract import GATEWAY_SERVICES, MAX_INFERENCE_MESSAGE_BYTES, MAX_RANKS_MESSAGE_BYTES, VERSION
+from hetero_api.group_state import GroupState
 from hetero_api.probe_server import ProbeServer
 from hetero_api.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, ranks_pb2
 from hetero_gateway.engine.constraints import ConstraintCompiler
 from hetero_gateway.engine.core import EngineCore
-from hetero_gateway.group.formation import Group
-from hetero_gateway.group.rebalancing import ExpertRebalancer, is_wanted
-from hetero_gateway.group.topology import GroupState
-from hetero_gateway.group.verbs import GroupVerbs
+from hetero_gateway.group.admin_rpcs import AdminRpcs
+from hetero_gateway.group.experts import ExpertRebalancer, wants_rebalancing
+from hetero_gateway.group.rendezvous import Group
 from hetero_gateway.server.admin import AdminServicer
 from hetero_gateway.server.bearer import Bearer, BearerInterceptor
 from hetero_gateway.server.errors import BindError
@@ -91,13 +91,15 @@ class Gateway:
             on_state=self._on_state,
             observe_step=self.metrics.observe_step,
         )
-        self._verbs = GroupVerbs(
+        self._rpcs = AdminRpcs(
             self.group,
             core=self.core,
             settings=model.group_settings,
             on_experts_moved=self.metrics.count_moved_experts,
         )
-        self._rebalancer = ExpertRebalancer(self._verbs, core=self.core) if is_wanted(model.group_settings) else None
+        self._rebalancer: ExpertRebalancer | None = None
+        if wants_rebalancing(model.group_settings):
+            self._rebalancer = ExpertRebalancer(self._rpcs.place_experts, core=self.core)
         # The admin port's health is the process's; the inference port's is the replica's.
         self._health = HealthServicer([WHOLE_SERVER, *GATEWAY_SERVICES])
         self._admin_health = HealthServicer([WHOLE_SERVER, _ADMIN_SERVICE, *GATEWAY_SERVICES])
@@ -163,7 +165,7 @@ class Gateway:
         return (self._inference, self._admin, self._ranks)
 
     def _on_state(self, state: GroupState) -> None:
-        logger.info("group state=%s epoch=%d", state.value, self.group.epoch)
+        logger.info("group state=%s epoch=%d", state.name, self.group.epoch)
         ready = self.group.is_ready
         self._health.set_serving([WHOLE_SERVER, *GATEWAY_SERVICES], ready)
         self._admin_health.set_serving(GATEWAY_SERVICES, ready)
@@ -240,7 +242,7 @@ class Gateway:
         server = new_server(
             max_message_bytes=MAX_INFERENCE_MESSAGE_BYTES, max_answer_bytes=UNBOUNDED, interceptors=interceptors
         )
-        servicer = AdminServicer(topology=self.group.topology, stats=self.core.stats, verbs=self._verbs)
+        servicer = AdminServicer(topology=self.group.topology, stats=self.core.stats, rpcs=self._rpcs)
         admin_pb2_grpc.add_AdminServicer_to_server(servicer, server)
         _add_health_and_reflection(server, self._admin_health, _ADMIN_SERVICE)
         return server

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from hetero_gateway.group.formation import Group
+from hetero_gateway.group.rendezvous import Group
 from hetero_gateway.server.loop_reader import LoopReader
 
 LOOP_TIMEOUT_S: Final = 3.0
@@ -47,4 +47,4 @@ class GatewayProbes:
         return f"a step has been out for {stalled_s:.0f} s, the limit is {self._stall_limit_s:g} s"
 
     def _obstacle(self) -> str:
-        return "" if self._group.is_ready else f"the group is {self._group.state.value}"
+        return "" if self._group.is_ready else f"the group is {self._group.state.name}"

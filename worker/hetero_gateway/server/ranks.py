@@ -17,8 +17,8 @@ from typing import Any, Final
 import grpc
 
 from hetero_api.v1 import ranks_pb2
-from hetero_gateway.group.formation import Group
-from hetero_gateway.group.rank_link import LinkEnd, RankLink
+from hetero_gateway.group.rendezvous import Group
+from hetero_gateway.group.roster import LinkEnd, RankLink
 from hetero_gateway.server.bearer import Bearer
 from hetero_gateway.server.statuses import Context, RpcStatus, abort, answering, clip, when_over
 

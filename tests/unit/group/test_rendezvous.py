@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from hetero_api.group_state import GroupState
 from hetero_api.v1 import admin_pb2, ranks_pb2
 from hetero_api.weight_format import INT8, StoredWeights, int4
 from hetero_gateway.engine.errors import EngineUnavailable
 from hetero_gateway.engine.stream import FinishedEvent
-from hetero_gateway.group.topology import GroupState
 from hetero_gateway.group.warm_up import sampling_slots
 from tests.unit.engine.engine_setup import VOCAB_SIZE, generation
 from tests.unit.engine.fake_ranks import tokens_alone

@@ -1,4 +1,4 @@
-"""Group: its epochs, one after another, and who is in them.
+"""Rendezvous: a group forms out of the ranks that join it, epoch after epoch.
 
     NEW ──all joined──► FORMING ──► LOADING ──► READY ⇄ ASLEEP        any ──close──► DRAINING ──► CLOSED
                            ▲           │          │        │
@@ -6,16 +6,16 @@
 
 What always holds:
 
-- At most one epoch is live. Its number fences it: what is said in an ended epoch is dropped, what is said in one that
-  has not begun is an error of the rank that says it.
+- At most one epoch is live. Its number fences it: messages of an ended epoch are dropped, a message of one that has
+  not begun is an error of its rank.
 - The end of an epoch pauses the engine's streams first, then tells every rank that is still connected to abort. The
   next epoch, with the same processes or new ones in their places, lets the streams go on.
 - An epoch begins when every place has a rank that said Hello since the last one, and not before the pause that
-  `restarts` asks for. After a permanent failure, or more ends than the restart budget allows, every stream ends; it
-  takes a process that was not there at the failure to begin again.
-- A new epoch is awake and has the resource's own cache, whatever verbs (`verbs.py`) made of the one before it.
+  `EpochRestarts` asks for. After a permanent failure, or more ends than the restart budget allows, every stream ends;
+  it takes a process that was not there at the failure to begin again.
+- A new epoch is awake and has the resource's own cache, even if admin RPCs changed the one before it.
 
-Whoever serves the ranks' streams calls `receive` and `leave`; nothing here waits for a rank. One asyncio loop.
+The server of the ranks' streams calls `receive` and `leave`; nothing here waits for a rank. One asyncio loop.
 """
 
 from __future__ import annotations
@@ -27,17 +27,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
+from hetero_api.group_state import GroupState
 from hetero_api.v1 import admin_pb2, ranks_pb2
 from hetero_gateway.engine.core import EngineCore
 from hetero_gateway.group.epoch import Epoch, Phase
 from hetero_gateway.group.errors import EpochEnded, RankMisbehaved, RankRefused
-from hetero_gateway.group.placement_report import report_placement
-from hetero_gateway.group.planner import Planner
-from hetero_gateway.group.rank_link import LinkEnd, RankLink, broadcast
-from hetero_gateway.group.restarts import EpochRestarts
-from hetero_gateway.group.roster import Member, MemberState, Roster
+from hetero_gateway.group.placement import GroupPlacement, report_placement
+from hetero_gateway.group.recovery import EpochRestarts
+from hetero_gateway.group.roster import LinkEnd, Member, MemberState, RankLink, Roster, broadcast
 from hetero_gateway.group.settings import GroupSettings
-from hetero_gateway.group.topology import GroupState, describe_epoch, describe_ranks
+from hetero_gateway.group.status import describe_epoch, describe_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +47,11 @@ _STATES: Final = {
 }
 _LAST_STATES: Final = (GroupState.DRAINING, GroupState.CLOSED)
 LEAVING_S: Final = 20.0
-"""Longest time that a rank may take from an epoch's end to its next Hello, unless it was loading."""
+"""Longest time from an epoch's end to a rank's next Hello, unless the rank was loading."""
 
 
 class Group:
-    """See the module. `on_state` is told of every state after it was taken."""
+    """A group: its ranks, its epochs and its state. `on_state` gets every state after it was taken."""
 
     def __init__(
         self,
@@ -67,9 +66,10 @@ class Group:
         self.epoch = 0
         """Number of the current or last epoch; 0 before the first."""
         self.dropped_messages = 0
-        """Messages of ended epochs, so far."""
+        """Messages of ended epochs that were dropped so far."""
         self._settings = settings
-        self._planner = Planner(settings)
+        self.placement = GroupPlacement(settings)
+        """Who owns what."""
         self._core = core
         self._on_state = on_state
         self._observe_step = observe_step
@@ -83,7 +83,7 @@ class Group:
     # --- what ranks' streams bring ----------------------------------------------------------------------
 
     def receive(self, link: RankLink, message: ranks_pb2.RankMessage) -> None:
-        """A message came. A rank that may not say it loses its stream, and an epoch that it is in ends."""
+        """Take a message. A rank that may not send it loses its stream, and an epoch that it is in ends."""
         try:
             self._dispatch(link, message)
         except RankRefused as error:
@@ -96,13 +96,13 @@ class Group:
             self._remove(link, str(error))
 
     def leave(self, link: RankLink, reason: str) -> None:
-        """Its stream is over."""
+        """Note that a rank's stream is over."""
         self._remove(link, f"its stream ended: {reason}")
 
     def _dispatch(self, link: RankLink, message: ranks_pb2.RankMessage) -> None:
         if link.closing is not None:
             return
-        member = self._roster.of(link)
+        member = self._roster.member_of(link)
         if message.HasField("hello"):
             self._join(link, message)
         elif member is None:
@@ -147,7 +147,7 @@ class Group:
             self._current.end(f"{member}: {reason}")
 
     def _replace(self, member: Member, reason: str) -> None:
-        """It does not answer: it loses its place, and its stream, so that whoever supervises it starts another."""
+        """Take place and stream from a member that does not answer, so that its supervisor starts another process."""
         logger.error("%s %s", member, reason)
         member.link.close(LinkEnd.REPLACED, reason)
         self._remove(member.link, reason)
@@ -176,7 +176,7 @@ class Group:
             self.epoch,
             self._roster.engage(),
             settings=self._settings,
-            planner=self._planner,
+            placement=self.placement,
             core=self._core,
             on_phase=lambda phase: self._enter(_STATES[phase]),
             on_silent=self._replace,
@@ -208,8 +208,8 @@ class Group:
         self._eviction = asyncio.get_running_loop().call_later(patience_s, self._evict, patience_s)
 
     def _tell_engine(self, reason: str) -> None:
-        """Streams pause if there may be another epoch, and end if not."""
-        self._core.open_intake()  # a verb may have closed it; the next epoch is awake
+        """Let streams pause if there may be another epoch, and end if not."""
+        self._core.open_intake()  # an admin RPC may have closed it; the next epoch is awake
         failure = self._restarts.failure
         if failure is not None or self.state in _LAST_STATES:
             self._core.fail(failure or reason)
@@ -217,7 +217,7 @@ class Group:
             self._core.lose(reason)
 
     def _evict(self, patience_s: float) -> None:
-        """Ranks that did not come back from the last epoch lose their streams."""
+        """Take the streams of ranks that did not come back from the last epoch."""
         for member in self._roster.leaving():
             self._replace(member, f"did not say Hello within {patience_s:g} s of the end of epoch {self.epoch}")
 
@@ -232,10 +232,10 @@ class Group:
         self.state = state
         self._on_state(state)
 
-    # --- the end, and what there is to tell -------------------------------------------------------------
+    # --- the end, and the status ------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """No new requests, no new epoch, no new rank; requests in flight go on if there is an epoch. For good."""
+        """Refuse requests, epochs and ranks from now on, for good; requests in flight go on if there is an epoch."""
         if self.state not in _LAST_STATES:
             self._core.drain()
             self._enter(GroupState.DRAINING)
@@ -243,7 +243,7 @@ class Group:
                 self._core.fail(f"the gateway is draining and its group was lost: {self._restarts.ended_reason}")
 
     def close(self, reason: str) -> None:
-        """Over: requests in flight end with EngineUnavailable, ranks are told. `run` must be cancelled."""
+        """End everything: requests end with EngineUnavailable, ranks get a Shutdown. `run` must be cancelled."""
         if self.state is GroupState.CLOSED:
             return
         self._core.fail(reason)
@@ -259,17 +259,12 @@ class Group:
         self._enter(GroupState.CLOSED)
 
     def fall_asleep(self) -> None:
-        """The ranks gave up memory: no more READY."""
+        """Go to ASLEEP: the ranks gave up memory."""
         self._enter(GroupState.ASLEEP)
 
     def wake_up(self) -> None:
-        """All memory is back: READY again."""
+        """Go back to READY: all memory is back."""
         self._enter(GroupState.READY)
-
-    @property
-    def planner(self) -> Planner:
-        """Knows who owns what."""
-        return self._planner
 
     @property
     def is_ready(self) -> bool:
@@ -293,11 +288,12 @@ class Group:
 
     @property
     def world_size(self) -> int:
+        """Number of ranks."""
         return len(self._settings.places)
 
     def topology(self) -> admin_pb2.GetTopologyResponse:
-        """All of Admin.GetTopology's answer."""
-        placement = self._planner.placement
+        """Return Admin.GetTopology's answer."""
+        placement = self.placement.current
         answer = admin_pb2.GetTopologyResponse(
             name=self._settings.name,
             state=self.state.to_proto(),
@@ -319,12 +315,12 @@ class Group:
         return answer
 
     def rank_statuses(self) -> list[admin_pb2.RankStatus]:
-        """All ranks as they stand now, in rank order."""
-        return describe_ranks(self._settings, self._roster, self._current, self._planner.plan)
+        """Return the status of all ranks, in rank order."""
+        return describe_ranks(self._settings, self._roster, self._current, self.placement.plan)
 
     def placement_report(self) -> admin_pb2.PlacementReport | None:
-        """What there is to tell of the placement; None until it was decided."""
-        placement = self._planner.placement
+        """Return the report on the placement; None until it was decided."""
+        placement = self.placement.current
         return report_placement(placement, self._core.decode_pace) if placement is not None else None
 
     @property
@@ -335,7 +331,7 @@ class Group:
         return ranks_pb2.ExchangeKind.Name(self.current.exchange).removeprefix("EXCHANGE_KIND_")
 
     def _reason(self) -> str:
-        """What the group waits for, and why; while it forms again, why it has to."""
+        """Describe what the group waits for, and why; while it forms again, why it has to."""
         ended_reason = self._restarts.ended_reason
         match self.state:
             case GroupState.NEW | GroupState.ABORTED:

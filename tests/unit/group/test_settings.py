@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hetero_api.errors import PlanError
-from hetero_gateway.group.placement import check_shares, expected_places
+from hetero_gateway.group.settings import check_shares, expected_places
 from tests.unit.group.group_setup import model_config, spec_of
 
 pytestmark = pytest.mark.unit

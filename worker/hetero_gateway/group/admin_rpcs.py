@@ -1,12 +1,12 @@
-"""GroupVerbs: what an administrator has a group do, beside serving.
+"""AdminRpcs: calls by which an administrator steers a group, beside serving.
 
-Each verb is a command to all ranks, sent between two steps, which either the whole group does or nobody. What always
-holds:
+Each call becomes a command to all ranks, sent between two steps, which either the whole group carries out or nobody.
+What always holds:
 
-- One verb at a time; a second one is refused, not queued. Only Drain may come at any time.
-- A verb that is refused, or that the ranks cannot do, leaves the group as it was.
-- A verb that has begun is done to its end, whoever asked for it still waits or not; a Profile then ends early.
-- A rank that is lost during a verb, or while the group sleeps, ends the epoch like any other loss. The next epoch is
+- One call at a time; a second one is refused, not queued. Only Drain may come at any time.
+- A call that is refused, or that the ranks cannot carry out, leaves the group as it was.
+- A call that has begun runs to its end, even if its caller gives up waiting; a Profile then ends early.
+- A rank that is lost during a call, or while the group sleeps, ends the epoch like any other loss. The next epoch is
   awake and has the resource's own cache.
 
 Raises InvalidCommand, WrongState, CommandFailed, and GroupLost when the epoch ended meanwhile. One asyncio loop.
@@ -19,6 +19,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, NoReturn, TypeVar
 
+from hetero_api.group_state import GroupState
 from hetero_api.v1 import admin_pb2, ranks_pb2
 from hetero_gateway.engine.core import EngineCore
 from hetero_gateway.engine.errors import GroupLost
@@ -26,9 +27,8 @@ from hetero_gateway.group.cache_size import CacheShape, asked_cache
 from hetero_gateway.group.epoch import Epoch
 from hetero_gateway.group.errors import CommandFailed, InvalidCommand, WrongState
 from hetero_gateway.group.experts import ExpertMover
-from hetero_gateway.group.formation import Group
+from hetero_gateway.group.rendezvous import Group
 from hetero_gateway.group.settings import GroupSettings
-from hetero_gateway.group.topology import GroupState
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +51,8 @@ _HINTS: Final = {
 }
 
 
-class GroupVerbs:
-    """See the module. Each method is one call of hetero.v1.Admin."""
+class AdminRpcs:
+    """Calls of hetero.v1.Admin that change a group or have it do something: one method each."""
 
     def __init__(
         self,
@@ -63,21 +63,21 @@ class GroupVerbs:
         on_experts_moved: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._group = group
-        self._experts = ExpertMover(group.planner, core=core, on_moved=on_experts_moved)
+        self._experts = ExpertMover(group.placement, core=core, on_moved=on_experts_moved)
         self._core = core
         self._settings = settings
         self._under_way = ""
         self._given_up = asyncio.Event()
 
     async def reset_cache(self, request: admin_pb2.ResetCacheRequest) -> admin_pb2.ResetCacheResponse:
-        """Another layout, block size or number of blocks. Needs READY and idle."""
+        """Change layout, block size or number of blocks. Needs READY and idle."""
         epoch = self._require("ResetCache", GroupState.READY)
         self._require_idle("ResetCache")
         cache = asked_cache(request, self._settings, epoch.loaded_in_rank_order)
         return await self._run("ResetCache", self._reset_cache(epoch, cache))
 
     async def sleep(self, request: admin_pb2.SleepRequest) -> admin_pb2.SleepResponse:
-        """READY to ASLEEP. Needs an idle group."""
+        """Go from READY to ASLEEP. Needs an idle group."""
         if request.level not in (1, 2):
             raise InvalidCommand("level", f"must be 1 or 2, not {request.level}")
         epoch = self._require("Sleep", GroupState.READY)
@@ -85,7 +85,7 @@ class GroupVerbs:
         return await self._run("Sleep", self._sleep(epoch, request.level))
 
     async def wake_up(self, request: admin_pb2.WakeUpRequest) -> admin_pb2.WakeUpResponse:
-        """ASLEEP to READY, once nothing is asleep any more."""
+        """Go from ASLEEP to READY, once nothing is asleep any more."""
         for index, tag in enumerate(request.tags):
             if tag not in TAGS:
                 raise InvalidCommand(f"tags[{index}]", f'must be "{WEIGHTS}" or "{KV}", not "{tag}"')
@@ -97,7 +97,7 @@ class GroupVerbs:
         return await self._run("WakeUp", self._wake_up(epoch, tags))
 
     async def drain(self) -> None:
-        """To DRAINING, for good; returns once no request is in flight."""
+        """Go to DRAINING, for good; return once no request is in flight."""
         if self._group.state is not GroupState.DRAINING:
             if self._group.state not in (GroupState.READY, GroupState.ASLEEP):
                 self._refuse("Drain", GroupState.READY)
@@ -124,7 +124,7 @@ class GroupVerbs:
         )
         return await self._run("PlaceExperts", work)
 
-    # --- what the ranks do ------------------------------------------------------------------------------
+    # --- commands ---------------------------------------------------------------------------------------
 
     async def _reset_cache(self, epoch: Epoch, cache: CacheShape) -> admin_pb2.ResetCacheResponse:
         async with self._core.hold():
@@ -192,7 +192,7 @@ class GroupVerbs:
         return admin_pb2.ProfileResponse(ranks=ranks)
 
     async def _command(self, epoch: Epoch, command: ranks_pb2.GroupCommand) -> list[ranks_pb2.CommandReport]:
-        """Inside a hold. When it returns, the epoch is live and every rank has done it."""
+        """Have every rank carry out a command, inside a hold. When this returns, all have and the epoch is live."""
         _check_live(epoch)
         try:
             reports = await epoch.command(command)
@@ -203,12 +203,12 @@ class GroupVerbs:
 
     # --- one at a time, in the right state --------------------------------------------------------------
 
-    async def _run(self, verb: str, work: Coroutine[Any, Any, T]) -> T:
-        """Do it to its end, even if the caller gives up waiting."""
-        self._under_way = verb
+    async def _run(self, call: str, work: Coroutine[Any, Any, T]) -> T:
+        """Run a call to its end, even if the caller gives up waiting."""
+        self._under_way = call
         self._given_up.clear()
-        logger.info("%s begins", verb)
-        task = asyncio.create_task(work, name=verb)
+        logger.info("%s begins", call)
+        task = asyncio.create_task(work, name=call)
         task.add_done_callback(self._note_end)
         try:
             return await asyncio.shield(task)
@@ -221,26 +221,26 @@ class GroupVerbs:
         error = None if task.cancelled() else task.exception()
         logger.info("%s ended%s", task.get_name(), f": {error}" if error else "")
 
-    def _require(self, verb: str, state: GroupState) -> Epoch:
-        """The live epoch of a group that is in this state and that nothing else is asked of."""
+    def _require(self, call: str, state: GroupState) -> Epoch:
+        """Return the live epoch of a group in this state while no other call is under way. Raises WrongState."""
         epoch = self._group.current
         if self._group.state is not state or epoch is None:
-            self._refuse(verb, state)
+            self._refuse(call, state)
         if self._under_way:
-            raise WrongState(f"{verb}: {self._under_way} is under way; try again when it has ended")
+            raise WrongState(f"{call}: {self._under_way} is under way; try again when it has ended")
         return epoch
 
-    def _refuse(self, verb: str, state: GroupState) -> NoReturn:
+    def _refuse(self, call: str, state: GroupState) -> NoReturn:
         now = self._group.state
         # An epoch that has just ended has not changed the state yet.
         hint = _HINTS[GroupState.ABORTED if now is state else now]
-        raise WrongState(f"{verb} needs a group that is {state.value}; it is {now.value}: {hint}")
+        raise WrongState(f"{call} needs a group that is {state.name}; it is {now.name}: {hint}")
 
-    def _require_idle(self, verb: str) -> None:
+    def _require_idle(self, call: str) -> None:
         if not self._core.is_idle:
             stats = self._core.stats()
             raise WrongState(
-                f"{verb} needs a group without requests; {stats.running_requests} run and {stats.waiting_requests} "
+                f"{call} needs a group without requests; {stats.running_requests} run and {stats.waiting_requests} "
                 "wait: try again when they have ended, or abort them"
             )
 

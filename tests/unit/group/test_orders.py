@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from hetero_api.group_state import GroupState
 from hetero_api.spec import ExchangeKind
 from hetero_api.v1 import ranks_pb2
 from hetero_gateway.group.errors import EpochEnded
-from hetero_gateway.group.exchange_kind import asked_exchange, built_exchange
-from hetero_gateway.group.topology import GroupState
+from hetero_gateway.group.orders import asked_exchange, built_exchange
 from tests.unit.group.group_setup import GroupBench, ScriptedRank, group_settings, hello
 
 pytestmark = pytest.mark.unit

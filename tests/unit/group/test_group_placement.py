@@ -7,14 +7,20 @@ from collections.abc import Sequence
 import pytest
 
 from hetero_api.errors import PlanError
+from hetero_api.group_state import GroupState
 from hetero_api.sharding import ShardPlan
 from hetero_api.spec import PlacementShares
 from hetero_api.v1 import ranks_pb2
-from hetero_gateway.group.decision import PlacedRanks, Placement, decide_placement, hardware_of, machine_of
-from hetero_gateway.group.placement import make_plan_key
-from hetero_gateway.group.planner import Planner, held_plan
-from hetero_gateway.group.settings import GroupSettings
-from hetero_gateway.group.topology import GroupState
+from hetero_gateway.group.placement import (
+    GroupPlacement,
+    PlacedRanks,
+    Placement,
+    decide_placement,
+    hardware_of,
+    held_plan,
+    machine_of,
+)
+from hetero_gateway.group.settings import GroupSettings, make_plan_key
 from hetero_placement.shard_plans import deal_within_layers
 from hetero_placement.solver import ADOPTED
 from tests.unit.group.group_setup import (
@@ -63,7 +69,7 @@ class Decisions:
 
 async def test_the_plan_is_decided_once_and_then_kept() -> None:
     decide = Decisions()
-    planner = Planner(group_settings(), decide=decide)
+    planner = GroupPlacement(group_settings(), decide=decide)
     assert (planner.plan, planner.needs_times) == (None, True)
     first = await planner.settle(FRESH)
     assert planner.plan == first.plan
@@ -77,7 +83,7 @@ async def test_the_plan_is_decided_once_and_then_kept() -> None:
 @pytest.mark.parametrize("holders", [(0, 1), (0,), (1,)])
 async def test_a_gateway_that_comes_back_takes_over_what_ranks_hold(holders: Sequence[int]) -> None:
     hellos = [holding(OTHER, rank=rank) if rank in holders else hello(rank) for rank in (0, 1)]
-    placement = await Planner(group_settings()).settle(told(*hellos))
+    placement = await GroupPlacement(group_settings()).settle(told(*hellos))
     assert placement.plan == OTHER
     assert placement.mode == "Tensor"
     assert placement.decision.chosen.name == ADOPTED
@@ -86,13 +92,13 @@ async def test_a_gateway_that_comes_back_takes_over_what_ranks_hold(holders: Seq
 
 
 async def test_a_plan_that_would_be_chosen_anew_is_told_as_that() -> None:
-    chosen = await Planner(group_settings()).settle(FRESH)
-    again = await Planner(group_settings()).settle(told(*(holding(chosen.plan, rank=rank) for rank in (0, 1))))
+    chosen = await GroupPlacement(group_settings()).settle(FRESH)
+    again = await GroupPlacement(group_settings()).settle(told(*(holding(chosen.plan, rank=rank) for rank in (0, 1))))
     assert again.decision == chosen.decision
 
 
 async def test_what_ranks_agree_on_counts_more_than_what_the_gateway_remembers() -> None:
-    planner = Planner(group_settings())
+    planner = GroupPlacement(group_settings())
     await planner.settle(FRESH)
     placement = await planner.settle(told(hello(0), holding(OTHER, rank=1)))
     assert placement.plan == planner.plan == OTHER
@@ -110,8 +116,8 @@ async def test_what_ranks_agree_on_counts_more_than_what_the_gateway_remembers()
 )
 async def test_a_plan_that_is_none_of_this_group_is_worth_nothing(hellos: Sequence[ranks_pb2.Hello]) -> None:
     assert held_plan(group_settings(), hellos) is None
-    placement = await Planner(group_settings()).settle(told(*hellos))
-    assert placement.plan == (await Planner(group_settings()).settle(FRESH)).plan
+    placement = await GroupPlacement(group_settings()).settle(told(*hellos))
+    assert placement.plan == (await GroupPlacement(group_settings()).settle(FRESH)).plan
 
 
 async def test_ranks_that_disagree_decide_nothing() -> None:
@@ -120,19 +126,19 @@ async def test_ranks_that_disagree_decide_nothing() -> None:
 
 
 async def test_a_replaced_plan_is_the_one_from_then_on() -> None:
-    planner = Planner(group_settings())
+    planner = GroupPlacement(group_settings())
     with pytest.raises(PlanError, match="no plan was decided"):
-        planner.replace(OTHER)
+        planner.replace_plan(OTHER)
     await planner.settle(FRESH)
-    planner.replace(OTHER)
+    planner.replace_plan(OTHER)
     assert (await planner.settle(FRESH)).plan == OTHER
 
 
 async def test_a_rank_that_told_no_speed_is_named() -> None:
     silent = hello(1)
     silent.device.speeds.Clear()
-    with pytest.raises(PlanError, match=r"rank 1 \(cpu-1\) told no memory bandwidth"):
-        await Planner(group_settings()).settle(told(hello(0), silent))
+    with pytest.raises(PlanError, match=r"rank 1 \(cpu-1\) reported no memory bandwidth"):
+        await GroupPlacement(group_settings()).settle(told(hello(0), silent))
 
 
 def test_the_key_changes_with_what_plans_are_made_from_and_nothing_else() -> None:

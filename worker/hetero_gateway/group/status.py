@@ -1,43 +1,24 @@
-"""What Admin.GetTopology tells: the group as its roster and its epoch show it now."""
+"""Status of a group for Admin.GetTopology, as its roster and its epoch show it now."""
 
 from __future__ import annotations
-
-import enum
 
 from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import admin_pb2, ranks_pb2
 from hetero_gateway.group.epoch import Epoch, Phase
-from hetero_gateway.group.placement import ExpectedPlace
 from hetero_gateway.group.roster import Roster
-from hetero_gateway.group.settings import GroupSettings
-
-
-class GroupState(enum.Enum):
-    """How a group stands; the meaning of each is in admin.proto."""
-
-    NEW = "NEW"
-    FORMING = "FORMING"
-    LOADING = "LOADING"
-    READY = "READY"
-    ASLEEP = "ASLEEP"
-    ABORTED = "ABORTED"
-    DRAINING = "DRAINING"
-    CLOSED = "CLOSED"
-
-    def to_proto(self) -> admin_pb2.GroupState.ValueType:
-        return admin_pb2.GroupState.Value(f"GROUP_STATE_{self.value}")
+from hetero_gateway.group.settings import ExpectedPlace, GroupSettings
 
 
 def describe_ranks(
     settings: GroupSettings, roster: Roster, epoch: Epoch | None, plan: ShardPlan | None
 ) -> list[admin_pb2.RankStatus]:
-    """All ranks, in rank order, those that have not joined included."""
+    """Return the status of all ranks, in rank order, also of those that have not joined."""
     shards = plan.to_proto().ranks if plan is not None else [ranks_pb2.RankShard()] * len(settings.places)
     return [_describe(place, roster, epoch, shards[place.rank]) for place in settings.places]
 
 
 def describe_epoch(settings: GroupSettings, epoch: Epoch, answer: admin_pb2.GetTopologyResponse) -> None:
-    """Write what the epoch knows of the group as a whole."""
+    """Write what the epoch knows of the group as a whole into `answer`."""
     answer.exchange = epoch.exchange
     answer.exchange_reason = epoch.exchange_reason
     answer.asleep.extend(sorted(epoch.asleep))
@@ -51,7 +32,7 @@ def _describe(
     place: ExpectedPlace, roster: Roster, epoch: Epoch | None, shard: ranks_pb2.RankShard
 ) -> admin_pb2.RankStatus:
     status = admin_pb2.RankStatus(place=ranks_pb2.RankPlace(rank=place.rank, pool=place.pool, pod_name=place.pod_name))
-    member = roster.at(place.rank)
+    member = roster.holder_of(place.rank)
     if member is not None:
         status.joined = True
         status.place.pod_name = member.hello.pod_name or place.pod_name

@@ -1,0 +1,31 @@
+"""GroupState: how a group of ranks stands, as its gateway, the operator and clients call it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from hetero_api.v1 import admin_pb2
+
+
+class GroupState(StrEnum):
+    """State of a group. admin.proto explains each one."""
+
+    NEW = "New"
+    FORMING = "Forming"
+    LOADING = "Loading"
+    READY = "Ready"
+    ASLEEP = "Asleep"
+    ABORTED = "Aborted"
+    DRAINING = "Draining"
+    CLOSED = "Closed"
+
+    def to_proto(self) -> admin_pb2.GroupState.ValueType:
+        """Return the value that messages carry."""
+        return admin_pb2.GroupState.Value(f"GROUP_STATE_{self.name}")
+
+    @classmethod
+    def from_proto(cls, value: admin_pb2.GroupState.ValueType) -> GroupState:
+        """Return the state of a message; NEW for a value that this version does not know."""
+        known = admin_pb2.GroupState.DESCRIPTOR.values_by_number.get(value)
+        name = known.name.removeprefix("GROUP_STATE_") if known is not None else ""
+        return cls.__members__.get(name, cls.NEW)

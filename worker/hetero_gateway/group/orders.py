@@ -1,0 +1,103 @@
+"""The orders that begin an epoch: which exchange the ranks form, and what they load. Pure functions."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from hetero_api.sharding import ShardPlan
+from hetero_api.spec import ExchangeKind
+from hetero_api.v1 import ranks_pb2
+from hetero_gateway.group.errors import EpochEnded
+from hetero_gateway.group.recovery import HEARTBEAT_INTERVAL_S
+from hetero_gateway.group.roster import Member
+from hetero_gateway.group.settings import GroupSettings
+
+_FIELD: Final = "spec.exchange.kind"
+_SEGMENT_RANDOM_BYTES: Final = 4
+
+
+def form_orders(
+    settings: GroupSettings, members: Sequence[Member], *, epoch: int, measures_times: bool
+) -> Iterator[ranks_pb2.FormGroup]:
+    """Yield each member's order to form the group, in rank order. Raises EpochEnded as `asked_exchange` does."""
+    hellos = [member.hello for member in members]
+    form = ranks_pb2.FormGroup(
+        places=[_place_of(member) for member in members],
+        measure_exchange=measures_times and len(hellos) > 1,
+        dtype=settings.dtype if measures_times else "",
+        store_address=hellos[0].store_address,
+        exchange=asked_exchange(settings.spec.exchange.kind, hellos),
+        segment_name=f"hetero-{settings.name}-{secrets.token_hex(_SEGMENT_RANDOM_BYTES)}-{epoch}",
+        timeout_s=settings.step_timeout_s,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_seqs=settings.max_num_seqs,
+        heartbeat_interval_s=HEARTBEAT_INTERVAL_S,
+        quantization=settings.quantization,
+    )
+    for member in members:
+        form.rank = member.rank
+        yield form
+
+
+def load_order(settings: GroupSettings, plan: ShardPlan) -> ranks_pb2.LoadModel:
+    """Return the order, the same for all ranks, to load their shards of a plan."""
+    return ranks_pb2.LoadModel(
+        dtype=settings.dtype,
+        max_model_len=settings.max_model_len,
+        cache_size_is_given=settings.kv_cache_bytes is not None,
+        shard_plan=plan.to_proto(),
+        plan_key=settings.plan_key,
+        device_memory_utilization=settings.spec.engine.gpu_memory_utilization,
+        enforce_eager=settings.spec.engine.enforce_eager,
+        batch_invariant=settings.spec.engine.batch_invariant,
+        quantization=settings.quantization,
+    )
+
+
+def asked_exchange(kind: ExchangeKind, hellos: Sequence[ranks_pb2.Hello]) -> ranks_pb2.ExchangeKind.ValueType:
+    """Return the exchange to build, by the resource and by where the ranks are.
+
+    Ranks that see one /dev/shm under one kernel report the same host id; only these can share memory. They may find
+    that they cannot, so the exchange that they build may be less. Raises EpochEnded, permanent, where resource and
+    hosts contradict each other.
+    """
+    if kind == ExchangeKind.GLOO:
+        return ranks_pb2.EXCHANGE_KIND_GLOO
+    if _are_on_one_host(hellos):
+        return ranks_pb2.EXCHANGE_KIND_SHM
+    if kind == ExchangeKind.SHARED_MEMORY:
+        hosts = ", ".join(f"{hello.pod_name} on {hello.host_id or 'none'}" for hello in hellos)
+        raise EpochEnded(
+            f"{_FIELD}: SharedMemory, but the ranks have no /dev/shm in common ({hosts}); put them on one node and "
+            "give them one with spec.exchange.hostPath, or use Auto",
+            permanent=True,
+        )
+    return ranks_pb2.EXCHANGE_KIND_GLOO
+
+
+def built_exchange(
+    kind: ExchangeKind, formed: Sequence[ranks_pb2.Formed]
+) -> tuple[ranks_pb2.ExchangeKind.ValueType, str]:
+    """Return the exchange that stands and, if it is not the one asked for, why. Raises EpochEnded if it will not do."""
+    kinds = {answer.exchange for answer in formed}
+    if len(kinds) != 1:
+        names = ", ".join(map(ranks_pb2.ExchangeKind.Name, sorted(kinds)))
+        raise EpochEnded(f"the ranks built different exchanges: {names}")
+    built, reason = kinds.pop(), next((answer.exchange_reason for answer in formed if answer.exchange_reason), "")
+    if kind == ExchangeKind.SHARED_MEMORY and built != ranks_pb2.EXCHANGE_KIND_SHM:
+        raise EpochEnded(f"{_FIELD}: SharedMemory, which the ranks could not build: {reason}", permanent=True)
+    return built, reason
+
+
+def _are_on_one_host(hellos: Sequence[ranks_pb2.Hello]) -> bool:
+    hosts = {hello.host_id for hello in hellos}
+    return len(hosts) == 1 and "" not in hosts
+
+
+def _place_of(member: Member) -> ranks_pb2.RankPlace:
+    hello = member.hello
+    return ranks_pb2.RankPlace(
+        rank=member.rank, pool=hello.pool, pod_name=hello.pod_name, host_id=hello.host_id, device=hello.device
+    )
