@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hetero_worker.native.compute_library import ComputeLibrary, load_compute
+import torch
+
+from hetero_worker.native.compute_library import AddOp, ComputeLibrary, Format, Kind, Op, load_compute
 from hetero_worker.native.issuing import Issuer
 from hetero_worker.native.team import NativeTeam
 
@@ -20,6 +23,14 @@ def compute_library() -> ComputeLibrary:
 def issuer_of(size: int = 2) -> Issuer:
     """With a team of so many threads."""
     return Issuer(NativeTeam(compute_library(), size))
+
+
+def add_op(x: torch.Tensor, delta: torch.Tensor) -> AddOp:
+    """x += delta, both float32 [rows, width]; whoever runs it keeps these."""
+    terms = (ctypes.c_void_p * 1)(delta.data_ptr())
+    op = AddOp(Op(Kind.ADD, len(x)), Format.F32, x.shape[1], x.data_ptr(), ctypes.cast(terms, ctypes.c_void_p))
+    op.num_deltas = 1
+    return op
 
 
 @contextmanager

@@ -95,6 +95,7 @@ class RankGroup:
         max_num_seqs: int = 8,
         num_gpu_ranks: int = 0,
         make_graphs: MakeGraphs | None = None,
+        recorded: bool = True,
         enforce_eager: bool = False,
         batch_invariant: bool = False,
         quantization: str = "none",
@@ -103,7 +104,8 @@ class RankGroup:
         keeps_logits: bool = True,
     ) -> None:
         """`make_graphs`: of the pseudo GPUs; None: they have none. `native`: host cores compute by native kernels;
-        else by torch's. `make_exchanges` None: in Python.
+        else by torch's. `recorded`: decode steps on host cores are recorded where they can be. `make_exchanges` None:
+        in Python.
         `keeps_logits`: a recorder is asked for all draws; else the runners draw as they do when they serve."""
         config = ModelConfig.from_directory(directory).quantized(quantization)
         self.plan = shares.plan(config.num_layers, expert_layers=config.expert_layers)
@@ -126,6 +128,7 @@ class RankGroup:
                 max_num_batched_tokens=max_num_batched_tokens,
                 max_num_seqs=max_num_seqs,
                 memory_bytes=2 << 30,
+                recorded=recorded,
                 enforce_eager=enforce_eager,
                 batch_invariant=batch_invariant,
                 native=native,

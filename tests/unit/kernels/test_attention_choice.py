@@ -47,7 +47,7 @@ def chosen(
     batch_invariant: bool = False,
 ) -> ChosenAttention:
     platform = platform or _CudaDevice()
-    return choose_attention(platform, torch.bfloat16, config, wanted=wanted, batch_invariant=batch_invariant)
+    return choose_attention(platform, config, wanted=wanted, batch_invariant=batch_invariant)
 
 
 def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,9 +85,13 @@ def test_no_rows(issuer: Issuer) -> None:
     assert NativeLinear(issuer).pack(randn(20, 70)).embed(torch.empty(0, dtype=torch.int64)).shape == (0, 70)
 
 
-def test_rows_of_the_type_that_is_computed_in() -> None:
-    table = randn(20, 70).bfloat16()
-    assert torch.equal(NativeLinear(issuer_of(), torch.bfloat16).pack(table).embed(torch.arange(20)), table)
+@each_shape
+def test_rows_of_the_type_that_is_computed_in(issuer: Issuer, rows: int, width: int) -> None:
+    ids, kernel = torch.tensor([0, rows - 1, rows, -1]), NativeLinear(issuer, torch.bfloat16)
+    for table in (randn(rows, width), randn(rows, width).bfloat16(), randn(rows, width).half()):
+        found = kernel.pack(table).embed(ids, scale=3.0)
+        assert torch.equal(found[:2], (table[ids[:2]].float() * 3).bfloat16())
+        assert not found[2:].any()
 
 
 def test_a_recorded_look_up_is_made_again() -> None:

@@ -9,9 +9,9 @@ from ctypes import c_int, c_void_p
 import pytest
 import torch
 
-from hetero_worker.native.compute_library import AddOp, AttendOp, Cache, CallOp, Kind, Op, PickOp
+from hetero_worker.native.compute_library import AttendOp, Cache, CallOp, Kind, Op, PickOp
 from hetero_worker.native.issuing import ALIGNMENT, Arena, CommonArena, Issuer
-from tests.support.native_compute import issuer_of
+from tests.support.native_compute import add_op, issuer_of
 
 pytestmark = pytest.mark.unit
 
@@ -19,13 +19,19 @@ Function = ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_void_p)
 
 
 def add(issuer: Issuer, x: torch.Tensor, delta: torch.Tensor) -> None:
-    issuer.issue(AddOp(op=Op(Kind.ADD, x.shape[0]), width=x.shape[1], x=x.data_ptr(), delta=delta.data_ptr()))
+    issuer.issue(add_op(x, delta))
 
 
 def copied(issuer: Issuer, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """x, in memory of the issuer's."""
     y = issuer.empty(*x.shape)
-    op = PickOp(op=Op(Kind.PICK, len(x)), width=x.shape[1], x=x.data_ptr(), index=index.data_ptr(), y=y.data_ptr())
+    op = PickOp(
+        op=Op(Kind.PICK, len(x)),
+        row_bytes=x.shape[1] * x.itemsize,
+        x=x.data_ptr(),
+        index=index.data_ptr(),
+        y=y.data_ptr(),
+    )
     issuer.issue(op, x, index)
     return y
 

@@ -9,7 +9,7 @@ import torch
 
 from hetero_worker.layers.linear_kernels import kept_dtype
 from hetero_worker.layers.native_linear import NativeLinear, NativeWeight
-from hetero_worker.native.compute_library import Kind, LinearOp, Op
+from hetero_worker.native.compute_library import Format, Kind, LinearOp, Op
 from hetero_worker.native.issuing import Arena, Issuer
 from tests.support.native_compute import compute_library, computing_with, issuer_of
 
@@ -85,7 +85,8 @@ def test_nothing_is_written_beside_the_result(rows: int) -> None:
     issuer, (out_features, in_features) = issuer_of(), (37, 50)
     packed = NativeLinear(issuer).pack(randn(out_features, in_features))
     x, wide = randn(rows, in_features), torch.full((rows, 64), torch.nan)
-    op = LinearOp(Op(Kind.LINEAR, rows), packed.address, x.data_ptr(), in_features, None, wide.data_ptr(), 64)
+    op = LinearOp(Op(Kind.LINEAR, rows), packed.address, Format.F32, Format.F32, x.data_ptr(), in_features)
+    op.y, op.y_stride = wide.data_ptr(), 64
     op.scratch = issuer.scratch(op)
     issuer.issue(op)
     assert torch.equal(wide[:, :out_features], packed(x, None))
@@ -102,11 +103,41 @@ def test_what_is_no_number_stays_none() -> None:
     assert torch.equal(y[2], torch.full((20,), torch.inf))
 
 
-def test_inputs_of_16_bits_are_widened_and_results_rounded() -> None:
-    weight, x, bias = randn(24, 48).bfloat16(), randn(5, 48, seed=1).bfloat16(), randn(24, seed=2).bfloat16()
-    kernel = NativeLinear(issuer_of(), torch.bfloat16)
-    y = kernel.pack(weight)(x, bias)
-    assert torch.equal(y, kernel.pack(weight)(x.float(), bias.float()).bfloat16())
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
+@pytest.mark.usefixtures("isa")
+def test_bfloat16_is_widened_and_results_are_rounded_once(
+    issuers: dict[int, Issuer], stored: torch.dtype, out_features: int, in_features: int
+) -> None:
+    """To the last bit what float32 inputs give, whatever the number of rows: a row's bits are its own here, too."""
+    weight, bias = randn(out_features, in_features).to(stored), randn(out_features, seed=1).bfloat16()
+    for number, rows in enumerate(ROWS):
+        issuer = issuers[TEAMS[number % len(TEAMS)]]
+        wide, narrow = NativeLinear(issuer).pack(weight), NativeLinear(issuer, torch.bfloat16).pack(weight)
+        x = randn(rows, in_features + 3, seed=rows).bfloat16()[:, :in_features]
+        assert torch.equal(narrow(x, bias), wide(x.float(), bias.float()).bfloat16())
+        assert torch.equal(narrow.logits(x), wide(x.float(), None))
+
+
+def test_nothing_is_written_beside_a_result_of_bfloat16() -> None:
+    issuer, (out_features, in_features) = issuer_of(), (37, 600)
+    packed = NativeLinear(issuer, torch.bfloat16).pack(randn(out_features, in_features))
+    for rows in (1, 5, 33):
+        x, wide = randn(rows, in_features).bfloat16(), torch.full((rows, 64), torch.nan, dtype=torch.bfloat16)
+        op = LinearOp(Op(Kind.LINEAR, rows), packed.address, Format.BF16, Format.BF16, x.data_ptr(), in_features)
+        op.y, op.y_stride = wide.data_ptr(), 64
+        op.scratch = issuer.scratch(op)
+        issuer.issue(op)
+        assert torch.equal(wide[:, :out_features], packed(x, None))
+        assert wide[:, out_features:].isnan().all()
+
+
+def test_inputs_of_another_type_are_refused() -> None:
+    packed = NativeLinear(issuer_of(), torch.bfloat16).pack(randn(24, 48))
+    with pytest.raises(ValueError, match=r"multiplied with torch\.bfloat16, not with torch\.float32"):
+        packed(randn(5, 48), None)
+    with pytest.raises(ValueError, match=r"multiplied with torch\.bfloat16"):
+        packed(randn(5, 48).bfloat16(), randn(24))
 
 
 def test_columns_and_rows_of_a_larger_tensor_are_read_where_they_are() -> None:

@@ -68,6 +68,20 @@ def test_a_rows_bits_are_its_own(issuers: dict[int, Issuer], weights: WeightForm
             assert torch.equal(packed(x[-rows:], bias), expected[-rows:]), rows
 
 
+@each_format
+@pytest.mark.usefixtures("isa")
+def test_bfloat16_is_widened_and_results_are_rounded_once(issuers: dict[int, Issuer], weights: WeightFormat) -> None:
+    """To the last bit what float32 inputs give."""
+    matrix, bias = random_matrix(weights, 100, 200), randn(100, seed=1).bfloat16()
+    for number, rows in enumerate(ROWS):
+        issuer = issuers[TEAMS[number % len(TEAMS)]]
+        wide = NativeLinear(issuer).pack_quantized(matrix)
+        narrow = NativeLinear(issuer, torch.bfloat16).pack_quantized(matrix)
+        x = randn(rows, 200, seed=rows).bfloat16()
+        assert torch.equal(narrow(x, bias), wide(x.float(), bias.float()).bfloat16())
+        assert torch.equal(narrow.logits(x), wide(x.float(), None))
+
+
 @pytest.mark.parametrize("weight", [-128, -127, 127])
 @pytest.mark.parametrize("x", [-1.0, 1.0])
 @pytest.mark.usefixtures("isa")

@@ -1,4 +1,7 @@
-"""The native row kernels are what PlainOps does, by every instruction set, and give a row bits of its own."""
+"""The native row kernels compute what PlainOps does, by every instruction set, and give a row bits of its own.
+
+Results of bfloat16 are the exact ones rounded once.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,13 @@ from hypothesis import strategies as st
 from hetero_api.model_config import RopeConfig
 from hetero_api.model_parts import Activation
 from hetero_worker.attention.kv_cache import LayerCache
-from hetero_worker.layers.fused_ops import PLAIN_OPS, HeadWeights, PlainOps
+from hetero_worker.layers.fused_ops import PLAIN_OPS, HeadWeights
 from hetero_worker.layers.invariant_ops import InvariantOps
 from hetero_worker.layers.native_ops import NativeOps
 from hetero_worker.layers.norm import ResidualStream
 from hetero_worker.layers.rotary import RotaryTables, Rotation
 from hetero_worker.layers.selection import fused_ops_of
-from hetero_worker.native.compute_library import GatedOp, Kind, NativeActivation, Op
+from hetero_worker.native.compute_library import Format, GatedOp, Kind, NativeActivation, Op
 from hetero_worker.native.issuing import Arena, Issuer
 from tests.support.native_compute import compute_library, computing_with, issuer_of
 
@@ -31,7 +34,10 @@ TEAMS = (1, 2, 3)
 WIDTHS = (1, 7, 16, 33, 64, 200, 576, 1000)
 SHAPES = [(1, 1, 1, 8), (3, 6, 2, 20), (5, 14, 2, 64), (2, 3, 3, 96), (7, 28, 4, 16), (4, 5, 1, 72), (1, 9, 3, 256)]
 """Tokens, query heads, KV heads, head_dim."""
+TYPES = (torch.float32, torch.bfloat16)
+TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2**-8 + 2e-6}
 RowOp = Callable[[torch.Tensor], torch.Tensor]
+each_type = pytest.mark.parametrize("dtype", TYPES, ids=str)
 
 
 @pytest.fixture(params=compute_library().isas)
@@ -50,12 +56,12 @@ def ops(issuer: Issuer) -> NativeOps:
     return NativeOps(issuer)
 
 
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return 2 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return (2 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(actual.double(), expected.double(), rtol=2e-6, atol=1e-6)
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=TOLERANCES[actual.dtype], atol=1e-6)
 
 
 def assert_rows_alone(make_op: Callable[[NativeOps], RowOp], x: torch.Tensor) -> None:
@@ -70,20 +76,28 @@ def assert_rows_alone(make_op: Callable[[NativeOps], RowOp], x: torch.Tensor) ->
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_norms(ops: NativeOps, rows: int, width: int) -> None:
-    x, delta, weight = randn(rows, width), randn(rows, width, seed=1), randn(width, seed=2)
+@pytest.mark.parametrize(
+    ("dtype", "weight_type"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)],
+    ids=str,
+)
+def test_norms(ops: NativeOps, rows: int, width: int, dtype: torch.dtype, weight_type: torch.dtype) -> None:
+    x, delta = randn(rows, width, dtype=dtype), randn(rows, width, seed=1, dtype=dtype)
+    weight = randn(width, seed=2, dtype=weight_type)
     assert_close(ops.rms_norm(x, weight, EPS), PLAIN_OPS.rms_norm(x.double(), weight.double(), EPS))
-    ours, plain = x.clone(), x.double()
-    expected = PLAIN_OPS.add_rms_norm(plain, delta.double(), weight.double(), EPS)
-    assert_close(ops.add_rms_norm(ours, delta, weight, EPS), expected)
+    ours = x.clone()
+    normed = ops.add_rms_norm(ours, delta, weight, EPS)
     assert torch.equal(ours, x + delta)
+    assert_close(normed, PLAIN_OPS.rms_norm(ours.double(), weight.double(), EPS))
+    assert torch.equal(normed, ops.rms_norm(ours, weight, EPS))
 
 
+@each_type
 @pytest.mark.parametrize("width", [33, 576])
-def test_a_norms_rows_are_alone(isa: str, width: int) -> None:
-    weight = randn(width, seed=1)
-    assert_rows_alone(lambda ops: lambda x: ops.rms_norm(x, weight, EPS), randn(7, width))
-    assert_rows_alone(lambda ops: lambda x: ops.add_rms_norm(x, x.flip(1).contiguous(), weight, EPS), randn(7, width))
+def test_a_norms_rows_are_alone(isa: str, width: int, dtype: torch.dtype) -> None:
+    weight, x = randn(width, seed=1, dtype=dtype), randn(7, width, dtype=dtype)
+    assert_rows_alone(lambda ops: lambda x: ops.rms_norm(x, weight, EPS), x)
+    assert_rows_alone(lambda ops: lambda x: ops.add_rms_norm(x, x.flip(1).contiguous(), weight, EPS), x)
 
 
 def test_a_norm_of_large_numbers_is_no_worse_than_torchs(ops: NativeOps) -> None:
@@ -91,10 +105,11 @@ def test_a_norm_of_large_numbers_is_no_worse_than_torchs(ops: NativeOps) -> None
     assert_close(ops.rms_norm(x, weight, EPS), PLAIN_OPS.rms_norm(x.double(), weight.double(), EPS))
 
 
+@each_type
 @pytest.mark.parametrize("columns", WIDTHS)
 @pytest.mark.parametrize("activation", get_args(Activation))
-def test_gates(ops: NativeOps, activation: Activation, columns: int) -> None:
-    gate_up = randn(3, 2 * columns)
+def test_gates(ops: NativeOps, activation: Activation, columns: int, dtype: torch.dtype) -> None:
+    gate_up = randn(3, 2 * columns, dtype=dtype)
     assert_close(ops.gated(gate_up, activation), PLAIN_OPS.gated(gate_up.double(), activation))
 
 
@@ -105,15 +120,33 @@ def test_gates_far_from_zero(ops: NativeOps, activation: Activation) -> None:
     torch.testing.assert_close(out, PLAIN_OPS.gated(torch.cat([gates, torch.ones_like(gates)], dim=1), activation))
 
 
-def test_what_is_no_number_stays_so(ops: NativeOps) -> None:
-    nothing = torch.tensor([[float("nan")] * 20 + [1.0] * 20])
+@each_type
+def test_what_is_no_number_stays_so(ops: NativeOps, dtype: torch.dtype) -> None:
+    nothing = torch.tensor([[float("nan")] * 20 + [1.0] * 20], dtype=dtype)
     for activation in get_args(Activation):
         assert ops.gated(nothing, activation).isnan().all()
 
 
+@each_type
 @pytest.mark.parametrize("activation", get_args(Activation))
-def test_a_gates_rows_are_alone(isa: str, activation: Activation) -> None:
-    assert_rows_alone(lambda ops: lambda x: ops.gated(x, activation), randn(5, 2 * 331))
+def test_a_gates_rows_are_alone(isa: str, activation: Activation, dtype: torch.dtype) -> None:
+    assert_rows_alone(lambda ops: lambda x: ops.gated(x, activation), randn(5, 2 * 331, dtype=dtype))
+
+
+@pytest.mark.usefixtures("isa")
+def test_bfloat16_is_rounded_as_torch_rounds_it() -> None:
+    """To nearest, ties to even; infinities, NaN of any bits, and numbers too small to be normal stay what they are."""
+    ops, generator = NativeOps(issuer_of(1)), torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**15), 2**15, (2, 1 << 15), generator=generator).to(torch.int16)
+    x, delta = bits.view(torch.bfloat16)
+    ours, expected = x.clone().unsqueeze(0), (x.float() + delta.float()).bfloat16()
+    ops.add(ours, delta.clone().unsqueeze(0))
+    numbers = ~expected.isnan()
+    assert torch.equal(ours[0].isnan(), ~numbers)
+    assert torch.equal(ours[0][numbers].view(torch.int16), expected[numbers].view(torch.int16))
+    zeros = torch.zeros_like(ours)
+    ops.add(zeros, x.unsqueeze(0))
+    assert torch.equal(zeros[0].isnan(), x.isnan())
 
 
 def test_the_exact_gelu(issuer: Issuer) -> None:
@@ -122,36 +155,61 @@ def test_the_exact_gelu(issuer: Issuer) -> None:
     gate_up = torch.cat([gates, torch.ones_like(gates)])
     out = torch.empty_like(gates)
     rows = Op(Kind.GATED, 1)
-    issuer.issue(GatedOp(rows, NativeActivation.GELU, len(gates), gate_up.data_ptr(), out.data_ptr()))
+    gelu = NativeActivation.GELU
+    issuer.issue(GatedOp(rows, Format.F32, gelu, len(gates), gate_up.data_ptr(), out.data_ptr()))
     assert (out.double() - torch.nn.functional.gelu(gates.double())).abs().max() < 1e-6
 
 
-@given(st.integers(0, 9), st.integers(1, 300), st.sampled_from(TEAMS), st.sampled_from(compute_library().isas))
-def test_additions_and_picks(rows: int, width: int, team: int, name: str) -> None:
+@given(
+    st.integers(0, 9),
+    st.integers(1, 300),
+    st.integers(1, 3),
+    st.sampled_from(TEAMS),
+    st.sampled_from(compute_library().isas),
+    st.sampled_from(TYPES),
+)
+def test_additions_and_picks(rows: int, width: int, terms: int, team: int, name: str, dtype: torch.dtype) -> None:
     with computing_with(name):
-        ops, x, delta = NativeOps(issuer_of(team)), randn(rows + 1, width), randn(rows + 1, width, seed=1)
+        ops, x = NativeOps(issuer_of(team)), randn(rows + 1, width, dtype=dtype)
+        deltas = [randn(rows + 1, width, seed=1 + term, dtype=dtype) for term in range(terms)]
         index = torch.randint(rows + 1, (2 * rows,), generator=torch.Generator().manual_seed(rows))
         assert torch.equal(ops.pick(x, index), x[index])
-        summed = x.clone()
-        ops.add(summed, delta)
-        assert torch.equal(summed, x + delta)
+        ours, plain = x.clone(), x.clone()
+        ops.add(ours, *deltas)
+        PLAIN_OPS.add(plain, *deltas)
+        assert torch.equal(ours, plain)
 
 
 class Heads:
     """One step's projections of random content, at positions that are in no order."""
 
-    def __init__(self, shape: tuple[int, int, int, int], *, with_norms: bool) -> None:
+    def __init__(
+        self, shape: tuple[int, int, int, int], *, with_norms: bool, dtype: torch.dtype = torch.float32
+    ) -> None:
         tokens, self.num_heads, kv_heads, head_dim = shape
-        self.qkv = randn(tokens, self.num_heads + 2 * kv_heads, head_dim)
-        table = RotaryTables([RopeConfig(100.0)], head_dim=head_dim, max_length=64, dtype=torch.float32)
+        self.dtype = dtype
+        self.qkv = randn(tokens, self.num_heads + 2 * kv_heads, head_dim, dtype=dtype)
+        table = RotaryTables([RopeConfig(100.0)], head_dim=head_dim, max_length=64, dtype=dtype)
         self.rotation = table.at(torch.arange(tokens) * 29 % 64)[0]
-        self.norms = HeadWeights(randn(self.num_heads + kv_heads, head_dim, seed=1), EPS) if with_norms else None
+        weight = randn(self.num_heads + kv_heads, head_dim, seed=1, dtype=dtype)
+        self.norms = HeadWeights(weight, EPS) if with_norms else None
         self.slots = torch.randperm(20, generator=torch.Generator().manual_seed(2))[:tokens] + 4
         self.kv_shape = (24, kv_heads, head_dim)
 
-    def written_by(self, ops: NativeOps | PlainOps) -> tuple[torch.Tensor, LayerCache]:
+    @property
+    def exact_rotation(self) -> Rotation:
+        """The rotation in float64, of the same tables."""
+        rotation = self.rotation
+        return Rotation(rotation.cos_table.double(), rotation.signed_sin_table.double(), rotation.positions)
+
+    @property
+    def exact_norms(self) -> HeadWeights | None:
+        return None if self.norms is None else HeadWeights(self.norms.weight.double(), self.norms.eps)
+
+    def written_by(self, ops: NativeOps) -> tuple[torch.Tensor, LayerCache]:
         """The queries, and the cache with keys and values in it."""
-        cache = LayerCache(torch.zeros(self.kv_shape), torch.zeros(self.kv_shape), 4)
+        keys, values = torch.zeros(2, *self.kv_shape, dtype=self.dtype)
+        cache = LayerCache(keys, values, 4)
         query = ops.rotate_and_write(
             self.qkv.clone(),
             self.rotation,
@@ -167,14 +225,15 @@ with_shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 with_norms = pytest.mark.parametrize("with_norms", [False, True], ids=["plain", "head norms"])
 
 
+@each_type
 @with_shapes
 @with_norms
 def test_rotated_heads_lie_where_they_were_made(
-    ops: NativeOps, shape: tuple[int, int, int, int], *, with_norms: bool
+    ops: NativeOps, shape: tuple[int, int, int, int], dtype: torch.dtype, *, with_norms: bool
 ) -> None:
-    heads = Heads(shape, with_norms=with_norms)
-    original = heads.qkv.clone()
-    expected = PLAIN_OPS.rotate(original.clone(), heads.rotation, num_heads=heads.num_heads, norms=heads.norms)
+    heads = Heads(shape, with_norms=with_norms, dtype=dtype)
+    exact = {"num_heads": heads.num_heads, "norms": heads.exact_norms}
+    expected = PLAIN_OPS.rotate(heads.qkv.double(), heads.exact_rotation, **exact)  # type: ignore[arg-type]
     rotated = ops.rotate(heads.qkv, heads.rotation, num_heads=heads.num_heads, norms=heads.norms)
     assert_close(rotated.query, expected.query)
     assert_close(rotated.key, expected.key)
@@ -182,14 +241,18 @@ def test_rotated_heads_lie_where_they_were_made(
     assert rotated.query.data_ptr() == heads.qkv.data_ptr()
 
 
+@each_type
 @with_shapes
 @with_norms
-def test_keys_and_values_are_written(ops: NativeOps, shape: tuple[int, int, int, int], *, with_norms: bool) -> None:
-    heads = Heads(shape, with_norms=with_norms)
-    (query, cache), (plain_query, plain_cache) = heads.written_by(ops), heads.written_by(PLAIN_OPS)
-    assert_close(query, plain_query)
-    assert_close(cache.keys, plain_cache.keys)
-    assert torch.equal(cache.values, plain_cache.values)
+def test_keys_and_values_are_written(
+    ops: NativeOps, shape: tuple[int, int, int, int], dtype: torch.dtype, *, with_norms: bool
+) -> None:
+    heads = Heads(shape, with_norms=with_norms, dtype=dtype)
+    rotated = ops.rotate(heads.qkv.clone(), heads.rotation, num_heads=heads.num_heads, norms=heads.norms)
+    query, cache = heads.written_by(ops)
+    assert torch.equal(query, rotated.query)
+    assert torch.equal(cache.keys[heads.slots], rotated.key)
+    assert torch.equal(cache.values[heads.slots], rotated.value)
     untouched = torch.ones(24, dtype=torch.bool).index_fill_(0, heads.slots, value=False)
     assert not cache.keys[untouched].any()
     assert not cache.values[untouched].any()
@@ -234,8 +297,8 @@ def test_what_is_recorded_follows_its_inputs() -> None:
 
 def test_what_the_kernels_cannot_read_is_refused() -> None:
     ops = NativeOps(issuer_of(1))
-    with pytest.raises(ValueError, match=r"not one of torch\.bfloat16"):
-        ops.gated(randn(2, 8).bfloat16(), "silu")
+    with pytest.raises(ValueError, match=r"of torch\.float32, not one of torch\.bfloat16"):
+        ops.add(randn(2, 8), randn(2, 8, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="not contiguous"):
         ops.rms_norm(randn(2, 8)[:, :4], randn(4), EPS)
 
@@ -258,8 +321,6 @@ def test_host_cores_with_an_issuer_get_the_kernels(isa: str) -> None:
 
 def test_why_host_cores_have_none_is_told() -> None:
     assert fused_ops_of(HOST, no_issuer="not built").name == "torch (not built)"
-    without = fused_ops_of(HOST, dtype=torch.bfloat16, issuer=issuer_of(1))
-    assert without.name == "torch (the native kernels do not compute in torch.bfloat16)"
 
 
 def test_a_residual_stream_settles_by_the_kernels() -> None:

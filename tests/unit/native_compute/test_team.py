@@ -16,18 +16,15 @@ from typing import Any
 import pytest
 import torch
 
-from hetero_worker.native.compute_library import AddOp, CallOp, Kind, Op, PickOp
+from hetero_worker.native.compute_library import CallOp, Kind, Op, PickOp
 from hetero_worker.native.team import NativeTeam
+from tests.support.native_compute import add_op as add
 from tests.support.native_compute import compute_library
 
 pytestmark = pytest.mark.unit
 
 SIZES = (1, 2, 3, 5)
 Function = ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_void_p)
-
-
-def add(x: torch.Tensor, delta: torch.Tensor) -> AddOp:
-    return AddOp(op=Op(Kind.ADD, x.shape[0]), width=x.shape[1], x=x.data_ptr(), delta=delta.data_ptr())
 
 
 def call(function: Any) -> CallOp:
@@ -146,6 +143,6 @@ def test_a_team_that_cannot_be_had_says_so() -> None:
 def test_rows_are_picked(size: int) -> None:
     team, x, index = NativeTeam(compute_library(), size), torch.randn(9, 33), torch.tensor([8, 0, 3, 3])
     y = torch.empty(4, 33)
-    op = PickOp(op=Op(Kind.PICK, 4), width=33, x=x.data_ptr(), index=index.data_ptr(), y=y.data_ptr())
+    op = PickOp(op=Op(Kind.PICK, 4), row_bytes=4 * 33, x=x.data_ptr(), index=index.data_ptr(), y=y.data_ptr())
     team.run_one(op)
     assert torch.equal(y, x[index])

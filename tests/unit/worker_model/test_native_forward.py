@@ -73,24 +73,37 @@ def recordings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def make_group(
-    checkpoint: TinyCheckpoint, shares: Shares, stack: ExitStack, folder: Path, *, over: str, eager: bool
+    checkpoint: TinyCheckpoint,
+    shares: Shares,
+    stack: ExitStack,
+    folder: Path,
+    *,
+    over: str,
+    eager: bool,
+    dtype: str = "float32",
 ) -> RankGroup:
     def make(plan: ShardPlan) -> list[HostExchange]:
         ends = exchanges(folder, plan.world_size, routes=routes_of(plan))
         return list(stack.enter_context(ends))
 
     in_memory = shares is ONE or over == "threads"
-    return RankGroup(checkpoint.directory, shares, enforce_eager=eager, make_exchanges=None if in_memory else make)
+    make_exchanges = None if in_memory else make
+    return RankGroup(checkpoint.directory, shares, dtype=dtype, recorded=not eager, make_exchanges=make_exchanges)
 
 
-@pytest.mark.parametrize("over", ["threads", "native"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+WAYS = [(layout, over, "float32") for layout in LAYOUTS for over in ("threads", "native")]
+BFLOAT16_WAYS = [("one", "native", "bfloat16"), ("uneven", "threads", "bfloat16"), ("uneven", "native", "bfloat16")]
+BFLOAT16_WAYS += [("no part", "native", "bfloat16"), ("helped", "native", "bfloat16"), ("stages", "native", "bfloat16")]
+
+
+@pytest.mark.parametrize(("layout", "over", "dtype"), [*WAYS, *BFLOAT16_WAYS])
 @pytest.mark.parametrize("variant", ["llama-biased", "qwen3", "gemma3"])
 def test_recorded_steps_are_what_steps_are(
     checkpoints: dict[str, TinyCheckpoint],
     variant: str,
     layout: str,
     over: str,
+    dtype: str,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -98,21 +111,25 @@ def test_recorded_steps_are_what_steps_are(
     with ExitStack() as stack, caplog.at_level("INFO"):
         (tmp_path / "a").mkdir()
         (tmp_path / "b").mkdir()
-        eager = told(make_group(checkpoints[variant], shares, stack, tmp_path / "a", over=over, eager=True))
+        eager = told(
+            make_group(checkpoints[variant], shares, stack, tmp_path / "a", over=over, eager=True, dtype=dtype)
+        )
         assert not recordings(caplog)
-        recorded = told(make_group(checkpoints[variant], shares, stack, tmp_path / "b", over=over, eager=False))
+        recorded = told(
+            make_group(checkpoints[variant], shares, stack, tmp_path / "b", over=over, eager=False, dtype=dtype)
+        )
     said = recordings(caplog)
     assert not [message for message in said if "operator by operator" in message]
     assert len([message for message in said if message.startswith("step of 3 rows recorded")]) == len(shares.vocab_rows)
     assert all(map(torch.equal, recorded, eager))
 
 
-@pytest.mark.parametrize("variant", ["qwen3", "gemma2"])
+@pytest.mark.parametrize(("variant", "dtype"), [("qwen3", "float32"), ("qwen3", "bfloat16"), ("gemma2", "float32")])
 def test_a_recorded_step_is_one_call_with_its_logits(
-    checkpoints: dict[str, TinyCheckpoint], variant: str, monkeypatch: pytest.MonkeyPatch
+    checkpoints: dict[str, TinyCheckpoint], variant: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Logits that are capped are torch's to make."""
-    builder = PlanBuilder(RankGroup(checkpoints[variant].directory, ONE))
+    builder = PlanBuilder(RankGroup(checkpoints[variant].directory, ONE, dtype=dtype))
     calls: list[str] = []
 
     def counted(name: str) -> Callable[..., object]:
@@ -134,9 +151,10 @@ def test_a_recorded_step_is_one_call_with_its_logits(
     assert calls == (["run"] if variant == "qwen3" else ["run", "run_one", "run_one"])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", ["one", "uneven"])
 def test_draws_of_all_kinds_are_what_they_are_of_steps_that_are_not_recorded(
-    checkpoints: dict[str, TinyCheckpoint], layout: str
+    checkpoints: dict[str, TinyCheckpoint], layout: str, dtype: str
 ) -> None:
     kinds = [
         GREEDY,
@@ -148,7 +166,9 @@ def test_draws_of_all_kinds_are_what_they_are_of_steps_that_are_not_recorded(
     masks = [bytes([0b10101010]) * 25, bytes([0b00001111]) * 25]
 
     def told(*, eager: bool) -> list[object]:
-        builder = PlanBuilder(RankGroup(checkpoints["qwen3"].directory, LAYOUTS[layout], enforce_eager=eager))
+        builder = PlanBuilder(
+            RankGroup(checkpoints["qwen3"].directory, LAYOUTS[layout], dtype=dtype, recorded=not eager)
+        )
         for slot, kind in enumerate(kinds):
             builder.start(slot, [slot + 1, 2 * slot + 3], sampling=kind)
         outputs: list[object] = []
@@ -189,7 +209,7 @@ def test_micro_batches_are_recorded_too(
 
     def told(*, eager: bool) -> list[torch.Tensor]:
         group = RankGroup(
-            checkpoints["qwen3"].directory, STAGES, enforce_eager=eager, num_blocks=400, max_num_batched_tokens=128,
+            checkpoints["qwen3"].directory, STAGES, recorded=not eager, num_blocks=400, max_num_batched_tokens=128,
             max_num_seqs=rows,
         )  # fmt: skip
         builder = PlanBuilder(group)
@@ -210,12 +230,13 @@ def test_micro_batches_are_recorded_too(
     assert all(map(torch.equal, recorded, eager))
 
 
-@pytest.mark.parametrize("layout", ["uneven", "no part"])
+@pytest.mark.parametrize(("layout", "dtype"), [("uneven", "float32"), ("no part", "float32"), ("uneven", "bfloat16")])
 def test_sums_of_the_native_exchange_do_not_break_a_recording(
-    checkpoints: dict[str, TinyCheckpoint], layout: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    checkpoints: dict[str, TinyCheckpoint], layout: str, dtype: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with ExitStack() as stack, caplog.at_level("INFO"):
-        told(make_group(checkpoints["qwen3"], LAYOUTS[layout], stack, tmp_path, over="native", eager=False))
+        shares = LAYOUTS[layout]
+        told(make_group(checkpoints["qwen3"], shares, stack, tmp_path, over="native", eager=False, dtype=dtype))
     said = [message for message in recordings(caplog) if "recorded" in message]
     assert said
     assert all("in 1 pieces" in message for message in said)
@@ -228,17 +249,21 @@ def test_a_decoder_that_needs_torch_says_so_and_goes_on(
         recorded = told(RankGroup(checkpoints["qwen3-moe"].directory, ONE))
     assert [message for message in recordings(caplog) if "operator by operator: torch computes" in message]
     assert not [message for message in recordings(caplog) if "recorded:" in message]
-    eager = told(RankGroup(checkpoints["qwen3-moe"].directory, ONE, enforce_eager=True))
+    eager = told(RankGroup(checkpoints["qwen3-moe"].directory, ONE, recorded=False))
     assert all(map(torch.equal, recorded, eager))
 
 
 def test_what_a_rank_says_of_its_steps(checkpoints: dict[str, TinyCheckpoint]) -> None:
     directory = checkpoints["qwen3"].directory
     said = {
-        "steps=recorded": RankGroup(directory, ONE),
-        "steps=operator by operator (enforceEager)": RankGroup(directory, ONE, enforce_eager=True),
+        "steps=recorded": RankGroup(directory, ONE, dtype="bfloat16", enforce_eager=True),
+        "steps=operator by operator (recording is turned off)": RankGroup(directory, ONE, recorded=False),
         "steps=operator by operator (native kernels are turned off)": RankGroup(directory, ONE, native=False),
-        "steps=operator by operator (in bfloat16 torch computes)": RankGroup(directory, ONE, dtype="bfloat16"),
+    }
+    moe = checkpoints["qwen3-moe"].directory
+    said |= {
+        "steps=recorded in pieces (sums and links between ranks break them)": RankGroup(directory, UNEVEN),
+        "steps=operator by operator (torch routes tokens to experts)": RankGroup(moe, UNEVEN, dtype="bfloat16"),
     }
     for kernel, group in said.items():
         assert kernel in group.reports[0].kernels

@@ -23,7 +23,7 @@ from hetero_worker.attention.base import (
     StepAttention,
 )
 from hetero_worker.attention.kv_cache import LayerCache
-from hetero_worker.native.compute_library import AttendOp, AttendSpanOp, Cache, Kind, Op
+from hetero_worker.native.compute_library import FORMATS, AttendOp, AttendSpanOp, Cache, Kind, Op
 from hetero_worker.native.issuing import Issuer
 
 
@@ -57,12 +57,12 @@ class _NativeStep(StepAttention):
         self._issuer = issuer
 
     def attend_written(self, query: torch.Tensor, cache: LayerCache, rule: AttentionRule) -> torch.Tensor:
-        """Raises ValueError for tensors that are not of float32, or queries whose heads do not lie side by side."""
-        if not query.dtype == cache.keys.dtype == torch.float32:
-            raise ValueError(f"native attention computes in float32: not {query.dtype} over {cache.keys.dtype}")
+        """Raises ValueError for a cache of another type, or queries whose heads do not lie side by side."""
+        if query.dtype != cache.keys.dtype:
+            raise ValueError(f"queries and cache are to be of one type: not {query.dtype} over {cache.keys.dtype}")
         if query.stride()[1:] != (query.shape[2], 1):
             raise ValueError(f"a row's query heads are to lie side by side, not with strides {query.stride()}")
-        out = self._issuer.empty(query.shape[0], query.shape[1] * query.shape[2])
+        out = self._issuer.empty(query.shape[0], query.shape[1] * query.shape[2], dtype=query.dtype)
         if num_decode := self._decode.num_rows:
             self._attend_rows(self._decode, query[:num_decode], cache, rule, out)
         for span in self._spans:
@@ -103,6 +103,7 @@ def _address(array: IntArray) -> int:
 
 def _described(cache: LayerCache, query: torch.Tensor, rule: AttentionRule) -> Cache:
     return Cache(
+        FORMATS[cache.keys.dtype],
         cache.keys.data_ptr(),
         cache.values.data_ptr(),
         cache.block_size,

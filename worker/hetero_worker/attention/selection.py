@@ -1,6 +1,6 @@
-"""Choice of a rank's attention backend, by platform, arithmetic type and model.
+"""Choice of a rank's attention backend, by platform and model.
 
-- Host cores with the native library use `NativePagedAttention`, in float32.
+- Host cores with the native library use `NativePagedAttention`.
 - A GPU uses `TritonPagedAttention` where Triton works and the kernels support the model's heads.
 - Everything else uses `TorchPagedAttention`, the reference, and reports why.
 
@@ -46,7 +46,6 @@ class ChosenAttention:
 
 def choose_attention(
     platform: Platform,
-    dtype: torch.dtype,
     config: ModelConfig,
     *,
     wanted: DeviceAttention | None = None,
@@ -65,7 +64,9 @@ def choose_attention(
             raise ModelError(
                 f"attention by {wanted} is asked for on host cores, which have attention of their own only"
             )
-        return _host_attention(dtype, batch_invariant=batch_invariant, issuer=issuer, no_issuer=no_issuer)
+        if issuer is not None:
+            return ChosenAttention(NativePagedAttention(issuer))
+        return ChosenAttention(TorchPagedAttention(batch_invariant=batch_invariant), no_issuer)
     if batch_invariant and wanted is None and device.type == HOST.type:  # a GPU that is played by the host
         return ChosenAttention(TorchPagedAttention(batch_invariant=True))
     problem = "plain operators are asked for" if wanted == DeviceAttention.PLAIN else _triton_problem(device, config)
@@ -75,15 +76,6 @@ def choose_attention(
         why = " (engine.batchInvariant)" if batch_invariant else ""
         raise ModelError(f"attention by our kernels is asked for{why}, but {problem}")
     return ChosenAttention(TorchPagedAttention(device), problem if device.type == "cuda" else "")
-
-
-def _host_attention(
-    dtype: torch.dtype, *, batch_invariant: bool, issuer: Issuer | None, no_issuer: str
-) -> ChosenAttention:
-    if issuer is not None and dtype == torch.float32:
-        return ChosenAttention(NativePagedAttention(issuer))
-    reason = no_issuer if issuer is None else f"the native kernels do not compute in {dtype}"
-    return ChosenAttention(TorchPagedAttention(batch_invariant=batch_invariant), reason)
 
 
 def _triton_problem(device: torch.device, config: ModelConfig) -> str | None:

@@ -31,7 +31,7 @@ def sum_in_order(terms: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     """Write terms[0] + terms[1] + … into `out`: left to right, in fp32, rounded once. One term is copied unchanged.
 
     Every exchange adds in this way, so their results are bitwise equal. All tensors have one shape and type. `out` may
-    be one of the terms if there are at most two.
+    be the first term, or one of two.
     """
     if len(terms) == 1:
         out.copy_(terms[0])

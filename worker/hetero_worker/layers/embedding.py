@@ -202,7 +202,7 @@ class OutputHead:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return float32 [rows, vocabulary rows of this rank] of [rows, hidden]."""
-        logits = self._linear(hidden).float()
+        logits = self._linear.packed.logits(hidden)
         return logits if self._soft_cap is None else self._ops.capped(logits, self._soft_cap)
 
 

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from hetero_api.model_parts import Activation
 from hetero_worker.attention.kv_cache import LayerCache
+from hetero_worker.distributed.exchange import sum_in_order
 from hetero_worker.layers.rotary import Rotation
 
 
@@ -55,8 +56,8 @@ class FusedOps(Protocol):
         """Add delta to residual in place, both [rows, width], and return the norm of the sum, new."""
         ...
 
-    def add(self, x: torch.Tensor, delta: torch.Tensor) -> None:
-        """Add delta to x in place, both [rows, width]."""
+    def add(self, x: torch.Tensor, *deltas: torch.Tensor) -> None:
+        """Add the deltas to x in place, all [rows, width]: in their order, in float32, rounded once."""
         ...
 
     def pick(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -115,9 +116,9 @@ class FusedOps(Protocol):
 class TorchOps(ABC):
     """Base of FusedOps by torch's operators, which write keys and values in a separate pass."""
 
-    def add(self, x: torch.Tensor, delta: torch.Tensor) -> None:
+    def add(self, x: torch.Tensor, *deltas: torch.Tensor) -> None:
         """See `FusedOps.add`."""
-        x.add_(delta)
+        sum_in_order([x, *deltas], x)
 
     def pick(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """See `FusedOps.pick`."""

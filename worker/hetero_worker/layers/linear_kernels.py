@@ -37,6 +37,10 @@ class PackedWeight(ABC):
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None, /) -> torch.Tensor:
         """Return x · Wᵀ + b, contiguous [rows, out], of x [rows, in]."""
 
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x · Wᵀ, float32 [rows, out], of x [rows, in]. A kernel may omit the rounding to its inputs' type."""
+        return self(x, None).float()
+
     def embed(self, ids: torch.Tensor, *, first: int = 0, scale: float = 1.0) -> torch.Tensor:
         """Return rows `ids - first` of the weight, times `scale`, for int64 [n] ids; zeros where no such row exists.
 

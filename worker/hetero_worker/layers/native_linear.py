@@ -18,11 +18,10 @@ import torch
 from hetero_api.weight_format import WeightFormat
 from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
 from hetero_worker.layers.linear_kernels import LinearKernel, PackedWeight
-from hetero_worker.native.compute_library import EmbedOp, Format, Kind, LinearOp, Op, PackOp, Weight
+from hetero_worker.native.compute_library import FORMATS, EmbedOp, Format, Kind, LinearOp, Op, PackOp, Weight
 from hetero_worker.native.issuing import Issuer
 from hetero_worker.platforms.huge_pages import empty_on_huge_pages
 
-_FORMATS: Final = {torch.float32: Format.F32, torch.bfloat16: Format.BF16, torch.float16: Format.F16}
 _EXACT: Final[dict[torch.dtype, tuple[torch.dtype, ...]]] = {
     torch.float32: (torch.float32, torch.bfloat16, torch.float16),
     torch.bfloat16: (torch.bfloat16,),
@@ -59,7 +58,7 @@ class NativeLinear(LinearKernel):
     def pack(self, weight: torch.Tensor) -> NativeWeight:
         """[out, in] of float32, bfloat16 or float16."""
         outputs, inputs = weight.shape
-        packed = NativeWeight(self._issuer, self._dtype, _FORMATS[weight.dtype], (outputs, inputs))
+        packed = NativeWeight(self._issuer, self._dtype, FORMATS[weight.dtype], (outputs, inputs))
         packed.write(weight)
         return packed
 
@@ -148,18 +147,21 @@ class NativeWeight(PackedWeight):
         self._issuer.team.run_one(op)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None, /) -> torch.Tensor:
-        """[rows, in], rows contiguous each → [rows, out]."""
-        if x.dtype != torch.float32:
-            wide = None if bias is None else bias.float()
-            return self._multiply(x.float(), wide).to(x.dtype)
-        return self._multiply(x, bias)
+        """Return x · Wᵀ + bias: [rows, in] → [rows, out], both of the arithmetic type, each row of x contiguous."""
+        return self._multiply(x, bias, self._dtype)
 
-    def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x · Wᵀ as it was summed: [rows, in] of the arithmetic type → float32 [rows, out]."""
+        return self._multiply(x, None, torch.float32)
+
+    def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None, y_type: torch.dtype) -> torch.Tensor:
+        if not x.dtype == (self._dtype if bias is None else bias.dtype) == self._dtype:
+            raise ValueError(f"this weight is multiplied with {self._dtype}, not with {x.dtype}")
         if x.stride(1) != 1:
             x = x.contiguous()
         rows = len(x)
-        y = self._issuer.empty(rows, self._weight.out_features)
-        op = LinearOp(Op(Kind.LINEAR, rows), self.address, x.data_ptr(), x.stride(0))
+        y = self._issuer.empty(rows, self._weight.out_features, dtype=y_type)
+        op = LinearOp(Op(Kind.LINEAR, rows), self.address, FORMATS[x.dtype], FORMATS[y_type], x.data_ptr(), x.stride(0))
         op.bias = None if bias is None else bias.data_ptr()
         op.y, op.y_stride = y.data_ptr(), self._weight.out_features
         op.scratch = self._issuer.scratch(op)
@@ -168,7 +170,8 @@ class NativeWeight(PackedWeight):
 
     def embed(self, ids: torch.Tensor, *, first: int = 0, scale: float = 1.0) -> torch.Tensor:
         """int64 [n] → [n, in]: rows ids - first, times scale; zeros where there is no such row."""
-        y = self._issuer.empty(len(ids), self._weight.in_features)
-        op = EmbedOp(Op(Kind.EMBED, len(ids)), self.address, ids.data_ptr(), first, scale, y.data_ptr())
+        y = self._issuer.empty(len(ids), self._weight.in_features, dtype=self._dtype)
+        rows = Op(Kind.EMBED, len(ids))
+        op = EmbedOp(rows, self.address, FORMATS[self._dtype], ids.data_ptr(), first, scale, y.data_ptr())
         self._issuer.issue(op, self, ids)
-        return y.to(self._dtype)
+        return y

@@ -7,6 +7,7 @@ kernels for, the cap of logits and a router's steps, is torch's, and is not reco
 
 from __future__ import annotations
 
+from ctypes import addressof, c_void_p
 from typing import Final
 
 import torch
@@ -15,7 +16,17 @@ from hetero_api.model_parts import Activation
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps, HeadWeights, RotatedHeads, kv_heads_of
 from hetero_worker.layers.rotary import Rotation
-from hetero_worker.native.compute_library import AddOp, GatedOp, Kind, NativeActivation, NormOp, Op, PickOp, RotateOp
+from hetero_worker.native.compute_library import (
+    FORMATS,
+    AddOp,
+    GatedOp,
+    Kind,
+    NativeActivation,
+    NormOp,
+    Op,
+    PickOp,
+    RotateOp,
+)
 from hetero_worker.native.issuing import Issuer
 
 _ACTIVATIONS: Final[dict[Activation, NativeActivation]] = {
@@ -47,15 +58,18 @@ class NativeOps:
         """See `FusedOps.add_rms_norm`."""
         return self._norm(residual, delta, weight, eps)
 
-    def add(self, x: torch.Tensor, delta: torch.Tensor) -> None:
+    def add(self, x: torch.Tensor, *deltas: torch.Tensor) -> None:
         """See `FusedOps.add`."""
-        op = AddOp(Op(Kind.ADD, len(x)), x.shape[1], _address(x), _address(delta))
-        self._issuer.issue(op)
+        terms = (c_void_p * len(deltas))(*(_address(delta, x.dtype) for delta in deltas))
+        op = AddOp(Op(Kind.ADD, len(x)), FORMATS[x.dtype], x.shape[1], _address(x, x.dtype), addressof(terms))
+        op.num_deltas = len(deltas)
+        self._issuer.issue(op, terms)
 
     def pick(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """See `FusedOps.pick`."""
-        out = self._issuer.empty(len(index), x.shape[1])
-        op = PickOp(Op(Kind.PICK, len(index)), x.shape[1], _address(x), _address(index, torch.int64), out.data_ptr())
+        out = self._issuer.empty(len(index), x.shape[1], dtype=x.dtype)
+        rows, row_bytes = Op(Kind.PICK, len(index)), x.shape[1] * x.itemsize
+        op = PickOp(rows, row_bytes, _address(x, x.dtype), _address(index, torch.int64), out.data_ptr())
         self._issuer.issue(op, index)
         return out
 
@@ -65,9 +79,10 @@ class NativeOps:
 
     def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         """See `FusedOps.gated`."""
-        rows, columns = len(gate_up), gate_up.shape[1] // 2
-        out = self._issuer.empty(rows, columns)
-        op = GatedOp(Op(Kind.GATED, rows), _ACTIVATIONS[activation], columns, _address(gate_up), out.data_ptr())
+        rows, columns, dtype = len(gate_up), gate_up.shape[1] // 2, gate_up.dtype
+        out = self._issuer.empty(rows, columns, dtype=dtype)
+        op = GatedOp(Op(Kind.GATED, rows), FORMATS[dtype], _ACTIVATIONS[activation], columns)
+        op.gate_up, op.y = _address(gate_up, dtype), out.data_ptr()
         self._issuer.issue(op)
         return out
 
@@ -106,10 +121,11 @@ class NativeOps:
         return self._others.expert_shares(logits, chosen, normalised=normalised)
 
     def _norm(self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        rows, width = x.shape
-        out = self._issuer.empty(rows, width)
-        added = None if delta is None else _address(delta)
-        op = NormOp(Op(Kind.NORM, rows), width, _address(x), added, _address(weight), eps, out.data_ptr())
+        (rows, width), dtype = x.shape, x.dtype
+        out = self._issuer.empty(rows, width, dtype=dtype)
+        op = NormOp(Op(Kind.NORM, rows), FORMATS[dtype], FORMATS[weight.dtype], width, _address(x, dtype))
+        op.delta = None if delta is None else _address(delta, dtype)
+        op.weight, op.eps, op.y = _address(weight, weight.dtype), eps, out.data_ptr()
         self._issuer.issue(op, weight)
         return out
 
@@ -123,20 +139,22 @@ class NativeOps:
         cache: LayerCache | None = None,
         slots: torch.Tensor | None = None,
     ) -> None:
-        rows, _, head_dim = qkv.shape
-        op = RotateOp(Op(Kind.ROTATE, rows), num_heads, kv_heads_of(qkv, num_heads), head_dim, _address(qkv))
-        op.cos, op.signed_sin = _address(rotation.cos_table), _address(rotation.signed_sin_table)
-        op.positions = _address(rotation.positions, torch.int64)
+        (rows, _, head_dim), dtype = qkv.shape, qkv.dtype
+        op = RotateOp(Op(Kind.ROTATE, rows), FORMATS[dtype])
+        op.heads, op.kv_heads, op.head_dim = num_heads, kv_heads_of(qkv, num_heads), head_dim
+        op.qkv, op.positions = _address(qkv, dtype), _address(rotation.positions, torch.int64)
+        op.cos, op.signed_sin = _address(rotation.cos_table, dtype), _address(rotation.signed_sin_table, dtype)
         if norms is not None:
-            op.norm_weights, op.eps = _address(norms.weight), norms.eps
+            op.norm_type, op.norm_weights = FORMATS[norms.weight.dtype], _address(norms.weight, norms.weight.dtype)
+            op.eps = norms.eps
         if cache is not None and slots is not None:
-            op.keys, op.values = _address(cache.keys), _address(cache.values)
+            op.keys, op.values = _address(cache.keys, dtype), _address(cache.values, dtype)
             op.slots = _address(slots, torch.int64)
         self._issuer.issue(op, rotation, norms, cache, slots)
 
 
-def _address(tensor: torch.Tensor, dtype: torch.dtype = torch.float32) -> int:
-    """Raises ValueError for what the kernels cannot read as it is."""
+def _address(tensor: torch.Tensor, dtype: torch.dtype) -> int:
+    """Return where the elements lie. Raises ValueError for a tensor that the kernels cannot read as it is."""
     if tensor.dtype != dtype or not tensor.is_contiguous():
         contiguity = "contiguous" if tensor.is_contiguous() else "not contiguous"
         raise ValueError(f"native kernels take contiguous tensors of {dtype}, not one of {tensor.dtype}, {contiguity}")

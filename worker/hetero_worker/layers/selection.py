@@ -34,33 +34,19 @@ def host_kernel(dtype: torch.dtype, issuer: Issuer | None) -> LinearKernel:
     return PlainKernel() if issuer is None else NativeLinear(issuer, dtype)
 
 
-def fused_ops_of(
-    device: torch.device,
-    *,
-    dtype: torch.dtype = torch.float32,
-    issuer: Issuer | None = None,
-    no_issuer: str = "",
-) -> FusedOps:
-    """Return the operators of a rank on the device, for inputs of `dtype`.
+def fused_ops_of(device: torch.device, *, issuer: Issuer | None = None, no_issuer: str = "") -> FusedOps:
+    """Return the operators of a rank on the device.
 
     `no_issuer`: why a host rank has no native kernels. Slower operators report the reason in their name.
     """
     if device.type == HOST.type:
-        return _host_ops(dtype, issuer, no_issuer)
+        return PlainOps(no_issuer) if issuer is None else NativeOps(issuer)
     if (problem := triton_problem(device)) is not None:
         logger.warning("fused steps on %s are torch's operators, which are slower: %s", device, problem)
         return PlainOps(problem)
     from hetero_worker.layers.triton_ops import TritonOps  # imports triton
 
     return TritonOps()
-
-
-def _host_ops(dtype: torch.dtype, issuer: Issuer | None, no_issuer: str) -> FusedOps:
-    if issuer is None:
-        return PlainOps(no_issuer)
-    if dtype != torch.float32:
-        return PlainOps(f"the native kernels do not compute in {dtype}")
-    return NativeOps(issuer)
 
 
 def invariant_kernel(usual: LinearKernel, *, device: torch.device) -> LinearKernel:

@@ -31,9 +31,9 @@ class TritonOps:
         """See `FusedOps.add_rms_norm`."""
         return add_rms_norm(residual, delta, weight, eps)
 
-    def add(self, x: torch.Tensor, delta: torch.Tensor) -> None:
+    def add(self, x: torch.Tensor, *deltas: torch.Tensor) -> None:
         """See `FusedOps.add`."""
-        PLAIN_OPS.add(x, delta)
+        PLAIN_OPS.add(x, *deltas)
 
     def pick(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """See `FusedOps.pick`."""

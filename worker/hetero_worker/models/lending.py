@@ -29,7 +29,7 @@ from typing import Final
 
 import torch
 
-from hetero_worker.distributed.exchange import Exchange, PendingSend, PendingTensor, sum_in_order
+from hetero_worker.distributed.exchange import Exchange, PendingSend, PendingTensor
 from hetero_worker.distributed.routes import HelperLinks
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps, empty_like
 
@@ -150,15 +150,9 @@ class Lending:
 
     def _add(self, partial: torch.Tensor | None, sums: list[torch.Tensor]) -> torch.Tensor:
         terms = sums if partial is None else [*sums[: self._rank_order], partial, *sums[self._rank_order :]]
-        if terms[0].dtype == torch.float32:  # each addition rounds alike, so one after another is in order
-            for term in terms[1:]:
-                self._ops.add(terms[0], term)
-            return terms[0]
-        if len(terms) == 1:
-            return terms[0]
-        total = terms[0] if len(terms) == 2 else torch.empty_like(terms[0])
-        sum_in_order(terms, total)
-        return total
+        if len(terms) > 1:
+            self._ops.add(terms[0], *terms[1:])
+        return terms[0]
 
 
 class _Lent:

@@ -14,10 +14,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from hetero_worker.native.build import COMPUTE_LIBRARY, compute_sources
 from hetero_worker.native.loading import load_checked
 
-ABI: Final = 2
+ABI: Final = 3
 
 
 class Kind(IntEnum):
@@ -46,6 +48,10 @@ class Format(IntEnum):
     F16 = 2
     I8 = 3
     I4 = 4
+
+
+FORMATS: Final = {torch.float32: Format.F32, torch.bfloat16: Format.BF16, torch.float16: Format.F16}
+"""Of tensors; activations are float32 or bfloat16."""
 
 
 class NativeActivation(IntEnum):
@@ -95,6 +101,8 @@ class LinearOp(ctypes.Structure):
     _fields_ = (
         ("op", Op),
         ("weight", c_void_p),
+        ("type", c_uint64),
+        ("y_type", c_uint64),
         ("x", c_void_p),
         ("x_stride", c_uint64),
         ("bias", c_void_p),
@@ -110,6 +118,7 @@ class EmbedOp(ctypes.Structure):
     _fields_ = (
         ("op", Op),
         ("table", c_void_p),
+        ("type", c_uint64),
         ("ids", c_void_p),
         ("first", c_int64),
         ("scale", c_double),
@@ -122,6 +131,8 @@ class NormOp(ctypes.Structure):
 
     _fields_ = (
         ("op", Op),
+        ("type", c_uint64),
+        ("weight_type", c_uint64),
         ("width", c_uint64),
         ("x", c_void_p),
         ("delta", c_void_p),
@@ -134,7 +145,14 @@ class NormOp(ctypes.Structure):
 class GatedOp(ctypes.Structure):
     """hc_gated_op."""
 
-    _fields_ = (("op", Op), ("activation", c_uint64), ("columns", c_uint64), ("gate_up", c_void_p), ("y", c_void_p))
+    _fields_ = (
+        ("op", Op),
+        ("type", c_uint64),
+        ("activation", c_uint64),
+        ("columns", c_uint64),
+        ("gate_up", c_void_p),
+        ("y", c_void_p),
+    )
 
 
 class RotateOp(ctypes.Structure):
@@ -142,6 +160,8 @@ class RotateOp(ctypes.Structure):
 
     _fields_ = (
         ("op", Op),
+        ("type", c_uint64),
+        ("norm_type", c_uint64),
         ("heads", c_uint64),
         ("kv_heads", c_uint64),
         ("head_dim", c_uint64),
@@ -161,6 +181,7 @@ class Cache(ctypes.Structure):
     """hc_cache."""
 
     _fields_ = (
+        ("type", c_uint64),
         ("keys", c_void_p),
         ("values", c_void_p),
         ("block_size", c_uint64),
@@ -208,13 +229,20 @@ class AttendSpanOp(ctypes.Structure):
 class AddOp(ctypes.Structure):
     """hc_add_op."""
 
-    _fields_ = (("op", Op), ("width", c_uint64), ("x", c_void_p), ("delta", c_void_p))
+    _fields_ = (
+        ("op", Op),
+        ("type", c_uint64),
+        ("width", c_uint64),
+        ("x", c_void_p),
+        ("deltas", c_void_p),
+        ("num_deltas", c_uint64),
+    )
 
 
 class PickOp(ctypes.Structure):
     """hc_pick_op."""
 
-    _fields_ = (("op", Op), ("width", c_uint64), ("x", c_void_p), ("index", c_void_p), ("y", c_void_p))
+    _fields_ = (("op", Op), ("row_bytes", c_uint64), ("x", c_void_p), ("index", c_void_p), ("y", c_void_p))
 
 
 class ChooseOp(ctypes.Structure):

@@ -131,7 +131,7 @@ def measure_parts(
 def fixed_needs(platform: Platform, config: ModelConfig) -> FixedNeeds:
     """Return the memory that a rank on the platform needs now, before its part of the model."""
     issuer = platform.native.issuer
-    attention = choose_attention(platform, DTYPES[default_dtype(platform)], config, issuer=issuer)
+    attention = choose_attention(platform, config, issuer=issuer)
     return FixedNeeds(account_of(platform.device).runtime_bytes(), attention.backend.gather_bytes)
 
 
@@ -164,9 +164,9 @@ def _site(platform: Platform, config: ModelConfig, dtype: torch.dtype, kernel: L
         device=platform.device,
         dtype=dtype,
         kernel=kernel or _kernel(platform, dtype),
-        backend=choose_attention(platform, dtype, config, issuer=native.issuer, no_issuer=native.reason).backend,
+        backend=choose_attention(platform, config, issuer=native.issuer, no_issuer=native.reason).backend,
         checkpoint=SyntheticWeights(floats=config.weights.floats),
-        ops=fused_ops_of(platform.device, dtype=dtype, issuer=native.issuer, no_issuer=native.reason),
+        ops=fused_ops_of(platform.device, issuer=native.issuer, no_issuer=native.reason),
         drawing=drawing_for(platform),
-        record=WorkRecorder(native.issuer) if native.issuer is not None and dtype == torch.float32 else as_it_is,
+        record=WorkRecorder(native.issuer) if native.issuer is not None else as_it_is,
     )

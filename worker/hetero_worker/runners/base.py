@@ -68,6 +68,8 @@ class LoadRequest:
     """A GPU rank's, to be compared with what would be chosen; None: chosen."""
     fused: bool = True
     """Whether kernels that do several steps in one may be used where there are some."""
+    recorded: bool = True
+    """Whether decode steps on host cores may be recorded; False computes them operator by operator, for comparison."""
     native: bool = True
     """Whether native kernels may be used on host cores, where there are some."""
     batch_invariant: bool = False

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from hetero_worker.distributed.exchange import Exchange
+from hetero_worker.distributed.shm_exchange import ShmExchange
 from hetero_worker.native.issuing import whole_lines
 from hetero_worker.native.means import NativeMeans
 from hetero_worker.platforms.base import Platform
@@ -14,17 +16,15 @@ from hetero_worker.runners.native_draws import NativeDraws
 from hetero_worker.runners.native_forward import NativeForward
 from hetero_worker.runners.plan_check import PlanBounds
 from hetero_worker.runners.runner_device import DrawingParts, StepParts
-from hetero_worker.runners.shard import NATIVE_DTYPE, native_for
+from hetero_worker.runners.shard import native_for
 
 
 def recorder_for(request: LoadRequest, platform: Platform) -> NativeMeans:
-    """What steps are recorded with; or why they are not."""
-    if request.enforce_eager:
-        return NativeMeans(None, "enforceEager")
-    if request.dtype != NATIVE_DTYPE or not request.fused:
-        return NativeMeans(
-            None, f"in {request.dtype} torch computes" if request.fused else "fused steps are turned off"
-        )
+    """Return what records steps, or the reason why nothing does."""
+    if not request.recorded:
+        return NativeMeans(None, "recording is turned off")
+    if not request.fused:
+        return NativeMeans(None, "fused steps are turned off")
     return native_for(request, platform)
 
 
@@ -42,9 +42,13 @@ class NativeSteps:
         forward = NativeForward(issuer, logits_bytes=_logits_bytes(request), draws=draws)
         return StepParts(inputs, forward, drawing=DrawingParts(inputs, forward))
 
-    def kernels(self, request: LoadRequest) -> tuple[str, ...]:
-        problem = recorder_for(request, self._platform).reason
-        return (f"steps={f'operator by operator ({problem})' if problem else 'recorded'}",)
+    def kernels(self, request: LoadRequest, exchange: Exchange | None) -> tuple[str, ...]:
+        has_experts = any(layer.experts.size for layer in request.shard_plan.ranks[request.rank].layers)
+        problem = recorder_for(request, self._platform).reason or (has_experts and "torch routes tokens to experts")
+        if problem:
+            return (f"steps=operator by operator ({problem})",)
+        in_pieces = exchange is not None and exchange.world_size > 1 and not isinstance(exchange, ShmExchange)
+        return (f"steps=recorded{' in pieces (sums and links between ranks break them)' if in_pieces else ''}",)
 
     def graph_sizes(self, request: LoadRequest) -> tuple[int, ...]:  # noqa: ARG002
         return ()

@@ -122,7 +122,7 @@ class PlanRunner:
         logger.info("rank %d: after the load: %s", request.rank, self._device.account.describe())
         steps = self._device.steps
         report = shard.report(request, load_s=load_s, workspace=workspace, graph_sizes=steps.graph_sizes(request))
-        kernels = (*report.kernels, *steps.kernels(request), *_drawing_report(self._drawing))
+        kernels = (*report.kernels, *steps.kernels(request, self._exchange), *_drawing_report(self._drawing))
         report = replace(report, kernels=kernels)
         holdings.hold(shard, request, report)
         return report

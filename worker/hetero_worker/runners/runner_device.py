@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.memory.accounts import MemoryAccount
 from hetero_worker.platforms.base import Platform
 from hetero_worker.runners.base import LoadRequest
@@ -73,8 +74,8 @@ class StepMaker(Protocol):
         """For a new cache."""
         ...
 
-    def kernels(self, request: LoadRequest) -> tuple[str, ...]:
-        """What of it LoadReport.kernels names."""
+    def kernels(self, request: LoadRequest, exchange: Exchange | None) -> tuple[str, ...]:
+        """Return what LoadReport.kernels says of steps that exchange through `exchange`."""
         ...
 
     def graph_sizes(self, request: LoadRequest) -> tuple[int, ...]:

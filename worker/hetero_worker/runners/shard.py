@@ -27,8 +27,6 @@ from hetero_worker.runners.runner_device import RunnerDevice
 
 logger = logging.getLogger(__name__)
 
-NATIVE_DTYPE: Final = "float32"
-"""What native kernels compute in, beside linear layers."""
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -122,7 +120,6 @@ def _attention_of(request: LoadRequest, platform: Platform) -> ChosenAttention:
     native = native_for(request, platform)
     return choose_attention(
         platform,
-        DTYPES[request.dtype],
         request.config,
         wanted=request.attention,
         batch_invariant=request.batch_invariant,
@@ -134,10 +131,10 @@ def _attention_of(request: LoadRequest, platform: Platform) -> ChosenAttention:
 def _ops_of(request: LoadRequest, platform: Platform) -> FusedOps:
     native = native_for(request, platform)
     if request.batch_invariant:
-        return invariant_ops(platform.device, issuer=native.issuer if request.dtype == NATIVE_DTYPE else None)
+        return invariant_ops(platform.device, issuer=native.issuer)
     if not request.fused:
         return PLAIN_OPS
-    return fused_ops_of(platform.device, dtype=DTYPES[request.dtype], issuer=native.issuer, no_issuer=native.reason)
+    return fused_ops_of(platform.device, issuer=native.issuer, no_issuer=native.reason)
 
 
 def _kernel_of(request: LoadRequest, platform: Platform) -> LinearKernel:

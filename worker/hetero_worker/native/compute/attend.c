@@ -99,10 +99,12 @@ static hc_state shared_state(const hc_attend_op *op, const hc_desk *desk, uint64
     return hc_state_at(at, hc_group(&op->cache));
 }
 
-static const float *query_of(const hc_attend_op *op, uint64_t row) { return op->query + row * op->query_stride; }
+static const void *query_of(const hc_attend_op *op, uint64_t row) {
+    return hc_at(op->query, row * op->query_stride, op->cache.type);
+}
 
-static float *out_of(const hc_attend_op *op, uint64_t row) {
-    return op->out + row * op->cache.heads * op->cache.head_dim;
+static void *out_of(const hc_attend_op *op, uint64_t row) {
+    return hc_to(op->out, row * op->cache.heads * op->cache.head_dim, op->cache.type);
 }
 
 /* Says what comes behind a triple: the next KV head, the next chunk or the next row. */

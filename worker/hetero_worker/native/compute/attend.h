@@ -22,10 +22,10 @@ typedef struct {
 
 /* What a member works in. */
 typedef struct {
-    const float **key_rows;   /* [HC_CHUNK]: where a chunk's keys and values begin */
-    const float **value_rows;
-    const float **next_rows;  /* [HC_CHUNK]: room for `next` */
-    const float *const *next; /* [num_next]: where keys begin that will be read next */
+    const void **key_rows;   /* [HC_CHUNK]: where a chunk's keys and values begin */
+    const void **value_rows;
+    const void **next_rows;  /* [HC_CHUNK]: room for `next` */
+    const void *const *next; /* [num_next]: where keys begin that will be read next */
     uint64_t num_next;
     float *keys;              /* transposed */
     float *values;            /* copied, where that is of use */
@@ -83,13 +83,13 @@ static inline hc_state hc_state_at(float *at, uint64_t rows) {
 }
 
 static inline uint64_t hc_work_floats(uint64_t rows, uint64_t head_dim) {
-    uint64_t pointers = 3 * HC_CHUNK * sizeof(float *) / sizeof(float);
+    uint64_t pointers = 3 * HC_CHUNK * sizeof(void *) / sizeof(float);
     return pointers + HC_CHUNK * (2 * hc_padded(head_dim) + rows) + 4 * hc_padded(rows);
 }
 
 static inline hc_attend_work hc_work_at(float *at, uint64_t rows, uint64_t head_dim) {
     hc_attend_work work;
-    work.key_rows = (const float **)(void *)at;
+    work.key_rows = (const void **)(void *)at;
     work.value_rows = work.key_rows + HC_CHUNK;
     work.next_rows = work.value_rows + HC_CHUNK;
     work.next = work.next_rows;
@@ -123,19 +123,19 @@ static inline uint64_t hc_span_member_floats(const hc_attend_span_op *op, uint64
 }
 
 #ifdef HC_NAME
-/* Copies the rows' queries, [tokens, heads, head_dim] with `stride` floats from token to token, scaled; and a state of
- * nothing. */
-void HC_NAME(attend_begin)(const hc_attend_rows *rows, const float *query, uint64_t stride);
+/* Copies the rows' queries, [tokens, heads, head_dim] with `stride` elements from token to token, scaled; and resets the
+ * rows' state. */
+void HC_NAME(attend_begin)(const hc_attend_rows *rows, const void *query, uint64_t stride);
 /* Where the keys of tokens [begin, end) lie, which must be of one chunk: to rows[token % HC_CHUNK]. */
 void HC_NAME(attend_find)(const hc_cache *cache, const int32_t *table, uint64_t kv_head, uint64_t begin, uint64_t end,
-                          const float **rows);
+                          const void **rows);
 /* Joins the chunk of that number, of which at least one row sees something, to the rows' state. */
 void HC_NAME(attend_chunk)(const hc_attend_rows *rows, uint64_t chunk, const hc_attend_work *work);
 /* Joins the state of `rows` rows of later chunks to that of earlier ones. */
 void HC_NAME(attend_join)(const hc_state *state, const hc_state *later, uint64_t rows, uint64_t head_dim,
                           const hc_attend_work *work);
 /* total / sum to [tokens, heads * head_dim]. */
-void HC_NAME(attend_end)(const hc_attend_rows *rows, float *out);
+void HC_NAME(attend_end)(const hc_attend_rows *rows, void *out);
 #endif
 
 #endif

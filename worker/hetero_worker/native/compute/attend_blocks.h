@@ -50,20 +50,20 @@
         OF_VECTORS(block, ROWS, vectors, __VA_ARGS__)      \
     }
 
-/* Asks for what is to be read soon. */
-V_INLINE void expect(const float *row, uint64_t count) {
-    for (uint64_t i = 0; i < count; i += 16)
-        __builtin_prefetch(row + i);
+/* Prefetches elements [d, d + count) of a cache's row, which are read soon. */
+V_INLINE void expect(const void *row, uint64_t d, uint64_t count, const uint64_t type) {
+    for (uint64_t i = 0; i < count * hc_width_of(type); i += 64)
+        __builtin_prefetch((const char *)hc_at(row, d, type) + i);
 }
 
 /* `count` dimensions of HC_W tokens, from d on, to rows of SLAB. */
-V_INLINE void transpose_block(const float *const *keys, const float *const *values, uint64_t d, float *to,
-                              uint64_t count) {
+V_INLINE void transpose_block(const void *const *keys, const void *const *values, uint64_t d, float *to,
+                              uint64_t count, const uint64_t type) {
     vf block[HC_W];
 #pragma GCC unroll 16
     for (int i = 0; i < HC_W; i++) {
-        block[i] = v_load_up_to(keys[i] + d, count);
-        __builtin_prefetch(values[i] + d);
+        block[i] = v_load_up_to_as(hc_at(keys[i], d, type), count, type);
+        __builtin_prefetch(hc_at(values[i], d, type));
     }
     v_transpose(block);
 #pragma GCC unroll 16
@@ -103,9 +103,10 @@ V_INLINE void score_block(const float *query, uint64_t stride, const float *keys
 
 /* Weights of tokens [begin, end) by `vectors` vectors of their values from dimension d on, joined to totals. What lies
  * at the first `num_next` of `next` is asked for on the way. */
-V_INLINE void sum_block(const float *weights, const float *const *values, uint64_t d, uint64_t begin, uint64_t end,
-                        const float *const *next, uint64_t num_next, float *total, uint64_t stride,
-                        const float *of_total, const float *of_chunk, int rows, int vectors) {
+V_INLINE void sum_block(const float *weights, const void *const *values, const uint64_t type, uint64_t d,
+                        uint64_t begin, uint64_t end, const void *const *next, uint64_t num_next,
+                        const uint64_t next_type, float *total, uint64_t stride, const float *of_total,
+                        const float *of_chunk, int rows, int vectors) {
     vf sums[ROWS][VECTORS];
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
@@ -115,10 +116,10 @@ V_INLINE void sum_block(const float *weights, const float *const *values, uint64
     for (uint64_t token = begin; token < end; token++) {
         vf value[VECTORS];
         if (token - begin < num_next)
-            expect(next[token - begin] + d, (uint64_t)vectors * HC_W);
+            expect(next[token - begin], d, (uint64_t)vectors * HC_W, next_type);
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++)
-            value[v] = v_load(values[token] + d + v * HC_W);
+            value[v] = v_load_as(hc_at(values[token], d + (uint64_t)v * HC_W, type), type);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
             vf weight = v_all(weights[(uint64_t)r * HC_CHUNK + token]);

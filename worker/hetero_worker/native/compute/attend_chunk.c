@@ -36,11 +36,12 @@ static hc_sight sight_of(const hc_attend_rows *rows, uint64_t first, uint64_t co
 }
 
 void HC_NAME(attend_find)(const hc_cache *cache, const int32_t *table, uint64_t kv_head, uint64_t begin, uint64_t end,
-                          const float **rows) {
-    uint64_t stride = cache->kv_heads * cache->head_dim, block = begin / cache->block_size;
+                          const void **rows) {
+    uint64_t width = hc_width_of(cache->type), head_bytes = cache->head_dim * width;
+    uint64_t stride = cache->kv_heads * head_bytes, block = begin / cache->block_size;
     for (uint64_t offset = begin % cache->block_size; begin < end; block++, offset = 0) {
         uint64_t slot = (uint64_t)table[block] * cache->block_size + offset;
-        const float *row = cache->keys + slot * stride + kv_head * cache->head_dim;
+        const char *row = (const char *)cache->keys + slot * stride + kv_head * head_bytes;
         for (; offset < cache->block_size && begin < end; offset++, begin++, row += stride)
             rows[begin % HC_CHUNK] = row;
     }
@@ -57,29 +58,31 @@ static void find_rows(const hc_attend_rows *rows, uint64_t first_token, hc_sight
     for (uint64_t i = sight.end; i < past; i++)
         work->key_rows[i] = work->key_rows[sight.end - 1];
     for (uint64_t i = first; i < past; i++)
-        work->value_rows[i] = cache->values + (work->key_rows[i] - cache->keys);
+        work->value_rows[i] =
+            (const char *)cache->values + ((const char *)work->key_rows[i] - (const char *)cache->keys);
 }
 
 /* [tokens, head_dim] → [slab, head_dim, SLAB]; values will be read soon, and are asked for. */
-static void transpose_keys(uint64_t head_dim, hc_sight sight, const hc_attend_work *work) {
+V_INLINE void transpose_keys(uint64_t head_dim, hc_sight sight, const hc_attend_work *work, const uint64_t type) {
     for (uint64_t token = sight.begin / HC_W * HC_W; token < sight.end; token += HC_W) {
-        const float *const *keys = work->key_rows + token, *const *values = work->value_rows + token;
+        const void *const *keys = work->key_rows + token, *const *values = work->value_rows + token;
         float *column = work->keys + token / SLAB * SLAB * head_dim + token % SLAB;
         uint64_t d = 0;
         for (; d + HC_W <= head_dim; d += HC_W)
-            transpose_block(keys, values, d, column + d * SLAB, HC_W);
+            transpose_block(keys, values, d, column + d * SLAB, HC_W, type);
         if (d < head_dim)
-            transpose_block(keys, values, d, column + d * SLAB, head_dim - d);
+            transpose_block(keys, values, d, column + d * SLAB, head_dim - d, type);
     }
 }
 
-/* To [token, padded head_dim], with zeros behind; the rows' addresses become these. */
-static void copy_values(uint64_t head_dim, hc_sight sight, const hc_attend_work *work) {
+/* Copies values to float32 [token, padded head_dim], with zeros behind; the rows' addresses become those of the copies. */
+V_INLINE void copy_values(uint64_t head_dim, hc_sight sight, const hc_attend_work *work, const uint64_t type) {
     uint64_t padded = hc_padded(head_dim);
     for (uint64_t token = sight.begin; token < sight.end; token++) {
         float *copy = work->values + token * padded;
         for (uint64_t d = 0; d < padded; d += HC_W)
-            v_store(copy + d, d < head_dim ? v_load_up_to(work->value_rows[token] + d, head_dim - d) : (vf){0});
+            v_store(copy + d, d < head_dim ? v_load_up_to_as(hc_at(work->value_rows[token], d, type), head_dim - d, type)
+                                           : (vf){0});
         work->value_rows[token] = copy;
     }
 }
@@ -140,9 +143,10 @@ static void join_sums(const hc_state *state, const float *chunk_maximum, const f
     }
 }
 
-/* Joins the chunk's values, by their weights, to totals of up to ROWS rows, SLAB dimensions from d on. */
-static void sum_values(const hc_attend_rows *rows, uint64_t first, uint64_t count, hc_sight sight, uint64_t d,
-                       const hc_attend_work *work) {
+/* Joins the chunk's values, by their weights, to totals of up to ROWS rows, SLAB dimensions from d on. `type`: of the
+ * values, which may be copies. */
+V_INLINE void sum_values(const hc_attend_rows *rows, uint64_t first, uint64_t count, hc_sight sight, uint64_t d,
+                         const hc_attend_work *work, const uint64_t type) {
     uint64_t head_dim = rows->cache->head_dim, padded = hc_padded(head_dim);
     uint64_t vectors = (head_dim - d + HC_W - 1) / HC_W;
     if (sight.begin >= sight.end)
@@ -151,8 +155,18 @@ static void sum_values(const hc_attend_rows *rows, uint64_t first, uint64_t coun
     const float *weights = work->scores + first * HC_CHUNK, *of_total = work->of_total + first;
     float *total = rows->state.total + first * padded;
     uint64_t num_next = first ? 0 : work->num_next; /* once for all rows is enough */
-    OF_BLOCK(sum_block, count, vectors, weights, work->value_rows, d, sight.begin, sight.end, work->next, num_next,
-             total, padded, of_total, work->of_chunk + first)
+    OF_BLOCK(sum_block, count, vectors, weights, work->value_rows, type, d, sight.begin, sight.end, work->next,
+             num_next, rows->cache->type, total, padded, of_total, work->of_chunk + first)
+}
+
+static void sum_floats(const hc_attend_rows *rows, uint64_t first, uint64_t count, hc_sight sight, uint64_t d,
+                       const hc_attend_work *work) {
+    sum_values(rows, first, count, sight, d, work, HC_F32);
+}
+
+static void sum_bf16(const hc_attend_rows *rows, uint64_t first, uint64_t count, hc_sight sight, uint64_t d,
+                     const hc_attend_work *work) {
+    sum_values(rows, first, count, sight, d, work, HC_BF16);
 }
 
 static uint64_t rows_from(uint64_t first, uint64_t num_rows) {
@@ -164,7 +178,7 @@ void HC_NAME(attend_chunk)(const hc_attend_rows *rows, uint64_t chunk, const hc_
     uint64_t num_rows = rows->tokens * rows->group, first_token = chunk * HC_CHUNK, head_dim = cache->head_dim;
     hc_sight whole = sight_of(rows, 0, num_rows, first_token);
     find_rows(rows, first_token, whole, work);
-    transpose_keys(head_dim, whole, work);
+    V_TYPED(cache->type, transpose_keys, head_dim, whole, work);
     for (uint64_t slab = 0; slab < HC_CHUNK / SLAB; slab++)
         for (uint64_t row = 0; row < num_rows; row += ROWS) {
             uint64_t count = rows_from(row, num_rows);
@@ -178,25 +192,35 @@ void HC_NAME(attend_chunk)(const hc_attend_rows *rows, uint64_t chunk, const hc_
                   (float)cache->soft_cap, work->chunk_maximum + r, work->chunk_sum + r);
     }
     join_sums(&rows->state, work->chunk_maximum, work->chunk_sum, num_rows, work);
-    if (num_rows >= ROWS_TO_COPY_FOR || head_dim % HC_W)
-        copy_values(head_dim, whole, work);
+    int copies = num_rows >= ROWS_TO_COPY_FOR || head_dim % HC_W;
+    if (copies)
+        V_TYPED(cache->type, copy_values, head_dim, whole, work);
     for (uint64_t d = 0; d < head_dim; d += SLAB)
         for (uint64_t row = 0; row < num_rows; row += ROWS) {
             uint64_t count = rows_from(row, num_rows);
-            sum_values(rows, row, count, sight_of(rows, row, count, first_token), d, work);
+            hc_sight sight = sight_of(rows, row, count, first_token);
+            if (copies || cache->type == HC_F32)
+                sum_floats(rows, row, count, sight, d, work);
+            else
+                sum_bf16(rows, row, count, sight, d, work);
         }
 }
 
-void HC_NAME(attend_begin)(const hc_attend_rows *rows, const float *query, uint64_t stride) {
+V_INLINE void copy_queries(const hc_attend_rows *rows, const void *query, uint64_t stride, const uint64_t type) {
     const hc_cache *cache = rows->cache;
     uint64_t group = rows->group, head_dim = cache->head_dim, padded = hc_padded(head_dim);
-    uint64_t num_rows = rows->tokens * group;
-    float scale = (float)cache->scale;
-    for (uint64_t row = 0; row < num_rows; row++) {
-        const float *from = query + row / group * stride + (rows->kv_head * group + row % group) * head_dim;
-        for (uint64_t d = 0; d < head_dim; d++)
-            rows->query[row * padded + d] = from[d] * scale;
+    vf scale = v_all((float)cache->scale);
+    for (uint64_t row = 0; row < rows->tokens * group; row++) {
+        uint64_t from = row / group * stride + (rows->kv_head * group + row % group) * head_dim;
+        for (uint64_t d = 0; d < head_dim; d += HC_W)
+            v_store_up_to(rows->query + row * padded + d,
+                          v_load_up_to_as(hc_at(query, from + d, type), head_dim - d, type) * scale, head_dim - d);
     }
+}
+
+void HC_NAME(attend_begin)(const hc_attend_rows *rows, const void *query, uint64_t stride) {
+    uint64_t num_rows = rows->tokens * rows->group, padded = hc_padded(rows->cache->head_dim);
+    V_TYPED(rows->cache->type, copy_queries, rows, query, stride);
     for (uint64_t row = 0; row < hc_padded(num_rows); row++) {
         rows->state.maximum[row] = -FLT_MAX;
         rows->state.sum[row] = 0.0f;
@@ -216,13 +240,18 @@ void HC_NAME(attend_join)(const hc_state *state, const hc_state *later, uint64_t
         }
 }
 
-void HC_NAME(attend_end)(const hc_attend_rows *rows, float *out) {
+V_INLINE void write_results(const hc_attend_rows *rows, void *out, const uint64_t type) {
     const hc_cache *cache = rows->cache;
     uint64_t group = rows->group, head_dim = cache->head_dim, padded = hc_padded(head_dim);
     for (uint64_t row = 0; row < rows->tokens * group; row++) {
-        float *to = out + (row / group * cache->heads + rows->kv_head * group + row % group) * head_dim;
-        float by = 1.0f / rows->state.sum[row];
-        for (uint64_t d = 0; d < head_dim; d++)
-            to[d] = rows->state.total[row * padded + d] * by;
+        uint64_t to = (row / group * cache->heads + rows->kv_head * group + row % group) * head_dim;
+        vf by = v_all(1.0f / rows->state.sum[row]);
+        for (uint64_t d = 0; d < head_dim; d += HC_W)
+            v_store_up_to_as(hc_to(out, to + d, type), v_load(rows->state.total + row * padded + d) * by, head_dim - d,
+                             type);
     }
+}
+
+void HC_NAME(attend_end)(const hc_attend_rows *rows, void *out) {
+    V_TYPED(rows->cache->type, write_results, rows, out);
 }

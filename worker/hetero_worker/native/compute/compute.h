@@ -4,10 +4,11 @@
  * threads that stay on their cores; an operation may use all that earlier ones wrote. All addresses are the caller's,
  * who keeps them alive, and are aligned to 64 bytes where a struct says "packed", to their element elsewhere.
  *
- * Activations are float32, matrices of them row-major. What is said of shapes: rows are a step's tokens.
+ * Activations are row-major matrices whose rows are a step's tokens. Their `type` is HC_F32 or HC_BF16. All arithmetic is
+ * in float32: kernels widen what they load, and round once what they store, to nearest, ties to even.
  *
- * A row's bits depend on nothing but that row's own inputs: not on how many rows there are, not on which of them it is,
- * nor on the team's size. Whoever writes a kernel keeps to one order of additions for all of these.
+ * A row's bits depend on that row's own inputs only: not on the number of rows, the row's place among them, or the
+ * team's size. Every kernel keeps one order of additions for all of these.
  *
  * Kernels are compiled once for each instruction set (HC_ISA); the best that the processor has is taken when the
  * library is first used. hc_use takes another, for tests and for measuring. */
@@ -22,7 +23,7 @@
 #define HC_API
 #endif
 
-#define HC_ABI 2
+#define HC_ABI 3
 #define HC_MAX_MEMBERS 256
 #define HC_PANEL 32 /* output rows of a matrix that are packed together */
 
@@ -83,10 +84,12 @@ typedef struct {
 typedef struct {
     hc_op op;
     const hc_weight *weight;
-    const float *x;
+    uint64_t type;      /* of x and bias */
+    uint64_t y_type;    /* `type`, or HC_F32 */
+    const void *x;
     uint64_t x_stride;  /* elements from row to row */
-    const float *bias;  /* [out], or NULL */
-    float *y;
+    const void *bias;   /* [out], or NULL */
+    void *y;
     uint64_t y_stride;
     void *scratch;      /* hc_scratch_bytes of this op; NULL if that is 0 */
 } hc_linear_op;
@@ -95,21 +98,24 @@ typedef struct {
 typedef struct {
     hc_op op;
     const hc_weight *table;
+    uint64_t type; /* of y */
     const int64_t *ids;
     int64_t first;
     double scale;
-    float *y; /* [rows, in] */
+    void *y;       /* [rows, in] */
 } hc_embed_op;
 
-/* x += delta, unless delta is NULL; y = x / rms(x) * weight. y may be x if delta is NULL. */
+/* x += delta, unless delta is NULL; then y = x / rms(x) * weight, with x as it is stored. y may be x if delta is NULL. */
 typedef struct {
     hc_op op;
+    uint64_t type;        /* of x, delta and y */
+    uint64_t weight_type;
     uint64_t width;
-    float *x;           /* [rows, width] */
-    const float *delta; /* [rows, width], or NULL */
-    const float *weight;
+    void *x;              /* [rows, width] */
+    const void *delta;    /* [rows, width], or NULL */
+    const void *weight;
     double eps;
-    float *y;
+    void *y;
 } hc_norm_op;
 
 enum hc_activation { HC_SILU = 0, HC_GELU_TANH = 1, HC_GELU = 2 };
@@ -117,10 +123,11 @@ enum hc_activation { HC_SILU = 0, HC_GELU_TANH = 1, HC_GELU = 2 };
 /* y = activation(gate) * up, of gate_up [rows, gate | up]. */
 typedef struct {
     hc_op op;
+    uint64_t type; /* of gate_up and y */
     uint64_t activation;
     uint64_t columns;
-    const float *gate_up;
-    float *y; /* [rows, columns] */
+    const void *gate_up;
+    void *y;       /* [rows, columns] */
 } hc_gated_op;
 
 /* Norms, if there are weights, and rotates query and key heads of qkv [rows, heads + 2 * kv_heads, head_dim], in place;
@@ -128,24 +135,27 @@ typedef struct {
  * Rotation: h * cos + swapped halves of h * signed_sin, with the tables' rows at `positions`. */
 typedef struct {
     hc_op op;
+    uint64_t type;             /* of qkv, tables, keys and values */
+    uint64_t norm_type;        /* of norm_weights */
     uint64_t heads;
     uint64_t kv_heads;
     uint64_t head_dim;
-    float *qkv;
-    const float *cos;          /* [positions, head_dim] */
-    const float *signed_sin;   /* [positions, head_dim] */
+    void *qkv;
+    const void *cos;           /* [positions, head_dim] */
+    const void *signed_sin;    /* [positions, head_dim] */
     const int64_t *positions;  /* [rows] */
-    const float *norm_weights; /* [heads + kv_heads, head_dim], or NULL */
+    const void *norm_weights;  /* [heads + kv_heads, head_dim], or NULL */
     double eps;
-    float *keys;               /* [slots, kv_heads, head_dim], or NULL */
-    float *values;
+    void *keys;                /* [slots, kv_heads, head_dim], or NULL */
+    void *values;
     const int64_t *slots;      /* [rows] */
 } hc_rotate_op;
 
 /* A paged cache of one layer, and how it is attended to. */
 typedef struct {
-    const float *keys; /* [slots, kv_heads, head_dim]; slot = block id * block_size + offset */
-    const float *values;
+    uint64_t type;     /* of keys, values, queries and results */
+    const void *keys;  /* [slots, kv_heads, head_dim]; slot = block id * block_size + offset */
+    const void *values;
     uint64_t block_size;
     uint64_t kv_heads;
     uint64_t heads;    /* query heads, a multiple of kv_heads: [h * g, (h + 1) * g) read KV head h */
@@ -159,12 +169,12 @@ typedef struct {
 typedef struct {
     hc_op op;
     hc_cache cache;
-    const float *query;     /* [rows, heads, head_dim] */
+    const void *query;      /* [rows, heads, head_dim] */
     uint64_t query_stride;  /* elements from row to row */
     const int32_t *lengths; /* [rows]: tokens to attend to, the new one included, which is in the cache */
     const int32_t *tables;  /* [rows, table_stride] block ids */
     uint64_t table_stride;
-    float *out;             /* [rows, heads * head_dim] */
+    void *out;              /* [rows, heads * head_dim] */
     void *scratch;          /* hc_scratch_bytes of this op */
     uint64_t longest;       /* lengths are at most this: scratch is sized by it */
 } hc_attend_op;
@@ -173,29 +183,31 @@ typedef struct {
 typedef struct {
     hc_op op;
     hc_cache cache;
-    const float *query;
+    const void *query;
     uint64_t query_stride;
     uint64_t num_computed;
     const int32_t *table; /* block ids of the sequence */
-    float *out;           /* [rows, heads * head_dim] */
+    void *out;            /* [rows, heads * head_dim] */
     void *scratch;
 } hc_attend_span_op;
 
-/* x += delta. */
+/* x += all deltas, in their order, rounded once. */
 typedef struct {
     hc_op op;
+    uint64_t type;
     uint64_t width;
-    float *x;
-    const float *delta;
+    void *x;                   /* [rows, width], as each delta */
+    const void *const *deltas; /* [num_deltas] */
+    uint64_t num_deltas;
 } hc_add_op;
 
 /* y[i] = x[index[i]]; op.rows is the number of y's rows. */
 typedef struct {
     hc_op op;
-    uint64_t width;
-    const float *x;
+    uint64_t row_bytes;
+    const void *x;
     const int64_t *index;
-    float *y;
+    void *y;
 } hc_pick_op;
 
 /* best[shard, i] = the largest number of x[i] and its column, counted from `first`; of equals the first, and what is no

@@ -7,17 +7,17 @@ extern hc_kernel HC_NAME(embed);
 
 #define PIECE 64 /* inputs that one member looks up at a time; a multiple of all units */
 
-/* values[i] of the panel's lane, for inputs [begin, end). */
+/* Values of the panel's lane, for inputs [begin, end), to y. */
 static void floats(const hc_weight *table, const void *panel, uint64_t lane, uint64_t begin, uint64_t end, float *y) {
-    for (uint64_t i = begin; i < end; i++) {
+    for (uint64_t i = begin; i < end; i++, y++) {
         uint64_t at = i * HC_PANEL + lane;
         if (table->format == HC_F32) {
-            y[i] = ((const float *)panel)[at];
+            *y = ((const float *)panel)[at];
         } else if (table->format == HC_F16) {
-            y[i] = hc_half_to_float(((const uint16_t *)panel)[at]);
+            *y = hc_half_to_float(((const uint16_t *)panel)[at]);
         } else {
             uint32_t bits = (uint32_t)((const uint16_t *)panel)[at] << 16;
-            memcpy(&y[i], &bits, sizeof bits);
+            memcpy(y, &bits, sizeof bits);
         }
     }
 }
@@ -31,7 +31,7 @@ static void whole_numbers(const hc_weight *table, const uint8_t *panel, uint64_t
             value = panel[(i / 4 * HC_PANEL + lane) * 4 + i % 4];
         else
             value = panel[(i / 8 * HC_PANEL + lane) * 4 + i % 4] >> i % 8 / 4 * 4 & 15;
-        y[i] = (float)(value - zero);
+        *y++ = (float)(value - zero);
     }
 }
 
@@ -39,9 +39,9 @@ static void scale_by_group(const hc_weight *table, uint64_t row, uint64_t begin,
     const uint16_t *scales = hc_panel_numbers(table, table->scales, row / HC_PANEL) + row % HC_PANEL;
     const uint16_t *minima =
         table->minima ? hc_panel_numbers(table, table->minima, row / HC_PANEL) + row % HC_PANEL : NULL;
-    for (uint64_t i = begin; i < end; i++) {
+    for (uint64_t i = begin; i < end; i++, y++) {
         uint64_t at = (table->group ? i / table->group : 0) * HC_PANEL;
-        y[i] = y[i] * hc_half_to_float(scales[at]) + (minima ? hc_half_to_float(minima[at]) : 0.0f);
+        *y = *y * hc_half_to_float(scales[at]) + (minima ? hc_half_to_float(minima[at]) : 0.0f);
     }
 }
 
@@ -64,13 +64,16 @@ void HC_NAME(embed)(const hc_op *any, hc_crew *crew, uint64_t member) {
     for (uint64_t at = first; at < behind; at++) {
         uint64_t begin = at % pieces * PIECE, end = begin + PIECE < table->in ? begin + PIECE : table->in;
         uint64_t row = (uint64_t)(op->ids[at / pieces] - op->first);
-        float *y = op->y + at / pieces * table->in;
+        void *y = hc_to(op->y, at / pieces * table->in + begin, op->type);
         if (row >= table->out) { /* the difference wraps where it is negative */
-            memset(y + begin, 0, (end - begin) * sizeof *y);
+            memset(y, 0, (end - begin) * hc_width_of(op->type));
             continue;
         }
-        look_up(table, row, begin, end, y);
-        for (uint64_t i = begin; i < end; i++)
-            y[i] *= scale;
+        float found[PIECE];
+        look_up(table, row, begin, end, found);
+        for (uint64_t i = 0; begin + i < end; i += HC_LANES) {
+            uint64_t count = end - begin - i < HC_LANES ? end - begin - i : HC_LANES;
+            hc_store_as(hc_to(y, i, op->type), hc_load_as(found + i, count, HC_F32) * scale, count, op->type);
+        }
     }
 }

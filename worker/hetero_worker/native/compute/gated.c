@@ -1,6 +1,8 @@
 /* activation(gate) * up, element by element: members share columns as well as rows. */
 #include "vectors.h"
 
+extern hc_kernel HC_NAME(gated);
+
 #define PIECE 64 /* columns that are one member's */
 
 V_INLINE vf silu(vf x) { return x / (1.0f + v_exp(-x)); }
@@ -34,36 +36,41 @@ V_INLINE vf gelu(vf x) {
     return 0.5f * x * (1.0f + erf);
 }
 
-V_INLINE void gate(vf (*activation)(vf), const float *gates, const float *ups, uint64_t count, float *y) {
+V_INLINE void gate(vf (*activation)(vf), const void *gates, const void *ups, uint64_t count, void *y,
+                   const uint64_t type) {
     uint64_t i = 0;
     for (; i + HC_W <= count; i += HC_W)
-        v_store(y + i, activation(v_load(gates + i)) * v_load(ups + i));
+        v_store_as(hc_to(y, i, type),
+                   activation(v_load_as(hc_at(gates, i, type), type)) * v_load_as(hc_at(ups, i, type), type), type);
     if (i < count)
-        v_store_some(y + i, activation(v_load_some(gates + i, count - i)) * v_load_some(ups + i, count - i), count - i);
+        v_store_up_to_as(hc_to(y, i, type),
+                         activation(v_load_up_to_as(hc_at(gates, i, type), count - i, type)) *
+                             v_load_up_to_as(hc_at(ups, i, type), count - i, type),
+                         count - i, type);
 }
 
-static void gate_piece(uint64_t activation, const float *gates, const float *ups, uint64_t count, float *y) {
-    switch (activation) {
+static void gate_piece(const hc_gated_op *op, const void *gates, const void *ups, uint64_t count, void *y) {
+    switch (op->activation) {
     case HC_SILU:
-        gate(silu, gates, ups, count, y);
+        V_TYPED(op->type, gate, silu, gates, ups, count, y);
         break;
     case HC_GELU_TANH:
-        gate(gelu_tanh, gates, ups, count, y);
+        V_TYPED(op->type, gate, gelu_tanh, gates, ups, count, y);
         break;
     default:
-        gate(gelu, gates, ups, count, y);
+        V_TYPED(op->type, gate, gelu, gates, ups, count, y);
     }
 }
 
 void HC_NAME(gated)(const hc_op *header, hc_crew *crew, uint64_t member) {
     const hc_gated_op *op = (const hc_gated_op *)header;
-    uint64_t columns = op->columns, pieces = (columns + PIECE - 1) / PIECE, begin, end;
+    uint64_t type = op->type, columns = op->columns, pieces = (columns + PIECE - 1) / PIECE, begin, end;
     hc_share_of(header->rows * pieces, crew->size, member, &begin, &end);
     while (begin < end) { /* what this member has of a row, at once */
         uint64_t row = begin / pieces, first = begin % pieces * PIECE;
         uint64_t past = end < (row + 1) * pieces ? (end - row * pieces) * PIECE : columns;
-        const float *gates = op->gate_up + row * 2 * columns;
-        gate_piece(op->activation, gates + first, gates + columns + first, past - first, op->y + row * columns + first);
+        const void *gates = hc_at(op->gate_up, row * 2 * columns + first, type);
+        gate_piece(op, gates, hc_at(gates, columns, type), past - first, hc_to(op->y, row * columns + first, type));
         begin = (row + 1) * pieces;
     }
 }

@@ -74,6 +74,13 @@ static inline f32x16 hc_widen_bf16(const uint16_t *p) {
     return (f32x16)(__builtin_convertvector(bits, u32x16) << 16);
 }
 
+/* Rounded to nearest, ties to even; NaN stays NaN. */
+static inline u16x16 hc_narrow_bf16(f32x16 v) {
+    u32x16 bits = (u32x16)v, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16, quiet = bits >> 16 | 0x40;
+    u32x16 is_nan = (u32x16)(v != v);
+    return __builtin_convertvector((quiet & is_nan) | (rounded & ~is_nan), u16x16);
+}
+
 static inline float hc_half_to_float(uint16_t half) {
 #if defined(__F16C__)
     return _cvtsh_ss(half);
@@ -105,6 +112,43 @@ static inline f32x16 hc_widen_f16(const uint16_t *p) {
         x[i] = hc_half_to_float(p[i]);
     return hc_load(x);
 #endif
+}
+
+/* Bytes of a number of an activation. */
+static inline uint64_t hc_width_of(uint64_t type) { return type == HC_F32 ? 4 : 2; }
+
+/* The number at `index` of an activation. */
+static inline const void *hc_at(const void *p, uint64_t index, uint64_t type) {
+    return (const char *)p + index * hc_width_of(type);
+}
+
+static inline void *hc_to(void *p, uint64_t index, uint64_t type) { return (char *)p + index * hc_width_of(type); }
+
+/* The first `count` of 16 numbers of an activation, zeros behind; and the other way. */
+static inline f32x16 hc_load_as(const void *p, uint64_t count, uint64_t type) {
+    if (type == HC_F32)
+        return count == HC_LANES ? hc_load(p) : hc_load_some(p, count);
+    uint16_t bits[HC_LANES] = {0};
+    if (count == HC_LANES)
+        return hc_widen_bf16(p);
+    memcpy(bits, p, count * sizeof *bits);
+    return hc_widen_bf16(bits);
+}
+
+static inline void hc_store_as(void *p, f32x16 v, uint64_t count, uint64_t type) {
+    u16x16 bits;
+    if (type == HC_F32) {
+        if (count == HC_LANES)
+            hc_store(p, v);
+        else
+            hc_store_some(p, v, count);
+        return;
+    }
+    bits = hc_narrow_bf16(v);
+    if (count == HC_LANES)
+        memcpy(p, &bits, sizeof bits);
+    else
+        memcpy(p, &bits, count * sizeof(uint16_t));
 }
 
 #endif

@@ -7,6 +7,7 @@
 
 #define HC_FEW_ROWS 16 /* up to so many each member prepares for itself; more are prepared together, and met for */
 #define HC_ROW_UNIT 16  /* floats of a row of x are filled up to a multiple of it */
+#define HC_BLOCK 256u  /* inputs whose products are summed before they are added to earlier ones; a multiple of 16 */
 #define HC_X_UNIT 64   /* bytes and inputs of quantised rows are multiples of it */
 #define HC_X_GROUP 32  /* inputs of x that share a scale, at most: one large one makes few others coarse */
 
@@ -33,6 +34,17 @@ static inline uint64_t hc_row_bytes(const hc_weight *weight) {
 static inline uint64_t hc_rows_bytes(const hc_linear_op *op) {
     uint64_t rows = op->op.rows == 1 ? 1 : hc_round_up(op->op.rows, 2);
     return hc_round_up(rows * hc_row_bytes(op->weight), 64);
+}
+
+/* Whether kernels copy rows of x before they multiply: all but a single one that is as they want it. */
+static inline int hc_copies_rows(const hc_linear_op *op) {
+    return op->op.rows > 1 || op->type != HC_F32 || hc_is_quantized(op->weight);
+}
+
+/* Bytes of sums that y, of a narrower type, cannot keep from block to block. */
+static inline uint64_t hc_sums_bytes(const hc_linear_op *op) {
+    int has_one_block = hc_is_quantized(op->weight) || op->weight->in <= HC_BLOCK;
+    return op->y_type == HC_F32 || has_one_block ? 0 : op->op.rows * op->weight->out * sizeof(float);
 }
 
 /* Bytes of a panel's 4-bit values, one a byte. */

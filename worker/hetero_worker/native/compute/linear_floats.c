@@ -1,7 +1,7 @@
 /* y = x · Wᵀ + bias for weights that are floats: all sums are of float32, with one rounding for product and addition
  * where the machine has it.
  *
- * A sum is made input by input, from the first to the last of BLOCK, and the blocks' sums are added in their order: so it
+ * A sum is made input by input, from the first to the last of HC_BLOCK, and the blocks' sums are added in their order: so it
  * is the same for all numbers of rows. Few tiles of rows read the weights as they are stored and widen them in registers;
  * where there are more, a block of a panel is widened once, to a buffer that stays in cache.
  *
@@ -20,7 +20,6 @@
 #define VECTORS 1
 #endif
 #define AT_ONCE(rows) ((rows) <= 2 ? HC_VECTORS : VECTORS)
-#define BLOCK 256u                  /* inputs; a multiple of 16 */
 #define WIDEN_FROM 3                /* tiles: to widen a block in registers twice takes no longer than once to a buffer */
 #define TILES_AT_ONCE 16u           /* so that their part of the result stays in cache from block to block */
 #define CACHED_BYTES (1024u * 1024) /* of x that are gone through for panel after panel */
@@ -47,10 +46,8 @@ HC_INLINE f32x16 widened(const char *p, int format) {
     }
 }
 
-static inline uint64_t width_of(uint64_t format) { return format == HC_F32 ? 4 : 2; }
-
 HC_INLINE void multiply(const int rows, const int vectors, const int format, const hc_piece *piece) {
-    const uint64_t vector = HC_LANES * width_of(format), step = HC_VECTORS * vector;
+    const uint64_t vector = HC_LANES * hc_width_of(format), step = HC_VECTORS * vector;
     f32x16 sums[HC_MAX_TILE][HC_VECTORS];
     HC_UNROLLED
     for (int r = 0; r < rows; r++)
@@ -124,11 +121,10 @@ static void widen(const char *panel, uint64_t format, uint64_t count, float *out
 static void put_together(const hc_linear_op *op, uint64_t first, uint64_t rows, float *out) {
     uint64_t in = op->weight->in;
     for (uint64_t r = 0; r < rows; r++) {
-        const float *row = first + r < op->op.rows ? op->x + (first + r) * op->x_stride : NULL;
+        const void *row = first + r < op->op.rows ? hc_at(op->x, (first + r) * op->x_stride, op->type) : NULL;
         for (uint64_t i = 0; i < in; i += HC_LANES) {
-            f32x16 value = hc_all(0);
-            if (row)
-                value = i + HC_LANES <= in ? hc_load(row + i) : hc_load_some(row + i, in - i);
+            uint64_t count = in - i < HC_LANES ? in - i : HC_LANES;
+            f32x16 value = row ? hc_load_as(hc_at(row, i, op->type), count, op->type) : hc_all(0);
             hc_store(out + i * rows + r * HC_LANES, value);
         }
     }
@@ -140,6 +136,7 @@ typedef struct {
     hc_tiles tiles;
     const float *x;
     uint64_t row_floats;
+    float *sums; /* see hc_corner */
 } hc_rows;
 
 static void put_tiles(const hc_rows *rows, float *out, uint64_t begin, uint64_t end) {
@@ -157,11 +154,11 @@ typedef struct {
     uint64_t format; /* of w */
 } hc_block;
 
-static uint64_t bytes_of_input(const hc_weight *weight) { return HC_PANEL * width_of(weight->format); }
+static uint64_t bytes_of_input(const hc_weight *weight) { return HC_PANEL * hc_width_of(weight->format); }
 
 static hc_block block_of(const hc_weight *weight, uint64_t panel, uint64_t begin, uint64_t behind) {
     const char *stored = (const char *)hc_panel(weight, panel) + begin * bytes_of_input(weight);
-    return (hc_block){panel, begin, begin + BLOCK < behind ? begin + BLOCK : behind, stored, stored, weight->format};
+    return (hc_block){panel, begin, begin + HC_BLOCK < behind ? begin + HC_BLOCK : behind, stored, stored, weight->format};
 }
 
 static void multiply_tile(const hc_rows *rows, uint64_t first, uint64_t count, const hc_block *block, hc_ahead ahead) {
@@ -175,9 +172,9 @@ static void multiply_tile(const hc_rows *rows, uint64_t first, uint64_t count, c
                       .is_first = !block->begin,
                       .is_last = block->behind == weight->in};
     for (uint64_t v = 0; v < HC_VECTORS; v += at_once) {
-        piece.corner = hc_corner_of(rows->op, first, block->panel * HC_PANEL + v * HC_LANES);
+        piece.corner = hc_corner_of(rows->op, rows->sums, first, block->panel * HC_PANEL + v * HC_LANES);
         MULTIPLIERS[block->format](count, &piece);
-        piece.w += at_once * HC_LANES * width_of(block->format);
+        piece.w += at_once * HC_LANES * hc_width_of(block->format);
         piece.ahead.bytes = 0; /* it is asked for already */
     }
 }
@@ -212,7 +209,7 @@ static void stream(const hc_rows *rows, const hc_part *part) {
 /* Many tiles: as much of x as stays in cache meets panel after panel. */
 static void multiply_tiles(const hc_rows *rows, const hc_part *part, uint64_t begin, uint64_t behind) {
     const hc_weight *weight = rows->op->weight;
-    _Alignas(64) float buffer[BLOCK * HC_PANEL];
+    _Alignas(64) float buffer[HC_BLOCK * HC_PANEL];
     for (uint64_t panel = part->first_panel; panel < part->behind_panels; panel++) {
         uint64_t at = begin;
         do {
@@ -233,7 +230,7 @@ static void multiply_part(const hc_rows *rows, const hc_part *part) {
     uint64_t in = rows->op->weight->in, num_tiles = part->behind_tiles - part->first_tile;
     uint64_t times = (num_tiles + TILES_AT_ONCE - 1) / TILES_AT_ONCE, now = (num_tiles + times - 1) / times;
     uint64_t most = CACHED_BYTES / (now * TILE * sizeof(float)), passes = in > most ? (in + most - 1) / most : 1;
-    uint64_t inputs = hc_round_up((in + passes - 1) / passes, BLOCK);
+    uint64_t inputs = hc_round_up((in + passes - 1) / passes, HC_BLOCK);
     for (uint64_t first = part->first_tile; first < part->behind_tiles; first += now) {
         hc_part some = *part;
         some.first_tile = first;
@@ -254,14 +251,17 @@ void HC_NAME(linear_floats)(const hc_op *any, hc_crew *crew, uint64_t member) {
     const hc_weight *weight = op->weight;
     hc_tiles tiles = hc_tiles_of(op->op.rows, TILE);
     hc_part part = hc_part_of(tiles.count, hc_panels(weight), crew->size, member);
-    hc_rows rows = {op, tiles, op->x, hc_row_bytes(weight) / sizeof(float)};
+    hc_rows rows = {op, tiles, op->x, hc_row_bytes(weight) / sizeof(float), NULL};
+    uint64_t copies = !hc_copies_rows(op) ? 0 : op->op.rows <= HC_FEW_ROWS ? crew->size : 1;
+    if (hc_sums_bytes(op))
+        rows.sums = (float *)((char *)op->scratch + copies * hc_rows_bytes(op));
     if (op->op.rows > HC_FEW_ROWS) {
         uint64_t begin, end;
         hc_share_of(tiles.count, crew->size, member, &begin, &end);
         rows.x = op->scratch;
         put_tiles(&rows, op->scratch, begin, end);
         hc_meet(crew);
-    } else if (op->op.rows > 1) {
+    } else if (copies) {
         float *own = (float *)((char *)op->scratch + member * hc_rows_bytes(op));
         rows.x = own;
         put_tiles(&rows, own, part.first_tile, part.behind_tiles);

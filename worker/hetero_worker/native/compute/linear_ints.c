@@ -200,8 +200,7 @@ static void quantize_tiles(const hc_rows *rows, uint64_t begin, uint64_t end) {
         uint64_t first = hc_tile_begin(&rows->tiles, tile), count = hc_tile_begin(&rows->tiles, tile + 1) - first;
         hc_quantized out = hc_quantized_at(op->weight, rows->x + first * rows->row_bytes, count);
         for (uint64_t r = 0; r < count; r++)
-            hc_quantize_row(op->weight, first + r < op->op.rows ? op->x + (first + r) * op->x_stride : NULL, r, count,
-                            &out);
+            hc_quantize_row(op, first + r, r, count, &out);
     }
 }
 
@@ -235,7 +234,7 @@ static void multiply_part(const hc_rows *rows, const hc_part *part, uint8_t *buf
                               .ahead = hc_ahead_of(&stream, stored, tile - part->first_tile),
                               .ahead_step = ahead_step};
             for (uint64_t v = 0; v < HC_VECTORS; v += at_once) {
-                piece.corner = hc_corner_of(rows->op, first, panel * HC_PANEL + v * HC_LANES);
+                piece.corner = hc_corner_of(rows->op, NULL, first, panel * HC_PANEL + v * HC_LANES);
                 run(count, at_once, &piece);
                 piece.values += at_once * VECTOR_BYTES;
                 piece.scales += at_once * HC_LANES;

@@ -119,8 +119,6 @@ void hc_pack(const hc_op *any, hc_crew *crew, uint64_t member) {
 uint64_t hc_linear_scratch(const hc_linear_op *op, uint64_t team_size) {
     const hc_weight *weight = op->weight;
     uint64_t rows = op->op.rows;
-    if (rows == 1 && !hc_is_quantized(weight))
-        return 0;
-    uint64_t bytes = hc_rows_bytes(op) * (rows <= HC_FEW_ROWS ? team_size : 1);
-    return bytes + team_size * hc_unpacked_bytes(weight);
+    uint64_t copies = !hc_copies_rows(op) ? 0 : rows <= HC_FEW_ROWS ? team_size : 1;
+    return copies * hc_rows_bytes(op) + team_size * hc_unpacked_bytes(weight) + hc_sums_bytes(op);
 }

@@ -32,13 +32,14 @@ static inline int32_t hc_zero_of(const hc_weight *weight) {
 
 /* A group of up to 32 inputs; writes them up to a multiple of 16. A group with an infinite number, or none, has no number
  * for scale, and so has what is multiplied with it. */
-static inline void hc_quantize_group(const float *x, uint64_t count, int8_t *q, float *scale, int32_t *sum) {
+static inline void hc_quantize_group(const void *x, uint64_t type, uint64_t count, int8_t *q, float *scale,
+                                     int32_t *sum) {
     f32x16 v[HC_X_UNIT / HC_LANES];
     uint64_t vectors = (count + HC_LANES - 1) / HC_LANES;
     i32x16 largest = hc_all_ints(0), total = hc_all_ints(0);
     for (uint64_t i = 0; i < vectors; i++) {
         uint64_t left = count - i * HC_LANES;
-        v[i] = left < HC_LANES ? hc_load_some(x + i * HC_LANES, left) : hc_load(x + i * HC_LANES);
+        v[i] = hc_load_as(hc_at(x, i * HC_LANES, type), left < HC_LANES ? left : HC_LANES, type);
         largest = hc_greater(largest, (i32x16)v[i] & 0x7fffffff); /* magnitudes are in order as whole numbers */
     }
     int32_t bits = hc_greatest(largest);
@@ -56,10 +57,12 @@ static inline void hc_quantize_group(const float *x, uint64_t count, int8_t *q, 
     *sum = hc_sum_ints(total);
 }
 
-/* Row `r` of a tile of `rows`; zeros if there is no such row. */
-static inline void hc_quantize_row(const hc_weight *weight, const float *x, uint64_t r, uint64_t rows,
+/* A row of x as row `r` of a tile of `rows`; zeros if x has no such row. */
+static inline void hc_quantize_row(const hc_linear_op *op, uint64_t row, uint64_t r, uint64_t rows,
                                    const hc_quantized *out) {
+    const hc_weight *weight = op->weight;
     uint64_t in = weight->in, group = hc_x_group(weight);
+    const void *x = row < op->op.rows ? hc_at(op->x, row * op->x_stride, op->type) : NULL;
     int32_t zero = hc_zero_of(weight);
     if (in % HC_X_UNIT)
         memset(out->q + (in / HC_X_UNIT * rows + r) * HC_X_UNIT, 0, HC_X_UNIT);
@@ -68,7 +71,7 @@ static inline void hc_quantize_row(const hc_weight *weight, const float *x, uint
         uint64_t count = in - begin < group ? in - begin : group;
         int32_t sum = 0;
         if (x) {
-            hc_quantize_group(x + begin, count, q, &out->scales[g], &sum);
+            hc_quantize_group(hc_at(x, begin, op->type), op->type, count, q, &out->scales[g], &sum);
         } else {
             memset(q, 0, group);
             out->scales[g] = 0;

@@ -1,54 +1,75 @@
 /* Head norms and rotation, and keys and values into the cache. Members share heads: one row has enough for several. */
 #include "vectors.h"
 
+extern hc_kernel HC_NAME(rotate);
+
+/* What a head is rotated by. */
+typedef struct {
+    const void *cos, *signed_sin; /* of its position */
+    const void *weight;           /* of its norm, or NULL */
+    uint64_t weight_type;
+    float factor; /* 1 / rms */
+} hc_turn;
+
 /* 1 / rms of a head, in an order that only its size decides. */
-static float factor_of(const float *head, uint64_t head_dim, double eps) {
+V_INLINE float factor_of(const void *head, uint64_t head_dim, double eps, const uint64_t type) {
     vf sum = {0};
     for (uint64_t i = 0; i < head_dim; i += HC_W) {
-        vf v = v_load_up_to(head + i, head_dim - i);
+        vf v = v_load_up_to_as(hc_at(head, i, type), head_dim - i, type);
         sum = v_fma(v, v, sum);
     }
     return (float)(1.0 / sqrt((double)v_sum(sum) / (double)head_dim + eps));
 }
 
 /* HC_W elements of each half, or as many as are left: h * weight * factor, then h * cos + swapped h * signed_sin. */
-V_INLINE void turn(float *head, const float *cos, const float *signed_sin, const float *weight, float factor,
-                   uint64_t half, uint64_t count) {
-    vf first = v_load_up_to(head, count), second = v_load_up_to(head + half, count);
-    if (weight) {
-        first = first * factor * v_load_up_to(weight, count);
-        second = second * factor * v_load_up_to(weight + half, count);
+V_INLINE void turn(void *head, const hc_turn *by, uint64_t i, uint64_t half, uint64_t count, const uint64_t type) {
+    void *low = hc_to(head, i, type), *high = hc_to(low, half, type);
+    const void *cos = hc_at(by->cos, i, type), *signed_sin = hc_at(by->signed_sin, i, type);
+    vf first = v_load_up_to_as(low, count, type), second = v_load_up_to_as(high, count, type);
+    if (by->weight) {
+        const void *weight = hc_at(by->weight, i, by->weight_type);
+        first = first * by->factor * v_load_up_to_as(weight, count, by->weight_type);
+        second = second * by->factor * v_load_up_to_as(hc_at(weight, half, by->weight_type), count, by->weight_type);
     }
-    vf of_first = v_fma(second, v_load_up_to(signed_sin, count), first * v_load_up_to(cos, count));
-    vf of_second = v_fma(first, v_load_up_to(signed_sin + half, count), second * v_load_up_to(cos + half, count));
-    v_store_up_to(head, of_first, count);
-    v_store_up_to(head + half, of_second, count);
+    vf of_first = v_fma(second, v_load_up_to_as(signed_sin, count, type), first * v_load_up_to_as(cos, count, type));
+    vf of_second = v_fma(first, v_load_up_to_as(hc_at(signed_sin, half, type), count, type),
+                         second * v_load_up_to_as(hc_at(cos, half, type), count, type));
+    v_store_up_to_as(low, of_first, count, type);
+    v_store_up_to_as(high, of_second, count, type);
 }
 
-static void rotate_head(const hc_rotate_op *op, float *head, uint64_t index, uint64_t position) {
+V_INLINE void rotate_head(const hc_rotate_op *op, void *head, uint64_t index, uint64_t position, const uint64_t type) {
     uint64_t head_dim = op->head_dim, half = head_dim / 2, i = 0;
-    const float *cos = op->cos + position * head_dim, *signed_sin = op->signed_sin + position * head_dim;
-    const float *weight = op->norm_weights ? op->norm_weights + index * head_dim : NULL;
-    float factor = weight ? factor_of(head, head_dim, op->eps) : 1.0f;
+    hc_turn by = {hc_at(op->cos, position * head_dim, type), hc_at(op->signed_sin, position * head_dim, type), NULL,
+                  op->norm_type, 1.0f};
+    if (op->norm_weights) {
+        by.weight = hc_at(op->norm_weights, index * head_dim, op->norm_type);
+        by.factor = factor_of(head, head_dim, op->eps, type);
+    }
     for (; i + HC_W <= half; i += HC_W)
-        turn(head + i, cos + i, signed_sin + i, weight ? weight + i : NULL, factor, half, HC_W);
+        turn(head, &by, i, half, HC_W, type);
     if (i < half)
-        turn(head + i, cos + i, signed_sin + i, weight ? weight + i : NULL, factor, half, half - i);
+        turn(head, &by, i, half, half - i, type);
+}
+
+V_INLINE void rotate_heads(const hc_rotate_op *op, uint64_t begin, uint64_t end, const uint64_t type) {
+    uint64_t rotating = op->heads + op->kv_heads, heads = rotating + op->kv_heads, head_dim = op->head_dim;
+    for (uint64_t unit = begin; unit < end; unit++) {
+        uint64_t row = unit / heads, index = unit % heads;
+        void *head = hc_to(op->qkv, unit * head_dim, type);
+        if (index < rotating)
+            rotate_head(op, head, index, (uint64_t)op->positions[row], type);
+        if (index < op->heads || !op->keys)
+            continue;
+        uint64_t kv_head = (index - op->heads) % op->kv_heads;
+        uint64_t at = ((uint64_t)op->slots[row] * op->kv_heads + kv_head) * head_dim;
+        memcpy(hc_to(index < rotating ? op->keys : op->values, at, type), head, head_dim * hc_width_of(type));
+    }
 }
 
 void HC_NAME(rotate)(const hc_op *header, hc_crew *crew, uint64_t member) {
     const hc_rotate_op *op = (const hc_rotate_op *)header;
-    uint64_t rotating = op->heads + op->kv_heads, heads = rotating + op->kv_heads, head_dim = op->head_dim, begin, end;
-    hc_share_of(header->rows * heads, crew->size, member, &begin, &end);
-    for (uint64_t unit = begin; unit < end; unit++) {
-        uint64_t row = unit / heads, index = unit % heads;
-        float *head = op->qkv + unit * head_dim;
-        if (index < rotating)
-            rotate_head(op, head, index, (uint64_t)op->positions[row]);
-        if (index < op->heads || !op->keys)
-            continue;
-        float *written = index < rotating ? op->keys : op->values;
-        uint64_t kv_head = (index - op->heads) % op->kv_heads;
-        memcpy(written + ((uint64_t)op->slots[row] * op->kv_heads + kv_head) * head_dim, head, head_dim * sizeof *head);
-    }
+    uint64_t begin, end;
+    hc_share_of(header->rows * (op->heads + 2 * op->kv_heads), crew->size, member, &begin, &end);
+    V_TYPED(op->type, rotate_heads, op, begin, end);
 }

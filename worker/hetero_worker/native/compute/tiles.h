@@ -96,42 +96,41 @@ HC_INLINE void hc_ask_for(const hc_ahead *ahead, uint64_t at) {
             __builtin_prefetch(ahead->at + at + line * HC_LINE);
 }
 
-/* A corner of the result, of a tile's rows and a panel, or a vector of it. */
+/* A corner of the result: a tile's rows and a panel, or a vector of it. */
 typedef struct {
-    float *y;
-    uint64_t stride;
-    uint64_t rows;     /* that exist */
-    uint64_t columns;  /* that exist */
-    const float *bias; /* of these columns, or NULL */
+    const hc_linear_op *op;
+    float *sums; /* [op's rows, out]: sums of all blocks but the last; NULL: they are kept in y, which is float32 */
+    uint64_t row, column;
+    uint64_t rows, columns; /* that exist from there on */
 } hc_corner;
 
-static inline hc_corner hc_corner_of(const hc_linear_op *op, uint64_t row, uint64_t column) {
+static inline hc_corner hc_corner_of(const hc_linear_op *op, float *sums, uint64_t row, uint64_t column) {
     uint64_t behind = op->weight->out;
-    return (hc_corner){op->y + row * op->y_stride + column, op->y_stride, op->op.rows - row,
-                       column < behind ? behind - column : 0, op->bias ? op->bias + column : NULL};
+    return (hc_corner){op, sums, row, column, op->op.rows - row, column < behind ? behind - column : 0};
 }
 
-/* The first `count` of 16: a plain load or store where that is all. */
-HC_INLINE f32x16 hc_load_first(const float *p, uint64_t count) {
-    return count == HC_LANES ? hc_load(p) : hc_load_some(p, count);
-}
-
-/* Writes 16 columns of a row: what is there already, unless is_first, + value, + bias if is_last. */
+/* Adds 16 columns of a row, of the corner, to the sum of the blocks before, unless is_first. The last block's sum, and the
+ * bias, go to y. */
 HC_INLINE void hc_write(const hc_corner *corner, uint64_t row, uint64_t column, f32x16 value, int is_first,
                         int is_last) {
+    const hc_linear_op *op = corner->op;
     uint64_t count = corner->columns - column < HC_LANES ? corner->columns - column : HC_LANES;
-    float *at = corner->y + row * corner->stride + column;
+    row += corner->row;
+    column += corner->column;
+    void *y = hc_to(op->y, row * op->y_stride + column, op->y_type);
+    float *sum = corner->sums ? corner->sums + row * op->weight->out + column : y;
     if (!is_first)
-        value = hc_load_first(at, count) + value;
-    if (is_last && corner->bias)
-        value = value + hc_load_first(corner->bias + column, count);
-    if (count == HC_LANES)
-        hc_store(at, value);
-    else
-        hc_store_some(at, value, count);
+        value = hc_load_as(sum, count, HC_F32) + value;
+    if (!is_last) {
+        hc_store_as(sum, value, count, HC_F32);
+        return;
+    }
+    if (op->bias)
+        value = value + hc_load_as(hc_at(op->bias, column, op->type), count, op->type);
+    hc_store_as(y, value, count, op->y_type);
 }
 
-/* The same of what exists of a tile: sums [rows, vectors, 16]. */
+/* hc_write of what exists of a tile: sums [rows, vectors, 16]. */
 static __attribute__((noinline)) void hc_write_tile(const hc_corner *corner, uint64_t rows, uint64_t vectors,
                                                     const f32x16 *sums, int is_first, int is_last) {
     uint64_t behind = rows < corner->rows ? rows : corner->rows;

@@ -15,6 +15,8 @@
 
 typedef float vf __attribute__((vector_size(4 * HC_W)));
 typedef int32_t vi __attribute__((vector_size(4 * HC_W)));
+typedef uint32_t vu __attribute__((vector_size(4 * HC_W)));
+typedef uint16_t vh __attribute__((vector_size(2 * HC_W)));
 
 #define V_INLINE static inline __attribute__((always_inline))
 
@@ -96,6 +98,61 @@ V_INLINE void v_store_up_to(float *p, vf v, uint64_t count) {
     else
         v_store(p, v);
 }
+
+V_INLINE vf v_widen(vh bits) { return (vf)(__builtin_convertvector(bits, vu) << 16); }
+
+/* Rounded to nearest, ties to even; NaN stays NaN. */
+V_INLINE vh v_narrow(vf v) {
+    vu bits = (vu)v, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16, quiet = bits >> 16 | 0x40;
+    vu is_nan = (vu)(v != v);
+    return __builtin_convertvector((quiet & is_nan) | (rounded & ~is_nan), vh);
+}
+
+/* HC_W numbers of an activation, or the first `count` with zeros behind; and the other way. */
+V_INLINE vf v_load_as(const void *p, uint64_t type) {
+    if (type == HC_F32)
+        return v_load(p);
+    vh bits;
+    memcpy(&bits, p, sizeof bits);
+    return v_widen(bits);
+}
+
+V_INLINE void v_store_as(void *p, vf v, uint64_t type) {
+    if (type == HC_F32) {
+        v_store(p, v);
+        return;
+    }
+    vh bits = v_narrow(v);
+    memcpy(p, &bits, sizeof bits);
+}
+
+V_INLINE vf v_load_up_to_as(const void *p, uint64_t count, uint64_t type) {
+    if (type == HC_F32)
+        return v_load_up_to(p, count);
+    if (count >= HC_W)
+        return v_load_as(p, type);
+    vh bits = {0};
+    memcpy(&bits, p, count * sizeof(uint16_t));
+    return v_widen(bits);
+}
+
+V_INLINE void v_store_up_to_as(void *p, vf v, uint64_t count, uint64_t type) {
+    if (type == HC_F32) {
+        v_store_up_to(p, v, count);
+        return;
+    }
+    vh bits = v_narrow(v);
+    memcpy(p, &bits, (count < HC_W ? count : HC_W) * sizeof(uint16_t));
+}
+
+/* Calls a kernel's loop with the activations' type as a constant: V_TYPED(type, f, a, b) is f(a, b, type). */
+#define V_TYPED(type, function, ...)                  \
+    do {                                              \
+        if ((type) == HC_BF16)                        \
+            function(__VA_ARGS__, (uint64_t)HC_BF16); \
+        else                                          \
+            function(__VA_ARGS__, (uint64_t)HC_F32);  \
+    } while (0)
 
 #if HC_W == 16
 #define V_SHUFFLE(a, b, i0, i1, i2, i3, i4, i5, i6, i7, i8, i9, i10, i11, i12, i13, i14, i15) \

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.platforms.base import Platform
 from hetero_worker.runners.base import LoadRequest
 from hetero_worker.runners.begun_step import unchained_because
@@ -45,7 +46,7 @@ class DeviceSteps:
         reserved = graph_memory(request, padding.sizes)
         return StepParts(inputs, GraphForward(backend, padding.sizes, bounds=bounds, reserved=reserved), chained)
 
-    def kernels(self, request: LoadRequest) -> tuple[str, ...]:
+    def kernels(self, request: LoadRequest, exchange: Exchange | None) -> tuple[str, ...]:  # noqa: ARG002
         problem = unchained_because(request)
         return (f"graphs={self._padding(request)}", f"steps={f'one by one ({problem})' if problem else 'chained'}")
 
