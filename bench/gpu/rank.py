@@ -190,7 +190,7 @@ class _Rank:
             memory_bandwidth=self._platform.bandwidth(),
             lone_memory_bandwidth=group.in_turn(self._platform.bandwidth),
         )
-        costs.MergeFrom(measure_parts(self._platform, order.config, dtype=order.dtype, company=group))
+        costs.MergeFrom(measure_parts(self._platform, order.config, dtype=order.dtype, peers=group))
         needs = fixed_needs(self._platform, order.config)
         return formed_message(group.kind, group.exchange_reason, times, costs, needs).SerializeToString()
 

@@ -14,7 +14,7 @@ import torch
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.distributed.measuring import Alone, Round
+from hetero_worker.distributed.measuring import NoPeers, Round
 from hetero_worker.layers.linear_kernels import PlainKernel
 from hetero_worker.platforms.cpu import CpuPlatform
 from hetero_worker.probe.costs import Series, step_shapes
@@ -189,7 +189,7 @@ def test_another_type_is_measured_when_it_is_asked_for(tmp_path: Path) -> None:
     assert measure_speeds(platform, config, dtype="bfloat16").costs_dtype == "bfloat16"
 
 
-class PlayedCompany(Alone):
+class PlayedPeers(NoPeers):
     """Peers that come to every meeting, all of whose rounds take the same."""
 
     num_ranks = 2
@@ -224,10 +224,10 @@ SMALL = CpuPlatform(memory_bytes=1 << 28, read_bytes=1 << 20)
 
 
 def test_meetings_and_being_alone_are_measured(tmp_path: Path) -> None:
-    company = PlayedCompany(round_s=5e-3)
-    speeds = measure_speeds(SMALL, config_of("llama", tmp_path), company=company, kernel=PlainKernel())
+    peers = PlayedPeers(round_s=5e-3)
+    speeds = measure_speeds(SMALL, config_of("llama", tmp_path), peers=peers, kernel=PlainKernel())
     assert 4e-3 < speeds.meeting_s < 0.5
-    assert company.gain / 10 < speeds.lone_gain < company.gain * 10
+    assert peers.gain / 10 < speeds.lone_gain < peers.gain * 10
     alone = measure_speeds(SMALL, config_of("llama", tmp_path), kernel=PlainKernel())
     assert (alone.meeting_s, alone.lone_gain) == (0.0, 1.0)
 
@@ -236,10 +236,10 @@ def test_all_ranks_meet_as_often_whatever_they_measure(tmp_path: Path) -> None:
     """Or else they would wait for one another for ever."""
     seen = set()
     for memory in (1 << 24, 1 << 28):
-        company = PlayedCompany(round_s=1e-6)
+        peers = PlayedPeers(round_s=1e-6)
         platform = CpuPlatform(memory_bytes=memory, read_bytes=1 << 20)
-        measure_speeds(platform, config_of("llama", tmp_path), company=company, kernel=PlainKernel())
-        seen.add((company.meetings, company.rounds))
+        measure_speeds(platform, config_of("llama", tmp_path), peers=peers, kernel=PlainKernel())
+        seen.add((peers.meetings, peers.rounds))
     assert len(seen) == 1
 
 
@@ -247,9 +247,9 @@ def test_what_is_kept_counts_only_where_all_ranks_have_it(tmp_path: Path) -> Non
     kept = TuningCache(tmp_path / "measured", circumstances={})
     config = config_of("llama", tmp_path / "model")
     probe = RankProbe(SMALL, config, kept, model="m")
-    first = probe.costs("float32", config, PlayedCompany())
-    assert probe.costs("float32", config, PlayedCompany()) == first
-    anew = probe.costs("float32", config, PlayedCompany(others_can=False))
+    first = probe.costs("float32", config, PlayedPeers())
+    assert probe.costs("float32", config, PlayedPeers()) == first
+    anew = probe.costs("float32", config, PlayedPeers(others_can=False))
     assert anew != first
-    assert probe.costs("float32", config, PlayedCompany()) == anew
-    assert probe.costs("float32", config.quantized("int4"), PlayedCompany()) != anew, "other weights are measured apart"
+    assert probe.costs("float32", config, PlayedPeers()) == anew
+    assert probe.costs("float32", config.quantized("int4"), PlayedPeers()) != anew, "other weights are measured apart"

@@ -22,7 +22,7 @@ from hetero_api.sharding import LayerShard, RankShard, ShardPlan, UnitRange
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.distributed.coordinator import form_group
 from hetero_worker.distributed.exchange import Exchange, LocalExchange
-from hetero_worker.distributed.measuring import Alone, Company, ExchangeTimes
+from hetero_worker.distributed.measuring import ExchangeTimes, NoPeers, Peers
 from hetero_worker.distributed.rendezvous import GroupRequest, StoreListener
 from hetero_worker.errors import ExchangeAborted, ExchangeError, MemoryBudgetError, PinningError
 from hetero_worker.memory.budget import FixedNeeds
@@ -77,8 +77,8 @@ class BlockingExchange(LocalExchange):
 class PlayedProbe:
     """Measures nothing, and says what it was asked for."""
 
-    def costs(self, dtype: str, config: ModelConfig, company: Company) -> ranks_pb2.DeviceSpeeds:
-        assert company.all_can(True)
+    def costs(self, dtype: str, config: ModelConfig, peers: Peers) -> ranks_pb2.DeviceSpeeds:
+        assert peers.all_can(True)
         return ranks_pb2.DeviceSpeeds(costs_dtype=dtype)
 
     def weight_bits(self, dtype: str, config: ModelConfig) -> frozenset[int]:
@@ -155,7 +155,7 @@ def joined(
         yield gateway, Rank(folder, gateway.target, token=token, form=form, **more)
 
 
-class PlayedGroup(Alone):
+class PlayedGroup(NoPeers):
     """Groups that stand already, over one exchange."""
 
     kind = ranks_pb2.EXCHANGE_KIND_GLOO

@@ -54,7 +54,7 @@ class _Formed:
 
 
 class GroupCoordinator:
-    """Groups of one epoch on one rank. One thread calls; any thread may abort. It is the Company of its ranks, too."""
+    """Groups of one epoch on one rank. One thread calls; any thread may abort. It implements Peers."""
 
     def __init__(self, request: GroupRequest, formed: _Formed | None) -> None:
         """`formed` is None in a group of one rank."""

@@ -26,8 +26,11 @@ Times = tuple[tuple[int, float], ...]
 """(bytes of the tensor, seconds), ascending."""
 
 
-class Company(Protocol):
-    """Ranks that measure together. All methods but `host_round` are collective, in one order on every rank."""
+class Peers(Protocol):
+    """All ranks of a group, which measure together.
+
+    All methods but `host_round` are collective: every rank calls them in the same order.
+    """
 
     @property
     def num_ranks(self) -> int:
@@ -51,8 +54,8 @@ class Company(Protocol):
         ...
 
 
-class Alone:
-    """Company of one rank."""
+class NoPeers:
+    """Peers of a rank that is alone."""
 
     num_ranks = 1
 
@@ -72,11 +75,11 @@ class Alone:
         return None
 
 
-def shared_bandwidth(company: Company, read: Callable[[], float]) -> tuple[float, float]:
+def shared_bandwidth(peers: Peers, read: Callable[[], float]) -> tuple[float, float]:
     """Return what `read` returns (bytes/s) while all ranks read, and while this rank reads alone. Collective."""
-    company.meet()
+    peers.meet()
     together = read()
-    return together, company.in_turn(read)
+    return together, peers.in_turn(read)
 
 
 @dataclass(frozen=True, slots=True)

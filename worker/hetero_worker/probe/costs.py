@@ -27,7 +27,7 @@ import torch
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.distributed.measuring import Company
+from hetero_worker.distributed.measuring import Peers
 from hetero_worker.layers.rotary import RotaryTables
 from hetero_worker.platforms.base import HOST
 from hetero_worker.probe.ends import HeadProbe, PlanProbe, StepProbe
@@ -57,23 +57,21 @@ class MeasuredCosts:
     """How many times as fast it decodes one row while the others are idle; at least 1."""
 
 
-def measure_costs(
-    config: ModelConfig, site: Site, *, clock: Clock, weight_bytes: int, company: Company
-) -> MeasuredCosts:
+def measure_costs(config: ModelConfig, site: Site, *, clock: Clock, weight_bytes: int, peers: Peers) -> MeasuredCosts:
     """Measure every part that the model has. At most about `weight_bytes` of weights are made. Collective."""
     with torch.inference_mode():
-        return _Measurement(config, site, clock, company, weight_bytes).run()
+        return _Measurement(config, site, clock, peers, weight_bytes).run()
 
 
 class _Measurement:
     """One run, and what it has found so far."""
 
-    def __init__(self, config: ModelConfig, site: Site, clock: Clock, company: Company, weight_bytes: int) -> None:
+    def __init__(self, config: ModelConfig, site: Site, clock: Clock, peers: Peers, weight_bytes: int) -> None:
         self._laps = Laps()
         self._config = config
         self._site = site
         self._clock = clock
-        self._company = company
+        self._peers = peers
         longest = min(max(*CONTEXTS, *PROMPT_ROWS), config.max_position)
         self._rotary = RotaryTables(
             config.ropes, head_dim=config.head_dim, max_length=longest, dtype=site.dtype, device=site.device
@@ -97,11 +95,11 @@ class _Measurement:
         rounds = list(self._rounds())
         for _ in range(1 + VISITS):
             for series in chain.from_iterable(rounds):
-                self._company.meet()
+                self._peers.meet()
                 series.visit(self._clock, self._laps)
             self._first_attention()
         self._beside_layers()
-        meeting_s, lone_gain = self._meet_others() if self._company.num_ranks > 1 else (0.0, 1.0)
+        meeting_s, lone_gain = self._meet_others() if self._peers.num_ranks > 1 else (0.0, 1.0)
         return MeasuredCosts(self._laps.costs(), meeting_s=meeting_s, lone_gain=lone_gain)
 
     def _rounds(self) -> Iterator[list[Series]]:
@@ -155,16 +153,16 @@ class _Measurement:
         Both compare with what was measured just before: as fast, or slow, as the machine was then. Each time it is
         other halves, for those that were just computed are in a cache.
         """
-        halves, sums = self._halves(), self._company.host_round()
+        halves, sums = self._halves(), self._peers.host_round()
         row = torch.zeros(1, self._config.hidden_size, dtype=self._site.dtype, device=HOST)
         rounds: list[Work] = [] if sums is None else [lambda: sums(row)] * MEETINGS
         meetings, gains = [], []
         for _ in range(1 + 3 * VISITS):
-            self._company.meet()
+            self._peers.meet()
             together_s = self._seconds(islice(halves, MEETINGS))
-            self._company.meet()
+            self._peers.meet()
             both_s = self._seconds(_alternating(list(islice(halves, MEETINGS)), rounds))
-            alone_s = self._company.in_turn(lambda: self._seconds(islice(halves, MEETINGS)))
+            alone_s = self._peers.in_turn(lambda: self._seconds(islice(halves, MEETINGS)))
             meetings.append((both_s - together_s) / MEETINGS if rounds else 0.0)
             gains.append(together_s / alone_s)
         return max(0.0, typical(meetings[1:])), max(1.0, median(gains[1:]))

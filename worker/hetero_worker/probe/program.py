@@ -144,7 +144,7 @@ def _measure(config: ProbeConfig, pinning: PinningReport) -> dict[str, object]:
     group = _form_group(config, platform)
     try:
         times, costs = _measure_exchange(group, platform)
-        speeds = measure_speeds(platform, model, dtype=dtype, company=group)
+        speeds = measure_speeds(platform, model, dtype=dtype, peers=group)
         needs = fixed_needs(platform, model)
         formed = formed_message(group.kind, group.exchange_reason, times, costs, needs)
         formed.weight_bits.extend(sorted(weight_bits(platform, model, dtype=dtype)))

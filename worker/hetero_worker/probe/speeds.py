@@ -18,7 +18,7 @@ from hetero_api.host.freed_memory import release_freed_memory
 from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.attention.selection import choose_attention
-from hetero_worker.distributed.measuring import Alone, Company
+from hetero_worker.distributed.measuring import NoPeers, Peers
 from hetero_worker.layers.drawing_choice import drawing_for
 from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel, kept_bits
 from hetero_worker.layers.selection import fused_ops_of, host_kernel
@@ -55,17 +55,17 @@ class RankProbe:
         self._kept = kept
         self._model = model
 
-    def costs(self, dtype: str, config: ModelConfig, company: Company) -> ranks_pb2.DeviceSpeeds:
-        """See `measure_parts`; measured anew unless all ranks of the company have measured before. Collective.
+    def costs(self, dtype: str, config: ModelConfig, peers: Peers) -> ranks_pb2.DeviceSpeeds:
+        """See `measure_parts`; measured anew unless all ranks of the peers have measured before. Collective.
 
         `config`: the rank's, maybe with other weights.
         """
         name = f"{self._model} {dtype} {config.weights}"
         kept = self._kept.known_speeds(name)
-        if company.all_can(kept is not None) and kept is not None:
+        if peers.all_can(kept is not None) and kept is not None:
             return kept
         with self._kept.measuring():
-            speeds = measure_parts(self._platform, config, dtype=dtype, company=company)
+            speeds = measure_parts(self._platform, config, dtype=dtype, peers=peers)
         self._kept.keep_speeds(name, speeds)
         return speeds
 
@@ -92,7 +92,7 @@ def measure_speeds(
     config: ModelConfig,
     *,
     dtype: str = "",
-    company: Company | None = None,
+    peers: Peers | None = None,
     kernel: LinearKernel | None = None,
 ) -> ranks_pb2.DeviceSpeeds:
     """Measure the device, then the parts.
@@ -101,12 +101,12 @@ def measure_speeds(
     """
     speeds = measure_device(platform)
     dtype = dtype or default_dtype(platform)
-    speeds.MergeFrom(measure_parts(platform, config, dtype=dtype, company=company or Alone(), kernel=kernel))
+    speeds.MergeFrom(measure_parts(platform, config, dtype=dtype, peers=peers or NoPeers(), kernel=kernel))
     return speeds
 
 
 def measure_parts(
-    platform: Platform, config: ModelConfig, *, dtype: str, company: Company, kernel: LinearKernel | None = None
+    platform: Platform, config: ModelConfig, *, dtype: str, peers: Peers, kernel: LinearKernel | None = None
 ) -> ranks_pb2.DeviceSpeeds:
     """Measure the model's parts, with weights as wide as the model's; takes some two seconds.
 
@@ -116,7 +116,7 @@ def measure_parts(
     config = replace(config, weights=config.weights.made_at_load)
     site = _site(platform, config, DTYPES[dtype], kernel)
     weight_bytes = min(WEIGHT_BYTES, platform.memory_bytes // _MEMORY_SHARE)
-    measured = measure_costs(config, site, clock=clock_of(platform.device), weight_bytes=weight_bytes, company=company)
+    measured = measure_costs(config, site, clock=clock_of(platform.device), weight_bytes=weight_bytes, peers=peers)
     site.backend.release()
     release_freed_memory()
     logger.info("measured the model's parts in %s in %.2f s", dtype, time.perf_counter() - began_s)

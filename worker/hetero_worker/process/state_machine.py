@@ -35,7 +35,7 @@ from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.distributed.exchange import Exchange
-from hetero_worker.distributed.measuring import Company, ExchangeTimes, shared_bandwidth
+from hetero_worker.distributed.measuring import ExchangeTimes, Peers, shared_bandwidth
 from hetero_worker.distributed.rendezvous import GroupRequest, StoreListener
 from hetero_worker.errors import (
     ExchangeAborted,
@@ -76,7 +76,7 @@ _PERMANENT: Final = (ModelError, PlanError, MemoryBudgetError, PinningError, Wei
 class Probe(Protocol):
     """Measurements of the rank's device; see probe/speeds.py."""
 
-    def costs(self, dtype: str, config: ModelConfig, company: Company) -> ranks_pb2.DeviceSpeeds:
+    def costs(self, dtype: str, config: ModelConfig, peers: Peers) -> ranks_pb2.DeviceSpeeds:
         """Return the costs of a model's parts in an arithmetic type, in a message of the caller's own. Collective."""
         ...
 
@@ -97,7 +97,7 @@ class Probe(Protocol):
         ...
 
 
-class Group(Company, Protocol):
+class Group(Peers, Protocol):
     """The part of `coordinator.GroupCoordinator` that the state machine uses."""
 
     @property
