@@ -32,8 +32,8 @@ from bench.gpu.orders import (
 
 if TYPE_CHECKING:
     from hetero_api.v1 import ranks_pb2
+    from hetero_worker.backends.base import Platform
     from hetero_worker.distributed.coordinator import GroupCoordinator
-    from hetero_worker.platforms.base import Platform
     from hetero_worker.runners.base import LoadRequest, StepOutput
     from hetero_worker.runners.step_chain import StepChain
 
@@ -62,10 +62,10 @@ def _bind(seat: Seat) -> None:
 
 def _platform(seat: Seat) -> Platform:
     if seat.device is Device.CUDA:
-        from hetero_worker.platforms.cuda import CudaPlatform
+        from hetero_worker.backends.cuda.device import CudaPlatform
 
         return CudaPlatform(0, pool="bench")
-    from hetero_worker.platforms.cpu import CpuPlatform
+    from hetero_worker.backends.cpu import CpuPlatform
 
     if seat.device is Device.CPU:
         return CpuPlatform(memory_bytes=seat.memory_bytes)
@@ -76,9 +76,9 @@ def _platform(seat: Seat) -> Platform:
 
 class _Rank:
     def __init__(self, seat: Seat, pipe: Connection) -> None:
+        from hetero_worker.backends.cpu import start_compute_threads
         from hetero_worker.distributed.rendezvous import StoreListener
-        from hetero_worker.platforms.compute_threads import start_compute_threads
-        from hetero_worker.platforms.host_allocator import keep_freed_memory
+        from hetero_worker.host.process_memory import keep_freed_memory
 
         keep_freed_memory()
         start_compute_threads(len(seat.cores))

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from bench.gpu.orders import Stream
-from hetero_worker.platforms.base import Platform
+from hetero_worker.backends.base import Platform
 
 _TOKENS: Final = 3
 _BUFFERS: Final = 2

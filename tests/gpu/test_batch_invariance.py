@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from hetero_worker.backends.cuda.device import CudaPlatform
 from hetero_worker.distributed.exchange import LocalExchange
-from hetero_worker.platforms.cuda import CudaPlatform
 from tests.support.asked_again import asked, body, differing
 from tests.support.gpu_needed import skip_without_gpu
 from tests.support.quiet_step import WHOLE

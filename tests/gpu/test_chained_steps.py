@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hetero_gateway.engine.request import GenerationRequest, SamplingConfig
+from hetero_worker.backends.cuda.device import CudaPlatform
 from hetero_worker.layers.drawing_choice import drawing_for
-from hetero_worker.platforms.cuda import CudaPlatform
 from hetero_worker.runners.graphs.device_steps import graphs_of
 from tests.support.chained_serving import Asked, ChainedRank, FullTrust, MisleadingDrawing, random_requests
 from tests.support.gpu_needed import skip_without_gpu

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs omit it
 
+from hetero_worker.backends.copies import PendingCopies, to_device
+from hetero_worker.backends.cuda.device import CudaPlatform
 from hetero_worker.distributed.device_group import NCCL, TorchDeviceGroup
 from hetero_worker.distributed.rendezvous import PrefixStore
 from hetero_worker.distributed.staging import CudaStaging, staging_for
 from hetero_worker.errors import ExchangeAborted
-from hetero_worker.platforms.cuda import CudaPlatform
-from hetero_worker.platforms.host_copies import PendingCopies, to_device
 from tests.support.gpu_needed import skip_without_gpu
 
 skip_without_gpu()

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.backends.base import Platform
+from hetero_worker.backends.cpu import CpuPlatform
+from hetero_worker.backends.cuda.device import CudaPlatform
 from hetero_worker.distributed.exchange import LocalExchange
 from hetero_worker.errors import DeviceError, MemoryBudgetError
 from hetero_worker.memory.accounts import account_of
-from hetero_worker.platforms.base import Platform
-from hetero_worker.platforms.cpu import CpuPlatform
-from hetero_worker.platforms.cuda import CudaPlatform
 from tests.support.gpu_needed import skip_without_gpu
 from tests.support.mixed_runners import (
     BLOCK_SIZE,

@@ -7,13 +7,13 @@ import logging
 import pytest
 import torch
 
+from hetero_worker.backends.cuda.device import CudaPlatform
+from hetero_worker.backends.cuda.pins import CudaPins
 from hetero_worker.distributed.direct_links import direct_links
 from hetero_worker.distributed.hierarchical import HierarchicalExchange
 from hetero_worker.distributed.routes import Link, Routes
 from hetero_worker.distributed.shm_segment import SHM_FOLDER, SegmentLayout, ShmSegment
 from hetero_worker.distributed.staging import staging_for
-from hetero_worker.platforms.cuda import CudaPlatform
-from hetero_worker.platforms.host_pins import CudaPins
 from tests.support.gpu_needed import skip_without_gpu
 from tests.support.shm_threads import PAGE, exchanges
 

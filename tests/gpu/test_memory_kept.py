@@ -18,9 +18,9 @@ from bench.gpu.weights import MadeWeights
 from hetero_api.graph_memory import MAX_ROWS, graph_sizes
 from hetero_api.rank_memory import LOGITS_AT_ONCE, RUNTIME_GROWTH_BYTES, with_margin
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.backends.cuda.device import CudaPlatform
 from hetero_worker.distributed.exchange import LocalExchange
 from hetero_worker.memory.accounts import CudaAccount
-from hetero_worker.platforms.cuda import CudaPlatform
 from hetero_worker.runners.base import LoadRequest
 from hetero_worker.runners.largest_step import measure_workspace
 from hetero_worker.runners.selection import runner_of

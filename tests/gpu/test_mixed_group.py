@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.backends.cpu import CpuPlatform
 from hetero_worker.distributed.exchange import LocalExchange
-from hetero_worker.platforms.cpu import CpuPlatform
 from tests.support.gpu_needed import skip_without_gpu
 from tests.support.mixed_runners import body, largest_difference, work_off
 from tests.support.quiet_step import WHOLE

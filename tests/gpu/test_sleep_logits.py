@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.backends.cuda.device import CudaPlatform
 from hetero_worker.distributed.exchange import LocalExchange
-from hetero_worker.platforms.cuda import CudaPlatform
 from tests.support.gpu_needed import skip_without_gpu
 from tests.support.mixed_runners import BLOCK_SIZE, BLOCKS, SoloTaker, load_request
 from tests.support.quiet_step import WHOLE

@@ -13,8 +13,8 @@ import torch
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.backends.base import Platform
 from hetero_worker.distributed.exchange import Exchange
-from hetero_worker.platforms.base import Platform
 from tests.support.mixed_runners import SoloTaker, load_request, platform_of
 from tests.support.rank_group import PlanBuilder, PlanTaker, StepOutcome
 from tests.support.rank_processes import RankContext

@@ -21,11 +21,11 @@ from hetero_gateway.engine.config import EngineConfig
 from hetero_gateway.engine.request import GenerationRequest, SamplingConfig
 from hetero_gateway.engine.scheduler import Scheduler
 from hetero_gateway.engine.steps_in_flight import StepsInFlight
+from hetero_worker.backends.base import HOST, Platform
+from hetero_worker.backends.cuda.pins import NoPins
 from hetero_worker.distributed.exchange import LocalExchange
 from hetero_worker.distributed.staging import CudaStaging
 from hetero_worker.layers.sampler import sample_tokens
-from hetero_worker.platforms.base import HOST, Platform
-from hetero_worker.platforms.host_pins import NoPins
 from hetero_worker.runners.base import LoadRequest, StepOutput
 from hetero_worker.runners.begun_step import SampleTokens
 from hetero_worker.runners.gpu_runner import GpuRunner

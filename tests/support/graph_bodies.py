@@ -10,7 +10,7 @@ import torch
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.platforms.cpu import CpuPlatform
+from hetero_worker.backends.cpu import CpuPlatform
 from tests.support.mixed_runners import BLOCK_SIZE, BLOCKS, Drawn, SoloTaker, load_request
 from tests.support.pseudo_gpu import PseudoGpuPlatform
 from tests.support.rank_group import PlanBuilder

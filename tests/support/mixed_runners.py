@@ -17,9 +17,9 @@ import torch
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.backends.base import Platform
+from hetero_worker.backends.cpu import CpuPlatform
 from hetero_worker.distributed.exchange import Exchange
-from hetero_worker.platforms.base import Platform
-from hetero_worker.platforms.cpu import CpuPlatform
 from hetero_worker.runners.base import LoadRequest
 from hetero_worker.runners.gpu_runner import GpuRunner
 from hetero_worker.runners.graphs.device_steps import MakeGraphs
@@ -209,7 +209,7 @@ def platform_of(rank: int, num_gpu_ranks: int, *, pseudo: bool) -> Platform:
         return CpuPlatform(memory_bytes=2 << 30)
     if pseudo:
         return PseudoGpuPlatform(rank)
-    from hetero_worker.platforms.cuda import CudaPlatform
+    from hetero_worker.backends.cuda.device import CudaPlatform
 
     return CudaPlatform(rank, pool="test")
 

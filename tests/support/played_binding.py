@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-from hetero_worker.platforms.pinning import PinningReport
+from hetero_worker.host.pinning import PinningReport
 
 
 class PlayedBinding:

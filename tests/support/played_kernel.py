@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterable
 
-from hetero_worker.platforms.numa import MemoryPolicy
+from hetero_worker.host.numa import MemoryPolicy
 
 
 class PlayedKernel:

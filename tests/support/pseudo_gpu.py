@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.platforms.base import HOST, AttentionKind, Measurement, Platform
-from hetero_worker.platforms.cpu import CpuPlatform
+from hetero_worker.backends.base import HOST, AttentionKind, Measurement, Platform
+from hetero_worker.backends.cpu import CpuPlatform
 
 MEMORY_BYTES = 2 * 1024**3
 

@@ -14,7 +14,7 @@ from hetero_worker.process.config import RankConfig
 from hetero_worker.process.rank import main, platform_of
 
 if TYPE_CHECKING:
-    from hetero_worker.platforms.base import Platform
+    from hetero_worker.backends.base import Platform
 
 
 def platforms(config: RankConfig) -> Platform:

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
+from hetero_worker.backends.cpu import CpuPlatform
 from hetero_worker.distributed.exchange import LocalExchange
-from hetero_worker.platforms.cpu import CpuPlatform
 from tests.support.mixed_runners import work_off
 from tests.support.random_model import INTERMEDIATE_SIZE, NUM_KV_HEADS, VOCAB_SIZE
 from tests.support.rank_shares import Shares

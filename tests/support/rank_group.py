@@ -17,9 +17,9 @@ import torch
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan, UnitRange
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.backends.base import HOST
 from hetero_worker.distributed.exchange import Exchange, HostExchange
 from hetero_worker.layers.sampler import SampledRows, gather_logits, sample_tokens
-from hetero_worker.platforms.base import HOST
 from hetero_worker.runners.base import LoadReport, LoadRequest, SampledToken, StepOutput
 from hetero_worker.runners.begun_step import SampleTokens
 from hetero_worker.runners.cpu_runner import CpuRunner

@@ -13,9 +13,9 @@ from types import ModuleType
 import pytest
 import torch
 
+from hetero_worker.backends.base import HOST
 from hetero_worker.distributed.staging import PlainStaging
 from hetero_worker.layers.sampler import sample_tokens
-from hetero_worker.platforms.base import HOST
 from hetero_worker.sampling.device_draws import DeviceDrawing
 from hetero_worker.sampling.device_scores import DrawKernels, TorchDrawKernels
 from hetero_worker.sampling.drawing import HOST_DRAWING, ShardDrawing, StartedDraws

@@ -10,7 +10,7 @@ Containers hide parts of /sys, and what is hidden is never made up:
 - no third-level cache: all cores of a node count as sharing one;
 - nodes, but no list of their CPUs: these are of `UNKNOWN_NODE`, which Required accepts nowhere;
 - no nodes at all: one node 0, and `tells_nodes` is False. A kernel without NUMA looks like this, but so does a sandbox
-  on a machine of many nodes; whoever needs certainty has to ask the kernel otherwise (`platforms.pinning` does).
+  on a machine of many nodes; whoever needs certainty has to ask the kernel otherwise (`host.pinning` does).
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ from bench.gpu.orders import Stream
 from bench.gpu.shapes import TINY
 from bench.gpu.streaming import seconds_a_token
 from bench.gpu.weights import MadeWeights
+from hetero_worker.backends.cpu import CpuPlatform
 from hetero_worker.checkpoints.store import TensorSlice
 from hetero_worker.distributed.exchange import LocalExchange
-from hetero_worker.platforms.cpu import CpuPlatform
 from hetero_worker.runners.base import LoadRequest
 from hetero_worker.runners.selection import runner_of
 from tests.support.rank_shares import Shares

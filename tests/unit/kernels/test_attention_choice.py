@@ -11,9 +11,9 @@ from hetero_api.errors import ModelError
 from hetero_api.model_config import ModelConfig
 from hetero_worker.attention import selection, triton_paged
 from hetero_worker.attention.selection import ChosenAttention, DeviceAttention, choose_attention
+from hetero_worker.backends.base import Platform
+from hetero_worker.backends.cpu import CpuPlatform
 from hetero_worker.kernels.availability import triton_problem
-from hetero_worker.platforms.base import Platform
-from hetero_worker.platforms.cpu import CpuPlatform
 from tests.support.pseudo_gpu import PseudoGpuPlatform
 from tests.support.random_model import save_random_llama
 

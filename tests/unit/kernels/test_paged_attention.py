@@ -11,9 +11,9 @@ import torch
 from hetero_worker.attention.base import AttentionRule, CapturableAttention, DecodeRows, StepAttention
 from hetero_worker.attention.torch_paged import TorchPagedAttention
 from hetero_worker.attention.triton_paged import TritonPagedAttention
+from hetero_worker.backends.base import HOST
 from hetero_worker.kernels.attention_tiles import PagedKeys, Scoring
 from hetero_worker.kernels.paged_attention import attend_decode
-from hetero_worker.platforms.base import HOST
 from tests.support.paged_cases import PagedCase
 
 pytestmark = pytest.mark.unit

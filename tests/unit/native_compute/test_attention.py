@@ -22,8 +22,8 @@ from hetero_worker.attention.base import (
 )
 from hetero_worker.attention.native_paged import NativePagedAttention
 from hetero_worker.attention.selection import choose_attention
+from hetero_worker.backends.cpu import CpuPlatform
 from hetero_worker.native.issuing import Arena, Issuer
-from hetero_worker.platforms.cpu import CpuPlatform
 from tests.support.native_compute import compute_library, computing_with, issuer_of
 from tests.support.paged_cases import PagedCase
 from tests.support.random_model import save_random_llama

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import INT8, WeightFormat, int4
+from hetero_worker.backends.cpu import CpuPlatform
 from hetero_worker.checkpoints import content as checkpoint_content
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.checkpoints.packed_cache import SUFFIX, PackedCache
@@ -29,7 +30,6 @@ from hetero_worker.checkpoints.store import TensorSlice
 from hetero_worker.layers.linear import ShardedLinear
 from hetero_worker.layers.native_linear import NativeLinear, NativeWeight
 from hetero_worker.memory.accounts import HostAccount
-from hetero_worker.platforms.cpu import CpuPlatform
 from hetero_worker.runners.base import LoadRequest
 from hetero_worker.runners.native_steps import NativeSteps
 from hetero_worker.runners.rehearsal import checksum

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetero_worker.backends.base import HOST
 from hetero_worker.distributed.exchange import Arrived
 from hetero_worker.distributed.staging import HostCopy
-from hetero_worker.platforms.base import HOST
 from hetero_worker.sampling import device_draws, device_scores, guesses, noise
 from hetero_worker.sampling.decision import decide_filtered
 from hetero_worker.sampling.device_draws import DeviceDrawing, first_columns

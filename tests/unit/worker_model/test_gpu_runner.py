@@ -16,11 +16,10 @@ import torch
 from hetero_api.errors import ModelError
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.attention.torch_paged import TorchPagedAttention
+from hetero_worker.backends.base import HeterogeneousPlatform, Platform, kind_of_rank
+from hetero_worker.backends.cpu import CpuPlatform
 from hetero_worker.distributed.exchange import LocalExchange
 from hetero_worker.errors import MemoryBudgetError, ProtocolError
-from hetero_worker.platforms.base import Platform
-from hetero_worker.platforms.cpu import CpuPlatform
-from hetero_worker.platforms.heterogeneous import HeterogeneousPlatform, kind_of_rank
 from hetero_worker.runners.base import LoadReport
 from hetero_worker.runners.cpu_runner import CpuRunner
 from hetero_worker.runners.device_inputs import DeviceInputs

@@ -10,9 +10,9 @@ from hetero_api.contract import LEAST_LOCAL_MEMORY_PERCENT
 from hetero_api.host.topology import CpuTopology
 from hetero_api.spec import NumaPolicy
 from hetero_worker.errors import PinningError
-from hetero_worker.platforms.binding import CoreBinding, Unbound
-from hetero_worker.platforms.numa import MemoryPolicy
-from hetero_worker.platforms.pinning import PinningRequest
+from hetero_worker.host.binding import CoreBinding, Unbound
+from hetero_worker.host.numa import MemoryPolicy
+from hetero_worker.host.pinning import PinningRequest
 from tests.support.played_kernel import PlayedKernel
 from tests.support.sysfs_trees import write_tree
 

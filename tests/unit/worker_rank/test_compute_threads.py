@@ -16,8 +16,8 @@ _PROGRAM = textwrap.dedent(
     """
     import json, os
     import torch
-    from hetero_worker.platforms.compute_threads import start_compute_threads
-    from hetero_worker.platforms.numa import LinuxKernel, threads_started_on
+    from hetero_worker.backends.cpu import start_compute_threads
+    from hetero_worker.host.numa import LinuxKernel, threads_started_on
 
     def tasks():
         return {int(name) for name in os.listdir("/proc/self/task")}

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hetero_worker.backends.cuda.streams import PAST, Way
 from hetero_worker.distributed.direct_links import direct_links
 from hetero_worker.distributed.exchange import HostExchange
 from hetero_worker.distributed.hierarchical import HierarchicalExchange
@@ -20,7 +21,6 @@ from hetero_worker.distributed.shm_exchange import ShmExchange
 from hetero_worker.distributed.shm_segment import ShmSegment
 from hetero_worker.distributed.staging import CudaStaging, PlainStaging, Staging
 from hetero_worker.models.lending import SLICE_ROWS, Lending
-from hetero_worker.platforms.device_streams import PAST, Way
 from tests.support.played_device import PlayedDevice
 from tests.support.shm_threads import PAGE
 from tests.support.shm_threads import exchanges as of_a_segment
@@ -113,7 +113,7 @@ def test_tensors_are_cut_to_parts_and_put_together_again(dtype: torch.dtype, pla
 
 
 def test_a_device_cannot_wait_for_another_ones_moments() -> None:
-    from hetero_worker.platforms.device_streams import _event
+    from hetero_worker.backends.cuda.streams import _event
 
     with pytest.raises(TypeError, match="cannot wait for a Past"):
         _event(PAST)

@@ -7,8 +7,8 @@ from typing import cast
 import pytest
 import torch
 
+from hetero_worker.backends.base import HOST
 from hetero_worker.distributed.device_group import CONNECTING_SIZES, DeviceGroup, connect
-from hetero_worker.platforms.base import HOST
 
 pytestmark = pytest.mark.unit
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_worker.platforms.disturbance import CoreWatch
+from hetero_worker.host.disturbance import CoreWatch
 
 pytestmark = pytest.mark.unit
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetero_worker.platforms.file_pages import let_go_of_code, unchanged_mappings
+from hetero_worker.host.process_memory import let_go_of_code, unchanged_mappings
 
 pytestmark = pytest.mark.unit
 
@@ -19,7 +19,7 @@ TORCH = "libtorch_cpu.so"
 
 IMPORT = """
 import importlib, os, sys
-from hetero_worker.platforms.torch_import import import_torch
+from hetero_worker.host.process_memory import import_torch
 import_torch() if sys.argv[1] == "lean" else importlib.import_module("torch")
 assert len(os.listdir("/proc/self/task")) == 1
 import torch

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from hetero_worker.backends.base import HOST
 from hetero_worker.distributed.device_group import DeviceGroup
 from hetero_worker.distributed.exchange import LocalExchange
 from hetero_worker.distributed.hierarchical import HierarchicalExchange
 from hetero_worker.distributed.routes import Link, Ranks
 from hetero_worker.distributed.staging import staging_for
-from hetero_worker.platforms.base import HOST
 from hetero_worker.runners.graphs.breaking_exchange import BreakingExchange
 from hetero_worker.runners.graphs.breaks import Breaks
 from hetero_worker.runners.graphs.current_step import CurrentStep

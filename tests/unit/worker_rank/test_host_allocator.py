@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetero_worker.platforms.huge_pages import HUGE_PAGE_BYTES, empty_on_huge_pages
+from hetero_worker.memory.huge_pages import HUGE_PAGE_BYTES, empty_on_huge_pages
 
 pytestmark = pytest.mark.unit
 
@@ -17,7 +17,7 @@ THP_MODE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 MALLOC = """
 import ctypes, sys
-from hetero_worker.platforms.host_allocator import keep_freed_memory
+from hetero_worker.host.process_memory import keep_freed_memory
 class Mallinfo2(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in (
         "arena", "ordblks", "smblks", "mapped", "mapped_bytes", "usmblks", "fsmblks", "used", "free", "top")]
@@ -35,7 +35,7 @@ print(int(mapped == 0 and libc.mallinfo2().top >= 20 << 20))
 
 HUGE = """
 import torch
-from hetero_worker.platforms.huge_pages import empty_on_huge_pages
+from hetero_worker.memory.huge_pages import empty_on_huge_pages
 cache = empty_on_huge_pages((16, 1024, 1024), torch.float32)
 cache.fill_(1.0)
 with open("/proc/self/smaps_rollup") as smaps:

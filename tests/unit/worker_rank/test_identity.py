@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.backends.cpu import CpuPlatform
 from hetero_worker.distributed.rendezvous import StoreListener, parse_address
 from hetero_worker.errors import ExchangeError
-from hetero_worker.platforms.cpu import CpuPlatform
-from hetero_worker.platforms.pinning import PinningReport
+from hetero_worker.host.pinning import PinningReport
 from hetero_worker.process.identity import describe_device, host_id
 
 pytestmark = pytest.mark.unit

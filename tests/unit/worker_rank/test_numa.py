@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_worker.platforms.numa import (
+from hetero_worker.host.numa import (
     MPOL_BIND,
     MPOL_PREFERRED,
     LinuxKernel,

@@ -9,8 +9,8 @@ import pytest
 from hetero_api.host.topology import CpuTopology, LogicalCore, NumaNode
 from hetero_api.spec import NumaPolicy
 from hetero_worker.errors import PinningError
-from hetero_worker.platforms.numa import MPOL_BIND, MPOL_PREFERRED, MemoryPolicy
-from hetero_worker.platforms.pinning import PinningReport, PinningRequest, pin
+from hetero_worker.host.numa import MPOL_BIND, MPOL_PREFERRED, MemoryPolicy
+from hetero_worker.host.pinning import PinningReport, PinningRequest, pin
 from tests.support.played_kernel import PlayedKernel
 from tests.support.sysfs_trees import write_tree
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.backends.base import AttentionKind
+from hetero_worker.backends.copies import PendingCopies, to_device
+from hetero_worker.backends.cpu import CpuPlatform
+from hetero_worker.backends.cuda.device import CudaPlatform
+from hetero_worker.backends.speeds import best_s, copy_bandwidths, matmul_flops, round_trip_s
 from hetero_worker.errors import DeviceError
-from hetero_worker.platforms.base import AttentionKind
-from hetero_worker.platforms.cpu import CpuPlatform
-from hetero_worker.platforms.cuda import CudaPlatform
-from hetero_worker.platforms.host_copies import PendingCopies, to_device
-from hetero_worker.platforms.speeds import best_s, copy_bandwidths, matmul_flops, round_trip_s
 from tests.support.pseudo_gpu import PseudoGpuPlatform
 
 pytestmark = pytest.mark.unit
@@ -84,7 +84,7 @@ def test_the_first_time_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the least of the others, each until the device is done."""
     done: list[str] = []
     now = iter([0.0, 0.1, 10.0, 13.0, 20.0, 22.0, 30.0, 35.0])
-    monkeypatch.setattr("hetero_worker.platforms.speeds.time.perf_counter", lambda: next(now))
+    monkeypatch.setattr("hetero_worker.backends.speeds.time.perf_counter", lambda: next(now))
     assert best_s(lambda: done.append("work"), lambda: done.append("wait")) == 2.0
     assert done == ["wait", "work", "wait"] * 4
 

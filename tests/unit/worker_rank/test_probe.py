@@ -14,9 +14,9 @@ import torch
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.backends.cpu import CpuPlatform
 from hetero_worker.distributed.measuring import NoPeers, Round
 from hetero_worker.layers.linear_kernels import PlainKernel
-from hetero_worker.platforms.cpu import CpuPlatform
 from hetero_worker.probe.costs import Series, step_shapes
 from hetero_worker.probe.layers import TimedWork
 from hetero_worker.probe.sizes import LayerSize, probe_size, whole_layer

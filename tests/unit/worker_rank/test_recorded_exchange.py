@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from hetero_worker.backends.base import HOST
 from hetero_worker.distributed.exchange import Exchange, LocalExchange
 from hetero_worker.distributed.hierarchical import HierarchicalExchange
 from hetero_worker.distributed.staging import staging_for
-from hetero_worker.platforms.base import HOST
 from hetero_worker.runners.graphs.breaks import Breaks
 from hetero_worker.runners.graphs.current_step import CurrentStep
 from hetero_worker.runners.recorded_exchange import RecordedExchange

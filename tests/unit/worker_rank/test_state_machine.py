@@ -20,15 +20,15 @@ from hetero_api.host.heartbeat import Heartbeat, HeartbeatMemory, Standing
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import LayerShard, RankShard, ShardPlan, UnitRange
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.backends.base import HeterogeneousPlatform
+from hetero_worker.backends.cpu import CpuPlatform
 from hetero_worker.distributed.coordinator import form_group
 from hetero_worker.distributed.exchange import Exchange, LocalExchange
 from hetero_worker.distributed.measuring import ExchangeTimes, NoPeers, Peers
 from hetero_worker.distributed.rendezvous import GroupRequest, StoreListener
 from hetero_worker.errors import ExchangeAborted, ExchangeError, MemoryBudgetError, PinningError
+from hetero_worker.host.binding import Binding
 from hetero_worker.memory.budget import FixedNeeds
-from hetero_worker.platforms.binding import Binding
-from hetero_worker.platforms.cpu import CpuPlatform
-from hetero_worker.platforms.heterogeneous import HeterogeneousPlatform
 from hetero_worker.process.gateway_link import GatewayLink
 from hetero_worker.process.identity import RankIdentity
 from hetero_worker.process.state_machine import FormGroupFunction, Group, WorkerStateMachine

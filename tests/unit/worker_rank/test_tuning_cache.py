@@ -66,7 +66,7 @@ def test_a_file_says_when_it_was_begun(tmp_path: Path) -> None:
 def test_a_file_says_whether_others_had_the_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disturbed: bool
 ) -> None:
-    monkeypatch.setattr("hetero_worker.platforms.disturbance.CoreWatch.was_disturbed", lambda _: disturbed)
+    monkeypatch.setattr("hetero_worker.host.disturbance.CoreWatch.was_disturbed", lambda _: disturbed)
     path = tmp_path / "rank.measured"
     TuningCache(path, circumstances=HERE).speeds("m", Device().measure)
     assert json.loads(path.read_text()).get("disturbed", False) == disturbed

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hetero_worker.platforms.base import HOST
-from hetero_worker.platforms.huge_pages import empty_on_huge_pages
+from hetero_worker.backends.base import HOST
+from hetero_worker.memory.huge_pages import empty_on_huge_pages
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,9 @@ from hetero_api.model_config import ModelConfig
 from hetero_worker.attention.base import AttentionBackend
 from hetero_worker.attention.native_paged import NativePagedAttention
 from hetero_worker.attention.torch_paged import TorchPagedAttention
+from hetero_worker.backends.base import HOST, AttentionKind, Platform
 from hetero_worker.kernels.availability import attention_problem, triton_problem
 from hetero_worker.native.issuing import Issuer
-from hetero_worker.platforms.base import HOST, AttentionKind, Platform
 
 
 class DeviceAttention(StrEnum):

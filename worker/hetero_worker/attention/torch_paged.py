@@ -22,8 +22,8 @@ from torch.nn import functional as F
 
 from hetero_worker.attention.base import AttentionBatch, AttentionRule, IntArray, StepAttention
 from hetero_worker.attention.kv_cache import LayerCache
-from hetero_worker.platforms.base import HOST
-from hetero_worker.platforms.host_copies import to_device
+from hetero_worker.backends.base import HOST
+from hetero_worker.backends.copies import to_device
 
 
 class TorchPagedAttention:

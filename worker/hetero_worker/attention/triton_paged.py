@@ -24,10 +24,10 @@ import torch
 
 from hetero_worker.attention.base import AttentionBatch, AttentionRule, DecodeRows, IntArray, StepAttention
 from hetero_worker.attention.kv_cache import LayerCache
+from hetero_worker.backends.copies import to_device
 from hetero_worker.kernels.attention_tiles import PagedKeys, Scoring
 from hetero_worker.kernels.availability import attention_problem
 from hetero_worker.kernels.paged_attention import MAX_SPLITS, attend_decode, attend_spans
-from hetero_worker.platforms.host_copies import to_device
 
 _PROGRAMS_PER_MULTIPROCESSOR: Final = 4
 """Programs that run at a time: enough warps to hide the memory's latency."""

@@ -25,7 +25,7 @@ from hetero_worker.checkpoints.packed_cache import KeptMatrices, PackedCache
 from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix, stacked
 from hetero_worker.checkpoints.quantizing import quantize
 from hetero_worker.checkpoints.store import TensorSlice, WeightStore
-from hetero_worker.platforms.file_pages import let_go_of_code
+from hetero_worker.host.process_memory import let_go_of_code
 
 _QUANTIZED_AT_ONCE: Final = 1 << 20
 """Weights that are widened to floats at a time while they are quantised."""

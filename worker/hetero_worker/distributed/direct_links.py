@@ -22,12 +22,12 @@ from collections.abc import Mapping
 
 import torch
 
+from hetero_worker.backends.cuda.streams import Moment
 from hetero_worker.distributed.exchange import SENT, Arrived, HostExchange, PendingSend, PendingTensor
 from hetero_worker.distributed.routes import Link
 from hetero_worker.distributed.shm_exchange import ShmExchange
 from hetero_worker.distributed.shm_links import LinkReceiver, LinkSource
 from hetero_worker.distributed.staging import Staging
-from hetero_worker.platforms.device_streams import Moment
 
 _log = logging.getLogger(__name__)
 

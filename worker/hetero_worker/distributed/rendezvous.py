@@ -27,12 +27,12 @@ from torch.distributed import PrefixStore as PrefixStore  # type: ignore[attr-de
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs omit them
 
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.backends.base import HOST
 from hetero_worker.distributed.gloo_exchange import GlooRounds, GlooWaits
 from hetero_worker.distributed.shm_exchange import AREA_BYTES
 from hetero_worker.distributed.shm_segment import SHM_FOLDER
 from hetero_worker.errors import ExchangeAborted, ExchangeError, ExchangeTimeout
 from hetero_worker.native.build import EXCHANGE_LIBRARY
-from hetero_worker.platforms.base import HOST
 
 _POLL_S: Final = 0.01
 _BACKLOG: Final = 128

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 
+from hetero_worker.backends.cuda.pins import HostPins
 from hetero_worker.distributed.exchange import (
     LocalExchange,
     PendingTensor,
@@ -26,7 +27,6 @@ from hetero_worker.distributed.shm_links import LinkReceiver, LinkSource
 from hetero_worker.distributed.shm_rank import Late, NativeCall, ShmRank, data_address
 from hetero_worker.distributed.shm_segment import RoundsLayout, ShmSegment
 from hetero_worker.errors import ExchangeError
-from hetero_worker.platforms.host_pins import HostPins
 
 AREA_BYTES: Final = 512 * 1024
 """Bytes of an area: the most that one round or message carries."""

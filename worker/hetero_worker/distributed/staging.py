@@ -16,9 +16,9 @@ from typing import Protocol
 
 import torch
 
+from hetero_worker.backends.cuda.pins import HostPins, NoPins, pins_for
+from hetero_worker.backends.cuda.streams import PAST, CudaStreams, DeviceStreams, Moment, Way
 from hetero_worker.distributed.exchange import Arrived, PendingTensor
-from hetero_worker.platforms.device_streams import PAST, CudaStreams, DeviceStreams, Moment, Way
-from hetero_worker.platforms.host_pins import HostPins, NoPins, pins_for
 
 Parts = Iterable[torch.Tensor]
 """Pieces of host memory, uint8, that hold a tensor's bytes one after another."""

@@ -6,9 +6,9 @@ import logging
 
 import torch
 
+from hetero_worker.backends.base import Platform
 from hetero_worker.distributed.staging import staging_for
 from hetero_worker.kernels.availability import triton_problem
-from hetero_worker.platforms.base import Platform
 from hetero_worker.sampling.device_draws import DeviceDrawing
 from hetero_worker.sampling.device_scores import DrawKernels, TorchDrawKernels
 from hetero_worker.sampling.drawing import HOST_DRAWING, ShardDrawing

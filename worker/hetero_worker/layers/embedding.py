@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import UnitRange
+from hetero_worker.backends.base import HOST
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.checkpoints.quantized_matrix import QuantizedRows
 from hetero_worker.checkpoints.store import TensorSlice
@@ -21,7 +22,6 @@ from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
 from hetero_worker.layers.linear import ShardedLinear
 from hetero_worker.layers.linear_kernels import LinearKernel, PackedWeight, kept_format, matrix_bytes
 from hetero_worker.layers.packing import floats_dtype, pack_in_place, pack_quantized, read_floats
-from hetero_worker.platforms.base import HOST
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"

@@ -22,11 +22,11 @@ from hetero_api.model_config import ModelConfig
 from hetero_api.model_parts import ExpertsConfig
 from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import COLUMN_UNIT, FLOAT_WEIGHTS, StoredWeights, WeightFormat
+from hetero_worker.backends.base import HOST
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.checkpoints.store import TensorSlice
 from hetero_worker.layers.linear_kernels import LinearKernel, PackedWeight, kept_format, matrix_bytes
 from hetero_worker.layers.packing import floats_dtype, pack_in_place, pack_quantized, read_floats
-from hetero_worker.platforms.base import HOST
 
 
 class ShardedLinear:

@@ -18,9 +18,9 @@ import torch
 from hetero_api.weight_format import WeightFormat
 from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
 from hetero_worker.layers.linear_kernels import LinearKernel, PackedWeight
+from hetero_worker.memory.huge_pages import empty_on_huge_pages
 from hetero_worker.native.compute_library import FORMATS, EmbedOp, Format, Kind, LinearOp, Op, PackOp, Weight
 from hetero_worker.native.issuing import Issuer
-from hetero_worker.platforms.huge_pages import empty_on_huge_pages
 
 _EXACT: Final[dict[torch.dtype, tuple[torch.dtype, ...]]] = {
     torch.float32: (torch.float32, torch.bfloat16, torch.float16),

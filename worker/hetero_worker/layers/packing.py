@@ -12,11 +12,11 @@ from functools import reduce
 
 import torch
 
+from hetero_worker.backends.base import HOST
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.checkpoints.quantized_matrix import stacked
 from hetero_worker.checkpoints.store import TensorSlice
 from hetero_worker.layers.linear_kernels import LinearKernel, PackedWeight, kept_dtype
-from hetero_worker.platforms.base import HOST
 
 
 def pack_quantized(checkpoint: Checkpoint, parts: Sequence[TensorSlice], kernel: LinearKernel) -> PackedWeight:

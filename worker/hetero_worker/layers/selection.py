@@ -17,6 +17,7 @@ import logging
 import torch
 
 from hetero_api.errors import ModelError
+from hetero_worker.backends.base import HOST
 from hetero_worker.kernels.availability import triton_problem
 from hetero_worker.layers.fused_ops import FusedOps, PlainOps
 from hetero_worker.layers.invariant_ops import InvariantOps
@@ -24,7 +25,6 @@ from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel, RowKe
 from hetero_worker.layers.native_linear import NativeLinear
 from hetero_worker.layers.native_ops import NativeOps
 from hetero_worker.native.issuing import Issuer
-from hetero_worker.platforms.base import HOST
 
 logger = logging.getLogger(__name__)
 

@@ -19,11 +19,11 @@ from typing import Final
 
 import torch
 
+from hetero_worker.backends.cuda.pins import HostPins, pins_for
 from hetero_worker.errors import MemoryBudgetError
 from hetero_worker.memory.accounts import account_of
 from hetero_worker.memory.budget import mib
 from hetero_worker.memory.snapshot import MemorySnapshot
-from hetero_worker.platforms.host_pins import HostPins, pins_for
 
 logger = logging.getLogger(__name__)
 

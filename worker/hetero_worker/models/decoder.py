@@ -24,6 +24,7 @@ from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan, Stage
 from hetero_worker.attention.base import AttentionBackend, AttentionBatch
 from hetero_worker.attention.kv_cache import LayerCache
+from hetero_worker.backends.base import HOST
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.distributed.routes import helper_links, input_ranks
@@ -37,7 +38,6 @@ from hetero_worker.models.decoder_layer import DecoderLayer
 from hetero_worker.models.lending import Lending
 from hetero_worker.models.micro_batches import CountParts, MicroBatch, best_number, micro_batches
 from hetero_worker.models.pipeline import Pipeline
-from hetero_worker.platforms.base import HOST
 
 
 @dataclass(frozen=True, slots=True)

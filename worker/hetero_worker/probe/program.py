@@ -29,17 +29,17 @@ from hetero_api.host.topology import CpuTopology
 from hetero_api.numa_policy import NumaPolicy
 from hetero_api.program import ProgramParser, read_log_level
 from hetero_worker.errors import ExchangeTimeout
-from hetero_worker.platforms.host_allocator import keep_freed_memory
-from hetero_worker.platforms.numa import LinuxKernel
-from hetero_worker.platforms.pinning import PinningReport, PinningRequest, pin
+from hetero_worker.host.numa import LinuxKernel
+from hetero_worker.host.pinning import PinningReport, PinningRequest, pin
+from hetero_worker.host.process_memory import keep_freed_memory
 from hetero_worker.process.config import core_list, count, cuda_device, numa_policy, positive, seconds
 
 if TYPE_CHECKING:
     from hetero_api.v1 import ranks_pb2
+    from hetero_worker.backends.base import Platform
     from hetero_worker.distributed.coordinator import GroupCoordinator
     from hetero_worker.distributed.measuring import ExchangeTimes
     from hetero_worker.distributed.rendezvous import StoreListener
-    from hetero_worker.platforms.base import Platform
 
 _log = logging.getLogger(__name__)
 
@@ -215,10 +215,10 @@ def _meet(config: ProbeConfig, folder: Path, listener: StoreListener) -> str:
 
 def _platform(config: ProbeConfig) -> Platform:
     if config.cuda_device is not None:
-        from hetero_worker.platforms.cuda import CudaPlatform
+        from hetero_worker.backends.cuda.device import CudaPlatform
 
         return CudaPlatform(config.cuda_device, pool="probe")
-    from hetero_worker.platforms.cpu import CpuPlatform
+    from hetero_worker.backends.cpu import CpuPlatform
 
     return CpuPlatform(memory_bytes=config.memory_bytes)
 

@@ -18,13 +18,13 @@ from hetero_api.host.freed_memory import release_freed_memory
 from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.attention.selection import choose_attention
+from hetero_worker.backends.base import Platform
 from hetero_worker.distributed.measuring import NoPeers, Peers
 from hetero_worker.layers.drawing_choice import drawing_for
 from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel, kept_bits
 from hetero_worker.layers.selection import fused_ops_of, host_kernel
 from hetero_worker.memory.accounts import account_of
 from hetero_worker.memory.budget import FixedNeeds
-from hetero_worker.platforms.base import Platform
 from hetero_worker.probe.costs import measure_costs
 from hetero_worker.probe.layers import Site, WorkRecorder, as_it_is
 from hetero_worker.probe.sizes import WEIGHT_BYTES

@@ -102,7 +102,7 @@ def run() -> None:
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[variable] = "1"
     gc.disable()  # imports create much and free nothing: collecting garbage would take a sixth of their time
-    from hetero_worker.platforms.torch_import import import_torch
+    from hetero_worker.host.process_memory import import_torch
     from hetero_worker.process.rank import main, preload
 
     import_torch()

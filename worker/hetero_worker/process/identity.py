@@ -11,10 +11,9 @@ from typing import Final
 from hetero_api.contract import VERSION
 from hetero_api.model_config import ModelConfig, model_fingerprint
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.backends.base import HeterogeneousPlatform, Platform
 from hetero_worker.checkpoints.checkpoint import Checkpoint
-from hetero_worker.platforms.base import Platform
-from hetero_worker.platforms.heterogeneous import HeterogeneousPlatform
-from hetero_worker.platforms.pinning import PinningReport
+from hetero_worker.host.pinning import PinningReport
 from hetero_worker.process.config import RankConfig
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")

@@ -26,15 +26,15 @@ from hetero_api.cpu_list import format_cpu_list
 from hetero_api.errors import HeteroError
 from hetero_api.host.heartbeat import Heartbeat
 from hetero_api.host.topology import CpuTopology
-from hetero_worker.platforms.binding import CoreBinding
-from hetero_worker.platforms.host_allocator import keep_freed_memory
-from hetero_worker.platforms.numa import LinuxKernel
-from hetero_worker.platforms.pinning import PinningReport, PinningRequest
+from hetero_worker.host.binding import CoreBinding
+from hetero_worker.host.numa import LinuxKernel
+from hetero_worker.host.pinning import PinningReport, PinningRequest
+from hetero_worker.host.process_memory import keep_freed_memory
 from hetero_worker.process.config import RankConfig
 from hetero_worker.process.reconnect import ReconnectingRank
 
 if TYPE_CHECKING:
-    from hetero_worker.platforms.base import Platform
+    from hetero_worker.backends.base import Platform
     from hetero_worker.process.state_machine import WorkerStateMachine
 
 _log = logging.getLogger(__name__)
@@ -52,10 +52,10 @@ _START_LIMIT_S: Final = 600.0
 def platform_of(config: RankConfig) -> Platform:
     """Return the platform that the rank computes on, and import nothing for other kinds of devices."""
     if config.cuda_device is not None:
-        from hetero_worker.platforms.cuda import CudaPlatform
+        from hetero_worker.backends.cuda.device import CudaPlatform
 
         return CudaPlatform(config.cuda_device, pool=config.pool)
-    from hetero_worker.platforms.cpu import CpuPlatform
+    from hetero_worker.backends.cpu import CpuPlatform
 
     return CpuPlatform(memory_bytes=config.memory_bytes)
 
@@ -101,8 +101,8 @@ def _pinning_request(config: RankConfig) -> PinningRequest:
 
 def preload() -> None:
     """Import what a rank needs, and start nothing."""
+    import hetero_worker.backends.cpu
     import hetero_worker.distributed.coordinator
-    import hetero_worker.platforms.cpu
     import hetero_worker.probe.speeds
     import hetero_worker.process.gateway_link
     import hetero_worker.process.identity
@@ -140,11 +140,11 @@ def _prepare(
     import torch
 
     from hetero_api.model_config import ModelConfig, model_fingerprint
+    from hetero_worker.backends.base import HeterogeneousPlatform
+    from hetero_worker.backends.cpu import start_compute_threads
     from hetero_worker.checkpoints.checkpoint import Checkpoint
     from hetero_worker.checkpoints.packed_cache import PackedCache
     from hetero_worker.distributed.coordinator import form_group
-    from hetero_worker.platforms.compute_threads import start_compute_threads
-    from hetero_worker.platforms.heterogeneous import HeterogeneousPlatform
     from hetero_worker.probe.speeds import RankProbe, measure_device
     from hetero_worker.process.gateway_link import GatewayLink
     from hetero_worker.process.identity import RankIdentity, describe_device, make_hello

@@ -45,9 +45,9 @@ from hetero_worker.errors import (
     ProtocolError,
     WeightsChangedError,
 )
+from hetero_worker.host.binding import Binding, Unbound
 from hetero_worker.memory.budget import FixedNeeds
 from hetero_worker.plan_work import PlanWork
-from hetero_worker.platforms.binding import Binding, Unbound
 from hetero_worker.process.epoch_fence import EpochFence
 from hetero_worker.process.gateway_link import Arrival, Event, GatewayLink, LeaveRequested, StreamEnded
 from hetero_worker.process.identity import RankIdentity, report_pinning

@@ -22,8 +22,8 @@ from typing import Any, Final
 from google.protobuf import json_format
 
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.host.disturbance import CoreWatch
 from hetero_worker.models.decoder import Decoder
-from hetero_worker.platforms.disturbance import CoreWatch
 from hetero_worker.runners.base import LoadRequest
 from hetero_worker.runners.largest_step import measure_workspace
 from hetero_worker.runners.shard import limits_of

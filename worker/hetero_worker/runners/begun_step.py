@@ -39,11 +39,11 @@ import torch
 from hetero_api.rank_memory import PROMPT_LOGIT_ROWS
 from hetero_api.sharding import UnitRange
 from hetero_api.v1 import logprobs_pb2, ranks_pb2
+from hetero_worker.backends.base import HOST
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.errors import ProtocolError
 from hetero_worker.layers.sampler import SampledRows, prompt_logprobs
 from hetero_worker.models.decoder import Decoder
-from hetero_worker.platforms.base import HOST
 from hetero_worker.runners.base import LoadRequest, MaskSource, SampledToken, StepOutput
 from hetero_worker.runners.device_inputs import stand_in_of
 from hetero_worker.runners.forward import ForwardStates

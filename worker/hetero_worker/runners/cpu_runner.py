@@ -12,10 +12,10 @@ attention's sum, the sampler's scores. They come from and go back to the C libra
 
 from __future__ import annotations
 
+from hetero_worker.backends.base import Platform
+from hetero_worker.backends.cpu import CpuPlatform
 from hetero_worker.layers.sampler import sample_tokens
 from hetero_worker.memory.accounts import HostAccount
-from hetero_worker.platforms.base import Platform
-from hetero_worker.platforms.cpu import CpuPlatform
 from hetero_worker.runners.begun_step import SampleTokens
 from hetero_worker.runners.largest_step import measure_workspace
 from hetero_worker.runners.native_steps import NativeSteps

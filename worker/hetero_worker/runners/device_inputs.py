@@ -20,9 +20,9 @@ from dataclasses import replace
 import torch
 
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.backends.base import Platform
+from hetero_worker.backends.copies import PendingCopies
 from hetero_worker.models.decoder import DecoderInput
-from hetero_worker.platforms.base import Platform
-from hetero_worker.platforms.host_copies import PendingCopies
 from hetero_worker.runners.graphs.padding import Padding
 from hetero_worker.runners.input_batch import InputBatch, InputBuffers
 from hetero_worker.runners.plan_check import PlanBounds

@@ -10,9 +10,9 @@ Weights that sleep (level 1) go to host memory, and come back to the same tensor
 
 from __future__ import annotations
 
+from hetero_worker.backends.base import Platform
 from hetero_worker.layers.sampler import sample_tokens
 from hetero_worker.memory.accounts import account_of
-from hetero_worker.platforms.base import Platform
 from hetero_worker.runners.begun_step import SampleTokens
 from hetero_worker.runners.graphs.device_steps import DeviceSteps, MakeGraphs, graphs_of
 from hetero_worker.runners.largest_step import measure_workspace

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from hetero_worker.backends.base import Platform
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.distributed.shm_exchange import ShmExchange
 from hetero_worker.native.issuing import whole_lines
 from hetero_worker.native.means import NativeMeans
-from hetero_worker.platforms.base import Platform
 from hetero_worker.runners.base import LoadRequest
 from hetero_worker.runners.forward import EagerForward
 from hetero_worker.runners.input_batch import InputBuffers

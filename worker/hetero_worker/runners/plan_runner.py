@@ -18,12 +18,12 @@ from dataclasses import replace
 
 from hetero_api.rank_memory import StepLimits
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.backends.base import Platform
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.errors import ProtocolError
 from hetero_worker.layers.drawing_choice import drawing_for
 from hetero_worker.layers.sampler import sample_tokens
 from hetero_worker.models.decoder import Decoder
-from hetero_worker.platforms.base import Platform
 from hetero_worker.runners.base import LoadReport, LoadRequest, MaskSource, StepOutput, StepUnderWay, no_masks
 from hetero_worker.runners.begun_step import BegunStep, DoneStep, SampleTokens, StepMeans
 from hetero_worker.runners.commands import GroupCommands

@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.backends.base import Platform
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.memory.accounts import MemoryAccount
-from hetero_worker.platforms.base import Platform
 from hetero_worker.runners.base import LoadRequest
 from hetero_worker.runners.forward import DrawingForward, ForwardPass
 from hetero_worker.runners.input_batch import InputBatch, InputBuffers

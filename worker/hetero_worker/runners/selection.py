@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from hetero_worker.backends.base import Platform
 from hetero_worker.layers.sampler import sample_tokens
-from hetero_worker.platforms.base import Platform
 from hetero_worker.runners.begun_step import SampleTokens
 from hetero_worker.runners.cpu_runner import CpuRunner
 from hetero_worker.runners.gpu_runner import GpuRunner

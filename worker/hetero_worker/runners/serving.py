@@ -8,11 +8,11 @@ from typing import Final
 
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.attention.kv_cache import LayerCache
+from hetero_worker.backends.base import HOST
 from hetero_worker.errors import MemoryBudgetError, ProtocolError
 from hetero_worker.memory.accounts import account_of
 from hetero_worker.memory.budget import mib
 from hetero_worker.models.decoder import Decoder
-from hetero_worker.platforms.base import HOST
 from hetero_worker.runners.base import LoadReport, LoadRequest
 from hetero_worker.runners.forward import ForwardPass
 from hetero_worker.runners.plan_check import PlanBounds, PlanCheck

@@ -14,6 +14,7 @@ from hetero_api.graph_memory import GraphMemory
 from hetero_api.rank_memory import KvCost, ModelMemory, StepLimits
 from hetero_worker.attention.base import AttentionBackend
 from hetero_worker.attention.selection import ChosenAttention, choose_attention
+from hetero_worker.backends.base import Platform
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
 from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel
 from hetero_worker.layers.selection import fused_ops_of, host_kernel, invariant_kernel, invariant_ops
@@ -21,7 +22,6 @@ from hetero_worker.memory.accounts import MemoryAccount
 from hetero_worker.memory.budget import MemoryBudget, mib
 from hetero_worker.models.decoder import Decoder
 from hetero_worker.native.means import NativeMeans
-from hetero_worker.platforms.base import Platform
 from hetero_worker.runners.base import LoadReport, LoadRequest
 from hetero_worker.runners.runner_device import RunnerDevice
 

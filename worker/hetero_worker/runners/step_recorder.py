@@ -15,7 +15,7 @@ from typing import Final
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from hetero_worker.platforms.base import HOST
+from hetero_worker.backends.base import HOST
 
 MAX_STEPS: Final = 256
 MAX_TRACE_BYTES: Final = 32 * 1024 * 1024

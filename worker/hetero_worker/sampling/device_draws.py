@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hetero_worker.platforms.host_copies import to_device
+from hetero_worker.backends.copies import to_device
 from hetero_worker.sampling.device_scores import DrawKernels
 from hetero_worker.sampling.drawing import Guesses, PendingCopy, StartedDraws
 from hetero_worker.sampling.guesses import DrawnFrom, guess_filtered

@@ -13,7 +13,7 @@ from typing import Final, Protocol
 
 import torch
 
-from hetero_worker.platforms.base import HOST
+from hetero_worker.backends.base import HOST
 from hetero_worker.sampling.request import SamplingRow
 from hetero_worker.sampling.shard import ShardDraws, draws_of_shard, take_rows
 

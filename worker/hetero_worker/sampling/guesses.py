@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hetero_worker.platforms.host_copies import to_device
+from hetero_worker.backends.copies import to_device
 from hetero_worker.sampling.device_scores import upper_noise
 from hetero_worker.sampling.request import SamplingRow
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from hetero_worker.backends.base import Platform
 from hetero_worker.distributed.exchange import Exchange
-from hetero_worker.platforms.base import Platform
 from hetero_worker.runners.base import LoadRequest
 from hetero_worker.runners.begun_step import unchained_because
 from hetero_worker.runners.device_inputs import DeviceInputs

@@ -18,6 +18,7 @@ from typing import Final
 import torch
 
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.errors import ProtocolError
 from hetero_worker.native.means import NOT_FOR_DEVICES, NativeMeans
 
 HOST: Final = torch.device("cpu")
@@ -123,3 +124,31 @@ class Platform(ABC):
     @abstractmethod
     def measure(self) -> Measurement:
         """Takes well under a second."""
+
+
+_NAMES = {ranks_pb2.DEVICE_KIND_CUDA: "a GPU", ranks_pb2.DEVICE_KIND_CPU: "host cores"}
+
+
+def kind_of_rank(rank: int, *, num_gpu_ranks: int) -> ranks_pb2.DeviceKind.ValueType:
+    """The kind of device that a rank computes on."""
+    return ranks_pb2.DEVICE_KIND_CUDA if rank < num_gpu_ranks else ranks_pb2.DEVICE_KIND_CPU
+
+
+@dataclass(frozen=True, slots=True)
+class HeterogeneousPlatform:
+    """A group's platforms, as one of its processes sees them: it can be the ranks of its own kind."""
+
+    own: Platform
+    pool: str
+    """The process's; errors name it."""
+
+    def of_rank(self, rank: int, *, num_gpu_ranks: int) -> Platform:
+        """The platform of the rank. Raises ProtocolError when this process has no device of its kind."""
+        kind = kind_of_rank(rank, num_gpu_ranks=num_gpu_ranks)
+        if self.own.kind != kind:
+            raise ProtocolError(
+                f"pool {self.pool}: of a group with {num_gpu_ranks} GPU ranks, rank {rank} computes on {_NAMES[kind]}, "
+                f"but this process was started for {_NAMES[self.own.kind]}; the pool's type and its ranks' devices "
+                "must agree"
+            )
+        return self.own

@@ -10,9 +10,9 @@ from typing import Final
 import torch
 
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.backends.base import HOST, AttentionKind, Measurement, Platform
+from hetero_worker.backends.speeds import matmul_flops, read_bandwidth
 from hetero_worker.native.means import NativeMeans, native_means
-from hetero_worker.platforms.base import HOST, AttentionKind, Measurement, Platform
-from hetero_worker.platforms.speeds import matmul_flops, read_bandwidth
 
 _READ_BYTES: Final = 128 * 1024 * 1024
 _MATRIX_SIZE: Final = 768
@@ -96,3 +96,13 @@ class CpuPlatform(Platform):
             memory_bandwidth=self.bandwidth(),
             matmul_flops=matmul_flops(self, self.dtypes, size=_MATRIX_SIZE),
         )
+
+
+_GRAIN: Final = 32768
+"""Elements that torch gives a thread at least: at::internal::GRAIN_SIZE."""
+
+
+def start_compute_threads(num_threads: int) -> None:
+    """Use that many, the calling thread included, from now on. Costs some hundred microseconds."""
+    torch.set_num_threads(num_threads)
+    torch.empty(2 * _GRAIN * num_threads, dtype=torch.uint8).fill_(0)

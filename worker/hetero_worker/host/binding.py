@@ -24,8 +24,8 @@ from hetero_api.contract import LEAST_LOCAL_MEMORY_PERCENT
 from hetero_api.cpu_list import format_cpu_list
 from hetero_api.host.topology import CpuTopology
 from hetero_worker.errors import PinningError
-from hetero_worker.platforms.numa import Kernel, MemoryPolicy, local_percent, threads_started_on
-from hetero_worker.platforms.pinning import PinningReport, PinningRequest, pin, require, told_nodes
+from hetero_worker.host.numa import Kernel, MemoryPolicy, local_percent, threads_started_on
+from hetero_worker.host.pinning import PinningReport, PinningRequest, pin, require, told_nodes
 
 _log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ import torch
 
 from hetero_api.host.gpus import visible_gpus
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.backends.base import AttentionKind, Measurement, Platform
+from hetero_worker.backends.speeds import copy_bandwidths, matmul_flops, read_bandwidth, round_trip_s
 from hetero_worker.errors import DeviceError
-from hetero_worker.platforms.base import AttentionKind, Measurement, Platform
-from hetero_worker.platforms.speeds import copy_bandwidths, matmul_flops, read_bandwidth, round_trip_s
 
 _READ_BYTES: Final = 1024 * 1024 * 1024
 _MATRIX_SIZE: Final = 4096

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 if TYPE_CHECKING:
-    from hetero_worker.platforms.base import Platform
+    from hetero_worker.backends.base import Platform
+
 
 _REPEATS: Final = 3
 _COPY_BYTES: Final = 32 * 1024 * 1024

@@ -1,0 +1,98 @@
+"""How malloc treats the buffers of a step.
+
+Left alone, glibc may give large buffers back to the kernel when a step frees them, and the next step pays a page fault
+for every 4 KiB of them again: measured, 1,536 in every decode step of 32 sequences (its 6 MiB of logits). So malloc is
+told to keep freed memory of up to 32 MiB a piece and never to trim its heap. What a rank keeps in this way is bounded
+by its largest step.
+
+Between steps, when a rank goes to sleep, what is kept is given back (`hetero_api.host.freed_memory`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import re
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final, NamedTuple
+
+_M_TRIM_THRESHOLD: Final = -1
+_M_MMAP_THRESHOLD: Final = -3
+_MMAP_THRESHOLD_BYTES: Final = 32 * 1024 * 1024
+"""The largest that glibc takes."""
+_NEVER_TRIM: Final = 2**31 - 1
+
+
+def keep_freed_memory() -> bool:
+    """Set it up for this process; False where the C library has no mallopt, and only time is lost then."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    return bool(mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)) and bool(mallopt(_M_TRIM_THRESHOLD, _NEVER_TRIM))
+
+
+_SMAPS: Final = Path("/proc/self/smaps")
+_UNCHANGED: Final = re.compile(
+    r"^([0-9a-f]+)-([0-9a-f]+) r-[x-]p \S+ \S+ \d+ +/.*\n"
+    r"(?:[A-Z].*\n)*?Anonymous: +0 kB\n"
+    r"(?:[A-Z].*\n)*?Swap: +0 kB\n",
+    re.MULTILINE,
+)
+"""A private mapping of a file, read-only, no page of which is the process's own: there are such pages where the loader
+wrote to them before it made them read-only."""
+_DONT_NEED: Final = 4
+
+
+class Mapping(NamedTuple):
+    """Addresses, the end not in it."""
+
+    begin: int
+    end: int
+
+
+def let_go_of_code() -> None:
+    """Of all files that are mapped to be read or run, as they are. Threads may go on meanwhile.
+
+    Nothing happens where the kernel does not tell of mappings, or whose the pages are.
+    """
+    try:
+        smaps = _SMAPS.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    for begin, end in unchanged_mappings(smaps):
+        madvise(begin, end - begin, _DONT_NEED)
+
+
+def unchanged_mappings(smaps: str) -> list[Mapping]:
+    """Those that can be let go and come back as they were: from the text of /proc/PID/smaps."""
+    return [Mapping(int(begin, 16), int(end, 16)) for begin, end in _UNCHANGED.findall(smaps)]
+
+
+_LIBRARIES: Final = (("libtorch_global_deps.so", ctypes.RTLD_GLOBAL), ("libtorch_cpu.so", ctypes.RTLD_LOCAL))
+"""In the order and the way in which torch loads them."""
+
+
+def import_torch() -> None:
+    """Nothing is started by it. Without effect where torch is imported already."""
+    if "torch" in sys.modules:
+        return
+    _load_libraries()
+    let_go_of_code()
+    importlib.import_module("torch")
+    let_go_of_code()
+
+
+def _load_libraries() -> None:
+    """The large ones, before Python's part. One that cannot be loaded by itself is left to torch."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return
+    for name, mode in _LIBRARIES:
+        try:
+            ctypes.CDLL(str(Path(spec.origin).parent / "lib" / name), mode=mode)
+        except OSError:
+            return
