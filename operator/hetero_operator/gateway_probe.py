@@ -19,10 +19,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from hetero_api.contract import ADMIN_PORT, AUTHORIZATION_KEY, GATEWAY_SERVICES, INFERENCE_PORT
 from hetero_api.cpu_list import format_cpu_list
+from hetero_api.group_state import GroupState
 from hetero_api.v1 import admin_pb2, admin_pb2_grpc, ranks_pb2
 from hetero_operator.reconcile.model import (
     GatewayReport,
-    GroupState,
     ObservedOption,
     ObservedPlacement,
     ObservedRank,
@@ -113,7 +113,7 @@ def report_of(pod: str, topology: admin_pb2.GetTopologyResponse, *, serving: boo
     """The answer in the operator's own terms."""
     return GatewayReport(
         pod=pod,
-        state=_STATES.get(topology.state, GroupState.NEW),
+        state=GroupState.from_proto(topology.state),
         epoch=topology.epoch,
         reason=topology.reason,
         failed=topology.failed,
@@ -128,16 +128,6 @@ def report_of(pod: str, topology: admin_pb2.GetTopologyResponse, *, serving: boo
     )
 
 
-_STATES: Final = {
-    admin_pb2.GROUP_STATE_NEW: GroupState.NEW,
-    admin_pb2.GROUP_STATE_FORMING: GroupState.FORMING,
-    admin_pb2.GROUP_STATE_LOADING: GroupState.LOADING,
-    admin_pb2.GROUP_STATE_READY: GroupState.READY,
-    admin_pb2.GROUP_STATE_ABORTED: GroupState.ABORTED,
-    admin_pb2.GROUP_STATE_ASLEEP: GroupState.ASLEEP,
-    admin_pb2.GROUP_STATE_DRAINING: GroupState.DRAINING,
-    admin_pb2.GROUP_STATE_CLOSED: GroupState.CLOSED,
-}
 _EXCHANGES: Final = {
     ranks_pb2.EXCHANGE_KIND_SHM: "shm",
     ranks_pb2.EXCHANGE_KIND_GLOO: "gloo",

@@ -10,14 +10,14 @@ from hetero_api.v1 import admin_pb2
 class GroupState(StrEnum):
     """State of a group. admin.proto explains each one."""
 
-    NEW = "New"
-    FORMING = "Forming"
-    LOADING = "Loading"
-    READY = "Ready"
-    ASLEEP = "Asleep"
-    ABORTED = "Aborted"
-    DRAINING = "Draining"
-    CLOSED = "Closed"
+    NEW = "new"
+    FORMING = "forming"
+    LOADING = "loading"
+    READY = "ready"
+    ASLEEP = "asleep"
+    ABORTED = "aborted"
+    DRAINING = "draining"
+    CLOSED = "closed"
 
     def to_proto(self) -> admin_pb2.GroupState.ValueType:
         """Return the value that messages carry."""

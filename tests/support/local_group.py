@@ -19,8 +19,8 @@ from typing import Any, Self
 import psutil
 import yaml
 
+from hetero_api.group_state import GroupState
 from hetero_client import AdminClient, HeteroClient
-from hetero_client.admin import GroupState
 from hetero_client.errors import RequestError
 from hetero_client.home import HeteroHome
 from hetero_client.launcher.run_directory import GroupRecord, RunDirectory

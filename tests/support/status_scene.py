@@ -9,9 +9,9 @@ from datetime import timedelta
 from typing import Any
 
 from hetero_api.contract import LABEL_ROLE, ROLE_GATEWAY
+from hetero_api.group_state import GroupState
 from hetero_operator.reconcile.model import (
     GatewayReport,
-    GroupState,
     Observed,
     ObservedRank,
     Outcome,

@@ -13,6 +13,7 @@ from typing import Any, Final, Self
 import grpc
 
 from hetero_api.contract import AUTHORIZATION_KEY
+from hetero_api.group_state import GroupState
 from hetero_api.sharding import UnitRange
 from hetero_api.v1 import admin_pb2, admin_pb2_grpc, ranks_pb2
 from hetero_client.channel import Options, channel_options, error_from
@@ -24,19 +25,6 @@ VERB_TIMEOUT_S: Final = 120.0
 WAKE_TIMEOUT_S: Final = 1800.0
 """Weights may have to be read again."""
 _RECEIVE_BOUND: Final = "grpc.max_receive_message_length"
-
-
-class GroupState(StrEnum):
-    """How a group stands; the meaning of each is in admin.proto."""
-
-    NEW = "new"
-    FORMING = "forming"
-    LOADING = "loading"
-    READY = "ready"
-    ASLEEP = "asleep"
-    ABORTED = "aborted"
-    DRAINING = "draining"
-    CLOSED = "closed"
 
 
 class CacheLayout(StrEnum):
@@ -214,7 +202,7 @@ def topology_from(message: admin_pb2.GetTopologyResponse) -> GroupTopology:
     exchange = ranks_pb2.ExchangeKind.Name(message.exchange).removeprefix("EXCHANGE_KIND_").lower()
     return GroupTopology(
         name=message.name,
-        state=_state(message.state),
+        state=GroupState.from_proto(message.state),
         epoch=message.epoch,
         ranks=tuple(_rank(rank) for rank in message.ranks),
         exchange="" if exchange == "unspecified" else exchange,
@@ -240,11 +228,6 @@ def _options(address: str) -> Options:
 def _layout(value: admin_pb2.CacheLayout.ValueType) -> CacheLayout | None:
     name = admin_pb2.CacheLayout.Name(value).removeprefix("CACHE_LAYOUT_").lower()
     return None if name == "unspecified" else CacheLayout(name)
-
-
-def _state(value: admin_pb2.GroupState.ValueType) -> GroupState:
-    name = admin_pb2.GroupState.Name(value).removeprefix("GROUP_STATE_").lower()
-    return GroupState.NEW if name == "unspecified" else GroupState(name)
 
 
 def _rank(message: admin_pb2.RankStatus) -> RankView:

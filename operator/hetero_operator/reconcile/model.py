@@ -8,6 +8,8 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from hetero_api.group_state import GroupState
+
 Object = Mapping[str, Any]
 """A Kubernetes object as decoded JSON."""
 
@@ -107,19 +109,6 @@ class ObservedPlacement:
     predicted_speed: float | None = None
     measured_speed: float | None = None
     step_ratio: float | None = None
-
-
-class GroupState(StrEnum):
-    """hetero.v1.GroupState without its prefix."""
-
-    NEW = "New"
-    FORMING = "Forming"
-    LOADING = "Loading"
-    READY = "Ready"
-    ABORTED = "Aborted"
-    ASLEEP = "Asleep"
-    DRAINING = "Draining"
-    CLOSED = "Closed"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
+from hetero_api.group_state import GroupState
 from hetero_api.v1 import admin_pb2, admin_pb2_grpc, ranks_pb2
 from hetero_operator.gateway_probe import GatewayProbe
-from hetero_operator.reconcile.model import GroupState, ObservedOption, ObservedPlacement
+from hetero_operator.reconcile.model import ObservedOption, ObservedPlacement
 from tests.support.kube.ports import free_port
 
 TOPOLOGY = admin_pb2.GetTopologyResponse(

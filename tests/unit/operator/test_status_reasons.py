@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 import pytest
 
 from hetero_api.crd import crd
+from hetero_api.group_state import GroupState
 from hetero_api.status import ConditionType, HeteroInferenceStatus
-from hetero_operator.reconcile.model import FailureKind, GroupState, ObjectRef, Outcome, WriteFailure
+from hetero_operator.reconcile.model import FailureKind, ObjectRef, Outcome, WriteFailure
 from hetero_operator.reconcile.status.reasons import Reason
 from tests.support import pod_statuses as pods
 from tests.support.operator_world import OperatorWorld

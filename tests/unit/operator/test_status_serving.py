@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from hetero_operator.reconcile.model import GroupState, ObservedOption, ObservedPlacement
+from hetero_api.group_state import GroupState
+from hetero_operator.reconcile.model import ObservedOption, ObservedPlacement
 from tests.support import pod_statuses as pods
 from tests.support.status_scene import GATEWAY, SPEC, StatusScene, conditions, events, message
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from hetero_operator.reconcile.model import GroupState, Report
+from hetero_api.group_state import GroupState
+from hetero_operator.reconcile.model import Report
 from tests.support import pod_statuses as pods
 from tests.support.status_scene import GATEWAY, StatusScene, conditions, events, message
 

@@ -12,7 +12,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from hetero_client.admin import GroupState, GroupTopology, RankView
+from hetero_api.group_state import GroupState
+from hetero_client.admin import GroupTopology, RankView
 from hetero_client.launcher.commands import GATEWAY
 
 STARTING: Final = "starting"

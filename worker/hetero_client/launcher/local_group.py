@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from hetero_api.contract import ENV_ADMIN_TOKEN_FILE, ENV_GROUP_TOKEN_FILE, EXIT_PERMANENT
+from hetero_api.group_state import GroupState
 from hetero_api.host.gpus import IN_PCI_ORDER
 from hetero_api.host.stop_signals import StopSignals
 from hetero_api.spec import HeteroInference
@@ -26,7 +27,7 @@ from hetero_api.supervision.child import Child
 from hetero_api.supervision.forkserver import Forkserver
 from hetero_api.supervision.service import Services
 from hetero_api.supervision.supervisor import Supervisor
-from hetero_client.admin import AdminClient, GroupState, GroupTopology
+from hetero_client.admin import AdminClient, GroupTopology
 from hetero_client.errors import (
     AlreadyRunningError,
     GroupFailedError,

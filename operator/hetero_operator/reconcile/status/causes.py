@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
+from hetero_api.group_state import GroupState
 from hetero_api.spec import HeteroInferenceSpec
 from hetero_operator.reconcile import budget
-from hetero_operator.reconcile.model import GatewayReport, GroupState, Object
+from hetero_operator.reconcile.model import GatewayReport, Object
 from hetero_operator.reconcile.names import GATEWAY_CONTAINER, RANK_CONTAINER
 from hetero_operator.reconcile.status.containers import Surroundings
 from hetero_operator.reconcile.status.expected import ExpectedPod

@@ -6,7 +6,8 @@ are asked only about what no gateway speaks of.
 
 from __future__ import annotations
 
-from hetero_operator.reconcile.model import GroupState, ObservedRank
+from hetero_api.group_state import GroupState
+from hetero_operator.reconcile.model import ObservedRank
 from hetero_operator.reconcile.names import RANK_CONTAINER
 from hetero_operator.reconcile.status.expected import ExpectedPod
 from hetero_operator.reconcile.status.pods import is_ready, is_up

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetero_api.contract import LABEL_GATEWAY_REVISION, LABEL_REVISION, LABEL_ROLE, ROLE_GATEWAY
+from hetero_api.group_state import GroupState
 from hetero_api.spec import HeteroInferenceSpec
 from hetero_api.status import HeteroInferenceStatus, RestartsStatus
 from hetero_operator.reconcile import budget
 from hetero_operator.reconcile.inventory import DEPLOYMENT, STATEFUL_SET, Inventory
 from hetero_operator.reconcile.manifests.config import stored_resource
-from hetero_operator.reconcile.model import GatewayReport, GroupState, Object, Observed, ObservedRank, Outcome, Plan
+from hetero_operator.reconcile.model import GatewayReport, Object, Observed, ObservedRank, Outcome, Plan
 from hetero_operator.reconcile.names import Names
 from hetero_operator.reconcile.ownership import is_leaving, label_of
 from hetero_operator.reconcile.refusals import Refusal, read_spec
