@@ -16,7 +16,7 @@ from hetero_worker.backends.cpu import CpuPlatform
 from hetero_worker.backends.cuda.device import CudaPlatform
 from hetero_worker.distributed.exchange import LocalExchange
 from hetero_worker.errors import DeviceError, MemoryBudgetError
-from hetero_worker.memory.accounts import account_of
+from hetero_worker.memory.memory_pool import memory_pool_of
 from tests.support.gpu_needed import skip_without_gpu
 from tests.support.mixed_runners import (
     BLOCK_SIZE,
@@ -93,7 +93,7 @@ def test_weights_and_cache_lie_on_the_device_and_leave_it_to_sleep(gpu: CudaPlat
 
 def test_the_caches_size_follows_from_the_devices_memory(gpu: CudaPlatform, model: Path) -> None:
     report = taker(gpu, model).report
-    available = account_of(gpu.device).available_bytes()
+    available = memory_pool_of(gpu.device).available_bytes()
     assert available is not None
     assert 0.5 * available < report.kv_budget_bytes < gpu.memory_bytes
     with pytest.raises(MemoryBudgetError, match="gpuMemoryUtilization"):

@@ -20,7 +20,7 @@ from hetero_api.rank_memory import LOGITS_AT_ONCE, RUNTIME_GROWTH_BYTES, with_ma
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.backends.cuda.device import CudaPlatform
 from hetero_worker.distributed.exchange import LocalExchange
-from hetero_worker.memory.accounts import CudaAccount
+from hetero_worker.memory.memory_pool import CudaMemoryPool
 from hetero_worker.runners.base import LoadRequest
 from hetero_worker.runners.largest_step import measure_workspace
 from hetero_worker.runners.selection import runner_of
@@ -128,13 +128,13 @@ def test_the_largest_step_takes_no_more_than_its_bound_from_shapes(gpu: CudaPlat
 
 
 def test_the_runtime_grows_by_less_than_is_allowed_for(gpu: CudaPlatform, request_06b: LoadRequest) -> None:
-    account = CudaAccount(gpu.device)
-    account.release_unused()
-    before = account.runtime_bytes()
+    pool = CudaMemoryPool(gpu.device)
+    pool.release_unused()
+    before = pool.runtime_bytes()
     taker = QuietTaker(gpu, replace(request_06b, enforce_eager=True))
     builder = PlanBuilder(taker)
     prefill(builder, request_06b.max_num_batched_tokens - 1)
     decode_sizes(builder, [MAX_ROWS, 1])
-    grown = account.runtime_bytes() - before
-    print(f"the runtime grew by {grown >> 20} MiB to {account.runtime_bytes() >> 20} MiB")
+    grown = pool.runtime_bytes() - before
+    print(f"the runtime grew by {grown >> 20} MiB to {pool.runtime_bytes() >> 20} MiB")
     assert grown <= RUNTIME_GROWTH_BYTES

@@ -10,8 +10,8 @@ import torch
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.backends.cuda.device import CudaPlatform
 from hetero_worker.distributed.exchange import LocalExchange
-from hetero_worker.memory.accounts import CudaAccount
-from hetero_worker.memory.parking import ParkedWeights
+from hetero_worker.memory.memory_pool import CudaMemoryPool
+from hetero_worker.memory.weight_offload import OffloadedWeights
 from tests.support.gpu_needed import skip_without_gpu
 from tests.support.mixed_runners import BLOCK_SIZE, SoloTaker, load_request
 from tests.support.quiet_step import WHOLE
@@ -55,17 +55,17 @@ def test_a_rank_that_sleeps_gives_back_what_it_claims(gpu: CudaPlatform, tmp_pat
 
 
 def test_weights_of_all_sizes_leave_whole_and_what_lies_beside_them_stays(gpu: CudaPlatform) -> None:
-    account = CudaAccount(gpu.device)
-    account.release_unused()
+    pool = CudaMemoryPool(gpu.device)
+    pool.release_unused()
     others = [torch.ones(1000 + i, device=gpu.device) for i in range(100)]
-    with account.apart():
+    with pool.apart():
         weights = [torch.randn(1 + 7919 * k, device=gpu.device) for k in range(200)]
     others += [torch.ones(1000 + i, device=gpu.device) for i in range(100)]
     contents, num_bytes = [weight.cpu() for weight in weights], sum(weight.nbytes for weight in weights)
-    parked, before = ParkedWeights(weights), free_bytes(gpu)
-    parked.release()
-    account.release_unused()
+    offloaded, before = OffloadedWeights(weights), free_bytes(gpu)
+    offloaded.release()
+    pool.release_unused()
     assert free_bytes(gpu) - before >= SHARE * num_bytes
-    parked.restore()
+    offloaded.restore()
     assert all(torch.equal(weight.cpu(), content) for weight, content in zip(weights, contents, strict=True))
     assert all(other.min().item() == 1 for other in others)

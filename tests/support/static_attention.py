@@ -1,4 +1,4 @@
-"""A CapturableAttention of plain operators: it gathers as many tokens as the longest sequence may have, and masks."""
+"""A capturable attention backend by torch: it gathers as many tokens as the longest sequence may have, and masks."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from hetero_worker.attention.torch_paged import TorchPagedAttention
 
 class StaticAttention(TorchPagedAttention):
     """Steps that begin within `prepared` read its tables; others are those of TorchPagedAttention."""
+
+    is_capturable = True
 
     def __init__(self) -> None:
         super().__init__()

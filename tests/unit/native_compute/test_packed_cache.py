@@ -29,7 +29,7 @@ from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
 from hetero_worker.checkpoints.store import TensorSlice
 from hetero_worker.layers.linear import ShardedLinear
 from hetero_worker.layers.native_linear import NativeLinear, NativeWeight
-from hetero_worker.memory.accounts import HostAccount
+from hetero_worker.memory.memory_pool import HostMemoryPool
 from hetero_worker.runners.base import LoadRequest
 from hetero_worker.runners.native_steps import NativeSteps
 from hetero_worker.runners.rehearsal import checksum
@@ -426,6 +426,6 @@ def test_a_rank_that_starts_again_computes_the_same(tmp_path: Path, variant: str
         open_weights=lambda path: Checkpoint(path, cache),
     )  # fmt: skip
     platform = CpuPlatform()
-    device = RunnerDevice(platform, HostAccount(), NativeSteps(platform), parks_weights=False)
+    device = RunnerDevice(platform, HostMemoryPool(), NativeSteps(platform), offloads_weights=False)
     sums = [checksum(load_shard(request, device, kernel=kernel)) for kernel in (NativeLinear(issuer_of()), _reading())]
     assert sums[0] == sums[1]

@@ -33,7 +33,7 @@ from hetero_placement.solver import solve
 from hetero_placement.steps import Workload
 from hetero_worker.attention.torch_paged import TorchPagedAttention
 from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel
-from hetero_worker.memory.accounts import HostAccount
+from hetero_worker.memory.memory_pool import HostMemoryPool
 from hetero_worker.models.decoder import Decoder
 from hetero_worker.runners.base import LoadReport, LoadRequest
 from hetero_worker.runners.graphs.padding import Padding
@@ -55,7 +55,7 @@ class PackingKernel(PlainKernel):
 
 
 @dataclass
-class PlayedAccount(HostAccount):
+class PlayedMemoryPool(HostMemoryPool):
     """Memory of which so much is taken whatever is loaded, and nobody knows what is left."""
 
     runtime: int = 0
@@ -122,9 +122,9 @@ class Case:
             attention=TorchPagedAttention(),
         )
         holds = bool(plan.ranks[rank].kv_heads_total)
-        account = PlayedAccount(runtime=self._runtime_of(hardware))
+        pool = PlayedMemoryPool(runtime=self._runtime_of(hardware))
         weight_bytes, gather_bytes = decoder.weight_bytes(kernel), hardware.gather_bytes if holds else 0
-        shard = LoadedShard(request, decoder, kernel, weight_bytes, (), 0.0, gather_bytes, account)
+        shard = LoadedShard(request, decoder, kernel, weight_bytes, (), 0.0, gather_bytes, pool)
         sizes = Padding.of(request).sizes if is_gpu else ()
         workspace = most_measured(request) if measured else None
         return shard.report(request, load_s=0.0, workspace=workspace, graph_sizes=sizes)

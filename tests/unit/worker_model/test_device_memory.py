@@ -1,4 +1,4 @@
-"""What a device's memory account says, and weights that leave their device and come back."""
+"""What a device's memory pool says, and weights that leave their device and come back."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 
 from hetero_api.rank_memory import RUNTIME_BYTES, KvCost
 from hetero_worker.errors import MemoryBudgetError
-from hetero_worker.memory.accounts import CudaAccount, HostAccount, account_of
 from hetero_worker.memory.budget import MemoryBudget
-from hetero_worker.memory.parking import ParkedWeights
+from hetero_worker.memory.memory_pool import CudaMemoryPool, HostMemoryPool, memory_pool_of
 from hetero_worker.memory.snapshot import MemorySnapshot
+from hetero_worker.memory.weight_offload import OffloadedWeights
 from tests.support.played_device import PlayedDevice
 
 pytestmark = pytest.mark.unit
@@ -45,18 +45,18 @@ class Driver:
 
 
 def test_memory_that_torch_keeps_and_nobody_uses_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver, account = Driver(monkeypatch), account_of(CUDA)
-    assert isinstance(account, CudaAccount)
-    assert (account.runtime_bytes(), account.held_bytes(), account.available_bytes()) == (30, 20, 55)
+    driver, pool = Driver(monkeypatch), memory_pool_of(CUDA)
+    assert isinstance(pool, CudaMemoryPool)
+    assert (pool.runtime_bytes(), pool.held_bytes(), pool.available_bytes()) == (30, 20, 55)
     assert driver.asked == {CUDA}
 
 
 def test_a_peak_counts_from_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver, account = Driver(monkeypatch), account_of(CUDA)
-    assert account.begin_peak()
+    driver, pool = Driver(monkeypatch), memory_pool_of(CUDA)
+    assert pool.begin_peak()
     driver.peak = 41
     driver.allocated = 17
-    assert account.peak_growth_bytes() == 26
+    assert pool.peak_growth_bytes() == 26
 
 
 def test_what_lies_apart_has_a_pool_that_is_given_up_with_its_last_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,31 +80,31 @@ def test_what_lies_apart_has_a_pool_that_is_given_up_with_its_last_tensor(monkey
     monkeypatch.setattr(torch.cuda, "MemPool", Pool)
     monkeypatch.setattr(torch.cuda, "use_mem_pool", use)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("unused memory given back"))
-    with account_of(CUDA).apart():
+    with memory_pool_of(CUDA).apart():
         done.append("allocated")
     assert done == ["unused memory given back", "made", "begins", "allocated", "ends", "given up"]
     assert driver.asked == {CUDA}
 
 
 def test_nothing_is_kept_apart_on_the_host() -> None:
-    with account_of(torch.device("cpu")).apart():
+    with memory_pool_of(torch.device("cpu")).apart():
         assert torch.ones(3).sum().item() == 3
 
 
 def test_the_hosts_account_asks_the_kernel() -> None:
-    account = account_of(torch.device("cpu"))
-    assert isinstance(account, HostAccount)
-    assert account.runtime_bytes() == RUNTIME_BYTES
-    assert account.held_bytes() > 0
-    account.release_unused()
-    assert "resident" in account.describe()
+    pool = memory_pool_of(torch.device("cpu"))
+    assert isinstance(pool, HostMemoryPool)
+    assert pool.runtime_bytes() == RUNTIME_BYTES
+    assert pool.held_bytes() > 0
+    pool.release_unused()
+    assert "resident" in pool.describe()
 
 
 @pytest.mark.parametrize(
-    ("account", "remedy"), [(HostAccount(), "memoryPerRank"), (CudaAccount(CUDA), "gpuMemoryUtilization")]
+    ("pool", "remedy"), [(HostMemoryPool(), "memoryPerRank"), (CudaMemoryPool(CUDA), "gpuMemoryUtilization")]
 )
-def test_want_of_memory_names_the_field_that_helps(account: HostAccount | CudaAccount, remedy: str) -> None:
-    budget = MemoryBudget(100, weight_bytes=90, workspace_bytes=20, runtime_bytes=0, remedy=account.remedy)
+def test_want_of_memory_names_the_field_that_helps(pool: HostMemoryPool | CudaMemoryPool, remedy: str) -> None:
+    budget = MemoryBudget(100, weight_bytes=90, workspace_bytes=20, runtime_bytes=0, remedy=pool.remedy)
     with pytest.raises(MemoryBudgetError, match=remedy):
         budget.kv_budget_bytes(KvCost(1, 0))
 
@@ -119,12 +119,12 @@ def _weights() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 def test_weights_come_back_as_they_were_views_and_ties_among_them() -> None:
     tensors, contents = _weights()
-    parked = ParkedWeights(tensors)
-    assert parked.num_bytes == 7 * 5 * 4 + 3 * 2
+    offloaded = OffloadedWeights(tensors)
+    assert offloaded.num_bytes == 7 * 5 * 4 + 3 * 2
     assert all(torch.equal(a, b) for a, b in zip(tensors, contents, strict=True))  # not before they are released
-    parked.release()
+    offloaded.release()
     assert not any(tensor.untyped_storage().nbytes() for tensor in tensors)
-    parked.restore()
+    offloaded.restore()
     assert all(torch.equal(a, b) for a, b in zip(tensors, contents, strict=True))
     tensors[0][2, 0] = 17.0
     assert tensors[1][0, 0] == 17.0
@@ -132,13 +132,13 @@ def test_weights_come_back_as_they_were_views_and_ties_among_them() -> None:
 
 def test_parked_weights_lie_in_pinned_memory_for_as_long_as_they_are_kept() -> None:
     device, (tensors, contents) = PlayedDevice(), _weights()
-    parked = ParkedWeights(tensors, pins=device)
+    offloaded = OffloadedWeights(tensors, pins=device)
     ((address, size),) = device.pins.items()
-    assert size >= parked.num_bytes
-    parked.release()
-    parked.restore()
+    assert size >= offloaded.num_bytes
+    offloaded.release()
+    offloaded.restore()
     assert all(torch.equal(a, b) for a, b in zip(tensors, contents, strict=True))
-    del parked
+    del offloaded
     gc.collect()
     assert device.unpinned == [address]
 
@@ -146,13 +146,13 @@ def test_parked_weights_lie_in_pinned_memory_for_as_long_as_they_are_kept() -> N
 def test_weights_that_cannot_be_pinned_go_through_a_buffer(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("hetero_worker.memory.parking._BUFFER_BYTES", 16)
+    monkeypatch.setattr("hetero_worker.memory.weight_offload._BUFFER_BYTES", 16)
     tensors, contents = _weights()
     with caplog.at_level(logging.WARNING):
-        parked = ParkedWeights(tensors, pins=PlayedDevice(refusal="no room"))
+        offloaded = OffloadedWeights(tensors, pins=PlayedDevice(refusal="no room"))
     assert "cannot be pinned, weights go through a buffer: no room" in caplog.text
-    parked.release()
-    parked.restore()
+    offloaded.release()
+    offloaded.restore()
     assert all(torch.equal(a, b) for a, b in zip(tensors, contents, strict=True))
 
 
@@ -161,23 +161,23 @@ def test_weights_that_the_host_has_no_room_for_stay_where_they_are(monkeypatch: 
     snapshot = MemorySnapshot(resident_bytes=1 << 30, anonymous_bytes=1 << 30, available_bytes=100)
     monkeypatch.setattr(MemorySnapshot, "take", lambda: snapshot)
     with pytest.raises(MemoryBudgetError, match=r"no room in host memory.*gpu\.memoryPerRank.*level 2"):
-        ParkedWeights(tensors, pins=(device := PlayedDevice()))
+        OffloadedWeights(tensors, pins=(device := PlayedDevice()))
     assert not device.pins
     assert all(torch.equal(a, b) for a, b in zip(tensors, contents, strict=True))
 
 
 def test_there_may_be_no_weights_to_park() -> None:
-    parked = ParkedWeights([torch.empty(0)], pins=(device := PlayedDevice()))
-    parked.release()
-    parked.restore()
-    assert parked.num_bytes == 0
+    offloaded = OffloadedWeights([torch.empty(0)], pins=(device := PlayedDevice()))
+    offloaded.release()
+    offloaded.restore()
+    assert offloaded.num_bytes == 0
     assert not device.pins
 
 
 def test_weights_that_do_not_fit_any_more_stay_parked(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, contents = _weights()
-    parked = ParkedWeights(tensors)
-    parked.release()
+    offloaded = OffloadedWeights(tensors)
+    offloaded.release()
     resize, grown = torch.UntypedStorage.resize_, list[int]()
 
     def run_out(storage: torch.UntypedStorage, size: int) -> object:
@@ -189,8 +189,8 @@ def test_weights_that_do_not_fit_any_more_stay_parked(monkeypatch: pytest.Monkey
     with monkeypatch.context() as patched:
         patched.setattr(torch.UntypedStorage, "resize_", run_out)
         with pytest.raises(RuntimeError, match="out of memory"):
-            parked.restore()
+            offloaded.restore()
     assert len(grown) == 1
     assert not any(tensor.untyped_storage().nbytes() for tensor in tensors)
-    parked.restore()
+    offloaded.restore()
     assert all(torch.equal(a, b) for a, b in zip(tensors, contents, strict=True))

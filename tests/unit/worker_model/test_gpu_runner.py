@@ -201,7 +201,7 @@ def test_nothing_holds_on_to_what_sleeps_nor_to_its_copy_once_it_woke(llama: Tin
     _order(builder, ranks_pb2.GroupCommand(sleep=ranks_pb2.SleepCommand(level=level)))
     asleep = {"cache", "keys"} if level == 1 else set(held)
     assert {name for name, thing in held.items() if thing() is None} == asleep
-    copies = weakref.WeakSet([holdings.parked] if holdings.parked is not None else [])
+    copies = weakref.WeakSet([holdings.offloaded] if holdings.offloaded is not None else [])
     assert len(copies) == (level == 1)
     cache = ranks_pb2.AllocateCache(num_blocks=BLOCKS, block_size=BLOCK_SIZE)
     _order(builder, ranks_pb2.GroupCommand(wake=ranks_pb2.WakeCommand(weights=True, cache=cache)))

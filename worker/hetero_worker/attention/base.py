@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -96,42 +95,39 @@ class StepAttention(ABC):
         return self.attend_written(query, cache, rule)
 
 
-class AttentionBackend(Protocol):
+class AttentionBackend(ABC):
     """A kernel for one model on one device, chosen when the model is built; the batch's tensors are on that device."""
 
+    gather_bytes: int = 0
+    """The most bytes that a step's decode rows take beyond what the memory budget counts per cached token."""
+    is_capturable: bool = False
+    """True if a CUDA graph may capture decode-only steps: `reserve` and `prepared` keep tables at fixed addresses."""
+
     @property
+    @abstractmethod
     def name(self) -> str:
         """The name that is reported."""
-        ...
 
-    @property
-    def gather_bytes(self) -> int:
-        """The most bytes that a step's decode rows take beyond what the memory budget counts per cached token."""
-        ...
-
+    @abstractmethod
     def begin(self, batch: AttentionBatch) -> StepAttention:
         """Prepare a step."""
-        ...
 
     def release(self) -> None:
         """Free memory that is kept from step to step. No step may be under way."""
-        ...
-
-
-@runtime_checkable
-class CapturableAttention(AttentionBackend, Protocol):
-    """A backend whose decode-only steps a CUDA graph may capture, because its tables stay at one address.
-
-    The launches of a step then depend on its number of rows and on the reservation, not on lengths.
-    """
+        return
 
     def reserve(self, *, max_rows: int, max_blocks: int, block_size: int) -> None:
-        """Allocate tables for up to `max_rows` rows of `max_blocks` blocks. Graphs over earlier tables are invalid."""
-        ...
+        """Allocate tables for decode-only steps of up to `max_rows` rows of `max_blocks` blocks.
+
+        Graphs over earlier tables are invalid then. The launches of a step depend on its number of rows and on this
+        reservation, not on lengths. Only for capturable backends.
+        """
+        raise NotImplementedError(f"{self.name} has no tables at fixed addresses")
 
     def prepared(self, batch: AttentionBatch) -> AbstractContextManager[None]:
-        """Fill the tables on the current stream; a step that begins inside uses them and copies nothing.
+        """Fill the reserved tables on the current stream; a step that begins inside uses them and copies nothing.
 
         The batch only decodes; a row of one token in the null block pads it. Raises ValueError if there is no room.
+        Only for capturable backends.
         """
-        ...
+        raise NotImplementedError(f"{self.name} has no tables at fixed addresses")

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from hetero_worker.attention.base import (
+    AttentionBackend,
     AttentionBatch,
     AttentionRule,
     DecodeRows,
@@ -27,10 +28,8 @@ from hetero_worker.native.compute_library import FORMATS, AttendOp, AttendSpanOp
 from hetero_worker.native.issuing import Issuer
 
 
-class NativePagedAttention:
+class NativePagedAttention(AttentionBackend):
     """AttentionBackend of host tensors in float32."""
-
-    gather_bytes = 0
 
     def __init__(self, issuer: Issuer) -> None:
         self._issuer = issuer
@@ -42,9 +41,6 @@ class NativePagedAttention:
     def begin(self, batch: AttentionBatch) -> StepAttention:
         """Raises ValueError for lengths or tables that are not contiguous."""
         return _NativeStep(batch, self._issuer)
-
-    def release(self) -> None:
-        """Nothing is kept from step to step."""
 
 
 class _NativeStep(StepAttention):

@@ -20,17 +20,17 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from hetero_worker.attention.base import AttentionBatch, AttentionRule, IntArray, StepAttention
+from hetero_worker.attention.base import AttentionBackend, AttentionBatch, AttentionRule, IntArray, StepAttention
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.backends.base import HOST
 from hetero_worker.backends.copies import to_device
 
 
-class TorchPagedAttention:
-    """AttentionBackend for tensors on any device. It keeps nothing from step to step."""
+class TorchPagedAttention(AttentionBackend):
+    """AttentionBackend for tensors on any device.
 
-    gather_bytes = 0
-    """One sequence is gathered at a time, which the budget's `prefix_step` already counts."""
+    It keeps nothing from step to step, and gathers one sequence at a time, which the budget's `prefix_step` counts.
+    """
 
     def __init__(self, device: torch.device = HOST, *, batch_invariant: bool = False) -> None:
         self._device = device
@@ -45,9 +45,6 @@ class TorchPagedAttention:
         """Return the batch's attention. Indices are made by the first layer that needs them."""
         return _TorchStep(batch, self._device, by_row=self._by_row)
 
-    def release(self) -> None:
-        """Do nothing: no memory is kept."""
-
 
 class _TorchStep(StepAttention):
     def __init__(self, batch: AttentionBatch, device: torch.device, *, by_row: bool) -> None:
@@ -58,6 +55,7 @@ class _TorchStep(StepAttention):
         self._views: dict[int | None, list[_View]] = {}
 
     def attend_written(self, query: torch.Tensor, cache: LayerCache, rule: AttentionRule) -> torch.Tensor:
+        """See `StepAttention.attend_written`."""
         out = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
         for view in self._views_of(rule.window, cache.block_size, query.dtype):
             rows = slice(view.begin, view.end)

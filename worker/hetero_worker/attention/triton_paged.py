@@ -22,7 +22,14 @@ from typing import Final
 import numpy as np
 import torch
 
-from hetero_worker.attention.base import AttentionBatch, AttentionRule, DecodeRows, IntArray, StepAttention
+from hetero_worker.attention.base import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionRule,
+    DecodeRows,
+    IntArray,
+    StepAttention,
+)
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.backends.copies import to_device
 from hetero_worker.kernels.attention_tiles import PagedKeys, Scoring
@@ -39,8 +46,10 @@ _ALIGNED: Final = 4
 """int32 elements in 16 bytes, the alignment of pointers that kernels get."""
 
 
-class TritonPagedAttention:
-    """AttentionBackend and CapturableAttention of a CUDA device."""
+class TritonPagedAttention(AttentionBackend):
+    """Capturable AttentionBackend of a CUDA device."""
+
+    is_capturable = True
 
     def __init__(
         self,
@@ -60,8 +69,10 @@ class TritonPagedAttention:
             raise ValueError(problem)
         self._device = device
         self._num_programs = num_programs or _programs_of(device)
-        self._split_bytes = group_size * (head_dim + 2) * torch.float32.itemsize
         self._is_invariant = batch_invariant
+        # Rows are cut only until there are `num_programs` splits; these are the splits' partial sums.
+        split_bytes = group_size * (head_dim + 2) * torch.float32.itemsize
+        self.gather_bytes = 0 if batch_invariant else self._num_programs * split_bytes
         self._reserved: _ReservedTables | None = None
         self._prepared: _SequenceTables | None = None
 
@@ -69,11 +80,6 @@ class TritonPagedAttention:
     def name(self) -> str:
         """The name that is reported."""
         return "paged-triton-invariant" if self._is_invariant else "paged-triton"
-
-    @property
-    def gather_bytes(self) -> int:
-        """Size of the splits' partial sums: rows are cut only until there are `num_programs` splits."""
-        return 0 if self._is_invariant else self._num_programs * self._split_bytes
 
     def begin(self, batch: AttentionBatch) -> StepAttention:
         """Prepare a step. Raises ValueError within `prepared` if the batch is not the prepared one."""
@@ -131,6 +137,7 @@ class _TritonStep(StepAttention):
         self._num_programs = num_programs
 
     def attend_written(self, query: torch.Tensor, cache: LayerCache, rule: AttentionRule) -> torch.Tensor:
+        """See `StepAttention.attend_written`."""
         out = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
         if not len(query):
             return out

@@ -1,9 +1,8 @@
-"""How much of a rank's memory is left for the KV cache.
+"""Budget of the KV cache: the part of a rank's memory that is left for it.
 
-The sum is: memory given - runtime - weights - workspace of the largest step - graphs; and no more than what the device,
-after the load, still has beside workspace and graphs. What each of these takes is `hetero_api.rank_memory`'s to say:
-bounds from shapes, good enough to refuse a model before it is read; `runners.largest_step` measures the workspace.
-Nothing here allocates.
+It is the memory given - runtime - weights - workspace of the largest step - graphs, and at most what the device has
+left after the load beside workspace and graphs. `hetero_api.rank_memory` bounds each of these from shapes, well enough
+to refuse a model before it is read; `runners.largest_step` measures the workspace. Nothing here allocates.
 """
 
 from __future__ import annotations
@@ -16,38 +15,38 @@ from hetero_worker.errors import MemoryBudgetError
 
 
 class FixedNeeds(NamedTuple):
-    """What a rank needs of its memory whatever its part of the model is, bytes."""
+    """Memory that a rank needs for any part of the model, in bytes."""
 
     runtime_bytes: int
     gather_bytes: int
-    """What attention gathers in a step at most, if the rank holds KV heads."""
+    """Most bytes that attention gathers in a step, if the rank holds KV heads."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """One rank's memory, bytes."""
+    """One rank's memory, in bytes."""
 
     memory_bytes: int
     weight_bytes: int
     workspace_bytes: int
     runtime_bytes: int = RUNTIME_BYTES
     graph_bytes: int = 0
-    """What is kept for graphs of steps, which are recorded when the cache is there."""
+    """Reserve for graphs of steps, which are recorded after the cache is allocated."""
     available_bytes: int | None = None
-    """What the device still had when the weights were in memory; None: not known, or not there yet."""
+    """Free memory of the device after the load; None: unknown, or not loaded yet."""
     remedy: str = "give the rank more memory (memoryPerRank)"
-    """What gives this rank more memory."""
+    """Advice to the user how to give this rank more memory."""
 
     @property
     def left_bytes(self) -> int:
-        """For the KV cache and its scratch."""
+        """Memory left for the KV cache and its scratch."""
         left = self._left_of_given
         return left if self.available_bytes is None else min(left, self.available_bytes - self._kept)
 
     def kv_budget_bytes(self, cost: KvCost) -> int:
-        """What the KV cache may take; 0 for a rank without heads.
+        """Return the most bytes that the KV cache may take; 0 for a rank without heads.
 
-        Raises MemoryBudgetError, with the sum, when nothing is left.
+        Raises MemoryBudgetError, with the sum, if nothing is left.
         """
         left = self.left_bytes
         if left <= 0:
@@ -71,7 +70,7 @@ class MemoryBudget:
 
     @property
     def _kept(self) -> int:
-        """What is free after the load, and must stay so."""
+        """Memory that must stay free after the load."""
         return self.workspace_bytes + self.graph_bytes
 
     @property
@@ -80,4 +79,5 @@ class MemoryBudget:
 
 
 def mib(size_bytes: int) -> str:
+    """Return the size as text in MiB."""
     return f"{size_bytes / 1024**2:,.0f} MiB"

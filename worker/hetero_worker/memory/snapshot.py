@@ -1,8 +1,8 @@
-"""MemorySnapshot: what a rank's process and its machine have in memory at one moment.
+"""Snapshots of the memory of a rank's process and its machine.
 
-Taken after the groups exist (for communicators take memory too), after the load, and around a largest step, whose
-peak the kernel tells. All numbers are the kernel's: of this process from /proc/self, of the machine from /proc/meminfo
-and from the memory cgroup that this process is in, whichever leaves less.
+They are taken after the groups exist (communicators take memory too), after the load, and around a largest step, whose
+peak the kernel measures. All numbers are the kernel's. Those of the process come from /proc/self, those of the machine
+from /proc/meminfo or from this process's memory cgroup, whichever leaves less.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _RESET_PEAK: Final = "5"
 
 @dataclass(frozen=True, slots=True)
 class CgroupFiles:
-    """Where a memory cgroup's numbers are."""
+    """Files with a memory cgroup's numbers."""
 
     limit: Path
     use: Path
-    """All that is charged to it, cached files too."""
+    """Everything that is charged to the cgroup, cached files too."""
     stat: Path
 
     def room_bytes(self) -> int | None:
-        """What it leaves when it gives up cached files, a model's that was read among them; None without a limit."""
+        """Return what is left after dropping cached files, such as a model's that was read; None without a limit."""
         try:
             limit, use = (int(path.read_text(encoding="ascii")) for path in (self.limit, self.use))
-        except (OSError, ValueError):  # No such controller, or "max".
+        except (OSError, ValueError):  # no such controller, or "max"
             return None
         return max(0, limit - max(0, use - self._file_bytes()))
 
@@ -53,17 +53,18 @@ _CGROUPS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class MemorySnapshot:
-    """Bytes."""
+    """Memory at one moment, in bytes."""
 
     resident_bytes: int
-    """Of this process, shared and file-backed pages among them; 0 where the kernel does not tell."""
+    """Memory of this process, with shared and file-backed pages; 0 if unknown."""
     anonymous_bytes: int
-    """Of these: pages that no file is behind; 0 where the kernel does not tell."""
+    """The part of it that no file backs; 0 if unknown."""
     available_bytes: int | None
-    """What this machine or cgroup could still give to processes; None where the kernel does not tell."""
+    """Memory that this machine or cgroup can still give to processes; None if unknown."""
 
     @classmethod
     def take(cls, *, proc_root: Path = _PROC, cgroups: tuple[CgroupFiles, ...] = _CGROUPS) -> Self:
+        """Return the memory at this moment."""
         status = _sizes(proc_root / "self" / "status")
         machine = _sizes(proc_root / "meminfo").get("MemAvailable")
         left = [room for cgroup in cgroups if (room := cgroup.room_bytes()) is not None]
@@ -79,9 +80,9 @@ class MemorySnapshot:
 
 
 class PeakMeter:
-    """The most that this process is resident with, from `begin` on.
+    """Peak of this process's resident memory from `begin` on.
 
-    Needs /proc/self/clear_refs, which some sandboxes lack: `begin` is then False, and nothing can be measured.
+    It needs /proc/self/clear_refs, which some sandboxes lack: `begin` then returns False, and nothing can be measured.
     """
 
     def __init__(self, *, proc_root: Path = _PROC) -> None:
@@ -89,6 +90,7 @@ class PeakMeter:
         self._before_bytes = 0
 
     def begin(self) -> bool:
+        """Reset the peak; return False if the kernel cannot measure it."""
         try:
             (self._proc_root / "self" / "clear_refs").write_text(_RESET_PEAK, encoding="ascii")
         except OSError:
@@ -98,7 +100,7 @@ class PeakMeter:
         return "VmHWM" in status
 
     def grown_bytes(self) -> int:
-        """How much above its beginning the peak is."""
+        """Return by how much the peak exceeds the memory at `begin`."""
         return max(0, self._status().get("VmHWM", 0) - self._before_bytes)
 
     def _status(self) -> dict[str, int]:
@@ -106,7 +108,7 @@ class PeakMeter:
 
 
 def _sizes(path: Path) -> dict[str, int]:
-    """Fields "Name: 123 kB" of a file, in bytes; none of a file that is not there."""
+    """Return the fields "Name: 123 kB" of a file in bytes; none if the file does not exist."""
     sizes: dict[str, int] = {}
     try:
         text = path.read_text(encoding="utf-8")

@@ -23,8 +23,8 @@ from hetero_worker.distributed.measuring import NoPeers, Peers
 from hetero_worker.layers.drawing_choice import drawing_for
 from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel, kept_bits
 from hetero_worker.layers.selection import fused_ops_of, host_kernel
-from hetero_worker.memory.accounts import account_of
 from hetero_worker.memory.budget import FixedNeeds
+from hetero_worker.memory.memory_pool import memory_pool_of
 from hetero_worker.probe.costs import measure_costs
 from hetero_worker.probe.layers import Site, WorkRecorder, as_it_is
 from hetero_worker.probe.sizes import WEIGHT_BYTES
@@ -132,7 +132,7 @@ def fixed_needs(platform: Platform, config: ModelConfig) -> FixedNeeds:
     """Return the memory that a rank on the platform needs now, before its part of the model."""
     issuer = platform.native.issuer
     attention = choose_attention(platform, config, issuer=issuer)
-    return FixedNeeds(account_of(platform.device).runtime_bytes(), attention.backend.gather_bytes)
+    return FixedNeeds(memory_pool_of(platform.device).runtime_bytes(), attention.backend.gather_bytes)
 
 
 def weight_bits(platform: Platform, config: ModelConfig, *, dtype: str) -> frozenset[int]:

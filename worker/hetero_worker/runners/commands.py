@@ -32,9 +32,9 @@ from hetero_worker.errors import (
     WeightsChangedError,
     WeightsDamagedError,
 )
-from hetero_worker.memory.accounts import MemoryAccount
 from hetero_worker.memory.budget import mib
-from hetero_worker.memory.parking import ParkedWeights
+from hetero_worker.memory.memory_pool import MemoryPool
+from hetero_worker.memory.weight_offload import OffloadedWeights
 from hetero_worker.models.decoder import Decoder
 from hetero_worker.runners.base import LoadReport, LoadRequest
 from hetero_worker.runners.experts import read_experts, take_counts
@@ -160,10 +160,10 @@ class GroupCommands:
         _, _, report = self._holdings.loaded("reset_cache")
         check_order(order, report)
         old = self._holdings.cache.order if self._holdings.cache is not None else order
-        held_before = self._holdings.device.account.held_bytes()
+        held_before = self._holdings.device.memory_pool.held_bytes()
 
         def commit() -> _Outcome:
-            return _Outcome(freed_bytes=max(0, held_before - self._holdings.device.account.held_bytes()))
+            return _Outcome(freed_bytes=max(0, held_before - self._holdings.device.memory_pool.held_bytes()))
 
         return _Prepared(commit, attempt=lambda: self._replace_cache(order), undo=lambda: self._restore_cache(old))
 
@@ -172,7 +172,7 @@ class GroupCommands:
         shard, request, report = self._holdings.loaded("reset_cache")
         self._holdings.drop_cache()
         gc.collect()
-        self._holdings.device.account.release_unused()
+        self._holdings.device.memory_pool.release_unused()
         self._holdings.cache = self._make_cache(order, shard.decoder, request, report)
 
     def _restore_cache(self, old: ranks_pb2.AllocateCache) -> None:
@@ -203,22 +203,22 @@ class GroupCommands:
             raise CommandRefused(f"the rank is asleep already ({', '.join(parts)})")
         shard, _, _ = self._holdings.loaded("sleep")
         sleeping = SleepingWeights(shard.request, shard.kernel, checksum(shard), are_dropped=level == max(_LEVELS))
-        parked = None if sleeping.are_dropped else self._copy_to_host(shard)
-        account = self._holdings.device.account
-        return _Prepared(lambda: _Outcome(freed_bytes=_freed_by(lambda: self._fall_asleep(sleeping, parked), account)))
+        offloaded = None if sleeping.are_dropped else self._copy_to_host(shard)
+        pool = self._holdings.device.memory_pool
+        return _Prepared(lambda: _Outcome(freed_bytes=_freed_by(lambda: self._fall_asleep(sleeping, offloaded), pool)))
 
-    def _copy_to_host(self, shard: LoadedShard) -> ParkedWeights | None:
+    def _copy_to_host(self, shard: LoadedShard) -> OffloadedWeights | None:
         """Copy the weights to the host; None where they are there already."""
-        return ParkedWeights(shard.decoder.tensors) if self._holdings.device.parks_weights else None
+        return OffloadedWeights(shard.decoder.tensors) if self._holdings.device.offloads_weights else None
 
-    def _fall_asleep(self, sleeping: SleepingWeights, parked: ParkedWeights | None) -> None:
+    def _fall_asleep(self, sleeping: SleepingWeights, offloaded: OffloadedWeights | None) -> None:
         self._holdings.drop_cache()
         self._holdings.cache_sleeps = True
         self._holdings.sleeping = sleeping
         if sleeping.are_dropped:
             self._holdings.drop_shard()
-        elif parked is not None:
-            self._holdings.park(parked)
+        elif offloaded is not None:
+            self._holdings.offload(offloaded)
 
     def _prepare_wake(self, command: ranks_pb2.WakeCommand) -> _Prepared:
         wakes_cache = command.HasField("cache")
@@ -226,11 +226,11 @@ class GroupCommands:
             raise CommandRefused("wake names neither weights nor cache")
         if wakes_cache and not self._holdings.cache_sleeps:
             raise CommandRefused("the KV cache is awake")
-        parked = self._holdings.parked if command.weights else None
+        offloaded = self._holdings.offloaded if command.weights else None
 
         def discard() -> None:
-            if parked is not None:
-                parked.release()
+            if offloaded is not None:
+                offloaded.release()
 
         try:
             shard = self._wake_weights() if command.weights else self._holdings.shard
@@ -241,7 +241,7 @@ class GroupCommands:
 
         def commit() -> _Outcome:
             if command.weights:
-                self._holdings.shard, self._holdings.sleeping, self._holdings.parked = shard, None, None
+                self._holdings.shard, self._holdings.sleeping, self._holdings.offloaded = shard, None, None
             if cache is not None:
                 self._swap(cache)
             return _Outcome()
@@ -254,8 +254,8 @@ class GroupCommands:
         if sleeping is None:
             raise CommandRefused("the weights are awake")
         if not sleeping.are_dropped and kept is not None:
-            if self._holdings.parked is not None:
-                self._holdings.parked.restore()
+            if self._holdings.offloaded is not None:
+                self._holdings.offloaded.restore()
             if checksum(kept) != sleeping.checksum:
                 self._holdings.drop_shard()  # the next epoch reads them anew
                 raise WeightsDamagedError("weights changed in memory while they were asleep; they are read again")
@@ -323,13 +323,13 @@ class GroupCommands:
         return _Prepared(commit)
 
 
-def _freed_by(change: Callable[[], None], account: MemoryAccount) -> int:
+def _freed_by(change: Callable[[], None], pool: MemoryPool) -> int:
     """Make a change; return by how many bytes of its device the process then holds less, spare memory given back."""
-    before = account.held_bytes()
+    before = pool.held_bytes()
     change()
     gc.collect()
-    account.release_unused()
-    return max(0, before - account.held_bytes())
+    pool.release_unused()
+    return max(0, before - pool.held_bytes())
 
 
 def _problem_of(command: ranks_pb2.GroupCommand, error: BaseException) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from hetero_worker.backends.base import Platform
 from hetero_worker.backends.cpu import CpuPlatform
 from hetero_worker.layers.sampler import sample_tokens
-from hetero_worker.memory.accounts import HostAccount
+from hetero_worker.memory.memory_pool import HostMemoryPool
 from hetero_worker.runners.begun_step import SampleTokens
 from hetero_worker.runners.largest_step import measure_workspace
 from hetero_worker.runners.native_steps import NativeSteps
@@ -37,8 +37,8 @@ class CpuRunner(PlanRunner):
         platform = CpuPlatform() if platform is None else platform
         device = RunnerDevice(
             platform=platform,
-            account=HostAccount(),
+            memory_pool=HostMemoryPool(),
             steps=NativeSteps(platform),
-            parks_weights=False,
+            offloads_weights=False,
         )
         super().__init__(device, sample=sample, measure=measure)

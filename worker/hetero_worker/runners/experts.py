@@ -63,7 +63,7 @@ def read_experts(shard: LoadedShard, request: LoadRequest, plan: ShardPlan, *, k
     if not new_bytes:
         return ReadExperts(plan, {})
     _check_room(shard, request, new_bytes, kv_bytes=kv_bytes)
-    with shard.account.apart(), request.open_weights(request.directory) as checkpoint:
+    with shard.memory_pool.apart(), request.open_weights(request.directory) as checkpoint:
         layers = {
             layer: mlps[layer].read(numbers, checkpoint, dtype=dtype, kernel=shard.kernel)
             for layer, numbers in changed.items()
@@ -81,18 +81,18 @@ def _check(plan: ShardPlan, request: LoadRequest) -> None:
 
 
 def _check_room(shard: LoadedShard, request: LoadRequest, new_bytes: int, *, kv_bytes: int) -> None:
-    cost, account = kv_cost(request), shard.account
+    cost, pool = kv_cost(request), shard.memory_pool
     scratch_bytes = kv_bytes * cost.scratch_bytes // cost.cache_bytes if cost.cache_bytes else 0
     given = int(request.memory_bytes * request.memory_utilization)
-    runtime, kept = account.runtime_bytes(), kv_bytes + scratch_bytes + shard.gather_bytes
+    runtime, kept = pool.runtime_bytes(), kv_bytes + scratch_bytes + shard.gather_bytes
     left = given - runtime - shard.weight_bytes - kept
     needed = f"{mib(new_bytes)} of experts have to be in memory beside those that they replace"
     if new_bytes > left:
         raise MemoryBudgetError(
             f"{needed}, and there are only {mib(given)} given - {mib(runtime)} runtime - {mib(shard.weight_bytes)} "
-            f"weights - {mib(kept)} KV cache = {mib(left)}; {account.remedy} or a smaller KV cache "
+            f"weights - {mib(kept)} KV cache = {mib(left)}; {pool.remedy} or a smaller KV cache "
             "(kvCacheMemoryBytes)"
         )
-    available = account.available_bytes()
+    available = pool.available_bytes()
     if available is not None and new_bytes > available:
         raise MemoryBudgetError(f"{needed}, and the device has {mib(available)} available")

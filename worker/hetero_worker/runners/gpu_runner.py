@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from hetero_worker.backends.base import Platform
 from hetero_worker.layers.sampler import sample_tokens
-from hetero_worker.memory.accounts import account_of
+from hetero_worker.memory.memory_pool import memory_pool_of
 from hetero_worker.runners.begun_step import SampleTokens
 from hetero_worker.runners.graphs.device_steps import DeviceSteps, MakeGraphs, graphs_of
 from hetero_worker.runners.largest_step import measure_workspace
@@ -34,8 +34,8 @@ class GpuRunner(PlanRunner):
         """`make_graphs` None: what records on the platform's device, if anything does."""
         device = RunnerDevice(
             platform=platform,
-            account=account_of(platform.device),
+            memory_pool=memory_pool_of(platform.device),
             steps=DeviceSteps(platform, make_graphs or graphs_of(platform.device)),
-            parks_weights=True,
+            offloads_weights=True,
         )
         super().__init__(device, sample=sample, measure=measure)

@@ -14,7 +14,7 @@ from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.errors import ProtocolError
 from hetero_worker.layers.linear_kernels import LinearKernel
-from hetero_worker.memory.parking import ParkedWeights
+from hetero_worker.memory.weight_offload import OffloadedWeights
 from hetero_worker.runners.base import LoadReport, LoadRequest
 from hetero_worker.runners.runner_device import RunnerDevice
 from hetero_worker.runners.serving import ServingCache
@@ -42,7 +42,7 @@ class Holdings:
     def __init__(self, device: RunnerDevice) -> None:
         self.device = device
         self.shard: LoadedShard | None = None
-        self.parked: ParkedWeights | None = None
+        self.offloaded: OffloadedWeights | None = None
         """The shard's weights, while they sleep on the host: then the shard cannot be used."""
         self.cache: ServingCache | None = None
         self.sleeping: SleepingWeights | None = None
@@ -92,10 +92,10 @@ class Holdings:
         """Give up the weights, on their device, to whoever decides about them. None if there are none, or no room."""
         self.begin_epoch()
         shard, self.shard = self.shard, None
-        parked, self.parked = self.parked, None
-        if parked is not None:
+        offloaded, self.offloaded = self.offloaded, None
+        if offloaded is not None:
             try:
-                parked.restore()
+                offloaded.restore()
             except RuntimeError as error:
                 logger.warning("weights that slept on the host do not fit the device any more: %s", error)
                 return None
@@ -103,12 +103,12 @@ class Holdings:
 
     def drop_shard(self) -> None:
         """The weights are of no use: whoever needs them reads them again."""
-        self.shard = self.parked = None
+        self.shard = self.offloaded = None
 
-    def park(self, parked: ParkedWeights) -> None:
+    def offload(self, offloaded: OffloadedWeights) -> None:
         """The weights sleep on the host, from now on."""
-        self.parked = parked
-        parked.release()
+        self.offloaded = offloaded
+        offloaded.release()
 
     def hold(self, shard: LoadedShard, request: LoadRequest, report: LoadReport) -> None:
         # The shard remembers what it was read for, and which plan that is by its latest name.

@@ -3,7 +3,7 @@
 The most tokens, as the continuation of sequences as long as can be, and logits of as many rows as can be wanted at a
 time; alone, on a scratch cache, with no peers (`LoopbackExchange`), and through one layer of each kind only, for layers
 take their memory one after another. Its peak is what the host's kernel or the device's allocator says
-(`MemoryAccount`), taken after the allocator has given back what it keeps. On top of it come a margin, and what the
+(`MemoryPool`), taken after the allocator has given back what it keeps. On top of it come a margin, and what the
 sampler makes of the logits, which is computed.
 """
 
@@ -20,8 +20,8 @@ from hetero_api.rank_memory import LOGITS_AT_ONCE, PROMPT_LOGIT_ROWS, StepLimits
 from hetero_worker.attention.base import AttentionBatch, PrefillSpan
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.errors import MemoryBudgetError
-from hetero_worker.memory.accounts import account_of
 from hetero_worker.memory.budget import mib
+from hetero_worker.memory.memory_pool import memory_pool_of
 from hetero_worker.models.decoder import Decoder, DecoderInput
 from hetero_worker.runners.base import LoadRequest
 from hetero_worker.runners.rehearsal import NO_DECODE_ROWS, loopback_exchange
@@ -64,16 +64,16 @@ def measure_workspace(decoder: Decoder, request: LoadRequest) -> int | None:
 
 def _growth(decoder: Decoder, request: LoadRequest) -> int | None:
     """By how much the largest step grows what is held, at its peak; None where nobody tells."""
-    limits, account = limits_of(request), account_of(decoder.device)
+    limits, pool = limits_of(request), memory_pool_of(decoder.device)
     caches = _scratch_caches(decoder, limits.max_model_len)
     step = _largest_step(limits, vocab_size=request.config.vocab_size, device=decoder.device)
-    account.release_unused()
-    if not account.begin_peak():
+    pool.release_unused()
+    if not pool.begin_peak():
         return None
     with torch.inference_mode():
         hidden = decoder.hidden(step, caches=caches, exchange=loopback_exchange(request))
         decoder.logits(hidden[: max(limits.max_num_seqs, PROMPT_LOGIT_ROWS)])
-    return account.peak_growth_bytes()
+    return pool.peak_growth_bytes()
 
 
 def _scratch_caches(decoder: Decoder, length: int) -> list[LayerCache | None]:

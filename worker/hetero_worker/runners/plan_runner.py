@@ -109,7 +109,7 @@ class PlanRunner:
         self._exchange = None
 
     def load(self, request: LoadRequest) -> LoadReport:
-        logger.info("rank %d: with its group, before the load: %s", request.rank, self._device.account.describe())
+        logger.info("rank %d: with its group, before the load: %s", request.rank, self._device.memory_pool.describe())
         holdings = self._holdings
         shard, load_s = holdings.take_shard(), 0.0
         if shard is None or not shard.serves(request):
@@ -119,7 +119,7 @@ class PlanRunner:
             self._drawing = drawing_for(self.platform)
             self._workspaces.clear()
         workspace = None if request.cache_size_is_given else self._workspace_of(shard, request)
-        logger.info("rank %d: after the load: %s", request.rank, self._device.account.describe())
+        logger.info("rank %d: after the load: %s", request.rank, self._device.memory_pool.describe())
         steps = self._device.steps
         report = shard.report(request, load_s=load_s, workspace=workspace, graph_sizes=steps.graph_sizes(request))
         kernels = (*report.kernels, *steps.kernels(request, self._exchange), *_drawing_report(self._drawing))

@@ -11,7 +11,7 @@ import torch
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.backends.base import Platform
 from hetero_worker.distributed.exchange import Exchange
-from hetero_worker.memory.accounts import MemoryAccount
+from hetero_worker.memory.memory_pool import MemoryPool
 from hetero_worker.runners.base import LoadRequest
 from hetero_worker.runners.forward import DrawingForward, ForwardPass
 from hetero_worker.runners.input_batch import InputBatch, InputBuffers
@@ -88,7 +88,7 @@ class RunnerDevice:
     """See the module."""
 
     platform: Platform
-    account: MemoryAccount
+    memory_pool: MemoryPool
     steps: StepMaker
-    parks_weights: bool
+    offloads_weights: bool
     """Whether weights that sleep go to the host's memory; else they are there already and stay."""

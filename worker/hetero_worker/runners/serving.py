@@ -10,8 +10,8 @@ from hetero_api.v1 import ranks_pb2
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.backends.base import HOST
 from hetero_worker.errors import MemoryBudgetError, ProtocolError
-from hetero_worker.memory.accounts import account_of
 from hetero_worker.memory.budget import mib
+from hetero_worker.memory.memory_pool import memory_pool_of
 from hetero_worker.models.decoder import Decoder
 from hetero_worker.runners.base import LoadReport, LoadRequest
 from hetero_worker.runners.forward import ForwardPass
@@ -67,7 +67,7 @@ def make_cache(
         block_size=block_size,
     )
     parts = steps.make(bounds, request)
-    with account_of(decoder.device).apart():
+    with memory_pool_of(decoder.device).apart():
         layers = tuple(decoder.allocate_caches(num_blocks=num_blocks, block_size=block_size))
     if decoder.device == HOST:
         _touch_first(layers)

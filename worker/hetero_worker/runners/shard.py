@@ -18,8 +18,8 @@ from hetero_worker.backends.base import Platform
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
 from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel
 from hetero_worker.layers.selection import fused_ops_of, host_kernel, invariant_kernel, invariant_ops
-from hetero_worker.memory.accounts import MemoryAccount
 from hetero_worker.memory.budget import MemoryBudget, mib
+from hetero_worker.memory.memory_pool import MemoryPool
 from hetero_worker.models.decoder import Decoder
 from hetero_worker.native.means import NativeMeans
 from hetero_worker.runners.base import LoadReport, LoadRequest
@@ -42,7 +42,7 @@ class LoadedShard:
     load_s: float
     gather_bytes: int
     """What attention gathers at most, for decode rows of a step."""
-    account: MemoryAccount
+    memory_pool: MemoryPool
     """Of the memory that the weights are in."""
 
     def serves(self, request: LoadRequest) -> bool:
@@ -61,10 +61,10 @@ class LoadedShard:
         Raises MemoryBudgetError when the request's memory leaves nothing for the cache.
         """
         graphs = graph_memory(request, graph_sizes)
-        budget = budget_of(request, self.weight_bytes, self.gather_bytes, self.account, graph_bytes=graphs.total)
+        budget = budget_of(request, self.weight_bytes, self.gather_bytes, self.memory_pool, graph_bytes=graphs.total)
         if workspace is not None:
             budget = replace(budget, workspace_bytes=workspace + self.gather_bytes)
-        budget = replace(budget, available_bytes=self.account.available_bytes())
+        budget = replace(budget, available_bytes=self.memory_pool.available_bytes())
         logger.info("rank %d: memory for the KV cache: %s", request.rank, budget)
         return LoadReport(
             weight_bytes=self.weight_bytes,
@@ -83,7 +83,7 @@ def load_shard(request: LoadRequest, device: RunnerDevice, *, kernel: LinearKern
     Raises ModelError, PlanError, MemoryBudgetError; the last before anything is read.
     """
     begin = time.perf_counter()
-    platform, account = device.platform, device.account
+    platform, pool = device.platform, device.memory_pool
     _check_dtype(request, platform)
     _check_plan(request)
     attention = _attention_of(request, platform)
@@ -93,14 +93,14 @@ def load_shard(request: LoadRequest, device: RunnerDevice, *, kernel: LinearKern
     weight_bytes = decoder.weight_bytes(kernel)
     gather_bytes = attention.backend.gather_bytes if kv_cost(request).cache_bytes else 0
     graphs = graph_memory(request, device.steps.graph_sizes(request))
-    _kv_budget_bytes(request, budget_of(request, weight_bytes, gather_bytes, account, graph_bytes=graphs.total))
-    with account.apart(), request.open_weights(request.directory) as checkpoint:
+    _kv_budget_bytes(request, budget_of(request, weight_bytes, gather_bytes, pool, graph_bytes=graphs.total))
+    with pool.apart(), request.open_weights(request.directory) as checkpoint:
         decoder.load(checkpoint, kernel)
-    account.release_unused()  # what weights went through on their way
+    pool.release_unused()  # what weights went through on their way
     load_s = time.perf_counter() - begin
     logger.info("rank %d: loaded %s of weights in %.1f s", request.rank, mib(weight_bytes), load_s)
     kernels = (f"linear={kernel.name}", f"attention={attention}", f"fused={ops.name}")
-    return LoadedShard(request, decoder, kernel, weight_bytes, kernels, load_s, gather_bytes, account)
+    return LoadedShard(request, decoder, kernel, weight_bytes, kernels, load_s, gather_bytes, pool)
 
 
 def empty_decoder(request: LoadRequest, platform: Platform) -> Decoder:
@@ -181,16 +181,16 @@ def graph_memory(request: LoadRequest, sizes: tuple[int, ...]) -> GraphMemory:
 
 
 def budget_of(
-    request: LoadRequest, weight_bytes: int, gather_bytes: int, account: MemoryAccount, *, graph_bytes: int = 0
+    request: LoadRequest, weight_bytes: int, gather_bytes: int, pool: MemoryPool, *, graph_bytes: int = 0
 ) -> MemoryBudget:
     """With the workspace computed, not measured. `gather_bytes`: what attention gathers in a step."""
     return MemoryBudget(
         memory_bytes=int(request.memory_bytes * request.memory_utilization),
         weight_bytes=weight_bytes,
         workspace_bytes=memory_of(request).workspace_bytes(request.shard_plan.ranks[request.rank]) + gather_bytes,
-        runtime_bytes=account.runtime_bytes(),
+        runtime_bytes=pool.runtime_bytes(),
         graph_bytes=graph_bytes,
-        remedy=account.remedy,
+        remedy=pool.remedy,
     )
 
 

@@ -1,6 +1,6 @@
 """Attention in a pass that is recorded: within segments where the backend's launches are always alike, else between.
 
-A CapturableAttention has tables that stay where they are, and launches the same for every step of a size, however long
+A capturable backend has tables that stay where they are, and launches the same for every step of a size, however long
 the sequences are: its calls are recorded, and its tables alone are filled anew before a replay. Any other may make
 shapes of lengths, so each of its calls breaks the recording.
 """
@@ -16,7 +16,6 @@ from hetero_worker.attention.base import (
     AttentionBackend,
     AttentionBatch,
     AttentionRule,
-    CapturableAttention,
     StepAttention,
 )
 from hetero_worker.attention.kv_cache import LayerCache
@@ -24,29 +23,25 @@ from hetero_worker.runners.graphs.breaks import Breaks
 from hetero_worker.runners.plan_check import PlanBounds
 
 
-class GraphAttention:
-    """Implements AttentionBackend, for steps that only decode, of up to `max_rows` padded rows, and are not cut."""
+class GraphAttention(AttentionBackend):
+    """AttentionBackend for steps that only decode, of up to `max_rows` padded rows, and are not cut."""
 
     def __init__(self, backend: AttentionBackend, breaks: Breaks, *, max_rows: int, bounds: PlanBounds) -> None:
         self._backend = backend
-        self._capturable = backend if isinstance(backend, CapturableAttention) else None
+        self.gather_bytes = backend.gather_bytes
         self._breaking = _BreakingAttention(breaks)
-        if self._capturable is not None:
-            self._capturable.reserve(max_rows=max_rows, max_blocks=bounds.max_blocks, block_size=bounds.block_size)
+        if backend.is_capturable:
+            backend.reserve(max_rows=max_rows, max_blocks=bounds.max_blocks, block_size=bounds.block_size)
 
     @property
     def name(self) -> str:
         return self._backend.name
 
-    @property
-    def gather_bytes(self) -> int:
-        return self._backend.gather_bytes
-
     @contextmanager
     def prepared(self, batch: AttentionBatch) -> Iterator[None]:
         """For a pass over this batch that is made, recorded or replayed within."""
-        if self._capturable is not None:
-            with self._capturable.prepared(batch):
+        if self._backend.is_capturable:
+            with self._backend.prepared(batch):
                 yield
             return
         with self._breaking.using(self._backend.begin(batch)):
@@ -54,7 +49,7 @@ class GraphAttention:
 
     def begin(self, batch: AttentionBatch) -> StepAttention:
         """Within `prepared`, of the same batch."""
-        return self._breaking if self._capturable is None else self._capturable.begin(batch)
+        return self._backend.begin(batch) if self._backend.is_capturable else self._breaking
 
     def release(self) -> None:
         self._backend.release()

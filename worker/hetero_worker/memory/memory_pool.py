@@ -1,10 +1,10 @@
-"""MemoryAccount: what memory a rank's device has, and what of it is taken, asked in one way whatever the device.
+"""Memory pool of a rank's device: how much memory there is and how much is taken, with one interface for all devices.
 
-On the host the kernel is asked (`snapshot`); of a CUDA device the driver, and torch's allocator, which keeps what is
-freed: memory that it keeps but nobody uses counts as available.
+On the host the numbers come from the kernel (`snapshot`). On a CUDA device they come from the driver and from torch's
+allocator, which caches freed memory; cached memory counts as available.
 
-Weights and the KV cache are each allocated `apart`: on a CUDA device in a pool of their own, on whose pages nothing
-else lies. So the driver gets them back whole when they go to sleep, whatever was allocated between their tensors.
+Weights and the KV cache are each allocated `apart`: on a CUDA device in a pool of their own, whose pages hold nothing
+else. The driver then gets all of their memory back when they sleep, whatever was allocated in between.
 """
 
 from __future__ import annotations
@@ -22,52 +22,52 @@ from hetero_worker.memory.budget import mib
 from hetero_worker.memory.snapshot import MemorySnapshot, PeakMeter
 
 
-class MemoryAccount(Protocol):
-    """One device's memory, as this process sees it."""
+class MemoryPool(Protocol):
+    """One device's memory, from this process's view."""
 
     @property
     def remedy(self) -> str:
-        """What gives the rank more memory; for a person."""
+        """Advice to the user how to give the rank more memory."""
         ...
 
     def describe(self) -> str:
-        """For a log."""
+        """Return the present numbers, for a log."""
         ...
 
     def runtime_bytes(self) -> int:
-        """What is taken whatever the model is: interpreter and libraries, or contexts, communicators, and others."""
+        """Return the memory that is taken for any model: interpreter and libraries, or contexts and communicators."""
         ...
 
     def available_bytes(self) -> int | None:
-        """What can still be taken; None where nobody tells."""
+        """Return the memory that can still be allocated; None if unknown."""
         ...
 
     def held_bytes(self) -> int:
-        """What this process has taken."""
+        """Return the memory that this process holds."""
         ...
 
     def release_unused(self) -> None:
-        """Give back what an allocator keeps though nobody uses it."""
+        """Give back memory that an allocator caches."""
         ...
 
     def apart(self) -> AbstractContextManager[None]:
-        """What this thread allocates on the device within lies by itself: no page of it is shared with anything else.
+        """Keep this thread's allocations on the device inside the context on pages of their own.
 
-        Once all of it is freed, `release_unused` gives back all of its memory.
+        After all of them are freed, `release_unused` gives back all of their memory.
         """
         ...
 
     def begin_peak(self) -> bool:
-        """From here on the most that is held at once is noted; False where that cannot be."""
+        """Begin to measure the peak of held memory; return False if that is not possible."""
         ...
 
     def peak_growth_bytes(self) -> int:
-        """How much more than at `begin_peak` was held at once."""
+        """Return by how much the peak exceeds the memory that was held at `begin_peak`."""
         ...
 
 
-class HostAccount:
-    """Memory of this machine, or of the container."""
+class HostMemoryPool:
+    """Memory of this machine or container."""
 
     remedy = "give the rank more memory (memoryPerRank)"
 
@@ -75,31 +75,39 @@ class HostAccount:
         self._meter = PeakMeter()
 
     def describe(self) -> str:
+        """See `MemoryPool.describe`."""
         return str(MemorySnapshot.take())
 
     def runtime_bytes(self) -> int:
+        """See `MemoryPool.runtime_bytes`."""
         return RUNTIME_BYTES
 
     def available_bytes(self) -> int | None:
+        """See `MemoryPool.available_bytes`."""
         return MemorySnapshot.take().available_bytes
 
     def held_bytes(self) -> int:
+        """See `MemoryPool.held_bytes`."""
         return MemorySnapshot.take().resident_bytes
 
     def release_unused(self) -> None:
+        """See `MemoryPool.release_unused`."""
         release_freed_memory()
 
     def apart(self) -> AbstractContextManager[None]:
+        """See `MemoryPool.apart`."""
         return nullcontext()
 
     def begin_peak(self) -> bool:
+        """See `MemoryPool.begin_peak`."""
         return self._meter.begin()
 
     def peak_growth_bytes(self) -> int:
+        """See `MemoryPool.peak_growth_bytes`."""
         return self._meter.grown_bytes()
 
 
-class CudaAccount:
+class CudaMemoryPool:
     """Memory of one CUDA device."""
 
     remedy = "raise gpuMemoryUtilization, use GPUs with more memory"
@@ -109,45 +117,53 @@ class CudaAccount:
         self._before_bytes = 0
 
     def describe(self) -> str:
+        """See `MemoryPool.describe`."""
         free, total = torch.cuda.mem_get_info(self._device)
         return f"{mib(self.held_bytes())} held, {mib(free)} of {mib(total)} free on {self._device}"
 
     def runtime_bytes(self) -> int:
+        """See `MemoryPool.runtime_bytes`."""
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free - torch.cuda.memory_reserved(self._device)
 
     def available_bytes(self) -> int | None:
+        """See `MemoryPool.available_bytes`."""
         free, _ = torch.cuda.mem_get_info(self._device)
         unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return free + unused
 
     def held_bytes(self) -> int:
+        """See `MemoryPool.held_bytes`."""
         return torch.cuda.memory_reserved(self._device)
 
     def release_unused(self) -> None:
-        gc.collect()  # graphs and tensors that only a cycle holds are of use to nobody
+        """See `MemoryPool.release_unused`."""
+        gc.collect()  # frees graphs and tensors that only a reference cycle holds
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        self.release_unused()  # What others have freed is of no use to a new pool.
+        """See `MemoryPool.apart`."""
+        self.release_unused()  # A new pool cannot use memory that others have freed.
         pool = torch.cuda.MemPool()
         with torch.cuda.use_mem_pool(pool, self._device):
             yield
-        # With the pool itself goes only the hold on what nobody uses: tensors in it stay, and free their pages at last.
+        # Dropping the pool only drops its unused memory: tensors in it live on, and free their pages when they go.
 
     def begin_peak(self) -> bool:
+        """See `MemoryPool.begin_peak`."""
         torch.cuda.synchronize(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         self._before_bytes = torch.cuda.memory_allocated(self._device)
         return True
 
     def peak_growth_bytes(self) -> int:
+        """See `MemoryPool.peak_growth_bytes`."""
         torch.cuda.synchronize(self._device)
         return max(0, torch.cuda.max_memory_allocated(self._device) - self._before_bytes)
 
 
-def account_of(device: torch.device) -> MemoryAccount:
-    """Of the memory that tensors on the device take."""
-    return CudaAccount(device) if device.type == "cuda" else HostAccount()
+def memory_pool_of(device: torch.device) -> MemoryPool:
+    """Return the pool of the device's memory."""
+    return CudaMemoryPool(device) if device.type == "cuda" else HostMemoryPool()

@@ -1,13 +1,13 @@
-"""ParkedWeights: weights whose bytes wait in host memory while their device's memory is given up.
+"""Weight offload: weights wait in host memory while their device's memory is freed.
 
-The tensors stay the objects that they are, views and ties among them too: what is taken from them and given back is
-their storages' memory. So whoever holds a weight need not know; he must only not use it meanwhile. What they get back
-lies at other addresses: who remembers addresses (a CUDA graph) has to forget them.
+The tensors stay the same objects, including views and ties; only their storages' memory is freed and allocated again.
+Holders of a weight need not know, but must not use it meanwhile. Restored weights lie at other addresses, so a CUDA
+graph over the old ones must be dropped.
 
-The copies lie in one piece of host memory, pinned for the device where it lies: torch's allocator of pinned memory
-would round sizes up to powers of two, and keep what it once had. Where so much cannot be pinned, they go through a
-pinned buffer, piece by piece. Whether the host has so much is looked at before: it would be given out all the same, and
-who writes to it then may be ended by the kernel.
+The copies lie in one piece of host memory that is pinned for the device. Torch's allocator of pinned memory would round
+sizes up to powers of two, and never give them back. If so much cannot be pinned, copies go through a pinned buffer,
+piece by piece. The host's free memory is checked first: the kernel hands out more than there is, and kills a process
+that writes to it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import torch
 
 from hetero_worker.backends.cuda.pins import HostPins, pins_for
 from hetero_worker.errors import MemoryBudgetError
-from hetero_worker.memory.accounts import account_of
 from hetero_worker.memory.budget import mib
+from hetero_worker.memory.memory_pool import memory_pool_of
 from hetero_worker.memory.snapshot import MemorySnapshot
 
 logger = logging.getLogger(__name__)
@@ -31,66 +31,67 @@ _ALIGNMENT: Final = 256
 _BUFFER_BYTES: Final = 64 * 1024**2
 
 
-class ParkedWeights:
-    """Copies of some tensors' storages on the host. Made while the tensors are in use; `release` takes their memory.
+class OffloadedWeights:
+    """Copies of some tensors' storages on the host; `release` frees the tensors' own memory, `restore` refills it.
 
-    All tensors are on one device.
+    All tensors are on one device, and may be in use while the copies are made.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], *, pins: HostPins | None = None) -> None:
-        """`pins`: by default the device's. Raises MemoryBudgetError when the host has no room for copies."""
+        """Copy the tensors; `pins` defaults to the device's. Raises MemoryBudgetError if the host has no room."""
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
         self._places = list(_places([storage for storage in storages.values() if storage.nbytes()]))
         _check_room(self.num_bytes)
         device = self._places[0][0].device if self._places else torch.device("cpu")
-        self._way = _WayThere(device, sum(_aligned(size) for _, _, size in self._places), pins or pins_for(device))
+        self._host = _HostCopy(device, sum(_aligned(size) for _, _, size in self._places), pins or pins_for(device))
         for storage, begin, size in self._places:
-            self._way.copy(self._way.host[begin : begin + size], _bytes_of(storage))
-        self._way.finish()
+            self._host.copy(self._host.bytes[begin : begin + size], _bytes_of(storage))
+        self._host.finish()
 
     @property
     def num_bytes(self) -> int:
+        """Size of the tensors' storages."""
         return sum(size for _, _, size in self._places)
 
     def release(self) -> None:
-        """Give up the tensors' own memory: until `restore` they must not be used."""
+        """Free the tensors' own memory; they must not be used until `restore`."""
         for storage, _, _ in self._places:
             storage.resize_(0)
 
     def restore(self) -> None:
-        """Give the tensors memory again, with what was in it.
+        """Allocate the tensors' memory again, with its old content.
 
-        Raises RuntimeError when there is not enough: then none of them has any.
+        Raises RuntimeError if there is not enough; then none of the tensors has memory.
         """
         try:
-            with account_of(self._way.device).apart():
+            with memory_pool_of(self._host.device).apart():
                 for storage, begin, size in self._places:
                     storage.resize_(size)
-                    self._way.copy(_bytes_of(storage), self._way.host[begin : begin + size])
-            self._way.finish()
+                    self._host.copy(_bytes_of(storage), self._host.bytes[begin : begin + size])
+            self._host.finish()
         except BaseException:
             self.release()
             raise
 
 
-class _WayThere:
-    """Host memory beside a device, and copies between the two: only from and to pinned memory where it is CUDA's."""
+class _HostCopy:
+    """Host memory, and copies between it and a device; copies to and from CUDA use pinned memory only."""
 
     def __init__(self, device: torch.device, num_bytes: int, pins: HostPins) -> None:
         self.device = device
-        self.host = torch.empty(num_bytes, dtype=torch.uint8)
+        self.bytes = torch.empty(num_bytes, dtype=torch.uint8)
         self._buffer: torch.Tensor | None = None
-        problem = pins.pin(self.host.data_ptr(), num_bytes) if num_bytes else ""
+        problem = pins.pin(self.bytes.data_ptr(), num_bytes) if num_bytes else ""
         if problem:
             logger.warning(
                 "%s of host memory cannot be pinned, weights go through a buffer: %s", mib(num_bytes), problem
             )
             self._buffer = torch.empty(min(num_bytes, _BUFFER_BYTES), dtype=torch.uint8, pin_memory=_is_cuda(device))
         elif num_bytes:
-            weakref.finalize(self, _unpin, pins, self.host).atexit = False
+            weakref.finalize(self, _unpin, pins, self.bytes).atexit = False
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """uint8, as long as each other; there once `finish` has been called."""
+        """Start the copy of uint8 tensors of equal length; `finish` waits for it."""
         if self._buffer is None:
             target.copy_(source, non_blocking=True)
             return
@@ -101,7 +102,7 @@ class _WayThere:
             piece.copy_(buffer)
 
     def finish(self) -> None:
-        """Wait until all that was asked for is there."""
+        """Wait for all copies."""
         if _is_cuda(self.device):
             torch.cuda.current_stream(self.device).synchronize()
 
@@ -116,7 +117,7 @@ def _check_room(num_bytes: int) -> None:
 
 
 def _places(storages: Iterable[torch.UntypedStorage]) -> Iterator[tuple[torch.UntypedStorage, int, int]]:
-    """Where in the host's memory each storage's copy begins, and its size."""
+    """Yield each storage, the offset of its copy in host memory, and its size."""
     begin = 0
     for storage in storages:
         yield storage, begin, storage.nbytes()
@@ -128,7 +129,7 @@ def _aligned(size: int) -> int:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """uint8 [nbytes]: a view, for as long as the storage keeps its size."""
+    """Return a uint8 [nbytes] view, valid while the storage keeps its size."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
@@ -137,5 +138,5 @@ def _is_cuda(device: torch.device) -> bool:
 
 
 def _unpin(pins: HostPins, host: torch.Tensor) -> None:
-    """Before `host`, which is held until then, goes."""
+    """Unpin `host`, which is alive until then."""
     pins.unpin(host.data_ptr())
