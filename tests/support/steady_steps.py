@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetero_worker.host.process_memory import keep_freed_memory
-from hetero_worker.memory.snapshot import MemorySnapshot
+from hetero_worker.memory.memory_pool import MemorySnapshot
 from tests.support.rank_group import PlanBuilder, RankGroup, Shares
 from tests.support.rank_processes import RankContext
 

@@ -13,8 +13,7 @@ import torch
 from hetero_api.rank_memory import RUNTIME_BYTES, KvCost
 from hetero_worker.errors import MemoryBudgetError
 from hetero_worker.memory.budget import MemoryBudget
-from hetero_worker.memory.memory_pool import CudaMemoryPool, HostMemoryPool, memory_pool_of
-from hetero_worker.memory.snapshot import MemorySnapshot
+from hetero_worker.memory.memory_pool import CudaMemoryPool, HostMemoryPool, MemorySnapshot, memory_pool_of
 from hetero_worker.memory.weight_offload import OffloadedWeights
 from tests.support.played_device import PlayedDevice
 

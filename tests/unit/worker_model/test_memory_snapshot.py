@@ -11,7 +11,7 @@ import torch
 from hetero_api.rank_memory import KvCost
 from hetero_worker.errors import MemoryBudgetError
 from hetero_worker.memory.budget import MemoryBudget
-from hetero_worker.memory.snapshot import CgroupFiles, MemorySnapshot, PeakMeter
+from hetero_worker.memory.memory_pool import CgroupFiles, MemorySnapshot, PeakMeter
 from hetero_worker.models.decoder import Decoder, DecoderInput
 from hetero_worker.runners.base import LoadRequest
 from hetero_worker.runners.cpu_runner import CpuRunner

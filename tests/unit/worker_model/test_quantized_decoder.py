@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hetero_api.model_config import ModelConfig
-from hetero_worker.checkpoints.quantizing import quantize
+from hetero_worker.checkpoints.quantized_matrix import quantize
 from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel
 from tests.support.narrow_kernel import NarrowKernel
 from tests.support.rank_group import PlanBuilder, RankGroup, Shares

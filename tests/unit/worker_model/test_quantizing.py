@@ -13,8 +13,7 @@ from hetero_api.errors import ModelError
 from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import INT8, WeightFormat, int4
 from hetero_worker.checkpoints.checkpoint import Checkpoint
-from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix, QuantizedRows, stacked
-from hetero_worker.checkpoints.quantizing import quantize
+from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix, QuantizedRows, quantize, stacked
 from hetero_worker.checkpoints.store import TensorSlice
 
 pytestmark = pytest.mark.unit

@@ -17,7 +17,7 @@ from hetero_api.rank_memory import ModelMemory, StepLimits
 from hetero_api.sharding import NO_UNITS, LayerShard, RankShard, UnitRange
 from hetero_api.weight_format import INT8, StoredWeights, WeightFormat, int4
 from hetero_worker.checkpoints.checkpoint import Checkpoint
-from hetero_worker.checkpoints.quantizing import quantize
+from hetero_worker.checkpoints.quantized_matrix import quantize
 from hetero_worker.checkpoints.store import TensorSlice
 from hetero_worker.layers.blocks import GatedMlp, SelfAttention
 from hetero_worker.layers.embedding import EMBEDDING, OutputHead, ShardedEmbedding

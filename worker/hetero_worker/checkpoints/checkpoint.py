@@ -22,8 +22,7 @@ from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import WeightFormat
 from hetero_worker.checkpoints.formats import open_store
 from hetero_worker.checkpoints.packed_cache import KeptMatrices, PackedCache
-from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix, stacked
-from hetero_worker.checkpoints.quantizing import quantize
+from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix, quantize, stacked
 from hetero_worker.checkpoints.store import TensorSlice, WeightStore
 from hetero_worker.host.process_memory import let_go_of_code
 

@@ -1,7 +1,8 @@
 """Memory pool of a rank's device: how much memory there is and how much is taken, with one interface for all devices.
 
-On the host the numbers come from the kernel (`snapshot`). On a CUDA device they come from the driver and from torch's
-allocator, which caches freed memory; cached memory counts as available.
+On the host the numbers are the kernel's (`MemorySnapshot`): those of the process come from /proc/self, those of the
+machine from /proc/meminfo or from this process's memory cgroup, whichever leaves less. On a CUDA device they come from
+the driver and from torch's allocator, which caches freed memory; cached memory counts as available.
 
 Weights and the KV cache are each allocated `apart`: on a CUDA device in a pool of their own, whose pages hold nothing
 else. The driver then gets all of their memory back when they sleep, whatever was allocated in between.
@@ -12,14 +13,18 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol, Self
 
 import torch
 
 from hetero_api.host.freed_memory import release_freed_memory
 from hetero_api.rank_memory import RUNTIME_BYTES
 from hetero_worker.memory.budget import mib
-from hetero_worker.memory.snapshot import MemorySnapshot, PeakMeter
+
+_PROC: Final = Path("/proc")
+_RESET_PEAK: Final = "5"
 
 
 class MemoryPool(Protocol):
@@ -167,3 +172,107 @@ class CudaMemoryPool:
 def memory_pool_of(device: torch.device) -> MemoryPool:
     """Return the pool of the device's memory."""
     return CudaMemoryPool(device) if device.type == "cuda" else HostMemoryPool()
+
+
+@dataclass(frozen=True, slots=True)
+class CgroupFiles:
+    """Files with a memory cgroup's numbers."""
+
+    limit: Path
+    use: Path
+    """Everything that is charged to the cgroup, cached files too."""
+    stat: Path
+
+    def room_bytes(self) -> int | None:
+        """Return what is left after dropping cached files, such as a model's that was read; None without a limit."""
+        try:
+            limit, use = (int(path.read_text(encoding="ascii")) for path in (self.limit, self.use))
+        except (OSError, ValueError):  # no such controller, or "max"
+            return None
+        return max(0, limit - max(0, use - self._file_bytes()))
+
+    def _file_bytes(self) -> int:
+        try:
+            lines = self.stat.read_text(encoding="ascii").splitlines()
+        except OSError:
+            return 0
+        counts = {name: int(value) for name, _, value in (line.partition(" ") for line in lines)}
+        prefix = "total_" if "total_active_file" in counts else ""
+        return sum(counts.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
+
+
+_V2, _V1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory")
+_CGROUPS: Final = (
+    CgroupFiles(_V2 / "memory.max", _V2 / "memory.current", _V2 / "memory.stat"),
+    CgroupFiles(_V1 / "memory.limit_in_bytes", _V1 / "memory.usage_in_bytes", _V1 / "memory.stat"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySnapshot:
+    """Memory at one moment, in bytes."""
+
+    resident_bytes: int
+    """Memory of this process, with shared and file-backed pages; 0 if unknown."""
+    anonymous_bytes: int
+    """The part of it that no file backs; 0 if unknown."""
+    available_bytes: int | None
+    """Memory that this machine or cgroup can still give to processes; None if unknown."""
+
+    @classmethod
+    def take(cls, *, proc_root: Path = _PROC, cgroups: tuple[CgroupFiles, ...] = _CGROUPS) -> Self:
+        """Return the memory at this moment."""
+        status = _sizes(proc_root / "self" / "status")
+        machine = _sizes(proc_root / "meminfo").get("MemAvailable")
+        left = [room for cgroup in cgroups if (room := cgroup.room_bytes()) is not None]
+        return cls(
+            resident_bytes=status.get("VmRSS", 0),
+            anonymous_bytes=status.get("RssAnon", 0),
+            available_bytes=min([*left, *([] if machine is None else [machine])], default=None),
+        )
+
+    def __str__(self) -> str:
+        available = "unknown" if self.available_bytes is None else mib(self.available_bytes)
+        return f"resident {mib(self.resident_bytes)} (anonymous {mib(self.anonymous_bytes)}), available {available}"
+
+
+class PeakMeter:
+    """Peak of this process's resident memory from `begin` on.
+
+    It needs /proc/self/clear_refs, which some sandboxes lack: `begin` then returns False, and nothing can be measured.
+    """
+
+    def __init__(self, *, proc_root: Path = _PROC) -> None:
+        self._proc_root = proc_root
+        self._before_bytes = 0
+
+    def begin(self) -> bool:
+        """Reset the peak; return False if the kernel cannot measure it."""
+        try:
+            (self._proc_root / "self" / "clear_refs").write_text(_RESET_PEAK, encoding="ascii")
+        except OSError:
+            return False
+        status = self._status()
+        self._before_bytes = status.get("VmRSS", 0)
+        return "VmHWM" in status
+
+    def grown_bytes(self) -> int:
+        """Return by how much the peak exceeds the memory at `begin`."""
+        return max(0, self._status().get("VmHWM", 0) - self._before_bytes)
+
+    def _status(self) -> dict[str, int]:
+        return _sizes(self._proc_root / "self" / "status")
+
+
+def _sizes(path: Path) -> dict[str, int]:
+    """Return the fields "Name: 123 kB" of a file in bytes; none if the file does not exist."""
+    sizes: dict[str, int] = {}
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError:
+        return sizes
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if value.endswith(" kB"):
+            sizes[name] = int(value.split()[0]) * 1024
+    return sizes

@@ -22,8 +22,7 @@ import torch
 from hetero_worker.backends.cuda.pins import HostPins, pins_for
 from hetero_worker.errors import MemoryBudgetError
 from hetero_worker.memory.budget import mib
-from hetero_worker.memory.memory_pool import memory_pool_of
-from hetero_worker.memory.snapshot import MemorySnapshot
+from hetero_worker.memory.memory_pool import MemorySnapshot, memory_pool_of
 
 logger = logging.getLogger(__name__)
 
