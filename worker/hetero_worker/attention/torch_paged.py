@@ -6,9 +6,9 @@ the cache, and scaled_dot_product_attention, or its definition where scores are 
 masks are made once per step and window, and shared by all layers. Nothing here waits for the device.
 
 Batch-invariant, every row attends by itself to exactly the tokens it sees. The same operators then get the same
-numbers, in the same shapes, at equally aligned addresses, whatever else is in the batch and however the sequence was
-split into steps. This holds for a fixed number of threads. It is slow: prompt rows do not share the reading of their
-keys.
+numbers, in the same shapes, at equally aligned addresses, regardless of the rest of the batch and of how the sequence
+was split into steps. This holds for a fixed number of threads. It is slow: prompt rows do not share the reading of
+their keys.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class _TorchStep(StepAttention):
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """What the rows [begin, end) of a step see through a window."""
+    """Tokens that the rows [begin, end) of a step see through a window."""
 
     begin: int
     end: int

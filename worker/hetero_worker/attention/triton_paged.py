@@ -4,7 +4,7 @@ Decode rows take one launch, or two where their tokens are cut into splits; all 
 read a step's sequences from tables on the device, which go there in one copy per step.
 
 Batch-invariant, everything goes through the kernel of spans, in which a row's result depends on its own sequence alone.
-Its bits are the same whatever else is in the batch, and whether it is computed as a decode row, in one span with its
+Its bits do not depend on the rest of the batch, nor on whether it is computed as a decode row, in one span with its
 prompt or in any piece of the prompt.
 
 A CUDA graph of a decode step needs tables at fixed addresses. `reserve` allocates them. A step that begins within

@@ -31,7 +31,7 @@ _QUANTIZED_AT_ONCE: Final = 1 << 20
 
 
 class _Buffer:
-    """Memory that is reused. Allocated anew for each tensor, malloc would keep a multiple of it."""
+    """Memory that is reused. If it were allocated for each tensor, malloc would keep a multiple of it."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -125,7 +125,7 @@ class Checkpoint:
     def format_of(self, part: TensorSlice) -> WeightFormat | None:
         """Return the format that `read_quantized` returns the slice in; None: it is floats.
 
-        Raises ModelError if a weight that is quantised already is to be quantised.
+        Raises ModelError if `quantize_to` is set for a weight that is quantised already.
         """
         stored = self._store.format_of(part.name) if self._store is not None else None
         if stored is not None and part.quantize_to is not None:

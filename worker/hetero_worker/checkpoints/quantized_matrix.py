@@ -1,6 +1,6 @@
 """Quantised matrices: one value per byte between a file and the kernel that packs them, and an embedding at rest.
 
-Layers and kernels get quantised weights in this form only, whatever the checkpoint's format. `hetero_api.weight_format`
+Layers and kernels get quantised weights in this form only, for every checkpoint format. `hetero_api.weight_format`
 defines the meaning of the values. Scales and minima are float32 tensors of float16 numbers: a kernel may store them in
 16 bits without loss, so a weight is the same on a rank that multiplies with the values and on one that widens them.
 

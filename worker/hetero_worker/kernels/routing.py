@@ -1,6 +1,6 @@
 """Router logits of experts, computed in float64 from the normed residual stream.
 
-A program computes one token, whatever else is in the batch. Its sums run over the hidden dimension in order, a tile at
+A program computes one token, alone. Its sums run over the hidden dimension in order, a tile at
 a time, and are rounded to float32 at the end. Host ranks add in another order, and still come to the same choice.
 """
 

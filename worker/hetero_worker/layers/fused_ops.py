@@ -3,7 +3,7 @@
 On a device each kernel costs a launch, and a trip of its tensors to memory and back. `TritonOps` uses one kernel where
 torch's operators use several. On host cores `NativeOps` runs them on a team of threads that need not be woken.
 `PlainOps` uses torch's operators: it is the reference, and what hosts without native kernels compute with. Our kernels
-give a row the same bits whatever other rows are in the step. Torch's operators do not promise that; `InvariantOps`
+give a row the same bits in any step. Torch's operators do not promise that; `InvariantOps`
 replaces them in batch-invariant mode. `selection` chooses.
 """
 

@@ -1,4 +1,4 @@
-"""Batch-invariant FusedOps by torch's operators: a row has the same bits whatever other rows there are.
+"""Batch-invariant FusedOps by torch's operators: a row has the same bits in any batch.
 
 A torch operator may compute an element alone or in a vector, depending on its place, and may add up a row in an order
 that depends on the number of rows. Additions, products, quotients and roots of elements are rounded alike in either

@@ -4,10 +4,10 @@ A host rank computes with the native kernels wherever their library is built, ot
 uses Triton's kernels where Triton works, otherwise torch's operators. Nothing is timed, so every rank of a group and
 every start computes the same way. The choice is made when the decoder is built, and reported.
 
-In batch-invariant mode (`engine.batchInvariant`) a request's numbers are the same to the last bit, whatever else is in
-its batch and however its prompt was split over steps or found in the cache. Every part of a step then computes each row
-on its own: attention (`attention.selection`), linear layers and the operators between them (here), and the order in
-which ranks' sums are added (`distributed.rank_order`).
+In batch-invariant mode (`engine.batchInvariant`) a request's numbers are the same to the last bit, regardless of the
+rest of its batch and of how its prompt was split over steps or found in the cache. Every part of a step then computes
+each row on its own: attention (`attention.selection`), linear layers and the operators between them (here), and the
+order in which ranks' sums are added (`distributed.rank_order`).
 """
 
 from __future__ import annotations

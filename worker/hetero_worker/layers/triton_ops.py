@@ -90,7 +90,7 @@ class TritonOps:
 
 
 class InvariantTritonOps(TritonOps):
-    """FusedOps that give a row the same bits whatever other rows there are, as the kernels of TritonOps do anyway.
+    """FusedOps that give a row the same bits in any batch, as the kernels of TritonOps do anyway.
 
     The other operators are made of element-wise operators, and of a kernel for the router's product.
     """

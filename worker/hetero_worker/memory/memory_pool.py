@@ -5,7 +5,7 @@ machine from /proc/meminfo or from this process's memory cgroup, whichever leave
 the driver and from torch's allocator, which caches freed memory; cached memory counts as available.
 
 Weights and the KV cache are each allocated `apart`: on a CUDA device in a pool of their own, whose pages hold nothing
-else. The driver then gets all of their memory back when they sleep, whatever was allocated in between.
+else. The driver then gets all of their memory back when they sleep, regardless of later allocations.
 """
 
 from __future__ import annotations
