@@ -24,7 +24,7 @@ from rich.table import Table
 
 from hetero_api.v1 import ranks_pb2
 from hetero_gateway.engine.config import EngineConfig
-from hetero_gateway.engine.request import GenerationRequest, SamplingConfig
+from hetero_gateway.engine.request import GenerationRequest
 from hetero_gateway.engine.scheduler import Scheduler
 from hetero_gateway.engine.step import ScheduledStep
 from hetero_gateway.engine.steps_in_flight import StepsInFlight
@@ -68,8 +68,10 @@ def make_scheduler(*, num_running: int, num_waiting: int, num_steps: int) -> Sch
     scheduler = Scheduler(config, num_blocks=1 + num_running * (max_model_len // BLOCK_SIZE + 1))
     for index in range(num_running + num_waiting):
         prompt = tuple(range(10 + index, 10 + index + 20 + index % 37))
-        sampling = SamplingConfig(seed=index, max_tokens=max_tokens)
-        request = GenerationRequest(request_id=f"r{index}", prompt_token_ids=prompt, sampling=sampling)
+        sampling = ranks_pb2.Sampling(temperature=1.0, seed=index)
+        request = GenerationRequest(
+            request_id=f"r{index}", prompt_token_ids=prompt, sampling=sampling, max_tokens=max_tokens
+        )
         scheduler.add(request, now=float(index))
     return scheduler
 

@@ -171,9 +171,9 @@ class Bench:
 
     def _serve(self, group: RankProcesses, config: ModelConfig, recipe: Recipe) -> tuple[Replica, Served]:
         """After a warm-up with the recipe's first requests."""
-        most = sum(len(r.prompt_token_ids) + (r.sampling.max_tokens or 0) for r in recipe.requests)
+        most = sum(len(r.prompt_token_ids) + (r.max_tokens or 0) for r in recipe.requests)
         replica = Replica(group, self._load(config, recipe), most_tokens=most)
-        short = [replace(r, sampling=replace(r.sampling, max_tokens=8)) for r in recipe.requests]
+        short = [replace(r, max_tokens=8) for r in recipe.requests]
         replica.serve(Recipe(tuple(short)), limit_s=self._left_s() / 4)
         return replica, replica.serve(recipe, limit_s=self._left_s() / 3)
 

@@ -11,7 +11,8 @@ import random
 from dataclasses import dataclass
 from typing import Final
 
-from hetero_gateway.engine.request import GenerationRequest, SamplingConfig
+from hetero_api.v1.ranks_pb2 import Sampling
+from hetero_gateway.engine.request import GenerationRequest
 
 SEQUENCES: Final = 256
 SHORTEST: Final = 100
@@ -28,12 +29,12 @@ class Recipe:
 
     @property
     def output_tokens(self) -> int:
-        return sum(request.sampling.max_tokens or 0 for request in self.requests)
+        return sum(request.max_tokens or 0 for request in self.requests)
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence, its output included."""
-        return max(len(r.prompt_token_ids) + (r.sampling.max_tokens or 0) for r in self.requests)
+        return max(len(r.prompt_token_ids) + (r.max_tokens or 0) for r in self.requests)
 
 
 def throughput(
@@ -70,5 +71,10 @@ def decoding(vocab_size: int, *, sequences: int, prompt: int, output: int) -> Re
 
 
 def _request(name: str, prompt: list[int], *, max_tokens: int, temperature: float, seed: int) -> GenerationRequest:
-    sampling = SamplingConfig(seed=seed, temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
-    return GenerationRequest(request_id=name, prompt_token_ids=tuple(prompt), sampling=sampling)
+    return GenerationRequest(
+        request_id=name,
+        prompt_token_ids=tuple(prompt),
+        sampling=Sampling(seed=seed, temperature=temperature),
+        max_tokens=max_tokens,
+        ignore_eos=True,
+    )

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hetero_gateway.engine.request import GenerationRequest, SamplingConfig
+from hetero_api.v1.ranks_pb2 import Sampling
+from hetero_gateway.engine.request import GenerationRequest
 from hetero_worker.backends.cuda.device import CudaPlatform
 from hetero_worker.layers.drawing_choice import drawing_for
 from hetero_worker.runners.graphs.device_steps import graphs_of
@@ -63,7 +64,9 @@ def test_guesses_of_a_device_come_true(gpu: CudaPlatform, model: Path) -> None:
             GenerationRequest(
                 request_id=f"{i}",
                 prompt_token_ids=tuple(range(5 + i, 20 + i)),
-                sampling=SamplingConfig(seed=i, temperature=float(i % 2), max_tokens=400, ignore_eos=True),
+                sampling=Sampling(seed=i, temperature=float(i % 2)),
+                max_tokens=400,
+                ignore_eos=True,
             )
         )
         for i in range(6)

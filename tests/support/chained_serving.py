@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
 from hetero_gateway.engine.config import EngineConfig
-from hetero_gateway.engine.request import GenerationRequest, SamplingConfig
+from hetero_gateway.engine.request import GenerationRequest
 from hetero_gateway.engine.scheduler import Scheduler
 from hetero_gateway.engine.steps_in_flight import StepsInFlight
 from hetero_worker.backends.base import HOST, Platform
@@ -245,21 +245,18 @@ def random_requests(seed: int, number: int, *, vocabulary: int) -> list[Asked]:
         request = GenerationRequest(
             request_id=f"{index}",
             prompt_token_ids=tuple(common + prompt if random.random() < 0.4 else prompt),
-            sampling=random_sampling(random, vocabulary),
+            sampling=random_sampling(random),
+            max_tokens=random.randint(1, 25),
+            stop_token_ids=frozenset(random.sample(range(vocabulary), 8)),
             n=random.choice([1, 1, 1, 2]),
         )
         asked.append(Asked(request, turn=random.randrange(3 * number)))
     return asked
 
 
-def random_sampling(random: Random, vocabulary: int) -> SamplingConfig:
-    plain = SamplingConfig(
-        seed=random.randrange(1 << 40),
-        max_tokens=random.randint(1, 25),
-        stop_token_ids=frozenset(random.sample(range(vocabulary), 8)),
-        temperature=random.choice([0.0, 0.0, 0.7, 1.3]),
-    )
-    return replace(plain, **_KINDS[random.randrange(len(_KINDS))])
+def random_sampling(random: Random) -> ranks_pb2.Sampling:
+    plain = {"seed": random.randrange(1 << 40), "temperature": random.choice([0.0, 0.0, 0.7, 1.3])}
+    return ranks_pb2.Sampling(**plain | _KINDS[random.randrange(len(_KINDS))])
 
 
 _KINDS: list[dict[str, Any]] = [
@@ -267,10 +264,10 @@ _KINDS: list[dict[str, Any]] = [
     {"temperature": 1.0, "top_p": 0.8},
     {"temperature": 0.9, "top_k": 7},
     {"temperature": 1.2, "min_p": 0.05, "top_p": 0.95},
-    {"logit_bias": ((5, 3.0), (9, -4.0))},
+    {"bias_token_ids": [5, 9], "biases": [3.0, -4.0]},
     {"min_tokens": 6},
     {"presence_penalty": 0.6},
     {"repetition_penalty": 1.4, "temperature": 0.8},
-    {"logprobs": 2},
-    {"prompt_logprobs": 1},
+    {"num_logprobs": 2},
+    {"num_prompt_logprobs": 1},
 ]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hetero_api.v1 import logprobs_pb2
+from hetero_api.v1 import logprobs_pb2, ranks_pb2
 from hetero_gateway.engine.config import EngineConfig
-from hetero_gateway.engine.request import Completion, Constraint, GenerationRequest, Request, SamplingConfig
+from hetero_gateway.engine.request import Completion, Constraint, GenerationRequest, Request
 from hetero_gateway.engine.scheduler import Scheduler
 from hetero_gateway.engine.step import CompletionUpdate, ScheduledStep, StepOutcome
 from hetero_gateway.engine.steps_in_flight import StepsInFlight
@@ -73,18 +73,21 @@ def generation(
     return GenerationRequest(
         request_id=request_id,
         prompt_token_ids=tuple(prompt),
-        sampling=SamplingConfig(
+        sampling=ranks_pb2.Sampling(
+            temperature=1.0,
+            top_p=1.0,
+            repetition_penalty=1.0,
             seed=seed,
             top_k=tenant,
-            max_tokens=max_tokens,
-            stop=stop,
-            stop_token_ids=stop_token_ids,
-            ignore_eos=ignore_eos,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            constraint=constraint,
+            num_logprobs=logprobs,
+            num_prompt_logprobs=prompt_logprobs,
             min_tokens=min_tokens,
         ),
+        max_tokens=max_tokens,
+        stop=stop,
+        stop_token_ids=stop_token_ids,
+        ignore_eos=ignore_eos,
+        constraint=constraint,
         cache_salt=salt,
         deadline_s=deadline_s,
         n=n,

@@ -170,7 +170,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _fits(self, asked: GenerationRequest) -> bool:
         num_prompt, size = len(asked.prompt_token_ids), self.bench.block_size
-        length = min(asked.sampling.max_tokens or 1, MAX_MODEL_LEN - num_prompt)
+        length = min(asked.max_tokens or 1, MAX_MODEL_LEN - num_prompt)
         if any(len(received) > length for received in asked.received):
             return False
         at_once = min(asked.n, self.bench.config.max_num_seqs, self.bench.config.max_num_batched_tokens)
@@ -193,7 +193,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._check_starts(step, allowed=not returning)
             self._check_nobody_pauses(step)
             sampling = [entry.completion for entry in step.entries if entry.sample]
-            assert set(step.masked) == {c for c in sampling if c.request.asked.sampling.constraint is not None}
+            assert set(step.masked) == {c for c in sampling if c.request.asked.constraint is not None}
 
     @precondition(lambda self: self.bench.in_flight)
     @rule()
@@ -371,7 +371,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             tenant=asked.sampling.top_k,
         )
         assert output == alone, "not the tokens that it gets alone"
-        ends = asked.sampling.stop_token_ids | (set() if asked.sampling.ignore_eos else {EOS})
+        ends = asked.stop_token_ids | (set() if asked.ignore_eos else {EOS})
         assert length_of(output, ends) == len(output), "it went on behind its end"
         assert completion.ended
         stopped = bool(output) and output[-1] in ends
@@ -386,7 +386,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         asked = request.asked
         told = self.bench.prompt_logprobs.get(request.request_id)
         began = any(self.bench.outputs[name_of(completion)] for completion in request.completions)
-        if asked.sampling.prompt_logprobs is None or any(asked.received):
+        if not asked.sampling.HasField("num_prompt_logprobs") or any(asked.received):
             assert told is None
         elif told is not None:
             assert told == logprobs_alone(asked.prompt_token_ids, begin=1, tenant=asked.sampling.top_k)

@@ -13,6 +13,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from hetero_api.v1.ranks_pb2 import Sampling
 from hetero_gateway.engine.constraints import (
     MAX_CONSTRAINT_CHARS,
     CompiledConstraint,
@@ -21,7 +22,7 @@ from hetero_gateway.engine.constraints import (
     all_tokens,
 )
 from hetero_gateway.engine.errors import EngineFault, InvalidRequest
-from hetero_gateway.engine.request import Constraint, ConstraintKind, FinishReason, GenerationRequest, SamplingConfig
+from hetero_gateway.engine.request import Constraint, ConstraintKind, FinishReason, GenerationRequest
 from hetero_gateway.engine.tokenizer import TextTokenizer
 from tests.unit.engine.core_setup import TOKENIZER, VOCAB_SIZE, Engine, engine, read, turn_loop, until
 from tests.unit.engine.engine_setup import engine_config
@@ -318,8 +319,15 @@ async def test_whatever_is_drawn_among_choices_is_one_of_them() -> None:
 
 async def constrained(request_id: str, constraint: Constraint, **fields: Any) -> GenerationRequest:
     compiled = await compiler(vocab_size=VOCAB_SIZE).compile(constraint)
-    sampling = SamplingConfig(seed=fields.pop("seed", 0), max_tokens=40, constraint=compiled)
-    return GenerationRequest(request_id=request_id, prompt_token_ids=(5, 6, 7), sampling=sampling, **fields)
+    sampling = Sampling(temperature=1.0, seed=fields.pop("seed", 0))
+    return GenerationRequest(
+        request_id=request_id,
+        prompt_token_ids=(5, 6, 7),
+        sampling=sampling,
+        max_tokens=40,
+        constraint=compiled,
+        **fields,
+    )
 
 
 def config(**changes: Any) -> Any:
@@ -331,7 +339,7 @@ async def test_constrained_and_free_requests_share_steps(most: int) -> None:
     async with engine(config(max_steps_in_flight=most, max_num_seqs=8)) as it:
         asked = [await constrained(f"r{seed}", regex("(?:ab|cd){2,4}x"), seed=seed) for seed in range(4)]
         free = GenerationRequest(
-            request_id="free", prompt_token_ids=(5, 6), sampling=SamplingConfig(seed=1, max_tokens=20, ignore_eos=True)
+            request_id="free", prompt_token_ids=(5, 6), sampling=Sampling(seed=1), max_tokens=20, ignore_eos=True
         )
         answers = await asyncio.gather(*(read(it.core.submit(each)) for each in [*asked, free]))
         for answer in answers[:-1]:
@@ -448,6 +456,6 @@ class _Failing(TokenMatcher):
 
 async def test_a_constraint_that_was_not_compiled_is_a_bug() -> None:
     async with engine(config()) as it:
-        sampling = SamplingConfig(seed=0, constraint=regex("a"))
+        asked = GenerationRequest(request_id="r", prompt_token_ids=(5,), sampling=Sampling(), constraint=regex("a"))
         with pytest.raises(EngineFault, match="not compiled"):
-            it.core.submit(GenerationRequest(request_id="r", prompt_token_ids=(5,), sampling=sampling))
+            it.core.submit(asked)

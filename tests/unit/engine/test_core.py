@@ -34,7 +34,7 @@ async def test_mixed_requests_all_get_what_they_would_get_alone() -> None:
         ]
         answers = await asyncio.gather(*(read(it.core.submit(request)) for request in asked))
         for request, answer in zip(asked, answers, strict=True):
-            expected = alone(request, request.sampling.max_tokens or 0)
+            expected = alone(request, request.max_tokens or 0)
             assert answer.token_ids == expected
             assert answer.text == TOKENIZER.decode(expected)
             assert answer.finished.reason is FinishReason.LENGTH

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -60,18 +60,11 @@ class World:
         )
         if chooser.random() < 0.7:
             return plain
-        most = plain.sampling.max_tokens or 1
+        most = plain.max_tokens or 1
         received = tuple(
             tuple(alone(plain, MAX_TOKENS, index=index)[: chooser.randrange(most + 1)]) for index in range(n)
         )
-        return GenerationRequest(
-            request_id=plain.request_id,
-            prompt_token_ids=plain.prompt_token_ids,
-            sampling=plain.sampling,
-            deadline_s=plain.deadline_s,
-            n=n,
-            received=received,
-        )
+        return replace(plain, priority=0, received=received)
 
     def abort(self) -> None:
         self.engine.core.abort(f"r{self.chooser.randrange(12)}")
@@ -125,7 +118,7 @@ class World:
 
 def check(asked: GenerationRequest, answer: Answer) -> None:
     """What came is the beginning of what had to come, and all of it where nobody ended it before."""
-    length = asked.sampling.max_tokens or 0
+    length = asked.max_tokens or 0
     for index in range(asked.n):
         received = asked.received[index] if asked.received else ()
         expected = alone(asked, length, index=index)
@@ -133,7 +126,7 @@ def check(asked: GenerationRequest, answer: Answer) -> None:
         assert came == expected[: len(came)]
         text = TOKENIZER.detokenizer().push(received) + answer.texts.get(index, "")
         assert TOKENIZER.decode(came).startswith(text.rstrip("\N{REPLACEMENT CHARACTER}"))
-        if asked.sampling.logprobs is not None:
+        if asked.sampling.HasField("num_logprobs"):
             assert [each.token_id for each in answer.logprobs.get(index, [])] == answer.tokens.get(index, [])
         end = answer.ends.get(index)
         if end is not None and end.reason is not FinishReason.ABORT:

@@ -11,7 +11,7 @@ import torch
 
 from hetero_api.sharding import UnitRange
 from hetero_api.v1 import ranks_pb2
-from hetero_gateway.engine.request import GenerationRequest, SamplingConfig
+from hetero_gateway.engine.request import GenerationRequest
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.errors import ProtocolError
 from hetero_worker.layers.sampler import SampledRows, sample_tokens
@@ -48,7 +48,9 @@ def greedy(name: str, length: int, *, max_tokens: int) -> Asked:
         GenerationRequest(
             request_id=name,
             prompt_token_ids=prompt,
-            sampling=SamplingConfig(seed=1, temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
+            sampling=ranks_pb2.Sampling(seed=1),
+            max_tokens=max_tokens,
+            ignore_eos=True,
         )
     )
 
@@ -118,7 +120,10 @@ def test_logits_outlive_the_next_steps_pass(model: Path) -> None:
     asked = [
         Asked(
             GenerationRequest(
-                request_id=f"{i}", prompt_token_ids=(5 + i, 8), sampling=SamplingConfig(seed=i, max_tokens=12)
+                request_id=f"{i}",
+                prompt_token_ids=(5 + i, 8),
+                sampling=ranks_pb2.Sampling(seed=i, temperature=1.0),
+                max_tokens=12,
             )
         )
         for i in range(3)

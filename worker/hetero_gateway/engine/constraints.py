@@ -202,7 +202,7 @@ class MaskWriter:
 
 def matchers_of(asked: GenerationRequest, *, end_token_ids: frozenset[int]) -> list[TokenMatcher | None]:
     """One a completion, behind what it has received. Raises InvalidRequest if that does not fit the form."""
-    constraint = asked.sampling.constraint
+    constraint = asked.constraint
     if constraint is None:
         return [None] * asked.n
     if not isinstance(constraint, CompiledConstraint):

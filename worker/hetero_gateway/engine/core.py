@@ -212,7 +212,7 @@ class EngineCore:
         stream = RequestStream(
             asked.request_id,
             num_prompt_tokens=request.num_prompt_tokens,
-            detokenizers=[self._new_detokenizer(asked.sampling.stop) for _ in request.completions],
+            detokenizers=[self._new_detokenizer(asked.stop) for _ in request.completions],
             cancel=self._cancel,
             turns=self._turns,
         )

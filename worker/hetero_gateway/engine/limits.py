@@ -34,7 +34,7 @@ def resolve_max_tokens(asked: GenerationRequest, *, config: EngineConfig, cache:
     _check_prompt(asked, config=config)
     num_prompt = len(asked.prompt_token_ids)
     model_room = config.max_model_len - num_prompt
-    wanted = asked.sampling.max_tokens
+    wanted = asked.max_tokens
     if wanted is not None and wanted < 1:
         raise InvalidRequest("sampling.max_tokens", f"must be at least 1, not {wanted}")
     at_once = min(asked.n, max_running(config))
@@ -131,8 +131,7 @@ def _check_received(asked: GenerationRequest, *, max_tokens: int, config: Engine
 
 def end_token_ids(asked: GenerationRequest, *, config: EngineConfig) -> frozenset[int]:
     """Tokens that end a completion."""
-    sampling = asked.sampling
-    return sampling.stop_token_ids if sampling.ignore_eos else sampling.stop_token_ids | config.eos_token_ids
+    return asked.stop_token_ids if asked.ignore_eos else asked.stop_token_ids | config.eos_token_ids
 
 
 def _check_vocabulary(field: str, tokens: tuple[int, ...], *, config: EngineConfig) -> None:

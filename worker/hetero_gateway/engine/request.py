@@ -16,7 +16,7 @@ import hashlib
 import struct
 from dataclasses import dataclass, field
 
-from hetero_api.v1 import logprobs_pb2
+from hetero_api.v1 import logprobs_pb2, ranks_pb2
 from hetero_gateway.engine.block_pool import BlockDigests
 
 Urgency = tuple[float, int, int]
@@ -62,42 +62,25 @@ class Constraint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingConfig:
-    """Choices about drawing tokens and ending a completion. Meanings and bounds: `SamplingParams` in inference.proto.
-
-    `max_tokens` None means as many as the model's length and the KV cache allow. `logit_bias` is (token, bias) pairs.
-    """
-
-    seed: int
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: frozenset[int] = frozenset()
-    ignore_eos: bool = False
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    constraint: Constraint | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """Request for `n` completions of one prompt. `deadline_s` is a time of the engine's monotonic clock.
 
     Lower numbers of `priority` go first. `received` holds, per completion, the tokens that the client already has, from
     an earlier stream of the same request: they are output and known, and are never sent again.
+
+    `sampling` is resolved: ranks get it as it is, but for what is each completion's own. The fields that end or bind a
+    completion stand beside it, with the meanings of `SamplingParams` in inference.proto; `max_tokens` None means as
+    many as the model's length and the KV cache allow.
     """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
-    sampling: SamplingConfig
+    sampling: ranks_pb2.Sampling
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    constraint: Constraint | None = None
     cache_salt: str = ""
     deadline_s: float | None = None
     n: int = 1
@@ -171,12 +154,12 @@ class Completion:
     @property
     def is_masked(self) -> bool:
         """Whether each of its draws is bound to a mask."""
-        return self.request.asked.sampling.constraint is not None
+        return self.request.asked.constraint is not None
 
     @property
     def has_logprobs(self) -> bool:
         """Whether log-probabilities come with its tokens."""
-        return self.request.asked.sampling.logprobs is not None
+        return self.request.asked.sampling.HasField("num_logprobs")
 
     @property
     def max_num_tokens(self) -> int:
@@ -249,7 +232,7 @@ def new_request(
     request.num_open = asked.n
     request.num_queued_tokens = num_queued_tokens(asked)
     # They are sent before the first token, so a client that has tokens has them.
-    if asked.sampling.prompt_logprobs is not None and not any(asked.received):
+    if asked.sampling.HasField("num_prompt_logprobs") and not any(asked.received):
         request.prompt_logprobs = []
     return request
 

@@ -216,7 +216,7 @@ class Scheduler:
         if request.max_tokens <= room:
             return None
         longest = max(completion.num_output_tokens for completion in request.completions if not completion.ended)
-        if request.asked.sampling.max_tokens is None and longest < room:
+        if request.asked.max_tokens is None and longest < room:
             request.max_tokens = room
             return None
         return does_not_fit(request.num_prompt_tokens, request.max_tokens, at_once=1, cache=self._cache)

@@ -215,20 +215,12 @@ def _scheduled_span(span: SpanEntry) -> ranks_pb2.ScheduledSpan:
 
 
 def _sampling(completion: Completion) -> ranks_pb2.Sampling:
-    asked = completion.request.asked.sampling
-    return ranks_pb2.Sampling(
-        temperature=asked.temperature,
-        top_k=asked.top_k,
-        top_p=asked.top_p,
-        min_p=asked.min_p,
-        seed=completion.seed,
-        presence_penalty=asked.presence_penalty,
-        frequency_penalty=asked.frequency_penalty,
-        repetition_penalty=asked.repetition_penalty,
-        bias_token_ids=[token_id for token_id, _ in asked.logit_bias],
-        biases=[bias for _, bias in asked.logit_bias],
-        min_tokens=asked.min_tokens,
-        end_token_ids=sorted(completion.end_token_ids) if asked.min_tokens else [],
-        num_logprobs=asked.logprobs,
-        num_prompt_logprobs=asked.prompt_logprobs if computes_prompt_logprobs(completion) else None,
-    )
+    """Return the request's sampling with what is the completion's own."""
+    sampling = ranks_pb2.Sampling()
+    sampling.CopyFrom(completion.request.asked.sampling)
+    sampling.seed = completion.seed
+    if sampling.min_tokens:
+        sampling.end_token_ids.extend(sorted(completion.end_token_ids))
+    if not computes_prompt_logprobs(completion):
+        sampling.ClearField("num_prompt_logprobs")
+    return sampling

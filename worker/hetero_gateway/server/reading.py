@@ -11,7 +11,6 @@ import json
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 from google.protobuf.message import Message
@@ -19,9 +18,9 @@ from google.protobuf.message import Message
 from hetero_api.v1 import inference_pb2 as pb
 from hetero_gateway.engine.constraints import ConstraintCompiler
 from hetero_gateway.engine.errors import QueueFull
-from hetero_gateway.engine.request import GenerationRequest, SamplingConfig
+from hetero_gateway.engine.request import Constraint, GenerationRequest
 from hetero_gateway.engine.tokenizer import TextTokenizer
-from hetero_gateway.server.sampling_params import num_completions, sampling_config
+from hetero_gateway.server.sampling_params import num_completions, read_constraint, resolved_sampling
 from hetero_gateway.server.validation import check_detokenize, check_generate, check_tokenize
 from hetero_gateway.server.wire import parse
 
@@ -62,12 +61,18 @@ class RequestReader:
 
         Raises InvalidArguments or InvalidRequest for a bad field, and QueueFull when too many bytes wait to be read.
         """
-        prompt, sampling = await self.run(lambda: self._checked(request), cost=_cost(request, request.chat))
-        number = num_completions(request.sampling)
+        prompt = await self.run(lambda: self._checked(request), cost=_cost(request, request.chat))
+        params = request.sampling
+        number = num_completions(params)
         return GenerationRequest(
             request_id=request.request_id or uuid.uuid4().hex,
             prompt_token_ids=prompt,
-            sampling=await self._compiled(sampling),
+            sampling=resolved_sampling(params),
+            max_tokens=params.max_tokens if params.HasField("max_tokens") else None,
+            stop=tuple(params.stop),
+            stop_token_ids=frozenset(params.stop_token_ids),
+            ignore_eos=params.ignore_eos,
+            constraint=await self._compiled(read_constraint(params)),
             cache_salt=request.cache_salt,
             deadline_s=deadline_s,
             n=number,
@@ -83,9 +88,10 @@ class RequestReader:
         """Return the text of the tokens, special ones left out. Raises InvalidArguments."""
         return await self.run(lambda: self._detokenized(request), cost=len(request.token_ids))
 
-    def _checked(self, request: pb.GenerateRequest) -> tuple[tuple[int, ...], SamplingConfig]:
+    def _checked(self, request: pb.GenerateRequest) -> tuple[int, ...]:
+        """Check every field, and return the prompt's tokens."""
         check_generate(request, vocab_size=self._vocab_size, max_model_len=self._max_model_len)
-        return tuple(self._prompt(request)), sampling_config(request.sampling)
+        return tuple(self._prompt(request))
 
     def _prompt(self, request: pb.GenerateRequest) -> Sequence[int]:
         match request.WhichOneof("prompt"):
@@ -111,10 +117,8 @@ class RequestReader:
         messages = [_template_message(message) for message in chat.messages]
         return self._tokenizer.encode_chat(messages, tools=tools, max_model_len=max_model_len)
 
-    async def _compiled(self, sampling: SamplingConfig) -> SamplingConfig:
-        if sampling.constraint is None:
-            return sampling
-        return replace(sampling, constraint=await self._constraints.compile(sampling.constraint))
+    async def _compiled(self, constraint: Constraint | None) -> Constraint | None:
+        return None if constraint is None else await self._constraints.compile(constraint)
 
 
 class _ReadingThreads:

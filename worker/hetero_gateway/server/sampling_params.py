@@ -1,25 +1,26 @@
-"""SamplingParams: their bounds, by the comments of inference.proto, and the defaults that these state."""
+"""Bounds and defaults of SamplingParams, as the comments of inference.proto state them.
+
+Clients set parameters, ranks get one resolved `Sampling`. A parameter that is a number and has the same name in both
+messages needs its range here, and its default unless that is zero; both doors read it then.
+"""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
 
 from hetero_api.v1 import inference_pb2 as pb
-from hetero_gateway.engine.request import Constraint, ConstraintKind, SamplingConfig
+from hetero_api.v1 import ranks_pb2
+from hetero_gateway.engine.request import Constraint, ConstraintKind
 from hetero_gateway.server.errors import Violation
 
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_CHARS: Final = 256
 MAX_STOP_TOKEN_IDS: Final = 64
-MAX_TEMPERATURE: Final = 100
-MAX_PENALTY: Final = 2
-MAX_REPETITION_PENALTY: Final = 10
 MAX_LOGIT_BIASES: Final = 300
 MAX_LOGIT_BIAS: Final = 100
 MAX_COMPLETIONS: Final = 16
-MAX_LOGPROBS: Final = 20
 MAX_CHOICES: Final = 256
 SEED_BITS: Final = 63
 _PIECE: Final = 65_536
@@ -32,20 +33,60 @@ _KINDS: Final = {
 }
 
 
+class _Range(NamedTuple):
+    """Bounds of a number; without `with_least` it must be more than `least`."""
+
+    least: float
+    most: float
+    with_least: bool = True
+
+    def problem(self, value: float) -> str | None:
+        """Return what is wrong with a value, None if nothing is. NaN, which compares with nothing, is wrong."""
+        if self.with_least:
+            return None if self.least <= value <= self.most else f"must be between {self}, not {value:g}"
+        return None if self.least < value <= self.most else f"must be more than {self}, not {value:g}"
+
+    def __str__(self) -> str:
+        return f"{self.least:g} and {'' if self.with_least else 'at most '}{self.most:g}"
+
+
+_RANGES: Final[Mapping[str, _Range]] = {
+    "temperature": _Range(0, 100),
+    "top_p": _Range(0, 1, with_least=False),
+    "min_p": _Range(0, 1),
+    "presence_penalty": _Range(-2, 2),
+    "frequency_penalty": _Range(-2, 2),
+    "repetition_penalty": _Range(0, 10, with_least=False),
+    "n": _Range(1, MAX_COMPLETIONS),
+    "logprobs": _Range(0, 20),
+    "prompt_logprobs": _Range(0, 20),
+}
+_DEFAULTS: Final = ranks_pb2.Sampling(temperature=1.0, top_p=1.0, repetition_penalty=1.0)
+"""Those that are not zero."""
+_RENAMED: Final = {"logprobs": "num_logprobs", "prompt_logprobs": "num_prompt_logprobs"}
+
+
+def _resolved_names() -> tuple[tuple[str, str], ...]:
+    """Return the fields that clients set one by one and ranks get, each by both names."""
+    known = ranks_pb2.Sampling.DESCRIPTOR.fields_by_name
+    names = [field.name for field in pb.SamplingParams.DESCRIPTOR.fields if field.has_presence]
+    pairs = [(name, _RENAMED.get(name, name)) for name in names]
+    return tuple((name, ours) for name, ours in pairs if ours in known)
+
+
+_RESOLVED: Final = _resolved_names()
+
+
 def sampling_violations(params: pb.SamplingParams, *, vocab_size: int) -> Iterable[Violation]:
-    """Everything that is out of bounds."""
-    # Written so that NaN, which compares with nothing, is refused.
-    if not 0 <= params.temperature <= MAX_TEMPERATURE:
-        yield Violation("sampling.temperature", f"must be between 0 and {MAX_TEMPERATURE}, not {params.temperature:g}")
-    if params.HasField("top_p") and not 0 < params.top_p <= 1:
-        yield Violation("sampling.top_p", f"must be more than 0 and at most 1, not {params.top_p:g}")
-    if not 0 <= params.min_p <= 1:
-        yield Violation("sampling.min_p", f"must be between 0 and 1, not {params.min_p:g}")
+    """Yield every parameter that is out of bounds."""
+    for name, bounds in _RANGES.items():
+        if params.HasField(name):  # type: ignore[arg-type] # names of the message's own fields
+            problem = bounds.problem(getattr(params, name))
+            if problem is not None:
+                yield Violation(f"sampling.{name}", problem)
     yield from _lengths(params)
     yield from _stops(params, vocab_size=vocab_size)
-    yield from _penalties(params)
     yield from _logit_bias(params, vocab_size=vocab_size)
-    yield from _counts(params)
     yield from _constraint(params)
 
 
@@ -60,39 +101,28 @@ def token_id_violations(field: str, ids: Sequence[int], *, vocab_size: int) -> l
     return []
 
 
-def sampling_config(params: pb.SamplingParams) -> SamplingConfig:
-    """The parameters with every default filled in; the seed is drawn when there is none."""
-    return SamplingConfig(
-        seed=params.seed if params.HasField("seed") else secrets.randbits(SEED_BITS),
-        temperature=_given(params, "temperature", 1.0),
-        top_k=params.top_k,
-        top_p=_given(params, "top_p", 1.0),
-        min_p=params.min_p,
-        max_tokens=_given(params, "max_tokens", None),
-        stop=tuple(params.stop),
-        stop_token_ids=frozenset(params.stop_token_ids),
-        ignore_eos=params.ignore_eos,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=_given(params, "repetition_penalty", 1.0),
-        logit_bias=tuple(sorted(params.logit_bias.items())),
-        min_tokens=params.min_tokens,
-        logprobs=_given(params, "logprobs", None),
-        prompt_logprobs=_given(params, "prompt_logprobs", None),
-        constraint=_read_constraint(params),
-    )
+def resolved_sampling(params: pb.SamplingParams) -> ranks_pb2.Sampling:
+    """Return the parameters that ranks sample by, with every default filled in; a seed is drawn if there is none."""
+    sampling = ranks_pb2.Sampling()
+    sampling.CopyFrom(_DEFAULTS)
+    for name, ours in _RESOLVED:
+        if params.HasField(name):  # type: ignore[arg-type] # names of the message's own fields
+            setattr(sampling, ours, getattr(params, name))
+    if not params.HasField("seed"):
+        sampling.seed = secrets.randbits(SEED_BITS)
+    biases = sorted(params.logit_bias.items())
+    sampling.bias_token_ids.extend(token_id for token_id, _ in biases)
+    sampling.biases.extend(bias for _, bias in biases)
+    return sampling
 
 
 def num_completions(params: pb.SamplingParams) -> int:
-    """`n`, 1 unless given."""
+    """Return `n`, 1 unless it is given."""
     return params.n if params.HasField("n") else 1
 
 
-def _given(params: pb.SamplingParams, field: Any, default: Any) -> Any:
-    return getattr(params, field) if params.HasField(field) else default
-
-
-def _read_constraint(params: pb.SamplingParams) -> Constraint | None:
+def read_constraint(params: pb.SamplingParams) -> Constraint | None:
+    """Return the form that a completion is bound to; None if there is none."""
     name = params.WhichOneof("constraint")
     if name is None:
         return None
@@ -127,19 +157,6 @@ def _stops(params: pb.SamplingParams, *, vocab_size: int) -> Iterable[Violation]
     yield from token_id_violations("sampling.stop_token_ids", params.stop_token_ids, vocab_size=vocab_size)
 
 
-def _penalties(params: pb.SamplingParams) -> Iterable[Violation]:
-    for name, value in (
-        ("presence_penalty", params.presence_penalty),
-        ("frequency_penalty", params.frequency_penalty),
-    ):
-        if not -MAX_PENALTY <= value <= MAX_PENALTY:
-            yield Violation(f"sampling.{name}", f"must be between -{MAX_PENALTY} and {MAX_PENALTY}, not {value:g}")
-    repetition = params.repetition_penalty
-    if params.HasField("repetition_penalty") and not 0 < repetition <= MAX_REPETITION_PENALTY:
-        problem = f"must be more than 0 and at most {MAX_REPETITION_PENALTY}, not {repetition:g}"
-        yield Violation("sampling.repetition_penalty", problem)
-
-
 def _logit_bias(params: pb.SamplingParams, *, vocab_size: int) -> Iterable[Violation]:
     number = len(params.logit_bias)
     if number > MAX_LOGIT_BIASES:
@@ -151,14 +168,6 @@ def _logit_bias(params: pb.SamplingParams, *, vocab_size: int) -> Iterable[Viola
             yield Violation(field, f"the token must be in the vocabulary [0, {vocab_size}), not {token_id}")
         if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
             yield Violation(field, f"must be between -{MAX_LOGIT_BIAS} and {MAX_LOGIT_BIAS}, not {bias:g}")
-
-
-def _counts(params: pb.SamplingParams) -> Iterable[Violation]:
-    if params.HasField("n") and not 1 <= params.n <= MAX_COMPLETIONS:
-        yield Violation("sampling.n", f"must be between 1 and {MAX_COMPLETIONS}, not {params.n}")
-    for name, number in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
-        if number > MAX_LOGPROBS:
-            yield Violation(f"sampling.{name}", f"must be at most {MAX_LOGPROBS}, not {number}")
 
 
 def _constraint(params: pb.SamplingParams) -> Iterable[Violation]:

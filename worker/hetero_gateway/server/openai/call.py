@@ -44,8 +44,8 @@ class Part:
         self.num_prompt_tokens = len(asked.prompt_token_ids)
         self.choices = range(first_choice, first_choice + asked.n)
         self._asked = asked
-        self._ending_tokens = asked.sampling.stop_token_ids
-        if not asked.sampling.ignore_eos:
+        self._ending_tokens = asked.stop_token_ids
+        if not asked.ignore_eos:
             self._ending_tokens |= eos_token_ids
 
     def read(self, event: TokensEvent | FinishedEvent) -> Said | Ended:

@@ -1,5 +1,6 @@
-"""Bodies to requests: an OpenAI body becomes the GenerateRequest that says the same, so that bounds and defaults have
-one home, whichever door a request came through.
+"""Bodies to requests: an OpenAI body becomes the GenerateRequest that says the same.
+
+So bounds and defaults have one home, whichever door a request came through.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from hetero_gateway.server.openai.schema import (
     Tool,
 )
 
-_AS_THEY_ARE: Final = (
-    "temperature", "top_p", "min_p", "n", "ignore_eos", "min_tokens",
-    "presence_penalty", "frequency_penalty", "repetition_penalty",
-)  # fmt: skip
+_OTHERWISE: Final = {"seed", "top_k", "max_tokens", "logprobs"}
+"""Fields that mean something else here, or are named otherwise in one of the bodies."""
+_AS_THEY_ARE: Final = tuple(
+    field.name
+    for field in pb.SamplingParams.DESCRIPTOR.fields
+    if field.has_presence and field.name in Generation.model_fields and field.name not in _OTHERWISE
+)
 _SEED_SPACE: Final = 1 << 64
 _ANY_OBJECT: Final = '{"type": "object"}'
 
