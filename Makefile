@@ -7,7 +7,7 @@ NATIVE := worker/hetero_worker/native/libhetero_compute.so
 export HF_HUB_OFFLINE ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help install native demo test test-unit test-distributed test-sanitizers test-healing test-gpu test-cluster test-e2e kubernetes bench-peers bench-peers-install bench-scaling bench-perplexity bench-engine bench-operator bench-recovery bench-exchange bench-prediction bench-gpu lint format type protos manifests docs chart golden verify bench base-image images check-images record-images clean
+.PHONY: help install native demo test test-rest test-all test-unit test-distributed test-sanitizers test-healing test-gpu test-cluster test-e2e kubernetes bench-peers bench-peers-install bench-scaling bench-perplexity bench-engine bench-operator bench-recovery bench-exchange bench-prediction bench-gpu lint format type protos manifests docs chart golden verify bench base-image images check-images record-images clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z0-9-]+:.*## / {printf "  \033[1m%-18s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,14 +34,21 @@ demo: $(STAMP) $(NATIVE) ## Serve SmolLM2 on two CPU ranks of this machine and l
 	@$(BIN)/hetero model fetch smollm2-135m-instruct
 	@$(BIN)/hetero run examples/smollm2-cpu.yaml --model smollm2-135m-instruct --temperature 0 "In three sentences, explain why the sky is blue."
 
-test: test-unit test-cluster test-distributed ## Run all tests that CI runs
+# `make test` is what a person runs, `make test-all` adds the tests of tests/extended.toml. TIER= runs all of a suite.
+TIER ?= -m 'not extended'
+test: test-unit test-cluster test-distributed ## Run the tests that a person runs (15 minutes on two cores)
+
+test-rest: ## Run the tests that `make test` leaves out
+	@$(MAKE) --no-print-directory test TIER='-m extended'
+
+test-all: test test-rest ## Run all tests, as continuous integration does
 
 test-unit: $(STAMP) $(NATIVE) ## Run the tests that start no processes
-	$(BIN)/pytest tests/unit -n 2 -q
+	$(BIN)/pytest tests/unit -n 2 -q $(TIER)
 
 test-distributed: $(STAMP) $(NATIVE) ## Run the tests with real rank processes and the real model, one after another
 	@$(BIN)/hetero model fetch smollm2-135m-instruct
-	$(BIN)/pytest tests/distributed -q
+	$(BIN)/pytest tests/distributed -q $(TIER)
 
 test-sanitizers: $(STAMP) $(NATIVE) ## Stress the exchange in C under ThreadSanitizer, AddressSanitizer and UBSan (`make test` does, too)
 	$(BIN)/pytest tests/unit/worker_rank/test_native_stress.py -q
@@ -57,7 +64,7 @@ kubernetes: $(STAMP) ## Find or fetch a Kubernetes control plane, kubectl and He
 	@$(BIN)/python -m tests.support.kube.provision
 
 test-cluster: kubernetes ## Run the operator's tests against a real Kubernetes API server
-	$(BIN)/pytest tests/cluster -n 2 -q
+	$(BIN)/pytest tests/cluster -n 2 -q $(TIER)
 
 # With KUBECONFIG set, that cluster is used as it is: its nodes pull the images (tests/e2e/site.py has the variables).
 E2E_IMAGES ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hetero/images

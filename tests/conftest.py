@@ -9,6 +9,8 @@ and machines that run tests are busy.
 from __future__ import annotations
 
 import os
+import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,20 @@ for _profile, _max_examples in (("default", 200), ("nightly", 10_000)):
         _profile, max_examples=_max_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
 settings.load_profile("default")
+
+
+def extended_tests() -> frozenset[str]:
+    """Return the files and tests that only `make test-all` runs, as in the beginning of their node ids."""
+    return frozenset(tomllib.loads(Path(__file__).with_name("extended.toml").read_text(encoding="utf-8")))
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Mark tests of extended.toml, so that `make test` can leave them out."""
+    extended = extended_tests()
+    for item in items:
+        file, _, test = item.nodeid.partition("::")
+        if {file, f"{file}::{test.partition('[')[0]}", item.nodeid} & extended:
+            item.add_marker(pytest.mark.extended)
 
 
 @pytest.fixture(scope="session")
