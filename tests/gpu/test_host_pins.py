@@ -9,11 +9,10 @@ import torch
 
 from hetero_worker.backends.cuda.device import CudaPlatform
 from hetero_worker.backends.cuda.pins import CudaPins
-from hetero_worker.distributed.direct_links import direct_links
 from hetero_worker.distributed.hierarchical import HierarchicalExchange
 from hetero_worker.distributed.routes import Link, Routes
 from hetero_worker.distributed.shm_segment import SHM_FOLDER, SegmentLayout, ShmSegment
-from hetero_worker.distributed.staging import staging_for
+from hetero_worker.distributed.staging import direct_links, staging_for
 from tests.support.gpu_needed import skip_without_gpu
 from tests.support.shm_threads import PAGE, exchanges
 

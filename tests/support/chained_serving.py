@@ -24,7 +24,7 @@ from hetero_gateway.engine.steps_in_flight import StepsInFlight
 from hetero_worker.backends.base import HOST, Platform
 from hetero_worker.backends.cuda.pins import NoPins
 from hetero_worker.distributed.exchange import LocalExchange
-from hetero_worker.distributed.staging import CudaStaging
+from hetero_worker.distributed.staging import StreamStaging
 from hetero_worker.layers.sampler import sample_tokens
 from hetero_worker.runners.base import LoadRequest, StepOutput
 from hetero_worker.runners.begun_step import SampleTokens
@@ -47,7 +47,7 @@ WHOLE = Shares(kv_heads=((8,),), mlp_columns=((50,),), vocab_rows=(200,))
 
 def late_drawing(kernels: DrawKernels | None = None) -> ShardDrawing:
     """A device's, whose numbers come off it when somebody waits for them."""
-    return DeviceDrawing(HOST, kernels or TorchDrawKernels(), CudaStaging(PlayedDevice(), NoPins()).start_to_host)
+    return DeviceDrawing(HOST, kernels or TorchDrawKernels(), StreamStaging(PlayedDevice(), NoPins()).start_to_host)
 
 
 class MisleadingDrawing:

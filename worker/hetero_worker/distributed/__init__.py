@@ -6,8 +6,8 @@
     shm_links        links through shared memory                  measuring        what ranks measure together
     shm_rank         waits, aborts and lost peers                 device_group     collectives among GPU ranks
     shm_segment      layout of the shared memory                  hierarchical     groups of GPU ranks and CPU ranks
-    native_exchange  the library in C, and its loader             staging          copies between device and host
-    gloo_exchange    any network; the reference                   direct_links     devices that use shared memory
+    native_exchange  the library in C, and its loader             staging          copies and links of a device
+    gloo_exchange    any network; the reference
 
 Models, samplers and runners need only `exchange` and `routes`.
 """

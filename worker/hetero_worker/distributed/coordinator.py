@@ -25,14 +25,13 @@ import torch.distributed as dist
 from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.distributed.device_group import in_rank_order
-from hetero_worker.distributed.direct_links import direct_links
 from hetero_worker.distributed.exchange import Exchange, HostExchange, LocalExchange
 from hetero_worker.distributed.groups import DeviceGroups, HostGroups
 from hetero_worker.distributed.hierarchical import HierarchicalExchange
 from hetero_worker.distributed.measuring import ExchangeTimes, Round, Times, measure_all_reduce
 from hetero_worker.distributed.rendezvous import Agreement, GroupRequest, StoreListener, meet_over_gloo
 from hetero_worker.distributed.routes import NO_ROUTES, Routes, device_routes_of, host_part, routes_of
-from hetero_worker.distributed.staging import staging_for
+from hetero_worker.distributed.staging import direct_links, staging_for
 from hetero_worker.errors import ExchangeError
 
 _log = logging.getLogger(__name__)

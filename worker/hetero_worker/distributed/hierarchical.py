@@ -16,7 +16,7 @@ the broadcast overwrites what a reduction leaves behind.
 Large tensors cross the host in slices (`STAGED_BYTES`), the same on all ranks that meet there, so copies off the
 device, rounds and copies back overlap: slice k + 1 leaves the device while the host sums slice k and slice k - 1 goes
 back. A link between GPU ranks is their devices'. Other links are the host's, and GPU ranks' devices copy to and from
-its memory (direct_links.py). Small host tensors (sampling, votes) travel over the host exchange.
+its memory (staging.py). Small host tensors (sampling, votes) travel over the host exchange.
 
 A leader that lends (models/lending.py) overlaps, too: its device copies off what is lent while it computes its own part
 of the MLP, and takes in each helper's sum as soon as it arrives. Only the add waits for both.
@@ -30,7 +30,6 @@ from typing import Final
 import torch
 
 from hetero_worker.distributed.device_group import DeviceGroup
-from hetero_worker.distributed.direct_links import DirectLinks
 from hetero_worker.distributed.exchange import (
     SENT,
     Arrived,
@@ -43,7 +42,7 @@ from hetero_worker.distributed.exchange import (
 )
 from hetero_worker.distributed.gloo_exchange import BroadcastLink
 from hetero_worker.distributed.routes import Link, Ranks, device_part, host_part
-from hetero_worker.distributed.staging import Staging
+from hetero_worker.distributed.staging import DirectLinks, Staging
 
 STAGED_BYTES: Final = 512 * 1024
 """Largest slice that crosses the host."""

@@ -1,7 +1,7 @@
 """Both ends of a link through shared memory. native_exchange.c explains how a link works.
 
 A tensor longer than an area takes several messages; an empty one takes none. `send` and `post` copy. A device writes
-and reads the areas itself (direct_links.py): the source by `begin` and `publish`, a receiver by `post_bytes`,
+and reads the areas itself (staging.py): the source by `begin` and `publish`, a receiver by `post_bytes`,
 `arrived` and `give_back`.
 """
 
