@@ -1,7 +1,7 @@
-"""The Kubernetes operator: makes a group of ranks and a gateway of every HeteroInference, and tells how it stands.
+"""The Kubernetes operator: makes a group of ranks and a gateway of every HeteroInference, and reports its status.
 
-main ─► workers ─► reconciler ─► reconcile (pure: what to do, what to tell), cluster (all that talks to the API)
-     ─► election, kopf_session ─► handlers, health, metrics
+main ─► workers ─► reconciler ─► reconcile (pure: plans and reports), cluster (every call of the API)
+     ─► election, kopf_watch, health, metrics
 
-It depends on `hetero_api` only, of this project.
+Of this project, it depends on `hetero_api` only.
 """

@@ -1,6 +1,7 @@
 """The operator's settings: each an argument `--some-setting` or a variable HETERO_OPERATOR_SOME_SETTING.
 
-The argument wins. The environment is read here and nowhere else; what is wrong is told with the name it was given by.
+The argument wins. The environment is read here and nowhere else. Errors name the argument or
+variable.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _DNS_NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 
 @dataclass(frozen=True, slots=True)
 class LeaseConfig:
-    """Who leads. Times in seconds; `retry_s` < `renew_s` < `duration_s`."""
+    """Settings of the election. Times are in seconds; `retry_s` < `renew_s` < `duration_s`."""
 
     name: str
     namespace: str
@@ -61,14 +62,14 @@ class OperatorConfig:
     metrics_port: int
     health_port: int
     resync_s: float
-    """Every so often resources are listed anew, in case a change was missed."""
+    """Seconds between listings of all resources, in case a change was missed."""
     workers: int
     """Resources that are reconciled at the same time, at most."""
     log_level: str
 
     @classmethod
     def from_command_line(cls, arguments: Sequence[str], environment: Mapping[str, str]) -> OperatorConfig:
-        """Raises ConfigError; a wrong command line ends the process with EXIT_USAGE."""
+        """Return the settings. Raises ConfigError; a wrong command line ends the process with EXIT_USAGE."""
         given = vars(_parser().parse_args(list(arguments)))
         values = {setting.name: setting.read(given, environment) for setting in SETTINGS}
         return _config(values)
@@ -85,14 +86,16 @@ class Setting:
 
     @property
     def argument(self) -> str:
+        """The command line argument."""
         return f"--{self.name.replace('_', '-')}"
 
     @property
     def variable(self) -> str:
+        """The environment variable."""
         return PREFIX + self.name.upper()
 
     def read(self, given: Mapping[str, str | None], environment: Mapping[str, str]) -> Any:
-        """The value. Raises ConfigError, which names where the text came from."""
+        """Return the value. Raises ConfigError, which names where the text came from."""
         text, source = given[self.name], self.argument
         if text is None:
             text, source = environment.get(self.variable, self.default), self.variable

@@ -1,4 +1,4 @@
-"""Which of several operators writes: the one that holds a Lease of coordination.k8s.io.
+"""Election of the operator that writes: the one that holds a Lease of coordination.k8s.io.
 
 Why not kubernetes.aio.leaderelection: its renewals have no time limit of their own (a call that hangs for five minutes
 hangs the leader's knowledge that it no longer leads), errors of the connection end it without a word, it writes local
@@ -28,7 +28,7 @@ from hetero_operator.cluster.kinds import LEASE
 from hetero_operator.cluster.transport import Transport
 from hetero_operator.config import LeaseConfig
 from hetero_operator.errors import ApiError, NotFound
-from hetero_operator.wall_clock import now_utc
+from hetero_operator.timing import now_utc
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ Object = dict[str, Any]
 
 
 class Election:
-    """One candidate. `run` is its life; `changed` is set whenever `leading` changes."""
+    """One candidate. `run` keeps trying to lead; `changed` is set whenever `leading` changes."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Election:
             await self._sleep(self._pause_s())
 
     async def attempt(self) -> None:
-        """Once: renew or take the Lease, or see that it cannot be."""
+        """Renew or take the Lease once, or see that it cannot be taken."""
         self.last_attempt = begin = self._clock()
         try:
             # A call that hangs must end before the fence closes, so that the next one may still save the Lease.
@@ -86,7 +86,7 @@ class Election:
             self._lose()
 
     async def release(self) -> None:
-        """Give it back, so that another need not wait. Nothing may write any more when this is called."""
+        """Give the Lease back, so that another need not wait. No write of ours may be under way."""
         was_leading = self.leading
         self._lose()
         if not was_leading:
@@ -101,13 +101,13 @@ class Election:
             logger.warning("the lease was not given back: %s", error)
 
     def _pause_s(self) -> float:
-        """Until the next attempt: not later than another's Lease may be taken."""
+        """Return seconds until the next attempt: not later than another's Lease may be taken."""
         if self.leading or self._free_at is None:
             return self._config.retry_s
         return min(self._config.retry_s, max(0.05, self._free_at - self._clock()))
 
     async def _claim(self) -> bool:
-        """Whether the Lease is ours now. Raises ApiError when that is not known."""
+        """Return whether the Lease is ours now. Raises ApiError when that is not known."""
         try:
             lease = await self._api.look(self._path, timeout_s=self._config.renew_s / 2)
         except NotFound:
@@ -123,7 +123,7 @@ class Election:
         self._seen = (written["metadata"]["resourceVersion"], self._clock())
 
     def _may_take(self, lease: Object) -> bool:
-        """Whether it is ours, nobody's, or its holder has let it lie for its whole duration while we watched."""
+        """Return whether it is ours, nobody's, or its holder let it lapse while we watched."""
         holder = _holder(lease)
         version = lease["metadata"]["resourceVersion"]
         if self._seen is None or self._seen[0] != version:

@@ -9,7 +9,7 @@ HeteroError
 └── ApiError             the API server did not do what was asked
     ├── TooLarge         the answer is larger than this process takes in
     ├── Unreachable      no answer: connection refused or cut, or the time was over
-    ├── Gone             410: the resource version is too old, list anew
+    ├── Gone             410: the resource version is too old, list again
     ├── NotFound         404
     ├── Conflict         409: it exists, or it is not what the caller believed it to be
     └── Refused          400, 403, 422: trying again as it is will not help

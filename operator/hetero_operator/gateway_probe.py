@@ -42,6 +42,7 @@ class _Line:
     inference: grpc.aio.Channel
 
     async def close(self) -> None:
+        """Close both channels."""
         await asyncio.gather(self.admin.close(), self.inference.close())
 
 
@@ -58,7 +59,7 @@ class GatewayProbe:
         self._lines: OrderedDict[str, _Line] = OrderedDict()
 
     async def ask(self, pod: str, address: str, token: str) -> GatewayReport:
-        """What the gateway in a pod says. Never raises for what the gateway does: `error` tells it."""
+        """Ask the gateway in a pod. The report's `error` is the reason when it does not answer; nothing is raised."""
         async with self._at_once:
             line = await self._line(address)
             topology, serving = await asyncio.gather(self._topology(line, token), self._serving(line))
@@ -69,6 +70,7 @@ class GatewayProbe:
         return report_of(pod, topology, serving=bool(serving))
 
     async def close(self) -> None:
+        """Close all channels."""
         for address, line in list(self._lines.items()):
             await self._hang_up(address, line)
 
@@ -90,7 +92,7 @@ class GatewayProbe:
         await line.close()
 
     async def _topology(self, line: _Line, token: str) -> admin_pb2.GetTopologyResponse | str:
-        """The answer, or why there is none."""
+        """Return the answer, or the reason why there is none."""
         metadata = ((AUTHORIZATION_KEY, f"Bearer {token}"),) if token else ()
         try:
             return await admin_pb2_grpc.AdminStub(line.admin).GetTopology(
@@ -100,7 +102,7 @@ class GatewayProbe:
             return f"{error.code().name}: {error.details()}"
 
     async def _serving(self, line: _Line) -> bool | None:
-        """Whether requests are served; None: it did not say."""
+        """Return whether requests are served, None when that is not known."""
         request = health_pb2.HealthCheckRequest(service=GATEWAY_SERVICES[0])
         try:
             answer = await health_pb2_grpc.HealthStub(line.inference).Check(request, timeout=self._timeout_s)
@@ -110,7 +112,7 @@ class GatewayProbe:
 
 
 def report_of(pod: str, topology: admin_pb2.GetTopologyResponse, *, serving: bool) -> GatewayReport:
-    """The answer in the operator's own terms."""
+    """Convert the answer into the operator's own terms."""
     return GatewayReport(
         pod=pod,
         state=GroupState.from_proto(topology.state),

@@ -20,22 +20,23 @@ Problems = Callable[[], Sequence[str]]
 
 
 class HttpServer:
-    """Serves until closed."""
+    """Server of health and metrics, until it is closed."""
 
     def __init__(self, *, alive: Problems, ready: Problems, metrics: Callable[[], bytes]) -> None:
-        """`alive` and `ready` tell what is wrong; nothing: all is well."""
+        """`alive` and `ready` return problems; none: all is well."""
         self._alive = alive
         self._ready = ready
         self._metrics = metrics
         self._runners: list[web.AppRunner] = []
 
     async def listen(self, host: str, *, metrics_port: int, health_port: int) -> None:
-        """Raises ConfigError when a port cannot be had."""
+        """Listen at both ports. Raises ConfigError when a port is not free."""
         health = {"/healthz": _verdict(self._alive), "/readyz": _verdict(self._ready)}
         await self._serve(host, health_port, health)
         await self._serve(host, metrics_port, {"/metrics": self._scrape})
 
     async def close(self) -> None:
+        """Close both ports."""
         for runner in self._runners:
             await runner.cleanup()
 

@@ -24,11 +24,12 @@ import kopf
 from kubernetes.aio.client import Configuration
 
 from hetero_api.contract import API_VERSION, GROUP, PLURAL
-from hetero_operator.backoff import Backoff
-from hetero_operator.cluster.discovery import resource_served
+from hetero_operator.cluster.cache import has_kind
 from hetero_operator.cluster.fence import REQUEST_TIMEOUT_S
+from hetero_operator.cluster.kinds import RESOURCE
 from hetero_operator.cluster.transport import CONNECT_TIMEOUT_S, WATCH_SERVER_TIMEOUT_S, Transport, authorization_of
-from hetero_operator.errors import ApiError, KopfStopped
+from hetero_operator.errors import ApiError, KopfStopped, NotFound
+from hetero_operator.timing import Backoff
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ IDLE_S: Final = 0.05
 """A worker of kopf keeps its place for so long after its object's last event: 100 of them pass on 2,000 a second."""
 CLIENT_GRACE_S: Final = 30.0
 PAGE_SIZE: Final = 100
-"""Objects of a page: kopf holds a whole page, and its size stays the same whatever the objects' sizes are."""
+"""Objects of a page: kopf holds a whole page, and does not adapt its size to the objects."""
 IDENTITY: Final = "heteroinference-operator"
 """For peering, which is off. kopf would make one up of the user's name, and a container's user mostly has none."""
 
@@ -229,3 +230,20 @@ def settings_of() -> kopf.OperatorSettings:
     # Its last resort would be to kill the thread, hence the process, ten minutes after a stop.
     settings.process.ultimate_exiting_timeout = None
     return settings
+
+
+async def resource_served(api: Transport, namespace: str | None) -> bool:
+    """Return whether HeteroInference can be listed and is in the discovery documents that kopf reads.
+
+    Those lag behind the listing for a moment after the definition was created. Raises ApiError.
+    """
+    group, _, version = RESOURCE.api_version.partition("/")
+    try:
+        groups = (await api.get("/apis"))["groups"]
+        versions = [one["version"] for found in groups if found["name"] == group for one in found["versions"]]
+        if version not in versions or not has_kind(await api.get(RESOURCE.root), RESOURCE):
+            return False
+        await api.list(RESOURCE.path(namespace), limit=1)
+    except NotFound:
+        return False
+    return True

@@ -17,19 +17,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from hetero_api.contract import EXIT_FAILURE, EXIT_OK, EXIT_USAGE
-from hetero_operator.backoff import Backoff
 from hetero_operator.cluster.cache import ClusterCache
 from hetero_operator.cluster.executor import PlanExecutor
 from hetero_operator.cluster.fence import Fence
 from hetero_operator.cluster.group_secrets import SecretBook
+from hetero_operator.cluster.inquiries import NodeBook, WarningBook
 from hetero_operator.cluster.kinds import EVENT
-from hetero_operator.cluster.nodes import NodeBook
 from hetero_operator.cluster.recorder import EventRecorder
 from hetero_operator.cluster.resources import Resources
 from hetero_operator.cluster.status_writer import StatusWriter
 from hetero_operator.cluster.store import Key
 from hetero_operator.cluster.transport import Transport, load_configuration
-from hetero_operator.cluster.waiting import WarningBook
 from hetero_operator.config import PROGRAM, OperatorConfig
 from hetero_operator.election import Election
 from hetero_operator.errors import ConfigError, Unreachable
@@ -40,6 +38,7 @@ from hetero_operator.metrics import OperatorMetrics
 from hetero_operator.reconcile.plan import plan
 from hetero_operator.reconcile.report import report
 from hetero_operator.reconciler import Collaborators, Planner, Reconciler, Reporter
+from hetero_operator.timing import Backoff
 from hetero_operator.work_queue import WorkQueue
 from hetero_operator.workers import Workers
 
@@ -50,7 +49,7 @@ STUCK_S: Final = 240.0
 
 
 class Operator:
-    """All parts of one process, joined."""
+    """The parts of one process, joined."""
 
     def __init__(
         self,
@@ -101,7 +100,7 @@ class Operator:
         metrics.read(self._gauges(), self.cache.sizes)
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Until `stopping`. Raises what ended a part that should never end."""
+        """Run all parts until `stopping`. Raises the error of a part that ended."""
         parts = {
             "kopf": self.kopf.run(),
             "watches": self.cache.run(),
@@ -129,7 +128,7 @@ class Operator:
             await self._gateways.close()
 
     def alive(self) -> list[str]:
-        """What is so wrong that only a restart helps."""
+        """Return problems that only a restart solves."""
         problems = [f"the watch of {kind} has ended" for kind in self.cache.ended()]
         quiet_s = time.monotonic() - max(self.workers.last_done, self._working_since)
         if self._working and self.queue.oldest_wait_s() > STUCK_S and quiet_s > STUCK_S:
@@ -140,7 +139,7 @@ class Operator:
         return problems
 
     def ready(self) -> list[str]:
-        """What keeps it from knowing all there is to know."""
+        """Return problems that keep the operator from being ready."""
         problems = self.cache.problems()
         if not self.resources.listed.is_set() or self.resources.problem:
             problems.append(self.resources.problem or "resources were not listed yet")
@@ -163,7 +162,7 @@ class Operator:
         await self.election.run()
 
     async def _lead(self) -> None:
-        """Have workers at work while leading."""
+        """Run the workers while leading."""
         await self.cache.ready.wait()
         await self.resources.listed.wait()
         while True:
@@ -188,7 +187,7 @@ class Operator:
             await self.election.changed.wait()
 
     def _enqueue(self, key: Key) -> None:
-        """Only while leading: a new leader looks at everything anyway."""
+        """Queue a resource, only while leading: a new leader looks at everything anyway."""
         if self._working:
             self.queue.add(key)
 
@@ -218,7 +217,7 @@ def _dry_write(namespace: str) -> tuple[str, dict[str, Any]]:
 
 
 async def live(config: OperatorConfig, *, planner: Planner = plan, reporter: Reporter = report) -> int:
-    """One process's life; its exit status. Raises ConfigError."""
+    """Run one process. Return its exit status. Raises ConfigError."""
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -246,7 +245,7 @@ async def live(config: OperatorConfig, *, planner: Planner = plan, reporter: Rep
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """The whole process; its exit status."""
+    """Run the whole process. Return its exit status."""
     try:
         config = OperatorConfig.from_command_line(arguments, environment)
         _configure_logging(config)
@@ -257,7 +256,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
 
 
 def run() -> None:
-    """The process's `main`, with this process's arguments and environment."""
+    """Run `main` with this process's arguments and environment."""
     sys.exit(main(sys.argv[1:], os.environ))
 
 

@@ -14,7 +14,7 @@ _WAIT_BUCKETS: Final = (0.001, 0.01, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
 class OperatorMetrics:
-    """Counters are written where things happen; gauges are read from their owners at each scrape."""
+    """Counters that are written where things happen, and gauges that are read from their owners at each scrape."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -24,23 +24,27 @@ class OperatorMetrics:
         self.retries = self._counter("queue_retries", "Resources put back into the queue because something failed.")
         self.queue_seconds = self._histogram("queue_seconds", "A resource's wait in the queue.", _WAIT_BUCKETS)
         self.calls = self._counter("api_requests", "Calls of the Kubernetes API, by verb and code.", ["verb", "code"])
-        self.restarts = self._counter("watch_restarts", "Watches begun anew, by kind and reason.", ["kind", "reason"])
+        self.restarts = self._counter(
+            "watch_restarts", "Watches started again, by kind and reason.", ["kind", "reason"]
+        )
         self.status_writes = self._counter("status_writes", "Statuses written.")
 
     def count_call(self, verb: str, code: str) -> None:
+        """Count a call of the Kubernetes API."""
         self.calls.labels(verb, code).inc()
 
     def count_restart(self, kind: str, reason: str) -> None:
+        """Count a list or watch that starts again."""
         self.restarts.labels(kind, reason).inc()
 
     def read(
         self, gauges: Mapping[str, tuple[str, Callable[[], float]]], objects: Callable[[], Mapping[str, int]]
     ) -> None:
-        """Gauges by name, each with its help; `objects` are those kept in memory, by kind."""
+        """Register gauges by name, each with its help; `objects` returns the objects in memory, by kind."""
         self.registry.register(_Gauges(gauges, objects))
 
     def text(self) -> bytes:
-        """What a scrape is answered with."""
+        """Return the answer to a scrape."""
         return generate_latest(self.registry)
 
     def _counter(self, name: str, text: str, labels: list[str] | None = None) -> Counter:
@@ -58,6 +62,7 @@ class _Gauges(Collector):
         self._objects = objects
 
     def collect(self) -> Iterator[Metric]:
+        """Yield the gauges' values."""
         for name, (text, read) in self._gauges.items():
             yield GaugeMetricFamily(f"hetero_operator_{name}", text, value=read())
         family = GaugeMetricFamily("hetero_operator_cached_objects", "Objects in memory, by kind.", labels=["kind"])

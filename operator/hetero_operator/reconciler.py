@@ -1,9 +1,9 @@
 """One look at one resource: observe, plan, apply, report.
 
-Level-triggered: what is done follows from what is, whatever brought the key here, so a look too many does no harm and
-one that was missed is made up for by the next. A resource that is gone needs nothing: the garbage collector takes its
-objects by their owner references. What is written shows in the stores at once, so a plan is made again until nothing is
-left to do, and only then is told how things stand.
+Level-triggered: actions follow from the present state, not from what brought the key here. So a look too many does no
+harm, and a missed one is made up for by the next. A resource that is gone needs nothing: the garbage collector takes
+its objects by their owner references. Writes show in the stores at once, so a plan is made again until nothing is left
+to do, and only then is the status reported.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from hetero_api.contract import LABEL_POOL, LABEL_REVISION, LABEL_ROLE, ROLE_GAT
 from hetero_operator.cluster.cache import ClusterCache
 from hetero_operator.cluster.executor import Execution, PlanExecutor, any_transient
 from hetero_operator.cluster.group_secrets import SecretBook
+from hetero_operator.cluster.inquiries import PATIENCE_S, NodeBook, WarningBook
 from hetero_operator.cluster.kinds import RESOURCE
-from hetero_operator.cluster.nodes import NodeBook
 from hetero_operator.cluster.recorder import EventRecorder
 from hetero_operator.cluster.resources import Resources
 from hetero_operator.cluster.status_writer import StatusWriter
 from hetero_operator.cluster.store import Key
-from hetero_operator.cluster.waiting import PATIENCE_S, WarningBook
 from hetero_operator.errors import Conflict, NotFound
 from hetero_operator.gateway_probe import GatewayProbe
+from hetero_operator.reconcile.inventory import is_leaving, label_of
 from hetero_operator.reconcile.model import (
     FailureKind,
     GatewayReport,
@@ -39,10 +39,9 @@ from hetero_operator.reconcile.model import (
     Report,
     WriteFailure,
 )
-from hetero_operator.reconcile.ownership import is_leaving, label_of
 from hetero_operator.reconcile.status.pods import condition, node_of, status_of
 from hetero_operator.reconcile.status.text import parsed_time
-from hetero_operator.wall_clock import now_utc
+from hetero_operator.timing import now_utc
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +54,7 @@ Reporter = Callable[[Observed, Plan, Outcome], Report]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a look at a resource came to."""
+    """Result of a look at a resource."""
 
     exists: bool = True
     failures: tuple[WriteFailure, ...] = ()
@@ -66,7 +65,7 @@ class Verdict:
 
     @property
     def reasons(self) -> frozenset[str]:
-        """Why it did not do all it wanted, in a word each."""
+        """Reasons for which it did not do everything, in a word each."""
         kinds = {failure.kind.value for failure in self.failures}
         return frozenset(kinds | {"Unsettled"} if self.unsettled else kinds)
 
@@ -78,7 +77,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Collaborators:
-    """What a reconciler works with."""
+    """Parts that a reconciler works with."""
 
     resources: Resources
     cache: ClusterCache
@@ -92,7 +91,7 @@ class Collaborators:
 
 
 class Reconciler:
-    """Looks at resources by key."""
+    """One look at a resource, by key."""
 
     def __init__(
         self,
@@ -191,7 +190,7 @@ class Reconciler:
 
 
 def _serving_gateway(pods: Sequence[Object]) -> Object | None:
-    """The youngest gateway pod that has an address and runs."""
+    """Return the youngest gateway pod that has an address and runs, None if there is none."""
     found = [
         pod
         for pod in pods
@@ -204,7 +203,7 @@ def _serving_gateway(pods: Sequence[Object]) -> Object | None:
 
 
 def _nodes_in_question(pods: Sequence[Object], now: datetime) -> Iterator[str]:
-    """Nodes of pods that are not ready, or that should have been gone by now."""
+    """Yield nodes of pods that are not ready, or that should have been gone by now."""
     for pod in pods:
         due = parsed_time(pod["metadata"].get("deletionTimestamp"))
         is_overdue = due is not None and due < now
@@ -214,7 +213,7 @@ def _nodes_in_question(pods: Sequence[Object], now: datetime) -> Iterator[str]:
 
 
 def _silent(pods: Sequence[Object]) -> Iterator[Object]:
-    """Pods that wait and do not say for what."""
+    """Return pods that wait and do not say for what."""
     return (pod for pod in pods if _is_pending(pod) and not _says_why(pod))
 
 
@@ -232,7 +231,7 @@ def _says_why(pod: Object) -> bool:
 
 
 def _incomplete(owned: Sequence[Object], pods: Sequence[Object]) -> Iterator[Object]:
-    """StatefulSets that have fewer pods than they should."""
+    """Yield StatefulSets that have fewer pods than they should."""
     for item in owned:
         if item["kind"] == "StatefulSet":
             there = sum(label_of(pod, LABEL_POOL) == label_of(item, LABEL_POOL) for pod in pods)

@@ -14,17 +14,16 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from typing import Final, Generic, TypeVar
 
-from hetero_operator.backoff import Backoff
-from hetero_operator.observers import unobserved
+from hetero_operator.timing import Backoff, unobserved
 
 K = TypeVar("K", bound=Hashable)
 
 HURRIED_PAUSE_S: Final = 1.0
-"""Between two looks at a key that fails, at least, whatever changes."""
+"""Least pause between two looks at a key that fails, however much changes."""
 
 
 class WorkQueue(Generic[K]):
-    """Of one event loop. `take` and `done` frame a worker's look at a key."""
+    """Queue of one event loop. `take` and `done` frame a worker's look at a key."""
 
     def __init__(
         self,
@@ -33,7 +32,7 @@ class WorkQueue(Generic[K]):
         observe_wait: Callable[[float], None] = unobserved,
         count_retry: Callable[[], None] = unobserved,
     ) -> None:
-        """`observe_wait` is told how long each key waited, in seconds."""
+        """`observe_wait` gets how long each key waited, in seconds."""
         self._clock = clock
         self._observe_wait = observe_wait
         self._count_retry = count_retry
@@ -48,7 +47,7 @@ class WorkQueue(Generic[K]):
         self._arrival = asyncio.Event()
 
     def __len__(self) -> int:
-        """Keys that could be taken now."""
+        """Return the number of keys that could be taken now."""
         return len(self._ready)
 
     @property
@@ -57,11 +56,11 @@ class WorkQueue(Generic[K]):
         return len(self._taken)
 
     def oldest_wait_s(self) -> float:
-        """How long the first key has waited; 0 when none waits."""
+        """Return how long the first key has waited, 0 when none waits."""
         return self._clock() - self._waiting_since[self._ready[0]] if self._ready else 0.0
 
     def add(self, key: K) -> None:
-        """Something about it changed."""
+        """Queue a key, because something about it changed."""
         failed_at = self._failed_at.get(key)
         if failed_at is not None and key not in self._taken:
             self.add_after(key, failed_at + HURRIED_PAUSE_S - self._clock())
@@ -69,7 +68,7 @@ class WorkQueue(Generic[K]):
             self._put(key)
 
     def add_after(self, key: K, seconds: float) -> None:
-        """Look at it then, unless it is looked at earlier. The earliest of several moments counts, but none within the
+        """Queue a key then, unless it is queued earlier. The earliest of several times counts, but none within the
         time that the server asked for."""
         seconds = max(seconds, self._not_before.get(key, 0.0) - self._clock())
         if seconds <= 0:
@@ -85,9 +84,9 @@ class WorkQueue(Generic[K]):
         self._timers[key] = (due, handle)
 
     def retry(self, key: K, backoff: Backoff, *, at_least_s: float = 0.0) -> float:
-        """It failed: look again after a pause that grows with each failure in a row; that pause, in seconds.
+        """Queue a key that failed, after a pause that grows with each failure in a row. Return the pause in seconds.
 
-        Not even a change makes it shorter than `at_least_s`, which is what the server asked for.
+        Not even a change makes it shorter than `at_least_s`, which the server asked for.
         """
         failures = self._failures[key] = self._failures.get(key, 0) + 1
         self._failed_at[key] = self._clock()
@@ -98,18 +97,18 @@ class WorkQueue(Generic[K]):
         return pause_s
 
     def succeeded(self, key: K) -> None:
-        """The next failure will be a first one."""
+        """Forget the failures of a key: the next one will be a first one."""
         self._failures.pop(key, None)
         self._failed_at.pop(key, None)
         self._not_before.pop(key, None)
 
     def forget(self, key: K) -> None:
-        """It is no more: neither retries nor timers are kept."""
+        """Drop retries and timers of a key that is gone."""
         self.succeeded(key)
         self._cancel_timer(key)
 
     async def take(self) -> K:
-        """The next key, once there is one. The worker must call `done`, whatever becomes of it."""
+        """Return the next key, once there is one. The worker must call `done`, whatever happens."""
         while not self._ready:
             self._arrival.clear()
             await self._arrival.wait()
@@ -120,7 +119,7 @@ class WorkQueue(Generic[K]):
         return key
 
     def done(self, key: K) -> None:
-        """The worker looks at it no more."""
+        """Give a key back after a look at it."""
         self._taken.discard(key)
         if key in self._again:
             self._again.discard(key)

@@ -1,7 +1,7 @@
 """Workers take keys from the queue, have them looked at, and decide when each is looked at again.
 
 They live only while this process leads. A look has a time limit; one that fails is logged, counted and tried again
-after a pause that grows, whatever the reason: the last line against what nobody thought of.
+after a pause that grows, also for errors that nobody thought of.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-from hetero_operator.backoff import Backoff
 from hetero_operator.cluster.store import Key
 from hetero_operator.errors import ApiError, NotLeading, OverBudget
 from hetero_operator.metrics import OperatorMetrics
 from hetero_operator.reconcile.model import WriteFailure
 from hetero_operator.reconciler import Verdict
+from hetero_operator.timing import Backoff
 from hetero_operator.work_queue import WorkQueue
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ LASTING: Final = Backoff(first_s=1.0, cap_s=300.0)
 
 
 class Workers:
-    """`run` has `count` of them work until cancelled."""
+    """Tasks that take keys from the queue. `run` runs `count` of them until cancelled."""
 
     def __init__(
         self,
@@ -55,6 +55,7 @@ class Workers:
         self._told: dict[Key, tuple[str, ...]] = {}
 
     async def run(self) -> None:
+        """Run the workers until cancelled."""
         async with asyncio.TaskGroup() as group:
             for number in range(self._count):
                 group.create_task(self._work(), name=f"worker {number}")

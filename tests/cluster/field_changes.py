@@ -135,6 +135,7 @@ CHANGES: Final[Mapping[str, Change]] = {
     "engine.maxNumSeqs": Change(8, GATEWAY),
     "engine.maxNumBatchedTokens": Change(256, GATEWAY),
     "engine.blockSize": Change(32, GATEWAY),
+    "engine.cacheLayout": Change("Contiguous", GATEWAY),
     "engine.gpuMemoryUtilization": Change(0.5, GATEWAY),
     "engine.kvCacheMemoryBytes": Change("256Mi", GATEWAY),
     "engine.enablePrefixCaching": Change(False, GATEWAY),

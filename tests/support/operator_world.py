@@ -14,6 +14,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from hetero_api.contract import LABEL_ROLE
+from hetero_operator.reconcile.inventory import ObjectKey
 from hetero_operator.reconcile.model import (
     Capabilities,
     Deletion,
@@ -22,7 +23,6 @@ from hetero_operator.reconcile.model import (
     Plan,
     RenderOptions,
 )
-from hetero_operator.reconcile.ownership import ObjectKey
 from hetero_operator.reconcile.plan import plan
 from hetero_operator.reconcile.revision import digest
 from tests.support.kube_defaults import with_defaults

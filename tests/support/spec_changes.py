@@ -83,6 +83,7 @@ AFTER: Final[Mapping[str, Mapping[str, Any]]] = {
     "engine.maxNumSeqs": {"engine.maxNumSeqs": 64},
     "engine.maxNumBatchedTokens": {"engine.maxNumBatchedTokens": 2048},
     "engine.blockSize": {"engine.blockSize": 16},
+    "engine.cacheLayout": {"engine.cacheLayout": "Contiguous"},
     "engine.gpuMemoryUtilization": {"engine.gpuMemoryUtilization": 0.8},
     "engine.kvCacheMemoryBytes": {"engine.kvCacheMemoryBytes": "5Gi"},
     "engine.enablePrefixCaching": {"engine.enablePrefixCaching": True},

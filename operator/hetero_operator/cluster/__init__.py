@@ -1,8 +1,8 @@
-"""All that talks to the Kubernetes API, and nothing else does.
+"""Every call of the Kubernetes API.
 
-    kinds ◄ transport ◄ discovery, store ◄ reflector ◄ cache         what is watched
-                      ◄ resources, group_secrets, nodes, waiting     what is listed or asked for now and then
-                      ◄ executor, status_writer, recorder            what is written, through the fence
+    kinds ◄ fence ◄ transport ◄ store ◄ reflector ◄ cache          watched objects
+                              ◄ resources, group_secrets, inquiries   objects that are listed or read now and then
+                              ◄ executor, status_writer, recorder     writes, through the fence
 
-Reads fill stores, in which the reconciler looks, and go on whether this process leads or not. Writes need the Lease.
+Reads fill stores, which the reconciler reads, and go on whether this process leads or not. Writes need the Lease.
 """

@@ -1,37 +1,68 @@
-"""All that is watched: a store for each kind that the operator makes, kept equal to the server's by reflectors.
+"""Stores of all watched kinds, kept equal to the server's by reflectors, and the kinds that the server offers.
 
-Runs whether this process leads or not, so that a new leader knows everything at once. Which optional kinds exist is
-asked again every few minutes; one that appears is watched before it is said to be there.
+It runs whether this process leads or not, so that a new leader knows everything at once. Which optional kinds exist is
+asked again every few minutes; a new one is watched before it counts as there. Only the groups that matter are asked, so
+a dead aggregated API of someone else, which breaks a walk over all groups, does no harm.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from hetero_operator.backoff import Backoff
-from hetero_operator.cluster.discovery import discover
-from hetero_operator.cluster.kinds import POD, ResourceKind, kind_of, watched_kinds
+from hetero_operator.cluster.kinds import OPTIONAL, POD, ResourceKind, kind_of, watched_kinds
 from hetero_operator.cluster.reflector import Reflector
 from hetero_operator.cluster.store import Key, NamespaceBudget, ObjectStore
 from hetero_operator.cluster.transport import Transport
 from hetero_operator.errors import ApiError, NotFound, OverBudget
-from hetero_operator.observers import unobserved
 from hetero_operator.reconcile.model import Capabilities, ObjectRef
+from hetero_operator.timing import Backoff, unobserved
 
 logger = logging.getLogger(__name__)
-
+_DIGITS: Final = re.compile(r"\d+")
 DISCOVERY_S: Final = 180.0
 MAX_LOOK_BYTES: Final = 4 * 2**20
 """Bodies that a look at one resource may read because they are not kept."""
-
 Object = dict[str, Any]
 
 
+async def discover(api: Transport, known: Capabilities | None) -> Capabilities:
+    """Return the server's capabilities. A group that does not answer counts as it was `known` before.
+
+    Raises ApiError when the server does not give its version.
+    """
+    version = _version(await api.get("/version"))
+    kinds = [(kind.api_version, kind.kind) for kind in OPTIONAL if await _offered(api, kind, known)]
+    return Capabilities(version=version, kinds=frozenset(kinds))
+
+
+async def _offered(api: Transport, kind: ResourceKind, known: Capabilities | None) -> bool:
+    try:
+        found = await api.get(kind.root)
+    except NotFound:
+        return False
+    except ApiError as error:
+        logger.warning("%s does not say what it offers: %s", kind.api_version, error)
+        return known is not None and known.has(kind.api_version, kind.kind)
+    return has_kind(found, kind)
+
+
+def has_kind(group_version: dict[str, Any], kind: ResourceKind) -> bool:
+    """Return whether the discovery document of a group and version lists a kind."""
+    return any(item["name"] == kind.plural for item in group_version.get("resources") or ())
+
+
+def _version(answer: dict[str, Any]) -> tuple[int, int]:
+    """Return major and minor; distributions write a minor of "20+"."""
+    major, minor = (_DIGITS.search(str(answer.get(key, ""))) for key in ("major", "minor"))
+    return (int(major[0]) if major else 0, int(minor[0]) if minor else 0)
+
+
 class ClusterCache:
-    """`run` is its life; `ready` is set once every store was filled."""
+    """Stores of all watched kinds. `run` fills and follows them; `ready` is set once every store was filled."""
 
     def __init__(
         self,
@@ -42,7 +73,7 @@ class ClusterCache:
         on_capabilities: Callable[[], None] = unobserved,
         count_restart: Callable[[str, str], None] = unobserved,
     ) -> None:
-        """`on_capabilities` is told when the server offers something else than before."""
+        """`on_capabilities` is called when the server offers something else than before."""
         self.ready = asyncio.Event()
         self._api = api
         self._namespaces: Sequence[str | None] = tuple(namespaces) or (None,)
@@ -57,7 +88,7 @@ class ClusterCache:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the server offers, once `ready`."""
+        """The server's capabilities, once `ready`."""
         assert self._capabilities is not None
         return self._capabilities
 
@@ -103,15 +134,15 @@ class ClusterCache:
         return found
 
     def store(self, ref: ObjectRef) -> ObjectStore | None:
-        """Where objects of a kind are kept; None: the kind is not watched."""
+        """Return the store of a kind, None if the kind is not watched."""
         return self._stores.get(kind_of(ref))
 
     def sizes(self) -> Mapping[str, int]:
-        """Objects kept, by kind."""
+        """Return the number of objects that are kept, by kind."""
         return {kind.kind: len(store) for kind, store in self._stores.items()}
 
     def problems(self) -> list[str]:
-        """What cannot be listed or watched now, and what was not listed yet."""
+        """Return the kinds that cannot be listed or watched now, or were not listed yet, with the reason."""
         found = []
         for reflector in self._all():
             if reflector.problem:
@@ -121,14 +152,14 @@ class ClusterCache:
         return found if self._reflectors else ["the API server was not reached yet"]
 
     def ended(self) -> list[str]:
-        """Watches that are no more; there should never be any."""
+        """Return the kinds whose watch has ended; there should never be any."""
         return [kind.kind for kind, tasks in self._tasks.items() if any(task.done() for task in tasks)]
 
     def _all(self) -> list[Reflector]:
         return [reflector for reflectors in self._reflectors.values() for reflector in reflectors]
 
     async def _adjust(self, found: Capabilities) -> None:
-        """Watch what is new; only when that is filled, say so; then let go of what is gone."""
+        """Watch new kinds; publish the capabilities once these are filled; then stop the watches of kinds that went."""
         if found == self._capabilities:
             return
         wanted = watched_kinds(found)

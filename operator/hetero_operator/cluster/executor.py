@@ -4,7 +4,7 @@ No object of a stranger is ever taken over: before anything is written, every ob
 asked for by name. If one turns out to be there without our label, nothing at all is written. Objects that were seen are
 written only as what was seen (metadata.uid; uid preconditions), so a stale cache can do no harm. Answers go to the
 cache at once, so that the next look at it sees what was written. Pods are deleted only if everything before went well:
-they are made anew from templates that must be the new ones.
+they are created again from templates that must be the new ones.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from hetero_operator.cluster.kinds import kind_of
 from hetero_operator.cluster.store import Key, ObjectStore
 from hetero_operator.cluster.transport import Transport
 from hetero_operator.errors import ApiError, Conflict, NotFound, Refused, Unreachable
+from hetero_operator.reconcile.inventory import label_of, taken_by_others
 from hetero_operator.reconcile.model import (
     Deletion,
     FailureKind,
@@ -34,7 +35,6 @@ from hetero_operator.reconcile.model import (
     Plan,
     WriteFailure,
 )
-from hetero_operator.reconcile.ownership import label_of, taken_by_others
 
 logger = logging.getLogger(__name__)
 
@@ -46,13 +46,13 @@ _NEEDED: Final = frozenset({"Secret", "ServiceAccount", "ConfigMap", "ResourceCl
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """What became of a plan."""
+    """The outcome of a plan."""
 
     outcome: Outcome
     stale: bool = False
     """The cache lacked something that is there; it has it now, so plan again. Nothing was written."""
     retry_after_s: float = 0.0
-    """What the server asked for."""
+    """Seconds that the server asked to wait."""
 
 
 class PlanExecutor:
@@ -64,7 +64,7 @@ class PlanExecutor:
         self._book = book
 
     async def carry_out(self, owner: Key, plan: Plan) -> Execution:
-        """Do what is planned. Raises NotLeading; what the API server refuses is in the outcome."""
+        """Carry out a plan. Raises NotLeading; refusals of the API server are in the outcome."""
         run = _Run(self._api, self._cache, self._book, owner)
         return await run.carry_out(plan)
 
@@ -82,6 +82,7 @@ class _Run:
         self._halted = False
 
     async def carry_out(self, plan: Plan) -> Execution:
+        """Write the plan, unless an object comes up that the cache lacks, or that belongs to somebody else."""
         if await self._discovered(plan):
             return Execution(Outcome(), stale=True)
         if not self._failures:
@@ -97,13 +98,13 @@ class _Run:
             await self._delete(deletion)
 
     async def _discovered(self, plan: Plan) -> bool:
-        """Ask for what the cache lacks; whether something of ours came up."""
+        """Read objects that the cache lacks. Return whether one of ours came up."""
         manifests = [*(secret.manifest for secret in plan.create), *plan.apply]
         unseen = [ref for ref in map(ObjectRef.of, manifests) if self._known(ref) is None]
         return any(await asyncio.gather(*(self._look(ref) for ref in unseen)))
 
     async def _look(self, ref: ObjectRef) -> bool:
-        """Whether the object is there and ours; a stranger's is a failure."""
+        """Return whether the object is there and ours. One of somebody else is a failure."""
         try:
             found = await self._api.get(self._path(ref))
         except NotFound:
@@ -145,7 +146,7 @@ class _Run:
             self._failed(ref, error)
 
     def _lacks_something(self) -> bool:
-        """Whether a write failed that pods depend on: new ones could not start, so the old ones have to stay."""
+        """Return whether a write failed that pods depend on: new ones could not start, so the old ones have to stay."""
         return any(failure.ref.kind in _NEEDED for failure in self._failures)
 
     async def _delete(self, deletion: Deletion) -> None:
@@ -175,7 +176,7 @@ class _Run:
                 self._remember(deletion.ref, answer)
 
     async def _see_again(self, ref: ObjectRef) -> None:
-        """The cache was wrong about it: look now, for the watch may take a while to tell."""
+        """Read an object that the cache was wrong about, for the watch may take a while."""
         try:
             self._remember(ref, await self._api.get(self._path(ref)))
         except NotFound:
@@ -186,13 +187,13 @@ class _Run:
             logger.debug("%s %s cannot be looked at: %s", ref.kind, ref.name, error)
 
     def _known(self, ref: ObjectRef) -> str | None:
-        """Uid of the object that was seen."""
+        """Return the uid of the object that was seen, None if there is none."""
         store = self._store(ref)
         entry = None if store is None else store.entry(self._owner.namespace, ref.name)
         return None if entry is None else entry.uid
 
     def _remember(self, ref: ObjectRef, found: Mapping[str, Any]) -> bool:
-        """Give the answer to the cache; whether that was news."""
+        """Put an answer into the cache. Return whether it was news."""
         store = self._store(ref)
         if store is None or not label_of(found, LABEL_NAME):
             return False
@@ -217,7 +218,7 @@ class _Run:
 
 
 def failure_kind(error: ApiError) -> FailureKind:
-    """What an error of a write means for the next attempt."""
+    """Return what an error of a write means for the next attempt."""
     if error.status == 403:
         return FailureKind.FORBIDDEN
     return FailureKind.INVALID if isinstance(error, Refused) else FailureKind.TRANSIENT
@@ -228,4 +229,5 @@ def _fresh_token() -> str:
 
 
 def any_transient(failures: Iterable[WriteFailure]) -> bool:
+    """Return whether trying again soon may cure one of the failures."""
     return any(failure.kind is FailureKind.TRANSIENT for failure in failures)

@@ -27,7 +27,7 @@ Object = dict[str, Any]
 
 
 class SecretBook:
-    """What is known of Secrets."""
+    """Metadata of the groups' Secrets, and the admin token of each resource."""
 
     def __init__(self, api: Transport, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.store = ObjectStore(SECRET, secret_fields=("data", "stringData"))
@@ -37,7 +37,7 @@ class SecretBook:
         self._tokens: dict[Key, tuple[str, str, str]] = {}
 
     async def of(self, owner: Key, objects: Iterable[Object], *, doubt: bool) -> list[Object]:
-        """Secrets of all revisions that the resource's objects and pods tell of. Raises ApiError."""
+        """Return the Secrets of all revisions that the resource's objects and pods have. Raises ApiError."""
         names = {Names(owner.name).group_secret(revision) for revision in _revisions(objects)}
         known = [item["metadata"]["name"] for item in self.store.owned_by(owner)]
         # What is kept and was never asked for is an answer to a write of ours.
@@ -51,7 +51,10 @@ class SecretBook:
         return self.store.owned_by(owner)
 
     async def admin_token(self, owner: Key, revision: str) -> str:
-        """What a gateway of that revision asks its administrator for; "" when there is none. Raises ApiError."""
+        """Return the token that a gateway of that revision asks its administrator for, "" if there is none.
+
+        Raises ApiError.
+        """
         name = Names(owner.name).group_secret(revision)
         entry = self.store.entry(owner.namespace, name)
         known = self._tokens.get(owner)
@@ -66,7 +69,7 @@ class SecretBook:
         return token
 
     def forget(self, owner: Key) -> None:
-        """The resource is no more."""
+        """Drop everything about a resource that is gone."""
         self._asked.pop(owner, None)
         self._tokens.pop(owner, None)
         for item in self.store.owned_by(owner):

@@ -24,7 +24,7 @@ class ResourceKind:
         return f"/apis/{self.api_version}" if "/" in self.api_version else f"/api/{self.api_version}"
 
     def path(self, namespace: str | None, name: str | None = None, subresource: str | None = None) -> str:
-        """Path of one object, or of all in a namespace, or (None) in all namespaces."""
+        """Return the path of one object, or of all in a namespace, or (None) in all namespaces."""
         parts = [self.root]
         if namespace is not None:
             parts.append(f"namespaces/{quote(namespace, safe='')}")
@@ -63,11 +63,11 @@ _BY_NAME: Final = {(kind.api_version, kind.kind): kind for kind in (*ALWAYS_WATC
 
 
 def kind_of(ref: ObjectRef) -> ResourceKind:
-    """The kind of a referred object. Raises KeyError for one that is none of ours."""
+    """Return the kind of a referred object. Raises KeyError for a kind that the operator does not know."""
     return _BY_NAME[ref.api_version, ref.kind]
 
 
 def watched_kinds(capabilities: Capabilities) -> tuple[ResourceKind, ...]:
-    """What to watch on a server with these capabilities: each kind once."""
+    """Return the kinds to watch on a server with these capabilities, each once."""
     chosen = {kind.plural: kind for kind in reversed(OPTIONAL) if capabilities.has(kind.api_version, kind.kind)}
     return (*ALWAYS_WATCHED, *chosen.values())

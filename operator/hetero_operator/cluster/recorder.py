@@ -17,11 +17,11 @@ from datetime import datetime
 from typing import Any, Final
 
 from hetero_api.contract import FIELD_MANAGER
-from hetero_operator.backoff import Backoff
 from hetero_operator.cluster.kinds import EVENT, RESOURCE
 from hetero_operator.cluster.transport import Transport
 from hetero_operator.errors import ApiError, Conflict, NotFound, NotLeading, Refused
 from hetero_operator.reconcile.model import Object, Transition
+from hetero_operator.timing import Backoff
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ _Pending = tuple[Object, Transition, datetime]
 
 
 class EventRecorder:
-    """`record` puts down, `run` writes."""
+    """Writer of Kubernetes Events: `record` queues one, `run` writes them."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class EventRecorder:
         }
 
     def _within_budget(self, uid: str) -> bool:
-        """Whether this resource may still say something: BURST at once, one more every REFILL_S."""
+        """Return whether this resource may still report something: BURST at once, one more every REFILL_S."""
         now = self._clock()
         left, since = self._budgets.get(uid, (float(BURST), now))
         left = min(float(BURST), left + (now - since) / REFILL_S)
@@ -148,6 +148,6 @@ class EventRecorder:
 
 
 def event_name(resource: Object, transition: Transition) -> str:
-    """Of the Event that says this of this resource."""
+    """Return the name of the Event for this transition of this resource."""
     said = "\0".join((resource["metadata"]["uid"], *transition))
     return f"{resource['metadata']['name']}.{hashlib.sha256(said.encode()).hexdigest()[:16]}"

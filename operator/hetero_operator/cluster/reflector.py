@@ -1,7 +1,7 @@
 """Keeps a store equal to what the server has of one kind: a list, then a watch from that list on, for ever.
 
 A watch that ends goes on where it ended. When the server no longer knows that point (410, as an answer or within the
-stream), everything is listed anew and *replaces* the store: so deletions that nobody told are found. Nothing ends this
+stream), everything is listed again and *replaces* the store, so missed deletions are found. Nothing ends this
 but cancellation; what goes wrong is tried again after growing pauses.
 """
 
@@ -14,12 +14,11 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Final
 
 from hetero_api.contract import LABEL_NAME
-from hetero_operator.backoff import Backoff
 from hetero_operator.cluster.kinds import ResourceKind
 from hetero_operator.cluster.store import Key, Listing, ObjectStore
 from hetero_operator.cluster.transport import PAGE_SIZE, Transport
 from hetero_operator.errors import ApiError, Gone, NotFound
-from hetero_operator.observers import unobserved
+from hetero_operator.timing import Backoff, unobserved
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +29,7 @@ Sleep = Callable[[float], Awaitable[None]]
 
 
 class Reflector:
-    """Of one kind, in one namespace or (None) in all. `run` is its life."""
+    """Keeps the store of a kind equal to the server's, in one namespace or (None) in all, while `run` runs."""
 
     def __init__(
         self,
@@ -45,12 +44,13 @@ class Reflector:
         clock: Callable[[], float] = time.monotonic,
         page_size: int = PAGE_SIZE,
     ) -> None:
-        """`on_change` is told owners of changed objects; `on_restart` why a list or watch begins anew."""
+        """`on_change` gets the owners of changed objects, `on_restart` the reason for which a list or watch starts
+        again."""
         self.store = store
         self.synced = asyncio.Event()
         """Set once the store was filled for the first time."""
         self.problem = ""
-        """What is wrong now, for a person; "" while listing and watching work."""
+        """The present problem, for a person; "" while listing and watching work."""
         self._api = api
         self._path = store.kind.path(namespace)
         self._namespace = namespace
@@ -66,6 +66,7 @@ class Reflector:
 
     @property
     def kind(self) -> ResourceKind:
+        """The kind that is watched."""
         return self.store.kind
 
     async def run(self) -> None:
@@ -138,5 +139,5 @@ class Reflector:
 
 
 def _may_go_on(error: ApiError) -> bool:
-    """Whether the watch can go on from where it was: the server was not there, or had too much to do."""
+    """Return whether the watch can go on from where it was: the server was away, or had too much to do."""
     return error.status == 0 or error.status >= 500 or error.status == 429

@@ -1,6 +1,6 @@
 """The HeteroInference resources: what kopf's watch tells of them, checked against a list now and then.
 
-kopf lists and watches, but does not tell what was deleted while its watch was broken. So everything is listed anew
+kopf lists and watches, but does not report deletions while its watch was broken. So everything is listed again
 every `resync_s`, which costs little, and a resource that was not heard of for a while is asked for by name before
 anything is written for its sake: an object made for one that is gone would be collected, and made again, for ever.
 """
@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from hetero_operator.backoff import Backoff
 from hetero_operator.cluster.kinds import RESOURCE
 from hetero_operator.cluster.store import Key, Listing, ObjectStore
 from hetero_operator.cluster.transport import Transport
 from hetero_operator.errors import ApiError, NotFound
 from hetero_operator.reconcile.model import Object
+from hetero_operator.timing import Backoff
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ FRESH_S: Final = 3.0
 
 
 class Resources:
-    """`run` lists now and then; `hear` takes in what kopf tells, in between."""
+    """Store of all resources. `run` lists now and then; `hear` takes in the events in between."""
 
     def __init__(
         self,
@@ -56,13 +56,15 @@ class Resources:
         return len(self.store)
 
     def keys(self) -> Iterator[Key]:
+        """Iterate over the namespaces and names of all resources."""
         return self.store.keys()
 
     def get(self, key: Key) -> Object | None:
+        """Return a resource, None if it is not known."""
         return self.store.get(*key)
 
     def hear(self, change: str | None, item: Mapping[str, Any]) -> None:
-        """Take in an event of a watch; its type is None for what a list told."""
+        """Take in an event of a watch; its type is None for one from a list."""
         key = self.store.drop(item) if change == "DELETED" else self.store.put(item)
         if change != "DELETED":
             self._heard[Key(item["metadata"]["namespace"], item["metadata"]["name"])] = self._clock()
@@ -88,13 +90,13 @@ class Resources:
             await self._pause(min(pause_s, self._resync_s))
 
     async def confirm(self, key: Key) -> Object | None:
-        """The resource as it surely was a moment ago, None if it is gone. Raises ApiError."""
+        """Return the resource as it was a moment ago, None if it is gone. Raises ApiError."""
         if self._clock() - self._heard.get(key, -FRESH_S) < FRESH_S:
             return self.get(key)
         return await self.refresh(key)
 
     async def refresh(self, key: Key) -> Object | None:
-        """The resource as it is, None if it is gone. Raises ApiError."""
+        """Read the resource. Return it, None if it is gone. Raises ApiError."""
         try:
             self.hear(None, await self._api.get(RESOURCE.path(*key)))
         except NotFound:
@@ -102,7 +104,7 @@ class Resources:
         return self.get(key)
 
     def forget(self, key: Key) -> None:
-        """It is no more."""
+        """Drop everything about a resource that is gone."""
         self._heard.pop(key, None)
 
     async def _pause(self, seconds: float) -> None:

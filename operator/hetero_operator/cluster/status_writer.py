@@ -14,16 +14,16 @@ from typing import Any, Final
 from hetero_operator.cluster.kinds import RESOURCE
 from hetero_operator.cluster.store import Key, ObjectStore
 from hetero_operator.cluster.transport import Transport
-from hetero_operator.observers import unobserved
 from hetero_operator.reconcile.model import Object
+from hetero_operator.timing import unobserved
 
 MIN_INTERVAL_S: Final = 1.0
 BURST: Final = 5
-"""What comes and goes within a second, like a pod that failed, is told as well, as long as that is seldom."""
+"""Writes at once: a state of less than a second, like a pod that failed, is reported as well, if that is seldom."""
 
 
 class StatusWriter:
-    """One for all resources, whose store it keeps up to date with what it wrote."""
+    """Writer of all resources' statuses, which updates the store with its writes."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class StatusWriter:
         clock: Callable[[], float] = time.monotonic,
         count: Callable[[], None] = unobserved,
     ) -> None:
-        """`count` is told of every write."""
+        """`count` is called for every write."""
         self._api = api
         self._resources = resources
         self._clock = clock
@@ -41,7 +41,10 @@ class StatusWriter:
         self._allowances: dict[Key, tuple[float, float]] = {}
 
     async def write(self, key: Key, resource: Object, status: Object) -> float:
-        """Make it so. Seconds to wait and come again, 0 when it is done. Raises ApiError, NotLeading."""
+        """Write a status if it differs. Return seconds to wait before trying again, 0 when it is written.
+
+        Raises ApiError, NotLeading.
+        """
         live = resource.get("status") or {}
         conditions = _with_others(live.get("conditions") or (), status.get("conditions") or ())
         changes = merge_patch(live, {**status, "conditions": conditions} if conditions else status)
@@ -60,17 +63,17 @@ class StatusWriter:
         return 0.0
 
     def forget(self, key: Key) -> None:
-        """The resource is no more."""
+        """Drop everything about a resource that is gone."""
         self._allowances.pop(key, None)
 
     def _allowance(self, key: Key) -> float:
-        """Writes that may be done now."""
+        """Return the number of writes that may be done now."""
         left, since = self._allowances.get(key, (float(BURST), self._clock()))
         return min(float(BURST), left + (self._clock() - since) / MIN_INTERVAL_S)
 
 
 def merge_patch(live: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """What makes the one of the other (RFC 7386); {} when they are equal."""
+    """Return the merge patch (RFC 7386) from one to the other, {} when they are equal."""
     changes: dict[str, Any] = {name: None for name in live if name not in wanted}
     for name, value in wanted.items():
         known = live.get(name)
@@ -84,7 +87,7 @@ def merge_patch(live: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str,
 
 
 def _with_others(live: Sequence[Object], ours: Sequence[Object]) -> list[Object]:
-    """All conditions that shall be there; as they are, if all of ours are among them."""
+    """Return our conditions and those of others; as they are, if all of ours are among them."""
     types = {condition["type"] for condition in ours}
     if {one["type"]: one for one in live if one["type"] in types} == {one["type"]: one for one in ours}:
         return list(live)

@@ -34,14 +34,14 @@ from hetero_operator.errors import (
     TooLarge,
     Unreachable,
 )
-from hetero_operator.observers import unobserved
+from hetero_operator.timing import unobserved
 
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S: Final = 10.0
 WATCH_SERVER_TIMEOUT_S: Final = 300
 WATCH_SILENCE_S: Final = 90.0
-"""A watch that brings nothing for so long is dialled anew: the host at its other end may be dead."""
+"""A watch that brings nothing for so long is dialled again: the host at its other end may be dead."""
 CREDENTIALS_PAUSE_S: Final = 10.0
 PAGE_SIZE: Final = 500
 """Most objects of a page. The first has fewer, and the next ones as many as PAGE_BYTES allow by those seen so far."""
@@ -60,11 +60,14 @@ _MERGE: Final = "application/merge-patch+json"
 
 Object = dict[str, Any]
 CountCall = Callable[[str, str], None]
-"""Told the verb and the code ("error" when there was no answer) of every call."""
+"""Receives the verb and the code ("error" when there was no answer) of every call."""
 
 
 async def load_configuration(kubeconfig: Path | None, environment: Mapping[str, str] = os.environ) -> Configuration:
-    """How to reach the API server: the given file, else the pod's account, else $KUBECONFIG. Raises ConfigError."""
+    """Return the way to the API server: the given file, else the pod's account, else $KUBECONFIG.
+
+    Raises ConfigError.
+    """
     configuration = Configuration()
     try:
         if kubeconfig is not None:
@@ -82,7 +85,7 @@ async def load_configuration(kubeconfig: Path | None, environment: Mapping[str, 
 
 
 async def authorization_of(configuration: Configuration) -> str:
-    """The header with our token, read anew where it changes with time; "" where a certificate says who we are."""
+    """Return the header with our token, "" where a certificate identifies us. Tokens that change are read again."""
     return await configuration.get_api_key_with_prefix("BearerToken", alias="authorization") or ""
 
 
@@ -106,10 +109,11 @@ class Transport:
         self._reloaded = -CREDENTIALS_PAUSE_S
 
     async def get(self, path: str, **query: object) -> Object:
+        """Return an object, or another document, at a path. Raises ApiError."""
         return await self._call("get", "GET", path, query=query)
 
     async def list(self, path: str, **query: object) -> Object:
-        """One page."""
+        """Return one page of a list. Raises ApiError."""
         return await self._call("list", "GET", path, query=query)
 
     async def pages(
@@ -144,30 +148,36 @@ class Transport:
             raise Unreachable(f"the fence could not be tried: {type(error).__name__} {error}".rstrip()) from error
 
     async def create(self, path: str, manifest: Mapping[str, Any]) -> Object:
+        """Create an object in a collection. Return it. Raises ApiError, NotLeading."""
         return await self._call("create", "POST", path, manifest, query={"fieldManager": FIELD_MANAGER})
 
     async def apply(self, path: str, manifest: Mapping[str, Any]) -> Object:
-        """Server-side apply, by force: what we want of an object is so, whoever else wanted it otherwise."""
+        """Apply an object with force: what we want of it holds, whoever else wanted it otherwise.
+
+        Return the object. Raises ApiError, NotLeading.
+        """
         query = {"fieldManager": FIELD_MANAGER, "force": "true"}
         return await self._call("apply", "PATCH", path, manifest, query=query, content=_APPLY)
 
     async def merge(self, path: str, changes: Mapping[str, Any]) -> Object:
+        """Change fields of an object by merge patch. Return it. Raises ApiError, NotLeading."""
         query = {"fieldManager": FIELD_MANAGER}
         return await self._call("patch", "PATCH", path, changes, query=query, content=_MERGE)
 
     async def delete(self, path: str, options: Mapping[str, Any]) -> Object:
+        """Delete an object. Return it, or a Status. Raises ApiError, NotLeading."""
         return await self._call("delete", "DELETE", path, options)
 
     async def claim(self, method: str, path: str, lease: Mapping[str, Any], *, timeout_s: float) -> Object:
-        """A write to the Lease, the only one that needs none. `method` is POST or PUT."""
+        """Write to the Lease, the only write that needs none. `method` is POST or PUT. Raises ApiError."""
         return await self._call("create" if method == "POST" else "update", method, path, lease, timeout_s=timeout_s)
 
     async def look(self, path: str, *, timeout_s: float) -> Object:
-        """`get` with less time than usual."""
+        """Return an object within less time than usual. Raises ApiError."""
         return await self._call("get", "GET", path, timeout_s=timeout_s)
 
     async def watch(self, path: str, **query: object) -> AsyncIterator[Object]:
-        """Decoded events until the server ends the stream. Raises ApiError; an ERROR event is one too."""
+        """Yield decoded events until the server ends the stream. Raises ApiError, also for an ERROR event."""
         asked = {**query, "watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": WATCH_SERVER_TIMEOUT_S}
         limits = aiohttp.ClientTimeout(sock_connect=CONNECT_TIMEOUT_S, sock_read=WATCH_SILENCE_S)
         async with self._response("watch", "GET", path, query=asked, limits=limits) as response:
@@ -179,6 +189,7 @@ class Transport:
                 yield event
 
     async def close(self) -> None:
+        """Close all connections."""
         await self._client.close()  # type: ignore[no-untyped-call]
 
     async def __aenter__(self) -> Self:
@@ -231,7 +242,7 @@ class Transport:
         body: Mapping[str, Any] | None = None,
         content: str = "application/json",
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """An answer that is no error; whatever goes wrong until it is read is an ApiError."""
+        """Yield a response that is no error. Anything that goes wrong until it is read is an ApiError."""
         asked = [(key, value) for key, value in (query or {}).items() if value is not None]
         headers = {"Content-Type": content, "Accept": "application/json"}
         _, url, headers, payload, _ = await self._client.param_serialize(
@@ -292,7 +303,8 @@ def _error(status: Mapping[str, Any], code: int, headers: Mapping[str, str]) -> 
 
 
 async def _next_line(lines: AsyncIterator[bytes]) -> bytes | None:
-    """None: the stream has ended, or it is silent. Of a kind without changes some servers send not even bookmarks."""
+    """Return None when the stream has ended or is silent. Some servers send not even bookmarks of a kind without
+    changes."""
     try:
         return await anext(lines, None)
     except aiohttp.ServerTimeoutError:
@@ -300,7 +312,7 @@ async def _next_line(lines: AsyncIterator[bytes]) -> bytes | None:
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Whole lines, however long: aiohttp's own iteration gives up on those that its buffer cannot hold."""
+    """Yield whole lines, however long: aiohttp's own iteration gives up on those that its buffer cannot hold."""
     rest = bytearray()
     async for chunk in content.iter_any():
         begin = len(rest)
@@ -312,5 +324,5 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
             if line.strip():
                 yield line
     if rest.strip():
-        # The connection was cut within an event: it is told again after a new dial from the last version.
+        # The connection was cut within an event, which comes again after a new dial from the last version.
         raise aiohttp.ClientPayloadError("the stream ended within an event")

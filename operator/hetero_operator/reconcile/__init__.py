@@ -1,4 +1,4 @@
-"""What to do about one HeteroInference: pure functions from what was observed to what shall be.
+"""Decisions about one HeteroInference: pure functions from an observation to a plan and a report.
 
     plan(observed)                  → Plan     what to apply and delete
     report(observed, plan, outcome) → Report   the status, Events, and when to look again

@@ -1,16 +1,16 @@
 """The budget of restarts: how often ranks restarted, and pools that have to wait before they try again.
 
-The kubelet restarts containers and StatefulSets make pods anew; the operator counts. It knows what it counted by
+The kubelet restarts containers and StatefulSets replace pods; the operator counts. It knows what it counted by
 `status.restarts.seen`: of each pod its uid and how often its container had restarted. A pod that is seen for the first
 time counts nothing, nor does anything that the operator itself brought about: a roll-out, a suspension, a wait.
 
 Beyond `maxRestarts` within the window the budget is used up. Containers that crash in place are left to the kubelet and
 its back-off all the same: their pods and logs stay. But pods that fail as a whole, e.g. by a TopologyAffinityError, are
-made anew by a StatefulSet at once, again and again: a pool of such pods gets none until the next attempt, and attempts
+replaced by a StatefulSet at once, again and again: a pool of such pods gets none until the next attempt, and attempts
 come in gaps that double from 30 s to an hour.
 
 The window begins with its first restart. Once used up, a budget is whole again after a window without a restart. A new
-revision (and with it restartedAt) and a suspension begin anew.
+revision (and with it restartedAt) and a suspension start over.
 """
 
 from __future__ import annotations
@@ -23,21 +23,27 @@ from typing import Final
 from hetero_api.contract import LABEL_POOL, LABEL_REVISION
 from hetero_api.spec import HeteroInferenceSpec, RecoverySpec
 from hetero_api.status import ConditionType, HeteroInferenceStatus, RestartsStatus, SeenRestarts
-from hetero_operator.reconcile.inventory import STATEFUL_SET, Inventory
+from hetero_operator.reconcile.inventory import STATEFUL_SET, Inventory, is_leaving, label_of
 from hetero_operator.reconcile.model import Object, Observed
 from hetero_operator.reconcile.names import RANK_CONTAINER, Names
-from hetero_operator.reconcile.ownership import is_leaving, label_of
-from hetero_operator.reconcile.status.expected import ExpectedPod, expected_pods, rank_pods
-from hetero_operator.reconcile.status.pods import container_status, end_trouble, has_ended, latest_ending, status_of
-from hetero_operator.reconcile.status.stored import stored_status
-from hetero_operator.reconcile.status.text import parsed_time, timestamp
+from hetero_operator.reconcile.status.pods import (
+    ExpectedPod,
+    container_status,
+    end_trouble,
+    expected_pods,
+    has_ended,
+    latest_ending,
+    rank_pods,
+    status_of,
+)
+from hetero_operator.reconcile.status.text import parsed_time, stored_status, timestamp
 
 FIRST_GAP_S: Final = 30
 LONGEST_GAP_S: Final = 3600
 
 
 def held_pools(observed: Observed, spec: HeteroInferenceSpec, inventory: Inventory, *, revision: str) -> frozenset[str]:
-    """Pools that get no pods before the next attempt; none that only waits for something."""
+    """Return the pools that get no pods before the next attempt; none that only waits for something."""
     runs = spec.replicas > 0 and not spec.suspend
     restarts = account(observed, spec, inventory, revision=revision, runs=runs)
     next_attempt = parsed_time(restarts.next_attempt_time)
@@ -50,7 +56,7 @@ def held_pools(observed: Observed, spec: HeteroInferenceSpec, inventory: Invento
 def account(
     observed: Observed, spec: HeteroInferenceSpec, inventory: Inventory, *, revision: str, runs: bool
 ) -> RestartsStatus:
-    """Restarts as they stand with this look. `revision` and `runs`: of the ranks that should be there."""
+    """Return the restarts as of this look. `revision` and `runs` are those of the ranks that should be there."""
     stored = stored_status(observed.resource)
     if not runs:
         return RestartsStatus()
@@ -68,19 +74,19 @@ def account(
     after = before.model_copy(update={"seen": _seen(expected, pods, seen, waiting=waiting)})
     counted = _explained(_counted(after, news, observed.now) if news else after, expected, pods)
     is_too_much = is_exhausted(counted, spec) and counted.next_attempt_time is None
-    # A pool may wait already by a plan of this very look, which no report has told of yet.
+    # A pool may wait already by a plan of this very look, which no report has shown yet.
     if not is_too_much or not (waiting or _failing_pools(pods.values(), seen)):
         return counted
     return _postponed(counted, observed.now)
 
 
 def is_exhausted(restarts: RestartsStatus, spec: HeteroInferenceSpec) -> bool:
-    """Whether there were more restarts than allowed, and no window without one since."""
+    """Return whether there were more restarts than allowed, and no window without one since."""
     return restarts.count > spec.recovery.max_restarts
 
 
 def next_change(restarts: RestartsStatus, spec: HeteroInferenceSpec) -> datetime | None:
-    """When time alone changes the account."""
+    """Return when time alone changes the account, None if it does not."""
     return parsed_time(restarts.next_attempt_time) or _end_of_window(restarts, spec.recovery)
 
 
@@ -120,7 +126,7 @@ def _restart(
 
 
 def _remembered(stored: HeteroInferenceStatus, expected: ExpectedPod) -> str:
-    """What was told of a pod that is no more: by the account when it was the last, else by Degraded; "" for nothing."""
+    """Return the last report about a pod that is gone: from the account when it was the last, else from Degraded."""
     last = stored.restarts
     told = [last.last_reason] if last.last_rank == expected.first_rank else []
     told += [item.message for item in stored.conditions if item.type == ConditionType.DEGRADED]
@@ -139,7 +145,7 @@ def _seen(
     *,
     waiting: Collection[str],
 ) -> list[SeenRestarts]:
-    """What the count includes from now on; nothing of pools that wait, whose pods are made anew because of us."""
+    """Return the pods that the count includes from now on; none of pools that wait, whose pods we replace."""
     entries = []
     for item in expected:
         if item.pool in waiting:
@@ -155,8 +161,10 @@ def _seen(
 def _renewed(
     restarts: RestartsStatus, recovery: RecoverySpec, now: datetime, *, waiting: Collection[str]
 ) -> RestartsStatus:
-    """The account before this look's restarts: an attempt has begun once no pool waits, a window that is over is
-    forgotten."""
+    """Return the account before this look's restarts.
+
+    An attempt has begun once no pool waits; a window that is over is forgotten.
+    """
     attempt = parsed_time(restarts.next_attempt_time)
     if attempt is not None:
         if now < attempt or waiting:
@@ -169,7 +177,7 @@ def _renewed(
 
 
 def _end_of_window(restarts: RestartsStatus, recovery: RecoverySpec) -> datetime | None:
-    """When the count is forgotten; None while there is none."""
+    """Return when the count is forgotten, None while there is none."""
     begin, last = parsed_time(restarts.window_start), parsed_time(restarts.last_time)
     if begin is None:
         return None
@@ -193,7 +201,7 @@ def _counted(restarts: RestartsStatus, news: Collection[_Restart], now: datetime
 def _explained(
     restarts: RestartsStatus, expected: Collection[ExpectedPod], pods: Mapping[str, Object]
 ) -> RestartsStatus:
-    """With the words of a pod that failed, while it is to be seen: its controller soon makes another of it."""
+    """Return the account with the message of a failed pod, while that exists: its controller soon replaces it."""
     failed = next((item for item in expected if item.name in pods and has_ended(pods[item.name])), None)
     if failed is None or not restarts.count:
         return restarts
@@ -203,37 +211,36 @@ def _explained(
 
 
 def _postponed(restarts: RestartsStatus, now: datetime) -> RestartsStatus:
-    """The next attempt is put off, for longer than the last one was."""
+    """Return the account with the next attempt put off, for longer than the last one was."""
     attempts = restarts.attempts + 1
     next_attempt = timestamp(now + timedelta(seconds=gap_s(attempts)))
     return restarts.model_copy(update={"attempts": attempts, "next_attempt_time": next_attempt})
 
 
 def gap_s(attempts: int) -> int:
-    """Seconds of wait before an attempt; the first is 1."""
+    """Return seconds of wait before an attempt; the first is 1."""
     # Beyond a few attempts the power only grows what the cap cuts off.
     doublings = min(attempts - 1, 16)
     return min(LONGEST_GAP_S, FIRST_GAP_S << doublings)
 
 
 def _without_pods(observed: Observed, spec: HeteroInferenceSpec, inventory: Inventory) -> frozenset[str]:
-    """Pools whose StatefulSet asks for no pods."""
+    """Return the pools whose StatefulSet asks for no pods."""
     names = Names(observed.resource["metadata"]["name"])
     workloads = {pool.name: inventory.named(STATEFUL_SET, names.pool(pool.name), group="apps") for pool in spec.pools}
     return frozenset(name for name, item in workloads.items() if item is not None and item["spec"]["replicas"] == 0)
 
 
 def _pods_of(observed: Observed, revision: str) -> dict[str, Object]:
-    """Rank pods of a revision by name."""
+    """Return the rank pods of a revision by name."""
     return {name: pod for name, pod in rank_pods(observed).items() if label_of(pod, LABEL_REVISION) == revision}
 
 
 def _failing_pools(pods: Iterable[Object], seen: Mapping[str, SeenRestarts]) -> frozenset[str]:
-    """Pools whose pods end for good, to be made anew at once; `seen` is what the last look saw.
+    """Return the pools whose pods end for good and are replaced at once; `seen` is from the last look.
 
-    A StatefulSet's controller makes a pod anew within milliseconds, so the one that ended is seldom to be seen: the new
-    one tells as much. A pod that is Pending since the last look waits for a node, an image or a volume, and would lose
-    its turn.
+    A StatefulSet's controller replaces a pod within milliseconds, so the ended one is seldom visible: the new one shows
+    as much. A pod that is Pending since the last look waits for a node, an image or a volume, and would lose its turn.
     """
     by_pool: dict[str, list[Object]] = {}
     for pod in pods:

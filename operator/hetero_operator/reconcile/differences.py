@@ -1,4 +1,4 @@
-"""Whether an object has to be applied: the reason that a second reconcile writes nothing.
+"""Differences between wanted and live objects: why a second reconcile writes nothing.
 
 An object is applied when it is not there, when what we would write is not what we wrote last (a hash in an
 annotation tells), or when a field that we want is not as we want it (somebody changed it). What is more in the live
@@ -35,11 +35,11 @@ _PORT_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     "StatefulSet": ("containerPort", "protocol"),
     "Deployment": ("containerPort", "protocol"),
 }
-"""What `ports` is depends on the kind; a NetworkPolicy's are compared as a whole, for one more would open a door."""
+"""Keys of `ports` by kind; a NetworkPolicy's are compared as a whole, for one more would open a door."""
 
 
 def stamped(item: Mapping[str, Any]) -> dict[str, Any]:
-    """An object with the hash of itself in ANNOTATION_APPLIED."""
+    """Return an object with the hash of itself in ANNOTATION_APPLIED."""
     metadata = dict(item["metadata"])
     annotations = dict(metadata.get("annotations") or {})
     metadata["annotations"] = {**annotations, ANNOTATION_APPLIED: digest(item, _HASH_LENGTH)}
@@ -47,12 +47,12 @@ def stamped(item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def needs_apply(wanted: Object, live: Object | None) -> bool:
-    """Whether a stamped object has to be applied, given what the API server shows; None: nothing of that name."""
+    """Return whether a stamped object has to be applied, given the live one; None: there is none of that name."""
     return live is None or not _holds(live, wanted, field="", kind=wanted["kind"])
 
 
 def _holds(live: Any, wanted: Any, *, field: str, kind: str) -> bool:
-    """Whether `live` has all of `wanted`."""
+    """Return whether `live` has all of `wanted`."""
     if isinstance(wanted, Mapping):
         return isinstance(live, Mapping) and all(
             _holds(live.get(key), value, field=key, kind=kind) for key, value in wanted.items()

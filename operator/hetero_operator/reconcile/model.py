@@ -1,4 +1,4 @@
-"""What crosses the border between looking, planning, acting and reporting."""
+"""Data between observing, planning, executing and reporting."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ class ObjectRef(NamedTuple):
 
     @classmethod
     def of(cls, item: Object) -> ObjectRef:
+        """Return the reference to an object."""
         return cls(item["apiVersion"], item["kind"], item["metadata"]["name"])
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What the API server offers, by discovery."""
+    """The API server's capabilities, by discovery."""
 
     version: tuple[int, int]
     """Major and minor of Kubernetes, e.g. (1, 33)."""
@@ -36,12 +37,13 @@ class Capabilities:
     """(apiVersion, kind) of every optional kind that exists, e.g. ("policy/v1", "PodDisruptionBudget")."""
 
     def has(self, api_version: str, kind: str) -> bool:
+        """Return whether the server offers an optional kind."""
         return (api_version, kind) in self.kinds
 
 
 @dataclass(frozen=True, slots=True)
 class RenderOptions:
-    """What the installation decides, not the user of a resource."""
+    """Settings of the installation that manifests depend on."""
 
     gateway_image: str
     cpu_worker_image: str
@@ -63,7 +65,7 @@ class PodEvent:
 
 @dataclass(frozen=True, slots=True)
 class ObservedRank:
-    """One rank as the gateway's Admin.GetTopology tells it."""
+    """One rank as the gateway's Admin.GetTopology reports it."""
 
     rank: int
     pool: str
@@ -99,7 +101,7 @@ class ObservedOption:
 
 @dataclass(frozen=True, slots=True)
 class ObservedPlacement:
-    """How the gateway spread the model and how fast that is, for the load that the spec names.
+    """Placement that the gateway chose and its speed, for the load that the spec names.
 
     Speeds are decoded tokens a second over all streams; `step_ratio` is measured seconds of a step over predicted ones.
     """
@@ -113,7 +115,7 @@ class ObservedPlacement:
 
 @dataclass(frozen=True, slots=True)
 class GatewayReport:
-    """What a gateway answered, or why it did not. `error` is "" when it did."""
+    """A gateway's answer, or the reason why there is none; `error` is "" when it answered."""
 
     pod: str
     """Name of the gateway's pod that was asked."""
@@ -138,7 +140,7 @@ class GatewayReport:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """All that a reconcile knows, taken at `now`."""
+    """Everything that a reconcile knows, taken at `now`."""
 
     resource: Object
     """The HeteroInference as stored."""
@@ -181,7 +183,7 @@ class NewSecret:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to do, in this order: create secrets, apply, delete."""
+    """The writes to do, in this order: create secrets, apply, delete."""
 
     create: tuple[NewSecret, ...] = ()
     """Secrets that must never be overwritten: a plain create. One that is there already (409) is as good as done
@@ -201,7 +203,7 @@ class Plan:
 
 
 class FailureKind(StrEnum):
-    """Why the API refused a write."""
+    """Kind of refusal of a write."""
 
     FOREIGN = "Foreign"
     """An object of that name belongs to someone else."""
@@ -224,7 +226,7 @@ class WriteFailure:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a plan."""
+    """The writes of a plan that failed."""
 
     failures: tuple[WriteFailure, ...] = ()
 
@@ -240,7 +242,7 @@ class Transition(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What to tell, and when to look again."""
+    """The status to write, Events, and when to look again."""
 
     status: Object
     """The whole new status, decoded JSON."""

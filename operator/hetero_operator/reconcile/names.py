@@ -2,7 +2,7 @@
 
 All are functions of the resource's name, so that nothing has to be remembered: an object that is there is found, one
 that is not is made. Two resources can want the same name (`a` with a pool `b-c`, `a-b` with a pool `c`); whoever
-comes second is told so, and takes nothing over.
+comes second is refused, and takes nothing over.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class Names:
 
     @property
     def pod_monitor(self) -> str:
+        """The PodMonitor."""
         return self.resource
 
     @property
@@ -75,25 +76,25 @@ class Names:
         return self.resource
 
     def pool(self, pool: str) -> str:
-        """The StatefulSet of a pool."""
+        """Return the name of a pool's StatefulSet."""
         return f"{self.resource}-{pool}"
 
     def claim_template(self, pool: str, revision: str) -> str:
-        """The ResourceClaimTemplate of a pool: one a revision, because such a template can never be changed."""
+        """Return the name of a pool's ResourceClaimTemplate: one a revision, because it can never be changed."""
         return f"{self.resource}-{pool}-{revision}"
 
     def group_secret(self, revision: str) -> str:
-        """The Secret with the tokens of one revision's group."""
+        """Return the name of the Secret with the tokens of one revision's group."""
         return f"{self.resource}-group-{revision}"
 
     def config(self, gateway_revision: str) -> str:
-        """The ConfigMap of one gateway revision."""
+        """Return the name of the ConfigMap of one gateway revision."""
         return f"{self.resource}-{gateway_revision}"
 
     def queued_group(self, revision: str) -> str:
-        """Kueue's pod group: one a revision, because its size may differ from the last one's."""
+        """Return the name of Kueue's pod group: one a revision, because its size may change."""
         return f"{self.resource}-{revision}"
 
     def gateway_host(self, namespace: str, cluster_domain: str) -> str:
-        """DNS name that ranks dial."""
+        """Return the DNS name that ranks dial."""
         return f"{self.gateway}.{namespace}.svc.{cluster_domain}"

@@ -1,24 +1,35 @@
-"""What to do about one resource: the whole of the operator's will, as one pure function.
+"""The plan for one resource: all decisions of the operator, as one pure function.
 
-Order of the questions: is the resource leaving; does its spec make sense, may it follow the one in force, can the
-cluster do it, are its names free. Only then: what shall be, what of it is not so, what is too much.
+The order of the questions: is the resource being deleted; is its spec valid, may it follow the one in force, can the
+cluster do it, are its names free. Only then: which objects it wants, which of them differ, which are too many. Objects
+are created in the order in which they are needed: what a pod needs is there before the pod.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from itertools import chain
+from typing import Any
 
 from hetero_api.spec import HeteroInferenceSpec
-from hetero_operator.reconcile import budget, lost_nodes
-from hetero_operator.reconcile.desired import desired_objects
+from hetero_operator.reconcile import budget
+from hetero_operator.reconcile.deletions import lost_pods, outdated_ranks, superseded
 from hetero_operator.reconcile.differences import needs_apply, stamped
-from hetero_operator.reconcile.inventory import Inventory
+from hetero_operator.reconcile.inventory import CLAIM_TEMPLATE, CONFIG_MAP, Inventory, ObjectKey, is_leaving
+from hetero_operator.reconcile.manifests.accounts import accounts, group_secret
+from hetero_operator.reconcile.manifests.config import config_map
+from hetero_operator.reconcile.manifests.gateway import deployment
+from hetero_operator.reconcile.manifests.network import network_policies, services
+from hetero_operator.reconcile.manifests.optional_kinds import (
+    claim_templates,
+    disruption_budgets,
+    pod_groups,
+    pod_monitors,
+)
+from hetero_operator.reconcile.manifests.rank_pod import statefulset
 from hetero_operator.reconcile.manifests.rendering import Rendering
-from hetero_operator.reconcile.manifests.secrets import group_secret
 from hetero_operator.reconcile.model import Deletion, NewSecret, Object, Observed, Plan
 from hetero_operator.reconcile.names import Names
-from hetero_operator.reconcile.ownership import ObjectKey, is_leaving
 from hetero_operator.reconcile.refusals import (
     Refusal,
     capability_refusal,
@@ -28,12 +39,32 @@ from hetero_operator.reconcile.refusals import (
     unserved_refusal,
 )
 from hetero_operator.reconcile.revision import revisions_of
-from hetero_operator.reconcile.rollout import outdated_ranks
-from hetero_operator.reconcile.superseded import superseded
+from hetero_operator.reconcile.templates import templates_in_force
+
+
+def desired_objects(rendering: Rendering, inventory: Inventory, *, held: Collection[str]) -> list[dict[str, Any]]:
+    """Return all objects but the group's Secret; the pools named in `held` get no pods."""
+    templates = templates_in_force(rendering, inventory)
+    stored = inventory.named(CONFIG_MAP, rendering.names.config(rendering.revisions.gateway))
+    return [
+        *accounts(rendering),
+        config_map(rendering, templates, stored),
+        *network_policies(rendering),
+        *services(rendering),
+        *disruption_budgets(rendering),
+        *claim_templates(rendering, {item["metadata"]["name"]: item for item in inventory.of_kind(CLAIM_TEMPLATE)}),
+        *pod_groups(rendering),
+        *(
+            statefulset(rendering, pool, templates.ranks[pool.name], held=pool.name in held)
+            for pool in rendering.spec.pools
+        ),
+        deployment(rendering, templates.gateway),
+        *pod_monitors(rendering),
+    ]
 
 
 def plan(observed: Observed) -> Plan:
-    """What to apply and delete, so that what is becomes what the resource asks for."""
+    """Decide what to apply and delete, so that the cluster becomes what the resource asks for."""
     if is_leaving(observed.resource):
         # Its objects follow by their owner references; writing now would only make more to collect.
         return Plan()
@@ -53,7 +84,7 @@ def plan(observed: Observed) -> Plan:
 
 
 def rendering_of(observed: Observed, spec: HeteroInferenceSpec) -> Rendering:
-    """What the manifests of an observed resource are made from."""
+    """Return the input of the manifests of an observed resource."""
     metadata = observed.resource["metadata"]
     return Rendering(
         names=Names(metadata["name"]),
@@ -91,13 +122,13 @@ def _missing(secret: NewSecret, inventory: Inventory) -> tuple[NewSecret, ...]:
 def _deletions(
     observed: Observed, rendering: Rendering, inventory: Inventory, *, wanted: Collection[Object]
 ) -> Iterator[Deletion]:
-    """Every deletion once: a pod on a dead node goes at once, be it outdated or not."""
+    """Yield every deletion once: a pod on a dead node goes at once, whether outdated or not."""
     outdated = outdated_ranks(
         rendering.spec, rendering.names, rendering.revisions.ranks, inventory=inventory, pods=observed.pods
     )
     done: set[str] = set()
     too_much = superseded(inventory, {ObjectKey.of(item) for item in wanted}, observed.pods)
-    for deletion in chain(lost_nodes.deletions(observed, rendering.spec), outdated, too_much):
+    for deletion in chain(lost_pods(observed, rendering.spec), outdated, too_much):
         if deletion.uid not in done:
             done.add(deletion.uid)
             yield deletion

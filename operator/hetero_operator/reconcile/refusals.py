@@ -1,4 +1,4 @@
-"""Why a spec is not put in force: it makes no sense, may not follow the last one, or asks what the cluster lacks.
+"""Refusals of a spec: it is invalid, cannot be served, may not follow the last one, or needs what the cluster lacks.
 
 A refused spec changes nothing at all: no object of it is applied, and what runs is left alone.
 """
@@ -14,19 +14,17 @@ from hetero_api.manifest import parse_resource
 from hetero_api.spec import ExchangeKind, HeteroInferenceSpec
 from hetero_api.spec_cluster import GangScheduler
 from hetero_api.validation import check_transition, find_unserved
-from hetero_operator.reconcile.inventory import Inventory
-from hetero_operator.reconcile.manifests.claims import RESOURCE_CLAIM_TEMPLATE, device_class
+from hetero_operator.reconcile.inventory import Inventory, ObjectKey, label_of, taken_by_others
 from hetero_operator.reconcile.manifests.config import stored_resource
-from hetero_operator.reconcile.manifests.gang import POD_GROUP
+from hetero_operator.reconcile.manifests.optional_kinds import POD_GROUP, RESOURCE_CLAIM_TEMPLATE, device_class
 from hetero_operator.reconcile.model import Capabilities, Object
 from hetero_operator.reconcile.names import Names
-from hetero_operator.reconcile.ownership import ObjectKey, label_of, taken_by_others
 from hetero_operator.reconcile.status.reasons import Reason
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why nothing is put in force."""
+    """Reason for which nothing is put in force."""
 
     reason: Reason
     problems: tuple[str, ...]
@@ -50,7 +48,7 @@ def unserved_refusal(spec: HeteroInferenceSpec) -> Refusal | None:
 def transition_refusal(
     spec: HeteroInferenceSpec, names: Names, inventory: Inventory, *, revision: str
 ) -> Refusal | None:
-    """Refusal of a spec, of that revision, that the one in force cannot become, e.g. for another type of a pool."""
+    """Refuse a spec, of that revision, that the one in force cannot become, e.g. for another type of a pool."""
     config = inventory.config_in_force(names)
     if config is None or label_of(config, LABEL_REVISION) == revision:
         return None  # what a transition may not change has Effect.RANKS; reading the stored spec costs much
@@ -63,13 +61,13 @@ def transition_refusal(
 
 
 def capability_refusal(spec: HeteroInferenceSpec, capabilities: Capabilities) -> Refusal | None:
-    """Refusal of what the cluster cannot do, where leaving it out would not be what the user asked for."""
+    """Refuse a spec that needs what the cluster lacks, where leaving it out would not be what the user asked for."""
     problems = tuple(_lacking(spec, capabilities))
     return Refusal(Reason.NOT_SUPPORTED, problems) if problems else None
 
 
 def conflict_refusal(wanted: Iterator[Object], inventory: Inventory) -> Refusal | None:
-    """Refusal because a name that is needed is taken."""
+    """Refuse a spec because a name that it needs is taken."""
     taken = [key for key in map(ObjectKey.of, wanted) if key in inventory.foreign]
     problems = tuple(f"metadata.name: {taken_by_others(key)}" for key in taken)
     return Refusal(Reason.NAME_CONFLICT, problems) if problems else None

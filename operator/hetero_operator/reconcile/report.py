@@ -1,4 +1,4 @@
-"""What to tell about one resource: the whole of its status, Events, and when to look again.
+"""The report about one resource: the whole of its status, Events, and when to look again.
 
 A status that says what the stored one says is the stored one, so that nothing is written when nothing changed.
 """
@@ -9,22 +9,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from hetero_api.status import Condition, ConditionType, HeteroInferenceStatus
+from hetero_operator.reconcile.inventory import is_leaving
 from hetero_operator.reconcile.model import Object, Observed, Outcome, Plan, Report
-from hetero_operator.reconcile.ownership import is_leaving
 from hetero_operator.reconcile.status.figures import figures
 from hetero_operator.reconcile.status.findings import TRUE, Blockers, Finding, degraded, findings
-from hetero_operator.reconcile.status.history import condition_of
+from hetero_operator.reconcile.status.history import condition_of, transitions
 from hetero_operator.reconcile.status.numa import numa_pinned
-from hetero_operator.reconcile.status.progress import progressing
+from hetero_operator.reconcile.status.progress import look_again_s, progressing
 from hetero_operator.reconcile.status.reasons import Reason
 from hetero_operator.reconcile.status.situation import Situation
-from hetero_operator.reconcile.status.stored import stored_conditions
-from hetero_operator.reconcile.status.timing import look_again_s
-from hetero_operator.reconcile.status.transitions import transitions
+from hetero_operator.reconcile.status.text import stored_conditions
 
 
 def report(observed: Observed, plan: Plan, outcome: Outcome) -> Report:
-    """What was seen, never more. `plan` and `outcome`: what this look led to, and what became of it."""
+    """Report what was seen, never more. `plan` and `outcome` are those of this look."""
     stored: Object = observed.resource.get("status") or {}
     if is_leaving(observed.resource):
         return Report(status=stored)
@@ -40,7 +38,7 @@ def report(observed: Observed, plan: Plan, outcome: Outcome) -> Report:
 
 
 def _conditions(situation: Situation, blockers: Blockers) -> dict[str, Condition]:
-    """All of them, in the order of ConditionType."""
+    """Return all conditions, in the order of ConditionType."""
     told = findings(situation, blockers)
     told[ConditionType.NUMA_PINNED] = numa_pinned(situation, blockers)
     conditions: dict[str, Condition] = {kind: condition_of(kind, item, situation) for kind, item in told.items()}
@@ -52,7 +50,7 @@ def _conditions(situation: Situation, blockers: Blockers) -> dict[str, Condition
 
 
 def _with_deadline(damage: Finding, judgement: Finding) -> Finding:
-    """What takes too long is broken, even if nothing said that it failed."""
+    """Return the damage, or that the deadline is over: then it is broken, even if nothing said that it failed."""
     if damage.status is not TRUE and judgement.reason == Reason.PROGRESS_DEADLINE_EXCEEDED:
         return Finding(TRUE, judgement.reason, judgement.message)
     return damage
@@ -69,7 +67,7 @@ def _decoded(situation: Situation, conditions: Mapping[str, Condition], *, is_se
 
 
 def _without_empty(value: Any) -> Any:
-    """A value without fields that say nothing: "", [], {}. Zeros say something."""
+    """Return a value without empty fields: "", [], {}. Zeros stay."""
     if isinstance(value, Mapping):
         kept = {key: _without_empty(item) for key, item in value.items()}
         return {key: item for key, item in kept.items() if item not in ("", [], {})}
@@ -79,7 +77,7 @@ def _without_empty(value: Any) -> Any:
 
 
 def _says_the_same(stored: Object, status: Mapping[str, Any]) -> bool:
-    """Whether the stored status says just this; conditions of others, and their order, do not count."""
+    """Return whether the stored status equals this one; conditions of others, and their order, do not count."""
     told = stored.get("conditions")
     by_type = {item.get("type"): item for item in told} if isinstance(told, list) else {}
     ours = [by_type.get(item["type"]) for item in status["conditions"]]

@@ -1,4 +1,4 @@
-"""Revisions: short hashes of what the user asked for, which decide what has to start anew.
+"""Revisions: short hashes of what the user asked for, which decide what has to restart.
 
     revision          hash of the fields with Effect.RANKS      and of the annotation restartedAt
     gateway revision  hash of those and the fields with Effect.GATEWAY
@@ -33,7 +33,7 @@ class Revisions(NamedTuple):
 
 
 def revisions_of(resource: Object, spec: HeteroInferenceSpec) -> Revisions:
-    """Revisions that a resource with this spec asks for."""
+    """Return the revisions that a resource with this spec asks for."""
     annotations = resource["metadata"].get("annotations") or {}
     restarted_at = str(annotations.get(ANNOTATION_RESTARTED_AT, ""))
     canonical = canonical_spec(spec)
@@ -44,13 +44,13 @@ def revisions_of(resource: Object, spec: HeteroInferenceSpec) -> Revisions:
 
 
 def canonical_spec(spec: HeteroInferenceSpec) -> dict[str, Any]:
-    """The spec as decoded JSON with camelCase keys, without fields that equal their default or hold nothing."""
+    """Return the spec as decoded JSON with camelCase keys, without fields that are empty or equal their default."""
     dumped = spec.model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude_none=True)
     return {key: _without_empty(value) for key, value in dumped.items() if not _is_empty(_without_empty(value))}
 
 
 def digest(value: Any, length: int) -> str:
-    """The first hexadecimal digits of the SHA-256 of a value's canonical JSON."""
+    """Return the first hexadecimal digits of the SHA-256 of a value's canonical JSON."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:length]
 
@@ -60,7 +60,7 @@ def _hash(fields: Mapping[str, Any], restarted_at: str) -> str:
 
 
 def _without_empty(value: Any) -> Any:
-    """A value without mappings and lists that hold nothing, at any depth; items of lists stay."""
+    """Return a value without empty mappings and lists, at any depth; items of lists stay."""
     if isinstance(value, Mapping):
         kept = {key: _without_empty(item) for key, item in value.items()}
         return {key: item for key, item in kept.items() if not _is_empty(item)}

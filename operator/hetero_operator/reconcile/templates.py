@@ -1,4 +1,4 @@
-"""Which pod templates are in force: what a revision was started with, not what this version would render.
+"""Pod templates in force: those that a revision was started with, not those that this version would render.
 
     1  the ConfigMap of the wanted gateway revision keeps them
     2  for ranks: any ConfigMap of their revision does (only the gateway's fields changed)
@@ -6,7 +6,7 @@
     4  they are rendered: the revision is new
 
 So an upgrade of the operator, with other images and other manifests, restarts no pod; a new revision gets all of it.
-Ranks and a gateway of different versions refuse one another: a gateway that is made anew beside ranks that stay is
+Ranks and a gateway of different versions refuse one another: a gateway that is created again beside ranks that stay is
 rendered with the options that these were rendered with, its image among them.
 """
 
@@ -17,17 +17,16 @@ from typing import Any
 
 from hetero_api.contract import LABEL_GATEWAY_REVISION, LABEL_REVISION
 from hetero_api.spec import PoolSpec
-from hetero_operator.reconcile.inventory import CONFIG_MAP, DEPLOYMENT, STATEFUL_SET, Inventory
+from hetero_operator.reconcile.inventory import CONFIG_MAP, DEPLOYMENT, STATEFUL_SET, Inventory, template_label_of
 from hetero_operator.reconcile.manifests.config import PodTemplates, stored_templates
 from hetero_operator.reconcile.manifests.gateway import gateway_template
 from hetero_operator.reconcile.manifests.rank_pod import rank_template
 from hetero_operator.reconcile.manifests.rendering import Rendering
 from hetero_operator.reconcile.model import Object
-from hetero_operator.reconcile.ownership import template_label_of
 
 
 def templates_in_force(rendering: Rendering, inventory: Inventory) -> PodTemplates:
-    """Pod templates of the wanted revisions."""
+    """Return the pod templates of the wanted revisions."""
     names, revisions = rendering.names, rendering.revisions
     config = inventory.named(CONFIG_MAP, names.config(revisions.gateway)) or inventory.config_of_ranks(revisions.ranks)
     if config is None:
@@ -62,7 +61,7 @@ def _live_gateway(rendering: Rendering, inventory: Inventory) -> Object | None:
 
 
 def _template_of(workload: Object) -> Object:
-    """The pod template of a live workload, without the empty time that API servers put there."""
+    """Return the pod template of a live workload, without the empty time that API servers put there."""
     template: dict[str, Any] = dict(workload["spec"]["template"])
     metadata = template["metadata"]
     template["metadata"] = {key: metadata[key] for key in ("labels", "annotations") if key in metadata}

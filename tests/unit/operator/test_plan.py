@@ -10,8 +10,8 @@ import pytest
 
 from hetero_api.contract import CONFIG_MANIFEST_KEY, CONFIG_TEMPLATES_KEY, LABEL_GATEWAY_REVISION
 from hetero_api.manifest import parse_manifest
+from hetero_operator.reconcile.inventory import ObjectKey
 from hetero_operator.reconcile.model import Plan
-from hetero_operator.reconcile.ownership import ObjectKey
 from tests.support.operator_world import OperatorWorld
 from tests.support.render_cases import BARE, BUDGET, FULL, OLD, PLAIN, everything, resource_of
 

@@ -9,8 +9,8 @@ import pytest
 
 from hetero_api.contract import ROLE_GATEWAY, ROLE_RANK
 from hetero_api.effects import Effect, effect_of, spec_leaves
+from hetero_operator.reconcile.inventory import ObjectKey
 from hetero_operator.reconcile.model import Plan
-from hetero_operator.reconcile.ownership import ObjectKey
 from tests.support.operator_world import OperatorWorld
 from tests.support.render_cases import FULL
 from tests.support.spec_changes import AFTER, REFUSED, before, changed

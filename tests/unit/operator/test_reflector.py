@@ -11,10 +11,10 @@ import pytest
 from aiohttp import web
 
 from hetero_api.contract import LABEL_NAME
-from hetero_operator.backoff import Backoff
 from hetero_operator.cluster.kinds import POD
 from hetero_operator.cluster.reflector import Reflector
 from hetero_operator.cluster.store import Key, ObjectStore
+from hetero_operator.timing import Backoff
 from tests.support.api_stand_in import ApiStandIn, Fault, refusal
 
 PODS = "/api/v1/namespaces/ns/pods"

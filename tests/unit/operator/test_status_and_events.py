@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from hetero_operator.cluster.fence import Fence
+from hetero_operator.cluster.inquiries import PATIENCE_S, WarningBook
 from hetero_operator.cluster.kinds import RESOURCE
 from hetero_operator.cluster.recorder import ATTEMPTS, BURST, EventRecorder
 from hetero_operator.cluster.status_writer import BURST as STATUS_BURST
 from hetero_operator.cluster.status_writer import MIN_INTERVAL_S, StatusWriter
 from hetero_operator.cluster.store import Key, ObjectStore
-from hetero_operator.cluster.waiting import PATIENCE_S, WarningBook
 from hetero_operator.errors import Conflict
 from hetero_operator.reconcile.model import PodEvent, Transition
 from tests.support.api_stand_in import ApiStandIn, Fault, refusal

@@ -6,7 +6,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 from hetero_api.manifest import parse_resource
-from hetero_operator.reconcile import lost_nodes
+from hetero_operator.reconcile.deletions import lost_pods, next_lost_pod
 from tests.support import pod_statuses as pods
 from tests.support.status_scene import GATEWAY, StatusScene
 
@@ -15,7 +15,7 @@ GPU, CPU0, CPU1 = "x-gpu-0", "x-cpu-0", "x-cpu-1"
 
 def forced_out(scene: StatusScene) -> list[str]:
     observed = scene.observe()
-    deletions = lost_nodes.deletions(observed, parse_resource(observed.resource).spec)
+    deletions = lost_pods(observed, parse_resource(observed.resource).spec)
     assert all(deletion.grace_period_s == 0 for deletion in deletions)
     uids = {pod["metadata"]["uid"]: name for name, pod in scene.world.pods.items()}
     assert [uids[deletion.uid] for deletion in deletions] == [deletion.ref.name for deletion in deletions]
@@ -82,6 +82,6 @@ def test_the_next_time_is_that_of_the_node_that_was_lost_first() -> None:
     scene.world.nodes["n1"] = pods.node("False", at="2029-12-31T23:59:00Z")
     observed = scene.observe()
     spec = parse_resource(observed.resource).spec
-    assert lost_nodes.next_deletion(observed, spec) == observed.now + timedelta(seconds=240)
+    assert next_lost_pod(observed, spec) == observed.now + timedelta(seconds=240)
     scene.pass_time(300)
-    assert lost_nodes.next_deletion(scene.observe(), spec) is None
+    assert next_lost_pod(scene.observe(), spec) is None

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_operator.backoff import Backoff
+from hetero_operator.timing import Backoff
 from hetero_operator.work_queue import HURRIED_PAUSE_S, WorkQueue
 from tests.support.examples import examples
 

@@ -40,11 +40,11 @@ class PodTemplates:
     """By pool."""
     gateway: Object
     options: RenderOptions
-    """What the rank templates were rendered with: a gateway that is made anew beside them has to fit to them."""
+    """Options that the rank templates were rendered with: a new gateway beside them has to fit to them."""
 
 
 def config_map(rendering: Rendering, templates: PodTemplates, stored: Object | None) -> dict[str, Any]:
-    """The ConfigMap; `stored` is the one that is there already, whose content is kept as it is."""
+    """Return the ConfigMap; `stored` is the existing one, whose content is kept as it is."""
     data = _data(rendering, templates) if stored is None else dict(stored["data"])
     labels = {LABEL_REVISION: rendering.revisions.ranks, LABEL_GATEWAY_REVISION: rendering.revisions.gateway}
     return manifest(
@@ -62,7 +62,7 @@ def _data(rendering: Rendering, templates: PodTemplates) -> dict[str, str]:
 
 
 def resolved_resource(rendering: Rendering) -> dict[str, Any]:
-    """The resource with its defaults filled in, as decoded YAML, without fields of Effect.NONE."""
+    """Return the resource with its defaults filled in, as decoded YAML, without fields of Effect.NONE."""
     spec = rendering.spec.model_dump(mode="json", by_alias=True, exclude_none=True)
     return {
         "apiVersion": f"{GROUP}/{API_VERSION}",
@@ -73,7 +73,7 @@ def resolved_resource(rendering: Rendering) -> dict[str, Any]:
 
 
 def stored_templates(config: Object) -> PodTemplates:
-    """The pod templates that a ConfigMap keeps."""
+    """Return the pod templates that a ConfigMap holds."""
     kept = json.loads(config["data"][CONFIG_TEMPLATES_KEY])
     known = {field.name for field in fields(RenderOptions)}
     options = {key: value for key, value in kept["options"].items() if key in known}
@@ -81,6 +81,6 @@ def stored_templates(config: Object) -> PodTemplates:
 
 
 def stored_resource(config: Object) -> Object:
-    """The resource that a ConfigMap keeps, decoded."""
+    """Return the resource that a ConfigMap holds, decoded."""
     resource: Object = yaml.safe_load(config["data"][CONFIG_MANIFEST_KEY])
     return resource

@@ -1,7 +1,16 @@
-"""What all containers of a group have in common, and the volumes that more than one kind of pod has."""
+"""Parts that all containers and pods of a group have in common: security, probes, shared volumes.
+
+Security contexts follow the Restricted profile of the Pod Security Standards, for every pod and container. Only volumes
+that a user asks for by path on the node (`file://`, `cache.hostPath`, `exchange.hostPath`) are outside of that profile.
+
+Probes decide when a container is restarted, and when it gets traffic. A rank that loads weights must not be killed for
+it: its startup probe lasts `recovery.startupTimeoutSeconds`, and only then does liveness count. Liveness is that of the
+engine's loop (`/livez` fails when a step hangs), not whether HTTP answers.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -10,13 +19,71 @@ from typing import Any, Final
 from hetero_api.contract import POD_GROUP_TOKEN_FILE, SECRET_GROUP_TOKEN_KEY
 from hetero_api.spec import SecretKeyRef
 from hetero_operator.reconcile.manifests.rendering import Rendering
-from hetero_operator.reconcile.manifests.security import container_security, pod_security
+from hetero_operator.reconcile.model import RenderOptions
+from hetero_operator.reconcile.names import HEALTH_PORT_NAME, METRICS_PORT_NAME
 
+_STARTUP_PERIOD_S: Final = 10
+_PROBE_TIMEOUT_S: Final = 5
+_GATEWAY_STARTUP_S: Final = 300
+"""A gateway only reads a tokenizer and opens its ports before /livez answers."""
 TMP_DIR: Final = "/tmp"
 _TMP: Final = "tmp"
 _GROUP_TOKEN: Final = "group-token"
 SECRET_FILE_MODE: Final = 0o440
 """Mode of files from Secrets: the owner is root, the pod's group may read."""
+
+
+def pod_security(options: RenderOptions) -> dict[str, Any]:
+    """Return the securityContext of a pod."""
+    user = options.run_as_user
+    return {
+        "runAsNonRoot": True,
+        "runAsUser": user,
+        "runAsGroup": user,
+        "fsGroup": user,
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def container_security() -> dict[str, Any]:
+    """Return the securityContext of a container."""
+    return {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+
+
+def rank_probes(startup_timeout_s: int) -> dict[str, Any]:
+    """Return the probes of a rank pod."""
+    return {
+        "startupProbe": _startup("/startupz", HEALTH_PORT_NAME, startup_timeout_s),
+        "livenessProbe": _probe("/livez", HEALTH_PORT_NAME, period_s=10, failures=6),
+        "readinessProbe": _probe("/readyz", HEALTH_PORT_NAME, period_s=5, failures=2),
+    }
+
+
+def gateway_probes() -> dict[str, Any]:
+    """Return the probes of the gateway's pod."""
+    return {
+        "startupProbe": _startup("/livez", METRICS_PORT_NAME, _GATEWAY_STARTUP_S),
+        "livenessProbe": _probe("/livez", METRICS_PORT_NAME, period_s=10, failures=3),
+        "readinessProbe": _probe("/readyz", METRICS_PORT_NAME, period_s=2, failures=2),
+    }
+
+
+def _startup(path: str, port: str, timeout_s: int) -> dict[str, Any]:
+    return _probe(path, port, period_s=_STARTUP_PERIOD_S, failures=math.ceil(timeout_s / _STARTUP_PERIOD_S))
+
+
+def _probe(path: str, port: str, *, period_s: int, failures: int) -> dict[str, Any]:
+    return {
+        "httpGet": {"path": path, "port": port},
+        "periodSeconds": period_s,
+        "timeoutSeconds": _PROBE_TIMEOUT_S,
+        "failureThreshold": failures,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +107,7 @@ def container(
     env_from_pod: Sequence[Mapping[str, Any]] = (),
     **more: Any,
 ) -> dict[str, Any]:
-    """A container under the Restricted profile; its last log lines become its termination message when it fails."""
+    """Return a container under the Restricted profile; its last log lines become its termination message."""
     variables = [{"name": key, "value": value} for key, value in (env or {}).items()]
     optional = {"args": list(args), "env": [*variables, *env_from_pod]}
     return {
@@ -58,7 +125,7 @@ def container(
 
 
 def pod_fields(rendering: Rendering, *, account: str, grace_period_s: int) -> dict[str, Any]:
-    """Fields of every pod's spec."""
+    """Return the fields of every pod's spec."""
     fields: dict[str, Any] = {
         "serviceAccountName": account,
         "automountServiceAccountToken": False,
@@ -72,27 +139,28 @@ def pod_fields(rendering: Rendering, *, account: str, grace_period_s: int) -> di
 
 
 def pod_field(variable: str, path: str) -> dict[str, Any]:
-    """An environment variable with a field of the pod, e.g. status.podIP."""
+    """Return an environment variable with a field of the pod, e.g. status.podIP."""
     return {"name": variable, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
 def tmp_volume() -> dict[str, Any]:
+    """Return the volume for temporary files."""
     return {"name": _TMP, "emptyDir": {}}
 
 
 def tmp_mount() -> dict[str, Any]:
-    """The one folder that a program may write to."""
+    """Return the mount of the one folder that a program may write to."""
     return {"name": _TMP, "mountPath": TMP_DIR}
 
 
 def group_token(rendering: Rendering) -> MountedFiles:
-    """The token that ranks and gateway know one another by."""
+    """Return the token by which ranks and gateway recognise one another, as a file."""
     name = rendering.names.group_secret(rendering.revisions.ranks)
     return secret_file(_GROUP_TOKEN, SecretKeyRef(name=name, key=SECRET_GROUP_TOKEN_KEY), POD_GROUP_TOKEN_FILE)
 
 
 def secret_file(volume: str, secret: SecretKeyRef | None, path: str) -> MountedFiles:
-    """One key of a Secret as the file `path`, alone in its folder; nothing when there is no Secret."""
+    """Return one key of a Secret as the file `path`, alone in its folder; nothing when there is no Secret."""
     if secret is None:
         return MountedFiles()
     file = PurePosixPath(path)

@@ -32,6 +32,7 @@ from hetero_operator.reconcile.manifests.containers import (
     TMP_DIR,
     MountedFiles,
     container,
+    gateway_probes,
     group_token,
     pod_fields,
     secret_file,
@@ -39,7 +40,6 @@ from hetero_operator.reconcile.manifests.containers import (
     tmp_volume,
 )
 from hetero_operator.reconcile.manifests.model_volumes import ModelDelivery, deliver_model
-from hetero_operator.reconcile.manifests.probes import gateway_probes
 from hetero_operator.reconcile.manifests.rendering import Rendering, common_labels, gateway_selector, manifest
 from hetero_operator.reconcile.manifests.resources import gateway_resources
 from hetero_operator.reconcile.manifests.scheduling import gateway_scheduling
@@ -60,7 +60,7 @@ _CONFIG_DIR: Final = POD_MANIFEST.rpartition("/")[0]
 
 
 def deployment(rendering: Rendering, template: Mapping[str, Any]) -> dict[str, Any]:
-    """The gateway's Deployment with a pod template."""
+    """Return the gateway's Deployment with a pod template."""
     spec = {
         "replicas": 1 if rendering.runs else 0,
         "strategy": {"type": "Recreate"},
@@ -74,7 +74,7 @@ def deployment(rendering: Rendering, template: Mapping[str, Any]) -> dict[str, A
 
 
 def gateway_template(rendering: Rendering) -> dict[str, Any]:
-    """Metadata and spec of the gateway's pod."""
+    """Return metadata and spec of the gateway's pod."""
     user = rendering.spec.pod_metadata
     labels = {**common_labels(rendering, ROLE_GATEWAY), **gateway_selector(rendering), **_revision_labels(rendering)}
     return {
@@ -131,7 +131,7 @@ def _container(
 
 
 def _files(rendering: Rendering) -> list[MountedFiles]:
-    """The resolved resource, and every secret that the gateway has to know."""
+    """Return the resolved resource, and every secret that the gateway needs, as files."""
     admin = SecretKeyRef(name=rendering.names.group_secret(rendering.revisions.ranks), key=SECRET_ADMIN_TOKEN_KEY)
     return [
         _config(rendering),

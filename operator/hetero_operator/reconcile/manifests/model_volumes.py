@@ -1,26 +1,25 @@
-"""How a model gets into a pod: always at POD_MODEL_DIR, read-only for the program that serves it.
+"""Volumes and init containers that bring a model into a pod: at POD_MODEL_DIR, read-only for what serves it.
 
     pvc://    the claim, mounted
     file://   the node's folder, mounted
     oci://    the image, mounted; before Kubernetes 1.35 an init container of that image copies it (needs `cp` in it)
-    hf://     an init container fetches what is missing into the cache, and lays it out
+    hf://     an init container fetches missing files into the cache, and lays them out
 
-The cache stays mounted in the main container, because what is laid out may be links into it.
+The cache stays mounted in the main container, because files that are laid out may be links into it.
 
 Volumes of different sources have different names. Server-side apply joins volumes by name, and Kubernetes 1.20 leaves
-an emptyDir that is no longer applied where it is: a model that moves from the Hub into a claim would end as a volume
-with two sources, which a Deployment is refused for, and of which a StatefulSet never makes a pod.
+an emptyDir that is no longer applied in place: a model that moves from the Hub into a claim would end as a volume with
+two sources, which makes the API server refuse a Deployment, and with which a StatefulSet never creates a pod.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from hetero_api.contract import ENV_HUB_TOKEN_FILE, POD_CACHE_DIR, POD_HUB_TOKEN_FILE, POD_MODEL_DIR
 from hetero_api.spec import ModelSpec
 from hetero_operator.reconcile.manifests.containers import container, secret_file, tmp_mount
-from hetero_operator.reconcile.manifests.model_uri import CLAIM, HUB, IMAGE, ModelUri, parse_model_uri
 from hetero_operator.reconcile.manifests.rendering import Rendering
 from hetero_operator.reconcile.names import (
     CACHE_CLAIM_VOLUME,
@@ -33,25 +32,55 @@ from hetero_operator.reconcile.names import (
     MODEL_VOLUME,
 )
 
+HUB: Final = "hf"
+CLAIM: Final = "pvc"
+IMAGE: Final = "oci"
+NODE: Final = "file"
+_IMAGE_FOLDER: Final = "models"
+"""Where a model lies in an image that does not say otherwise."""
 IMAGE_VOLUMES_SINCE: Final = (1, 35)
 """First version of Kubernetes whose image volumes are on by default."""
 _HUB_TOKEN: Final = "hub-token"
 
 
+class ModelUri(NamedTuple):
+    """A URI in its parts."""
+
+    scheme: str
+    source: str
+    """The Hub's repository, the claim, or the image; "" for file://."""
+    path: str
+    """Folder within it, without slashes at its ends; of file:// the absolute path on the node."""
+
+
+def parse_model_uri(uri: str) -> ModelUri:
+    """Split a URI that the spec has accepted into its parts."""
+    scheme, _, rest = uri.partition("://")
+    if scheme == CLAIM:
+        claim, _, path = rest.partition("/")
+        return ModelUri(scheme, claim, path.strip("/"))
+    if scheme == IMAGE:
+        image, _, path = rest.partition("#")
+        return ModelUri(scheme, image, path.strip("/") or _IMAGE_FOLDER)
+    if scheme == NODE:
+        return ModelUri(scheme, "", "/" + rest.strip("/"))
+    return ModelUri(scheme, rest, "")
+
+
 @dataclass(frozen=True, slots=True)
 class ModelDelivery:
-    """The parts of a pod that bring its model."""
+    """Parts of a pod that bring its model."""
 
     volumes: list[dict[str, Any]]
     mounts: list[dict[str, Any]]
-    """Of the main container."""
+    """Mounts of the main container."""
     init_containers: list[dict[str, Any]]
 
 
 def deliver_model(
     rendering: Rendering, *, image: str, resources: dict[str, Any], tokenizer_only: bool
 ) -> ModelDelivery:
-    """Brings the model into a pod; `image` and `resources` are those of an init container, where one is needed."""
+    """Return the parts that bring the model into a pod; `image` and `resources` are for an init container."""
     uri = parse_model_uri(rendering.spec.model.uri)
     if uri.scheme == HUB:
         return _fetched(rendering, image=image, resources=resources, tokenizer_only=tokenizer_only)
@@ -111,7 +140,7 @@ def _fetch_arguments(model: ModelSpec, *, tokenizer_only: bool) -> list[str]:
 
 
 def _cache_volume(model: ModelSpec) -> dict[str, Any]:
-    """The cache's volume. A folder on the node has to be there: the kubelet would make one that only root can write."""
+    """Return the cache's volume. A folder on the node must exist: the kubelet would create one for root only."""
     if model.cache.claim_name:
         return {"name": CACHE_CLAIM_VOLUME, "persistentVolumeClaim": {"claimName": model.cache.claim_name}}
     if model.cache.host_path:

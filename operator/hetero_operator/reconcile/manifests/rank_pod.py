@@ -1,7 +1,13 @@
-"""The pod template of a pool: one container that supervises the pod's ranks."""
+"""The StatefulSet of a pool and its pod template: one container that supervises the pod's ranks.
+
+Parallel: ranks wait for one another, so one at a time would never end. OnDelete: a new revision is rolled out by the
+operator, which deletes all old rank pods together; the StatefulSet controller would do it one by one, and mix
+revisions in one group.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from hetero_api.contract import (
@@ -9,6 +15,7 @@ from hetero_api.contract import (
     ENV_GROUP_TOKEN_FILE,
     ENV_POD_IP,
     ENV_POD_NAME,
+    LABEL_POOL,
     LABEL_REVISION,
     POD_GROUP_TOKEN_FILE,
     POD_HEALTH_PORT,
@@ -17,20 +24,19 @@ from hetero_api.contract import (
     ROLE_RANK,
 )
 from hetero_api.spec import NumaPolicy, PoolSpec, PoolType
-from hetero_operator.reconcile.manifests.claims import CLAIM_NAME, device_class
 from hetero_operator.reconcile.manifests.containers import (
     TMP_DIR,
     container,
     group_token,
     pod_field,
     pod_fields,
+    rank_probes,
     tmp_mount,
     tmp_volume,
 )
-from hetero_operator.reconcile.manifests.gang import gang_annotations, gang_labels
 from hetero_operator.reconcile.manifests.model_volumes import ModelDelivery, deliver_model
-from hetero_operator.reconcile.manifests.probes import rank_probes
-from hetero_operator.reconcile.manifests.rendering import Rendering, common_labels, rank_selector
+from hetero_operator.reconcile.manifests.optional_kinds import CLAIM_NAME, device_class, gang_annotations, gang_labels
+from hetero_operator.reconcile.manifests.rendering import Rendering, common_labels, manifest, rank_selector
 from hetero_operator.reconcile.manifests.resources import (
     device_numbers,
     memory,
@@ -40,6 +46,8 @@ from hetero_operator.reconcile.manifests.resources import (
 from hetero_operator.reconcile.manifests.scheduling import rank_scheduling
 from hetero_operator.reconcile.names import HEALTH_PORT_NAME, RANK_CONTAINER
 
+_KIND: Final = ("apps/v1", "StatefulSet")
+_HISTORY: Final = 2
 GRACE_PERIOD_S: Final = 60
 """Longest time that ranks take to leave their group."""
 _SHARED_MEMORY: Final = "shared-memory"
@@ -48,8 +56,25 @@ _NODE_SHARED_MEMORY: Final = "node-shared-memory"
 _HUGEPAGES: Final = "hugepages"
 
 
+def statefulset(rendering: Rendering, pool: PoolSpec, template: Mapping[str, Any], *, held: bool) -> dict[str, Any]:
+    """Return the pool's StatefulSet with a pod template; `held` keeps it without pods."""
+    spec = {
+        "serviceName": rendering.names.ranks,
+        "replicas": pool.pods if rendering.runs and not held else 0,
+        "podManagementPolicy": "Parallel",
+        "updateStrategy": {"type": "OnDelete"},
+        "revisionHistoryLimit": _HISTORY,
+        "selector": {"matchLabels": rank_selector(rendering, pool.name)},
+        "template": dict(template),
+    }
+    return manifest(
+        rendering, _KIND, rendering.names.pool(pool.name), component=ROLE_RANK,
+        labels={LABEL_POOL: pool.name, LABEL_REVISION: rendering.revisions.ranks}, spec=spec,
+    )  # fmt: skip
+
+
 def rank_template(rendering: Rendering, pool: PoolSpec) -> dict[str, Any]:
-    """Metadata and spec of the pods of a pool."""
+    """Return metadata and spec of the pods of a pool."""
     model = deliver_model(
         rendering, image=_image(rendering, pool), resources=rank_init_resources(pool), tokenizer_only=False
     )
@@ -96,9 +121,9 @@ def _pod(rendering: Rendering, pool: PoolSpec, model: ModelDelivery) -> dict[str
 
 
 def _shared_memory(rendering: Rendering, pool: PoolSpec) -> dict[str, Any]:
-    """What is /dev/shm: the pod's own memory, or a folder in the node's, which has to be there.
+    """Return the volume at /dev/shm: the pod's own memory, or an existing folder in the node's.
 
-    The kubelet would make one that only root can write. Ranks leave nothing behind in it: they unlink a segment as
+    The kubelet would create one that only root can write. Ranks leave nothing behind in it: they unlink a segment as
     soon as all have it mapped, and its memory counts as the pod's that touched it first.
     """
     folder = rendering.spec.exchange.host_path
@@ -128,7 +153,7 @@ def _container(rendering: Rendering, pool: PoolSpec, model: ModelDelivery) -> di
 
 
 def _arguments(rendering: Rendering, pool: PoolSpec) -> list[str]:
-    """Command line of `hetero_worker.pod`; it takes its ordinal from the pod's name."""
+    """Return the command line of `hetero_worker.pod`; it takes its ordinal from the pod's name."""
     host = rendering.names.gateway_host(rendering.namespace, rendering.options.cluster_domain)
     is_cpu = pool.type == PoolType.CPU
     options = {

@@ -1,4 +1,4 @@
-"""What every manifest is made from, and the metadata that all share."""
+"""Input of every manifest, and the metadata that all share."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, Final
 
 from hetero_api.contract import LABEL_NAME, LABEL_POOL, LABEL_ROLE, ROLE_GATEWAY, ROLE_RANK
 from hetero_api.spec import HeteroInferenceSpec
+from hetero_operator.reconcile.inventory import owner_reference
 from hetero_operator.reconcile.model import Capabilities, RenderOptions
 from hetero_operator.reconcile.names import Names
-from hetero_operator.reconcile.ownership import owner_reference
 from hetero_operator.reconcile.revision import Revisions
 
 APPLICATION: Final = "heteroinference"
@@ -46,7 +46,7 @@ def manifest(
     annotations: Mapping[str, str] | None = None,
     **body: Any,
 ) -> dict[str, Any]:
-    """An owned object: `kind` is (apiVersion, kind), `component` its app.kubernetes.io/component, `body` the rest."""
+    """Return an owned object of `kind` (apiVersion, kind); `component` is its app.kubernetes.io/component."""
     metadata: dict[str, Any] = {
         "name": name,
         "namespace": rendering.namespace,
@@ -59,7 +59,7 @@ def manifest(
 
 
 def common_labels(rendering: Rendering, component: str) -> dict[str, str]:
-    """Labels of every owned object and pod."""
+    """Return the labels of every owned object and pod."""
     return {
         LABEL_NAME: rendering.names.resource,
         "app.kubernetes.io/name": APPLICATION,
@@ -70,11 +70,11 @@ def common_labels(rendering: Rendering, component: str) -> dict[str, str]:
 
 
 def rank_selector(rendering: Rendering, pool: str | None = None) -> dict[str, str]:
-    """Labels that select the rank pods of the resource, or of one pool."""
+    """Return labels that select the rank pods of the resource, or of one pool."""
     selector = {LABEL_NAME: rendering.names.resource, LABEL_ROLE: ROLE_RANK}
     return selector if pool is None else {**selector, LABEL_POOL: pool}
 
 
 def gateway_selector(rendering: Rendering) -> dict[str, str]:
-    """Labels that select the gateway's pod."""
+    """Return labels that select the gateway's pod."""
     return {LABEL_NAME: rendering.names.resource, LABEL_ROLE: ROLE_GATEWAY}

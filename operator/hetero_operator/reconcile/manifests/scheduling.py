@@ -1,4 +1,4 @@
-"""Where pods may run: selectors, tolerations, scheduler, priority, and the domain that ranks share."""
+"""Placement of pods on nodes: selectors, tolerations, scheduler, priority, and the domain that ranks share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from hetero_api.spec import HeteroInferenceSpec, PoolSpec
 from hetero_api.spec_cluster import SpreadPolicy, Toleration
-from hetero_operator.reconcile.manifests.gang import rank_scheduler
+from hetero_operator.reconcile.manifests.optional_kinds import rank_scheduler
 from hetero_operator.reconcile.manifests.rendering import Rendering, rank_selector
 
 _NODE_TAINTS: Final = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
@@ -17,7 +17,7 @@ _FULL_WEIGHT: Final = 100
 
 
 def rank_scheduling(rendering: Rendering, pool: PoolSpec) -> dict[str, Any]:
-    """Fields of a rank pod's spec."""
+    """Return the scheduling fields of a rank pod's spec."""
     spec = rendering.spec
     fields = _fields(
         spec,
@@ -30,7 +30,7 @@ def rank_scheduling(rendering: Rendering, pool: PoolSpec) -> dict[str, Any]:
 
 
 def gateway_scheduling(spec: HeteroInferenceSpec) -> dict[str, Any]:
-    """Fields of the gateway pod's spec: what holds for all pods, and nothing that holds for ranks together."""
+    """Return the scheduling fields of the gateway pod's spec; none of those for ranks together."""
     scheduling = spec.scheduling
     return _fields(
         spec,
@@ -57,7 +57,7 @@ def _fields(
 
 
 def _with_node_taints(tolerations: Sequence[Toleration]) -> list[dict[str, Any]]:
-    """The user's tolerations, and short ones for nodes that are lost, where the user has none for these."""
+    """Return the user's tolerations, and short ones for lost nodes where the user has none for these."""
     own = [item.model_dump(mode="json", by_alias=True, exclude_none=True) for item in tolerations]
     added = [
         {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": _NODE_TAINT_SECONDS}
@@ -72,7 +72,7 @@ def _covers(toleration: Toleration, taint: str) -> bool:
 
 
 def _shared_domain(rendering: Rendering) -> dict[str, Any] | None:
-    """Affinity of every rank to all ranks of the resource."""
+    """Return the affinity of every rank to all ranks of the resource."""
     topology = rendering.spec.scheduling.topology
     if topology is None:
         return None

@@ -1,21 +1,17 @@
-"""What is told about a resource: causes read from pods, nodes and the gateway's own word, and conditions made of them.
+"""The status of a resource: causes from pods, nodes and the gateway's answer, and conditions made of them.
 
-Everything here is a function of what was observed in one look. What is told does not change while nothing changed: no
-addresses, times or counts that rise by themselves stand in a message, for a status that differs is a write.
+Everything here is a function of one observation. A report does not change while nothing changed: messages hold no
+addresses, times or counts that rise by themselves, because a status that differs is a write.
 
-    reasons      every reason, and what it means
+    reasons      every reason, what it means, and troubles
     text         bounded, steady text
-    exits        how a container ended, in words
-    containers   what keeps a container from being ready
-    pods         what keeps a pod from being ready
+    containers   why a container is not ready, and how it ended
+    pods         which pods hold which ranks, and why one is not ready
     nodes        which nodes answer
-    expected     which pods hold which ranks
-    situation    one look, put in order
-    serving      whether the group serves, and each rank
+    situation    one look, put in order; whether the group serves, and each rank
     causes       what blocks the group, the first cause first
-    findings     the conditions but Progressing; numa: NUMAPinned; progress: Progressing
-    history      times of transitions, kept from the last report
+    findings     the conditions but Progressing; numa: NUMAPinned
+    progress     Progressing, and when to look again
+    history      times of transitions, kept from the last report, and Events
     figures      counts, places, speeds
-    transitions  Events
-    timing       when to look again
 """

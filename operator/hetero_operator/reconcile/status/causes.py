@@ -1,4 +1,4 @@
-"""What blocks the group, named by rank, pod and node.
+"""Causes that block the group, named by rank, pod and node.
 
 The worst comes first (troubles.Level); among equals the first in rank order, then the gateway, then the group as a
 whole. So the one rank that crashed is told, not the three that wait for it.
@@ -16,15 +16,19 @@ from hetero_operator.reconcile import budget
 from hetero_operator.reconcile.model import GatewayReport, Object
 from hetero_operator.reconcile.names import GATEWAY_CONTAINER, RANK_CONTAINER
 from hetero_operator.reconcile.status.containers import Surroundings
-from hetero_operator.reconcile.status.expected import ExpectedPod
 from hetero_operator.reconcile.status.nodes import node_loss
-from hetero_operator.reconcile.status.pods import PodSurroundings, container_status, is_up, node_of, pod_trouble
-from hetero_operator.reconcile.status.reasons import OF_GATEWAY, Reason
+from hetero_operator.reconcile.status.pods import (
+    ExpectedPod,
+    PodSurroundings,
+    container_status,
+    is_up,
+    node_of,
+    pod_trouble,
+)
+from hetero_operator.reconcile.status.reasons import OF_GATEWAY, Level, Reason, Trouble, absent, broken
 from hetero_operator.reconcile.status.recorded import Warnings, creation_warning
-from hetero_operator.reconcile.status.serving import computes, is_complete, is_serving
-from hetero_operator.reconcile.status.situation import Situation
+from hetero_operator.reconcile.status.situation import Situation, computes, is_complete, is_serving
 from hetero_operator.reconcile.status.text import bounded, steady
-from hetero_operator.reconcile.status.troubles import Level, Trouble, absent, broken
 
 GATEWAY: Final = "gateway"
 GROUP: Final = "group"
@@ -37,28 +41,31 @@ class Cause:
     subject: str
     trouble: Trouble
     pool: str = ""
-    """Of a rank's trouble."""
+    """The rank, for a rank's trouble."""
 
     @property
     def level(self) -> Level:
+        """Severity of its trouble."""
         return self.trouble.level
 
     @property
     def reason(self) -> Reason:
+        """Its reason."""
         return self.trouble.reason
 
     @property
     def message(self) -> str:
+        """Its message, which begins with the subject."""
         return bounded(f"{self.subject}: {self.trouble.words}")
 
 
 def first(causes: tuple[Cause, ...]) -> Cause | None:
-    """The one to tell."""
+    """Return the worst cause, the first of equals, None if there is none."""
     return min(causes, key=lambda cause: cause.level, default=None)
 
 
 def all_causes(situation: Situation) -> tuple[Cause, ...]:
-    """Every trouble, in the module's order. There may be some while the group serves."""
+    """Return every trouble, in the module's order. There may be some while the group serves."""
     if situation.basis is None or not situation.basis.runs:
         return ()
     causes = [
@@ -72,7 +79,7 @@ def all_causes(situation: Situation) -> tuple[Cause, ...]:
 
 
 def rank_trouble(situation: Situation, expected: ExpectedPod) -> Trouble | None:
-    """What keeps a rank's pod from being ready; None when its kubelet calls it ready."""
+    """Return why a rank's pod is not ready, None when its kubelet calls it ready."""
     pod = situation.rank_pods.get(expected.name)
     if pod is None:
         return _missing_rank(situation, expected)
@@ -82,12 +89,12 @@ def rank_trouble(situation: Situation, expected: ExpectedPod) -> Trouble | None:
 
 
 def _budget_causes(situation: Situation, spec: HeteroInferenceSpec) -> Iterator[Cause]:
-    """A budget that is used up, while ranks wait or still break."""
+    """Yield a budget that is used up, while ranks wait or still break."""
     restarts, recovery = situation.restarts, spec.recovery
     troubles = (rank_trouble(situation, pod) for pod in situation.expected)
     again = restarts.next_attempt_time
     is_used_up = budget.is_exhausted(restarts, spec) and not is_serving(situation)
-    # An attempt that is under way, and did not fail yet, is told as any start.
+    # An attempt that is under way, and did not fail yet, is reported like any start.
     if not is_used_up or not (again or any(item is not None and item.level is Level.BROKEN for item in troubles)):
         return
     words = (
@@ -110,7 +117,7 @@ def _rank_cause(situation: Situation, expected: ExpectedPod) -> Cause | None:
 
 
 def _membership_trouble(situation: Situation, expected: ExpectedPod) -> Trouble | None:
-    """What the gateway says of the ranks of a pod that runs."""
+    """Return the gateway's report about the ranks of a pod that runs."""
     if situation.answer is None or situation.answer.state is GroupState.ABORTED:
         # An aborted group tells for itself whom it waits for.
         return None
@@ -123,7 +130,7 @@ def _membership_trouble(situation: Situation, expected: ExpectedPod) -> Trouble 
 
 
 def _refusal(answer: GatewayReport) -> str:
-    """Why the gateway sent a rank away, which it knows by its address only."""
+    """Return why the gateway refused a rank, which it knows by its address only."""
     _, refused, why = answer.reason.partition(" was refused: ")
     return f"; the gateway refused one: {steady(why)}" if refused else ""
 
@@ -157,7 +164,7 @@ def _gateway_causes(situation: Situation) -> Iterator[Cause]:
 
 
 def _silent_gateway(situation: Situation, pod: Object) -> Trouble:
-    """A gateway that runs and does not answer; before its startup probe succeeds that is no wonder."""
+    """Return the trouble of a gateway that runs and does not answer; before its startup probe that is expected."""
     said = steady(situation.probe_error)
     if said and container_status(pod, GATEWAY_CONTAINER).get("started"):
         return Trouble(Level.APART, Reason.GATEWAY_UNREACHABLE, f"does not answer: {said}")
@@ -208,7 +215,7 @@ def _group_trouble(answer: GatewayReport, step_timeout_s: int) -> Trouble | None
 
 
 def _reason_of_abort(said: str) -> Reason:
-    """The gateway names the field whose time ran out."""
+    """Return the reason of an abort: the gateway names the field whose time ran out."""
     if "rendezvousTimeoutSeconds" in said:
         return Reason.RENDEZVOUS_TIMEOUT
     return Reason.RANK_HUNG if "stepTimeoutSeconds" in said else Reason.EPOCH_ENDED

@@ -1,28 +1,42 @@
-"""What keeps one container from being ready, as its status tells.
+"""Troubles and ends of one container, by its status.
 
-A container that crashes goes round: running, terminated, waiting, running. All the way round it tells its last end, so
-that the status stands still. It is forgotten once the container is ready, is known to be one of the group, or has run
-as long as the kubelet takes to forget it.
+A container that crashes cycles: running, terminated, waiting, running. Through the whole cycle its last end is
+reported, so that the status stands still. That end is forgotten once the container is ready, is known to be one of the
+group, or has run as long as the kubelet takes to forget it.
 """
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Final
 
+from hetero_api.contract import EXIT_FAILURE, EXIT_OK, EXIT_PERMANENT, EXIT_STUCK, EXIT_USAGE
 from hetero_operator.reconcile.names import MODEL_CONTAINER
 from hetero_operator.reconcile.status import recorded
-from hetero_operator.reconcile.status.exits import KILLED, Ending
-from hetero_operator.reconcile.status.reasons import Reason
+from hetero_operator.reconcile.status.reasons import Level, Reason, Trouble, absent, broken
 from hetero_operator.reconcile.status.recorded import Warnings
-from hetero_operator.reconcile.status.text import parsed_time, steady
-from hetero_operator.reconcile.status.troubles import Level, Trouble, absent, broken
+from hetero_operator.reconcile.status.text import last_line, parsed_time, steady
 
+_SIGNALLED: Final = 128
+"""A container that signal n killed exits with 128 + n."""
+KILLED: Final = frozenset({_SIGNALLED + signal.SIGKILL, _SIGNALLED + signal.SIGTERM})
+"""Exit codes of a container that the kubelet stopped."""
+_MEANINGS: Final[Mapping[int, str]] = {
+    EXIT_OK: "it ended in peace, which nobody asked for",
+    EXIT_FAILURE: "it broke while running",
+    EXIT_USAGE: "its command line or its manifest is wrong",
+    EXIT_PERMANENT: "trying again cannot help",
+    EXIT_STUCK: "it could not leave an ended epoch in time",
+    126: "its program cannot be executed",
+    127: "its program was not found",
+}
+"""Meaning of the exit codes of our programs, and of shells."""
+_START_ERRORS: Final = frozenset({"StartError", "ContainerCannotRun"})
 RECOVERED_AFTER: Final = timedelta(minutes=10)
 """The kubelet's back-off starts afresh after this time of running."""
-
 _PULL_REASONS: Final = frozenset(
     {
         "ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError",
@@ -34,8 +48,55 @@ _LOOP: Final = "CrashLoopBackOff"
 
 
 @dataclass(frozen=True, slots=True)
+class Ending:
+    """End of a container."""
+
+    exit_code: int
+    reason: str
+    last_line: str
+    finished_at: str = ""
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Ending | None:
+        """Return the end in a container's `state` or `lastState`, None when it holds none."""
+        ended = state.get("terminated")
+        if not ended:
+            return None
+        return cls(
+            exit_code=int(ended.get("exitCode", 0)),
+            reason=str(ended.get("reason") or ""),
+            last_line=last_line(str(ended.get("message") or "")),
+            finished_at=str(ended.get("finishedAt") or ""),
+        )
+
+    @property
+    def is_out_of_memory(self) -> bool:
+        """Whether the kernel killed it for want of memory."""
+        return self.reason == "OOMKilled"
+
+    @property
+    def is_start_error(self) -> bool:
+        """Whether its program never ran."""
+        return self.reason in _START_ERRORS
+
+    def __str__(self) -> str:
+        said = f": {self.last_line}" if self.last_line else ""
+        return f"exited with code {self.exit_code} ({self._meaning()}){said}"
+
+    def _meaning(self) -> str:
+        if self.is_out_of_memory:
+            return "the kernel killed it for want of memory"
+        if self.exit_code in _MEANINGS:
+            return _MEANINGS[self.exit_code]
+        try:
+            return f"killed by {signal.Signals(self.exit_code - _SIGNALLED).name}"
+        except ValueError:
+            return self.reason or "unknown"
+
+
+@dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What else is known about a container's pod."""
+    """Facts about a container's pod."""
 
     now: datetime
     warnings: Warnings = ()
@@ -44,7 +105,7 @@ class Surroundings:
 
 
 def main_trouble(status: Mapping[str, Any], around: Surroundings) -> Trouble | None:
-    """Of a container that has to run all the time; None when it is ready."""
+    """Return why a container that has to run all the time is not ready, None when it is."""
     state = status.get("state") or {}
     ending = current_ending(status, around)
     if ending is not None:
@@ -55,7 +116,7 @@ def main_trouble(status: Mapping[str, Any], around: Surroundings) -> Trouble | N
 
 
 def init_trouble(status: Mapping[str, Any], around: Surroundings) -> Trouble | None:
-    """Of a container that has to end before others begin; None when it has."""
+    """Return why a container that has to end before others start has not, None when it has."""
     state = status.get("state") or {}
     is_model = status.get("name") == MODEL_CONTAINER
     ended = Ending.of(state)
@@ -74,7 +135,7 @@ def init_trouble(status: Mapping[str, Any], around: Surroundings) -> Trouble | N
 
 
 def current_ending(status: Mapping[str, Any], around: Surroundings) -> Ending | None:
-    """The end that a container has not recovered from; None when there is none."""
+    """Return the end that a container has not recovered from, None when there is none."""
     state, last = status.get("state") or {}, status.get("lastState") or {}
     ending = Ending.of(state) or Ending.of(last)
     running = state.get("running")
@@ -101,7 +162,7 @@ def _exit_trouble(status: Mapping[str, Any], ending: Ending, warnings: Warnings)
 
 
 def _endings(status: Mapping[str, Any]) -> int:
-    """How often it ended: one that runs now has been started again after each."""
+    """Return how often it ended: a running container has been restarted after each end."""
     is_running = "running" in (status.get("state") or {})
     return int(status.get("restartCount", 0)) + (not is_running)
 

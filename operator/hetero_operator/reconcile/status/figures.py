@@ -16,13 +16,11 @@ from hetero_api.status import (
     PoolStatus,
     ShareStatus,
 )
+from hetero_operator.reconcile.inventory import ObjectKey
 from hetero_operator.reconcile.model import GatewayReport, ObservedOption, ObservedPlacement, ObservedRank
-from hetero_operator.reconcile.ownership import ObjectKey
-from hetero_operator.reconcile.status.expected import ExpectedPod
 from hetero_operator.reconcile.status.numa import is_pinned
-from hetero_operator.reconcile.status.pods import node_of
-from hetero_operator.reconcile.status.serving import is_rank_ready
-from hetero_operator.reconcile.status.situation import FORMED_STATES, Situation
+from hetero_operator.reconcile.status.pods import ExpectedPod, node_of
+from hetero_operator.reconcile.status.situation import FORMED_STATES, Situation, is_rank_ready
 from hetero_operator.reconcile.status.text import bounded, steady
 
 STEADY_WITHIN: Final = 0.1
@@ -30,7 +28,7 @@ STEADY_WITHIN: Final = 0.1
 
 
 def figures(situation: Situation, *, is_serving: bool) -> dict[str, Any]:
-    """Fields of HeteroInferenceStatus."""
+    """Return the fields of HeteroInferenceStatus but its conditions."""
     told = {
         "observed_generation": situation.generation,
         "replicas": int(bool(situation.observed.pods)),
@@ -84,7 +82,7 @@ def _placement(situation: Situation, answer: GatewayReport) -> PlacementStatus:
 
 
 def _foremost(options: Sequence[ObservedOption]) -> list[ObservedOption]:
-    """As many as the status holds, in their order, the chosen one among them."""
+    """Return as many options as the status holds, in their order, the chosen one among them."""
     chosen = [option for option in options if option.chosen][:1]
     others = [option for option in options if not option.chosen][: MAX_OPTIONS - len(chosen)]
     return [option for option in options if option in chosen or option in others][:MAX_OPTIONS]
@@ -101,7 +99,7 @@ def _option(option: ObservedOption) -> PlacementOptionStatus:
 
 
 def _steady_speed(placement: ObservedPlacement, told: PlacementStatus) -> tuple[float | None, float | None]:
-    """Measured speed and its ratio to the prediction: those told before while they are about right.
+    """Return the measured speed and its ratio to the prediction: the last ones while they are about right.
 
     Both at once: a person who divides one figure of the status by the other finds the third.
     """
@@ -116,7 +114,7 @@ def _steady_speed(placement: ObservedPlacement, told: PlacementStatus) -> tuple[
 
 
 def _rounded(speed: float | None) -> float | None:
-    """Two digits."""
+    """Round to two digits."""
     return float(f"{speed:.2g}") if speed else None
 
 
@@ -140,7 +138,7 @@ def _has_node(situation: Situation, expected: ExpectedPod) -> bool:
 
 
 def _placed(situation: Situation, expected: ExpectedPod, rank: ObservedRank) -> PlacedRank | None:
-    """Where a rank is; None while the gateway does not talk to it."""
+    """Return where a rank is, None while the gateway does not talk to it."""
     pod = situation.rank_pods.get(expected.name)
     if not rank.joined or pod is None or rank.pod != expected.name:
         return None
@@ -166,7 +164,7 @@ def _placed(situation: Situation, expected: ExpectedPod, rank: ObservedRank) -> 
 
 
 def _endpoint(situation: Situation) -> str:
-    """Address of the Service that clients dial, once there is one."""
+    """Return the address of the Service that clients dial, once there is one."""
     key = ObjectKey("", "Service", situation.names.client_service)
     failed = {failure.ref.name for failure in situation.outcome.failures if failure.ref.kind == key.kind}
     written = {ObjectKey.of(item): item for item in situation.plan.apply if item["metadata"]["name"] not in failed}

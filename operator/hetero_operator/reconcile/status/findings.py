@@ -11,12 +11,9 @@ from hetero_operator.reconcile.model import FailureKind, WriteFailure
 from hetero_operator.reconcile.status import causes as found
 from hetero_operator.reconcile.status.causes import GATEWAY, Cause
 from hetero_operator.reconcile.status.pods import node_of
-from hetero_operator.reconcile.status.reasons import MODEL_REASONS, Reason
-from hetero_operator.reconcile.status.serving import is_formed, is_serving
-from hetero_operator.reconcile.status.situation import Situation
-from hetero_operator.reconcile.status.stored import stored_conditions
-from hetero_operator.reconcile.status.text import bounded, counted, steady
-from hetero_operator.reconcile.status.troubles import Level
+from hetero_operator.reconcile.status.reasons import MODEL_REASONS, Level, Reason
+from hetero_operator.reconcile.status.situation import Situation, is_formed, is_serving
+from hetero_operator.reconcile.status.text import bounded, counted, steady, stored_conditions
 
 TRUE: Final = ConditionStatus.TRUE
 FALSE: Final = ConditionStatus.FALSE
@@ -32,7 +29,7 @@ _REASONS_OF_FAILURES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a condition is to say."""
+    """Content of a condition, without its times."""
 
     status: ConditionStatus
     reason: str
@@ -46,23 +43,24 @@ Findings = Mapping[ConditionType, Finding]
 
 @dataclass(frozen=True, slots=True)
 class Blockers:
-    """Why the group does not serve, or what is broken although it does."""
+    """Causes for which the group does not serve, or is broken although it does."""
 
     causes: tuple[Cause, ...]
     is_serving: bool
     idle: Finding | None
-    """Told by every condition about pods, when there are to be none."""
+    """Finding of every condition about pods, when there are to be none."""
     is_silent: bool
     """Whether clients are sent to the gateway, and it does not answer us: who knows."""
 
     @classmethod
     def of(cls, situation: Situation) -> Blockers:
+        """Find the causes of a situation."""
         is_silent = situation.runs and situation.answer is None and situation.is_gateway_in_service
         return cls(found.all_causes(situation), is_serving(situation), _idle(situation), is_silent)
 
     @property
     def status(self) -> ConditionStatus:
-        """Of a condition that only the gateway could say is true."""
+        """Status of a condition that only the gateway could make true."""
         return UNKNOWN if self.is_silent and self.broken is None else FALSE
 
     @property
@@ -71,7 +69,7 @@ class Blockers:
         return next((cause for cause in self.causes if cause.level is Level.BROKEN), None)
 
     def finding(self, causes: Iterable[Cause] | None = None, *, status: ConditionStatus = FALSE) -> Finding:
-        """What the worst of these causes says, or of all, when there are none of these."""
+        """Return the worst of these causes, or of all, when there are none of these, as a finding."""
         cause = found.first(tuple(causes or ())) or found.first(self.causes)
         if cause is None:
             return Finding(status, Reason.STARTING, "The group is not serving yet.")
@@ -79,7 +77,7 @@ class Blockers:
 
 
 def findings(situation: Situation, blockers: Blockers) -> dict[ConditionType, Finding]:
-    """All but NUMAPinned, Degraded and Progressing."""
+    """Return all conditions but NUMAPinned, Degraded and Progressing."""
     return {
         ConditionType.READY: _ready(situation, blockers),
         ConditionType.ACCEPTED: _accepted(situation),
@@ -92,7 +90,7 @@ def findings(situation: Situation, blockers: Blockers) -> dict[ConditionType, Fi
 
 
 def degraded(situation: Situation, blockers: Blockers) -> Finding:
-    """Whether something is broken that was asked for. Before Progressing has its say about deadlines."""
+    """Return whether something is broken that was asked for. Deadlines come later, from Progressing."""
     if situation.plan.refusal:
         return Finding(TRUE, situation.plan.refusal_reason, _refusal(situation))
     failure = worst_failure(situation.outcome.failures)
@@ -106,11 +104,12 @@ def degraded(situation: Situation, blockers: Blockers) -> Finding:
 
 
 def worst_failure(failures: Iterable[WriteFailure]) -> WriteFailure | None:
-    """The first write that the API server will refuse again."""
+    """Return the first write that the API server will refuse again, None if there is none."""
     return next((item for item in failures if item.kind is not FailureKind.TRANSIENT), None)
 
 
 def failed_write(failure: WriteFailure, status: ConditionStatus) -> Finding:
+    """Return a failed write as a finding."""
     said = steady(failure.message)
     message = f"{failure.ref.kind} {failure.ref.name} could not be written: {said}"
     return Finding(status, _REASONS_OF_FAILURES[failure.kind], bounded(message))
@@ -121,7 +120,7 @@ def _refusal(situation: Situation) -> str:
 
 
 def _idle(situation: Situation) -> Finding | None:
-    """What is told of pods when there are to be none."""
+    """Return the finding of all conditions about pods when there are to be none."""
     if situation.basis is None:
         if situation.plan.refusal:
             return Finding(FALSE, situation.plan.refusal_reason, _refusal(situation))
@@ -148,7 +147,7 @@ def _ready(situation: Situation, blockers: Blockers) -> Finding:
 
 
 def _lacks_pods(situation: Situation) -> bool:
-    """Whether a write that failed may be why."""
+    """Return whether a failed write may be the reason why pods are missing."""
     names = set(situation.rank_pods)
     return situation.gateway_pod is None or not names >= {pod.name for pod in situation.expected}
 
@@ -165,7 +164,7 @@ def _accepted(situation: Situation) -> Finding:
 
 
 def _was_accepted(situation: Situation) -> bool:
-    """Whether this very spec was in force before: what failed now is only mending."""
+    """Return whether this very spec was in force before: what failed now is only a repair."""
     before: Condition | None = stored_conditions(situation.stored).get(ConditionType.ACCEPTED)
     return before is not None and before.status is TRUE and before.observed_generation == situation.generation
 

@@ -1,4 +1,4 @@
-"""Which nodes answer, and for how long the others have not.
+"""Lost nodes: those that do not answer, and since when.
 
 A kubelet that has just been started says for some seconds that its node is not ready, and the control plane then takes
 its pods out of Services, while all of them run on. So a node's own word is believed at once about pods that nobody
@@ -36,7 +36,7 @@ class NodeLoss:
         return self.since + PASSING if self.by_itself and self.since is not None else None
 
     def may_pass(self, now: datetime) -> bool:
-        """Whether it may be no more than the start of a kubelet."""
+        """Return whether it may be no more than the start of a kubelet."""
         return self.certain_at is not None and now < self.certain_at
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ class NodeLoss:
 
 
 def node_loss(name: str, nodes: Mapping[str, Object | None]) -> NodeLoss | None:
-    """What is wrong with a node; None when it is ready, or when nothing is known about it."""
+    """Return the problem of a node, None when it is ready or nothing is known about it."""
     if not name or name not in nodes:
         return None
     node = nodes[name]

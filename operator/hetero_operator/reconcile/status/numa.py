@@ -8,9 +8,8 @@ from typing import Final
 from hetero_api.contract import LEAST_LOCAL_MEMORY_PERCENT
 from hetero_api.spec import NumaPolicy, PoolSpec, PoolType
 from hetero_operator.reconcile.model import ObservedRank
-from hetero_operator.reconcile.status.expected import ExpectedPod
 from hetero_operator.reconcile.status.findings import FALSE, TRUE, UNKNOWN, Blockers, Finding
-from hetero_operator.reconcile.status.pods import node_of, status_of
+from hetero_operator.reconcile.status.pods import ExpectedPod, node_of, status_of
 from hetero_operator.reconcile.status.reasons import Reason
 from hetero_operator.reconcile.status.situation import Situation
 from hetero_operator.reconcile.status.text import bounded, steady
@@ -19,7 +18,7 @@ _GUARANTEED: Final = "Guaranteed"
 
 
 def numa_pinned(situation: Situation, blockers: Blockers) -> Finding:
-    """The first rank that falls short, in rank order."""
+    """Return the condition NUMAPinned, about the first rank that falls short, in rank order."""
     if situation.basis is None or blockers.idle is not None:
         return blockers.idle or blockers.finding()
     pools = [pool for pool in situation.basis.spec.pools_in_rank_order if pool.type == PoolType.CPU]
@@ -32,7 +31,7 @@ def numa_pinned(situation: Situation, blockers: Blockers) -> Finding:
 
 
 def is_pinned(rank: ObservedRank) -> bool:
-    """Whether a rank proved that its cores, and its memory as far as it can be told, are of one node."""
+    """Return whether a rank proved that its cores, and its memory as far as is known, are of one node."""
     return rank.joined and rank.pinned and _spans_one_node(rank) and _is_local(rank)
 
 
@@ -56,7 +55,7 @@ def _of_ranks(situation: Situation, blockers: Blockers, pools: set[str]) -> Find
 
 
 def _shortcoming(rank: ObservedRank) -> tuple[Reason, str] | None:
-    """What a rank that joined lacks."""
+    """Return the reason and message for a rank that joined and is not pinned."""
     if not rank.joined:
         return None
     if not rank.pinned:

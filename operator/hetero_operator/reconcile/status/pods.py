@@ -1,4 +1,7 @@
-"""What keeps a pod from being ready: the first thing that went wrong on its way from the scheduler to ready."""
+"""The pods of ranks, and why one is not ready: the first thing that went wrong on its way to ready.
+
+GPU pools have the low ranks, then CPU pools, each pod its share in order.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from hetero_operator.reconcile.model import Object
-from hetero_operator.reconcile.ownership import is_leaving
-from hetero_operator.reconcile.status.containers import Surroundings, init_trouble, main_trouble
-from hetero_operator.reconcile.status.exits import Ending
+from hetero_api.contract import LABEL_ROLE, ROLE_RANK
+from hetero_api.spec import HeteroInferenceSpec
+from hetero_operator.reconcile.inventory import is_leaving, label_of
+from hetero_operator.reconcile.model import Object, Observed
+from hetero_operator.reconcile.names import Names
+from hetero_operator.reconcile.status.containers import Ending, Surroundings, init_trouble, main_trouble
 from hetero_operator.reconcile.status.nodes import NodeLoss
-from hetero_operator.reconcile.status.reasons import Reason
+from hetero_operator.reconcile.status.reasons import Level, Reason, Trouble, absent, broken
 from hetero_operator.reconcile.status.recorded import Warnings, scheduling_warning
 from hetero_operator.reconcile.status.text import steady
-from hetero_operator.reconcile.status.troubles import Level, Trouble, absent, broken
 
 _ENDED_PHASES: Final = ("Failed", "Succeeded")
 _EVICTED: Final = frozenset({"Evicted", "Preempting", "Preempted", "Shutdown", "NodeShutdown", "Terminated"})
@@ -35,67 +39,69 @@ _REJECTION_PREFIX: Final = "Pod was rejected: "
 
 @dataclass(frozen=True, slots=True)
 class PodSurroundings:
-    """What else is known about a pod."""
+    """Facts about a pod from elsewhere."""
 
     containers: Surroundings
     loss: NodeLoss | None = None
 
     @property
     def warnings(self) -> Warnings:
+        """Warnings about the pod, newest first."""
         return self.containers.warnings
 
     @property
     def is_lost(self) -> bool:
-        """Whether the pod is to be counted as lost with its node."""
+        """Whether the pod counts as lost with its node."""
         if self.loss is None:
             return False
         return not (self.containers.is_joined and self.loss.may_pass(self.containers.now))
 
 
 def status_of(pod: Object) -> Mapping[str, Any]:
+    """Return a pod's status, empty when it has none."""
     return pod.get("status") or {}
 
 
 def node_of(pod: Object) -> str:
-    """Name of the node that it is bound to; "" when it is bound to none."""
+    """Return the name of the pod's node, "" when it has none."""
     return str((pod.get("spec") or {}).get("nodeName") or "")
 
 
 def condition(pod: Object, kind: str) -> Mapping[str, Any]:
-    """One of its conditions; empty when it has none of that type."""
+    """Return one of its conditions, empty when it has none of that type."""
     conditions: Sequence[Mapping[str, Any]] = status_of(pod).get("conditions") or ()
     return next((item for item in conditions if item.get("type") == kind), {})
 
 
 def is_ready(pod: Object) -> bool:
-    """Whether its kubelet calls it ready, and it is not on its way out."""
+    """Return whether its kubelet calls it ready, and it is not being deleted."""
     return not is_leaving(pod) and not has_ended(pod) and condition(pod, "Ready").get("status") == "True"
 
 
 def has_ended(pod: Object) -> bool:
-    """Whether it has ended as a whole and will not run again."""
+    """Return whether it has ended as a whole and will not run again."""
     return status_of(pod).get("phase") in _ENDED_PHASES
 
 
 def is_up(pod: Object, container: str) -> bool:
-    """Whether its main container runs."""
+    """Return whether its main container runs."""
     return not has_ended(pod) and "running" in (container_status(pod, container).get("state") or {})
 
 
 def container_status(pod: Object, name: str) -> Mapping[str, Any]:
-    """Status of a container; empty before its kubelet told any."""
+    """Return the status of a container, empty before its kubelet reported any."""
     statuses: Sequence[Mapping[str, Any]] = status_of(pod).get("containerStatuses") or ()
     return next((item for item in statuses if item.get("name") == name), {})
 
 
 def latest_ending(pod: Object, container: str) -> Ending | None:
-    """How its main container ended last."""
+    """Return how its main container ended last, None when it never did."""
     status = container_status(pod, container)
     return Ending.of(status.get("state") or {}) or Ending.of(status.get("lastState") or {})
 
 
 def pod_trouble(pod: Object, around: PodSurroundings, *, main: str) -> Trouble | None:
-    """What keeps a pod from being ready; None when it is. `main` is the container that the pod is for."""
+    """Return why a pod is not ready, None when it is. `main` is the container that the pod is for."""
     if around.is_lost:
         return broken(Reason.NODE_LOST, str(around.loss))
     if has_ended(pod):
@@ -108,7 +114,7 @@ def pod_trouble(pod: Object, around: PodSurroundings, *, main: str) -> Trouble |
 
 
 def end_trouble(pod: Object, main: str) -> Trouble:
-    """Why a pod has ended as a whole."""
+    """Return why a pod has ended as a whole."""
     status = status_of(pod)
     reason, said = str(status.get("reason") or ""), steady(str(status.get("message") or ""))
     said = said.removeprefix(_REJECTION_PREFIX) or reason
@@ -139,7 +145,7 @@ def _unbound_trouble(pod: Object, warnings: Warnings) -> Trouble:
 
 
 def _container_trouble(pod: Object, around: Surroundings, main: str) -> Trouble | None:
-    """The worst of the init containers, in order; else of the main container; else of the others."""
+    """Return the worst trouble of the init containers, in order; else of the main container; else of the others."""
     status = status_of(pod)
     inits: Collection[Mapping[str, Any]] = status.get("initContainerStatuses") or ()
     for item in inits:
@@ -155,8 +161,45 @@ def _container_trouble(pod: Object, around: Surroundings, main: str) -> Trouble 
 
 
 def _unready_trouble(pod: Object, loss: NodeLoss | None) -> Trouble | None:
-    """A pod whose containers are all ready, and which is not: a readiness gate, or a kubelet that starts."""
+    """Return the trouble of a pod that is not ready, with containers that are: a gate, or a starting kubelet."""
     if condition(pod, "Ready").get("status") == "True":
         return None
     said = str(loss) if loss is not None else steady(str(condition(pod, "Ready").get("message") or ""))
     return Trouble(Level.UNREADY, Reason.RANK_NOT_READY, f"is not ready: {said}" if said else "is not ready")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedPod:
+    """A rank pod that has to be there."""
+
+    name: str
+    pool: str
+    first_rank: int
+    num_ranks: int
+
+    @property
+    def ranks(self) -> range:
+        """The ranks in it."""
+        return range(self.first_rank, self.first_rank + self.num_ranks)
+
+    def subject(self, node: str = "") -> str:
+        """Return its ranks, name and node, as messages begin."""
+        last = self.first_rank + self.num_ranks - 1
+        ranks = f"rank {self.first_rank}" if self.num_ranks == 1 else f"ranks {self.first_rank}-{last}"
+        return f"{ranks} (pod {self.name}, node {node})" if node else f"{ranks} (pod {self.name})"
+
+
+def expected_pods(names: Names, spec: HeteroInferenceSpec) -> tuple[ExpectedPod, ...]:
+    """Return all rank pods in rank order."""
+    pods: list[ExpectedPod] = []
+    rank = 0
+    for pool in spec.pools_in_rank_order:
+        for ordinal in range(pool.pods):
+            pods.append(ExpectedPod(f"{names.pool(pool.name)}-{ordinal}", pool.name, rank, pool.ranks_per_pod))
+            rank += pool.ranks_per_pod
+    return tuple(pods)
+
+
+def rank_pods(observed: Observed) -> dict[str, Object]:
+    """Return the existing pods of ranks, by name."""
+    return {pod["metadata"]["name"]: pod for pod in observed.pods if label_of(pod, LABEL_ROLE) == ROLE_RANK}

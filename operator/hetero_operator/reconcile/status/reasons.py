@@ -1,13 +1,17 @@
-"""Every reason that a condition or an Event can have, with what it means and what to do about it."""
+"""Reasons that a condition or an Event can have, with what each means and what to do about it, and troubles.
+
+A trouble keeps a container, a pod or a group from being ready; it has a reason and a level.
+"""
 
 from __future__ import annotations
 
-from enum import StrEnum
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
 from typing import Final
 
 
 class Reason(StrEnum):
-    """Why a condition is as it is."""
+    """Reason of a condition."""
 
     # --- all is well -------------------------------------------------------------------------------------
     SERVING = "Serving"
@@ -87,7 +91,7 @@ class Reason(StrEnum):
     POD_FAILED = "PodFailed"
     """The pod ended as a whole; the message has the node's reason."""
     POD_TERMINATING = "PodTerminating"
-    """The pod was deleted, and is made anew when it has ended."""
+    """The pod was deleted, and is created again when it has ended."""
     IMAGE_PULL = "ImagePull"
     """An image cannot be pulled; the message has the registry's answer. Check its name and spec.images.pullSecrets."""
     CONTAINER_START_FAILED = "ContainerStartFailed"
@@ -173,4 +177,38 @@ OF_GATEWAY: Final = {
     Reason.RANK_HUNG: Reason.GATEWAY_HUNG,
     Reason.RANK_NOT_READY: Reason.GATEWAY_NOT_READY,
 }
-"""What a rank's reason is called when the pod is the gateway's."""
+"""Names of ranks' reasons for the gateway's pod."""
+
+
+class Level(IntEnum):
+    """Severity: the worst is reported first, whichever rank it is of."""
+
+    BROKEN = 0
+    """Something failed."""
+    ABSENT = 1
+    """Not there yet: being scheduled, created, fetched."""
+    APART = 2
+    """Runs, but is not one of the group yet."""
+    UNREADY = 3
+    """One of the group, and not ready yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """Reason for which something is not ready. `words` go on after "rank 0 (pod x-cpu-0): "."""
+
+    level: Level
+    reason: Reason
+    words: str
+    is_vague: bool = False
+    """Whether an earlier look may have seen more: an awaited image, when its error was reported before."""
+
+
+def broken(reason: Reason, words: str, *, is_vague: bool = False) -> Trouble:
+    """Return a trouble that only a repair ends."""
+    return Trouble(Level.BROKEN, reason, words, is_vague)
+
+
+def absent(reason: Reason, words: str) -> Trouble:
+    """Return a trouble of something that is not there yet."""
+    return Trouble(Level.ABSENT, reason, words)

@@ -12,9 +12,8 @@ from typing import Final
 
 from hetero_operator.reconcile.model import PodEvent
 from hetero_operator.reconcile.names import MODEL_VOLUMES
-from hetero_operator.reconcile.status.reasons import Reason
+from hetero_operator.reconcile.status.reasons import Reason, Trouble, broken
 from hetero_operator.reconcile.status.text import steady
-from hetero_operator.reconcile.status.troubles import Trouble, broken
 
 Warnings = Sequence[PodEvent]
 
@@ -23,13 +22,13 @@ _SANDBOX_REASONS: Final = frozenset({"FailedCreatePodSandBox", "NetworkNotReady"
 _NAMED_VOLUME: Final = re.compile(r'\bvolume "([^"]+)"')
 _UNMOUNTED: Final = re.compile(r"\bunmounted volumes=\[([^\]]*)\]")
 _GENERIC: Final = "Unable to "
-"""Begins the kubelet's summary of what it told in detail before."""
+"""Begins the kubelet's summary of an earlier detailed message."""
 _PULL_PREFIX: Final = re.compile(r'^(Failed to pull|Back-off pulling) image "[^"]*":? ?(ErrImagePull: ?)?')
 _CREATION_PREFIX: Final = re.compile(r"^.*?(failed error|Error creating): ?")
 
 
 def mount_trouble(warnings: Warnings) -> Trouble | None:
-    """A volume that cannot be mounted."""
+    """Return the trouble of a volume that cannot be mounted, None without one."""
     said = _said(warnings, lambda event: event.reason in _MOUNT_REASONS)
     if not said:
         return None
@@ -38,7 +37,7 @@ def mount_trouble(warnings: Warnings) -> Trouble | None:
 
 
 def _missing_volumes(said: str, warnings: Warnings) -> Collection[str]:
-    """The pod's volumes that are spoken of, by their names in the pod.
+    """Return the pod's volumes that a message names, by their names in the pod.
 
     The kubelet's summary lists them so. Its details name a claim's volume by the PersistentVolume instead.
     """
@@ -49,27 +48,27 @@ def _missing_volumes(said: str, warnings: Warnings) -> Collection[str]:
 
 
 def sandbox_trouble(warnings: Warnings) -> Trouble | None:
-    """A sandbox that cannot be made."""
+    """Return the trouble of a sandbox that cannot be created, None without one."""
     said = _said(warnings, lambda event: event.reason in _SANDBOX_REASONS)
     return broken(Reason.SANDBOX_FAILED, said) if said else None
 
 
 def scheduling_warning(warnings: Warnings) -> str:
-    """What the scheduler said last; "" when it said nothing."""
+    """Return the scheduler's last message, "" when there is none."""
     return _said(warnings, lambda event: event.reason == "FailedScheduling")
 
 
 def creation_warning(warnings: Warnings) -> str:
-    """Why a StatefulSet or ReplicaSet could not create a pod."""
+    """Return why a StatefulSet or ReplicaSet could not create a pod."""
     said = _said(warnings, lambda event: event.reason == "FailedCreate")
     return _CREATION_PREFIX.sub("", said)
 
 
 def pull_error(said: str, image: str, warnings: Warnings) -> str:
-    """Why an image cannot be pulled; "" when nobody tells. `said` is what the container's status says.
+    """Return why an image cannot be pulled, "" when that is not known. `said` is the container's status.
 
-    The status changes between the error and "Back-off pulling image", which in newer versions tells the error too;
-    all come to the same here.
+    The status alternates between the error and "Back-off pulling image", which in newer versions contains the error
+    too; all give the same here.
     """
     own = _PULL_PREFIX.sub("", steady(said))
     if own:
@@ -79,7 +78,7 @@ def pull_error(said: str, image: str, warnings: Warnings) -> str:
 
 
 def failed_probe(warnings: Warnings) -> str:
-    """Which probe failed, "Liveness" or "Startup"; "" when none did."""
+    """Return which probe failed, "Liveness" or "Startup", "" when none did."""
     for kind in ("Liveness", "Startup"):
         if any(event.reason == "Unhealthy" and event.message.startswith(f"{kind} probe") for event in warnings):
             return kind

@@ -1,4 +1,9 @@
-"""One look at a resource, put in order: which spec is in force, which pods should be there, which are, who answers."""
+"""One look at a resource, put in order: the spec in force, the pods that should be there and those that are.
+
+Whether ranks serve is the gateway's answer
+in this very look, about ranks that it talks to in one epoch. Kubelets probe every few seconds, so their word counts
+only for ranks that no gateway speaks of.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +16,21 @@ from hetero_api.group_state import GroupState
 from hetero_api.spec import HeteroInferenceSpec
 from hetero_api.status import HeteroInferenceStatus, RestartsStatus
 from hetero_operator.reconcile import budget
-from hetero_operator.reconcile.inventory import DEPLOYMENT, STATEFUL_SET, Inventory
+from hetero_operator.reconcile.inventory import DEPLOYMENT, STATEFUL_SET, Inventory, is_leaving, label_of
 from hetero_operator.reconcile.manifests.config import stored_resource
 from hetero_operator.reconcile.model import GatewayReport, Object, Observed, ObservedRank, Outcome, Plan
-from hetero_operator.reconcile.names import Names
-from hetero_operator.reconcile.ownership import is_leaving, label_of
+from hetero_operator.reconcile.names import RANK_CONTAINER, Names
 from hetero_operator.reconcile.refusals import Refusal, read_spec
 from hetero_operator.reconcile.revision import Revisions, revisions_of
-from hetero_operator.reconcile.status.expected import ExpectedPod, expected_pods, rank_pods
-from hetero_operator.reconcile.status.pods import is_ready
-from hetero_operator.reconcile.status.stored import stored_status
+from hetero_operator.reconcile.status.pods import ExpectedPod, expected_pods, is_ready, is_up, rank_pods
+from hetero_operator.reconcile.status.text import stored_status
 
 FORMED_STATES = frozenset({GroupState.LOADING, GroupState.READY, GroupState.ASLEEP})
 
 
 @dataclass(frozen=True, slots=True)
 class Basis:
-    """What pods are measured by."""
+    """The spec and revisions that pods are measured by."""
 
     spec: HeteroInferenceSpec
     revisions: Revisions
@@ -37,17 +40,17 @@ class Basis:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """See the module."""
+    """One look at a resource, put in order."""
 
     observed: Observed
     plan: Plan
     outcome: Outcome
     stored: HeteroInferenceStatus
-    """What was told last."""
+    """The status as it was last reported."""
     inventory: Inventory
     names: Names
     basis: Basis | None
-    """Of the spec in force; None: nothing was ever put in force."""
+    """Basis of the spec in force; None: nothing was ever put in force."""
     expected: tuple[ExpectedPod, ...]
     """Rank pods, in rank order."""
     rank_pods: Mapping[str, Object]
@@ -55,12 +58,13 @@ class Situation:
     gateway_pod: Object | None
     """The gateway in force, or the one that is leaving when there is no other."""
     answer: GatewayReport | None
-    """What the gateway in force said; None when it did not answer."""
+    """Answer of the gateway in force; None when it did not answer."""
     restarts: RestartsStatus
     """Restarts of ranks, this look's included."""
 
     @classmethod
     def of(cls, observed: Observed, plan: Plan, outcome: Outcome) -> Situation:
+        """Put an observation in order."""
         names = Names(observed.resource["metadata"]["name"])
         inventory = Inventory.of(observed)
         basis = _basis(observed, plan, inventory, names)
@@ -82,6 +86,7 @@ class Situation:
 
     @property
     def generation(self) -> int:
+        """Generation of the observed resource."""
         return int(self.observed.resource["metadata"].get("generation", 0))
 
     @property
@@ -97,33 +102,35 @@ class Situation:
 
     @property
     def probe_error(self) -> str:
-        """Why the gateway in force did not answer; "" when it did, or could not be asked."""
+        """Reason for which the gateway in force did not answer; "" when it did, or could not be asked."""
         report = self.observed.gateway
         pod = self.gateway_pod
         return report.error if report is not None and pod is not None and report.pod == pod["metadata"]["name"] else ""
 
     def is_outdated(self, pod: Object) -> bool:
-        """Whether a pod is of another spec than the one in force."""
+        """Return whether a pod is of another spec than the one in force."""
         return self.basis is not None and _is_outdated(pod, self.basis.revisions)
 
     def told(self, pod: ExpectedPod) -> tuple[ObservedRank, ...]:
-        """What the gateway says of a pod's ranks; empty when it does not answer."""
+        """Return the gateway's report about a pod's ranks; empty when it does not answer."""
         return tuple(item for item in self.answer.ranks if item.rank in pod.ranks) if self.answer else ()
 
     def has_joined(self, pod: ExpectedPod) -> bool:
-        """Whether the gateway talks to all ranks of a pod."""
+        """Return whether the gateway talks to all ranks of a pod."""
         told = self.told(pod)
         return len(told) == pod.num_ranks and all(item.joined and item.pod == pod.name for item in told)
 
     def has_loaded(self, pod: ExpectedPod) -> bool:
-        """Whether all ranks of a pod hold what they have to; a group is READY only then, be that nothing."""
+        """Return whether all ranks of a pod hold their weights; a group is READY only then, even if that is nothing."""
         is_group_ready = self.answer is not None and self.answer.state is GroupState.READY
         return self.has_joined(pod) and (is_group_ready or all(item.loaded for item in self.told(pod)))
 
     def statefulset(self, pool: str) -> Object | None:
+        """Return a pool's StatefulSet, None if there is none."""
         return self.inventory.named(STATEFUL_SET, self.names.pool(pool), group="apps")
 
     def deployment(self) -> Object | None:
+        """Return the gateway's Deployment, None if there is none."""
         return self.inventory.named(DEPLOYMENT, self.names.gateway, group="apps")
 
 
@@ -136,7 +143,7 @@ def _basis(observed: Observed, plan: Plan, inventory: Inventory, names: Names) -
 
 
 def _basis_in_force(inventory: Inventory, names: Names) -> Basis | None:
-    """What an earlier spec, not the refused one, put in force."""
+    """Return what an earlier spec, not the refused one, put in force."""
     config = inventory.config_in_force(names)
     spec = read_spec(stored_resource(config)) if config is not None else None
     if config is None or spec is None or isinstance(spec, Refusal):
@@ -155,14 +162,14 @@ def _restarts(
 
 
 def _gateway_pod(observed: Observed) -> Object | None:
-    """The youngest that stays; Recreate leaves no two."""
+    """Return the youngest that is not being deleted; Recreate leaves no two."""
     pods = [pod for pod in observed.pods if label_of(pod, LABEL_ROLE) == ROLE_GATEWAY]
     pods.sort(key=lambda pod: (not is_leaving(pod), str(pod["metadata"].get("creationTimestamp", ""))))
     return pods[-1] if pods else None
 
 
 def _answer(report: GatewayReport | None, pod: Object | None, basis: Basis | None) -> GatewayReport | None:
-    """The report, when it is an answer of the gateway that runs what is in force."""
+    """Return the report, when it is an answer of the gateway that runs the spec in force."""
     if report is None or report.error or pod is None or basis is None or is_leaving(pod):
         return None
     of_this_pod = report.pod == pod["metadata"]["name"]
@@ -170,7 +177,50 @@ def _answer(report: GatewayReport | None, pod: Object | None, basis: Basis | Non
 
 
 def _is_outdated(pod: Object, revisions: Revisions) -> bool:
-    """Whether a pod was made from another spec; a gateway also from other fields of its own."""
+    """Return whether a pod has another spec; a gateway also other fields of its own."""
     is_gateway = label_of(pod, LABEL_ROLE) == ROLE_GATEWAY
     label, wanted = (LABEL_GATEWAY_REVISION, revisions.gateway) if is_gateway else (LABEL_REVISION, revisions.ranks)
     return label_of(pod, label) != wanted
+
+
+def is_serving(situation: Situation) -> bool:
+    """Return whether requests are served: the gateway says so of every rank, and all pods run."""
+    answer, basis = situation.answer, situation.basis
+    if answer is None or basis is None or not situation.runs or not situation.is_gateway_in_service:
+        return False
+    if not (answer.state is GroupState.READY and answer.serving and not answer.failed and is_formed(situation)):
+        return False
+    pods = [situation.rank_pods.get(pod.name) for pod in situation.expected]
+    all_run = all(pod is not None and is_up(pod, RANK_CONTAINER) and not situation.is_outdated(pod) for pod in pods)
+    return all_run and answer.stalled_s <= basis.spec.recovery.step_timeout_seconds
+
+
+def is_formed(situation: Situation) -> bool:
+    """Return whether the gateway reports all expected ranks in one epoch."""
+    answer = situation.answer
+    if answer is None or answer.state not in FORMED_STATES or not is_complete(situation, answer.ranks):
+        return False
+    return all(situation.has_joined(pod) for pod in situation.expected)
+
+
+def is_rank_ready(situation: Situation, expected: ExpectedPod) -> bool:
+    """Return whether a pod's ranks are ready: by the gateway's answer in this look, without it by the last probe."""
+    pod = situation.rank_pods.get(expected.name)
+    if pod is None or situation.is_outdated(pod):
+        return False
+    if situation.answer is None:
+        return is_ready(pod)
+    return situation.has_joined(expected) and (computes(situation, expected) or is_ready(pod))
+
+
+def computes(situation: Situation, expected: ExpectedPod) -> bool:
+    """Return whether a pod's ranks run in a group that is ready: nobody waits for them, whatever was probed last."""
+    pod, answer = situation.rank_pods.get(expected.name), situation.answer
+    if pod is None or answer is None or answer.state is not GroupState.READY:
+        return False
+    return is_up(pod, RANK_CONTAINER) and situation.has_joined(expected)
+
+
+def is_complete(situation: Situation, ranks: tuple[ObservedRank, ...]) -> bool:
+    """Return whether the gateway reports exactly the ranks that we expect."""
+    return len(ranks) == sum(pod.num_ranks for pod in situation.expected)

@@ -1,4 +1,4 @@
-"""Text for people: short, on one line, and the same as long as nothing changed."""
+"""The texts and times of a status: short, on one line, and the same as long as nothing changed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import re
 from datetime import UTC, datetime
 from typing import Final
 
-from hetero_api.status import MAX_MESSAGE_LENGTH
+from pydantic import ValidationError
+
+from hetero_api.status import MAX_MESSAGE_LENGTH, Condition, HeteroInferenceStatus
+from hetero_operator.reconcile.model import Object
 
 MAX_QUOTE_LENGTH: Final = 600
 """Longest piece of somebody else's text in a message."""
@@ -22,41 +25,54 @@ _UNSTEADY: Final = (
     (re.compile(r",? (list of )?unattached volumes=\[[^\]]*\]"), ""),
     (re.compile(r",? failed to process volumes=\[\]"), ""),
 )
-"""What differs from one telling of the same to the next: times, ids, addresses, lists in no order."""
+"""Parts that differ between two reports of one thing: times, ids, addresses, lists in no order."""
 
 
 def steady(text: str) -> str:
-    """Somebody else's text on one line, without what changes by itself, of bounded length."""
+    """Return somebody else's text on one line, without parts that change by themselves, of bounded length."""
     for pattern, replacement in _UNSTEADY:
         text = pattern.sub(replacement, text)
     return bounded(" ".join(text.split()), MAX_QUOTE_LENGTH)
 
 
 def last_line(text: str) -> str:
-    """The last line that says something, steady; "" when there is none."""
+    """Return the last line with content, steady, "" when there is none."""
     lines = [line for line in text.splitlines() if line.strip()]
     return steady(lines[-1]) if lines else ""
 
 
 def bounded(text: str, limit: int = MAX_MESSAGE_LENGTH) -> str:
-    """Text cut to `limit` characters, with an ellipsis where something is missing."""
+    """Cut a text to `limit` characters, with an ellipsis where something is missing."""
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def counted(count: int, noun: str) -> str:
-    """A count with its noun, as in "1 rank", "3 ranks"."""
+    """Return a count with its noun, as in "1 rank", "3 ranks"."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def timestamp(time: datetime) -> str:
-    """A time as the API writes it: RFC 3339, UTC, whole seconds."""
+    """Format a time as the API writes it: RFC 3339, UTC, whole seconds."""
     return time.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def parsed_time(text: object) -> datetime | None:
-    """A time that the API wrote; None when it is no such text."""
+    """Parse a time that the API wrote; return None when it is no such text."""
     try:
         time = datetime.fromisoformat(str(text).replace("Z", "+00:00"))
     except ValueError:
         return None
     return time if time.tzinfo else time.replace(tzinfo=UTC)
+
+
+def stored_status(resource: Object) -> HeteroInferenceStatus:
+    """Return the last reported status; empty when there is none that is valid, e.g. that of another version."""
+    try:
+        return HeteroInferenceStatus.model_validate(resource.get("status") or {})
+    except ValidationError:
+        return HeteroInferenceStatus()
+
+
+def stored_conditions(status: HeteroInferenceStatus) -> dict[str, Condition]:
+    """Return the conditions by type."""
+    return {item.type: item for item in status.conditions}

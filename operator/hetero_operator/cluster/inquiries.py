@@ -1,9 +1,10 @@
-"""What the cluster says about pods that wait without saying why themselves: a volume that is not mounted, a quota.
+"""Questions about pods in trouble: their nodes by name, and Warnings about pods that wait without saying why.
 
-Such words are only in Events. They are listed, the Warnings of a namespace at once, while something in it has waited
-for long; and only when there is something new to say of it is its resource looked at again. So a thousand resources
-that wait for something cost a call a namespace now and then, and nothing else. (A watch would bring every Warning of
-the whole cluster, all the time, for the few that matter.)
+Nodes are believed for a few seconds, and asked for a few at a time. Warnings, of a volume that is not mounted or of a
+quota, are only in Events. They are listed, those of a namespace at once, while something in it has waited for long; and
+only when there is news is the resource looked at again. So a thousand resources that wait cost a call a namespace now
+and then, and nothing else. (A watch would bring every Warning of the whole cluster, all the time, for the few that
+matter.)
 """
 
 from __future__ import annotations
@@ -11,20 +12,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
+from urllib.parse import quote
 
 from hetero_operator.cluster.kinds import EVENT
 from hetero_operator.cluster.store import Key
 from hetero_operator.cluster.transport import Transport
-from hetero_operator.errors import ApiError
+from hetero_operator.errors import ApiError, NotFound
 from hetero_operator.reconcile.model import PodEvent
 
 logger = logging.getLogger(__name__)
-
+BELIEVED_S: Final = 10.0
+CONCURRENCY: Final = 8
+KEPT: Final = 1000
 PATIENCE_S: Final = 20.0
-"""What waits for so long is asked about."""
+"""Seconds that something waits before Warnings about it are asked for."""
 PERIOD_S: Final = 15.0
 MAX_LISTED: Final = 2000
 """Warnings of a namespace that are read at once, at most."""
@@ -35,16 +40,61 @@ Object = dict[str, Any]
 Told = Mapping[str, Sequence[PodEvent]]
 
 
+class NodeBook:
+    """Conditions of single nodes, read by name."""
+
+    def __init__(self, api: Transport, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._api = api
+        self._clock = clock
+        self._known: OrderedDict[str, tuple[float, Object | None]] = OrderedDict()
+        self._at_once = asyncio.Semaphore(CONCURRENCY)
+
+    async def named(self, names: Iterable[str]) -> Mapping[str, Object | None]:
+        """Return nodes by name, None for one that does not exist. One that cannot be read is left out."""
+        wanted = sorted(set(names))
+        known = await asyncio.gather(*(self._is_known(name) for name in wanted))
+        answered = (name for name, it_is in zip(wanted, known, strict=True) if it_is and name in self._known)
+        return {name: self._known[name][1] for name in answered}
+
+    async def _is_known(self, name: str) -> bool:
+        async with self._at_once:
+            known = self._known.get(name)
+            if known is not None and self._clock() - known[0] < BELIEVED_S:
+                return True
+            try:
+                node: Object | None = await self._api.get(f"/api/v1/nodes/{quote(name, safe='')}")
+            except NotFound:
+                node = None
+            except ApiError as error:
+                logger.debug("node %s: %s", name, error)
+                self._known.pop(name, None)
+                return False
+            self._remember(name, node)
+            return True
+
+    def _remember(self, name: str, node: Object | None) -> None:
+        self._known[name] = (self._clock(), node and _needed(node))
+        self._known.move_to_end(name)
+        while len(self._known) > KEPT:
+            self._known.popitem(last=False)
+
+
+def _needed(node: Object) -> Object:
+    """Return the name and the conditions of a node."""
+    conditions = (node.get("status") or {}).get("conditions") or []
+    return {"metadata": {"name": node["metadata"]["name"]}, "status": {"conditions": conditions}}
+
+
 @dataclass(frozen=True, slots=True)
 class _Doubt:
-    """What of one resource waits: uids, and when each has waited for long, by the clock."""
+    """Waiting objects of one resource: uids, and when each has waited for long, by the clock."""
 
     due: Mapping[str, float]
     told: dict[str, tuple[PodEvent, ...]] = field(default_factory=dict)
 
 
 class WarningBook:
-    """`run` lists; `about` says what is known."""
+    """Warnings about objects that wait. `run` lists them; `about` returns those known."""
 
     def __init__(
         self, api: Transport, *, on_change: Callable[[Key], None], clock: Callable[[], float] = time.monotonic
@@ -55,7 +105,10 @@ class WarningBook:
         self._doubts: dict[Key, _Doubt] = {}
 
     def about(self, owner: Key, ages_s: Mapping[str, float]) -> Told:
-        """Warnings about what waits now, given its age by uid: newest first. What is new is told by `on_change`."""
+        """Return known Warnings about objects that wait now, newest first, given their ages by uid.
+
+        `on_change` is called for a resource when there are new ones.
+        """
         if not ages_s:
             self._doubts.pop(owner, None)
             return {}
@@ -66,17 +119,17 @@ class WarningBook:
         return dict(doubt.told)
 
     def forget(self, owner: Key) -> None:
-        """The resource is no more."""
+        """Drop everything about a resource that is gone."""
         self._doubts.pop(owner, None)
 
     async def run(self) -> None:
-        """Ask about what waits, until cancelled."""
+        """List Warnings again and again until cancelled."""
         while True:
             await self.ask()
             await asyncio.sleep(PERIOD_S)
 
     async def ask(self) -> None:
-        """Once: list the Warnings of every namespace in which something has waited for long."""
+        """List the Warnings of every namespace in which something has waited for long, once."""
         now = self._clock()
         overdue = {key.namespace for key, doubt in self._doubts.items() if min(doubt.due.values()) <= now}
         for namespace in sorted(overdue):
@@ -98,7 +151,7 @@ class WarningBook:
                 self._on_change(owner)
 
     async def _warnings(self, namespace: str) -> Told:
-        """By uid of what they are about. Raises ApiError."""
+        """Return Warnings by the uid of the object that they are about. Raises ApiError."""
         waiting = {uid for owner, doubt in self._doubts.items() if owner.namespace == namespace for uid in doubt.due}
         found: dict[str, list[tuple[str, PodEvent]]] = {}
         async for page in self._api.pages(EVENT.path(namespace), at_most=MAX_LISTED, fieldSelector="type=Warning"):
@@ -116,7 +169,7 @@ def _newest(events: Sequence[tuple[str, PodEvent]]) -> list[PodEvent]:
 
 
 def _moment(event: Object) -> str:
-    """When an event was last seen, as text that sorts."""
+    """Return when an event was last seen, as text that sorts."""
     series = event.get("series") or {}
     return str(
         event.get("lastTimestamp")

@@ -1,0 +1,148 @@
+"""Objects of kinds that a server may lack: ResourceClaimTemplates, PodGroups, PodDisruptionBudgets, PodMonitors.
+
+ResourceClaimTemplates take cores through Dynamic Resource Allocation instead of the kubelet's CPU manager. Source: the
+API `resource.k8s.io/v1`, and kubernetes-sigs/dra-driver-cpu in its default mode, where a device is a NUMA node and its
+cores are capacity: a request for n cores is served by one node. A claim must not be shared between containers, so only
+the rank's container names it. The cores are in its plain requests too, because the scheduler would count them twice
+otherwise. A template can never be changed: there is one for each revision, and an existing one is kept.
+
+Gangs start all rank pods at once, or none; the gateway is never part of one. Source: Kueue's plain pod groups (label
+and annotations on pods; `pod-group-serving` says that pods that ended are created again), Volcano's PodGroup of
+scheduling.volcano.sh/v1beta1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from hetero_api.contract import LABEL_NAME, LABEL_POOL, LABEL_REVISION, LABEL_ROLE, ROLE_GATEWAY, ROLE_RANK
+from hetero_api.spec import HeteroInferenceSpec, PoolSpec
+from hetero_api.spec_cluster import GangScheduler
+from hetero_operator.reconcile.manifests.rendering import Rendering, manifest, rank_selector
+from hetero_operator.reconcile.model import Object
+from hetero_operator.reconcile.names import HEALTH_PORT_NAME, METRICS_PORT_NAME
+
+RESOURCE_CLAIM_TEMPLATE: Final = ("resource.k8s.io/v1", "ResourceClaimTemplate")
+CLAIM_NAME: Final = "cores"
+"""Name of the claim within a pod."""
+_CORES_CAPACITY: Final = "dra.cpu/cpu"
+"""The driver's name for the number of cores of a device."""
+POD_GROUP: Final = ("scheduling.volcano.sh/v1beta1", "PodGroup")
+_VOLCANO_GROUP_ANNOTATION: Final = "scheduling.k8s.io/group-name"
+_VOLCANO_SCHEDULER: Final = "volcano"
+_KUEUE_QUEUE_LABEL: Final = "kueue.x-k8s.io/queue-name"
+_KUEUE_GROUP_LABEL: Final = "kueue.x-k8s.io/pod-group-name"
+_KUEUE_COUNT_ANNOTATION: Final = "kueue.x-k8s.io/pod-group-total-count"
+_KUEUE_SERVING_ANNOTATION: Final = "kueue.x-k8s.io/pod-group-serving"
+_BUDGET_KINDS: Final = (("policy/v1", "PodDisruptionBudget"), ("policy/v1beta1", "PodDisruptionBudget"))
+"""Newest first; both spell what we use alike."""
+POD_MONITOR: Final = ("monitoring.coreos.com/v1", "PodMonitor")
+
+
+def claim_templates(rendering: Rendering, stored: Mapping[str, Object]) -> list[dict[str, Any]]:
+    """Return a template for each pool that takes its cores by a claim; `stored` are the existing ones, by name."""
+    return [_claim_template(rendering, pool, stored) for pool in rendering.spec.pools if device_class(pool)]
+
+
+def device_class(pool: PoolSpec) -> str:
+    """Return the DeviceClass that a pool's cores are claimed from, "" when they are not claimed."""
+    claim = pool.cpu_or_default.numa.claim if pool.cpu else None
+    return claim.device_class_name if claim else ""
+
+
+def _claim_template(rendering: Rendering, pool: PoolSpec, stored: Mapping[str, Object]) -> dict[str, Any]:
+    revision = rendering.revisions.ranks
+    name = rendering.names.claim_template(pool.name, revision)
+    requests = [_core_request(pool, local_rank) for local_rank in range(pool.ranks_per_pod)]
+    spec = stored[name]["spec"] if name in stored else {"spec": {"devices": {"requests": requests}}}
+    labels = {LABEL_POOL: pool.name, LABEL_REVISION: revision}
+    return manifest(rendering, RESOURCE_CLAIM_TEMPLATE, name, component=ROLE_RANK, labels=labels, spec=spec)
+
+
+def _core_request(pool: PoolSpec, local_rank: int) -> dict[str, Any]:
+    """Return the request for the cores of one rank, all of one NUMA node."""
+    return {
+        "name": f"rank-{local_rank}",
+        "exactly": {
+            "deviceClassName": device_class(pool),
+            "allocationMode": "ExactCount",
+            "count": 1,
+            "capacity": {"requests": {_CORES_CAPACITY: str(pool.cpu_or_default.cores_per_rank)}},
+        },
+    }
+
+
+def pod_groups(rendering: Rendering) -> list[dict[str, Any]]:
+    """Return Volcano's PodGroup, when Volcano is asked for."""
+    gang = rendering.spec.scheduling.gang
+    if gang.scheduler != GangScheduler.VOLCANO:
+        return []
+    spec: dict[str, Any] = {"minMember": rank_pods(rendering.spec)}
+    if gang.queue:
+        spec["queue"] = gang.queue
+    if rendering.spec.scheduling.priority_class_name:
+        spec["priorityClassName"] = rendering.spec.scheduling.priority_class_name
+    return [manifest(rendering, POD_GROUP, rendering.names.pod_group, component=ROLE_RANK, spec=spec)]
+
+
+def gang_labels(rendering: Rendering) -> dict[str, str]:
+    """Return the gang scheduler's labels of rank pods."""
+    gang = rendering.spec.scheduling.gang
+    if gang.scheduler != GangScheduler.KUEUE or gang.queue is None:
+        return {}
+    group = rendering.names.queued_group(rendering.revisions.ranks)
+    return {_KUEUE_QUEUE_LABEL: gang.queue, _KUEUE_GROUP_LABEL: group}
+
+
+def gang_annotations(rendering: Rendering) -> dict[str, str]:
+    """Return the gang scheduler's annotations of rank pods."""
+    match rendering.spec.scheduling.gang.scheduler:
+        case GangScheduler.KUEUE:
+            count = str(rank_pods(rendering.spec))
+            return {_KUEUE_COUNT_ANNOTATION: count, _KUEUE_SERVING_ANNOTATION: "true"}
+        case GangScheduler.VOLCANO:
+            return {_VOLCANO_GROUP_ANNOTATION: rendering.names.pod_group}
+        case GangScheduler.NONE:
+            return {}
+
+
+def rank_scheduler(spec: HeteroInferenceSpec) -> str | None:
+    """Return the scheduler of rank pods: the user's, else Volcano's own for its gangs, None: the cluster's default."""
+    volcano = spec.scheduling.gang.scheduler == GangScheduler.VOLCANO
+    return spec.scheduling.scheduler_name or (_VOLCANO_SCHEDULER if volcano else None)
+
+
+def rank_pods(spec: HeteroInferenceSpec) -> int:
+    """Return the number of rank pods over all pools."""
+    return sum(pool.pods for pool in spec.pools)
+
+
+def disruption_budgets(rendering: Rendering) -> list[dict[str, Any]]:
+    """Return the budget in the newest version that the cluster has; none when the user wants none."""
+    kinds = [kind for kind in _BUDGET_KINDS if rendering.capabilities.has(*kind)]
+    if not rendering.spec.disruption_budget.enabled or not kinds:
+        return []
+    spec = {"maxUnavailable": 0, "selector": {"matchLabels": rank_selector(rendering)}}
+    return [manifest(rendering, kinds[0], rendering.names.ranks, component=ROLE_RANK, spec=spec)]
+
+
+def pod_monitors(rendering: Rendering) -> list[dict[str, Any]]:
+    """Return a PodMonitor of the gateway's and the ranks' metrics; none where it is not wanted or not known."""
+    monitoring = rendering.spec.monitoring
+    if not monitoring.pod_monitor or not rendering.capabilities.has(*POD_MONITOR):
+        return []
+    interval = f"{monitoring.interval_seconds}s"
+    spec = {
+        "selector": {"matchLabels": {LABEL_NAME: rendering.names.resource}},
+        "podTargetLabels": [LABEL_NAME, LABEL_ROLE, LABEL_POOL],
+        "podMetricsEndpoints": [
+            {"port": port, "path": "/metrics", "interval": interval} for port in (METRICS_PORT_NAME, HEALTH_PORT_NAME)
+        ],
+    }
+    return [
+        manifest(
+            rendering, POD_MONITOR, rendering.names.pod_monitor, component=ROLE_GATEWAY, labels=monitoring.labels,
+            spec=spec,
+        )
+    ]  # fmt: skip
