@@ -33,7 +33,7 @@ from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
 from hetero_worker.layers.linear_kernels import PackedWeight, PlainKernel
 from hetero_worker.layers.native_linear import NativeLinear
 from hetero_worker.native.compute_library import load_compute
-from hetero_worker.native.issuing import Issuer
+from hetero_worker.native.op_queue import OpQueue
 from hetero_worker.native.team import NativeTeam
 
 RESULTS: Final = Path(__file__).parent / "results"
@@ -88,9 +88,9 @@ class Kernel:
     pack: Callable[[Shape], Weight]
 
 
-def kernels(issuer: Issuer) -> dict[str, Kernel]:
+def kernels(op_queue: OpQueue) -> dict[str, Kernel]:
     """All that there are on this machine."""
-    native = NativeLinear(issuer)
+    native = NativeLinear(op_queue)
     return {
         "native fp32": Kernel(32, "float32", lambda shape: _plain(native.pack(_random(shape)))),
         "native bf16": Kernel(16, "float32", lambda shape: _plain(native.pack(_random(shape).bfloat16()))),
@@ -244,7 +244,7 @@ def main() -> None:
     if loaded.library is None:
         parser.error(loaded.reason)
     torch.set_num_threads(arguments.threads)
-    candidates = kernels(Issuer(NativeTeam(loaded.library, arguments.threads)))
+    candidates = kernels(OpQueue(NativeTeam(loaded.library, arguments.threads)))
     if unknown := set(arguments.kernels or ()) - set(candidates):
         parser.error(f"no kernel {', '.join(sorted(unknown))}; there are {', '.join(candidates)}")
     candidates = available({name: candidates[name] for name in arguments.kernels or candidates})

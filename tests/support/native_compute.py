@@ -1,4 +1,4 @@
-"""The compute library for tests, and issuers of teams."""
+"""The compute library for tests, and op_queues of teams."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from hetero_worker.native.compute_library import AddOp, ComputeLibrary, Format, Kind, Op, load_compute
-from hetero_worker.native.issuing import Issuer
+from hetero_worker.native.op_queue import OpQueue
 from hetero_worker.native.team import NativeTeam
 
 
@@ -20,9 +20,9 @@ def compute_library() -> ComputeLibrary:
     return loaded.library
 
 
-def issuer_of(size: int = 2) -> Issuer:
+def op_queue_of(size: int = 2) -> OpQueue:
     """With a team of so many threads."""
-    return Issuer(NativeTeam(compute_library(), size))
+    return OpQueue(NativeTeam(compute_library(), size))
 
 
 def add_op(x: torch.Tensor, delta: torch.Tensor) -> AddOp:

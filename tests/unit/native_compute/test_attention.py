@@ -23,8 +23,8 @@ from hetero_worker.attention.base import (
 from hetero_worker.attention.native_paged import NativePagedAttention
 from hetero_worker.attention.selection import choose_attention
 from hetero_worker.backends.cpu import CpuPlatform
-from hetero_worker.native.issuing import Arena, Issuer
-from tests.support.native_compute import compute_library, computing_with, issuer_of
+from hetero_worker.native.op_queue import Arena, OpQueue
+from tests.support.native_compute import compute_library, computing_with, op_queue_of
 from tests.support.paged_cases import PagedCase
 from tests.support.random_model import save_random_llama
 
@@ -56,8 +56,8 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def issuers() -> dict[int, Issuer]:
-    return {size: issuer_of(size) for size in TEAMS}
+def op_queues() -> dict[int, OpQueue]:
+    return {size: op_queue_of(size) for size in TEAMS}
 
 
 def case_of(
@@ -83,10 +83,14 @@ def case_of(
 
 
 def attended(
-    issuer: Issuer, case: PagedCase, rule: AttentionRule, batch: AttentionBatch | None = None, rows: slice = slice(None)
+    op_queue: OpQueue,
+    case: PagedCase,
+    rule: AttentionRule,
+    batch: AttentionBatch | None = None,
+    rows: slice = slice(None),
 ) -> torch.Tensor:
     """What a step of its own makes of these rows of the case, whose keys and values are in the cache."""
-    step = NativePagedAttention(issuer).begin(batch or case.batch)
+    step = NativePagedAttention(op_queue).begin(batch or case.batch)
     return step.attend_written(case.query[rows], case.cache, rule)
 
 
@@ -94,20 +98,20 @@ def attended(
 @each_rule
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_it_is_attention_by_the_definition(
-    isa: str, issuers: dict[int, Issuer], shape: tuple[int, int, int, int], rule: AttentionRule, dtype: torch.dtype
+    isa: str, op_queues: dict[int, OpQueue], shape: tuple[int, int, int, int], rule: AttentionRule, dtype: torch.dtype
 ) -> None:
     case = case_of(shape, dtype=dtype)
-    by_team = [attended(issuer, case, rule) for issuer in issuers.values()]
+    by_team = [attended(op_queue, case, rule) for op_queue in op_queues.values()]
     assert by_team[0].dtype == dtype
     torch.testing.assert_close(by_team[0].double(), case.expected(rule), rtol=TYPES[dtype], atol=1e-5)
     assert all(torch.equal(out, by_team[0]) for out in by_team)
 
 
 @each_rule
-def test_keys_and_values_are_written_first(issuers: dict[int, Issuer], rule: AttentionRule) -> None:
+def test_keys_and_values_are_written_first(op_queues: dict[int, OpQueue], rule: AttentionRule) -> None:
     case = PagedCase(decode=[70, 21], spans=[(0, 9), (30, 5)])
     given = (case.query, case.key, case.value)
-    out = NativePagedAttention(issuers[2]).begin(case.batch).attend(*given, case.cache, rule)
+    out = NativePagedAttention(op_queues[2]).begin(case.batch).attend(*given, case.cache, rule)
     assert torch.equal(case.cache.keys[case.batch.slot_mapping], case.key)
     torch.testing.assert_close(out.double(), case.expected(rule), rtol=1e-5, atol=1e-5)
 
@@ -115,38 +119,38 @@ def test_keys_and_values_are_written_first(issuers: dict[int, Issuer], rule: Att
 @each_type
 @each_rule
 def test_a_sequence_alone_has_the_bits_that_it_has_in_company(
-    isa: str, issuers: dict[int, Issuer], rule: AttentionRule, dtype: torch.dtype
+    isa: str, op_queues: dict[int, OpQueue], rule: AttentionRule, dtype: torch.dtype
 ) -> None:
     case = case_of((16, 2, 3, 4), dtype=dtype)
-    whole = attended(issuers[2], case, rule)
+    whole = attended(op_queues[2], case, rule)
     for i in range(len(case.lengths)):
         alone = case.batch_of([i], num_decode=int(i < len(DECODE)))
-        for issuer in issuers.values():
-            assert torch.equal(attended(issuer, case, rule, alone, case.rows_of(i)), whole[case.rows_of(i)])
+        for op_queue in op_queues.values():
+            assert torch.equal(attended(op_queue, case, rule, alone, case.rows_of(i)), whole[case.rows_of(i)])
 
 
 @each_type
 @each_rule
 @pytest.mark.parametrize("shape", [(16, 3, 1, 4), (40, 1, 5, 3)], ids=str)
 def test_a_prompt_in_pieces_and_token_by_token_has_the_bits_of_the_whole(
-    isa: str, issuers: dict[int, Issuer], shape: tuple[int, int, int, int], rule: AttentionRule, dtype: torch.dtype
+    isa: str, op_queues: dict[int, OpQueue], shape: tuple[int, int, int, int], rule: AttentionRule, dtype: torch.dtype
 ) -> None:
     """Decode rows, and spans however they are cut, over borders of chunks."""
     head_dim, kv_heads, group, block_size = shape
     case = PagedCase(
         spans=[(0, 300)], head_dim=head_dim, kv_heads=kv_heads, group=group, block_size=block_size, dtype=dtype
     )
-    whole, slots, blocks = attended(issuers[2], case, rule), case.slots(0), case.blocks[0]
+    whole, slots, blocks = attended(op_queues[2], case, rule), case.slots(0), case.blocks[0]
     nothing = DecodeRows(np.zeros(0, dtype=np.int32), np.zeros((0, 1), dtype=np.int32))
     cuts = (0, 1, 33, 127, 129, 130, 256, 300)
     for begin, end in pairwise(cuts):
         piece = AttentionBatch(slots[begin:end], nothing, (PrefillSpan(0, end - begin, begin, blocks),))
-        for issuer in issuers.values():
-            assert torch.equal(attended(issuer, case, rule, piece, slice(begin, end)), whole[begin:end])
+        for op_queue in op_queues.values():
+            assert torch.equal(attended(op_queue, case, rule, piece, slice(begin, end)), whole[begin:end])
     lengths = np.arange(1, 301, dtype=np.int32)
     rows = AttentionBatch(slots, DecodeRows(lengths, np.tile(blocks, (300, 1))), ())
-    for issuer in issuers.values():
-        assert torch.equal(attended(issuer, case, rule, rows), whole)
+    for op_queue in op_queues.values():
+        assert torch.equal(attended(op_queue, case, rule, rows), whole)
 
 
 @settings(max_examples=60)
@@ -167,13 +171,13 @@ def test_whoever_computes_a_chunk(
     )
     rule = AttentionRule(0.3, window=window)
     with computing_with(name):
-        alone = attended(issuer_of(1), case, rule)
+        alone = attended(op_queue_of(1), case, rule)
         torch.testing.assert_close(alone.double(), case.expected(rule), rtol=1e-5, atol=1e-5)
         for size in (2, 3, 7):
-            assert torch.equal(attended(issuer_of(size), case, rule), alone)
+            assert torch.equal(attended(op_queue_of(size), case, rule), alone)
 
 
-def test_where_and_in_what_blocks_the_keys_lie_makes_no_difference(isa: str, issuers: dict[int, Issuer]) -> None:
+def test_where_and_in_what_blocks_the_keys_lie_makes_no_difference(isa: str, op_queues: dict[int, OpQueue]) -> None:
     rule, results = RULES["a window of chunks"], []
     reference = PagedCase(decode=[345])
     kept = [rows[reference.slots(0)] for rows in (reference.cache.keys, reference.cache.values)]
@@ -182,37 +186,39 @@ def test_where_and_in_what_blocks_the_keys_lie_makes_no_difference(isa: str, iss
         for rows, known in zip((case.cache.keys, case.cache.values), kept, strict=True):
             rows[case.slots(0)] = known
         case.query = reference.query
-        results.append(attended(issuers[2], case, rule))
+        results.append(attended(op_queues[2], case, rule))
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-def test_blocks_that_left_the_window_are_not_looked_at(isa: str, issuers: dict[int, Issuer]) -> None:
+def test_blocks_that_left_the_window_are_not_looked_at(isa: str, op_queues: dict[int, OpQueue]) -> None:
     case, rule = PagedCase(decode=[300], spans=[(290, 5)]), AttentionRule(0.2, window=20)
     expected = case.expected(rule)
     for sequence in range(2):
         case.blocks[sequence][: 260 // 4] = 1 << 30
     batch = case.batch_of([0, 1], num_decode=1)
     batch = AttentionBatch(case.batch.slot_mapping, batch.decode, batch.prefills)
-    torch.testing.assert_close(attended(issuers[2], case, rule, batch).double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(attended(op_queues[2], case, rule, batch).double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_scores_far_apart(isa: str, issuers: dict[int, Issuer]) -> None:
+def test_scores_far_apart(isa: str, op_queues: dict[int, OpQueue]) -> None:
     """The largest is of the last token, or of the first: neither overflows, and what is far below it weighs nothing."""
     for sign in (-1.0, 1.0):
         case, rule = PagedCase(decode=[280], kv_heads=1, group=1, head_dim=16), AttentionRule(1.0)
         case.query = torch.full_like(case.query, sign)
         case.cache.keys[case.slots(0)] = torch.linspace(-60, 60, 280).view(-1, 1, 1).expand(-1, 1, 16)
-        torch.testing.assert_close(attended(issuers[2], case, rule).double(), case.expected(rule), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            attended(op_queues[2], case, rule).double(), case.expected(rule), rtol=1e-5, atol=1e-5
+        )
 
 
-def test_what_is_no_number_does_not_vanish(isa: str, issuers: dict[int, Issuer]) -> None:
+def test_what_is_no_number_does_not_vanish(isa: str, op_queues: dict[int, OpQueue]) -> None:
     case = PagedCase(decode=[200])
     case.cache.keys[case.slots(0)[150]] = float("nan")
-    assert attended(issuers[2], case, RULES["all"]).isnan().all()
+    assert attended(op_queues[2], case, RULES["all"]).isnan().all()
 
 
-def test_a_recorded_step_follows_lengths_and_tables(isa: str, issuers: dict[int, Issuer]) -> None:
-    issuer, rule = issuers[2], RULES["all"]
+def test_a_recorded_step_follows_lengths_and_tables(isa: str, op_queues: dict[int, OpQueue]) -> None:
+    op_queue, rule = op_queues[2], RULES["all"]
     first, second = (PagedCase(decode=decode, seed=7) for decode in ([9, 4, 2], [480, 300, 1]))
     query, cache = first.query.clone(), second.cache
     rows = DecodeRows(np.zeros(3, dtype=np.int32), np.zeros((3, 120), dtype=np.int32))
@@ -223,54 +229,54 @@ def test_a_recorded_step_follows_lengths_and_tables(isa: str, issuers: dict[int,
 
     fill(first.batch.decode)
     batch = AttentionBatch(first.batch.slot_mapping, rows, ())
-    with issuer.computing_in(Arena()), issuer.recording() as recorded:
-        step = NativePagedAttention(issuer).begin(batch)
+    with op_queue.computing_in(Arena()), op_queue.recording() as recorded:
+        step = NativePagedAttention(op_queue).begin(batch)
         out = step.attend_written(query, cache, rule)
     query.copy_(second.query)
     fill(second.batch.decode)
-    issuer.replay(recorded)
-    assert torch.equal(out, attended(issuer, second, rule))
+    op_queue.replay(recorded)
+    assert torch.equal(out, attended(op_queue, second, rule))
     torch.testing.assert_close(out.double(), second.expected(rule), rtol=1e-5, atol=1e-5)
 
 
-def test_tables_that_would_have_to_be_copied_are_refused(issuers: dict[int, Issuer]) -> None:
+def test_tables_that_would_have_to_be_copied_are_refused(op_queues: dict[int, OpQueue]) -> None:
     case = PagedCase(decode=[9, 4])
     wide = np.zeros((2, 99), dtype=np.int32)
     batch = AttentionBatch(case.batch.slot_mapping, DecodeRows(case.batch.decode.lengths, wide[:, :5]), ())
-    step = NativePagedAttention(issuers[1]).begin(batch)
+    step = NativePagedAttention(op_queues[1]).begin(batch)
     with pytest.raises(ValueError, match="are to be contiguous"):
         step.attend_written(case.query, case.cache, RULES["all"])
 
 
-def test_a_padding_row_of_the_null_block_attends_to_nothing(issuers: dict[int, Issuer]) -> None:
+def test_a_padding_row_of_the_null_block_attends_to_nothing(op_queues: dict[int, OpQueue]) -> None:
     case = PagedCase(decode=[9, 4])
     lengths, tables = case.batch.decode.lengths, case.batch.decode.block_tables
     padded = DecodeRows(np.append(lengths, np.int32(1)), np.vstack([tables, np.zeros_like(tables[:1])]))
     query = torch.cat([case.query, case.query[:1]])
-    step = NativePagedAttention(issuers[2]).begin(AttentionBatch(case.batch.slot_mapping, padded, ()))
+    step = NativePagedAttention(op_queues[2]).begin(AttentionBatch(case.batch.slot_mapping, padded, ()))
     out = step.attend_written(query, case.cache, RULES["all"])
-    assert torch.equal(out[:2], attended(issuers[2], case, RULES["all"]))
+    assert torch.equal(out[:2], attended(op_queues[2], case, RULES["all"]))
     assert not out[2].any()
 
 
-def test_tensors_that_the_kernels_cannot_read_are_refused(issuers: dict[int, Issuer]) -> None:
+def test_tensors_that_the_kernels_cannot_read_are_refused(op_queues: dict[int, OpQueue]) -> None:
     case = PagedCase(decode=[9], dtype=torch.bfloat16)
     case.query = case.query.float()
     with pytest.raises(ValueError, match="of one type"):
-        attended(issuers[1], case, RULES["all"])
+        attended(op_queues[1], case, RULES["all"])
     whole = PagedCase(decode=[9])
     whole.query = torch.randn(1, 16, 6).transpose(1, 2)
     with pytest.raises(ValueError, match="side by side"):
-        attended(issuers[1], whole, RULES["all"])
+        attended(op_queues[1], whole, RULES["all"])
 
 
-def test_queries_may_be_a_view_of_the_projections(issuers: dict[int, Issuer]) -> None:
+def test_queries_may_be_a_view_of_the_projections(op_queues: dict[int, OpQueue]) -> None:
     case = PagedCase(decode=[9, 4], spans=[(0, 5)])
-    expected = attended(issuers[2], case, RULES["all"])
+    expected = attended(op_queues[2], case, RULES["all"])
     projections = torch.randn(len(case.query), 10, 16)
     projections[:, :6] = case.query
     case.query = projections[:, :6]
-    assert torch.equal(attended(issuers[2], case, RULES["all"]), expected)
+    assert torch.equal(attended(op_queues[2], case, RULES["all"]), expected)
 
 
 @pytest.fixture(scope="module")
@@ -279,10 +285,10 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
-def test_host_cores_with_an_issuer_get_the_kernels(config: ModelConfig, *, batch_invariant: bool) -> None:
+def test_host_cores_with_the_library_get_the_kernels(config: ModelConfig, *, batch_invariant: bool) -> None:
     name = f"paged-native ({ISAS[0]})"
-    platform, issuer = CpuPlatform(), issuer_of(1)
-    chosen = choose_attention(platform, config, issuer=issuer, batch_invariant=batch_invariant)
+    platform, op_queue = CpuPlatform(), op_queue_of(1)
+    chosen = choose_attention(platform, config, op_queue=op_queue, batch_invariant=batch_invariant)
     assert str(chosen) == name
     assert chosen.backend.gather_bytes == 0
 
@@ -291,5 +297,5 @@ def test_why_host_cores_have_none_is_told(config: ModelConfig) -> None:
     def chosen(**options: Any) -> str:
         return str(choose_attention(CpuPlatform(), config, **options))
 
-    assert chosen(no_issuer="not built") == "paged-torch (not built)"
-    assert chosen(no_issuer="not built", batch_invariant=True) == "paged-torch-invariant (not built)"
+    assert chosen(no_op_queue="not built") == "paged-torch (not built)"
+    assert chosen(no_op_queue="not built", batch_invariant=True) == "paged-torch-invariant (not built)"

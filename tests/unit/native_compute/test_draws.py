@@ -17,9 +17,9 @@ from hetero_worker.attention.base import AttentionBatch, DecodeRows
 from hetero_worker.distributed.exchange import LocalExchange
 from hetero_worker.models.decoder import DecoderInput
 from hetero_worker.native.compute_library import ChooseOp, Kind, Op, StepOnOp
-from hetero_worker.native.issuing import Issuer
+from hetero_worker.native.op_queue import OpQueue
 from hetero_worker.runners.native_draws import MAX_STEPS, NativeDraws
-from tests.support.native_compute import compute_library, computing_with, issuer_of
+from tests.support.native_compute import compute_library, computing_with, op_queue_of
 
 pytestmark = pytest.mark.unit
 
@@ -35,34 +35,34 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def issuers() -> dict[int, Issuer]:
-    return {size: issuer_of(size) for size in TEAMS}
+def op_queues() -> dict[int, OpQueue]:
+    return {size: op_queue_of(size) for size in TEAMS}
 
 
-def choose(issuer: Issuer, x: FloatArray, *, first: int = 0, shards: int = 1, shard: int = 0) -> FloatArray:
+def choose(op_queue: OpQueue, x: FloatArray, *, first: int = 0, shards: int = 1, shard: int = 0) -> FloatArray:
     """[shards, rows, 2]"""
     rows, columns = x.shape
     best = np.full((shards, rows, 2), 77, dtype=np.float32)
     op = ChooseOp(Op(Kind.CHOOSE, rows), columns, x.ctypes.data, first, shards, shard, best.ctypes.data)
-    op.scratch = issuer.scratch(op)
-    issuer.issue(op, x, best)
+    op.scratch = op_queue.scratch(op)
+    op_queue.submit(op, x, best)
     return best
 
 
-def assert_chosen(issuers: dict[int, Issuer], x: FloatArray) -> None:
+def assert_chosen(op_queues: dict[int, OpQueue], x: FloatArray) -> None:
     columns = x.argmax(axis=1)
-    for size, issuer in issuers.items():
-        ((scores, ids),) = choose(issuer, x).transpose(0, 2, 1)
+    for size, op_queue in op_queues.items():
+        ((scores, ids),) = choose(op_queue, x).transpose(0, 2, 1)
         assert ids.astype(np.int64).tolist() == columns.tolist(), size
         assert scores.tobytes() == x[np.arange(len(x)), columns].tobytes(), size
 
 
 @pytest.mark.parametrize("columns", [1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 64, 200, 1001])
 @pytest.mark.parametrize("rows", [1, 2, 5])
-def test_the_largest_is_chosen(isa: str, issuers: dict[int, Issuer], rows: int, columns: int) -> None:
+def test_the_largest_is_chosen(isa: str, op_queues: dict[int, OpQueue], rows: int, columns: int) -> None:
     rng = np.random.default_rng(columns)
-    assert_chosen(issuers, rng.standard_normal((rows, columns), dtype=np.float32))
-    assert_chosen(issuers, rng.integers(-2, 3, (rows, columns)).astype(np.float32))
+    assert_chosen(op_queues, rng.standard_normal((rows, columns), dtype=np.float32))
+    assert_chosen(op_queues, rng.integers(-2, 3, (rows, columns)).astype(np.float32))
 
 
 @pytest.mark.parametrize("columns", [1, 5, 16, 50, 131])
@@ -71,20 +71,20 @@ def test_the_largest_is_chosen(isa: str, issuers: dict[int, Issuer], rows: int, 
     [[0.0], [-0.0, 0.0], [0.0, -0.0], [-INF], [-INF, INF], [INF, NAN], [NAN], [-INF, NAN, 3.0], [-1e-45, -0.0]],
 )
 def test_ties_and_what_is_no_number(
-    isa: str, issuers: dict[int, Issuer], numbers: Sequence[float], columns: int
+    isa: str, op_queues: dict[int, OpQueue], numbers: Sequence[float], columns: int
 ) -> None:
     rng = np.random.default_rng(columns)
-    assert_chosen(issuers, rng.choice(np.array(numbers, dtype=np.float32), (4, columns)))
+    assert_chosen(op_queues, rng.choice(np.array(numbers, dtype=np.float32), (4, columns)))
 
 
 @pytest.mark.parametrize("number", [NAN, INF, 5.0])
-def test_the_first_of_equals_wins_wherever_it_is(isa: str, issuers: dict[int, Issuer], number: float) -> None:
+def test_the_first_of_equals_wins_wherever_it_is(isa: str, op_queues: dict[int, OpQueue], number: float) -> None:
     """In whichever lane, piece and member's share."""
     columns = 75
     x = np.zeros((columns, columns), dtype=np.float32)
     for first in range(columns):
         x[first, first::7] = number
-    assert_chosen(issuers, x)
+    assert_chosen(op_queues, x)
 
 
 @settings(deadline=None, max_examples=150)
@@ -94,13 +94,15 @@ def test_the_first_of_equals_wins_wherever_it_is(isa: str, issuers: dict[int, Is
 def test_whatever_the_numbers_are(x: FloatArray) -> None:
     for isa in compute_library().isas:
         with computing_with(isa):
-            assert_chosen({2: issuer_of()}, x)
+            assert_chosen({2: op_queue_of()}, x)
 
 
-def test_a_shard_tells_ids_of_the_whole_and_leaves_zeros_for_the_others(isa: str, issuers: dict[int, Issuer]) -> None:
+def test_a_shard_tells_ids_of_the_whole_and_leaves_zeros_for_the_others(
+    isa: str, op_queues: dict[int, OpQueue]
+) -> None:
     x = np.array([[1, 3, 2], [9, 8, 7]], dtype=np.float32)
-    for issuer in issuers.values():
-        best = choose(issuer, x, first=(1 << 24) - 4, shards=3, shard=1)
+    for op_queue in op_queues.values():
+        best = choose(op_queue, x, first=(1 << 24) - 4, shards=3, shard=1)
         assert best.tolist() == [[[0, 0]] * 2, [[3, (1 << 24) - 3], [9, (1 << 24) - 4]], [[0, 0]] * 2]
 
 
@@ -115,17 +117,17 @@ def inputs(lengths: Sequence[int], *, block_size: int, blocks: int, draws: Seque
 
 
 @pytest.mark.parametrize("size", TEAMS)
-def test_inputs_become_those_of_the_next_step(isa: str, issuers: dict[int, Issuer], size: int) -> None:
+def test_inputs_become_those_of_the_next_step(isa: str, op_queues: dict[int, OpQueue], size: int) -> None:
     """A draw's token goes to the row that it is of, over the edges of blocks, and to the end of the tables."""
     step = inputs([12, 7, 4, 1], block_size=4, blocks=3, draws=[2, 0, 3, 1])
-    draws = NativeDraws(issuers[size], most_rows=4, block_size=4)
+    draws = NativeDraws(op_queues[size], most_rows=4, block_size=4)
     logits = torch.zeros(4, 9)
     rows = torch.arange(4)
     for number in range(1, 4):
         logits.zero_()
         drawn = (rows + 2 * number) % 9
         logits[rows, drawn] = 1.0 + number
-        draws.issue(step, logits, head_ranges=[UnitRange(0, 9)], exchange=LocalExchange())
+        draws.submit(step, logits, head_ranges=[UnitRange(0, 9)], exchange=LocalExchange())
         assert step.token_ids[torch.tensor([2, 0, 3, 1])].tolist() == drawn.tolist()
         lengths = [12 + number, 7 + number, 4 + number, 1 + number]
         assert step.attention.decode.lengths.tolist() == lengths
@@ -146,14 +148,14 @@ def test_inputs_become_those_of_the_next_step(isa: str, issuers: dict[int, Issue
         draws.restart(MAX_STEPS + 1)
 
 
-def test_as_many_steps_are_kept_as_there_may_be(issuers: dict[int, Issuer]) -> None:
+def test_as_many_steps_are_kept_as_there_may_be(op_queues: dict[int, OpQueue]) -> None:
     step = inputs([3, 2], block_size=8, blocks=9, draws=[0, 1])
-    draws = NativeDraws(issuers[2], most_rows=2, block_size=8)
+    draws = NativeDraws(op_queues[2], most_rows=2, block_size=8)
     rng = torch.Generator().manual_seed(3)
     drawn = []
     for _ in range(MAX_STEPS):
         logits = torch.randn(2, 40, generator=rng)
-        draws.issue(step, logits, head_ranges=[UnitRange(0, 40)], exchange=LocalExchange())
+        draws.submit(step, logits, head_ranges=[UnitRange(0, 40)], exchange=LocalExchange())
         drawn.append(logits.argmax(dim=1).tolist())
     assert draws.of_steps(MAX_STEPS, 2).token_ids.tolist() == drawn
 
@@ -170,7 +172,7 @@ def test_as_many_steps_are_kept_as_there_may_be(issuers: dict[int, Issuer]) -> N
     ],
 )
 def test_shards_are_decided_in_their_order(
-    isa: str, issuers: dict[int, Issuer], bests: Sequence[tuple[float, int]], expected: int
+    isa: str, op_queues: dict[int, OpQueue], bests: Sequence[tuple[float, int]], expected: int
 ) -> None:
     best = np.array(bests, dtype=np.float32).reshape(-1, 1, 2)
     numbers, tables, lengths = np.zeros(5, dtype=np.int64), np.zeros((1, 1), dtype=np.int32), np.zeros(1, np.int32)
@@ -179,16 +181,16 @@ def test_shards_are_decided_in_their_order(
     op.token_ids, op.positions, op.slot_mapping = (numbers[i : i + 1].ctypes.data for i in (1, 2, 3))
     op.lengths, op.tables, op.table_stride, op.block_size = lengths.ctypes.data, tables.ctypes.data, 1, 4
     op.steps, op.tokens, op.scores = steps.ctypes.data, tokens.ctypes.data, scores.ctypes.data
-    issuers[2].issue(op)
+    op_queues[2].submit(op)
     assert (tokens[0], numbers[1], int(steps[0])) == (expected, expected, 1)
     assert scores.tobytes() == np.float32({token: score for score, token in bests}[expected]).tobytes()
 
 
-def test_logits_of_another_kind_are_refused(issuers: dict[int, Issuer]) -> None:
+def test_logits_of_another_kind_are_refused(op_queues: dict[int, OpQueue]) -> None:
     step = inputs([3, 2], block_size=8, blocks=2, draws=[0, 1])
-    draws = NativeDraws(issuers[1], most_rows=2, block_size=8)
+    draws = NativeDraws(op_queues[1], most_rows=2, block_size=8)
     with pytest.raises(ValueError, match="a rank with 9 vocabulary rows has made none"):
-        draws.issue(step, None, head_ranges=[UnitRange(0, 9)], exchange=LocalExchange())
+        draws.submit(step, None, head_ranges=[UnitRange(0, 9)], exchange=LocalExchange())
     for logits in (torch.zeros(2, 9, dtype=torch.bfloat16), torch.zeros(9, 2).T, torch.zeros(2, 8)):
         with pytest.raises(ValueError, match="contiguous float32 logits"):
-            draws.issue(step, logits, head_ranges=[UnitRange(0, 9)], exchange=LocalExchange())
+            draws.submit(step, logits, head_ranges=[UnitRange(0, 9)], exchange=LocalExchange())

@@ -9,8 +9,8 @@ import torch
 
 from hetero_api.weight_format import WeightFormat
 from hetero_worker.layers.native_linear import NativeLinear
-from hetero_worker.native.issuing import Arena, Issuer
-from tests.support.native_compute import compute_library, computing_with, issuer_of
+from hetero_worker.native.op_queue import Arena, OpQueue
+from tests.support.native_compute import compute_library, computing_with, op_queue_of
 from tests.support.whole_number_linear import FORMATS, random_matrix
 
 pytestmark = pytest.mark.unit
@@ -27,8 +27,8 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture(params=TEAMS)
-def issuer(request: pytest.FixtureRequest, isa: str) -> Issuer:
-    return issuer_of(request.param)
+def op_queue(request: pytest.FixtureRequest, isa: str) -> OpQueue:
+    return op_queue_of(request.param)
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -37,57 +37,57 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @each_shape
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_rows_of_floats(issuer: Issuer, dtype: torch.dtype, rows: int, width: int) -> None:
+def test_rows_of_floats(op_queue: OpQueue, dtype: torch.dtype, rows: int, width: int) -> None:
     table = randn(rows, width).to(dtype)
-    found = NativeLinear(issuer).pack(table).embed(torch.arange(rows))
+    found = NativeLinear(op_queue).pack(table).embed(torch.arange(rows))
     assert found.dtype == torch.float32
     assert torch.equal(found, table.float())
 
 
 @each_shape
 @pytest.mark.parametrize("weights", FORMATS, ids=str)
-def test_rows_of_whole_numbers(issuer: Issuer, weights: WeightFormat, rows: int, width: int) -> None:
+def test_rows_of_whole_numbers(op_queue: OpQueue, weights: WeightFormat, rows: int, width: int) -> None:
     matrix = random_matrix(weights, rows, width)
     numbers = torch.arange(rows).flip(0)
-    found = NativeLinear(issuer).pack_quantized(matrix).embed(numbers)
+    found = NativeLinear(op_queue).pack_quantized(matrix).embed(numbers)
     # One rounding for product and addition, or two.
     torch.testing.assert_close(found, matrix.dequantized()[numbers], rtol=1e-6, atol=1e-7)
 
 
-def test_all_halves_are_widened_rightly(issuer: Issuer) -> None:
+def test_all_halves_are_widened_rightly(op_queue: OpQueue) -> None:
     table = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.float16).view(64, 1024)
-    found = NativeLinear(issuer).pack(table).embed(torch.arange(64))
+    found = NativeLinear(op_queue).pack(table).embed(torch.arange(64))
     expected = table.float()
     assert torch.equal(found.isnan(), expected.isnan())
     assert torch.equal(found.nan_to_num(0.5), expected.nan_to_num(0.5))
 
 
-def test_scales_are_rounded_as_torch_rounds(issuer: Issuer) -> None:
+def test_scales_are_rounded_as_torch_rounds(op_queue: OpQueue) -> None:
     """To the nearest half, subnormal ones and what is too large among them."""
     scales = torch.logspace(-9, 5, 4000, dtype=torch.float64).float()
     scales = torch.cat([scales, -scales, torch.tensor([0.0, 65504.0, 65519.0, 65520.0, 2.0**-25, 1.5 * 2.0**-24])])
     matrix = random_matrix(WeightFormat(8), len(scales), 1)
     matrix.values.fill_(1)
     matrix.scales.copy_(scales[:, None])
-    found = NativeLinear(issuer).pack_quantized(matrix).embed(torch.arange(len(scales)))
+    found = NativeLinear(op_queue).pack_quantized(matrix).embed(torch.arange(len(scales)))
     assert torch.equal(found[:, 0], scales.half().float())
 
 
-def test_other_ranks_rows_are_zeros_and_ours_are_scaled(issuer: Issuer) -> None:
+def test_other_ranks_rows_are_zeros_and_ours_are_scaled(op_queue: OpQueue) -> None:
     table, ids = randn(20, 70), torch.tensor([100, 99, 119, 120, 0, 105, 105, -1])
-    found = NativeLinear(issuer).pack(table).embed(ids, first=100, scale=2.0)
+    found = NativeLinear(op_queue).pack(table).embed(ids, first=100, scale=2.0)
     is_ours = (ids >= 100) & (ids < 120)
     assert torch.equal(found[is_ours], table[ids[is_ours] - 100] * 2)
     assert torch.equal(found[~is_ours], torch.zeros(4, 70))
 
 
-def test_no_rows(issuer: Issuer) -> None:
-    assert NativeLinear(issuer).pack(randn(20, 70)).embed(torch.empty(0, dtype=torch.int64)).shape == (0, 70)
+def test_no_rows(op_queue: OpQueue) -> None:
+    assert NativeLinear(op_queue).pack(randn(20, 70)).embed(torch.empty(0, dtype=torch.int64)).shape == (0, 70)
 
 
 @each_shape
-def test_rows_of_the_type_that_is_computed_in(issuer: Issuer, rows: int, width: int) -> None:
-    ids, kernel = torch.tensor([0, rows - 1, rows, -1]), NativeLinear(issuer, torch.bfloat16)
+def test_rows_of_the_type_that_is_computed_in(op_queue: OpQueue, rows: int, width: int) -> None:
+    ids, kernel = torch.tensor([0, rows - 1, rows, -1]), NativeLinear(op_queue, torch.bfloat16)
     for table in (randn(rows, width), randn(rows, width).bfloat16(), randn(rows, width).half()):
         found = kernel.pack(table).embed(ids, scale=3.0)
         assert torch.equal(found[:2], (table[ids[:2]].float() * 3).bfloat16())
@@ -95,11 +95,11 @@ def test_rows_of_the_type_that_is_computed_in(issuer: Issuer, rows: int, width: 
 
 
 def test_a_recorded_look_up_is_made_again() -> None:
-    issuer, ids = issuer_of(), torch.tensor([1, 2, 3])
+    op_queue, ids = op_queue_of(), torch.tensor([1, 2, 3])
     table = randn(20, 70)
-    packed = NativeLinear(issuer).pack(table)
-    with issuer.computing_in(Arena()), issuer.recording() as recorded:
+    packed = NativeLinear(op_queue).pack(table)
+    with op_queue.computing_in(Arena()), op_queue.recording() as recorded:
         found = packed.embed(ids)
     ids.copy_(torch.tensor([7, 0, 19]))
-    issuer.replay(recorded)
+    op_queue.replay(recorded)
     assert torch.equal(found, table[ids])

@@ -35,7 +35,7 @@ from hetero_worker.runners.native_steps import NativeSteps
 from hetero_worker.runners.rehearsal import checksum
 from hetero_worker.runners.runner_device import RunnerDevice
 from hetero_worker.runners.shard import load_shard
-from tests.support.native_compute import compute_library, computing_with, issuer_of
+from tests.support.native_compute import compute_library, computing_with, op_queue_of
 from tests.support.rank_shares import Shares
 from tests.support.tiny_checkpoints import save_tiny
 
@@ -79,13 +79,13 @@ def _load(
 ) -> NativeWeight:
     linear = ShardedLinear(parts or _parts(INT8))
     with Checkpoint(directory, cache) as checkpoint:
-        linear.load(checkpoint, dtype=torch.float32, kernel=kernel or NativeLinear(issuer_of()))
+        linear.load(checkpoint, dtype=torch.float32, kernel=kernel or NativeLinear(op_queue_of()))
     assert isinstance(linear.packed, NativeWeight)
     return linear.packed
 
 
 def _reading() -> ReadingKernel:
-    return ReadingKernel(issuer_of())
+    return ReadingKernel(op_queue_of())
 
 
 def _files(folder: Path) -> list[Path]:
@@ -176,7 +176,7 @@ def test_a_checkpoint_that_changes_while_it_is_read_leaves_nothing(
 ) -> None:
     model, folder = _save(tmp_path / "model"), tmp_path / "packed"
     with Checkpoint(model, _cache(folder)) as checkpoint:
-        ShardedLinear(_parts(INT8)).load(checkpoint, dtype=torch.float32, kernel=NativeLinear(issuer_of()))
+        ShardedLinear(_parts(INT8)).load(checkpoint, dtype=torch.float32, kernel=NativeLinear(op_queue_of()))
         assert len(_files(folder)) == 1
         os.replace(_save(tmp_path / "other", seed=2) / "model.safetensors", model / "model.safetensors")
     assert "changed while it was read" in caplog.text
@@ -327,7 +327,7 @@ def test_a_folder_that_cannot_be_written_ends_no_load(tmp_path: Path, caplog: py
     no_folder.write_text("no folder")
     with Checkpoint(model, _cache(no_folder)) as checkpoint:
         for part in _parts(INT8):
-            ShardedLinear([part]).load(checkpoint, dtype=torch.float32, kernel=NativeLinear(issuer_of()))
+            ShardedLinear([part]).load(checkpoint, dtype=torch.float32, kernel=NativeLinear(op_queue_of()))
     warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert [str(no_folder) in record.getMessage() for record in warnings] == [True]
 
@@ -427,5 +427,6 @@ def test_a_rank_that_starts_again_computes_the_same(tmp_path: Path, variant: str
     )  # fmt: skip
     platform = CpuPlatform()
     device = RunnerDevice(platform, HostMemoryPool(), NativeSteps(platform), offloads_weights=False)
-    sums = [checksum(load_shard(request, device, kernel=kernel)) for kernel in (NativeLinear(issuer_of()), _reading())]
+    kernels = (NativeLinear(op_queue_of()), _reading())
+    sums = [checksum(load_shard(request, device, kernel=kernel)) for kernel in kernels]
     assert sums[0] == sums[1]

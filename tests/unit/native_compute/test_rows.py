@@ -23,8 +23,8 @@ from hetero_worker.layers.norm import ResidualStream
 from hetero_worker.layers.rotary import RotaryTables, Rotation
 from hetero_worker.layers.selection import fused_ops_of
 from hetero_worker.native.compute_library import Format, GatedOp, Kind, NativeActivation, Op
-from hetero_worker.native.issuing import Arena, Issuer
-from tests.support.native_compute import compute_library, computing_with, issuer_of
+from hetero_worker.native.op_queue import Arena, OpQueue
+from tests.support.native_compute import compute_library, computing_with, op_queue_of
 
 pytestmark = pytest.mark.unit
 
@@ -47,13 +47,13 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture(params=TEAMS)
-def issuer(request: pytest.FixtureRequest, isa: str) -> Issuer:
-    return issuer_of(request.param)
+def op_queue(request: pytest.FixtureRequest, isa: str) -> OpQueue:
+    return op_queue_of(request.param)
 
 
 @pytest.fixture
-def ops(issuer: Issuer) -> NativeOps:
-    return NativeOps(issuer)
+def ops(op_queue: OpQueue) -> NativeOps:
+    return NativeOps(op_queue)
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -66,9 +66,9 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 def assert_rows_alone(make_op: Callable[[NativeOps], RowOp], x: torch.Tensor) -> None:
     """A row has the same bits by itself, among others, and with any number of threads."""
-    whole = make_op(NativeOps(issuer_of(1)))(x.clone())
+    whole = make_op(NativeOps(op_queue_of(1)))(x.clone())
     for team in TEAMS:
-        op = make_op(NativeOps(issuer_of(team)))
+        op = make_op(NativeOps(op_queue_of(team)))
         assert torch.equal(op(x.clone()), whole)
         assert torch.equal(torch.cat([op(row.clone()) for row in torch.split(x, 1)]), whole)
         assert torch.equal(op(x.flip(0)), whole.flip(0))
@@ -136,7 +136,7 @@ def test_a_gates_rows_are_alone(isa: str, activation: Activation, dtype: torch.d
 @pytest.mark.usefixtures("isa")
 def test_bfloat16_is_rounded_as_torch_rounds_it() -> None:
     """To nearest, ties to even; infinities, NaN of any bits, and numbers too small to be normal stay what they are."""
-    ops, generator = NativeOps(issuer_of(1)), torch.Generator().manual_seed(0)
+    ops, generator = NativeOps(op_queue_of(1)), torch.Generator().manual_seed(0)
     bits = torch.randint(-(2**15), 2**15, (2, 1 << 15), generator=generator).to(torch.int16)
     x, delta = bits.view(torch.bfloat16)
     ours, expected = x.clone().unsqueeze(0), (x.float() + delta.float()).bfloat16()
@@ -149,14 +149,14 @@ def test_bfloat16_is_rounded_as_torch_rounds_it() -> None:
     assert torch.equal(zeros[0].isnan(), x.isnan())
 
 
-def test_the_exact_gelu(issuer: Issuer) -> None:
+def test_the_exact_gelu(op_queue: OpQueue) -> None:
     """No model that is supported has it yet: the kernel is asked as it is."""
     gates = torch.linspace(-9, 9, 10_001)
     gate_up = torch.cat([gates, torch.ones_like(gates)])
     out = torch.empty_like(gates)
     rows = Op(Kind.GATED, 1)
     gelu = NativeActivation.GELU
-    issuer.issue(GatedOp(rows, Format.F32, gelu, len(gates), gate_up.data_ptr(), out.data_ptr()))
+    op_queue.submit(GatedOp(rows, Format.F32, gelu, len(gates), gate_up.data_ptr(), out.data_ptr()))
     assert (out.double() - torch.nn.functional.gelu(gates.double())).abs().max() < 1e-6
 
 
@@ -170,7 +170,7 @@ def test_the_exact_gelu(issuer: Issuer) -> None:
 )
 def test_additions_and_picks(rows: int, width: int, terms: int, team: int, name: str, dtype: torch.dtype) -> None:
     with computing_with(name):
-        ops, x = NativeOps(issuer_of(team)), randn(rows + 1, width, dtype=dtype)
+        ops, x = NativeOps(op_queue_of(team)), randn(rows + 1, width, dtype=dtype)
         deltas = [randn(rows + 1, width, seed=1 + term, dtype=dtype) for term in range(terms)]
         index = torch.randint(rows + 1, (2 * rows,), generator=torch.Generator().manual_seed(rows))
         assert torch.equal(ops.pick(x, index), x[index])
@@ -272,8 +272,8 @@ def test_a_rotations_rows_are_alone(isa: str) -> None:
 
 def test_what_is_recorded_follows_its_inputs() -> None:
     """Positions, slots and rows to pick are read anew whenever the operations are made again."""
-    issuer, heads = issuer_of(), Heads((3, 4, 2, 16), with_norms=True)
-    ops, positions, slots = NativeOps(issuer), torch.tensor([1, 2, 3]), torch.tensor([4, 5, 6])
+    op_queue, heads = op_queue_of(), Heads((3, 4, 2, 16), with_norms=True)
+    ops, positions, slots = NativeOps(op_queue), torch.tensor([1, 2, 3]), torch.tensor([4, 5, 6])
     table = RotaryTables([RopeConfig(100.0)], head_dim=16, max_length=64, dtype=torch.float32)
     cache = LayerCache(torch.zeros(heads.kv_shape), torch.zeros(heads.kv_shape), 4)
     source = heads.qkv.flatten(1)
@@ -283,12 +283,12 @@ def test_what_is_recorded_follows_its_inputs() -> None:
         options = {"num_heads": 4, "norms": heads.norms, "cache": cache, "slots": slots}
         return ops.rotate_and_write(qkv, table.at(positions)[0], **options)  # type: ignore[arg-type]
 
-    with issuer.computing_in(Arena()), issuer.recording() as recorded:
+    with op_queue.computing_in(Arena()), op_queue.recording() as recorded:
         query = step()
     positions.copy_(torch.tensor([40, 3, 0]))
     slots.copy_(torch.tensor([9, 11, 10]))
     source.mul_(0.5)
-    issuer.replay(recorded)
+    op_queue.replay(recorded)
     replayed, cached = query.clone(), cache.keys.clone()
     cache.keys.zero_()
     assert torch.equal(step(), replayed)
@@ -296,7 +296,7 @@ def test_what_is_recorded_follows_its_inputs() -> None:
 
 
 def test_what_the_kernels_cannot_read_is_refused() -> None:
-    ops = NativeOps(issuer_of(1))
+    ops = NativeOps(op_queue_of(1))
     with pytest.raises(ValueError, match=r"of torch\.float32, not one of torch\.bfloat16"):
         ops.add(randn(2, 8), randn(2, 8, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="not contiguous"):
@@ -306,7 +306,7 @@ def test_what_the_kernels_cannot_read_is_refused() -> None:
 def test_what_there_are_no_kernels_for_is_anothers() -> None:
     logits, chosen = randn(3, 5), torch.tensor([[0, 3], [1, 2], [4, 0]])
     for others in (PLAIN_OPS, InvariantOps()):
-        ops = NativeOps(issuer_of(1), others=others)
+        ops = NativeOps(op_queue_of(1), others=others)
         assert torch.equal(ops.capped(logits.clone(), 2.0), others.capped(logits.clone(), 2.0))
         weight = randn(5, 8, seed=1).double()
         assert torch.equal(ops.router_logits(randn(3, 8), weight, EPS), others.router_logits(randn(3, 8), weight, EPS))
@@ -315,21 +315,21 @@ def test_what_there_are_no_kernels_for_is_anothers() -> None:
             assert torch.equal(shares, others.expert_shares(logits, chosen, normalised=normalised))
 
 
-def test_host_cores_with_an_issuer_get_the_kernels(isa: str) -> None:
-    assert fused_ops_of(HOST, issuer=issuer_of(1)).name == f"native ({isa})"
+def test_host_cores_with_the_library_get_the_kernels(isa: str) -> None:
+    assert fused_ops_of(HOST, op_queue=op_queue_of(1)).name == f"native ({isa})"
 
 
 def test_why_host_cores_have_none_is_told() -> None:
-    assert fused_ops_of(HOST, no_issuer="not built").name == "torch (not built)"
+    assert fused_ops_of(HOST, no_op_queue="not built").name == "torch (not built)"
 
 
 def test_a_residual_stream_settles_by_the_kernels() -> None:
     """So that what is recorded has the addition."""
-    issuer, hidden, delta = issuer_of(), randn(3, 40), randn(3, 40, seed=1)
-    with issuer.computing_in(Arena()), issuer.recording() as recorded:
-        stream = ResidualStream(hidden, NativeOps(issuer))
+    op_queue, hidden, delta = op_queue_of(), randn(3, 40), randn(3, 40, seed=1)
+    with op_queue.computing_in(Arena()), op_queue.recording() as recorded:
+        stream = ResidualStream(hidden, NativeOps(op_queue))
         stream.add(delta)
         assert stream.settle() is hidden
     assert torch.equal(hidden, randn(3, 40) + delta)
-    issuer.replay(recorded)
+    op_queue.replay(recorded)
     assert torch.equal(hidden, randn(3, 40) + delta + delta)

@@ -19,7 +19,7 @@ from hetero_worker.layers.linear_kernels import PlainKernel
 from hetero_worker.layers.native_linear import NativeLinear
 from hetero_worker.layers.rotary import RotaryTables, Rotation
 from hetero_worker.layers.selection import invariant_kernel, invariant_ops
-from tests.support.native_compute import issuer_of
+from tests.support.native_compute import op_queue_of
 
 pytestmark = pytest.mark.unit
 
@@ -181,7 +181,7 @@ def test_host_tensors_get_torchs_operators_and_products_row_by_row() -> None:
 
 
 def test_the_native_kernel_is_kept_for_its_rows_are_independent() -> None:
-    native = NativeLinear(issuer_of())
+    native = NativeLinear(op_queue_of())
     assert invariant_kernel(native, device=HOST) is native
 
 

@@ -13,7 +13,7 @@ from hetero_worker.distributed.staging import staging_for
 from hetero_worker.runners.graphs.breaks import Breaks
 from hetero_worker.runners.graphs.current_step import CurrentStep
 from hetero_worker.runners.recorded_exchange import RecordedExchange
-from tests.support.native_compute import issuer_of
+from tests.support.native_compute import op_queue_of
 from tests.support.shm_threads import exchanges
 from tests.support.tape import TapeBackend
 from tests.support.thread_exchange import thread_exchanges
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.unit
 
 
 def sums_natively(exchange: Exchange) -> bool:
-    return RecordedExchange(exchange, Breaks(TapeBackend()), CurrentStep(), issuer_of(1)).sums_natively
+    return RecordedExchange(exchange, Breaks(TapeBackend()), CurrentStep(), op_queue_of(1)).sums_natively
 
 
 def test_a_rank_alone_needs_no_sums() -> None:

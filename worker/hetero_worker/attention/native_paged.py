@@ -25,32 +25,32 @@ from hetero_worker.attention.base import (
 )
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.native.compute_library import FORMATS, AttendOp, AttendSpanOp, Cache, Kind, Op
-from hetero_worker.native.issuing import Issuer
+from hetero_worker.native.op_queue import OpQueue
 
 
 class NativePagedAttention(AttentionBackend):
     """AttentionBackend of host tensors in float32."""
 
-    def __init__(self, issuer: Issuer) -> None:
-        self._issuer = issuer
+    def __init__(self, op_queue: OpQueue) -> None:
+        self._op_queue = op_queue
 
     @property
     def name(self) -> str:
-        return f"paged-native ({self._issuer.team.library.in_use().decode()})"
+        return f"paged-native ({self._op_queue.team.library.in_use().decode()})"
 
     def begin(self, batch: AttentionBatch) -> StepAttention:
         """Raises ValueError for lengths or tables that are not contiguous."""
-        return _NativeStep(batch, self._issuer)
+        return _NativeStep(batch, self._op_queue)
 
 
 class _NativeStep(StepAttention):
     """Operations of one step."""
 
-    def __init__(self, batch: AttentionBatch, issuer: Issuer) -> None:
+    def __init__(self, batch: AttentionBatch, op_queue: OpQueue) -> None:
         self.slot_mapping = batch.slot_mapping
         self._decode = batch.decode
         self._spans = batch.prefills
-        self._issuer = issuer
+        self._op_queue = op_queue
 
     def attend_written(self, query: torch.Tensor, cache: LayerCache, rule: AttentionRule) -> torch.Tensor:
         """Raises ValueError for a cache of another type, or queries whose heads do not lie side by side."""
@@ -58,7 +58,7 @@ class _NativeStep(StepAttention):
             raise ValueError(f"queries and cache are to be of one type: not {query.dtype} over {cache.keys.dtype}")
         if query.stride()[1:] != (query.shape[2], 1):
             raise ValueError(f"a row's query heads are to lie side by side, not with strides {query.stride()}")
-        out = self._issuer.empty(query.shape[0], query.shape[1] * query.shape[2], dtype=query.dtype)
+        out = self._op_queue.empty(query.shape[0], query.shape[1] * query.shape[2], dtype=query.dtype)
         if num_decode := self._decode.num_rows:
             self._attend_rows(self._decode, query[:num_decode], cache, rule, out)
         for span in self._spans:
@@ -73,8 +73,8 @@ class _NativeStep(StepAttention):
         # Of all steps that may be made with these tables: scratch has to last for them.
         op.lengths, op.longest = _address(rows.lengths), rows.block_tables.shape[1] * cache.block_size
         op.tables, op.table_stride = _address(rows.block_tables), rows.block_tables.shape[1]
-        op.scratch = self._issuer.scratch(op)
-        self._issuer.issue(op, cache, rows)
+        op.scratch = self._op_queue.scratch(op)
+        self._op_queue.submit(op, cache, rows)
 
     def _attend_span(
         self, span: PrefillSpan, query: torch.Tensor, cache: LayerCache, rule: AttentionRule, out: torch.Tensor
@@ -87,8 +87,8 @@ class _NativeStep(StepAttention):
         op = AttendSpanOp(Op(Kind.ATTEND_SPAN, len(query)), _described(cache, query, rule))
         op.query, op.query_stride, op.out = query.data_ptr(), query.stride(0), out.data_ptr()
         op.num_computed, op.table = span.num_computed, blocks.ctypes.data
-        op.scratch = self._issuer.scratch(op)
-        self._issuer.issue(op, cache, blocks)
+        op.scratch = self._op_queue.scratch(op)
+        self._op_queue.submit(op, cache, blocks)
 
 
 def _address(array: IntArray) -> int:

@@ -22,7 +22,7 @@ from hetero_worker.attention.native_paged import NativePagedAttention
 from hetero_worker.attention.torch_paged import TorchPagedAttention
 from hetero_worker.backends.base import HOST, AttentionKind, Platform
 from hetero_worker.kernels.availability import attention_problem, triton_problem
-from hetero_worker.native.issuing import Issuer
+from hetero_worker.native.op_queue import OpQueue
 
 
 class DeviceAttention(StrEnum):
@@ -50,13 +50,13 @@ def choose_attention(
     *,
     wanted: DeviceAttention | None = None,
     batch_invariant: bool = False,
-    issuer: Issuer | None = None,
-    no_issuer: str = "",
+    op_queue: OpQueue | None = None,
+    no_op_queue: str = "",
 ) -> ChosenAttention:
     """Return the `wanted` backend, or else the fastest.
 
-    `batch_invariant`: a row's bits must not depend on the rest of the batch. `issuer`: of the native kernels, on host
-    cores; `no_issuer`: why there is none. Raises ModelError if the wanted backend is not available here.
+    `batch_invariant`: a row's bits must not depend on the rest of the batch. `op_queue`: of the native kernels, on host
+    cores; `no_op_queue`: why there is none. Raises ModelError if the wanted backend is not available here.
     """
     device = platform.device
     if platform.attention == AttentionKind.HOST:
@@ -64,9 +64,9 @@ def choose_attention(
             raise ModelError(
                 f"attention by {wanted} is asked for on host cores, which have attention of their own only"
             )
-        if issuer is not None:
-            return ChosenAttention(NativePagedAttention(issuer))
-        return ChosenAttention(TorchPagedAttention(batch_invariant=batch_invariant), no_issuer)
+        if op_queue is not None:
+            return ChosenAttention(NativePagedAttention(op_queue))
+        return ChosenAttention(TorchPagedAttention(batch_invariant=batch_invariant), no_op_queue)
     if batch_invariant and wanted is None and device.type == HOST.type:  # a GPU that is played by the host
         return ChosenAttention(TorchPagedAttention(batch_invariant=True))
     problem = "plain operators are asked for" if wanted == DeviceAttention.PLAIN else _triton_problem(device, config)

@@ -19,7 +19,7 @@ import torch
 
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.errors import ProtocolError
-from hetero_worker.native.means import NOT_FOR_DEVICES, NativeMeans
+from hetero_worker.native.op_library import NOT_FOR_DEVICES, OpLibrary
 
 HOST: Final = torch.device("cpu")
 """Where everything lies that is not on a device of its own."""
@@ -100,7 +100,7 @@ class Platform(ABC):
         """Whether linear kernels that pack weights are candidates; else weights stay plain tensors."""
 
     @property
-    def native(self) -> NativeMeans:
+    def native(self) -> OpLibrary:
         """The native kernels, and the threads that they run on; the same object every time."""
         return NOT_FOR_DEVICES
 

@@ -12,7 +12,7 @@ import torch
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.backends.base import HOST, AttentionKind, Measurement, Platform
 from hetero_worker.backends.speeds import matmul_flops, read_bandwidth
-from hetero_worker.native.means import NativeMeans, native_means
+from hetero_worker.native.op_library import OpLibrary, open_op_library
 
 _READ_BYTES: Final = 128 * 1024 * 1024
 _MATRIX_SIZE: Final = 768
@@ -74,9 +74,9 @@ class CpuPlatform(Platform):
         return True
 
     @cached_property
-    def native(self) -> NativeMeans:
+    def native(self) -> OpLibrary:
         """Its threads are started when it is first asked for: by then the process is bound to its cores."""
-        return native_means(torch.get_num_threads())
+        return open_op_library(torch.get_num_threads())
 
     @property
     def pins_memory(self) -> bool:

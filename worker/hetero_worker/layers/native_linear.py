@@ -20,7 +20,7 @@ from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
 from hetero_worker.layers.linear_kernels import LinearKernel, PackedWeight
 from hetero_worker.memory.huge_pages import empty_on_huge_pages
 from hetero_worker.native.compute_library import FORMATS, EmbedOp, Format, Kind, LinearOp, Op, PackOp, Weight
-from hetero_worker.native.issuing import Issuer
+from hetero_worker.native.op_queue import OpQueue
 
 _EXACT: Final[dict[torch.dtype, tuple[torch.dtype, ...]]] = {
     torch.float32: (torch.float32, torch.bfloat16, torch.float16),
@@ -35,19 +35,19 @@ _PRESENT: Final = 1
 
 
 class NativeLinear(LinearKernel):
-    """LinearKernel on the issuer's team."""
+    """LinearKernel on an op queue's team."""
 
     copies_weight = True
     embeds = True
 
-    def __init__(self, issuer: Issuer, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, op_queue: OpQueue, dtype: torch.dtype = torch.float32) -> None:
         """`dtype`: of inputs and outputs."""
-        self._issuer = issuer
+        self._op_queue = op_queue
         self._dtype = dtype
 
     @property
     def name(self) -> str:
-        return f"native ({self._issuer.team.library.in_use().decode()})"
+        return f"native ({self._op_queue.team.library.in_use().decode()})"
 
     def storage(self, stored: torch.dtype, dtype: torch.dtype) -> torch.dtype:
         return stored if stored in _EXACT[dtype] else dtype
@@ -58,7 +58,7 @@ class NativeLinear(LinearKernel):
     def pack(self, weight: torch.Tensor) -> NativeWeight:
         """[out, in] of float32, bfloat16 or float16."""
         outputs, inputs = weight.shape
-        packed = NativeWeight(self._issuer, self._dtype, FORMATS[weight.dtype], (outputs, inputs))
+        packed = NativeWeight(self._op_queue, self._dtype, FORMATS[weight.dtype], (outputs, inputs))
         packed.write(weight)
         return packed
 
@@ -71,7 +71,7 @@ class NativeLinear(LinearKernel):
     @property
     def layout(self) -> str:
         """What the bytes of a packed weight depend on, beside the matrix."""
-        library = self._issuer.team.library
+        library = self._op_queue.team.library
         return f"native {library.source().decode()} {library.in_use().decode()}"
 
     def blank_quantized(self, shape: tuple[int, int], weights: WeightFormat) -> NativeWeight:
@@ -80,7 +80,7 @@ class NativeLinear(LinearKernel):
             raise ValueError(f"native kernels take groups of a multiple of {_GROUP_UNIT} inputs, not {weights}")
         kind = Format.I8 if weights.bits == 8 else Format.I4
         return NativeWeight(
-            self._issuer,
+            self._op_queue,
             self._dtype,
             kind,
             shape,
@@ -95,7 +95,7 @@ class NativeWeight(PackedWeight):
 
     def __init__(
         self,
-        issuer: Issuer,
+        op_queue: OpQueue,
         dtype: torch.dtype,
         kind: Format,
         shape: tuple[int, int],
@@ -105,13 +105,13 @@ class NativeWeight(PackedWeight):
         has_minima: bool = False,
     ) -> None:
         """`shape`: (out, in); not usable before `write`, or before its memory is filled."""
-        self._issuer = issuer
+        self._op_queue = op_queue
         self._dtype = dtype
         outputs, inputs = shape
         self._weight = Weight(kind, outputs, inputs, group)
         self._weight.scales = _PRESENT if has_scales else None
         self._weight.minima = _PRESENT if has_minima else None
-        library = issuer.team.library
+        library = op_queue.team.library
         self.memory = tuple(
             empty_on_huge_pages((library.packed_bytes(self.address, which),), torch.uint8) for which in range(3)
         )
@@ -144,7 +144,7 @@ class NativeWeight(PackedWeight):
         op = PackOp(Op(Kind.PACK, len(values)), self.address, values.data_ptr(), values.stride(0))
         op.scales = None if scales is None else scales.data_ptr()
         op.minima = None if minima is None else minima.data_ptr()
-        self._issuer.team.run_one(op)
+        self._op_queue.team.run_one(op)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None, /) -> torch.Tensor:
         """Return x · Wᵀ + bias: [rows, in] → [rows, out], both of the arithmetic type, each row of x contiguous."""
@@ -160,18 +160,18 @@ class NativeWeight(PackedWeight):
         if x.stride(1) != 1:
             x = x.contiguous()
         rows = len(x)
-        y = self._issuer.empty(rows, self._weight.out_features, dtype=y_type)
+        y = self._op_queue.empty(rows, self._weight.out_features, dtype=y_type)
         op = LinearOp(Op(Kind.LINEAR, rows), self.address, FORMATS[x.dtype], FORMATS[y_type], x.data_ptr(), x.stride(0))
         op.bias = None if bias is None else bias.data_ptr()
         op.y, op.y_stride = y.data_ptr(), self._weight.out_features
-        op.scratch = self._issuer.scratch(op)
-        self._issuer.issue(op, self, bias)
+        op.scratch = self._op_queue.scratch(op)
+        self._op_queue.submit(op, self, bias)
         return y
 
     def embed(self, ids: torch.Tensor, *, first: int = 0, scale: float = 1.0) -> torch.Tensor:
         """int64 [n] → [n, in]: rows ids - first, times scale; zeros where there is no such row."""
-        y = self._issuer.empty(len(ids), self._weight.in_features, dtype=self._dtype)
+        y = self._op_queue.empty(len(ids), self._weight.in_features, dtype=self._dtype)
         rows = Op(Kind.EMBED, len(ids))
         op = EmbedOp(rows, self.address, FORMATS[self._dtype], ids.data_ptr(), first, scale, y.data_ptr())
-        self._issuer.issue(op, self, ids)
+        self._op_queue.submit(op, self, ids)
         return y

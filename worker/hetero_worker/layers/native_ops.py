@@ -1,8 +1,8 @@
-"""FusedOps by the native kernels: operations given to a rank's team of threads, which a recorded step keeps.
+"""FusedOps by the native kernels: operations that an OpQueue runs, and keeps while a step is recorded.
 
-float32 tensors of the host only, contiguous: anything else is refused, since a copy that torch makes would be missing
-where a step is replayed. A recording keeps weights, tables and inputs; activations are the issuer's. What there are no
-kernels for, the cap of logits and a router's steps, is torch's, and is not recorded.
+They take contiguous host tensors of float32 or bfloat16, and refuse others: a copy that torch made would be missing
+when the step is replayed. A recording keeps weights, tables and inputs; activations lie in the queue's memory. The cap
+of logits and a router's steps have no kernels: torch computes them, and they are not recorded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hetero_worker.native.compute_library import (
     PickOp,
     RotateOp,
 )
-from hetero_worker.native.issuing import Issuer
+from hetero_worker.native.op_queue import OpQueue
 
 _ACTIVATIONS: Final[dict[Activation, NativeActivation]] = {
     "silu": NativeActivation.SILU,
@@ -38,15 +38,15 @@ _ACTIVATIONS: Final[dict[Activation, NativeActivation]] = {
 class NativeOps:
     """A row's bits depend on that row alone, if those of `others` do."""
 
-    def __init__(self, issuer: Issuer, *, others: FusedOps = PLAIN_OPS) -> None:
+    def __init__(self, op_queue: OpQueue, *, others: FusedOps = PLAIN_OPS) -> None:
         """`others`: what computes the steps that there are no kernels for."""
-        self._issuer = issuer
+        self._op_queue = op_queue
         self._others = others
 
     @property
     def name(self) -> str:
         """See `FusedOps.name`."""
-        return f"native ({self._issuer.team.library.in_use().decode()})"
+        return f"native ({self._op_queue.team.library.in_use().decode()})"
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `FusedOps.rms_norm`."""
@@ -63,27 +63,27 @@ class NativeOps:
         terms = (c_void_p * len(deltas))(*(_address(delta, x.dtype) for delta in deltas))
         op = AddOp(Op(Kind.ADD, len(x)), FORMATS[x.dtype], x.shape[1], _address(x, x.dtype), addressof(terms))
         op.num_deltas = len(deltas)
-        self._issuer.issue(op, terms)
+        self._op_queue.submit(op, terms)
 
     def pick(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """See `FusedOps.pick`."""
-        out = self._issuer.empty(len(index), x.shape[1], dtype=x.dtype)
+        out = self._op_queue.empty(len(index), x.shape[1], dtype=x.dtype)
         rows, row_bytes = Op(Kind.PICK, len(index)), x.shape[1] * x.itemsize
         op = PickOp(rows, row_bytes, _address(x, x.dtype), _address(index, torch.int64), out.data_ptr())
-        self._issuer.issue(op, index)
+        self._op_queue.submit(op, index)
         return out
 
     def empty(self, rows: int, width: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:  # noqa: ARG002
         """See `FusedOps.empty`."""
-        return self._issuer.empty(rows, width, dtype=dtype)
+        return self._op_queue.empty(rows, width, dtype=dtype)
 
     def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         """See `FusedOps.gated`."""
         rows, columns, dtype = len(gate_up), gate_up.shape[1] // 2, gate_up.dtype
-        out = self._issuer.empty(rows, columns, dtype=dtype)
+        out = self._op_queue.empty(rows, columns, dtype=dtype)
         op = GatedOp(Op(Kind.GATED, rows), FORMATS[dtype], _ACTIVATIONS[activation], columns)
         op.gate_up, op.y = _address(gate_up, dtype), out.data_ptr()
-        self._issuer.issue(op)
+        self._op_queue.submit(op)
         return out
 
     def rotate(
@@ -122,11 +122,11 @@ class NativeOps:
 
     def _norm(self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
         (rows, width), dtype = x.shape, x.dtype
-        out = self._issuer.empty(rows, width, dtype=dtype)
+        out = self._op_queue.empty(rows, width, dtype=dtype)
         op = NormOp(Op(Kind.NORM, rows), FORMATS[dtype], FORMATS[weight.dtype], width, _address(x, dtype))
         op.delta = None if delta is None else _address(delta, dtype)
         op.weight, op.eps, op.y = _address(weight, weight.dtype), eps, out.data_ptr()
-        self._issuer.issue(op, weight)
+        self._op_queue.submit(op, weight)
         return out
 
     def _rotate(
@@ -150,7 +150,7 @@ class NativeOps:
         if cache is not None and slots is not None:
             op.keys, op.values = _address(cache.keys, dtype), _address(cache.values, dtype)
             op.slots = _address(slots, torch.int64)
-        self._issuer.issue(op, rotation, norms, cache, slots)
+        self._op_queue.submit(op, rotation, norms, cache, slots)
 
 
 def _address(tensor: torch.Tensor, dtype: torch.dtype) -> int:

@@ -24,23 +24,23 @@ from hetero_worker.layers.invariant_ops import InvariantOps
 from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel, RowKernel
 from hetero_worker.layers.native_linear import NativeLinear
 from hetero_worker.layers.native_ops import NativeOps
-from hetero_worker.native.issuing import Issuer
+from hetero_worker.native.op_queue import OpQueue
 
 logger = logging.getLogger(__name__)
 
 
-def host_kernel(dtype: torch.dtype, issuer: Issuer | None) -> LinearKernel:
-    """Return the kernel of a host rank for inputs of `dtype`. No issuer: the native library is missing."""
-    return PlainKernel() if issuer is None else NativeLinear(issuer, dtype)
+def host_kernel(dtype: torch.dtype, op_queue: OpQueue | None) -> LinearKernel:
+    """Return the kernel of a host rank for inputs of `dtype`. No op_queue: the native library is missing."""
+    return PlainKernel() if op_queue is None else NativeLinear(op_queue, dtype)
 
 
-def fused_ops_of(device: torch.device, *, issuer: Issuer | None = None, no_issuer: str = "") -> FusedOps:
+def fused_ops_of(device: torch.device, *, op_queue: OpQueue | None = None, no_op_queue: str = "") -> FusedOps:
     """Return the operators of a rank on the device.
 
-    `no_issuer`: why a host rank has no native kernels. Slower operators report the reason in their name.
+    `no_op_queue`: why a host rank has no native kernels. Slower operators report the reason in their name.
     """
     if device.type == HOST.type:
-        return PlainOps(no_issuer) if issuer is None else NativeOps(issuer)
+        return PlainOps(no_op_queue) if op_queue is None else NativeOps(op_queue)
     if (problem := triton_problem(device)) is not None:
         logger.warning("fused steps on %s are torch's operators, which are slower: %s", device, problem)
         return PlainOps(problem)
@@ -63,13 +63,13 @@ def invariant_kernel(usual: LinearKernel, *, device: torch.device) -> LinearKern
     return TritonKernel()
 
 
-def invariant_ops(device: torch.device, *, issuer: Issuer | None = None) -> FusedOps:
+def invariant_ops(device: torch.device, *, op_queue: OpQueue | None = None) -> FusedOps:
     """Return the operators of batch-invariant mode; the native ones compute row by row anyway.
 
     Raises ModelError for a device without Triton.
     """
     if device.type == HOST.type:
-        return InvariantOps() if issuer is None else NativeOps(issuer, others=InvariantOps())
+        return InvariantOps() if op_queue is None else NativeOps(op_queue, others=InvariantOps())
     _require_triton(device)
     from hetero_worker.layers.triton_ops import InvariantTritonOps  # imports triton
 

@@ -26,7 +26,7 @@ from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.layers.moe import ExpertMlp
 from hetero_worker.layers.norm import RmsNorm
 from hetero_worker.layers.rotary import RotaryTables, Rotation
-from hetero_worker.native.issuing import Arena, Issuer
+from hetero_worker.native.op_queue import Arena, OpQueue
 from hetero_worker.probe.sizes import UNIT, LayerSize
 from hetero_worker.probe.synthetic import EvenRouter, even_units
 from hetero_worker.probe.timing import Point, Work
@@ -254,20 +254,20 @@ _FUSED_IN_STEPS: Final = frozenset({"aten.add_.Tensor"})
 class WorkRecorder:
     """Records pieces of work that share the memory they compute in: one runs at a time."""
 
-    def __init__(self, issuer: Issuer) -> None:
-        self._issuer = issuer
+    def __init__(self, op_queue: OpQueue) -> None:
+        self._op_queue = op_queue
         self._arena = Arena()
 
     def __call__(self, work: Callable[[], T], /) -> Callable[[], T]:
         """Do the work, and give what does it again without Python, or the work itself where torch has a part in it."""
         guard = RecordingGuard()
-        with self._issuer.computing_in(self._arena), self._issuer.recording() as recorded, guard:
+        with self._op_queue.computing_in(self._arena), self._op_queue.recording() as recorded, guard:
             outcome = work()
         if not recorded.ops or set(guard.seen) - _FUSED_IN_STEPS:
             return work
 
         def replay() -> T:
-            self._issuer.replay(recorded)
+            self._op_queue.replay(recorded)
             return outcome
 
         return replay

@@ -130,8 +130,7 @@ def measure_parts(
 
 def fixed_needs(platform: Platform, config: ModelConfig) -> FixedNeeds:
     """Return the memory that a rank on the platform needs now, before its part of the model."""
-    issuer = platform.native.issuer
-    attention = choose_attention(platform, config, issuer=issuer)
+    attention = choose_attention(platform, config, op_queue=platform.native.op_queue)
     return FixedNeeds(memory_pool_of(platform.device).runtime_bytes(), attention.backend.gather_bytes)
 
 
@@ -155,7 +154,7 @@ def measure_device(platform: Platform) -> ranks_pb2.DeviceSpeeds:
 
 
 def _kernel(platform: Platform, dtype: torch.dtype) -> LinearKernel:
-    return host_kernel(dtype, platform.native.issuer) if platform.packs_weights else PlainKernel()
+    return host_kernel(dtype, platform.native.op_queue) if platform.packs_weights else PlainKernel()
 
 
 def _site(platform: Platform, config: ModelConfig, dtype: torch.dtype, kernel: LinearKernel | None) -> Site:
@@ -164,9 +163,9 @@ def _site(platform: Platform, config: ModelConfig, dtype: torch.dtype, kernel: L
         device=platform.device,
         dtype=dtype,
         kernel=kernel or _kernel(platform, dtype),
-        backend=choose_attention(platform, config, issuer=native.issuer, no_issuer=native.reason).backend,
+        backend=choose_attention(platform, config, op_queue=native.op_queue, no_op_queue=native.reason).backend,
         checkpoint=SyntheticWeights(floats=config.weights.floats),
-        ops=fused_ops_of(platform.device, issuer=native.issuer, no_issuer=native.reason),
+        ops=fused_ops_of(platform.device, op_queue=native.op_queue, no_op_queue=native.reason),
         drawing=drawing_for(platform),
-        record=WorkRecorder(native.issuer) if native.issuer is not None else as_it_is,
+        record=WorkRecorder(native.op_queue) if native.op_queue is not None else as_it_is,
     )

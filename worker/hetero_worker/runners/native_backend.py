@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
-from hetero_worker.native.issuing import Arena, Issuer, RecordedOps
+from hetero_worker.native.op_queue import Arena, OpQueue, RecordedOps
 from hetero_worker.runners.recording_guard import RecordingGuard
 
 
@@ -14,11 +14,11 @@ from hetero_worker.runners.recording_guard import RecordingGuard
 class NativeSegment:
     """A piece of a recorded pass: called, it is made once more."""
 
-    issuer: Issuer
+    op_queue: OpQueue
     recorded: RecordedOps
 
     def __call__(self) -> None:
-        self.issuer.replay(self.recorded)
+        self.op_queue.replay(self.recorded)
 
 
 class NativeBackend:
@@ -26,8 +26,8 @@ class NativeBackend:
 
     records_device_sums = False
 
-    def __init__(self, issuer: Issuer) -> None:
-        self._issuer = issuer
+    def __init__(self, op_queue: OpQueue) -> None:
+        self._op_queue = op_queue
         self._segment = ExitStack()
         self._recorded: RecordedOps | None = None
         self._guard = RecordingGuard()
@@ -52,12 +52,12 @@ class NativeBackend:
         arena = Arena()
         self.num_ops = 0
         self._guard = RecordingGuard()
-        with self._issuer.computing_in(arena), self._segment:
+        with self._op_queue.computing_in(arena), self._segment:
             yield
         self.num_bytes = arena.num_bytes
 
     def begin(self) -> None:
-        self._recorded = self._segment.enter_context(self._issuer.recording())
+        self._recorded = self._segment.enter_context(self._op_queue.recording())
         self._segment.enter_context(self._guard)
 
     def end(self) -> Callable[[], object] | None:
@@ -66,7 +66,7 @@ class NativeBackend:
         if recorded is None or not recorded.ops:
             return None
         self.num_ops += len(recorded.ops)
-        return NativeSegment(self._issuer, recorded)
+        return NativeSegment(self._op_queue, recorded)
 
     def free_bytes(self) -> int:
         """Nobody asks: what recordings compute in is small, and the host's."""

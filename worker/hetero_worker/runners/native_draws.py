@@ -21,7 +21,7 @@ from hetero_api.sharding import UnitRange
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.models.decoder import DecoderInput
 from hetero_worker.native.compute_library import ChooseOp, Kind, Op, StepOnOp
-from hetero_worker.native.issuing import Issuer
+from hetero_worker.native.op_queue import OpQueue
 from hetero_worker.runners.forward import StepDraws
 
 MAX_IDS: Final = 1 << 24
@@ -35,14 +35,14 @@ _BEST_FIELDS: Final = 2
 class NativeDraws:
     """Of the steps on one cache; `most_rows` of them draw at most."""
 
-    def __init__(self, issuer: Issuer, *, most_rows: int, block_size: int) -> None:
-        self._issuer = issuer
+    def __init__(self, op_queue: OpQueue, *, most_rows: int, block_size: int) -> None:
+        self._op_queue = op_queue
         self._block_size = block_size
         self._num_kept = np.zeros(1, dtype=np.uint64)
         self._token_ids = np.zeros(MAX_STEPS * most_rows, dtype=np.int64)
         self._scores = np.zeros(MAX_STEPS * most_rows, dtype=np.float32)
 
-    def issue(
+    def submit(
         self, step: DecoderInput, logits: torch.Tensor | None, *, head_ranges: Sequence[UnitRange], exchange: Exchange
     ) -> None:
         """Draw a token for each row of a step that only decodes, keep these, and make its inputs the next one's.
@@ -52,7 +52,7 @@ class NativeDraws:
         """
         rows, own = len(step.token_ids), head_ranges[exchange.rank]
         telling = [rank for rank, others in enumerate(head_ranges) if others.size]
-        best = self._issuer.empty(len(telling), rows, _BEST_FIELDS)
+        best = self._op_queue.empty(len(telling), rows, _BEST_FIELDS)
         if own.size:
             self._choose(logits, own, telling.index(exchange.rank), best)
         if exchange.world_size > 1:
@@ -79,8 +79,8 @@ class NativeDraws:
         if logits.dtype != torch.float32 or not logits.is_contiguous() or logits.shape != (rows, own.size):
             raise ValueError(f"draws are of contiguous float32 logits, not of {logits.dtype} {tuple(logits.shape)}")
         op = ChooseOp(Op(Kind.CHOOSE, rows), own.size, logits.data_ptr(), own.begin, shards, place, best.data_ptr())
-        op.scratch = self._issuer.scratch(op)
-        self._issuer.issue(op, logits)
+        op.scratch = self._op_queue.scratch(op)
+        self._op_queue.submit(op, logits)
 
     def _step_on(self, step: DecoderInput, best: torch.Tensor) -> None:
         shards, rows, _ = best.shape
@@ -93,4 +93,4 @@ class NativeDraws:
         op.table_stride, op.block_size = decode.block_tables.shape[1], self._block_size
         op.steps, op.tokens = self._num_kept.ctypes.data, self._token_ids.ctypes.data
         op.scores = self._scores.ctypes.data
-        self._issuer.issue(op, step, self)
+        self._op_queue.submit(op, step, self)

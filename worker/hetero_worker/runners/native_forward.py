@@ -32,7 +32,7 @@ from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.memory.budget import mib
 from hetero_worker.models.decoder import Decoder, DecoderInput
-from hetero_worker.native.issuing import Arena, CommonArena, Issuer, RecordedOps
+from hetero_worker.native.op_queue import Arena, CommonArena, OpQueue, RecordedOps
 from hetero_worker.runners.forward import EagerForward, ForwardStates, StepDraws
 from hetero_worker.runners.graphs.breaks import Breaks, RecordedPass
 from hetero_worker.runners.graphs.current_step import CurrentStep
@@ -84,13 +84,13 @@ class NativeForward:
 
     graph_bytes = 0
 
-    def __init__(self, issuer: Issuer, *, logits_bytes: int, draws: NativeDraws) -> None:
+    def __init__(self, op_queue: OpQueue, *, logits_bytes: int, draws: NativeDraws) -> None:
         """`logits_bytes`: what logits of a step, and what they are made of, take at most; 0: they are not recorded."""
         self._draws = draws
-        self._backend = NativeBackend(issuer)
+        self._backend = NativeBackend(op_queue)
         self._breaks = Breaks(self._backend)
         self._step = NothingPadded()
-        self._issuer = issuer
+        self._op_queue = op_queue
         self._eager = EagerForward()
         self._bound: _Bound | None = None
         self._logits = CommonArena(logits_bytes) if logits_bytes else None
@@ -139,7 +139,7 @@ class NativeForward:
         self._draws.restart(steps)
         for _ in range(steps):
             if (recorded := bound.drawn.get(id(step))) is not None:
-                self._issuer.replay(recorded)
+                self._op_queue.replay(recorded)
             else:
                 self._draw_anew(bound, batch, head_ranges)
             on_step()
@@ -149,8 +149,8 @@ class NativeForward:
         """A step with its draws, which are recorded to be made with the rest from now on."""
         step = batch.decoder_input
         logits = self.run(bound.decoder, batch, caches=bound.caches, exchange=bound.outer).logits
-        with self._issuer.computing_in(Arena()), self._issuer.recording() as draws:
-            self._draws.issue(step, logits, head_ranges=head_ranges, exchange=bound.exchange)
+        with self._op_queue.computing_in(Arena()), self._op_queue.recording() as draws:
+            self._draws.submit(step, logits, head_ranges=head_ranges, exchange=bound.exchange)
         if (segment := bound.only_segment(step)) is not None:
             bound.drawn[id(step)] = segment.followed_by(draws)
 
@@ -189,13 +189,13 @@ class NativeForward:
         if self._logits is None or not len(hidden):
             return None
         self._logits.restart()
-        with self._issuer.computing_in(self._logits):
+        with self._op_queue.computing_in(self._logits):
             return decoder.logits(hidden)
 
     def _bind(self, decoder: Decoder, caches: Sequence[LayerCache | None], exchange: Exchange) -> _Bound:
         """Recordings of anything else are dropped."""
         bound = self._bound
         if bound is None or bound.decoder is not decoder or bound.outer is not exchange or bound.caches is not caches:
-            outer = RecordedExchange(exchange, self._breaks, self._step, self._issuer)
+            outer = RecordedExchange(exchange, self._breaks, self._step, self._op_queue)
             bound = self._bound = _Bound(decoder, caches, exchange, outer)
         return bound

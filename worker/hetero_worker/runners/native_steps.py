@@ -7,8 +7,8 @@ import torch
 from hetero_worker.backends.base import Platform
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.distributed.shm_exchange import ShmExchange
-from hetero_worker.native.issuing import whole_lines
-from hetero_worker.native.means import NativeMeans
+from hetero_worker.native.op_library import OpLibrary
+from hetero_worker.native.op_queue import whole_lines
 from hetero_worker.runners.base import LoadRequest
 from hetero_worker.runners.forward import EagerForward
 from hetero_worker.runners.input_batch import InputBuffers
@@ -19,12 +19,12 @@ from hetero_worker.runners.runner_device import DrawingParts, StepParts
 from hetero_worker.runners.shard import native_for
 
 
-def recorder_for(request: LoadRequest, platform: Platform) -> NativeMeans:
+def recorder_for(request: LoadRequest, platform: Platform) -> OpLibrary:
     """Return what records steps, or the reason why nothing does."""
     if not request.recorded:
-        return NativeMeans(None, "recording is turned off")
+        return OpLibrary(None, "recording is turned off")
     if not request.fused:
-        return NativeMeans(None, "fused steps are turned off")
+        return OpLibrary(None, "fused steps are turned off")
     return native_for(request, platform)
 
 
@@ -35,11 +35,11 @@ class NativeSteps:
         self._platform = platform
 
     def make(self, bounds: PlanBounds, request: LoadRequest) -> StepParts:
-        issuer, inputs = recorder_for(request, self._platform).issuer, InputBuffers(bounds)
-        if issuer is None:
+        op_queue, inputs = recorder_for(request, self._platform).op_queue, InputBuffers(bounds)
+        if op_queue is None:
             return StepParts(inputs, EagerForward())
-        draws = NativeDraws(issuer, most_rows=bounds.max_num_seqs, block_size=bounds.block_size)
-        forward = NativeForward(issuer, logits_bytes=_logits_bytes(request), draws=draws)
+        draws = NativeDraws(op_queue, most_rows=bounds.max_num_seqs, block_size=bounds.block_size)
+        forward = NativeForward(op_queue, logits_bytes=_logits_bytes(request), draws=draws)
         return StepParts(inputs, forward, drawing=DrawingParts(inputs, forward))
 
     def kernels(self, request: LoadRequest, exchange: Exchange | None) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from hetero_worker.distributed.routes import Link
 from hetero_worker.distributed.shm_exchange import ShmExchange, ShmRounds
 from hetero_worker.distributed.shm_rank import NativeCall
 from hetero_worker.native.compute_library import CallOp, Kind, Op
-from hetero_worker.native.issuing import Issuer
+from hetero_worker.native.op_queue import OpQueue
 from hetero_worker.runners.graphs.breaking_exchange import BreakingExchange
 from hetero_worker.runners.graphs.breaks import Breaks
 from hetero_worker.runners.graphs.current_step import CurrentStep
@@ -24,9 +24,9 @@ from hetero_worker.runners.graphs.current_step import CurrentStep
 class RecordedExchange(BreakingExchange):
     """Exchange that records native sums and messages. Nothing is padded: the step's rows are all rows."""
 
-    def __init__(self, exchange: Exchange, breaks: Breaks, step: CurrentStep, issuer: Issuer) -> None:
+    def __init__(self, exchange: Exchange, breaks: Breaks, step: CurrentStep, op_queue: OpQueue) -> None:
         super().__init__(exchange, breaks, step, records_device_sums=False)
-        self._issuer = issuer
+        self._op_queue = op_queue
         self._shared = exchange if isinstance(exchange, ShmExchange) else None
 
     @property
@@ -42,14 +42,14 @@ class RecordedExchange(BreakingExchange):
     def among(self, ranks: tuple[int, ...]) -> SumExchange:
         """Return the exchange of a subgroup; its sums are operations if ranks share memory."""
         sums = self._exchange.among(ranks)
-        return _NativeSums(sums, self._issuer) if isinstance(sums, ShmRounds) else super().among(ranks)
+        return _NativeSums(sums, self._op_queue) if isinstance(sums, ShmRounds) else super().among(ranks)
 
     def send(self, tensor: torch.Tensor, link: Link) -> None:
         """Record a send, or break the recording."""
         if self._shared is None or not tensor.numel():
             super().send(tensor, link)
         else:
-            _issue(self._shared.sources[link].send_call(tensor), self._issuer)
+            _submit(self._shared.sources[link].send_call(tensor), self._op_queue)
 
     def start_send(self, tensor: torch.Tensor, link: Link) -> PendingSend:
         """Record a send, or break the recording where it begins and finishes."""
@@ -62,41 +62,41 @@ class RecordedExchange(BreakingExchange):
         """Return a receipt that is recorded when it is waited for, or that breaks the recording."""
         if self._shared is None or not out.numel():
             return super().receive(out, link)
-        return _NativeReceipt(self._shared.receivers[link].receive_call(out), out, self._issuer)
+        return _NativeReceipt(self._shared.receivers[link].receive_call(out), out, self._op_queue)
 
 
 class _NativeSums:
     """SumExchange whose sums are operations."""
 
-    def __init__(self, rounds: ShmRounds, issuer: Issuer) -> None:
+    def __init__(self, rounds: ShmRounds, op_queue: OpQueue) -> None:
         self._rounds = rounds
-        self._issuer = issuer
+        self._op_queue = op_queue
 
     @property
     def world_size(self) -> int:
         return self._rounds.world_size
 
     def all_reduce(self, tensor: torch.Tensor, contributors: Sequence[int]) -> None:
-        _issue(self._rounds.all_reduce_call(tensor, contributors), self._issuer)
+        _submit(self._rounds.all_reduce_call(tensor, contributors), self._op_queue)
 
 
 class _NativeReceipt:
     """PendingTensor that becomes an operation when it is first waited for."""
 
-    def __init__(self, call: NativeCall, out: torch.Tensor, issuer: Issuer) -> None:
+    def __init__(self, call: NativeCall, out: torch.Tensor, op_queue: OpQueue) -> None:
         self._call: NativeCall | None = call
         self._out = out
-        self._issuer = issuer
+        self._op_queue = op_queue
 
     def wait(self) -> torch.Tensor:
         call, self._call = self._call, None
         if call is not None:
-            _issue(call, self._issuer)
+            _submit(call, self._op_queue)
         return self._out
 
 
-def _issue(call: NativeCall, issuer: Issuer) -> None:
-    """Record the call. It works on the issuer's memory, as all of a recorded step does."""
+def _submit(call: NativeCall, op_queue: OpQueue) -> None:
+    """Record the call. It works on the op queue's memory, as all of a recorded step does."""
     first, second, third = call.arguments
     op = CallOp(op=Op(Kind.CALL, 1), function=call.function, first=first, second=second, third=third)
-    issuer.call(op, call.finish, call)
+    op_queue.call(op, call.finish, call)

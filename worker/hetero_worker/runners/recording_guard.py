@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class RecordingGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context manager. Views are free; new memory is not, for nobody would keep it: it has to be the issuer's."""
+    """Context manager that lists torch's operators that write or allocate. Views are free."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -21,7 +21,7 @@ from hetero_worker.layers.selection import fused_ops_of, host_kernel, invariant_
 from hetero_worker.memory.budget import MemoryBudget, mib
 from hetero_worker.memory.memory_pool import MemoryPool
 from hetero_worker.models.decoder import Decoder
-from hetero_worker.native.means import NativeMeans
+from hetero_worker.native.op_library import OpLibrary
 from hetero_worker.runners.base import LoadReport, LoadRequest
 from hetero_worker.runners.runner_device import RunnerDevice
 
@@ -109,10 +109,10 @@ def empty_decoder(request: LoadRequest, platform: Platform) -> Decoder:
     return _empty_decoder(request, platform, attention.backend)
 
 
-def native_for(request: LoadRequest, platform: Platform) -> NativeMeans:
+def native_for(request: LoadRequest, platform: Platform) -> OpLibrary:
     """The native kernels that a rank may use with this order."""
     if platform.is_host and not request.native:
-        return NativeMeans(None, "native kernels are turned off")
+        return OpLibrary(None, "native kernels are turned off")
     return platform.native
 
 
@@ -123,23 +123,23 @@ def _attention_of(request: LoadRequest, platform: Platform) -> ChosenAttention:
         request.config,
         wanted=request.attention,
         batch_invariant=request.batch_invariant,
-        issuer=native.issuer,
-        no_issuer=native.reason,
+        op_queue=native.op_queue,
+        no_op_queue=native.reason,
     )
 
 
 def _ops_of(request: LoadRequest, platform: Platform) -> FusedOps:
     native = native_for(request, platform)
     if request.batch_invariant:
-        return invariant_ops(platform.device, issuer=native.issuer)
+        return invariant_ops(platform.device, op_queue=native.op_queue)
     if not request.fused:
         return PLAIN_OPS
-    return fused_ops_of(platform.device, issuer=native.issuer, no_issuer=native.reason)
+    return fused_ops_of(platform.device, op_queue=native.op_queue, no_op_queue=native.reason)
 
 
 def _kernel_of(request: LoadRequest, platform: Platform) -> LinearKernel:
     if platform.packs_weights:
-        usual = host_kernel(DTYPES[request.dtype], native_for(request, platform).issuer)
+        usual = host_kernel(DTYPES[request.dtype], native_for(request, platform).op_queue)
     else:
         usual = PlainKernel()
     return invariant_kernel(usual, device=platform.device) if request.batch_invariant else usual

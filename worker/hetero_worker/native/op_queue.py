@@ -1,11 +1,11 @@
-"""Issuer: how Python gives operations to a team of native threads, and how a step of them is kept to be made again.
+"""OpQueue: runs native operations on a team of threads, and records steps of them for replay.
 
-An operation runs when it is issued. While a step is being recorded it is kept as well, with everything whose addresses
-it holds; what was recorded then runs by one call, without Python. What a step computes in is taken from the issuer
-(`empty`, `scratch`): usually that is memory as any other. What is recorded computes in an arena, which nobody else has
-between two runs; within one, what the last tensor has let go of is given out again.
+An operation runs when it is submitted. While a step is recorded, the queue also keeps the operation and everything
+whose address it holds. A replay then runs the whole step by one call, without Python. Steps take their memory from the
+queue (`empty`, `scratch`). Usually that is ordinary memory. A recorded step computes in an arena, which nobody else
+uses between two replays; within one, the arena reuses the memory of tensors that are gone.
 
-What does not go through the issuer is not recorded. Whoever records has to make sure that there is nothing.
+Operations of anybody else are not recorded: the caller has to make sure that there are none (recording_guard.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Finish = Callable[[int], None]
 
 @dataclass(slots=True)
 class RecordedOps:
-    """Operations, in the order in which they were issued, with all that they point at."""
+    """Operations in the order of their submission, with all that they point at."""
 
     ops: list[ctypes.Structure] = field(default_factory=list)
     kept: list[Any] = field(default_factory=list)
@@ -111,7 +111,7 @@ def whole_lines(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-class Issuer:
+class OpQueue:
     """Of one rank; one thread at a time."""
 
     def __init__(self, team: NativeTeam) -> None:
@@ -129,7 +129,7 @@ class Issuer:
     def scratch(self, op: ctypes.Structure) -> int:
         """The address of as much scratch as the operation needs, with 64 bytes alignment; 0 if none.
 
-        It is the operation's until the next one is issued.
+        It belongs to the operation until the next one is submitted.
         """
         needed = self.team.scratch_bytes(op)
         if not needed:
@@ -140,7 +140,7 @@ class Issuer:
             self._recorded.kept.append(self._scratch)
         return -(-ctypes.addressof(self._scratch) // ALIGNMENT) * ALIGNMENT
 
-    def issue(self, op: ctypes.Structure, *kept: object) -> None:
+    def submit(self, op: ctypes.Structure, *kept: object) -> None:
         """Run the operation. `kept`: what it points at, beside memory of `empty` and `scratch`."""
         self.team.run_one(op)
         if self._recorded is not None:
@@ -167,7 +167,7 @@ class Issuer:
 
     @contextmanager
     def recording(self) -> Iterator[RecordedOps]:
-        """Keep what is issued within. There has to be an arena."""
+        """Record what is submitted within. Raises RuntimeError without an arena, and within another recording."""
         if self._recorded is not None or self._arena is None:
             raise RuntimeError("operations are recorded one piece at a time, and compute in an arena")
         recorded = RecordedOps(kept=[self._arena])

@@ -10,21 +10,21 @@ import pytest
 import torch
 
 from hetero_worker.native.compute_library import AttendOp, Cache, CallOp, Kind, Op, PickOp
-from hetero_worker.native.issuing import ALIGNMENT, Arena, CommonArena, Issuer
-from tests.support.native_compute import add_op, issuer_of
+from hetero_worker.native.op_queue import ALIGNMENT, Arena, CommonArena, OpQueue
+from tests.support.native_compute import add_op, op_queue_of
 
 pytestmark = pytest.mark.unit
 
 Function = ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_void_p)
 
 
-def add(issuer: Issuer, x: torch.Tensor, delta: torch.Tensor) -> None:
-    issuer.issue(add_op(x, delta))
+def add(op_queue: OpQueue, x: torch.Tensor, delta: torch.Tensor) -> None:
+    op_queue.submit(add_op(x, delta))
 
 
-def copied(issuer: Issuer, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """x, in memory of the issuer's."""
-    y = issuer.empty(*x.shape)
+def copied(op_queue: OpQueue, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """x, in the queue's memory."""
+    y = op_queue.empty(*x.shape)
     op = PickOp(
         op=Op(Kind.PICK, len(x)),
         row_bytes=x.shape[1] * x.itemsize,
@@ -32,21 +32,21 @@ def copied(issuer: Issuer, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor
         index=index.data_ptr(),
         y=y.data_ptr(),
     )
-    issuer.issue(op, x, index)
+    op_queue.submit(op, x, index)
     return y
 
 
 def test_what_is_recorded_is_done_and_can_be_done_again() -> None:
-    issuer, source, index = issuer_of(), torch.zeros(3, 5), torch.arange(3)
-    with issuer.computing_in(Arena()), issuer.recording() as recorded:
+    op_queue, source, index = op_queue_of(), torch.zeros(3, 5), torch.arange(3)
+    with op_queue.computing_in(Arena()), op_queue.recording() as recorded:
         source.fill_(1)
-        y = copied(issuer, source, index)
-        add(issuer, y, y)
+        y = copied(op_queue, source, index)
+        add(op_queue, y, y)
         assert torch.equal(y, torch.full((3, 5), 2.0))
     assert len(recorded.ops) == 2
     for value in (3.0, 4.0):
         source.fill_(value)
-        issuer.replay(recorded)
+        op_queue.replay(recorded)
         assert torch.equal(y, torch.full((3, 5), 2 * value))
 
 
@@ -63,75 +63,75 @@ def test_memory_is_given_out_again_when_the_last_look_at_it_is_gone() -> None:
 
 
 def test_a_recording_keeps_its_memory() -> None:
-    issuer, source, index = issuer_of(), torch.ones(2, 600), torch.arange(2)
-    with issuer.computing_in(Arena()), issuer.recording() as recorded:
-        y = copied(issuer, source, index)
+    op_queue, source, index = op_queue_of(), torch.ones(2, 600), torch.arange(2)
+    with op_queue.computing_in(Arena()), op_queue.recording() as recorded:
+        y = copied(op_queue, source, index)
         address = y.data_ptr()
     del y
     gc.collect()
     crowd = [torch.zeros(2, 600) for _ in range(50)]
-    issuer.replay(recorded)
+    op_queue.replay(recorded)
     assert all(not each.any() for each in crowd)
     assert list((ctypes.c_float * 1200).from_address(address)) == [1.0] * 1200
 
 
 def test_pieces_of_one_arena_share_memory() -> None:
-    issuer, source, index = issuer_of(), torch.ones(2, 8), torch.arange(2)
+    op_queue, source, index = op_queue_of(), torch.ones(2, 8), torch.arange(2)
     arena = Arena()
-    with issuer.computing_in(arena):
-        with issuer.recording():
-            copied(issuer, source, index)
-        with issuer.recording() as second:
-            y = copied(issuer, source, index)
+    with op_queue.computing_in(arena):
+        with op_queue.recording():
+            copied(op_queue, source, index)
+        with op_queue.recording() as second:
+            y = copied(op_queue, source, index)
     assert arena.num_bytes == 64
     source.fill_(5)
-    issuer.replay(second)
+    op_queue.replay(second)
     assert torch.equal(y, torch.full((2, 8), 5.0))
 
 
 def test_calls_are_finished_by_python_where_they_do_not_give_0() -> None:
-    issuer, x = issuer_of(), torch.ones(2, 2)
+    op_queue, x = op_queue_of(), torch.ones(2, 2)
     finished: list[int] = []
     answers = [0]
     function = Function(lambda _first, _second, _third: answers[0])
     op = CallOp(op=Op(Kind.CALL, 1), function=ctypes.cast(function, c_void_p))
-    with issuer.computing_in(Arena()), issuer.recording() as recorded:
-        add(issuer, x, x)
-        issuer.call(op, finished.append, function)
-        add(issuer, x, x)
+    with op_queue.computing_in(Arena()), op_queue.recording() as recorded:
+        add(op_queue, x, x)
+        op_queue.call(op, finished.append, function)
+        add(op_queue, x, x)
     assert (float(x[0, 0]), finished) == (4.0, [])
     answers[0] = 1
-    issuer.replay(recorded)
+    op_queue.replay(recorded)
     assert (float(x[0, 0]), finished) == (16.0, [1])
-    issuer.call(op, finished.append)
+    op_queue.call(op, finished.append)
     assert finished == [1, 1]
 
 
 def test_recordings_that_follow_one_another_are_one() -> None:
     """Calls of both are finished as they would be by themselves."""
-    issuer, x = issuer_of(), torch.ones(2, 3)
+    op_queue, x = op_queue_of(), torch.ones(2, 3)
     finished: dict[str, list[int]] = {"first": [], "second": []}
     function = Function(lambda _first, _second, _third: 5)
     recordings = []
     for seen in finished.values():
-        with issuer.computing_in(Arena()), issuer.recording() as recorded:
-            add(issuer, x, x)
-            issuer.call(CallOp(op=Op(Kind.CALL, 1), function=ctypes.cast(function, c_void_p)), seen.append, function)
+        with op_queue.computing_in(Arena()), op_queue.recording() as recorded:
+            add(op_queue, x, x)
+            op_queue.call(CallOp(op=Op(Kind.CALL, 1), function=ctypes.cast(function, c_void_p)), seen.append, function)
         recordings.append(recorded)
     first, second = recordings
     x.fill_(1)
     whole = first.followed_by(second)
     assert len(whole.table) == 4
-    issuer.replay(whole)
+    op_queue.replay(whole)
     assert x.tolist() == [[4.0] * 3] * 2
     assert finished == {"first": [5, 5], "second": [5, 5]}
-    issuer.replay(first)
+    op_queue.replay(first)
     assert float(x[0, 0]) == 8.0
     assert finished == {"first": [5, 5, 5], "second": [5, 5]}
 
 
 def test_what_a_finish_raises_ends_the_replay_there() -> None:
-    issuer, x = issuer_of(), torch.ones(2, 2)
+    op_queue, x = op_queue_of(), torch.ones(2, 2)
     answers = [0]
     function = Function(lambda _first, _second, _third: answers[0])
     op = CallOp(op=Op(Kind.CALL, 1), function=ctypes.cast(function, c_void_p))
@@ -139,36 +139,36 @@ def test_what_a_finish_raises_ends_the_replay_there() -> None:
     def refuse(status: int) -> None:
         raise RuntimeError(f"ended with {status}")
 
-    with issuer.computing_in(Arena()), issuer.recording() as recorded:
-        issuer.call(op, refuse, function)
-        add(issuer, x, x)
+    with op_queue.computing_in(Arena()), op_queue.recording() as recorded:
+        op_queue.call(op, refuse, function)
+        add(op_queue, x, x)
     answers[0] = 2
     with pytest.raises(RuntimeError, match="ended with 2"):
-        issuer.replay(recorded)
+        op_queue.replay(recorded)
     assert x[0, 0] == 2
 
 
 def test_recordings_do_not_nest_and_need_an_arena() -> None:
-    issuer = issuer_of()
-    with pytest.raises(RuntimeError, match="arena"), issuer.recording():
+    op_queue = op_queue_of()
+    with pytest.raises(RuntimeError, match="arena"), op_queue.recording():
         pass
     with (
-        issuer.computing_in(Arena()),
-        issuer.recording(),
+        op_queue.computing_in(Arena()),
+        op_queue.recording(),
         pytest.raises(RuntimeError, match="one piece at a time"),
-        issuer.recording(),
+        op_queue.recording(),
     ):
         pass
 
 
 def test_scratch_is_aligned_and_lasts_as_long_as_a_recording() -> None:
-    issuer = issuer_of()
+    op_queue = op_queue_of()
     cache = Cache(block_size=16, kv_heads=2, heads=4, head_dim=64, scale=1.0)
     small = AttendOp(op=Op(Kind.ATTEND, 1), cache=cache, longest=16)
     large = AttendOp(op=Op(Kind.ATTEND, 64), cache=cache, longest=1_000_000)
-    with issuer.computing_in(Arena()), issuer.recording() as recorded:
-        first = issuer.scratch(small)
-        second = issuer.scratch(large)
+    with op_queue.computing_in(Arena()), op_queue.recording() as recorded:
+        first = op_queue.scratch(small)
+        second = op_queue.scratch(large)
     assert first % ALIGNMENT == second % ALIGNMENT == 0
     assert first != second
     kept = [each for each in recorded.kept if isinstance(each, ctypes.Array)]
