@@ -127,7 +127,7 @@ class HeteroContender:
 
     def topology(self) -> GroupTopology:
         """How the group that was started stands."""
-        record = RunDirectory.of(self._home, "bench").read_record()
+        record = RunDirectory.for_group(self._home, "bench").read_record()
         assert record is not None
         with AdminClient(record.admin) as admin:
             return admin.topology()
@@ -151,7 +151,7 @@ class HeteroContender:
             self._process.terminate()
             self._process.wait(END_TIMEOUT_S)
             self._process = None
-        logs = sorted(RunDirectory.of(self._home, "bench").path.glob("cpu-0*.log"))
+        logs = sorted(RunDirectory.for_group(self._home, "bench").path.glob("cpu-0*.log"))
         return logs[0].read_text(encoding="utf-8") if logs else ""
 
     def _one(self, prompt: Sequence[int], max_new: int, salt: str) -> tuple[float, tuple[int, ...]]:
@@ -166,7 +166,7 @@ class HeteroContender:
         return -sum(position.logprob for position in positions)
 
     def _wait_ready(self) -> GroupRecord:
-        run = RunDirectory.of(self._home, "bench")
+        run = RunDirectory.for_group(self._home, "bench")
         deadline_s = time.monotonic() + READY_TIMEOUT_S
         while time.monotonic() < deadline_s:
             record = run.read_record()

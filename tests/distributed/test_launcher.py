@@ -42,7 +42,7 @@ class Launcher:
 
     def __init__(self, folder: Path) -> None:
         self.home = HeteroHome(folder / "home")
-        self.run = RunDirectory.of(self.home, "stand-in")
+        self.run = RunDirectory.for_group(self.home, "stand-in")
         self.manifest = folder / "manifest.yaml"
         self.process: subprocess.Popen[str] | None = None
         self.seen: set[int] = set()
@@ -200,7 +200,7 @@ def test_gpu_ranks_get_devices_numbered_as_the_launcher_counts_them(launcher: La
 def test_a_second_group_of_a_manifest_runs_beside_the_first_on_other_devices(launcher: Launcher) -> None:
     first = launcher.start(manifest=GPU_MANIFEST, STAND_IN_GPUS="4")
     launcher.until_ready()
-    launcher.run = RunDirectory.of(launcher.home, "stand-in.1")
+    launcher.run = RunDirectory.for_group(launcher.home, "stand-in.1")
     second = launcher.start(manifest=GPU_MANIFEST, STAND_IN_GPUS="4", STAND_IN_DP="1")
     record = launcher.until_ready()
     assert [(name, device) for name, (device, _) in sorted(devices(launcher, record).items())] == [

@@ -97,7 +97,7 @@ class LocalGroupProcess:
         self._home = home
         self._argv = [sys.executable, "-m", module, "up", str(manifest.path), "--port", "0", *options]
         self._environment = dict(environment or {})
-        self._run = RunDirectory.of(HeteroHome(home), manifest.name)
+        self._run = RunDirectory.for_group(HeteroHome(home), manifest.name)
         self._process: subprocess.Popen[str] | None = None
         self.output = ""
 

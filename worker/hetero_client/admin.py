@@ -1,6 +1,7 @@
-"""What the launcher, `hetero topology` and the commands that steer a group ask of the gateway's Admin service.
+"""Client of the gateway's Admin service, for the launcher, `hetero topology` and the commands that steer a group.
 
-What the group's state does not allow raises WrongStateError, a wrong argument InvalidRequestError with the fields.
+A call that the group's state does not allow raises WrongStateError; a wrong argument raises InvalidRequestError, which
+names the fields.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from hetero_client.channel import Options, channel_options, error_from
 from hetero_client.placement_view import PlacementView, placement_from
 
 CALL_TIMEOUT_S: Final = 5.0
-VERB_TIMEOUT_S: Final = 120.0
-"""Of what the ranks do in memory."""
+ADMIN_TIMEOUT_S: Final = 120.0
+"""Limit of calls whose work the ranks do in memory."""
 WAKE_TIMEOUT_S: Final = 1800.0
-"""Weights may have to be read again."""
+"""Limit of calls that may read weights again."""
 _RECEIVE_BOUND: Final = "grpc.max_receive_message_length"
 
 
 class CacheLayout(StrEnum):
-    """How KV blocks are laid out; the meaning of each is in admin.proto."""
+    """Layouts of KV blocks, as admin.proto defines them."""
 
     PAGED = "paged"
     CONTIGUOUS = "contiguous"
@@ -38,7 +39,7 @@ class CacheLayout(StrEnum):
 class RankView:
     """One rank as the gateway sees it.
 
-    `kv_heads`, `mlp_columns` and `experts` are the ranges that it owns of every layer; None while the group has not
+    `kv_heads`, `mlp_columns` and `experts` are the ranges that it owns in every layer; None while the group has not
     formed, or when the layers differ.
     """
 
@@ -60,9 +61,9 @@ class RankView:
     load_s: float
     kernels: tuple[str, ...]
     graph_bytes: int = 0
-    """What graphs of steps took of its GPU's memory; it follows within seconds."""
+    """GPU memory that graphs of steps have taken, up to some seconds ago."""
     graph_reserve_bytes: int = 0
-    """What is kept for them; 0: it makes none."""
+    """GPU memory reserved for graphs; 0: the rank records none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +83,18 @@ class GroupTopology:
     asleep: tuple[str, ...] = ()
     paused_requests: int = 0
     placement_mode: str = ""
-    """In force, as spec.placement.mode writes it; empty until it was decided."""
+    """Mode in force, in the words of spec.placement.mode; empty until it is decided."""
     placement: PlacementView | None = None
-    """None until it was decided."""
+    """None until it is decided."""
     exchange_reason: str = ""
-    """Why the exchange is not the fastest that could be."""
+    """Why the exchange is not the fastest; "" if it is."""
     model_source: str = ""
     """Origin of weights that were changed on their way; "" for others."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheView:
-    """The KV cache that a reset made. `num_blocks` leaves the null block out, `kv_bytes` is each rank's."""
+    """The KV cache after a reset. `num_blocks` excludes the null block; `kv_bytes` is by rank."""
 
     block_size: int
     num_blocks: int
@@ -102,7 +103,7 @@ class CacheView:
 
 @dataclass(frozen=True, slots=True)
 class RankProfile:
-    """What one rank recorded: a table for a person, and a gzipped trace in Chrome's JSON format, empty if not asked."""
+    """Profile of one rank: a readable table, and a gzipped trace in Chrome's JSON format, b"" unless asked for."""
 
     table: str
     trace: bytes
@@ -110,7 +111,7 @@ class RankProfile:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsView:
-    """What `place_experts` moved, by how many tokens, and the decode step that is predicted before and after."""
+    """Result of `place_experts`: experts moved, tokens counted, predicted seconds of a decode step before and after."""
 
     moved_experts: int
     counted_tokens: int
@@ -119,7 +120,7 @@ class ExpertsView:
 
 
 class AdminClient:
-    """Talks to `hetero.v1.Admin` at `address` ("host:port"); `token` is the administrator's, where one is asked for."""
+    """Client of `hetero.v1.Admin` at `address` ("host:port"); `token` is the administrator's, if one is required."""
 
     def __init__(self, address: str, *, token: str | None = None, channel: grpc.Channel | None = None) -> None:
         self.address = address
@@ -128,10 +129,10 @@ class AdminClient:
         self._stub = admin_pb2_grpc.AdminStub(self._channel)
 
     def topology(self, *, timeout_s: float = CALL_TIMEOUT_S, wait_for_ready: bool = False) -> GroupTopology:
-        """Where every rank is and what it owns.
+        """Return the place and the shard of every rank.
 
-        `wait_for_ready` spends the time on waiting for a gateway that cannot be reached. Without a call that waits, a
-        channel that has lost its server would hardly look for it.
+        `wait_for_ready` waits for a gateway that cannot be reached, up to the timeout. Without a waiting call, a
+        channel that has lost its server rarely tries to connect again.
         """
         request = admin_pb2.GetTopologyRequest()
         return topology_from(self._call(self._stub.GetTopology, request, timeout_s, wait_for_ready=wait_for_ready))
@@ -142,11 +143,11 @@ class AdminClient:
         layout: CacheLayout = CacheLayout.PAGED,
         block_size: int = 0,
         num_blocks: int = 0,
-        timeout_s: float = VERB_TIMEOUT_S,
+        timeout_s: float = ADMIN_TIMEOUT_S,
     ) -> CacheView:
         """Replace the KV cache of all ranks. Needs an idle, READY group.
 
-        0 leaves block size or number to the gateway.
+        A block size or number of 0 leaves the choice to the gateway.
         """
         request = admin_pb2.ResetCacheRequest(
             layout=admin_pb2.CacheLayout.Value(f"CACHE_LAYOUT_{layout.name}"),
@@ -156,24 +157,27 @@ class AdminClient:
         answer = self._call(self._stub.ResetCache, request, timeout_s)
         return CacheView(answer.block_size, answer.num_blocks, tuple(answer.kv_bytes))
 
-    def sleep(self, level: int = 1, *, timeout_s: float = VERB_TIMEOUT_S) -> tuple[int, ...]:
-        """Give up memory until `wake_up`; the bytes that each rank gave back. Needs an idle, READY group."""
+    def sleep(self, level: int = 1, *, timeout_s: float = ADMIN_TIMEOUT_S) -> tuple[int, ...]:
+        """Free memory until `wake_up`; return the bytes freed by each rank. Needs an idle, READY group."""
         return tuple(self._call(self._stub.Sleep, admin_pb2.SleepRequest(level=level), timeout_s).freed_bytes)
 
     def wake_up(self, tags: Iterable[str] = (), *, timeout_s: float = WAKE_TIMEOUT_S) -> tuple[str, ...]:
-        """Take memory again, all or what `tags` name ("weights", "kv"); what is still asleep. Needs an ASLEEP group."""
+        """Wake weights and cache, or only those that `tags` name; return the tags that still sleep.
+
+        Tags are "weights" and "kv". Needs an ASLEEP group.
+        """
         return tuple(self._call(self._stub.WakeUp, admin_pb2.WakeUpRequest(tags=tags), timeout_s).asleep)
 
     def drain(self, *, timeout_s: float | None = None) -> None:
-        """Refuse new requests, for good; returns once those in flight have ended."""
+        """Refuse new requests for good; return once those in flight have ended."""
         self._call(self._stub.Drain, admin_pb2.DrainRequest(), timeout_s)
 
     def profile(
         self, duration_s: float, *, with_trace: bool = False, timeout_s: float | None = None
     ) -> tuple[RankProfile, ...]:
-        """Record what the ranks do for some seconds, at most 60, while requests are served; in rank order."""
+        """Profile the ranks for `duration_s`, at most 60 s, while they serve; return profiles in rank order."""
         request = admin_pb2.ProfileRequest(duration_s=duration_s, with_trace=with_trace)
-        limit_s = duration_s + VERB_TIMEOUT_S if timeout_s is None else timeout_s
+        limit_s = duration_s + ADMIN_TIMEOUT_S if timeout_s is None else timeout_s
         return tuple(RankProfile(r.table, r.trace) for r in self._call(self._stub.Profile, request, limit_s).ranks)
 
     def place_experts(self, *, timeout_s: float = WAKE_TIMEOUT_S) -> ExpertsView:
@@ -188,6 +192,7 @@ class AdminClient:
             raise error_from(error, address=self.address) from error
 
     def close(self) -> None:
+        """Close the channel."""
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -198,7 +203,7 @@ class AdminClient:
 
 
 def topology_from(message: admin_pb2.GetTopologyResponse) -> GroupTopology:
-    """The dataclass of a GetTopology answer."""
+    """Return a GetTopology answer as a dataclass."""
     exchange = ranks_pb2.ExchangeKind.Name(message.exchange).removeprefix("EXCHANGE_KIND_").lower()
     return GroupTopology(
         name=message.name,
@@ -221,7 +226,7 @@ def topology_from(message: admin_pb2.GetTopologyResponse) -> GroupTopology:
 
 
 def _options(address: str) -> Options:
-    """A client's, but for the bound on answers: the records of all ranks come in one."""
+    """Return a client's options without the bound on answers: one answer holds the profiles of all ranks."""
     return [*(option for option in channel_options(address) if option[0] != _RECEIVE_BOUND), (_RECEIVE_BOUND, -1)]
 
 
@@ -261,7 +266,7 @@ def _rank(message: admin_pb2.RankStatus) -> RankView:
 def _common(
     layers: Iterable[ranks_pb2.LayerShard], pick: Callable[[ranks_pb2.LayerShard], ranks_pb2.UnitRange]
 ) -> UnitRange | None:
-    """The range that all layers share, None if there is none."""
+    """Return the range that all layers share, None if there is none."""
     ranges = {_range(pick(layer)) for layer in layers}
     return ranges.pop() if len(ranges) == 1 else None
 

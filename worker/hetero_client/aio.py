@@ -1,7 +1,7 @@
 """The asyncio client: `HeteroClient` with `await`.
 
-To be made and used on one event loop. The same errors as the synchronous client, the same cancelling of
-calls whose stream is closed; a cancelled task cancels its call too.
+Make and use it on one event loop. Errors and the cancelling of closed streams are those of the synchronous client. A
+cancelled task cancels its call too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hetero_client.resuming import RESUME_TIMEOUT_S, ResumableRequest
 
 
 class AsyncGenerateStream(AsyncIterator[Event]):
-    """The events of one request: Started, any number of Delta, a Finished for each completion."""
+    """Events of one request: Started, any number of Delta, a Finished for each completion."""
 
     def __init__(self, resumable: ResumableRequest, calls: StreamCalls, *, address: str) -> None:
         self._resumable = resumable
@@ -45,7 +45,7 @@ class AsyncGenerateStream(AsyncIterator[Event]):
 
     @property
     def request_id(self) -> str:
-        """The request's id, given or drawn."""
+        """Id of the request, given or drawn."""
         return self._resumable.request_id
 
     async def __anext__(self) -> Event:
@@ -57,7 +57,7 @@ class AsyncGenerateStream(AsyncIterator[Event]):
                     await self._resume(error)
                 continue
             except asyncio.CancelledError:
-                if not self._closed.is_set():  # The task was cancelled; otherwise aclose() ended the call.
+                if not self._closed.is_set():  # the task was cancelled; otherwise aclose() ended the call
                     self._call.cancel()
                     raise
                 break
@@ -94,7 +94,7 @@ class AsyncGenerateStream(AsyncIterator[Event]):
             raise error from broken
 
     async def _await_server(self) -> None:
-        """Until it serves, or patience ends. Whatever goes wrong here, the next call will tell."""
+        """Wait until the server serves, or patience ends. The next call reports any error."""
         if self._closed.is_set():
             return
         self._call = self._calls.watch(self._resumable.patience_s)
@@ -112,7 +112,7 @@ class AsyncGenerateStream(AsyncIterator[Event]):
 
 
 class AsyncHeteroClient:
-    """Talks to one gateway at `address` ("host:port")."""
+    """Client of one gateway at `address` ("host:port")."""
 
     def __init__(self, address: str, *, channel: grpc.aio.Channel | None = None) -> None:
         self.address = address
@@ -123,21 +123,21 @@ class AsyncHeteroClient:
     def generate(
         self, prompt: Prompt, *, final_only: bool = False, **options: Unpack[GenerateOptions]
     ) -> AsyncGenerateStream:
-        """Stream the completions of a prompt; a stream that breaks is resumed. GenerateOptions tells the options."""
+        """Stream the completions of a prompt and resume a stream that breaks; see GenerateOptions for the options."""
         resumable = ResumableRequest(
             wire.generate_request(prompt, final_only=final_only, **options),
             timeout_s=options.get("timeout_s"),
             resume_timeout_s=options.get("resume_timeout_s", RESUME_TIMEOUT_S),
         )
-        return AsyncGenerateStream(resumable, StreamCalls.of(self._stub, self._health), address=self.address)
+        return AsyncGenerateStream(resumable, StreamCalls.over(self._stub, self._health), address=self.address)
 
     async def generate_text(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
-        """The whole completion at once."""
+        """Return the whole completion at once."""
         wire.check_single(options.get("sampling"))
         return (await self.generate_texts(prompt, **options))[0]
 
     async def generate_texts(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> tuple[Completion, ...]:
-        """All `sampling.n` completions at once, in order."""
+        """Return all `sampling.n` completions at once, in order."""
         builder = wire.CompletionsBuilder()
         async with self.generate(prompt, final_only=True, **options) as stream:
             async for event in stream:
@@ -145,28 +145,28 @@ class AsyncHeteroClient:
         return builder.build()
 
     async def abort(self, request_id: str, *, timeout_s: float = CALL_TIMEOUT_S) -> bool:
-        """End a request that is in flight. False if there is none of this id."""
+        """End a request in flight; return False if there is none with this id."""
         request = pb.AbortRequest(request_id=request_id)
         return bool((await self._call(self._stub.Abort, request, timeout_s)).found)
 
     async def tokenize(
         self, prompt: str | Sequence[ChatMessage], *, timeout_s: float = CALL_TIMEOUT_S
     ) -> tuple[int, ...]:
-        """The token ids that `generate` would see."""
+        """Return the token ids that `generate` would see."""
         response = await self._call(self._stub.Tokenize, wire.tokenize_request(prompt), timeout_s)
         return tuple(response.token_ids)
 
     async def detokenize(self, token_ids: Iterable[int], *, timeout_s: float = CALL_TIMEOUT_S) -> str:
-        """The text of token ids, special tokens left out."""
+        """Return the text of token ids, without special tokens."""
         response = await self._call(self._stub.Detokenize, wire.detokenize_request(token_ids), timeout_s)
         return str(response.text)
 
     async def model_info(self, *, timeout_s: float = CALL_TIMEOUT_S) -> ModelInfo:
-        """Which model is served."""
+        """Return facts about the served model."""
         return wire.model_info(await self._call(self._stub.GetModelInfo, pb.GetModelInfoRequest(), timeout_s))
 
     async def server_info(self, *, timeout_s: float = CALL_TIMEOUT_S) -> ServerInfo:
-        """How the server stands."""
+        """Return the state of the server."""
         return wire.server_info(await self._call(self._stub.GetServerInfo, pb.GetServerInfoRequest(), timeout_s))
 
     async def wait_ready(self, timeout_s: float) -> None:

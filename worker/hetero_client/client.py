@@ -1,8 +1,8 @@
 """The synchronous client.
 
-A client holds one channel and may be shared by threads. Every call raises the errors of
-`hetero_client.errors` and nothing of grpc's. A stream that breaks is resumed (`resuming.py`); one that is closed, or
-dropped before its end, cancels its call, and the gateway frees its memory within one step.
+A client holds one channel and may be shared by threads. Calls raise the errors of `hetero_client.errors` and none of
+grpc's. A stream that breaks is resumed (`resuming.py`). A stream that is closed, or dropped before its end, cancels its
+call, and the gateway frees its memory within one step.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from hetero_client.messages import ChatMessage, Completion, Event, GenerateOptio
 from hetero_client.resuming import RESUME_TIMEOUT_S, ResumableRequest
 
 CALL_TIMEOUT_S: Final = 30.0
-"""Default bound of every call but Generate."""
+"""Default limit of every call but Generate."""
 RETRY_S: Final = 0.1
-"""Pause between two looks at a server that does not answer yet."""
+"""Pause between two attempts to reach a server that does not answer yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamCalls:
-    """How a stream calls its server: with the seconds that a call may take at most."""
+    """Calls of a stream to its server; each takes the longest time of the call, in seconds."""
 
     generate: Callable[[pb.GenerateRequest, float | None], Any]
     watch: Callable[[float], Any]
-    """The server's health, from when it can be reached."""
+    """Watch the server's health, once it can be reached."""
 
     @classmethod
-    def of(cls, inference: Any, health: Any) -> StreamCalls:
-        """Over the stubs of either API of grpc."""
+    def over(cls, inference: Any, health: Any) -> StreamCalls:
+        """Return the calls over the stubs of either API of grpc."""
         return cls(
             lambda request, timeout_s: inference.Generate(request, timeout=timeout_s),
             lambda timeout_s: health.Watch(health_request(), timeout=timeout_s, wait_for_ready=True),
@@ -51,7 +51,7 @@ class StreamCalls:
 
 
 class GenerateStream(Iterator[Event]):
-    """The events of one request: Started, any number of Delta, a Finished for each completion."""
+    """Events of one request: Started, any number of Delta, a Finished for each completion."""
 
     def __init__(self, resumable: ResumableRequest, calls: StreamCalls, *, address: str) -> None:
         self._resumable = resumable
@@ -63,7 +63,7 @@ class GenerateStream(Iterator[Event]):
 
     @property
     def request_id(self) -> str:
-        """The request's id, given or drawn."""
+        """Id of the request, given or drawn."""
         return self._resumable.request_id
 
     def __next__(self) -> Event:
@@ -84,7 +84,7 @@ class GenerateStream(Iterator[Event]):
         raise StopIteration
 
     def close(self) -> None:
-        """Cancel the call, unless it is over. May be called from another thread; iteration then ends."""
+        """Cancel the call, unless it is over. Callable from another thread; iteration then ends."""
         with self._lock:
             self._closed.set()
             self._call.cancel()
@@ -106,7 +106,7 @@ class GenerateStream(Iterator[Event]):
             raise error from broken
 
     def _await_server(self) -> None:
-        """Until it serves, or patience ends. Whatever goes wrong here, the next call will tell."""
+        """Wait until the server serves, or patience ends. The next call reports any error."""
         self._begin(lambda: self._calls.watch(self._resumable.patience_s))
         with suppress(grpc.RpcError):
             any(may_serve(response) for response in self._call)
@@ -119,7 +119,7 @@ class GenerateStream(Iterator[Event]):
 
 
 class HeteroClient:
-    """Talks to one gateway at `address` ("host:port")."""
+    """Client of one gateway at `address` ("host:port")."""
 
     def __init__(self, address: str, *, channel: grpc.Channel | None = None) -> None:
         self.address = address
@@ -130,21 +130,21 @@ class HeteroClient:
     def generate(
         self, prompt: Prompt, *, final_only: bool = False, **options: Unpack[GenerateOptions]
     ) -> GenerateStream:
-        """Stream the completions of a prompt; a stream that breaks is resumed. GenerateOptions tells the options."""
+        """Stream the completions of a prompt and resume a stream that breaks; see GenerateOptions for the options."""
         resumable = ResumableRequest(
             wire.generate_request(prompt, final_only=final_only, **options),
             timeout_s=options.get("timeout_s"),
             resume_timeout_s=options.get("resume_timeout_s", RESUME_TIMEOUT_S),
         )
-        return GenerateStream(resumable, StreamCalls.of(self._stub, self._health), address=self.address)
+        return GenerateStream(resumable, StreamCalls.over(self._stub, self._health), address=self.address)
 
     def generate_text(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
-        """The whole completion at once."""
+        """Return the whole completion at once."""
         wire.check_single(options.get("sampling"))
         return self.generate_texts(prompt, **options)[0]
 
     def generate_texts(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> tuple[Completion, ...]:
-        """All `sampling.n` completions at once, in order."""
+        """Return all `sampling.n` completions at once, in order."""
         builder = wire.CompletionsBuilder()
         with self.generate(prompt, final_only=True, **options) as stream:
             for event in stream:
@@ -152,24 +152,24 @@ class HeteroClient:
         return builder.build()
 
     def abort(self, request_id: str, *, timeout_s: float = CALL_TIMEOUT_S) -> bool:
-        """End a request that is in flight. False if there is none of this id."""
+        """End a request in flight; return False if there is none with this id."""
         request = pb.AbortRequest(request_id=request_id)
         return bool(self._call(self._stub.Abort, request, timeout_s).found)
 
     def tokenize(self, prompt: str | Sequence[ChatMessage], *, timeout_s: float = CALL_TIMEOUT_S) -> tuple[int, ...]:
-        """The token ids that `generate` would see."""
+        """Return the token ids that `generate` would see."""
         return tuple(self._call(self._stub.Tokenize, wire.tokenize_request(prompt), timeout_s).token_ids)
 
     def detokenize(self, token_ids: Iterable[int], *, timeout_s: float = CALL_TIMEOUT_S) -> str:
-        """The text of token ids, special tokens left out."""
+        """Return the text of token ids, without special tokens."""
         return str(self._call(self._stub.Detokenize, wire.detokenize_request(token_ids), timeout_s).text)
 
     def model_info(self, *, timeout_s: float = CALL_TIMEOUT_S) -> ModelInfo:
-        """Which model is served."""
+        """Return facts about the served model."""
         return wire.model_info(self._call(self._stub.GetModelInfo, pb.GetModelInfoRequest(), timeout_s))
 
     def server_info(self, *, timeout_s: float = CALL_TIMEOUT_S) -> ServerInfo:
-        """How the server stands."""
+        """Return the state of the server."""
         return wire.server_info(self._call(self._stub.GetServerInfo, pb.GetServerInfoRequest(), timeout_s))
 
     def wait_ready(self, timeout_s: float) -> None:
@@ -211,18 +211,20 @@ class HeteroClient:
 
 
 def health_request() -> health_pb2.HealthCheckRequest:
-    """Asks for the health of hetero.v1.Inference."""
+    """Return a request for the health of hetero.v1.Inference."""
     return health_pb2.HealthCheckRequest(service=GATEWAY_SERVICES[0])
 
 
 def is_serving(response: health_pb2.HealthCheckResponse) -> bool:
+    """Return whether the server says that it serves."""
     return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 def may_serve(response: health_pb2.HealthCheckResponse) -> bool:
-    """Unless it says that it does not: one that tells nothing of its health may well."""
+    """Return whether the server may serve: it does not say that it does not."""
     return bool(response.status != health_pb2.HealthCheckResponse.NOT_SERVING)
 
 
 def not_ready_message(address: str, timeout_s: float) -> str:
+    """Return the message for a gateway that did not become ready in time."""
     return f"the gateway at {address} did not become ready within {timeout_s:g} s"

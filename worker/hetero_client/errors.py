@@ -1,27 +1,27 @@
 """Errors of the client side.
 
     HeteroError (hetero_api)
-    └── ClientError                     .exit_code: what the `hetero` command ends with
-        ├── RequestError                a call ended with a status that is not OK
-        │   ├── InvalidRequestError     .violations: which fields, and what is wrong with each
+    └── ClientError                     .exit_code: exit code of the `hetero` command
+        ├── RequestError                a call ended with a status other than OK
+        │   ├── InvalidRequestError     .violations: the fields, and the problem with each
         │   ├── DuplicateRequestError   the request id is in flight already
         │   ├── QueueFullError          .retry_after_s: when to try again
         │   ├── UnavailableError        loading, draining, or the group was lost
         │   │   └── NotConnectedError   nothing answers at the address, or the connection broke
         │   ├── DeadlineError           the deadline passed first
         │   ├── RequestCancelledError   the call was cancelled
-        │   ├── AccessError             who calls is unknown, or may not
+        │   ├── AccessError             the caller is unknown, or not allowed to call
         │   ├── WrongStateError         the server's state does not allow the call
         │   └── ServerError             a fault in the server
         ├── IncompleteStreamError       a stream ended without its Finished event
         ├── NoGroupError                no running group to talk to, or several
-        ├── ModelStoreError             a model that cannot be had or cannot be served
+        ├── ModelStoreError             a model that cannot be fetched or cannot be served
         │   ├── MissingExtraError       an optional part of the installation is missing
         │   ├── HubUnreachableError     the Hub does not answer, or a transfer broke off
         │   ├── DamagedFileError        a fetched file is not what the Hub has
         │   └── ModelSourceError        spec.model.uri cannot be used on this machine
         └── LaunchError                 a local group could not be started or kept running
-            ├── LocalSpecError          the manifest asks for what this machine cannot do; .problems
+            ├── LocalSpecError          the manifest does not fit this machine; .problems
             ├── AlreadyRunningError     a group of this name runs; .pid
             ├── PortTakenError          another program listens on the port
             ├── ProcessDiedError        a process of the group ended; .exit_status, .log_tail
@@ -30,8 +30,8 @@
             ├── StartTimeoutError       the group did not become ready in time
             └── StartInterruptedError   a signal came before the work was done; .signal_number
 
-Library errors (grpc, huggingface_hub, OSError) are turned into these at one boundary each: `status.py`,
-`model_store/hub.py`, and where a file is opened.
+Library errors (grpc, huggingface_hub, OSError) become these at one boundary each: `channel.py`, `model_store/hub.py`,
+and where a file is opened.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ClientError(HeteroError):
 
 @dataclass(frozen=True, slots=True)
 class FieldViolation:
-    """One field of a request and what is wrong with it."""
+    """A field of a request and the problem with it."""
 
     field: str
     description: str
@@ -61,7 +61,7 @@ class FieldViolation:
 
 
 class RequestError(ClientError):
-    """A call ended with a status that is not OK. `code` is gRPC's name of it, e.g. "UNAVAILABLE"."""
+    """A call ended with a status other than OK. `code` is its name in gRPC, e.g. "UNAVAILABLE"."""
 
     def __init__(self, message: str, *, code: str = "") -> None:
         super().__init__(message)
@@ -81,7 +81,7 @@ class InvalidRequestError(RequestError):
 
 
 class DuplicateRequestError(RequestError):
-    """A request of this id is in flight."""
+    """A request with this id is in flight."""
 
 
 class QueueFullError(RequestError):
@@ -131,7 +131,7 @@ class NoGroupError(ClientError):
 
 
 class ModelStoreError(ClientError):
-    """A model cannot be had, or is no model that can be served."""
+    """A model cannot be fetched, or cannot be served."""
 
     exit_code = EXIT_PERMANENT
 
@@ -147,7 +147,7 @@ class HubUnreachableError(ModelStoreError):
 
 
 class DamagedFileError(ModelStoreError):
-    """A fetched file is not what the Hub has; it is to be fetched again."""
+    """A fetched file differs from the Hub's and must be fetched again."""
 
     exit_code = EXIT_FAILURE
 
@@ -163,7 +163,7 @@ class LaunchError(ClientError):
 
 
 class LocalSpecError(LaunchError):
-    """A manifest asks for what this machine cannot do. `problems`: one `path: what is wrong` each."""
+    """A manifest does not fit this machine. `problems` are `path: problem`, one each."""
 
     exit_code = EXIT_USAGE
 
@@ -193,7 +193,7 @@ class PortTakenError(LaunchError):
 
 
 class ProcessDiedError(LaunchError):
-    """A process of the group ended by itself. `permanent`: it said what is wrong, and its exit status is ours."""
+    """A process of the group ended by itself. `permanent`: it reported why, and its exit status becomes ours."""
 
     def __init__(
         self, message: str, *, exit_status: int, log_tail: Sequence[str] = (), permanent: bool = False

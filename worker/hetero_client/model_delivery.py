@@ -1,15 +1,15 @@
-"""Program: brings a model of the Hub to a pod. What init containers run.
+"""Program of init containers: brings a model of the Hub to a pod.
 
     python -m hetero_client.model_delivery --uri hf://ORG/NAME [--revision R] --cache DIR --into DIR [--tokenizer-only]
 
-Files are fetched into the cache once, however many pods share it: a lock on it makes the others wait. A transfer that
-breaks off is resumed, by the next process too if this one is killed (`model_store/hub.py`), files that are
-whole are not fetched again, and when the Hub cannot be reached what is there already will do. Every file's checksum is
-checked (`model_store/checksums.py`). `--into` then gets links to the files, each in one piece and config.json last:
-whoever finds that finds the rest.
+Files are fetched into the cache once, however many pods share it: a lock makes the others wait. A transfer that breaks
+off is resumed, also by the next process if this one is killed (`model_store/hub.py`). Whole files are not fetched
+again, and if the Hub cannot be reached, a complete cache is enough. Every file's checksum is verified
+(`model_store/checksums.py`). `--into` then gets links to the files, config.json last: a folder with config.json is
+complete.
 
-Exit status: EXIT_USAGE for a wrong command line, EXIT_PERMANENT when the Hub has no such model or does not let us have
-it, EXIT_FAILURE when trying again can help, 128 + N when signal N told it to stop. The last line on stderr says why.
+Exit status: EXIT_USAGE for a wrong command line, EXIT_PERMANENT if the Hub has no such model or refuses it,
+EXIT_FAILURE if trying again can help, 128 + N if signal N stopped it. The last line on stderr says why.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from hetero_client.model_store.store import TOKENIZER, ModelKey, check_model_dir
 PROGRAM: Final = "hetero_client.model_delivery"
 _HUB_SETTINGS: Final = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 _USELESS_AFTER_S: Final = 3600.0
-"""A partial file of the Hub's library that nobody has written to for so long is a killed process's."""
+"""Age from which a partial file of the Hub's library is a killed process's."""
 _ABANDONED_AFTER_S: Final = 7 * 24 * 3600.0
-"""A partial file of ours that nobody has taken up for so long is of a commit that is no longer wanted."""
+"""Age from which a partial file of ours is of a commit that nobody wants any more."""
 _FETCHES: Final = 2
-"""A damaged file is fetched anew once; one that is damaged again is damaged at its source."""
+"""A damaged file is fetched once more; one that is damaged again is damaged at its source."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """What to bring where."""
+    """A model, and the folders to bring it to."""
 
     key: ModelKey
     cache: Path
@@ -58,7 +58,7 @@ class Delivery:
 
     @classmethod
     def from_command_line(cls, arguments: Sequence[str], environment: Mapping[str, str]) -> Delivery:
-        """Exits with EXIT_USAGE and one line on stderr when something is wrong."""
+        """Read the command line; exit with EXIT_USAGE and one line on stderr if it is wrong."""
         parser = _parser()
         options = parser.parse_args(arguments)
         try:
@@ -70,16 +70,16 @@ class Delivery:
 
     @property
     def lock(self) -> FileLock:
-        """Held while the cache's entry for this model is changed."""
+        """Lock to hold while the cache's entry for this model changes."""
         return FileLock(self.cache / "locks" / f"{self._folder}.lock")
 
     @property
     def partials(self) -> Path:
-        """Where large files are while they are fetched."""
+        """Folder of large files while they are fetched."""
         return self.cache / "partial" / self._folder
 
     def manifest(self, commit: str) -> Path:
-        """Where the checksums of a commit's files are kept."""
+        """Return the file with the checksums of a commit's files."""
         return self.cache / "checksums" / self._folder / f"{commit}.json"
 
     @property
@@ -88,10 +88,10 @@ class Delivery:
 
 
 def deliver(delivery: Delivery) -> Path:
-    """Fetch what the cache lacks and lay it out; the snapshot in the cache. Raises ModelStoreError, OSError."""
+    """Fetch what the cache lacks, make the links, return the snapshot. Raises ModelStoreError or OSError."""
     lock = delivery.lock
     if not lock.try_acquire():
-        _tell(f"another pod is fetching {delivery.key.uri}; waiting")
+        _log(f"another pod is fetching {delivery.key.uri}; waiting")
         lock.acquire()
     try:
         snapshot = _fetch(delivery)
@@ -108,7 +108,7 @@ def _fetch(delivery: Delivery) -> Path:
     for attempt in range(1, _FETCHES + 1):
         snapshot = download_resumably(
             delivery.key, cache_dir=delivery.cache / "hub", partials=delivery.partials, token=delivery.token,
-            patterns=patterns, report=_tell,
+            patterns=patterns, report=_log,
         )  # fmt: skip
         try:
             verify_snapshot(snapshot, delivery.manifest(snapshot.name))
@@ -119,13 +119,12 @@ def _fetch(delivery: Delivery) -> Path:
                     f"{error}, {_FETCHES} times in a row; look for what changes it on its way from the Hub (a proxy, a "
                     f"mirror), for a bad disk below {delivery.cache}, or name another spec.model.revision"
                 ) from error
-            _tell(f"{error}; fetching it anew")
+            _log(f"{error}; fetching it again")
     raise AssertionError("the loop returns or raises")
 
 
 def _remove_abandoned(delivery: Delivery) -> None:
-    """Of partial files, those of the Hub's library, which it names so that no other process takes them up, and old ones
-    of ours."""
+    """Remove old partial files, ours and those of the Hub's library, which no other process takes up."""
     for folder, pattern, after_s in (
         (delivery.cache / "hub", "*/blobs/*.*.incomplete", _USELESS_AFTER_S),
         (delivery.partials, "*", _ABANDONED_AFTER_S),
@@ -149,7 +148,7 @@ def _check(snapshot: Path, *, tokenizer_only: bool) -> None:
 
 
 def _lay_out(snapshot: Path, into: Path) -> None:
-    """Links in `into` to all files of the snapshot, and no other links."""
+    """Make links in `into` to all files of the snapshot, and remove all other links."""
     into.mkdir(parents=True, exist_ok=True)
     files = {path.relative_to(snapshot): path.resolve() for path in snapshot.rglob("*") if path.is_file()}
     for stale in [path for path in into.rglob("*") if path.is_symlink() and path.relative_to(into) not in files]:
@@ -174,37 +173,37 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _tell(line: str) -> None:
+def _log(line: str) -> None:
     sys.stderr.write(f"{PROGRAM}: {line}\n")
     sys.stderr.flush()
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """The whole process; its exit status."""
+    """Run the process; return its exit status."""
     delivery = Delivery.from_command_line(arguments, environment)
-    # The Hub's library reads these when it is imported, which it has not been. A pod can write to the cache alone.
+    # The Hub's library reads these when it is imported, later. A pod can write to the cache only.
     for name, value in {**_HUB_SETTINGS, "HF_HOME": str(delivery.cache / "home")}.items():
         os.environ.setdefault(name, value)
     try:
         snapshot = deliver(delivery)
     except ModelStoreError as error:
-        _tell(str(error))
+        _log(str(error))
         return error.exit_code
     except OSError as error:
-        _tell(f"{error.filename or delivery.cache}: {error.strerror or error}")
+        _log(f"{error.filename or delivery.cache}: {error.strerror or error}")
         return EXIT_FAILURE
-    _tell(f"{delivery.key.uri} at commit {snapshot.name} is in {delivery.into}")
+    _log(f"{delivery.key.uri} at commit {snapshot.name} is in {delivery.into}")
     return EXIT_OK
 
 
 def _end(number: int) -> int:
-    """What a stop signal does. There is nothing to put in order: the next process goes on where this one was."""
+    """End on a stop signal. There is nothing to clean up: the next process continues where this one was."""
     os.write(sys.stderr.fileno(), f"{PROGRAM}: {signal.Signals(number).name}: ending\n".encode())
     return 128 + number
 
 
 def run() -> None:
-    """The process's `main`, with this process's arguments and environment."""
+    """Run the program with this process's arguments and environment."""
     end_on_stop_signals(_end)
     sys.exit(main(sys.argv[1:], os.environ))
 

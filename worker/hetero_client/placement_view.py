@@ -1,4 +1,4 @@
-"""How a group's model is spread, why, and how fast that is: GetTopology's placement as plain values."""
+"""GetTopology's placement as plain values: how the model is spread, why, and how fast that is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hetero_api.v1 import admin_pb2
 
 @dataclass(frozen=True, slots=True)
 class PlacementOptionView:
-    """One way that was considered; `why_not` tells why it cannot be had, or was not allowed."""
+    """A placement that was considered; `why_not` says why it is impossible or not allowed."""
 
     name: str
     mode: str
@@ -19,12 +19,12 @@ class PlacementOptionView:
     prefill_tokens_per_second: float
     workload_s: float
     weight_shares: tuple[float, ...]
-    """Each rank's part of the weights, 0 to 1; empty if it cannot be had."""
+    """Share of the weights by rank, 0 to 1; empty for an impossible placement."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeTimeView:
-    """What an all-reduce of a size takes."""
+    """Time of an all-reduce of one size."""
 
     num_bytes: int
     seconds: float
@@ -32,10 +32,10 @@ class ExchangeTimeView:
 
 @dataclass(frozen=True, slots=True)
 class PlacementView:
-    """What was considered, what is in force, and whether the prediction came true.
+    """The placements that were considered, the one in force, and its predicted and measured speed.
 
-    `step_time_ratio` is measured over predicted seconds of steps that only decoded, lately; with
-    `measured_tokens_per_second` it is 0 before any.
+    `step_time_ratio` is measured over predicted seconds of recent steps that only decoded. It and
+    `measured_tokens_per_second` are 0 before the first such step.
     """
 
     options: tuple[PlacementOptionView, ...]
@@ -48,7 +48,7 @@ class PlacementView:
 
 
 def placement_from(message: admin_pb2.PlacementReport) -> PlacementView:
-    """The dataclass of a report."""
+    """Return a report as a dataclass."""
     return PlacementView(
         options=tuple(_option(option) for option in message.options),
         reason=message.reason,

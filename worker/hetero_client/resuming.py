@@ -1,11 +1,12 @@
-"""A Generate stream that outlives its calls: what the sync and the asyncio client share.
+"""A Generate stream that outlives its calls, for the sync and the asyncio client alike.
 
-A call that breaks (UNAVAILABLE, a lost connection) is made anew with what has come so far, and the gateway goes on
-behind that, as soon as its health says that it serves. gRPC has to be told to wait for it: a channel of Python's looks
-for its server only while a call waits. For all this every request has an id and a seed before it is first sent.
+A call that breaks (UNAVAILABLE, a lost connection) is repeated with the tokens received so far, and the gateway
+continues after them, as soon as its health says that it serves. The health call waits for the server, because a channel
+of grpc's Python looks for its server only while a call waits. So every request has an id and a seed before it is first
+sent.
 
-What always holds: whoever reads the events sees one stream, Started once and no token, text or end twice; a request
-that is refused for its own sake is never sent again; and all calls together keep the caller's deadline.
+Invariants: the reader sees one stream, with Started once and no token, text or end twice. A request that is itself
+refused is never sent again. All calls together keep the caller's deadline.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from hetero_client.messages import Delta, Event, Finished, PromptLogprobs, Start
 
 RESUME_TIMEOUT_S: Final = 60.0
 UNSTARTED_TIMEOUT_S: Final = 10.0
-"""A stream that has not begun is owed nothing yet, and an address where nobody is should be told soon."""
+"""Limit for a stream that has not begun: a wrong address is reported soon."""
 FIRST_PAUSE_S: Final = 0.05
 LONGEST_PAUSE_S: Final = 1.0
 _SEED_BITS: Final = 64
 
 
 class ResumableRequest:
-    """One request and what came of it, over all its calls. `request` is completed with an id and a seed."""
+    """State of one request over all its calls. Adds an id and a seed to `request`."""
 
     def __init__(
         self,
@@ -66,10 +67,11 @@ class ResumableRequest:
 
     @property
     def request_id(self) -> str:
+        """Id of the request."""
         return self._request.request_id
 
     def next_call(self) -> tuple[pb.GenerateRequest, float | None]:
-        """What to send next, and the time that the call may take. Raises DeadlineError when there is none."""
+        """Return the next request to send and the time it may take. Raises DeadlineError when no time is left."""
         self._calls += 1
         if self._calls > 1:
             del self._request.received[:]
@@ -78,7 +80,7 @@ class ResumableRequest:
         return self._request, self._left_s()
 
     def read(self, message: pb.GenerateEvent) -> Event | None:
-        """The event that the caller is to see; None for what came before, or is of an unknown kind."""
+        """Return the event for the caller; None if it came before, or is of an unknown kind."""
         event = wire.event_from(message)
         if event is not None and not self._is_new(event):
             event = None
@@ -87,7 +89,7 @@ class ResumableRequest:
         return event
 
     def check_end(self) -> None:
-        """To be called when a call ended with OK. Raises IncompleteStreamError."""
+        """Check that a call that ended with OK finished all completions. Raises IncompleteStreamError."""
         if len(self._finished) < len(self._received):
             raise IncompleteStreamError(
                 f"request {self.request_id}: the stream ended with {len(self._finished)} of {len(self._received)} "
@@ -95,7 +97,7 @@ class ResumableRequest:
             )
 
     def pause_after(self, error: RequestError) -> float:
-        """A call broke: seconds to wait before the next one. Raises the error when there is to be none."""
+        """Return the seconds to wait before the next call after one that broke. Raises `error` when it was the last."""
         now_s = self._clock()
         if self._broken_since_s is None:
             self._broken_since_s = now_s
@@ -108,7 +110,7 @@ class ResumableRequest:
 
     @property
     def patience_s(self) -> float:
-        """How long to wait now for a server that serves, before the next call is made regardless."""
+        """Longest wait for a server that serves, before the next call is made anyway."""
         waited_s = 0.0 if self._broken_since_s is None else self._clock() - self._broken_since_s
         patience_s = max(0.0, self._timeout_s - waited_s)
         left_s = self._left_s()
@@ -116,15 +118,15 @@ class ResumableRequest:
 
     @property
     def _timeout_s(self) -> float:
-        """How long to try again after a call broke."""
+        """Longest time to try again after a call broke."""
         timeout_s = self._resume_timeout_s
         return timeout_s if self._has_started else min(timeout_s, UNSTARTED_TIMEOUT_S)
 
     def _may_resume(self, error: RequestError) -> bool:
         if isinstance(error, QueueFullError):
-            # Refused at first, it is for the caller to decide; a stream that has begun is owed its rest.
+            # The caller decides about a request refused at first; a stream that has begun continues.
             return self._has_started
-        # That it was cancelled comes from the server here: a caller who cancels reads no further.
+        # Only the server's cancellation arrives here: a caller who cancels reads no further.
         return isinstance(error, UnavailableError | RequestCancelledError)
 
     def _is_new(self, event: Event) -> bool:
@@ -155,5 +157,5 @@ class ResumableRequest:
 
 
 def _advised_s(error: RequestError) -> float:
-    """The server's own advice when to come back, 0 without."""
+    """Return the seconds that the server advises to wait, or 0."""
     return (error.retry_after_s or 0.0) if isinstance(error, QueueFullError) else 0.0

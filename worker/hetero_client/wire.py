@@ -1,6 +1,6 @@
-"""Between the client's dataclasses and protobuf: the one place where both are known.
+"""Conversion between the client's dataclasses and protobuf: the one place that knows both.
 
-Messages of a Generate stream become events in `resuming.py`, with `event_from` and `CompletionsBuilder` of here.
+`resuming.py` turns the messages of a Generate stream into events with `event_from`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _REASONS: Final = {
 def generate_request(
     prompt: Prompt, *, final_only: bool = False, **options: Unpack[GenerateOptions]
 ) -> pb.GenerateRequest:
-    """The request on the wire. Raises InvalidRequestError for what no message can hold, e.g. a negative id."""
+    """Return the request as a message. Raises InvalidRequestError for a value that no message can hold."""
     request = pb.GenerateRequest(
         request_id=options.get("request_id", ""),
         cache_salt=options.get("cache_salt", ""),
@@ -65,18 +65,21 @@ def generate_request(
 
 
 def tokenize_request(prompt: str | Iterable[ChatMessage]) -> pb.TokenizeRequest:
+    """Return the request as a message. Raises InvalidRequestError."""
     if isinstance(prompt, str):
         return pb.TokenizeRequest(text=prompt)
     return pb.TokenizeRequest(chat=chat_messages(prompt))
 
 
 def detokenize_request(token_ids: Iterable[int]) -> pb.DetokenizeRequest:
+    """Return the request as a message. Raises InvalidRequestError."""
     request = pb.DetokenizeRequest()
     _fill("token_ids", request.token_ids, token_ids)
     return request
 
 
 def chat_messages(messages: Iterable[Any]) -> pb.ChatMessages:
+    """Return a conversation as a message. Raises InvalidRequestError."""
     chat = pb.ChatMessages()
     for index, message in enumerate(messages):
         path = f"chat.messages[{index}]"
@@ -93,7 +96,7 @@ def chat_messages(messages: Iterable[Any]) -> pb.ChatMessages:
 
 
 def event_from(message: pb.GenerateEvent) -> Event | None:
-    """The event; None for a kind that this version does not know."""
+    """Return the event; None for a kind that this version does not know."""
     match message.WhichOneof("event"):
         case "started":
             return _started(message.started)
@@ -109,7 +112,7 @@ def event_from(message: pb.GenerateEvent) -> Event | None:
 
 
 class CompletionsBuilder:
-    """Collects a stream's events into its completions."""
+    """Completions under construction, from a stream's events."""
 
     def __init__(self) -> None:
         self._started: Started | None = None
@@ -118,6 +121,7 @@ class CompletionsBuilder:
         self._ends: dict[int, Finished] = {}
 
     def add(self, event: Event) -> None:
+        """Take the stream's next event."""
         match event:
             case Started():
                 self._started = event
@@ -129,7 +133,7 @@ class CompletionsBuilder:
                 self._ends[event.index] = event
 
     def build(self) -> tuple[Completion, ...]:
-        """All completions, by index. Raises IncompleteStreamError when Started or every Finished never came."""
+        """Return all completions, by index. Raises IncompleteStreamError without a Started or any Finished event."""
         if self._started is None or not self._ends:
             raise IncompleteStreamError("the stream lacked its Started or its Finished event")
         return tuple(self._completion(self._started, self._ends[index]) for index in sorted(self._ends))
@@ -158,6 +162,7 @@ def check_single(sampling: SamplingParams | None) -> None:
 
 
 def model_info(message: pb.GetModelInfoResponse) -> ModelInfo:
+    """Return the answer as a dataclass."""
     return ModelInfo(
         model_uri=message.model_uri,
         architecture=message.architecture,
@@ -172,6 +177,7 @@ def model_info(message: pb.GetModelInfoResponse) -> ModelInfo:
 
 
 def server_info(message: pb.GetServerInfoResponse) -> ServerInfo:
+    """Return the answer as a dataclass."""
     return ServerInfo(
         version=message.version,
         name=message.name,
@@ -234,7 +240,7 @@ def _fill_prompt(request: pb.GenerateRequest, prompt: Prompt, tools: Sequence[Ma
 
 
 def _json(field: str, data: Sequence[Mapping[str, Any]]) -> str:
-    """A JSON array; "" for none."""
+    """Return the data as a JSON array; "" for none."""
     if not data:
         return ""
     try:

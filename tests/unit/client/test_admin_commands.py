@@ -123,7 +123,7 @@ def test_reset_cache_asks_for_what_is_given(
 
 
 def test_sleep_and_wake(bench: Bench) -> None:
-    assert bench.run("sleep", "--level", "2").stdout == "asleep; given back: rank 0 1.5 MB\n"
+    assert bench.run("sleep", "--level", "2").stdout == "asleep; freed: rank 0 1.5 MB\n"
     assert bench.run("wake", "weights").stdout == "still asleep: kv\n"
     assert bench.run("wake").stdout == "awake\n"
     assert bench.admin.asked == [
@@ -156,12 +156,11 @@ def test_a_trace_folder_that_cannot_be_is_told_before_anything_is_recorded(bench
 
 def test_place_experts_says_what_moved_and_what_for(bench: Bench) -> None:
     assert bench.run("place-experts").stdout == (
-        "experts that moved: 6; by 12345 tokens that were counted, a decode step takes 12.500 ms instead of 25.000 ms "
-        "(predicted)\n"
+        "experts moved: 6; over 12345 counted tokens a decode step takes 12.500 ms instead of 25.000 ms (predicted)\n"
     )
     bench.admin.placed = admin_pb2.PlaceExpertsResponse(counted_tokens=10, step_s_before=0.025, step_s_after=0.025)
     assert bench.run("place-experts").stdout == (
-        "no expert moved: by 10 tokens that were counted, it would gain too little\n"
+        "no expert moved: over 10 counted tokens the gain would be too small\n"
     )
     assert bench.admin.asked == [admin_pb2.PlaceExpertsRequest()] * 2
 

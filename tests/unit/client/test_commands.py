@@ -22,7 +22,7 @@ RANK = RankProcess(
 
 @pytest.mark.parametrize("folder", [Path("/kept"), None])
 def test_ranks_are_told_where_packed_weights_are_kept(tmp_path: Path, folder: Path | None) -> None:
-    run = RunDirectory.of(HeteroHome(tmp_path), "g")
+    run = RunDirectory.for_group(HeteroHome(tmp_path), "g")
     commands = GroupCommands(Programs(rank=("rank",)), tmp_path / "m.yaml", tmp_path, run, packed_weights=folder)
     options = commands.rank(RANK, "127.0.0.1:1").forked_argv or ()
     told = dict(zip(options[::2], options[1::2], strict=True))

@@ -46,7 +46,7 @@ class Start:
         self.run.measurements_path(rank).write_text(json.dumps(content), encoding="utf-8")
 
     def lent(self) -> dict[str, dict[str, object]]:
-        self.store.lend(self.run)
+        self.store.copy_to(self.run)
         paths = {rank: self.run.measurements_path(rank) for rank in RANKS}
         return {rank: json.loads(path.read_text()) for rank, path in paths.items() if path.exists()}
 
@@ -55,11 +55,11 @@ def test_what_was_measured_is_lent_to_the_next_start_for_a_day(tmp_path: Path) -
     first = Start(tmp_path)
     assert first.lent() == {}
     first.measure(measured_at=BEGIN - 5, speeds=1)
-    assert first.store.keep(first.run) == BEGIN - 5
+    assert first.store.save_from(first.run) == BEGIN - 5
 
     soon = Start(tmp_path, now=BEGIN - 6 + VALID_S)
     assert soon.lent() == {rank: {"measured_at": BEGIN - 5, "speeds": 1} for rank in RANKS}
-    assert soon.store.keep(soon.run) == BEGIN - 5  # not younger for having been lent
+    assert soon.store.save_from(soon.run) == BEGIN - 5  # not younger for having been copied
     assert Start(tmp_path, now=BEGIN - 5 + VALID_S).lent() == {}
     assert Start(tmp_path, now=BEGIN - 60).lent() == {}  # the clock was set back
 
@@ -69,14 +69,14 @@ def test_what_one_rank_lacks_is_kept_of_none(tmp_path: Path, lacking: dict[str, 
     start = Start(tmp_path)
     start.write("cpu-0", measured_at=BEGIN)
     start.write("cpu-1", **lacking)
-    assert start.store.keep(start.run) is None
+    assert start.store.save_from(start.run) is None
     assert Start(tmp_path).lent() == {}
 
 
-def test_a_damaged_or_missing_file_of_one_rank_lends_none(tmp_path: Path) -> None:
+def test_a_damaged_or_missing_file_of_one_rank_makes_all_useless(tmp_path: Path) -> None:
     start = Start(tmp_path)
     start.measure(measured_at=BEGIN)
-    start.store.keep(start.run)
+    start.store.save_from(start.run)
     kept = tmp_path / "measured" / "g" / "cpu-1.measured"
     kept.write_bytes(b"\xff")
     assert Start(tmp_path).lent() == {}
@@ -87,8 +87,8 @@ def test_a_damaged_or_missing_file_of_one_rank_lends_none(tmp_path: Path) -> Non
 def test_what_is_forgotten_is_measured_anew(tmp_path: Path) -> None:
     start = Start(tmp_path)
     start.measure(measured_at=BEGIN)
-    start.store.keep(start.run)
-    start.store.forget()
+    start.store.save_from(start.run)
+    start.store.discard()
     assert Start(tmp_path).lent() == {}
 
 
@@ -96,7 +96,7 @@ def test_what_no_group_is_lent_any_more_is_removed(tmp_path: Path) -> None:
     for group, now in (("old", BEGIN), ("young", BEGIN + VALID_S - 1), ("own", BEGIN + VALID_S)):
         start = Start(tmp_path, now=now, group=group)
         start.measure(measured_at=now)
-        start.store.keep(start.run)
+        start.store.save_from(start.run)
     assert sorted(path.name for path in (tmp_path / "measured").iterdir()) == ["own", "young"]
 
 
@@ -113,4 +113,4 @@ def _folder_of(home: HeteroHome, *, seqs: int, model: str, first_core: int) -> P
     resource = parse_manifest(MANIFEST.replace("SEQS", str(seqs)))
     cores = [LogicalCore(number, 0, number) for number in range(first_core, first_core + 2)]
     plan = plan_locally(resource, cores=cores, memory_bytes=8 << 30)
-    return MeasurementStore.of(home, "kept", resource, model_dir=Path(model), plan=plan).folder
+    return MeasurementStore.for_group(home, "kept", resource, model_dir=Path(model), plan=plan).folder

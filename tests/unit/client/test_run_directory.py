@@ -17,7 +17,7 @@ pytestmark = pytest.mark.unit
 
 
 def start(home: HeteroHome, name: str) -> RunDirectory:
-    run = RunDirectory.of(home, name)
+    run = RunDirectory.for_group(home, name)
     assert run.lock.try_acquire()
     run.prepare()
     run.write_record(
@@ -78,7 +78,7 @@ def test_preparing_clears_the_last_run_and_makes_a_new_token(tmp_path: Path) -> 
 
 
 def test_record_of_another_version_is_no_record(tmp_path: Path) -> None:
-    run = RunDirectory.of(HeteroHome(tmp_path), "one")
+    run = RunDirectory.for_group(HeteroHome(tmp_path), "one")
     run.path.mkdir(parents=True)
     run.record_path.write_text('{"name": "one", "color": "red"}')
     assert run.read_record() is None

@@ -1,6 +1,4 @@
-"""What an administrator has a running group do: `hetero reset-cache`, `sleep`, `wake`, `drain`, `profile` and
-`place-experts`.
-"""
+"""Admin commands for a running group: `hetero reset-cache`, `sleep`, `wake`, `drain`, `profile`, `place-experts`."""
 
 from __future__ import annotations
 
@@ -22,14 +20,14 @@ MB = 1_000_000
 
 
 class Layout(StrEnum):
-    """As hetero_client.admin.CacheLayout, which is not imported for `--help`."""
+    """Copy of hetero_client.admin.CacheLayout, which `--help` does not import."""
 
     PAGED = "paged"
     CONTIGUOUS = "contiguous"
 
 
 class Tag(StrEnum):
-    """What can be asleep."""
+    """Parts of a group that can sleep."""
 
     WEIGHTS = "weights"
     KV = "kv"
@@ -47,7 +45,7 @@ def reset_cache(
     group: options.GroupOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Replace the KV cache of an idle group; what was cached is forgotten.
+    """Replace the KV cache of an idle group; cached prefixes are lost.
 
     \b
     hetero reset-cache
@@ -72,7 +70,7 @@ def sleep(
     group: options.GroupOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Have an idle group give up memory. Requests are refused until it is woken.
+    """Free memory of an idle group. It refuses requests until it is woken.
 
     \b
     hetero sleep
@@ -83,18 +81,18 @@ def sleep(
     if as_json:
         print_json({"freed_bytes": freed_bytes})
         return
-    print_data(f"asleep; given back: {_of_ranks(freed_bytes)}")
+    print_data(f"asleep; freed: {_of_ranks(freed_bytes)}")
 
 
 def wake(
     tags: Annotated[
-        list[Tag] | None, typer.Argument(metavar="[weights] [kv]", help="What comes back. Default: all that is asleep.")
+        list[Tag] | None, typer.Argument(metavar="[weights] [kv]", help="Parts to wake. Default: all that sleep.")
     ] = None,
     admin_address: options.AdminAddressOption = None,
     group: options.GroupOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Wake a group that sleeps; it serves again once weights and KV cache are back.
+    """Wake a sleeping group; it serves again once weights and KV cache are back.
 
     \b
     hetero wake
@@ -113,7 +111,7 @@ def drain(
     admin_address: options.AdminAddressOption = None,
     group: options.GroupOption = None,
 ) -> None:
-    """Have a group refuse new requests, for good, and wait until those in flight have ended.
+    """Make a group refuse new requests for good, and wait until those in flight have ended.
 
     \b
     hetero drain
@@ -129,14 +127,14 @@ def profile(
     trace: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", file_okay=False, help="Write each rank's trace (for chrome://tracing or Perfetto) there."
+            metavar="DIR", file_okay=False, help="Folder for each rank's trace (for chrome://tracing or Perfetto)."
         ),
     ] = None,
     admin_address: options.AdminAddressOption = None,
     group: options.GroupOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Record what the ranks do while requests are served, and show where the time went.
+    """Profile the ranks while requests are served, and show where the time went.
 
     \b
     hetero profile
@@ -162,7 +160,7 @@ def place_experts(
     group: options.GroupOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Move experts of an idle group to the ranks that are fastest with them, by how often they were chosen.
+    """Move experts of an idle group to the ranks that compute them fastest, by how often tokens chose them.
 
     \b
     hetero place-experts
@@ -173,10 +171,10 @@ def place_experts(
         print_json(asdict(placed))
         return
     if not placed.moved_experts:
-        print_data(f"no expert moved: by {placed.counted_tokens} tokens that were counted, it would gain too little")
+        print_data(f"no expert moved: over {placed.counted_tokens} counted tokens the gain would be too small")
         return
     print_data(
-        f"experts that moved: {placed.moved_experts}; by {placed.counted_tokens} tokens that were counted, a decode "
+        f"experts moved: {placed.moved_experts}; over {placed.counted_tokens} counted tokens a decode "
         f"step takes {1e3 * placed.step_s_after:.3f} ms instead of {1e3 * placed.step_s_before:.3f} ms (predicted)"
     )
 
@@ -189,7 +187,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _write_traces(folder: Path, profiles: Sequence[RankProfile]) -> list[str | None]:
-    """The file of each rank's trace; None where it has none."""
+    """Write the traces; return the file of each rank, None where it has no trace."""
     files: list[str | None] = []
     for rank, record in enumerate(profiles):
         path = folder / f"rank-{rank}.trace.json.gz"

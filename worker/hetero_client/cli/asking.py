@@ -1,4 +1,4 @@
-"""`hetero generate` and `hetero chat`."""
+"""`hetero generate` and `hetero chat`, and the display of a streamed answer with its figures."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def generate(
     request_id: Annotated[str, typer.Option(help="Name of the request, for logs. Default: assigned.")] = "",
     timeout: options.TimeoutOption = None,
     resume_timeout: options.ResumeTimeoutOption = 60.0,
-    figures: Annotated[bool, typer.Option("--figures", help="Tell token counts and rates on standard error.")] = False,
+    figures: Annotated[bool, typer.Option("--figures", help="Print token counts and rates to standard error.")] = False,
     as_json: options.JsonOption = False,
     address: options.AddressOption = None,
     group: options.GroupOption = None,
@@ -64,8 +64,8 @@ def generate(
     hetero generate --chat "Is water wet?" --choice yes --choice no
     hetero generate --chat "Name a river." --json-schema river.schema.json
 
-    When the gateway or its group goes away meanwhile, the answer goes on when they are back. With --json every event is
-    one JSON object a line: started, delta ..., finished.
+    If the gateway or its group is lost meanwhile, the answer continues when they are back. With --json every event is
+    one JSON object on a line: started, delta ..., finished.
     """
     from hetero_client.client import HeteroClient
 
@@ -124,14 +124,14 @@ def chat(
 
 
 def conversation(text: str, *, system: str | None) -> list[ChatMessage]:
-    """One user message, after the system's if there is one."""
+    """Return a conversation of one user message, after the system's if there is one."""
     from hetero_client.messages import ChatMessage
 
     return [*opening(system), ChatMessage("user", text)]
 
 
 def opening(system: str | None) -> list[ChatMessage]:
-    """The messages that a conversation begins with."""
+    """Return the messages that a conversation begins with."""
     from hetero_client.messages import ChatMessage
 
     return [] if system is None else [ChatMessage("system", system)]
@@ -158,7 +158,7 @@ def _converse(client: HeteroClient, *, system: str | None, sampling: SamplingPar
 def _answer(
     client: HeteroClient, messages: list[ChatMessage], *, sampling: SamplingParams, timeout_s: float | None
 ) -> str | None:
-    """The answer's text; None when it failed or was stopped, and the turn does not count."""
+    """Return the answer's text; None if it failed or was stopped, so that the turn does not count."""
     from hetero_client.errors import NotConnectedError, RequestError
 
     try:
@@ -174,7 +174,7 @@ def _answer(
 
 
 def _read_line() -> str | None:
-    """The next line without its ends; None at the end of input."""
+    """Return the next line, stripped; None at the end of input."""
     try:
         if sys.stdin.isatty():
             import readline  # noqa: F401  input() gets line editing and history by this import
@@ -188,7 +188,7 @@ def _read_line() -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFigures:
-    """One answer as its client saw it. Monotonic seconds where a name ends in `_at_s`."""
+    """Figures of one answer, seen by its client. Names in `_at_s` are monotonic times."""
 
     request_id: str
     prompt_tokens: int
@@ -202,7 +202,7 @@ class AnswerFigures:
     text: str
 
     def line(self) -> str:
-        """The figures for a person."""
+        """Return the figures in a line."""
         rate = "" if self.decode_tokens_per_s is None else f" · decode {self.decode_tokens_per_s:.1f} tok/s"
         cached = f" ({self.cached_tokens} cached)" if self.cached_tokens else ""
         return (
@@ -220,9 +220,9 @@ def show_answer(
     num_completions: int = 1,
     clock: Callable[[], float] = time.monotonic,
 ) -> AnswerFigures:
-    """Write events as they come: text, one JSON object a line, or, quiet, nothing. Raises what the stream raises.
+    """Write events as they come: text, a JSON object a line, or nothing if `quiet`. Raises the stream's errors.
 
-    The texts of several completions, which come all at a time, are written at the end, one after another.
+    The texts of several completions come interleaved, so they are written at the end, one after another.
     """
     started: Started | None = None
     finished: list[Finished] = []
@@ -270,5 +270,5 @@ def _write_texts(texts: Sequence[str]) -> None:
 
 
 def event_json(event: Event) -> dict[str, Any]:
-    """An event as JSON data; `event` tells its kind."""
+    """Return an event as JSON data, with its kind in `event`."""
     return {"event": type(event).__name__.lower(), **asdict(event)}

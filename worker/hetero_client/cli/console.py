@@ -1,7 +1,7 @@
-"""What the commands write with. Data: standard output. Progress, warnings, errors: standard error.
+"""Output of the commands: data on standard output; progress, warnings and errors on standard error.
 
-Colour follows the terminal and NO_COLOR. Text of a model goes to a terminal without control characters, so
-that it cannot drive it.
+Colour follows the terminal and NO_COLOR. A model's text goes to a terminal without control characters, so that it
+cannot control the terminal.
 """
 
 from __future__ import annotations
@@ -17,40 +17,43 @@ _CONTROLS: Final = {code: None for code in [*range(32), 127, *range(128, 160)] i
 
 
 def output() -> Console:
-    """Standard output; wide where it is no terminal, so that tables keep their columns."""
+    """Return standard output; wide unless it is a terminal, so that tables keep their columns."""
     return _console(sys.stdout)
 
 
 def errors() -> Console:
-    """Standard error."""
+    """Return standard error."""
     return _console(sys.stderr)
 
 
 def print_error(message: str, *, prefix: str = "hetero: ") -> None:
+    """Print an error to standard error."""
     errors().print(f"{prefix}{message}", style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 def print_warning(message: str) -> None:
+    """Print a warning to standard error."""
     errors().print(f"warning: {message}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 def print_note(message: str) -> None:
+    """Print a line of progress to standard error."""
     errors().print(message, style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
 def print_data(line: str) -> None:
-    """One line of output, unstyled."""
+    """Print one line of data to standard output, unstyled."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
 
 def print_json(data: Any) -> None:
-    """One JSON value on one line."""
+    """Print one JSON value on one line of standard output."""
     print_data(json.dumps(data, ensure_ascii=False, default=str))
 
 
 def write_model_text(text: str) -> None:
-    """Text of a model, as it comes."""
+    """Write a piece of a model's text to standard output."""
     sys.stdout.write(text.translate(_CONTROLS) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 

@@ -1,4 +1,4 @@
-"""`hetero ps`, `hetero topology` and `hetero down`: looking at and stopping what runs here."""
+"""`hetero ps`, `hetero topology` and `hetero down`: show and stop the groups of this machine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def topology(
     group: options.GroupOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Show how a group stands, where every rank is and what part of the model it holds.
+    """Show a group's state, where every rank is and which part of the model it holds.
 
     \b
     hetero topology
@@ -70,9 +70,9 @@ def topology(
 
 
 def down(
-    name: Annotated[str | None, typer.Argument(help="The group; may be left out when only one runs.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Name of the group; optional when only one runs.")] = None,
 ) -> None:
-    """Stop a local group, as Ctrl-C in its terminal would, and wait until it is gone.
+    """Stop a local group, like Ctrl-C in its terminal, and wait until it has ended.
 
     \b
     hetero down
@@ -83,7 +83,7 @@ def down(
     from hetero_client.launcher.run_directory import RunDirectory
 
     group = options.local_group(name)
-    lock = RunDirectory.of(HeteroHome.from_environment(), group.name).lock.path
+    lock = RunDirectory.for_group(HeteroHome.from_environment(), group.name).lock.path
     with suppress(ProcessLookupError):
         os.kill(group.pid, signal.SIGTERM)
     deadline = time.monotonic() + DOWN_TIMEOUT_S

@@ -1,9 +1,8 @@
-"""The `hetero` command: its commands, and the one place where errors become messages and exit codes.
+"""The `hetero` command: its subcommands, and the one place where errors become messages and exit codes.
 
-Exit codes (hetero_api.contract): 0 done; 1 something broke while running; 2 the command line, the manifest or
-a request is wrong; 3 trying again cannot help; 128 + N stopped by signal N before its work was done.
-Data goes to standard output, everything else to standard error. Commands import what they need when they run,
-so that `--help` answers at once.
+Exit codes (hetero_api.contract): 0 done; 1 an error while running; 2 a wrong command line, manifest or request;
+3 trying again cannot help; 128 + N stopped by signal N before the work was done. Data goes to standard output,
+everything else to standard error. Commands import what they need when they run, so that `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -27,9 +26,10 @@ EPILOG = (
 
 
 class ErrorBoundary(typer.core.TyperGroup):
-    """Runs a command; what the user can do something about ends in a message, not in a stack trace."""
+    """Command group that reports errors which the user can act on as a message, not as a stack trace."""
 
     def invoke(self, ctx: Any) -> Any:
+        """Run the command; exit with the code of its error."""
         try:
             return super().invoke(ctx)
         except HeteroError as error:
@@ -39,7 +39,7 @@ class ErrorBoundary(typer.core.TyperGroup):
 
 
 def report(error: HeteroError) -> int:
-    """Tell the user; the exit code to end with."""
+    """Print the error for the user; return the exit code."""
     if isinstance(error, ManifestError):
         for problem in error.problems:
             print_error(f"{error.source}: {problem}" if error.source else problem)
@@ -100,7 +100,7 @@ app.add_typer(model_commands.app, name="model")
 
 
 def run() -> None:
-    """Entry point of the installed command."""
+    """Run the installed command."""
     app()
 
 

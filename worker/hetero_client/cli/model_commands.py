@@ -25,7 +25,7 @@ def fetch(
     what: Annotated[str, typer.Argument(metavar="MODEL", help="An alias, hf://ORG/NAME, or a model directory.")],
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub model.")] = None,
     name: Annotated[
-        str | None, typer.Option("--as", metavar="hf://ORG/NAME", help="For a directory: what manifests call it.")
+        str | None, typer.Option("--as", metavar="hf://ORG/NAME", help="For a directory: its name in manifests.")
     ] = None,
     as_json: options.JsonOption = False,
 ) -> None:
@@ -87,7 +87,7 @@ def list_models(as_json: options.JsonOption = False) -> None:
 
 
 def _progress(status: Status, text: str) -> None:
-    """On a terminal a spinner's text, elsewhere a line."""
+    """Show progress: as the spinner's text on a terminal, elsewhere as a line."""
     status.update(text)
     if not status.console.is_terminal:
         print_note(text)

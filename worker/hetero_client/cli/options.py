@@ -1,4 +1,4 @@
-"""Options that several commands share, and what they mean together."""
+"""Options that several commands share, and the values that they stand for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _SAMPLING = "Sampling"
 _FORM = "Form of the answer (one of them)"
-_WHERE = "Where to ask"
+_WHERE = "Request and server"
 
 ManifestArgument = Annotated[Path, typer.Argument(metavar="FILE", help="HeteroInference manifest (YAML).")]
 PortOption = Annotated[
@@ -43,12 +43,12 @@ ModelOption = Annotated[
         help="Model directory, or alias of a fetched model, to use in place of spec.model.uri.",
     ),
 ]
-MeasureAnewOption = Annotated[
+RemeasureOption = Annotated[
     bool,
     typer.Option(
-        "--measure-anew",
-        help="Measure machine and kernels again. Else what was measured within a day, undisturbed, holds for the same "
-        "manifest, model and cores.",
+        "--remeasure",
+        help="Measure machine and kernels again. By default undisturbed measurements of the last day are reused for "
+        "the same manifest, model and cores.",
     ),
 ]
 AddressOption = Annotated[
@@ -66,7 +66,7 @@ AdminAddressOption = Annotated[
 ]
 GroupOption = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Which local group, when several run.", rich_help_panel=_WHERE),
+    typer.Option(metavar="NAME", help="Name of the local group, when several run.", rich_help_panel=_WHERE),
 ]
 TimeoutOption = Annotated[
     float | None, typer.Option("--timeout", min=0.001, metavar="SECONDS", help="Deadline of the request.")
@@ -79,16 +79,19 @@ MaxTokensOption = Annotated[
 ]
 TemperatureOption = Annotated[float | None, typer.Option(help="0 is greedy. Default: 1.", rich_help_panel=_SAMPLING)]
 TopKOption = Annotated[
-    int | None, typer.Option(min=0, help="Only the K likeliest; 0 means all.", rich_help_panel=_SAMPLING)
+    int | None, typer.Option(min=0, help="Sample from the K likeliest tokens; 0: from all.", rich_help_panel=_SAMPLING)
 ]
 TopPOption = Annotated[
-    float | None, typer.Option(help="Smallest set that reaches this probability.", rich_help_panel=_SAMPLING)
+    float | None,
+    typer.Option(help="Sample from the smallest set of tokens with this probability.", rich_help_panel=_SAMPLING),
 ]
 MinPOption = Annotated[
-    float | None, typer.Option(help="Only tokens this likely beside the likeliest.", rich_help_panel=_SAMPLING)
+    float | None,
+    typer.Option(help="Sample from tokens at least this likely, relative to the likeliest.", rich_help_panel=_SAMPLING),
 ]
 SeedOption = Annotated[
-    int | None, typer.Option(min=0, help="Same seed, same tokens. Default: drawn.", rich_help_panel=_SAMPLING)
+    int | None,
+    typer.Option(min=0, help="Seed; the same seed gives the same tokens. Default: random.", rich_help_panel=_SAMPLING),
 ]
 StopOption = Annotated[
     list[str] | None,
@@ -99,19 +102,20 @@ PresencePenaltyOption = Annotated[
     typer.Option(help="Above 0: generated tokens become less likely.", rich_help_panel=_SAMPLING),
 ]
 FrequencyPenaltyOption = Annotated[
-    float | None, typer.Option(help="The same, for each time that one was.", rich_help_panel=_SAMPLING)
+    float | None,
+    typer.Option(help="Above 0: tokens become less likely each time they are generated.", rich_help_panel=_SAMPLING),
 ]
 RepetitionPenaltyOption = Annotated[
     float | None,
     typer.Option(help="Above 1: tokens of prompt and completion become less likely.", rich_help_panel=_SAMPLING),
 ]
 MinTokensOption = Annotated[
-    int | None, typer.Option(min=0, help="No end before so many tokens.", rich_help_panel=_SAMPLING)
+    int | None, typer.Option(min=0, help="Fewest tokens to generate.", rich_help_panel=_SAMPLING)
 ]
 CompletionsOption = Annotated[
     int | None,
     typer.Option(
-        min=1, metavar="N", help="Completions of the prompt, which share its cache.", rich_help_panel=_SAMPLING
+        min=1, metavar="N", help="Number of completions, which share the prompt's cache.", rich_help_panel=_SAMPLING
     ),
 ]
 LogprobsOption = Annotated[
@@ -123,9 +127,7 @@ LogprobsOption = Annotated[
 ]  # fmt: skip
 JsonSchemaOption = Annotated[
     Path | None,
-    typer.Option(
-        metavar="FILE", help="The completion is JSON of this schema; - reads standard input.", rich_help_panel=_FORM
-    ),
+    typer.Option(metavar="FILE", help="JSON of this schema; - reads standard input.", rich_help_panel=_FORM),
 ]
 RegexOption = Annotated[
     str | None, typer.Option(help="Text that this expression matches as a whole.", rich_help_panel=_FORM)
@@ -145,11 +147,11 @@ ResumeTimeoutOption = Annotated[
     float,
     typer.Option(
         "--resume-timeout", min=0, metavar="SECONDS", rich_help_panel=_WHERE,
-        help="How long to wait for a gateway or a group that went away, and go on where it stopped; 0: not at all.",
+        help="Longest wait for a lost gateway or group, to continue where the answer stopped; 0: do not wait.",
     ),
 ]  # fmt: skip
 IgnoreEosOption = Annotated[
-    bool, typer.Option("--ignore-eos", help="Go on past the end-of-sequence token.", rich_help_panel=_SAMPLING)
+    bool, typer.Option("--ignore-eos", help="Continue past the end-of-sequence token.", rich_help_panel=_SAMPLING)
 ]
 
 
@@ -165,7 +167,7 @@ def sampling_params(
     ignore_eos: bool = False,
     **others: Any,
 ) -> SamplingParams:
-    """What the sampling options say; absent ones are left to the server. `others` are SamplingParams' own."""
+    """Return the parameters; absent options are left to the server. `others` are fields of SamplingParams."""
     from hetero_client.messages import SamplingParams
 
     return SamplingParams(
@@ -184,7 +186,7 @@ def sampling_params(
 def constraint(
     *, json_schema: Path | None, regex: str | None, grammar: Path | None, choice: list[str] | None
 ) -> Constraint | None:
-    """The form that the options ask for. Raises BadParameter for more than one, or a file that cannot be read."""
+    """Return the constraint. Raises BadParameter for more than one, or a file that cannot be read."""
     from hetero_client.messages import Choice, Grammar, JsonSchema, Regex
 
     asked: list[Constraint] = []
@@ -209,7 +211,7 @@ def _read_text(path: Path) -> str:
 
 
 def local_group(name: str | None) -> GroupRecord:
-    """The running local group that is meant. Raises NoGroupError."""
+    """Return the running local group of that name, or the only one. Raises NoGroupError."""
     from hetero_client.home import HeteroHome
     from hetero_client.launcher.run_directory import find_group
 
@@ -217,21 +219,21 @@ def local_group(name: str | None) -> GroupRecord:
 
 
 def inference_address(address: str | None, group: str | None) -> str:
-    """Where to ask. Raises NoGroupError."""
+    """Return the address of the gateway. Raises NoGroupError."""
     return address or local_group(group).inference
 
 
 def admin_client(admin_address: str | None, group: str | None) -> AdminClient:
-    """A client of the Admin service that is meant. Raises NoGroupError."""
+    """Return a client of the gateway's Admin service. Raises NoGroupError."""
     from hetero_client.admin import AdminClient
 
-    # A local group's gateway is on loopback and asks for no token.
+    # A local group's gateway is on loopback and requires no token.
     token = admin_token(os.environ) if admin_address else None
     return AdminClient(admin_address or local_group(group).admin, token=token)
 
 
 def admin_token(environment: Mapping[str, str]) -> str | None:
-    """The token that HETERO_ADMIN_TOKEN_FILE names, for the Admin service of a cluster's gateway."""
+    """Return the token in the file that HETERO_ADMIN_TOKEN_FILE names. Raises BadParameter."""
     from hetero_api.program import read_admin_token
 
     try:

@@ -1,4 +1,4 @@
-"""`hetero plan`: which placement is best, without starting anything."""
+"""`hetero plan`: find the best placement without starting a group."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def plan(
     file: options.ManifestArgument,
     assume: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Take the hardware from this YAML file in place of measuring this machine."),
+        typer.Option(metavar="FILE", help="Take the hardware from this YAML file instead of measuring this machine."),
     ] = None,
     model: options.ModelOption = None,
     model_config: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="With --assume: the model's config.json is enough, no weights are needed."),
+        typer.Option(metavar="FILE", help="With --assume: the model's config.json; no weights are needed."),
     ] = None,
     plot: Annotated[
         Path | None,
@@ -41,8 +41,8 @@ def plan(
     hetero plan examples/gpu-cpu-auto.yaml --assume examples/hardware/rtx4090.yaml --model-config config.json
     hetero plan examples/gpu-cpu-auto.yaml --assume examples/hardware/h100.yaml --plot shares.png
 
-    Without --assume this machine is measured, as `hetero up` would place the ranks: it takes seconds, and wants a
-    machine that is otherwise quiet.
+    Without --assume this machine is measured, with the ranks where `hetero up` would place them. That takes seconds,
+    and the machine should be otherwise idle.
     """
     from hetero_api.manifest import load_manifest
     from hetero_placement.decision import bounds_of, quantized_config, request_of
@@ -85,9 +85,7 @@ def _check_options(assume: Path | None, *, model_config: Path | None, model: str
     from hetero_client.cli.plan_views import PLOT_SUFFIXES
 
     if model_config is not None and assume is None:
-        raise typer.BadParameter(
-            "--model-config: goes with --assume; to measure, a model directory is needed (--model)"
-        )
+        raise typer.BadParameter("--model-config: needs --assume; measuring needs a model directory (--model)")
     if model_config is not None and model is not None:
         raise typer.BadParameter("give one of --model and --model-config")
     if plot is not None and plot.suffix not in PLOT_SUFFIXES:
@@ -97,7 +95,7 @@ def _check_options(assume: Path | None, *, model_config: Path | None, model: str
 def _hardware_and_model(
     resource: HeteroInference, *, assume: Path | None, model: str | None, model_config: Path | None
 ) -> tuple[Hardware, ModelConfig]:
-    """As assumed, or measured here."""
+    """Return the hardware, assumed or measured here, and the model's shape."""
     from hetero_api.hf_config import read_json
     from hetero_api.model_config import ModelConfig
     from hetero_placement.assumed_hardware import assume as assume_hardware

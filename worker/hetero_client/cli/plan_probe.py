@@ -1,4 +1,4 @@
-"""Measures this machine as a group would: a probe for each rank, on the rank's cores, all at once."""
+"""Measurement of this machine as a group would do it: a probe for each rank, on the rank's cores, all at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hetero_placement.decision import cores_of
 from hetero_placement.hardware import ExchangeSpeeds, Hardware, RankHardware
 
 TIMEOUT_S: Final = 180.0
-"""For all probes together, imports included."""
+"""Limit for all probes together, imports included."""
 PROGRAM: Final = (sys.executable, "-m", "hetero_worker.probe")
 _LOG_LINES: Final = 20
 _POLL_S: Final = 0.05
@@ -33,7 +33,7 @@ _POLL_S: Final = 0.05
 
 @dataclass(frozen=True, slots=True)
 class ProbeTask:
-    """What is measured. `program` takes the arguments of `hetero_worker.probe`; tests put a stand-in here."""
+    """A plan and a model to measure. `program` takes the arguments of `hetero_worker.probe`; tests pass a stand-in."""
 
     plan: LocalPlan
     model_dir: Path
@@ -43,7 +43,7 @@ class ProbeTask:
     program: tuple[str, ...] = PROGRAM
 
     def argv(self, number: int, *, meet: Path) -> tuple[str, ...]:
-        """The command line of one rank's probe."""
+        """Return the command line of one rank's probe. Probes meet in folder `meet`."""
         rank = self.plan.ranks[number]
         return (
             *self.program,
@@ -68,7 +68,7 @@ class ProbeTask:
 
 
 def measure_here(task: ProbeTask, spec: HeteroInferenceSpec, *, timeout_s: float = TIMEOUT_S) -> Hardware:
-    """Takes seconds. Raises ProcessDiedError, with the probe's last lines, and StartTimeoutError."""
+    """Measure, in some seconds. Raises ProcessDiedError, with the probe's last lines, and StartTimeoutError."""
     with tempfile.TemporaryDirectory(prefix="hetero-plan-") as folder, ExitStack() as stack:
         meet = Path(folder) / "meet"
         meet.mkdir()
@@ -76,14 +76,14 @@ def measure_here(task: ProbeTask, spec: HeteroInferenceSpec, *, timeout_s: float
             stack.enter_context(_Probe(task, number, Path(folder), meet)) for number in range(len(task.plan.ranks))
         ]
         _wait_for(probes, timeout_s)
-        told = [probe.answer() for probe in probes]
+        answers = [probe.answer() for probe in probes]
     cores = {pool.name: cores_of(pool) for pool in spec.pools}
     gpu_share = spec.engine.gpu_memory_utilization
     ranks = [
         _hardware_of(rank, answer, cores=cores[rank.pool], gpu_share=gpu_share)
-        for rank, answer in zip(task.plan.ranks, told, strict=True)
+        for rank, answer in zip(task.plan.ranks, answers, strict=True)
     ]
-    formed = _formed_of(told[0])
+    formed = _formed_of(answers[0])
     return Hardware(
         tuple(ranks), ExchangeSpeeds.from_protos(formed.host_times), ExchangeSpeeds.from_protos(formed.device_times)
     )
@@ -101,7 +101,7 @@ def _formed_of(answer: dict[str, Any]) -> ranks_pb2.Formed:
 
 
 class _Probe:
-    """One process; it does not outlive the `with` statement."""
+    """One probe process; it does not outlive the `with` statement."""
 
     def __init__(self, task: ProbeTask, number: int, folder: Path, meet: Path) -> None:
         self._argv = task.argv(number, meet=meet)
@@ -121,7 +121,7 @@ class _Probe:
 
     @property
     def exit_status(self) -> int | None:
-        """None while it runs."""
+        """Exit status; None while it runs."""
         return self._process.poll() if self._process is not None else None
 
     def check(self) -> None:
@@ -133,21 +133,21 @@ class _Probe:
             raise ProcessDiedError(message, exit_status=status, log_tail=tail)
 
     def answer(self) -> dict[str, Any]:
-        """What it told, as its last line. Raises ProcessDiedError when that is no answer."""
+        """Return its answer, the last line. Raises ProcessDiedError when that is no answer."""
         lines = self._out.read_text(encoding="utf-8", errors="replace").splitlines()
         try:
-            told = json.loads(lines[-1]) if lines else None
+            answer = json.loads(lines[-1]) if lines else None
         except ValueError:
-            told = None
-        if not isinstance(told, dict) or not {"device", "formed"} <= told.keys():
+            answer = None
+        if not isinstance(answer, dict) or not {"device", "formed"} <= answer.keys():
             raise ProcessDiedError(
-                f"the probe of {self.name} told nothing", exit_status=EXIT_FAILURE, log_tail=lines[-1:]
+                f"the probe of {self.name} gave no answer", exit_status=EXIT_FAILURE, log_tail=lines[-1:]
             )
-        return told
+        return answer
 
 
 def _wait_for(probes: Sequence[_Probe], timeout_s: float) -> None:
-    """Until all have ended well; the first that failed is told of."""
+    """Wait until all have ended well. Raises the first failure."""
     deadline_s = time.monotonic() + timeout_s
     while any(probe.exit_status is None for probe in probes):
         for probe in probes:

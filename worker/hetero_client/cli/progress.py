@@ -1,4 +1,4 @@
-"""From "starting" to "ready", rank by rank: a live table on a terminal, a line a change elsewhere."""
+"""Progress of a start, rank by rank: a live table on a terminal, elsewhere a line for each change."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STARTING: Final = "starting"
 
 
 def rank_phase(topology: GroupTopology, rank: RankView) -> str:
-    """What a rank is at, in a word or two, from what the gateway knows."""
+    """Return the phase of a rank's start in a word or two."""
     if not rank.joined:
         return "joining"
     match topology.state:
@@ -42,7 +42,7 @@ def _loading_phase(rank: RankView) -> str:
 
 
 class StartDisplay:
-    """Told every topology while a group starts."""
+    """Display of a group's start; call `show` with every topology."""
 
     def __init__(self, console: Console, names: tuple[str, ...]) -> None:
         self._console = console
@@ -52,7 +52,7 @@ class StartDisplay:
         self._live: Live | None = None
 
     def show(self, topology: GroupTopology) -> None:
-        """Bring the display up to date."""
+        """Update the display."""
         for rank in topology.ranks:
             self._set(self._name(rank), rank_phase(topology, rank))
         if topology.reason != self._reason and topology.state == GroupState.ABORTED:
@@ -60,7 +60,7 @@ class StartDisplay:
         self._reason = topology.reason
 
     def gateway_listens(self, address: str) -> None:
-        """The gateway is up; ranks have been started."""
+        """Show that the gateway listens and the ranks have been started."""
         self._set(GATEWAY, f"listens on {address}")
 
     def __enter__(self) -> Self:
@@ -78,7 +78,7 @@ class StartDisplay:
             self._live.stop()
 
     def _name(self, rank: RankView) -> str:
-        """The rank's process; the gateway may not know its name before it joined, its place is known."""
+        """Return the name of the rank's process, by its place if the gateway does not know the name yet."""
         ranks = [name for name in self._phases if name != GATEWAY]
         return rank.pod_name or (ranks[rank.rank] if rank.rank < len(ranks) else f"rank {rank.rank}")
 

@@ -1,4 +1,4 @@
-"""`hetero up`, `hetero run` and `hetero validate`: what begins with a manifest."""
+"""`hetero up`, `hetero run` and `hetero validate`: commands that take a manifest."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ def up(
     forkserver: Annotated[
         bool,
         typer.Option(
-            help="Fork ranks, and those that replace lost ones, from a process that has loaded what they need: they "
-            "start sooner, and share that memory."
+            help="Fork ranks, and those that replace lost ones, from a process that has loaded their libraries: they "
+            "start sooner and share that memory."
         ),
     ] = True,
-    measure_anew: options.MeasureAnewOption = False,
+    remeasure: options.RemeasureOption = False,
     dp_local_rank: Annotated[
         int,
         typer.Option(
             min=0,
             metavar="N",
-            help="Start one more group of the manifest beside N others on this machine, on the devices and cores after "
-            "theirs. It is called NAME.N.",
+            help="Start the manifest's group beside N others on this machine, on devices and cores after theirs, under "
+            "the name NAME.N.",
         ),
     ] = 0,
 ) -> None:
@@ -56,17 +56,17 @@ def up(
     hetero up examples/smollm2-cpu.yaml --port 0 --dp-local-rank 1
 
     Then, in another terminal: hetero chat, hetero generate, hetero topology, hetero ps.
-    Ctrl-C once ready stops everything and exits 0; before that it exits 130. A process that dies or hangs once the
-    group was ready is started anew, and requests go on from where they were. When one dies more often than
-    spec.recovery.maxRestarts within windowSeconds, or before the group is ready, all are stopped, its last lines
-    are shown, and the exit code is 1 (3 if trying again cannot help).
+    Ctrl-C once ready stops everything and exits 0; before that it exits 130. Once the group is ready, a process that
+    dies or hangs is restarted, and requests continue where they were. When processes die more often than
+    spec.recovery.maxRestarts within windowSeconds, or before the group is ready, all are stopped, the last lines of
+    the log are shown, and the exit code is 1 (3 if trying again cannot help).
     """
     from hetero_client.home import HeteroHome
 
     home = HeteroHome.from_environment()
     config = prepare(
         file, port=port, http_port=http_port, model=model, home=home, with_forkserver=forkserver,
-        measure_anew=measure_anew, dp_local_rank=dp_local_rank,
+        remeasure=remeasure, dp_local_rank=dp_local_rank,
     )  # fmt: skip
     serve(config, home=home)
 
@@ -84,10 +84,10 @@ def run(
     stop: options.StopOption = None,
     port: options.PortOption = 0,
     model: options.ModelOption = None,
-    measure_anew: options.MeasureAnewOption = False,
+    remeasure: options.RemeasureOption = False,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Run a manifest for one answer: start, stream the answer, tell what was measured, stop.
+    """Run a manifest for one answer: start, stream the answer, print the figures, stop.
 
     \b
     hetero run examples/smollm2-cpu.yaml "Why is the sky blue?" -n 64 --temperature 0
@@ -103,18 +103,16 @@ def run(
         seed=seed, stop=stop, ignore_eos=False,
     )  # fmt: skip
     home = HeteroHome.from_environment()
-    config = prepare(
-        file, port=port, http_port=None, model=model, home=home, with_forkserver=True, measure_anew=measure_anew
-    )
+    config = prepare(file, port=port, http_port=None, model=model, home=home, with_forkserver=True, remeasure=remeasure)
     answer_once(config, conversation(prompt, system=system), sampling=sampling, home=home, as_json=as_json)
 
 
 def validate(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Manifests to check.")],
-    local: Annotated[bool, typer.Option("--local", help="Check as well whether this machine can run them.")] = False,
+    local: Annotated[bool, typer.Option("--local", help="Also check that this machine can run them.")] = False,
     was: Annotated[
         Path | None,
-        typer.Option(metavar="OLD", help="Check as well whether a resource that exists, as in OLD, may become this."),
+        typer.Option(metavar="OLD", help="Also check that the existing resource in OLD may be changed to this one."),
     ] = None,
     as_json: options.JsonOption = False,
 ) -> None:
@@ -150,10 +148,10 @@ def prepare(
     model: str | None,
     home: HeteroHome,
     with_forkserver: bool,
-    measure_anew: bool = False,
+    remeasure: bool = False,
     dp_local_rank: int = 0,
 ) -> LocalGroupConfig:
-    """All that is decided before the first process: manifest, model, devices, cores, memory. Warnings are shown."""
+    """Return what is decided before the first process, and print warnings. Raises HeteroError."""
     from hetero_api.manifest import load_manifest
     from hetero_client.launcher.local_group import LocalGroupConfig
     from hetero_client.launcher.local_plan import plan_here
@@ -182,9 +180,9 @@ def prepare(
         with_forkserver=with_forkserver,
         dp_local_rank=dp_local_rank,
     )
-    store = MeasurementStore.of(home, config.name, resource, model_dir=config.model_dir, plan=plan)
-    if measure_anew:
-        store.forget()
+    store = MeasurementStore.for_group(home, config.name, resource, model_dir=config.model_dir, plan=plan)
+    if remeasure:
+        store.discard()
     return replace(config, measurements=store, packed_weights=home.packed)
 
 
@@ -194,7 +192,7 @@ def serve(config: LocalGroupConfig, *, home: HeteroHome) -> None:
     from hetero_client.launcher.local_group import LocalGroup
     from hetero_client.launcher.run_directory import RunDirectory
 
-    run_directory = RunDirectory.of(home, config.name)
+    run_directory = RunDirectory.for_group(home, config.name)
     with StopSignals() as signals, LocalGroup(config, run=run_directory, signals=signals, report=print_note) as group:
         _show_ready(group, *_start(group, config))
         print_note(f"logs in {run_directory.path}; Ctrl-C stops")
@@ -205,13 +203,13 @@ def serve(config: LocalGroupConfig, *, home: HeteroHome) -> None:
 def answer_once(
     config: LocalGroupConfig, prompt: Prompt, *, sampling: SamplingParams, home: HeteroHome, as_json: bool
 ) -> None:
-    """Run the group for one answer. Raises StartInterruptedError when a signal stopped it."""
+    """Run the group for one answer. Raises StartInterruptedError if a signal stopped it."""
     from hetero_api.host.stop_signals import StopSignals
     from hetero_client.errors import StartInterruptedError
     from hetero_client.launcher.local_group import LocalGroup
     from hetero_client.launcher.run_directory import RunDirectory
 
-    run_directory = RunDirectory.of(home, config.name)
+    run_directory = RunDirectory.for_group(home, config.name)
     with StopSignals() as signals, LocalGroup(config, run=run_directory, signals=signals, report=print_note) as group:
         topology, times = _start(group, config)
         _show_ready(group, topology, times)
@@ -244,13 +242,13 @@ def _show_ready(group: LocalGroup, topology: GroupTopology, times: StartTimes) -
     )  # fmt: skip
     if (measured_at := group.keep_measurements()) is not None:
         when = time.strftime("%d %b %H:%M", time.localtime(measured_at))
-        console.print(f"measurements of {when}; --measure-anew takes new ones", style="dim", highlight=False)
+        console.print(f"measurements of {when}; --remeasure repeats them", style="dim", highlight=False)
     console.print(f"OpenAI API: http://{group.record.http}/v1", style="dim", highlight=False)
     console.print(f"ready: {group.record.inference}", style="bold green", highlight=False)
 
 
 class _Answer(threading.Thread):
-    """Streams one answer beside the launcher's watch over its processes."""
+    """Thread that streams one answer while the launcher watches its processes."""
 
     def __init__(self, stream: GenerateStream, *, quiet: bool) -> None:
         super().__init__(name="answer", daemon=True)
@@ -261,6 +259,7 @@ class _Answer(threading.Thread):
         self._sent_at_s = time.monotonic()
 
     def run(self) -> None:
+        """Stream the answer."""
         from hetero_client.cli.asking import show_answer
 
         try:
@@ -270,7 +269,7 @@ class _Answer(threading.Thread):
 
 
 def _ask(group: LocalGroup, prompt: Prompt, *, sampling: SamplingParams, quiet: bool) -> AnswerFigures | None:
-    """The figures of the streamed answer; None when a signal stopped it."""
+    """Stream the answer and return its figures; None if a signal stopped it."""
     from hetero_client.client import HeteroClient
 
     with HeteroClient(group.record.inference) as client:
@@ -304,7 +303,7 @@ def _show_figures(answer: AnswerFigures, times: StartTimes, *, as_json: bool) ->
 
 
 def _problems(path: Path, *, local: bool, was: Path | None) -> tuple[list[str], list[str]]:
-    """Problems and warnings of one manifest."""
+    """Return the problems and warnings of one manifest."""
     from hetero_api.errors import ManifestError
     from hetero_api.manifest import load_manifest
     from hetero_api.validation import check_transition

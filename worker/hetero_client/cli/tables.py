@@ -1,4 +1,4 @@
-"""Tables about groups: the placement of ranks, and what runs."""
+"""Tables of the placement of a group's ranks and of running groups."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NONE = "-"
 
 
 def placement_view(topology: GroupTopology, *, width: int) -> RenderableType:
-    """Which rank holds what; on a narrow terminal, devices and kernels come below the table."""
+    """Return a table of the ranks' shards; on a narrow terminal, devices and kernels come below it."""
     if width >= WIDE:
         return _table(FULL_COLUMNS, [placement_cells(rank) for rank in topology.ranks])
     table = _table(NARROW_COLUMNS, [placement_cells(rank, counts=False) for rank in topology.ranks])
@@ -35,7 +35,7 @@ def placement_view(topology: GroupTopology, *, width: int) -> RenderableType:
 
 
 def placement_cells(rank: RankView, *, counts: bool = True) -> dict[str, str]:
-    """One rank's cells by column; `counts` adds how many units a range of columns or rows holds."""
+    """Return one rank's cells by column; `counts` adds the number of units to ranges of columns or rows."""
     return {
         "rank": str(rank.rank),
         "pool": rank.pool,
@@ -51,7 +51,7 @@ def placement_cells(rank: RankView, *, counts: bool = True) -> dict[str, str]:
 
 
 def topology_line(topology: GroupTopology) -> str:
-    """How the group stands, in a line."""
+    """Return the group's state in a line."""
     parts = [f"epoch {topology.epoch}", f"exchange {topology.exchange or 'none'}"]
     if topology.placement_mode:
         parts.append(f"placement {topology.placement_mode}")
@@ -67,7 +67,7 @@ def topology_line(topology: GroupTopology) -> str:
 
 
 def options_view(placement: PlacementView) -> RenderableType:
-    """What was considered, the one in force marked, and what became of its prediction."""
+    """Return a table of the placements considered, the chosen one marked, and its predicted and measured speed."""
     rows = [
         {
             "": "*" if option.chosen else "",
@@ -83,7 +83,7 @@ def options_view(placement: PlacementView) -> RenderableType:
 
 
 def prediction_line(placement: PlacementView) -> str:
-    """Predicted and measured speed, in a line."""
+    """Return predicted and measured speed in a line."""
     predicted = f"predicted {placement.predicted_tokens_per_second:.3g} tokens/s"
     if not placement.step_time_ratio:
         return f"{predicted}; nothing measured yet"
@@ -94,12 +94,12 @@ def prediction_line(placement: PlacementView) -> str:
 
 
 def _figure(value: float) -> str:
-    """3 digits; nothing for what was not predicted."""
+    """Return the value with 3 digits, or a dash if it was not predicted."""
     return f"{float(f'{value:.3g}'):,g}" if value else _NONE
 
 
 def groups_table(groups: Sequence[GroupRecord]) -> Table:
-    """What runs on this machine."""
+    """Return a table of the groups that run on this machine."""
     rows = [
         {
             "name": group.name,
@@ -116,7 +116,7 @@ def groups_table(groups: Sequence[GroupRecord]) -> Table:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for a person: 42s, 3m05s, 2h07m."""
+    """Return a duration in the form 42s, 3m05s or 2h07m."""
     whole = max(0, int(seconds))
     if whole < 60:
         return f"{whole}s"
@@ -141,14 +141,14 @@ def _units(units: UnitRange | None, rank: RankView, *, count: bool) -> str:
 
 
 def _mlp(rank: RankView, *, count: bool) -> str:
-    """Columns of dense layers; where a model has experts, these."""
+    """Return the rank's experts, or its MLP columns if it has no experts."""
     if rank.experts is not None and rank.experts.size:
         return f"experts {_units(rank.experts, rank, count=count)}"
     return _units(rank.mlp_columns, rank, count=count)
 
 
 def _vocabulary(rank: RankView, *, count: bool) -> str:
-    """Rows of embedding and output head: one range where they are the same."""
+    """Return the rows of embedding and output head, as one range where they are equal."""
     embedding, head = (_units(rows, rank, count=count) for rows in (rank.embedding_rows, rank.head_rows))
     return head if embedding == head else f"{embedding} in, {head} out"
 
@@ -163,14 +163,17 @@ def _table(columns: Sequence[str], rows: Sequence[Mapping[str, str]]) -> Table:
 
 
 def _choices(rank: RankView) -> tuple[str, ...]:
-    """Kernels, and what graphs of steps take of the memory that is kept for them."""
+    """Return the kernels, and the memory that graphs of steps take of their reserve."""
     if not rank.graph_reserve_bytes:
         return rank.kernels
-    return (*rank.kernels, f"graphs take {rank.graph_bytes / MB:.0f} of {rank.graph_reserve_bytes / MB:.0f} MB kept")
+    return (
+        *rank.kernels,
+        f"graphs take {rank.graph_bytes / MB:.0f} of {rank.graph_reserve_bytes / MB:.0f} MB reserved",
+    )
 
 
 def _device_lines(ranks: Sequence[RankView]) -> list[str]:
-    """A line for each kind of device and kernels, with the ranks that have it."""
+    """Return a line for each kind of device and kernels, with its ranks."""
     who: dict[str, list[str]] = {}
     for rank in ranks:
         what = ", ".join(part for part in (rank.device, *_choices(rank)) if part)

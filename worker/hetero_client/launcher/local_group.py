@@ -142,7 +142,7 @@ class LocalGroup:
             raise AlreadyRunningError(self._config.name, pid=self._run.lock.holder_pid())
         self._run.prepare()
         if self._config.measurements is not None:
-            self._config.measurements.lend(self._run)
+            self._config.measurements.copy_to(self._run)
         return self
 
     def __exit__(
@@ -193,7 +193,7 @@ class LocalGroup:
         if self._config.measurements is None:
             return None
         try:
-            measured_at = self._config.measurements.keep(self._run)
+            measured_at = self._config.measurements.save_from(self._run)
         except OSError as error:
             self._report(f"measurements cannot be kept, so the next start takes them again: {error}")
             return None

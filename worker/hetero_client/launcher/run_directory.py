@@ -1,11 +1,11 @@
-"""`$HETERO_HOME/run/NAME`: what one local group keeps on disk while it runs.
+"""`$HETERO_HOME/run/NAME`: files of one local group while it runs.
 
-lock           held by the launcher for its whole life; says whether the group runs
+lock           held by the launcher while it runs; tells whether the group runs
 group.json     GroupRecord: pids and addresses, for `hetero ps` and for commands without --address
 gateway.json   written by the gateway once it listens
-token          what ranks prove themselves with, mode 0600
-*.log          one a process; the last run's are kept until the next start
-*.measured     one a rank: what it measured at start, for the process that takes its place
+token          secret that ranks authenticate with, mode 0600
+*.log          one for each process; kept until the next start
+*.measured     measurements of each rank at start, for the process that takes its place
 """
 
 from __future__ import annotations
@@ -42,36 +42,42 @@ class GroupRecord:
 
 
 class RunDirectory:
-    """One group's folder."""
+    """Folder of one group."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.lock = FileLock(path / "lock")
 
     @classmethod
-    def of(cls, home: HeteroHome, name: str) -> RunDirectory:
+    def for_group(cls, home: HeteroHome, name: str) -> RunDirectory:
+        """Return the folder of the group of that name."""
         return cls(home.runs / name)
 
     @property
     def token_path(self) -> Path:
+        """File with the ranks' secret."""
         return self.path / "token"
 
     @property
     def gateway_state_path(self) -> Path:
+        """File that the gateway writes once it listens."""
         return self.path / "gateway.json"
 
     @property
     def record_path(self) -> Path:
+        """File with the group's record."""
         return self.path / "group.json"
 
     def log_path(self, process: str) -> Path:
+        """Return the log of a process."""
         return self.path / f"{process}.log"
 
     def measurements_path(self, rank: str) -> Path:
+        """Return the file with a rank's measurements."""
         return self.path / f"{rank}.measured"
 
     def prepare(self) -> None:
-        """Clear what an earlier run left and write a fresh token. The lock must be held."""
+        """Remove an earlier run's files and write a new token. The lock must be held."""
         self.path.chmod(0o700)
         files = [self.token_path, self.gateway_state_path, self.record_path]
         for stale in [*files, *self.path.glob("*.log"), *self.path.glob("*.measured")]:
@@ -81,16 +87,17 @@ class RunDirectory:
             file.write(secrets.token_urlsafe(32))
 
     def clear(self) -> None:
-        """Remove what must not outlast the run; logs stay."""
+        """Remove all files but the logs."""
         files = [self.token_path, self.gateway_state_path, self.record_path]
         for path in [*files, *self.path.glob("*.measured")]:
             path.unlink(missing_ok=True)
 
     def write_record(self, record: GroupRecord) -> None:
+        """Write the group's record."""
         write_atomically(self.record_path, json.dumps(asdict(record), indent=2) + "\n")
 
     def read_record(self) -> GroupRecord | None:
-        """The record, None if there is none or it was written by another version."""
+        """Return the record; None if there is none or another version wrote it."""
         data = read_json_object(self.record_path)
         try:
             return None if data is None else GroupRecord(**data)
@@ -98,19 +105,19 @@ class RunDirectory:
             return None
 
     def read_gateway_state(self) -> Mapping[str, Any] | None:
-        """What the gateway wrote; None until it listens."""
+        """Return the state that the gateway wrote; None until it listens."""
         return read_json_object(self.gateway_state_path)
 
 
 def running_groups(home: HeteroHome) -> list[GroupRecord]:
-    """Records of all groups that run now, by name."""
+    """Return the records of all running groups, by name."""
     folders = sorted(path.parent for path in home.runs.glob("*/lock"))
     records = [RunDirectory(folder).read_record() for folder in folders if is_held(folder / "lock")]
     return [record for record in records if record is not None]
 
 
 def find_group(home: HeteroHome, name: str | None = None) -> GroupRecord:
-    """The running group of that name, or the only one. Raises NoGroupError."""
+    """Return the running group of that name, or the only one. Raises NoGroupError."""
     groups = running_groups(home)
     if name is not None:
         groups = [group for group in groups if group.name == name]
@@ -124,7 +131,7 @@ def find_group(home: HeteroHome, name: str | None = None) -> GroupRecord:
 
 
 def read_json_object(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None when there is no such file or no object in it."""
+    """Return the JSON object in a file; None if there is no such file or no object in it."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, json.JSONDecodeError):
@@ -133,7 +140,7 @@ def read_json_object(path: Path) -> dict[str, Any] | None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Readers see the old content or the new one, never a part."""
+    """Write a file so that readers see the old content or the new one, never a part."""
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False, encoding="utf-8") as file:
         file.write(text)
     shutil.move(file.name, path)

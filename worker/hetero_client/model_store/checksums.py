@@ -1,9 +1,9 @@
-"""Are the files of a Hub snapshot what the Hub has? Checked once a file, and remembered.
+"""Verification that the files of a Hub snapshot are the Hub's, once for each file.
 
-The Hub's cache names each blob by its checksum: sha256 for large files, git's sha1 for small ones. A download that was
-damaged on the way, or on the disk since, does not fit its name. What fits is noted with its sha256, size and time of
-change in a manifest for each commit, so that the next start of a pod looks at the disk's directory only, and so that
-the files can be verified later without the Hub.
+The Hub's cache names each blob by its checksum: sha256 for large files, git's sha1 for small ones. A file that was
+damaged on the way or on the disk does not fit its name. Each commit has a manifest with the sha256, size and time of
+change of every file that fits. So the next start of a pod only looks at the folder's entries, and files can be verified
+later without the Hub.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _GIT_SHA1: Final = re.compile("[0-9a-f]{40}")
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """One file, as it was when its checksum was right."""
+    """A file at the time when its checksum was right."""
 
     sha256: str
     size_bytes: int
@@ -35,9 +35,9 @@ class FileRecord:
 
 
 def verify_snapshot(snapshot: Path, manifest: Path, *, thoroughly: bool = False) -> dict[str, FileRecord]:
-    """Check every file of a snapshot that the manifest does not know as it is (`thoroughly`: every file), note them.
+    """Verify the files of a snapshot that are not in the manifest (`thoroughly`: all), write and return the manifest.
 
-    Raises DamagedFileError; the damaged file is gone from the cache then, so that the next fetch brings it anew.
+    Raises DamagedFileError after removing the damaged file from the cache, so that the next fetch brings it again.
     """
     known = {} if thoroughly else read_manifest(manifest)
     records = dict(read_manifest(manifest))
@@ -50,7 +50,7 @@ def verify_snapshot(snapshot: Path, manifest: Path, *, thoroughly: bool = False)
 
 
 def read_manifest(path: Path) -> dict[str, FileRecord]:
-    """Records by file name; none when there is no readable manifest, which only costs another check."""
+    """Return records by file name; none without a readable manifest, which only costs another check."""
     try:
         entries: Mapping[str, Mapping[str, object]] = json.loads(path.read_text(encoding="utf-8"))["files"]
         return {
@@ -85,7 +85,7 @@ def _verify(path: Path, *, expected: FileRecord | None) -> FileRecord:
 
 
 def _checksums(path: Path, size_bytes: int) -> tuple[str, str]:
-    """sha256, and the sha1 that git gives a file of this content."""
+    """Return the sha256, and git's sha1 of a file with this content."""
     sha256, git = hashlib.sha256(), hashlib.sha1(f"blob {size_bytes}\0".encode(), usedforsecurity=False)
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
