@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hetero_gateway.server.config import read_model
 from hetero_gateway.server.gateway import Gateway
-from hetero_gateway.server.model_files import read_model
 from tests.unit.server.server_setup import GatewayBench, read_all, request, sampling, write_manifest, write_model
 
 _TICK_S = 0.002

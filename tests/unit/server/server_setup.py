@@ -23,8 +23,8 @@ from hetero_api.v1 import (
     ranks_pb2_grpc,
 )
 from hetero_gateway.group.recovery import HEARTBEAT_INTERVAL_S
+from hetero_gateway.server.config import ServedModel, read_model
 from hetero_gateway.server.gateway import Addresses, Gateway, Ports
-from hetero_gateway.server.model_files import ServedModel, read_model
 from hetero_worker.process.gateway_link import one_by_one
 from tests.unit.group.group_setup import PATIENCE_S, SMOLLM2, WarmRanks, hello, wait_until
 

@@ -13,8 +13,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hetero_api.v1 import admin_pb2
 from hetero_client.admin import AdminClient, CacheLayout
 from hetero_client.errors import InvalidRequestError, WrongStateError
-from hetero_gateway.server.probes import GatewayProbes
-from hetero_gateway.server.statuses import DETAILS_KEY
+from hetero_gateway.server.calls import DETAILS_KEY
+from hetero_gateway.server.health import GatewayProbes
 from tests.unit.group.group_setup import PATIENCE_S, WarmRanks
 from tests.unit.server.server_setup import GatewayBench, read_all, request, sampling
 

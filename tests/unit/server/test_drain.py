@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from hetero_api.contract import EXIT_OK
 from hetero_api.v1 import admin_pb2
-from hetero_gateway.server.stopping import SHUTTING_DOWN, StopSignals, serve_until
+from hetero_gateway.server.serving import SHUTTING_DOWN, StopSignals, serve_until
 from tests.unit.group.group_setup import PATIENCE_S
 from tests.unit.server.server_setup import GatewayBench, GrpcRank, read_all, request, sampling, served_model
 

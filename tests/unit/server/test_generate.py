@@ -18,11 +18,11 @@ from grpc_status import rpc_status
 from hetero_api.model_source import ModelSource, write_source
 from hetero_api.v1 import inference_pb2 as pb
 from hetero_gateway.engine.request import derived_seed
+from hetero_gateway.server.calls import InFlight
+from hetero_gateway.server.config import read_model
 from hetero_gateway.server.gateway import request_reader
-from hetero_gateway.server.in_flight import InFlight
 from hetero_gateway.server.inference import Facts, InferenceServicer, Standing
 from hetero_gateway.server.metrics import GatewayMetrics
-from hetero_gateway.server.model_files import read_model
 from tests.unit.engine.fake_ranks import tokens_alone
 from tests.unit.server.server_setup import (
     MAX_MODEL_LEN,

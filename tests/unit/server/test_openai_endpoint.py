@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from hetero_gateway.server.model_files import read_model
+from hetero_gateway.server.config import read_model
 from tests.unit.server.server_setup import (
     MAX_MODEL_LEN,
     GatewayBench,

@@ -12,9 +12,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from hetero_api.probe_server import ProbeServer
-from hetero_gateway.server import probes
-from hetero_gateway.server.loop_reader import LoopReader
-from hetero_gateway.server.probes import GatewayProbes
+from hetero_gateway.server import health
+from hetero_gateway.server.health import GatewayProbes, LoopReader
 from tests.unit.group.group_setup import GroupBench, group_settings
 from tests.unit.server.server_setup import GatewayBench, request, sampling
 
@@ -85,7 +84,7 @@ async def test_a_step_that_is_out_for_too_long_is_told(bench: GatewayBench) -> N
 
 
 async def test_a_loop_that_does_not_turn_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "LOOP_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(health, "LOOP_TIMEOUT_S", 0.05)
     async with GroupBench(group_settings()) as group_bench:
         gateway_probes = GatewayProbes(group_bench.group, LoopReader(asyncio.get_running_loop()), step_timeout_s=60)
         answers: list[str] = []

@@ -12,7 +12,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from hetero_gateway.server import listening
+from hetero_gateway.server import grpc_server
 from tests.unit.server.gateway_process import GatewayProcess
 from tests.unit.server.server_setup import GatewayBench, served_model
 
@@ -63,7 +63,7 @@ def test_headers_that_are_too_long_are_refused(gateway: GatewayProcess) -> None:
 
 
 async def test_one_call_more_than_a_server_takes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening, "MAX_CALLS", 2)
+    monkeypatch.setattr(grpc_server, "MAX_CALLS", 2)
     async with GatewayBench(served_model(tmp_path)) as bench:
         stub = health_pb2_grpc.HealthStub(bench.channel(bench.addresses.inference))
         watching = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
@@ -79,7 +79,7 @@ async def test_one_call_more_than_a_server_takes_is_refused(tmp_path: Path, monk
 async def test_one_connection_more_than_a_server_takes_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listening, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(grpc_server, "MAX_CONNECTIONS", 2)
     async with GatewayBench(served_model(tmp_path)) as bench:
         host, _, port = bench.addresses.inference.rpartition(":")
         async with contextlib.AsyncExitStack() as closing:

@@ -17,7 +17,7 @@ from hetero_gateway.server.app import main
 from hetero_gateway.server.config import GatewayConfig
 from hetero_gateway.server.errors import BindError
 from hetero_gateway.server.gateway import Gateway, Ports
-from hetero_gateway.server.state_file import ListeningState, write_state
+from hetero_gateway.server.serving import ListeningState, write_state
 from tests.unit.server.server_setup import TOKEN, served_model, write_manifest, write_model
 
 pytestmark = pytest.mark.unit
@@ -167,7 +167,7 @@ print(*(name for name in sys.argv[2:] if name in sys.modules))
     [
         # A model is read before these take memory: its tokenizer needs several times what is left of it.
         ("hetero_gateway.server.app", ["grpc", "uvicorn", "llguidance", "hetero_gateway.server.gateway"]),
-        ("hetero_gateway.server.life", ["llguidance"]),
+        ("hetero_gateway.server.serving", ["llguidance"]),
     ],
 )
 def test_what_serves_is_imported_when_it_is_needed(module: str, later: list[str]) -> None:

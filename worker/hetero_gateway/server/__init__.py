@@ -1,9 +1,9 @@
-"""The gateway's face: gRPC services, and the process around them.
+"""The gateway's servers, and the process around them.
 
-inference    hetero.v1.Inference         validation, prompts, events   requests in, events out
-admin        hetero.v1.Admin             statuses                      errors as gRPC statuses
-ranks        hetero.v1.Ranks             metrics                       Prometheus
-health       grpc.health.v1              listening, state_file         ports
-gateway      the parts, wired            config, app, stopping         the process
-bearer       tokens                      probes, loop_reader           what the kubelet asks
+app           the process's main            inference    hetero.v1.Inference: requests in, events out
+config        its inputs                    openai       the HTTP door
+serving       from listening to the end     reading      requests of both doors to the engine's
+gateway       the parts, wired              validation   bounds of messages    sampling_params   bounds, defaults
+grpc_server   options, ports, tokens        admin        hetero.v1.Admin       ranks             hetero.v1.Ranks
+calls         how calls end                 health       grpc.health.v1, kubelet's probes        metrics   Prometheus
 """

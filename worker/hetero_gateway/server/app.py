@@ -1,12 +1,12 @@
-"""The gateway process: read, listen, serve, end.
+"""The gateway's process: it reads its inputs, listens, serves and ends.
 
 The first SIGTERM or SIGINT drains: new requests are refused, those in flight have the drain timeout to finish; the
 second ends at once. Either way the exit status is 0. It is EXIT_USAGE when command line, resource or a port is wrong,
-EXIT_PERMANENT when the model's files are, EXIT_FAILURE when the gateway itself breaks. Whatever a person can mend is
-told in one line a problem, as the last lines on stderr.
+EXIT_PERMANENT when the model's files are, EXIT_FAILURE when the gateway itself breaks. The last lines on stderr name
+the problems that a person can mend, one a line.
 
-The order matters: to read a tokenizer takes several times the memory that it has afterwards. So the model is read
-first, and what serves it is imported late, into the memory that reading has given back.
+The order matters: reading a tokenizer takes several times the memory that it has afterwards. So the model is read
+first, and the servers are imported late, into the memory that reading has given back.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ from hetero_api.contract import EXIT_FAILURE, EXIT_PERMANENT, EXIT_USAGE
 from hetero_api.errors import HeteroError, ManifestError, ModelError, PlanError
 from hetero_api.host.freed_memory import release_freed_memory
 from hetero_gateway.group.errors import UnsupportedSpecError
-from hetero_gateway.server.config import PROGRAM, GatewayConfig
+from hetero_gateway.server.config import PROGRAM, GatewayConfig, read_model
 from hetero_gateway.server.errors import BindError
-from hetero_gateway.server.model_files import read_model
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """The whole process; its exit status."""
+    """Run the process, and return its exit status."""
     config = GatewayConfig.from_command_line(arguments, environment)
     _configure_logging(config)
     try:
         model = read_model(config.manifest, config.model_dir)
         release_freed_memory()
-        from hetero_gateway.server.life import live
+        from hetero_gateway.server.serving import live
 
         return live(config, model)
     except (ManifestError, UnsupportedSpecError) as error:
@@ -60,5 +59,5 @@ def _configure_logging(config: GatewayConfig) -> None:
 
 
 def run() -> None:
-    """The process's `main`, with this process's arguments and environment."""
+    """Run `main` with this process's arguments and environment, and exit."""
     sys.exit(main(sys.argv[1:], os.environ))

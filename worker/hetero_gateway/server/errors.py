@@ -24,7 +24,7 @@ class BindError(ServerError):
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """`field` is a path in the call's message, `problem` what is wrong with it."""
+    """One problem of a call's message. `field` is a path in the message."""
 
     field: str
     problem: str
@@ -34,7 +34,7 @@ class Violation:
 
 
 class InvalidArguments(ServerError):
-    """A call's message is wrong."""
+    """A call's message breaks bounds."""
 
     def __init__(self, violations: Sequence[Violation]) -> None:
         self.violations = tuple(violations)

@@ -1,8 +1,8 @@
-"""Gateway: the parts of one gateway, wired, and their common life.
+"""The parts of one gateway, wired.
 
 `listen` binds every port before anything is served; `serve` runs the engine and the group until it is cancelled or
-one of them breaks; `drain` refuses new requests and lets those in flight finish; `close` ends requests, tells the
-ranks that this gateway is over and stops the servers, in this order. Everything runs on one asyncio loop, except the
+one of them breaks; `drain` refuses new requests and lets those in flight finish; `close` ends requests, shuts the
+ranks down and stops the servers, in this order. Everything runs on one asyncio loop, except the
 HTTP server of probes and metrics.
 """
 
@@ -28,18 +28,15 @@ from hetero_gateway.group.admin_rpcs import AdminRpcs
 from hetero_gateway.group.experts import ExpertRebalancer, wants_rebalancing
 from hetero_gateway.group.rendezvous import Group
 from hetero_gateway.server.admin import AdminServicer
-from hetero_gateway.server.bearer import Bearer, BearerInterceptor
+from hetero_gateway.server.calls import InFlight
+from hetero_gateway.server.config import ServedModel
 from hetero_gateway.server.errors import BindError
-from hetero_gateway.server.health import WHOLE_SERVER, HealthServicer
-from hetero_gateway.server.in_flight import InFlight
+from hetero_gateway.server.grpc_server import UNBOUNDED, Bearer, BearerInterceptor, bind, new_server
+from hetero_gateway.server.health import WHOLE_SERVER, GatewayProbes, HealthServicer, LoopReader
 from hetero_gateway.server.inference import Facts, InferenceServicer, Standing, serve_inference
-from hetero_gateway.server.listening import UNBOUNDED, bind, new_server
-from hetero_gateway.server.loop_reader import LoopReader
 from hetero_gateway.server.metrics import EngineReading, GatewayMetrics
-from hetero_gateway.server.model_files import ServedModel
 from hetero_gateway.server.openai.endpoint import OpenAiEndpoint, ServedName, TextTools
 from hetero_gateway.server.openai.listener import HttpListener
-from hetero_gateway.server.probes import GatewayProbes
 from hetero_gateway.server.ranks import serve_ranks
 from hetero_gateway.server.reading import RequestReader
 
@@ -55,7 +52,7 @@ _INFERENCE_SERVICE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """Where to listen; 0 lets the system choose, None leaves probes and metrics out."""
+    """Ports to listen on; 0 lets the system choose, None leaves probes and metrics out."""
 
     host: str
     inference: int
@@ -67,7 +64,7 @@ class Ports:
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where it listens, "host:port"."""
+    """Addresses that a gateway listens on, "host:port"."""
 
     inference: str
     admin: str
@@ -76,7 +73,7 @@ class Addresses:
 
 
 class Gateway:
-    """See the module. To be made on the loop that runs it."""
+    """One gateway, made on the loop that runs it."""
 
     def __init__(self, model: ServedModel, *, token: str, admin_token: str | None = None) -> None:
         self.metrics = GatewayMetrics()
@@ -249,7 +246,7 @@ class Gateway:
 
 
 def request_reader(model: ServedModel) -> RequestReader:
-    """What reads the requests of both doors."""
+    """Return the reader of both doors' requests."""
     config = model.engine_config
     constraints = ConstraintCompiler(model.tokenizer, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids)
     return RequestReader(

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from hetero_api.v1 import admin_pb2
 from hetero_gateway.engine.step import EngineStats
-from hetero_gateway.server.loop_reader import LoopReader
+from hetero_gateway.server.health import LoopReader
 
 _SCRAPE_TIMEOUT_S: Final = 5.0
 _STEP_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -39,7 +39,7 @@ _COUNTERS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class EngineReading:
-    """What a scrape asks of the event loop."""
+    """State of the gateway at one scrape, read on the event loop."""
 
     stats: EngineStats
     epoch: int
@@ -54,7 +54,7 @@ class EngineReading:
 
 
 class GatewayMetrics:
-    """All of one gateway's metrics."""
+    """Metrics of one gateway."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -90,24 +90,28 @@ class GatewayMetrics:
         self._moved_experts = Counter("hetero_moved_experts", "Experts that changed ranks.", registry=self.registry)
 
     def observe_step(self, seconds: float) -> None:
+        """Record the duration of a step."""
         self._step.observe(seconds)
 
     def observe_first_token(self, seconds: float) -> None:
+        """Record the time from a request's arrival to its first token."""
         self._first_token.observe(seconds)
 
     def count_request(self, outcome: str) -> None:
+        """Count a Generate call that ended."""
         self._requests.labels(outcome).inc()
 
     def count_http_call(self, outcome: str) -> None:
+        """Count an HTTP call that ended."""
         self._http_calls.labels(outcome).inc()
 
     def count_moved_experts(self, number: int) -> None:
-        """Once a time that experts were moved."""
+        """Count one move of `number` experts."""
         self._rebalances.inc()
         self._moved_experts.inc(number)
 
     def watch_engine(self, read: Callable[[], EngineReading], reader: LoopReader) -> None:
-        """Read the engine, on its loop, at every scrape."""
+        """Have every scrape read the engine, on its loop."""
         self.registry.register(_EngineCollector(read, reader))
 
 
@@ -139,7 +143,7 @@ class _EngineCollector(Collector):
 
 
 def graph_memory(ranks: Sequence[admin_pb2.RankStatus]) -> Metric:
-    """Of ranks that make graphs of steps."""
+    """Return the memory for graphs of steps, by rank."""
     text = "Memory of a rank's GPU for graphs of steps, by rank: what they took, and what is kept for them."
     graphs = GaugeMetricFamily("hetero_graph_memory_bytes", text, labels=["rank", "kind"])
     for rank in ranks:
@@ -150,7 +154,7 @@ def graph_memory(ranks: Sequence[admin_pb2.RankStatus]) -> Metric:
 
 
 def _placement_metrics(placement: admin_pb2.PlacementReport) -> Iterator[Metric]:
-    """What was predicted of the placement in force, and whether it came true."""
+    """Yield what was predicted of the placement, and what was measured."""
     predicted = "Tokens a second that the placement was predicted to decode, for the workload's streams."
     yield GaugeMetricFamily(
         "hetero_placement_predicted_tokens_per_second", predicted, value=placement.predicted_tokens_per_second

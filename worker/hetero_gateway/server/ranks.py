@@ -1,10 +1,10 @@
 """hetero.v1.Ranks: one stream a rank, for the rank's whole life.
 
-A stream is read by one task and written by another, through the rank's link, so a rank that does not read holds up
-neither the group nor the loop. Nothing is read from who does not hold the group's token.
+A stream is read by one task and written by another, through the rank's link, so a rank that does not read delays
+neither the group nor the loop. Nothing is read from a caller without the group's token.
 
-What the gateway says comes serialised from the link and is written as it is: `serve_ranks` registers the service with
-a handler that passes bytes through, which the generated one does not.
+The gateway's messages come serialised from the link: `serve_ranks` registers the service with a handler that passes
+bytes through, which the generated one does not.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import grpc
 from hetero_api.v1 import ranks_pb2
 from hetero_gateway.group.rendezvous import Group
 from hetero_gateway.group.roster import LinkEnd, RankLink
-from hetero_gateway.server.bearer import Bearer
-from hetero_gateway.server.statuses import Context, RpcStatus, abort, answering, clip, when_over
+from hetero_gateway.server.calls import Context, RpcStatus, abort, answering, clip, when_over
+from hetero_gateway.server.grpc_server import Bearer
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ _CODES: Final = {
     LinkEnd.MISBEHAVED: grpc.StatusCode.INVALID_ARGUMENT,
     LinkEnd.REPLACED: grpc.StatusCode.ABORTED,
 }
-"""How the rank sees the end of its stream; OK for the rest."""
+"""Status of a stream by the way its link ended; OK for the others."""
 
 
 _SERVICE: Final = ranks_pb2.DESCRIPTOR.services_by_name["Ranks"].full_name
@@ -46,7 +46,7 @@ def serve_ranks(server: grpc.aio.Server, group: Group, *, token: str) -> None:
 
 
 class RanksServicer:
-    """Ranks that show `token` become the group's links."""
+    """The service: ranks that show `token` become links of the group."""
 
     def __init__(self, group: Group, *, token: str) -> None:
         self._group = group
@@ -55,6 +55,7 @@ class RanksServicer:
     async def Join(  # noqa: N802
         self, request_iterator: AsyncIterator[ranks_pb2.RankMessage], context: Context
     ) -> AsyncIterator[bytes]:
+        """Exchange messages with a rank until one of the two leaves."""
         async with answering(context, "Join"):
             if not self._bearer.is_shown(context.invocation_metadata()):
                 await self._bearer.refuse(context)
@@ -83,7 +84,7 @@ class RanksServicer:
         link.close(LinkEnd.DONE, reason)
 
     def _hang_up(self, link: RankLink, reader: asyncio.Task[None]) -> None:
-        """The call is over, whoever ended it."""
+        """Take the rank out of the group: its call is over."""
         reader.cancel()
         closing = link.closing
         self._group.leave(link, closing.reason if closing is not None else "the connection broke")

@@ -21,8 +21,7 @@ from hetero_gateway.engine.errors import QueueFull
 from hetero_gateway.engine.request import Constraint, GenerationRequest
 from hetero_gateway.engine.tokenizer import TextTokenizer
 from hetero_gateway.server.sampling_params import num_completions, read_constraint, resolved_sampling
-from hetero_gateway.server.validation import check_detokenize, check_generate, check_tokenize
-from hetero_gateway.server.wire import parse
+from hetero_gateway.server.validation import check_detokenize, check_generate, check_tokenize, parse
 
 INLINE_BYTES: Final = 4096
 """Reading so much takes a millisecond or two, less than the detour to a thread is worth."""

@@ -23,7 +23,7 @@ from hetero_api.v1 import inference_pb2 as pb
 from hetero_gateway.engine.core import EngineCore
 from hetero_gateway.engine.request import GenerationRequest
 from hetero_gateway.engine.stream import FinishedEvent
-from hetero_gateway.server.in_flight import InFlight
+from hetero_gateway.server.calls import InFlight
 from hetero_gateway.server.metrics import GatewayMetrics
 from hetero_gateway.server.openai.answers import ChatVoice, CompletionVoice, Frame, Json
 from hetero_gateway.server.openai.call import Call, Part

@@ -16,7 +16,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from hetero_gateway.server.errors import BindError
-from hetero_gateway.server.listening import address
+from hetero_gateway.server.grpc_server import address
 
 MAX_CONNECTIONS: Final = 4096
 MAX_HEAD_BYTES: Final = 16 * 1024

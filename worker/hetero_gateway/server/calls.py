@@ -1,12 +1,13 @@
-"""Errors as gRPC statuses: the one place where both are known.
+"""Calls: how they end, and how many are in flight.
 
-A wrong field comes with google.rpc.BadRequest, a full queue with google.rpc.RetryInfo, both inside the
-google.rpc.Status that clients find in the trailing metadata. INTERNAL is for bugs, and only for them; what they were
-stays in the log.
+This is the one place where both errors and gRPC statuses are known. A wrong field comes with google.rpc.BadRequest, a
+full queue with google.rpc.RetryInfo, both inside the google.rpc.Status that clients find in the trailing metadata.
+INTERNAL is for bugs, and only for them; their nature stays in the log.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -54,14 +55,14 @@ _CODES: Final[dict[type[HeteroError], grpc.StatusCode]] = {
 
 @dataclass(frozen=True, slots=True)
 class RpcStatus:
-    """How a call ends."""
+    """The end of a call: status code, message, and details for programs."""
 
     code: grpc.StatusCode
     message: str
     details: tuple[Message, ...] = ()
 
     def metadata(self) -> tuple[tuple[str, bytes], ...]:
-        """Trailing metadata that carries the details; none without details."""
+        """Return trailing metadata that carries the details; nothing without details."""
         if not self.details:
             return ()
         packed = []
@@ -75,7 +76,7 @@ class RpcStatus:
 
 
 def status_of(error: Exception) -> RpcStatus:
-    """The status for an error; INTERNAL for what has no place in the API."""
+    """Return the status for an error; INTERNAL for one that has no place in the API."""
     code = _CODES.get(type(error)) if isinstance(error, HeteroError) else None
     if code is None:
         return RpcStatus(grpc.StatusCode.INTERNAL, "internal error; the gateway's log tells what happened")
@@ -84,7 +85,7 @@ def status_of(error: Exception) -> RpcStatus:
 
 @asynccontextmanager
 async def answering(context: Context, method: str) -> AsyncIterator[None]:
-    """Around a call's body: what it raises ends the call with the status that fits."""
+    """End the call with the status that fits an error raised inside."""
     try:
         yield
     except grpc.aio.AbortError:
@@ -108,7 +109,7 @@ async def abort(context: Context, status: RpcStatus) -> NoReturn:
 
 
 def clip(text: str) -> str:
-    """`text`, or as much of it as a status can carry."""
+    """Return `text`, or as much of it as a status can carry."""
     return text if len(text) <= MAX_MESSAGE_CHARS else text[: MAX_MESSAGE_CHARS - 1] + "…"
 
 
@@ -129,3 +130,27 @@ def _bad_request(*violations: Violation) -> error_details_pb2.BadRequest:
             error_details_pb2.BadRequest.FieldViolation(field=v.field, description=v.problem[:room]) for v in violations
         ]
     )
+
+
+class InFlight:
+    """Count of calls in flight, on one loop, with a way to wait until there is none."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._none = asyncio.Event()
+        self._none.set()
+
+    def enter(self) -> None:
+        """Count a call that begins."""
+        self._count += 1
+        self._none.clear()
+
+    def leave(self) -> None:
+        """Count a call that is over."""
+        self._count -= 1
+        if not self._count:
+            self._none.set()
+
+    async def wait_idle(self) -> None:
+        """Return once there is none."""
+        await self._none.wait()
