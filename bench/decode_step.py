@@ -119,7 +119,7 @@ class _Rank:
             plans = [self._numbered(ranks_pb2.StepPlan(decode_slots=range(rows))) for _ in range(together)]
             clock.seconds = 0.0
             begin_s = time.perf_counter()
-            for _ in self._runner.run(plans, lambda: None):
+            for _ in self._runner.execute_many(plans, lambda: None):
                 pass
             taken.append((time.perf_counter() - begin_s) / together)
             kernels.append(clock.seconds / together)

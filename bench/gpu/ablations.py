@@ -1,9 +1,9 @@
-"""What CUDA graphs, fused steps, our attention, chaining and overlap give: the same decoding with one off at a time.
+"""Gain of CUDA graphs, fused steps, our attention, async steps and overlap: the same decoding with one off at a time.
 
 And what batch-invariant mode costs, with all of them on.
 
-All but overlap are the runner's, turned off in what it is told to load; overlap is the scheduler's, and without it no
-step can be chained to the one before. What was not in force anyway, on a device that has no kernels for it, makes no
+All but overlap are the runner's, turned off in its load request; overlap is the scheduler's, and without it no step
+begins before the one before is finished. What was not in force anyway, on a device that has no kernels for it, makes no
 difference: the rank's report says what was.
 """
 
@@ -37,10 +37,10 @@ VARIANTS: Final = (
     Variant("graphs off", Options(graphs=False)),
     Variant("fusion off", Options(fused=False)),
     Variant("plain attention", Options(own_attention=False)),
-    Variant("chaining off", Options(chained=False)),
+    Variant("async steps off", Options(async_steps=False)),
     Variant("overlap off", overlap=False),
     Variant("batch-invariant", Options(batch_invariant=True)),
-    Variant("all off", Options(graphs=False, fused=False, own_attention=False, chained=False), overlap=False),
+    Variant("all off", Options(graphs=False, fused=False, own_attention=False, async_steps=False), overlap=False),
 )
 
 

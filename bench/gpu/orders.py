@@ -44,7 +44,7 @@ class Options:
     fused: bool = True
     own_attention: bool = True
     """GPU ranks' by our kernels; else by torch's operators."""
-    chained: bool = True
+    async_steps: bool = True
     """A GPU rank alone begins a step before it has finished the one before."""
     batch_invariant: bool = False
     """A sequence's numbers do not depend on what else is computed with it."""

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from hetero_api.v1 import ranks_pb2
     from hetero_worker.backends.base import Platform
     from hetero_worker.distributed.coordinator import GroupCoordinator
+    from hetero_worker.runners.async_steps import AsyncSteps
     from hetero_worker.runners.base import LoadRequest, StepOutput
-    from hetero_worker.runners.step_chain import StepChain
 
 _HOST: Final = "127.0.0.1"
 _TIMEOUT_S: Final = 120.0
@@ -99,28 +99,28 @@ class _Rank:
             Hello(self._listener.open(), self._platform.name, self._platform.memory_bytes, torch.__version__)
         )
         while True:
-            self._chain.rest(self._pipe.poll)
+            self._steps.rest(self._pipe.poll)
             order: Order | bytes = self._pipe.recv()
             if isinstance(order, bytes):
                 self._step(order)
                 continue
-            self._chain.finish()
+            self._steps.finish()
             self._pipe.send(self._do(order))
             if isinstance(order, End):
                 return
 
     def _make_runner(self) -> None:
+        from hetero_worker.runners.async_steps import AsyncSteps
         from hetero_worker.runners.selection import runner_of
-        from hetero_worker.runners.step_chain import StepChain
 
         self._runner = runner_of(self._platform)
-        self._chain: StepChain = StepChain(self._runner, self._answer)
+        self._steps: AsyncSteps = AsyncSteps(self._runner, self._answer)
 
     def _step(self, payload: bytes) -> None:
         from hetero_api.v1 import ranks_pb2
 
         self._came_s.append(time.perf_counter())
-        self._chain.begin(ranks_pb2.StepPlan.FromString(payload))
+        self._steps.begin(ranks_pb2.StepPlan.FromString(payload))
 
     def _answer(self, plan: ranks_pb2.StepPlan, output: StepOutput) -> None:
         from hetero_worker.process.messages import step_result
@@ -230,7 +230,7 @@ class _Rank:
             open_weights=MadeWeights,
             enforce_eager=not order.options.graphs,
             fused=order.options.fused,
-            chained=order.options.chained,
+            async_steps=order.options.async_steps,
             batch_invariant=order.options.batch_invariant,
             num_gpu_ranks=self._seat.num_gpu_ranks,
             attention=DeviceAttention.PLAIN if is_plain else None,

@@ -122,7 +122,7 @@ def test_a_gpu_rank_alone_begins_plans_that_are_there_behind_one_another_and_dra
         drawn = generate([rank], 1, 11)
         shut_down([rank], 1)
 
-    assert "steps=chained" in loaded.kernels
+    assert "steps=async" in loaded.kernels
     assert drawn == expected
     assert "began behind another" in log.read_text()
 

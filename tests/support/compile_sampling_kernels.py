@@ -1,4 +1,4 @@
-"""Compile the kernels of draws for a GPU that is not there, down to its machine code.
+"""Compile the sampling kernels for a GPU that is not there, down to its machine code.
 
 python -m tests.support.compile_sampling_kernels
 """
@@ -14,6 +14,6 @@ NUMBERS = dict.fromkeys(("row_stride", "ids_stride", "begin", "count", "n"), "i3
 if __name__ == "__main__":
     for logits in ("*fp32", "*bf16"):
         types = {"tensors": "*fp32", "logits": logits, **INTEGERS, **NUMBERS}
-        compile_kernel(sampling._contest_kernel, types, {"block_size": 256})
-    compile_kernel(sampling._words_kernel, {"tensors": "*i64", **NUMBERS}, {"block_size": 128})
+        compile_kernel(sampling._best_kernel, types, {"block_size": 256})
+    compile_kernel(sampling._noise_kernel, {"tensors": "*i64", "out": "*fp32", **NUMBERS}, {"block_size": 128})
     print("compiled")

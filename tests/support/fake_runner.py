@@ -18,14 +18,14 @@ GRAPH_RESERVE_BYTES = 90
 
 @dataclass(frozen=True, slots=True)
 class FakeStep:
-    """Implements StepUnderWay."""
+    """Implements StepInFlight."""
 
     runner: FakeRunner
     plan: ranks_pb2.StepPlan
 
     @property
     def can_be_followed(self) -> bool:
-        return self.runner.chains and bool(self.plan.decode_slots)
+        return self.runner.is_async and bool(self.plan.decode_slots)
 
     @property
     def is_done(self) -> bool:
@@ -43,8 +43,8 @@ class FakeStep:
 class FakeRunner:
     """Implements Runner. Set `on_load`, `on_execute` or `on_finish` to make these do something else first.
 
-    A command is done as told by `report`; masks are kept as they come. With `chains`, steps that decode may follow one
-    another, and are done when `computed` is set.
+    A command is done as told by `report`; masks are kept as they come. With `is_async`, steps that decode may overlap,
+    and are done when `computed` is set.
     """
 
     def __init__(self) -> None:
@@ -59,8 +59,8 @@ class FakeRunner:
         self.on_execute: Callable[[], None] = _nothing
         self.on_finish: Callable[[], None] = _nothing
         self.home: int | None = None
-        self.chains = False
-        self.runs_steps = False
+        self.is_async = False
+        self.has_multi_step = False
         self.computed = threading.Event()
         self.said: list[str] = []
         """Beginnings and ends, in their order."""
@@ -108,7 +108,7 @@ class FakeRunner:
         self.plans.append(plan)
         return FakeStep(self, plan)
 
-    def run(self, plans: Sequence[ranks_pb2.StepPlan], on_step: Callable[[], None]) -> Iterator[StepOutput]:
+    def execute_many(self, plans: Sequence[ranks_pb2.StepPlan], on_step: Callable[[], None]) -> Iterator[StepOutput]:
         for plan in plans:
             output = self.execute(plan)
             on_step()

@@ -19,13 +19,12 @@ from hetero_api.sharding import ShardPlan, UnitRange
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.backends.base import HOST
 from hetero_worker.distributed.exchange import Exchange, HostExchange
-from hetero_worker.layers.sampler import SampledRows, gather_logits, sample_tokens
+from hetero_worker.layers.sampler import SampledRows, SampleTokens, gather_logits, sample_tokens
 from hetero_worker.runners.base import LoadReport, LoadRequest, SampledToken, StepOutput
-from hetero_worker.runners.begun_step import SampleTokens
 from hetero_worker.runners.cpu_runner import CpuRunner
 from hetero_worker.runners.gpu_runner import GpuRunner
 from hetero_worker.runners.graphs.device_steps import MakeGraphs
-from hetero_worker.sampling.drawing import ShardDrawing
+from hetero_worker.sampling.base import ShardSampler, StartedDraws
 from hetero_worker.sampling.request import SamplingRow
 from tests.support.pseudo_gpu import PseudoGpuPlatform
 from tests.support.rank_shares import Shares
@@ -53,10 +52,11 @@ class LogitsRecorder:
         *,
         head_ranges: Sequence[UnitRange],
         exchange: Exchange,
-        drawing: ShardDrawing,
+        sampler: ShardSampler,
+        started: StartedDraws | None,
     ) -> SampledRows:
         self.last = gather_logits(logits.to(HOST), head_ranges, exchange).clone()
-        return sample_tokens(logits, rows, head_ranges=head_ranges, exchange=exchange, drawing=drawing)
+        return sample_tokens(logits, rows, head_ranges=head_ranges, exchange=exchange, sampler=sampler, started=started)
 
 
 @dataclass(frozen=True, slots=True)

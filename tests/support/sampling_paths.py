@@ -1,4 +1,4 @@
-"""Both ways of drawing: from logits on the host, and the device's, played on the host's tensors.
+"""Both ways of sampling: from logits on the host, and the device's, played on the host's tensors.
 
 Sampler tests say `usefixtures("both_paths")` and run on each; the fixture is in tests/unit/worker_model/conftest.py.
 """
@@ -16,52 +16,64 @@ import torch
 from hetero_worker.backends.base import HOST
 from hetero_worker.distributed.staging import PlainStaging
 from hetero_worker.layers.sampler import sample_tokens
-from hetero_worker.sampling.device_draws import DeviceDrawing
-from hetero_worker.sampling.device_scores import DrawKernels, TorchDrawKernels
-from hetero_worker.sampling.drawing import HOST_DRAWING, ShardDrawing, StartedDraws
+from hetero_worker.sampling.base import HOST_SAMPLER, ShardSampler, StartedDraws, UnknownTokens
+from hetero_worker.sampling.device import DeviceSampler
+from hetero_worker.sampling.device_kernels import SamplingKernels, TorchSamplingKernels
 from hetero_worker.sampling.request import SamplingRow
 from tests.support import sampling_reference
 
 PATHS = ("host", "device", "mixed")
 
 
-def device_drawing(kernels: DrawKernels | None = None) -> DeviceDrawing:
-    """The device's drawing, of a device that is the host."""
-    return DeviceDrawing(HOST, kernels or TorchDrawKernels(), PlainStaging().start_to_host)
+def device_sampler(kernels: SamplingKernels | None = None) -> DeviceSampler:
+    """Return the sampler of a device that is the host."""
+    return DeviceSampler(HOST, kernels or TorchSamplingKernels(), PlainStaging().start_to_host)
 
 
-class AlternatingDrawing:
-    """A mixed group's: by turns the device's and the host's, as shards happen to come."""
+class AlternatingSampler:
+    """Sampler of a mixed group: by turns the device's and the host's, as shards happen to come."""
 
     name = "mixed"
+    decides = False
 
     def __init__(self) -> None:
-        self._device = device_drawing()
+        self._device = device_sampler()
         self._turn = 0
 
-    def start(self, rows: Sequence[SamplingRow], logits: torch.Tensor, begin: int) -> StartedDraws:
+    def start(
+        self,
+        rows: Sequence[SamplingRow],
+        logits: torch.Tensor,
+        begin: int,
+        *,
+        is_whole: bool = False,
+        unknown: UnknownTokens | None = None,
+    ) -> StartedDraws:
+        assert not is_whole
+        assert unknown is None
         self._turn += 1
-        drawing: ShardDrawing = self._device if self._turn % 2 else HOST_DRAWING
-        return drawing.start(rows, logits, begin)
+        sampler: ShardSampler = self._device if self._turn % 2 else HOST_SAMPLER
+        return sampler.start(rows, logits, begin)
 
     def to_host(self, logits: torch.Tensor, chosen: Sequence[int]) -> torch.Tensor:
         return self._device.to_host(logits, chosen)
 
-    def summary(self) -> str | None:
-        return None
-
 
 @contextmanager
-def drawn_by(drawing: ShardDrawing, *modules: ModuleType) -> Iterator[None]:
-    """`sample_tokens` in these modules and in the reference's draws on this path."""
+def sampled_by(sampler: ShardSampler, *modules: ModuleType) -> Iterator[None]:
+    """Let `sample_tokens` in these modules and in the reference's draws use this sampler."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (sampling_reference, *modules):
             if hasattr(module, "sample_tokens"):
-                patch.setattr(module, "sample_tokens", partial(sample_tokens, drawing=drawing))
+                patch.setattr(module, "sample_tokens", partial(sample_tokens, sampler=sampler))
         yield
 
 
-def path(name: str) -> ShardDrawing:
-    """Of one of PATHS."""
-    paths: dict[str, ShardDrawing] = {"host": HOST_DRAWING, "device": device_drawing(), "mixed": AlternatingDrawing()}
+def path(name: str) -> ShardSampler:
+    """Return the sampler of one of PATHS."""
+    paths: dict[str, ShardSampler] = {
+        "host": HOST_SAMPLER,
+        "device": device_sampler(),
+        "mixed": AlternatingSampler(),
+    }
     return paths[name]

@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.runners.base import SampledToken, StepOutput
-from hetero_worker.runners.native_draws import MAX_STEPS
+from hetero_worker.runners.multi_step import may_follow, may_lead
+from hetero_worker.runners.native_sampling import MAX_STEPS
 from hetero_worker.runners.plan_runner import PlanRunner
-from hetero_worker.runners.step_runs import may_follow, may_lead
 from tests.support.rank_group import GREEDY, PlanBuilder, RankGroup
 from tests.support.thread_exchange import run_ranks
 
@@ -59,13 +59,13 @@ def one_by_one(runner: PlanRunner, plans: list[ranks_pb2.StepPlan]) -> list[Step
 def counted_run(runner: PlanRunner, plans: list[ranks_pb2.StepPlan]) -> list[StepOutput]:
     """A run, each step of which is counted."""
     counted: list[None] = []
-    outputs = list(runner.run(plans, lambda: counted.append(None)))
+    outputs = list(runner.execute_many(plans, lambda: counted.append(None)))
     assert len(counted) == len(plans) == len(outputs)
     return outputs
 
 
 def together(runner: PlanRunner, plans: list[ranks_pb2.StepPlan]) -> list[StepOutput]:
-    """A `Work`: in runs, as PlanWork makes them of plans that have all come."""
+    """A `Work`: in runs, as StepLoop makes them of plans that have all come."""
     outputs: list[StepOutput] = []
     rest = list(plans)
     while rest:

@@ -1,4 +1,4 @@
-"""Triton's draws against numpy's noise and the host's tokens, in Triton's interpreter."""
+"""Triton's noise and draws against numpy's noise and the host's tokens, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -6,44 +6,38 @@ import threading
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-from hetero_worker.kernels.sampling import TritonDrawKernels, upper_noise
+from hetero_worker.kernels.sampling import TritonSamplingKernels, gumbel_noise
 from hetero_worker.sampling import noise
-from hetero_worker.sampling.device_draws import slack
-from hetero_worker.sampling.device_scores import Contest, TorchDrawKernels
-from hetero_worker.sampling.noise import NoiseKey, gumbel_noise
+from hetero_worker.sampling.device_kernels import Best, TorchSamplingKernels
+from hetero_worker.sampling.noise import NoiseKey
 from hetero_worker.sampling.request import SamplingRow
-from tests.support.sampling_paths import device_drawing, drawn_by
+from tests.support.sampling_paths import device_sampler, sampled_by
 from tests.support.sampling_reference import sample_on
 
 pytestmark = pytest.mark.unit
 
 
-class _OneAtATime(TritonDrawKernels):
+class _OneAtATime(TritonSamplingKernels):
     """Ranks are threads here, and the interpreter is one thread's."""
 
     def __init__(self) -> None:
         self._turn = threading.Lock()
 
-    def contest(self, *args: Any) -> Contest:
+    def noisy_best(self, *args: Any) -> Best:
         with self._turn:
-            return super().contest(*args)
+            return super().noisy_best(*args)
 
-    def words_at(self, *args: Any) -> torch.Tensor:
+    def noise_at(self, *args: Any) -> torch.Tensor:
         with self._turn:
-            return super().words_at(*args)
+            return super().noise_at(*args)
 
 
 KEYS = [NoiseKey(2**64 - 1, 3), NoiseKey(0, 0), NoiseKey(7, 2**40 + 5)]
-
-
-def _bits(keys: list[NoiseKey]) -> torch.Tensor:
-    return torch.from_numpy(np.array(keys, dtype=np.uint64).view(np.int64))
 
 
 def _row(seed: int, **fields: Any) -> SamplingRow:
@@ -51,54 +45,63 @@ def _row(seed: int, **fields: Any) -> SamplingRow:
     return SamplingRow(**{**defaults, "seed": seed, **fields})
 
 
-def test_words_are_numpys_to_the_bit() -> None:
+def test_noise_is_numpys_but_for_roundings() -> None:
     ids = torch.tensor([[0, 1, 7, 8, 150_000], [2**31, 5, 4, 3, 2], [9, 9, 63, 64, 65]])
-    words = TritonDrawKernels().words_at(_bits(KEYS), ids)
-    for key, own, drawn in zip(KEYS, ids.tolist(), words.tolist(), strict=True):
-        assert drawn == [int(noise._draw_words(key, each, 1)[0]) for each in own]
+    drawn = TritonSamplingKernels().noise_at(noise.key_tensor(KEYS), ids)
+    for key, own, numbers in zip(KEYS, ids.tolist(), drawn.tolist(), strict=True):
+        exact = [float(noise.gumbel_noise([key], begin=each, count=1)[0, 0]) for each in own]
+        assert numbers == pytest.approx(exact, rel=2e-6, abs=1e-6)
 
 
 @pytest.mark.parametrize(("begin", "count"), [(0, 1), (3, 6), (64, 200), (129, 2100), (1, 4096)])
-def test_a_contest_finds_the_best_score_and_bounds_the_others(begin: int, count: int) -> None:
+def test_the_best_of_each_row_is_found(begin: int, count: int) -> None:
     logits = torch.randn(5, count, generator=torch.Generator().manual_seed(count)) * 3
     rows, temperatures = torch.tensor([4, 0, 2]), torch.tensor([0.3, 1.0, 2.5])
-    scores = gumbel_noise(KEYS, begin=begin, count=count) + logits[rows] / temperatures[:, None]
-    for kernels in (TritonDrawKernels(), TorchDrawKernels(chunk_elements=count)):
-        ids, rivals = kernels.contest(logits, rows, _bits(KEYS), temperatures, begin)
-        assert ids.tolist() == (scores.argmax(dim=1) + begin).tolist()
-        others = scores.scatter(1, ids[:, None] - begin, -torch.inf).amax(dim=1).numpy()
-        none, bounds = others == -np.inf, rivals.numpy()
-        assert (bounds[none] == -np.inf).all()
-        assert (np.abs(bounds[~none] - others[~none]) <= slack(others[~none])).all()
+    scores = noise.gumbel_noise(KEYS, begin=begin, count=count) + logits[rows] / temperatures[:, None]
+    for kernels in (TritonSamplingKernels(), TorchSamplingKernels(chunk_elements=count)):
+        best = kernels.noisy_best(logits, rows, noise.key_tensor(KEYS), temperatures, begin)
+        assert best.ids.tolist() == (scores.argmax(dim=1) + begin).tolist()
+        np.testing.assert_allclose(best.scores.numpy(), scores.amax(dim=1).numpy(), rtol=2e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("words", [[0, 1, 255, 256, 257], [2**32 - 1, 2**32 - 256, 2**31, 2**28, 2**28 - 1]])
-def test_noise_is_the_hosts_within_half_the_slack_and_of_coarse_words_never_less(words: list[int]) -> None:
-    """Every word in turn is the best of a row's: what a contest says of it must bound what it is on the host."""
-    exact = noise.gumbel_of_words([NoiseKey(1, 1)], np.arange(len(words))[None], np.array([words], dtype=np.int64))[0]
-    upper = _upper_noise_of(words)
-    coarse = np.array(words) < noise.COARSE
-    assert (upper[coarse] >= exact[coarse]).all()
-    np.testing.assert_array_less(np.abs(upper - exact)[~coarse], slack(exact[~coarse].astype(np.float64)) / 2)
+def test_noise_of_extreme_words_has_their_fractions(words: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    key, drawn = NoiseKey(11, 12), np.array(words, dtype=np.uint32)
+    monkeypatch.setattr(noise, "_draw_words", lambda key, begin, count: drawn)
+    exact = noise.gumbel_noise([key], begin=40, count=len(words))[0].numpy()
+    size = triton.next_power_of_2(len(words))
+    padded, out = torch.tensor([*words, *[1 << 20] * (size - len(words))]), torch.empty(size)
+    _noise_kernel[(1,)](padded, noise.key_tensor([key]), out, 40, block_size=size)
+    np.testing.assert_allclose(out.numpy()[: len(words)], exact, rtol=2e-6, atol=1e-6)
 
 
-def test_a_row_is_contested_alike_in_any_batch() -> None:
+def test_a_row_is_drawn_from_alike_in_any_batch() -> None:
     logits = torch.randn(4, 3000, generator=torch.Generator().manual_seed(2))
-    keys, temperatures = _bits([NoiseKey(i, i) for i in range(4)]), torch.full((4,), 0.9)
-    kernels = TritonDrawKernels()
-    ids, rivals = kernels.contest(logits, torch.arange(4), keys, temperatures, 40)
+    keys, temperatures = noise.key_tensor([NoiseKey(i, i) for i in range(4)]), torch.full((4,), 0.9)
+    kernels = TritonSamplingKernels()
+    scores, ids = kernels.noisy_best(logits, torch.arange(4), keys, temperatures, 40)
     for i in range(4):
-        alone = kernels.contest(logits, torch.tensor([i]), keys[i : i + 1], temperatures[i : i + 1], 40)
-        assert (alone.ids.item(), alone.rivals.item()) == (ids[i].item(), rivals[i].item())
+        alone = kernels.noisy_best(logits, torch.tensor([i]), keys[i : i + 1], temperatures[i : i + 1], 40)
+        assert (alone.scores.item(), alone.ids.item()) == (scores[i].item(), ids[i].item())
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_what_is_no_number_is_never_a_proof(bad: float) -> None:
+def test_logits_that_are_not_finite_win_and_their_score_shows_it(bad: float) -> None:
     logits = torch.zeros(1, 500)
     logits[0, 333] = bad
-    for kernels in (TritonDrawKernels(), TorchDrawKernels()):
-        ids, _ = kernels.contest(logits, torch.tensor([0]), _bits(KEYS[:1]), torch.ones(1), 0)
+    for kernels in (TritonSamplingKernels(), TorchSamplingKernels()):
+        scores, ids = kernels.noisy_best(logits, torch.tensor([0]), noise.key_tensor(KEYS[:1]), torch.ones(1), 0)
         assert ids.tolist() == [333]
+        assert not scores.isfinite().any()
+
+
+@pytest.mark.parametrize(("begin", "count"), [(0, 5), (3, 6), (129, 2100)])
+def test_a_row_without_a_token_has_no_score_and_an_id_of_the_shard(begin: int, count: int) -> None:
+    logits = torch.full((1, count), -torch.inf)
+    for kernels in (TritonSamplingKernels(), TorchSamplingKernels()):
+        scores, ids = kernels.noisy_best(logits, torch.tensor([0]), noise.key_tensor(KEYS[:1]), torch.ones(1), begin)
+        assert scores.tolist() == [-np.inf]
+        assert begin <= ids.item() < begin + count
 
 
 def test_tokens_are_the_hosts_on_every_layout() -> None:
@@ -111,20 +114,14 @@ def test_tokens_are_the_hosts_on_every_layout() -> None:
         _row(4, temperature=0.0),
     ]
     expected = sample_on(logits, rows).tokens
-    with drawn_by(device_drawing(_OneAtATime())):
+    with sampled_by(device_sampler(_OneAtATime())):
         for counts in ((), (700, 400), (64, 0, 1036)):
             assert sample_on(logits, rows, counts).tokens == expected
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _noise_kernel(words, out, block_size: tl.constexpr):  # type: ignore[no-untyped-def]
+def _noise_kernel(words, keys, out, begin, block_size: tl.constexpr):  # type: ignore[no-untyped-def]
     places = tl.arange(0, block_size)
-    tl.store(out + places, upper_noise(tl.load(words + places).to(tl.uint64)))
-
-
-def _upper_noise_of(words: list[int]) -> npt.NDArray[np.float32]:
-    """By the kernel's own function."""
-    size = triton.next_power_of_2(len(words))
-    padded, out = torch.tensor([*words, *[1 << 20] * (size - len(words))]), torch.empty(size)
-    _noise_kernel[(1,)](padded, out, block_size=size)
-    return np.asarray(out.numpy()[: len(words)])
+    seed = tl.load(keys).to(tl.uint64, bitcast=True)
+    position = tl.load(keys + 1).to(tl.uint64, bitcast=True)
+    tl.store(out + places, gumbel_noise(tl.load(words + places).to(tl.uint64), places + begin, seed, position))

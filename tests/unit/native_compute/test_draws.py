@@ -18,7 +18,7 @@ from hetero_worker.distributed.exchange import LocalExchange
 from hetero_worker.models.decoder import DecoderInput
 from hetero_worker.native.compute_library import ChooseOp, Kind, Op, StepOnOp
 from hetero_worker.native.op_queue import OpQueue
-from hetero_worker.runners.native_draws import MAX_STEPS, NativeDraws
+from hetero_worker.runners.native_sampling import MAX_STEPS, NativeSampling
 from tests.support.native_compute import compute_library, computing_with, op_queue_of
 
 pytestmark = pytest.mark.unit
@@ -120,7 +120,7 @@ def inputs(lengths: Sequence[int], *, block_size: int, blocks: int, draws: Seque
 def test_inputs_become_those_of_the_next_step(isa: str, op_queues: dict[int, OpQueue], size: int) -> None:
     """A draw's token goes to the row that it is of, over the edges of blocks, and to the end of the tables."""
     step = inputs([12, 7, 4, 1], block_size=4, blocks=3, draws=[2, 0, 3, 1])
-    draws = NativeDraws(op_queues[size], most_rows=4, block_size=4)
+    draws = NativeSampling(op_queues[size], most_rows=4, block_size=4)
     logits = torch.zeros(4, 9)
     rows = torch.arange(4)
     for number in range(1, 4):
@@ -150,7 +150,7 @@ def test_inputs_become_those_of_the_next_step(isa: str, op_queues: dict[int, OpQ
 
 def test_as_many_steps_are_kept_as_there_may_be(op_queues: dict[int, OpQueue]) -> None:
     step = inputs([3, 2], block_size=8, blocks=9, draws=[0, 1])
-    draws = NativeDraws(op_queues[2], most_rows=2, block_size=8)
+    draws = NativeSampling(op_queues[2], most_rows=2, block_size=8)
     rng = torch.Generator().manual_seed(3)
     drawn = []
     for _ in range(MAX_STEPS):
@@ -188,7 +188,7 @@ def test_shards_are_decided_in_their_order(
 
 def test_logits_of_another_kind_are_refused(op_queues: dict[int, OpQueue]) -> None:
     step = inputs([3, 2], block_size=8, blocks=2, draws=[0, 1])
-    draws = NativeDraws(op_queues[1], most_rows=2, block_size=8)
+    draws = NativeSampling(op_queues[1], most_rows=2, block_size=8)
     with pytest.raises(ValueError, match="a rank with 9 vocabulary rows has made none"):
         draws.submit(step, None, head_ranges=[UnitRange(0, 9)], exchange=LocalExchange())
     for logits in (torch.zeros(2, 9, dtype=torch.bfloat16), torch.zeros(9, 2).T, torch.zeros(2, 8)):

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.sampling_paths import PATHS, drawn_by, path
+from tests.support.sampling_paths import PATHS, path, sampled_by
 
 
 @pytest.fixture(scope="module", params=PATHS)
 def both_paths(request: pytest.FixtureRequest) -> Iterator[None]:
     """Draws on the host, on a device, and in a group of both kinds of ranks."""
-    with drawn_by(path(request.param), request.module):
+    with sampled_by(path(request.param), request.module):
         yield

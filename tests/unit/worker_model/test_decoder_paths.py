@@ -266,7 +266,7 @@ def _check_all_paths(builder: PlanBuilder, checkpoint: TinyCheckpoint) -> None:
 def test_log_probabilities_of_a_prompt_are_the_references(
     builder: PlanBuilder, checkpoint: TinyCheckpoint, chunk: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hetero_worker.runners.begun_step.PROMPT_LOGIT_ROWS", 2)
+    monkeypatch.setattr("hetero_worker.runners.running_step.PROMPT_LOGIT_ROWS", 2)
     prompt = _prompt(9)
     expected = checkpoint.logits(prompt).log_softmax(-1)
     builder.start(0, _prompt(4, seed=7))

@@ -15,8 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.runners.input_batch import InputBatch, InputBuffers
 from hetero_worker.runners.plan_check import PlanBounds, PlanCheck
-from hetero_worker.runners.slot_list import SlotList
-from hetero_worker.runners.slots import SlotTable
+from hetero_worker.runners.slots import SlotList, SlotTable
 
 pytestmark = pytest.mark.unit
 

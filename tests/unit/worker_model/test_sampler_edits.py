@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_worker.errors import ProtocolError
-from hetero_worker.sampling.edits import LogitEdits
+from hetero_worker.sampling.edits import LogitEdits, TokenCounts
 from hetero_worker.sampling.request import SequenceSampling
 from hetero_worker.sampling.shard import ShardCandidates, candidates_of_shard, scaled_logits
-from hetero_worker.sampling.token_counts import TokenCounts
 from tests.support.examples import examples
 from tests.support.sampling_checks import LAYOUTS, VOCABULARY, check_masked_sampling
 from tests.support.sampling_reference import (

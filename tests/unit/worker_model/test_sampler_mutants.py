@@ -11,15 +11,13 @@ import pytest
 import torch
 
 from hetero_worker.layers import sampler
-from hetero_worker.sampling import draw_batch, edits, shard
-from hetero_worker.sampling.decision import decide_filtered
-from hetero_worker.sampling.draw_batch import DrawBatch, decide_whole
-from hetero_worker.sampling.edits import Bias, LogitEdits, Penalties
+from hetero_worker.sampling import decision, edits, shard
+from hetero_worker.sampling.decision import DrawBatch, decide_filtered, decide_whole
+from hetero_worker.sampling.edits import Bias, LogitEdits, Penalties, TokenCounts
 from hetero_worker.sampling.logprobs import count_before
 from hetero_worker.sampling.noise import NoiseKey, gumbel_noise, gumbel_noise_at
 from hetero_worker.sampling.request import SequenceSampling
 from hetero_worker.sampling.shard import Float64Array
-from hetero_worker.sampling.token_counts import TokenCounts
 from tests.support.sampling_checks import (
     VOCABULARY,
     check_distribution,
@@ -124,7 +122,7 @@ def _trusts_candidates_that_prove_nothing(patch: Patch) -> None:
     def mutant(shards: list[Any], row: Any) -> int | None:
         return decide_filtered([dataclasses.replace(each, complete=True) for each in shards], row)
 
-    patch.setattr(draw_batch, "decide_filtered", mutant)
+    patch.setattr(decision, "decide_filtered", mutant)
 
 
 def _takes_one_shards_mass_for_all(patch: Patch) -> None:
@@ -132,7 +130,7 @@ def _takes_one_shards_mass_for_all(patch: Patch) -> None:
         first = shards[0]
         return decide_filtered([first, *(dataclasses.replace(s, log_sum_exp=-np.inf) for s in shards[1:])], row)
 
-    patch.setattr(draw_batch, "decide_filtered", mutant)
+    patch.setattr(decision, "decide_filtered", mutant)
 
 
 def _reads_masks_highest_bit_first(patch: Patch) -> None:

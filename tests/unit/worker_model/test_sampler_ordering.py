@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_worker.sampling.ordering import best_first
+from hetero_worker.sampling.shard import best_first
 from tests.support.examples import examples
 
 pytestmark = pytest.mark.unit

@@ -66,7 +66,7 @@ def test_only_the_latest_steps_count() -> None:
     assert (summary.num_steps, round(summary.median_gap_s, 6), round(summary.p90_gap_s, 6)) == (4096, 0.001, 0.001)
 
 
-def chain(times: StepTimes, clock: Clock, *steps: float) -> None:
+def overlap(times: StepTimes, clock: Clock, *steps: float) -> None:
     """Each step but the last is followed while it is under way; seconds from one's end to the next one's."""
     for work_s in steps[:-1]:
         clock.now_s += work_s / 2
@@ -77,22 +77,21 @@ def chain(times: StepTimes, clock: Clock, *steps: float) -> None:
     times.end()
 
 
-def test_between_chained_steps_there_is_no_gap_and_their_work_is_the_time_between_their_ends() -> None:
+def test_between_overlapping_steps_there_is_no_gap_and_their_work_is_the_time_between_their_ends() -> None:
     clock = Clock()
     times = StepTimes(clock)
     run(times, clock, (0.0, 1.0))
     clock.now_s += 0.002
     times.begin()
-    chain(times, clock, 0.004, 0.006, 0.008)
-    times.remade()
+    overlap(times, clock, 0.004, 0.006, 0.008)
     summary = times.summary()
     assert summary is not None
-    assert (summary.num_steps, summary.num_remade) == (3, 1)
+    assert summary.num_steps == 3
     assert summary.median_gap_s == 0.0
     assert summary.median_work_s == pytest.approx(0.006)
     assert summary.gap_share == pytest.approx(2 / 20)
-    assert summary.chained_share == pytest.approx(2 / 3)
-    assert str(summary).endswith("; 66.7% began behind another, and 1 had to begin anew")
+    assert summary.overlapped_share == pytest.approx(2 / 3)
+    assert str(summary).endswith("; 66.7% began before the last was finished")
 
 
 def test_a_device_that_ran_out_of_work_before_the_next_step_came_is_told_from_when_it_was_last_seen_at_work() -> None:
@@ -113,7 +112,7 @@ def test_a_device_that_ran_out_of_work_before_the_next_step_came_is_told_from_wh
     assert summary is not None
     assert summary.num_steps == 2
     assert summary.gap_share == pytest.approx((0.001 + 0.003) / (0.001 + 0.003 + 0.010 + 0.005))
-    assert summary.chained_share == 0.5
+    assert summary.overlapped_share == 0.5
 
 
 def test_steps_of_a_run_have_no_gap_but_the_first() -> None:
@@ -127,13 +126,13 @@ def test_steps_of_a_run_have_no_gap_but_the_first() -> None:
     run(times, clock, (0.0, 0.005))
     summary = times.summary()
     assert summary is not None
-    assert (summary.num_steps, summary.chained_share) == (4, 0.0)
+    assert (summary.num_steps, summary.overlapped_share) == (4, 0.0)
     assert summary.gap_share == pytest.approx((0.003 + 0.002) / (0.003 + 0.002 + 0.030 + 0.005))
     assert summary.median_work_s == pytest.approx(0.0095)
 
 
-def test_steps_that_are_not_chained_are_not_told_of() -> None:
+def test_steps_that_do_not_overlap_are_not_reported() -> None:
     clock = Clock()
     times = StepTimes(clock)
     run(times, clock, (0.0, 1.0), (0.001, 0.009))
-    assert "behind another" not in str(times.summary())
+    assert "before the last" not in str(times.summary())

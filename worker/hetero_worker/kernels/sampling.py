@@ -1,11 +1,10 @@
-"""Draws where the logits are: Philox4x64-10, Gumbel noise and the best of a row, in one pass over the logits.
+"""Noise and the best of a row where the logits are: Philox4x64-10 and Gumbel noise in one pass over the logits.
 
-Noise is made of integers, so its words are those of `sampling.noise` to the bit. What is computed of them here in
-float32 (a logarithm, a quotient) is not, and need not be: it only finds the row that can win and how near the next one
-comes, and the host says of the few numbers whether that proves the draw (`sampling.device_draws`).
+Noise is made of integers, so its words are those of `sampling.noise` to the bit. The logarithm and the quotient that
+follow are float32 and may differ from the host's in the last bits.
 
-A program works on `block_size` counters of one draw, eight vocabulary rows each; what one program finds depends on its
-own logits only, so that a draw is the same to the bit in any batch.
+A program works on `block_size` counters of one draw, eight vocabulary rows each. Its result depends on its own logits
+only, so a draw is the same to the bit in any batch.
 """
 
 from __future__ import annotations
@@ -16,12 +15,19 @@ import torch
 import triton
 import triton.language as tl
 
-from hetero_worker.sampling.device_scores import Contest
-from hetero_worker.sampling.noise import COARSE, TO_UNIFORM
-from hetero_worker.sampling.philox import KEY_STEPS, MULTIPLIERS, ROUNDS, ROWS_PER_COUNTER
+from hetero_worker.sampling.device_kernels import Best
+from hetero_worker.sampling.noise import (
+    COARSE,
+    FRACTION_KEY,
+    KEY_STEPS,
+    MULTIPLIERS,
+    ROUNDS,
+    ROWS_PER_COUNTER,
+    TO_UNIFORM,
+)
 
 _BLOCK: Final = 256
-_WORDS_BLOCK: Final = 128
+_NOISE_BLOCK: Final = 128
 
 _ROUNDS: tl.constexpr = tl.constexpr(ROUNDS)
 _MULTIPLIER_A: tl.constexpr = tl.constexpr(MULTIPLIERS[0])
@@ -31,49 +37,47 @@ _STEP_C: tl.constexpr = tl.constexpr(KEY_STEPS[1])
 _ROWS: tl.constexpr = tl.constexpr(ROWS_PER_COUNTER)
 _COARSE: tl.constexpr = tl.constexpr(COARSE)
 _TO_UNIFORM: tl.constexpr = tl.constexpr(TO_UNIFORM)
+_FRACTION_KEY: tl.constexpr = tl.constexpr(FRACTION_KEY)
+_TO_FRACTION: tl.constexpr = tl.constexpr(2.0**-64)
 _SMALL: tl.constexpr = tl.constexpr(0.0625)
-"""Uniform numbers below: 1 less one of them loses too many of its bits."""
+"""Below this uniform number the logarithm of 1 minus it loses too many bits."""
 _NOWHERE: tl.constexpr = tl.constexpr(2**62)
 
 
-class TritonDrawKernels:
-    """Implements sampling.device_scores.DrawKernels."""
+class TritonSamplingKernels:
+    """Implements sampling.device_kernels.SamplingKernels."""
 
     name = "triton"
 
-    def contest(
+    def noisy_best(
         self, logits: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor, temperatures: torch.Tensor, begin: int
-    ) -> Contest:
+    ) -> Best:
+        """As SamplingKernels.noisy_best."""
         count, draws = logits.shape[1], len(rows)
         counters = -(-(begin + count) // ROWS_PER_COUNTER) - begin // ROWS_PER_COUNTER
         num_blocks = triton.cdiv(counters, _BLOCK)
         best = torch.empty((draws, num_blocks), dtype=torch.float32, device=logits.device)
-        ids, second = torch.empty_like(best, dtype=torch.int64), torch.empty_like(best)
-        _contest_kernel[(draws, num_blocks)](
-            *(logits, logits.stride(0), rows, keys, temperatures, best, ids, second, begin, count),
+        ids = torch.empty_like(best, dtype=torch.int64)
+        _best_kernel[(draws, num_blocks)](
+            *(logits, logits.stride(0), rows, keys, temperatures, best, ids, begin, count),
             block_size=_BLOCK,
             enable_fp_fusion=False,  # 1 - u is that of the rounded u, however near to 1
         )
-        return _over_blocks(best, ids, second)
+        scores, winner = best.max(dim=1)  # the first of equals, which has the lowest id
+        return Best(scores, ids.gather(1, winner.unsqueeze(1)).squeeze(1))
 
-    def words_at(self, keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        words = torch.empty(ids.shape, dtype=torch.int64, device=ids.device)
+    def noise_at(self, keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """As SamplingKernels.noise_at."""
+        noise = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
         draws, n = ids.shape
-        grid = (draws, triton.cdiv(n, _WORDS_BLOCK))
-        _words_kernel[grid](keys, ids, ids.stride(0), words, n, block_size=_WORDS_BLOCK)
-        return words
-
-
-def _over_blocks(best: torch.Tensor, ids: torch.Tensor, second: torch.Tensor) -> Contest:
-    """Of all blocks: the best, and what comes next to it in its own block or is another block's best."""
-    winner = best.argmax(dim=1, keepdim=True)
-    rivals = best.scatter(1, winner, second.gather(1, winner))
-    return Contest(ids.gather(1, winner).squeeze(1), rivals.amax(dim=1))
+        grid = (draws, triton.cdiv(n, _NOISE_BLOCK))
+        _noise_kernel[grid](keys, ids, ids.stride(0), noise, n, block_size=_NOISE_BLOCK, enable_fp_fusion=False)
+        return noise
 
 
 @triton.jit
 def _philox(counters, seed, position):  # type: ignore[no-untyped-def]
-    """Four uint64 words of each counter; seed and position are uint64 scalars."""
+    """Return four uint64 words of each counter; seed and position are uint64 scalars."""
     a = (counters + 1).to(tl.uint64)
     b = a ^ a
     c = b
@@ -99,34 +103,38 @@ def _philox(counters, seed, position):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def upper_noise(words):  # type: ignore[no-untyped-def]
-    """Gumbel noise of words that are below 2^32; of coarse ones the largest that their fraction can make it."""
-    numbers = words.to(tl.float32) + tl.where(words < _COARSE, 0.0, 0.5)
+def gumbel_noise(words, ids, seed, position):  # type: ignore[no-untyped-def]
+    """Return Gumbel noise of words that are below 2^32, of vocabulary rows `ids`; see `sampling.noise`."""
+    numbers = words.to(tl.float32) + 0.5
+    is_coarse = words < _COARSE
+    if tl.max(is_coarse.to(tl.int32), axis=0) > 0:  # one block in thousands
+        bits, _, _, _ = _philox(ids, seed, position | (position ^ position) + _FRACTION_KEY)
+        fraction = (bits.to(tl.float64) + 0.5) * _TO_FRACTION
+        numbers = tl.where(is_coarse, (words.to(tl.float64) + fraction).to(tl.float32), numbers)
     u = numbers * _TO_UNIFORM
     # -log(1 - u): by its series where u is small.
     series = u * (1 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u * (1 / 6 + u / 7))))))
     surprise = tl.where(u < _SMALL, series, -tl.log(tl.where(u < _SMALL, 0.5, 1 - u)))
-    return tl.where(surprise > 0, -tl.log(tl.where(surprise > 0, surprise, 1.0)), float("inf"))
+    return -tl.log(surprise)
 
 
 @triton.jit
-def _consider(words, columns, row, temperature, begin, count, best, ids, second):  # type: ignore[no-untyped-def]
-    """Best score, its row and the second best of each lane, with one more row considered."""
+def _consider(words, columns, row, temperature, seed, position, begin, count, best, ids):  # type: ignore[no-untyped-def]
+    """Return the best score of each lane and its row, after one more row."""
     inside = (columns >= 0) & (columns < count)
     logits = tl.load(row + columns, mask=inside, other=0.0).to(tl.float32)
-    scores = logits / temperature + upper_noise(words)
-    # What is no number must not go unseen by a maximum.
+    scores = logits / temperature + gumbel_noise(words, columns + begin, seed, position)
+    # A maximum may drop NaN, so it becomes infinite, which is refused as well.
     scores = tl.where(scores == scores, scores, float("inf"))
     scores = tl.where(inside, scores, float("-inf"))
-    second = tl.maximum(second, tl.minimum(scores, best))
     ids = tl.where(scores > best, columns + begin, ids)
     best = tl.maximum(best, scores)
-    return best, ids, second
+    return best, ids
 
 
 @triton.jit
-def _contest_kernel(  # type: ignore[no-untyped-def]
-    logits, row_stride, rows, keys, temperatures, out_best, out_ids, out_second, begin, count, block_size: tl.constexpr
+def _best_kernel(  # type: ignore[no-untyped-def]
+    logits, row_stride, rows, keys, temperatures, out_best, out_ids, begin, count, block_size: tl.constexpr
 ):
     draw = tl.program_id(0)
     block = tl.program_id(1)
@@ -138,27 +146,20 @@ def _contest_kernel(  # type: ignore[no-untyped-def]
     a, b, c, d = _philox(counters, seed, position)
     first = counters * _ROWS - begin
     best = tl.full([block_size], float("-inf"), tl.float32)
-    second = tl.full([block_size], float("-inf"), tl.float32)
-    ids = first * 0 + begin
-    best, ids, second = _consider(a & 0xFFFFFFFF, first, row, temperature, begin, count, best, ids, second)
-    best, ids, second = _consider(a >> 32, first + 1, row, temperature, begin, count, best, ids, second)
-    best, ids, second = _consider(b & 0xFFFFFFFF, first + 2, row, temperature, begin, count, best, ids, second)
-    best, ids, second = _consider(b >> 32, first + 3, row, temperature, begin, count, best, ids, second)
-    best, ids, second = _consider(c & 0xFFFFFFFF, first + 4, row, temperature, begin, count, best, ids, second)
-    best, ids, second = _consider(c >> 32, first + 5, row, temperature, begin, count, best, ids, second)
-    best, ids, second = _consider(d & 0xFFFFFFFF, first + 6, row, temperature, begin, count, best, ids, second)
-    best, ids, second = _consider(d >> 32, first + 7, row, temperature, begin, count, best, ids, second)
+    ids = tl.maximum(first, 0) + begin
+    for lane in tl.static_range(_ROWS):
+        pair = a if lane < 2 else (b if lane < 4 else (c if lane < 6 else d))
+        words = pair & 0xFFFFFFFF if lane % 2 == 0 else pair >> 32
+        best, ids = _consider(words, first + lane, row, temperature, seed, position, begin, count, best, ids)
     top = tl.max(best, axis=0)
     winner = tl.min(tl.where(best == top, ids, _NOWHERE), axis=0)
-    rival = tl.max(tl.where(ids == winner, second, best), axis=0)
     place = draw * tl.num_programs(1) + block
     tl.store(out_best + place, top)
     tl.store(out_ids + place, winner)
-    tl.store(out_second + place, rival)
 
 
 @triton.jit
-def _words_kernel(keys, ids, ids_stride, out, n, block_size: tl.constexpr):  # type: ignore[no-untyped-def]
+def _noise_kernel(keys, ids, ids_stride, out, n, block_size: tl.constexpr):  # type: ignore[no-untyped-def]
     draw = tl.program_id(0)
     places = tl.program_id(1) * block_size + tl.arange(0, block_size)
     inside = places < n
@@ -169,4 +170,4 @@ def _words_kernel(keys, ids, ids_stride, out, n, block_size: tl.constexpr):  # t
     lane = own % _ROWS
     word = tl.where(lane < 4, tl.where(lane < 2, a, b), tl.where(lane < 6, c, d))
     half = tl.where(lane % 2 == 0, word & 0xFFFFFFFF, word >> 32)
-    tl.store(out + draw * n + places, half.to(tl.int64), mask=inside)
+    tl.store(out + draw * n + places, gumbel_noise(half, own, seed, position), mask=inside)

@@ -61,12 +61,12 @@ class HeadProbe:
 
     def _draw(self, step: SyntheticStep, head: OutputHead) -> Work:
         rows, ranges = [_GREEDY] * step.rows, [UnitRange(0, head.shape[0])]
-        alone, drawing = LoopbackExchange(rank=0, world_size=1), self._site.drawing
+        alone, sampler = LoopbackExchange(rank=0, world_size=1), self._site.sampler
         record = self._site.record if step.context else as_it_is
         logits_of = record(lambda: head(self._norm(step.hidden)))
 
         def work() -> None:
-            sample_tokens(logits_of(), rows, head_ranges=ranges, exchange=alone, drawing=drawing)
+            sample_tokens(logits_of(), rows, head_ranges=ranges, exchange=alone, sampler=sampler)
 
         return work
 

@@ -31,7 +31,7 @@ from hetero_worker.probe.sizes import UNIT, LayerSize
 from hetero_worker.probe.synthetic import EvenRouter, even_units
 from hetero_worker.probe.timing import Point, Work
 from hetero_worker.runners.recording_guard import RecordingGuard
-from hetero_worker.sampling.drawing import HOST_DRAWING, ShardDrawing
+from hetero_worker.sampling.base import HOST_SAMPLER, ShardSampler
 
 BLOCK_SIZE: Final = 16
 CACHE_BYTES: Final = 48 * 1024**2
@@ -65,7 +65,7 @@ class Site:
     backend: AttentionBackend
     checkpoint: Checkpoint
     ops: FusedOps = PLAIN_OPS
-    drawing: ShardDrawing = HOST_DRAWING
+    sampler: ShardSampler = HOST_SAMPLER
     record: Record = as_it_is
 
 

@@ -20,8 +20,8 @@ from hetero_api.v1 import ranks_pb2
 from hetero_worker.attention.selection import choose_attention
 from hetero_worker.backends.base import Platform
 from hetero_worker.distributed.measuring import NoPeers, Peers
-from hetero_worker.layers.drawing_choice import drawing_for
 from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel, kept_bits
+from hetero_worker.layers.sampler import sampler_for
 from hetero_worker.layers.selection import fused_ops_of, host_kernel
 from hetero_worker.memory.budget import FixedNeeds
 from hetero_worker.memory.memory_pool import memory_pool_of
@@ -166,6 +166,6 @@ def _site(platform: Platform, config: ModelConfig, dtype: torch.dtype, kernel: L
         backend=choose_attention(platform, config, op_queue=native.op_queue, no_op_queue=native.reason).backend,
         checkpoint=SyntheticWeights(floats=config.weights.floats),
         ops=fused_ops_of(platform.device, op_queue=native.op_queue, no_op_queue=native.reason),
-        drawing=drawing_for(platform),
+        sampler=sampler_for(platform),
         record=WorkRecorder(native.op_queue) if native.op_queue is not None else as_it_is,
     )

@@ -12,7 +12,7 @@ says which they are. Groups, cache and slots end with their epoch, and groups ha
 Groups exist before the plan is known: FormGroup makes those of all ranks, LoadModel brings the plan and connects what
 it needs.
 
-`plan_work.py` executes plans, in order. A step under way is finished and answered before any message but the next
+`step_loop.py` executes plans, in order. A step under way is finished and answered before any message but the next
 plans is looked at.
 
 A state machine serves one gateway; `reconnect.py` decides what follows.
@@ -47,7 +47,6 @@ from hetero_worker.errors import (
 )
 from hetero_worker.host.binding import Binding, Unbound
 from hetero_worker.memory.budget import FixedNeeds
-from hetero_worker.plan_work import PlanWork
 from hetero_worker.process.epoch_fence import EpochFence
 from hetero_worker.process.gateway_link import Arrival, Event, GatewayLink, LeaveRequested, StreamEnded
 from hetero_worker.process.identity import RankIdentity, report_pinning
@@ -59,6 +58,7 @@ from hetero_worker.process.messages import (
     loaded_message,
     quantized_config,
 )
+from hetero_worker.process.step_loop import StepLoop
 from hetero_worker.runners.base import Runner
 
 _log = logging.getLogger(__name__)
@@ -194,7 +194,7 @@ class WorkerStateMachine:
         self._epoch = 0
         self._ended_epoch = 0
         self._rank = -1
-        self._plans = PlanWork(runner, link, self._heartbeat)
+        self._plans = StepLoop(runner, link, self._heartbeat)
         self._group: Group | None = None
         self._form_message: ranks_pb2.FormGroup | None = None
         self._orders: dict[str | None, tuple[RankState, Callable[[Arrival], None]]] = {

@@ -4,9 +4,9 @@
 
     attach(exchange) → load(request) → allocate(...) → execute(plan 1), execute(plan 2), … → detach()
 
-`execute` is to `begin` a step and to finish it. A step may begin before the one before is finished, where its plan
-suits: the device then goes from one to the other without waiting for the host. `step_chain.py` drives a runner so.
-Or plans that came together are worked off by one `run`, where a rank has a use for that.
+`execute` begins a step and finishes it. A step may begin before the one before is finished, where its plan suits: the
+device then goes from one to the other without waiting for the host (`async_steps.py`). A rank with multi-step decode
+takes plans that came together in one `execute_many`.
 
 A new epoch starts again at `attach`; weights survive it, and `load` with an equal request costs nothing. Only
 the exchange may be touched by another thread (its `abort`), which ends a blocked `execute` with
@@ -74,8 +74,8 @@ class LoadRequest:
     """Whether native kernels may be used on host cores, where there are some."""
     batch_invariant: bool = False
     """Whether a sequence's numbers must not depend, to the last bit, on what else is computed with it."""
-    chained: bool = True
-    """Whether a step may begin before the one before is finished, where a rank can do that."""
+    async_steps: bool = True
+    """True if a step may begin before the one before is finished, where a rank can do that."""
     num_gpu_ranks: int | None = None
     """Ranks [0, num_gpu_ranks) compute on GPUs, the others on host cores; None: all are of one kind."""
 
@@ -133,27 +133,27 @@ def no_masks() -> Sequence[bytes]:
     return ()
 
 
-class StepUnderWay(Protocol):
-    """A step that was begun, and is to be finished; steps are finished in the order in which they began."""
+class StepInFlight(Protocol):
+    """A step that was begun and is not finished; steps are finished in the order in which they began."""
 
     @property
     def can_be_followed(self) -> bool:
-        """Whether there are plans that may begin before it is finished; else there is no use in putting that off."""
+        """True if some plan may begin before it is finished; otherwise it should be finished at once."""
         ...
 
     def may_be_followed_by(self, plan: ranks_pb2.StepPlan) -> bool:
-        """Whether the next plan may begin before this step, the last that was begun, is finished."""
+        """Return whether the next plan may begin before this step, the last that was begun, is finished."""
         ...
 
     @property
     def is_done(self) -> bool:
-        """Whether `finish` would not wait for the device; never waits itself."""
+        """True if `finish` would not wait for the device; never waits itself."""
         ...
 
     def finish(self) -> StepOutput:
-        """What became of the plan; once.
+        """Wait for the tokens and return the plan's output; called once.
 
-        Raises ModelError or ProtocolError for a draw that no token comes of; ExchangeError when a peer is gone.
+        Raises ModelError or ProtocolError for a draw that has no token; ExchangeError when a peer is gone.
         """
         ...
 
@@ -197,30 +197,30 @@ class Runner(Protocol):
         """
         ...
 
-    def begin(self, plan: ranks_pb2.StepPlan, masks: MaskSource = no_masks) -> StepUnderWay:
-        """Begin a step: all of it but its tokens. Steps before are finished, but for one that may be followed by it.
+    def begin(self, plan: ranks_pb2.StepPlan, masks: MaskSource = no_masks) -> StepInFlight:
+        """Begin a step. Steps before it are finished, except one that it may follow.
 
         `masks` is called just before the draw, and only for a plan with masked slots. Raises ProtocolError before any
         state changed when the plan does not fit; ExchangeError when a peer is gone, after which only `detach` and
-        `attach` are of use. Whatever it raises, a step that was begun before can be finished all the same.
+        `attach` are of use. After any error a step that was begun before can still be finished.
         """
         ...
 
     def execute(self, plan: ranks_pb2.StepPlan, masks: MaskSource = no_masks) -> StepOutput:
-        """Begin a step, and finish it; raises as these do."""
+        """Begin a step and finish it; raises as these do."""
         ...
 
     @property
-    def runs_steps(self) -> bool:
-        """Whether plans that only decode should be given to `run`, those together that have come."""
+    def has_multi_step(self) -> bool:
+        """True if plans that only decode should be given to `execute_many`, as many together as have come."""
         ...
 
-    def run(self, plans: Sequence[ranks_pb2.StepPlan], on_step: Callable[[], None]) -> Iterator[StepOutput]:
-        """What became of each plan, as `execute` tells and raises it, in their order; `on_step` is called after each.
+    def execute_many(self, plans: Sequence[ranks_pb2.StepPlan], on_step: Callable[[], None]) -> Iterator[StepOutput]:
+        """Yield each plan's output in order; `on_step` is called after each step.
 
-        The first only decodes and has no masks, and the others go on with it (`step_runs.may_lead`, `may_follow`). All
-        steps may be made before the first is told of, and none is before somebody asks for it. What a plan raises is
-        raised when those before it were told of.
+        The first plan only decodes and has no masks, and the others continue it (`multi_step.may_lead`, `may_follow`).
+        All steps may be computed before the first output, and none before it is asked for. Raises as `execute` does, a
+        plan's error after the outputs of the plans before it.
         """
         ...
 

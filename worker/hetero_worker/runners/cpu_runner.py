@@ -14,9 +14,8 @@ from __future__ import annotations
 
 from hetero_worker.backends.base import Platform
 from hetero_worker.backends.cpu import CpuPlatform
-from hetero_worker.layers.sampler import sample_tokens
+from hetero_worker.layers.sampler import SampleTokens, sample_tokens
 from hetero_worker.memory.memory_pool import HostMemoryPool
-from hetero_worker.runners.begun_step import SampleTokens
 from hetero_worker.runners.largest_step import measure_workspace
 from hetero_worker.runners.native_steps import NativeSteps
 from hetero_worker.runners.plan_runner import MeasureWorkspace, PlanRunner

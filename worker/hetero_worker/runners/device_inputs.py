@@ -1,20 +1,18 @@
-"""A step's inputs on a device: filled on the host as ever, in pinned memory, then copied to tensors that last.
+"""A step's inputs on a device: filled on the host in pinned memory, then copied to tensors that last.
 
-Block tables and lengths stay on the host: attention takes of them what it needs. A step's inputs are at the same
-addresses as the last one's of the same kind, whatever their number. Steps that only decode are padded, on the host, to
-the sizes that graphs are made of.
+Block tables and lengths stay on the host; attention takes from them what it needs. A step's inputs are at the same
+addresses as those of any earlier step of its kind. Steps that only decode are padded, on the host, to the sizes that
+graphs are made of.
 
-A step may be filled while the one before is under way. What that one reads on the device is safe by the order of the
+A step may be filled while the one before is running. What that one reads on the device is safe by the order of the
 device's stream, which comes to these copies only when it is through with it. The host's buffers are filled again when
-the last copies out of them are done: they came first in the step before, so when its predecessor has been finished
-they are as good as done, and nothing is gained by a second set of buffers. Of a decode row whose token the step before
-is still drawing the host has a stand-in, a negative number that says which of that step's guesses it is; `put_guesses`
-has the device put these in, and `correct` what the guesses should have been.
+the last copies out of them are done. Those copies came first in the step before, so the wait is short, and a second set
+of buffers would gain nothing. A decode row whose token the running step draws has a `slots.pending_token` on the host;
+`put_tokens` replaces it on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -26,11 +24,11 @@ from hetero_worker.models.decoder import DecoderInput
 from hetero_worker.runners.graphs.padding import Padding
 from hetero_worker.runners.input_batch import InputBatch, InputBuffers
 from hetero_worker.runners.plan_check import PlanBounds
-from hetero_worker.runners.slots import SlotTable
+from hetero_worker.runners.slots import SlotTable, draw_of
 
 
 class DeviceInputs:
-    """Implements ChainableInputs for one device."""
+    """DeviceTokenInputs for one device."""
 
     def __init__(self, bounds: PlanBounds, platform: Platform, padding: Padding) -> None:
         tokens, rows = bounds.max_num_batched_tokens, bounds.max_logit_rows
@@ -43,29 +41,21 @@ class DeviceInputs:
         self._logit_rows = torch.zeros(rows, dtype=torch.int64, device=platform.device)
 
     def fill(self, plan: ranks_pb2.StepPlan, slots: SlotTable) -> InputBatch:
-        """As StepInputs.fill; `decoder_input` of a step that only decodes has the rows of its padded size."""
+        """As StepInputs.fill; `decoder_input` of a step that only decodes has as many rows as its padded size."""
         self._copies.wait()  # the host's buffers are about to be overwritten
         batch = self._host.fill(plan, slots)
         decoder_input = self._copied(batch.decoder_input if plan.spans else self._padded(len(plan.decode_slots)))
         self._copies.began()
         return replace(batch, decoder_input=decoder_input)
 
-    def put_guesses(self, num_decode: int, guesses: torch.Tensor) -> None:
-        """As ChainableInputs.put_guesses."""
+    def put_tokens(self, num_decode: int, token_ids: torch.Tensor) -> None:
+        """As DeviceTokenInputs.put_tokens."""
         ids = self._token_ids[:num_decode]
-        guessed = guesses.index_select(0, place_of(ids).clamp_(min=0))
-        torch.where(ids < 0, guessed, ids, out=ids)
-
-    def correct(self, num_decode: int, tokens: Sequence[int]) -> None:
-        """As ChainableInputs.correct."""
-        self._copies.wait()
-        ids = self._host.decode_token_ids(num_decode)
-        told = torch.tensor(tokens, dtype=torch.int64)
-        ids.copy_(torch.where(ids < 0, told.index_select(0, place_of(ids).clamp_(min=0)), ids))
-        _copy(ids, self._token_ids)
-        self._copies.began()
+        tokens = token_ids.index_select(0, draw_of(ids).clamp_(min=0))
+        torch.where(ids < 0, tokens, ids, out=ids)
 
     def advance_decoding(self, count: int, slots: SlotTable) -> None:
+        """As StepInputs.advance_decoding."""
         self._host.advance_decoding(count, slots)
 
     def _padded(self, count: int) -> DecoderInput:
@@ -81,16 +71,6 @@ class DeviceInputs:
         )
 
 
-def stand_in_of(place: int) -> int:
-    """For the token id of a guess: below 0, as no token id is."""
-    return -1 - place
-
-
-def place_of(stand_ins: torch.Tensor) -> torch.Tensor:
-    """Of each stand-in its guess's place; of anything else a number below 0."""
-    return -1 - stand_ins
-
-
 def _copy(host: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-    """The first elements of `room`, which now hold the host's."""
+    """Copy a host tensor into the first elements of `room`, and return these."""
     return room[: len(host)].copy_(host, non_blocking=True)

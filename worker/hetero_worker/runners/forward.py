@@ -64,8 +64,8 @@ class StepDraws(NamedTuple):
     """[steps, draws]: the logits of these tokens."""
 
 
-class DrawingForward(ForwardPass, Protocol):
-    """One that can draw, too: the largest logits as they are. So steps need nobody between them."""
+class MultiStepForward(ForwardPass, Protocol):
+    """ForwardPass that also draws the largest logits, so that steps follow one another by themselves."""
 
     def can_draw(
         self,

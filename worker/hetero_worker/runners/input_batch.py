@@ -1,11 +1,11 @@
 """Turns a plan and the slots' state into one step's tensors.
 
-`InputBuffers` are allocated once, at the maximum, and filled in place; an `InputBatch` is views of them, valid until
-the next is made. A steady step, which decodes what the one before it did, allocates no array and no tensor here:
+`InputBuffers` are allocated once, at the maximum, and filled in place. An `InputBatch` is views of them, valid until
+the next is made. A steady step, which decodes the sequences of the one before, allocates no array and no tensor here:
 the views of each number of sequences are made once and kept, slots are gathered with `out=`, and the order of the rows
 stays. A step with other sequences sorts them; one with spans makes views for these.
 
-Rows of the step are ordered decode first and longest first, as attention takes them; draws keep the plan's order,
+Rows of the step are ordered decode first and longest first, as attention takes them. Draws keep the plan's order
 through `logit_rows`.
 """
 
@@ -21,15 +21,14 @@ from hetero_api.v1 import ranks_pb2
 from hetero_worker.attention.base import AttentionBatch, DecodeRows, PrefillSpan
 from hetero_worker.models.decoder import DecoderInput
 from hetero_worker.runners.plan_check import PlanBounds
-from hetero_worker.runners.slot_list import SlotList
-from hetero_worker.runners.slots import Int64Array, SlotTable
+from hetero_worker.runners.slots import Int64Array, SlotList, SlotTable
 
 _ROW_BITS: Final = 20
-"""A sorting key holds the row's number in so many low bits, and how much shorter than the longest it is above them."""
+"""A sorting key holds the row's number in so many low bits, and above them the distance to the longest sequence."""
 _ROW_MASK: Final = (1 << _ROW_BITS) - 1
 _MOST_ROWS_BY_ROW: Final = 16
-"""So many block tables are copied one by one. Torch is faster with more; but its operators let go of Python's lock, and
-a thread that talks to the gateway then has it just when the step is about to begin."""
+"""Up to so many block tables are copied one by one. Torch is faster with more, but its operators release Python's lock,
+and the thread of the gateway's stream would take it just when the step is about to begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,21 +37,21 @@ class PromptRows:
 
     slot: int
     begin: int
-    """Index in the prompt of the token that the first of the rows is followed by."""
+    """Index in the prompt of the token that follows the first row."""
     token_ids: tuple[int, ...]
-    """The prompt's token behind each row."""
+    """The prompt's token that follows each row."""
     num_top: int
     first_row: int
-    """Index of the first of them in `DecoderInput.logit_rows`."""
+    """Index of the first row in `DecoderInput.logit_rows`."""
 
 
 @dataclass(frozen=True, slots=True)
 class InputBatch:
-    """One step. Valid until the next is made of the same buffers."""
+    """One step's inputs, valid until the next batch of the same buffers."""
 
     decoder_input: DecoderInput
     draw_slots: Int64Array
-    """Slots that sample, in the plan's order; theirs are the first logit rows."""
+    """Slots that sample, in the plan's order; the first logit rows are theirs."""
     prompts: tuple[PromptRows, ...]
 
 
@@ -72,7 +71,7 @@ class _DecodeViews:
 
 
 class InputBuffers:
-    """Host arrays of the largest step; see the module."""
+    """Host arrays of the largest step."""
 
     def __init__(self, bounds: PlanBounds, *, pins_memory: bool = False) -> None:
         tokens, seqs = bounds.max_num_batched_tokens, bounds.max_num_seqs
@@ -96,7 +95,7 @@ class InputBuffers:
         self._keys = np.zeros(seqs, dtype=np.int64)
         self._order = np.zeros(seqs, dtype=np.int64)
         self._num_ordered = 0
-        """How many rows `_order` is an order of."""
+        """Number of rows that `_order` sorts."""
         self._falls = np.zeros(seqs, dtype=np.bool_)
         self._lengths = np.zeros(seqs, dtype=np.int32)
         self._tables = np.zeros((seqs, bounds.max_blocks), dtype=np.int32)
@@ -106,36 +105,34 @@ class InputBuffers:
         self._decode_inputs: dict[int, DecoderInput] = {}
 
     def fill(self, plan: ranks_pb2.StepPlan, slots: SlotTable) -> InputBatch:
-        """The step's batch; the plan has been checked and applied to the slots, and it computes something."""
+        """Return the step's batch; the plan was checked and applied to the slots, and it computes something."""
         if not plan.spans:
-            return self.fill_run(plan, slots, steps=1)
+            return self.fill_multi_step(plan, slots, steps=1)
         count = len(plan.decode_slots)
         if count:
             self._fill_decode(plan, slots, self._views_of(count))
         return self._fill_mixed(plan, slots, count)
 
-    def fill_run(self, plan: ranks_pb2.StepPlan, slots: SlotTable, *, steps: int) -> InputBatch:
-        """The batch of the first of so many steps, of a plan that only decodes: block tables reach as far as all need
-        them. The slots have the blocks."""
+    def fill_multi_step(self, plan: ranks_pb2.StepPlan, slots: SlotTable, *, steps: int) -> InputBatch:
+        """Return the batch of the first of so many steps of a plan that only decodes.
+
+        Block tables reach as far as all steps need them, and the slots have these blocks.
+        """
         count = len(plan.decode_slots)
         self._fill_decode(plan, slots, self._views_of(count), steps=steps)
         self._map_slots(count, slots)
         return InputBatch(self._decode_input(count), self._decode_slots.fill(plan.decode_slots), ())
 
     def advance_decoding(self, count: int, slots: SlotTable) -> None:
-        """The first `count` rows of the batch that was last made, its decode rows, are in the cache now."""
+        """Take the decode rows of the last batch, its first `count` rows, to be in the cache."""
         if count:
             views = self._views_of(count)
             slots.advance(views.slots, views.keys)
 
-    def decode_token_ids(self, count: int) -> torch.Tensor:
-        """Of the batch's decode rows, to be changed in place: int64 [count]."""
-        return self._token_tensor[:count]
-
     def pad_decoding(self, count: int, num_rows: int) -> DecoderInput:
-        """The batch that was last made, of `count` rows that decode, as one of `num_rows`, which are no fewer.
+        """Return the last batch, of `count` rows that decode, padded to `num_rows`.
 
-        Rows that pad it are of one token each, in the null block, and draw nothing.
+        Rows of padding have one token each, in the null block, and draw nothing.
         """
         views = self._views_of(num_rows)
         for array in (self._token_ids, self._positions, self._slot_mapping):
@@ -158,7 +155,7 @@ class InputBuffers:
         views.logit_rows.put(views.order, self._row_numbers[:count], mode="clip")
 
     def _take_tables(self, slots: SlotTable, views: _DecodeViews, num_blocks: int) -> None:
-        """Fill the rows' block tables, as far as the longest has blocks."""
+        """Fill the rows' block tables, as far as the longest row has blocks."""
         if len(views.slots) > _MOST_ROWS_BY_ROW:
             source = slots.block_table_tensor[:, :num_blocks]
             torch.index_select(source, 0, views.slot_tensor, out=views.table_tensor[:, :num_blocks])
@@ -169,8 +166,8 @@ class InputBuffers:
     def _order_rows(self, decoding: Int64Array, slots: SlotTable, views: _DecodeViews) -> None:
         """Fill the rows' slots and positions, the longest first.
 
-        Sequences that decode together all get longer by one, so the order of the last step is tried first; on every
-        rank it is the same one, for all have done the same steps.
+        Sequences that decode together all get longer by one, so the order of the last step is tried first. It is the
+        same on every rank, because all have done the same steps.
         """
         count = len(decoding)
         if self._num_ordered != count:
@@ -186,7 +183,7 @@ class InputBuffers:
         slots.counts.num_computed.take(views.slots, out=views.positions, mode="clip")
 
     def _sort_rows(self, decoding: Int64Array, slots: SlotTable, views: _DecodeViews) -> None:
-        """The longest first, and as the plan has them where they are equally long."""
+        """Sort by length, longest first; equal ones keep the plan's order."""
         slots.counts.num_computed.take(decoding, out=views.keys, mode="clip")
         np.subtract(self._bounds.max_model_len, views.keys, out=views.keys)
         np.left_shift(views.keys, _ROW_BITS, out=views.keys)
@@ -196,7 +193,7 @@ class InputBuffers:
         self._num_ordered = len(decoding)
 
     def _map_slots(self, total: int, slots: SlotTable) -> None:
-        """Where each row's key and value go, from its position and its slot's block table."""
+        """Compute each row's place in the cache from its position and its slot's block table."""
         size = self._bounds.block_size
         index, mapping, blocks = self._block_index[:total], self._slot_mapping[:total], self._blocks[:total]
         np.floor_divide(self._positions[:total], size, out=index)
@@ -277,7 +274,7 @@ class InputBuffers:
 
 
 def _prompt_rows(span: ranks_pb2.ScheduledSpan, slots: SlotTable, first_row: int) -> PromptRows | None:
-    """The span's rows that are followed by a token of the prompt, if their log-probabilities are wanted."""
+    """Return the span's rows that a token of the prompt follows, if their log-probabilities are wanted."""
     num_top = slots.sampling(span.slot).num_prompt_logprobs
     if num_top is None:
         return None

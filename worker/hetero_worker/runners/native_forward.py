@@ -10,8 +10,8 @@ it goes on operator by operator, and says why.
 
 Every row of such a step is drawn from, so its logits are recorded with it. They are in memory that all recordings have
 in common, for they are large: a rank on host cores has drawn from them before the next pass begins. Where all draws are
-the largest logits as they are, the draws are operations too (`native_draws`), recorded by themselves and run with the
-pass: `draw` makes several steps, and between them there is nothing but the next call.
+the largest logits as they are, the draws are operations too (`native_sampling`), recorded by themselves and run with
+the pass: `draw` makes several steps, and between them there is nothing but the next call.
 
 A recording holds addresses of weights, cache and inputs. It is of one decoder and one exchange, and goes with the
 cache.
@@ -38,7 +38,7 @@ from hetero_worker.runners.graphs.breaks import Breaks, RecordedPass
 from hetero_worker.runners.graphs.current_step import CurrentStep
 from hetero_worker.runners.input_batch import InputBatch
 from hetero_worker.runners.native_backend import NativeBackend, NativeSegment
-from hetero_worker.runners.native_draws import MAX_IDS, NativeDraws
+from hetero_worker.runners.native_sampling import MAX_IDS, NativeSampling
 from hetero_worker.runners.recorded_exchange import RecordedExchange
 
 logger = logging.getLogger(__name__)
@@ -80,11 +80,11 @@ class _Bound:
 
 
 class NativeForward:
-    """Implements DrawingForward; see the module."""
+    """Implements MultiStepForward; see the module."""
 
     graph_bytes = 0
 
-    def __init__(self, op_queue: OpQueue, *, logits_bytes: int, draws: NativeDraws) -> None:
+    def __init__(self, op_queue: OpQueue, *, logits_bytes: int, draws: NativeSampling) -> None:
         """`logits_bytes`: what logits of a step, and what they are made of, take at most; 0: they are not recorded."""
         self._draws = draws
         self._backend = NativeBackend(op_queue)

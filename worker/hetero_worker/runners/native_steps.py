@@ -12,10 +12,10 @@ from hetero_worker.native.op_queue import whole_lines
 from hetero_worker.runners.base import LoadRequest
 from hetero_worker.runners.forward import EagerForward
 from hetero_worker.runners.input_batch import InputBuffers
-from hetero_worker.runners.native_draws import NativeDraws
 from hetero_worker.runners.native_forward import NativeForward
+from hetero_worker.runners.native_sampling import NativeSampling
 from hetero_worker.runners.plan_check import PlanBounds
-from hetero_worker.runners.runner_device import DrawingParts, StepParts
+from hetero_worker.runners.runner_device import MultiStepParts, StepParts
 from hetero_worker.runners.shard import native_for
 
 
@@ -38,9 +38,9 @@ class NativeSteps:
         op_queue, inputs = recorder_for(request, self._platform).op_queue, InputBuffers(bounds)
         if op_queue is None:
             return StepParts(inputs, EagerForward())
-        draws = NativeDraws(op_queue, most_rows=bounds.max_num_seqs, block_size=bounds.block_size)
+        draws = NativeSampling(op_queue, most_rows=bounds.max_num_seqs, block_size=bounds.block_size)
         forward = NativeForward(op_queue, logits_bytes=_logits_bytes(request), draws=draws)
-        return StepParts(inputs, forward, drawing=DrawingParts(inputs, forward))
+        return StepParts(inputs, forward, multi_step=MultiStepParts(inputs, forward))
 
     def kernels(self, request: LoadRequest, exchange: Exchange | None) -> tuple[str, ...]:
         has_experts = any(layer.experts.size for layer in request.shard_plan.ranks[request.rank].layers)

@@ -19,8 +19,7 @@ import numpy.typing as npt
 
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.errors import ProtocolError
-from hetero_worker.runners.slot_list import SlotList
-from hetero_worker.runners.slots import Int64Array, SlotCounts
+from hetero_worker.runners.slots import Int64Array, SlotCounts, SlotList
 
 BoolArray = npt.NDArray[np.bool_]
 

@@ -1,13 +1,12 @@
-"""PlanRunner: what the runners of all devices have in common, which is nearly everything.
+"""PlanRunner: the common part of all devices' runners, which is nearly everything.
 
-A step is: the plan's deltas to the slots, the batch's tensors, one forward pass, the draws. Where the tensors lie, what
-memory is there and whether weights go elsewhere to sleep is its RunnerDevice's to say; logits are float32, and drawn
-from where they lie (`sampling.drawing`), which makes no difference to the tokens. Nor does it that a step begins while
-the one before is under way, as it may where `begun_step` says so, or that steps draw by themselves and are made in runs
-(`step_runs`).
+A step is: the plan's changes to the slots, the batch's tensors, one forward pass, the draws. The RunnerDevice says
+where the tensors lie, how much memory there is, and whether weights go elsewhere to sleep. Logits are float32, and
+tokens are drawn where they lie (`sampling.base`). Steps that overlap (`running_step`) and multi-steps (`multi_step`)
+give the tokens of single steps.
 
 Everything is called from one thread. Weights are kept over epochs. A step that failed half-way leaves the slots
-undefined; the epoch ends with it, and `attach` begins anew.
+undefined; the epoch ends with it, and `attach` begins another.
 """
 
 from __future__ import annotations
@@ -21,31 +20,29 @@ from hetero_api.v1 import ranks_pb2
 from hetero_worker.backends.base import Platform
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.errors import ProtocolError
-from hetero_worker.layers.drawing_choice import drawing_for
-from hetero_worker.layers.sampler import sample_tokens
+from hetero_worker.layers.sampler import SampleTokens, sample_tokens, sampler_for
 from hetero_worker.models.decoder import Decoder
-from hetero_worker.runners.base import LoadReport, LoadRequest, MaskSource, StepOutput, StepUnderWay, no_masks
-from hetero_worker.runners.begun_step import BegunStep, DoneStep, SampleTokens, StepMeans
+from hetero_worker.runners.base import LoadReport, LoadRequest, MaskSource, StepInFlight, StepOutput, no_masks
 from hetero_worker.runners.commands import GroupCommands
 from hetero_worker.runners.holdings import Holdings
 from hetero_worker.runners.largest_step import measure_workspace
+from hetero_worker.runners.multi_step import MultiStep, MultiStepDecode, is_plain
 from hetero_worker.runners.runner_device import RunnerDevice
+from hetero_worker.runners.running_step import FinishedStep, RunningStep, StepContext
 from hetero_worker.runners.serving import ServingCache, make_cache
 from hetero_worker.runners.shard import LoadedShard, limits_of, load_shard, native_for
-from hetero_worker.runners.step_runs import StepRun, StepRuns, is_plain
 from hetero_worker.runners.step_times import StepTimes
-from hetero_worker.runners.trust import Trust
-from hetero_worker.sampling.drawing import HOST_DRAWING, ShardDrawing
+from hetero_worker.sampling.base import HOST_SAMPLER, ShardSampler
 
 logger = logging.getLogger(__name__)
 
 
 MeasureWorkspace = Callable[[Decoder, LoadRequest], int | None]
-"""`largest_step.measure_workspace`, or one that remembers its answers."""
+"""`largest_step.measure_workspace`, or a cache of its answers."""
 
 
 class PlanRunner:
-    """Implements runners.base.Runner for a device."""
+    """Runner for one device."""
 
     def __init__(
         self,
@@ -55,7 +52,7 @@ class PlanRunner:
         measure: MeasureWorkspace = measure_workspace,
     ) -> None:
         self._sample = sample
-        self._drawing: ShardDrawing = HOST_DRAWING
+        self._sampler: ShardSampler = HOST_SAMPLER
         self._measure = measure
         self._workspaces: dict[StepLimits, int | None] = {}
         self._exchange: Exchange | None = None
@@ -63,52 +60,57 @@ class PlanRunner:
         self._device = device
         self._commands = GroupCommands(self._holdings)
         self._times = StepTimes()
-        self._trust = Trust()
-        self._runs = StepRuns()
+        self._multi_steps = MultiStepDecode()
         self._last_step_id = 0
-        self._under_way: list[BegunStep] = []
-        """Not finished, in the order in which they began: two at most."""
+        self._running: list[RunningStep] = []
+        """Unfinished steps in the order in which they began, at most two."""
 
     @property
     def held(self) -> LoadRequest | None:
+        """As Runner.held."""
         return self._holdings.held
 
     @property
     def graph_bytes(self) -> int:
+        """As Runner.graph_bytes."""
         return self._holdings.graph_bytes
 
     @property
     def platform(self) -> Platform:
+        """Platform of the rank's device."""
         return self._device.platform
 
     @property
     def home(self) -> int | None:
+        """As Runner.home."""
         request = self.held
         return None if request is None else native_for(request, self.platform).home
 
     @property
-    def runs_steps(self) -> bool:
+    def has_multi_step(self) -> bool:
+        """As Runner.has_multi_step."""
         cache = self._holdings.cache
-        return cache is not None and cache.drawing is not None
+        return cache is not None and cache.multi_step is not None
 
     def attach(self, exchange: Exchange) -> None:
+        """As Runner.attach."""
         self.detach()
         self._exchange = exchange
         self._last_step_id = 0
 
     def detach(self) -> None:
-        if (drawn := self._drawing.summary()) is not None:
-            logger.info("%s", drawn)
+        """As Runner.detach."""
         if (summary := self._times.summary()) is not None:
             logger.info("%s", summary)
         self._times = StepTimes()
-        self._runs.forget()
-        self._under_way.clear()
+        self._multi_steps.forget()
+        self._running.clear()
         self._commands.begin_epoch()
         self._holdings.begin_epoch()
         self._exchange = None
 
     def load(self, request: LoadRequest) -> LoadReport:
+        """As Runner.load."""
         logger.info("rank %d: with its group, before the load: %s", request.rank, self._device.memory_pool.describe())
         holdings = self._holdings
         shard, load_s = holdings.take_shard(), 0.0
@@ -116,25 +118,26 @@ class PlanRunner:
             shard = None  # the old weights go before the new ones come
             shard = load_shard(request, self._device)
             load_s = shard.load_s
-            self._drawing = drawing_for(self.platform)
+            self._sampler = sampler_for(self.platform)
             self._workspaces.clear()
         workspace = None if request.cache_size_is_given else self._workspace_of(shard, request)
         logger.info("rank %d: after the load: %s", request.rank, self._device.memory_pool.describe())
         steps = self._device.steps
         report = shard.report(request, load_s=load_s, workspace=workspace, graph_sizes=steps.graph_sizes(request))
-        kernels = (*report.kernels, *steps.kernels(request, self._exchange), *_drawing_report(self._drawing))
+        kernels = (*report.kernels, *steps.kernels(request, self._exchange), *_sampling_report(self._sampler))
         report = replace(report, kernels=kernels)
         holdings.hold(shard, request, report)
         return report
 
     def _workspace_of(self, shard: LoadedShard, request: LoadRequest) -> int | None:
-        """What the largest step takes; measured once for a shard and its bounds."""
+        """Return the memory of the largest step, measured once for a shard and its bounds."""
         limits = limits_of(request)
         if limits not in self._workspaces:
             self._workspaces[limits] = self._measure(shard.decoder, request)
         return self._workspaces[limits]
 
     def allocate(self, num_blocks: int, block_size: int) -> int:
+        """As Runner.allocate."""
         shard, request, report = self._holdings.loaded("AllocateCache")
         self._holdings.cache = None
         order = ranks_pb2.AllocateCache(num_blocks=num_blocks, block_size=block_size)
@@ -144,123 +147,123 @@ class PlanRunner:
         return cache.num_bytes
 
     def execute(self, plan: ranks_pb2.StepPlan, masks: MaskSource = no_masks) -> StepOutput:
+        """As Runner.execute."""
         return self.begin(plan, masks).finish()
 
-    def begin(self, plan: ranks_pb2.StepPlan, masks: MaskSource = no_masks) -> StepUnderWay:
-        behind = self._followed_by(plan)
+    def begin(self, plan: ranks_pb2.StepPlan, masks: MaskSource = no_masks) -> StepInFlight:
+        """As Runner.begin."""
+        before = self._running_before(plan)
         exchange = self._take_in(plan)
-        run = None if behind is not None else self._run_from(plan, exchange)
-        if run is not None:
-            (output,) = self._outputs(run, _nothing)
-            return DoneStep(output)
-        return self._begin_alone(plan, masks, exchange, behind)
+        multi_step = None if before is not None else self._multi_step_from(plan, exchange)
+        if multi_step is not None:
+            (output,) = self._outputs(multi_step, _nothing)
+            return FinishedStep(output)
+        return self._begin_alone(plan, masks, exchange, before)
 
-    def run(self, plans: Sequence[ranks_pb2.StepPlan], on_step: Callable[[], None]) -> Iterator[StepOutput]:
+    def execute_many(self, plans: Sequence[ranks_pb2.StepPlan], on_step: Callable[[], None]) -> Iterator[StepOutput]:
+        """As Runner.execute_many."""
         rest = list(plans)
         while rest:
             first = rest.pop(0)
             exchange = self._take_in(first)
-            run = self._run_from(first, exchange)
-            if run is None:
+            multi_step = self._multi_step_from(first, exchange)
+            if multi_step is None:
                 output = self._begin_alone(first, no_masks, exchange, None).finish()
                 on_step()
                 yield output
                 continue
             refusal: ProtocolError | None = None
-            while rest and run.has_room and refusal is None:
-                refusal = self._extend(run, rest.pop(0))
-            yield from self._outputs(run, on_step)
+            while rest and multi_step.has_room and refusal is None:
+                refusal = self._extend(multi_step, rest.pop(0))
+            yield from self._outputs(multi_step, on_step)
             if refusal is not None:
                 raise refusal
 
-    def _extend(self, run: StepRun, plan: ranks_pb2.StepPlan) -> ProtocolError | None:
-        """Take in a plan that goes on with the run; or what is wrong with it."""
+    def _extend(self, multi_step: MultiStep, plan: ranks_pb2.StepPlan) -> ProtocolError | None:
+        """Add a plan that continues the multi-step, or return the reason why it does not fit."""
         try:
             self._check_order(plan)
-            run.extend(plan)
+            multi_step.extend(plan)
         except ProtocolError as error:
             return error
         self._last_step_id = plan.step_id
         return None
 
     def _take_in(self, plan: ranks_pb2.StepPlan) -> Exchange:
-        """Check the plan, and apply its deltas. The exchange that it is for."""
+        """Check the plan, apply its changes to the slots, and return the exchange that it is for."""
         exchange = self._check(plan)
         self._last_step_id = plan.step_id
         if self._holdings.cache is not None:
             self._holdings.cache.slots.apply(plan)
         return exchange
 
-    def _run_from(self, plan: ranks_pb2.StepPlan, exchange: Exchange) -> StepRun | None:
-        """A run that begins with the plan, which was taken in; None if its step does not draw by itself."""
+    def _multi_step_from(self, plan: ranks_pb2.StepPlan, exchange: Exchange) -> MultiStep | None:
+        """Begin a multi-step with the plan, which was taken in; None if its step does not draw by itself."""
         cache = self._holdings.cache
         if cache is None or not is_plain(plan, cache.slots):
             return None
-        run = self._runs.begin(plan, self._means(cache, exchange))
-        if run is not None:
+        multi_step = self._multi_steps.begin(plan, self._context(cache, exchange))
+        if multi_step is not None:
             self._times.begin()
-        return run
+        return multi_step
 
-    def _outputs(self, run: StepRun, on_step: Callable[[], None]) -> Iterator[StepOutput]:
+    def _outputs(self, multi_step: MultiStep, on_step: Callable[[], None]) -> Iterator[StepOutput]:
         def count_step() -> None:
             self._commands.count_step()
             on_step()
 
-        return run.outputs(count_step)
+        return multi_step.outputs(count_step)
 
     def _begin_alone(
-        self, plan: ranks_pb2.StepPlan, masks: MaskSource, exchange: Exchange, behind: BegunStep | None
-    ) -> StepUnderWay:
-        """The plan has been taken in."""
+        self, plan: ranks_pb2.StepPlan, masks: MaskSource, exchange: Exchange, before: RunningStep | None
+    ) -> StepInFlight:
+        """Begin the step of a plan that was taken in, behind the step `before` if that is running."""
         if plan.HasField("command"):
             # Nothing here may refer to the cache: a command may have to free its memory.
-            self._runs.forget()
-            return DoneStep(StepOutput(report=self._commands.run(plan.command, exchange, self._times)))
+            self._multi_steps.forget()
+            return FinishedStep(StepOutput(report=self._commands.run(plan.command, exchange, self._times)))
         cache = self._holdings.cache
         if cache is None or not (plan.decode_slots or plan.spans):
-            return DoneStep(StepOutput())
-        if behind is None:
+            return FinishedStep(StepOutput())
+        if before is None:
             self._times.begin()
-        step = BegunStep(plan, self._means(cache, exchange), on_finished=self._on_finished)
-        step.fill(behind)
-        step.compute(masks)
-        if behind is not None:
-            behind.be_followed_by(step)
-        self._under_way.append(step)
+        step = RunningStep(plan, self._context(cache, exchange), on_finished=self._on_finished)
+        step.fill(before)
+        step.compute(masks, before)
+        self._running.append(step)
         return step
 
-    def _followed_by(self, plan: ranks_pb2.StepPlan) -> BegunStep | None:
-        """The step that is under way, if one is; the slots have gone on without its tokens."""
-        if not self._under_way:
+    def _running_before(self, plan: ranks_pb2.StepPlan) -> RunningStep | None:
+        """Return the running step, if there is one, and let the slots go on without its tokens."""
+        if not self._running:
             return None
-        step = self._under_way[-1]
-        if len(self._under_way) > 1 or not step.may_be_followed_by(plan):
+        step = self._running[-1]
+        if len(self._running) > 1 or not step.may_be_followed_by(plan):
             raise RuntimeError(f"step plan {plan.step_id} begins before the step that it cannot follow is finished")
         step.expect_tokens()
         return step
 
     def _on_finished(self) -> None:
-        """The oldest step under way."""
-        self._under_way.pop(0)
+        """Record the end of the oldest running step."""
+        self._running.pop(0)
         self._times.end()
         self._commands.count_step()
 
-    def _means(self, cache: ServingCache, exchange: Exchange) -> StepMeans:
+    def _context(self, cache: ServingCache, exchange: Exchange) -> StepContext:
         shard, request, _ = self._holdings.loaded("a step plan")
-        return StepMeans(
+        return StepContext(
             decoder=shard.decoder,
             cache=cache,
             exchange=exchange,
             head_ranges=[rank.head_rows for rank in request.shard_plan.ranks],
-            drawing=self._drawing,
+            sampler=self._sampler,
             sample=self._sample,
             times=self._times,
-            trust=self._trust,
-            inputs=cache.chained,
+            inputs=cache.async_inputs,
         )
 
     def _check(self, plan: ranks_pb2.StepPlan) -> Exchange:
-        """Raise ProtocolError unless the plan fits the rank's state. The exchange that it is for."""
+        """Raise ProtocolError unless the plan fits the rank's state; return the exchange that it is for."""
         holdings = self._holdings
         if self._exchange is None or not (holdings.cache or holdings.is_asleep):
             raise ProtocolError(f"step plan {plan.step_id} came before AllocateCache")
@@ -277,9 +280,9 @@ class PlanRunner:
 
 
 def _nothing() -> None:
-    """Nobody counts steps."""
+    """Count no steps."""
 
 
-def _drawing_report(drawing: ShardDrawing) -> tuple[str, ...]:
-    """How a device draws; a rank on host cores has nothing to choose."""
-    return () if drawing is HOST_DRAWING else (f"draws={drawing.name}",)
+def _sampling_report(sampler: ShardSampler) -> tuple[str, ...]:
+    """Return how a device samples; a rank on host cores has nothing to choose."""
+    return () if sampler is HOST_SAMPLER else (f"sampling={sampler.name}",)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from hetero_worker.backends.base import Platform
-from hetero_worker.layers.sampler import sample_tokens
-from hetero_worker.runners.begun_step import SampleTokens
+from hetero_worker.layers.sampler import SampleTokens, sample_tokens
 from hetero_worker.runners.cpu_runner import CpuRunner
 from hetero_worker.runners.gpu_runner import GpuRunner
 from hetero_worker.runners.largest_step import measure_workspace

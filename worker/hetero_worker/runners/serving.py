@@ -16,7 +16,7 @@ from hetero_worker.models.decoder import Decoder
 from hetero_worker.runners.base import LoadReport, LoadRequest
 from hetero_worker.runners.forward import ForwardPass
 from hetero_worker.runners.plan_check import PlanBounds, PlanCheck
-from hetero_worker.runners.runner_device import ChainableInputs, DrawingParts, StepInputs, StepMaker
+from hetero_worker.runners.runner_device import DeviceTokenInputs, MultiStepParts, StepInputs, StepMaker
 from hetero_worker.runners.slots import SlotTable
 
 TOUCHED_BYTES: Final = 1 << 30
@@ -33,10 +33,10 @@ class ServingCache:
     inputs: StepInputs
     forward: ForwardPass
     check: PlanCheck
-    chained: ChainableInputs | None = None
+    async_inputs: DeviceTokenInputs | None = None
     """The inputs, where a step may begin before the previous one is finished."""
-    drawing: DrawingParts | None = None
-    """Inputs and pass, where steps can draw by themselves."""
+    multi_step: MultiStepParts | None = None
+    """Set where steps can draw by themselves."""
 
     @property
     def num_bytes(self) -> int:
@@ -78,8 +78,8 @@ def make_cache(
         inputs=parts.inputs,
         forward=parts.forward,
         check=PlanCheck(bounds),
-        chained=parts.chained,
-        drawing=parts.drawing,
+        async_inputs=parts.async_inputs,
+        multi_step=parts.multi_step,
     )
 
 

@@ -1,15 +1,16 @@
-"""Slot state of a rank: what the gateway's deltas add up to.
+"""Slot state of a rank: the sum of the gateway's deltas.
 
-Plans name requests by slot and say only what is new. The state here is the same on every rank after every step,
-because every rank applies the same plans and appends the same sampled tokens. It lies in arrays over all slots,
-allocated once, so that a step's inputs are gathered by a few array operations, whatever the number of sequences.
-A slot without tokens is free.
+Plans name requests by slot and carry only changes. The state is the same on every rank after every step, because every
+rank applies the same plans and appends the same sampled tokens. It lies in arrays over all slots, allocated once, so
+that a few array operations gather a step's inputs for any number of sequences. A slot without tokens is free.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +21,28 @@ from hetero_worker.sampling.request import SequenceSampling
 
 Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
+Tokens = TypeVar("Tokens", int, torch.Tensor)
+
+
+class SlotList:
+    """Room for a message's list of slots as an index array, so that no array is made for each message."""
+
+    def __init__(self, capacity: int) -> None:
+        self._slots: Int64Array = np.zeros(capacity, dtype=np.int64)
+        self._layouts: dict[int, struct.Struct] = {}
+
+    def fill(self, slots: Sequence[int], *more: int) -> Int64Array:
+        """Return slots and more slots as int64 [slots + more]: a view, valid until the next call."""
+        count = len(slots) + len(more)
+        layout = self._layouts.get(count)
+        if layout is None:
+            layout = self._layouts[count] = struct.Struct(f"={count}q")
+        layout.pack_into(self._slots.data, 0, *slots, *more)
+        return self._slots[:count]
 
 
 class SlotCounts:
-    """How many tokens and blocks each slot has: int64 [slots] each."""
+    """Numbers of tokens and blocks of each slot: int64 [slots] each."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_tokens: Int64Array = np.zeros(num_slots, dtype=np.int64)
@@ -37,23 +56,25 @@ class SlotCounts:
 
     @property
     def in_use(self) -> int:
-        """Slots that are bound."""
+        """Number of slots that are bound."""
         return int(np.count_nonzero(self.num_tokens))
 
     def holds(self, slot: int) -> bool:
-        """Whether the slot exists and is bound."""
+        """Return whether the slot exists and is bound."""
         return slot < len(self) and bool(self.num_tokens[slot])
 
     def set(self, slot: int, *, num_tokens: int, num_computed: int, num_blocks: int) -> None:
+        """Set one slot's numbers."""
         self.num_tokens[slot], self.num_computed[slot] = num_tokens, num_computed
         self.num_blocks[slot] = num_blocks
 
-    def go_on(self, slots: Int64Array, steps: int = 1) -> None:
-        """Each of these slots computes so many tokens, and gets as many."""
+    def decode(self, slots: Int64Array, steps: int = 1) -> None:
+        """Compute one token of each of these slots a step, and append one."""
         self.num_tokens[slots] += steps
         self.num_computed[slots] += steps
 
     def copy_from(self, other: SlotCounts) -> None:
+        """Take over the numbers of another table of as many slots."""
         np.copyto(self.num_tokens, other.num_tokens)
         np.copyto(self.num_computed, other.num_computed)
         np.copyto(self.num_blocks, other.num_blocks)
@@ -61,22 +82,32 @@ class SlotCounts:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTokens:
-    """Draws whose tokens are not known yet, in slots whose state has gone on as if they were."""
+    """Draws with unknown tokens, in slots whose state has gone on as if the tokens were known."""
 
     slots: Sequence[int]
     places: Int64Array
-    """Where each goes in `SlotTable.token_ids`, flattened."""
+    """Index of each token in the flattened `SlotTable.token_ids`."""
     samplings: Sequence[SequenceSampling]
-    """Whose they are: a slot may have been bound anew by the time the token is known."""
+    """Owners of the tokens: a slot may be bound again before its token is known."""
+
+
+def pending_token(draw: int) -> int:
+    """Return the stand-in for the token of a running step's draw: below 0, as no token id is."""
+    return -1 - draw
+
+
+def draw_of(pending: Tokens) -> Tokens:
+    """Return the draw that each stand-in names; below 0 for a token id."""
+    return -1 - pending
 
 
 class SlotTable:
-    """State of all slots. Callers have checked the plan (`plan_check`): nothing is checked again here."""
+    """State of all slots. Callers have checked the plan (`plan_check`), so nothing is checked again here."""
 
     def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
         self.counts = SlotCounts(max_num_seqs)
         self.last_tokens: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
-        """[slots]: the last known token of each."""
+        """[slots]: the last token of each, or a `pending_token`."""
         # One more than the longest sequence: the token sampled at its end is known, though never computed.
         self.token_ids: Int32Array = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
         """[slots, tokens]: all known tokens."""
@@ -93,21 +124,22 @@ class SlotTable:
 
     @property
     def max_blocks(self) -> int:
-        """Blocks of the longest sequence."""
+        """Number of blocks of the longest sequence."""
         return int(self.block_tables.shape[1])
 
     def sampling(self, slot: int) -> SequenceSampling:
-        """How the tokens of a bound slot are chosen."""
+        """Return the sampling state of a bound slot. Raises KeyError for a free one."""
         sampling = self._samplings[slot]
         if sampling is None:
             raise KeyError(f"slot {slot} is free")
         return sampling
 
     def num_prompt_tokens(self, slot: int) -> int:
+        """Return the length of the slot's prompt."""
         return self._num_prompt_tokens[slot]
 
     def apply(self, plan: ranks_pb2.StepPlan) -> None:
-        """Release, bind and append blocks, as the plan says."""
+        """Release and bind slots and append blocks, as the plan says."""
         for slot in plan.released_slots:
             self._release(slot)
         for sequence in plan.new_sequences:
@@ -116,7 +148,7 @@ class SlotTable:
             self._append_blocks(slot, (block_id,))
 
     def advance(self, slots: Int64Array, scratch: Int64Array) -> None:
-        """Of each slot one more token is computed. `scratch` is as long as `slots`."""
+        """Count one more computed token of each slot. `scratch` is as long as `slots`."""
         self.counts.num_computed.take(slots, out=scratch, mode="clip")
         np.add(scratch, 1, out=scratch)
         self.counts.num_computed.put(slots, scratch, mode="clip")
@@ -139,34 +171,31 @@ class SlotTable:
             self.sampling(slot).append(token_id)
 
     def append_steps(self, slots: Int64Array, token_ids: Int64Array) -> None:
-        """Of each slot as many more tokens are computed as steps were made, and those drawn in them are appended.
-
-        `token_ids` is int64 [steps, slots].
-        """
+        """Append the tokens drawn in several steps, int64 [steps, slots], and count as many computed tokens."""
         steps = len(token_ids)
         places = slots * self.token_ids.shape[1] + self.counts.num_tokens[slots]
         self._flat_tokens[places + np.arange(steps)[:, None]] = token_ids
         self.last_tokens[slots] = token_ids[-1]
-        self.counts.go_on(slots, steps)
+        self.counts.decode(slots, steps)
         for slot, tokens in zip(slots.tolist(), token_ids.T.tolist(), strict=True):
             self.sampling(slot).extend(tokens)
 
-    def expect_tokens(self, slots: Sequence[int], stand_ins: Sequence[int]) -> ExpectedTokens:
-        """Go on as if the tokens drawn for these slots had been appended; stand-ins are their last tokens till then.
+    def expect_tokens(self, slots: Sequence[int], pending: Sequence[int]) -> ExpectedTokens:
+        """Go on as if the tokens drawn for these slots had been appended; each last token is `pending` until then.
 
         They are settled before the next ones are expected or appended.
         """
         index = np.array(slots, dtype=np.int64)
         places = index * self.token_ids.shape[1] + self.counts.num_tokens[index]
         self.counts.num_tokens[index] += 1
-        self.last_tokens[index] = stand_ins
+        self.last_tokens[index] = pending
         samplings = [self.sampling(slot) for slot in slots]
         for sampling in samplings:
             sampling.expect()
         return ExpectedTokens(slots, places, samplings)
 
     def settle_tokens(self, expected: ExpectedTokens, token_ids: Sequence[int]) -> None:
-        """The tokens are known. Those of slots that have been released meanwhile are nobody's."""
+        """Append the tokens that were expected, except those of slots that were released meanwhile."""
         kept = [i for i, slot in enumerate(expected.slots) if self._samplings[slot] is expected.samplings[i]]
         tokens = np.array(token_ids, dtype=np.int64)[kept]
         self.last_tokens[np.array(expected.slots, dtype=np.int64)[kept]] = tokens
@@ -175,7 +204,7 @@ class SlotTable:
             expected.samplings[i].settle(token_ids[i])
 
     def wants_prompt_logprobs(self, slot: int) -> bool:
-        """Whether log-probabilities of its prompt are wanted; False of a slot that is free, or is none."""
+        """Return whether log-probabilities of the slot's prompt are wanted; False for a free or unknown slot."""
         sampling = self._samplings[slot] if slot < len(self._samplings) else None
         return sampling is not None and sampling.num_prompt_logprobs is not None
 

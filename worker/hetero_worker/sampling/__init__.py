@@ -1,1 +1,1 @@
-"""Drawing tokens from logits that stay on the ranks that computed them. Pure functions; no exchange."""
+"""Sampling from logits that stay on the ranks that computed them. Pure functions; no exchange between ranks."""

@@ -1,8 +1,8 @@
-"""Log-probabilities over vocabulary shards: of the model's own distribution, whatever the sampling does to it.
+"""Log-probabilities over vocabulary shards, of the model's own distribution before sampling edits or filters it.
 
-A shard tells its log-sum-exp, the target's logit if it owns the target, and its likeliest tokens; knowing the
-target's logit every shard counts its own rows that come before the target; rank 0 puts it together. Ranks and the
-likeliest tokens follow one order (logit descending, id ascending), so that a token of rank r ≤ k is the r-th of
+A shard sends its log-sum-exp, the target's logit if it owns the target, and its likeliest tokens. Once every shard
+knows the target's logit, it counts its own rows that come before the target, and rank 0 puts the parts together. Ranks
+and the likeliest tokens follow one order (logit descending, id ascending), so that a token of rank r ≤ k is the r-th of
 the top k. Numbers travel as float64, which holds every id and every float32 exactly.
 """
 
@@ -17,8 +17,7 @@ import torch
 
 from hetero_api.v1 import logprobs_pb2
 from hetero_worker.sampling.decision import check_finite, log_sum_exp_of
-from hetero_worker.sampling.ordering import best_first, merged_order
-from hetero_worker.sampling.shard import Float64Array, log_sum_exp
+from hetero_worker.sampling.shard import Float64Array, best_first, log_sum_exp, merged_order
 
 _HEAD_FIELDS: Final = 2
 _CHUNK_ROWS: Final = 16
@@ -27,36 +26,37 @@ _CHUNK_ROWS: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class TokenTarget:
-    """A token whose log-probability is asked for, and how many of the likeliest beside it."""
+    """A token whose log-probability is wanted, and how many of the likeliest tokens beside it."""
 
     token_id: int
     num_top: int
 
     def message_size(self, shard_rows: int) -> int:
-        """Elements that a shard tells about it."""
+        """Return the number of elements of a shard's message about it."""
         return _HEAD_FIELDS + 2 * min(self.num_top, shard_rows)
 
 
 @dataclass(frozen=True, slots=True)
 class ShardLogprobs:
-    """What one shard tells about one target."""
+    """One shard's message about one target."""
 
     log_sum_exp: float
     target: float
     """The target's logit; -inf where it is another shard's."""
     top: Float64Array
-    """Largest logits of the shard, best first ..."""
+    """Largest logits of the shard, best first."""
     top_ids: Float64Array
-    """... and their tokens."""
+    """Tokens of these logits."""
 
     @classmethod
     def unpack(cls, message: Float64Array) -> ShardLogprobs:
+        """Read one target's part of `pack_shard`."""
         top, top_ids = message[_HEAD_FIELDS:].reshape(2, -1)
         return cls(float(message[0]), float(message[1]), top, top_ids)
 
 
 def pack_shard(logits: torch.Tensor, targets: Sequence[TokenTarget], begin: int) -> Float64Array:
-    """One shard's messages about all targets, joined; `logits` is float32 [targets, shard rows], rows at least 1."""
+    """Return one shard's messages about all targets, joined: `logits` is float32 [targets, shard rows], not empty."""
     parts = []
     for row, target, total in zip(logits.numpy(), targets, _log_sum_exps(logits), strict=True):
         local = target.token_id - begin
@@ -68,12 +68,12 @@ def pack_shard(logits: torch.Tensor, targets: Sequence[TokenTarget], begin: int)
 
 
 def count_before(
-    logits: torch.Tensor, targets: Sequence[TokenTarget], told: Sequence[Sequence[ShardLogprobs]], begin: int
+    logits: torch.Tensor, targets: Sequence[TokenTarget], parts: Sequence[Sequence[ShardLogprobs]], begin: int
 ) -> Float64Array:
-    """How many of a shard's rows come before each target: float64 [targets]; `told` is what all shards told of each."""
+    """Count a shard's rows before each target: float64 [targets]; `parts` has all shards' messages by target."""
     counts = np.zeros(len(targets))
     for i, (row, target) in enumerate(zip(logits.numpy(), targets, strict=True)):
-        logit = np.float32(max(shard.target for shard in told[i]))
+        logit = np.float32(max(shard.target for shard in parts[i]))
         lower_ids = row[: max(0, target.token_id - begin)]
         counts[i] = np.count_nonzero(row > logit) + np.count_nonzero(lower_ids == logit)
     return counts
@@ -82,7 +82,7 @@ def count_before(
 def decide_logprobs(
     shards: Sequence[ShardLogprobs], target: TokenTarget, num_before: int
 ) -> logprobs_pb2.TokenLogprobs:
-    """What all shards together say. Raises ModelError when logits are not finite."""
+    """Put the shards' messages about one target together. Raises ModelError when logits are not finite."""
     totals = np.array([shard.log_sum_exp for shard in shards])
     check_finite(float(totals.max()))
     total = log_sum_exp_of(totals)

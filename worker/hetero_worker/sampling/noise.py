@@ -1,12 +1,18 @@
-"""Counter-based noise: the same number for (seed, position, vocabulary row), wherever and whenever it is drawn.
+"""Counter-based noise: the same number for (seed, position, vocabulary row) on any rank, in any batch, at any time.
 
-A sampled token is the argmax of scaled logit + Gumbel noise (the Gumbel-max trick: exactly a draw from the
-softmax). The noise of a row comes from Philox4x64 keyed by the request's seed and the position of the token that
-is drawn; the counter is the vocabulary row (eight rows of 32 bits a counter). So a rank draws the noise of its
-own rows only, and the token does not depend on the batch, the layout of ranks, or on a restart.
+A sampled token is the argmax of scaled logit + Gumbel noise. This is the Gumbel-max trick: exactly a draw from the
+softmax. The noise of a row comes from Philox4x64-10 keyed by the request's seed and the position of the drawn token.
+The counter is the vocabulary row; one counter serves eight rows with 32 bits each. A rank therefore computes the noise
+of its own rows only, and a token does not depend on the batch, on the layout of ranks, or on a restart.
 
-Large noise, which decides, comes from uniform numbers near 0. There 32 bits are coarse (a token of probability
-1e-10 would never be drawn), so words below COARSE get a fraction of 64 more bits; one draw in hundreds has any.
+Large noise, which decides, comes from uniform numbers near 0. There 32 bits are coarse: a token of probability 1e-10
+would never be drawn. Words below COARSE get a fraction of 64 more bits; one draw in hundreds has such a word.
+
+Two implementations give the same bits: numpy's generator on the host, and torch operators wherever a tensor lies. torch
+has no unsigned 64-bit arithmetic, so its words are kept in int64. Sums and products wrap as unsigned ones do, and the
+upper half of a product is put together from halves of 32 bits (Salmon et al., "Parallel random numbers: as easy as
+1, 2, 3", 2011). On a GPU one kernel of `kernels.sampling` replaces these hundred operators; its logarithms round
+differently.
 """
 
 from __future__ import annotations
@@ -20,53 +26,52 @@ import torch
 
 IdArray = npt.NDArray[np.int64]
 
-_ROWS_PER_COUNTER: Final = 8
+ROWS_PER_COUNTER: Final = 8
 COARSE: Final = 256
-_FRACTIONS: Final = 1 << 63
+"""Words below get a fraction."""
+FRACTION_KEY: Final = 1 << 63
 """Set in the position, which no sequence reaches, it keys the stream of fractions."""
 TO_UNIFORM: Final = 2.0**-32 * (1 - 2.0**-24)
-"""Brings words, the largest of which float32 rounds to 2^32, into (0, 1)."""
+"""Factor that brings words, the largest of which float32 rounds to 2^32, into (0, 1)."""
+ROUNDS: Final = 10
+MULTIPLIERS: Final = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
+KEY_STEPS: Final = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
+_HALF: Final = 32
+_HALF_MASK: Final = (1 << _HALF) - 1
 
 
 class NoiseKey(NamedTuple):
-    """What a draw's noise depends on, besides the vocabulary row; unsigned 64-bit numbers, position below 2^63."""
+    """Key of a draw's noise: unsigned 64-bit numbers, the position below 2^63."""
 
     seed: int
     position: int
 
 
+# --- on the host, with numpy's generator -----------------------------------------------------------------
+
+
 def gumbel_noise(keys: Sequence[NoiseKey], *, begin: int, count: int) -> torch.Tensor:
-    """Standard Gumbel noise of vocabulary rows [begin, begin + count) for each key: float32 [keys, count]."""
+    """Return standard Gumbel noise of vocabulary rows [begin, begin + count): float32 [keys, count]."""
     numbers = np.empty((len(keys), count), dtype=np.float32)
     for row, key in zip(numbers, keys, strict=True):
         row[:] = _uniform(_draw_words(key, begin, count), key, begin)
-    return to_gumbel(torch.from_numpy(numbers))
+    return _to_gumbel(torch.from_numpy(numbers))
 
 
 def gumbel_noise_at(
     keys: Sequence[NoiseKey], rows: Sequence[IdArray], *, begin: int, count: int
 ) -> list[npt.NDArray[np.float32]]:
-    """The noise of rows chosen for each key, out of [begin, begin + count) and given relative to begin."""
+    """Return the noise of some rows for each key. Rows lie in [begin, begin + count) and are relative to begin."""
     numbers = [
         _uniform(_draw_words(key, begin, count)[chosen], key, begin, chosen)
         for key, chosen in zip(keys, rows, strict=True)
     ]
-    noise = to_gumbel(torch.from_numpy(np.concatenate(numbers))).numpy()
+    noise = _to_gumbel(torch.from_numpy(np.concatenate(numbers))).numpy()
     return np.split(noise, np.cumsum([len(chosen) for chosen in rows[:-1]]))
 
 
-def gumbel_of_words(keys: Sequence[NoiseKey], ids: IdArray, words: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """The noise of vocabulary rows whose words are known: float32 [keys, n], of `ids` and `words` [keys, n]."""
-    numbers = words.astype(np.float32)
-    numbers += np.float32(0.5)
-    for draw, place in np.argwhere(words < COARSE).tolist():
-        numbers[draw, place] = int(words[draw, place]) + _fraction(keys[draw], int(ids[draw, place]))
-    noise: npt.NDArray[np.float32] = to_gumbel(torch.from_numpy(numbers)).numpy()
-    return noise
-
-
 def _draw_words(key: NoiseKey, begin: int, count: int) -> npt.NDArray[np.uint32]:
-    counter, skip = divmod(begin, _ROWS_PER_COUNTER)
+    counter, skip = divmod(begin, ROWS_PER_COUNTER)
     bits = np.random.Philox(key=np.array(key, dtype=np.uint64), counter=counter).random_raw(-(-(skip + count) // 2))
     return bits.view(np.uint32)[skip : skip + count]
 
@@ -74,7 +79,7 @@ def _draw_words(key: NoiseKey, begin: int, count: int) -> npt.NDArray[np.uint32]
 def _uniform(
     words: npt.NDArray[np.uint32], key: NoiseKey, begin: int, chosen: IdArray | None = None
 ) -> npt.NDArray[np.float32]:
-    """Numbers between 0 and 2^32 of the rows begin + chosen, or of all from begin on: a word and a fraction."""
+    """Return numbers between 0 and 2^32, a word and a fraction each, of the rows begin + chosen or of all rows."""
     numbers = words.astype(np.float32)
     numbers += np.float32(0.5)
     if len(words) and words.min() < COARSE:
@@ -85,11 +90,93 @@ def _uniform(
 
 
 def _fraction(key: NoiseKey, row: int) -> float:
-    """Uniform in (0, 1), of the row's own 64 bits."""
-    own = np.array([key.seed, key.position | _FRACTIONS], dtype=np.uint64)
+    """Return a uniform number in (0, 1), made of 64 bits of the row's own."""
+    own = np.array([key.seed, key.position | FRACTION_KEY], dtype=np.uint64)
     return (int(np.random.Philox(key=own, counter=row).random_raw()) + 0.5) * 2.0**-64
 
 
-def to_gumbel(numbers: torch.Tensor) -> torch.Tensor:
-    """-log(-log(1 - number / 2^32)), in place."""
+# --- wherever a tensor lies, with torch's operators -------------------------------------------------------
+
+
+def key_tensor(keys: Sequence[NoiseKey]) -> torch.Tensor:
+    """Return the keys' bits: int64 [keys, 2], seed and position."""
+    return torch.from_numpy(np.array(keys, dtype=np.uint64).reshape(-1, 2).view(np.int64))
+
+
+def noise_of_range(keys: torch.Tensor, begin: int, count: int) -> torch.Tensor:
+    """Return `gumbel_noise` where the keys lie: float32 [keys, count], of `key_tensor`'s int64 [keys, 2]."""
+    ids = torch.arange(begin, begin + count, device=keys.device).expand(len(keys), -1)
+    return _noise_of_words(keys, ids, words_of_range(keys, begin, count))
+
+
+def noise_at(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return the noise of vocabulary rows `ids`, int64 [keys, n], where they lie: float32 [keys, n]."""
+    return _noise_of_words(keys, ids, words_at(keys, ids))
+
+
+def words_at(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return the word of each vocabulary row, 0 to 2^32 - 1: int64 [keys, n], of `ids` int64 [keys, n]."""
+    blocks = _philox(keys, ids // ROWS_PER_COUNTER)
+    lane = ids % ROWS_PER_COUNTER
+    word = blocks.gather(-1, (lane // 2).unsqueeze(-1)).squeeze(-1)
+    return torch.where(lane % 2 == 0, word, word >> _HALF) & _HALF_MASK
+
+
+def words_of_range(keys: torch.Tensor, begin: int, count: int) -> torch.Tensor:
+    """Return the words of vocabulary rows [begin, begin + count): int64 [keys, count]."""
+    first, skip = divmod(begin, ROWS_PER_COUNTER)
+    end = -(-(begin + count) // ROWS_PER_COUNTER)
+    counters = torch.arange(first, end, device=keys.device).expand(len(keys), -1)
+    blocks = _philox(keys, counters)
+    halves = torch.stack([blocks & _HALF_MASK, (blocks >> _HALF) & _HALF_MASK], dim=-1)
+    return halves.view(len(keys), -1)[:, skip : skip + count]
+
+
+def _noise_of_words(keys: torch.Tensor, ids: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+    """Return Gumbel noise. On a GPU this waits for the device, to learn which words are coarse."""
+    numbers = words.float().add_(0.5)
+    draws, places = (words < COARSE).nonzero(as_tuple=True)
+    exact = words[draws, places].double() + _fractions(keys[draws], ids[draws, places])
+    numbers[draws, places] = exact.float()
+    return _to_gumbel(numbers)
+
+
+def _fractions(keys: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return `_fraction` of each pair of key and row: float64 [rows]."""
+    own = torch.stack([keys[:, 0], keys[:, 1] | _signed(FRACTION_KEY)], dim=1)
+    bits = _philox(own, rows.unsqueeze(1))[:, 0, 0]
+    whole = (bits >> _HALF & _HALF_MASK).double() * 2.0**_HALF + (bits & _HALF_MASK).double()
+    return (whole + 0.5) * 2.0**-64
+
+
+def _philox(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
+    """Return four words of 64 bits a counter: int64 [keys, n, 4]. Like numpy, count on before the first draw."""
+    first, second = keys[:, :1], keys[:, 1:]
+    a, b = counters + 1, torch.zeros_like(counters)
+    c, d = b, b
+    for _ in range(ROUNDS):
+        high_a, low_a = _product(a, MULTIPLIERS[0])
+        high_c, low_c = _product(c, MULTIPLIERS[1])
+        a, b, c, d = high_c ^ b ^ first, low_c, high_a ^ d ^ second, low_a
+        first, second = first + _signed(KEY_STEPS[0]), second + _signed(KEY_STEPS[1])
+    return torch.stack([a, b, c, d], dim=-1)
+
+
+def _product(values: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the upper and lower 64 bits of unsigned products."""
+    high, low = values >> _HALF & _HALF_MASK, values & _HALF_MASK
+    factor_high, factor_low = factor >> _HALF, factor & _HALF_MASK
+    middle = high * factor_low + (low * factor_low >> _HALF & _HALF_MASK)
+    other = low * factor_high + (middle & _HALF_MASK)
+    upper = high * factor_high + (middle >> _HALF & _HALF_MASK) + (other >> _HALF & _HALF_MASK)
+    return upper, values * _signed(factor)
+
+
+def _signed(bits: int) -> int:
+    """Return the int64 that has an unsigned number's bits."""
+    return bits - (1 << 64) if bits >> 63 else bits
+
+
+def _to_gumbel(numbers: torch.Tensor) -> torch.Tensor:
+    """Compute -log(-log(1 - number / 2^32)) in place."""
     return numbers.mul_(-TO_UNIFORM).log1p_().neg_().log_().neg_()

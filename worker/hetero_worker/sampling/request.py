@@ -1,4 +1,4 @@
-"""How the next token of a sequence is chosen."""
+"""Sampling parameters of one sequence, and of one token to draw."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.sampling.edits import Bias, LogitEdits, Penalties, mask_without
+from hetero_worker.sampling.edits import Bias, LogitEdits, Penalties, TokenCounts, mask_without
 from hetero_worker.sampling.noise import NoiseKey
-from hetero_worker.sampling.token_counts import TokenCounts
 
 GREEDY_TEMPERATURE: Final = 1e-5
 """Temperatures below are greedy: dividing by them overflows."""
@@ -31,39 +30,42 @@ class SamplingRow(NamedTuple):
     """0 means all."""
     seed: int
     position: int
-    """Index of the drawn token in its sequence; with the seed the key of the noise."""
+    """Index of the drawn token in its sequence. Seed and position are the key of the noise."""
     edits: LogitEdits | None = None
-    """Good until the sequence's next token is appended."""
+    """Valid until the sequence's next token is appended."""
     num_logprobs: int | None = None
-    """How many of the likeliest tokens are told with the drawn one; None: no log-probabilities at all."""
+    """How many of the likeliest tokens are reported with the drawn one; None: no log-probabilities at all."""
 
     @property
     def is_greedy(self) -> bool:
+        """True if the token is the largest logit."""
         return self.temperature < GREEDY_TEMPERATURE
 
     @property
     def is_filtered(self) -> bool:
-        """Whether a part of the vocabulary may be cut off before the draw."""
+        """True if a part of the vocabulary may be cut off before the draw."""
         return not self.is_greedy and (self.top_k > 0 or self.has_nucleus or self.min_p > 0.0)
 
     @property
     def has_nucleus(self) -> bool:
+        """True if top_p cuts anything off."""
         return 0.0 < self.top_p < 1.0
 
     @property
     def noise_key(self) -> NoiseKey:
+        """Key of the draw's noise."""
         return NoiseKey(self.seed, self.position)
 
     def num_candidates(self, rows: int) -> int:
-        """How many of a shard's `rows` vocabulary rows are sent for a filtered draw."""
+        """Return how many of a shard's `rows` vocabulary rows are sent for a filtered draw."""
         return min(rows, self.top_k or MIN_CANDIDATES)
 
 
 class SequenceSampling:
-    """One bound slot's way of sampling, with what of the sequence's history it looks at.
+    """Sampling state of one sequence: its parameters, the number of its tokens, and the counts for penalties.
 
-    Ranks keep one a slot and append every sampled token to it, so that a draw after a preemption, which makes it
-    anew from prompt and output, equals the draw without.
+    Ranks keep one for each slot and append every sampled token. After a preemption it is made again from prompt and
+    output, and draws the same tokens.
     """
 
     def __init__(
@@ -80,35 +82,35 @@ class SequenceSampling:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the next token, and all after it, are the largest logits as they are, and nothing else is told."""
+        """True if the next token and all after it are the largest unedited logits, without log-probabilities."""
         if not self._is_unchanged or self._sampling.temperature >= GREEDY_TEMPERATURE:
             return False
         return not len(self._end_ids) or self._num_output >= self._sampling.min_tokens
 
     def append(self, token_id: int) -> None:
-        """The next output token is known."""
+        """Add the next output token."""
         self._num_output += 1
         if self._penalties is not None:
             self._penalties.counts.append(token_id)
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """The next output tokens are known."""
+        """Add the next output tokens."""
         self._num_output += len(token_ids)
         if self._penalties is not None:
             for token_id in token_ids:
                 self._penalties.counts.append(token_id)
 
     def expect(self) -> None:
-        """There will be a next output token: the one after it can be drawn, unless there are penalties."""
+        """Count an output token whose id is not known yet; `settle` names it before the next one is expected."""
         self._num_output += 1
 
     def settle(self, token_id: int) -> None:
-        """The token that was expected is known."""
+        """Name the token that was expected."""
         if self._penalties is not None:
             self._penalties.counts.append(token_id)
 
     def draw(self, mask: bytes | None = None) -> SamplingRow:
-        """How the token after the known ones is drawn; `mask` as TokenMasks has it."""
+        """Return how the next token is drawn; `mask` has the format of TokenMasks."""
         sampling = self._sampling
         return SamplingRow(
             temperature=sampling.temperature,

@@ -1,8 +1,9 @@
-"""A rank's side of sampling: what it sends about its own vocabulary rows.
+"""A rank's side of sampling on the host: the message about its own vocabulary rows.
 
-For a row without filters that is one pair (score, id), the best of the shard. For a row with filters it is the
-shard's top candidates in the order (scaled logit descending, id ascending), each with its noise, and what decides
-where a nucleus ends. Numbers travel as float64, which holds every id and every float32 exactly.
+For a draw without filters that is one pair (score, id), the best of the shard. For a draw with filters it is the
+shard's top candidates in the order (scaled logit descending, id ascending), each with its noise, and the sum that
+decides where a nucleus ends. Candidates, nuclei and log-probabilities agree on this one order on every layout. Numbers
+travel as float64, which holds every id and every float32 exactly.
 
 Logits are never changed: draws that edit theirs work on a copy.
 """
@@ -18,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hetero_worker.sampling.noise import gumbel_noise, gumbel_noise_at
-from hetero_worker.sampling.ordering import best_first
+from hetero_worker.sampling.edits import FloatArray
+from hetero_worker.sampling.noise import IdArray, gumbel_noise, gumbel_noise_at
 from hetero_worker.sampling.request import SamplingRow
 
 BEST_FIELDS: Final = 2
@@ -28,29 +29,33 @@ _HEAD_FIELDS: Final = 2
 _CANDIDATE_FIELDS: Final = 3
 _CHUNK_ELEMENTS: Final = 1 << 19
 """Logits whose scores are computed at a time: enough for all threads, few enough for the cache."""
+_COLUMNS_PER_VALUE: Final = 4
+_MIN_COLUMNS: Final = 512
+"""Folds of fewer columns are slow: their rows are too short for vector instructions."""
 
 Float64Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class ShardCandidates:
-    """Top rows of one shard for one draw; each array is float64 of shape [candidates], best first."""
+    """Top rows of one shard for one draw. Each array is float64 [candidates], best first."""
 
     largest: float
     """Largest scaled logit; NaN if any is NaN."""
     log_sum_exp: float
-    """Over all rows of the shard, of scaled logits; 0 for a draw that has no use for it."""
+    """Log of the sum of exponentials of all scaled logits of the shard; 0 for a draw without a nucleus."""
     scaled: Float64Array
     noise: Float64Array
     ids: Float64Array
     complete: bool
-    """Whether every row of the shard that can be drawn at all is a candidate."""
+    """True if every row of the shard that can be drawn at all is a candidate."""
 
     def pack(self) -> Float64Array:
+        """Return the message: float64, 1-d."""
         return np.concatenate([[self.largest, self.log_sum_exp], self.scaled, self.noise, self.ids])
 
     @classmethod
-    def of(
+    def make(
         cls,
         *,
         largest: float,
@@ -60,48 +65,42 @@ class ShardCandidates:
         ids: Float64Array,
         shard_rows: int,
     ) -> ShardCandidates:
-        """Whether they are complete is seen from what they are."""
+        """Create candidates of a shard with so many rows, and see whether they are complete."""
         complete = len(scaled) == shard_rows or bool(np.isneginf(scaled[-1]))
         return cls(largest, log_sum_exp, scaled, noise, ids, complete)
 
     @classmethod
     def unpack(cls, packed: Float64Array, *, shard_rows: int) -> ShardCandidates:
+        """Read the message of a shard with so many rows."""
         scaled, noise, ids = packed[_HEAD_FIELDS:].reshape(_CANDIDATE_FIELDS, -1)
         largest, total = packed[:_HEAD_FIELDS].tolist()
-        return cls.of(largest=largest, log_sum_exp=total, scaled=scaled, noise=noise, ids=ids, shard_rows=shard_rows)
+        return cls.make(largest=largest, log_sum_exp=total, scaled=scaled, noise=noise, ids=ids, shard_rows=shard_rows)
 
     @staticmethod
     def packed_size(candidates: int) -> int:
-        """Elements of `pack()`."""
+        """Return the number of elements of `pack()`."""
         return _HEAD_FIELDS + _CANDIDATE_FIELDS * candidates
 
 
 @dataclass(frozen=True, slots=True)
 class ShardDraws:
-    """What one shard tells of a batch of draws."""
+    """One shard's part of a batch of draws."""
 
     best: Float64Array
-    """[draws, 2], the best (score, id); of draws with filters no content."""
+    """[draws, 2]: the best (score, id) of each draw; no content for draws that have candidates."""
     candidates: dict[int, ShardCandidates]
-    """Of each draw with filters."""
-
-    @classmethod
-    def room(cls, draws: int) -> ShardDraws:
-        """To be filled in."""
-        return cls(np.empty((draws, BEST_FIELDS)), {})
-
-    def put(self, chosen: Sequence[int], of_chosen: ShardDraws) -> None:
-        """Fill in some draws, of which another batch was made."""
-        self.best[chosen] = of_chosen.best
-        self.candidates.update({chosen[i]: candidates for i, candidates in of_chosen.candidates.items()})
+    """Candidates by draw, for draws whose filters the shard could not apply by itself."""
 
 
 def draws_of_shard(logits: torch.Tensor, rows: Sequence[SamplingRow], begin: int) -> ShardDraws:
-    """Everything from logits on the host: float32 [draws, shard rows], the first being vocabulary row `begin`."""
+    """Return a shard's part of each draw, with candidates for all draws that have filters.
+
+    `logits` is float32 [draws, shard rows] on the host, the first column being vocabulary row `begin`.
+    """
     filtered = [i for i, row in enumerate(rows) if row.is_filtered]
     if not filtered:
         return ShardDraws(best_of_shard(logits, rows, begin), {})
-    draws = ShardDraws.room(len(rows))
+    draws = ShardDraws(np.empty((len(rows), BEST_FIELDS)), {})
     plain = [i for i, row in enumerate(rows) if not row.is_filtered]
     if plain:
         draws.best[plain] = best_of_shard(take_rows(logits, plain), [rows[i] for i in plain], begin)
@@ -113,10 +112,10 @@ def draws_of_shard(logits: torch.Tensor, rows: Sequence[SamplingRow], begin: int
 
 
 def best_of_shard(logits: torch.Tensor, rows: Sequence[SamplingRow], begin: int) -> Float64Array:
-    """The best (score, id) of each draw without filters: float64 [draws, 2].
+    """Return the best (score, id) of each draw without filters: float64 [draws, 2].
 
-    `logits` is float32 [draws, shard rows], the shard's first row being vocabulary row `begin`. The score of a
-    greedy draw is the logit, of another one the scaled logit plus noise. Of equal scores the lowest id wins; a
+    `logits` is float32 [draws, shard rows], the first column being vocabulary row `begin`. The score of a greedy draw
+    is the logit; the score of another draw is the scaled logit plus noise. Among equal scores the lowest id wins. A
     score is NaN if a logit is.
     """
     plain = [i for i, row in enumerate(rows) if row.is_greedy and row.edits is None]
@@ -138,10 +137,10 @@ def best_of_shard(logits: torch.Tensor, rows: Sequence[SamplingRow], begin: int)
 def candidates_of_shard(
     scaled: torch.Tensor, rows: Sequence[SamplingRow], begin: int, *, counts: Sequence[int]
 ) -> list[ShardCandidates]:
-    """The counts[i] top rows of a shard for each draw; `scaled` is from `scaled_logits`."""
+    """Return the counts[i] top rows of a shard for each draw; `scaled` is from `scaled_logits`."""
     values = scaled.numpy()
     totals = _nucleus_totals(scaled, rows)
-    # NaN is the largest of all. Its draw is refused by whoever decides it; what else is sent of it does not matter.
+    # NaN is the largest of all. Rank 0 refuses its draw, so the other candidates do not matter.
     largest = values.max(axis=1).tolist()
     ids = [
         np.arange(count) if math.isnan(top) else best_first(row, count)
@@ -149,7 +148,7 @@ def candidates_of_shard(
     ]
     noise = gumbel_noise_at([row.noise_key for row in rows], ids, begin=begin, count=values.shape[1])
     return [
-        ShardCandidates.of(
+        ShardCandidates.make(
             largest=largest[i],
             log_sum_exp=totals[i],
             scaled=values[i, chosen].astype(np.float64),
@@ -162,13 +161,13 @@ def candidates_of_shard(
 
 
 def scaled_logits(logits: torch.Tensor, rows: Sequence[SamplingRow], chosen: Sequence[int], begin: int) -> torch.Tensor:
-    """A copy of the chosen draws' logits, edited and divided by the temperature: float32 [chosen, shard rows]."""
+    """Return a copy of the chosen draws' logits, edited and divided by the temperature: float32 [chosen, columns]."""
     temperatures = torch.tensor([[rows[i].temperature] for i in chosen], dtype=torch.float32)
     return edited_logits(logits, rows, chosen, begin).div_(temperatures)
 
 
 def edited_logits(logits: torch.Tensor, rows: Sequence[SamplingRow], chosen: Sequence[int], begin: int) -> torch.Tensor:
-    """A copy of the chosen draws' logits with their edits: float32 [chosen, shard rows]."""
+    """Return a copy of the chosen draws' logits with their edits: float32 [chosen, shard rows]."""
     copies = take_rows(logits, chosen)
     for copy, i in zip(copies.numpy(), chosen, strict=True):
         edits = rows[i].edits
@@ -178,20 +177,20 @@ def edited_logits(logits: torch.Tensor, rows: Sequence[SamplingRow], chosen: Seq
 
 
 def take_rows(logits: torch.Tensor, chosen: Sequence[int]) -> torch.Tensor:
-    """A copy of some rows."""
+    """Return a copy of some rows."""
     # Several times faster than indexing with a list.
     return logits.index_select(0, torch.tensor(chosen))
 
 
 def log_sum_exp(values: torch.Tensor) -> torch.Tensor:
-    """Over the last dimension, summed in float64: float64, of float32 values; -inf of nothing but -inf."""
+    """Reduce the last dimension of float32 values to float64, summed in float64; -inf if all values are -inf."""
     largest = values.amax(dim=-1, keepdim=True)
     base = torch.where(largest.isneginf(), 0.0, largest)
     return (values - base).exp_().sum(dim=-1, dtype=torch.float64).log_().add_(base.squeeze(-1))
 
 
 def _nucleus_totals(scaled: torch.Tensor, rows: Sequence[SamplingRow]) -> list[float]:
-    """log_sum_exp of each draw whose nucleus is one of the whole vocabulary, 0 of the others."""
+    """Return log_sum_exp of each draw that takes its nucleus from the whole vocabulary, and 0 for the others."""
     totals = [0.0] * len(rows)
     needed = [i for i, row in enumerate(rows) if row.has_nucleus and not row.top_k]
     if needed:
@@ -201,7 +200,7 @@ def _nucleus_totals(scaled: torch.Tensor, rows: Sequence[SamplingRow]) -> list[f
 
 
 def _best(scores: torch.Tensor, begin: int) -> Float64Array:
-    """Largest score and its id, of each row: float64 [rows, 2]."""
+    """Return the largest score of each row and its id: float64 [rows, 2]."""
     # numpy's argmax takes the first of equals, as torch's does, and is many times faster.
     values = scores.numpy()
     columns = values.argmax(axis=1)
@@ -212,7 +211,36 @@ def _best(scores: torch.Tensor, begin: int) -> Float64Array:
 
 
 def chunks_of(chosen: Sequence[int], shard_rows: int, *, chunk_elements: int = _CHUNK_ELEMENTS) -> Iterator[list[int]]:
-    """Draws whose logits are worked on together."""
+    """Yield draws in groups that are computed together."""
     size = max(1, chunk_elements // shard_rows)
     for first in range(0, len(chosen), size):
         yield list(chosen[first : first + size])
+
+
+def best_first(values: FloatArray, count: int) -> IdArray:
+    """Return the indices of the `count` largest values, in the order (value descending, index ascending).
+
+    `count` is 1 to len(values); no value is NaN. The choice takes O(n); then few more than `count` values are sorted.
+    """
+    floor = _floor(values, count)
+    chosen = np.concatenate([np.flatnonzero(values > floor), np.flatnonzero(values == floor)[:count]])
+    # Equal values stand in ascending order of their indices, and a stable sort keeps that.
+    order: IdArray = chosen[np.argsort(-values[chosen], kind="stable")[:count]]
+    return order
+
+
+def _floor(values: FloatArray, count: int) -> float:
+    """Return a number that at least `count` values reach, and not many more unless they equal it."""
+    fold = len(values) // max(_MIN_COLUMNS, _COLUMNS_PER_VALUE * count)
+    if fold < 2:
+        return float(np.partition(values, len(values) - count)[len(values) - count])
+    # `count` of the columns of the folded values reach it, each with its largest; their partition is a short one.
+    columns = len(values) // fold
+    largest = values[: fold * columns].reshape(fold, columns).max(axis=0)
+    return float(np.partition(largest, columns - count)[columns - count])
+
+
+def merged_order(values: npt.NDArray[np.float64], ids: npt.NDArray[np.float64]) -> IdArray:
+    """Return the indices that sort by (value descending, id ascending)."""
+    order: IdArray = np.lexsort((ids, -values))
+    return order

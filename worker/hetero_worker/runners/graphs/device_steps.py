@@ -9,7 +9,6 @@ import torch
 from hetero_worker.backends.base import Platform
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.runners.base import LoadRequest
-from hetero_worker.runners.begun_step import unchained_because
 from hetero_worker.runners.device_inputs import DeviceInputs
 from hetero_worker.runners.forward import EagerForward
 from hetero_worker.runners.graphs.backend import GraphBackend
@@ -18,6 +17,7 @@ from hetero_worker.runners.graphs.graph_forward import GraphForward
 from hetero_worker.runners.graphs.padding import Padding
 from hetero_worker.runners.plan_check import PlanBounds
 from hetero_worker.runners.runner_device import StepParts
+from hetero_worker.runners.running_step import synchronous_because
 from hetero_worker.runners.shard import graph_memory
 
 MakeGraphs = Callable[[torch.device], GraphBackend]
@@ -39,16 +39,16 @@ class DeviceSteps:
     def make(self, bounds: PlanBounds, request: LoadRequest) -> StepParts:
         padding = self._padding(request)
         inputs = DeviceInputs(bounds, self._platform, padding)
-        chained = None if unchained_because(request) else inputs
+        async_inputs = None if synchronous_because(request) else inputs
         if self._make_graphs is None or not padding.sizes:
-            return StepParts(inputs, EagerForward(), chained)
+            return StepParts(inputs, EagerForward(), async_inputs)
         backend = self._make_graphs(self._platform.device)
         reserved = graph_memory(request, padding.sizes)
-        return StepParts(inputs, GraphForward(backend, padding.sizes, bounds=bounds, reserved=reserved), chained)
+        return StepParts(inputs, GraphForward(backend, padding.sizes, bounds=bounds, reserved=reserved), async_inputs)
 
     def kernels(self, request: LoadRequest, exchange: Exchange | None) -> tuple[str, ...]:  # noqa: ARG002
-        problem = unchained_because(request)
-        return (f"graphs={self._padding(request)}", f"steps={f'one by one ({problem})' if problem else 'chained'}")
+        problem = synchronous_because(request)
+        return (f"graphs={self._padding(request)}", f"steps={f'synchronous ({problem})' if problem else 'async'}")
 
     def graph_sizes(self, request: LoadRequest) -> tuple[int, ...]:
         return self._padding(request).sizes

@@ -1,4 +1,4 @@
-"""Chained steps on a device that really computes beside the host: tokens are those of steps one by one."""
+"""Overlapping steps on a device that really computes beside the host: tokens are those of steps one by one."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import pytest
 from hetero_api.v1.ranks_pb2 import Sampling
 from hetero_gateway.engine.request import GenerationRequest
 from hetero_worker.backends.cuda.device import CudaPlatform
-from hetero_worker.layers.drawing_choice import drawing_for
 from hetero_worker.runners.graphs.device_steps import graphs_of
-from tests.support.chained_serving import Asked, ChainedRank, FullTrust, MisleadingDrawing, random_requests
+from tests.support.async_serving import Asked, AsyncRank, random_requests
 from tests.support.gpu_needed import skip_without_gpu
 from tests.support.quiet_step import WHOLE
 from tests.support.random_model import VOCAB_SIZE, save_random_llama
@@ -33,32 +32,20 @@ def gpu() -> CudaPlatform:
     return platform
 
 
-def rank_on(
-    gpu: CudaPlatform, model: Path, *, chained: bool = True, wrong: float | None = None, graphs: bool = True
-) -> ChainedRank:
-    """`wrong` None: the rank's own drawing as it is."""
-    return ChainedRank(
-        model,
-        drawing=None if wrong is None else MisleadingDrawing(drawing_for(gpu), wrong=wrong),
-        platform=gpu,
-        shares=WHOLE,
-        chained=chained,
-        enforce_eager=not graphs,
-        trust=FullTrust(),
-    )
+def rank_on(gpu: CudaPlatform, model: Path, *, async_steps: bool = True, graphs: bool = True) -> AsyncRank:
+    return AsyncRank(model, sampler=None, platform=gpu, shares=WHOLE, async_steps=async_steps, enforce_eager=not graphs)
 
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
-@pytest.mark.parametrize("wrong", [0.0, 0.3])
-def test_tokens_are_those_of_steps_one_by_one(gpu: CudaPlatform, model: Path, wrong: float, graphs: bool) -> None:
+def test_tokens_are_those_of_steps_one_by_one(gpu: CudaPlatform, model: Path, graphs: bool) -> None:
     assert graphs_of(gpu.device) is not None
     for seed in (1, 2):
         asked = random_requests(seed, 14, vocabulary=VOCAB_SIZE)
-        expected = rank_on(gpu, model, chained=False, graphs=graphs).serve(asked)
-        assert rank_on(gpu, model, wrong=wrong, graphs=graphs).serve(asked) == expected
+        expected = rank_on(gpu, model, async_steps=False, graphs=graphs).serve(asked)
+        assert rank_on(gpu, model, graphs=graphs).serve(asked) == expected
 
 
-def test_guesses_of_a_device_come_true(gpu: CudaPlatform, model: Path) -> None:
+def test_nearly_all_steps_overlap(gpu: CudaPlatform, model: Path) -> None:
     asked = [
         Asked(
             GenerationRequest(
@@ -71,9 +58,8 @@ def test_guesses_of_a_device_come_true(gpu: CudaPlatform, model: Path) -> None:
         )
         for i in range(6)
     ]
-    rank = ChainedRank(model, drawing=None, platform=gpu, shares=WHOLE, num_blocks=700, trust=FullTrust())
+    rank = AsyncRank(model, sampler=None, platform=gpu, shares=WHOLE, num_blocks=700)
     rank.serve(asked)
     summary = rank.runner._times.summary()
     assert summary is not None
-    assert summary.chained_share > 0.95
-    assert summary.num_remade <= 4, "of some 2,400 draws"
+    assert summary.overlapped_share > 0.95

@@ -1,4 +1,4 @@
-"""A rank whose steps chain: what its gateway hears of them, and when, whatever comes in between."""
+"""A rank whose steps overlap: when its gateway hears of them, with all that comes in between."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from tests.unit.worker_rank.test_state_machine import (
 pytestmark = pytest.mark.unit
 
 
-def chaining() -> FakeRunner:
+def overlapping() -> FakeRunner:
     """Its device is never done before a step is finished."""
     runner = FakeRunner()
-    runner.chains = True
+    runner.is_async = True
     return runner
 
 
@@ -38,7 +38,7 @@ def results(gateway: ScriptedGateway, count: int) -> list[int]:
 
 
 def test_a_plan_that_is_there_begins_before_the_step_before_is_answered(tmp_path: Path) -> None:
-    runner = chaining()
+    runner = overlapping()
     with joined(tmp_path, runner=runner) as (gateway, rank):
         serve_epoch(gateway, 1)
         for number in (1, 2, 3):
@@ -55,7 +55,7 @@ def test_a_plan_that_is_there_begins_before_the_step_before_is_answered(tmp_path
 
 
 def test_a_step_that_nothing_follows_is_answered_when_it_is_done_and_is_work_till_then(tmp_path: Path) -> None:
-    runner = chaining()
+    runner = overlapping()
     with joined(tmp_path, runner=runner) as (gateway, rank):
         gateway.expect("hello")
         gateway.tell(1, form_group=form_message(heartbeat_interval_s=0.05))
@@ -93,7 +93,7 @@ SLEEP = ranks_pb2.StepPlan(step_id=2, command=ranks_pb2.GroupCommand(sleep=ranks
     ids=["a command", "a release", "masks"],
 )
 def test_what_cannot_follow_waits_for_the_answer(messages: list[dict[str, Any]], tmp_path: Path) -> None:
-    runner = chaining()
+    runner = overlapping()
     with joined(tmp_path, runner=runner) as (gateway, rank):
         serve_epoch(gateway, 1)
         gateway.tell(1, step_plan=step(1, 0))
@@ -119,7 +119,7 @@ def test_what_cannot_follow_waits_for_the_answer(messages: list[dict[str, Any]],
 def test_what_does_not_fit_is_refused_behind_the_answer(
     epoch: int, body: dict[str, Any], complaint: str, tmp_path: Path
 ) -> None:
-    with joined(tmp_path, runner=chaining()) as (gateway, rank):
+    with joined(tmp_path, runner=overlapping()) as (gateway, rank):
         serve_epoch(gateway, 1)
         gateway.tell(1, step_plan=step(1, 0))
         gateway.tell(epoch, **body)
@@ -136,7 +136,7 @@ def _fail() -> None:
 
 
 def test_a_step_that_cannot_begin_is_reported_behind_the_answer_to_the_one_before(tmp_path: Path) -> None:
-    runner = chaining()
+    runner = overlapping()
     with joined(tmp_path, runner=runner) as (gateway, rank):
         serve_epoch(gateway, 1)
         runner.on_finish = lambda: setattr(runner, "on_execute", _fail)
@@ -157,7 +157,7 @@ def test_a_step_that_cannot_begin_is_reported_behind_the_answer_to_the_one_befor
 
 
 def test_a_step_that_cannot_be_finished_is_reported_once_and_the_next_epoch_forms(tmp_path: Path) -> None:
-    runner = chaining()
+    runner = overlapping()
     with joined(tmp_path, runner=runner) as (gateway, rank):
         serve_epoch(gateway, 1)
         runner.on_finish = _fail
@@ -173,7 +173,7 @@ def test_a_step_that_cannot_be_finished_is_reported_once_and_the_next_epoch_form
 
 
 def test_a_step_under_way_is_finished_before_an_abort_is_obeyed(tmp_path: Path) -> None:
-    runner = chaining()
+    runner = overlapping()
     with joined(tmp_path, runner=runner) as (gateway, rank):
         serve_epoch(gateway, 1)
         gateway.tell(1, step_plan=step(1, 0))
@@ -192,7 +192,7 @@ def test_a_step_under_way_is_finished_before_an_abort_is_obeyed(tmp_path: Path) 
 
 @pytest.mark.parametrize("by", ["leave", "hang up"])
 def test_the_end_of_life_finds_no_step_under_way(by: str, tmp_path: Path) -> None:
-    runner = chaining()
+    runner = overlapping()
     with joined(tmp_path, runner=runner) as (gateway, rank):
         serve_epoch(gateway, 1)
         gateway.tell(1, step_plan=step(1, 0))

@@ -1,12 +1,12 @@
-"""NativeDraws: the operations behind a recorded pass that draw its tokens, and make its inputs the next step's.
+"""NativeSampling: the operations behind a recorded pass that draw its tokens and make them the next step's inputs.
 
-They are for draws that take the largest logit as it is. With them a step needs nothing of the host but to be begun, and
-steps that follow one another are one call each (`step_runs`). What was drawn is kept until the last of them is made.
+They serve draws that take the largest logit. With them a step needs nothing from the host but its start, and
+consecutive steps are one call each (`multi_step`). The tokens are kept until the last of these steps is done.
 
-Ranks with vocabulary rows each tell the best of theirs, and every rank decides: among equals the lowest id, as
+Each rank with vocabulary rows sends its best, and every rank decides: among equals the lowest id, as
 `sampling.decision` does. One sum brings the bests to all. Each rank has a place of its own in it and zeros in all
-others, so nothing is rounded: x + 0 is x, of infinities and of what is no number too. Ids go as float32, which has all
-whole numbers up to 2^24; models with more tokens do not draw so.
+others, so nothing is rounded: x + 0 is x, for infinities and NaN too. Ids go as float32, which has all whole numbers up
+to 2^24; models with more tokens do not draw so.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from hetero_worker.native.op_queue import OpQueue
 from hetero_worker.runners.forward import StepDraws
 
 MAX_IDS: Final = 1 << 24
-"""float32 has all whole numbers below."""
+"""float32 has all whole numbers up to this one."""
 MAX_STEPS: Final = 10
-"""That draws are kept of: as many as a gateway has out (`lookahead.MOST` there)."""
+"""Steps whose draws are kept: as many as a gateway sends ahead (`lookahead.MOST` there)."""
 _BEST_FIELDS: Final = 2
 """Score and id."""
 
 
-class NativeDraws:
-    """Of the steps on one cache; `most_rows` of them draw at most."""
+class NativeSampling:
+    """Draws of the steps on one cache, of at most `most_rows` rows a step."""
 
     def __init__(self, op_queue: OpQueue, *, most_rows: int, block_size: int) -> None:
         self._op_queue = op_queue
@@ -45,10 +45,10 @@ class NativeDraws:
     def submit(
         self, step: DecoderInput, logits: torch.Tensor | None, *, head_ranges: Sequence[UnitRange], exchange: Exchange
     ) -> None:
-        """Draw a token for each row of a step that only decodes, keep these, and make its inputs the next one's.
+        """Draw and keep a token for each row of a step that only decodes, and make its inputs the next step's.
 
-        `logits` is float32 [rows, this rank's vocabulary rows], contiguous; nobody looks at those of a rank without.
-        Raises ValueError for others; as the exchange does.
+        `logits` is float32 [rows, this rank's vocabulary rows], contiguous, and unused on a rank without such rows.
+        Raises ValueError for other logits, and the exchange's errors.
         """
         rows, own = len(step.token_ids), head_ranges[exchange.rank]
         telling = [rank for rank, others in enumerate(head_ranges) if others.size]
@@ -60,13 +60,13 @@ class NativeDraws:
         self._step_on(step, best)
 
     def restart(self, steps: int) -> None:
-        """So many steps that draw come now, and are kept. Raises ValueError for more than there is room for."""
+        """Forget the kept draws before so many steps. Raises ValueError for more steps than there is room for."""
         if steps > MAX_STEPS:
             raise ValueError(f"draws of {MAX_STEPS} steps are kept, not of {steps}")
         self._num_kept[0] = 0
 
     def of_steps(self, steps: int, rows: int) -> StepDraws:
-        """What so many steps of so many rows drew since the restart."""
+        """Return the draws of so many steps since the restart. Raises RuntimeError if other steps have drawn."""
         if int(self._num_kept[0]) != steps:
             raise RuntimeError(f"{int(self._num_kept[0])} steps have drawn, not {steps}")
         count = steps * rows

@@ -1,19 +1,17 @@
-"""A GPU rank alone behind the gateway's scheduler, its steps chained or not; the device is played by the host, or real.
+"""A GPU rank alone behind the gateway's scheduler, with steps that overlap or not; the device is played, or real.
 
-Steps go out as a gateway sends them, two ahead; nobody looks whether the device is done, so every step that may follow
-another begins behind it. What comes out are the requests' tokens.
+Steps go out as a gateway sends them, two ahead. Nobody looks whether the device is done, so every step that may follow
+another begins before that is finished. The outcome is the requests' tokens.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
-
-import torch
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
@@ -25,18 +23,14 @@ from hetero_worker.backends.base import HOST, Platform
 from hetero_worker.backends.cuda.pins import NoPins
 from hetero_worker.distributed.exchange import LocalExchange
 from hetero_worker.distributed.staging import StreamStaging
-from hetero_worker.layers.sampler import sample_tokens
+from hetero_worker.layers.sampler import SampleTokens, sample_tokens
+from hetero_worker.runners.async_steps import AsyncSteps
 from hetero_worker.runners.base import LoadRequest, StepOutput
-from hetero_worker.runners.begun_step import SampleTokens
 from hetero_worker.runners.gpu_runner import GpuRunner
 from hetero_worker.runners.graphs.device_steps import MakeGraphs
-from hetero_worker.runners.step_chain import StepChain
-from hetero_worker.runners.trust import Trust
-from hetero_worker.sampling.device_draws import DeviceDrawing
-from hetero_worker.sampling.device_scores import DrawKernels, TorchDrawKernels
-from hetero_worker.sampling.drawing import Guesses, ShardDrawing, StartedDraws
-from hetero_worker.sampling.request import SamplingRow
-from hetero_worker.sampling.shard import ShardDraws
+from hetero_worker.sampling.base import ShardSampler
+from hetero_worker.sampling.device import DeviceSampler
+from hetero_worker.sampling.device_kernels import SamplingKernels, TorchSamplingKernels
 from tests.support.played_device import PlayedDevice
 from tests.support.pseudo_gpu import PseudoGpuPlatform
 from tests.support.rank_shares import Shares
@@ -45,85 +39,9 @@ MAX_SEQS, MAX_TOKENS, BLOCK_SIZE = 6, 24, 4
 WHOLE = Shares(kv_heads=((8,),), mlp_columns=((50,),), vocab_rows=(200,))
 
 
-def late_drawing(kernels: DrawKernels | None = None) -> ShardDrawing:
-    """A device's, whose numbers come off it when somebody waits for them."""
-    return DeviceDrawing(HOST, kernels or TorchDrawKernels(), StreamStaging(PlayedDevice(), NoPins()).start_to_host)
-
-
-class MisleadingDrawing:
-    """Draws as another, but some of its guesses are made wrong; and nothing is here before it is read."""
-
-    def __init__(self, drawing: ShardDrawing | None = None, *, wrong: float = 0.0) -> None:
-        """Of another drawing, or a `late_drawing`. `wrong`: the share of steps in which a guess is."""
-        self._drawing = drawing or late_drawing()
-        self._wrong = wrong
-        self._random = Random(5)
-        self.misled = 0
-        """Steps that were given a wrong guess."""
-
-    @property
-    def name(self) -> str:
-        return self._drawing.name
-
-    def start(self, rows: Sequence[SamplingRow], logits: torch.Tensor, begin: int) -> StartedDraws:
-        return _MisleadingDraws(self, self._drawing.start(rows, logits, begin), logits.shape[1])
-
-    def to_host(self, logits: torch.Tensor, chosen: Sequence[int]) -> torch.Tensor:
-        return self._drawing.to_host(logits, chosen)
-
-    def summary(self) -> str | None:
-        return self._drawing.summary()
-
-    def mislead(self, guesses: Guesses, vocabulary: int) -> Guesses:
-        if self._random.random() >= self._wrong:
-            return guesses
-        self.misled += 1
-        ids = guesses.ids.clone()
-        ids[self._random.randrange(len(ids))] += 1 + self._random.randrange(vocabulary - 1)
-        ids %= vocabulary
-        return Guesses(ids, _Copy(ids))
-
-
-class _Copy:
-    is_here = True
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    def wait(self) -> torch.Tensor:
-        return self._tensor.to(HOST)
-
-
-class FullTrust(Trust):
-    """Wrong guesses put nobody off."""
-
-    @property
-    def is_given(self) -> bool:
-        return True
-
-
-class _MisleadingDraws:
-    def __init__(self, drawing: MisleadingDrawing, started: StartedDraws, vocabulary: int) -> None:
-        self._drawing = drawing
-        self._started = started
-        self._vocabulary = vocabulary
-        self._was_read = False
-
-    @property
-    def is_here(self) -> bool:
-        return self._was_read
-
-    @property
-    def guessed(self) -> Sequence[int | None]:
-        return self._started.guessed
-
-    def guess(self) -> Guesses:
-        return self._drawing.mislead(self._started.guess(), self._vocabulary)
-
-    def read(self) -> ShardDraws:
-        assert not self._was_read
-        self._was_read = True
-        return self._started.read()
+def late_sampler(kernels: SamplingKernels | None = None) -> ShardSampler:
+    """Return a device's sampler whose numbers reach the host when somebody waits for them, and not before."""
+    return DeviceSampler(HOST, kernels or TorchSamplingKernels(), StreamStaging(PlayedDevice(), NoPins()).start_to_host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,32 +53,30 @@ class Asked:
 
 
 @dataclass
-class ChainedRank:
-    """Runs requests. `said` are the rank's steps in their order: "begin N", "answer N"."""
+class AsyncRank:
+    """A rank that serves requests. `said` are its steps in their order: "begin N", "answer N"."""
 
     directory: Path
-    drawing: ShardDrawing | None = field(default_factory=MisleadingDrawing)
-    """None: what the rank chooses."""
+    sampler: ShardSampler | None = field(default_factory=late_sampler)
+    """None: the rank's own choice."""
     platform: Platform = field(default_factory=PseudoGpuPlatform)
     shares: Shares = WHOLE
-    chained: bool = True
+    async_steps: bool = True
     enforce_eager: bool = False
     make_graphs: MakeGraphs | None = None
     sample: SampleTokens = sample_tokens
     num_blocks: int = 40
-    trust: Trust = field(default_factory=FullTrust)
     said: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.runner = GpuRunner(self.platform, sample=self.sample, make_graphs=self.make_graphs)
         self.runner.attach(LocalExchange())
         self.report = self.runner.load(self.load_request)
-        if self.drawing is not None:
-            self.runner._drawing = self.drawing
-        self.runner._trust = self.trust
+        if self.sampler is not None:
+            self.runner._sampler = self.sampler
         self.runner.allocate(self.num_blocks, BLOCK_SIZE)
         self.results: deque[ranks_pb2.StepResult] = deque()
-        self.chain = StepChain(self.runner, self._answer)
+        self.steps = AsyncSteps(self.runner, self._answer)
 
     @property
     def load_request(self) -> LoadRequest:
@@ -176,7 +92,7 @@ class ChainedRank:
             max_num_seqs=MAX_SEQS,
             memory_bytes=self.platform.memory_bytes,
             enforce_eager=self.enforce_eager,
-            chained=self.chained,
+            async_steps=self.async_steps,
         )
 
     def serve(self, asked: Iterable[Asked], *, steps_ahead: int = 2) -> Mapping[str, list[int]]:
@@ -193,7 +109,7 @@ class ChainedRank:
                 in_flight.add(step)
                 self.begin(step.plan)
             if not self.results:
-                self.chain.finish()
+                self.steps.finish()
             answered = in_flight.answer(self.results.popleft())
             in_flight.take()
             assert answered.result is not None
@@ -201,12 +117,12 @@ class ChainedRank:
                 name = f"{update.completion.request.request_id}/{update.completion.index}"
                 tokens.setdefault(name, []).append(update.token_id)
             turn += 1
-        self.chain.finish()
+        self.steps.finish()
         return tokens
 
     def begin(self, plan: ranks_pb2.StepPlan) -> None:
         self.said.append(f"begin {plan.step_id}")
-        self.chain.begin(plan)
+        self.steps.begin(plan)
 
     def _answer(self, plan: ranks_pb2.StepPlan, output: StepOutput) -> None:
         self.said.append(f"answer {plan.step_id}")

@@ -1,8 +1,8 @@
-"""A step that begins while the one before is under way changes no token, whatever was guessed and whatever follows."""
+"""A step that begins while the one before is running changes no token, whichever plan follows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,15 @@ from hetero_gateway.engine.request import GenerationRequest
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.errors import ProtocolError
 from hetero_worker.layers.sampler import SampledRows, sample_tokens
-from hetero_worker.runners.begun_step import BegunStep
-from hetero_worker.runners.device_inputs import DeviceInputs, stand_in_of
+from hetero_worker.runners.device_inputs import DeviceInputs
 from hetero_worker.runners.graphs.padding import Padding
 from hetero_worker.runners.plan_check import PlanBounds
-from hetero_worker.runners.slots import SlotTable
-from hetero_worker.runners.trust import MOST_STEPS, Trust
-from hetero_worker.sampling.device_scores import Contest, TorchDrawKernels
-from hetero_worker.sampling.drawing import ShardDrawing
+from hetero_worker.runners.running_step import RunningStep
+from hetero_worker.runners.slots import SlotTable, pending_token
+from hetero_worker.sampling import device_edits
+from hetero_worker.sampling.base import ShardSampler, StartedDraws
 from hetero_worker.sampling.request import SamplingRow
-from tests.support.chained_serving import Asked, ChainedRank, MisleadingDrawing, late_drawing, random_requests
+from tests.support.async_serving import Asked, AsyncRank, random_requests
 from tests.support.pseudo_gpu import PseudoGpuPlatform
 from tests.support.rank_group import GREEDY
 from tests.support.tape import TapeBackend
@@ -35,6 +34,12 @@ pytestmark = pytest.mark.unit
 PENALIZED = ranks_pb2.Sampling(top_p=1, presence_penalty=0.5)
 BIASED = ranks_pb2.Sampling(top_p=1, bias_token_ids=[4], biases=[1.0])
 MIN_TOKENS = ranks_pb2.Sampling(top_p=1, min_tokens=9, end_token_ids=[2])
+SAMPLED = ranks_pb2.Sampling(top_p=1, temperature=1.5, seed=7)
+NUCLEUS = ranks_pb2.Sampling(top_p=0.9, temperature=1.5, seed=7, top_k=100, min_p=0.01)
+ATTRACTED = ranks_pb2.Sampling(top_p=1, frequency_penalty=-20.0)
+"""Draws its first token again and again."""
+SATED = ranks_pb2.Sampling(top_p=1, frequency_penalty=10.0, bias_token_ids=[4], biases=[25.0])
+"""Draws token 4 three times."""
 
 
 @pytest.fixture(scope="module")
@@ -55,114 +60,125 @@ def greedy(name: str, length: int, *, max_tokens: int) -> Asked:
     )
 
 
-def chained_share(rank: ChainedRank) -> float:
+def overlapped_share(rank: AsyncRank) -> float:
     summary = rank.runner._times.summary()
     assert summary is not None
-    return summary.chained_share
+    return summary.overlapped_share
 
 
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-@pytest.mark.parametrize(("seed", "wrong"), [(1, 0.0), (2, 0.3), (3, 1.0)])
-def test_tokens_are_those_of_steps_one_by_one(model: Path, seed: int, wrong: float, graphs: bool) -> None:
-    """Arrivals and ends, chunked prompts, common prefixes, preemption, every kind of draw, some guesses wrong."""
+@pytest.mark.parametrize(("seed", "graphs"), [(1, False), (2, True), (3, True)])
+def test_tokens_are_those_of_steps_one_by_one(model: Path, seed: int, graphs: bool) -> None:
+    """Arrivals and ends, chunked prompts, common prefixes, preemption, every kind of draw."""
     asked = random_requests(seed, 14, vocabulary=VOCAB_SIZE)
-    expected = ChainedRank(model, chained=False).serve(asked)
-    drawing = MisleadingDrawing(wrong=wrong)
-    rank = ChainedRank(model, drawing=drawing, make_graphs=TapeBackend if graphs else None)
+    expected = AsyncRank(model, async_steps=False).serve(asked)
+    rank = AsyncRank(model, make_graphs=TapeBackend if graphs else None)
     assert rank.serve(asked) == expected
-    assert chained_share(rank) > 0.2
-    assert rank.runner._times._num_remade == drawing.misled
-    assert bool(drawing.misled) == bool(wrong)
+    assert overlapped_share(rank) > 0.2
 
 
 def test_too_small_a_cache_preempts_and_changes_no_token(model: Path) -> None:
     asked = [greedy(f"{i}", 9 + i, max_tokens=20) for i in range(5)]
-    expected = ChainedRank(model, chained=False).serve(asked)
-    rank = ChainedRank(model, drawing=MisleadingDrawing(wrong=0.2), num_blocks=16)
+    expected = AsyncRank(model, async_steps=False).serve(asked)
+    rank = AsyncRank(model, num_blocks=16)
     assert rank.serve(asked) == expected
-    assert chained_share(rank) > 0.3
+    assert overlapped_share(rank) > 0.3
 
 
 def test_each_step_begins_before_the_one_before_is_answered(model: Path) -> None:
-    rank = ChainedRank(model)
+    rank = AsyncRank(model)
     rank.serve([greedy("a", 5, max_tokens=6)])
     expected = ["begin 1"]
     for number in range(2, 7):
         expected += [f"begin {number}", f"answer {number - 1}"]
     assert rank.said[: len(expected)] == expected
     assert rank.said[len(expected) :] == ["answer 6", "begin 7", "answer 7"]  # which only releases
-    assert chained_share(rank) == 1.0
+    assert overlapped_share(rank) == 1.0
 
 
-@pytest.mark.parametrize(("steps_ahead", "chained"), [(1, True), (2, False)])
-def test_steps_go_one_by_one_without_overlap_or_when_chaining_is_off(
-    model: Path, steps_ahead: int, chained: bool
+@pytest.mark.parametrize(("steps_ahead", "async_steps"), [(1, True), (2, False)])
+def test_steps_go_one_by_one_without_overlap_or_when_they_are_synchronous(
+    model: Path, steps_ahead: int, async_steps: bool
 ) -> None:
-    rank = ChainedRank(model, chained=chained)
+    rank = AsyncRank(model, async_steps=async_steps)
     rank.serve([greedy("a", 5, max_tokens=6)], steps_ahead=steps_ahead)
     answers = [said for said in rank.said if said.startswith("answer")]
     assert answers == [f"answer {number}" for number in range(1, 8)]
-    assert chained_share(rank) == 0.0
-    assert f"steps={'chained' if chained else 'one by one (turned off)'}" in rank.report.kernels
+    assert overlapped_share(rank) == 0.0
+    assert f"steps={'async' if async_steps else 'synchronous (turned off)'}" in rank.report.kernels
 
 
-class NobodyIsProven(TorchDrawKernels):
-    """Every draw is decided on the host, from its whole row: which is fetched after the next step began."""
-
-    def contest(
-        self, logits: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor, temperatures: torch.Tensor, begin: int
-    ) -> Contest:
-        ids, rivals = super().contest(logits, rows, keys, temperatures, begin)
-        return Contest(ids, torch.full_like(rivals, torch.inf))
-
-
-def test_logits_outlive_the_next_steps_pass(model: Path) -> None:
-    asked = [
-        Asked(
-            GenerationRequest(
-                request_id=f"{i}",
-                prompt_token_ids=(5 + i, 8),
-                sampling=ranks_pb2.Sampling(seed=i, temperature=1.0),
-                max_tokens=12,
-            )
-        )
-        for i in range(3)
-    ]
-    expected = ChainedRank(model, chained=False).serve(asked)
-    rank = ChainedRank(model, drawing=late_drawing(NobodyIsProven()), make_graphs=TapeBackend)
-    assert rank.serve(asked) == expected
-    assert chained_share(rank) > 0.8
+@pytest.mark.parametrize(
+    "kind", [GREEDY, PENALIZED, BIASED, MIN_TOKENS, SAMPLED, NUCLEUS], ids=lambda kind: str(kind)[:40]
+)
+def test_tokens_on_the_device_are_the_next_steps_input(model: Path, kind: ranks_pb2.Sampling) -> None:
+    """Five steps of every kind of draw, each begun with the last one's tokens on the device."""
+    alone, overlapped = AsyncRank(model, async_steps=False), AsyncRank(model)
+    for rank in (alone, overlapped):
+        rank.begin(first_plan(kind, GREEDY))
+        for number in range(2, 7):
+            rank.begin(ranks_pb2.StepPlan(step_id=number, decode_slots=[0, 1]))
+        rank.steps.finish()
+    assert [r.token_ids for r in overlapped.results] == [r.token_ids for r in alone.results]
+    assert overlapped_share(overlapped) == 1.0
 
 
-def test_guesses_that_never_come_true_are_not_trusted_for_long_and_good_ones_are_again(model: Path) -> None:
-    asked = [greedy("a", 5, max_tokens=110)]
-    expected = ChainedRank(model, chained=False).serve(asked)
-    bad = MisleadingDrawing(wrong=1.0)
-    rank = ChainedRank(model, drawing=bad, trust=Trust())
-    assert rank.serve(asked) == expected
-    assert bad.misled == 6, "after 0, 1, 3, 7, 15 and 31 steps one by one"
-    few = MisleadingDrawing(wrong=0.02)
-    rank = ChainedRank(model, drawing=few, trust=Trust())
-    assert rank.serve(asked) == expected
-    assert few.misled
-    assert chained_share(rank) > 0.9
+def _puts_tokens_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
+    stale: list[torch.Tensor] = []
+
+    def mutant(self: DeviceInputs, num_decode: int, token_ids: torch.Tensor) -> None:
+        stale.append(token_ids.clone())
+        put(self, num_decode, stale[max(0, len(stale) - 2)])
+
+    put = DeviceInputs.put_tokens
+    patch.setattr(DeviceInputs, "put_tokens", mutant)
 
 
-def test_trust_is_lost_for_so_many_steps_at_most_and_won_back_by_right_guesses() -> None:
-    trust = Trust()
-    pauses = []
-    for _ in range(9):
-        trust.wrong()
-        pauses.append(0)
-        while not trust.is_given:
-            trust.count_step()
-            pauses[-1] += 1
-    assert pauses == [1, 3, 7, 15, 31, MOST_STEPS, MOST_STEPS, MOST_STEPS, MOST_STEPS]
-    for _ in range(6):
-        trust.right()
-    trust.wrong()
-    trust.count_step()
-    assert trust.is_given
+def _mixes_up_the_draws(patch: pytest.MonkeyPatch) -> None:
+    put = DeviceInputs.put_tokens
+    patch.setattr(DeviceInputs, "put_tokens", lambda self, n, token_ids: put(self, n, token_ids.flip(0)))
+
+
+def _forgets_tokens_that_only_the_device_knows(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RunningStep, "_unknown_tokens", lambda self, draw_slots, rows: None)
+
+
+def _counts_an_unknown_token_as_new(patch: pytest.MonkeyPatch) -> None:
+    """As if the sequence had never had this token."""
+
+    def mutant(logits: Any, penalties: Any, unknown: Any, entries: Any) -> Any:
+        extended = with_unknown(logits, penalties, unknown, entries)
+        assert extended is not None
+        extended.numbers[0, len(entries.places) if entries is not None else 0 :] = 1.0
+        extended.numbers[0].clamp_(max=1.0)
+        return extended
+
+    with_unknown = device_edits._with_unknown
+    patch.setattr(device_edits, "_with_unknown", mutant)
+
+
+@pytest.mark.parametrize(
+    ("mutate", "kind"),
+    [
+        (_puts_tokens_of_the_step_before, GREEDY),
+        (_mixes_up_the_draws, GREEDY),
+        (_forgets_tokens_that_only_the_device_knows, ATTRACTED),
+        (_counts_an_unknown_token_as_new, SATED),
+    ],
+)
+def test_a_mutant_of_overlapping_steps_is_caught(
+    model: Path, mutate: Callable[[pytest.MonkeyPatch], None], kind: ranks_pb2.Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tokens(rank: AsyncRank) -> list[list[int]]:
+        rank.begin(first_plan(kind, SAMPLED))
+        for number in range(2, 7):
+            rank.begin(ranks_pb2.StepPlan(step_id=number, decode_slots=[0, 1]))
+        rank.steps.finish()
+        return [list(result.token_ids) for result in rank.results]
+
+    expected = tokens(AsyncRank(model, async_steps=False))
+    assert tokens(AsyncRank(model)) == expected
+    mutate(monkeypatch)
+    assert tokens(AsyncRank(model)) != expected
 
 
 # --- which plans may follow -----------------------------------------------------------------------------
@@ -181,9 +197,9 @@ def first_plan(*samplings: ranks_pb2.Sampling) -> ranks_pb2.StepPlan:
     return plan
 
 
-def begun(model: Path, *samplings: ranks_pb2.Sampling) -> BegunStep:
-    step = ChainedRank(model).runner.begin(first_plan(*samplings))
-    assert isinstance(step, BegunStep)
+def begun(model: Path, *samplings: ranks_pb2.Sampling) -> RunningStep:
+    step = AsyncRank(model).runner.begin(first_plan(*samplings))
+    assert isinstance(step, RunningStep)
     return step
 
 
@@ -203,15 +219,11 @@ FOLLOWERS: dict[str, tuple[ranks_pb2.StepPlan, tuple[ranks_pb2.Sampling, ...], b
     "computes nothing": (second(released_slots=[0]), (GREEDY,), False),
     "a command": (second(command=ranks_pb2.GroupCommand(start_profile=ranks_pb2.StartProfile())), (GREEDY,), False),
     "masks": (second(decode_slots=[0, 1], masked_slots=[1]), (GREEDY, GREEDY), False),
-    "penalties": (second(decode_slots=[0]), (PENALIZED,), False),
+    "penalties": (second(decode_slots=[0]), (PENALIZED,), True),
     "penalties in a slot that rests": (second(decode_slots=[0]), (GREEDY, PENALIZED), True),
     "min_tokens in a slot that rests": (second(decode_slots=[0]), (GREEDY, MIN_TOKENS), True),
-    "a draw that only the host makes": (second(decode_slots=[0, 1]), (GREEDY, BIASED), False),
-    "such a draw of a slot that is released": (
-        second(decode_slots=[0], released_slots=[1]),
-        (GREEDY, BIASED),
-        True,
-    ),
+    "a draw with bias": (second(decode_slots=[0, 1]), (GREEDY, BIASED), True),
+    "a slot is released": (second(decode_slots=[0], released_slots=[1]), (GREEDY, BIASED), True),
     "a slot that drew is bound anew": (
         second(
             released_slots=[1],
@@ -246,7 +258,7 @@ def test_a_plan_may_follow_if_nothing_but_tokens_is_missing(
 
 
 def test_a_plan_that_cannot_follow_does_not_begin(model: Path) -> None:
-    rank = ChainedRank(model)
+    rank = AsyncRank(model)
     step = rank.runner.begin(first_plan(GREEDY))
     with pytest.raises(RuntimeError, match="step plan 2 begins before the step that it cannot follow"):
         rank.runner.begin(second(released_slots=[0]))
@@ -255,7 +267,7 @@ def test_a_plan_that_cannot_follow_does_not_begin(model: Path) -> None:
 
 
 def test_no_third_step_begins_while_two_are_under_way(model: Path) -> None:
-    rank = ChainedRank(model)
+    rank = AsyncRank(model)
     rank.runner.begin(first_plan(GREEDY))
     rank.runner.begin(second(decode_slots=[0]))
     with pytest.raises(RuntimeError, match="step plan 3 begins before"):
@@ -271,14 +283,14 @@ def test_no_third_step_begins_while_two_are_under_way(model: Path) -> None:
     ],
 )
 def test_an_answer_outlives_the_failure_of_the_next_plan(model: Path, plan: ranks_pb2.StepPlan, problem: str) -> None:
-    expected = ChainedRank(model).runner.execute(first_plan(GREEDY))
-    rank = ChainedRank(model)
+    expected = AsyncRank(model).runner.execute(first_plan(GREEDY))
+    rank = AsyncRank(model)
     rank.begin(first_plan(GREEDY))
     assert not rank.results
     with pytest.raises(ProtocolError, match=problem):
         rank.begin(plan)
     assert list(rank.results[0].token_ids) == [token.token for token in expected.sampled]
-    assert not rank.chain.is_open
+    assert not rank.steps.is_open
 
 
 class FailsOnce:
@@ -294,22 +306,23 @@ class FailsOnce:
         *,
         head_ranges: Sequence[UnitRange],
         exchange: Exchange,
-        drawing: ShardDrawing,
+        sampler: ShardSampler,
+        started: StartedDraws | None,
     ) -> SampledRows:
         self._left -= 1
         if not self._left:
             raise ProtocolError("no token can be drawn")
-        return sample_tokens(logits, rows, head_ranges=head_ranges, exchange=exchange, drawing=drawing)
+        return sample_tokens(logits, rows, head_ranges=head_ranges, exchange=exchange, sampler=sampler, started=started)
 
 
 def test_a_step_whose_draws_fail_ends_the_epoch_and_the_next_one_serves(model: Path) -> None:
-    rank = ChainedRank(model, sample=FailsOnce(2))
+    rank = AsyncRank(model, sample=FailsOnce(2))
     rank.begin(first_plan(GREEDY))
     rank.begin(second(decode_slots=[0]))
     with pytest.raises(ProtocolError, match="no token can be drawn"):
         rank.begin(ranks_pb2.StepPlan(step_id=3, decode_slots=[0]))
     assert [result.step_id for result in rank.results] == [1]
-    rank.chain.drop()
+    rank.steps.drop()
     exchange = rank.runner._exchange
     assert exchange is not None
     rank.runner.attach(exchange)
@@ -321,34 +334,20 @@ def test_a_step_whose_draws_fail_ends_the_epoch_and_the_next_one_serves(model: P
 # --- a step's inputs ------------------------------------------------------------------------------------
 
 
-def inputs_with_stand_ins() -> tuple[DeviceInputs, SlotTable, torch.Tensor]:
-    """Slots 0 to 2 decode, in rows 1, 2, 0; the tokens of slots 0 and 2 are the guesses in places 1 and 0."""
+def test_tokens_take_the_place_of_pending_ones_on_the_device() -> None:
+    """Slots 0 to 2 decode, in rows 1, 2, 0; the tokens of slots 0 and 2 are draws 1 and 0 of the running step."""
     slots, plan = slots_with(GREEDY, GREEDY, GREEDY), ranks_pb2.StepPlan(decode_slots=[0, 1, 2])
     slots.counts.num_computed[:3] = [3, 2, 4]
     slots.counts.num_tokens[:3] = [4, 3, 5]
-    slots.last_tokens[:3] = [stand_in_of(1), 150, stand_in_of(0)]
+    slots.last_tokens[:3] = [pending_token(1), 150, pending_token(0)]
     bounds = PlanBounds(
         max_num_seqs=6, max_num_batched_tokens=24, max_model_len=32, vocab_size=200, num_blocks=20, block_size=4
     )
     inputs = DeviceInputs(bounds, PseudoGpuPlatform(), Padding((1, 4)))
-    return inputs, slots, inputs.fill(plan, slots).decoder_input.token_ids
-
-
-def test_guesses_take_the_place_of_stand_ins_on_the_device() -> None:
-    inputs, _, token_ids = inputs_with_stand_ins()
+    token_ids = inputs.fill(plan, slots).decoder_input.token_ids
     assert token_ids.tolist() == [-1, -2, 150, 0]
-    inputs.put_guesses(3, torch.tensor([70, 71]))
+    inputs.put_tokens(3, torch.tensor([70, 71]))
     assert token_ids.tolist() == [70, 71, 150, 0]
-
-
-def test_what_guesses_should_have_been_takes_their_place_and_they_leave_no_trace() -> None:
-    inputs, slots, token_ids = inputs_with_stand_ins()
-    inputs.put_guesses(3, torch.tensor([70, 71]))
-    inputs.correct(3, [70, 99])
-    assert token_ids.tolist() == [70, 99, 150, 0]
-    slots.last_tokens[:3] = [5, 6, 7]
-    inputs.fill(ranks_pb2.StepPlan(decode_slots=[0, 1, 2]), slots)
-    assert token_ids.tolist() == [7, 5, 6, 0]
 
 
 # --- the slots' state -----------------------------------------------------------------------------------

@@ -20,9 +20,9 @@ from hetero_worker.distributed.routes import routes_of
 from hetero_worker.errors import ExchangeAborted, ProtocolError
 from hetero_worker.layers.sampler import sample_tokens
 from hetero_worker.native.team import NativeTeam
-from hetero_worker.runners import begun_step, step_runs
+from hetero_worker.runners import multi_step, running_step
 from hetero_worker.runners.base import SampledToken, StepOutput
-from hetero_worker.runners.native_draws import MAX_STEPS
+from hetero_worker.runners.native_sampling import MAX_STEPS
 from hetero_worker.runners.plan_runner import PlanRunner
 from tests.support.rank_group import PlanBuilder, RankGroup, Shares
 from tests.support.shm_threads import exchanges
@@ -172,7 +172,7 @@ def test_a_step_of_a_run_is_one_call_and_no_more(
 
     work(4)  # prompts; recorded; agreed, and drawn operation by operation; drawn in one call
     calls = [Counted(monkeypatch, NativeTeam, name) for name in ("run", "run_one", "run_call")]
-    drawn = Counted(monkeypatch, begun_step.BegunStep, "finish")
+    drawn = Counted(monkeypatch, running_step.RunningStep, "finish")
     work(8)
     assert [counted.times for counted in calls] == [8 * ranks, 0, 0]
     assert not drawn.times
@@ -182,7 +182,7 @@ def test_a_step_of_a_run_is_one_call_and_no_more(
 def test_where_something_else_crosses_the_host_nothing_draws_by_itself(
     checkpoint: TinyCheckpoint, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs = Counted(monkeypatch, step_runs.StepRun, "outputs")
+    runs = Counted(monkeypatch, multi_step.MultiStep, "outputs")
     script = SCRIPTS["one row over blocks"]
     group = RankGroup(checkpoint.directory, LAYOUTS[layout], keeps_logits=False, num_blocks=80)
     assert len(serve(group, script, [together] * 2).tokens) == 25
@@ -195,7 +195,7 @@ def test_a_model_that_torch_computes_a_part_of_does_not_draw_by_itself(
 ) -> None:
     """It caps its logits; it has experts."""
     save_tiny(variant, tmp_path)
-    runs = Counted(monkeypatch, step_runs.StepRun, "outputs")
+    runs = Counted(monkeypatch, multi_step.MultiStep, "outputs")
     script = SCRIPTS["one row over blocks"]
     served = serve(RankGroup(tmp_path, ONE, keeps_logits=False), script, [together])
     assert not runs.times
@@ -208,14 +208,14 @@ def test_ids_that_float32_does_not_have_are_drawn_as_ever(checkpoint: TinyCheckp
     (plan,) = plans_of(builder, Steps(1, [0, 1]))
     cache = runner._holdings.cache
     assert cache is not None
-    assert cache.drawing is not None
-    means = runner._means(cache, group.exchanges[0])
-    batch = cache.drawing.inputs.fill(plan, cache.slots)
+    assert cache.multi_step is not None
+    context = runner._context(cache, group.exchanges[0])
+    batch = cache.multi_step.inputs.fill(plan, cache.slots)
 
     def can_draw(num_ids: int) -> bool:
-        assert cache.drawing is not None
-        return cache.drawing.forward.can_draw(
-            means.decoder, batch, caches=cache.layers, exchange=means.exchange, head_ranges=[UnitRange(0, num_ids)]
+        assert cache.multi_step is not None
+        return cache.multi_step.forward.can_draw(
+            context.decoder, batch, caches=cache.layers, exchange=context.exchange, head_ranges=[UnitRange(0, num_ids)]
         )
 
     assert can_draw(1 << 24)
@@ -227,7 +227,7 @@ def test_a_group_with_a_rank_that_cannot_draws_as_ever(
 ) -> None:
     """Its own sampler stands for whatever keeps it from that."""
     script = SCRIPTS["rows of several lengths, in another order"]
-    runs = Counted(monkeypatch, step_runs.StepRun, "outputs")
+    runs = Counted(monkeypatch, multi_step.MultiStep, "outputs")
     mixed = make_group(checkpoint.directory, TWO, stack, tmp_path / "a")
     mixed.runners[1]._sample = partial(sample_tokens)
     served = serve(mixed, script, [together] * 2)
@@ -296,7 +296,7 @@ def test_plans_before_one_that_does_not_fit_are_worked_off(
 
 
 def _collect(runner: PlanRunner, plans: list[ranks_pb2.StepPlan], outputs: list[StepOutput], *, in_run: bool) -> None:
-    told = runner.run(plans, lambda: None) if in_run else (runner.execute(plan) for plan in plans)
+    told = runner.execute_many(plans, lambda: None) if in_run else (runner.execute(plan) for plan in plans)
     for output in told:
         outputs.append(output)
 
@@ -369,7 +369,7 @@ def test_an_abort_ends_a_run_in_its_middle(checkpoint: TinyCheckpoint, stack: Ex
                 stopped.set()
 
         with pytest.raises(ExchangeAborted):
-            list(runner.run(plans, count))
+            list(runner.execute_many(plans, count))
         return "unwound"
 
     assert run_ranks(group.exchanges, work) == ["unwound", "aborted"]
@@ -380,7 +380,7 @@ def test_the_times_of_a_run_are_those_of_its_steps(checkpoint: TinyCheckpoint) -
     group = RankGroup(checkpoint.directory, ONE, keeps_logits=False)
     builder, (runner,) = started(group), group.runners
     ended_s: list[float] = []
-    list(runner.run(plans_of(builder, Steps(6, [0, 1])), lambda: ended_s.append(runner._times.now())))
+    list(runner.execute_many(plans_of(builder, Steps(6, [0, 1])), lambda: ended_s.append(runner._times.now())))
     summary = runner._times.summary()
     assert summary is not None
     assert summary.num_steps == 9

@@ -15,11 +15,11 @@ import pytest
 from hetero_api.host.heartbeat import Heartbeat, HeartbeatMemory
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.errors import ProtocolError
-from hetero_worker.plan_work import HOLD_S, PlanWork
 from hetero_worker.process.gateway_link import Arrival, Event, LeaveRequested, one_by_one
+from hetero_worker.process.step_loop import HOLD_S, StepLoop
 from hetero_worker.runners.base import MaskSource, SampledToken, StepOutput, no_masks
-from hetero_worker.runners.begun_step import DoneStep
-from hetero_worker.runners.native_draws import MAX_STEPS
+from hetero_worker.runners.native_sampling import MAX_STEPS
+from hetero_worker.runners.running_step import FinishedStep
 
 pytestmark = pytest.mark.unit
 
@@ -54,22 +54,22 @@ class PlayedLink:
 class PlayedRunner:
     """Each step takes as long, and draws a token. In a run the one that `fails` raises."""
 
-    def __init__(self, step_s: float, *, runs_steps: bool) -> None:
+    def __init__(self, step_s: float, *, has_multi_step: bool) -> None:
         self._step_s = step_s
         self.home: int | None = None
-        self.runs_steps = runs_steps
+        self.has_multi_step = has_multi_step
         self.runs: list[list[int]] = []
         """Steps of each."""
         self.fails: int | None = None
         self.on_step: Callable[[], None] = lambda: None
 
-    def begin(self, plan: ranks_pb2.StepPlan, masks: MaskSource = no_masks) -> DoneStep:
+    def begin(self, plan: ranks_pb2.StepPlan, masks: MaskSource = no_masks) -> FinishedStep:
         if plan.masked_slots:
             masks()
         time.sleep(self._step_s)
-        return DoneStep(StepOutput(sampled=[SampledToken(slot, plan.step_id) for slot in plan.decode_slots]))
+        return FinishedStep(StepOutput(sampled=[SampledToken(slot, plan.step_id) for slot in plan.decode_slots]))
 
-    def run(self, plans: Sequence[ranks_pb2.StepPlan], on_step: Callable[[], None]) -> Iterator[StepOutput]:
+    def execute_many(self, plans: Sequence[ranks_pb2.StepPlan], on_step: Callable[[], None]) -> Iterator[StepOutput]:
         self.runs.append([plan.step_id for plan in plans])
         for _ in plans:
             time.sleep(self._step_s)
@@ -95,7 +95,7 @@ def arrival(**body: object) -> Arrival:
 @dataclass
 class Scene:
     link: PlayedLink
-    work: PlanWork
+    work: StepLoop
     runner: PlayedRunner
     memory: HeartbeatMemory
 
@@ -110,10 +110,10 @@ class Scene:
             self.work.take(event)
 
 
-def scene(tmp_path: Path, *, step_s: float = 0.0, rank: int = 0, runs_steps: bool = False) -> Scene:
+def scene(tmp_path: Path, *, step_s: float = 0.0, rank: int = 0, has_multi_step: bool = False) -> Scene:
     link, memory = PlayedLink(), HeartbeatMemory()
-    runner = PlayedRunner(step_s, runs_steps=runs_steps)
-    work = PlanWork(runner, link, Heartbeat.open(Path(memory.path)))  # type: ignore[arg-type]
+    runner = PlayedRunner(step_s, has_multi_step=has_multi_step)
+    work = StepLoop(runner, link, Heartbeat.open(Path(memory.path)))  # type: ignore[arg-type]
     work.begin_epoch(EPOCH, rank=rank)
     return Scene(link, work, runner, memory)
 
@@ -220,7 +220,7 @@ def test_the_thread_keeps_to_the_runners_core_from_step_to_step_only(tmp_path: P
 def test_plans_that_go_on_with_the_same_sequences_are_a_run_once_it_is_known_how_long_steps_take(
     tmp_path: Path,
 ) -> None:
-    it = scene(tmp_path, step_s=0.001, runs_steps=True)
+    it = scene(tmp_path, step_s=0.001, has_multi_step=True)
     it.do(plan(1), *map(plan, range(2, 6)))
     assert it.runner.runs == [[1], [2, 3, 4, 5]]
     assert it.link.told == [[1, 2, 3, 4, 5]]
@@ -240,7 +240,7 @@ def test_plans_that_go_on_with_the_same_sequences_are_a_run_once_it_is_known_how
     ids="-".join,
 )  # fmt: skip
 def test_a_run_ends_before_any_other_plan(other: dict[str, Any], tmp_path: Path) -> None:
-    it = scene(tmp_path, step_s=0.001, runs_steps=True)
+    it = scene(tmp_path, step_s=0.001, has_multi_step=True)
     it.do(plan(1), plan(2), plan(3), plan(4, **other), plan(5))
     assert it.runner.runs[:2] == [[1], [2, 3]]
     assert it.runner.runs[-1][-1] == 5
@@ -248,7 +248,7 @@ def test_a_run_ends_before_any_other_plan(other: dict[str, Any], tmp_path: Path)
 
 
 def test_blocks_do_not_end_a_run_but_masks_do(tmp_path: Path) -> None:
-    it = scene(tmp_path, step_s=0.001, runs_steps=True)
+    it = scene(tmp_path, step_s=0.001, has_multi_step=True)
     masks = arrival(token_masks=ranks_pb2.TokenMasks(step_id=4, masks=[b"\xff"]))
     plans = [plan(1), plan(2), plan(3, block_slots=[0], block_ids=[9]), plan(4, masked=[0])]
     it.link.coming.extend([*(arrival(step_plan=each) for each in plans), masks])
@@ -258,7 +258,7 @@ def test_blocks_do_not_end_a_run_but_masks_do(tmp_path: Path) -> None:
 
 
 def test_a_run_takes_no_longer_than_answers_may_wait(tmp_path: Path) -> None:
-    it = scene(tmp_path, step_s=HOLD_S / 3.5, runs_steps=True)
+    it = scene(tmp_path, step_s=HOLD_S / 3.5, has_multi_step=True)
     it.do(*map(plan, range(1, 10)))
     assert [step for run in it.runner.runs for step in run] == list(range(1, 10))
     assert max(map(len, it.runner.runs)) in (2, 3)
@@ -267,20 +267,20 @@ def test_a_run_takes_no_longer_than_answers_may_wait(tmp_path: Path) -> None:
 
 
 def test_a_run_has_no_more_steps_than_there_is_room_for(tmp_path: Path) -> None:
-    it = scene(tmp_path, runs_steps=True)
+    it = scene(tmp_path, has_multi_step=True)
     it.do(*map(plan, range(1, 30)))
     assert max(map(len, it.runner.runs)) == MAX_STEPS
     assert [step for run in it.runner.runs for step in run] == list(range(1, 30))
 
 
 def test_another_number_of_rows_is_another_pace(tmp_path: Path) -> None:
-    it = scene(tmp_path, runs_steps=True)
+    it = scene(tmp_path, has_multi_step=True)
     it.do(plan(1), plan(2), plan(3), plan(4, slots=(0, 1)), plan(5, slots=(0, 1)), plan(6, slots=(0, 1)))
     assert it.runner.runs == [[1], [2, 3], [4], [5, 6]]
 
 
 def test_steps_before_one_that_fails_in_a_run_are_answered(tmp_path: Path) -> None:
-    it = scene(tmp_path, runs_steps=True)
+    it = scene(tmp_path, has_multi_step=True)
     it.runner.fails = 4
     with pytest.raises(ProtocolError, match="step plan 4"):
         it.do(*map(plan, range(1, 7)))
@@ -289,7 +289,7 @@ def test_steps_before_one_that_fails_in_a_run_are_answered(tmp_path: Path) -> No
 
 
 def test_each_step_of_a_run_is_seen_from_outside(tmp_path: Path) -> None:
-    it = scene(tmp_path, runs_steps=True)
+    it = scene(tmp_path, has_multi_step=True)
     seen: list[int] = []
     it.runner.on_step = lambda: seen.append(it.memory.read().steps)
     it.do(*map(plan, range(1, 6)))
@@ -298,7 +298,7 @@ def test_each_step_of_a_run_is_seen_from_outside(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("event", [LeaveRequested("by a signal"), arrival(abort=ranks_pb2.Abort())])
 def test_what_ends_the_epoch_stays_in_the_link_behind_a_run(event: Event, tmp_path: Path) -> None:
-    it = scene(tmp_path, runs_steps=True)
+    it = scene(tmp_path, has_multi_step=True)
     it.link.coming.extend([*(arrival(step_plan=plan(i)) for i in (1, 2, 3)), event, arrival(step_plan=plan(4))])
     it.do()
     assert it.runner.runs == [[1], [2, 3]]
@@ -306,7 +306,7 @@ def test_what_ends_the_epoch_stays_in_the_link_behind_a_run(event: Event, tmp_pa
 
 
 def test_plans_of_another_epoch_or_out_of_order_are_no_part_of_a_run(tmp_path: Path) -> None:
-    it = scene(tmp_path, runs_steps=True)
+    it = scene(tmp_path, has_multi_step=True)
     it.do(plan(1))
     stale = Arrival(time.monotonic(), ranks_pb2.GatewayMessage(epoch=EPOCH + 1, step_plan=plan(3)))
     it.link.coming.append(stale)

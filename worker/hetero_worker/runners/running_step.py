@@ -1,0 +1,306 @@
+"""RunningStep: a step from its plan to its tokens, and the steps that may begin before the host knows these.
+
+A step is computed when the device has been given all of it: the inputs, the forward pass and the draws. It is finished
+when the host knows the tokens. On a GPU rank alone the tokens exist on the device before that, so the next step may
+begin with them there, and the device does not wait for the host between the two. The host learns the tokens a step
+later, through a copy to pinned memory. This is what vLLM calls asynchronous scheduling.
+
+A plan may follow a running step if only the tokens are missing on the host: it computes something and is no command.
+Its decode rows take the tokens on the device; penalties count them there. Masks follow from the tokens through the
+gateway, so a plan with masked slots waits. So do log-probabilities of the step's draws and of the plan's prompts, which
+would make the host wait for the device in the middle. A slot may be released or bound again meanwhile: its token is
+reported and not appended.
+
+Ranks of a group finish each step first. Their exchange crosses the host and orders their rounds: sums of a step would
+mix with the rounds of the draws before. Ranks that compute experts on a device do so too, for the host waits for the
+device in every such layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hetero_api.rank_memory import PROMPT_LOGIT_ROWS
+from hetero_api.sharding import UnitRange
+from hetero_api.v1 import logprobs_pb2, ranks_pb2
+from hetero_worker.backends.base import HOST
+from hetero_worker.backends.copies import to_device
+from hetero_worker.distributed.exchange import Exchange
+from hetero_worker.errors import ProtocolError
+from hetero_worker.layers.sampler import SampleTokens, prompt_logprobs, start_draws
+from hetero_worker.models.decoder import Decoder
+from hetero_worker.runners.base import LoadRequest, MaskSource, SampledToken, StepOutput
+from hetero_worker.runners.forward import ForwardStates
+from hetero_worker.runners.input_batch import InputBatch, PromptRows
+from hetero_worker.runners.runner_device import DeviceTokenInputs
+from hetero_worker.runners.serving import ServingCache
+from hetero_worker.runners.slots import ExpectedTokens, draw_of, pending_token
+from hetero_worker.runners.step_times import StepTimes
+from hetero_worker.sampling.base import ShardSampler, StartedDraws, UnknownTokens
+from hetero_worker.sampling.request import SamplingRow
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """Everything that computes and draws a step."""
+
+    decoder: Decoder
+    cache: ServingCache
+    exchange: Exchange
+    head_ranges: Sequence[UnitRange]
+    sampler: ShardSampler
+    sample: SampleTokens
+    times: StepTimes
+    inputs: DeviceTokenInputs | None
+    """The cache's inputs, where a step may begin before the one before is finished."""
+
+
+def synchronous_because(request: LoadRequest) -> str:
+    """Return why a GPU rank with this request finishes each step before the next; empty if it does not."""
+    if not request.async_steps:
+        return "turned off"
+    if request.shard_plan.world_size > 1:
+        return "ranks of a group meet between steps"
+    if any(layer.experts.size for layer in request.shard_plan.ranks[request.rank].layers):
+        return "the host chooses which rows an expert computes"
+    return ""
+
+
+class FinishedStep:
+    """StepInFlight of a plan that is done as soon as it is begun."""
+
+    can_be_followed = False
+    is_done = True
+
+    def __init__(self, output: StepOutput) -> None:
+        self._output = output
+
+    def may_be_followed_by(self, plan: ranks_pb2.StepPlan) -> bool:  # noqa: ARG002
+        """Return False: there is nothing to wait for."""
+        return False
+
+    def finish(self) -> StepOutput:
+        """Return the plan's output."""
+        return self._output
+
+
+@dataclass(slots=True)
+class _Draws:
+    """A step's draws in flight."""
+
+    slots: list[int]
+    rows: list[SamplingRow]
+    logits: torch.Tensor
+    started: StartedDraws | None
+    """None on a rank without vocabulary rows."""
+    expected: ExpectedTokens | None = None
+    """Set once the slots have gone on without the tokens."""
+
+    @property
+    def device_tokens(self) -> torch.Tensor | None:
+        """The tokens on the device, int64 [draws]; None where only the host decides them."""
+        return None if self.started is None else self.started.token_ids
+
+
+class RunningStep:
+    """StepInFlight of a plan that computes; `fill`, then `compute`, begin it."""
+
+    def __init__(self, plan: ranks_pb2.StepPlan, context: StepContext, *, on_finished: Callable[[], None]) -> None:
+        """Create a step; `finish` calls `on_finished` at its end."""
+        self._plan = plan
+        self._context = context
+        self._on_finished = on_finished
+        self._num_decode = len(plan.decode_slots)
+        self._batch: InputBatch | None = None
+        self._draws: _Draws | None = None
+        self._prompts: list[ranks_pb2.PromptSpanLogprobs] = []
+        self._busy_s = 0.0
+
+    # --- beginning --------------------------------------------------------------------------------------
+
+    def fill(self, before: RunningStep | None) -> None:
+        """Give the device the inputs, with tokens of the step `before`, if that is running, from the device itself."""
+        cache = self._context.cache
+        self._batch = cache.inputs.fill(self._plan, cache.slots)
+        if before is not None:
+            before._put_tokens(self._num_decode)
+            self._context.times.follow(before._last_busy_s())
+
+    def compute(self, masks: MaskSource, before: RunningStep | None) -> None:
+        """Give the device the forward pass and the draws. Wait for the step's masks if it has any."""
+        context, batch = self._context, self._filled
+        with torch.inference_mode():
+            states = self._pass()
+            self._prompts = [_prompt_span(prompt, states.hidden, context) for prompt in batch.prompts]
+            draw_slots = batch.draw_slots.tolist()
+            logits = states.logits_of(context.decoder, len(draw_slots)) if draw_slots else None
+            self._advance()
+            if logits is not None:
+                rows = _sampling_rows(self._plan, draw_slots, context.cache, masks)
+                unknown = None if before is None else before._unknown_tokens(draw_slots, rows)
+                started = start_draws(
+                    logits,
+                    rows,
+                    head_ranges=context.head_ranges,
+                    exchange=context.exchange,
+                    sampler=context.sampler,
+                    unknown=unknown,
+                )
+                self._draws = _Draws(draw_slots, rows, logits, started)
+        self._busy_s = context.times.now()
+
+    @property
+    def _filled(self) -> InputBatch:
+        assert self._batch is not None, "fill comes first"
+        return self._batch
+
+    def _pass(self) -> ForwardStates:
+        context = self._context
+        cache = context.cache
+        return cache.forward.run(context.decoder, self._filled, caches=cache.layers, exchange=context.exchange)
+
+    def _advance(self) -> None:
+        """Take the step's tokens to be in the cache from now on."""
+        cache = self._context.cache
+        cache.inputs.advance_decoding(self._num_decode, cache.slots)
+        for span in self._plan.spans:
+            cache.slots.counts.num_computed[span.slot] += span.num_tokens
+
+    # --- the step that follows before the end -----------------------------------------------------------
+
+    @property
+    def can_be_followed(self) -> bool:
+        """True if some plan may begin before this step is finished."""
+        draws = self._draws
+        if self._context.inputs is None or draws is None or draws.device_tokens is None:
+            return False
+        return all(row.num_logprobs is None for row in draws.rows)
+
+    def may_be_followed_by(self, plan: ranks_pb2.StepPlan) -> bool:
+        """Return whether the next plan may begin before this step is finished."""
+        draws = self._draws
+        if draws is None or not self.can_be_followed or plan.HasField("command") or plan.masked_slots:
+            return False
+        if not (plan.decode_slots or plan.spans):
+            return False
+        drawing = set(draws.slots).difference(plan.released_slots)
+        return not any(span.slot in drawing for span in plan.spans) and not self._reports_prompts(plan)
+
+    def _reports_prompts(self, plan: ranks_pb2.StepPlan) -> bool:
+        slots = self._context.cache.slots
+        return any(new.sampling.HasField("num_prompt_logprobs") for new in plan.new_sequences) or any(
+            slots.wants_prompt_logprobs(span.slot) for span in plan.spans
+        )
+
+    def expect_tokens(self) -> None:
+        """Let the slots go on as if the tokens were known. Idempotent."""
+        draws = self._draws
+        if draws is not None and draws.expected is None:
+            pending = [pending_token(draw) for draw in range(len(draws.slots))]
+            draws.expected = self._context.cache.slots.expect_tokens(draws.slots, pending)
+
+    def _put_tokens(self, num_decode: int) -> None:
+        """Put this step's tokens into the batch that was filled last, of so many decode rows."""
+        inputs = self._context.inputs
+        assert inputs is not None, "a step that may be followed has such inputs"
+        with torch.inference_mode():
+            inputs.put_tokens(num_decode, self._device_tokens())
+
+    def _unknown_tokens(self, draw_slots: Sequence[int], rows: Sequence[SamplingRow]) -> UnknownTokens | None:
+        """Return this step's tokens that penalties of the next step's draws lack."""
+        last_tokens = self._context.cache.slots.last_tokens
+        draws = {
+            i: draw_of(int(last_tokens[slot]))
+            for i, (slot, row) in enumerate(zip(draw_slots, rows, strict=True))
+            if row.edits is not None and row.edits.penalties is not None and last_tokens[slot] < 0
+        }
+        if not draws:
+            return None
+        ids = self._device_tokens()
+        return UnknownTokens(
+            list(draws), ids.index_select(0, to_device(torch.tensor(list(draws.values())), ids.device))
+        )
+
+    def _device_tokens(self) -> torch.Tensor:
+        assert self._draws is not None, "a step that may be followed draws"
+        assert self._draws.device_tokens is not None, "a step that may be followed draws on the device"
+        return self._draws.device_tokens
+
+    @property
+    def is_done(self) -> bool:
+        """True if `finish` would not wait for the device."""
+        draws = self._draws
+        if draws is None or draws.started is None or draws.started.is_here:
+            return True
+        self._busy_s = self._context.times.now()
+        return False
+
+    def _last_busy_s(self) -> float | None:
+        """Return when the device was last seen at this step; None: it is now."""
+        return self._busy_s if self.is_done else None
+
+    # --- the end ----------------------------------------------------------------------------------------
+
+    def finish(self) -> StepOutput:
+        """Wait for the tokens and return the plan's output; raises as StepInFlight.finish."""
+        try:
+            return self._output()
+        finally:
+            self._on_finished()
+
+    def _output(self) -> StepOutput:
+        draws, context = self._draws, self._context
+        if draws is None:
+            return StepOutput(prompt_logprobs=self._prompts)
+        with torch.inference_mode():
+            sampled = context.sample(
+                draws.logits,
+                draws.rows,
+                head_ranges=context.head_ranges,
+                exchange=context.exchange,
+                sampler=context.sampler,
+                started=draws.started,
+            )
+        slots = context.cache.slots
+        if draws.expected is None:
+            slots.append_tokens(self._filled.draw_slots, sampled.tokens)
+        else:
+            slots.settle_tokens(draws.expected, sampled.tokens)
+        return StepOutput(
+            sampled=list(map(SampledToken, draws.slots, sampled.tokens)),
+            logprobs=[logprobs for logprobs in sampled.logprobs if logprobs is not None],
+            prompt_logprobs=self._prompts,
+        )
+
+
+def _sampling_rows(
+    plan: ranks_pb2.StepPlan, draw_slots: Sequence[int], cache: ServingCache, masks: MaskSource
+) -> list[SamplingRow]:
+    """Return how each token is drawn. Wait for the step's masks if it has any."""
+    mask_of = dict(zip(plan.masked_slots, _masks_of(plan, masks), strict=True)) if plan.masked_slots else {}
+    return [cache.slots.sampling(slot).draw(mask_of.get(slot)) for slot in draw_slots]
+
+
+def _masks_of(plan: ranks_pb2.StepPlan, masks: MaskSource) -> Sequence[bytes]:
+    given = masks()
+    if len(given) != len(plan.masked_slots):
+        raise ProtocolError(
+            f"step plan {plan.step_id}: {len(given)} masks came for {len(plan.masked_slots)} masked_slots"
+        )
+    return given
+
+
+def _prompt_span(prompt: PromptRows, hidden: torch.Tensor, context: StepContext) -> ranks_pb2.PromptSpanLogprobs:
+    """Return log-probabilities of the prompt's tokens behind the rows, computed a bounded number of rows at a time."""
+    positions: list[logprobs_pb2.TokenLogprobs] = []
+    for begin in range(0, len(prompt.token_ids), PROMPT_LOGIT_ROWS):
+        token_ids = prompt.token_ids[begin : begin + PROMPT_LOGIT_ROWS]
+        first = prompt.first_row + begin
+        logits = context.decoder.logits(hidden[first : first + len(token_ids)]).to(HOST)
+        positions += prompt_logprobs(
+            logits, token_ids, prompt.num_top, head_ranges=context.head_ranges, exchange=context.exchange
+        )
+    return ranks_pb2.PromptSpanLogprobs(slot=prompt.slot, begin=prompt.begin, positions=positions)

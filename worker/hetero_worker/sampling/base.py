@@ -1,0 +1,137 @@
+"""ShardSampler: a rank's part of a step's draws, computed on the host or on the device that holds the logits.
+
+A draw has two halves: `start` asks for all that is needed of the logits, and `StartedDraws.read` waits for it. On a
+device that holds the whole vocabulary the tokens exist before the host has read them, so the next step may begin with
+`StartedDraws.token_ids`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import torch
+
+from hetero_worker.backends.base import HOST
+from hetero_worker.sampling.request import SamplingRow
+from hetero_worker.sampling.shard import ShardDraws, draws_of_shard, take_rows
+
+
+class PendingCopy(Protocol):
+    """A copy on its way to the host."""
+
+    @property
+    def is_here(self) -> bool:
+        """True if `wait` would not wait."""
+        ...
+
+    def wait(self) -> torch.Tensor:
+        """Return the copy; the same tensor when called again."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class UnknownTokens:
+    """Last tokens of some sequences, which the host does not know yet and so cannot count for penalties."""
+
+    draws: Sequence[int]
+    """The draws of these sequences."""
+    ids: torch.Tensor
+    """int64 [len(draws)], on the device."""
+
+
+class StartedDraws(Protocol):
+    """A step's draws that have been asked for."""
+
+    @property
+    def is_here(self) -> bool:
+        """True if `read` would not wait."""
+        ...
+
+    @property
+    def token_ids(self) -> torch.Tensor | None:
+        """The tokens where they were drawn: int64 [draws] on the device; None if rank 0's host decides them."""
+        ...
+
+    def read(self) -> ShardDraws:
+        """Wait for the shard's part of each draw, and return it."""
+        ...
+
+
+class ShardSampler(Protocol):
+    """Implemented by HostSampler and device.DeviceSampler; both draw the same tokens up to rounding of near ties."""
+
+    @property
+    def name(self) -> str:
+        """Name for reports."""
+        ...
+
+    @property
+    def decides(self) -> bool:
+        """True if `start` can make whole draws of a shard that is the whole vocabulary."""
+        ...
+
+    def start(
+        self,
+        rows: Sequence[SamplingRow],
+        logits: torch.Tensor,
+        begin: int,
+        *,
+        is_whole: bool = False,
+        unknown: UnknownTokens | None = None,
+    ) -> StartedDraws:
+        """Ask for the shard's part of each draw.
+
+        `logits` is float32 [draws, shard rows] where the rank computed it, the first column being vocabulary row
+        `begin`; there is at least one column. It stays unchanged. With `is_whole`, which takes a sampler that
+        `decides`, the shard is the whole vocabulary: filters are applied here, and no draw has candidates. `unknown`
+        is for penalties of a whole shard. Raises ProtocolError when a mask is shorter than the vocabulary.
+        """
+        ...
+
+    def to_host(self, logits: torch.Tensor, chosen: Sequence[int]) -> torch.Tensor:
+        """Return a copy of some rows on the host."""
+        ...
+
+
+class HostSampler:
+    """ShardSampler for logits on the host; others are copied there whole."""
+
+    name = "host"
+    decides = False
+
+    def start(
+        self,
+        rows: Sequence[SamplingRow],
+        logits: torch.Tensor,
+        begin: int,
+        *,
+        is_whole: bool = False,  # noqa: ARG002
+        unknown: UnknownTokens | None = None,  # noqa: ARG002
+    ) -> StartedDraws:
+        """As ShardSampler.start."""
+        return _HostDraws(rows, logits, begin)
+
+    def to_host(self, logits: torch.Tensor, chosen: Sequence[int]) -> torch.Tensor:
+        """As ShardSampler.to_host."""
+        return take_rows(logits.to(HOST), chosen)
+
+
+class _HostDraws:
+    """StartedDraws that are computed when they are read."""
+
+    is_here = True
+    token_ids = None
+
+    def __init__(self, rows: Sequence[SamplingRow], logits: torch.Tensor, begin: int) -> None:
+        self._rows = rows
+        self._logits = logits
+        self._begin = begin
+
+    def read(self) -> ShardDraws:
+        logits = self._logits
+        return draws_of_shard(logits if logits.is_cpu else logits.to(HOST), self._rows, self._begin)
+
+
+HOST_SAMPLER: Final = HostSampler()
