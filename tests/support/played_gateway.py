@@ -92,7 +92,7 @@ class PlayedGateway(admin_pb2_grpc.AdminServicer):
     def _refuse(self, request: Any, context: Any) -> Any:
         context.abort(grpc.StatusCode.UNIMPLEMENTED, "the operator does not ask for this")
 
-    ResetCache = Sleep = WakeUp = Drain = Profile = PlaceExperts = _refuse
+    ResetCache = Sleep = WakeUp = Drain = Profile = PlaceExperts = UpdateWeights = _refuse
 
     def _serve(self, port: int) -> grpc.Server:
         server = grpc.server(futures.ThreadPoolExecutor(max_workers=2))

@@ -67,7 +67,7 @@ class Group(admin_pb2_grpc.AdminServicer):
     def _refuse(self, request: Any, context: Any) -> Any:
         context.abort(grpc.StatusCode.UNIMPLEMENTED, "a stand-in has no engine")
 
-    ResetCache = Sleep = WakeUp = Drain = Profile = PlaceExperts = _refuse
+    ResetCache = Sleep = WakeUp = Drain = Profile = PlaceExperts = UpdateWeights = _refuse
 
     def _rank(self, rank: int) -> admin_pb2.RankStatus:
         name = f"cpu-{rank}"

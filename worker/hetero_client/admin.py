@@ -185,6 +185,13 @@ class AdminClient:
         answer = self._call(self._stub.PlaceExperts, admin_pb2.PlaceExpertsRequest(), timeout_s)
         return ExpertsView(answer.moved_experts, answer.counted_tokens, answer.step_s_before, answer.step_s_after)
 
+    def update_weights(self, *, timeout_s: float = WAKE_TIMEOUT_S) -> tuple[int, ...]:
+        """Read the model's files again in place of the weights that serve. Needs an idle, READY group.
+
+        Returns the bytes of each rank's weights, in rank order.
+        """
+        return tuple(self._call(self._stub.UpdateWeights, admin_pb2.UpdateWeightsRequest(), timeout_s).weight_bytes)
+
     def _call(self, method: Any, request: Any, timeout_s: float | None, *, wait_for_ready: bool = False) -> Any:
         try:
             return method(request, timeout=timeout_s, metadata=self._metadata, wait_for_ready=wait_for_ready)

@@ -75,6 +75,11 @@ class AdminStub(object):
                 request_serializer=hetero__api_dot_v1_dot_admin__pb2.PlaceExpertsRequest.SerializeToString,
                 response_deserializer=hetero__api_dot_v1_dot_admin__pb2.PlaceExpertsResponse.FromString,
                 _registered_method=True)
+        self.UpdateWeights = channel.unary_unary(
+                '/hetero.v1.Admin/UpdateWeights',
+                request_serializer=hetero__api_dot_v1_dot_admin__pb2.UpdateWeightsRequest.SerializeToString,
+                response_deserializer=hetero__api_dot_v1_dot_admin__pb2.UpdateWeightsResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -143,6 +148,15 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UpdateWeights(self, request, context):
+        """Reads the model's files again on every rank, in place of the weights that serve: what a trainer calls after it wrote
+        new ones of the same shapes. The KV cache stays allocated, what was cached is forgotten. FAILED_PRECONDITION unless
+        the group is READY and idle. Files that a rank cannot load end the epoch: the old weights are gone by then.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -185,6 +199,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.PlaceExperts,
                     request_deserializer=hetero__api_dot_v1_dot_admin__pb2.PlaceExpertsRequest.FromString,
                     response_serializer=hetero__api_dot_v1_dot_admin__pb2.PlaceExpertsResponse.SerializeToString,
+            ),
+            'UpdateWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateWeights,
+                    request_deserializer=hetero__api_dot_v1_dot_admin__pb2.UpdateWeightsRequest.FromString,
+                    response_serializer=hetero__api_dot_v1_dot_admin__pb2.UpdateWeightsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -404,6 +423,33 @@ class Admin(object):
             '/hetero.v1.Admin/PlaceExperts',
             hetero__api_dot_v1_dot_admin__pb2.PlaceExpertsRequest.SerializeToString,
             hetero__api_dot_v1_dot_admin__pb2.PlaceExpertsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hetero.v1.Admin/UpdateWeights',
+            hetero__api_dot_v1_dot_admin__pb2.UpdateWeightsRequest.SerializeToString,
+            hetero__api_dot_v1_dot_admin__pb2.UpdateWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -60,6 +60,11 @@ class AdminStub:
     """Moves often chosen experts to the ranks that are fastest with them, by what was counted since the last time.
     FAILED_PRECONDITION unless the group is READY and idle, and its model has experts.
     """
+    UpdateWeights: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UpdateWeightsRequest, _admin_pb2.UpdateWeightsResponse]
+    """Reads the model's files again on every rank, in place of the weights that serve: what a trainer calls after it wrote
+    new ones of the same shapes. The KV cache stays allocated, what was cached is forgotten. FAILED_PRECONDITION unless
+    the group is READY and idle. Files that a rank cannot load end the epoch: the old weights are gone by then.
+    """
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -92,6 +97,11 @@ class AdminAsyncStub(AdminStub):
     PlaceExperts: _aio.UnaryUnaryMultiCallable[_admin_pb2.PlaceExpertsRequest, _admin_pb2.PlaceExpertsResponse]  # type: ignore[assignment]
     """Moves often chosen experts to the ranks that are fastest with them, by what was counted since the last time.
     FAILED_PRECONDITION unless the group is READY and idle, and its model has experts.
+    """
+    UpdateWeights: _aio.UnaryUnaryMultiCallable[_admin_pb2.UpdateWeightsRequest, _admin_pb2.UpdateWeightsResponse]  # type: ignore[assignment]
+    """Reads the model's files again on every rank, in place of the weights that serve: what a trainer calls after it wrote
+    new ones of the same shapes. The KV cache stays allocated, what was cached is forgotten. FAILED_PRECONDITION unless
+    the group is READY and idle. Files that a rank cannot load end the epoch: the old weights are gone by then.
     """
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
@@ -170,6 +180,17 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_pb2.PlaceExpertsResponse, _abc.Awaitable[_admin_pb2.PlaceExpertsResponse]]:
         """Moves often chosen experts to the ranks that are fastest with them, by what was counted since the last time.
         FAILED_PRECONDITION unless the group is READY and idle, and its model has experts.
+        """
+
+    @_abc_1.abstractmethod
+    def UpdateWeights(
+        self,
+        request: _admin_pb2.UpdateWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.UpdateWeightsResponse, _abc.Awaitable[_admin_pb2.UpdateWeightsResponse]]:
+        """Reads the model's files again on every rank, in place of the weights that serve: what a trainer calls after it wrote
+        new ones of the same shapes. The KV cache stays allocated, what was cached is forgotten. FAILED_PRECONDITION unless
+        the group is READY and idle. Files that a rank cannot load end the epoch: the old weights are gone by then.
         """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1425,6 +1425,7 @@ class GroupCommand(_message.Message):
     STOP_PROFILE_FIELD_NUMBER: _builtins.int
     COUNT_EXPERTS_FIELD_NUMBER: _builtins.int
     PLACE_EXPERTS_FIELD_NUMBER: _builtins.int
+    UPDATE_WEIGHTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def reset_cache(self) -> Global___AllocateCache:
         """Replace the KV cache."""
@@ -1453,6 +1454,10 @@ class GroupCommand(_message.Message):
     def place_experts(self) -> Global___PlaceExperts:
         """Take other experts, as the plan says. Everything else of the plan must be as it is."""
 
+    @_builtins.property
+    def update_weights(self) -> Global___UpdateWeights:
+        """Read the model's files again, in place of the weights that are held. The KV cache stays allocated."""
+
     def __init__(
         self,
         *,
@@ -1463,16 +1468,34 @@ class GroupCommand(_message.Message):
         stop_profile: Global___StopProfile | None = ...,
         count_experts: Global___CountExperts | None = ...,
         place_experts: Global___PlaceExperts | None = ...,
+        update_weights: Global___UpdateWeights | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "count_experts", b"count_experts", "place_experts", b"place_experts", "reset_cache", b"reset_cache", "sleep", b"sleep", "start_profile", b"start_profile", "stop_profile", b"stop_profile", "wake", b"wake"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "count_experts", b"count_experts", "place_experts", b"place_experts", "reset_cache", b"reset_cache", "sleep", b"sleep", "start_profile", b"start_profile", "stop_profile", b"stop_profile", "update_weights", b"update_weights", "wake", b"wake"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "count_experts", b"count_experts", "place_experts", b"place_experts", "reset_cache", b"reset_cache", "sleep", b"sleep", "start_profile", b"start_profile", "stop_profile", b"stop_profile", "wake", b"wake"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "count_experts", b"count_experts", "place_experts", b"place_experts", "reset_cache", b"reset_cache", "sleep", b"sleep", "start_profile", b"start_profile", "stop_profile", b"stop_profile", "update_weights", b"update_weights", "wake", b"wake"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["reset_cache", "sleep", "wake", "start_profile", "stop_profile", "count_experts", "place_experts"]  # noqa: Y015
+    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["reset_cache", "sleep", "wake", "start_profile", "stop_profile", "count_experts", "place_experts", "update_weights"]  # noqa: Y015
     _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_action) -> _WhichOneofReturnType_action | None: ...
 
 Global___GroupCommand: _TypeAlias = GroupCommand  # noqa: Y015
+
+@_typing.final
+class UpdateWeights(_message.Message):
+    """Read the model's files again. A rank that cannot, having dropped what it held, ends the epoch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateWeights: _TypeAlias = UpdateWeights  # noqa: Y015
 
 @_typing.final
 class SleepCommand(_message.Message):

@@ -1,4 +1,4 @@
-"""`hetero reset-cache`, `sleep`, `wake`, `drain`, `profile` and `place-experts` against a scripted Admin service."""
+"""`hetero reset-cache`, `sleep`, `wake` and the other commands of an administrator against a scripted Admin service."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hetero_client.cli.main import app
 
 pytestmark = pytest.mark.unit
 
-COMMANDS = ("reset-cache", "sleep", "wake", "drain", "profile", "place-experts")
+COMMANDS = ("reset-cache", "sleep", "wake", "drain", "profile", "place-experts", "update-weights")
 
 
 class ScriptedAdmin(admin_pb2_grpc.AdminServicer):
@@ -56,6 +56,10 @@ class ScriptedAdmin(admin_pb2_grpc.AdminServicer):
     def WakeUp(self, request: Any, context: Any) -> admin_pb2.WakeUpResponse:  # noqa: N802
         self._take(request, context)
         return admin_pb2.WakeUpResponse(asleep=["kv"] if request.tags else [])
+
+    def UpdateWeights(self, request: Any, context: Any) -> admin_pb2.UpdateWeightsResponse:  # noqa: N802
+        self._take(request, context)
+        return admin_pb2.UpdateWeightsResponse(weight_bytes=[2_500_000_000, 500_000_000])
 
     def Drain(self, request: Any, context: Any) -> admin_pb2.DrainResponse:  # noqa: N802
         self._take(request, context)
@@ -165,9 +169,15 @@ def test_place_experts_says_what_moved_and_what_for(bench: Bench) -> None:
     assert bench.admin.asked == [admin_pb2.PlaceExpertsRequest()] * 2
 
 
+def test_update_weights_says_what_each_rank_holds(bench: Bench) -> None:
+    assert bench.run("update-weights").stdout == "weights updated; now held: rank 0 2500.0 MB, rank 1 500.0 MB\n"
+    assert bench.admin.asked == [admin_pb2.UpdateWeightsRequest()]
+
+
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
+        ("update-weights", {"weight_bytes": [2_500_000_000, 500_000_000]}),
         ("reset-cache", {"block_size": 32, "num_blocks": 100, "kv_bytes": [2_000_000, 0]}),
         ("sleep", {"freed_bytes": [1_500_000]}),
         ("wake", {"asleep": []}),

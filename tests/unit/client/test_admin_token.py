@@ -32,7 +32,7 @@ class GuardedAdmin(admin_pb2_grpc.AdminServicer):
     def _refuse(self, request: Any, context: Any) -> Any:
         context.abort(grpc.StatusCode.UNIMPLEMENTED, "not asked for here")
 
-    ResetCache = Sleep = WakeUp = Drain = Profile = PlaceExperts = _refuse
+    ResetCache = Sleep = WakeUp = Drain = Profile = PlaceExperts = UpdateWeights = _refuse
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ RPCS: dict[str, Callable[[GroupBench], Awaitable[Any]]] = {
     "Sleep": lambda bench: bench.rpcs.sleep(admin_pb2.SleepRequest(level=1)),
     "WakeUp": lambda bench: bench.rpcs.wake_up(admin_pb2.WakeUpRequest()),
     "Profile": lambda bench: bench.rpcs.profile(admin_pb2.ProfileRequest(duration_s=0.01)),
+    "UpdateWeights": lambda bench: bench.rpcs.update_weights(),
     "Drain": lambda bench: bench.rpcs.drain(),
 }
 
@@ -110,6 +111,20 @@ async def test_a_reset_that_failed_half_way_forgets_what_was_cached() -> None:
         stats = bench.core.stats()
         assert (stats.num_blocks, stats.cached_blocks) == (before, 0)
         one.problem, zero.peers_fail = "", False
+        await generate(bench)
+
+
+async def test_updated_weights_forget_what_was_cached() -> None:
+    async with GroupBench() as bench:
+        zero, one = await bench.ready()
+        await generate(bench)
+        before = bench.core.stats()
+        assert before.cached_blocks > 0
+        answer = await bench.rpcs.update_weights()
+        assert len(answer.weight_bytes) == 2
+        stats = bench.core.stats()
+        assert (stats.num_blocks, stats.cached_blocks) == (before.num_blocks, 0)
+        assert zero.commands == one.commands == ["update_weights"]
         await generate(bench)
 
 

@@ -81,7 +81,7 @@ class Admin(admin_pb2_grpc.AdminServicer):
     async def _refuse(self, request: Any, context: Any) -> Any:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "the operator does not ask for this")
 
-    ResetCache = Sleep = WakeUp = Drain = Profile = PlaceExperts = _refuse
+    ResetCache = Sleep = WakeUp = Drain = Profile = PlaceExperts = UpdateWeights = _refuse
 
 
 class Gateway:

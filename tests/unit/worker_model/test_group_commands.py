@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from hetero_api.errors import ModelError
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.errors import CacheLostError, ProtocolError, WeightsChangedError, WeightsDamagedError
 from hetero_worker.models.decoder import Decoder
+from hetero_worker.runners.plan_runner import PlanRunner
 from hetero_worker.runners.serving import ServingCache, make_cache
 from hetero_worker.runners.step_recorder import StepRecorder
 from tests.support.rank_group import PlanBuilder, RankGroup, Shares
@@ -61,6 +64,21 @@ def group(checkpoint: TinyCheckpoint, request: pytest.FixtureRequest) -> RankGro
     return RankGroup(
         checkpoint.directory, shares, num_blocks=BLOCKS, block_size=BLOCK_SIZE, num_gpu_ranks=num_gpu_ranks
     )
+
+
+UPDATE = Command(update_weights=ranks_pb2.UpdateWeights())
+
+
+def layers_of(runner: PlanRunner) -> list[LayerCache]:
+    cache = runner._holdings.cache
+    assert cache is not None
+    return [layer for layer in cache.layers if layer is not None]
+
+
+def decoder_of(runner: PlanRunner) -> Decoder:
+    shard = runner._holdings.shard
+    assert shard is not None
+    return shard.decoder
 
 
 def order(builder: PlanBuilder, command: Command) -> list[ranks_pb2.CommandReport]:
@@ -226,6 +244,7 @@ REFUSED: dict[str, tuple[list[Command], Command, str]] = {
     "a cache that is awake": ([sleep(1), wake(weights=False)], wake(weights=False), "cache is awake"),
     "weights that are awake": ([sleep(2), wake(with_cache=False)], wake(with_cache=False), "weights are awake"),
     "wake of nothing": ([sleep(1)], wake(weights=False, with_cache=False), "neither weights nor cache"),
+    "update while asleep": ([sleep(1)], UPDATE, "cannot be updated while the rank is asleep"),
     "reset while asleep": ([sleep(1)], reset(8, 8), "cannot be reset while the rank is asleep"),
     "a cache of no tokens": ([], reset(1, 8), "holds nothing beside the null block"),
     "stop of no profile": ([], Command(stop_profile=ranks_pb2.StopProfile()), "start one first"),
@@ -264,6 +283,55 @@ def test_other_weights_in_the_files_are_found_on_waking(checkpoint: TinyCheckpoi
     save_tiny("qwen3", checkpoint.directory, seed=1)
     with pytest.raises(WeightsChangedError, match="not those that went to sleep"):
         order(builder, wake())
+
+
+def test_weights_are_replaced_while_the_cache_stays(group: RankGroup, checkpoint: TinyCheckpoint) -> None:
+    builder = PlanBuilder(group)
+    before = complete(builder)
+    kept = [[layer.keys.data_ptr() for layer in layers_of(runner)] for runner in group.runners]
+    held = [weakref.ref(decoder_of(runner)) for runner in group.runners]
+    save_tiny("qwen3", checkpoint.directory, seed=1)
+    assert all(report.done and not report.problem for report in order(builder, UPDATE))
+    assert not any(decoder() for decoder in held), "the old weights are still there"
+    after = complete(builder)
+    assert [[layer.keys.data_ptr() for layer in layers_of(runner)] for runner in group.runners] == kept
+    assert not torch.equal(before[0], after[0])
+    group.start()
+    assert all(report.load_s == 0 for report in group.reports), "an epoch goes on with the weights that serve"
+    for runner in group.runners:
+        runner._holdings.drop_shard()
+    group.start()
+    assert_same_bits(after, complete(PlanBuilder(group)))
+
+
+def test_a_rank_that_slept_wakes_with_the_weights_that_were_updated(checkpoint: TinyCheckpoint) -> None:
+    group = RankGroup(checkpoint.directory, ONE_RANK, num_blocks=BLOCKS, block_size=BLOCK_SIZE)
+    builder = PlanBuilder(group)
+    save_tiny("qwen3", checkpoint.directory, seed=1)
+    order(builder, UPDATE)
+    after = complete(builder)
+    order(builder, sleep(2))
+    assert all(report.done for report in order(builder, wake()))
+    assert_same_bits(after, complete(builder))
+
+
+def test_weights_of_another_shape_end_the_epoch(checkpoint: TinyCheckpoint) -> None:
+    group = RankGroup(checkpoint.directory, ONE_RANK, num_blocks=BLOCKS, block_size=BLOCK_SIZE)
+    builder = PlanBuilder(group)
+    save_tiny("qwen3", checkpoint.directory, hidden_size=128)
+    with pytest.raises(ModelError, match="shape"):
+        order(builder, UPDATE)
+
+
+def test_files_that_are_gone_leave_the_weights_that_serve(checkpoint: TinyCheckpoint) -> None:
+    group = RankGroup(checkpoint.directory, ONE_RANK, num_blocks=BLOCKS, block_size=BLOCK_SIZE)
+    builder = PlanBuilder(group)
+    before = complete(builder)
+    (checkpoint.directory / "model.safetensors").unlink()
+    (report,) = order(builder, UPDATE)
+    assert not report.done
+    assert "no weights" in report.problem
+    assert_same_bits(before, complete(builder))
 
 
 def test_files_that_are_gone_leave_the_group_asleep_until_they_are_back(checkpoint: TinyCheckpoint) -> None:

@@ -179,6 +179,26 @@ def place_experts(
     )
 
 
+def update_weights(
+    admin_address: options.AdminAddressOption = None,
+    group: options.GroupOption = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Have an idle group read the model's files again, after new weights of the same shapes were written there.
+
+    The KV cache stays allocated; what it cached is forgotten.
+
+    \b
+    hetero update-weights
+    """
+    with options.admin_client(admin_address, group) as admin:
+        weight_bytes = admin.update_weights()
+    if as_json:
+        print_json({"weight_bytes": weight_bytes})
+        return
+    print_data(f"weights updated; now held: {_of_ranks(weight_bytes)}")
+
+
 def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -96,6 +96,7 @@ app.command()(admin_commands.wake)
 app.command()(admin_commands.drain)
 app.command()(admin_commands.profile)
 app.command()(admin_commands.place_experts)
+app.command()(admin_commands.update_weights)
 app.add_typer(model_commands.app, name="model")
 
 

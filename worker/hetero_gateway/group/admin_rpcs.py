@@ -124,6 +124,12 @@ class AdminRpcs:
         )
         return await self._run("PlaceExperts", work)
 
+    async def update_weights(self) -> admin_pb2.UpdateWeightsResponse:
+        """Read the model's files again in place of the weights that serve. Needs READY and idle."""
+        epoch = self._require("UpdateWeights", GroupState.READY)
+        self._require_idle("UpdateWeights")
+        return await self._run("UpdateWeights", self._update_weights(epoch))
+
     # --- commands ---------------------------------------------------------------------------------------
 
     async def _reset_cache(self, epoch: Epoch, cache: CacheShape) -> admin_pb2.ResetCacheResponse:
@@ -148,6 +154,16 @@ class AdminRpcs:
         """Have the engine go on with an empty cache."""
         assert cache is not None, "a group that is READY has a cache"
         self._core.reset_cache(num_blocks=cache.num_blocks, block_size=cache.block_size)
+
+    async def _update_weights(self, epoch: Epoch) -> admin_pb2.UpdateWeightsResponse:
+        async with self._core.hold():
+            self._require_idle("UpdateWeights")
+            command = ranks_pb2.GroupCommand(update_weights=ranks_pb2.UpdateWeights())
+            reports = await self._command(epoch, command)
+            # KV of the old weights must not be found by a prefix any more.
+            self._use_cache(epoch.cache)
+            epoch.note_bytes(reports)
+        return admin_pb2.UpdateWeightsResponse(weight_bytes=[report.weight_bytes for report in reports])
 
     async def _sleep(self, epoch: Epoch, level: int) -> admin_pb2.SleepResponse:
         self._core.close_intake("the group is asleep; an administrator has to wake it (Admin.WakeUp, hetero wake)")

@@ -79,6 +79,14 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         async with _obeying(context, "PlaceExperts"):
             return await self._rpcs.place_experts()
 
+    async def UpdateWeights(  # noqa: N802
+        self,
+        request: admin_pb2.UpdateWeightsRequest,  # noqa: ARG002
+        context: Context,
+    ) -> admin_pb2.UpdateWeightsResponse:
+        async with _obeying(context, "UpdateWeights"):
+            return await self._rpcs.update_weights()
+
 
 @asynccontextmanager
 async def _obeying(context: Context, method: str) -> AsyncIterator[None]:

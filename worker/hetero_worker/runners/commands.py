@@ -8,6 +8,9 @@ Replacing the KV cache is the exception. A cache usually fills the memory, so th
 comes, and only trying shows whether the allocator finds room. The ranks check the arithmetic, vote, replace their
 caches, and vote again. If one of them failed, all go back to a cache of the old shape, which is empty.
 
+Weights that are read again have no room beside the old ones either. There is no way back, for the old files may be
+gone: a rank that cannot load the new ones raises, which ends the epoch.
+
 A rank reports what it cannot do: too little memory, or a command that does not fit its state. Weights that come back
 from sleep different from how they went raise an error instead, which ends the epoch.
 """
@@ -32,6 +35,7 @@ from hetero_worker.errors import (
     WeightsChangedError,
     WeightsDamagedError,
 )
+from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.memory.budget import mib
 from hetero_worker.memory.memory_pool import MemoryPool
 from hetero_worker.memory.weight_offload import OffloadedWeights
@@ -151,6 +155,8 @@ class GroupCommands:
                 return self._prepare_count()
             case "place_experts":
                 return self._prepare_experts(ShardPlan.from_proto(command.place_experts.shard_plan))
+            case "update_weights":
+                return self._prepare_update()
             case action:
                 raise CommandRefused(f"this rank does not know the command {action}")
 
@@ -195,6 +201,37 @@ class GroupCommands:
         self._holdings.drop_cache()
         self._holdings.cache = cache
         self._holdings.cache_sleeps = False
+
+    def _prepare_update(self) -> _Prepared:
+        if parts := self._holdings.asleep_parts:
+            raise CommandRefused(f"weights cannot be updated while the rank is asleep ({', '.join(parts)})")
+        shard, _, _ = self._holdings.loaded("update_weights")
+        if self._holdings.cache is None:
+            raise CommandRefused("weights cannot be updated before there is a KV cache")
+        with shard.request.open_weights(shard.request.directory):
+            pass  # raises ModelError unless the files are there and can be read
+        read_for, kernel = shard.request, shard.kernel
+
+        def commit() -> _Outcome:
+            self._update_weights(read_for, kernel)
+            return _Outcome()
+
+        return _Prepared(commit)
+
+    def _update_weights(self, read_for: LoadRequest, kernel: LinearKernel) -> None:
+        """Drop the weights and all that was made for them, then read the files again. The KV cache's tensors stay."""
+        request, report = self._holdings.ordered("update_weights")
+        assert self._holdings.cache is not None, "checked before the vote"
+        order, layers = self._holdings.cache.order, self._holdings.cache.layers
+        self._holdings.drop_cache()
+        self._holdings.drop_shard()
+        gc.collect()
+        self._holdings.device.memory_pool.release_unused()
+        shard = self._holdings.shard = load_shard(read_for, self._holdings.device, kernel=kernel)
+        steps = self._holdings.device.steps
+        self._holdings.cache = make_cache(
+            order, decoder=shard.decoder, request=request, report=report, steps=steps, layers=layers
+        )
 
     def _prepare_sleep(self, level: int) -> _Prepared:
         if level not in _LEVELS:

@@ -51,8 +51,9 @@ def make_cache(
     request: LoadRequest,
     report: LoadReport,
     steps: StepMaker,
+    layers: Sequence[LayerCache | None] | None = None,
 ) -> ServingCache:
-    """Return an empty cache of the ordered size.
+    """Return an empty cache of the ordered size. `layers`: the KV tensors of one of the same size, to be kept.
 
     Raises ProtocolError, MemoryBudgetError, and what torch raises where memory is short.
     """
@@ -67,13 +68,14 @@ def make_cache(
         block_size=block_size,
     )
     parts = steps.make(bounds, request)
-    with memory_pool_of(decoder.device).apart():
-        layers = tuple(decoder.allocate_caches(num_blocks=num_blocks, block_size=block_size))
-    if decoder.device == HOST:
-        _touch_first(layers)
+    if layers is None:
+        with memory_pool_of(decoder.device).apart():
+            layers = decoder.allocate_caches(num_blocks=num_blocks, block_size=block_size)
+        if decoder.device == HOST:
+            _touch_first(layers)
     return ServingCache(
         order=order,
-        layers=layers,
+        layers=tuple(layers),
         slots=SlotTable(max_num_seqs=request.max_num_seqs, max_model_len=request.max_model_len, block_size=block_size),
         inputs=parts.inputs,
         forward=parts.forward,
