@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from hetero_gateway.server.openai import endpoint, listener, schema
+from hetero_gateway.server.openai import http_server, schema
 from tests.unit.group.group_setup import PATIENCE_S, wait_until
 from tests.unit.server.server_setup import GatewayBench
 
@@ -71,7 +71,7 @@ async def _post(bench: GatewayBench, content: bytes, path: str = "/v1/completion
 async def test_a_head_that_does_not_come_in_time_ends_the_connection(
     bench: GatewayBench, said: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener, "HEAD_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.05)
     async with connected(bench) as connection:
         await connection.say(said)
         assert await connection.hear() == b""
@@ -83,7 +83,7 @@ async def test_a_further_head_is_timed_from_its_first_byte(
     async with connected(bench) as connection:
         await connection.say(b"GET /health HTTP/1.1\r\nHost: g\r\n\r\n")
         assert await connection.hear_line() == b"HTTP/1.1 503 Service Unavailable\r\n"
-        monkeypatch.setattr(listener, "HEAD_TIMEOUT_S", 0.05)
+        monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.05)
         await connection.say(b"GET /hea")
         assert b"HTTP/1.1" not in await connection.hear()
 
@@ -91,7 +91,7 @@ async def test_a_further_head_is_timed_from_its_first_byte(
 async def test_a_connection_that_is_kept_serves_several_calls(
     ready: GatewayBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener, "HEAD_TIMEOUT_S", PATIENCE_S / 10)
+    monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", PATIENCE_S / 10)
     async with httpx.AsyncClient(base_url=f"http://{ready.addresses.http}", trust_env=False) as http:
         body = {"model": "g", "prompt": "hello", "max_tokens": 2}
         answers = [await http.post("/v1/completions", json=body) for _ in range(3)]
@@ -108,7 +108,7 @@ async def test_a_head_that_is_too_long_is_refused(bench: GatewayBench) -> None:
 async def test_one_connection_more_than_the_door_takes_is_closed(
     bench: GatewayBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 2)
     async with connected(bench) as first, connected(bench) as second:
         for connection in (first, second):
             await connection.say(b"GET /health HTTP/1.1\r\nHost: g\r\nConnection: close\r\n")
@@ -122,7 +122,7 @@ async def test_one_connection_more_than_the_door_takes_is_closed(
 async def test_a_body_that_does_not_come_in_time_is_answered_408(
     bench: GatewayBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint, "BODY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(http_server, "BODY_TIMEOUT_S", 0.05)
     async with connected(bench) as connection:
         await connection.say(HEAD + b"Connection: close\r\n\r\n{")
         heard = await connection.hear()
@@ -131,7 +131,7 @@ async def test_a_body_that_does_not_come_in_time_is_answered_408(
 
 
 async def test_long_bodies_are_bounded_together(ready: GatewayBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "MAX_BODIES_BYTES", 150_000)
+    monkeypatch.setattr(http_server, "MAX_BODIES_BYTES", 150_000)
     long = _body(prompt="x" * 100_000)
     bodies = ready.gateway._endpoint._bodies
     async with connected(ready) as connection:

@@ -36,7 +36,7 @@ from hetero_gateway.server.health import WHOLE_SERVER, GatewayProbes, HealthServ
 from hetero_gateway.server.inference import Facts, InferenceServicer, Standing, serve_inference
 from hetero_gateway.server.metrics import EngineReading, GatewayMetrics
 from hetero_gateway.server.openai.endpoint import OpenAiEndpoint, ServedName, TextTools
-from hetero_gateway.server.openai.listener import HttpListener
+from hetero_gateway.server.openai.http_server import HttpListener
 from hetero_gateway.server.ranks import serve_ranks
 from hetero_gateway.server.reading import RequestReader
 

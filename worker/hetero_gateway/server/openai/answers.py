@@ -1,16 +1,30 @@
-"""What the API answers: objects of chats and completions, whole and in chunks.
+"""Answers of the API: objects of chats and completions, whole and in chunks, and errors.
 
-A `Voice` knows what differs between the two calls; a `Frame` what all objects of one answer have in common.
+A `ResponseFormatter` knows what differs between the two calls; a `Frame` has what all objects of one answer share.
+Errors become HTTP statuses and error objects here, the one place of this door where both are known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol
 
+from pydantic import ValidationError
+
+from hetero_api.errors import HeteroError
 from hetero_api.v1.logprobs_pb2 import TokenLogprobs
+from hetero_gateway.engine.errors import (
+    DeadlineExceeded,
+    DuplicateRequest,
+    EngineUnavailable,
+    GroupLost,
+    InvalidRequest,
+    QueueFull,
+)
 from hetero_gateway.engine.stream import FinishedEvent
+from hetero_gateway.server.errors import InvalidArguments
+from hetero_gateway.server.openai.requests import body_field
 
 Json = dict[str, Any]
 TokenBytes = Callable[[int], bytes]
@@ -18,7 +32,7 @@ TokenBytes = Callable[[int], bytes]
 
 
 class Position(NamedTuple):
-    """A token and what is known of its likelihood; nothing of a prompt's first."""
+    """A token and its log-probabilities; a prompt's first token has none."""
 
     token_id: int
     logprobs: TokenLogprobs | None
@@ -26,7 +40,7 @@ class Position(NamedTuple):
 
 @dataclass(slots=True)
 class Choice:
-    """One completion as far as it has come. `index` is its number in the answer."""
+    """One completion so far. `index` is its number in the answer."""
 
     index: int
     text: list[str] = field(default_factory=list)
@@ -34,8 +48,8 @@ class Choice:
     finished: FinishedEvent | None = None
 
 
-class Voice(Protocol):
-    """How one of the two calls speaks. Positions are None where no log-probabilities were asked for."""
+class ResponseFormatter(Protocol):
+    """Format of one of the two calls. Positions are None where no log-probabilities were asked for."""
 
     @property
     def whole_kind(self) -> str:
@@ -48,57 +62,60 @@ class Voice(Protocol):
         ...
 
     def choice(self, text: str, positions: Sequence[Position] | None) -> Json:
-        """What a whole choice says."""
+        """Return the body of a whole choice."""
         ...
 
     def opening(self) -> Json | None:
-        """What a choice's first chunk says, before any text; None: there is none."""
+        """Return the body of a choice's first chunk, before any text; None if there is no such chunk."""
         ...
 
     def delta(self, text: str, positions: Sequence[Position] | None) -> Json:
-        """What a chunk says."""
+        """Return the body of a chunk with text."""
         ...
 
     def end(self) -> Json:
-        """What a choice's last chunk says."""
+        """Return the body of a choice's last chunk."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """`created` is in Unix seconds."""
+    """Parts that all objects of one answer share. `created` is in Unix seconds."""
 
     id: str
     created: int
     model: str
-    voice: Voice
+    formatter: ResponseFormatter
     with_logprobs: bool
 
     def whole(self, choices: Iterable[Choice], usage: Json) -> Json:
-        """The answer of a call that does not stream."""
+        """Return the answer of a call that does not stream."""
         listed = [
-            _listed(choice.index, self.voice.choice("".join(choice.text), self._shown(choice.positions)))
+            _listed(choice.index, self.formatter.choice("".join(choice.text), self._shown(choice.positions)))
             | _ending(choice.finished)
             for choice in choices
         ]
-        return self._object(self.voice.whole_kind, listed) | {"usage": usage}
+        return self._object(self.formatter.whole_kind, listed) | {"usage": usage}
 
     def opening(self, index: int) -> Json | None:
-        body = self.voice.opening()
+        """Return a choice's first chunk; None if the call has no such chunk."""
+        body = self.formatter.opening()
         return None if body is None else self._chunk(index, body)
 
     def delta(self, index: int, text: str, positions: Sequence[Position]) -> Json:
-        return self._chunk(index, self.voice.delta(text, self._shown(positions)))
+        """Return a chunk with text."""
+        return self._chunk(index, self.formatter.delta(text, self._shown(positions)))
 
     def end(self, index: int, finished: FinishedEvent) -> Json:
-        return self._chunk(index, self.voice.end(), finished)
+        """Return a choice's last chunk."""
+        return self._chunk(index, self.formatter.end(), finished)
 
     def usage(self, usage: Json) -> Json:
-        """The chunk after the last choice's end."""
-        return self._object(self.voice.chunk_kind, []) | {"usage": usage}
+        """Return the chunk after the last choice's end."""
+        return self._object(self.formatter.chunk_kind, []) | {"usage": usage}
 
     def _chunk(self, index: int, body: Json, finished: FinishedEvent | None = None) -> Json:
-        return self._object(self.voice.chunk_kind, [_listed(index, body) | _ending(finished)])
+        return self._object(self.formatter.chunk_kind, [_listed(index, body) | _ending(finished)])
 
     def _object(self, kind: str, choices: list[Json]) -> Json:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
@@ -107,8 +124,8 @@ class Frame:
         return positions if self.with_logprobs else None
 
 
-class ChatVoice:
-    """/v1/chat/completions."""
+class ChatFormatter:
+    """Format of /v1/chat/completions."""
 
     whole_kind: Final = "chat.completion"
     chunk_kind: Final = "chat.completion.chunk"
@@ -117,16 +134,20 @@ class ChatVoice:
         self._token_bytes = token_bytes
 
     def choice(self, text: str, positions: Sequence[Position] | None) -> Json:
+        """See `ResponseFormatter.choice`."""
         message = {"role": "assistant", "content": text, "refusal": None}
         return {"message": message, "logprobs": self._logprobs(positions)}
 
     def opening(self) -> Json | None:
+        """See `ResponseFormatter.opening`."""
         return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
 
     def delta(self, text: str, positions: Sequence[Position] | None) -> Json:
+        """See `ResponseFormatter.delta`."""
         return {"delta": {"content": text}, "logprobs": self._logprobs(positions)}
 
     def end(self) -> Json:
+        """See `ResponseFormatter.end`."""
         return {"delta": {}, "logprobs": None}
 
     def _logprobs(self, positions: Sequence[Position] | None) -> Json | None:
@@ -144,8 +165,8 @@ class ChatVoice:
         return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
 
 
-class CompletionVoice:
-    """/v1/completions."""
+class CompletionFormatter:
+    """Format of /v1/completions."""
 
     whole_kind: Final = "text_completion"
     chunk_kind: Final = "text_completion"
@@ -154,15 +175,19 @@ class CompletionVoice:
         self._token_bytes = token_bytes
 
     def choice(self, text: str, positions: Sequence[Position] | None) -> Json:
+        """See `ResponseFormatter.choice`."""
         return {"text": text, "logprobs": self._logprobs(positions)}
 
     def opening(self) -> Json | None:
+        """See `ResponseFormatter.opening`."""
         return None
 
     def delta(self, text: str, positions: Sequence[Position] | None) -> Json:
+        """See `ResponseFormatter.delta`."""
         return self.choice(text, positions)
 
     def end(self) -> Json:
+        """See `ResponseFormatter.end`."""
         return {"text": "", "logprobs": None}
 
     def _logprobs(self, positions: Sequence[Position] | None) -> Json | None:
@@ -177,7 +202,7 @@ class CompletionVoice:
         }
 
     def _top(self, logprobs: TokenLogprobs) -> dict[str, float]:
-        """Text to log-probability, of the likeliest tokens and of the one that was taken."""
+        """Return log-probabilities by text: of the likeliest tokens and of the one that was taken."""
         pairs = [*zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)]
         return {self._text(token_id): logprob for token_id, logprob in [*pairs, (logprobs.token_id, logprobs.logprob)]}
 
@@ -186,7 +211,7 @@ class CompletionVoice:
 
 
 def usage_object(*, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> Json:
-    """Of all choices together; a prompt counts once, however many completions it has."""
+    """Return the usage of all choices together; a prompt counts once, however many completions it has."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -196,7 +221,7 @@ def usage_object(*, prompt_tokens: int, cached_tokens: int, completion_tokens: i
 
 
 def _offsets(tokens: Sequence[str]) -> list[int]:
-    """Where each token's text begins, in characters from the first of these."""
+    """Return where each token's text begins, in characters from the first of these."""
     offsets, at = [], 0
     for token in tokens:
         offsets.append(at)
@@ -213,3 +238,91 @@ def _ending(finished: FinishedEvent | None) -> Json:
         return {"finish_reason": None}
     stop = finished.stop_text if finished.stop_text is not None else finished.stop_token_id
     return {"finish_reason": finished.reason.value, "stop_reason": stop}
+
+
+RETRY_AFTER: Final = {"Retry-After": "1"}
+_SHOWN: Final = 8
+
+
+class Failure(Exception):
+    """Bad end of a call: an HTTP status, and the parts of the API's error object."""
+
+    def __init__(
+        self, status: int, kind: str, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self._error = {"message": message, "type": kind, "param": param, "code": code}
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Return headers for clients that may try again."""
+        return RETRY_AFTER if self.status in (429, 503) else {}
+
+    def body(self) -> dict[str, Any]:
+        """Return the API's error object."""
+        return {"error": self._error}
+
+
+_STATUSES: Final[Mapping[type[HeteroError], tuple[int, str, str]]] = {
+    DuplicateRequest: (409, "invalid_request_error", "already_exists"),
+    QueueFull: (429, "rate_limit_error", "queue_full"),
+    EngineUnavailable: (503, "server_error", "unavailable"),
+    GroupLost: (503, "server_error", "unavailable"),
+    DeadlineExceeded: (504, "server_error", "deadline_exceeded"),
+}
+
+
+def failure_of(error: Exception) -> Failure | None:
+    """Return the answer to an error; None for a bug."""
+    if isinstance(error, Failure):
+        return error
+    if isinstance(error, ValidationError):
+        return _malformed(error)
+    if isinstance(error, InvalidArguments):
+        text = "; ".join(f"{body_field(v.field)}: {v.problem}" for v in error.violations)
+        return _invalid(text, body_field(error.violations[0].field))
+    if isinstance(error, InvalidRequest):
+        field = body_field(error.field)
+        return _invalid(f"{field}: {error.problem}", field)
+    known = _STATUSES.get(type(error)) if isinstance(error, HeteroError) else None
+    if known is None:
+        return None
+    status, kind, code = known
+    return Failure(status, kind, str(error), code=code)
+
+
+def internal_failure() -> Failure:
+    """Return the answer to a bug, whose nature stays in the log."""
+    return Failure(500, "server_error", "internal error; the gateway's log tells what happened", code="internal")
+
+
+def unknown_model(asked: str, served: str) -> Failure:
+    """Return the answer to a call for a model that is not served here."""
+    return Failure(
+        404,
+        "invalid_request_error",
+        f"model: {asked!r} is not served here; this replica serves {served!r}",
+        param="model",
+        code="model_not_found",
+    )
+
+
+def _invalid(message: str, param: str) -> Failure:
+    return Failure(400, "invalid_request_error", message, param=param)
+
+
+def _malformed(error: ValidationError) -> Failure:
+    problems = error.errors(include_url=False, include_context=False, include_input=False)
+    texts = [f"{path}: {_words(problem)}" if (path := _path(problem)) else _words(problem) for problem in problems]
+    return _invalid("; ".join(texts[:_SHOWN]), _path(problems[0]) or "body")
+
+
+def _path(problem: Mapping[str, Any]) -> str:
+    return ".".join(str(part) for part in problem["loc"])
+
+
+def _words(problem: Mapping[str, Any]) -> str:
+    if problem["type"] == "extra_forbidden":
+        return "is not a field that this endpoint knows"
+    return str(problem["msg"]).removeprefix("Value error, ")

@@ -6,19 +6,20 @@ requests end with it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+import asyncio
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from hetero_api.v1.logprobs_pb2 import TokenLogprobs
 from hetero_gateway.engine.request import GenerationRequest
 from hetero_gateway.engine.stream import FinishedEvent, PromptLogprobsEvent, RequestStream, TokensEvent
 from hetero_gateway.server.openai.answers import Choice, Frame, Json, Position, usage_object
-from hetero_gateway.server.openai.merging import merged
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """Text and tokens of one choice."""
+    """New text and tokens of one choice."""
 
     index: int
     text: str
@@ -28,14 +29,14 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A choice is over."""
+    """The end of a choice."""
 
     index: int
     finished: FinishedEvent
 
 
 class Part:
-    """One request of a call. `ending_tokens` end a completion: they are counted, but are no part of what it says."""
+    """One request of a call. Tokens that end a completion are counted, but no part of its text."""
 
     def __init__(
         self, asked: GenerationRequest, stream: RequestStream, *, first_choice: int, eos_token_ids: frozenset[int]
@@ -49,13 +50,14 @@ class Part:
             self._ending_tokens |= eos_token_ids
 
     def read(self, event: TokensEvent | FinishedEvent) -> Said | Ended:
+        """Return an event of the engine as one of the call, with the choice's number."""
         index = self.choices[event.index]
         if isinstance(event, FinishedEvent):
             return Ended(index, event)
         return Said(index, event.text, self._positions(event), len(event.token_ids))
 
     def echo(self, decode: Callable[[Sequence[int]], str], logprobs: Sequence[TokenLogprobs]) -> Iterator[Said]:
-        """The prompt, at the head of each choice."""
+        """Yield the prompt, to stand at the head of each choice."""
         tokens = self._asked.prompt_token_ids
         known = [None, *logprobs] if logprobs else [None] * len(tokens)
         positions = [Position(token, each) for token, each in zip(tokens, known, strict=True)]
@@ -70,7 +72,7 @@ class Part:
 
 
 class Call:
-    """See the module. `echo` decodes prompts, if they are to be part of the answer; `on_end` is told every end."""
+    """One call. `echo` decodes prompts that are to be part of the answer; `on_end` is called at every choice's end."""
 
     def __init__(
         self,
@@ -88,12 +90,12 @@ class Call:
         self._cached = dict.fromkeys(range(len(parts)), 0)
 
     def cancel(self) -> None:
-        """End what has not ended."""
+        """End the requests that have not ended."""
         for part in self._parts:
             part.stream.cancel()
 
     async def whole(self) -> Json:
-        """The answer at once. Raises what a request ends with."""
+        """Return the whole answer. Raises the error that a request ends with."""
         choices = {index: Choice(index) for part in self._parts for index in part.choices}
         async for event in self._events():
             choice = choices[event.index]
@@ -105,7 +107,7 @@ class Call:
         return self._frame.whole(choices.values(), self._usage())
 
     async def chunks(self, *, usage_at_end: bool, usage_in_all: bool) -> AsyncIterator[Json]:
-        """The answer as it comes. Raises what a request ends with."""
+        """Yield the answer as it comes. Raises the error that a request ends with."""
         async for chunk in self._bare_chunks():
             yield chunk | {"usage": self._usage()} if usage_in_all else chunk
         if usage_at_end:
@@ -123,7 +125,7 @@ class Call:
                 yield self._frame.delta(event.index, event.text, event.positions)
 
     async def _events(self) -> AsyncIterator[Said | Ended]:
-        """What the choices say, and their ends; a prompt that is echoed comes first."""
+        """Yield text and ends of the choices; a prompt that is echoed comes first."""
         to_echo = set(range(len(self._parts))) if self._echo is not None else set()
         async for number, event in merged([(number, part.stream) for number, part in enumerate(self._parts)]):
             part = self._parts[number]
@@ -151,3 +153,47 @@ class Call:
             cached_tokens=sum(self._cached.values()),
             completion_tokens=self._num_generated,
         )
+
+
+K = TypeVar("K")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """The end of a stream, well or with an error."""
+
+    error: BaseException | None
+
+
+async def merged(streams: Sequence[tuple[K, AsyncIterable[T]]]) -> AsyncIterator[tuple[K, T]]:
+    """Yield events of several streams in the order in which they come, each with its stream's key.
+
+    An error of one stream is raised, and ends all.
+    """
+    # One event of each stream at most waits here: the streams themselves merge what is not read.
+    news: asyncio.Queue[tuple[K, T] | _End] = asyncio.Queue(maxsize=len(streams))
+    readers = [asyncio.create_task(_read(key, stream, news)) for key, stream in streams]
+    try:
+        num_open = len(readers)
+        while num_open:
+            event = await news.get()
+            if not isinstance(event, _End):
+                yield event
+                continue
+            if event.error is not None:
+                raise event.error
+            num_open -= 1
+    finally:
+        for reader in readers:
+            reader.cancel()
+
+
+async def _read(key: K, stream: AsyncIterable[T], news: asyncio.Queue[tuple[K, T] | _End]) -> None:
+    error: BaseException | None = None
+    try:
+        async for event in stream:
+            await news.put((key, event))
+    except Exception as raised:  # noqa: BLE001 — raised to the reader of the merged stream
+        error = raised
+    await news.put(_End(error))

@@ -8,7 +8,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -25,22 +25,25 @@ from hetero_gateway.engine.request import GenerationRequest
 from hetero_gateway.engine.stream import FinishedEvent
 from hetero_gateway.server.calls import InFlight
 from hetero_gateway.server.metrics import GatewayMetrics
-from hetero_gateway.server.openai.answers import ChatVoice, CompletionVoice, Frame, Json
+from hetero_gateway.server.openai.answers import (
+    ChatFormatter,
+    CompletionFormatter,
+    Failure,
+    Frame,
+    Json,
+    ResponseFormatter,
+    failure_of,
+    internal_failure,
+    unknown_model,
+)
 from hetero_gateway.server.openai.call import Call, Part
-from hetero_gateway.server.openai.failures import Failure, failure_of, internal_failure, unknown_model
+from hetero_gateway.server.openai.http_server import RequestBodies, client_gone
 from hetero_gateway.server.openai.requests import chat_request, completion_requests
 from hetero_gateway.server.openai.schema import ChatBody, CompletionBody, Generation, StreamOptions, parse_body
 from hetero_gateway.server.reading import RequestReader
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES: Final = 8 * 1024 * 1024
-BODY_TIMEOUT_S: Final = 60.0
-"""From a request's head to the end of its body."""
-MAX_BODIES_BYTES: Final = 128 * 1024 * 1024
-"""Bodies that are being received and read, all together."""
-SMALL_BODY_BYTES: Final = 64 * 1024
-"""Smaller ones do not count."""
 REQUEST_ID_HEADER: Final = "x-request-id"
 CLIENT_CLOSED: Final = 499
 """Status, seen by nobody but the log and metrics, of a call whose client went away."""
@@ -63,12 +66,12 @@ class ServedName:
     created: int
 
     def check(self, asked: str) -> None:
-        """Raises Failure when another model is meant."""
+        """Raise Failure when another model is meant."""
         if asked not in (self.name, self.root):
             raise unknown_model(asked, self.name)
 
     def describe(self) -> Json:
-        """The API's model object."""
+        """Return the API's model object."""
         return {
             "id": self.name,
             "object": "model",
@@ -82,7 +85,7 @@ class ServedName:
 
 @dataclass(frozen=True, slots=True)
 class TextTools:
-    """What this needs of the model's tokenizer."""
+    """Functions of the model's tokenizer that answers need."""
 
     token_bytes: Callable[[int], bytes]
     decode: Callable[[Sequence[int]], str]
@@ -90,7 +93,7 @@ class TextTools:
 
 
 class OpenAiEndpoint:
-    """See the module."""
+    """Routes of the API."""
 
     def __init__(
         self,
@@ -104,14 +107,14 @@ class OpenAiEndpoint:
     ) -> None:
         self._core = core
         self._reader = reader
-        self._bodies = _Bodies()
+        self._bodies = RequestBodies()
         self._text = text
         self._served = served
         self._metrics = metrics
         self._in_flight = in_flight
 
     def application(self) -> Starlette:
-        """To be served by an ASGI server."""
+        """Return the ASGI application."""
         return Starlette(
             routes=[
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
@@ -130,7 +133,7 @@ class OpenAiEndpoint:
             return [chat_request(body, request_id=call_id)]
 
         def call(body: ChatBody, call_id: str, parts: Sequence[Part]) -> Call:
-            frame = self._frame(f"chatcmpl-{call_id}", ChatVoice(self._text.token_bytes), bool(body.logprobs))
+            frame = self._frame(f"chatcmpl-{call_id}", ChatFormatter(self._text.token_bytes), bool(body.logprobs))
             return Call(parts, frame=frame, on_end=self._note_end)
 
         return await self._answer(request, ChatBody, requests, call)
@@ -140,8 +143,8 @@ class OpenAiEndpoint:
             return completion_requests(body, request_id=call_id)
 
         def call(body: CompletionBody, call_id: str, parts: Sequence[Part]) -> Call:
-            voice = CompletionVoice(self._text.token_bytes)
-            frame = self._frame(f"cmpl-{call_id}", voice, body.logprobs is not None)
+            formatter = CompletionFormatter(self._text.token_bytes)
+            frame = self._frame(f"cmpl-{call_id}", formatter, body.logprobs is not None)
             return Call(parts, frame=frame, on_end=self._note_end, echo=self._text.decode if body.echo else None)
 
         return await self._answer(request, CompletionBody, requests, call)
@@ -191,7 +194,7 @@ class OpenAiEndpoint:
                 return response
             except ClientDisconnect:
                 return Response(status_code=CLIENT_CLOSED)
-            except Exception as error:  # noqa: BLE001 — the call's top: whatever it was, the client is told
+            except Exception as error:  # noqa: BLE001 — the call's top: any error is answered
                 return _refusal(ticket.failure(error))
 
     async def _read(
@@ -222,12 +225,12 @@ class OpenAiEndpoint:
         if finished.index == 0 and first_token_s is not None:
             self._metrics.observe_first_token(first_token_s)
 
-    def _frame(self, object_id: str, voice: ChatVoice | CompletionVoice, with_logprobs: bool) -> Frame:
-        return Frame(object_id, int(time.time()), self._served.name, voice, with_logprobs)
+    def _frame(self, object_id: str, formatter: ResponseFormatter, with_logprobs: bool) -> Frame:
+        return Frame(object_id, int(time.time()), self._served.name, formatter, with_logprobs)
 
 
 class _Ticket:
-    """One call, in flight until it is closed. Until it has another outcome, that is of a client that went away."""
+    """Account of one call, in flight until it is closed. Its outcome is that of a client that went away until set."""
 
     def __init__(self, call_id: str | None, metrics: GatewayMetrics, in_flight: InFlight) -> None:
         self.call_id = call_id or uuid.uuid4().hex
@@ -237,7 +240,7 @@ class _Ticket:
         in_flight.enter()
 
     def failure(self, error: Exception) -> Failure:
-        """What the client is told of `error`, which is the outcome."""
+        """Return the answer to `error`, whose status is the outcome."""
         failure = failure_of(error)
         if failure is None:
             logger.error("request_id=%s failed", self.call_id, exc_info=error)
@@ -246,12 +249,13 @@ class _Ticket:
         return failure
 
     def close(self) -> None:
+        """Count the call by its outcome."""
         self._in_flight.leave()
         self._metrics.count_http_call(self.outcome)
 
 
 class _EventStream(StreamingResponse):
-    """Ends its call's requests however it ends, also while a chunk is being sent."""
+    """Response that ends its call's requests however it ends, also while a chunk is being sent."""
 
     def __init__(self, events: AsyncIterator[str], call: Call, ticket: _Ticket) -> None:
         super().__init__(events, media_type=_EVENT_STREAM, headers=_stream_headers(ticket.call_id))
@@ -272,14 +276,14 @@ async def _events(call: Call, options: StreamOptions, ticket: _Ticket) -> AsyncI
             yield _event(chunk)
         ticket.outcome = "200"
         yield _DONE
-    except Exception as error:  # noqa: BLE001 — the call's top: whatever it was, the client is told
+    except Exception as error:  # noqa: BLE001 — the call's top: any error is answered
         yield _event(ticket.failure(error).body())
 
 
 async def _whole(request: Request, call: Call) -> Json:
     """Return the answer. Raises ClientDisconnect if the client goes away first, or the error that ends the call."""
     answering = asyncio.ensure_future(call.whole())
-    leaving = asyncio.ensure_future(_gone(request))
+    leaving = asyncio.ensure_future(client_gone(request))
     try:
         await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not answering.done():
@@ -288,58 +292,6 @@ async def _whole(request: Request, call: Call) -> Json:
     finally:
         leaving.cancel()
         answering.cancel()
-
-
-class _Bodies:
-    """Bodies that are being received and read, bounded in bytes and in time."""
-
-    def __init__(self) -> None:
-        self._held = 0
-
-    @asynccontextmanager
-    async def received(self, request: Request) -> AsyncIterator[bytes]:
-        """Hold a request's body while entered. Raises Failure when it is too long or late, or others hold too much."""
-        body = bytearray()
-        held = 0
-        try:
-            async for chunk in _in_time(request.stream()):
-                body += chunk
-                held += self._hold(len(body), held)
-            yield bytes(body)
-        finally:
-            self._held -= held
-
-    def _hold(self, size: int, held: int) -> int:
-        """Hold what `size` bytes of a body take beyond `held`, and return it."""
-        if size > MAX_BODY_BYTES:
-            raise Failure(413, "invalid_request_error", f"the body is longer than {MAX_BODY_BYTES} bytes")
-        more = size - held if size > SMALL_BODY_BYTES else 0
-        if self._held + more > MAX_BODIES_BYTES:
-            raise Failure(429, "rate_limit_error", "too many long bodies at once; try later", code="queue_full")
-        self._held += more
-        return more
-
-
-async def _in_time(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Pass on a body's chunks. Raises Failure when the last of them does not come in time."""
-    loop = asyncio.get_running_loop()
-    end_s = loop.time() + BODY_TIMEOUT_S
-    try:
-        while True:
-            async with asyncio.timeout_at(end_s):
-                chunk = await anext(chunks, None)
-            if chunk is None:
-                return
-            yield chunk
-    except TimeoutError as error:
-        text = f"the body did not come within {BODY_TIMEOUT_S:g} s"
-        raise Failure(408, "invalid_request_error", text, code="timeout") from error
-
-
-async def _gone(request: Request) -> None:
-    """Return once the client has gone away; the body must have been read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _event(data: Json) -> str:

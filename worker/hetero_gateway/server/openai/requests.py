@@ -34,7 +34,7 @@ _ANY_OBJECT: Final = '{"type": "object"}'
 
 
 def chat_request(body: ChatBody, *, request_id: str) -> pb.GenerateRequest:
-    """Raises InvalidArguments for what no GenerateRequest can hold, by the body's field."""
+    """Return the request of a chat. Raises InvalidArguments, by the body's field, for values that do not fit."""
     request = _request(body, request_id=request_id)
     request.chat.messages.extend(_message(message) for message in body.messages)
     if body.tools and body.tool_choice != "none":
@@ -48,7 +48,7 @@ def chat_request(body: ChatBody, *, request_id: str) -> pb.GenerateRequest:
 
 
 def completion_requests(body: CompletionBody, *, request_id: str) -> list[pb.GenerateRequest]:
-    """One a prompt; with several, each id ends with the prompt's number. Raises InvalidArguments."""
+    """Return a request for each prompt; of several, ids end with the prompt's number. Raises InvalidArguments."""
     prompts = body.prompts
     ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{index}" for index in range(len(prompts))]
     return [_completion_request(body, prompt, each) for prompt, each in zip(prompts, ids, strict=True)]
@@ -113,7 +113,7 @@ def _constrain(sampling: pb.SamplingParams, form: StructuredOutputs) -> None:
 
 
 def _set_biases(sampling: pb.SamplingParams, biases: Mapping[str, float]) -> None:
-    """JSON's keys are text; these are token ids."""
+    """Set biases by token ids, which are text as keys of JSON."""
     for token, bias in biases.items():
         sampling.logit_bias[int(token)] = bias
 
@@ -142,7 +142,7 @@ def _set(message: Any, name: str, value: Any) -> None:
 
 
 def _try(name: str, assign: Callable[[], object]) -> None:
-    """Protobuf refuses what its types cannot hold, e.g. a negative count."""
+    """Call `assign`; raise InvalidArguments when protobuf's types cannot hold the value, e.g. a negative count."""
     try:
         assign()
     except (ValueError, TypeError) as error:
@@ -153,7 +153,7 @@ _FIELD_NAMES: Final[Mapping[str, str]] = {"chat": "messages", "token_ids": "prom
 
 
 def body_field(path: str) -> str:
-    """The body's field for a path in a GenerateRequest: "top_p" for "sampling.top_p"."""
+    """Return the body's field for a path in a GenerateRequest: "top_p" for "sampling.top_p"."""
     for prefix in ("sampling.", "chat."):
         path = path.removeprefix(prefix)
     head, *_ = path.split(".", 1)

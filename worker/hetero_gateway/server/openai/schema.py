@@ -1,8 +1,8 @@
-"""Bodies of the OpenAI API's calls, as far as they are served: their fields and types.
+"""Bodies of the API's calls: the fields that are served, and their types.
 
 Bounds are not checked here: a body becomes a hetero.v1.GenerateRequest, which has them (`requests.py`). Unknown fields
-are refused: one that is dropped silently is an answer to another question. Fields that only account for a request
-(`user`, `store`, ...) are taken and not looked at.
+are refused: to drop one silently would answer another question. Fields that only account for a request (`user`,
+`store`, ...) are accepted and ignored.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class StructuredOutputs(Body):
 
 
 class Generation(Body):
-    """What both calls have."""
+    """Fields of both calls."""
 
     model: str
     max_tokens: int | None = None
@@ -175,12 +175,8 @@ class Generation(Body):
 
     @property
     def num_completions(self) -> int:
-        """A prompt."""
+        """Return how many completions each prompt gets."""
         return self.n or 1
-
-    @property
-    def wants_stream(self) -> bool:
-        return bool(self.stream)
 
 
 class TextPart(Body):
@@ -217,7 +213,7 @@ class Message(Body):
 
 
 class Function(Body):
-    """What a tool can do."""
+    """A function that a tool offers."""
 
     name: str
     description: str | None = None
@@ -226,7 +222,7 @@ class Function(Body):
 
 
 class Tool(Body):
-    """A tool that the template tells the model of."""
+    """A tool, which the template shows to the model."""
 
     type: Literal["function"]
     function: Function
@@ -242,7 +238,7 @@ class ChatBody(Generation):
     top_logprobs: int | None = None
     tools: Listed[Tool] | None = None
     tool_choice: Literal["none", "auto"] | None = None
-    """What the model says is answered as it is: nothing is parsed, nothing is forced."""
+    """The model's text is answered as it is: nothing is parsed, nothing is forced."""
     parallel_tool_calls: bool | None = None
     add_generation_prompt: Literal[True] = True
 
@@ -274,7 +270,7 @@ class CompletionBody(Generation):
 
     @property
     def prompts(self) -> tuple[str | list[int], ...]:
-        """Each prompt by itself, text or token ids."""
+        """Return each prompt by itself, text or token ids."""
         if isinstance(self.prompt, str):
             return (self.prompt,)
         tokens = [item for item in self.prompt if isinstance(item, int)]

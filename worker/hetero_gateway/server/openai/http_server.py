@@ -9,20 +9,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from typing import Any, Final
 
 import uvicorn
+from starlette.requests import Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from hetero_gateway.server.errors import BindError
 from hetero_gateway.server.grpc_server import address
+from hetero_gateway.server.openai.answers import Failure
 
 MAX_CONNECTIONS: Final = 4096
 MAX_HEAD_BYTES: Final = 16 * 1024
 """Request line and headers together; what came with them in one piece may be as much again."""
 HEAD_TIMEOUT_S: Final = 10.0
 """From the connection, or from the first byte of a further request, to the end of its head."""
+MAX_BODY_BYTES: Final = 8 * 1024 * 1024
+BODY_TIMEOUT_S: Final = 60.0
+"""From a request's head to the end of its body."""
+MAX_BODIES_BYTES: Final = 128 * 1024 * 1024
+"""Bodies that are being received and read, all together."""
+SMALL_BODY_BYTES: Final = 64 * 1024
+"""Smaller ones do not count."""
 _BACKLOG: Final = 1024
 _KEEP_ALIVE_S: Final = 30
 
@@ -127,3 +137,55 @@ def _bound(host: str, port: int, option: str) -> socket.socket:
             "is free"
         ) from error
     return listening
+
+
+class RequestBodies:
+    """Bodies that are being received and read, bounded in bytes and in time."""
+
+    def __init__(self) -> None:
+        self._held = 0
+
+    @asynccontextmanager
+    async def received(self, request: Request) -> AsyncIterator[bytes]:
+        """Hold a request's body while entered. Raises Failure when it is too long or late, or others hold too much."""
+        body = bytearray()
+        held = 0
+        try:
+            async for chunk in _in_time(request.stream()):
+                body += chunk
+                held += self._hold(len(body), held)
+            yield bytes(body)
+        finally:
+            self._held -= held
+
+    def _hold(self, size: int, held: int) -> int:
+        """Hold what `size` bytes of a body take beyond `held`, and return it."""
+        if size > MAX_BODY_BYTES:
+            raise Failure(413, "invalid_request_error", f"the body is longer than {MAX_BODY_BYTES} bytes")
+        more = size - held if size > SMALL_BODY_BYTES else 0
+        if self._held + more > MAX_BODIES_BYTES:
+            raise Failure(429, "rate_limit_error", "too many long bodies at once; try later", code="queue_full")
+        self._held += more
+        return more
+
+
+async def _in_time(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Pass on a body's chunks. Raises Failure when the last of them does not come in time."""
+    loop = asyncio.get_running_loop()
+    end_s = loop.time() + BODY_TIMEOUT_S
+    try:
+        while True:
+            async with asyncio.timeout_at(end_s):
+                chunk = await anext(chunks, None)
+            if chunk is None:
+                return
+            yield chunk
+    except TimeoutError as error:
+        text = f"the body did not come within {BODY_TIMEOUT_S:g} s"
+        raise Failure(408, "invalid_request_error", text, code="timeout") from error
+
+
+async def client_gone(request: Request) -> None:
+    """Return once the client has gone away; the body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
