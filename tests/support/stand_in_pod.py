@@ -24,7 +24,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hetero_api.host.heartbeat import Heartbeat, Standing
+from hetero_api.host.heartbeat import Heartbeat, RankState
 from hetero_api.host.stop_signals import StopSignals
 from hetero_api.supervision.child import Command
 from hetero_worker.pod.supervisor import PodSupervisor
@@ -64,7 +64,7 @@ def be_a_rank(number: int, behaviour: str) -> int:
     signal.signal(signal.SIGTERM, lambda *_: None if behaviour == "ignore-term" else leave.set())
     heartbeat = Heartbeat.open(Path(os.environ["HETERO_HEARTBEAT_FILE"]))
     heartbeat.keep_pulse()
-    heartbeat.stand(Standing.SERVING, epoch=1)
+    heartbeat.enter(RankState.SERVING, epoch=1)
     print(f"rank {number} runs as {os.getpid()}", flush=True)
     kind, _, rest = behaviour.partition(":")
     before = Path(os.environ["STAND_IN_FOLDER"]) / f"ran-{number}"

@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hetero_api.contract import ENV_GROUP_TOKEN_FILE, ENV_HEARTBEAT_FILE, EXIT_PERMANENT
-from hetero_api.host.heartbeat import Heartbeat, Standing
+from hetero_api.host.heartbeat import Heartbeat, RankState
 from hetero_worker.process.forkserver import serve
 
 OPTIONS = (
@@ -65,7 +65,7 @@ def be(verb: str, rest: str, *, args: argparse.Namespace, heartbeat: Heartbeat) 
                 print("ERROR the stand-in rank was told to end", file=sys.stderr)
                 return int(rest)
             gateway.sendall(f"join {args.pod_name}\n".encode())
-            heartbeat.stand(Standing.SERVING, epoch=1)
+            heartbeat.enter(RankState.SERVING, epoch=1)
             heartbeat.count_step()
             if verb == "stuck":
                 with heartbeat.working(0.5):

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Final
 
 _LAYOUT: Final = struct.Struct("=QQdQQ")
-"""Standing, epoch, end of the current work's limit (0: waiting), steps done, loads done."""
+"""State, epoch, end of the current work's limit (0: waiting), steps done, loads done."""
 _COUNTER: Final = struct.Struct("=Q")
 _PULSE_OFFSET: Final = _COUNTER.size + _LAYOUT.size
 SIZE_BYTES: Final = _PULSE_OFFSET + _COUNTER.size
@@ -45,22 +45,24 @@ _LONGEST_LOOK_S: Final = 0.5
 """A watch that was away for longer was held up itself, and takes no more than this for silence."""
 
 
-class Standing(enum.IntEnum):
-    """How far a rank is, as `state_machine.RankState` with what comes before it."""
+class RankState(enum.IntEnum):
+    """States of a rank's process, as `hetero_worker.process.state_machine` goes through them."""
 
     STARTING = 0
     JOINING = 1
-    """Waits for a gateway, or for its group to form."""
+    """Waiting for a gateway, or for its group to form."""
     FORMED = 2
     LOADED = 3
     SERVING = 4
+    BROKEN = 5
+    """Its epoch failed; waiting for the gateway's Abort."""
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
     """One reading."""
 
-    standing: Standing
+    state: RankState
     epoch: int
     """Number of the epoch, 0 before the first."""
     due_s: float
@@ -86,7 +88,7 @@ class Heartbeat:
     def __init__(self, memory: mmap.mmap | bytearray) -> None:
         self._memory = memory
         self._counter = 0
-        self._standing = Standing.STARTING
+        self._state = RankState.STARTING
         self._epoch = 0
         self._due_s = 0.0
         self._steps = 0
@@ -100,10 +102,10 @@ class Heartbeat:
         with path.open("r+b") as file:
             return cls(mmap.mmap(file.fileno(), SIZE_BYTES))
 
-    def stand(self, standing: Standing, *, epoch: int) -> None:
+    def enter(self, state: RankState, *, epoch: int) -> None:
         """Return the rank is this far."""
-        self._loads += standing is Standing.LOADED
-        self._standing, self._epoch = standing, epoch
+        self._loads += state is RankState.LOADED
+        self._state, self._epoch = state, epoch
         self._write()
 
     def count_step(self) -> None:
@@ -135,9 +137,7 @@ class Heartbeat:
 
     def _write(self) -> None:
         _COUNTER.pack_into(self._memory, 0, self._counter + 1)
-        _LAYOUT.pack_into(
-            self._memory, _COUNTER.size, self._standing, self._epoch, self._due_s, self._steps, self._loads
-        )
+        _LAYOUT.pack_into(self._memory, _COUNTER.size, self._state, self._epoch, self._due_s, self._steps, self._loads)
         self._counter += 2
         _COUNTER.pack_into(self._memory, 0, self._counter)
 
@@ -161,15 +161,15 @@ class HeartbeatMemory:
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
     def read(self) -> Beat:
-        """Return the latest beat; a process that has not begun stands at STARTING."""
+        """Return the latest beat; a process that has not begun is in STARTING."""
         for _ in range(_READS):
             before = self._memory[: _COUNTER.size]
             fields = _LAYOUT.unpack_from(self._memory, _COUNTER.size)
             if self._memory[: _COUNTER.size] == before and before[0] % 2 == 0:
                 break
-        standing, epoch, due_s, steps, loads = fields
+        state, epoch, due_s, steps, loads = fields
         (pulse,) = _COUNTER.unpack_from(self._memory, _PULSE_OFFSET)
-        return Beat(Standing(standing), epoch, due_s, steps, loads, pulse)
+        return Beat(RankState(state), epoch, due_s, steps, loads, pulse)
 
     def release(self) -> None:
         """Give up the file, which the child has by now; `read` goes on."""

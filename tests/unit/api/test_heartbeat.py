@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_api.host.heartbeat import Beat, HangWatch, Heartbeat, HeartbeatMemory, PulseWatch, Standing
+from hetero_api.host.heartbeat import Beat, HangWatch, Heartbeat, HeartbeatMemory, PulseWatch, RankState
 from hetero_api.host.process_state import is_stopped
 
 pytestmark = pytest.mark.unit
@@ -29,18 +29,18 @@ def writer(memory: HeartbeatMemory) -> Heartbeat:
 
 
 def test_before_the_first_word_a_rank_is_starting(memory: HeartbeatMemory) -> None:
-    assert memory.read() == Beat(Standing.STARTING, 0, 0.0, 0, 0)
+    assert memory.read() == Beat(RankState.STARTING, 0, 0.0, 0, 0)
     memory.release()
 
 
-def test_standing_epoch_steps_and_loads_are_read(memory: HeartbeatMemory) -> None:
+def test_state_epoch_steps_and_loads_are_read(memory: HeartbeatMemory) -> None:
     heartbeat = writer(memory)
-    for standing in (Standing.JOINING, Standing.FORMED, Standing.LOADED, Standing.SERVING):
-        heartbeat.stand(standing, epoch=3)
+    for state in (RankState.JOINING, RankState.FORMED, RankState.LOADED, RankState.SERVING):
+        heartbeat.enter(state, epoch=3)
     heartbeat.count_step()
     heartbeat.count_step()
-    assert memory.read() == Beat(Standing.SERVING, 3, 0.0, 2, 1)
-    heartbeat.stand(Standing.JOINING, epoch=3)
+    assert memory.read() == Beat(RankState.SERVING, 3, 0.0, 2, 1)
+    heartbeat.enter(RankState.JOINING, epoch=3)
     assert memory.read().loads == 1
 
 
@@ -67,22 +67,22 @@ def test_a_reader_never_sees_half_a_beat(memory: HeartbeatMemory) -> None:
 
     def write() -> None:
         for epoch in range(20_000):
-            heartbeat.stand(Standing.JOINING if epoch % 2 else Standing.SERVING, epoch=epoch)
+            heartbeat.enter(RankState.JOINING if epoch % 2 else RankState.SERVING, epoch=epoch)
         done.set()
 
     thread = threading.Thread(target=write)
-    heartbeat.stand(Standing.SERVING, epoch=0)
+    heartbeat.enter(RankState.SERVING, epoch=0)
     thread.start()
     while not done.is_set():
         beat = memory.read()
-        assert beat.standing is (Standing.JOINING if beat.epoch % 2 else Standing.SERVING)
+        assert beat.state is (RankState.JOINING if beat.epoch % 2 else RankState.SERVING)
     thread.join()
 
 
 def test_nobody_has_to_read() -> None:
     heartbeat = Heartbeat.open(None)
     with heartbeat.working(1):
-        heartbeat.stand(Standing.JOINING, epoch=0)
+        heartbeat.enter(RankState.JOINING, epoch=0)
 
 
 def test_reading_leaves_no_descriptor_behind() -> None:
@@ -98,16 +98,16 @@ def test_reading_leaves_no_descriptor_behind() -> None:
 def test_pulses_are_counted_beside_the_beats(memory: HeartbeatMemory) -> None:
     heartbeat = writer(memory)
     heartbeat.keep_pulse()
-    heartbeat.stand(Standing.JOINING, epoch=2)
+    heartbeat.enter(RankState.JOINING, epoch=2)
     deadline_s = time.monotonic() + 10
     while memory.read().pulse < 3:
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
-    assert memory.read().standing is Standing.JOINING
+    assert memory.read().state is RankState.JOINING
 
 
 def beat(pulse: int) -> Beat:
-    return Beat(Standing.SERVING, 1, 0.0, 0, 0, pulse)
+    return Beat(RankState.SERVING, 1, 0.0, 0, 0, pulse)
 
 
 def test_silence_is_the_time_since_the_pulse_was_seen_to_change() -> None:
@@ -132,7 +132,7 @@ def test_a_watch_that_was_held_up_does_not_take_its_own_absence_for_silence() ->
     ],
 )
 def test_a_process_without_a_pulse_is_frozen_soon_if_it_is_stopped(stopped: bool, for_s: float, verdict: str) -> None:
-    watch, beat, now_s = HangWatch(), Beat(Standing.SERVING, 1, 0.0, 0, 0, 7), 50.0
+    watch, beat, now_s = HangWatch(), Beat(RankState.SERVING, 1, 0.0, 0, 0, 7), 50.0
     watch.why(beat, now_s, is_stopped=lambda: stopped)
     while for_s > 0:
         now_s, for_s = now_s + 0.5, for_s - 0.5
@@ -141,7 +141,7 @@ def test_a_process_without_a_pulse_is_frozen_soon_if_it_is_stopped(stopped: bool
 
 
 def test_a_process_that_is_late_hangs_though_its_pulse_goes_on() -> None:
-    late = Beat(Standing.SERVING, 1, 100.0, 5, 1, 9)
+    late = Beat(RankState.SERVING, 1, 100.0, 5, 1, 9)
     assert HangWatch().why(late, 112.0, is_stopped=lambda: False) == "is 12 s late with its work"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client import generate_latest
 
-from hetero_api.host.heartbeat import Beat, Standing
+from hetero_api.host.heartbeat import Beat, RankState
 from hetero_api.host.restarts import RestartPauses
 from hetero_api.supervision.child import Command
 from hetero_api.supervision.service import Service
@@ -27,8 +27,8 @@ class SaidRank(Service):
         return self.said
 
 
-def beat(standing: Standing, *, epoch: int = 1, due_s: float = 0.0, steps: int = 0, loads: int = 0) -> Beat:
-    return Beat(standing, epoch, due_s, steps, loads)
+def beat(state: RankState, *, epoch: int = 1, due_s: float = 0.0, steps: int = 0, loads: int = 0) -> Beat:
+    return Beat(state, epoch, due_s, steps, loads)
 
 
 def health(*ranks: SaidRank, turned_s: float = NOW_S) -> PodHealth:
@@ -36,12 +36,12 @@ def health(*ranks: SaidRank, turned_s: float = NOW_S) -> PodHealth:
 
 
 def test_a_pod_has_started_once_every_rank_had_its_weights() -> None:
-    first, second = SaidRank(0, beat(Standing.LOADED, loads=1)), SaidRank(1)
+    first, second = SaidRank(0, beat(RankState.LOADED, loads=1)), SaidRank(1)
     pod = health(first, second)
     assert pod.startup() == "rank 1 is not running"
-    second.said = beat(Standing.FORMED)
+    second.said = beat(RankState.FORMED)
     assert pod.startup() == "rank 1 is FORMED"
-    second.said = beat(Standing.SERVING, loads=1)
+    second.said = beat(RankState.SERVING, loads=1)
     assert pod.startup() == ""
     second.said = None
     assert pod.startup() == ""  # for good: liveness takes over
@@ -50,19 +50,19 @@ def test_a_pod_has_started_once_every_rank_had_its_weights() -> None:
 @pytest.mark.parametrize(
     ("said", "problem"),
     [
-        (beat(Standing.JOINING), ""),
+        (beat(RankState.JOINING), ""),
         (None, ""),  # in the pause before its next start
-        (beat(Standing.SERVING, due_s=NOW_S + 1), ""),
-        (beat(Standing.SERVING, due_s=NOW_S - 7), "rank 1 is 7 s late"),
-        (beat(Standing.STARTING, due_s=NOW_S - 30), "rank 1 is 30 s late"),
+        (beat(RankState.SERVING, due_s=NOW_S + 1), ""),
+        (beat(RankState.SERVING, due_s=NOW_S - 7), "rank 1 is 7 s late"),
+        (beat(RankState.STARTING, due_s=NOW_S - 30), "rank 1 is 30 s late"),
     ],
 )
 def test_a_rank_that_waits_is_alive_and_one_that_hangs_is_not(said: Beat | None, problem: str) -> None:
-    assert health(SaidRank(0, beat(Standing.SERVING)), SaidRank(1, said)).live() == problem
+    assert health(SaidRank(0, beat(RankState.SERVING)), SaidRank(1, said)).live() == problem
 
 
 def test_a_supervisor_that_does_not_turn_is_not_alive() -> None:
-    serving = SaidRank(0, beat(Standing.SERVING))
+    serving = SaidRank(0, beat(RankState.SERVING))
     assert health(serving, turned_s=NOW_S - LOOP_LIMIT_S + 1).live() == ""
     assert "has not looked for 16 s" in health(serving, turned_s=NOW_S - LOOP_LIMIT_S - 1).live()
 
@@ -70,20 +70,20 @@ def test_a_supervisor_that_does_not_turn_is_not_alive() -> None:
 @pytest.mark.parametrize(
     ("said", "problem"),
     [
-        (beat(Standing.SERVING, epoch=2), ""),
-        (beat(Standing.SERVING, epoch=1), "ranks serve in epochs 1, 2"),
-        (beat(Standing.LOADED, epoch=2), "rank 1 is LOADED"),
+        (beat(RankState.SERVING, epoch=2), ""),
+        (beat(RankState.SERVING, epoch=1), "ranks serve in epochs 1, 2"),
+        (beat(RankState.LOADED, epoch=2), "rank 1 is LOADED"),
         (None, "rank 1 is not running"),
     ],
 )
 def test_a_pod_is_ready_while_all_its_ranks_serve_in_one_epoch(said: Beat | None, problem: str) -> None:
-    assert health(SaidRank(0, beat(Standing.SERVING, epoch=2)), SaidRank(1, said)).ready() == problem
+    assert health(SaidRank(0, beat(RankState.SERVING, epoch=2)), SaidRank(1, said)).ready() == problem
 
 
 def test_metrics_tell_of_every_rank() -> None:
     restarted = SaidRank(1)
     restarted.restarts = 3
-    pod = health(SaidRank(0, beat(Standing.SERVING, epoch=2, steps=9)), restarted)
+    pod = health(SaidRank(0, beat(RankState.SERVING, epoch=2, steps=9)), restarted)
     lines = generate_latest(pod.registry).decode().splitlines()
     for line in (
         'hetero_rank_running{local_rank="0"} 1.0',

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -58,7 +59,7 @@ class Career:
             clock=self.clock,
         )  # fmt: skip
 
-    def _begin(self, patience_s: float) -> ScriptedSession:
+    def _begin(self, patience_s: float) -> Any:
         self.patience.append(patience_s)
         return self._next.pop(0)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import grpc
 import pytest
@@ -16,7 +16,7 @@ import torch
 
 from hetero_api.contract import EXIT_FAILURE, EXIT_OK, EXIT_PERMANENT
 from hetero_api.errors import ModelError
-from hetero_api.host.heartbeat import Heartbeat, HeartbeatMemory, Standing
+from hetero_api.host.heartbeat import Heartbeat, HeartbeatMemory, RankState
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import LayerShard, RankShard, ShardPlan, UnitRange
 from hetero_api.v1 import ranks_pb2
@@ -29,9 +29,10 @@ from hetero_worker.distributed.rendezvous import GroupRequest, StoreListener
 from hetero_worker.errors import ExchangeAborted, ExchangeError, MemoryBudgetError, PinningError
 from hetero_worker.host.binding import Binding
 from hetero_worker.memory.budget import FixedNeeds
+from hetero_worker.probe.speeds import RankProbe
 from hetero_worker.process.gateway_link import GatewayLink
 from hetero_worker.process.identity import RankIdentity
-from hetero_worker.process.state_machine import FormGroupFunction, Group, WorkerStateMachine
+from hetero_worker.process.state_machine import FormGroupFunction, WorkerStateMachine
 from tests.support.fake_runner import GRAPH_BYTES, GRAPH_RESERVE_BYTES, FakeRunner
 from tests.support.played_binding import PlayedBinding, pinned_report
 from tests.support.scripted_gateway import TOKEN, ScriptedGateway
@@ -128,7 +129,7 @@ class Rank:
             form=form,
             abort_timeout_s=0.2,
             give_up=self.gave_up.set,
-            probe=PlayedProbe(),
+            probe=cast(RankProbe, PlayedProbe()),
             heartbeat=Heartbeat.open(Path(self.heartbeat.path)),
             binding=binding,
             reconnects=reconnects,
@@ -180,7 +181,7 @@ def forming(*exchanges: LocalExchange) -> FormGroupFunction:
     """A form_group that hands out these exchanges, one an epoch."""
     left = list(exchanges)
 
-    def form(request: GroupRequest, *, listener: StoreListener, aborted: Callable[[], bool]) -> Group:
+    def form(request: GroupRequest, *, listener: StoreListener, aborted: Callable[[], bool]) -> Any:
         listener.close()
         return PlayedGroup(left.pop(0))
 
@@ -309,7 +310,7 @@ def test_graphs_are_turned_off_by_the_gateway_and_told_to_it(tmp_path: Path) -> 
 def test_batch_invariance_is_asked_of_the_runner_and_of_the_groups(tmp_path: Path, wanted: bool) -> None:
     group = PlayedGroup(LocalExchange())
 
-    def form(request: GroupRequest, *, listener: StoreListener, aborted: Callable[[], bool]) -> Group:
+    def form(request: GroupRequest, *, listener: StoreListener, aborted: Callable[[], bool]) -> Any:
         listener.close()
         return group
 
@@ -636,7 +637,7 @@ def test_permanent_failure_is_reported_and_ends_the_process(error: Exception, tm
 
 
 def test_group_that_cannot_form_is_reported(tmp_path: Path) -> None:
-    def form(request: GroupRequest, *, listener: StoreListener, aborted: Callable[[], bool]) -> Group:
+    def form(request: GroupRequest, *, listener: StoreListener, aborted: Callable[[], bool]) -> Any:
         raise ExchangeError("rank(s) 1 did not come")
 
     with joined(tmp_path, form=form) as (gateway, rank):
@@ -649,7 +650,7 @@ def test_group_that_cannot_form_is_reported(tmp_path: Path) -> None:
 def test_abort_ends_the_forming_of_a_group(tmp_path: Path) -> None:
     forming_now = threading.Event()
 
-    def form(request: GroupRequest, *, listener: StoreListener, aborted: Callable[[], bool]) -> Group:
+    def form(request: GroupRequest, *, listener: StoreListener, aborted: Callable[[], bool]) -> Any:
         forming_now.set()
         _wait_for(SimpleNamespace(is_set=aborted))
         raise ExchangeAborted("aborted while meeting")
@@ -823,7 +824,7 @@ def test_threads_of_the_group_are_started_off_the_cores_that_compute(tmp_path: P
             seen.append(("connect", binding.elsewhere))
             return super().connect(plan, batch_invariant=batch_invariant)
 
-    def form(request: GroupRequest, *, listener: StoreListener, aborted: Callable[[], bool]) -> Group:
+    def form(request: GroupRequest, *, listener: StoreListener, aborted: Callable[[], bool]) -> Any:
         listener.close()
         seen.append(("form", binding.elsewhere))
         return Watched(LocalExchange())
@@ -857,8 +858,8 @@ def test_heartbeat_tells_how_far_the_rank_is_and_when_it_hangs(tmp_path: Path) -
         gateway.expect("step_result")
         shut_down(gateway, 7, rank)
 
-    assert (joining.standing, joining.due_s) == (Standing.JOINING, 0)
-    assert (working.standing, working.epoch, working.loads, working.steps) == (Standing.SERVING, 7, 1, 0)
+    assert (joining.state, joining.due_s) == (RankState.JOINING, 0)
+    assert (working.state, working.epoch, working.loads, working.steps) == (RankState.SERVING, 7, 1, 0)
     assert 0 < working.due_s - time.monotonic() <= 2 * 20
     assert (rank.heartbeat.read().steps, rank.heartbeat.read().due_s) == (1, 0)
 
@@ -973,7 +974,7 @@ def test_a_place_that_does_not_fit_the_process_is_refused(
 def test_the_group_is_told_how_many_ranks_compute_on_gpus(tmp_path: Path) -> None:
     asked: list[GroupRequest] = []
 
-    def form(request: GroupRequest, *, listener: StoreListener, aborted: Callable[[], bool]) -> Group:
+    def form(request: GroupRequest, *, listener: StoreListener, aborted: Callable[[], bool]) -> Any:
         listener.close()
         asked.append(request)
         return PlayedGroup(LocalExchange())

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from hetero_api.host.heartbeat import Beat, Standing
+from hetero_api.host.heartbeat import Beat, RankState
 from hetero_api.probe_server import Probe
 from hetero_api.supervision.service import Service
 
@@ -51,7 +51,7 @@ class PodHealth:
         """Return which ranks have not loaded; "" once all have, for good."""
         if not self._started:
             waiting = [
-                f"rank {rank.name} is {_standing(beat)}"
+                f"rank {rank.name} is {_state_name(beat)}"
                 for rank, beat in self._read()
                 if beat is None or not beat.loads
             ]
@@ -72,9 +72,9 @@ class PodHealth:
         """Return which ranks do not serve; "" if all do, in one epoch."""
         readings = self._read()
         idle = [
-            f"rank {rank.name} is {_standing(beat)}"
+            f"rank {rank.name} is {_state_name(beat)}"
             for rank, beat in readings
-            if beat is None or beat.standing is not Standing.SERVING
+            if beat is None or beat.state is not RankState.SERVING
         ]
         epochs = sorted({beat.epoch for _, beat in readings if beat is not None})
         if not idle and len(epochs) > 1:
@@ -85,8 +85,8 @@ class PodHealth:
         return [(rank, rank.beat()) for rank in self._ranks]
 
 
-def _standing(beat: Beat | None) -> str:
-    return "not running" if beat is None else beat.standing.name
+def _state_name(beat: Beat | None) -> str:
+    return "not running" if beat is None else beat.state.name
 
 
 class _RankCollector(Collector):
@@ -104,7 +104,7 @@ class _RankCollector(Collector):
         for rank, beat in self._read():
             label = [rank.name]
             running.add_metric(label, float(beat is not None))
-            serving.add_metric(label, float(beat is not None and beat.standing is Standing.SERVING))
+            serving.add_metric(label, float(beat is not None and beat.state is RankState.SERVING))
             epoch.add_metric(label, beat.epoch if beat is not None else 0)
             steps.add_metric(label, beat.steps if beat is not None else 0)
             restarts.add_metric(label, rank.restarts)

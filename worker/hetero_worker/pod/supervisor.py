@@ -25,7 +25,7 @@ from typing import Final
 
 from hetero_api.contract import EXIT_FAILURE, EXIT_OK, EXIT_PERMANENT
 from hetero_api.host.gpus import IN_PCI_ORDER
-from hetero_api.host.heartbeat import Standing
+from hetero_api.host.heartbeat import RankState
 from hetero_api.host.memory import out_of_memory_kills
 from hetero_api.host.restarts import RestartPauses
 from hetero_api.host.stop_signals import StopSignals
@@ -174,7 +174,7 @@ class PodSupervisor:
 
     def _all_serve(self) -> bool:
         beats = [rank.beat() for rank in self.ranks]
-        return all(beat is not None and beat.standing is Standing.SERVING for beat in beats)
+        return all(beat is not None and beat.state is RankState.SERVING for beat in beats)
 
     def _handle_end(self, rank: Service, child: Child) -> int | None:
         """Schedule the rank's restart, or stop the other ranks and return the exit code for all."""

@@ -11,9 +11,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from hetero_api.contract import EXIT_OK
+
+if TYPE_CHECKING:
+    from hetero_worker.process.state_machine import WorkerStateMachine
 
 _log = logging.getLogger(__name__)
 
@@ -23,38 +26,12 @@ FIRST_PAUSE_S: Final = 0.2
 LONGEST_PAUSE_S: Final = 15.0
 
 
-class Session(Protocol):
-    """A session with one gateway: `WorkerStateMachine`, or a test's."""
-
-    @property
-    def gateway_lost(self) -> bool:
-        """Whether it ended only because its gateway did."""
-        ...
-
-    @property
-    def was_in_group(self) -> bool:
-        """Whether the rank had a place in an epoch."""
-        ...
-
-    def run(self) -> int:
-        """Run until the stream ends; return the process's exit code."""
-        ...
-
-    def request_leave(self, reason: str) -> None:
-        """End soon, in good order. Callable from any thread."""
-        ...
-
-    def hang_up(self, timeout_s: float) -> None:
-        """Send what is queued and close the stream, within `timeout_s`."""
-        ...
-
-
 class ReconnectingRank:
     """Runs one session after another. `new_session` takes the longest wait for its gateway, in seconds."""
 
     def __init__(
         self,
-        new_session: Callable[[float], Session],
+        new_session: Callable[[float], WorkerStateMachine],
         *,
         connect_timeout_s: float,
         reconnect_timeout_s: float,
@@ -68,7 +45,7 @@ class ReconnectingRank:
         self._clock = clock
         self._lock = threading.Lock()
         self._leaving = threading.Event()
-        self._session: Session | None = None
+        self._session: WorkerStateMachine | None = None
 
     def run(self) -> int:
         """Run all sessions; return the process's exit code, which is that of the last one."""

@@ -24,18 +24,16 @@ import logging
 import statistics
 import time
 from collections.abc import Callable
-from enum import Enum, auto
 from functools import partial
 from typing import Final, Protocol
 
 from hetero_api.contract import EXIT_FAILURE, EXIT_OK, EXIT_PERMANENT
 from hetero_api.errors import HeteroError, ModelError, PlanError
-from hetero_api.host.heartbeat import Heartbeat, Standing
+from hetero_api.host.heartbeat import Heartbeat, RankState
 from hetero_api.model_config import ModelConfig
-from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.distributed.exchange import Exchange
-from hetero_worker.distributed.measuring import ExchangeTimes, Peers, shared_bandwidth
+from hetero_worker.distributed.coordinator import GroupCoordinator
+from hetero_worker.distributed.measuring import ExchangeTimes, shared_bandwidth
 from hetero_worker.distributed.rendezvous import GroupRequest, StoreListener
 from hetero_worker.errors import (
     ExchangeAborted,
@@ -46,7 +44,7 @@ from hetero_worker.errors import (
     WeightsChangedError,
 )
 from hetero_worker.host.binding import Binding, Unbound
-from hetero_worker.memory.budget import FixedNeeds
+from hetero_worker.probe.speeds import RankProbe
 from hetero_worker.process.epoch_fence import EpochFence
 from hetero_worker.process.gateway_link import Arrival, Event, GatewayLink, LeaveRequested, StreamEnded
 from hetero_worker.process.identity import RankIdentity, report_pinning
@@ -73,85 +71,14 @@ _LIMIT_FACTOR: Final = 2.0
 _PERMANENT: Final = (ModelError, PlanError, MemoryBudgetError, PinningError, WeightsChangedError)
 
 
-class Probe(Protocol):
-    """Measurements of the rank's device; see probe/speeds.py."""
-
-    def costs(self, dtype: str, config: ModelConfig, peers: Peers) -> ranks_pb2.DeviceSpeeds:
-        """Return the costs of a model's parts in an arithmetic type, in a message of the caller's own. Collective."""
-        ...
-
-    def weight_bits(self, dtype: str, config: ModelConfig) -> frozenset[int]:
-        """Return the widths below the arithmetic type's in which the rank would keep a model's weights."""
-        ...
-
-    def bandwidth(self) -> float:
-        """Measure the bytes read per second, now."""
-        ...
-
-    def fixed_needs(self) -> FixedNeeds:
-        """Return the memory that the rank needs now, independent of its shard."""
-        ...
-
-    def compute(self) -> None:
-        """Compute a little with all threads, which leaves them as after a step."""
-        ...
-
-
-class Group(Peers, Protocol):
-    """The part of `coordinator.GroupCoordinator` that the state machine uses."""
-
-    @property
-    def kind(self) -> ranks_pb2.ExchangeKind.ValueType:
-        """Exchange that the ranks agreed on."""
-        ...
-
-    @property
-    def exchange_reason(self) -> str:
-        """Why it is not the fastest; "" if it is."""
-        ...
-
-    def measure(self) -> ExchangeTimes:
-        """Measure the exchange. Collective."""
-        ...
-
-    def connect(self, plan: ShardPlan, *, batch_invariant: bool = False) -> Exchange:
-        """Create the subgroups and links of a plan. Collective."""
-        ...
-
-    def abort(self) -> None:
-        """Wake all ranks that wait in a collective."""
-        ...
-
-    def close(self) -> None:
-        """Leave the groups. Raises ExchangeError if that is not possible."""
-        ...
-
-
 class FormGroupFunction(Protocol):
     """Signature of `coordinator.form_group`; tests pass their own."""
 
-    def __call__(self, request: GroupRequest, *, listener: StoreListener, aborted: Callable[[], bool]) -> Group:
+    def __call__(
+        self, request: GroupRequest, *, listener: StoreListener, aborted: Callable[[], bool]
+    ) -> GroupCoordinator:
         """Form the epoch's groups. Raises ExchangeAborted once `aborted` returns True."""
         ...
-
-
-class RankState(Enum):
-    """States of the machine; see the module."""
-
-    JOINING = auto()
-    FORMED = auto()
-    LOADED = auto()
-    SERVING = auto()
-    BROKEN = auto()
-
-
-_STANDINGS: Final = {
-    RankState.JOINING: Standing.JOINING,
-    RankState.FORMED: Standing.FORMED,
-    RankState.LOADED: Standing.LOADED,
-    RankState.SERVING: Standing.SERVING,
-    RankState.BROKEN: Standing.JOINING,
-}
 
 
 class WorkerStateMachine:
@@ -170,7 +97,7 @@ class WorkerStateMachine:
         form: FormGroupFunction,
         abort_timeout_s: float,
         give_up: Callable[[], None],
-        probe: Probe,
+        probe: RankProbe,
         heartbeat: Heartbeat | None = None,
         binding: Binding | None = None,
         reconnects: bool = False,
@@ -195,7 +122,7 @@ class WorkerStateMachine:
         self._ended_epoch = 0
         self._rank = -1
         self._plans = StepLoop(runner, link, self._heartbeat)
-        self._group: Group | None = None
+        self._group: GroupCoordinator | None = None
         self._form_message: ranks_pb2.FormGroup | None = None
         self._orders: dict[str | None, tuple[RankState, Callable[[Arrival], None]]] = {
             "step_plan": (RankState.SERVING, self._plans.take),
@@ -347,7 +274,7 @@ class WorkerStateMachine:
 
     def _enter(self, state: RankState) -> None:
         self._state = state
-        self._heartbeat.stand(_STANDINGS[state], epoch=self._epoch)
+        self._heartbeat.enter(state, epoch=self._epoch)
 
     def _break_epoch(self, reason: str) -> None:
         """End the epoch for this rank; its Abort is on the way."""
@@ -394,7 +321,7 @@ class WorkerStateMachine:
             formed.weight_bits.extend(sorted(self._probe.weight_bits(message.dtype, config)))
         self._send(ranks_pb2.RankMessage(formed=formed))
 
-    def _costs_in(self, dtype: str, config: ModelConfig, group: Group) -> ranks_pb2.DeviceSpeeds | None:
+    def _costs_in(self, dtype: str, config: ModelConfig, group: GroupCoordinator) -> ranks_pb2.DeviceSpeeds | None:
         """Measure how fast the ranks are together and each alone; None without a type. A lone rank's is in Hello."""
         if not dtype:
             return None
