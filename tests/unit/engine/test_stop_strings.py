@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from hetero_gateway.engine.stop_strings import StopStrings
+from hetero_gateway.engine.detokenizer import StopStrings
 
 pytestmark = pytest.mark.unit
 

@@ -1,4 +1,4 @@
-"""A model's chat template: messages to the text of a prompt, as transformers renders it.
+"""Chat templates: messages to the text of a prompt, as transformers renders it.
 
 Templates are programs that come with a model, so they run in Jinja's immutable sandbox. Environment, filters and
 globals are those of transformers' `apply_chat_template`, which templates are written against.
@@ -26,7 +26,7 @@ _TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, ArithmeticError
 
 
 class ChatTemplate:
-    """A compiled template. `source` names the file; raises ModelError if it is no template."""
+    """A compiled template. `source` names its file. Raises ModelError if the text is no template."""
 
     def __init__(self, text: str, *, special_tokens: Mapping[str, str], source: str) -> None:
         self._special_tokens = dict(special_tokens)
@@ -36,7 +36,7 @@ class ChatTemplate:
             raise ModelError(f"{source}: the chat template is no valid Jinja, line {error.lineno}: {error}") from error
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None) -> str:
-        """The prompt's text with the assistant's turn opened. Raises InvalidRequest if the template refuses."""
+        """Return the prompt's text with the assistant's turn opened. Raises InvalidRequest if the template refuses."""
         try:
             return self._template.render(
                 **self._special_tokens,

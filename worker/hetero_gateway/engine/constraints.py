@@ -1,14 +1,14 @@
 """Completions bound to a form: a JSON Schema, a regular expression, a grammar, a list of choices.
 
-A constraint is compiled once a request, then every completion has a matcher of its own, which says before each draw
-which tokens may come next and is told the token that came. llguidance does both; what is added here:
+A constraint is compiled once a request. Every completion then has a matcher of its own, which returns before each draw
+the tokens that may come next, and takes the token that came. llguidance does both; this module adds the following:
 
 - Nothing of it runs on the event loop for long: compiling and masks have threads of their own.
 - A request cannot harm the gateway. The text is bounded, the library's own limits bound time and memory, and the
   threads have stacks that fit the deepest nesting which the text's bound allows (the library recurses). The first mask
-  is computed with the constraint, because that is where what is expensive comes to light.
+  is computed with the constraint, because it shows which constraints are expensive.
 - The library takes some megabytes, and is imported when the first constraint comes.
-- A mask never allows what the ranks could not embed: ids beyond the tokenizer's (padding) are not in it.
+- A mask never allows a token that ranks cannot embed: ids beyond the tokenizer's (padding) are not in it.
 
 A form that is complete allows only the model's end-of-sequence tokens. One asyncio loop.
 """
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 MAX_CONSTRAINT_CHARS: Final = 65_536
 COMPILE_LIMIT_S: Final = 10.0
 _STACK_BYTES: Final = 256 * 1024 * 1024
-"""Of address space; memory is taken only as deep as the nesting goes. Twice 10,000 levels of 8 KiB each."""
+"""Stack of a thread, in address space; memory is taken only as deep as the nesting goes. Source: twice 10,000 levels of
+8 KiB each."""
 _KEPT: Final = 64
 """Compiled constraints that are kept for the next request which asks for the same."""
 _MAX_PROBLEM_CHARS: Final = 500
@@ -49,7 +50,7 @@ _T = TypeVar("_T")
 
 
 class TokenMatcher:
-    """How far one completion is in its form."""
+    """Progress of one completion through its form."""
 
     def __init__(self, matcher: LLMatcher, *, field_name: str, vocab_size: int) -> None:
         self._matcher = matcher
@@ -57,7 +58,7 @@ class TokenMatcher:
         self._vocab_size = vocab_size
 
     def mask(self) -> bytes:
-        """Tokens that may come next, as TokenMasks in ranks.proto has them. Raises InvalidRequest. From any thread."""
+        """Return the tokens that may come next, as in TokenMasks of ranks.proto. Raises InvalidRequest. Any thread."""
         mask = _clipped(self._matcher.compute_bitmask(), self._vocab_size)
         if self._matcher.is_error():
             raise InvalidRequest(self._field, f"became too complex: {_short(self._matcher.get_error())}")
@@ -66,12 +67,12 @@ class TokenMatcher:
         return mask
 
     def advance(self, token_id: int) -> None:
-        """The token that came, one of those that the mask allowed. Raises InvalidRequest."""
+        """Go on with a token that the mask allowed. Raises InvalidRequest."""
         if not self._matcher.consume_token(token_id):
             raise InvalidRequest(self._field, f"became too complex: {_short(self._matcher.get_error())}")
 
     def replay(self, token_ids: Sequence[int], *, field_name: str) -> None:
-        """Tokens that came in an earlier life of the completion. Raises InvalidRequest if they do not fit the form."""
+        """Go on with tokens of an earlier stream. Raises InvalidRequest if they do not fit the form."""
         fitting = self._matcher.try_consume_tokens(list(token_ids))
         if fitting < len(token_ids):
             raise InvalidRequest(
@@ -81,18 +82,18 @@ class TokenMatcher:
 
 @dataclass(frozen=True, slots=True)
 class CompiledConstraint(Constraint):
-    """A constraint that is known to be good; it takes the Constraint's place in a request's sampling."""
+    """A valid constraint, which takes the Constraint's place in a request."""
 
     prototype: LLMatcher = field(kw_only=True, repr=False, compare=False)
     vocab_size: int = field(kw_only=True)
 
     def matcher(self) -> TokenMatcher:
-        """At the form's beginning."""
+        """Return a matcher at the form's beginning."""
         return TokenMatcher(self.prototype.deep_copy(), field_name=_FIELDS[self.kind], vocab_size=self.vocab_size)
 
 
 class ConstraintCompiler:
-    """Compiles for one model. `vocab_size` is the model's, padding included.
+    """Compiler of one model's constraints. `vocab_size` is the model's, padding included.
 
     The tokenizer is prepared, which takes about a second, when the first constraint comes.
     """
@@ -107,7 +108,7 @@ class ConstraintCompiler:
         self._kept: OrderedDict[Constraint, CompiledConstraint] = OrderedDict()
 
     async def compile(self, constraint: Constraint) -> CompiledConstraint:
-        """Raises InvalidRequest, with the library's words, if this is no form or one that is too complex."""
+        """Return the compiled constraint. Raises InvalidRequest if it is malformed or too complex."""
         kept = self._kept.get(constraint)
         if kept is None:
             kept = await self._compile_in_time(constraint)
@@ -174,21 +175,21 @@ class ConstraintCompiler:
 
 
 class Mask(NamedTuple):
-    """What a draw may choose from: as TokenMasks in ranks.proto has it. With a `problem` the form cannot go on."""
+    """Tokens that a draw may choose from, as in TokenMasks of ranks.proto. With a `problem` the form cannot go on."""
 
     allowed: bytes
     problem: InvalidRequest | None = None
 
 
 class MaskWriter:
-    """Computes the masks of steps, one step's after another's, in a thread of its own."""
+    """Writer of the masks of steps, one step after another, in a thread of its own."""
 
     def __init__(self, *, vocab_size: int) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="masks")
         self._anything = all_tokens(vocab_size)
 
     async def masks(self, matchers: Sequence[TokenMatcher | None]) -> list[Mask]:
-        """One for each; for None, and where there is a problem, anything is allowed."""
+        """Return a mask for each matcher; for None, and where there is a problem, it allows everything."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: [*map(self._mask, matchers)])
 
     def _mask(self, matcher: TokenMatcher | None) -> Mask:
@@ -201,7 +202,7 @@ class MaskWriter:
 
 
 def matchers_of(asked: GenerationRequest, *, end_token_ids: frozenset[int]) -> list[TokenMatcher | None]:
-    """One a completion, behind what it has received. Raises InvalidRequest if that does not fit the form."""
+    """Return a matcher a completion, past its received tokens. Raises InvalidRequest if these do not fit."""
     constraint = asked.constraint
     if constraint is None:
         return [None] * asked.n
@@ -216,12 +217,12 @@ def matchers_of(asked: GenerationRequest, *, end_token_ids: frozenset[int]) -> l
 
 
 def all_tokens(vocab_size: int) -> bytes:
-    """A mask that allows every token."""
+    """Return a mask that allows every token."""
     return _clipped(b"\xff" * -(-vocab_size // 8), vocab_size)
 
 
 def _clipped(mask: bytes, vocab_size: int) -> bytes:
-    """`mask` without tokens beyond the vocabulary."""
+    """Return `mask` without tokens beyond the vocabulary."""
     length, odd = divmod(vocab_size, 8)
     if not odd:
         return mask[:length]

@@ -1,4 +1,4 @@
-"""What a request may ask for: tokens of the vocabulary, within the model's length and the KV cache.
+"""Limits of requests: tokens of the vocabulary, within the model's length and the KV cache.
 
 Memory is counted for all of a request's completions at once, as many as a step may hold: they share the full blocks
 of the prompt, and each has the rest for itself. So no request can only be served by preempting itself.
@@ -15,20 +15,21 @@ from hetero_gateway.engine.request import GenerationRequest
 
 @dataclass(frozen=True, slots=True)
 class CacheSize:
-    """`num_blocks` that requests can have (the null block is none of them), of `block_size` positions."""
+    """Size of the KV cache: `num_blocks` for requests (without the null block), of `block_size` positions."""
 
     num_blocks: int
     block_size: int
 
     def blocks_of(self, num_tokens: int) -> int:
+        """Return how many blocks so many tokens need."""
         return -(-num_tokens // self.block_size)
 
 
 def resolve_max_tokens(asked: GenerationRequest, *, config: EngineConfig, cache: CacheSize) -> int:
-    """Most tokens that each completion may have. Raises InvalidRequest if the request can never be served.
+    """Return the most tokens that each completion may have. Raises InvalidRequest if it can never be served.
 
-    What is asked for is capped at the model's length, as with every engine in the field. It is not capped at
-    the cache: that would cut an answer short for a reason the client cannot see. A request that leaves max_tokens
+    The wanted number is capped at the model's length, as in every engine of the field. It is not capped at the cache:
+    that would cut an answer short for a reason the client cannot see. A request that leaves max_tokens
     open gets what both allow.
     """
     _check_prompt(asked, config=config)
@@ -47,17 +48,17 @@ def resolve_max_tokens(asked: GenerationRequest, *, config: EngineConfig, cache:
 
 
 def room_alone(num_prompt: int, *, cache: CacheSize) -> int:
-    """Most tokens that one completion may have if nothing else is in the cache; below 1: not even one."""
+    """Return the most tokens that one completion may have if nothing else is in the cache; below 1: not even one."""
     return _room(num_prompt, at_once=1, cache=cache)
 
 
 def max_running(config: EngineConfig) -> int:
-    """Most completions that may run. Each can then compute a token in every step."""
+    """Return the most completions that may run. Each can then compute a token in every step."""
     return min(config.max_num_seqs, config.max_num_batched_tokens)
 
 
 def does_not_fit(num_prompt: int, max_tokens: int, *, at_once: int, cache: CacheSize) -> InvalidRequest:
-    """Why so many tokens do not fit, with the arithmetic."""
+    """Return the error that so many tokens do not fit, with the arithmetic."""
     # The last token is never fed back, so its KV takes no room.
     num_positions = num_prompt + max_tokens - 1
     blocks = cache.blocks_of(num_positions)
@@ -130,7 +131,7 @@ def _check_received(asked: GenerationRequest, *, max_tokens: int, config: Engine
 
 
 def end_token_ids(asked: GenerationRequest, *, config: EngineConfig) -> frozenset[int]:
-    """Tokens that end a completion."""
+    """Return the tokens that end a completion."""
     return asked.stop_token_ids if asked.ignore_eos else asked.stop_token_ids | config.eos_token_ids
 
 

@@ -1,4 +1,4 @@
-"""Text and conversations to token ids and back, from a Hugging Face directory's own files.
+"""Text and conversations to token ids and back, by the files of a Hugging Face directory.
 
 Needs `tokenizers` and `jinja2` only. Results equal those of transformers' fast tokenizer: plain text gets the special
 tokens of tokenizer.json's post-processor, a rendered chat gets none on top of those the template wrote. Immutable
@@ -38,7 +38,7 @@ _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-F]{2})>")
 """A byte of SentencePiece's byte fallback."""
 _SENTENCEPIECE_SPACE: Final = "\N{LOWER ONE EIGHTH BLOCK}"
 _SHORT_CHARS: Final = 4096
-"""So short a text is worth no detour to the library's threads."""
+"""Longest text that is not worth the detour to the library's threads."""
 _NORMALIZER_SHRINKS: Final = 4
 """A normalizer may write a character of four bytes as one of one byte."""
 _SPECIAL_TOKEN_NAMES: Final = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
@@ -68,11 +68,12 @@ class TextTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens with a text; the model's vocabulary may be padded beyond them."""
+        """Return the number of tokens with a text; the model's vocabulary may be padded beyond them."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     @property
     def has_chat_template(self) -> bool:
+        """Return whether conversations can be encoded."""
         return self._chat_template is not None
 
     def encode(self, text: str, *, max_model_len: int | None = None) -> list[int]:
@@ -119,18 +120,18 @@ class TextTokenizer:
         return list(encoding.ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text without special tokens; bytes that are no UTF-8 become U+FFFD, ids beyond the vocabulary nothing."""
+        """Return the text without special tokens; bytes that are no UTF-8 become U+FFFD, unknown ids nothing."""
         if len(token_ids) <= _SHORT_CHARS:
             return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
         # Unlike `decode`, this lets other threads run meanwhile.
         return str(self._tokenizer.decode_batch([token_ids], skip_special_tokens=True)[0])
 
     def to_json(self) -> str:
-        """The tokenizer as the text of a tokenizer.json."""
+        """Return the tokenizer as the text of a tokenizer.json."""
         return str(self._tokenizer.to_str())
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token, special ones as they are written; none for an id beyond the vocabulary.
+        """Return the bytes of one token, special ones as they are written; none for an id beyond the vocabulary.
 
         Exact for byte-level tokenizers; for others the text of the token alone.
         """
@@ -143,7 +144,7 @@ class TextTokenizer:
         return bytes.fromhex(byte[1]) if byte else token.replace(_SENTENCEPIECE_SPACE, " ").encode()
 
     def detokenizer(self, stop: Sequence[str] = ()) -> IncrementalDetokenizer:
-        """For one completion, which ends at any of the strings `stop`."""
+        """Return the detokenizer of one completion, which ends at any of the strings `stop`."""
         text: TokenText
         if self._bytes_of is not None:
             text = ByteLevelText(self._bytes_of.__getitem__)
@@ -156,7 +157,7 @@ class TextTokenizer:
 
 
 class _ByteVocabulary(dict[int, bytes]):
-    """The bytes of each token of a byte-level tokenizer, remembered once asked for; special tokens have none."""
+    """Bytes of each token of a byte-level tokenizer, kept once they were needed; special tokens have none."""
 
     def __init__(self, tokenizer: Tokenizer, special_ids: frozenset[int]) -> None:
         super().__init__(dict.fromkeys(special_ids, b""))
@@ -201,7 +202,10 @@ _MISSING_TOKENIZER: Final = (
 
 
 def _build(path: Path) -> Tokenizer:
-    """The library reads the file itself: its text, and what Python makes of it, take more memory than the tokenizer."""
+    """Return the tokenizer. Raises ModelError.
+
+    The library reads the file: text and objects in Python would take more memory than the tokenizer.
+    """
     build: Callable[[str], Tokenizer] = Tokenizer.from_file
     try:
         tokenizer = build(str(model_file(path, max_bytes=MAX_TOKENIZER_BYTES)))
@@ -217,13 +221,13 @@ def _build(path: Path) -> Tokenizer:
 
 
 def _decoder_of(tokenizer: Tokenizer) -> Any:
-    """What its tokenizer.json has as `decoder`."""
+    """Return the `decoder` of the tokenizer's tokenizer.json."""
     decoder = tokenizer.decoder
     return None if decoder is None else json.loads(decoder.__getstate__())
 
 
 def _is_byte_level(decoder: Any) -> bool:
-    """Whether the `decoder` of a tokenizer.json is ByteLevel and nothing else."""
+    """Return whether the `decoder` of a tokenizer.json is ByteLevel and nothing else."""
     if not isinstance(decoder, dict):
         return False
     if decoder.get("type") == "Sequence":
@@ -248,7 +252,7 @@ def _read_chat_template(directory: Path, config: Mapping[str, Any]) -> ChatTempl
 
 
 def _default_template(value: Any) -> Any:
-    """Some models have a list of named templates; "default" is the one for conversations."""
+    """Return the template for conversations, "default" where a model has a list of named ones."""
     if not isinstance(value, list):
         return value
     named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
@@ -256,7 +260,7 @@ def _default_template(value: Any) -> Any:
 
 
 def _special_tokens(config: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, str]:
-    """bos_token, eos_token and so on, as text; tokenizer_config.json goes before special_tokens_map.json."""
+    """Return bos_token, eos_token and so on, as text; tokenizer_config.json goes before special_tokens_map.json."""
     tokens: dict[str, str] = {}
     for name in _SPECIAL_TOKEN_NAMES:
         value = config.get(name) or extra.get(name)

@@ -98,7 +98,7 @@ async def answering(context: Context, method: str) -> AsyncIterator[None]:
 
 
 def when_over(context: Context, callback: Callable[[], object]) -> None:
-    """Call `callback` as soon as the call has ended, whoever ended it."""
+    """Call `callback` as soon as the call has ended, by either side."""
     bound: Any = lambda _: callback()  # noqa: E731 - grpc's stubs type callbacks as a class that does not exist
     context.add_done_callback(bound)
 

@@ -43,7 +43,7 @@ from hetero_gateway.server.reading import RequestReader
 logger = logging.getLogger(__name__)
 
 STOP_GRACE_S: Final = 1.0
-"""Calls that have not ended by then are cut off; whoever stops a gateway waits a few seconds at most."""
+"""Calls that have not ended by then are cut off, so that a stop takes a few seconds at most."""
 
 _ADMIN_SERVICE: Final = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 _RANKS_SERVICE: Final = ranks_pb2.DESCRIPTOR.services_by_name["Ranks"].full_name

@@ -136,7 +136,7 @@ class BearerInterceptor(grpc.aio.ServerInterceptor):
         if details.method.startswith(_HEALTH_PREFIX) or self._bearer.is_shown(details.invocation_metadata):
             handler: grpc.RpcMethodHandler[Any, Any] | None = await continuation(details)
             return handler
-        # Of a stream, whatever the call is: it is refused before anything of it is read.
+        # A handler of streams fits any call: it is refused before anything of it is read.
         return grpc.stream_stream_rpc_method_handler(self._refuse)
 
     async def _refuse(self, _: object, context: Context) -> None:

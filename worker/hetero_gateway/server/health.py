@@ -1,4 +1,4 @@
-"""Health for whoever watches a gateway: grpc.health.v1, and the kubelet's probes.
+"""Health of a gateway: grpc.health.v1, and the kubelet's probes.
 
 grpc.health.v1 is answered by a servicer of our own, whose Watch reports every change to every watcher: the package's
 asyncio servicer drops its list of watchers of a service when one of them leaves, so the others hear no more. A watcher

@@ -62,7 +62,7 @@ _RANGES: Final[Mapping[str, _Range]] = {
     "prompt_logprobs": _Range(0, 20),
 }
 _DEFAULTS: Final = ranks_pb2.Sampling(temperature=1.0, top_p=1.0, repetition_penalty=1.0)
-"""Those that are not zero."""
+"""Defaults that are not zero."""
 _RENAMED: Final = {"logprobs": "num_logprobs", "prompt_logprobs": "num_prompt_logprobs"}
 
 

@@ -179,10 +179,10 @@ def _received(request: pb.GenerateRequest, *, vocab_size: int, max_model_len: in
     if len(request.received) > number:
         yield Violation("received", f"must hold at most {number} completions (sampling.n), not {len(request.received)}")
     if not request.request_id:
-        yield Violation("request_id", "must be that of the stream which is taken up, as Started told it")
+        yield Violation("request_id", "must be that of the stream which is taken up, as Started reported it")
     is_greedy = request.sampling.HasField("temperature") and request.sampling.temperature == 0
     if not is_greedy and not request.sampling.HasField("seed"):
-        yield Violation("sampling.seed", "must be that of the stream which is taken up, as Started told it")
+        yield Violation("sampling.seed", "must be that of the stream which is taken up, as Started reported it")
     for index, received in enumerate(request.received):
         field = f"received[{index}].token_ids"
         if len(received.token_ids) > max_model_len:
