@@ -50,11 +50,11 @@ _TIMEOUT_S: Final = 300.0
 
 
 class BuildError(Exception):
-    """A library cannot be built; the text says why."""
+    """Build failure, with its reason."""
 
 
 class _Unit(NamedTuple):
-    """What one call of the compiler compiles."""
+    """Source file, object name and flags of one call of the compiler."""
 
     source: Path
     name: str
@@ -62,7 +62,7 @@ class _Unit(NamedTuple):
 
 
 def source_digest(sources: Sequence[Path]) -> str:
-    """What a library says that it was built from: 16 hex digits."""
+    """Return the digest, 16 hex digits, by which a library knows its sources."""
     digest = hashlib.sha256()
     for source in sources:
         digest.update(source.read_bytes())
@@ -70,12 +70,12 @@ def source_digest(sources: Sequence[Path]) -> str:
 
 
 def compute_sources(folder: Path = COMPUTE_FOLDER) -> list[Path]:
-    """All files of the compute library, in one order."""
+    """Return all source files of the compute library, sorted."""
     return sorted([*folder.glob("*.h"), *folder.glob("*.c")])
 
 
 def find_compiler() -> list[str]:
-    """The compiler's command: $CC if it is set, else the first of COMPILERS. Raises BuildError."""
+    """Return the compiler's command: $CC if it is set, else the first of COMPILERS. Raises BuildError."""
     chosen = shlex.split(os.environ.get("CC", ""))
     for command in [chosen] if chosen else [[name] for name in COMPILERS]:
         if path := shutil.which(command[0]):
@@ -97,7 +97,7 @@ def build_exchange(
 
 
 def build_compute(target: Path = COMPUTE_LIBRARY, *, folder: Path = COMPUTE_FOLDER, flags: Sequence[str] = ()) -> Path:
-    """The same of the compute library."""
+    """Compile the compute library, as `build_exchange`."""
     compiler = find_compiler()
     base = (*FLAGS, *flags, f'-DHC_SOURCE="{source_digest(compute_sources(folder))}"', f"-I{folder}")
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as work:
@@ -140,6 +140,7 @@ def _run(command: Sequence[str]) -> str:
 
 
 def main() -> int:
+    """Build both libraries and return the exit status."""
     try:
         print(f"built {build_exchange()}")
         print(f"built {build_compute()}")
