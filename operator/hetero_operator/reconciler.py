@@ -129,10 +129,10 @@ class Reconciler:
         return await self._tell(key, observed, plan, execution)
 
     def _absent(self, key: Key) -> Verdict:
-        self._parts.resources.forget(key)
-        self._parts.statuses.forget(key)
-        self._parts.secrets.forget(key)
-        self._parts.warnings.forget(key)
+        self._parts.resources.forget_resource(key)
+        self._parts.statuses.forget_resource(key)
+        self._parts.secrets.forget_resource(key)
+        self._parts.warnings.forget_resource(key)
         return Verdict(exists=False)
 
     async def _tell(self, key: Key, observed: Observed, plan: Plan, execution: Execution) -> Verdict:
@@ -167,7 +167,7 @@ class Reconciler:
         owned, pods = await parts.cache.owned_by(key)
         waiting = {item["metadata"]["uid"]: _age_s(item, now) for item in (*_silent(pods), *_incomplete(owned, pods))}
         doubt = any(age_s > PATIENCE_S for age_s in waiting.values())
-        secrets = await parts.secrets.of(key, [*owned, *pods], doubt=doubt)
+        secrets = await parts.secrets.secrets_of(key, [*owned, *pods], doubt=doubt)
         return Observed(
             resource=resource,
             owned=[*owned, *secrets],

@@ -102,7 +102,7 @@ class WorkQueue(Generic[K]):
         self._failed_at.pop(key, None)
         self._not_before.pop(key, None)
 
-    def forget(self, key: K) -> None:
+    def remove(self, key: K) -> None:
         """Drop retries and timers of a key that is gone."""
         self.succeeded(key)
         self._cancel_timer(key)

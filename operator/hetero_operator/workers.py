@@ -130,6 +130,6 @@ class Workers:
             self._told.pop(key, None)
 
     def _forget(self, key: Key) -> None:
-        self._queue.forget(key)
+        self._queue.remove(key)
         self.reconciled.discard(key)
         self._told.pop(key, None)

@@ -127,7 +127,7 @@ class OperatorWorld:
 
     def _store(self, item: Mapping[str, Any]) -> None:
         stored = with_defaults(item)
-        live = self.objects.get(ObjectKey.of(stored))
+        live = self.objects.get(ObjectKey.from_object(stored))
         if live is None:
             stored["metadata"] |= {"uid": self._uid(), "generation": 1, "creationTimestamp": self._time()}
         else:
@@ -136,7 +136,7 @@ class OperatorWorld:
             stored["metadata"] |= {**kept, "generation": live["metadata"]["generation"] + (not same)}
             if "status" in live:
                 stored["status"] = live["status"]
-        self.objects[ObjectKey.of(stored)] = stored
+        self.objects[ObjectKey.from_object(stored)] = stored
 
     def _delete(self, deletion: Deletion) -> None:
         if deletion.ref.kind == "Pod":

@@ -128,7 +128,7 @@ class ClusterCache:
         try:
             found = await self._api.get(kind.path(namespace, name))
         except NotFound:
-            self._stores[kind].forget(namespace, name)
+            self._stores[kind].discard(namespace, name)
             return None
         self._stores[kind].put(found)
         return found

@@ -100,7 +100,7 @@ class _Run:
     async def _discovered(self, plan: Plan) -> bool:
         """Read objects that the cache lacks. Return whether one of ours came up."""
         manifests = [*(secret.manifest for secret in plan.create), *plan.apply]
-        unseen = [ref for ref in map(ObjectRef.of, manifests) if self._known(ref) is None]
+        unseen = [ref for ref in map(ObjectRef.from_object, manifests) if self._known(ref) is None]
         return any(await asyncio.gather(*(self._look(ref) for ref in unseen)))
 
     async def _look(self, ref: ObjectRef) -> bool:
@@ -118,7 +118,7 @@ class _Run:
         return self._remember(ref, found)
 
     async def _create(self, secret: NewSecret) -> None:
-        ref = ObjectRef.of(secret.manifest)
+        ref = ObjectRef.from_object(secret.manifest)
         values = {key: _fresh_token() for key in secret.generated_keys}
         try:
             made = await self._api.create(kind_of(ref).path(self._owner.namespace), {**secret.manifest, "data": values})
@@ -131,7 +131,7 @@ class _Run:
             self._remember(ref, made)
 
     async def _apply(self, manifest: Object) -> None:
-        ref = ObjectRef.of(manifest)
+        ref = ObjectRef.from_object(manifest)
         if self._halted or (ref.kind in _WORKLOADS and self._lacks_something()):
             return
         known = self._known(ref)
@@ -182,7 +182,7 @@ class _Run:
         except NotFound:
             store = self._store(ref)
             if store is not None:
-                store.forget(self._owner.namespace, ref.name)
+                store.discard(self._owner.namespace, ref.name)
         except ApiError as error:
             logger.debug("%s %s cannot be looked at: %s", ref.kind, ref.name, error)
 

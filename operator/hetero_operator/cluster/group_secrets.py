@@ -36,7 +36,7 @@ class SecretBook:
         self._asked: dict[Key, dict[str, float]] = {}
         self._tokens: dict[Key, tuple[str, str, str]] = {}
 
-    async def of(self, owner: Key, objects: Iterable[Object], *, doubt: bool) -> list[Object]:
+    async def secrets_of(self, owner: Key, objects: Iterable[Object], *, doubt: bool) -> list[Object]:
         """Return the Secrets of all revisions that the resource's objects and pods have. Raises ApiError."""
         names = {Names(owner.name).group_secret(revision) for revision in _revisions(objects)}
         known = [item["metadata"]["name"] for item in self.store.owned_by(owner)]
@@ -68,18 +68,18 @@ class SecretBook:
         self._tokens[owner] = (name, found["metadata"]["resourceVersion"], token)
         return token
 
-    def forget(self, owner: Key) -> None:
+    def forget_resource(self, owner: Key) -> None:
         """Drop everything about a resource that is gone."""
         self._asked.pop(owner, None)
         self._tokens.pop(owner, None)
         for item in self.store.owned_by(owner):
-            self.store.forget(owner.namespace, item["metadata"]["name"])
+            self.store.discard(owner.namespace, item["metadata"]["name"])
 
     async def _refresh(self, key: Key) -> None:
         try:
             found = await self._api.get(SECRET.path(*key))
         except NotFound:
-            self.store.forget(*key)
+            self.store.discard(*key)
             return
         if LABEL_NAME in (found["metadata"].get("labels") or {}):
             self.store.put(found)

@@ -118,7 +118,7 @@ class WarningBook:
         doubt = self._doubts[owner] = _Doubt(due, {uid: told[uid] for uid in due if uid in told})
         return dict(doubt.told)
 
-    def forget(self, owner: Key) -> None:
+    def forget_resource(self, owner: Key) -> None:
         """Drop everything about a resource that is gone."""
         self._doubts.pop(owner, None)
 

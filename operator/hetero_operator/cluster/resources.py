@@ -100,10 +100,10 @@ class Resources:
         try:
             self.hear(None, await self._api.get(RESOURCE.path(*key)))
         except NotFound:
-            self.store.forget(*key)
+            self.store.discard(*key)
         return self.get(key)
 
-    def forget(self, key: Key) -> None:
+    def forget_resource(self, key: Key) -> None:
         """Drop everything about a resource that is gone."""
         self._heard.pop(key, None)
 

@@ -62,7 +62,7 @@ class StatusWriter:
         self._resources.put(answer)
         return 0.0
 
-    def forget(self, key: Key) -> None:
+    def forget_resource(self, key: Key) -> None:
         """Drop everything about a resource that is gone."""
         self._allowances.pop(key, None)
 

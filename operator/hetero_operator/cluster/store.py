@@ -155,7 +155,7 @@ class ObjectStore:
         if known is not None and known.uid == uid:
             self._remove(Key(namespace, name))
 
-    def forget(self, namespace: str, name: str) -> None:
+    def discard(self, namespace: str, name: str) -> None:
         """Remove an object of that name, if there is one."""
         if Key(namespace, name) in self._entries:
             self._remove(Key(namespace, name))

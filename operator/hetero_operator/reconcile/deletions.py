@@ -136,10 +136,10 @@ def _tells_of_secret(item: Object, inventory: Inventory, wanted: Collection[Obje
     """Return whether an object is a ConfigMap of the same old revision as a Secret that still exists."""
     revision = label_of(item, LABEL_REVISION)
     return item["kind"] == CONFIG_MAP and any(
-        ObjectKey.of(secret) not in wanted and label_of(secret, LABEL_REVISION) == revision
+        ObjectKey.from_object(secret) not in wanted and label_of(secret, LABEL_REVISION) == revision
         for secret in inventory.of_kind(SECRET)
     )
 
 
 def _deletion(item: Object, reason: str) -> Deletion:
-    return Deletion(ObjectRef.of(item), uid=item["metadata"]["uid"], reason=reason)
+    return Deletion(ObjectRef.from_object(item), uid=item["metadata"]["uid"], reason=reason)

@@ -29,7 +29,7 @@ class ObjectKey(NamedTuple):
     name: str
 
     @classmethod
-    def of(cls, item: Object) -> ObjectKey:
+    def from_object(cls, item: Object) -> ObjectKey:
         """Return the key of an object."""
         group, slash, _ = item["apiVersion"].partition("/")
         return cls(group if slash else "", item["kind"], item["metadata"]["name"])
@@ -87,10 +87,10 @@ class Inventory:
     """Objects with its label that nobody, somebody else, or an earlier resource of its name controls."""
 
     @classmethod
-    def of(cls, observed: Observed) -> Inventory:
+    def from_observed(cls, observed: Observed) -> Inventory:
         """Sort observed objects by whether the resource controls them."""
         uid = observed.resource["metadata"]["uid"]
-        by_key = {ObjectKey.of(item): item for item in observed.owned}
+        by_key = {ObjectKey.from_object(item): item for item in observed.owned}
         return cls(
             own={key: item for key, item in by_key.items() if is_owned_by(item, uid)},
             foreign={key: item for key, item in by_key.items() if not is_owned_by(item, uid)},

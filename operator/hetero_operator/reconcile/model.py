@@ -22,7 +22,7 @@ class ObjectRef(NamedTuple):
     name: str
 
     @classmethod
-    def of(cls, item: Object) -> ObjectRef:
+    def from_object(cls, item: Object) -> ObjectRef:
         """Return the reference to an object."""
         return cls(item["apiVersion"], item["kind"], item["metadata"]["name"])
 

@@ -71,7 +71,7 @@ def plan(observed: Observed) -> Plan:
     spec = read_spec(observed.resource)
     if isinstance(spec, Refusal):
         return _refused(spec)
-    inventory = Inventory.of(observed)
+    inventory = Inventory.from_observed(observed)
     rendering = rendering_of(observed, spec)
     refusal = (
         unserved_refusal(spec)
@@ -110,13 +110,13 @@ def _accepted(observed: Observed, rendering: Rendering, inventory: Inventory) ->
         return _refused(refusal)
     return Plan(
         create=_missing(secret, inventory),
-        apply=tuple(item for item in wanted if needs_apply(item, inventory.own.get(ObjectKey.of(item)))),
+        apply=tuple(item for item in wanted if needs_apply(item, inventory.own.get(ObjectKey.from_object(item)))),
         delete=tuple(_deletions(observed, rendering, inventory, wanted=[secret.manifest, *wanted])),
     )
 
 
 def _missing(secret: NewSecret, inventory: Inventory) -> tuple[NewSecret, ...]:
-    return () if ObjectKey.of(secret.manifest) in inventory.own else (secret,)
+    return () if ObjectKey.from_object(secret.manifest) in inventory.own else (secret,)
 
 
 def _deletions(
@@ -127,7 +127,7 @@ def _deletions(
         rendering.spec, rendering.names, rendering.revisions.ranks, inventory=inventory, pods=observed.pods
     )
     done: set[str] = set()
-    too_much = superseded(inventory, {ObjectKey.of(item) for item in wanted}, observed.pods)
+    too_much = superseded(inventory, {ObjectKey.from_object(item) for item in wanted}, observed.pods)
     for deletion in chain(lost_pods(observed, rendering.spec), outdated, too_much):
         if deletion.uid not in done:
             done.add(deletion.uid)

@@ -68,7 +68,7 @@ def capability_refusal(spec: HeteroInferenceSpec, capabilities: Capabilities) ->
 
 def conflict_refusal(wanted: Iterator[Object], inventory: Inventory) -> Refusal | None:
     """Refuse a spec because a name that it needs is taken."""
-    taken = [key for key in map(ObjectKey.of, wanted) if key in inventory.foreign]
+    taken = [key for key in map(ObjectKey.from_object, wanted) if key in inventory.foreign]
     problems = tuple(f"metadata.name: {taken_by_others(key)}" for key in taken)
     return Refusal(Reason.NAME_CONFLICT, problems) if problems else None
 

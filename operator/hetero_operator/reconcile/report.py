@@ -26,8 +26,8 @@ def report(observed: Observed, plan: Plan, outcome: Outcome) -> Report:
     stored: Object = observed.resource.get("status") or {}
     if is_leaving(observed.resource):
         return Report(status=stored)
-    situation = Situation.of(observed, plan, outcome)
-    blockers = Blockers.of(situation)
+    situation = Situation.from_look(observed, plan, outcome)
+    blockers = Blockers.from_situation(situation)
     conditions = _conditions(situation, blockers)
     status = _decoded(situation, conditions, is_serving=blockers.is_serving)
     return Report(

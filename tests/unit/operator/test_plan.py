@@ -271,7 +271,7 @@ def test_an_object_of_somebody_else_is_never_taken_over() -> None:
         "apiVersion": "v1", "kind": "Service", "spec": {},
         "metadata": {"name": "x-gateway", "uid": "1", "labels": {"heteroinference.io/name": "x"}},
     }  # fmt: skip
-    world.objects[ObjectKey.of(foreign)] = foreign
+    world.objects[ObjectKey.from_object(foreign)] = foreign
     todo = refused(world)
     assert todo.refusal_reason == "NameConflict"
     assert "Service x-gateway" in todo.refusal[0]
@@ -286,7 +286,7 @@ def test_objects_of_an_earlier_resource_of_the_name_are_not_touched() -> None:
 def test_foreign_objects_that_are_in_nobodys_way_stay() -> None:
     world = running()
     foreign = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "notes", "uid": "1"}, "data": {}}
-    world.objects[ObjectKey.of(foreign)] = foreign
+    world.objects[ObjectKey.from_object(foreign)] = foreign
     assert world.plan().idle
 
 
@@ -330,7 +330,7 @@ def test_a_stateful_set_of_no_pool_goes() -> None:
     world = running()
     stray = copy.deepcopy(world.objects[ObjectKey("apps", "StatefulSet", "x-cpu")])
     stray["metadata"] |= {"name": "x-old", "uid": "stray"}
-    world.objects[ObjectKey.of(stray)] = stray
+    world.objects[ObjectKey.from_object(stray)] = stray
     [deletion] = world.plan().delete
     assert (deletion.ref.kind, deletion.ref.name, deletion.uid) == ("StatefulSet", "x-old", "stray")
 
@@ -339,7 +339,7 @@ def test_nothing_is_deleted_twice() -> None:
     world = running()
     stray = copy.deepcopy(world.objects[ObjectKey("", "Service", "x")])
     stray["metadata"] |= {"name": "x-old", "uid": "stray", "deletionTimestamp": "2030-01-01T00:00:00Z"}
-    world.objects[ObjectKey.of(stray)] = stray
+    world.objects[ObjectKey.from_object(stray)] = stray
     assert world.plan().idle
 
 

@@ -46,8 +46,8 @@ def running(field: str) -> OperatorWorld:
 
 def touched(plans: list[Plan]) -> set[str]:
     """Objects but pods that plans write or delete."""
-    keys = [ObjectKey.of(item) for todo in plans for item in todo.apply]
-    keys += [ObjectKey.of(secret.manifest) for todo in plans for secret in todo.create]
+    keys = [ObjectKey.from_object(item) for todo in plans for item in todo.apply]
+    keys += [ObjectKey.from_object(secret.manifest) for todo in plans for secret in todo.create]
     refs = [deletion.ref for todo in plans for deletion in todo.delete if deletion.ref.kind != "Pod"]
     return {f"{key.kind}/{key.name}" for key in keys} | {f"{ref.kind}/{ref.name}" for ref in refs}
 

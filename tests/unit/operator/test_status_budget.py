@@ -62,7 +62,7 @@ def held(scene: StatusScene) -> frozenset[str]:
     observed = scene.observe()
     spec = parse_resource(observed.resource).spec
     revision = revisions_of(observed.resource, spec).ranks
-    return budget.held_pools(observed, spec, Inventory.of(observed), revision=revision)
+    return budget.held_pools(observed, spec, Inventory.from_observed(observed), revision=revision)
 
 
 def hold(scene: StatusScene, *pools: str) -> None:

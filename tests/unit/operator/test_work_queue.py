@@ -128,7 +128,7 @@ async def test_a_change_does_not_cut_short_the_pause_that_the_server_asked_for()
 async def test_what_is_forgotten_does_not_come_back() -> None:
     queue: WorkQueue[str] = WorkQueue()
     queue.retry("a", Backoff(first_s=0.01, jitter=0.0))
-    queue.forget("a")
+    queue.remove("a")
     taking = asyncio.create_task(queue.take())
     await asyncio.wait([taking], timeout=0.1)
     assert not taking.done()

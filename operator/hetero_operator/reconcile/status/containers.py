@@ -57,7 +57,7 @@ class Ending:
     finished_at: str = ""
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> Ending | None:
+    def from_state(cls, state: Mapping[str, Any]) -> Ending | None:
         """Return the end in a container's `state` or `lastState`, None when it holds none."""
         ended = state.get("terminated")
         if not ended:
@@ -119,7 +119,7 @@ def init_trouble(status: Mapping[str, Any], around: Surroundings) -> Trouble | N
     """Return why a container that has to end before others start has not, None when it has."""
     state = status.get("state") or {}
     is_model = status.get("name") == MODEL_CONTAINER
-    ended = Ending.of(state)
+    ended = Ending.from_state(state)
     if ended is not None and ended.exit_code == 0:
         return None
     ending = current_ending(status, around)
@@ -137,7 +137,7 @@ def init_trouble(status: Mapping[str, Any], around: Surroundings) -> Trouble | N
 def current_ending(status: Mapping[str, Any], around: Surroundings) -> Ending | None:
     """Return the end that a container has not recovered from, None when there is none."""
     state, last = status.get("state") or {}, status.get("lastState") or {}
-    ending = Ending.of(state) or Ending.of(last)
+    ending = Ending.from_state(state) or Ending.from_state(last)
     running = state.get("running")
     if ending is None or running is None:
         return ending

@@ -167,7 +167,8 @@ def _endpoint(situation: Situation) -> str:
     """Return the address of the Service that clients dial, once there is one."""
     key = ObjectKey("", "Service", situation.names.client_service)
     failed = {failure.ref.name for failure in situation.outcome.failures if failure.ref.kind == key.kind}
-    written = {ObjectKey.of(item): item for item in situation.plan.apply if item["metadata"]["name"] not in failed}
+    applied = [item for item in situation.plan.apply if item["metadata"]["name"] not in failed]
+    written = {ObjectKey.from_object(item): item for item in applied}
     service = written.get(key) or situation.inventory.own.get(key)
     if service is None:
         return ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -38,9 +38,6 @@ class Finding:
     """Begin of the message, when an earlier one that begins so and has the same reason may have said more."""
 
 
-Findings = Mapping[ConditionType, Finding]
-
-
 @dataclass(frozen=True, slots=True)
 class Blockers:
     """Causes for which the group does not serve, or is broken although it does."""
@@ -53,7 +50,7 @@ class Blockers:
     """Whether clients are sent to the gateway, and it does not answer us: who knows."""
 
     @classmethod
-    def of(cls, situation: Situation) -> Blockers:
+    def from_situation(cls, situation: Situation) -> Blockers:
         """Find the causes of a situation."""
         is_silent = situation.runs and situation.answer is None and situation.is_gateway_in_service
         return cls(found.all_causes(situation), is_serving(situation), _idle(situation), is_silent)

@@ -97,7 +97,7 @@ def container_status(pod: Object, name: str) -> Mapping[str, Any]:
 def latest_ending(pod: Object, container: str) -> Ending | None:
     """Return how its main container ended last, None when it never did."""
     status = container_status(pod, container)
-    return Ending.of(status.get("state") or {}) or Ending.of(status.get("lastState") or {})
+    return Ending.from_state(status.get("state") or {}) or Ending.from_state(status.get("lastState") or {})
 
 
 def pod_trouble(pod: Object, around: PodSurroundings, *, main: str) -> Trouble | None:

@@ -63,10 +63,10 @@ class Situation:
     """Restarts of ranks, this look's included."""
 
     @classmethod
-    def of(cls, observed: Observed, plan: Plan, outcome: Outcome) -> Situation:
+    def from_look(cls, observed: Observed, plan: Plan, outcome: Outcome) -> Situation:
         """Put an observation in order."""
         names = Names(observed.resource["metadata"]["name"])
-        inventory = Inventory.of(observed)
+        inventory = Inventory.from_observed(observed)
         basis = _basis(observed, plan, inventory, names)
         gateway_pod, stored = _gateway_pod(observed), stored_status(observed.resource)
         return cls(
