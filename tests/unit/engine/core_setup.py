@@ -19,7 +19,7 @@ from hetero_gateway.engine.request import GenerationRequest, derived_seed
 from hetero_gateway.engine.step import ScheduledStep
 from hetero_gateway.engine.steps_in_flight import StepInFlight, StepsInFlight
 from hetero_gateway.engine.stream import FinishedEvent, PromptLogprobsEvent, RequestStream, TokensEvent
-from hetero_gateway.engine.tokenizer import TextTokenizer
+from hetero_gateway.engine.text.tokenizer import TextTokenizer
 from tests.unit.engine.engine_setup import engine_config
 from tests.unit.engine.fake_ranks import FakeRanks, tokens_alone
 from tests.unit.engine.tiny_tokenizers import byte_level_tokenizer

@@ -14,16 +14,16 @@ import jsonschema
 import pytest
 
 from hetero_api.v1.ranks_pb2 import Sampling
-from hetero_gateway.engine.constraints import (
+from hetero_gateway.engine.errors import EngineFault, InvalidRequest
+from hetero_gateway.engine.request import Constraint, ConstraintKind, FinishReason, GenerationRequest
+from hetero_gateway.engine.text.constraints import (
     MAX_CONSTRAINT_CHARS,
     CompiledConstraint,
     ConstraintCompiler,
     TokenMatcher,
     all_tokens,
 )
-from hetero_gateway.engine.errors import EngineFault, InvalidRequest
-from hetero_gateway.engine.request import Constraint, ConstraintKind, FinishReason, GenerationRequest
-from hetero_gateway.engine.tokenizer import TextTokenizer
+from hetero_gateway.engine.text.tokenizer import TextTokenizer
 from tests.unit.engine.core_setup import TOKENIZER, VOCAB_SIZE, Engine, engine, read, turn_loop, until
 from tests.unit.engine.engine_setup import engine_config
 from tests.unit.engine.tiny_tokenizers import byte_fallback_tokenizer

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from hetero_gateway.engine.detokenizer import StopStrings
+from hetero_gateway.engine.text.detokenizer import StopStrings
 
 pytestmark = pytest.mark.unit
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models
 
 from hetero_api.errors import ModelError
 from hetero_gateway.engine.errors import InvalidRequest
-from hetero_gateway.engine.tokenizer import TextTokenizer
+from hetero_gateway.engine.text.tokenizer import TextTokenizer
 from tests.unit.engine.tiny_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer, save
 
 pytestmark = pytest.mark.unit

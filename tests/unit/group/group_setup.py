@@ -14,7 +14,7 @@ from hetero_api.spec import HeteroInference, HeteroInferenceSpec
 from hetero_api.v1 import admin_pb2, ranks_pb2
 from hetero_gateway.engine.config import EngineConfig
 from hetero_gateway.engine.core import EngineCore
-from hetero_gateway.engine.detokenizer import ByteLevelText, IncrementalDetokenizer
+from hetero_gateway.engine.text.detokenizer import ByteLevelText, IncrementalDetokenizer
 from hetero_gateway.group.admin_rpcs import AdminRpcs
 from hetero_gateway.group.recovery import HEARTBEAT_INTERVAL_S
 from hetero_gateway.group.rendezvous import Group

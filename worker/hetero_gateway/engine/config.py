@@ -1,8 +1,16 @@
-"""Bounds of the engine, resolved once at start-up."""
+"""Bounds of the engine, resolved once at start-up, and the limits of a request that follow from them.
+
+A request asks for tokens of the vocabulary, within the model's length and the KV cache. Memory is counted for all of
+its completions at once, as many as a step may hold: they share the full blocks of the prompt, and each has the rest for
+itself. So no request can only be served by preempting itself.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from hetero_gateway.engine.errors import InvalidRequest
+from hetero_gateway.engine.request import GenerationRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,3 +62,131 @@ class EngineConfig:
         for name in ("pause_limit_s", "ageing_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """Size of the KV cache: `num_blocks` for requests (without the null block), of `block_size` positions."""
+
+    num_blocks: int
+    block_size: int
+
+    def blocks_of(self, num_tokens: int) -> int:
+        """Return how many blocks so many tokens need."""
+        return -(-num_tokens // self.block_size)
+
+
+def resolve_max_tokens(asked: GenerationRequest, *, config: EngineConfig, cache: CacheSize) -> int:
+    """Return the most tokens that each completion may have. Raises InvalidRequest if it can never be served.
+
+    The wanted number is capped at the model's length, as in every engine of the field. It is not capped at the cache:
+    that would cut an answer short for a reason the client cannot see. A request that leaves max_tokens
+    open gets what both allow.
+    """
+    _check_prompt(asked, config=config)
+    num_prompt = len(asked.prompt_token_ids)
+    model_room = config.max_model_len - num_prompt
+    wanted = asked.max_tokens
+    if wanted is not None and wanted < 1:
+        raise InvalidRequest("sampling.max_tokens", f"must be at least 1, not {wanted}")
+    at_once = min(asked.n, max_running(config))
+    cache_room = _room(num_prompt, at_once=at_once, cache=cache)
+    max_tokens = min(wanted, model_room) if wanted is not None else min(model_room, max(cache_room, 1))
+    if max_tokens > cache_room:
+        raise does_not_fit(num_prompt, max_tokens, at_once=at_once, cache=cache)
+    _check_received(asked, max_tokens=max_tokens, config=config)
+    return max_tokens
+
+
+def room_alone(num_prompt: int, *, cache: CacheSize) -> int:
+    """Return the most tokens that one completion may have if nothing else is in the cache; below 1: not even one."""
+    return _room(num_prompt, at_once=1, cache=cache)
+
+
+def max_running(config: EngineConfig) -> int:
+    """Return the most completions that may run. Each can then compute a token in every step."""
+    return min(config.max_num_seqs, config.max_num_batched_tokens)
+
+
+def does_not_fit(num_prompt: int, max_tokens: int, *, at_once: int, cache: CacheSize) -> InvalidRequest:
+    """Return the error that so many tokens do not fit, with the arithmetic."""
+    # The last token is never fed back, so its KV takes no room.
+    num_positions = num_prompt + max_tokens - 1
+    blocks = cache.blocks_of(num_positions)
+    shared = _shared_blocks(num_prompt, cache=cache)
+    together = (
+        f"; {at_once} completions share {shared} of them and need {shared + at_once * (blocks - shared)}"
+        if at_once > 1
+        else ""
+    )
+    return InvalidRequest(
+        "sampling.max_tokens" if _room(num_prompt, at_once=at_once, cache=cache) >= 1 else "prompt",
+        f"{num_prompt} prompt tokens and max_tokens {max_tokens} need the KV of {num_positions} positions = {blocks} "
+        f"blocks of {cache.block_size}{together}; the KV cache has {cache.num_blocks}",
+    )
+
+
+def _room(num_prompt: int, *, at_once: int, cache: CacheSize) -> int:
+    shared = _shared_blocks(num_prompt, cache=cache)
+    blocks = shared + (cache.num_blocks - shared) // at_once
+    return blocks * cache.block_size - num_prompt + 1
+
+
+def _shared_blocks(num_prompt: int, *, cache: CacheSize) -> int:
+    return (num_prompt - 1) // cache.block_size
+
+
+def check_prompt_length(num_tokens: int, *, max_model_len: int) -> None:
+    """Raise InvalidRequest if a prompt of `num_tokens` leaves no room for a token to generate."""
+    if num_tokens >= max_model_len:
+        raise InvalidRequest(
+            "prompt",
+            f"has {num_tokens} tokens; with at least one to generate the model's length of "
+            f"{max_model_len} allows {max_model_len - 1}",
+        )
+
+
+def check_prompt_bytes(num_bytes: int, *, longest_token_bytes: int, max_model_len: int) -> None:
+    """Raise InvalidRequest if text of `num_bytes` has too many tokens, however long each of them is."""
+    if num_bytes > longest_token_bytes * (max_model_len - 1):
+        raise InvalidRequest(
+            "prompt",
+            f"has {num_bytes} bytes; tokens of this model have at most {longest_token_bytes}, and with at least one to "
+            f"generate the model's length of {max_model_len} allows {max_model_len - 1} of them",
+        )
+
+
+def _check_prompt(asked: GenerationRequest, *, config: EngineConfig) -> None:
+    tokens = asked.prompt_token_ids
+    if not tokens:
+        raise InvalidRequest("prompt", "has no tokens; at least one is needed")
+    check_prompt_length(len(tokens), max_model_len=config.max_model_len)
+    _check_vocabulary("prompt", tokens, config=config)
+    if asked.n < 1:
+        raise InvalidRequest("sampling.n", f"must be at least 1, not {asked.n}")
+
+
+def _check_received(asked: GenerationRequest, *, max_tokens: int, config: EngineConfig) -> None:
+    if len(asked.received) > asked.n:
+        raise InvalidRequest("received", f"is of {len(asked.received)} completions; sampling.n asks for {asked.n}")
+    ends = end_token_ids(asked, config=config)
+    for index, tokens in enumerate(asked.received):
+        field = f"received[{index}].token_ids"
+        if not tokens:
+            continue
+        if len(tokens) > max_tokens:
+            raise InvalidRequest(field, f"has {len(tokens)} tokens; the completion may have {max_tokens}")
+        _check_vocabulary(field, tokens, config=config)
+        if not ends.isdisjoint(tokens[:-1]):
+            raise InvalidRequest(field, "goes on behind a token that ends the completion")
+
+
+def end_token_ids(asked: GenerationRequest, *, config: EngineConfig) -> frozenset[int]:
+    """Return the tokens that end a completion."""
+    return asked.stop_token_ids if asked.ignore_eos else asked.stop_token_ids | config.eos_token_ids
+
+
+def _check_vocabulary(field: str, tokens: tuple[int, ...], *, config: EngineConfig) -> None:
+    if min(tokens) < 0 or max(tokens) >= config.vocab_size:
+        bad = next(token for token in tokens if not 0 <= token < config.vocab_size)
+        raise InvalidRequest(field, f"token id {bad} is outside the vocabulary [0, {config.vocab_size})")

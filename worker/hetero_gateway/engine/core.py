@@ -26,9 +26,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from hetero_gateway.engine.admission import Admission, Alarm, PausedRequests, StepHolds
-from hetero_gateway.engine.config import EngineConfig
-from hetero_gateway.engine.constraints import MaskWriter, matchers_of
-from hetero_gateway.engine.detokenizer import IncrementalDetokenizer
+from hetero_gateway.engine.config import EngineConfig, end_token_ids
 from hetero_gateway.engine.errors import (
     DeadlineExceeded,
     EngineFault,
@@ -36,7 +34,6 @@ from hetero_gateway.engine.errors import (
     GroupLost,
     StepMismatch,
 )
-from hetero_gateway.engine.limits import end_token_ids
 from hetero_gateway.engine.output_processor import ActiveRequest, OutputProcessor
 from hetero_gateway.engine.request import GenerationRequest
 from hetero_gateway.engine.scheduler import Scheduler
@@ -44,6 +41,8 @@ from hetero_gateway.engine.step import EngineStats
 from hetero_gateway.engine.step_pace import DecodePace, StepPace
 from hetero_gateway.engine.steps_in_flight import StepExecutor, StepInFlight
 from hetero_gateway.engine.stream import ReaderTurns, RequestStream
+from hetero_gateway.engine.text.constraints import MaskWriter, matchers_of
+from hetero_gateway.engine.text.detokenizer import IncrementalDetokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -10,12 +10,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hetero_gateway.engine.constraints import TokenMatcher
 from hetero_gateway.engine.errors import EngineError, InvalidRequest
 from hetero_gateway.engine.request import Completion, FinishReason, Request
 from hetero_gateway.engine.scheduler import Scheduler
 from hetero_gateway.engine.step import CompletionUpdate, StepOutcome
 from hetero_gateway.engine.stream import CompletionFeed, FinishedEvent, RequestStream, Timings, Usage
+from hetero_gateway.engine.text.constraints import TokenMatcher
 
 
 @dataclass(slots=True, eq=False)

@@ -23,8 +23,7 @@ from operator import attrgetter
 from typing import cast
 
 from hetero_gateway.engine.block_pool import BlockPool
-from hetero_gateway.engine.config import EngineConfig
-from hetero_gateway.engine.limits import CacheSize, max_running
+from hetero_gateway.engine.config import CacheSize, EngineConfig, max_running
 from hetero_gateway.engine.request import Completion
 from hetero_gateway.engine.step import NO_DECODES, Counts, DecodeView
 

@@ -33,9 +33,8 @@ from typing import Final
 
 from hetero_api.v1 import logprobs_pb2, ranks_pb2
 from hetero_gateway.engine.block_pool import BlockDigests
-from hetero_gateway.engine.config import EngineConfig
+from hetero_gateway.engine.config import EngineConfig, does_not_fit, end_token_ids, resolve_max_tokens, room_alone
 from hetero_gateway.engine.errors import DuplicateRequest, EngineFault, InvalidRequest, QueueFull
-from hetero_gateway.engine.limits import does_not_fit, end_token_ids, resolve_max_tokens, room_alone
 from hetero_gateway.engine.request import (
     Completion,
     GenerationRequest,

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from hetero_api.v1.logprobs_pb2 import TokenLogprobs
-from hetero_gateway.engine.detokenizer import IncrementalDetokenizer
 from hetero_gateway.engine.errors import EngineError
 from hetero_gateway.engine.request import FinishReason
+from hetero_gateway.engine.text.detokenizer import IncrementalDetokenizer
 
 EVENTS_A_TURN: Final = 16
 """Events that readers take in one turn of the event loop."""

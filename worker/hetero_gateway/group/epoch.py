@@ -116,7 +116,7 @@ class Epoch:
 
     @property
     def ran_well(self) -> bool:
-        """Whether it has served long enough to show that the ranks and their model work."""
+        """True once it has served long enough to show that the ranks and their model work."""
         if self._served_since_s is None:
             return False
         served_s = asyncio.get_running_loop().time() - self._served_since_s

@@ -84,6 +84,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         request: admin_pb2.UpdateWeightsRequest,  # noqa: ARG002
         context: Context,
     ) -> admin_pb2.UpdateWeightsResponse:
+        """Read the model's files again in place of the weights that serve."""
         async with _obeying(context, "UpdateWeights"):
             return await self._rpcs.update_weights()
 

@@ -19,7 +19,7 @@ from hetero_api.spec import HeteroInference
 from hetero_api.v1 import inference_pb2
 from hetero_gateway.engine.config import EngineConfig
 from hetero_gateway.engine.step_pace import LOOKAHEAD_S
-from hetero_gateway.engine.tokenizer import TextTokenizer
+from hetero_gateway.engine.text.tokenizer import TextTokenizer
 from hetero_gateway.group.settings import GroupSettings, check_supported
 
 PROGRAM: Final = "hetero_gateway"

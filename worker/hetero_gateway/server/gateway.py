@@ -22,8 +22,8 @@ from hetero_api.contract import GATEWAY_SERVICES, MAX_INFERENCE_MESSAGE_BYTES, M
 from hetero_api.group_state import GroupState
 from hetero_api.probe_server import ProbeServer
 from hetero_api.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, ranks_pb2
-from hetero_gateway.engine.constraints import ConstraintCompiler
 from hetero_gateway.engine.core import EngineCore
+from hetero_gateway.engine.text.constraints import ConstraintCompiler
 from hetero_gateway.group.admin_rpcs import AdminRpcs
 from hetero_gateway.group.experts import ExpertRebalancer, wants_rebalancing
 from hetero_gateway.group.rendezvous import Group

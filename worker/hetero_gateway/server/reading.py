@@ -16,10 +16,10 @@ from typing import Any, Final, TypeVar
 from google.protobuf.message import Message
 
 from hetero_api.v1 import inference_pb2 as pb
-from hetero_gateway.engine.constraints import ConstraintCompiler
 from hetero_gateway.engine.errors import QueueFull
 from hetero_gateway.engine.request import Constraint, GenerationRequest
-from hetero_gateway.engine.tokenizer import TextTokenizer
+from hetero_gateway.engine.text.constraints import ConstraintCompiler
+from hetero_gateway.engine.text.tokenizer import TextTokenizer
 from hetero_gateway.server.sampling_params import num_completions, read_constraint, resolved_sampling
 from hetero_gateway.server.validation import check_detokenize, check_generate, check_tokenize, parse
 

@@ -21,7 +21,7 @@ from typing import Any, Final, TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from hetero_api.v1 import inference_pb2 as pb
-from hetero_gateway.engine.limits import check_prompt_length
+from hetero_gateway.engine.config import check_prompt_length
 from hetero_gateway.server.errors import InvalidArguments, Violation
 from hetero_gateway.server.sampling_params import num_completions, sampling_violations, token_id_violations
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from hetero_gateway.engine.errors import EngineFault, InvalidRequest
 from hetero_gateway.engine.request import Constraint, ConstraintKind, GenerationRequest
-from hetero_gateway.engine.tokenizer import TextTokenizer
+from hetero_gateway.engine.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -18,16 +18,16 @@ from tokenizers.models import BPE
 
 from hetero_api.errors import ModelError
 from hetero_api.model_directory import MAX_TOKENIZER_BYTES, model_file, parse_json, read_model_file
-from hetero_gateway.engine.chat_template import ChatTemplate
-from hetero_gateway.engine.detokenizer import (
+from hetero_gateway.engine.config import check_prompt_bytes, check_prompt_length
+from hetero_gateway.engine.errors import InvalidRequest
+from hetero_gateway.engine.text.chat_template import ChatTemplate
+from hetero_gateway.engine.text.detokenizer import (
     ByteLevelText,
     IncrementalDetokenizer,
     TokenText,
     WindowText,
     byte_level_alphabet,
 )
-from hetero_gateway.engine.errors import InvalidRequest
-from hetero_gateway.engine.limits import check_prompt_bytes, check_prompt_length
 
 TOKENIZER_FILE: Final = "tokenizer.json"
 TOKENIZER_CONFIG_FILE: Final = "tokenizer_config.json"

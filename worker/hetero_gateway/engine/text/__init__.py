@@ -1,0 +1,5 @@
+"""Text of prompts and completions: everything in the engine that knows characters rather than tokens.
+
+tokenizer      text to tokens and back   detokenizer  tokens to text, as they come, up to a stop string
+chat_template  chat to text              constraints  forms that text is bound to
+"""
