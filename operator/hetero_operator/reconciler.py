@@ -24,7 +24,7 @@ from hetero_operator.cluster.recorder import EventRecorder
 from hetero_operator.cluster.resources import Resources
 from hetero_operator.cluster.status_writer import StatusWriter
 from hetero_operator.cluster.store import Key
-from hetero_operator.errors import Conflict, NotFound
+from hetero_operator.errors import Conflict, NotFound, OverBudget
 from hetero_operator.gateway_probe import GatewayProbe
 from hetero_operator.reconcile.inventory import is_leaving, label_of
 from hetero_operator.reconcile.model import (
@@ -37,6 +37,7 @@ from hetero_operator.reconcile.model import (
     Plan,
     RenderOptions,
     Report,
+    Transition,
     WriteFailure,
 )
 from hetero_operator.reconcile.status.pods import condition, node_of, status_of
@@ -115,7 +116,11 @@ class Reconciler:
         for _ in range(MAX_ROUNDS):
             if resource is None:
                 return self._absent(key)
-            observed = await self._observe(key, resource)
+            try:
+                observed = await self._observe(key, resource)
+            except OverBudget as error:
+                self._parts.events.record(resource, Transition("Warning", "TooManyObjects", str(error)), self._clock())
+                raise
             plan = self._plan(observed)
             if plan.idle:
                 break

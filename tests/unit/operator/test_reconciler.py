@@ -167,6 +167,7 @@ async def test_a_resource_that_controls_too_much_is_not_looked_at_and_no_body_is
     with pytest.raises(OverBudget, match=r"namespace ns control more than .*labelled heteroinference\.io/name=x"):
         await bench.reconciler().reconcile(KEY)
     assert bench.server.calls == []
+    assert bench.parts.events.pending == 1, "its owner is told"
 
 
 async def test_nothing_is_made_for_a_resource_that_is_gone_unheard(bench: Bench) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
@@ -526,11 +527,17 @@ def test_a_refused_spec_is_told_word_by_word() -> None:
     assert scene.report().status == scene.world.resource["status"]
 
 
-def test_a_refused_spec_leaves_what_runs_and_what_is_told_of_it() -> None:
+@pytest.mark.parametrize(
+    ("model", "field"),
+    [({"uri": "http://a/b"}, "spec.model.uri"), ({"uri": "hf://a/b", "dtype": "float16"}, "spec.model.dtype")],
+    ids=["invalid", "no gateway starts with it"],
+)
+def test_a_refused_spec_leaves_what_runs_and_what_is_told_of_it(model: dict[str, Any], field: str) -> None:
     scene = StatusScene.serving()
     before = scene.world.resource["status"]
-    scene.world.change({**scene.world.resource["spec"], "model": {"uri": "http://a/b"}})
+    scene.world.change({**scene.world.resource["spec"], "model": model})
     told = scene.tell()
+    assert message(told, "Accepted").startswith(f"{field}: ")
     found = conditions(told)
     assert found["Ready"] == ("True", "Serving")
     assert found["Accepted"] == ("False", "InvalidSpec")
