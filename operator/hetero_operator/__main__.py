@@ -1,4 +1,4 @@
-"""`python -m hetero_operator`. Until its loop runs there is nothing to end in order: a stop signal ends it at once."""
+"""`python -m hetero_operator`. Before its loop runs there is nothing to stop in order: a stop signal ends it."""
 
 from hetero_api.contract import EXIT_OK
 from hetero_api.host.stop_signals import end_on_stop_signals

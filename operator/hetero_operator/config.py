@@ -1,7 +1,6 @@
 """The operator's settings: each an argument `--some-setting` or a variable HETERO_OPERATOR_SOME_SETTING.
 
-The argument wins. The environment is read here and nowhere else. Errors name the argument or
-variable.
+The argument wins. The environment is read here and nowhere else. Errors name the argument or variable.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Election of the operator that writes: the one that holds a Lease of coordination.k8s.io.
 
-Why not kubernetes.aio.leaderelection: its renewals have no time limit of their own (a call that hangs for five minutes
-hangs the leader's knowledge that it no longer leads), errors of the connection end it without a word, it writes local
-time as UTC, and it does not give the Lease back.
+kubernetes.aio.leaderelection does not serve: its renewals have no time limit of their own (a call that hangs for five
+minutes keeps the leader from noticing that it no longer leads), connection errors end it silently, it writes local time
+as UTC, and it does not give the Lease back.
 
-How two writers are excluded. A candidate takes the Lease only when it has *watched* it unchanged for `duration_s` of
-its own clock, so the clocks of two machines are never compared. The leader counts from before it *sent* its last
-renewal that succeeded: writes end `renew_s` after it and each has until `duration_s` to be answered (fence.py). Every
-change of the Lease carries the version it was read at, so of two that take it one fails.
+Two writers are excluded as follows. A candidate takes the Lease only when it has *watched* it unchanged for
+`duration_s` of its own clock, so the clocks of two machines are never compared. The leader counts from before it *sent*
+its last successful renewal: writes end `renew_s` after it, and each has until `duration_s` to be answered (fence.py).
+Every change of the Lease carries the version that was read, so of two candidates that take it one fails.
 
-A leader that cannot renew, because the API server is away, writes no more but lives on and tries to take the Lease
+A leader that cannot renew, because the API server is away, stops writing, but lives on and tries to take the Lease
 again: an outage needs no restart of the operator.
 """
 

@@ -1,8 +1,8 @@
-"""The operator's process: listen, watch, stand for election, and while leading, work.
+"""The operator's process: listen, watch, stand for election, and work while leading.
 
-Everything that only reads runs from the beginning to the end, so that whoever becomes the leader knows all there is to
-know. Workers run only while the Lease is held. Exit status 0 after SIGTERM or SIGINT, EXIT_USAGE when a setting is
-wrong, EXIT_FAILURE when something ended that never should: being restarted is the cure then.
+Everything that only reads runs from the beginning to the end, so that a new leader knows everything at once. Workers
+run only while the Lease is held. The exit status is 0 after SIGTERM or SIGINT, EXIT_USAGE when a setting is wrong,
+EXIT_FAILURE when a part ended that never should: a restart is the cure then.
 """
 
 from __future__ import annotations

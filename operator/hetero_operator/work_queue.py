@@ -1,9 +1,9 @@
-"""Keys of what has to be looked at: each at most once in the queue, and by at most one worker at a time.
+"""Queue of keys to look at: each at most once in the queue, and with at most one worker at a time.
 
-What is added while a worker has it is looked at again afterwards; so nothing is missed, and however many changes come,
-they cost one look. First come, first served, and a key that comes again goes to the end, so that one which never rests
-cannot keep others waiting. A key that failed comes back after a pause that grows; changes meanwhile bring it forward,
-but not at once: a resource whose pods change all the time and whose writes all fail must not make a hot loop.
+A key that is added while a worker has it is looked at again afterwards. So nothing is missed, and any number of changes
+costs one look. The order is first come, first served. A key that comes again goes to the end, so a key that never rests
+cannot keep others waiting. A key that failed comes back after a growing pause. Changes meanwhile bring it forward, but
+not at once: a resource whose pods change all the time and whose writes all fail must not make a hot loop.
 """
 
 from __future__ import annotations

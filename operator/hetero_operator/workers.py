@@ -1,7 +1,7 @@
-"""Workers take keys from the queue, have them looked at, and decide when each is looked at again.
+"""Workers take keys from the queue, reconcile them, and decide when each is looked at again.
 
-They live only while this process leads. A look has a time limit; one that fails is logged, counted and tried again
-after a pause that grows, also for errors that nobody thought of.
+They run only while this process leads. A look has a time limit. One that fails is logged, counted and tried again after
+a growing pause, also for errors that nobody thought of.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Carries a plan out: creates, applies, deletes, in this order, and says what was refused.
+"""Carries out a plan: creates, applies, deletes, in this order, and reports refusals.
 
-No object of a stranger is ever taken over: before anything is written, every object that the cache does not have is
-asked for by name. If one turns out to be there without our label, nothing at all is written. Objects that were seen are
-written only as what was seen (metadata.uid; uid preconditions), so a stale cache can do no harm. Answers go to the
-cache at once, so that the next look at it sees what was written. Pods are deleted only if everything before went well:
-they are created again from templates that must be the new ones.
+The operator never takes over an object of somebody else: before it writes anything, it reads every object that the
+cache lacks by name. If one exists without our label, nothing at all is written. Known objects are written with the uid
+that was seen (metadata.uid; uid preconditions), so a stale cache does no harm. Answers go to the cache at once, and the
+next look sees them. Workloads are not written when an object failed that their pods need. Pods are deleted only if
+everything before went well, because they are created again from templates that must be the new ones.
 """
 
 from __future__ import annotations

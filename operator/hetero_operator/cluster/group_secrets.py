@@ -1,8 +1,8 @@
-"""The groups' Secrets: known by name, asked for one by one, never listed.
+"""The groups' Secrets, which are read one by one and by name, and never listed.
 
-Whoever may list Secrets may read all of them; the operator needs a few whose names it can tell. So nothing watches
-them: what was seen is believed for a while, and asked again sooner when pods of the resource wait for something.
-Their metadata is kept, not their values; the admin's token of a revision is kept apart.
+Whoever may list Secrets may read all of them; the operator needs a few, whose names it knows. So nothing watches them:
+an answer is believed for a while, and read again sooner when pods of the resource wait for something. Metadata are
+kept, values are not; the admin's token of a revision is kept apart.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Kubernetes Events about resources, one for each thing that was ever said, counted when it is said again.
+"""Kubernetes Events about resources, one for each thing reported, with a count of repetitions.
 
-An Event's name follows from what it says, so that a report which is repeated, be it by another leader, makes no second
-one. Recording never holds up a reconcile and never fails it: it is done by a task of its own, and what cannot be
-recorded after a few attempts is dropped. A resource that says ever new things is cut short after BURST of them.
+An Event's name follows from its content, so a repeated report, even by another leader, makes no second Event. Recording
+never delays or fails a reconcile: a task of its own does it, and drops an Event after a few attempts. A resource that
+keeps reporting new things is cut off after BURST of them.
 """
 
 from __future__ import annotations

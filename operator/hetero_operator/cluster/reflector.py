@@ -1,8 +1,8 @@
-"""Keeps a store equal to what the server has of one kind: a list, then a watch from that list on, for ever.
+"""Keeps a store equal to the server's objects of one kind: a list, then a watch from that list on, for ever.
 
 A watch that ends goes on where it ended. When the server no longer knows that point (410, as an answer or within the
-stream), everything is listed again and *replaces* the store, so missed deletions are found. Nothing ends this
-but cancellation; what goes wrong is tried again after growing pauses.
+stream), everything is listed again, and objects that the list lacks leave the store: so missed deletions are found.
+Only cancellation ends this; errors are tried again after growing pauses.
 """
 
 from __future__ import annotations

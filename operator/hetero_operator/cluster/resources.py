@@ -1,8 +1,8 @@
-"""The HeteroInference resources: what kopf's watch tells of them, checked against a list now and then.
+"""The HeteroInference resources: events from kopf's watch, checked against a list now and then.
 
-kopf lists and watches, but does not report deletions while its watch was broken. So everything is listed again
-every `resync_s`, which costs little, and a resource that was not heard of for a while is asked for by name before
-anything is written for its sake: an object made for one that is gone would be collected, and made again, for ever.
+kopf does not report deletions while its watch was broken. So everything is listed again every `resync_s`, which costs
+little. And a resource without recent news is read by name before anything is written for it: an object for a resource
+that is gone would be collected, and created again, for ever.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Writes the status of a resource, if it is not so already, and not too often: a few at once, then one a second.
+"""Writes the status of a resource if it differs, and not too often: a few at once, then one a second.
 
-By merge patch of what differs, bound to the version that was looked at: a resource that changed meanwhile is looked at
-again. Conditions that others wrote, of types that we do not know, stay. Not by server-side apply: when the last field
-of an object in a status is applied away, the API server of 1.20 makes null of the object, and refuses that.
+The write is a merge patch of the differences, bound to the version that was looked at: a resource that changed
+meanwhile is looked at again. Conditions of unknown types, which others wrote, stay. Server-side apply does not work
+here: when the last field of an object in a status is applied away, the API server of 1.20 makes the object null, and
+refuses that.
 """
 
 from __future__ import annotations

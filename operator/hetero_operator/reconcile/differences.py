@@ -1,9 +1,9 @@
 """Differences between wanted and live objects: why a second reconcile writes nothing.
 
-An object is applied when it is not there, when what we would write is not what we wrote last (a hash in an
-annotation tells), or when a field that we want is not as we want it (somebody changed it). What is more in the live
-object is not ours: defaults of the API server, and fields of others. Nothing is compared by text, so a server that
-orders a list-map differently causes no write.
+An object is applied when it does not exist, when it differs from our last write (a hash in an annotation shows that),
+or when somebody changed a field that we want. Further fields of the live object are not ours: defaults of the API
+server, and fields of others. Nothing is compared as text, so a server that orders a list-map differently causes no
+write.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Names of the objects that a resource owns, and of what is in its pods: every name is made here.
+"""Names of the objects that a resource owns, and of the parts of its pods: every name is made here.
 
-All are functions of the resource's name, so that nothing has to be remembered: an object that is there is found, one
-that is not is made. Two resources can want the same name (`a` with a pool `b-c`, `a-b` with a pool `c`); whoever
-comes second is refused, and takes nothing over.
+All are functions of the resource's name, so nothing has to be remembered. Two resources can want the same name (`a`
+with a pool `b-c`, `a-b` with a pool `c`); the second one is refused, and takes nothing over.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The report about one resource: the whole of its status, Events, and when to look again.
 
-A status that says what the stored one says is the stored one, so that nothing is written when nothing changed.
+A status with the content of the stored one is the stored one, so nothing is written when nothing changed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Requests and limits: what decides whether the kubelet gives a rank cores, memory and devices of its own.
+"""Requests and limits, which decide whether the kubelet gives a rank cores, memory and devices of its own.
 
 CPU pods are Guaranteed: requests equal limits, in whole cores, on every container of the pod, init containers
 included; otherwise a static CPU manager leaves them in the shared pool. Memory covers the ranks and /dev/shm, which

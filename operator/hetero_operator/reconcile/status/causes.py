@@ -1,7 +1,7 @@
 """Causes that block the group, named by rank, pod and node.
 
-The worst comes first (troubles.Level); among equals the first in rank order, then the gateway, then the group as a
-whole. So the one rank that crashed is told, not the three that wait for it.
+The worst comes first (reasons.Level); among equals the first in rank order, then the gateway, then the group as a
+whole. So the report names the one rank that crashed, not the three that wait for it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The condition NUMAPinned: what CPU ranks read back from their kernels, and how far that goes."""
+"""The condition NUMAPinned: the binding that CPU ranks read back from their kernels."""
 
 from __future__ import annotations
 

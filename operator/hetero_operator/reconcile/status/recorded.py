@@ -1,7 +1,7 @@
 """Warnings that the cluster recorded about a pod: the cause, where the pod's own status has none.
 
-Several are there at once, and which is the newest changes by itself. So the choice goes by what they say: the most
-specific, then the first by alphabet.
+Several exist at once, and their order changes by itself. So the choice goes by their content: the most specific, then
+the first by alphabet.
 """
 
 from __future__ import annotations

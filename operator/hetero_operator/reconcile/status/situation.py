@@ -1,8 +1,7 @@
 """One look at a resource, put in order: the spec in force, the pods that should be there and those that are.
 
-Whether ranks serve is the gateway's answer
-in this very look, about ranks that it talks to in one epoch. Kubelets probe every few seconds, so their word counts
-only for ranks that no gateway speaks of.
+Whether ranks serve is the gateway's answer in this very look, about ranks that it talks to in one epoch. Kubelets probe
+every few seconds, so their word counts only for ranks that no gateway speaks of.
 """
 
 from __future__ import annotations
