@@ -76,7 +76,7 @@ def taker(gpu: CudaPlatform, model: Path) -> SoloTaker:
 def test_weights_and_cache_lie_on_the_device_and_leave_it_to_sleep(gpu: CudaPlatform, model: Path) -> None:
     awake = taker(gpu, model)
     builder = PlanBuilder(awake)
-    shard, cache = awake.runner._holdings.shard, awake.runner._holdings.cache
+    shard, cache = awake.runner._model_state.shard, awake.runner._model_state.cache
     assert shard is not None
     assert cache is not None
     tensors = [tensor for tensor in shard.decoder.tensors if tensor.numel()]

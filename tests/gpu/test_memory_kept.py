@@ -116,7 +116,7 @@ def test_graphs_take_no_more_than_is_kept_for_them_in_whatever_order_they_are_re
 
 def test_the_largest_step_takes_no_more_than_its_bound_from_shapes(gpu: CudaPlatform, request_06b: LoadRequest) -> None:
     taker = QuietTaker(gpu, replace(request_06b, enforce_eager=True))
-    shard = taker.runner._holdings.shard
+    shard = taker.runner._model_state.shard
     assert shard is not None
     memory, part = memory_of(request_06b), request_06b.shard_plan.ranks[0]
     sampler = (LOGITS_AT_ONCE - 1) * memory.logits_bytes(part)

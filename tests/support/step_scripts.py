@@ -93,7 +93,7 @@ def plans_of(builder: PlanBuilder, steps: Steps) -> list[ranks_pb2.StepPlan]:
 
 def slots_of(runner: PlanRunner) -> dict[str, bytes]:
     """All that a runner knows of its slots."""
-    cache = runner._holdings.cache
+    cache = runner._model_state.cache
     assert cache is not None
     table = cache.slots
     arrays: dict[str, npt.NDArray[np.int64] | npt.NDArray[np.int32]] = {

@@ -144,7 +144,7 @@ def test_ranks_report_what_they_compute_with(folder: Path) -> None:
 
 def test_weights_of_the_other_mode_do_not_serve(folder: Path) -> None:
     group = group_of(folder, "llama-biased", "1 CPU rank", "float32")
-    shard = group.runners[0]._holdings.shard
+    shard = group.runners[0]._model_state.shard
     assert isinstance(shard, LoadedShard)
     other = group_of(folder, "llama-biased", "1 CPU rank", "float32", batch_invariant=False)
     assert shard.serves(group.requests[0])

@@ -92,7 +92,7 @@ def assert_near(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -
 def held(group: RankGroup) -> list[dict[int, tuple[int, ...]]]:
     """Experts of each rank, by layer, as its decoder has them."""
     runners: list[Any] = list(group.runners)
-    shards = [runner._holdings.shard for runner in runners]
+    shards = [runner._model_state.shard for runner in runners]
     return [
         {} if shard is None else {layer: mlp.numbers for layer, mlp in shard.decoder.expert_mlps.items()}
         for shard in shards
@@ -266,17 +266,17 @@ def test_want_of_room_on_one_rank_leaves_all_as_they_were(checkpoint: TinyCheckp
     builder = PlanBuilder(group)
     before = complete(builder)
     runner: Any = group.runners[1]
-    holdings = runner._holdings
-    assert holdings._request is not None
-    room = 384 * 1024**2 + holdings.weight_bytes + holdings.kv_bytes
-    holdings._request = replace(holdings._request, memory_bytes=room)
+    state = runner._model_state
+    assert state._request is not None
+    room = 384 * 1024**2 + state.weight_bytes + state.kv_bytes
+    state._request = replace(state._request, memory_bytes=room)
     reports = order(builder, place(another(group)))
     assert [report.done for report in reports] == [False, False]
     assert reports[0].problem == ""
     assert "beside those that they replace" in reports[1].problem
     assert "- 384 MiB runtime -" in reports[1].problem
     assert_unchanged(builder, group, before)
-    holdings._request = replace(holdings._request, memory_bytes=2 * room)
+    state._request = replace(state._request, memory_bytes=2 * room)
     assert all(report.done for report in order(builder, place(another(group))))
 
 

@@ -167,7 +167,7 @@ def test_weights_leave_the_device_to_sleep_and_an_epoch_finds_them_again(llama: 
     group = RankGroup(llama.directory, LAYOUTS["1 GPU"][0], num_gpu_ranks=1)
     builder = PlanBuilder(group)
     runner = group.runners[0]
-    shard = runner._holdings.shard
+    shard = runner._model_state.shard
     assert shard is not None
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in shard.decoder.tensors}
     assert sum(storage.nbytes() for storage in storages.values()) == group.reports[0].weight_bytes
@@ -190,18 +190,18 @@ def test_nothing_holds_on_to_what_sleeps_nor_to_its_copy_once_it_woke(llama: Tin
         builder.run()
     builder.release(0)
     builder.run()
-    holdings = group.runners[0]._holdings
-    assert holdings.cache is not None
-    assert holdings.shard is not None
+    state = group.runners[0]._model_state
+    assert state.cache is not None
+    assert state.shard is not None
     held: dict[str, weakref.ref[Any]] = {
-        "cache": weakref.ref(holdings.cache.forward),
-        "keys": weakref.ref(next(layer.keys for layer in holdings.cache.layers if layer is not None)),
-        "decoder": weakref.ref(holdings.shard.decoder),
+        "cache": weakref.ref(state.cache.forward),
+        "keys": weakref.ref(next(layer.keys for layer in state.cache.layers if layer is not None)),
+        "decoder": weakref.ref(state.shard.decoder),
     }
     _order(builder, ranks_pb2.GroupCommand(sleep=ranks_pb2.SleepCommand(level=level)))
     asleep = {"cache", "keys"} if level == 1 else set(held)
     assert {name for name, thing in held.items() if thing() is None} == asleep
-    copies = weakref.WeakSet([holdings.offloaded] if holdings.offloaded is not None else [])
+    copies = weakref.WeakSet([state.offloaded] if state.offloaded is not None else [])
     assert len(copies) == (level == 1)
     cache = ranks_pb2.AllocateCache(num_blocks=BLOCKS, block_size=BLOCK_SIZE)
     _order(builder, ranks_pb2.GroupCommand(wake=ranks_pb2.WakeCommand(weights=True, cache=cache)))
@@ -220,7 +220,7 @@ def test_weights_that_cannot_wake_sleep_on(llama: TinyCheckpoint) -> None:
     assert not report.done
     assert "ask for fewer blocks" in report.problem
     runner = group.runners[0]
-    shard = runner._holdings.shard
+    shard = runner._model_state.shard
     assert shard is not None
     assert not any(tensor.untyped_storage().nbytes() for tensor in shard.decoder.tensors)
     cache = ranks_pb2.AllocateCache(num_blocks=BLOCKS, block_size=BLOCK_SIZE)
@@ -236,7 +236,7 @@ def test_inputs_and_caches_lie_on_the_device_and_the_hosts_buffers_are_free_for_
     builder.start(0, _prompt(5))
     builder.schedule(0)
     builder.run()
-    cache = group.runners[0]._holdings.cache
+    cache = group.runners[0]._model_state.cache
     assert cache is not None
     inputs = cache.inputs
     assert isinstance(inputs, DeviceInputs)

@@ -70,13 +70,13 @@ UPDATE = Command(update_weights=ranks_pb2.UpdateWeights())
 
 
 def layers_of(runner: PlanRunner) -> list[LayerCache]:
-    cache = runner._holdings.cache
+    cache = runner._model_state.cache
     assert cache is not None
     return [layer for layer in cache.layers if layer is not None]
 
 
 def decoder_of(runner: PlanRunner) -> Decoder:
-    shard = runner._holdings.shard
+    shard = runner._model_state.shard
     assert shard is not None
     return shard.decoder
 
@@ -188,7 +188,7 @@ def test_the_old_cache_is_gone_before_another_is_allocated(group: RankGroup, mon
     before = complete(builder)
     old: dict[Decoder, list[weakref.ref[torch.Tensor]]] = {}
     for runner in group.runners:
-        shard, held = runner._holdings.shard, runner._holdings.cache
+        shard, held = runner._model_state.shard, runner._model_state.cache
         assert shard is not None
         assert held is not None
         old[shard.decoder] = [weakref.ref(layer.keys) for layer in held.layers if layer is not None]
@@ -266,7 +266,7 @@ def test_weights_that_changed_in_memory_are_found_on_waking(checkpoint: TinyChec
     group = RankGroup(checkpoint.directory, ONE_RANK, num_blocks=BLOCKS, block_size=BLOCK_SIZE)
     builder = PlanBuilder(group)
     order(builder, sleep(1))
-    shard = group.runners[0]._holdings.shard
+    shard = group.runners[0]._model_state.shard
     assert shard is not None
     norm = shard.decoder._layers[1].parts[0]._norm._weight
     norm[3] += 0.01
@@ -299,7 +299,7 @@ def test_weights_are_replaced_while_the_cache_stays(group: RankGroup, checkpoint
     group.start()
     assert all(report.load_s == 0 for report in group.reports), "an epoch goes on with the weights that serve"
     for runner in group.runners:
-        runner._holdings.drop_shard()
+        runner._model_state.drop_shard()
     group.start()
     assert_same_bits(after, complete(PlanBuilder(group)))
 

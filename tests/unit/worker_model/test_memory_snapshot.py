@@ -112,7 +112,7 @@ def given(directory: Path, shares: Shares, *, tokens: int, rank: int = 0) -> tup
 
 
 def decoder_of(group: RankGroup, rank: int = 0) -> Decoder:
-    shard = group.runners[rank]._holdings.shard
+    shard = group.runners[rank]._model_state.shard
     assert shard is not None
     return shard.decoder
 

@@ -206,7 +206,7 @@ def test_ids_that_float32_does_not_have_are_drawn_as_ever(checkpoint: TinyCheckp
     group = RankGroup(checkpoint.directory, ONE, keeps_logits=False)
     builder, (runner,) = started(group), group.runners
     (plan,) = plans_of(builder, Steps(1, [0, 1]))
-    cache = runner._holdings.cache
+    cache = runner._model_state.cache
     assert cache is not None
     assert cache.multi_step is not None
     context = runner._context(cache, group.exchanges[0])
@@ -343,7 +343,7 @@ def tokens_of(drawn: Sequence[Sequence[SampledToken]]) -> set[int]:
 
 def known_tokens(runner: PlanRunner) -> set[int]:
     """All that are known."""
-    cache = runner._holdings.cache
+    cache = runner._model_state.cache
     assert cache is not None
     return set(cache.slots.token_ids.flatten().tolist())
 

@@ -117,7 +117,7 @@ def test_without_a_file_or_without_room_for_one_everything_is_measured(tmp_path:
 
 def test_a_workspace_is_measured_once_for_its_shard_and_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     group = RankGroup(save_tiny("llama", tmp_path / "model").directory, ONE_RANK)
-    shard, request, _ = group.runners[0]._holdings.loaded("this test")
+    shard, request, _ = group.runners[0]._model_state.loaded("this test")
     answers = iter([1000, 2000, None, 3000, 4000])
     monkeypatch.setattr("hetero_worker.process.tuning_cache.measure_workspace", lambda decoder, request: next(answers))
 

@@ -42,7 +42,7 @@ from hetero_worker.memory.weight_offload import OffloadedWeights
 from hetero_worker.models.decoder import Decoder
 from hetero_worker.runners.base import LoadReport, LoadRequest
 from hetero_worker.runners.experts import read_experts, take_counts
-from hetero_worker.runners.holdings import Holdings, SleepingWeights
+from hetero_worker.runners.model_state import ModelState, SleepingWeights
 from hetero_worker.runners.rehearsal import checksum
 from hetero_worker.runners.serving import ServingCache, check_order, make_cache
 from hetero_worker.runners.shard import LoadedShard, empty_decoder, load_shard
@@ -83,8 +83,8 @@ class _Prepared:
 class GroupCommands:
     """Commands of one rank; see the module."""
 
-    def __init__(self, holdings: Holdings) -> None:
-        self._holdings = holdings
+    def __init__(self, state: ModelState) -> None:
+        self._model_state = state
         self._recorder: StepRecorder | None = None
 
     def count_step(self) -> None:
@@ -123,8 +123,8 @@ class GroupCommands:
         return ranks_pb2.CommandReport(
             done=done,
             problem=problem,
-            weight_bytes=self._holdings.weight_bytes,
-            kv_bytes=self._holdings.kv_bytes,
+            weight_bytes=self._model_state.weight_bytes,
+            kv_bytes=self._model_state.kv_bytes,
             freed_bytes=outcome.freed_bytes,
             profile_table=outcome.table,
             profile_trace=outcome.trace,
@@ -161,25 +161,25 @@ class GroupCommands:
                 raise CommandRefused(f"this rank does not know the command {action}")
 
     def _prepare_reset(self, order: ranks_pb2.AllocateCache) -> _Prepared:
-        if parts := self._holdings.asleep_parts:
+        if parts := self._model_state.asleep_parts:
             raise CommandRefused(f"the cache cannot be reset while the rank is asleep ({', '.join(parts)})")
-        _, _, report = self._holdings.loaded("reset_cache")
+        _, _, report = self._model_state.loaded("reset_cache")
         check_order(order, report)
-        old = self._holdings.cache.order if self._holdings.cache is not None else order
-        held_before = self._holdings.device.memory_pool.held_bytes()
+        old = self._model_state.cache.order if self._model_state.cache is not None else order
+        held_before = self._model_state.device.memory_pool.held_bytes()
 
         def commit() -> _Outcome:
-            return _Outcome(freed_bytes=max(0, held_before - self._holdings.device.memory_pool.held_bytes()))
+            return _Outcome(freed_bytes=max(0, held_before - self._model_state.device.memory_pool.held_bytes()))
 
         return _Prepared(commit, attempt=lambda: self._replace_cache(order), undo=lambda: self._restore_cache(old))
 
     def _replace_cache(self, order: ranks_pb2.AllocateCache) -> None:
         """Drop the cache, then allocate another. Raises what `make_cache` does; then there is none."""
-        shard, request, report = self._holdings.loaded("reset_cache")
-        self._holdings.drop_cache()
+        shard, request, report = self._model_state.loaded("reset_cache")
+        self._model_state.drop_cache()
         gc.collect()
-        self._holdings.device.memory_pool.release_unused()
-        self._holdings.cache = self._make_cache(order, shard.decoder, request, report)
+        self._model_state.device.memory_pool.release_unused()
+        self._model_state.cache = self._make_cache(order, shard.decoder, request, report)
 
     def _restore_cache(self, old: ranks_pb2.AllocateCache) -> None:
         """Go back to an empty cache of the old shape. Raises CacheLostError if there is no room for it any more."""
@@ -194,19 +194,19 @@ class GroupCommands:
     def _make_cache(
         self, order: ranks_pb2.AllocateCache, decoder: Decoder, request: LoadRequest, report: LoadReport
     ) -> ServingCache:
-        steps = self._holdings.device.steps
+        steps = self._model_state.device.steps
         return make_cache(order, decoder=decoder, request=request, report=report, steps=steps)
 
     def _swap(self, cache: ServingCache) -> None:
-        self._holdings.drop_cache()
-        self._holdings.cache = cache
-        self._holdings.cache_sleeps = False
+        self._model_state.drop_cache()
+        self._model_state.cache = cache
+        self._model_state.cache_sleeps = False
 
     def _prepare_update(self) -> _Prepared:
-        if parts := self._holdings.asleep_parts:
+        if parts := self._model_state.asleep_parts:
             raise CommandRefused(f"weights cannot be updated while the rank is asleep ({', '.join(parts)})")
-        shard, _, _ = self._holdings.loaded("update_weights")
-        if self._holdings.cache is None:
+        shard, _, _ = self._model_state.loaded("update_weights")
+        if self._model_state.cache is None:
             raise CommandRefused("weights cannot be updated before there is a KV cache")
         with shard.request.open_weights(shard.request.directory):
             pass  # raises ModelError unless the files are there and can be read
@@ -220,57 +220,57 @@ class GroupCommands:
 
     def _update_weights(self, read_for: LoadRequest, kernel: LinearKernel) -> None:
         """Drop the weights and all that was made for them, then read the files again. The KV cache's tensors stay."""
-        request, report = self._holdings.ordered("update_weights")
-        assert self._holdings.cache is not None, "checked before the vote"
-        order, layers = self._holdings.cache.order, self._holdings.cache.layers
-        self._holdings.drop_cache()
-        self._holdings.drop_shard()
+        request, report = self._model_state.ordered("update_weights")
+        assert self._model_state.cache is not None, "checked before the vote"
+        order, layers = self._model_state.cache.order, self._model_state.cache.layers
+        self._model_state.drop_cache()
+        self._model_state.drop_shard()
         gc.collect()
-        self._holdings.device.memory_pool.release_unused()
-        shard = self._holdings.shard = load_shard(read_for, self._holdings.device, kernel=kernel)
-        steps = self._holdings.device.steps
-        self._holdings.cache = make_cache(
+        self._model_state.device.memory_pool.release_unused()
+        shard = self._model_state.shard = load_shard(read_for, self._model_state.device, kernel=kernel)
+        steps = self._model_state.device.steps
+        self._model_state.cache = make_cache(
             order, decoder=shard.decoder, request=request, report=report, steps=steps, layers=layers
         )
 
     def _prepare_sleep(self, level: int) -> _Prepared:
         if level not in _LEVELS:
             raise CommandRefused(f"sleep level {level}: there are 1 and 2")
-        if parts := self._holdings.asleep_parts:
+        if parts := self._model_state.asleep_parts:
             raise CommandRefused(f"the rank is asleep already ({', '.join(parts)})")
-        shard, _, _ = self._holdings.loaded("sleep")
+        shard, _, _ = self._model_state.loaded("sleep")
         sleeping = SleepingWeights(shard.request, shard.kernel, checksum(shard), are_dropped=level == max(_LEVELS))
         offloaded = None if sleeping.are_dropped else self._copy_to_host(shard)
-        pool = self._holdings.device.memory_pool
+        pool = self._model_state.device.memory_pool
         return _Prepared(lambda: _Outcome(freed_bytes=_freed_by(lambda: self._fall_asleep(sleeping, offloaded), pool)))
 
     def _copy_to_host(self, shard: LoadedShard) -> OffloadedWeights | None:
         """Copy the weights to the host; None where they are there already."""
-        return OffloadedWeights(shard.decoder.tensors) if self._holdings.device.offloads_weights else None
+        return OffloadedWeights(shard.decoder.tensors) if self._model_state.device.offloads_weights else None
 
     def _fall_asleep(self, sleeping: SleepingWeights, offloaded: OffloadedWeights | None) -> None:
-        self._holdings.drop_cache()
-        self._holdings.cache_sleeps = True
-        self._holdings.sleeping = sleeping
+        self._model_state.drop_cache()
+        self._model_state.cache_sleeps = True
+        self._model_state.sleeping = sleeping
         if sleeping.are_dropped:
-            self._holdings.drop_shard()
+            self._model_state.drop_shard()
         elif offloaded is not None:
-            self._holdings.offload(offloaded)
+            self._model_state.offload(offloaded)
 
     def _prepare_wake(self, command: ranks_pb2.WakeCommand) -> _Prepared:
         wakes_cache = command.HasField("cache")
         if not (command.weights or wakes_cache):
             raise CommandRefused("wake names neither weights nor cache")
-        if wakes_cache and not self._holdings.cache_sleeps:
+        if wakes_cache and not self._model_state.cache_sleeps:
             raise CommandRefused("the KV cache is awake")
-        offloaded = self._holdings.offloaded if command.weights else None
+        offloaded = self._model_state.offloaded if command.weights else None
 
         def discard() -> None:
             if offloaded is not None:
                 offloaded.release()
 
         try:
-            shard = self._wake_weights() if command.weights else self._holdings.shard
+            shard = self._wake_weights() if command.weights else self._model_state.shard
             cache = self._wake_cache(command.cache, shard) if wakes_cache else None
         except BaseException:
             discard()
@@ -278,7 +278,7 @@ class GroupCommands:
 
         def commit() -> _Outcome:
             if command.weights:
-                self._holdings.shard, self._holdings.sleeping, self._holdings.offloaded = shard, None, None
+                self._model_state.shard, self._model_state.sleeping, self._model_state.offloaded = shard, None, None
             if cache is not None:
                 self._swap(cache)
             return _Outcome()
@@ -287,17 +287,17 @@ class GroupCommands:
 
     def _wake_weights(self) -> LoadedShard:
         """Return the weights as they went to sleep. Raises WeightsChangedError, WeightsDamagedError."""
-        sleeping, kept = self._holdings.sleeping, self._holdings.shard
+        sleeping, kept = self._model_state.sleeping, self._model_state.shard
         if sleeping is None:
             raise CommandRefused("the weights are awake")
         if not sleeping.are_dropped and kept is not None:
-            if self._holdings.offloaded is not None:
-                self._holdings.offloaded.restore()
+            if self._model_state.offloaded is not None:
+                self._model_state.offloaded.restore()
             if checksum(kept) != sleeping.checksum:
-                self._holdings.drop_shard()  # the next epoch reads them anew
+                self._model_state.drop_shard()  # the next epoch reads them anew
                 raise WeightsDamagedError("weights changed in memory while they were asleep; they are read again")
             return kept
-        shard = load_shard(sleeping.request, self._holdings.device, kernel=sleeping.kernel)
+        shard = load_shard(sleeping.request, self._model_state.device, kernel=sleeping.kernel)
         if checksum(shard) != sleeping.checksum:
             raise WeightsChangedError(
                 f"{sleeping.request.directory}: the weights read on waking are not those that went to sleep; put the "
@@ -306,14 +306,14 @@ class GroupCommands:
         return shard
 
     def _wake_cache(self, order: ranks_pb2.AllocateCache, shard: LoadedShard | None) -> ServingCache:
-        request, report = self._holdings.ordered("wake")
-        decoder = empty_decoder(request, self._holdings.device.platform) if shard is None else shard.decoder
+        request, report = self._model_state.ordered("wake")
+        decoder = empty_decoder(request, self._model_state.device.platform) if shard is None else shard.decoder
         return self._make_cache(order, decoder, request, report)
 
     def _prepare_recording(self) -> _Prepared:
         if self._recorder is not None:
             raise CommandRefused("a profile is being recorded already; stop it first")
-        recorder = StepRecorder(device=self._holdings.device.platform.device)
+        recorder = StepRecorder(device=self._model_state.device.platform.device)
 
         def commit() -> _Outcome:
             self._recorder = recorder
@@ -336,25 +336,25 @@ class GroupCommands:
 
     def _told_of_graphs(self) -> str:
         """Describe the memory that graphs of steps take; empty where there are none."""
-        _, report = self._holdings.ordered("stop_profile")
+        _, report = self._model_state.ordered("stop_profile")
         if not report.graph_reserve_bytes:
             return ""
-        taken, reserved = mib(self._holdings.graph_bytes), mib(report.graph_reserve_bytes)
+        taken, reserved = mib(self._model_state.graph_bytes), mib(report.graph_reserve_bytes)
         return f"graphs of steps: {taken} taken of the {reserved} that are kept for them"
 
     def _prepare_count(self) -> _Prepared:
-        shard, _, _ = self._holdings.loaded("count_experts")
+        shard, _, _ = self._model_state.loaded("count_experts")
         return _Prepared(lambda: _Outcome(expert_counts=take_counts(shard.decoder)))
 
     def _prepare_experts(self, plan: ShardPlan) -> _Prepared:
-        if parts := self._holdings.asleep_parts:
+        if parts := self._model_state.asleep_parts:
             raise CommandRefused(f"experts cannot be placed while the rank is asleep ({', '.join(parts)})")
-        shard, request, _ = self._holdings.loaded("place_experts")
-        experts = read_experts(shard, request, plan, kv_bytes=self._holdings.kv_bytes)
+        shard, request, _ = self._model_state.loaded("place_experts")
+        experts = read_experts(shard, request, plan, kv_bytes=self._model_state.kv_bytes)
 
         def commit() -> _Outcome:
             experts.hold_in(shard.decoder)
-            self._holdings.adopt(plan)
+            self._model_state.adopt(plan)
             return _Outcome()
 
         return _Prepared(commit)

@@ -24,8 +24,8 @@ from hetero_worker.layers.sampler import SampleTokens, sample_tokens, sampler_fo
 from hetero_worker.models.decoder import Decoder
 from hetero_worker.runners.base import LoadReport, LoadRequest, MaskSource, StepInFlight, StepOutput, no_masks
 from hetero_worker.runners.commands import GroupCommands
-from hetero_worker.runners.holdings import Holdings
 from hetero_worker.runners.largest_step import measure_workspace
+from hetero_worker.runners.model_state import ModelState
 from hetero_worker.runners.multi_step import MultiStep, MultiStepDecode, is_plain
 from hetero_worker.runners.runner_device import RunnerDevice
 from hetero_worker.runners.running_step import FinishedStep, RunningStep, StepContext
@@ -56,9 +56,9 @@ class PlanRunner:
         self._measure = measure
         self._workspaces: dict[StepLimits, int | None] = {}
         self._exchange: Exchange | None = None
-        self._holdings = Holdings(device)
+        self._model_state = ModelState(device)
         self._device = device
-        self._commands = GroupCommands(self._holdings)
+        self._commands = GroupCommands(self._model_state)
         self._times = StepTimes()
         self._multi_steps = MultiStepDecode()
         self._last_step_id = 0
@@ -68,12 +68,12 @@ class PlanRunner:
     @property
     def held(self) -> LoadRequest | None:
         """As Runner.held."""
-        return self._holdings.held
+        return self._model_state.held
 
     @property
     def graph_bytes(self) -> int:
         """As Runner.graph_bytes."""
-        return self._holdings.graph_bytes
+        return self._model_state.graph_bytes
 
     @property
     def platform(self) -> Platform:
@@ -89,7 +89,7 @@ class PlanRunner:
     @property
     def has_multi_step(self) -> bool:
         """As Runner.has_multi_step."""
-        cache = self._holdings.cache
+        cache = self._model_state.cache
         return cache is not None and cache.multi_step is not None
 
     def attach(self, exchange: Exchange) -> None:
@@ -106,14 +106,14 @@ class PlanRunner:
         self._multi_steps.forget()
         self._running.clear()
         self._commands.begin_epoch()
-        self._holdings.begin_epoch()
+        self._model_state.begin_epoch()
         self._exchange = None
 
     def load(self, request: LoadRequest) -> LoadReport:
         """As Runner.load."""
         logger.info("rank %d: with its group, before the load: %s", request.rank, self._device.memory_pool.describe())
-        holdings = self._holdings
-        shard, load_s = holdings.take_shard(), 0.0
+        state = self._model_state
+        shard, load_s = state.take_shard(), 0.0
         if shard is None or not shard.serves(request):
             shard = None  # the old weights go before the new ones come
             shard = load_shard(request, self._device)
@@ -126,7 +126,7 @@ class PlanRunner:
         report = shard.report(request, load_s=load_s, workspace=workspace, graph_sizes=steps.graph_sizes(request))
         kernels = (*report.kernels, *steps.kernels(request, self._exchange), *_sampling_report(self._sampler))
         report = replace(report, kernels=kernels)
-        holdings.hold(shard, request, report)
+        state.hold(shard, request, report)
         return report
 
     def _workspace_of(self, shard: LoadedShard, request: LoadRequest) -> int | None:
@@ -138,12 +138,12 @@ class PlanRunner:
 
     def allocate(self, num_blocks: int, block_size: int) -> int:
         """As Runner.allocate."""
-        shard, request, report = self._holdings.loaded("AllocateCache")
-        self._holdings.cache = None
+        shard, request, report = self._model_state.loaded("AllocateCache")
+        self._model_state.cache = None
         order = ranks_pb2.AllocateCache(num_blocks=num_blocks, block_size=block_size)
         steps = self._device.steps
         cache = make_cache(order, decoder=shard.decoder, request=request, report=report, steps=steps)
-        self._holdings.cache = cache
+        self._model_state.cache = cache
         return cache.num_bytes
 
     def execute(self, plan: ranks_pb2.StepPlan, masks: MaskSource = no_masks) -> StepOutput:
@@ -193,13 +193,13 @@ class PlanRunner:
         """Check the plan, apply its changes to the slots, and return the exchange that it is for."""
         exchange = self._check(plan)
         self._last_step_id = plan.step_id
-        if self._holdings.cache is not None:
-            self._holdings.cache.slots.apply(plan)
+        if self._model_state.cache is not None:
+            self._model_state.cache.slots.apply(plan)
         return exchange
 
     def _multi_step_from(self, plan: ranks_pb2.StepPlan, exchange: Exchange) -> MultiStep | None:
         """Begin a multi-step with the plan, which was taken in; None if its step does not draw by itself."""
-        cache = self._holdings.cache
+        cache = self._model_state.cache
         if cache is None or not is_plain(plan, cache.slots):
             return None
         multi_step = self._multi_steps.begin(plan, self._context(cache, exchange))
@@ -222,7 +222,7 @@ class PlanRunner:
             # Nothing here may refer to the cache: a command may have to free its memory.
             self._multi_steps.forget()
             return FinishedStep(StepOutput(report=self._commands.run(plan.command, exchange, self._times)))
-        cache = self._holdings.cache
+        cache = self._model_state.cache
         if cache is None or not (plan.decode_slots or plan.spans):
             return FinishedStep(StepOutput())
         if before is None:
@@ -250,7 +250,7 @@ class PlanRunner:
         self._commands.count_step()
 
     def _context(self, cache: ServingCache, exchange: Exchange) -> StepContext:
-        shard, request, _ = self._holdings.loaded("a step plan")
+        shard, request, _ = self._model_state.loaded("a step plan")
         return StepContext(
             decoder=shard.decoder,
             cache=cache,
@@ -264,14 +264,14 @@ class PlanRunner:
 
     def _check(self, plan: ranks_pb2.StepPlan) -> Exchange:
         """Raise ProtocolError unless the plan fits the rank's state; return the exchange that it is for."""
-        holdings = self._holdings
-        if self._exchange is None or not (holdings.cache or holdings.is_asleep):
+        state = self._model_state
+        if self._exchange is None or not (state.cache or state.is_asleep):
             raise ProtocolError(f"step plan {plan.step_id} came before AllocateCache")
         self._check_order(plan)
         if not plan.HasField("command"):
-            holdings.check_awake(plan)
-        if holdings.cache is not None:
-            holdings.cache.check.run(plan, holdings.cache.slots.counts)
+            state.check_awake(plan)
+        if state.cache is not None:
+            state.cache.check.run(plan, state.cache.slots.counts)
         return self._exchange
 
     def _check_order(self, plan: ranks_pb2.StepPlan) -> None:

@@ -1,4 +1,4 @@
-"""A vote of the whole group: what is done only if every rank can do it."""
+"""A vote of the whole group on changes that are made only if every rank can make them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hetero_worker.distributed.exchange import Exchange
 
 
 def all_can(exchange: Exchange, can: bool) -> bool:
-    """Whether every rank of the group says that it can. One round, of all ranks. Raises as the exchange does."""
+    """Return whether every rank of the group can. One round of all ranks. Raises ExchangeError."""
     if exchange.world_size == 1:
         return can
     votes = exchange.all_gather(torch.tensor([can], dtype=torch.int64), [1] * exchange.world_size)

@@ -1,4 +1,4 @@
-"""What a rank holds between steps: weights, cache, and whether they are asleep.
+"""ModelState: the weights and the cache that a rank holds between steps, and whether they are asleep.
 
 Weights outlive epochs; a cache and sleep do not: a new epoch is awake. One object, changed only between steps, so that
 a command is prepared beside it and then changes it at once.
@@ -25,19 +25,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SleepingWeights:
-    """What is remembered of weights that are asleep, so that they come back as they went."""
+    """Record of weights that are asleep, so that they come back as they went.
+
+    `request` is what they were loaded for, `checksum` what `rehearsal.checksum` computes of them. `are_dropped`: they
+    must be read again (level 2).
+    """
 
     request: LoadRequest
-    """What they were loaded for."""
     kernel: LinearKernel
     checksum: int
-    """As `rehearsal.checksum` computes it of the weights."""
     are_dropped: bool
-    """Whether they must be read again (level 2)."""
 
 
-class Holdings:
-    """See the module."""
+class ModelState:
+    """Weights and cache of one rank; see the module."""
 
     def __init__(self, device: RunnerDevice) -> None:
         self.device = device
@@ -46,50 +47,51 @@ class Holdings:
         """The shard's weights, while they sleep on the host: then the shard cannot be used."""
         self.cache: ServingCache | None = None
         self.sleeping: SleepingWeights | None = None
-        """Of weights that are asleep; None: they are awake."""
+        """Record of weights that are asleep; None: they are awake."""
         self.cache_sleeps = False
         self._request: LoadRequest | None = None
         self._report: LoadReport | None = None
 
     @property
     def held(self) -> LoadRequest | None:
-        """What the weights in memory are for; None: there are none."""
+        """Order that the weights in memory were loaded for; None: there are none."""
         return None if self.shard is None else self.shard.request
 
     @property
     def is_asleep(self) -> bool:
-        """Whether anything is."""
+        """Whether weights or cache are asleep."""
         return self.sleeping is not None or self.cache_sleeps
 
     @property
     def weight_bytes(self) -> int:
-        """Of the weights that are in memory."""
+        """Bytes of the weights in memory."""
         return 0 if self.shard is None else self.shard.weight_bytes
 
     @property
     def kv_bytes(self) -> int:
+        """Bytes of the KV cache in memory."""
         return 0 if self.cache is None else self.cache.num_bytes
 
     @property
     def graph_bytes(self) -> int:
-        """What graphs of steps on the cache have taken so far. From any thread."""
+        """Bytes that graphs of steps on the cache have taken so far. Thread-safe."""
         cache = self.cache
         return 0 if cache is None else cache.forward.graph_bytes
 
     def begin_epoch(self) -> None:
-        """Awake and without a cache; weights that are in memory stay."""
+        """Wake up and drop the cache; weights that are in memory stay."""
         self.drop_cache()
         self.sleeping = self._request = self._report = None
         self.cache_sleeps = False
 
     def drop_cache(self) -> None:
-        """With all that is kept from step to step."""
+        """Drop the cache, with everything that is kept from step to step."""
         self.cache = None
         if self.shard is not None:
             self.shard.decoder.release_buffers()
 
     def take_shard(self) -> LoadedShard | None:
-        """Give up the weights, on their device, to whoever decides about them. None if there are none, or no room."""
+        """Give up the weights and return them on their device; None if there are none, or no room for them."""
         self.begin_epoch()
         shard, self.shard = self.shard, None
         offloaded, self.offloaded = self.offloaded, None
@@ -102,34 +104,35 @@ class Holdings:
         return shard
 
     def drop_shard(self) -> None:
-        """The weights are of no use: whoever needs them reads them again."""
+        """Drop the weights: they are read again when they are needed."""
         self.shard = self.offloaded = None
 
     def offload(self, offloaded: OffloadedWeights) -> None:
-        """The weights sleep on the host, from now on."""
+        """Let the weights sleep on the host from now on."""
         self.offloaded = offloaded
         offloaded.release()
 
     def hold(self, shard: LoadedShard, request: LoadRequest, report: LoadReport) -> None:
+        """Keep weights, with the order that they serve and the report on it."""
         # The shard remembers what it was read for, and which plan that is by its latest name.
         kept = replace(shard.request, plan_key=request.plan_key)
         self.shard, self._request, self._report = replace(shard, request=kept), request, report
 
     def adopt(self, plan: ShardPlan) -> None:
-        """The weights in memory are a shard of this plan now; they are kept, and read again, as such."""
+        """Note that the weights in memory are a shard of this plan now; they are kept, and read again, as such."""
         if self.shard is not None:
             self.shard = replace(self.shard, request=replace(self.shard.request, shard_plan=plan))
         if self._request is not None:
             self._request = replace(self._request, shard_plan=plan)
 
     def ordered(self, what: str) -> tuple[LoadRequest, LoadReport]:
-        """What was last ordered to be loaded, and told of it. Raises ProtocolError, naming `what` came too early."""
+        """Return the last load order and its report. Raises ProtocolError, naming `what`, which came too early."""
         if self._request is None or self._report is None:
             raise ProtocolError(f"{what} came before LoadModel")
         return self._request, self._report
 
     def loaded(self, what: str) -> tuple[LoadedShard, LoadRequest, LoadReport]:
-        """As `ordered`, with the weights, which must be in memory."""
+        """Return the weights, which must be in memory, with what `ordered` returns. Raises ProtocolError."""
         request, report = self.ordered(what)
         if self.shard is None:
             raise ProtocolError(f"{what} came while the weights are asleep; wake them first")
@@ -145,7 +148,7 @@ class Holdings:
 
     @property
     def asleep_parts(self) -> list[str]:
-        """Names of what is asleep."""
+        """Names of the parts that are asleep."""
         parts = {"weights": self.sleeping is not None, "KV cache": self.cache_sleeps}
         return [name for name, is_asleep in parts.items() if is_asleep]
 
