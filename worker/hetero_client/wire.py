@@ -36,10 +36,11 @@ from hetero_client.messages import (
     Usage,
 )
 
-_OPTIONAL_SAMPLING: Final = (
-    "temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "ignore_eos", "presence_penalty",
-    "frequency_penalty", "repetition_penalty", "min_tokens", "n", "logprobs", "prompt_logprobs",
-)  # fmt: skip
+_OPTIONAL_SAMPLING: Final = tuple(
+    field.name
+    for field in pb.SamplingParams.DESCRIPTOR.fields
+    if field.has_presence and field.name in SamplingParams.__dataclass_fields__
+)
 _REASONS: Final = {
     pb.FINISH_REASON_STOP: FinishReason.STOP,
     pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,

@@ -11,6 +11,7 @@ process waited for a core is no pause of the loop's own making, so it is taken o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
@@ -31,7 +32,7 @@ _SMALL = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "
 
 @dataclass(slots=True)
 class GatewayReport:
-    """What a gateway process says of itself. `pause_s` is since the last report."""
+    """What a gateway process says of itself. `pause_s` and `peak_bytes` are since the last report."""
 
     pause_s: float
     resident_bytes: int
@@ -102,11 +103,19 @@ def _memory(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
+def _forget_peak() -> None:
+    """Reset the kernel's count of the peak; where it cannot, the peak is that of the process's whole life."""
+    with contextlib.suppress(OSError):
+        (_PROC / "clear_refs").write_text("5", encoding="ascii")
+
+
 def _report(gateway: Gateway, watch: _LoopWatch, connections: Any) -> dict[str, Any]:
+    peak_bytes = _memory("VmHWM")
+    _forget_peak()
     return {
         "pause_s": watch.take(),
         "resident_bytes": _memory("VmRSS"),
-        "peak_bytes": _memory("VmHWM"),
+        "peak_bytes": peak_bytes,
         "is_idle": gateway.core.is_idle,
         "num_http_connections": len(connections),
     }

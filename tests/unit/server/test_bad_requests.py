@@ -60,7 +60,7 @@ BAD: list[tuple[pb.GenerateRequest, str, str]] = [
     (chat(("user", "x" * 300)), "prompt", "has 317 bytes; "),
     (chat(*[("user", "x")] * 4097), "chat.messages", "at most 4096 messages, not 4097"),
     (chat(*[("user", "x")] * 200_000), "request", "too many parts; at most 100000 are allowed"),
-    (request([1] * 5_000_000), "ids", "at most 4194304 bytes in protobuf's encoding, not 5000000"),
+    (request([1] * 5_000_000), "ids", "at most 2097152 bytes in protobuf's encoding, not 5000000"),
     (resumed([[5] * 65]), "received[0].token_ids", "has 65 tokens, the model's length is 64"),
     (with_sampling(temperature=-1), "sampling.temperature", "must be between 0 and 100, not -1"),
     (with_sampling(temperature=100.5), "sampling.temperature", "must be between 0 and 100, not 100.5"),

@@ -202,7 +202,7 @@ def _shown(text: str) -> str:
 
 MAX_FIELDS: Final = 100_000
 """Fields of a message, those of the messages in it included."""
-MAX_PACKED_BYTES: Final = 4 * 1024 * 1024
+MAX_PACKED_BYTES: Final = 2 * 1024 * 1024
 """Encoded bytes of one list of numbers."""
 _VARINT: Final = 0
 _LENGTH: Final = 2
