@@ -1,6 +1,6 @@
-"""HTTP for Kubernetes' probes and for Prometheus: what gateways and rank pods answer beside gRPC.
+"""HTTP for Kubernetes' probes and for Prometheus, which gateways and rank pods serve beside gRPC.
 
-A probe is a function that says what is wrong, in a line; "" means that all is well. It runs in a thread of the
+A probe is a function that returns the problem in a line; "" means that all is well. It runs in a thread of the
 server's, and answers 200 or 503 with that line, so that `kubectl describe` shows why. GET /metrics is a scrape.
 """
 
@@ -9,7 +9,8 @@ from __future__ import annotations
 import socket
 import socketserver
 from collections.abc import Callable, Iterable, Mapping
-from threading import Thread
+from contextlib import suppress
+from threading import Lock, Thread
 from typing import Any, Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
@@ -20,6 +21,7 @@ Probe = Callable[[], str]
 
 _Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 _SLOW_CLIENT_S: Final = 10
+MAX_CONNECTIONS: Final = 64
 
 
 class ProbeServer:
@@ -51,8 +53,35 @@ class ProbeServer:
 
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
+    """A thread for each connection, of which the oldest is closed when there are too many.
+
+    So clients that send nothing, or a byte now and then, cannot keep the kubelet out.
+    """
+
     daemon_threads = True
     block_on_close = False
+    _open: dict[Any, None]
+    _lock: Lock
+
+    def server_activate(self) -> None:
+        self._open = {}
+        self._lock = Lock()
+        super().server_activate()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            if len(self._open) >= MAX_CONNECTIONS:
+                oldest = next(iter(self._open))
+                del self._open[oldest]
+                with suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
+            self._open[request] = None
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
 
     def server_bind(self) -> None:
         # The standard library's asks DNS for this host's name, which may take seconds and is of no use here.
@@ -69,7 +98,7 @@ class _Handler(WSGIRequestHandler):
     timeout = _SLOW_CLIENT_S
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Return a line for each probe would bury the log."""
+        """Write nothing: a line for each probe would bury the log."""
 
 
 def _application(probes: Mapping[str, Probe], registry: CollectorRegistry) -> _Application:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 import urllib.error
@@ -11,10 +12,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from hetero_api import probe_server
 from hetero_api.probe_server import ProbeServer
 from hetero_gateway.server import health
 from hetero_gateway.server.health import GatewayProbes, LoopReader
-from tests.unit.group.group_setup import GroupBench, group_settings
+from tests.unit.group.group_setup import GroupBench, group_settings, wait_until
 from tests.unit.server.server_setup import GatewayBench, request, sampling
 
 pytestmark = pytest.mark.unit
@@ -110,3 +112,15 @@ def test_a_slow_client_holds_up_nobody() -> None:
             assert time.monotonic() - began_s < 5
     finally:
         server.stop()
+
+
+async def test_clients_that_say_nothing_do_not_keep_the_kubelet_out(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe_server, "MAX_CONNECTIONS", 4)
+    address = ("127.0.0.1", int(url.rpartition(":")[2]))
+    num_threads = threading.active_count()
+    silent = [await asyncio.to_thread(socket.create_connection, address) for _ in range(20)]
+    assert await ask(f"{url}/livez") == (200, "ok")
+    # Handlers of closed connections end at once, not when their patience is over.
+    await wait_until(lambda: threading.active_count() <= num_threads + 5)
+    for connection in silent:
+        connection.close()
