@@ -59,7 +59,7 @@ class SampledRows:
     """Outcome of a step's draws, in their order."""
 
     tokens: list[int]
-    """The same on every rank."""
+    """One token a draw; all ranks have the same."""
     logprobs: list[logprobs_pb2.TokenLogprobs | None]
     """On rank 0, for the draws that ask for them; elsewhere None throughout."""
 
