@@ -1,4 +1,4 @@
-"""Runner: what a rank's life needs from the code that computes, whatever the device.
+"""Runner: the interface between a rank's state machine and the code that computes, on any device.
 
 `process/state_machine.py` drives it in the order of the group's life, from one thread:
 
@@ -12,9 +12,9 @@ A new epoch starts again at `attach`; weights survive it, and `load` with an equ
 the exchange may be touched by another thread (its `abort`), which ends a blocked `execute` with
 ExchangeAborted; the runner is then good for `detach` and the next `attach`.
 
-What the whole group does between steps (reset of the cache, sleep, wake, profiles, experts that move) are plans too:
-`execute` answers these with a report. The group does such a thing as a whole or not at all: ranks prepare it, vote, and
-then commit it or let it go.
+Commands of the whole group between steps (reset of the cache, sleep, wake, profiles, experts that move) are plans too,
+and `execute` answers these with a report. The group does such a thing as a whole or not at all: ranks prepare it, vote,
+and then commit it or drop it.
 
 Errors: ModelError (the directory cannot be served; permanent), MemoryBudgetError (it does not fit; permanent),
 ProtocolError (a plan or an order that does not fit the state), ExchangeError (a peer is gone), WeightsChangedError
@@ -38,7 +38,7 @@ from hetero_worker.distributed.exchange import Exchange
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """What to load and the bounds that buffers are sized by."""
+    """Order to load a shard, with the bounds that buffers are sized by."""
 
     directory: Path
     config: ModelConfig
@@ -55,25 +55,25 @@ class LoadRequest:
     memory_bytes: int
     """Memory of the device that weights, workspace and KV cache of this rank may take together."""
     memory_utilization: float = 1.0
-    """The part of it that they may really take."""
+    """Share of this memory that they may really take."""
     plan_key: str = ""
-    """Names what the plan was made from; the weights do not depend on it."""
+    """Name of the plan's inputs; the weights do not depend on it."""
     cache_size_is_given: bool = False
-    """Whether somebody else has decided how large the KV cache is, so that the largest step need not be measured."""
+    """True if the size of the KV cache is decided already, so that the largest step need not be measured."""
     enforce_eager: bool = False
-    """Whether no graphs of steps are to be made, where they could be."""
+    """True if no graphs of steps are to be recorded."""
     open_weights: Callable[[Path], Checkpoint] = Checkpoint
     """Opens the weights of `directory`."""
     attention: DeviceAttention | None = None
-    """A GPU rank's, to be compared with what would be chosen; None: chosen."""
+    """Attention of a GPU rank, for comparisons; None: the rank chooses."""
     fused: bool = True
-    """Whether kernels that do several steps in one may be used where there are some."""
+    """True if kernels that fuse several operations may be used."""
     recorded: bool = True
-    """Whether decode steps on host cores may be recorded; False computes them operator by operator, for comparison."""
+    """True if decode steps on host cores may be recorded; False computes them operator by operator, for comparison."""
     native: bool = True
-    """Whether native kernels may be used on host cores, where there are some."""
+    """True if native kernels may be used on host cores."""
     batch_invariant: bool = False
-    """Whether a sequence's numbers must not depend, to the last bit, on what else is computed with it."""
+    """True if a sequence's numbers must not depend on the rest of its batch, to the last bit."""
     async_steps: bool = True
     """True if a step may begin before the one before is finished, where a rank can do that."""
     num_gpu_ranks: int | None = None
@@ -81,7 +81,7 @@ class LoadRequest:
 
     @property
     def num_host_ranks(self) -> int:
-        """Ranks on host cores that have a part of some layer, in a group that has GPU ranks too."""
+        """Number of ranks on host cores that have a part of some layer, in a group that has GPU ranks too."""
         if self.num_gpu_ranks is None:
             return 0
         others = self.shard_plan.ranks[self.num_gpu_ranks :]
@@ -90,7 +90,7 @@ class LoadRequest:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """The shard is in memory; the fields are those of ranks.proto's Loaded."""
+    """Report of a shard in memory; the fields are those of ranks.proto's Loaded."""
 
     weight_bytes: int
     kv_budget_bytes: int
@@ -100,7 +100,7 @@ class LoadReport:
     graph_sizes: tuple[int, ...] = ()
     """Rows of steps that only decode for which there will be graphs, ascending."""
     graph_reserve_bytes: int = 0
-    """What is kept for these graphs."""
+    """Bytes kept free for these graphs."""
 
 
 class SampledToken(NamedTuple):
@@ -112,24 +112,24 @@ class SampledToken(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What became of a plan."""
+    """Output of a plan."""
 
     sampled: Sequence[SampledToken] = ()
     """In batch order, the same on every rank."""
     logprobs: Sequence[logprobs_pb2.TokenLogprobs] = ()
-    """Of the draws that asked for them, in batch order; complete on rank 0."""
+    """Log-probabilities of the draws that want them, in batch order; complete on rank 0."""
     prompt_logprobs: Sequence[ranks_pb2.PromptSpanLogprobs] = ()
-    """Of the spans that asked for them, in batch order; complete on rank 0."""
+    """Log-probabilities of the spans that want them, in batch order; complete on rank 0."""
     report: ranks_pb2.CommandReport | None = field(default=None)
-    """How the plan's command went; None for a plan without one."""
+    """Report of the plan's command; None for a plan without one."""
 
 
 MaskSource = Callable[[], Sequence[bytes]]
-"""Gives the masks of a step's masked_slots, in their order; blocks until they have come. Raises ExchangeAborted."""
+"""Returns the masks of a step's masked_slots in order; blocks until they have come. Raises ExchangeAborted."""
 
 
 def no_masks() -> Sequence[bytes]:
-    """The source of a step without masked slots."""
+    """Return no masks, for a step without masked slots."""
     return ()
 
 
@@ -163,12 +163,12 @@ class Runner(Protocol):
 
     @property
     def held(self) -> LoadRequest | None:
-        """What the weights in memory are for: the last load's, with the plan now in force. None: there are none."""
+        """Request of the weights in memory: the last load's, with the plan now in force; None without weights."""
         ...
 
     @property
     def graph_bytes(self) -> int:
-        """Memory of the device that graphs of steps have taken so far. From any thread."""
+        """Bytes of device memory that graphs of steps have taken so far. Readable from any thread."""
         ...
 
     @property

@@ -1,7 +1,7 @@
-"""ForwardPass: how a step's hidden states come about. EagerForward: operator by operator.
+"""ForwardPass: how a step's hidden states are computed. EagerForward: operator by operator.
 
-Logits are made of them afterwards, or by the pass itself. Where a pass may begin before all draws of the one before are
-known, they are in memory of their own.
+Logits are computed from them afterwards, or by the pass itself. Where a pass may begin before all draws of the one
+before are known, logits have memory of their own.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from hetero_worker.runners.input_batch import InputBatch
 
 @dataclass(frozen=True, slots=True)
 class ForwardStates:
-    """What a pass gives; valid until the next."""
+    """Outcome of a pass; valid until the next pass."""
 
     hidden: torch.Tensor
-    """[rows, hidden], of the step's logit rows; content only where this rank has a head."""
+    """[rows, hidden]: the step's logit rows; no content on a rank without a head."""
     logits: torch.Tensor | None = None
-    """float32 [rows, vocabulary rows of this rank], where the pass has made them."""
+    """float32 [rows, vocabulary rows of this rank]; None if the pass has not computed them."""
 
     def logits_of(self, decoder: Decoder, num_draws: int) -> torch.Tensor:
-        """Of the first rows, which are draws: float32 [draws, vocabulary rows of this rank].
+        """Return the logits of the first rows, which are draws: float32 [draws, vocabulary rows of this rank].
 
-        The caller's to keep on a rank that chains its steps, else valid until the next pass, as `hidden` is.
+        On a rank with asynchronous steps the caller may keep them; otherwise they are valid until the next pass.
         """
         if self.logits is None:
             return decoder.logits(self.hidden[:num_draws])
@@ -41,22 +41,22 @@ class ForwardStates:
 
 
 class ForwardPass(Protocol):
-    """Kept with the cache that it works on: what it remembers of it goes when that goes."""
+    """Forward pass on one cache, which it lives and ends with."""
 
     @property
     def graph_bytes(self) -> int:
-        """Memory of the device that graphs of steps took so far, as the device told."""
+        """Bytes of device memory that graphs of steps have taken so far, as the device reports them."""
         ...
 
     def run(
         self, decoder: Decoder, batch: InputBatch, *, caches: Sequence[LayerCache | None], exchange: Exchange
     ) -> ForwardStates:
-        """One step's. Raises as the exchange does."""
+        """Compute one step. Raises as the exchange does."""
         ...
 
 
 class StepDraws(NamedTuple):
-    """What steps drew that followed one another. Valid until the next are made."""
+    """Draws of consecutive steps; valid until the next steps."""
 
     token_ids: npt.NDArray[np.int64]
     """[steps, draws]"""
@@ -76,9 +76,10 @@ class MultiStepForward(ForwardPass, Protocol):
         exchange: Exchange,
         head_ranges: Sequence[UnitRange],
     ) -> bool:
-        """Whether `draw` would serve for steps as this one, of which one was run before.
+        """Return whether `draw` would serve for steps like this one, of which one was run before.
 
-        `head_ranges` are the vocabulary rows of all ranks. All ranks have to draw alike, for they meet at it.
+        `head_ranges` are the vocabulary rows of all ranks. All ranks have to draw in the same way, because they meet in
+        the same rounds.
         """
         ...
 
@@ -93,16 +94,16 @@ class MultiStepForward(ForwardPass, Protocol):
         steps: int,
         on_step: Callable[[], None],
     ) -> StepDraws:
-        """So many steps, the first of which is this batch's, and each other what its draws make of the one before.
+        """Compute this batch's step and the steps that continue it, so many in all; each takes the tokens of the last.
 
-        `on_step` is called after each. Of logits that are no numbers the score is none, or infinite: that is the
-        caller's to see. Raises as the exchange does.
+        `on_step` is called after each. A score is not finite where logits are not; the caller checks that. Raises as
+        the exchange does.
         """
         ...
 
 
 class EagerForward:
-    """Remembers nothing."""
+    """ForwardPass that computes operator by operator and records nothing."""
 
     graph_bytes = 0
 
