@@ -22,8 +22,6 @@ from hetero_api.group_state import GroupState
 from hetero_api.v1 import admin_pb2, admin_pb2_grpc, ranks_pb2
 from hetero_operator.reconcile.model import (
     GatewayReport,
-    ObservedOption,
-    ObservedPlacement,
     ObservedRank,
 )
 
@@ -122,7 +120,7 @@ def report_of(pod: str, topology: admin_pb2.GetTopologyResponse, *, serving: boo
         mode=topology.placement_mode,
         exchange=_EXCHANGES.get(topology.exchange, ""),
         exchange_reason=topology.exchange_reason,
-        placement=_placement(topology.placement) if topology.HasField("placement") else None,
+        placement=topology.placement if topology.HasField("placement") else None,
         serving=serving,
         stalled_s=topology.stalled_s,
         model_source=topology.model_source,
@@ -133,26 +131,6 @@ _EXCHANGES: Final = {
     ranks_pb2.EXCHANGE_KIND_SHM: "shm",
     ranks_pb2.EXCHANGE_KIND_GLOO: "gloo",
 }
-
-
-def _placement(report: admin_pb2.PlacementReport) -> ObservedPlacement:
-    return ObservedPlacement(
-        options=tuple(map(_option, report.options)),
-        reason=report.reason,
-        predicted_speed=report.predicted_tokens_per_second or None,
-        measured_speed=report.measured_tokens_per_second or None,
-        step_ratio=report.step_time_ratio or None,
-    )
-
-
-def _option(option: admin_pb2.PlacementOption) -> ObservedOption:
-    return ObservedOption(
-        name=option.name,
-        chosen=option.chosen,
-        decode_speed=option.decode_tokens_per_second or None,
-        prefill_speed=option.prefill_tokens_per_second or None,
-        why_not=option.why_not,
-    )
 
 
 def _rank(status: admin_pb2.RankStatus) -> ObservedRank:

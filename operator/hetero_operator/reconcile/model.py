@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from hetero_api.group_state import GroupState
+from hetero_api.v1.admin_pb2 import PlacementReport
 
 Object = Mapping[str, Any]
 """A Kubernetes object as decoded JSON."""
@@ -89,31 +90,6 @@ class ObservedRank:
 
 
 @dataclass(frozen=True, slots=True)
-class ObservedOption:
-    """One way to spread the model that the gateway weighed up. Speeds are tokens a second, None if it cannot be had."""
-
-    name: str
-    chosen: bool = False
-    decode_speed: float | None = None
-    prefill_speed: float | None = None
-    why_not: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ObservedPlacement:
-    """Placement that the gateway chose and its speed, for the load that the spec names.
-
-    Speeds are decoded tokens a second over all streams; `step_ratio` is measured seconds of a step over predicted ones.
-    """
-
-    options: tuple[ObservedOption, ...] = ()
-    reason: str = ""
-    predicted_speed: float | None = None
-    measured_speed: float | None = None
-    step_ratio: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class GatewayReport:
     """A gateway's answer, or the reason why there is none; `error` is "" when it answered."""
 
@@ -128,7 +104,7 @@ class GatewayReport:
     mode: str = ""
     exchange: str = ""
     exchange_reason: str = ""
-    placement: ObservedPlacement | None = None
+    placement: PlacementReport | None = None
     """None: not decided yet."""
     serving: bool = False
     """Whether grpc.health.v1 calls hetero.v1.Inference SERVING."""

@@ -15,7 +15,6 @@ from grpc_health.v1.health import aio as health_aio
 from hetero_api.group_state import GroupState
 from hetero_api.v1 import admin_pb2, admin_pb2_grpc, ranks_pb2
 from hetero_operator.gateway_probe import GatewayProbe
-from hetero_operator.reconcile.model import ObservedOption, ObservedPlacement
 from tests.support.kube.ports import free_port
 
 TOPOLOGY = admin_pb2.GetTopologyResponse(
@@ -127,15 +126,17 @@ async def test_what_a_gateway_says_is_told_in_the_operators_terms(gateway: Gatew
     assert (report.serving, report.mode, report.exchange) == (True, "Tensor", "gloo")
     assert report.exchange_reason == "the ranks are on two hosts"
     assert report.model_source == "wheel package==1, widened"
-    assert report.placement == ObservedPlacement(
+    assert report.placement == admin_pb2.PlacementReport(
         options=(
-            ObservedOption("GPU only", chosen=True, decode_speed=50, prefill_speed=900),
-            ObservedOption("CPU only", why_not="no memory"),
+            admin_pb2.PlacementOption(
+                name="GPU only", chosen=True, decode_tokens_per_second=50, prefill_tokens_per_second=900
+            ),
+            admin_pb2.PlacementOption(name="CPU only", why_not="no memory"),
         ),
         reason="GPU only: 50 tokens/s",
-        predicted_speed=50,
-        measured_speed=40,
-        step_ratio=1.25,
+        predicted_tokens_per_second=50,
+        measured_tokens_per_second=40,
+        step_time_ratio=1.25,
     )
     first, second = report.ranks
     assert (first.pod, first.cpus, first.numa_nodes, first.pinned) == ("x-cpu-0", "0-2,8", (0,), True)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hetero_api.group_state import GroupState
-from hetero_operator.reconcile.model import ObservedOption, ObservedPlacement
+from hetero_api.v1.admin_pb2 import PlacementOption, PlacementReport
 from tests.support import pod_statuses as pods
 from tests.support.status_scene import GATEWAY, SPEC, StatusScene, conditions, events, message
 
@@ -259,14 +259,16 @@ def test_a_rank_that_owns_nothing_counts_as_loaded_once_the_group_is_ready() -> 
 
 
 def told_placement(scene: StatusScene, **changes: Any) -> dict[str, Any]:
-    scene.answer(placement=ObservedPlacement(**changes))
+    scene.answer(placement=PlacementReport(**changes))
     placement: dict[str, Any] = scene.tell().status["placement"]
     return placement
 
 
 def told_speed(scene: StatusScene, measured: float | None, predicted: float = 100.0) -> tuple[float, float] | None:
     ratio = predicted / measured if measured else None
-    told = told_placement(scene, predicted_speed=predicted, measured_speed=measured, step_ratio=ratio)
+    told = told_placement(
+        scene, predicted_tokens_per_second=predicted, measured_tokens_per_second=measured, step_time_ratio=ratio
+    )
     assert told["predictedTokensPerSecond"] == predicted
     assert ("measuredTokensPerSecond" in told) == ("predictionRatio" in told) == (measured is not None)
     return (told["measuredTokensPerSecond"], told["predictionRatio"]) if measured else None
@@ -290,7 +292,7 @@ def test_a_measurement_is_told_anew_beside_another_prediction() -> None:
 
 def test_before_anything_was_measured_there_is_a_prediction_only() -> None:
     scene = StatusScene.serving()
-    assert told_placement(scene, predicted_speed=68.94, reason="it is\n fastest") == {
+    assert told_placement(scene, predicted_tokens_per_second=68.94, reason="it is\n fastest") == {
         "mode": "Tensor", "exchange": "shm", "predictedTokensPerSecond": 69.0, "reason": "it is fastest",
     }  # fmt: skip
 
@@ -301,8 +303,8 @@ def test_before_anything_was_measured_there_is_a_prediction_only() -> None:
 def test_all_that_was_weighed_up_is_told() -> None:
     scene = StatusScene.serving()
     options = (
-        ObservedOption("Tensor", chosen=True, decode_speed=69.04, prefill_speed=1234.0),
-        ObservedOption("GPU only", why_not="rank 0 (pool gpu) lacks 2.5 GiB; raise gpuMemoryUtilization"),
+        PlacementOption(name="Tensor", chosen=True, decode_tokens_per_second=69.04, prefill_tokens_per_second=1234.0),
+        PlacementOption(name="GPU only", why_not="rank 0 (pool gpu) lacks 2.5 GiB; raise gpuMemoryUtilization"),
     )
     assert told_placement(scene, options=options)["options"] == [
         {
@@ -318,15 +320,15 @@ def test_all_that_was_weighed_up_is_told() -> None:
 
 def test_of_too_many_options_the_chosen_one_is_told() -> None:
     scene = StatusScene.serving()
-    options = [ObservedOption(f"CPU only on {count} ranks") for count in range(40)]
-    options[37] = replace(options[37], chosen=True)
+    options = [PlacementOption(name=f"CPU only on {count} ranks") for count in range(40)]
+    options[37].chosen = True
     told = told_placement(scene, options=tuple(options))["options"]
     assert [option["name"].split()[3] for option in told] == [*map(str, range(15)), "37"]
 
 
 def test_no_word_of_a_gateway_is_longer_than_the_status_may_hold() -> None:
     scene = StatusScene.serving()
-    options = (ObservedOption("n" * 200, why_not="w" * 5000),)
+    options = (PlacementOption(name="n" * 200, why_not="w" * 5000),)
     told = told_placement(scene, options=options, reason="r" * 5000)
     (option,) = told["options"]
     assert (len(option["name"]), len(option["whyNot"]), len(told["reason"])) == (128, 600, 2048)
@@ -349,7 +351,7 @@ def test_weights_that_were_changed_on_their_way_say_where_they_came_from() -> No
 
 def test_a_placement_is_not_told_before_the_group_is_formed() -> None:
     scene = StatusScene.serving()
-    scene.answer(state=GroupState.FORMING, placement=ObservedPlacement(predicted_speed=1.0))
+    scene.answer(state=GroupState.FORMING, placement=PlacementReport(predicted_tokens_per_second=1.0))
     assert "placement" not in scene.report().status
 
 

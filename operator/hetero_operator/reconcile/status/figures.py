@@ -16,8 +16,9 @@ from hetero_api.status import (
     PoolStatus,
     ShareStatus,
 )
+from hetero_api.v1.admin_pb2 import PlacementOption, PlacementReport
 from hetero_operator.reconcile.inventory import ObjectKey
-from hetero_operator.reconcile.model import GatewayReport, ObservedOption, ObservedPlacement, ObservedRank
+from hetero_operator.reconcile.model import GatewayReport, ObservedRank
 from hetero_operator.reconcile.status.numa import is_pinned
 from hetero_operator.reconcile.status.pods import ExpectedPod, node_of
 from hetero_operator.reconcile.status.situation import FORMED_STATES, Situation, is_rank_ready
@@ -67,13 +68,13 @@ def _of_answer(situation: Situation, answer: GatewayReport) -> dict[str, Any]:
 def _placement(situation: Situation, answer: GatewayReport) -> PlacementStatus:
     if answer.state not in FORMED_STATES:
         return PlacementStatus()
-    placement = answer.placement or ObservedPlacement()
+    placement = answer.placement or PlacementReport()
     measured, ratio = _steady_speed(placement, situation.stored.placement)
     return PlacementStatus(
         mode=answer.mode,
         exchange=answer.exchange,
         exchange_reason=steady(answer.exchange_reason),
-        predicted_tokens_per_second=_rounded(placement.predicted_speed),
+        predicted_tokens_per_second=_rounded(placement.predicted_tokens_per_second),
         measured_tokens_per_second=measured,
         prediction_ratio=ratio,
         reason=bounded(" ".join(placement.reason.split())),
@@ -81,40 +82,40 @@ def _placement(situation: Situation, answer: GatewayReport) -> PlacementStatus:
     )
 
 
-def _foremost(options: Sequence[ObservedOption]) -> list[ObservedOption]:
+def _foremost(options: Sequence[PlacementOption]) -> list[PlacementOption]:
     """Return as many options as the status holds, in their order, the chosen one among them."""
     chosen = [option for option in options if option.chosen][:1]
     others = [option for option in options if not option.chosen][: MAX_OPTIONS - len(chosen)]
     return [option for option in options if option in chosen or option in others][:MAX_OPTIONS]
 
 
-def _option(option: ObservedOption) -> PlacementOptionStatus:
+def _option(option: PlacementOption) -> PlacementOptionStatus:
     return PlacementOptionStatus(
         name=bounded(option.name, MAX_OPTION_NAME_LENGTH),
         chosen=option.chosen,
-        predicted_tokens_per_second=_rounded(option.decode_speed),
-        predicted_prefill_tokens_per_second=_rounded(option.prefill_speed),
+        predicted_tokens_per_second=_rounded(option.decode_tokens_per_second),
+        predicted_prefill_tokens_per_second=_rounded(option.prefill_tokens_per_second),
         why_not=steady(option.why_not),
     )
 
 
-def _steady_speed(placement: ObservedPlacement, told: PlacementStatus) -> tuple[float | None, float | None]:
+def _steady_speed(placement: PlacementReport, told: PlacementStatus) -> tuple[float | None, float | None]:
     """Return the measured speed and its ratio to the prediction: the last ones while they are about right.
 
     Both at once: a person who divides one figure of the status by the other finds the third.
     """
-    measured, ratio = placement.measured_speed, placement.step_ratio
-    if not measured or ratio is None:
+    measured, ratio = placement.measured_tokens_per_second, placement.step_time_ratio
+    if not (measured and ratio):
         return None, None
     known, predicted = told.measured_tokens_per_second, told.predicted_tokens_per_second
-    is_same = predicted == _rounded(placement.predicted_speed)
+    is_same = predicted == _rounded(placement.predicted_tokens_per_second)
     if is_same and known and told.prediction_ratio and abs(measured - known) <= STEADY_WITHIN * known:
         return known, told.prediction_ratio
     return _rounded(measured), round(ratio, 2)
 
 
-def _rounded(speed: float | None) -> float | None:
-    """Round to two digits."""
+def _rounded(speed: float) -> float | None:
+    """Round to two digits; a speed of 0 is not known."""
     return float(f"{speed:.2g}") if speed else None
 
 
