@@ -124,7 +124,7 @@ def test_a_gpu_rank_alone_begins_plans_that_are_there_behind_one_another_and_dra
 
     assert "steps=async" in loaded.kernels
     assert drawn == expected
-    assert "began behind another" in log.read_text()
+    assert "began before the last was finished" in log.read_text()
 
 
 def test_hello_tells_who_and_what_the_rank_is(model: Path, tmp_path: Path) -> None:
