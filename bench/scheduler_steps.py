@@ -87,7 +87,7 @@ def scheduled(scheduler: Scheduler, in_flight: StepsInFlight) -> ScheduledStep:
     """Schedule a step and record it as sent."""
     step = scheduler.schedule(0.0, in_flight=in_flight)
     assert step is not None, "there are requests and a step may go out"
-    in_flight.add(step)
+    in_flight.submit(step)
     return step
 
 

@@ -35,7 +35,6 @@ class RankProcesses:
         self.hellos: tuple[Hello, ...] = ()
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
-        self._steps_before = 0
 
     def __enter__(self) -> Self:
         context = multiprocessing.get_context("spawn")
@@ -70,16 +69,9 @@ class RankProcesses:
             pipe.send(order)
         return self._answers(timeout_s)
 
-    def begin_steps(self, *, after: int = 0) -> None:
-        """Whoever sends steps counts from 1 again, while ranks, since the load, have done so many."""
-        self._steps_before = after
-
     def send(self, plan: ranks_pb2.StepPlan) -> None:
         """Have all ranks compute a step, after those that were sent before."""
-        numbered = ranks_pb2.StepPlan()
-        numbered.CopyFrom(plan)
-        numbered.step_id += self._steps_before
-        payload = numbered.SerializeToString()
+        payload = plan.SerializeToString()
         for pipe in self._pipes:
             pipe.send(payload)
 
@@ -92,9 +84,7 @@ class RankProcesses:
                 raise RankFailedError(f"no step's result came within {_RESULT_S:g} s")
             for number, pipe in enumerate(self._pipes):
                 if pipe in ready:
-                    result = ranks_pb2.StepResult.FromString(self._hear(number))
-                    result.step_id -= self._steps_before
-                    return result
+                    return ranks_pb2.StepResult.FromString(self._hear(number))
 
     def _answers(self, timeout_s: float) -> list[Any]:
         deadline_s = time.monotonic() + timeout_s

@@ -69,6 +69,7 @@ class Replica:
         self.loaded: list[Loaded] = group.ask(load)
         num_blocks = blocks_for(self.loaded, most_tokens)
         group.ask(Allocate(num_blocks, BLOCK_SIZE))
+        self._in_flight = StepsInFlight()
         self._warm_up(load.bounds, num_blocks)
         self._scheduler = Scheduler(_engine(load, overlap=overlap), num_blocks=num_blocks)
 
@@ -82,13 +83,11 @@ class Replica:
             num_blocks=num_blocks,
         )
         sizes = {size for rank in self.loaded for size in rank.graph_sizes}
-        self._group.begin_steps()
-        plans = warm_up_plans(steps, graph_sizes=sizes)
-        for step_id, plan in enumerate(plans, 1):
-            plan.step_id = step_id
+        for plan in warm_up_plans(steps, graph_sizes=sizes):
+            self._in_flight.submit(ScheduledStep(plan))
             self._group.send(plan)
-            self._group.result()
-        self._group.begin_steps(after=len(plans))
+            self._in_flight.answer(self._group.result())
+            self._in_flight.take()
 
     @property
     def kernels(self) -> tuple[str, ...]:
@@ -101,15 +100,16 @@ class Replica:
         preemptions = scheduler.stats().preemptions
         for request in recipe.requests:
             scheduler.add(replace(request, request_id=prefix + request.request_id), now=0.0)
-        run = _Run(self._group, scheduler, limit_s)
+        run = _Run(self._group, scheduler, self._in_flight, limit_s)
         run.drive()
         return replace(run.served(), preemptions=scheduler.stats().preemptions - preemptions)
 
 
 class _Run:
-    def __init__(self, group: RankProcesses, scheduler: Scheduler, limit_s: float) -> None:
+    def __init__(self, group: RankProcesses, scheduler: Scheduler, in_flight: StepsInFlight, limit_s: float) -> None:
         self._group = group
         self._scheduler = scheduler
+        self._in_flight = in_flight
         self._limit_s = limit_s
         self._steps: list[ScheduledStep] = []
         self._tokens = 0
@@ -119,13 +119,12 @@ class _Run:
 
     def drive(self) -> None:
         began_s = time.perf_counter()
-        in_flight = StepsInFlight()
-        while in_flight or not self._scheduler.is_idle:
-            while (step := self._scheduler.schedule(0.0, in_flight=in_flight)) is not None:
-                in_flight.add(step)
+        while self._in_flight or not self._scheduler.is_idle:
+            while (step := self._scheduler.schedule(0.0, in_flight=self._in_flight)) is not None:
+                self._in_flight.submit(step)
                 self._group.send(step.plan)
                 self._steps.append(step)
-            updates = self._next_outcome(in_flight).updates
+            updates = self._next_outcome().updates
             now_s = time.perf_counter() - began_s
             if updates:
                 self._tokens += len(updates)
@@ -134,11 +133,11 @@ class _Run:
             if now_s > self._limit_s and self._complete:
                 self._complete = not self._scheduler.clear()
 
-    def _next_outcome(self, in_flight: StepsInFlight) -> StepOutcome:
+    def _next_outcome(self) -> StepOutcome:
         """Wait for the result of the oldest step, and apply it."""
         result = self._group.result()
-        answered = in_flight.answer(result)
-        in_flight.take()
+        answered = self._in_flight.answer(result)
+        self._in_flight.take()
         return self._scheduler.apply(answered.step, result)
 
     def served(self) -> Served:

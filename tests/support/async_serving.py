@@ -106,7 +106,7 @@ class AsyncRank:
             while coming and (coming[0].turn <= turn or not (in_flight or scheduler.has_requests())):
                 scheduler.add(coming.popleft().request, now=0.0)
             while (step := scheduler.schedule(0.0, in_flight=in_flight)) is not None:
-                in_flight.add(step)
+                in_flight.submit(step)
                 self.begin(step.plan)
             if not self.results:
                 self.steps.finish()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -16,7 +16,6 @@ from hetero_gateway.engine.config import EngineConfig
 from hetero_gateway.engine.core import EngineCore
 from hetero_gateway.engine.errors import EngineError, GroupLost
 from hetero_gateway.engine.request import GenerationRequest, derived_seed
-from hetero_gateway.engine.step import ScheduledStep
 from hetero_gateway.engine.steps_in_flight import StepInFlight, StepsInFlight
 from hetero_gateway.engine.stream import FinishedEvent, PromptLogprobsEvent, RequestStream, TokensEvent
 from hetero_gateway.engine.text.tokenizer import TextTokenizer
@@ -31,12 +30,12 @@ LIMIT_S = 20.0
 
 
 class RanksInMemory:
-    """A StepExecutor. With `hold`, steps are taken but done only after `let_go`; `do_one` does one."""
+    """Ranks behind a record of steps. With `hold`, steps are taken but done only after `let_go`; `do_one` does one."""
 
     def __init__(self, config: EngineConfig, *, num_blocks: int = NUM_BLOCKS) -> None:
         self._config = config
         self.reset_cache(num_blocks=num_blocks, block_size=config.block_size)
-        self.in_flight = StepsInFlight()
+        self.in_flight = StepsInFlight(send=self._take, send_masks=self._take_masks)
         self._is_holding = False
         self._lost: str | None = None
         self.steps = 0
@@ -74,23 +73,17 @@ class RanksInMemory:
         self._lost = reason
         self.in_flight.fail(GroupLost(reason))
 
-    # --- StepExecutor -----------------------------------------------------------------------------------
+    # --- what comes from the core -----------------------------------------------------------------------
 
-    def submit(self, step: ScheduledStep) -> None:
-        if self._lost is not None:
-            raise GroupLost(self._lost)
+    def _take(self, step: StepInFlight) -> None:
         self.steps += 1
-        self.in_flight.add(step, now=time.monotonic())
         self.most_out = max(self.most_out, self.num_out)
         if not self._is_holding:
             self.let_go()
 
-    def send_masks(self, step: StepInFlight, masks: Sequence[bytes]) -> None:
-        if self._lost is not None:
-            return
-        assert len(masks) == len(step.step.plan.masked_slots)
+    def _take_masks(self, step: StepInFlight) -> None:
+        assert len(step.masks) == len(step.step.plan.masked_slots)
         assert list(self.in_flight) == [step], "masks came before the results that they follow from"
-        self.in_flight.add_masks(step, masks)
         if not self._is_holding:
             self.let_go()
 
@@ -114,7 +107,7 @@ class RanksInMemory:
             self._lost = str(error)
             self.in_flight.fail(error)
         else:
-            self.in_flight.answer(result, now=time.monotonic())
+            self.in_flight.answer(result)
 
 
 @dataclass
@@ -130,7 +123,7 @@ class Engine:
 
     def open(self, *, num_blocks: int = NUM_BLOCKS) -> None:
         self.core.open(
-            self.ranks, num_blocks=num_blocks, block_size=self.config.block_size, on_broken=self.broken.append
+            self.ranks.in_flight, num_blocks=num_blocks, block_size=self.config.block_size, on_broken=self.broken.append
         )
 
 

@@ -142,9 +142,9 @@ class Bench:
                 raise PlanError("masked completions and masked slots do not fit")
             if step.num_tokens > self.config.max_num_batched_tokens:
                 raise PlanError(f"{step.num_tokens} tokens are more than the budget")
-            sent = self.in_flight.add(step)
+            sent = self.in_flight.submit(step)
             if sent.owes_masks:
-                self.in_flight.add_masks(sent, ())
+                self.in_flight.send_masks(sent, ())
             self.in_flight.answer(self.ranks.execute(step.plan))
         return step
 

@@ -41,7 +41,7 @@ class Bench:
 
     def submit(self, *, masked: tuple[int, ...] = ()) -> StepInFlight:
         step = ScheduledStep(ranks_pb2.StepPlan(decode_slots=[3], masked_slots=masked))
-        self.executor.submit(step)
+        self.executor.in_flight.submit(step)
         return list(self.executor.in_flight)[-1]
 
     def take(self) -> ranks_pb2.StepResult:
@@ -149,7 +149,7 @@ async def test_loss_ends_every_step_in_flight_and_every_later_one() -> None:
             action()
     with pytest.raises(GroupLost, match="rank 1 is gone"):
         await bench.executor.compute(ranks_pb2.StepPlan())
-    bench.executor.send_masks(masked, [])
+    bench.executor.in_flight.send_masks(masked, [])
     bench.answer(1)
     assert bench.executor.stalled_s == 0
 
@@ -185,7 +185,7 @@ async def test_masks_follow_their_plan_under_its_id() -> None:
         bench.submit()
     with pytest.raises(RankMisbehaved, match="before its masks"):
         bench.answer(2)
-    bench.executor.send_masks(masked, [b"\x01"])
+    bench.executor.in_flight.send_masks(masked, [b"\x01"])
     bench.submit()
     kinds = []
     for _ in range(4):
@@ -194,7 +194,7 @@ async def test_masks_follow_their_plan_under_its_id() -> None:
     expected = [("step_plan", 1), ("step_plan", 2), ("token_masks", 2), ("step_plan", 3)]
     assert kinds == [kind for kind in expected for _ in bench.links]
     with pytest.raises(EngineFault, match="masks of step 2 are not due"):
-        bench.executor.send_masks(masked, [])
+        bench.executor.in_flight.send_masks(masked, [])
 
 
 async def test_a_command_is_a_plan_that_every_rank_answers() -> None:
@@ -258,7 +258,7 @@ async def test_a_plan_of_256_decodes_goes_to_4_ranks_within_300_microseconds() -
     fastest_s = 1.0
     for step_id in range(1, 201):
         began_s = time.perf_counter()
-        bench.executor.submit(ScheduledStep(plan))
+        bench.executor.in_flight.submit(ScheduledStep(plan))
         fastest_s = min(fastest_s, time.perf_counter() - began_s)
         bench.answer(step_id)
         bench.take()
@@ -290,7 +290,7 @@ async def test_masks_go_out_behind_the_plan_that_owes_them() -> None:
     bench = Bench()
     bench.submit()
     masked = bench.submit(masked=(3,))
-    bench.executor.send_masks(masked, [b"\xff"])
+    bench.executor.in_flight.send_masks(masked, [b"\xff"])
     first, second = await bench.sent(), await bench.sent()
     assert [first[0].step_plan.step_id, second[0].step_plan.step_id] == [1, 2]
     assert (await bench.sent())[0].token_masks.step_id == 2

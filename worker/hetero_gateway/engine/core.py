@@ -1,7 +1,7 @@
 """The engine core: the loop that turns requests into steps and steps into streams.
 
-It joins the scheduler (what is computed), a StepExecutor (the ranks) and the output processor (streams). What always
-holds:
+It joins the scheduler (what is computed), the steps in flight (the ranks) and the output processor (streams). What
+always holds:
 
 - Every stream that `submit` returned ends: each completion with a FinishedEvent, or all with an EngineError.
 - The core outlives groups. `open` gives it one; `lose` takes it away for now: streams pause, requests still queue, and
@@ -39,7 +39,7 @@ from hetero_gateway.engine.request import GenerationRequest
 from hetero_gateway.engine.scheduler import Scheduler
 from hetero_gateway.engine.step import EngineStats
 from hetero_gateway.engine.step_pace import DecodePace, StepPace
-from hetero_gateway.engine.steps_in_flight import StepExecutor, StepInFlight
+from hetero_gateway.engine.steps_in_flight import StepInFlight, StepsInFlight
 from hetero_gateway.engine.stream import ReaderTurns, RequestStream
 from hetero_gateway.engine.text.constraints import MaskWriter, matchers_of
 from hetero_gateway.engine.text.detokenizer import IncrementalDetokenizer
@@ -52,7 +52,7 @@ _FEW: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    executor: StepExecutor
+    in_flight: StepsInFlight
     on_broken: Callable[[str], None]
 
 
@@ -88,18 +88,18 @@ class EngineCore:
     # --- the group --------------------------------------------------------------------------------------
 
     def open(
-        self, executor: StepExecutor, *, num_blocks: int, block_size: int, on_broken: Callable[[str], None]
+        self, in_flight: StepsInFlight, *, num_blocks: int, block_size: int, on_broken: Callable[[str], None]
     ) -> None:
         """Serve on this group, a new epoch; requests in flight go on from where they were.
 
-        `num_blocks` is AllocateCache's, the null block included. `on_broken` is called once at most, with the reason,
-        when the core itself finds that the group cannot go on: it raised GroupLost, or an answer does not fit. A group
-        that is still open is lost first.
+        Steps are submitted to `in_flight`. `num_blocks` is AllocateCache's, the null block included. `on_broken` is
+        called once at most, with the reason, when the core itself finds that the group cannot go on: it raised
+        GroupLost, or an answer does not fit. A group that is still open is lost first.
         """
         self._admission.failed = None
         self.lose("another group of ranks has taken over")
-        self._group = _Group(executor, on_broken)
-        executor.in_flight.on_progress = self._work.set
+        self._group = _Group(in_flight, on_broken)
+        in_flight.on_progress = self._work.set
         self.recoveries += self._admission.has_opened and bool(self._outputs)
         self._admission.has_opened = True
         self._pace.forget()
@@ -282,7 +282,7 @@ class EngineCore:
         with self._guarding(group):
             self._expire()
             num_updates = self._take_results(group)
-            if group.executor.in_flight and 0 < num_updates <= _FEW:
+            if group.in_flight and 0 < num_updates <= _FEW:
                 # Ranks have work already: these readers need not wait until the next step is made.
                 asyncio.get_running_loop().call_soon(self._send, group)
             else:
@@ -291,7 +291,7 @@ class EngineCore:
     def _take_results(self, group: _Group) -> int:
         """Apply the results that have come; return how many tokens they brought."""
         num_updates = 0
-        while (taken := group.executor.in_flight.take()) is not None:
+        while (taken := group.in_flight.take()) is not None:
             result = taken.result
             assert result is not None, "only answered steps are taken out"
             self._pace.add_step(
@@ -309,12 +309,12 @@ class EngineCore:
         with self._guarding(group):
             while self._send_next(group):
                 pass
-            if not group.executor.in_flight:
+            if not group.in_flight:
                 self._holds.settled.set()
 
     def _send_next(self, group: _Group) -> bool:
         """Send the next step; return False if none can go out now."""
-        in_flight = group.executor.in_flight
+        in_flight = group.in_flight
         if in_flight.owing is not None:
             self._begin_masks(group, in_flight.owing)
             return False
@@ -324,7 +324,7 @@ class EngineCore:
         step = self._scheduler.schedule(self._clock(), in_flight=in_flight, steps_out=steps_out)
         if step is None:
             return False
-        group.executor.submit(step)
+        in_flight.submit(step)
         return True
 
     @property
@@ -334,7 +334,7 @@ class EngineCore:
 
     def _begin_masks(self, group: _Group, owing: StepInFlight) -> None:
         """Start to compute masks, once all steps before theirs are answered: masks follow from their tokens."""
-        if owing is group.executor.in_flight.oldest and self._masking is None:
+        if owing is group.in_flight.oldest and self._masking is None:
             self._masking = asyncio.create_task(self._send_masks(group, owing))
 
     async def _send_masks(self, group: _Group, owing: StepInFlight) -> None:
@@ -350,7 +350,7 @@ class EngineCore:
             for completion, mask in zip(completions, masks, strict=True):
                 if mask.problem is not None:
                     self._outputs.fail_completion(completion, mask.problem)
-            group.executor.send_masks(owing, [mask.allowed for mask in masks])
+            group.in_flight.send_masks(owing, [mask.allowed for mask in masks])
         self._send(group)
 
     @contextmanager

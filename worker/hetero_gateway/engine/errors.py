@@ -7,7 +7,7 @@ HeteroError (hetero_api)
     ├── QueueFull            no more requests may wait
     ├── EngineUnavailable    no group, the group was lost, or the engine drains: try later
     ├── DeadlineExceeded     the request's deadline passed
-    ├── GroupLost            raised by a StepExecutor: the ranks cannot go on
+    ├── GroupLost            the ranks cannot go on
     ├── StepMismatch         a rank's answer does not fit the plan that was sent
     └── EngineFault          an invariant of the engine is broken: a bug
 """

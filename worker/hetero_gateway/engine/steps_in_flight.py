@@ -1,8 +1,8 @@
 """The steps that are out on one group of ranks: the only record of them.
 
-The executor that sends steps owns this record. It gives each step its id, notes what the ranks answer and how long they
-took, and fails what is left when the group is lost. The scheduler reads how much is out, and the engine core takes the
-answered steps out, oldest first. What always holds:
+The executor of the ranks owns this record: it sends what is submitted here, notes what the ranks answer and how long
+they took, and fails what is left when the group is lost. The scheduler reads how much is out. The engine core submits
+steps and takes the answered ones out, oldest first. What always holds:
 
 - Ids rise by one from 1 over all that an epoch's ranks are sent: warm-up, commands and the steps of requests.
 - Ranks answer in order, so the answered steps come before those still awaited.
@@ -14,10 +14,10 @@ Plain Python, so that a scheduler can be driven without an event loop.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from hetero_api.v1 import ranks_pb2
 from hetero_gateway.engine.errors import EngineFault, StepMismatch
@@ -45,11 +45,28 @@ class StepInFlight:
         return self.step.plan.step_id
 
 
-class StepsInFlight:
-    """Steps that were sent and not taken out yet, oldest first. `on_progress` is called when `take` may have news."""
+def _send_nowhere(_: StepInFlight) -> None:
+    """Send nothing: for callers that pass plans on by themselves."""
 
-    def __init__(self) -> None:
+
+class StepsInFlight:
+    """Steps that were submitted and not taken out yet, oldest first.
+
+    `send` passes a step's plan on to the ranks, `send_masks` its masks. `on_progress` is called when `take` may have
+    news. `clock` dates steps.
+    """
+
+    def __init__(
+        self,
+        *,
+        send: Callable[[StepInFlight], None] = _send_nowhere,
+        send_masks: Callable[[StepInFlight], None] = _send_nowhere,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.on_progress: Callable[[], None] = lambda: None
+        self._send = send
+        self._send_masks = send_masks
+        self._clock = clock
         self._last_step_id = 0
         self._steps: deque[StepInFlight] = deque()
         self._num_answered = 0
@@ -81,23 +98,33 @@ class StepsInFlight:
         self._last_step_id += 1
         return self._last_step_id
 
-    def add(self, step: ScheduledStep, *, now: float = 0.0) -> StepInFlight:
-        """Record a step that goes out now and write its id into its plan. Raises EngineFault if masks are owed."""
+    def submit(self, step: ScheduledStep) -> StepInFlight:
+        """Write an id into a step's plan and send it to every rank, behind those that are out.
+
+        Raises EngineFault if masks are owed, or the error that `fail` was given.
+        """
+        if self._error is not None:
+            raise self._error
         if self.owing is not None:
             raise EngineFault(f"a step goes out before the masks of step {self.owing.step_id}")
         step.plan.step_id = self.next_step_id()
-        added = StepInFlight(step, now, owes_masks=bool(step.plan.masked_slots))
-        self._steps.append(added)
-        return added
+        sent = StepInFlight(step, self._clock(), owes_masks=bool(step.plan.masked_slots))
+        self._steps.append(sent)
+        self._send(sent)
+        return sent
 
-    def add_masks(self, step: StepInFlight, masks: Sequence[bytes]) -> None:
-        """Record the masks that a step owed. Raises EngineFault if it owes none."""
+    def send_masks(self, step: StepInFlight, masks: Sequence[bytes]) -> None:
+        """Send the masks that a step owes, one for each masked draw. Raises EngineFault if it owes none."""
+        if self._error is not None:
+            return
         if step is not self.owing:
             raise EngineFault(f"masks of step {step.step_id} are not due")
         step.masks, step.owes_masks = masks, False
+        self._send_masks(step)
 
-    def answer(self, result: ranks_pb2.StepResult, *, now: float = 0.0) -> StepInFlight:
-        """Record the result of the oldest awaited step. Raises EngineFault if none is awaited."""
+    def answer(self, result: ranks_pb2.StepResult, *, at: float | None = None) -> StepInFlight:
+        """Record the result of the oldest awaited step, which came now or `at` a time. Raises EngineFault."""
+        now = self._clock() if at is None else at
         answered = self.awaited
         if answered is None:
             raise EngineFault(f"no step is in flight, a result of step {result.step_id} came")
@@ -139,23 +166,6 @@ class StepsInFlight:
         if most < 2 or most_decodes is None or number >= most_decodes:
             return False
         return not any(each.step.spans or each.step.masked for each in self._steps)
-
-
-class StepExecutor(Protocol):
-    """A group of ranks that is READY, as the engine core sees it."""
-
-    @property
-    def in_flight(self) -> StepsInFlight:
-        """The steps that are out."""
-        ...
-
-    def submit(self, step: ScheduledStep) -> None:
-        """Send a step to every rank, and record it. Several may be out. Raises GroupLost."""
-        ...
-
-    def send_masks(self, step: StepInFlight, masks: Sequence[bytes]) -> None:
-        """Send the masks that a step owes, one for each masked draw, in the plan's order."""
-        ...
 
 
 def _check_masks(taken: StepInFlight) -> None:

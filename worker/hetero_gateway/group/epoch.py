@@ -293,7 +293,8 @@ class Epoch:
         cache = self._cache_that_stands()
         self._heartbeats.tolerate(SERVING_SILENCE_S)
         self._served_since_s = asyncio.get_running_loop().time()
-        self._core.open(self._executor, num_blocks=cache.num_blocks, block_size=cache.block_size, on_broken=self.end)
+        in_flight = self._executor.in_flight
+        self._core.open(in_flight, num_blocks=cache.num_blocks, block_size=cache.block_size, on_broken=self.end)
         self._enter(Phase.READY)
 
     # --- shared -----------------------------------------------------------------------------------------

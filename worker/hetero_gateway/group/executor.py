@@ -34,7 +34,7 @@ class _Command:
 
 
 class GroupExecutor:
-    """The engine's StepExecutor over the links of one epoch's ranks.
+    """Executor of steps and commands on the ranks of one epoch, over their links.
 
     `observe_step` gets the seconds of every answered step, as seen from here. `on_late` gets the reason when ranks took
     too long; it has to end the epoch, which calls `lose`.
@@ -50,7 +50,7 @@ class GroupExecutor:
         observe_step: Callable[[float], None],
         on_late: Callable[[str], None],
     ) -> None:
-        self.in_flight = StepsInFlight()
+        self.in_flight = StepsInFlight(send=self._send_step, send_masks=self._send_masks)
         self.num_steps = 0
         """Steps that were answered."""
         self._links = tuple(links)
@@ -67,39 +67,28 @@ class GroupExecutor:
 
     # --- out --------------------------------------------------------------------------------------------
 
-    def submit(self, step: ScheduledStep) -> None:
-        """Send a step to every rank at once and record it as in flight.
-
-        Raises GroupLost, or EngineFault while a command or masks are due.
-        """
-        if self._lost is not None:
-            raise GroupLost(self._lost)
+    def _send_step(self, step: StepInFlight) -> None:
         if self._command is not None:
             raise EngineFault("a step goes out while a command does")
-        self.in_flight.add(step, now=time.monotonic())
-        self._send(step.plan)
+        self._send(step.step.plan)
         if self._timer is None:
             self._arm_timer(self._step_timeout_s)
+
+    def _send_masks(self, step: StepInFlight) -> None:
+        token_masks = ranks_pb2.TokenMasks(step_id=step.step_id, masks=step.masks)
+        self._send_leaving()
+        broadcast(self._links, ranks_pb2.GatewayMessage(epoch=self._epoch, token_masks=token_masks))
 
     async def compute(self, plan: ranks_pb2.StepPlan) -> ranks_pb2.StepResult:
         """Send a plan that belongs to no request, alone, and return its result. Raises GroupLost."""
         answered = asyncio.Event()
         self.in_flight.on_progress = answered.set
-        self.submit(ScheduledStep(plan))
+        self.in_flight.submit(ScheduledStep(plan))
         await answered.wait()
         taken = self.in_flight.take()
         assert taken is not None, "the step was answered"
         assert taken.result is not None, "the step was answered"
         return taken.result
-
-    def send_masks(self, step: StepInFlight, masks: Sequence[bytes]) -> None:
-        """Send the masks that a step owes. Raises EngineFault if it owes none."""
-        if self._lost is not None:
-            return
-        self.in_flight.add_masks(step, masks)
-        token_masks = ranks_pb2.TokenMasks(step_id=step.step_id, masks=masks)
-        self._send_leaving()
-        broadcast(self._links, ranks_pb2.GatewayMessage(epoch=self._epoch, token_masks=token_masks))
 
     async def command(self, command: ranks_pb2.GroupCommand) -> list[ranks_pb2.CommandReport]:
         """Have the group do `command`; return every rank's report, in rank order. Raises GroupLost.
@@ -160,7 +149,7 @@ class GroupExecutor:
         if step.owes_masks:
             raise RankMisbehaved(f"rank 0 answered step {result.step_id} before its masks were sent")
         self.num_steps += 1
-        self._observe_step(self.in_flight.answer(result, now=ended_s).seconds)
+        self._observe_step(self.in_flight.answer(result, at=ended_s).seconds)
 
     def _take_report(self, command: _Command, rank: int, result: ranks_pb2.StepResult) -> None:
         if not result.HasField("command_report"):
