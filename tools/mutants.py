@@ -1,0 +1,204 @@
+"""Mutants: small faults put into a copy of the product, each of which some test must notice.
+
+    python -m tools.mutants                 # all; minutes
+    python -m tools.mutants scheduler       # those whose name contains the word
+    python -m tools.mutants --list
+
+Each mutant replaces one piece of text in one file of a copy of the tracked files, and runs the tests that are to notice
+it. They must pass on the copy without the mutant, and fail with it. tests/unit/engine/test_scheduler_mutants.py and
+tests/unit/worker_model/test_sampler_mutants.py hold the mutants of the scheduler and of sampling that run as tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+_FAILED: Final = 1
+"""Exit status of pytest when tests ran and some failed."""
+_TIMEOUT_S: Final = 900
+
+
+class MutantError(Exception):
+    """A mutant cannot be made, or its tests do not pass without it."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One fault and the tests that must notice it."""
+
+    name: str
+    path: str
+    old: str
+    """Text that stands in the file exactly once."""
+    new: str
+    tests: tuple[str, ...]
+    builds: bool = False
+    """True if the file is C, so that the native libraries have to be built again."""
+
+
+MUTANTS: Final = (
+    Mutant(
+        "exchange: the third rank's contribution is dropped",
+        "worker/hetero_worker/distributed/native_exchange.c",
+        "for (uint64_t term = 2; term < num_terms; term++) {\n            const float *next",
+        "for (uint64_t term = 3; term < num_terms; term++) {\n            const float *next",
+        ("tests/unit/worker_rank/test_shm_exchange.py",),
+        builds=True,
+    ),
+    Mutant(
+        "exchange: a gather reads the first rank's area for all",
+        "worker/hetero_worker/distributed/native_exchange.c",
+        "memcpy(out + group->offset, area(group, seat, group->round), bytes);",
+        "memcpy(out + group->offset, area(group, 0, group->round), bytes);",
+        ("tests/unit/worker_rank/test_shm_exchange.py",),
+        builds=True,
+    ),
+    Mutant(
+        "block pool: tenants share their prefix cache",
+        "worker/hetero_gateway/engine/block_pool.py",
+        'hashlib.sha256(b"hetero-kv-root\\0" + cache_salt.encode())',
+        'hashlib.sha256(b"hetero-kv-root\\0")',
+        ("tests/unit/engine/test_block_pool.py", "tests/unit/engine/test_block_pool_traps.py"),
+    ),
+    Mutant(
+        "block pool: a block's digest ignores the blocks before it",
+        "worker/hetero_gateway/engine/block_pool.py",
+        "hashlib.sha256((chain[-1] if chain else self._root) + tokens.tobytes())",
+        "hashlib.sha256(self._root + tokens.tobytes())",
+        ("tests/unit/engine/test_block_pool.py", "tests/unit/engine/test_block_pool_traps.py"),
+    ),
+    Mutant(
+        "scheduler: a full prefix hit leaves no token to compute",
+        "worker/hetero_gateway/engine/running_batch.py",
+        "num_blocks = (completion.num_tokens - 1) // self.cache.block_size",
+        "num_blocks = completion.num_tokens // self.cache.block_size",
+        ("tests/unit/engine/test_scheduler.py", "tests/unit/engine/test_block_pool_traps.py"),
+    ),
+    Mutant(
+        "scheduler: the last token that is fed back has no block",
+        "worker/hetero_gateway/engine/running_batch.py",
+        "self.cache.blocks_of(min(completion.num_tokens + 1, completion.max_num_tokens - 1))",
+        "self.cache.blocks_of(completion.num_tokens) - 1",
+        ("tests/unit/engine/test_scheduler.py", "tests/unit/engine/test_scheduler_properties.py"),
+    ),
+    Mutant(
+        "stop strings: text may be shown that belongs to a stop string",
+        "worker/hetero_gateway/engine/text/detokenizer.py",
+        "shown = len(pending) - max(pattern.matched for pattern in self._patterns)",
+        "shown = len(pending)",
+        ("tests/unit/engine/test_stop_strings.py",),
+    ),
+    Mutant(
+        "rank: orders of another epoch are carried out",
+        "worker/hetero_worker/process/state_machine.py",
+        'if body != "form_group" and arrival.message.epoch != self._epoch:',
+        'if body == "form_group" and arrival.message.epoch == 0:',
+        ("tests/unit/worker_rank/test_state_machine.py",),
+    ),
+    Mutant(
+        "rotation: the sine has the wrong sign",
+        "worker/hetero_worker/layers/rotary.py",
+        "return torch.mul(heads, self.cos).addcmul_(swapped, self.signed_sin)",
+        "return torch.mul(heads, self.cos).addcmul_(swapped, -self.signed_sin)",
+        ("tests/unit/worker_model/test_decoder_reference.py",),
+    ),
+    Mutant(
+        "sampling: top-p keeps one row too many",
+        "worker/hetero_worker/sampling/decision.py",
+        "reached = np.exp(scaled - log_total).cumsum() >= row.top_p",
+        "reached = np.exp(scaled - log_total).cumsum() > row.top_p + 0.2",
+        ("tests/unit/worker_model/test_sampler_distribution.py", "tests/unit/worker_model/test_sampler.py"),
+    ),
+    Mutant(
+        "client: a stream that is resumed sends no tokens",
+        "worker/hetero_client/resuming.py",
+        "self._request.received.add(token_ids=token_ids)",
+        "self._request.received.add()",
+        ("tests/unit/client/test_resuming.py",),
+    ),
+    Mutant(
+        "model directory: a link may lead out of it",
+        "protos/hetero_api/model_directory.py",
+        "if not real.is_relative_to(root) and not _is_cached(real):",
+        "if False and not _is_cached(real):",
+        ("tests/unit/api/test_model_directory.py",),
+    ),
+    Mutant(
+        "operator: the fence lets writes pass",
+        "operator/hetero_operator/cluster/fence.py",
+        "return method not in _READS and",
+        "return method in _READS and",
+        ("tests/unit/operator/test_transport.py",),
+    ),
+)
+
+
+def check(mutant: Mutant) -> bool:
+    """Return whether the mutant's tests notice it. Raises MutantError."""
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        copy = Path(folder) / "repo"
+        _copy(copy)
+        if _run(mutant, copy) != 0:
+            raise MutantError(f"{mutant.name}: its tests do not pass without it")
+        file = copy / mutant.path
+        text = file.read_text(encoding="utf-8")
+        if text.count(mutant.old) != 1:
+            raise MutantError(f"{mutant.name}: {mutant.path} has the text {text.count(mutant.old)} times: {mutant.old}")
+        file.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+        return _run(mutant, copy) == _FAILED
+
+
+def _copy(target: Path) -> None:
+    """Copy the tracked files, as they are now, and the built libraries."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+    for name in filter(None, listed.decode().split("\0")):
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+    for library in (ROOT / "worker").rglob("*.so"):
+        shutil.copy2(library, target / library.relative_to(ROOT))
+
+
+def _run(mutant: Mutant, copy: Path) -> int:
+    """Return pytest's exit status, with the copy's own sources first on the path."""
+    roots = [str(copy / root) for root in ("operator", "worker", "protos")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*roots, str(copy)]), "PYTHONDONTWRITEBYTECODE": "1"}
+    if mutant.builds:
+        build = [sys.executable, "-m", "hetero_worker.native.build"]
+        subprocess.run(build, cwd=copy, env=environment, check=True, capture_output=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *mutant.tests]
+    return subprocess.run(
+        command, cwd=copy, env=environment, check=False, capture_output=True, timeout=_TIMEOUT_S
+    ).returncode
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check the mutants; return 1 if one lives."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("words", nargs="*", help="only mutants whose name contains one of these")
+    parser.add_argument("--list", action="store_true", help="print the names and end")
+    options = parser.parse_args(arguments)
+    chosen = [m for m in MUTANTS if not options.words or any(word in m.name for word in options.words)]
+    alive = 0
+    for mutant in chosen:
+        if options.list:
+            print(mutant.name)
+            continue
+        caught = check(mutant)
+        alive += not caught
+        print(f"{'caught' if caught else 'ALIVE '}  {mutant.name}", flush=True)
+    return 1 if alive else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
