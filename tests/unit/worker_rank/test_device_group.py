@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from hetero_worker.backends.base import HOST
-from hetero_worker.distributed.device_group import CONNECTING_SIZES, DeviceGroup, RankOrderGroup, connect, in_rank_order
+from hetero_worker.distributed.device_group import (
+    CONNECTING_SIZES,
+    DeviceGroup,
+    RankOrderGroup,
+    in_rank_order,
+    take_memory,
+)
 from hetero_worker.distributed.routes import Ranks
 
 pytestmark = pytest.mark.unit
@@ -86,5 +92,5 @@ class ConnectingGroup:
 def test_a_group_connects_by_sums_of_small_and_large_tensors() -> None:
     """So it takes its memory when it is made, not when a plan first sums by it."""
     group = ConnectingGroup()
-    connect(cast(DeviceGroup, group), HOST)
+    take_memory(cast(DeviceGroup, group), HOST)
     assert tuple(group.summed) == CONNECTING_SIZES

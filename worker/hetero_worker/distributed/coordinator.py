@@ -146,10 +146,10 @@ class GroupCoordinator:
         """Return the exchange for these routes, as `connect` does for a plan's."""
         if self._formed is None:
             return LocalExchange()
-        host = self._formed.host.make(routes)
+        host = self._formed.host.make_exchange(routes)
         if not self._request.num_gpu_ranks:
             return host
-        self._formed.devices.make(device_routes)
+        self._formed.devices.make_missing(device_routes)
         table = f"{self._formed.host.table}; {self._formed.devices.table}"
         _log.info("epoch=%d rank=%d groups: %s", self.epoch, self._request.rank, table)
         staging = staging_for(self._request.device)

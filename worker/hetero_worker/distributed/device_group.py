@@ -126,7 +126,7 @@ class TorchDeviceGroup:
         waits = StreamWaits(timeout_s=timeout_s) if kind == NCCL else GlooWaits(timeout_s=timeout_s)
         group = cls(backend, ranks, waits=waits, device=device)
         if kind == NCCL:
-            connect(group, device)
+            take_memory(group, device)
         return group
 
     @property
@@ -247,7 +247,7 @@ def in_rank_order(groups: Mapping[Ranks, DeviceGroup]) -> dict[Ranks, DeviceGrou
     return {ranks: group if len(ranks) <= _ORDERED_ANYHOW else RankOrderGroup(group) for ranks, group in groups.items()}
 
 
-def connect(group: DeviceGroup, device: torch.device) -> None:
+def take_memory(group: DeviceGroup, device: torch.device) -> None:
     """Have the group take its memory now, before a rank measures what is left for its KV cache.
 
     NCCL connects ranks and allocates memory for it at the first use of an algorithm, which depends on the size.

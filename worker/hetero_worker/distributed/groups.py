@@ -63,11 +63,11 @@ class HostGroups:
             epoch, rank = self._request.epoch, self._request.rank
             _log.warning("epoch=%d rank=%d: all exchange over Gloo: %s", epoch, rank, self.reason)
         if exchange is None:
-            return self.make(routes)
+            return self.make_exchange(routes)
         self.kind, self._exchange = _SHM, exchange
         return exchange
 
-    def make(self, routes: Routes) -> HostExchange:
+    def make_exchange(self, routes: Routes) -> HostExchange:
         """Make the exchange of a plan, and close the one before. Raises ExchangeError, on every rank."""
         if self.kind == _GLOO:
             exchange: HostExchange = self._make_gloo(routes)
@@ -209,9 +209,9 @@ class DeviceGroups:
         agreement.agree(self._missing_backend(), "make device groups")
         self._store, self._agreement = store, agreement
         gpus = tuple(range(self._request.num_gpu_ranks))
-        self.make(Routes((gpus,)) if len(gpus) > 1 else Routes())
+        self.make_missing(Routes((gpus,)) if len(gpus) > 1 else Routes())
 
-    def make(self, routes: Routes) -> None:
+    def make_missing(self, routes: Routes) -> None:
         """Make the routes' missing groups and links. Collective over all ranks. Raises ExchangeError, on every rank."""
         if self._agreement is None or self._store is None:
             return

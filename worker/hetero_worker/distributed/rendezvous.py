@@ -164,7 +164,7 @@ def _open_store(request: GroupRequest, listener: StoreListener, aborted: Callabl
     """Host (rank 0) or join the store, whose keys are the epoch's own, and wait for all ranks."""
     address = request.store_address
     host, port = parse_address(address)
-    wait = _Wait.begin(request.timeout_s, aborted)
+    wait = _Wait(request.timeout_s, aborted)
     try:
         if request.rank == 0:
             store = _host_store(host, port, listener)
@@ -200,24 +200,20 @@ def _await_listening(host: str, port: int, wait: _Wait) -> None:
             wait.pause("rank 0")
 
 
-@dataclass(frozen=True, slots=True)
 class _Wait:
-    """One bounded wait in polls that an Abort ends."""
+    """One bounded wait, which begins now, in polls that an Abort ends."""
 
-    deadline_s: float
-    timeout_s: float
-    aborted: Callable[[], bool]
-
-    @classmethod
-    def begin(cls, timeout_s: float, aborted: Callable[[], bool]) -> _Wait:
-        return cls(time.monotonic() + timeout_s, timeout_s, aborted)
+    def __init__(self, timeout_s: float, aborted: Callable[[], bool]) -> None:
+        self._timeout_s = timeout_s
+        self._deadline_s = time.monotonic() + timeout_s
+        self._aborted = aborted
 
     def pause(self, missing: str) -> None:
         """Sleep for one poll. Raises ExchangeAborted, and ExchangeTimeout that names who is missing."""
-        if self.aborted():
+        if self._aborted():
             raise ExchangeAborted("the epoch was aborted while ranks were meeting")
-        if time.monotonic() > self.deadline_s:
-            raise ExchangeTimeout(f"{missing} did not come to the rendezvous within {self.timeout_s:g} s")
+        if time.monotonic() > self._deadline_s:
+            raise ExchangeTimeout(f"{missing} did not come to the rendezvous within {self._timeout_s:g} s")
         time.sleep(_POLL_S)
 
 
@@ -260,7 +256,7 @@ class Agreement:
         Raises ExchangeAborted, ExchangeTimeout, ExchangeError.
         """
         self._meetings += 1
-        wait = _Wait.begin(self._timeout_s, lambda: self._is_aborted or self._aborted_elsewhere())
+        wait = _Wait(self._timeout_s, lambda: self._is_aborted or self._aborted_elsewhere())
         try:
             meeting = f"meeting-{self._meetings}"
             _await_all(self._store, meeting, rank=self._rank, world_size=self._world_size, wait=wait)

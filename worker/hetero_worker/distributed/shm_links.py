@@ -1,8 +1,8 @@
 """Both ends of a link through shared memory. native_exchange.c explains how a link works.
 
 A tensor longer than an area takes several messages; an empty one takes none. `send` and `post` copy. A device writes
-and reads the areas itself (staging.py): the source by `begin` and `publish`, a receiver by `post_bytes`,
-`arrived` and `give_back`.
+and reads the areas itself (staging.py): the source by `reserve` and `publish`, a receiver by `post_bytes`,
+`await_areas` and `give_back`.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class LinkSource(_LinkEnd):
 
     def __init__(self, rank: ShmRank, layout: LinkLayout) -> None:
         super().__init__(rank, layout)
-        self._begun = 0
+        self._reserved = 0
         """Messages that have been sent or are about to be."""
 
     def send(self, tensor: torch.Tensor) -> None:
@@ -103,15 +103,15 @@ class LinkSource(_LinkEnd):
         """Return `send` of a tensor that is not empty as a call for native code. The caller keeps its memory."""
         return self._move_call(self._rank.library.hx_send, tensor)
 
-    def begin(self, num_bytes: int) -> list[torch.Tensor] | None:
-        """Return the areas, uint8, where the link's next tensor may be written now; None if there is no room.
+    def reserve(self, num_bytes: int) -> list[torch.Tensor] | None:
+        """Return areas, uint8, where the link's next tensor may be written now; None if there is no room.
 
-        Each `begin` is followed by its `publish`, or without room by its `send`, in the same order.
+        Each `reserve` is followed by its `publish`, or without room by its `send`, in the same order.
         """
         self._rank.check_open()
-        first = max(self._begun, self._at()) + 1
-        self._begun = first + self._num_messages(num_bytes) - 1
-        has_room = self._rank.library.hx_free(self._state, self._begun)
+        first = max(self._reserved, self._at()) + 1
+        self._reserved = first + self._num_messages(num_bytes) - 1
+        has_room = self._rank.library.hx_free(self._state, self._reserved)
         return self._pieces(first, num_bytes) if has_room else None
 
     def publish(self, num_bytes: int) -> None:
@@ -165,7 +165,7 @@ class LinkReceiver(_LinkEnd):
         self._posted = first + self._num_messages(num_bytes) - 1
         return first
 
-    def arrived(self, first: int, begin: int, num_bytes: int) -> list[torch.Tensor]:
+    def await_areas(self, first: int, begin: int, num_bytes: int) -> list[torch.Tensor]:
         """Return the areas, uint8, of a part of the tensor of message `first`, once it is there.
 
         The part is `num_bytes` long, up to batch_bytes, and begins at byte `begin`, a multiple of batch_bytes. The part

@@ -230,7 +230,7 @@ class DirectLinks:
         if not tensor.numel():
             return SENT
         source = self._sources.get(link)
-        parts = None if source is None else source.begin(tensor.nbytes)
+        parts = None if source is None else source.reserve(tensor.nbytes)
         if source is None or parts is None:
             return _StagedSend(self._host, self._staging.start_to_host(tensor), link)
         return _DirectSend(source, tensor, self._staging.write_parts(tensor, parts))
@@ -317,7 +317,7 @@ class _Receipts:
         for begin in range(0, len(flat), batch):
             piece = flat[begin : begin + batch]
             self.give_back()
-            parts = self.receiver.arrived(first, begin, len(piece))
+            parts = self.receiver.await_areas(first, begin, len(piece))
             self._held = self._staging.read_parts(parts, piece, after=posted), len(piece)
 
     def give_back(self) -> None:
