@@ -42,7 +42,7 @@ class PeerLost(ExchangeError):
 
 
 class SegmentNotShared(ExchangeError):
-    """What a rank finds under the segment's name is not what rank 0 made: they do not share that memory."""
+    """A rank finds another segment than rank 0 made under its name: they do not share that memory."""
 
 
 class PinningError(WorkerError):

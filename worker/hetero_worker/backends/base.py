@@ -58,7 +58,9 @@ class Platform(ABC):
 
     @property
     @abstractmethod
-    def kind(self) -> ranks_pb2.DeviceKind.ValueType: ...
+    def kind(self) -> ranks_pb2.DeviceKind.ValueType:
+        """Kind of device, as the contract numbers it."""
+        ...
 
     @property
     def is_host(self) -> bool:
@@ -72,7 +74,9 @@ class Platform(ABC):
 
     @property
     @abstractmethod
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """Device of the rank's tensors."""
+        ...
 
     @property
     @abstractmethod
@@ -123,14 +127,14 @@ class Platform(ABC):
 
     @abstractmethod
     def measure(self) -> Measurement:
-        """Takes well under a second."""
+        """Measure the device; takes well under a second."""
 
 
 _NAMES = {ranks_pb2.DEVICE_KIND_CUDA: "a GPU", ranks_pb2.DEVICE_KIND_CPU: "host cores"}
 
 
 def kind_of_rank(rank: int, *, num_gpu_ranks: int) -> ranks_pb2.DeviceKind.ValueType:
-    """The kind of device that a rank computes on."""
+    """Return the kind of device that a rank computes on."""
     return ranks_pb2.DEVICE_KIND_CUDA if rank < num_gpu_ranks else ranks_pb2.DEVICE_KIND_CPU
 
 
@@ -143,7 +147,7 @@ class HeterogeneousPlatform:
     """The process's; errors name it."""
 
     def of_rank(self, rank: int, *, num_gpu_ranks: int) -> Platform:
-        """The platform of the rank. Raises ProtocolError when this process has no device of its kind."""
+        """Return the platform of the rank. Raises ProtocolError when this process has no device of its kind."""
         kind = kind_of_rank(rank, num_gpu_ranks=num_gpu_ranks)
         if self.own.kind != kind:
             raise ProtocolError(

@@ -10,7 +10,7 @@ import torch
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy of a host tensor on `device`, there for whatever the present stream does next."""
+    """Return a copy of a host tensor on `device`, ready for the current stream's later work."""
     if device.type == "cuda":
         return host.pin_memory().to(device, non_blocking=True)
     return host.clone()

@@ -39,10 +39,12 @@ class CpuPlatform(Platform):
 
     @property
     def kind(self) -> ranks_pb2.DeviceKind.ValueType:
+        """Host cores."""
         return ranks_pb2.DEVICE_KIND_CPU
 
     @property
     def name(self) -> str:
+        """Model name of the CPU."""
         for line in self._cpuinfo.read_text().splitlines():
             key, _, value = line.partition(":")
             if key.strip() == "model name":
@@ -51,26 +53,32 @@ class CpuPlatform(Platform):
 
     @property
     def device(self) -> torch.device:
+        """Host memory."""
         return HOST
 
     @property
     def memory_bytes(self) -> int:
+        """Share of the host's memory that the rank may use."""
         return self._memory_bytes or total_memory_bytes()
 
     @property
     def dtypes(self) -> frozenset[str]:
+        """Arithmetic types of host cores."""
         return frozenset({"float32", "bfloat16"})
 
     @property
     def device_backend(self) -> None:
+        """None: host ranks exchange through the host."""
         return None
 
     @property
     def attention(self) -> AttentionKind:
+        """Attention of host cores."""
         return AttentionKind.HOST
 
     @property
     def packs_weights(self) -> bool:
+        """True: native kernels pack weights."""
         return True
 
     @cached_property
@@ -80,18 +88,21 @@ class CpuPlatform(Platform):
 
     @property
     def pins_memory(self) -> bool:
+        """False: nothing is copied to a device."""
         return False
 
     def open(self) -> None:
-        """The rank was bound to its cores before torch was imported."""
+        """Do nothing: the rank was bound to its cores before torch was imported."""
 
     def synchronize(self) -> None:
         """Nothing is ever under way."""
 
     def bandwidth(self) -> float:
+        """Measure the memory bandwidth now, in bytes a second."""
         return read_bandwidth(self, min(self._read_bytes, self.memory_bytes // 8))
 
     def measure(self) -> Measurement:
+        """Measure bandwidth and matrix products."""
         return Measurement(
             memory_bandwidth=self.bandwidth(),
             matmul_flops=matmul_flops(self, self.dtypes, size=_MATRIX_SIZE),

@@ -23,7 +23,7 @@ Work = Callable[[], object]
 
 
 def best_s(work: Work, synchronize: Work) -> float:
-    """The least time of a few; the first, which warms up, does not count."""
+    """Return the least time of a few; the first, which warms up, does not count."""
     times = []
     for _ in range(1 + _REPEATS):
         synchronize()

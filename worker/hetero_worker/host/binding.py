@@ -31,14 +31,16 @@ _log = logging.getLogger(__name__)
 
 
 class Binding(Protocol):
-    """What a rank's life asks of it. All are for the thread that was bound."""
+    """Binding of a rank, for its state machine. All calls are for the thread that was bound."""
 
     def recheck(self) -> PinningReport | None:
-        """What holds now; cheap. None when nothing was ever to be bound."""
+        """Look again, cheaply; None when nothing was ever to be bound."""
         ...
 
     def require(self) -> None:
-        """Raises PinningError when the policy is Required and the last look found something missing."""
+        """Require the binding. Raises PinningError when the policy is Required and the last look found something
+        missing.
+        """
         ...
 
     def check_memory(self) -> int | None:
@@ -54,18 +56,21 @@ class Binding(Protocol):
 
 
 class Unbound:
-    """Of a process that nobody bound."""
+    """Binding of a process that nobody bound."""
 
     def recheck(self) -> PinningReport | None:
+        """Return None."""
         return None
 
     def require(self) -> None:
-        return None
+        """Accept: nothing is required of an unbound process."""
 
     def check_memory(self) -> int | None:
+        """Return None."""
         return None
 
     def communicating(self) -> AbstractContextManager[None]:
+        """Return a context that changes nothing."""
         return nullcontext()
 
 
@@ -97,6 +102,7 @@ class CoreBinding:
         return cls(request, report, topology=topology, kernel=kernel, memory_before=before)
 
     def recheck(self) -> PinningReport:
+        """See `Binding.recheck`."""
         if self._made.cpus:
             problems = [*self._changes_of_cores(), *self._changes_of_memory()]
             self.report = self._as_seen(problems) if problems else self._made
@@ -105,9 +111,11 @@ class CoreBinding:
         return self.report
 
     def require(self) -> None:
+        """See `Binding.require`."""
         require(self._request, self.report)
 
     def check_memory(self) -> int | None:
+        """See `Binding.check_memory`."""
         by_node = self._kernel.memory_by_node()
         nodes = self._made.numa_nodes
         percent = None if by_node is None else local_percent(nodes, by_node, before=self._memory_before)
@@ -116,6 +124,7 @@ class CoreBinding:
         return percent
 
     def communicating(self) -> AbstractContextManager[None]:
+        """See `Binding.communicating`."""
         given = frozenset(self._made.communication) & frozenset(self._request.communication)
         return threads_started_on(given if self._made.cpus else (), self._kernel)
 

@@ -19,7 +19,7 @@ _IDLE: Final = (3, 4)
 _COLUMNS: Final = 8
 """Those after them are contained in those before."""
 _SHARE: Final = 0.1
-"""Of the time of its cores."""
+"""Share of the time of its cores that others may have."""
 _LEAST_S: Final = 0.05
 """Less is nothing: the kernel counts in hundredths of a second."""
 

@@ -33,9 +33,9 @@ _SET_MEMPOLICY: Final = {"x86_64": 238, "aarch64": 237}
 """System call numbers by machine; glibc has no wrapper."""
 _GET_MEMPOLICY: Final = {"x86_64": 239, "aarch64": 236}
 _MODE_FLAGS: Final = 0xE000
-"""What the kernel mixes into a policy's mode: MPOL_F_STATIC_NODES and its like."""
+"""Flags that the kernel mixes into a policy's mode: MPOL_F_STATIC_NODES and its like."""
 _MASK_WORDS: Final = 16
-"""Of 64 bits: as many nodes as any kernel is built for."""
+"""Words of 64 bits: as many nodes as any kernel is built for."""
 _PROBE_BYTES: Final = 1 << 20
 _NODE_PAGES: Final = re.compile(r"\bN(\d+)=(\d+)")
 _PAGE_KIB: Final = re.compile(r"\bkernelpagesize_kB=(\d+)")
@@ -51,18 +51,18 @@ class MemoryPolicy:
 
 
 class Kernel(Protocol):
-    """What pinning needs of the operating system."""
+    """Operating system, as far as pinning needs it."""
 
     def affinity(self) -> frozenset[int]:
         """CPUs that the calling thread may run on; the kernel keeps this inside the cpuset."""
         ...
 
     def set_affinity(self, cpus: Iterable[int]) -> None:
-        """Raises OSError."""
+        """Bind the calling thread to these CPUs. Raises OSError."""
         ...
 
     def knows_numa(self) -> bool:
-        """Whether it was built with NUMA, whatever /sys shows."""
+        """Return True if it was built with NUMA, even if /sys shows one node."""
         ...
 
     def memory_nodes(self) -> frozenset[int] | None:
@@ -70,11 +70,11 @@ class Kernel(Protocol):
         ...
 
     def memory_policy(self) -> MemoryPolicy | None:
-        """Of the calling thread; None where the kernel does not say."""
+        """Return the memory policy of the calling thread; None where the kernel does not say."""
         ...
 
     def set_memory_policy(self, mode: int, nodes: Iterable[int]) -> None:
-        """Raises OSError, e.g. where a container's seccomp profile forbids it."""
+        """Set the memory policy of the calling thread. Raises OSError, e.g. where a seccomp profile forbids it."""
         ...
 
     def probe_pages(self) -> dict[int, int] | None:
@@ -96,12 +96,15 @@ class LinuxKernel:
         self._proc_root = proc_root
 
     def affinity(self) -> frozenset[int]:
+        """See `Kernel.affinity`."""
         return frozenset(os.sched_getaffinity(0))
 
     def set_affinity(self, cpus: Iterable[int]) -> None:
+        """See `Kernel.set_affinity`."""
         os.sched_setaffinity(0, cpus)
 
     def knows_numa(self) -> bool:
+        """See `Kernel.knows_numa`."""
         if self._numa_maps() is not None:
             return True
         try:
@@ -111,15 +114,18 @@ class LinuxKernel:
         return True
 
     def memory_nodes(self) -> frozenset[int] | None:
+        """See `Kernel.memory_nodes`."""
         return allowed_memory_nodes(self._proc_root)
 
     def memory_policy(self) -> MemoryPolicy | None:
+        """See `Kernel.memory_policy`."""
         try:
             return _get_mempolicy()
         except OSError:
             return None
 
     def set_memory_policy(self, mode: int, nodes: Iterable[int]) -> None:
+        """See `Kernel.set_memory_policy`."""
         mask = sum(1 << node for node in nodes)
         words = (mask.bit_length() + 63) // 64
         nodemask = (ctypes.c_uint64 * words)(*(mask >> (64 * i) & (2**64 - 1) for i in range(words)))
@@ -128,6 +134,7 @@ class LinuxKernel:
 
     def probe_pages(self) -> dict[int, int] | None:
         # A shared mapping is never merged with a neighbour, so its line tells of these pages only.
+        """See `Kernel.probe_pages`."""
         with mmap.mmap(-1, _PROBE_BYTES, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS) as probe:
             for offset in range(0, _PROBE_BYTES, mmap.PAGESIZE):
                 probe[offset] = 1
@@ -138,6 +145,7 @@ class LinuxKernel:
             return None if text is None else parse_numa_maps(text, address)
 
     def memory_by_node(self) -> dict[int, int] | None:
+        """See `Kernel.memory_by_node`."""
         text = self._numa_maps()
         return None if text is None else anonymous_bytes(text)
 
@@ -166,7 +174,7 @@ def threads_started_on(cpus: Collection[int], kernel: Kernel) -> Iterator[None]:
 
 
 def _move(cpus: Collection[int], kernel: Kernel) -> bool:
-    """False where the cpuset has changed meanwhile so that it allows none of them; a look at the binding tells then."""
+    """Bind the thread; return False if the cpuset has changed meanwhile and allows none of the CPUs."""
     try:
         kernel.set_affinity(cpus)
     except OSError as error:

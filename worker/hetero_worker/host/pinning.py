@@ -25,7 +25,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class PinningRequest:
-    """What the rank was told."""
+    """Binding that the rank was asked for."""
 
     cores: tuple[int, ...]
     """CPUs to compute on; empty: not bound."""
@@ -36,23 +36,24 @@ class PinningRequest:
     communication: tuple[int, ...] = ()
     """CPUs for all other threads; empty: all that the process may use."""
     memory_bytes: int = 0
-    """What the rank may take, all of it on the node of its cores if that is Required; 0: not told."""
+    """Memory that the rank may take, all of it on the node of its cores if that is Required; 0: not stated."""
     pool: str = ""
     """Name of the rank's pool in the resource."""
 
     @property
     def required(self) -> bool:
+        """True if the policy is Required."""
         return self.policy == NumaPolicy.REQUIRED
 
     @property
     def path(self) -> str:
-        """Of the fields that this comes from."""
+        """Path of the fields that this comes from."""
         return f"spec.pools[{self.pool}].cpu"
 
 
 @dataclass(frozen=True, slots=True)
 class PinningReport:
-    """What the kernel confirmed."""
+    """Binding that the kernel confirmed."""
 
     pinned: bool
     """Whether cores and memory are exactly as asked."""
@@ -65,7 +66,7 @@ class PinningReport:
     memory: str
     """How memory is placed: "bound", "preferred", "first touch" (and why) or "default"."""
     reason: str
-    """What is missing, for a person; empty when pinned."""
+    """Missing parts, for a person; empty when pinned."""
     communication: tuple[int, ...] = ()
     """CPUs where threads that do not compute belong, ascending; those of before where none were given."""
     allowed: int = 0
@@ -86,7 +87,7 @@ def pin(request: PinningRequest, *, topology: CpuTopology, kernel: Kernel) -> Pi
 
 
 def require(request: PinningRequest, report: PinningReport) -> None:
-    """Raises PinningError when the policy is Required and something is missing."""
+    """Require the binding. Raises PinningError when the policy is Required and something is missing."""
     if request.required and not report.pinned:
         raise PinningError(f"numa policy is Required, but {report.reason}")
 
@@ -134,7 +135,7 @@ def _choose(request: PinningRequest, topology: CpuTopology, kernel: Kernel) -> t
 
 
 def _check_nodes(request: PinningRequest, cpus: tuple[int, ...], topology: CpuTopology, kernel: Kernel) -> list[str]:
-    """What is wrong with the NUMA nodes of these CPUs."""
+    """Return the problems with the NUMA nodes of these CPUs."""
     if not topology.tells_nodes and kernel.knows_numa():
         return ["the machine's NUMA nodes are hidden from this process (/sys/devices/system/node)"]
     nodes = topology.nodes_of(cpus)

@@ -53,9 +53,9 @@ class Mapping(NamedTuple):
 
 
 def let_go_of_code() -> None:
-    """Of all files that are mapped to be read or run, as they are. Threads may go on meanwhile.
+    """Give back pages of all files that are mapped to be read or run. Threads may go on meanwhile.
 
-    Nothing happens where the kernel does not tell of mappings, or whose the pages are.
+    Nothing happens where the kernel does not report mappings, or whose the pages are.
     """
     try:
         smaps = _SMAPS.read_text(encoding="utf-8", errors="replace")
@@ -87,7 +87,7 @@ def import_torch() -> None:
 
 
 def _load_libraries() -> None:
-    """The large ones, before Python's part. One that cannot be loaded by itself is left to torch."""
+    """Load the large ones, before Python's part. One that cannot be loaded by itself is left to torch."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return

@@ -18,7 +18,7 @@ HUGE_PAGE_BYTES: Final = 2 * 1024 * 1024
 
 
 def empty_on_huge_pages(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of zeros whose memory is reserved now and given when it is touched, by who touches it.
+    """Return a tensor of zeros whose memory is reserved now and given to the thread that touches it first.
 
     Huge pages are asked for, not demanded: the kernel may give small ones. Small tensors come from torch's allocator.
     """

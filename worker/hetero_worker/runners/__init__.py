@@ -1,1 +1,1 @@
-"""What computes a rank's share of a step, one runner a kind of device."""
+"""Runners: a rank's share of a step, from the plan to the sampled tokens."""

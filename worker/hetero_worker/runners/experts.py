@@ -24,7 +24,7 @@ from hetero_worker.runners.shard import DTYPES, LoadedShard, kv_cost
 
 @dataclass(frozen=True, slots=True)
 class ReadExperts:
-    """What a rank needs to go over to another plan."""
+    """Weights that a rank needs to go over to another plan."""
 
     plan: ShardPlan
     layers: Mapping[int, Mapping[int, Expert]]
@@ -46,7 +46,7 @@ def take_counts(decoder: Decoder) -> list[ranks_pb2.ExpertCounts]:
 
 
 def read_experts(shard: LoadedShard, request: LoadRequest, plan: ShardPlan, *, kv_bytes: int) -> ReadExperts:
-    """What `plan` gives this rank and the one in force does not, from the checkpoint. `kv_bytes`: the cache's.
+    """Read the experts that `plan` gives this rank and the plan in force does not. `kv_bytes`: the cache's.
 
     Raises CommandRefused when the plan differs in more than expert_orders, MemoryBudgetError before anything is read,
     ModelError.

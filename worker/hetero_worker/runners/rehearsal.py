@@ -24,7 +24,7 @@ NO_DECODE_ROWS: Final = DecodeRows(np.zeros(0, dtype=np.int32), np.zeros((0, 1),
 
 
 def checksum(shard: LoadedShard) -> int:
-    """Of what the shard's weights compute in a small step. The same weights, kernel and threads give the same."""
+    """Return a checksum of the shard's result in a small step. The same weights, kernel and threads give the same."""
     request, device = shard.request, shard.decoder.device
     count = min(_CHECKED_TOKENS, request.max_model_len, request.config.vocab_size)
     step = DecoderInput(

@@ -31,54 +31,67 @@ class CudaPlatform(Platform):
 
     @property
     def kind(self) -> ranks_pb2.DeviceKind.ValueType:
+        """GPU."""
         return ranks_pb2.DEVICE_KIND_CUDA
 
     @property
     def name(self) -> str:
+        """Name of the device, as the driver reports it."""
         return torch.cuda.get_device_name(self._index)
 
     @property
     def device(self) -> torch.device:
+        """Device of the rank's tensors."""
         return torch.device("cuda", self._index)
 
     @property
     def memory_bytes(self) -> int:
+        """Memory of the whole device."""
         return int(torch.cuda.get_device_properties(self._index).total_memory)
 
     @property
     def dtypes(self) -> frozenset[str]:
+        """Arithmetic types; bfloat16 needs compute capability 8.0."""
         has_bfloat16 = torch.cuda.get_device_capability(self._index) >= _BFLOAT16_CAPABILITY
         return frozenset({"float32", "bfloat16"} if has_bfloat16 else {"float32"})
 
     @property
     def device_backend(self) -> str:
+        """NCCL."""
         return "nccl"
 
     @property
     def attention(self) -> AttentionKind:
+        """Attention of devices."""
         return AttentionKind.DEVICE
 
     @property
     def packs_weights(self) -> bool:
+        """False: weights stay plain tensors."""
         return False
 
     @property
     def pins_memory(self) -> bool:
+        """True: pinned memory is copied without waiting."""
         return True
 
     def open(self) -> None:
+        """Take the device. Raises DeviceError, with what to do, if there is none."""
         if (problem := _problem(self._index)) is not None:
             raise DeviceError(f"pool {self._pool}: this rank is to compute on cuda:{self._index}, but {problem}")
         torch.cuda.set_device(self._index)
 
     def synchronize(self) -> None:
+        """Wait until the device has done all work."""
         torch.cuda.synchronize(self._index)
 
     def bandwidth(self) -> float:
+        """Measure the memory bandwidth now, in bytes a second."""
         free, _ = torch.cuda.mem_get_info(self._index)
         return read_bandwidth(self, min(_READ_BYTES, free // 4))
 
     def measure(self) -> Measurement:
+        """Measure bandwidth, matrix products, and copies over the bus."""
         to_device, from_device = copy_bandwidths(self)
         return Measurement(
             memory_bandwidth=self.bandwidth(),

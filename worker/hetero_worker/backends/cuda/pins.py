@@ -20,14 +20,15 @@ class HostPins(Protocol):
         ...
 
     def unpin(self, address: int) -> None:
-        """Before memory that was pinned goes. No copy may be under way there."""
+        """Undo `pin`, before the memory goes. No copy may be under way there."""
         ...
 
 
 class NoPins:
-    """Of a device that is the host: it copies from and to whatever memory there is."""
+    """Pins of a device that is the host: it copies from and to any memory."""
 
     def pin(self, address: int, num_bytes: int) -> str:  # noqa: ARG002
+        """Return "": nothing needs to be pinned."""
         return ""
 
     def unpin(self, address: int) -> None:
@@ -41,16 +42,18 @@ class CudaPins:
         self._device = device
 
     def pin(self, address: int, num_bytes: int) -> str:
+        """Register the memory with the driver; return the reason if it refuses, else ""."""
         with torch.cuda.device(self._device):
             code = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))  # type: ignore[no-untyped-call]
             return "" if code == 0 else self._reason(code)
 
     def unpin(self, address: int) -> None:
+        """Undo `pin`. Raises RuntimeError for memory that is not pinned."""
         with torch.cuda.device(self._device):
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))  # type: ignore[no-untyped-call]
 
     def _reason(self, code: int) -> str:
-        """Of an error that the runtime keeps until it is asked, as the launch of a kernel does: so it is asked here."""
+        """Return the error's text, and clear it: the runtime keeps it until the next launch of a kernel asks."""
         with suppress(RuntimeError):
             torch.zeros(1, device=self._device).add_(1)
         try:
@@ -61,5 +64,5 @@ class CudaPins:
 
 
 def pins_for(device: torch.device) -> HostPins:
-    """The device's."""
+    """Return the pins of the device."""
     return NoPins() if device.type == "cpu" else CudaPins(device)

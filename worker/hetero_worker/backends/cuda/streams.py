@@ -32,7 +32,7 @@ class Moment(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """Whether it is over; never waits."""
+        """True if it is over; never waits."""
         ...
 
     def wait(self) -> None:
@@ -96,13 +96,16 @@ class CudaStreams:
         self._streams = {way: torch.cuda.Stream(device) for way in Way}  # type: ignore[no-untyped-call]
 
     def now(self) -> Moment:
+        """Record an event on the current stream."""
         return _CudaMoment(torch.cuda.current_stream(self._device).record_event())
 
     def pinned(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialised pinned tensor."""
         # torch keeps what was pinned once, and gives it out again only when the copies that use it are done.
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def copy(self, way: Way, copies: Copies, *, after: Moment) -> Moment:
+        """Copy on the way's stream after `after`; return the moment when it is done."""
         stream = self._streams[way]
         stream.wait_event(_event(after))
         with torch.cuda.stream(stream):
@@ -111,9 +114,11 @@ class CudaStreams:
         return _CudaMoment(stream.record_event())
 
     def compute_after(self, moment: Moment) -> None:
+        """Let later work of the current stream wait for the moment."""
         torch.cuda.current_stream(self._device).wait_event(_event(moment))
 
     def settle(self) -> None:
+        """Wait for the copies of both ways."""
         for stream in self._streams.values():
             stream.synchronize()
 

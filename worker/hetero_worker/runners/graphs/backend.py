@@ -17,7 +17,7 @@ Replay = Callable[[], object]
 
 
 class GraphBackend(Protocol):
-    """Of one device. Called from the thread that computes."""
+    """Recorder of graphs on one device. Called from the thread that computes."""
 
     @property
     def records_device_sums(self) -> bool:
@@ -38,11 +38,11 @@ class GraphBackend(Protocol):
         ...
 
     def begin(self) -> None:
-        """A segment begins. Nothing may wait for the device from here to `end`."""
+        """Begin a segment. Nothing may wait for the device from here to `end`."""
         ...
 
     def end(self) -> Replay | None:
-        """The segment, done once; None where nothing was in it."""
+        """End the segment, and run it once; return None where nothing was in it."""
         ...
 
     def free_bytes(self) -> int:

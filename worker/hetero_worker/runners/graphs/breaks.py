@@ -28,6 +28,7 @@ class RecordedPass(Generic[T]):
     outcome: T
 
     def replay(self) -> T:
+        """Run the pass again; return its result."""
         for part in self.parts:
             part()
         return self.outcome
@@ -39,11 +40,11 @@ class Breaks:
     def __init__(self, backend: GraphBackend) -> None:
         self._backend = backend
         self._parts: list[Callable[[], object]] | None = None
-        """Of the pass that is being recorded."""
+        """Parts of the pass that is being recorded."""
         self._num_segments = 0
 
     def call(self, function: Callable[[], T]) -> T:
-        """What `function` returns. Where a pass is recorded, it is called again in every replay."""
+        """Call `function` and return its result. Where a pass is recorded, every replay calls it again."""
         if self._parts is None:
             return function()
         self._end_segment(self._parts)

@@ -41,10 +41,12 @@ class CudaGraphBackend:
         self._place_bytes = 0
 
     def reserve(self, num_bytes: int) -> None:
+        """See `GraphBackend.reserve`."""
         self._place_bytes = num_bytes
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
+        """See `GraphBackend.aside`."""
         computing = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(computing)
         with torch.cuda.stream(self._stream):
@@ -53,6 +55,7 @@ class CudaGraphBackend:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
+        """See `GraphBackend.recording`."""
         with _collector_resting(), self.aside():
             try:
                 if self._keeper is None:
@@ -62,9 +65,11 @@ class CudaGraphBackend:
                 self._give_up()
 
     def begin(self) -> None:
+        """See `GraphBackend.begin`."""
         self._open = self._begun()
 
     def end(self) -> Replay | None:
+        """See `GraphBackend.end`."""
         graph, self._open = self._open, None
         if graph is None:
             raise RuntimeError("no segment is being recorded")
@@ -74,6 +79,7 @@ class CudaGraphBackend:
         return graph.replay
 
     def free_bytes(self) -> int:
+        """See `GraphBackend.free_bytes`."""
         free, _ = torch.cuda.mem_get_info(self._device)
         return free
 

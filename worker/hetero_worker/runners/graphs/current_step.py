@@ -6,13 +6,14 @@ import torch
 
 
 class CurrentStep:
-    """Of a step with `num_rows` rows, padded to `size`: tensors' first dimension is the padded rows'."""
+    """Step with `num_rows` rows, padded to `size`: tensors' first dimension is the padded rows'."""
 
     def __init__(self) -> None:
         self.num_rows = 0
         self.size = 0
 
     def begin(self, num_rows: int, *, size: int) -> None:
+        """Note the step's rows."""
         self.num_rows, self.size = num_rows, size
 
     def own_rows(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ MakeGraphs = Callable[[torch.device], GraphBackend]
 
 
 def graphs_of(device: torch.device) -> MakeGraphs | None:
-    """What records on such a device; None: nothing does."""
+    """Return the maker of the device's recorder; None where nothing records."""
     return CudaGraphBackend if device.type == "cuda" else None
 
 
@@ -37,6 +37,7 @@ class DeviceSteps:
         self._make_graphs = make_graphs
 
     def make(self, bounds: PlanBounds, request: LoadRequest) -> StepParts:
+        """Make inputs and forward pass of a new cache."""
         padding = self._padding(request)
         inputs = DeviceInputs(bounds, self._platform, padding)
         async_inputs = None if synchronous_because(request) else inputs
@@ -47,10 +48,12 @@ class DeviceSteps:
         return StepParts(inputs, GraphForward(backend, padding.sizes, bounds=bounds, reserved=reserved), async_inputs)
 
     def kernels(self, request: LoadRequest, exchange: Exchange | None) -> tuple[str, ...]:  # noqa: ARG002
+        """Return the lines of LoadReport.kernels about steps."""
         problem = synchronous_because(request)
         return (f"graphs={self._padding(request)}", f"steps={f'synchronous ({problem})' if problem else 'async'}")
 
     def graph_sizes(self, request: LoadRequest) -> tuple[int, ...]:
+        """Return LoadReport.graph_sizes."""
         return self._padding(request).sizes
 
     def _padding(self, request: LoadRequest) -> Padding:

@@ -35,6 +35,7 @@ class GraphAttention(AttentionBackend):
 
     @property
     def name(self) -> str:
+        """Name of the attention that is recorded."""
         return self._backend.name
 
     @contextmanager
@@ -52,6 +53,7 @@ class GraphAttention(AttentionBackend):
         return self._backend.begin(batch) if self._backend.is_capturable else self._breaking
 
     def release(self) -> None:
+        """Release the attention's buffers."""
         self._backend.release()
 
 
@@ -73,7 +75,7 @@ class _BreakingAttention(StepAttention):
             self._step = None
 
     def attend_written(self, query: torch.Tensor, cache: LayerCache, rule: AttentionRule) -> torch.Tensor:
-        """The result lasts until the next call of its shape."""
+        """Attend between two segments. The result lasts until the next call of its shape."""
         return self._breaks.call(lambda: self._attend(query, cache, rule))
 
     def _attend(self, query: torch.Tensor, cache: LayerCache, rule: AttentionRule) -> torch.Tensor:

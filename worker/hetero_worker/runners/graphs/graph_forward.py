@@ -45,7 +45,7 @@ SPARE_BYTES: Final = 256 * 1024**2
 
 @dataclass(slots=True)
 class _Bound:
-    """What graphs have been recorded of, and with."""
+    """Decoder and caches that graphs have been recorded of."""
 
     source: Decoder
     caches: Sequence[LayerCache | None]
@@ -57,7 +57,7 @@ class _Bound:
     graphs: dict[int, RecordedPass[ForwardStates]] = field(default_factory=dict)
 
     def run(self, step: DecoderInput) -> ForwardStates:
-        """The pass itself, padded."""
+        """Run the pass itself, padded."""
         return ForwardStates(self.decoder.hidden(step, caches=self.caches, exchange=self.exchange))
 
 
@@ -84,6 +84,7 @@ class GraphForward:
     def run(
         self, decoder: Decoder, batch: InputBatch, *, caches: Sequence[LayerCache | None], exchange: Exchange
     ) -> ForwardStates:
+        """Replay the graph of the step's size, recording it first; other steps run as they are."""
         step = batch.decoder_input
         size = len(step.token_ids)
         if step.attention.prefills or size not in self._sizes:
@@ -122,7 +123,7 @@ class GraphForward:
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
-        """What the device has less after what is made within was taken for graphs."""
+        """Count the memory that the device has less after this context as graphs'."""
         free_bytes = self._backend.free_bytes()
         yield
         self.graph_bytes += max(0, free_bytes - self._backend.free_bytes())

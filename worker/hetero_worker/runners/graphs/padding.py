@@ -34,7 +34,7 @@ class Padding:
 
     @classmethod
     def of(cls, request: LoadRequest) -> Padding:
-        """Of a GPU rank."""
+        """Return the padding of a GPU rank."""
         if request.enforce_eager:
             return cls((), "enforceEager")
         ranks = request.shard_plan.ranks
@@ -46,7 +46,7 @@ class Padding:
         return cls(sizes, "" if sizes else "single rows are cut already")
 
     def padded(self, rows: int) -> int:
-        """The next size; `rows` itself where there is none."""
+        """Return the next size; `rows` itself where there is none."""
         place = bisect_left(self.sizes, rows)
         return self.sizes[place] if place < len(self.sizes) else rows
 
@@ -59,7 +59,7 @@ def _has_experts(rank: RankShard) -> bool:
 
 
 def _takes_part_in_sums(rank: RankShard) -> bool:
-    """It then has as many rows as the other GPU ranks, should it be one."""
+    """Return True if its sums need as many rows as the other GPU ranks'."""
     return bool(rank.embedding_rows.size) or any(layer.kv_heads.size for layer in rank.layers)
 
 
