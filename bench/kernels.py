@@ -267,7 +267,7 @@ def main() -> None:
         results[model] = {"seconds": times, "shares": shares}
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"kernels-{datetime.now(UTC):%Y-%m-%d}.json"
-    said = {"limits": asdict(limits), "isa": loaded.library.in_use().decode(), "models": results}
+    said = {"limits": asdict(limits), "isa": loaded.library.isa, "models": results}
     path.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
     print(f"\nwritten to {path}")
 

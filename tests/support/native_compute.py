@@ -5,12 +5,17 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
-from hetero_worker.native.compute_library import AddOp, ComputeLibrary, Format, Kind, Op, load_compute
+from hetero_worker.native.compute_library import F32, ComputeLibrary, add_op, address_of, call_op, ffi, load_compute
 from hetero_worker.native.op_queue import OpQueue
 from hetero_worker.native.team import NativeTeam
+
+_KEPT: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""What operations point at."""
 
 
 def compute_library() -> ComputeLibrary:
@@ -25,20 +30,27 @@ def op_queue_of(size: int = 2) -> OpQueue:
     return OpQueue(NativeTeam(compute_library(), size))
 
 
-def add_op(x: torch.Tensor, delta: torch.Tensor) -> AddOp:
+def add_of(x: torch.Tensor, delta: torch.Tensor) -> Any:
     """x += delta, both float32 [rows, width]; whoever runs it keeps these."""
-    terms = (ctypes.c_void_p * 1)(delta.data_ptr())
-    op = AddOp(Op(Kind.ADD, len(x)), Format.F32, x.shape[1], x.data_ptr(), ctypes.cast(terms, ctypes.c_void_p))
-    op.num_deltas = 1
+    terms = ffi.new("uintptr_t[]", [delta.data_ptr()])
+    op = add_op(len(x), F32, x.shape[1], x.data_ptr(), address_of(terms), 1)
+    _KEPT[op] = terms
     return op
+
+
+def call_of(function: Any) -> Any:
+    """Make a CALL of a ctypes function, which the caller keeps."""
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address is not None
+    return call_op(address)
 
 
 @contextmanager
 def computing_with(isa: str) -> Iterator[None]:
     """Have all teams compute with this instruction set's kernels."""
     library = compute_library()
-    before = library.in_use()
-    assert library.use(isa.encode()) == 0, f"this processor has no {isa}"
+    before = library.isa
+    library.use(isa)
     try:
         yield
     finally:

@@ -16,7 +16,7 @@ from hetero_api.sharding import UnitRange
 from hetero_worker.attention.base import AttentionBatch, DecodeRows
 from hetero_worker.distributed.exchange import LocalExchange
 from hetero_worker.models.decoder import DecoderInput
-from hetero_worker.native.compute_library import ChooseOp, Kind, Op, StepOnOp
+from hetero_worker.native.compute_library import choose_op, step_on_op
 from hetero_worker.native.op_queue import OpQueue
 from hetero_worker.runners.native_sampling import MAX_STEPS, NativeSampling
 from tests.support.native_compute import compute_library, computing_with, op_queue_of
@@ -43,7 +43,7 @@ def choose(op_queue: OpQueue, x: FloatArray, *, first: int = 0, shards: int = 1,
     """[shards, rows, 2]"""
     rows, columns = x.shape
     best = np.full((shards, rows, 2), 77, dtype=np.float32)
-    op = ChooseOp(Op(Kind.CHOOSE, rows), columns, x.ctypes.data, first, shards, shard, best.ctypes.data)
+    op = choose_op(rows, columns, x.ctypes.data, first, shards, shard, best.ctypes.data)
     op.scratch = op_queue.scratch(op)
     op_queue.submit(op, x, best)
     return best
@@ -177,7 +177,7 @@ def test_shards_are_decided_in_their_order(
     best = np.array(bests, dtype=np.float32).reshape(-1, 1, 2)
     numbers, tables, lengths = np.zeros(5, dtype=np.int64), np.zeros((1, 1), dtype=np.int32), np.zeros(1, np.int32)
     tokens, scores, steps = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.float32), np.zeros(1, dtype=np.uint64)
-    op = StepOnOp(Op(Kind.STEP_ON, 1), len(bests), best.ctypes.data, numbers[:1].ctypes.data)
+    op = step_on_op(1, len(bests), best.ctypes.data, numbers[:1].ctypes.data)
     op.token_ids, op.positions, op.slot_mapping = (numbers[i : i + 1].ctypes.data for i in (1, 2, 3))
     op.lengths, op.tables, op.table_stride, op.block_size = lengths.ctypes.data, tables.ctypes.data, 1, 4
     op.steps, op.tokens, op.scores = steps.ctypes.data, tokens.ctypes.data, scores.ctypes.data

@@ -9,7 +9,7 @@ import torch
 
 from hetero_worker.layers.linear_kernels import kept_dtype
 from hetero_worker.layers.native_linear import NativeLinear, NativeWeight
-from hetero_worker.native.compute_library import Format, Kind, LinearOp, Op
+from hetero_worker.native.compute_library import BF16, F32, linear_op
 from hetero_worker.native.op_queue import Arena, OpQueue
 from tests.support.native_compute import compute_library, computing_with, op_queue_of
 
@@ -85,7 +85,7 @@ def test_nothing_is_written_beside_the_result(rows: int) -> None:
     op_queue, (out_features, in_features) = op_queue_of(), (37, 50)
     packed = NativeLinear(op_queue).pack(randn(out_features, in_features))
     x, wide = randn(rows, in_features), torch.full((rows, 64), torch.nan)
-    op = LinearOp(Op(Kind.LINEAR, rows), packed.address, Format.F32, Format.F32, x.data_ptr(), in_features)
+    op = linear_op(rows, packed.address, F32, F32, x.data_ptr(), in_features)
     op.y, op.y_stride = wide.data_ptr(), 64
     op.scratch = op_queue.scratch(op)
     op_queue.submit(op)
@@ -124,7 +124,7 @@ def test_nothing_is_written_beside_a_result_of_bfloat16() -> None:
     packed = NativeLinear(op_queue, torch.bfloat16).pack(randn(out_features, in_features))
     for rows in (1, 5, 33):
         x, wide = randn(rows, in_features).bfloat16(), torch.full((rows, 64), torch.nan, dtype=torch.bfloat16)
-        op = LinearOp(Op(Kind.LINEAR, rows), packed.address, Format.BF16, Format.BF16, x.data_ptr(), in_features)
+        op = linear_op(rows, packed.address, BF16, BF16, x.data_ptr(), in_features)
         op.y, op.y_stride = wide.data_ptr(), 64
         op.scratch = op_queue.scratch(op)
         op_queue.submit(op)

@@ -9,9 +9,9 @@ from ctypes import c_int, c_void_p
 import pytest
 import torch
 
-from hetero_worker.native.compute_library import AttendOp, Cache, CallOp, Kind, Op, PickOp
+from hetero_worker.native.compute_library import attend_op, pick_op
 from hetero_worker.native.op_queue import ALIGNMENT, Arena, CommonArena, OpQueue
-from tests.support.native_compute import add_op, op_queue_of
+from tests.support.native_compute import add_of, call_of, op_queue_of
 
 pytestmark = pytest.mark.unit
 
@@ -19,20 +19,13 @@ Function = ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_void_p)
 
 
 def add(op_queue: OpQueue, x: torch.Tensor, delta: torch.Tensor) -> None:
-    op_queue.submit(add_op(x, delta))
+    op_queue.submit(add_of(x, delta))
 
 
 def copied(op_queue: OpQueue, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """x, in the queue's memory."""
     y = op_queue.empty(*x.shape)
-    op = PickOp(
-        op=Op(Kind.PICK, len(x)),
-        row_bytes=x.shape[1] * x.itemsize,
-        x=x.data_ptr(),
-        index=index.data_ptr(),
-        y=y.data_ptr(),
-    )
-    op_queue.submit(op, x, index)
+    op_queue.submit(pick_op(len(x), x.shape[1] * x.itemsize, x.data_ptr(), index.data_ptr(), y.data_ptr()), x, index)
     return y
 
 
@@ -94,7 +87,7 @@ def test_calls_are_finished_by_python_where_they_do_not_give_0() -> None:
     finished: list[int] = []
     answers = [0]
     function = Function(lambda _first, _second, _third: answers[0])
-    op = CallOp(op=Op(Kind.CALL, 1), function=ctypes.cast(function, c_void_p))
+    op = call_of(function)
     with op_queue.computing_in(Arena()), op_queue.recording() as recorded:
         add(op_queue, x, x)
         op_queue.call(op, finished.append, function)
@@ -116,7 +109,7 @@ def test_recordings_that_follow_one_another_are_one() -> None:
     for seen in finished.values():
         with op_queue.computing_in(Arena()), op_queue.recording() as recorded:
             add(op_queue, x, x)
-            op_queue.call(CallOp(op=Op(Kind.CALL, 1), function=ctypes.cast(function, c_void_p)), seen.append, function)
+            op_queue.call(call_of(function), seen.append, function)
         recordings.append(recorded)
     first, second = recordings
     x.fill_(1)
@@ -134,7 +127,7 @@ def test_what_a_finish_raises_ends_the_replay_there() -> None:
     op_queue, x = op_queue_of(), torch.ones(2, 2)
     answers = [0]
     function = Function(lambda _first, _second, _third: answers[0])
-    op = CallOp(op=Op(Kind.CALL, 1), function=ctypes.cast(function, c_void_p))
+    op = call_of(function)
 
     def refuse(status: int) -> None:
         raise RuntimeError(f"ended with {status}")
@@ -163,9 +156,9 @@ def test_recordings_do_not_nest_and_need_an_arena() -> None:
 
 def test_scratch_is_aligned_and_lasts_as_long_as_a_recording() -> None:
     op_queue = op_queue_of()
-    cache = Cache(block_size=16, kv_heads=2, heads=4, head_dim=64, scale=1.0)
-    small = AttendOp(op=Op(Kind.ATTEND, 1), cache=cache, longest=16)
-    large = AttendOp(op=Op(Kind.ATTEND, 64), cache=cache, longest=1_000_000)
+    cache = {"block_size": 16, "kv_heads": 2, "heads": 4, "head_dim": 64, "scale": 1.0}
+    small, large = attend_op(1, cache), attend_op(64, cache)
+    small.longest, large.longest = 16, 1_000_000
     with op_queue.computing_in(Arena()), op_queue.recording() as recorded:
         first = op_queue.scratch(small)
         second = op_queue.scratch(large)

@@ -22,7 +22,7 @@ from hetero_worker.layers.native_ops import NativeOps
 from hetero_worker.layers.norm import ResidualStream
 from hetero_worker.layers.rotary import RotaryTables, Rotation
 from hetero_worker.layers.selection import fused_ops_of
-from hetero_worker.native.compute_library import Format, GatedOp, Kind, NativeActivation, Op
+from hetero_worker.native.compute_library import F32, GELU, gated_op
 from hetero_worker.native.op_queue import Arena, OpQueue
 from tests.support.native_compute import compute_library, computing_with, op_queue_of
 
@@ -154,9 +154,7 @@ def test_the_exact_gelu(op_queue: OpQueue) -> None:
     gates = torch.linspace(-9, 9, 10_001)
     gate_up = torch.cat([gates, torch.ones_like(gates)])
     out = torch.empty_like(gates)
-    rows = Op(Kind.GATED, 1)
-    gelu = NativeActivation.GELU
-    op_queue.submit(GatedOp(rows, Format.F32, gelu, len(gates), gate_up.data_ptr(), out.data_ptr()))
+    op_queue.submit(gated_op(1, F32, GELU, len(gates), gate_up.data_ptr(), out.data_ptr()))
     assert (out.double() - torch.nn.functional.gelu(gates.double())).abs().max() < 1e-6
 
 

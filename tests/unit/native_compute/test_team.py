@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from hetero_worker.native.compute_library import CallOp, Kind, Op, PickOp
+from hetero_worker.native.compute_library import address_of, ffi, pick_op
 from hetero_worker.native.team import NativeTeam
-from tests.support.native_compute import add_op as add
+from tests.support.native_compute import add_of as add
+from tests.support.native_compute import call_of as call
 from tests.support.native_compute import compute_library
 
 pytestmark = pytest.mark.unit
@@ -27,12 +28,8 @@ SIZES = (1, 2, 3, 5)
 Function = ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_void_p)
 
 
-def call(function: Any) -> CallOp:
-    return CallOp(op=Op(Kind.CALL, 1), function=ctypes.cast(function, c_void_p))
-
-
-def table(ops: list[ctypes.Structure]) -> ctypes.Array[c_void_p]:
-    return (c_void_p * len(ops))(*map(ctypes.addressof, ops))
+def table(ops: list[Any]) -> Any:
+    return ffi.new("uintptr_t[]", list(map(address_of, ops)))
 
 
 def threads_of_this_process() -> set[int]:
@@ -54,7 +51,7 @@ def test_operations_see_what_earlier_ones_wrote(size: int) -> None:
     for _ in range(50):
         rows, width = source.randrange(1, 40), source.randrange(1, 200)
         x = torch.ones(rows, width)
-        ops: list[ctypes.Structure] = [add(x, x) for _ in range(20)]
+        ops: list[Any] = [add(x, x) for _ in range(20)]
         assert team.run(table(ops), 0) == (20, 0)
         assert torch.equal(x, torch.full_like(x, 2.0**20))
 
@@ -79,7 +76,7 @@ def test_a_call_is_made_in_its_turn_by_the_calling_thread(size: int) -> None:
         return 0
 
     function = Function(look)
-    ops: list[ctypes.Structure] = [add(x, x), call(function), add(x, x), call(function)]
+    ops: list[Any] = [add(x, x), call(function), add(x, x), call(function)]
     assert team.run(table(ops), 0) == (4, 0)
     assert seen == [(threading.get_ident(), 2.0), (threading.get_ident(), 4.0)]
 
@@ -88,7 +85,7 @@ def test_a_call_is_made_in_its_turn_by_the_calling_thread(size: int) -> None:
 def test_a_call_that_does_not_give_0_ends_the_run_there(size: int) -> None:
     team, x = NativeTeam(compute_library(), size), torch.ones(4, 4)
     refuse = Function(lambda _first, _second, _third: 7)
-    ops: list[ctypes.Structure] = [add(x, x), call(refuse), add(x, x)]
+    ops: list[Any] = [add(x, x), call(refuse), add(x, x)]
     for _ in range(100):
         x.fill_(1)
         assert team.run(table(ops), 0) == (1, 7)
@@ -106,7 +103,7 @@ def test_members_wait_for_a_call_that_takes_its_time() -> None:
         return 0
 
     function = Function(wait)
-    ops: list[ctypes.Structure] = [add(x, x), call(function), add(x, x)]
+    ops: list[Any] = [add(x, x), call(function), add(x, x)]
     assert team.run(table(ops), 0) == (3, 0)
     assert torch.equal(x, torch.full_like(x, 4.0))
 
@@ -143,6 +140,6 @@ def test_a_team_that_cannot_be_had_says_so() -> None:
 def test_rows_are_picked(size: int) -> None:
     team, x, index = NativeTeam(compute_library(), size), torch.randn(9, 33), torch.tensor([8, 0, 3, 3])
     y = torch.empty(4, 33)
-    op = PickOp(op=Op(Kind.PICK, 4), row_bytes=4 * 33, x=x.data_ptr(), index=index.data_ptr(), y=y.data_ptr())
+    op = pick_op(4, 4 * 33, x.data_ptr(), index.data_ptr(), y.data_ptr())
     team.run_one(op)
     assert torch.equal(y, x[index])

@@ -24,7 +24,7 @@ from hetero_worker.attention.base import (
     StepAttention,
 )
 from hetero_worker.attention.kv_cache import LayerCache
-from hetero_worker.native.compute_library import FORMATS, AttendOp, AttendSpanOp, Cache, Kind, Op
+from hetero_worker.native.compute_library import FORMATS, attend_op, attend_span_op
 from hetero_worker.native.op_queue import OpQueue
 
 
@@ -36,7 +36,7 @@ class NativePagedAttention(AttentionBackend):
 
     @property
     def name(self) -> str:
-        return f"paged-native ({self._op_queue.team.library.in_use().decode()})"
+        return f"paged-native ({self._op_queue.team.library.isa})"
 
     def begin(self, batch: AttentionBatch) -> StepAttention:
         """Raises ValueError for lengths or tables that are not contiguous."""
@@ -68,7 +68,7 @@ class _NativeStep(StepAttention):
     def _attend_rows(
         self, rows: DecodeRows, query: torch.Tensor, cache: LayerCache, rule: AttentionRule, out: torch.Tensor
     ) -> None:
-        op = AttendOp(Op(Kind.ATTEND, len(rows.lengths)), _described(cache, query, rule))
+        op = attend_op(len(rows.lengths), _described(cache, query, rule))
         op.query, op.query_stride, op.out = query.data_ptr(), query.stride(0), out.data_ptr()
         # Of all steps that may be made with these tables: scratch has to last for them.
         op.lengths, op.longest = _address(rows.lengths), rows.block_tables.shape[1] * cache.block_size
@@ -84,7 +84,7 @@ class _NativeStep(StepAttention):
             lengths = np.array([span.length], dtype=np.int32)
             self._attend_rows(DecodeRows(lengths, blocks[None]), query, cache, rule, out)
             return
-        op = AttendSpanOp(Op(Kind.ATTEND_SPAN, len(query)), _described(cache, query, rule))
+        op = attend_span_op(len(query), _described(cache, query, rule))
         op.query, op.query_stride, op.out = query.data_ptr(), query.stride(0), out.data_ptr()
         op.num_computed, op.table = span.num_computed, blocks.ctypes.data
         op.scratch = self._op_queue.scratch(op)
@@ -97,8 +97,9 @@ def _address(array: IntArray) -> int:
     return array.ctypes.data
 
 
-def _described(cache: LayerCache, query: torch.Tensor, rule: AttentionRule) -> Cache:
-    return Cache(
+def _described(cache: LayerCache, query: torch.Tensor, rule: AttentionRule) -> tuple[float, ...]:
+    """Return the fields of an hc_cache."""
+    return (
         FORMATS[cache.keys.dtype],
         cache.keys.data_ptr(),
         cache.values.data_ptr(),

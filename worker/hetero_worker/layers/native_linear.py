@@ -10,7 +10,6 @@ A row's bits depend on that row alone: not on others, on how many there are, nor
 
 from __future__ import annotations
 
-from ctypes import addressof
 from typing import Final
 
 import torch
@@ -19,7 +18,7 @@ from hetero_api.weight_format import WeightFormat
 from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
 from hetero_worker.layers.linear_kernels import LinearKernel, PackedWeight
 from hetero_worker.memory.huge_pages import empty_on_huge_pages
-from hetero_worker.native.compute_library import FORMATS, EmbedOp, Format, Kind, LinearOp, Op, PackOp, Weight
+from hetero_worker.native.compute_library import FORMATS, I4, I8, address_of, embed_op, ffi, linear_op, pack_op
 from hetero_worker.native.op_queue import OpQueue
 
 _EXACT: Final[dict[torch.dtype, tuple[torch.dtype, ...]]] = {
@@ -47,7 +46,7 @@ class NativeLinear(LinearKernel):
 
     @property
     def name(self) -> str:
-        return f"native ({self._op_queue.team.library.in_use().decode()})"
+        return f"native ({self._op_queue.team.library.isa})"
 
     def storage(self, stored: torch.dtype, dtype: torch.dtype) -> torch.dtype:
         return stored if stored in _EXACT[dtype] else dtype
@@ -72,13 +71,13 @@ class NativeLinear(LinearKernel):
     def layout(self) -> str:
         """What the bytes of a packed weight depend on, beside the matrix."""
         library = self._op_queue.team.library
-        return f"native {library.source().decode()} {library.in_use().decode()}"
+        return f"native {library.source} {library.isa}"
 
     def blank_quantized(self, shape: tuple[int, int], weights: WeightFormat) -> NativeWeight:
         """What `pack_quantized` makes of such a matrix, with memory that is to be filled. Raises as that does."""
         if not self.takes(weights):
             raise ValueError(f"native kernels take groups of a multiple of {_GROUP_UNIT} inputs, not {weights}")
-        kind = Format.I8 if weights.bits == 8 else Format.I4
+        kind = I8 if weights.bits == 8 else I4
         return NativeWeight(
             self._op_queue,
             self._dtype,
@@ -97,7 +96,7 @@ class NativeWeight(PackedWeight):
         self,
         op_queue: OpQueue,
         dtype: torch.dtype,
-        kind: Format,
+        kind: int,
         shape: tuple[int, int],
         *,
         group: int = 0,
@@ -107,27 +106,19 @@ class NativeWeight(PackedWeight):
         """`shape`: (out, in); not usable before `write`, or before its memory is filled."""
         self._op_queue = op_queue
         self._dtype = dtype
-        outputs, inputs = shape
-        self._weight = Weight(kind, outputs, inputs, group)
-        self._weight.scales = _PRESENT if has_scales else None
-        self._weight.minima = _PRESENT if has_minima else None
-        library = op_queue.team.library
+        self.shape: Final = shape
+        """(out, in) features."""
+        present = (0, _PRESENT if has_scales else 0, _PRESENT if has_minima else 0)
+        self._weight = ffi.new("hc_weight *", (kind, *shape, group, *present))
+        self.address: Final = address_of(self._weight)
+        """Address of the hc_weight."""
+        packed_bytes = op_queue.team.library.functions.hc_packed_bytes
         self.memory = tuple(
-            empty_on_huge_pages((library.packed_bytes(self.address, which),), torch.uint8) for which in range(3)
+            empty_on_huge_pages((packed_bytes(self.address, which),), torch.uint8) for which in range(3)
         )
         self._weight.values = self.memory[0].data_ptr()
-        self._weight.scales = self.memory[1].data_ptr() if has_scales else None
-        self._weight.minima = self.memory[2].data_ptr() if has_minima else None
-
-    @property
-    def address(self) -> int:
-        """Of the hc_weight."""
-        return addressof(self._weight)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(out, in) features."""
-        return self._weight.out_features, self._weight.in_features
+        self._weight.scales = self.memory[1].data_ptr() if has_scales else 0
+        self._weight.minima = self.memory[2].data_ptr() if has_minima else 0
 
     @property
     def num_bytes(self) -> int:
@@ -141,9 +132,7 @@ class NativeWeight(PackedWeight):
         values = values if values.stride(1) == 1 or values.shape[1] == 1 else values.contiguous()
         scales = None if scales is None else scales.contiguous()
         minima = None if minima is None else minima.contiguous()
-        op = PackOp(Op(Kind.PACK, len(values)), self.address, values.data_ptr(), values.stride(0))
-        op.scales = None if scales is None else scales.data_ptr()
-        op.minima = None if minima is None else minima.data_ptr()
+        op = pack_op(len(values), self.address, values.data_ptr(), values.stride(0), _address(scales), _address(minima))
         self._op_queue.team.run_one(op)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None, /) -> torch.Tensor:
@@ -159,19 +148,21 @@ class NativeWeight(PackedWeight):
             raise ValueError(f"this weight is multiplied with {self._dtype}, not with {x.dtype}")
         if x.stride(1) != 1:
             x = x.contiguous()
-        rows = len(x)
-        y = self._op_queue.empty(rows, self._weight.out_features, dtype=y_type)
-        op = LinearOp(Op(Kind.LINEAR, rows), self.address, FORMATS[x.dtype], FORMATS[y_type], x.data_ptr(), x.stride(0))
-        op.bias = None if bias is None else bias.data_ptr()
-        op.y, op.y_stride = y.data_ptr(), self._weight.out_features
+        (rows, _), (width, _) = x.shape, self.shape
+        y = self._op_queue.empty(rows, width, dtype=y_type)
+        given = (FORMATS[x.dtype], FORMATS[y_type], x.data_ptr(), x.stride(0), _address(bias))
+        op = linear_op(rows, self.address, *given, y.data_ptr(), width)
         op.scratch = self._op_queue.scratch(op)
         self._op_queue.submit(op, self, bias)
         return y
 
     def embed(self, ids: torch.Tensor, *, first: int = 0, scale: float = 1.0) -> torch.Tensor:
         """int64 [n] → [n, in]: rows ids - first, times scale; zeros where there is no such row."""
-        y = self._op_queue.empty(len(ids), self._weight.in_features, dtype=self._dtype)
-        rows = Op(Kind.EMBED, len(ids))
-        op = EmbedOp(rows, self.address, FORMATS[self._dtype], ids.data_ptr(), first, scale, y.data_ptr())
+        y = self._op_queue.empty(len(ids), self.shape[1], dtype=self._dtype)
+        op = embed_op(len(ids), self.address, FORMATS[self._dtype], ids.data_ptr(), first, scale, y.data_ptr())
         self._op_queue.submit(op, self, ids)
         return y
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

@@ -7,7 +7,6 @@ of logits and a router's steps have no kernels: torch computes them, and they ar
 
 from __future__ import annotations
 
-from ctypes import addressof, c_void_p
 from typing import Final
 
 import torch
@@ -18,21 +17,19 @@ from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps, HeadWeights, Rot
 from hetero_worker.layers.rotary import Rotation
 from hetero_worker.native.compute_library import (
     FORMATS,
-    AddOp,
-    GatedOp,
-    Kind,
-    NativeActivation,
-    NormOp,
-    Op,
-    PickOp,
-    RotateOp,
+    GELU_TANH,
+    SILU,
+    add_op,
+    address_of,
+    ffi,
+    gated_op,
+    norm_op,
+    pick_op,
+    rotate_op,
 )
 from hetero_worker.native.op_queue import OpQueue
 
-_ACTIVATIONS: Final[dict[Activation, NativeActivation]] = {
-    "silu": NativeActivation.SILU,
-    "gelu_tanh": NativeActivation.GELU_TANH,
-}
+_ACTIVATIONS: Final[dict[Activation, int]] = {"silu": SILU, "gelu_tanh": GELU_TANH}
 
 
 class NativeOps:
@@ -46,7 +43,7 @@ class NativeOps:
     @property
     def name(self) -> str:
         """See `FusedOps.name`."""
-        return f"native ({self._op_queue.team.library.in_use().decode()})"
+        return f"native ({self._op_queue.team.library.isa})"
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `FusedOps.rms_norm`."""
@@ -60,16 +57,16 @@ class NativeOps:
 
     def add(self, x: torch.Tensor, *deltas: torch.Tensor) -> None:
         """See `FusedOps.add`."""
-        terms = (c_void_p * len(deltas))(*(_address(delta, x.dtype) for delta in deltas))
-        op = AddOp(Op(Kind.ADD, len(x)), FORMATS[x.dtype], x.shape[1], _address(x, x.dtype), addressof(terms))
-        op.num_deltas = len(deltas)
+        (rows, width), dtype = x.shape, x.dtype
+        terms = ffi.new("uintptr_t[]", [_address(delta, dtype) for delta in deltas])
+        op = add_op(rows, FORMATS[dtype], width, _address(x, dtype), address_of(terms), len(deltas))
         self._op_queue.submit(op, terms)
 
     def pick(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """See `FusedOps.pick`."""
         out = self._op_queue.empty(len(index), x.shape[1], dtype=x.dtype)
-        rows, row_bytes = Op(Kind.PICK, len(index)), x.shape[1] * x.itemsize
-        op = PickOp(rows, row_bytes, _address(x, x.dtype), _address(index, torch.int64), out.data_ptr())
+        rows, row_bytes = len(index), x.shape[1] * x.itemsize
+        op = pick_op(rows, row_bytes, _address(x, x.dtype), _address(index, torch.int64), out.data_ptr())
         self._op_queue.submit(op, index)
         return out
 
@@ -81,8 +78,8 @@ class NativeOps:
         """See `FusedOps.gated`."""
         rows, columns, dtype = len(gate_up), gate_up.shape[1] // 2, gate_up.dtype
         out = self._op_queue.empty(rows, columns, dtype=dtype)
-        op = GatedOp(Op(Kind.GATED, rows), FORMATS[dtype], _ACTIVATIONS[activation], columns)
-        op.gate_up, op.y = _address(gate_up, dtype), out.data_ptr()
+        given = (FORMATS[dtype], _ACTIVATIONS[activation], columns, _address(gate_up, dtype))
+        op = gated_op(rows, *given, out.data_ptr())
         self._op_queue.submit(op)
         return out
 
@@ -123,9 +120,9 @@ class NativeOps:
     def _norm(self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
         (rows, width), dtype = x.shape, x.dtype
         out = self._op_queue.empty(rows, width, dtype=dtype)
-        op = NormOp(Op(Kind.NORM, rows), FORMATS[dtype], FORMATS[weight.dtype], width, _address(x, dtype))
-        op.delta = None if delta is None else _address(delta, dtype)
-        op.weight, op.eps, op.y = _address(weight, weight.dtype), eps, out.data_ptr()
+        added = 0 if delta is None else _address(delta, dtype)
+        given = (width, _address(x, dtype), added, _address(weight, weight.dtype), eps)
+        op = norm_op(rows, FORMATS[dtype], FORMATS[weight.dtype], *given, out.data_ptr())
         self._op_queue.submit(op, weight)
         return out
 
@@ -140,7 +137,7 @@ class NativeOps:
         slots: torch.Tensor | None = None,
     ) -> None:
         (rows, _, head_dim), dtype = qkv.shape, qkv.dtype
-        op = RotateOp(Op(Kind.ROTATE, rows), FORMATS[dtype])
+        op = rotate_op(rows, FORMATS[dtype])
         op.heads, op.kv_heads, op.head_dim = num_heads, kv_heads_of(qkv, num_heads), head_dim
         op.qkv, op.positions = _address(qkv, dtype), _address(rotation.positions, torch.int64)
         op.cos, op.signed_sin = _address(rotation.cos_table, dtype), _address(rotation.signed_sin_table, dtype)

@@ -30,6 +30,7 @@ EXCHANGE_SOURCE: Final = EXCHANGE_FOLDER / "native_exchange.c"
 EXCHANGE_HEADER: Final = EXCHANGE_FOLDER / "native_exchange.h"
 EXCHANGE_LIBRARY: Final = EXCHANGE_FOLDER / "libhetero_exchange.so"
 COMPUTE_FOLDER: Final = FOLDER / "compute"
+COMPUTE_HEADER: Final = COMPUTE_FOLDER / "compute.h"
 COMPUTE_LIBRARY: Final = FOLDER / "libhetero_compute.so"
 COMPILERS: Final = ("cc", "gcc", "clang")
 FLAGS: Final = ("-std=c11", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra")
@@ -44,7 +45,7 @@ _X86_INSTRUCTION_SETS: Final = {
         "-mprefer-vector-width=512",
     ),
 }  # fmt: skip
-_ONCE: Final = ("attend_scratch.c", "library.c", "pack.c", "supports.c", "team.c")
+_ONCE: Final = ("attend_scratch.c", "barrier.c", "library.c", "pack.c", "supports.c", "team.c")
 """Files of the compute library that are compiled without an instruction set's flags; the others are its kernels."""
 _TIMEOUT_S: Final = 300.0
 

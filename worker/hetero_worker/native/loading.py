@@ -5,28 +5,28 @@ from __future__ import annotations
 import ctypes
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final
 
 import cffi
 
 from hetero_worker.native.build import source_digest
 
 _FIX: Final = "install a C compiler and run `make native` (in an image: python -m hetero_worker.native.build)"
-_PREPROCESSOR: Final = re.compile(r"^\s*#.*$", re.MULTILINE)
-_VOID_POINTER: Final = re.compile(r"\b(?:const )?void \*(?:const \*)?")
+_DROPPED: Final = re.compile(r"^\s*#.*$|\b_Atomic |\bHC_API ", re.MULTILINE)
 
 
-def declare(header: Path) -> Any:
+def declare(header: Path, *, addressed: Sequence[str] = ("void",)) -> Any:
     """Return a cffi.FFI with the declarations of a C header. Takes some milliseconds.
 
-    Preprocessor lines are dropped, so limits must be enumerators. Void pointers become integers: tensors give
-    addresses, and a call that converts none is 0.15 µs faster. Raises cffi.CDefError.
+    Preprocessor lines and macros of visibility are dropped, so limits must be enumerators. Pointers to `addressed`
+    types become integers: tensors give addresses, and a call that converts none is 0.15 µs faster. Raises
+    cffi.CDefError.
     """
-    text = _PREPROCESSOR.sub("", header.read_text(encoding="utf-8")).replace("_Atomic ", "")
+    text = _DROPPED.sub("", header.read_text(encoding="utf-8"))
     ffi = cffi.FFI()
-    ffi.cdef(_VOID_POINTER.sub("uintptr_t ", text))
+    ffi.cdef(re.sub(rf"\b(?:const )?(?:{'|'.join(addressed)}) \*(?:const \*)?", "uintptr_t ", text))
     return ffi
 
 
@@ -57,50 +57,4 @@ def _unusable(path: Path, subject: str) -> str:
         return f"{subject} not built: {_FIX}"
     if sys.byteorder != "little" or ctypes.sizeof(ctypes.c_void_p) != ctypes.sizeof(ctypes.c_uint64):
         return f"{subject} made for 64-bit little-endian machines"
-    return ""
-
-
-class SelfTelling(Protocol):
-    """What every library of ours says of itself, in C."""
-
-    abi: Any
-    size: Any
-    """Bytes of its structs, by their number."""
-    source: Any
-
-
-L = TypeVar("L", bound=SelfTelling)
-
-
-def load_checked(
-    path: Path,
-    make: Callable[[Path], L],
-    *,
-    subject: str,
-    abi: int,
-    structs: Sequence[type[ctypes.Structure]],
-    sources: Sequence[Path],
-) -> tuple[L | None, str]:
-    """The library, or what is wrong with it and how to mend that. Never raises.
-
-    `make` raises OSError or AttributeError where it cannot; `subject` is what a sentence that says so begins with.
-    """
-    if problem := _unusable(path, subject):
-        return None, problem
-    try:
-        library = make(path)
-    except (OSError, AttributeError) as error:
-        return None, f"{path} cannot be loaded ({error}): {_FIX}"
-    if reason := _mismatch(library, abi, structs, source_digest(sources)):
-        return None, f"{path} is stale, {reason}: {_FIX}"
-    return library, ""
-
-
-def _mismatch(library: SelfTelling, abi: int, structs: Sequence[type[ctypes.Structure]], source: str) -> str:
-    if (found := library.abi()) != abi:
-        return f"of ABI {found} instead of {abi}"
-    if any(library.size(which) != ctypes.sizeof(struct) for which, struct in enumerate(structs)):
-        return "with structs of other sizes"
-    if (built_from := library.source().decode()) != source:
-        return f"built from sources {built_from} instead of {source}"
     return ""

@@ -15,47 +15,47 @@ import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from ctypes import c_char, c_void_p
+from ctypes import c_char
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 
-from hetero_worker.native.compute_library import CallOp
+from hetero_worker.native.compute_library import address_of, ffi
 from hetero_worker.native.team import NativeTeam
 
 ALIGNMENT: Final = 64
 Finish = Callable[[int], None]
-"""Does the rest of a CALL that answered something else than 0; raises what became of it."""
+"""Completes a CALL that returned another status than 0, which it is given; raises if the CALL failed."""
 
 
 @dataclass(slots=True)
 class RecordedOps:
     """Operations in the order of their submission, with all that they point at."""
 
-    ops: list[ctypes.Structure] = field(default_factory=list)
+    ops: list[Any] = field(default_factory=list)
     kept: list[Any] = field(default_factory=list)
     finishes: dict[int, Finish] = field(default_factory=dict)
-    """Of CALLs, by their number."""
-    _table: ctypes.Array[c_void_p] | None = None
+    """Completions of CALLs, by the operation's index."""
+    _table: Any = None
 
     @property
-    def table(self) -> ctypes.Array[c_void_p]:
-        """Their addresses."""
+    def table(self) -> Any:
+        """Array of the operations' addresses."""
         if self._table is None or len(self._table) != len(self.ops):
-            self._table = (c_void_p * len(self.ops))(*map(ctypes.addressof, self.ops))
+            self._table = ffi.new("uintptr_t[]", list(map(address_of, self.ops)))
         return self._table
 
     def followed_by(self, others: RecordedOps) -> RecordedOps:
-        """These operations, and then the others, as one recording."""
+        """Return one recording of these operations and then the others."""
         finishes = {len(self.ops) + number: finish for number, finish in others.finishes.items()}
         return RecordedOps([*self.ops, *others.ops], [*self.kept, *others.kept], self.finishes | finishes)
 
 
 class Arena:
-    """Memory that recorded operations compute in: pieces by size, those that nobody looks at given out again.
+    """Memory that recorded operations compute in, as pieces by size; those of tensors that are gone are used again.
 
-    It lasts as long as this object, whatever becomes of the tensors.
+    The memory lasts as long as this object, even if no tensor is left.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Arena:
         self.num_bytes = 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Aligned to 64 bytes."""
+        """Return a tensor of undefined content, aligned to 64 bytes."""
         num_bytes = max(ALIGNMENT, whole_lines(math.prod(shape) * dtype.itemsize))
         pieces = self._free.setdefault(num_bytes, [])
         piece = pieces.pop() if pieces else self._new(num_bytes)
@@ -81,10 +81,10 @@ class Arena:
 
 
 class CommonArena:
-    """Memory of a fixed size that several recordings compute in, one at a time, each from its beginning.
+    """Memory of a fixed size that several recordings share, one at a time, each from its beginning.
 
-    Nothing is given out twice within a recording: it is for the few tensors that are too large to be each recording's
-    own. Memory that no recording reaches is never touched.
+    It is for the few tensors that are too large to exist once for each recording. No piece is used twice within a
+    recording. Memory that no recording reaches is never touched.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -94,11 +94,11 @@ class CommonArena:
         self._next = self._begin
 
     def restart(self) -> None:
-        """The next recording begins, or the same one again: what was given out before is overwritten."""
+        """Begin the next recording, or the same one again. Earlier tensors may be overwritten."""
         self._next = self._begin
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Aligned to 64 bytes. Raises MemoryError when no room is left."""
+        """Return a tensor of undefined content, aligned to 64 bytes. Raises MemoryError if no room is left."""
         num_bytes = math.prod(shape) * dtype.itemsize
         begin, self._next = self._next, self._next + whole_lines(num_bytes)
         if self._next > self._end:
@@ -107,12 +107,12 @@ class CommonArena:
 
 
 def whole_lines(num_bytes: int) -> int:
-    """Rounded up to a multiple of the alignment."""
+    """Round up to a multiple of the alignment."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 class OpQueue:
-    """Of one rank; one thread at a time."""
+    """One rank's queue; one thread at a time may use it."""
 
     def __init__(self, team: NativeTeam) -> None:
         self.team = team
@@ -121,13 +121,13 @@ class OpQueue:
         self._scratch = (c_char * ALIGNMENT)()
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """A tensor for an operation to write."""
+        """Return a tensor of undefined content for an operation to write."""
         if self._arena is None or not math.prod(shape):
             return torch.empty(shape, dtype=dtype)
         return self._arena.empty(shape, dtype)
 
-    def scratch(self, op: ctypes.Structure) -> int:
-        """The address of as much scratch as the operation needs, with 64 bytes alignment; 0 if none.
+    def scratch(self, op: Any) -> int:
+        """Return the address of as much scratch as the operation needs, aligned to 64 bytes; 0 if it needs none.
 
         It belongs to the operation until the next one is submitted.
         """
@@ -140,15 +140,15 @@ class OpQueue:
             self._recorded.kept.append(self._scratch)
         return -(-ctypes.addressof(self._scratch) // ALIGNMENT) * ALIGNMENT
 
-    def submit(self, op: ctypes.Structure, *kept: object) -> None:
-        """Run the operation. `kept`: what it points at, beside memory of `empty` and `scratch`."""
+    def submit(self, op: Any, *kept: object) -> None:
+        """Run the operation. `kept`: everything that it points at, except memory of `empty` and `scratch`."""
         self.team.run_one(op)
         if self._recorded is not None:
             self._recorded.ops.append(op)
             self._recorded.kept.extend(kept)
 
-    def call(self, op: CallOp, finish: Finish, *kept: object) -> None:
-        """The same of a CALL."""
+    def call(self, op: Any, finish: Finish, *kept: object) -> None:
+        """Run a CALL, and complete it by `finish` if its function does not return 0. `kept`: as in `submit`."""
         if status := self.team.run_call(op):
             finish(status)
         if self._recorded is not None:
@@ -158,7 +158,7 @@ class OpQueue:
 
     @contextmanager
     def computing_in(self, arena: Arena | CommonArena) -> Iterator[None]:
-        """Have `empty` take memory from the arena: what is recorded within may be in several pieces, and share it."""
+        """Take the memory of `empty` from the arena within this context. Several recordings within it may share one."""
         outer, self._arena = self._arena, arena
         try:
             yield
@@ -178,7 +178,7 @@ class OpQueue:
             self._recorded = None
 
     def replay(self, recorded: RecordedOps) -> None:
-        """Do what was recorded once more. Raises as its CALLs do."""
+        """Run the recorded operations again. Raises what their CALLs raise."""
         table, begin = recorded.table, 0
         while begin < len(table):
             stopped, status = self.team.run(table, begin)

@@ -2,57 +2,63 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import weakref
 from collections.abc import Sequence
-from ctypes import byref, c_int, c_int32, c_void_p
-from typing import Final
+from typing import Any, Final
 
-from hetero_worker.native.compute_library import ComputeLibrary
+from hetero_worker.native.compute_library import ComputeLibrary, address_of, ffi
 
 SPIN_NS: Final = 200_000
 """How long threads look for work before they sleep: longer than a rank takes from one step to the next."""
 
 
 class NativeTeam:
-    """A team of hc_team_new, freed with this object. One thread calls at a time: it is a member of the team."""
+    """A team of threads, which ends with this object. One thread at a time makes calls: it is a member of the team."""
 
     def __init__(
         self, library: ComputeLibrary, size: int, *, cpus: Sequence[int] | None = None, spin_ns: int = SPIN_NS
     ) -> None:
-        """`cpus`: cores of the other threads, one each, or None to leave them to the system. Raises OSError."""
+        """Start the threads.
+
+        `cpus`: a core for each thread but the calling one; None leaves them to the system. Raises ValueError for
+        another number of cores, OSError if a thread cannot be started.
+        """
         if cpus is not None and len(cpus) != size - 1:
             raise ValueError(f"{size - 1} threads need as many cores, not {len(cpus)}")
         self.library = library
-        array = None if cpus is None else (c_int32 * max(1, len(cpus)))(*cpus)
-        handle = library.team_new(size, array, spin_ns)
+        functions = library.functions
+        array = ffi.new("int32_t[]", [*(cpus or ()), 0])  # of no length it would have no address
+        handle = functions.hc_team_new(size, 0 if cpus is None else address_of(array), spin_ns)
         if not handle:
-            error = ctypes.get_errno()
-            raise OSError(error, f"a team of {size} threads cannot be started: {os.strerror(error)}")
+            raise OSError(ffi.errno, f"a team of {size} threads cannot be started: {os.strerror(ffi.errno)}")
         self._handle: Final = handle
         self.size: Final = size
-        self._status = c_int()
-        self._status_at = byref(self._status)
-        self._one = (c_void_p * 1)()
-        weakref.finalize(self, library.team_free, handle)
+        self._run = functions.hc_run
+        self._status = ffi.new("int *")
+        self._one = ffi.new("uintptr_t[1]")
+        self._one_at = address_of(self._one)
+        weakref.finalize(self, functions.hc_team_free, handle)
 
-    def run_one(self, op: ctypes.Structure) -> None:
-        """One operation, which is no CALL."""
-        self._one[0] = ctypes.addressof(op)
-        self.library.run(self._handle, self._one, 0, 1, None)
+    def run_one(self, op: Any) -> None:
+        """Run one operation, which is no CALL."""
+        self._one[0] = address_of(op)
+        self._run(self._handle, self._one_at, 0, 1, ffi.NULL)
 
-    def run_call(self, op: ctypes.Structure) -> int:
-        """A CALL: what its function returned."""
-        self._one[0] = ctypes.addressof(op)
-        self.library.run(self._handle, self._one, 0, 1, self._status_at)
-        return self._status.value
+    def run_call(self, op: Any) -> int:
+        """Run a CALL and return what its function returned."""
+        self._one[0] = address_of(op)
+        self._run(self._handle, self._one_at, 0, 1, self._status)
+        return int(self._status[0])
 
-    def run(self, ops: ctypes.Array[c_void_p], begin: int) -> tuple[int, int]:
-        """Operations from `begin` to the end: (their number, 0), or where a CALL did not give 0, and what it gave."""
-        stopped = self.library.run(self._handle, ops, begin, len(ops), self._status_at)
-        return stopped, self._status.value
+    def run(self, ops: Any, begin: int) -> tuple[int, int]:
+        """Run the operations from `begin` on of an array of their addresses.
 
-    def scratch_bytes(self, op: ctypes.Structure) -> int:
-        """What the operation needs for scratch in this team."""
-        return int(self.library.scratch_bytes(ctypes.addressof(op), self.size))
+        Return (their number, 0), or the index of the first CALL that did not return 0, and what it returned.
+        """
+        stopped = self._run(self._handle, address_of(ops), begin, len(ops), self._status)
+        return int(stopped), int(self._status[0])
+
+    def scratch_bytes(self, op: Any) -> int:
+        """Return the bytes of scratch that the operation needs in this team."""
+        return int(self.library.functions.hc_scratch_bytes(address_of(op), self.size))

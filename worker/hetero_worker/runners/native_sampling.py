@@ -20,7 +20,7 @@ import torch
 from hetero_api.sharding import UnitRange
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.models.decoder import DecoderInput
-from hetero_worker.native.compute_library import ChooseOp, Kind, Op, StepOnOp
+from hetero_worker.native.compute_library import choose_op, step_on_op
 from hetero_worker.native.op_queue import OpQueue
 from hetero_worker.runners.forward import StepDraws
 
@@ -78,7 +78,7 @@ class NativeSampling:
             raise ValueError(f"draws are of logits, and a rank with {own.size} vocabulary rows has made none")
         if logits.dtype != torch.float32 or not logits.is_contiguous() or logits.shape != (rows, own.size):
             raise ValueError(f"draws are of contiguous float32 logits, not of {logits.dtype} {tuple(logits.shape)}")
-        op = ChooseOp(Op(Kind.CHOOSE, rows), own.size, logits.data_ptr(), own.begin, shards, place, best.data_ptr())
+        op = choose_op(rows, own.size, logits.data_ptr(), own.begin, shards, place, best.data_ptr())
         op.scratch = self._op_queue.scratch(op)
         self._op_queue.submit(op, logits)
 
@@ -86,7 +86,7 @@ class NativeSampling:
         shards, rows, _ = best.shape
         decode, inputs = step.attention.decode, step.logit_rows
         assert inputs is not None, "a runner's steps say which rows' logits they want"
-        op = StepOnOp(Op(Kind.STEP_ON, rows), shards, best.data_ptr(), inputs.data_ptr())
+        op = step_on_op(rows, shards, best.data_ptr(), inputs.data_ptr())
         op.token_ids, op.positions = step.token_ids.data_ptr(), step.positions.data_ptr()
         op.slot_mapping = step.attention.slot_mapping.data_ptr()
         op.lengths, op.tables = decode.lengths.ctypes.data, decode.block_tables.ctypes.data

@@ -14,7 +14,7 @@ from hetero_worker.distributed.exchange import SENT, Exchange, PendingSend, Pend
 from hetero_worker.distributed.routes import Link
 from hetero_worker.distributed.shm_exchange import ShmExchange, ShmRounds
 from hetero_worker.distributed.shm_rank import NativeCall
-from hetero_worker.native.compute_library import CallOp, Kind, Op
+from hetero_worker.native.compute_library import call_op
 from hetero_worker.native.op_queue import OpQueue
 from hetero_worker.runners.graphs.breaking_exchange import BreakingExchange
 from hetero_worker.runners.graphs.breaks import Breaks
@@ -97,6 +97,4 @@ class _NativeReceipt:
 
 def _submit(call: NativeCall, op_queue: OpQueue) -> None:
     """Record the call. It works on the op queue's memory, as all of a recorded step does."""
-    first, second, third = call.arguments
-    op = CallOp(op=Op(Kind.CALL, 1), function=call.function, first=first, second=second, third=third)
-    op_queue.call(op, call.finish, call)
+    op_queue.call(call_op(call.function, *call.arguments), call.finish, call)

@@ -23,7 +23,6 @@
 #define HC_API
 #endif
 
-#define HC_ABI 3
 #define HC_MAX_MEMBERS 256
 #define HC_PANEL 32 /* output rows of a matrix that are packed together */
 
@@ -254,11 +253,8 @@ typedef struct {
 
 typedef struct hc_team hc_team;
 
-HC_API uint64_t hc_abi(void);
 /* First 16 hex digits of the sha256 of the sources it was built from, as they were told at build. */
 HC_API const char *hc_source(void);
-/* Bytes of the struct of operations of a kind; of hc_weight for HC_KINDS. */
-HC_API uint64_t hc_size(uint64_t kind);
 
 /* Names of the instruction sets that the library was built for and this processor has, best first; NULL behind the last.
  * "generic" is always there. */

@@ -49,22 +49,7 @@ int hc_use(const char *isa) {
     return -1;
 }
 
-uint64_t hc_abi(void) { return HC_ABI; }
-
 const char *hc_source(void) { return HC_SOURCE; }
-
-uint64_t hc_size(uint64_t kind) {
-    static const uint64_t sizes[HC_KINDS + 1] = {
-        [HC_PACK] = sizeof(hc_pack_op),     [HC_LINEAR] = sizeof(hc_linear_op),
-        [HC_EMBED] = sizeof(hc_embed_op),   [HC_NORM] = sizeof(hc_norm_op),
-        [HC_GATED] = sizeof(hc_gated_op),   [HC_ROTATE] = sizeof(hc_rotate_op),
-        [HC_ATTEND] = sizeof(hc_attend_op), [HC_ATTEND_SPAN] = sizeof(hc_attend_span_op),
-        [HC_ADD] = sizeof(hc_add_op),       [HC_PICK] = sizeof(hc_pick_op),
-        [HC_CHOOSE] = sizeof(hc_choose_op), [HC_STEP_ON] = sizeof(hc_step_on_op),
-        [HC_CALL] = sizeof(hc_call_op),     [HC_KINDS] = sizeof(hc_weight),
-    };
-    return kind <= HC_KINDS ? sizes[kind] : 0;
-}
 
 uint64_t hc_scratch_bytes(const hc_op *op, uint64_t team_size) {
     switch (op->kind) {
