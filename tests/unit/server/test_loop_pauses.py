@@ -57,7 +57,7 @@ def _generate(**fields: Any) -> pb.GenerateRequest:
 LONG = {
     "text": _generate(text=_text(4_000_000)),
     "chat": _generate(chat=_chat(1, _text(1_000_000))),
-    "many messages": _generate(chat=_chat(4096, WORDS)),
+    "many messages": _generate(chat=_chat(4096, 5 * WORDS)),
     "too many messages": _generate(chat=_chat(200_000, "a")),
     "empty messages": _generate(chat=pb.ChatMessages(messages=[pb.ChatMessage()] * 1_000_000)),
     "tokens": _generate(token_ids=pb.TokenIds(ids=[5] * 2_000_000)),
