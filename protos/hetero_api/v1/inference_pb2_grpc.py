@@ -111,14 +111,14 @@ class InferenceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetModelInfo(self, request, context):
-        """Says which model is served and its bounds.
+        """Returns the model that is served, and its bounds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetServerInfo(self, request, context):
-        """Says what this server is and how it stands right now.
+        """Returns the server's name, version and present state.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
