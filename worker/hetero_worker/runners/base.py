@@ -225,5 +225,5 @@ class Runner(Protocol):
         ...
 
     def detach(self) -> None:
-        """The epoch is over: let go of its exchange, cache and slots; weights are kept. Idempotent."""
+        """Drop the epoch's exchange, cache and slots; weights are kept. Idempotent."""
         ...

@@ -110,4 +110,5 @@ class EagerForward:
     def run(
         self, decoder: Decoder, batch: InputBatch, *, caches: Sequence[LayerCache | None], exchange: Exchange
     ) -> ForwardStates:
+        """As ForwardPass.run."""
         return ForwardStates(decoder.hidden(batch.decoder_input, caches=caches, exchange=exchange))

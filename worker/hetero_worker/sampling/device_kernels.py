@@ -14,7 +14,6 @@ import torch
 from hetero_worker.backends.copies import to_device
 from hetero_worker.sampling.noise import noise_at, noise_of_range
 from hetero_worker.sampling.request import SamplingRow
-from hetero_worker.sampling.shard import log_sum_exp
 
 MAX_SELECTED: Final = 1024
 """More candidates than this are found by sorting whole rows."""
@@ -96,9 +95,8 @@ def filter_logits(scaled: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
     limit, top_p, min_log = _filter_numbers(rows, scaled.device)
     kept = torch.arange(order.shape[1], device=scaled.device) < limit
     values = scaled.gather(1, order).double().masked_fill_(~kept, -torch.inf)
-    # Shares of the nucleus are taken of what top_k leaves; filters keep a head of the order.
-    total = torch.where(limit < torch.inf, values.logsumexp(dim=1, keepdim=True), log_sum_exp(scaled).unsqueeze(1))
-    shares = (values - total).exp_()
+    # The nucleus has a share of the mass that top_k leaves. All filters keep a head of the order.
+    shares = values.softmax(dim=1)
     kept &= shares.cumsum(dim=1).sub_(shares) < top_p
     kept &= values >= values[:, :1] + min_log
     last = order.gather(1, kept.sum(dim=1, keepdim=True).sub_(1).clamp_(min=0))
