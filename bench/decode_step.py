@@ -1,6 +1,7 @@
 """What a decode step of one rank costs, and how much of it is not spent in kernels.
 
     python -m bench.decode_step [--model NAME] [--quantization none int8 int4] [--rows 1 8 32] [--context 128]
+                               [--dtype float32 bfloat16]
 
 A CPU rank's runner in this process, with all threads, and plans as the scheduler makes them: all rows decode, greedily.
 Plans come one at a time, as when a gateway waits for each result, and AHEAD together, as when it sends steps ahead.
@@ -16,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Final, ParamSpec, TypeVar
 
@@ -86,7 +88,9 @@ class _Clock:
 class _Rank:
     """A runner with sequences in its slots."""
 
-    def __init__(self, directory: Path, quantization: str, *, threads: int, most_rows: int, context: int) -> None:
+    def __init__(
+        self, directory: Path, quantization: str, *, dtype: str, threads: int, most_rows: int, context: int
+    ) -> None:
         config = ModelConfig.from_directory(directory).quantized(quantization)
         self._blocks = -(-(context + STEPS + WARM_STEPS + 1) // BLOCK_SIZE)
         self._context = context
@@ -96,7 +100,7 @@ class _Rank:
             LoadRequest(
                 directory=directory,
                 config=config,
-                dtype="float32",
+                dtype=dtype,
                 shard_plan=deal_within_layers(config, cores=[threads], shares=PlacementShares()),
                 rank=0,
                 max_model_len=self._blocks * BLOCK_SIZE,
@@ -175,6 +179,7 @@ def main() -> int:
     parser.add_argument("--model", choices=MODELS, default=DEMO)
     parser.add_argument("--quantization", nargs="+", choices=("none", "int8", "int4"), default=["none", "int8", "int4"])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--dtype", nargs="+", choices=("float32", "bfloat16"), default=["float32"])
     parser.add_argument("--context", type=int, default=128, help="tokens of each sequence before the first step")
     arguments = parser.parse_args()
     threads = len(os.sched_getaffinity(0))
@@ -183,9 +188,12 @@ def main() -> int:
     clock = _Clock()
     clock.watch()
     measured = []
-    for quantization in arguments.quantization:
-        rank = _Rank(directory, quantization, threads=threads, most_rows=max(arguments.rows), context=arguments.context)
-        name = "16 bit" if quantization == "none" else quantization
+    for quantization, dtype in product(arguments.quantization, arguments.dtype):
+        rank = _Rank(
+            directory, quantization, dtype=dtype, threads=threads, most_rows=max(arguments.rows),
+            context=arguments.context,
+        )  # fmt: skip
+        name = f"{'16 bit' if quantization == 'none' else quantization}, {dtype}"
         measured += [(name, rank.steps(rows, plans, clock)) for rows in arguments.rows for plans in (1, AHEAD)]
     print(f"{arguments.model}, {threads} threads, context {arguments.context}: {limits.told()}\n")
     print(table(measured, limits))

@@ -29,17 +29,18 @@ from hetero_worker.native.op_queue import OpQueue
 
 
 class NativePagedAttention(AttentionBackend):
-    """AttentionBackend of host tensors in float32."""
+    """AttentionBackend of host tensors, float32 or bfloat16."""
 
     def __init__(self, op_queue: OpQueue) -> None:
         self._op_queue = op_queue
 
     @property
     def name(self) -> str:
+        """The name that reports give."""
         return f"paged-native ({self._op_queue.team.library.isa})"
 
     def begin(self, batch: AttentionBatch) -> StepAttention:
-        """Raises ValueError for lengths or tables that are not contiguous."""
+        """Return the step's attention. Raises ValueError for lengths or tables that are not contiguous."""
         return _NativeStep(batch, self._op_queue)
 
 
@@ -53,7 +54,10 @@ class _NativeStep(StepAttention):
         self._op_queue = op_queue
 
     def attend_written(self, query: torch.Tensor, cache: LayerCache, rule: AttentionRule) -> torch.Tensor:
-        """Raises ValueError for a cache of another type, or queries whose heads do not lie side by side."""
+        """Return the queries' attention over the cache, which has the step's keys and values: [rows, heads · head_dim].
+
+        Raises ValueError for a cache of another type, and for queries whose heads do not lie side by side.
+        """
         if query.dtype != cache.keys.dtype:
             raise ValueError(f"queries and cache are to be of one type: not {query.dtype} over {cache.keys.dtype}")
         if query.stride()[1:] != (query.shape[2], 1):

@@ -30,7 +30,7 @@ _EXACT: Final[dict[torch.dtype, tuple[torch.dtype, ...]]] = {
 _GROUP_UNIT: Final = 16
 """Inputs; groups are multiples of it."""
 _PRESENT: Final = 1
-"""An address that says that there will be one."""
+"""Stands for an address that is not known yet."""
 
 
 class NativeLinear(LinearKernel):
@@ -46,35 +46,41 @@ class NativeLinear(LinearKernel):
 
     @property
     def name(self) -> str:
+        """The name that `Loaded.kernels` reports."""
         return f"native ({self._op_queue.team.library.isa})"
 
     def storage(self, stored: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+        """Return the stored type if all of its numbers are numbers of `dtype`, else `dtype`."""
         return stored if stored in _EXACT[dtype] else dtype
 
     def takes(self, weights: WeightFormat) -> bool:
+        """Return True for formats whose groups have a multiple of 16 inputs."""
         return weights.group % _GROUP_UNIT == 0
 
     def pack(self, weight: torch.Tensor) -> NativeWeight:
-        """[out, in] of float32, bfloat16 or float16."""
+        """Return the packed weight [out, in], which is float32, bfloat16 or float16."""
         outputs, inputs = weight.shape
         packed = NativeWeight(self._op_queue, self._dtype, FORMATS[weight.dtype], (outputs, inputs))
         packed.write(weight)
         return packed
 
     def pack_quantized(self, matrix: QuantizedMatrix) -> NativeWeight:
-        """Raises ValueError for a format that it does not take."""
+        """Return the packed matrix. Raises ValueError for a format that the kernel does not take."""
         packed = self.blank_quantized(matrix.shape, matrix.format)
         packed.write(matrix.values, matrix.scales, matrix.minima)
         return packed
 
     @property
     def layout(self) -> str:
-        """What the bytes of a packed weight depend on, beside the matrix."""
+        """Name of the layout that packed weights have: their bytes depend on it and the matrix only."""
         library = self._op_queue.team.library
         return f"native {library.source} {library.isa}"
 
     def blank_quantized(self, shape: tuple[int, int], weights: WeightFormat) -> NativeWeight:
-        """What `pack_quantized` makes of such a matrix, with memory that is to be filled. Raises as that does."""
+        """Return a packed weight whose memory the caller fills with a matrix of this shape and format.
+
+        Raises ValueError for a format that the kernel does not take.
+        """
         if not self.takes(weights):
             raise ValueError(f"native kernels take groups of a multiple of {_GROUP_UNIT} inputs, not {weights}")
         kind = I8 if weights.bits == 8 else I4
@@ -122,13 +128,13 @@ class NativeWeight(PackedWeight):
 
     @property
     def num_bytes(self) -> int:
-        """Of memory that it takes."""
+        """Bytes of its memory."""
         return sum(part.nbytes for part in self.memory)
 
     def write(
         self, values: torch.Tensor, scales: torch.Tensor | None = None, minima: torch.Tensor | None = None
     ) -> None:
-        """`values` [out, in], scales and minima float32 [out, groups]."""
+        """Pack `values` [out, in], with scales and minima, float32 [out, groups]."""
         values = values if values.stride(1) == 1 or values.shape[1] == 1 else values.contiguous()
         scales = None if scales is None else scales.contiguous()
         minima = None if minima is None else minima.contiguous()
@@ -157,7 +163,7 @@ class NativeWeight(PackedWeight):
         return y
 
     def embed(self, ids: torch.Tensor, *, first: int = 0, scale: float = 1.0) -> torch.Tensor:
-        """int64 [n] → [n, in]: rows ids - first, times scale; zeros where there is no such row."""
+        """Return rows `ids - first`, times `scale`, for int64 [n] ids: [n, in]; zeros where no such row exists."""
         y = self._op_queue.empty(len(ids), self.shape[1], dtype=self._dtype)
         op = embed_op(len(ids), self.address, FORMATS[self._dtype], ids.data_ptr(), first, scale, y.data_ptr())
         self._op_queue.submit(op, self, ids)

@@ -1,4 +1,4 @@
-"""OpLibrary: whether a rank on host cores has native kernels, and the threads that they run on."""
+"""OpLibrary: a host rank's access to the native kernels, or the reason why it has none."""
 
 from __future__ import annotations
 
@@ -18,21 +18,24 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class OpLibrary:
-    """Of one rank."""
+    """One rank's native kernels."""
 
     op_queue: OpQueue | None
     reason: str = ""
-    """Why there is none where there could be one; empty elsewhere."""
+    """Reason why a host rank has no queue; empty if it has one, and for other devices."""
     home: int | None = None
-    """CPU that the others of the team leave to the calling thread; None: all may run anywhere."""
+    """Core that the team's other threads leave to the calling thread; None: all may run anywhere."""
 
 
 NOT_FOR_DEVICES: Final = OpLibrary(None)
-"""They are for host cores."""
+"""For ranks on devices: the kernels are for host cores."""
 
 
 def open_op_library(num_threads: int, *, path: Path = COMPUTE_LIBRARY) -> OpLibrary:
-    """A team of so many threads on this process's cores, one a core where there are as many. Says so if it has none."""
+    """Start a team of this many threads on the process's cores, and log if that is impossible.
+
+    Each thread has a core of its own if there are as many cores as threads.
+    """
     loaded = load_compute(path)
     if loaded.library is None:
         logger.warning("ranks on host cores compute with torch's kernels, which are slower: %s", loaded.reason)

@@ -1,9 +1,9 @@
-"""HomeCore: keeps a thread on one core for as long as it works off steps.
+"""HomeCore: keeps a thread on one core while it executes steps.
 
-The other threads of a native team are on a core each for good. The thread that works plans off is the team's first, and
-it has more to do than that: it forms groups, loads, and starts threads of libraries, which are born where it is. So it
-keeps to its core from one step to the next only, when it starts none. Left to the system it would at times be put on a
-core of the others', and two threads that wait for one another by turns on one core take many times as long.
+The other threads of a native team stay on a core each. The thread that executes plans is the team's first, and does
+more than that: it forms groups, loads, and starts threads of libraries, which inherit its core. So it is bound only
+from one step to the next, while it starts no threads. Unbound, it would sometimes share a core with another thread of
+the team; two threads that wait for each other on one core take many times as long.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ logger = logging.getLogger(__name__)
 
 
 class HomeCore:
-    """Of one thread, which makes all calls."""
+    """Binding of the thread that makes all calls."""
 
     def __init__(self) -> None:
         self._cpu: int | None = None
-        """That the thread keeps to."""
+        """Core that the thread is bound to."""
         self._refused: int | None = None
         self._before: set[int] = set()
 
     def keep_to(self, cpu: int | None) -> None:
-        """Be there from now on; None: wherever the thread could be before. Says once that a CPU cannot be had."""
+        """Bind the thread to the core; None: release it. Logs once if the system refuses the core."""
         if cpu == self._cpu:
             return
         self.leave()
@@ -40,7 +40,7 @@ class HomeCore:
         self._cpu, self._before = cpu, before
 
     def leave(self) -> None:
-        """Be wherever the thread could be before. Idempotent."""
+        """Restore the cores that the thread had before. Idempotent."""
         if self._cpu is None:
             return
         self._cpu = None

@@ -12,12 +12,13 @@ from hetero_worker.runners.recording_guard import RecordingGuard
 
 @dataclass(frozen=True, slots=True)
 class NativeSegment:
-    """A piece of a recorded pass: called, it is made once more."""
+    """Piece of a recorded pass."""
 
     op_queue: OpQueue
     recorded: RecordedOps
 
     def __call__(self) -> None:
+        """Replay the operations."""
         self.op_queue.replay(self.recorded)
 
 
@@ -32,23 +33,25 @@ class NativeBackend:
         self._recorded: RecordedOps | None = None
         self._guard = RecordingGuard()
         self.num_ops = 0
-        """Recorded in the last pass."""
+        """Operations of the last pass."""
         self.num_bytes = 0
-        """That it computes in."""
+        """Bytes that the last pass computes in."""
 
     @property
     def not_recorded(self) -> list[str]:
-        """What torch did within the last pass's segments; calls between them may do what they like."""
+        """Names of torch's operators that wrote or allocated within the last pass's segments."""
         return self._guard.seen
 
     def reserve(self, num_bytes: int) -> None:
-        """Memory comes as it is needed."""
+        """Do nothing: memory is allocated as it is needed."""
 
     def aside(self) -> AbstractContextManager[None]:
+        """Return a context that does nothing: the host has no streams."""
         return nullcontext()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
+        """Record a pass within this context; its segments share an arena."""
         arena = Arena()
         self.num_ops = 0
         self._guard = RecordingGuard()
@@ -57,10 +60,12 @@ class NativeBackend:
         self.num_bytes = arena.num_bytes
 
     def begin(self) -> None:
+        """Begin a segment."""
         self._recorded = self._segment.enter_context(self._op_queue.recording())
         self._segment.enter_context(self._guard)
 
     def end(self) -> Callable[[], object] | None:
+        """End the segment and return its replay, or None if it has no operations."""
         recorded, self._recorded = self._recorded, None
         self._segment.close()
         if recorded is None or not recorded.ops:
@@ -69,5 +74,5 @@ class NativeBackend:
         return NativeSegment(self._op_queue, recorded)
 
     def free_bytes(self) -> int:
-        """Nobody asks: what recordings compute in is small, and the host's."""
+        """Return 0: recordings take little of the host's memory, and nobody asks."""
         return 0

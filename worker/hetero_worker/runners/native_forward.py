@@ -1,20 +1,18 @@
-"""NativeForward: on host cores, steps that only decode are recorded once for each number of rows, and then run by a
-call or few.
+"""NativeForward: the forward pass of host ranks, which records decode steps and replays them.
 
-All that differs between two such steps lies in the inputs' buffers and the cache, at the same addresses (input_batch).
-So the operations of the first can be run again as they are. Recorded code is ordinary code, and the step that is
-recorded is a step like any other. Sums and messages of the native exchange are recorded with the rest; what else
-crosses the host breaks the recording, as it does a GPU's (`graphs.breaks`), and is called anew each time. What torch
-computes would be lost: while a step is recorded somebody looks for that (`recording_guard`), and a decoder that needs
-it goes on operator by operator, and says why.
+A step that only decodes is recorded once for each number of rows. Two such steps differ only in the content of the
+input buffers and the cache, which stay at their addresses (input_batch.py), so the recorded operations can run again
+as they are. The recorded step itself is an ordinary step. Sums and messages of the native exchange are recorded, too.
+Anything else that crosses the host breaks the recording, as on a GPU (graphs/breaks.py), and is called in each
+replay. Results of torch's operators would be missing from a replay: RecordingGuard finds them, and a decoder that
+needs torch computes operator by operator and logs the reason.
 
-Every row of such a step is drawn from, so its logits are recorded with it. They are in memory that all recordings have
-in common, for they are large: a rank on host cores has drawn from them before the next pass begins. Where all draws are
-the largest logits as they are, the draws are operations too (`native_sampling`), recorded by themselves and run with
-the pass: `draw` makes several steps, and between them there is nothing but the next call.
+A recorded step includes its logits. These are large and lie in memory that all recordings share: a host rank has
+sampled from them before the next pass begins. If all rows take their largest logit, sampling is recorded as well
+(native_sampling.py), and `draw` computes several steps with nothing between their calls.
 
-A recording holds addresses of weights, cache and inputs. It is of one decoder and one exchange, and goes with the
-cache.
+A recording holds addresses of weights, cache and inputs. It belongs to one decoder and one exchange, and ends with
+the cache.
 """
 
 from __future__ import annotations
@@ -44,34 +42,35 @@ from hetero_worker.runners.recorded_exchange import RecordedExchange
 logger = logging.getLogger(__name__)
 
 MAX_RECORDINGS: Final = 128
-"""Numbers of rows that steps are kept of; when there are more, all are made anew."""
+"""Largest number of recordings; one more drops all of them."""
 
 
 class NothingPadded(CurrentStep):
-    """All rows are the step's own, or a micro-batch's of it."""
+    """CurrentStep without padding: all rows belong to the step or to one of its micro-batches."""
 
     def own_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor, none of whose rows is padding."""
         return tensor
 
     def clear_padding(self, tensor: torch.Tensor) -> None:
-        """There is none."""
+        """Do nothing."""
 
 
 @dataclass(slots=True)
 class _Bound:
-    """What steps have been recorded of, and with."""
+    """Decoder, caches and exchange that steps were recorded with, and the recordings."""
 
     decoder: Decoder
     caches: Sequence[LayerCache | None]
     outer: Exchange
     exchange: RecordedExchange
     passes: dict[int, tuple[DecoderInput, RecordedPass[ForwardStates] | None]] = field(default_factory=dict)
-    """By the inputs' identity, which lasts as long as they are kept here; None of a step that cannot be recorded."""
+    """Passes by the identity of their inputs, which are kept here; None for a step that cannot be recorded."""
     drawn: dict[int, RecordedOps] = field(default_factory=dict)
-    """By the same, of passes that are one piece: these with their draws."""
+    """Passes of one piece followed by their draws, by the same key."""
 
     def only_segment(self, step: DecoderInput) -> RecordedOps | None:
-        """What was recorded of such steps, if that is one piece and nothing else."""
+        """Return the recording of such steps if it is a single piece, else None."""
         _, recorded = self.passes.get(id(step), (step, None))
         if recorded is None or len(recorded.parts) != 1:
             return None
@@ -98,6 +97,7 @@ class NativeForward:
     def run(
         self, decoder: Decoder, batch: InputBatch, *, caches: Sequence[LayerCache | None], exchange: Exchange
     ) -> ForwardStates:
+        """See `ForwardPass.run`."""
         step = batch.decoder_input
         bound = self._bind(decoder, caches, exchange)
         if step.attention.prefills:
@@ -118,6 +118,7 @@ class NativeForward:
         exchange: Exchange,
         head_ranges: Sequence[UnitRange],
     ) -> bool:
+        """See `DrawingForward.can_draw`."""
         bound = self._bind(decoder, caches, exchange)
         if bound.only_segment(batch.decoder_input) is None or not bound.exchange.sums_natively:
             return False
@@ -135,6 +136,7 @@ class NativeForward:
         steps: int,
         on_step: Callable[[], None],
     ) -> StepDraws:
+        """See `DrawingForward.draw`."""
         bound, step = self._bind(decoder, caches, exchange), batch.decoder_input
         self._draws.restart(steps)
         for _ in range(steps):
@@ -146,7 +148,7 @@ class NativeForward:
         return self._draws.of_steps(steps, len(step.token_ids))
 
     def _draw_anew(self, bound: _Bound, batch: InputBatch, head_ranges: Sequence[UnitRange]) -> None:
-        """A step with its draws, which are recorded to be made with the rest from now on."""
+        """Compute a step and its draws, and record the draws to be replayed with the pass."""
         step = batch.decoder_input
         logits = self.run(bound.decoder, batch, caches=bound.caches, exchange=bound.outer).logits
         with self._op_queue.computing_in(Arena()), self._op_queue.recording() as draws:
@@ -185,7 +187,7 @@ class NativeForward:
         return ForwardStates(states.hidden, self._logits_of(bound.decoder, states.hidden[: len(batch.draw_slots)]))
 
     def _logits_of(self, decoder: Decoder, hidden: torch.Tensor) -> torch.Tensor | None:
-        """None: made by whoever wants them, in memory of their own."""
+        """Return the logits, or None if the caller is to compute them, in memory of their own."""
         if self._logits is None or not len(hidden):
             return None
         self._logits.restart()
@@ -193,7 +195,7 @@ class NativeForward:
             return decoder.logits(hidden)
 
     def _bind(self, decoder: Decoder, caches: Sequence[LayerCache | None], exchange: Exchange) -> _Bound:
-        """Recordings of anything else are dropped."""
+        """Return the recordings of these three; those of others are dropped."""
         bound = self._bound
         if bound is None or bound.decoder is not decoder or bound.outer is not exchange or bound.caches is not caches:
             outer = RecordedExchange(exchange, self._breaks, self._step, self._op_queue)

@@ -1,4 +1,4 @@
-"""NativeSteps: the StepMaker of a rank on host cores: steps are recorded where its kernels are native."""
+"""NativeSteps: how a host rank's steps are made."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ def recorder_for(request: LoadRequest, platform: Platform) -> OpLibrary:
 
 
 class NativeSteps:
-    """Implements StepMaker; see the module."""
+    """StepMaker of a host rank: it records steps where the kernels are native."""
 
     def __init__(self, platform: Platform) -> None:
         self._platform = platform
 
     def make(self, bounds: PlanBounds, request: LoadRequest) -> StepParts:
+        """See `StepMaker.make`."""
         op_queue, inputs = recorder_for(request, self._platform).op_queue, InputBuffers(bounds)
         if op_queue is None:
             return StepParts(inputs, EagerForward())
@@ -43,6 +44,7 @@ class NativeSteps:
         return StepParts(inputs, forward, multi_step=MultiStepParts(inputs, forward))
 
     def kernels(self, request: LoadRequest, exchange: Exchange | None) -> tuple[str, ...]:
+        """See `StepMaker.kernels`."""
         has_experts = any(layer.experts.size for layer in request.shard_plan.ranks[request.rank].layers)
         problem = recorder_for(request, self._platform).reason or (has_experts and "torch routes tokens to experts")
         if problem:
@@ -51,11 +53,12 @@ class NativeSteps:
         return (f"steps=recorded{' in pieces (sums and links between ranks break them)' if in_pieces else ''}",)
 
     def graph_sizes(self, request: LoadRequest) -> tuple[int, ...]:  # noqa: ARG002
+        """Return none: host ranks have no graphs."""
         return ()
 
 
 def _logits_bytes(request: LoadRequest) -> int:
-    """Of the most draws that a step has, with what they are made of; 0 where native operations do not make them."""
+    """Return the bytes of the most logits that a step has, and of their inputs; 0 if they are not recorded."""
     config, vocabulary = request.config, request.shard_plan.ranks[request.rank].head_rows.size
     if not vocabulary or config.logit_soft_cap is not None:
         return 0

@@ -24,11 +24,11 @@ _ROWS: Final = 40
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What was recorded."""
+    """Profile of some steps."""
 
     table: str
     trace: bytes
-    """Empty when none was wanted, or it was too large: then the table says so."""
+    """Gzip of Chrome's format; empty if it was not asked for, or was too large, as the table then says."""
 
 
 class StepRecorder:
@@ -37,7 +37,7 @@ class StepRecorder:
     def __init__(
         self, *, max_steps: int = MAX_STEPS, max_trace_bytes: int = MAX_TRACE_BYTES, device: torch.device = HOST
     ) -> None:
-        """Of a GPU's rank the record has its device's kernels too."""
+        """Start the profile. On a GPU rank it includes the device's kernels."""
         self._max_steps = max_steps
         self._max_trace_bytes = max_trace_bytes
         self._num_steps = 0
@@ -47,20 +47,20 @@ class StepRecorder:
         self._profile.start()
 
     def count_step(self) -> None:
-        """A step was done."""
+        """Count a step, and stop at the last one."""
         if self._is_running:
             self._num_steps += 1
             if self._num_steps >= self._max_steps:
                 self.stop()
 
     def stop(self) -> None:
-        """Record no further. Idempotent."""
+        """Stop recording. Idempotent."""
         if self._is_running:
             self._is_running = False
             self._profile.stop()
 
     def finish(self, *, with_trace: bool) -> StepRecord:
-        """Stop, and say what was recorded."""
+        """Stop and return the profile."""
         self.stop()
         table = str(self._profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=_ROWS))
         lines = [f"{self._num_steps} steps were recorded (at most {self._max_steps} are)."]
