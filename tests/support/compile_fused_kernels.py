@@ -20,7 +20,6 @@ from hetero_worker.kernels import activations, norms, rotary, trial
 TARGET = GPUTarget("cuda", 90, 32)
 POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 HEADS = {"num_heads": 14, "num_kv_heads": 2, "head_dim": 96, "tile_heads": 8, "block": 64}
-NOTHING_WRITTEN = {"weights": None, "keys": None, "values": None, "slots": None}
 
 
 def compile_kernel(kernel: Any, types: Mapping[str, str], constants: Mapping[str, object]) -> None:
@@ -41,8 +40,8 @@ def compile_all(dtype: torch.dtype) -> None:
     compile_kernel(norms._add_rms_norm, types, {"width": 896, "block": 1024})
     for is_gelu in (False, True):
         compile_kernel(activations._gated, types, {"columns": 4864, "is_gelu": is_gelu, "block": 1024})
-    compile_kernel(rotary._rotate, types, {**HEADS, "norms": True, "writes": True})
-    compile_kernel(rotary._rotate, types, {**HEADS, "norms": False, "writes": False, **NOTHING_WRITTEN})
+    compile_kernel(rotary._rotate, types, {**HEADS, "norms": True})
+    compile_kernel(rotary._rotate, types, {**HEADS, "norms": False, "weights": None})
 
 
 if __name__ == "__main__":

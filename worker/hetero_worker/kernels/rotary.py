@@ -32,7 +32,6 @@ def _rotate(  # type: ignore[no-untyped-def]
     num_kv_heads: tl.constexpr,
     head_dim: tl.constexpr,
     norms: tl.constexpr,
-    writes: tl.constexpr,
     tile_heads: tl.constexpr,
     block: tl.constexpr,
 ):
@@ -65,22 +64,18 @@ def _rotate(  # type: ignore[no-untyped-def]
     rotated_x = x * cos_x + y * sin_x
     rotated_y = y * cos_y + x * sin_y
 
-    if writes:
-        is_query = (head < num_heads)[:, None] & inside
-        tl.store(place, rotated_x, mask=is_query)
-        tl.store(place + half, rotated_y, mask=is_query)
-        slot = tl.load(slots + token) * (num_kv_heads * head_dim)
-        is_key = rotates & (head >= num_heads)[:, None]
-        key_place = keys + slot + within_heads - num_heads * head_dim
-        tl.store(key_place, rotated_x, mask=is_key)
-        tl.store(key_place + half, rotated_y, mask=is_key)
-        is_value = exists & (head >= first_value)[:, None]
-        value_place = values + slot + within_heads - first_value * head_dim
-        tl.store(value_place, left, mask=is_value)
-        tl.store(value_place + half, right, mask=is_value)
-    else:
-        tl.store(place, rotated_x, mask=rotates)
-        tl.store(place + half, rotated_y, mask=rotates)
+    is_query = (head < num_heads)[:, None] & inside
+    tl.store(place, rotated_x, mask=is_query)
+    tl.store(place + half, rotated_y, mask=is_query)
+    slot = tl.load(slots + token) * (num_kv_heads * head_dim)
+    is_key = rotates & (head >= num_heads)[:, None]
+    key_place = keys + slot + within_heads - num_heads * head_dim
+    tl.store(key_place, rotated_x, mask=is_key)
+    tl.store(key_place + half, rotated_y, mask=is_key)
+    is_value = exists & (head >= first_value)[:, None]
+    value_place = values + slot + within_heads - first_value * head_dim
+    tl.store(value_place, left, mask=is_value)
+    tl.store(value_place + half, right, mask=is_value)
 
 
 class HeadNorms(Protocol):
@@ -105,42 +100,37 @@ class CacheWrite(NamedTuple):
     slots: torch.Tensor
 
 
-def rotate(
+def rotate_and_write(
     qkv: torch.Tensor,
     cos: torch.Tensor,
     signed_sin: torch.Tensor,
     *,
     num_heads: int,
     norms: HeadNorms | None = None,
-    write: CacheWrite | None = None,
+    write: CacheWrite,
 ) -> None:
-    """Norm and rotate query and key heads of qkv [tokens, heads + 2 · kv_heads, head_dim] in place.
+    """Norm and rotate query and key heads of qkv [tokens, heads + 2 · kv_heads, head_dim].
 
     Tokens are at any stride, heads contiguous. `cos` and `signed_sin` are the tokens' angles, contiguous
-    [tokens, 1, head_dim]. With `write`, keys and values go to the cache and only queries to qkv; without it, queries
-    and keys go to qkv.
+    [tokens, 1, head_dim]. Keys and values go to the cache; queries replace those in qkv.
     """
     tokens, all_heads, head_dim = qkv.shape
     if not tokens:
         return
     block = triton.next_power_of_2(head_dim // 2)
     tile_heads = max(1, _TILE_ELEMENTS // block)
-    keys, values, slots = write if write is not None else (None, None, None)
     _rotate[(tokens, triton.cdiv(all_heads, tile_heads))](
         qkv,
         cos,
         signed_sin,
         norms.weight if norms is not None else None,
-        keys,
-        values,
-        slots,
+        *write,
         qkv.stride(0),
         norms.eps if norms is not None else 0.0,
         num_heads=num_heads,
         num_kv_heads=(all_heads - num_heads) // 2,
         head_dim=head_dim,
         norms=norms is not None,
-        writes=write is not None,
         tile_heads=tile_heads,
         block=block,
     )

@@ -72,15 +72,6 @@ class FusedOps(Protocol):
         """Return activation(gate) · up, new [rows, columns], of [rows, gate | up]."""
         ...
 
-    def rotate(
-        self, qkv: torch.Tensor, rotation: Rotation, *, num_heads: int, norms: HeadWeights | None
-    ) -> RotatedHeads:
-        """Norm (if `norms` is given) and rotate the query and key heads of [tokens, heads + 2 · kv_heads, head_dim].
-
-        `qkv` may be overwritten, and the results may be views of it.
-        """
-        ...
-
     def rotate_and_write(
         self,
         qkv: torch.Tensor,
@@ -91,7 +82,11 @@ class FusedOps(Protocol):
         cache: LayerCache,
         slots: torch.Tensor,
     ) -> torch.Tensor:
-        """Rotate, write keys and values to the cache at int64 [tokens] slots, and return the queries."""
+        """Norm (if `norms` is given) and rotate query and key heads of [tokens, heads + 2 · kv_heads, head_dim].
+
+        Writes keys and values to the cache at int64 [tokens] slots. Returns queries [tokens, heads, head_dim], which
+        may be a view of `qkv`.
+        """
         ...
 
     def capped(self, logits: torch.Tensor, soft_cap: float) -> torch.Tensor:
@@ -132,7 +127,7 @@ class TorchOps(ABC):
     def rotate(
         self, qkv: torch.Tensor, rotation: Rotation, *, num_heads: int, norms: HeadWeights | None
     ) -> RotatedHeads:
-        """See `FusedOps.rotate`."""
+        """Norm (if `norms` is given) and rotate the query and key heads; `qkv` as for `rotate_and_write`."""
 
     def rotate_and_write(
         self,

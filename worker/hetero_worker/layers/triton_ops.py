@@ -6,18 +6,22 @@ import torch
 
 from hetero_api.model_parts import Activation
 from hetero_worker.attention.kv_cache import LayerCache
-from hetero_worker.kernels import activations, rotary
+from hetero_worker.kernels import activations
 from hetero_worker.kernels.matmul import linear
 from hetero_worker.kernels.norms import add_rms_norm, rms_norm
+from hetero_worker.kernels.rotary import CacheWrite, rotate_and_write
 from hetero_worker.kernels.routing import router_logits
-from hetero_worker.layers.fused_ops import PLAIN_OPS, HeadWeights, RotatedHeads, kv_heads_of
+from hetero_worker.layers.fused_ops import HeadWeights, PlainOps
 from hetero_worker.layers.invariant_ops import InvariantOps
 from hetero_worker.layers.linear_kernels import LinearKernel, PackedWeight
 from hetero_worker.layers.rotary import Rotation
 
 
-class TritonOps:
-    """FusedOps with one kernel each, which compute in float32 and round once; PlainOps rounds after each operator."""
+class TritonOps(PlainOps):
+    """FusedOps by our kernels, which compute in float32 and round once; PlainOps rounds after each operator.
+
+    Operators without a kernel are those of PlainOps.
+    """
 
     name = "triton"
 
@@ -31,29 +35,9 @@ class TritonOps:
         """See `FusedOps.add_rms_norm`."""
         return add_rms_norm(residual, delta, weight, eps)
 
-    def add(self, x: torch.Tensor, *deltas: torch.Tensor) -> None:
-        """See `FusedOps.add`."""
-        PLAIN_OPS.add(x, *deltas)
-
-    def pick(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """See `FusedOps.pick`."""
-        return PLAIN_OPS.pick(x, index)
-
-    def empty(self, rows: int, width: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """See `FusedOps.empty`."""
-        return PLAIN_OPS.empty(rows, width, dtype=dtype, device=device)
-
     def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         """See `FusedOps.gated`."""
         return activations.gated(gate_up, activation)
-
-    def rotate(
-        self, qkv: torch.Tensor, rotation: Rotation, *, num_heads: int, norms: HeadWeights | None
-    ) -> RotatedHeads:
-        """See `FusedOps.rotate`."""
-        rotary.rotate(qkv, rotation.cos, rotation.signed_sin, num_heads=num_heads, norms=norms)
-        first_value = num_heads + kv_heads_of(qkv, num_heads)
-        return RotatedHeads(qkv[:, :num_heads], qkv[:, num_heads:first_value], qkv[:, first_value:])
 
     def rotate_and_write(
         self,
@@ -66,27 +50,15 @@ class TritonOps:
         slots: torch.Tensor,
     ) -> torch.Tensor:
         """See `FusedOps.rotate_and_write`."""
-        rotary.rotate(
+        rotate_and_write(
             qkv,
             rotation.cos,
             rotation.signed_sin,
             num_heads=num_heads,
             norms=norms,
-            write=rotary.CacheWrite(cache.keys, cache.values, slots),
+            write=CacheWrite(cache.keys, cache.values, slots),
         )
         return qkv[:, :num_heads]
-
-    def capped(self, logits: torch.Tensor, soft_cap: float) -> torch.Tensor:
-        """See `FusedOps.capped`."""
-        return PLAIN_OPS.capped(logits, soft_cap)
-
-    def router_logits(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See `FusedOps.router_logits`."""
-        return PLAIN_OPS.router_logits(hidden, weight, eps)
-
-    def expert_shares(self, logits: torch.Tensor, chosen: torch.Tensor, *, normalised: bool) -> torch.Tensor:
-        """See `FusedOps.expert_shares`."""
-        return PLAIN_OPS.expert_shares(logits, chosen, normalised=normalised)
 
 
 class InvariantTritonOps(TritonOps):
@@ -98,6 +70,7 @@ class InvariantTritonOps(TritonOps):
     name = "triton-invariant"
 
     def __init__(self) -> None:
+        super().__init__()
         self._by_element = InvariantOps(exp=torch.exp, tanh=torch.tanh)
 
     def capped(self, logits: torch.Tensor, soft_cap: float) -> torch.Tensor:
