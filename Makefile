@@ -77,10 +77,11 @@ ifeq ($(KUBECONFIG),)
 endif
 	HETERO_E2E_IMAGES="$(E2E_IMAGES)" $(BIN)/pytest tests/e2e -v
 
-lint: $(STAMP) ## Check style and the architecture's import rules
+lint: $(STAMP) ## Check style, the architecture's import rules and the product's size
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/python tools/measure_code.py
 
 format: $(STAMP) ## Format the code
 	$(BIN)/ruff check --fix .
@@ -95,8 +96,8 @@ protos: $(STAMP) ## Generate the protobuf and gRPC stubs
 manifests: $(STAMP) ## Generate the CRD from hetero_api/spec.py, and the reference page
 	$(BIN)/python -m tools.generate manifests docs
 
-docs: $(STAMP) ## Generate the reference page
-	$(BIN)/python -m tools.generate docs
+docs: $(STAMP) ## Generate the reference page and the picture of the rooms
+	$(BIN)/python -m tools.generate docs picture
 
 chart: $(STAMP) ## Generate the Helm chart's schema and README from the comments in its values.yaml
 	$(BIN)/python -m tools.generate chart
@@ -105,7 +106,7 @@ golden: $(STAMP) ## Write the golden renders of tests/unit/operator anew; read t
 	UPDATE_GOLDEN=1 $(BIN)/pytest tests/unit/operator/test_render_golden.py -q
 
 verify: $(STAMP) ## Fail when generated files differ from their sources
-	$(BIN)/python -m tools.generate --check protos manifests docs chart
+	$(BIN)/python -m tools.generate --check protos manifests docs chart picture
 
 bench: $(STAMP) $(NATIVE) ## Measure against transformers and this machine's limits; writes bench/results
 	@$(BIN)/hetero model fetch smollm2-135m-instruct

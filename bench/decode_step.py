@@ -32,7 +32,7 @@ from hetero_placement.shard_plans import deal_within_layers
 from hetero_worker.distributed.exchange import LocalExchange
 from hetero_worker.native.team import NativeTeam
 from hetero_worker.runners.base import LoadRequest
-from hetero_worker.runners.cpu_runner import CpuRunner
+from hetero_worker.runners.device_runners import CpuRunner
 
 STEPS: Final = 200
 WARM_STEPS: Final = 8

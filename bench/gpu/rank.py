@@ -111,7 +111,7 @@ class _Rank:
 
     def _make_runner(self) -> None:
         from hetero_worker.runners.async_steps import AsyncSteps
-        from hetero_worker.runners.selection import runner_of
+        from hetero_worker.runners.device_runners import runner_of
 
         self._runner = runner_of(self._platform)
         self._steps: AsyncSteps = AsyncSteps(self._runner, self._answer)

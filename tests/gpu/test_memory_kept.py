@@ -22,8 +22,8 @@ from hetero_worker.backends.cuda.device import CudaPlatform
 from hetero_worker.distributed.exchange import LocalExchange
 from hetero_worker.memory.memory_pool import CudaMemoryPool
 from hetero_worker.runners.base import LoadRequest
-from hetero_worker.runners.largest_step import measure_workspace
-from hetero_worker.runners.selection import runner_of
+from hetero_worker.runners.device_runners import runner_of
+from hetero_worker.runners.profile_run import measure_workspace
 from hetero_worker.runners.shard import memory_of
 from tests.support.gpu_needed import skip_without_gpu
 from tests.support.rank_group import PlanBuilder, Shares, StepOutcome

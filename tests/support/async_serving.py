@@ -26,7 +26,7 @@ from hetero_worker.distributed.staging import StreamStaging
 from hetero_worker.layers.sampler import SampleTokens, sample_tokens
 from hetero_worker.runners.async_steps import AsyncSteps
 from hetero_worker.runners.base import LoadRequest, StepOutput
-from hetero_worker.runners.gpu_runner import GpuRunner
+from hetero_worker.runners.device_runners import GpuRunner
 from hetero_worker.runners.graphs.device_steps import MakeGraphs
 from hetero_worker.sampling.base import ShardSampler
 from hetero_worker.sampling.device import DeviceSampler

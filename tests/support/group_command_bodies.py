@@ -10,7 +10,7 @@ from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.runners.base import LoadRequest, StepOutput
-from hetero_worker.runners.cpu_runner import CpuRunner
+from hetero_worker.runners.device_runners import CpuRunner
 from tests.support.rank_processes import RankContext
 
 PROMPT = (7, 150, 3, 88, 199, 0, 42, 42, 64, 63, 127)

@@ -21,9 +21,8 @@ from hetero_worker.backends.base import Platform
 from hetero_worker.backends.cpu import CpuPlatform
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.runners.base import LoadRequest
-from hetero_worker.runners.gpu_runner import GpuRunner
+from hetero_worker.runners.device_runners import GpuRunner, runner_of
 from hetero_worker.runners.graphs.device_steps import MakeGraphs
-from hetero_worker.runners.selection import runner_of
 from tests.support.pseudo_gpu import PseudoGpuPlatform
 from tests.support.rank_group import LogitsRecorder, PlanBuilder, StepOutcome
 from tests.support.rank_processes import RankContext

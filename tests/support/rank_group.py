@@ -21,8 +21,7 @@ from hetero_worker.backends.base import HOST
 from hetero_worker.distributed.exchange import Exchange, HostExchange
 from hetero_worker.layers.sampler import SampledRows, SampleTokens, gather_logits, sample_tokens
 from hetero_worker.runners.base import LoadReport, LoadRequest, SampledToken, StepOutput
-from hetero_worker.runners.cpu_runner import CpuRunner
-from hetero_worker.runners.gpu_runner import GpuRunner
+from hetero_worker.runners.device_runners import CpuRunner, GpuRunner
 from hetero_worker.runners.graphs.device_steps import MakeGraphs
 from hetero_worker.sampling.base import ShardSampler, StartedDraws
 from hetero_worker.sampling.request import SamplingRow

@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.runners.base import SampledToken, StepOutput
-from hetero_worker.runners.multi_step import may_follow, may_lead
-from hetero_worker.runners.native_sampling import MAX_STEPS
 from hetero_worker.runners.plan_runner import PlanRunner
+from hetero_worker.runners.recorded.multi_step import may_follow, may_lead
+from hetero_worker.runners.recorded.sampling import MAX_STEPS
 from tests.support.rank_group import GREEDY, PlanBuilder, RankGroup
 from tests.support.thread_exchange import run_ranks
 

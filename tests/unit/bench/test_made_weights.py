@@ -15,7 +15,7 @@ from hetero_worker.backends.cpu import CpuPlatform
 from hetero_worker.checkpoints.store import TensorSlice
 from hetero_worker.distributed.exchange import LocalExchange
 from hetero_worker.runners.base import LoadRequest
-from hetero_worker.runners.selection import runner_of
+from hetero_worker.runners.device_runners import runner_of
 from tests.support.rank_shares import Shares
 
 pytestmark = pytest.mark.unit

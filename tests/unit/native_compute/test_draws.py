@@ -18,7 +18,7 @@ from hetero_worker.distributed.exchange import LocalExchange
 from hetero_worker.models.decoder import DecoderInput
 from hetero_worker.native.compute_library import choose_op, step_on_op
 from hetero_worker.native.op_queue import OpQueue
-from hetero_worker.runners.native_sampling import MAX_STEPS, NativeSampling
+from hetero_worker.runners.recorded.sampling import MAX_STEPS, NativeSampling
 from tests.support.native_compute import compute_library, computing_with, op_queue_of
 
 pytestmark = pytest.mark.unit

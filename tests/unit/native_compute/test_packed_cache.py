@@ -31,8 +31,8 @@ from hetero_worker.layers.linear import ShardedLinear
 from hetero_worker.layers.native_linear import NativeLinear, NativeWeight
 from hetero_worker.memory.memory_pool import HostMemoryPool
 from hetero_worker.runners.base import LoadRequest
-from hetero_worker.runners.native_steps import NativeSteps
-from hetero_worker.runners.rehearsal import checksum
+from hetero_worker.runners.profile_run import checksum
+from hetero_worker.runners.recorded.steps import NativeSteps
 from hetero_worker.runners.runner_device import RunnerDevice
 from hetero_worker.runners.shard import load_shard
 from tests.support.native_compute import compute_library, computing_with, op_queue_of

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hetero_worker.runners.recording_guard import RecordingGuard
+from hetero_worker.runners.recorded.guard import RecordingGuard
 
 pytestmark = pytest.mark.unit
 

@@ -21,10 +21,8 @@ from hetero_worker.backends.cpu import CpuPlatform
 from hetero_worker.distributed.exchange import LocalExchange
 from hetero_worker.errors import MemoryBudgetError, ProtocolError
 from hetero_worker.runners.base import LoadReport
-from hetero_worker.runners.cpu_runner import CpuRunner
-from hetero_worker.runners.device_inputs import DeviceInputs
-from hetero_worker.runners.gpu_runner import GpuRunner
-from hetero_worker.runners.selection import runner_of
+from hetero_worker.runners.device_runners import CpuRunner, GpuRunner, runner_of
+from hetero_worker.runners.graphs.device_inputs import DeviceInputs
 from tests.support.pseudo_gpu import PseudoGpuPlatform
 from tests.support.rank_group import PlanBuilder, RankGroup, Shares, StepOutcome
 from tests.support.rank_shares import layers_on

@@ -18,9 +18,9 @@ from hetero_api.v1 import ranks_pb2
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.errors import CacheLostError, ProtocolError, WeightsChangedError, WeightsDamagedError
 from hetero_worker.models.decoder import Decoder
+from hetero_worker.runners.model_state import ServingCache, make_cache
 from hetero_worker.runners.plan_runner import PlanRunner
-from hetero_worker.runners.serving import ServingCache, make_cache
-from hetero_worker.runners.step_recorder import StepRecorder
+from hetero_worker.runners.step_times import StepRecorder
 from tests.support.rank_group import PlanBuilder, RankGroup, Shares
 from tests.support.tiny_checkpoints import TinyCheckpoint, save_tiny
 

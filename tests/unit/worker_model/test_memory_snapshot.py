@@ -14,8 +14,8 @@ from hetero_worker.memory.budget import MemoryBudget
 from hetero_worker.memory.memory_pool import CgroupFiles, MemorySnapshot, PeakMeter
 from hetero_worker.models.decoder import Decoder, DecoderInput
 from hetero_worker.runners.base import LoadRequest
-from hetero_worker.runners.cpu_runner import CpuRunner
-from hetero_worker.runners.largest_step import measure_workspace
+from hetero_worker.runners.device_runners import CpuRunner
+from hetero_worker.runners.profile_run import measure_workspace
 from tests.support.rank_group import RankGroup, Shares
 from tests.support.tiny_checkpoints import save_tiny
 

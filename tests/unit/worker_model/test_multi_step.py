@@ -20,10 +20,11 @@ from hetero_worker.distributed.routes import routes_of
 from hetero_worker.errors import ExchangeAborted, ProtocolError
 from hetero_worker.layers.sampler import sample_tokens
 from hetero_worker.native.team import NativeTeam
-from hetero_worker.runners import multi_step, running_step
+from hetero_worker.runners import running_step
 from hetero_worker.runners.base import SampledToken, StepOutput
-from hetero_worker.runners.native_sampling import MAX_STEPS
 from hetero_worker.runners.plan_runner import PlanRunner
+from hetero_worker.runners.recorded import multi_step
+from hetero_worker.runners.recorded.sampling import MAX_STEPS
 from tests.support.rank_group import PlanBuilder, RankGroup, Shares
 from tests.support.shm_threads import exchanges
 from tests.support.step_scripts import (

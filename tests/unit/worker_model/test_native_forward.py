@@ -68,7 +68,7 @@ def told(group: RankGroup) -> list[torch.Tensor]:
 
 def recordings(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What forward passes said of recordings."""
-    name = "hetero_worker.runners.native_forward"
+    name = "hetero_worker.runners.recorded.forward"
     return [record.getMessage() for record in caplog.records if record.name == name]
 
 

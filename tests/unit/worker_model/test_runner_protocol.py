@@ -13,7 +13,7 @@ from hetero_api.v1 import ranks_pb2
 from hetero_worker.distributed.exchange import LocalExchange
 from hetero_worker.errors import ExchangeAborted, MemoryBudgetError, ProtocolError
 from hetero_worker.runners.base import LoadRequest, Runner
-from hetero_worker.runners.cpu_runner import CpuRunner
+from hetero_worker.runners.device_runners import CpuRunner
 from tests.support.rank_group import GREEDY, PlanBuilder, RankGroup, Shares
 from tests.support.tiny_checkpoints import TinyCheckpoint, save_tiny
 

@@ -15,7 +15,7 @@ from hetero_gateway.engine.request import GenerationRequest
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.errors import ProtocolError
 from hetero_worker.layers.sampler import SampledRows, sample_tokens
-from hetero_worker.runners.device_inputs import DeviceInputs
+from hetero_worker.runners.graphs.device_inputs import DeviceInputs
 from hetero_worker.runners.graphs.padding import Padding
 from hetero_worker.runners.plan_check import PlanBounds
 from hetero_worker.runners.running_step import RunningStep

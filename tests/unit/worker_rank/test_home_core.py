@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from hetero_worker.runners.home_core import HomeCore
+from hetero_worker.runners.recorded.home_core import HomeCore
 
 pytestmark = pytest.mark.unit
 

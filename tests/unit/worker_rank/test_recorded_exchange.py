@@ -12,7 +12,7 @@ from hetero_worker.distributed.hierarchical import HierarchicalExchange
 from hetero_worker.distributed.staging import staging_for
 from hetero_worker.runners.graphs.breaks import Breaks
 from hetero_worker.runners.graphs.current_step import CurrentStep
-from hetero_worker.runners.recorded_exchange import RecordedExchange
+from hetero_worker.runners.recorded.exchange import RecordedExchange
 from tests.support.native_compute import op_queue_of
 from tests.support.shm_threads import exchanges
 from tests.support.tape import TapeBackend

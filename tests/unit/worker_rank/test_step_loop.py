@@ -18,7 +18,7 @@ from hetero_worker.errors import ProtocolError
 from hetero_worker.process.gateway_link import Arrival, Event, LeaveRequested, one_by_one
 from hetero_worker.process.step_loop import HOLD_S, StepLoop
 from hetero_worker.runners.base import MaskSource, SampledToken, StepOutput, no_masks
-from hetero_worker.runners.native_sampling import MAX_STEPS
+from hetero_worker.runners.recorded.sampling import MAX_STEPS
 from hetero_worker.runners.running_step import FinishedStep
 
 pytestmark = pytest.mark.unit

@@ -304,3 +304,11 @@ class Arrived:
     def wait(self) -> torch.Tensor:
         """Return the tensor."""
         return self._tensor
+
+
+def all_can(exchange: Exchange, can: bool) -> bool:
+    """Return whether every rank of the group can. One round of all ranks. Raises ExchangeError."""
+    if exchange.world_size == 1:
+        return can
+    votes = exchange.all_gather(torch.tensor([can], dtype=torch.int64), [1] * exchange.world_size)
+    return all(bool(vote.item()) for vote in votes)

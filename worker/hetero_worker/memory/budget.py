@@ -2,7 +2,7 @@
 
 It is the memory given - runtime - weights - workspace of the largest step - graphs, and at most what the device has
 left after the load beside workspace and graphs. `hetero_api.rank_memory` bounds each of these from shapes, well enough
-to refuse a model before it is read; `runners.largest_step` measures the workspace. Nothing here allocates.
+to refuse a model before it is read; `runners.profile_run` measures the workspace. Nothing here allocates.
 """
 
 from __future__ import annotations

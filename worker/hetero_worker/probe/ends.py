@@ -20,8 +20,8 @@ from hetero_worker.probe.layers import BLOCK_SIZE, Site, SyntheticStep, TimedWor
 from hetero_worker.probe.sizes import UNIT
 from hetero_worker.probe.timing import Point, Work
 from hetero_worker.runners.input_batch import InputBuffers
-from hetero_worker.runners.loopback import LoopbackExchange
 from hetero_worker.runners.plan_check import PlanBounds, PlanCheck
+from hetero_worker.runners.profile_run import LoopbackExchange
 from hetero_worker.runners.slots import SlotTable
 from hetero_worker.sampling.request import SamplingRow
 

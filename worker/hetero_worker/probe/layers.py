@@ -30,7 +30,7 @@ from hetero_worker.native.op_queue import Arena, OpQueue
 from hetero_worker.probe.sizes import UNIT, LayerSize
 from hetero_worker.probe.synthetic import EvenRouter, even_units
 from hetero_worker.probe.timing import Point, Work
-from hetero_worker.runners.recording_guard import RecordingGuard
+from hetero_worker.runners.recorded.guard import RecordingGuard
 from hetero_worker.sampling.base import HOST_SAMPLER, ShardSampler
 
 BLOCK_SIZE: Final = 16

@@ -108,7 +108,7 @@ def preload() -> None:
     import hetero_worker.process.identity
     import hetero_worker.process.state_machine
     import hetero_worker.process.tuning_cache
-    import hetero_worker.runners.selection  # noqa: F401
+    import hetero_worker.runners.device_runners  # noqa: F401
 
 
 def _run(
@@ -150,7 +150,7 @@ def _prepare(
     from hetero_worker.process.identity import RankIdentity, describe_device, make_hello
     from hetero_worker.process.state_machine import WorkerStateMachine
     from hetero_worker.process.tuning_cache import TuningCache, boot_identity, code_identity
-    from hetero_worker.runners.selection import runner_of
+    from hetero_worker.runners.device_runners import runner_of
 
     pinning = binding.report
     start_compute_threads(pinning.num_threads)

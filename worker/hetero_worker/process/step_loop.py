@@ -7,7 +7,7 @@ decode (`runners.multi_step`), as many as take no longer. On a rank with asynchr
 come, may begin before the one before is finished (`runners.async_steps`). Otherwise it waits in the link unread. Only a
 step whose draws are masked reads what comes next, which are its masks.
 
-The main thread keeps to a core while it executes steps, if the runner has one for it (`runners.home_core`).
+The main thread keeps to a core while it executes steps, if the runner has one for it (`runners.recorded.home_core`).
 
 A loop serves one epoch at a time, all on the main thread. The caller reports errors.
 """
@@ -26,9 +26,9 @@ from hetero_worker.process.gateway_link import Arrival, Event, GatewayLink
 from hetero_worker.process.messages import step_result
 from hetero_worker.runners.async_steps import AsyncSteps
 from hetero_worker.runners.base import Runner, StepOutput
-from hetero_worker.runners.home_core import HomeCore
-from hetero_worker.runners.multi_step import may_follow, may_lead
-from hetero_worker.runners.native_sampling import MAX_STEPS
+from hetero_worker.runners.recorded.home_core import HomeCore
+from hetero_worker.runners.recorded.multi_step import may_follow, may_lead
+from hetero_worker.runners.recorded.sampling import MAX_STEPS
 
 HOLD_S: Final = 1 / 30
 """Longest wait of the first of the answers that travel together: text that comes 30 times a second flows."""

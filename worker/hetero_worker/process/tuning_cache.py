@@ -25,7 +25,7 @@ from hetero_api.v1 import ranks_pb2
 from hetero_worker.host.disturbance import CoreWatch
 from hetero_worker.models.decoder import Decoder
 from hetero_worker.runners.base import LoadRequest
-from hetero_worker.runners.largest_step import measure_workspace
+from hetero_worker.runners.profile_run import measure_workspace
 from hetero_worker.runners.shard import limits_of
 
 _log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class TuningCache:
         self._write()
 
     def measure_workspace(self, decoder: Decoder, request: LoadRequest) -> int | None:
-        """As `largest_step.measure_workspace`, which is asked if it was not before."""
+        """As `profile_run.measure_workspace`, which is asked if it was not before."""
         means = (request.attention, request.fused, request.native, request.batch_invariant)
         asked = (request.config, request.dtype, request.shard_plan, request.rank, limits_of(request), means)
         question = hashlib.sha256(repr(asked).encode()).hexdigest()

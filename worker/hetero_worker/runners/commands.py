@@ -26,7 +26,7 @@ from typing import Final
 from hetero_api.errors import HeteroError, ModelError
 from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.distributed.exchange import Exchange
+from hetero_worker.distributed.exchange import Exchange, all_can
 from hetero_worker.errors import (
     CacheLostError,
     CommandRefused,
@@ -41,14 +41,10 @@ from hetero_worker.memory.memory_pool import MemoryPool
 from hetero_worker.memory.weight_offload import OffloadedWeights
 from hetero_worker.models.decoder import Decoder
 from hetero_worker.runners.base import LoadReport, LoadRequest
-from hetero_worker.runners.experts import read_experts, take_counts
-from hetero_worker.runners.model_state import ModelState, SleepingWeights
-from hetero_worker.runners.rehearsal import checksum
-from hetero_worker.runners.serving import ServingCache, check_order, make_cache
-from hetero_worker.runners.shard import LoadedShard, empty_decoder, load_shard
-from hetero_worker.runners.step_recorder import StepRecorder
-from hetero_worker.runners.step_times import StepTimes
-from hetero_worker.runners.voting import all_can
+from hetero_worker.runners.model_state import ModelState, ServingCache, SleepingWeights, check_order, make_cache
+from hetero_worker.runners.profile_run import checksum
+from hetero_worker.runners.shard import LoadedShard, empty_decoder, load_shard, read_experts, take_counts
+from hetero_worker.runners.step_times import StepRecorder, StepTimes
 
 logger = logging.getLogger(__name__)
 

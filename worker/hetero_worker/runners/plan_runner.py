@@ -24,12 +24,11 @@ from hetero_worker.layers.sampler import SampleTokens, sample_tokens, sampler_fo
 from hetero_worker.models.decoder import Decoder
 from hetero_worker.runners.base import LoadReport, LoadRequest, MaskSource, StepInFlight, StepOutput, no_masks
 from hetero_worker.runners.commands import GroupCommands
-from hetero_worker.runners.largest_step import measure_workspace
-from hetero_worker.runners.model_state import ModelState
-from hetero_worker.runners.multi_step import MultiStep, MultiStepDecode, is_plain
+from hetero_worker.runners.model_state import ModelState, ServingCache, make_cache
+from hetero_worker.runners.profile_run import measure_workspace
+from hetero_worker.runners.recorded.multi_step import MultiStep, MultiStepDecode, is_plain
 from hetero_worker.runners.runner_device import RunnerDevice
 from hetero_worker.runners.running_step import FinishedStep, RunningStep, StepContext
-from hetero_worker.runners.serving import ServingCache, make_cache
 from hetero_worker.runners.shard import LoadedShard, limits_of, load_shard, native_for
 from hetero_worker.runners.step_times import StepTimes
 from hetero_worker.sampling.base import HOST_SAMPLER, ShardSampler
@@ -38,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 MeasureWorkspace = Callable[[Decoder, LoadRequest], int | None]
-"""`largest_step.measure_workspace`, or a cache of its answers."""
+"""`profile_run.measure_workspace`, or a cache of its answers."""
 
 
 class PlanRunner:

@@ -35,8 +35,8 @@ from hetero_worker.models.decoder import Decoder
 from hetero_worker.runners.base import LoadRequest, MaskSource, SampledToken, StepOutput
 from hetero_worker.runners.forward import ForwardStates
 from hetero_worker.runners.input_batch import InputBatch, PromptRows
+from hetero_worker.runners.model_state import ServingCache
 from hetero_worker.runners.runner_device import DeviceTokenInputs
-from hetero_worker.runners.serving import ServingCache
 from hetero_worker.runners.slots import ExpectedTokens, draw_of, pending_token
 from hetero_worker.runners.step_times import StepTimes
 from hetero_worker.sampling.base import ShardSampler, StartedDraws, UnknownTokens

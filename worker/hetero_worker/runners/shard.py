@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -12,11 +13,15 @@ import torch
 from hetero_api.errors import ModelError, PlanError
 from hetero_api.graph_memory import GraphMemory
 from hetero_api.rank_memory import KvCost, ModelMemory, StepLimits
+from hetero_api.sharding import ShardPlan
+from hetero_api.v1 import ranks_pb2
 from hetero_worker.attention.base import AttentionBackend
 from hetero_worker.attention.selection import ChosenAttention, choose_attention
 from hetero_worker.backends.base import Platform
+from hetero_worker.errors import CommandRefused, MemoryBudgetError
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
 from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel
+from hetero_worker.layers.moe import Expert
 from hetero_worker.layers.selection import fused_ops_of, host_kernel, invariant_kernel, invariant_ops
 from hetero_worker.memory.budget import MemoryBudget, mib
 from hetero_worker.memory.memory_pool import MemoryPool
@@ -104,13 +109,13 @@ def load_shard(request: LoadRequest, device: RunnerDevice, *, kernel: LinearKern
 
 
 def empty_decoder(request: LoadRequest, platform: Platform) -> Decoder:
-    """The rank's part of the model without weights: it can say what a cache looks like."""
+    """Return the rank's part of the model without weights: it can say what a cache looks like."""
     attention = _attention_of(request, platform)
     return _empty_decoder(request, platform, attention.backend)
 
 
 def native_for(request: LoadRequest, platform: Platform) -> OpLibrary:
-    """The native kernels that a rank may use with this order."""
+    """Return the native kernels that a rank may use under this order."""
     if platform.is_host and not request.native:
         return OpLibrary(None, "native kernels are turned off")
     return platform.native
@@ -161,21 +166,22 @@ def _empty_decoder(
 
 
 def limits_of(request: LoadRequest) -> StepLimits:
-    """The largest step's size."""
+    """Return the size of the largest step."""
     return StepLimits(request.max_num_batched_tokens, request.max_num_seqs, request.max_model_len)
 
 
 def memory_of(request: LoadRequest) -> ModelMemory:
-    """What parts of the model take on this rank."""
+    """Return the memory arithmetic of the model on this rank."""
     return ModelMemory(request.config, limits_of(request), DTYPES[request.dtype].itemsize)
 
 
 def kv_cost(request: LoadRequest) -> KvCost:
+    """Return the cost of a token position on this rank."""
     return memory_of(request).kv_cost(request.shard_plan.ranks[request.rank])
 
 
 def graph_memory(request: LoadRequest, sizes: tuple[int, ...]) -> GraphMemory:
-    """What is kept for graphs of steps of these sizes, ascending."""
+    """Return the memory that is kept for graphs of steps of these sizes, ascending."""
     shard = request.shard_plan.ranks[request.rank]
     return GraphMemory.of(memory_of(request), shard, sizes, num_host_ranks=request.num_host_ranks)
 
@@ -183,7 +189,7 @@ def graph_memory(request: LoadRequest, sizes: tuple[int, ...]) -> GraphMemory:
 def budget_of(
     request: LoadRequest, weight_bytes: int, gather_bytes: int, pool: MemoryPool, *, graph_bytes: int = 0
 ) -> MemoryBudget:
-    """With the workspace computed, not measured. `gather_bytes`: what attention gathers in a step."""
+    """Return the budget with the workspace computed, not measured. `gather_bytes`: what attention gathers in a step."""
     return MemoryBudget(
         memory_bytes=int(request.memory_bytes * request.memory_utilization),
         weight_bytes=weight_bytes,
@@ -232,3 +238,79 @@ def _identity(request: LoadRequest) -> tuple[object, ...]:
         request.batch_invariant,
         request.native,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ReadExperts:
+    """Weights that a rank needs to go over to another plan."""
+
+    plan: ShardPlan
+    layers: Mapping[int, Mapping[int, Expert]]
+    """Layer → number → expert, of the layers whose experts on this rank change."""
+
+    def hold_in(self, decoder: Decoder) -> None:
+        """Compute with them from now on. Cannot fail."""
+        for layer, mlp in decoder.expert_mlps.items():
+            if layer in self.layers:
+                mlp.hold(self.layers[layer])
+
+
+def take_counts(decoder: Decoder) -> list[ranks_pb2.ExpertCounts]:
+    """How many tokens chose each of this rank's experts since the last time, by layer.
+
+    All tokens that were computed count, also those of the few steps that a rank makes for itself to prove its weights.
+    """
+    return [ranks_pb2.ExpertCounts(layer=layer, tokens=mlp.take_counts()) for layer, mlp in decoder.expert_mlps.items()]
+
+
+def read_experts(shard: LoadedShard, request: LoadRequest, plan: ShardPlan, *, kv_bytes: int) -> ReadExperts:
+    """Read the experts that `plan` gives this rank and the plan in force does not. `kv_bytes`: the cache's.
+
+    Raises CommandRefused when the plan differs in more than expert_orders, MemoryBudgetError before anything is read,
+    ModelError.
+    """
+    _check(plan, request)
+    mlps = shard.decoder.expert_mlps
+    wanted = {layer: frozenset(plan.experts_of(request.rank, layer)) for layer in mlps}
+    changed = {layer: numbers for layer, numbers in wanted.items() if numbers != frozenset(mlps[layer].numbers)}
+    dtype = DTYPES[request.dtype]
+    new_bytes = sum(
+        len(numbers.difference(mlps[layer].numbers)) * mlps[layer].expert_bytes(dtype, shard.kernel)
+        for layer, numbers in changed.items()
+    )
+    if not new_bytes:
+        return ReadExperts(plan, {})
+    _check_room(shard, request, new_bytes, kv_bytes=kv_bytes)
+    with shard.memory_pool.apart(), request.open_weights(request.directory) as checkpoint:
+        layers = {
+            layer: mlps[layer].read(numbers, checkpoint, dtype=dtype, kernel=shard.kernel)
+            for layer, numbers in changed.items()
+        }
+    return ReadExperts(plan, layers)
+
+
+def _check(plan: ShardPlan, request: LoadRequest) -> None:
+    if replace(plan, expert_orders=()) != replace(request.shard_plan, expert_orders=()):
+        raise CommandRefused("place_experts.shard_plan differs from the plan in force in more than expert_orders")
+    try:
+        plan.validate_for(request.config)
+    except PlanError as error:
+        raise CommandRefused(f"place_experts.shard_plan: {error}") from error
+
+
+def _check_room(shard: LoadedShard, request: LoadRequest, new_bytes: int, *, kv_bytes: int) -> None:
+    cost, pool = kv_cost(request), shard.memory_pool
+    scratch_bytes = kv_bytes * cost.scratch_bytes // cost.cache_bytes if cost.cache_bytes else 0
+    given = int(request.memory_bytes * request.memory_utilization)
+    runtime, kept = pool.runtime_bytes(), kv_bytes + scratch_bytes + shard.gather_bytes
+    left = given - runtime - shard.weight_bytes - kept
+    needed = f"{mib(new_bytes)} of experts have to be in memory beside those that they replace"
+    if new_bytes > left:
+        raise MemoryBudgetError(
+            f"{needed}, and there are only {mib(given)} given - {mib(runtime)} runtime - {mib(shard.weight_bytes)} "
+            f"weights - {mib(kept)} KV cache = {mib(left)}; {pool.remedy} or a smaller KV cache "
+            "(kvCacheMemoryBytes)"
+        )
+    available = pool.available_bytes()
+    if available is not None and new_bytes > available:
+        raise MemoryBudgetError(f"{needed}, and the device has {mib(available)} available")

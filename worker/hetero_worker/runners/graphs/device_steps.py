@@ -9,10 +9,10 @@ import torch
 from hetero_worker.backends.base import Platform
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.runners.base import LoadRequest
-from hetero_worker.runners.device_inputs import DeviceInputs
 from hetero_worker.runners.forward import EagerForward
 from hetero_worker.runners.graphs.backend import GraphBackend
 from hetero_worker.runners.graphs.cuda_backend import CudaGraphBackend
+from hetero_worker.runners.graphs.device_inputs import DeviceInputs
 from hetero_worker.runners.graphs.graph_forward import GraphForward
 from hetero_worker.runners.graphs.padding import Padding
 from hetero_worker.runners.plan_check import PlanBounds

@@ -12,9 +12,9 @@ from hetero_worker.native.op_queue import whole_lines
 from hetero_worker.runners.base import LoadRequest
 from hetero_worker.runners.forward import EagerForward
 from hetero_worker.runners.input_batch import InputBuffers
-from hetero_worker.runners.native_forward import NativeForward
-from hetero_worker.runners.native_sampling import NativeSampling
 from hetero_worker.runners.plan_check import PlanBounds
+from hetero_worker.runners.recorded.forward import NativeForward
+from hetero_worker.runners.recorded.sampling import NativeSampling
 from hetero_worker.runners.runner_device import MultiStepParts, StepParts
 from hetero_worker.runners.shard import native_for
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 
 from hetero_worker.native.op_queue import Arena, OpQueue, RecordedOps
-from hetero_worker.runners.recording_guard import RecordingGuard
+from hetero_worker.runners.recorded.guard import RecordingGuard
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,9 +35,9 @@ from hetero_worker.runners.forward import EagerForward, ForwardStates, StepDraws
 from hetero_worker.runners.graphs.breaks import Breaks, RecordedPass
 from hetero_worker.runners.graphs.current_step import CurrentStep
 from hetero_worker.runners.input_batch import InputBatch
-from hetero_worker.runners.native_backend import NativeBackend, NativeSegment
-from hetero_worker.runners.native_sampling import MAX_IDS, NativeSampling
-from hetero_worker.runners.recorded_exchange import RecordedExchange
+from hetero_worker.runners.recorded.backend import NativeBackend, NativeSegment
+from hetero_worker.runners.recorded.exchange import RecordedExchange
+from hetero_worker.runners.recorded.sampling import MAX_IDS, NativeSampling
 
 logger = logging.getLogger(__name__)
 

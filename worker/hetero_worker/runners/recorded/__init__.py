@@ -1,0 +1,1 @@
+"""Recorded steps of CPU ranks: a decode step becomes one native call, and several of them a run."""
