@@ -145,7 +145,7 @@ class TorchOps(ABC):
         return query
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PlainOps(TorchOps):
     """FusedOps by torch's operators, for any device and dtype."""
 
