@@ -285,7 +285,7 @@ def run_properties() -> None:
     run_state_machine_as_test(
         SchedulerMachine,
         settings=settings(
-            stateful_step_count=40,
+            stateful_step_count=60,
             phases=(Phase.generate,),
             derandomize=True,
             database=None,
