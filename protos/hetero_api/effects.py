@@ -2,8 +2,7 @@
 
 The longest prefix of a path counts, so one line can cover a section and another a field of it. A test holds that every
 field of the spec has an effect. The operator hashes fields by it (`reconcile/revision.py`), and the reference page
-prints
-it. Moving a field to a lower effect is safe; a higher one restarts what runs at upgrade.
+prints it. Moving a field to a lower effect is safe; a higher one restarts what runs at upgrade.
 """
 
 from __future__ import annotations

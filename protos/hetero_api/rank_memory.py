@@ -197,8 +197,8 @@ class ModelMemory:
     @property
     def holder_step(self) -> int:
         """Return the bytes of attention, if a rank holds heads, however many: masks of spans that continue a sequence,
-        and one head's
-        capped scores. Rows of a mask are together at most the step's, each as long as a sequence, for each window.
+        and one head's capped scores. Rows of a mask are together at most the step's, each as long as a sequence, for
+        each window.
         """
         pairs = self.limits.max_num_batched_tokens * self.limits.max_model_len
         masks = pairs * len(set(self.config.windows)) * self.element_bytes
@@ -224,8 +224,7 @@ class ModelMemory:
     @property
     def expert_step(self) -> int:
         """Return the bytes of an MLP of experts, however many a rank owns: its input and output, one expert at work,
-        and the router's
-        arithmetic. 0 for a model without.
+        and the router's arithmetic. 0 for a model without.
         """
         config, tokens = self.config, self.limits.max_num_batched_tokens
         if config.experts is None:
@@ -267,8 +266,7 @@ class ModelMemory:
 
     def decode_bytes(self, shard: RankShard, rows: int) -> int:
         """Return the bytes of the layers of a step in which so many sequences decode: as `summed_workspace_bytes`,
-        without what spans
-        and draws take.
+        without what spans and draws take.
         """
         return (
             self._residual_of(rows)

@@ -9,8 +9,7 @@ is some numbers of one row, or the whole row. A weight is
 
 A row's last group may be short: its values are padded, with zeros, to a whole group. Where the inputs are dealt to
 ranks, no group reaches over the seam (`group_within`). So a reader of a slice has whole groups, and a weight is the
-same
-number on every rank.
+same number on every rank.
 
 Linear layers and vocabulary matrices (embedding and output head) are quantised. Norms, biases and routers stay floats,
 and so do matrices of a model that is not quantised: these may be kept as they are stored (16 bits beside float32

@@ -54,10 +54,6 @@ class PseudoGpuPlatform(Platform):
         return AttentionKind.DEVICE
 
     @property
-    def packs_weights(self) -> bool:
-        return False
-
-    @property
     def pins_memory(self) -> bool:
         return False
 

@@ -215,8 +215,7 @@ class Hardware:
         """Return the hardware with ranks that are alike made equal.
 
         Each gets the median of their speeds, the least of their memory, the most of their fixed needs, and the widths
-        that
-        all of them keep.
+        that all of them keep.
         """
         ranks = list(self.ranks)
         for alike in self.classes():

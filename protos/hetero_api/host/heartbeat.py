@@ -2,8 +2,7 @@
 
 The rank's main thread writes at every change, in about a microsecond; nobody has to ask it, so an observer can see that
 a main thread hangs. A rank that waits (for a gateway, for its peers, for a request) is never late. Work has a limit,
-and
-is late after it. Times are of the monotonic clock, which all processes of a machine share.
+and is late after it. Times are of the monotonic clock, which all processes of a machine share.
 
 A process that is frozen as a whole (stopped, or never given a core) cannot say so; a second thread counts pulses. From
 both, `HangWatch` tells a supervisor that a process is to be killed.

@@ -7,14 +7,14 @@ import torch
 from torch.nn import functional as F
 
 from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel, RowKernel
-from hetero_worker.layers.selection import host_kernel
+from hetero_worker.layers.selection import usual_kernel
 from tests.support.native_compute import op_queue_of
 
 pytestmark = pytest.mark.unit
 
 DTYPES = (torch.float32, torch.bfloat16)
 KERNELS: list[tuple[torch.dtype, LinearKernel]] = [
-    (dtype, kernel) for dtype in DTYPES for kernel in (PlainKernel(), RowKernel(), host_kernel(dtype, op_queue_of()))
+    (dtype, kernel) for dtype in DTYPES for kernel in (PlainKernel(), RowKernel(), usual_kernel(dtype, op_queue_of()))
 ]
 
 
@@ -40,7 +40,7 @@ def test_kernel_equals_plain_linear(
 
 
 def test_a_packed_weight_does_not_need_the_unpacked_one() -> None:
-    for kernel in (PlainKernel(), RowKernel(), host_kernel(torch.float32, op_queue_of())):
+    for kernel in (PlainKernel(), RowKernel(), usual_kernel(torch.float32, op_queue_of())):
         weight = torch.ones(4, 6)
         packed = kernel.pack(weight)
         if kernel.copies_weight:
@@ -51,8 +51,8 @@ def test_a_packed_weight_does_not_need_the_unpacked_one() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_host_rank_uses_the_native_kernel_wherever_its_library_is_built(dtype: torch.dtype) -> None:
     """A timed choice once took another one, seven times slower, because its samples stayed in cache."""
-    assert host_kernel(dtype, op_queue_of()).name.startswith("native (")
-    assert host_kernel(dtype, None).name == "torch"
+    assert usual_kernel(dtype, op_queue_of()).name.startswith("native (")
+    assert usual_kernel(dtype, None).name == "torch"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -81,7 +81,7 @@ def test_a_kernel_that_keeps_weights_narrow_gives_the_same(
 
 def _use(kernel: LinearKernel, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that rounds no inputs: what is looked at here is weights."""
-    monkeypatch.setattr("hetero_worker.runners.shard.host_kernel", lambda _dtype, _op_queue: kernel)
+    monkeypatch.setattr("hetero_worker.runners.shard.usual_kernel", lambda _dtype, _op_queue: kernel)
 
 
 def _check(checkpoint: TinyCheckpoint, shares: Shares, quantization: str) -> None:

@@ -53,7 +53,7 @@ def test_what_a_gpu_is_can_be_told_without_touching_it() -> None:
     assert platform.device == torch.device("cuda", 6)
     assert (platform.kind, platform.is_host) == (ranks_pb2.DEVICE_KIND_CUDA, False)
     assert (platform.device_backend, platform.attention) == ("nccl", AttentionKind.DEVICE)
-    assert (platform.packs_weights, platform.pins_memory) == (False, True)
+    assert (platform.native.op_queue, platform.pins_memory) == (None, True)
     assert not torch.cuda._initialized
 
 

@@ -18,6 +18,8 @@ from hetero_api.contract import AUTHORIZATION_KEY
 from hetero_gateway.server.calls import Context, RpcStatus, abort
 from hetero_gateway.server.errors import BindError
 
+logger = logging.getLogger(__name__)
+
 KEEPALIVE_MS: Final = 30_000
 KEEPALIVE_TIMEOUT_MS: Final = 15_000
 MIN_CLIENT_PING_MS: Final = 5_000
@@ -96,8 +98,6 @@ def _why_not(host: str, port: int) -> str:
         return error.strerror or str(error)
     return "gRPC could not bind it"
 
-
-logger = logging.getLogger(__name__)
 
 _HEALTH_PREFIX: Final = "/grpc.health.v1.Health/"
 

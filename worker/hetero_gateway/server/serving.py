@@ -86,8 +86,6 @@ def _announce(config: GatewayConfig, model: ServedModel, addresses: Addresses) -
         write_state(config.state_file, state)
 
 
-logger = logging.getLogger(__name__)
-
 SHUTTING_DOWN: Final = "the gateway is shutting down"
 
 

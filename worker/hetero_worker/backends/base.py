@@ -4,7 +4,8 @@ One object a rank, made once by the process's entry and handed on; nothing asks 
 never comes near a GPU's driver: that code is imported by the ranks that compute there. `measure` is what the placement
 solver gets to see, so it is a measurement and never a data sheet.
 
-Which kernels suit a device is the platform's to say (`attention`, `packs_weights`), by name: they live in layers above.
+The platform says by name which attention suits the device (`attention`), and has the native kernels if there are any
+(`native`); the kernels themselves live in layers above.
 """
 
 from __future__ import annotations
@@ -99,11 +100,6 @@ class Platform(ABC):
         """Which attention suits the device."""
 
     @property
-    @abstractmethod
-    def packs_weights(self) -> bool:
-        """Whether linear kernels that pack weights are candidates; else weights stay plain tensors."""
-
-    @property
     def native(self) -> OpLibrary:
         """The native kernels, and the threads that they run on; the same object every time."""
         return NOT_FOR_DEVICES
@@ -140,7 +136,12 @@ def kind_of_rank(rank: int, *, num_gpu_ranks: int) -> ranks_pb2.DeviceKind.Value
 
 @dataclass(frozen=True, slots=True)
 class HeterogeneousPlatform:
-    """A group's platforms, as one of its processes sees them: it can be the ranks of its own kind."""
+    """Platforms of a mixed group, as one of its processes sees them: it can be the ranks of its own kind.
+
+    Ranks [0, num_gpu_ranks) of a group are GPU ranks, all others compute on host cores: the gateway numbers them so. A
+    process is started for one device, and gets its number later, in each epoch again. By its number the rank gets the
+    platform of that kind; a process that has no device of that kind is refused.
+    """
 
     own: Platform
     pool: str

@@ -76,11 +76,6 @@ class CpuPlatform(Platform):
         """Attention of host cores."""
         return AttentionKind.HOST
 
-    @property
-    def packs_weights(self) -> bool:
-        """True: native kernels pack weights."""
-        return True
-
     @cached_property
     def native(self) -> OpLibrary:
         """Its threads are started when it is first asked for: by then the process is bound to its cores."""
@@ -114,6 +109,11 @@ _GRAIN: Final = 32768
 
 
 def start_compute_threads(num_threads: int) -> None:
-    """Use that many, the calling thread included, from now on. Costs some hundred microseconds."""
+    """Use that many threads, the calling one included, from now on. Costs some hundred microseconds.
+
+    OpenMP starts its threads at the first piece of work that is large enough, and they keep the affinity that the
+    caller has at that moment. A rank leaves its cores for a while when it forms groups (`numa.threads_started_on`),
+    and on a rank that has all its measurements already that may be the first piece of work. So they are started here.
+    """
     torch.set_num_threads(num_threads)
     torch.empty(2 * _GRAIN * num_threads, dtype=torch.uint8).fill_(0)

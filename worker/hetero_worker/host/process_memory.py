@@ -1,11 +1,17 @@
-"""How malloc treats the buffers of a step.
+"""Memory of a rank's process: freed buffers are kept, code that ran once is given back.
 
-Left alone, glibc may give large buffers back to the kernel when a step frees them, and the next step pays a page fault
-for every 4 KiB of them again: measured, 1,536 in every decode step of 32 sequences (its 6 MiB of logits). So malloc is
-told to keep freed memory of up to 32 MiB a piece and never to trim its heap. What a rank keeps in this way is bounded
-by its largest step.
+*Buffers.* Left alone, glibc may give large buffers back to the kernel when a step frees them, and the next step pays a
+page fault for every 4 KiB of them again: measured, 1,536 in every decode step of 32 sequences (its 6 MiB of logits). So
+malloc keeps freed memory of up to 32 MiB a piece and never trims its heap. A rank keeps no more in this way than its
+largest step takes. When a rank goes to sleep between steps, it gives back what is kept
+(`hetero_api.host.freed_memory`).
 
-Between steps, when a rank goes to sleep, what is kept is given back (`hetero_api.host.freed_memory`).
+*Code.* Pages of a library that were read once count as a process's memory as long as they are mapped, though the system
+keeps them for all processes anyway, and many of them served initialisers alone. Pages that were given back are mapped
+again when they are needed: a small page fault, for some pages together. The initialisers of torch's libraries go
+through
+much of their code, so `import_torch` gives it back before and after Python's part of the import, which takes as much
+memory again.
 """
 
 from __future__ import annotations

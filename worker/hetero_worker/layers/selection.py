@@ -29,8 +29,11 @@ from hetero_worker.native.op_queue import OpQueue
 logger = logging.getLogger(__name__)
 
 
-def host_kernel(dtype: torch.dtype, op_queue: OpQueue | None) -> LinearKernel:
-    """Return the kernel of a host rank for inputs of `dtype`. No op_queue: the native library is missing."""
+def usual_kernel(dtype: torch.dtype, op_queue: OpQueue | None) -> LinearKernel:
+    """Return the kernel of a rank for inputs of `dtype`: native, or torch's without an op_queue.
+
+    GPU ranks have none, and neither have host ranks whose native library is missing.
+    """
     return PlainKernel() if op_queue is None else NativeLinear(op_queue, dtype)
 
 

@@ -6,8 +6,7 @@ All of it takes about two seconds, and no more memory for weights than it is giv
 
 A machine that other programs use too is faster now and slower then, for tenths of a second or for seconds. Works that
 were each measured in one go would differ by when that was. So all are visited in turn, several times, and means over
-the
-visits count: a step is the sum of its parts, stragglers included.
+the visits count: a step is the sum of its parts, stragglers included.
 
 All ranks of a group measure the same at the same time. They also measure their wait for one another after each half of
 a layer, which no rank knows by itself, and how much faster one is while the others are idle.

@@ -20,9 +20,9 @@ from hetero_api.v1 import ranks_pb2
 from hetero_worker.attention.selection import choose_attention
 from hetero_worker.backends.base import Platform
 from hetero_worker.distributed.measuring import NoPeers, Peers
-from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel, kept_bits
+from hetero_worker.layers.linear_kernels import LinearKernel, kept_bits
 from hetero_worker.layers.sampler import sampler_for
-from hetero_worker.layers.selection import fused_ops_of, host_kernel
+from hetero_worker.layers.selection import fused_ops_of, usual_kernel
 from hetero_worker.memory.budget import FixedNeeds
 from hetero_worker.memory.memory_pool import memory_pool_of
 from hetero_worker.probe.costs import measure_costs
@@ -154,7 +154,7 @@ def measure_device(platform: Platform) -> ranks_pb2.DeviceSpeeds:
 
 
 def _kernel(platform: Platform, dtype: torch.dtype) -> LinearKernel:
-    return host_kernel(dtype, platform.native.op_queue) if platform.packs_weights else PlainKernel()
+    return usual_kernel(dtype, platform.native.op_queue)
 
 
 def _site(platform: Platform, config: ModelConfig, dtype: torch.dtype, kernel: LinearKernel | None) -> Site:

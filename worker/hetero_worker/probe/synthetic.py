@@ -66,7 +66,13 @@ class SyntheticWeights(Checkpoint):
 
 
 class EvenRouter(Router):
-    """For a rank that has the experts [0, own)."""
+    """Router for a rank that has the experts [0, own), with tokens spread as evenly as they are on average.
+
+    A few rows choose a few experts, and a rank has some of these or none, by chance, so times of a real router's
+    choices say little about the mean. This router does a real one's arithmetic, but its choices follow from numbers
+    alone: of the rank's experts as many are chosen as can be expected, and by as many rows. The rest of the rounding
+    goes into the units that the time is stated for.
+    """
 
     def __init__(self, experts: ExpertsConfig, name: str, hidden_size: int, norm: RmsNorm, *, own: int) -> None:
         super().__init__(experts, name, hidden_size, norm)

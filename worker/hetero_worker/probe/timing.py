@@ -114,8 +114,7 @@ def line(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Return (fixed, unit) seconds through the first and the last of (units, seconds), ascending in units.
 
     Neither is less than 0: noise must not make a part that gains from work. A single time counts as units' alone (with
-    0
-    units: as fixed), since nothing tells them apart.
+    0 units: as fixed), since nothing tells them apart.
     """
     (few, few_s), (many, many_s) = times[0], times[-1]
     if many == 0:

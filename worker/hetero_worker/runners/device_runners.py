@@ -5,10 +5,8 @@ torch starts. A steady step that only decodes takes no memory from the system: i
 temporaries come from the C library's heap, which keeps them (`host.process_memory`).
 
 On a GPU weights, KV cache, token ids, positions and slots lie on the device; lengths and block tables begin on the
-host.
-Steps that only decode are replayed from graphs (`graphs`). Weights that sleep (level 1) go to host memory, and come
-back
-to the same tensors.
+host. Steps that only decode are replayed from graphs (`graphs`). Weights that sleep (level 1) go to host memory, and
+come back to the same tensors.
 """
 
 from __future__ import annotations

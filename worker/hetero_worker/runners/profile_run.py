@@ -2,8 +2,7 @@
 
 It has the most tokens, as the continuation of sequences as long as can be, and logits of as many rows as can be wanted
 at a time. It runs alone, on a scratch cache, with no peers (`LoopbackExchange`), and through one layer of each kind
-only,
-for layers take their memory one after another. Its peak comes from the host's kernel or the device's allocator
+only, for layers take their memory one after another. Its peak comes from the host's kernel or the device's allocator
 (`MemoryPool`), after the allocator has given back what it keeps. A margin comes on top, and the sampler's memory, which
 is computed.
 
@@ -117,7 +116,12 @@ NO_DECODE_ROWS: Final = DecodeRows(np.zeros(0, dtype=np.int32), np.zeros((0, 1),
 
 
 def checksum(shard: LoadedShard) -> int:
-    """Return a checksum of the shard's result in a small step. The same weights, kernel and threads give the same."""
+    """Return a checksum of the shard's result in a small step. The same weights, kernel and threads give the same.
+
+    Every weight of the layers and the head takes part (of the embedding, the rows of some tokens spread over the
+    vocabulary), so weights that are missing, mixed up or overwritten give another sum. A change too small to survive
+    rounding does not.
+    """
     request, device = shard.request, shard.decoder.device
     count = min(_CHECKED_TOKENS, request.max_model_len, request.config.vocab_size)
     step = DecoderInput(
@@ -148,7 +152,12 @@ _LINK_BYTES: Final = 2 * 1024 * 1024
 
 
 class LoopbackExchange(SendsAtOnce):
-    """Exchange with played peers, for tensors on any device."""
+    """Exchange with played peers, for steps that one rank makes alone, with tensors on any device.
+
+    The peers' tensors are a constant, and what this rank sends is kept as a checksum. So a step runs as it would in
+    the group, with buffers of the same sizes, but waits for nobody. Its numbers are only good for comparison with
+    those of the same step at another time.
+    """
 
     def __init__(self, *, rank: int, world_size: int) -> None:
         self._rank = rank

@@ -20,9 +20,9 @@ from hetero_worker.attention.selection import ChosenAttention, choose_attention
 from hetero_worker.backends.base import Platform
 from hetero_worker.errors import CommandRefused, MemoryBudgetError
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
-from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel
+from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.layers.moe import Expert
-from hetero_worker.layers.selection import fused_ops_of, host_kernel, invariant_kernel, invariant_ops
+from hetero_worker.layers.selection import fused_ops_of, invariant_kernel, invariant_ops, usual_kernel
 from hetero_worker.memory.budget import MemoryBudget, mib
 from hetero_worker.memory.memory_pool import MemoryPool
 from hetero_worker.models.decoder import Decoder
@@ -143,10 +143,7 @@ def _ops_of(request: LoadRequest, platform: Platform) -> FusedOps:
 
 
 def _kernel_of(request: LoadRequest, platform: Platform) -> LinearKernel:
-    if platform.packs_weights:
-        usual = host_kernel(DTYPES[request.dtype], native_for(request, platform).op_queue)
-    else:
-        usual = PlainKernel()
+    usual = usual_kernel(DTYPES[request.dtype], native_for(request, platform).op_queue)
     return invariant_kernel(usual, device=platform.device) if request.batch_invariant else usual
 
 
@@ -265,6 +262,11 @@ def take_counts(decoder: Decoder) -> list[ranks_pb2.ExpertCounts]:
 
 def read_experts(shard: LoadedShard, request: LoadRequest, plan: ShardPlan, *, kv_bytes: int) -> ReadExperts:
     """Read the experts that `plan` gives this rank and the plan in force does not. `kv_bytes`: the cache's.
+
+    Moving experts changes who computes them and nothing else, so logits stay the same up to the order of summation,
+    and the KV cache stays valid. The number of experts that a rank holds of a layer does not change, and neither do
+    its bytes. But the old experts are still there while the new ones are read. No step runs then, so the memory of
+    the largest step is free for them. A caller that changes many layers moves them one at a time.
 
     Raises CommandRefused when the plan differs in more than expert_orders, MemoryBudgetError before anything is read,
     ModelError.

@@ -159,7 +159,12 @@ class StepRecord:
 
 
 class StepRecorder:
-    """One record, from its making to `finish`; all on one thread."""
+    """Record of steps by torch's profiler, from its making to `finish`; all on one thread.
+
+    The record is bounded: after so many steps it ends by itself, because every operator of every step takes memory
+    until the report is made. A trace is sent as gzip of Chrome's format, or left out if it is larger than a message
+    may be.
+    """
 
     def __init__(
         self, *, max_steps: int = MAX_STEPS, max_trace_bytes: int = MAX_TRACE_BYTES, device: torch.device = HOST

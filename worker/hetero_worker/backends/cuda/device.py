@@ -66,11 +66,6 @@ class CudaPlatform(Platform):
         return AttentionKind.DEVICE
 
     @property
-    def packs_weights(self) -> bool:
-        """False: weights stay plain tensors."""
-        return False
-
-    @property
     def pins_memory(self) -> bool:
         """True: pinned memory is copied without waiting."""
         return True
