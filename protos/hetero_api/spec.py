@@ -1,8 +1,9 @@
 """The HeteroInference resource as types: the only source of its schema, defaults and messages.
 
 The operator, the gateway and the local launcher read manifests through these models; the CRD and the
-reference page are generated from them. Field names are Python's here and camelCase in YAML. Use
-`hetero_api.manifest.load_manifest` to read a file: it turns every problem into `path: message`.
+reference page are generated from them, with the fields' docstrings as descriptions for users. Field names are Python's
+here and camelCase in YAML. Use `hetero_api.manifest.load_manifest` to read a file: it turns every problem into
+`path: message`.
 """
 
 from __future__ import annotations
@@ -122,54 +123,40 @@ class PlacementShares(SpecModel):
 
     rules: ClassVar[tuple[Rule, ...]] = tuple(_gives_something(kind) for kind in SHARE_KINDS)
 
-    attention: Annotated[
-        _Weights | None, Field(description="Weights for KV heads, one a rank; 0: none. Default: computed.")
-    ] = None
-    mlp: Annotated[
-        _Weights | None, Field(description="Weights for MLP columns, one a rank; 0: none. Default: computed.")
-    ] = None
-    vocabulary: Annotated[
-        _Weights | None, Field(description="Weights for vocabulary rows, one a rank; 0: none. Default: computed.")
-    ] = None
+    attention: _Weights | None = None
+    """Weights for KV heads, one a rank; 0: none. Default: computed."""
+    mlp: _Weights | None = None
+    """Weights for MLP columns, one a rank; 0: none. Default: computed."""
+    vocabulary: _Weights | None = None
+    """Weights for vocabulary rows, one a rank; 0: none. Default: computed."""
 
 
 class WorkloadSpec(SpecModel):
     """The load that a placement is chosen for, and predictions are told for."""
 
-    prompt_tokens: Annotated[int, Field(ge=1, le=10_000_000, description="Tokens of a prompt.")] = 512
-    output_tokens: Annotated[int, Field(ge=1, le=10_000_000, description="Tokens of an output.")] = 128
-    concurrency: Annotated[int, Field(ge=1, le=4096, description="Requests at a time.")] = 1
+    prompt_tokens: Annotated[int, Field(ge=1, le=10_000_000)] = 512
+    """Tokens of a prompt."""
+    output_tokens: Annotated[int, Field(ge=1, le=10_000_000)] = 128
+    """Tokens of an output."""
+    concurrency: Annotated[int, Field(ge=1, le=4096)] = 1
+    """Requests at a time."""
 
 
 class PlacementSpec(SpecModel):
     """How the model is spread over the ranks."""
 
-    mode: Annotated[
-        PlacementMode,
-        spelled(PlacementMode),
-        Field(
-            description="Auto: the way that is predicted to be fastest, by what ranks measured; it may leave ranks "
-            "idle. Tensor: every layer is split over ranks. Layer: ranks hold whole layers. GpuOnly: CPU ranks hold "
-            "nothing."
-        ),
-    ] = PlacementMode.AUTO
-    shares: Annotated[
-        PlacementShares,
-        Field(
-            description="What each rank owns, where that is not to be computed. In mode Layer attention and mlp are "
-            "weights for whole layers (if both are given, equal), and vocabulary does not apply."
-        ),
-    ] = PlacementShares()
-    workload: Annotated[
-        WorkloadSpec, Field(description="The load that mode and shares are chosen for, where they are computed.")
-    ] = WorkloadSpec()
-    rebalance_experts: Annotated[
-        bool,
-        Field(
-            description="While nothing is served, move experts that were often chosen to the ranks that are fastest "
-            "with them."
-        ),
-    ] = True
+    mode: Annotated[PlacementMode, spelled(PlacementMode)] = PlacementMode.AUTO
+    """Auto: the way that is predicted to be fastest, by what ranks measured; it may leave ranks idle. Tensor: every
+    layer is split over ranks. Layer: ranks hold whole layers. GpuOnly: CPU ranks hold nothing.
+    """
+    shares: PlacementShares = PlacementShares()
+    """What each rank owns, where that is not to be computed. In mode Layer attention and mlp are weights for whole
+    layers (if both are given, equal), and vocabulary does not apply.
+    """
+    workload: WorkloadSpec = WorkloadSpec()
+    """The load that mode and shares are chosen for, where they are computed."""
+    rebalance_experts: bool = True
+    """While nothing is served, move experts that were often chosen to the ranks that are fastest with them."""
 
 
 class ExchangeKind(SpecEnum):
@@ -193,23 +180,16 @@ class ExchangeSpec(SpecModel):
         ),
     )
 
-    kind: Annotated[
-        ExchangeKind,
-        spelled(ExchangeKind),
-        Field(
-            description="Auto: shared memory where all ranks have it in common, else Gloo. SharedMemory: nothing else; "
-            "ranks that have none in common do not serve. Gloo: over the network, always."
-        ),
-    ] = ExchangeKind.AUTO
-    host_path: Annotated[
-        HostFolder | None,
-        Field(
-            description="Folder in the memory of each node, e.g. /dev/shm, that becomes /dev/shm of all rank pods: "
-            "pods of one node then share memory, where each has its own by default. It must exist, and pods must be "
-            "allowed to write to it. Pod Security levels Baseline and Restricted forbid such volumes. Of use where "
-            "pods share nodes: scheduling.topology with key kubernetes.io/hostname brings them together."
-        ),
-    ] = None
+    kind: Annotated[ExchangeKind, spelled(ExchangeKind)] = ExchangeKind.AUTO
+    """Auto: shared memory where all ranks have it in common, else Gloo. SharedMemory: nothing else; ranks that have
+    none in common do not serve. Gloo: over the network, always.
+    """
+    host_path: HostFolder | None = None
+    """Folder in the memory of each node, e.g. /dev/shm, that becomes /dev/shm of all rank pods: pods of one node then
+    share memory, where each has its own by default. It must exist, and pods must be allowed to write to it. Pod
+    Security levels Baseline and Restricted forbid such volumes. Of use where pods share nodes: scheduling.topology with
+    key kubernetes.io/hostname brings them together.
+    """
 
 
 class CacheLayout(SpecEnum):
@@ -224,42 +204,31 @@ class CacheLayout(SpecEnum):
 class EngineSpec(SpecModel):
     """Bounds and sizes of the engine."""
 
-    max_num_seqs: Annotated[int, Field(ge=1, le=4096, description="Most sequences in one step.")] = 64
-    max_num_batched_tokens: Annotated[
-        int,
-        Field(ge=1, le=131_072, description="Most tokens in one step: longer prompts are computed in chunks."),
-    ] = 512
-    block_size: Annotated[
-        int, Field(ge=1, le=512, description="Token positions a KV block. Contiguous caches do not use it.")
-    ] = 16
-    cache_layout: Annotated[
-        CacheLayout,
-        spelled(CacheLayout),
-        Field(
-            description="Paged: blocks of blockSize positions, shared between requests with equal prefixes. "
-            "Contiguous: one block a sequence, as long as model.maxModelLen; nothing is shared."
-        ),
-    ] = CacheLayout.PAGED
-    gpu_memory_utilization: Annotated[
-        float, Field(gt=0, le=1, description="Share of a GPU's memory that its rank may use.")
-    ] = 0.9
-    kv_cache_memory_bytes: Annotated[
-        Bytes | None,
-        Field(description="KV cache a rank, e.g. 4Gi. Default: what memory leaves after the weights."),
-    ] = None
-    enable_prefix_caching: Annotated[bool, Field(description="Reuse KV blocks of equal prefixes.")] = True
-    overlap_scheduling: Annotated[
-        bool, Field(description="Send a step to the ranks while they still compute the one before.")
-    ] = True
-    enforce_eager: Annotated[bool, Field(description="Never capture CUDA graphs.")] = False
-    batch_invariant: Annotated[
-        bool,
-        Field(
-            description="A request gets the same numbers to the last bit, and so the same tokens, whatever else is "
-            "computed with it, and whether its prompt is computed whole, in chunks or found in the cache. It takes "
-            "more time, on GPUs needs Triton, and leaves experts where they are (placement.rebalanceExperts)."
-        ),
-    ] = False
+    max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 64
+    """Most sequences in one step."""
+    max_num_batched_tokens: Annotated[int, Field(ge=1, le=131_072)] = 512
+    """Most tokens in one step: longer prompts are computed in chunks."""
+    block_size: Annotated[int, Field(ge=1, le=512)] = 16
+    """Token positions a KV block. Contiguous caches do not use it."""
+    cache_layout: Annotated[CacheLayout, spelled(CacheLayout)] = CacheLayout.PAGED
+    """Paged: blocks of blockSize positions, shared between requests with equal prefixes. Contiguous: one block a
+    sequence, as long as model.maxModelLen; nothing is shared.
+    """
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Share of a GPU's memory that its rank may use."""
+    kv_cache_memory_bytes: Bytes | None = None
+    """KV cache a rank, e.g. 4Gi. Default: what memory leaves after the weights."""
+    enable_prefix_caching: bool = True
+    """Reuse KV blocks of equal prefixes."""
+    overlap_scheduling: bool = True
+    """Send a step to the ranks while they still compute the one before."""
+    enforce_eager: bool = False
+    """Never capture CUDA graphs."""
+    batch_invariant: bool = False
+    """A request gets the same numbers to the last bit, and so the same tokens, whatever else is computed with it, and
+    whether its prompt is computed whole, in chunks or found in the cache. It takes more time, on GPUs needs Triton, and
+    leaves experts where they are (placement.rebalanceExperts).
+    """
 
 
 class ServiceSpec(SpecModel):
@@ -275,61 +244,48 @@ class ServiceSpec(SpecModel):
         ),
     )
 
-    type: Annotated[Literal["ClusterIP", "NodePort", "LoadBalancer"], Field(description="Type of the Service.")] = (
-        "ClusterIP"
-    )
-    port: Annotated[int, Field(ge=1, le=65535, description="Port of hetero.v1.Inference.")] = INFERENCE_PORT
-    http_port: Annotated[
-        int, Field(ge=1, le=65535, description="Port of the OpenAI-compatible endpoint, over HTTP.")
-    ] = HTTP_PORT
-    annotations: Annotated[
-        Annotations,
-        Field(max_length=32, description="Annotations of the Service, e.g. for a cloud's load balancer."),
-    ] = Field(default_factory=dict)
+    type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = "ClusterIP"
+    """Type of the Service."""
+    port: Annotated[int, Field(ge=1, le=65535)] = INFERENCE_PORT
+    """Port of hetero.v1.Inference."""
+    http_port: Annotated[int, Field(ge=1, le=65535)] = HTTP_PORT
+    """Port of the OpenAI-compatible endpoint, over HTTP."""
+    annotations: Annotated[Annotations, Field(max_length=32)] = Field(default_factory=dict)
+    """Annotations of the Service, e.g. for a cloud's load balancer."""
 
 
 class GatewaySpec(SpecModel):
     """The front door."""
 
-    service: Annotated[ServiceSpec, Field(description="How clients reach it.")] = ServiceSpec()
-    max_queued_requests: Annotated[
-        int, Field(ge=0, le=1_000_000, description="Most requests that wait; more are refused.")
-    ] = 1024
-    tls_secret_name: Annotated[
-        ObjectName | None,
-        Field(description="Secret with tls.crt and tls.key for the front door. Default: no TLS."),
-    ] = None
-    auth_token_secret_ref: Annotated[
-        SecretKeyRef | None,
-        Field(description="Secret with the bearer token that clients must show. Default: none is asked for."),
-    ] = None
-    resources: Annotated[ResourcesSpec, Field(description="Resources of the gateway's container.")] = ResourcesSpec()
-    drain_timeout_seconds: Annotated[
-        int, Field(ge=0, le=3600, description="How long a stopping gateway lets requests in flight finish.")
-    ] = 60
+    service: ServiceSpec = ServiceSpec()
+    """How clients reach it."""
+    max_queued_requests: Annotated[int, Field(ge=0, le=1_000_000)] = 1024
+    """Most requests that wait; more are refused."""
+    tls_secret_name: ObjectName | None = None
+    """Secret with tls.crt and tls.key for the front door. Default: no TLS."""
+    auth_token_secret_ref: SecretKeyRef | None = None
+    """Secret with the bearer token that clients must show. Default: none is asked for."""
+    resources: ResourcesSpec = ResourcesSpec()
+    """Resources of the gateway's container."""
+    drain_timeout_seconds: Annotated[int, Field(ge=0, le=3600)] = 60
+    """How long a stopping gateway lets requests in flight finish."""
 
 
 class RecoverySpec(SpecModel):
     """Steps that are taken when a rank is lost."""
 
-    rendezvous_timeout_seconds: Annotated[
-        int, Field(ge=5, le=86_400, description="Longest wait for all ranks to meet and load.")
-    ] = 600
-    startup_timeout_seconds: Annotated[
-        int,
-        Field(ge=30, le=86_400, description="Longest time from a pod's start to its readiness, model fetch left out."),
-    ] = 1800
-    step_timeout_seconds: Annotated[
-        int, Field(ge=1, le=3_600, description="Longest step before the ranks count as hung.")
-    ] = 60
-    max_restarts: Annotated[
-        int,
-        Field(ge=0, le=1000, description="Restarts of ranks within the window; beyond it they wait ever longer."),
-    ] = 5
-    window_seconds: Annotated[int, Field(ge=60, le=604_800, description="The window of maxRestarts.")] = 3600
-    node_lost_timeout_seconds: Annotated[
-        int, Field(ge=10, le=86_400, description="Wait before pods on a dead node are replaced.")
-    ] = 300
+    rendezvous_timeout_seconds: Annotated[int, Field(ge=5, le=86_400)] = 600
+    """Longest wait for all ranks to meet and load."""
+    startup_timeout_seconds: Annotated[int, Field(ge=30, le=86_400)] = 1800
+    """Longest time from a pod's start to its readiness, model fetch left out."""
+    step_timeout_seconds: Annotated[int, Field(ge=1, le=3_600)] = 60
+    """Longest step before the ranks count as hung."""
+    max_restarts: Annotated[int, Field(ge=0, le=1000)] = 5
+    """Restarts of ranks within the window; beyond it they wait ever longer."""
+    window_seconds: Annotated[int, Field(ge=60, le=604_800)] = 3600
+    """The window of maxRestarts."""
+    node_lost_timeout_seconds: Annotated[int, Field(ge=10, le=86_400)] = 300
+    """Wait before pods on a dead node are replaced."""
 
 
 class HeteroInferenceSpec(SpecModel):
@@ -362,27 +318,38 @@ class HeteroInferenceSpec(SpecModel):
         ),
     )
 
-    model: Annotated[ModelSpec, Field(description="Which model is served.")]
+    model: ModelSpec
+    """Which model is served."""
     pools: Pools
-    placement: Annotated[PlacementSpec, Field(description="How the model is spread over the ranks.")] = PlacementSpec()
-    exchange: Annotated[ExchangeSpec, Field(description="How ranks exchange tensors in host memory.")] = ExchangeSpec()
-    engine: Annotated[EngineSpec, Field(description="Bounds and sizes of the engine.")] = EngineSpec()
-    gateway: Annotated[GatewaySpec, Field(description="The front door.")] = GatewaySpec()
-    recovery: Annotated[RecoverySpec, Field(description="What happens when a rank is lost.")] = RecoverySpec()
-    scheduling: Annotated[SchedulingSpec, Field(description="Where Kubernetes may put the pods.")] = SchedulingSpec()
-    images: Annotated[
-        ImagesSpec, Field(description="Container images, where those of the installation are not wanted.")
-    ] = ImagesSpec()
-    pod_metadata: Annotated[PodMetadataSpec, Field(description="Labels and annotations of all pods.")] = (
-        PodMetadataSpec()
-    )
-    network_policy: Annotated[NetworkPolicySpec, Field(description="Who may talk to the pods.")] = NetworkPolicySpec()
-    disruption_budget: Annotated[DisruptionBudgetSpec, Field(description="Protection from evictions.")] = (
-        DisruptionBudgetSpec()
-    )
-    monitoring: Annotated[MonitoringSpec, Field(description="What is offered to Prometheus.")] = MonitoringSpec()
-    suspend: Annotated[bool, Field(description="true: keep the resource and what it owns, run no pods.")] = False
-    replicas: Annotated[int, Field(ge=0, le=1, description="1, or 0 for no pods; `kubectl scale` sets it.")] = 1
+    """Sets of equal ranks. GPU pools hold the low ranks, then CPU pools, each in order. Pools are not added, removed or
+    renamed once the resource exists.
+    """
+    placement: PlacementSpec = PlacementSpec()
+    """How the model is spread over the ranks."""
+    exchange: ExchangeSpec = ExchangeSpec()
+    """How ranks exchange tensors in host memory."""
+    engine: EngineSpec = EngineSpec()
+    """Bounds and sizes of the engine."""
+    gateway: GatewaySpec = GatewaySpec()
+    """The front door."""
+    recovery: RecoverySpec = RecoverySpec()
+    """What happens when a rank is lost."""
+    scheduling: SchedulingSpec = SchedulingSpec()
+    """Where Kubernetes may put the pods."""
+    images: ImagesSpec = ImagesSpec()
+    """Container images, where those of the installation are not wanted."""
+    pod_metadata: PodMetadataSpec = PodMetadataSpec()
+    """Labels and annotations of all pods."""
+    network_policy: NetworkPolicySpec = NetworkPolicySpec()
+    """Who may talk to the pods."""
+    disruption_budget: DisruptionBudgetSpec = DisruptionBudgetSpec()
+    """Protection from evictions."""
+    monitoring: MonitoringSpec = MonitoringSpec()
+    """What is offered to Prometheus."""
+    suspend: bool = False
+    """true: keep the resource and what it owns, run no pods."""
+    replicas: Annotated[int, Field(ge=0, le=1)] = 1
+    """1, or 0 for no pods; `kubectl scale` sets it."""
 
     @property
     def world_size(self) -> int:
@@ -408,15 +375,16 @@ class Metadata(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
 
-    name: Annotated[Name, Field(description="Name of the resource.")]
+    name: Name
+    """Name of the resource."""
     namespace: Annotated[str | None, Field(max_length=63)] = None
 
 
 class HeteroInference(SpecModel):
     """The whole resource."""
 
-    api_version: Annotated[str, Field(description=f"{GROUP}/{API_VERSION}")]
-    kind: Annotated[str, Field(description=KIND)]
+    api_version: str
+    kind: str
     metadata: Metadata
     spec: HeteroInferenceSpec
 

@@ -78,16 +78,16 @@ class SpreadPolicy(SpecEnum):
 class ImagesSpec(SpecModel):
     """Container images, where the operator's own are not wanted."""
 
-    gpu_worker: Annotated[Image | None, Field(description="Image of GPU ranks.")] = None
-    cpu_worker: Annotated[Image | None, Field(description="Image of CPU ranks.")] = None
-    gateway: Annotated[Image | None, Field(description="Image of the gateway.")] = None
-    pull_policy: Annotated[PullPolicy, spelled(PullPolicy), Field(description="When images are pulled.")] = (
-        PullPolicy.IF_NOT_PRESENT
-    )
-    pull_secrets: Annotated[
-        list[ObjectName],
-        Field(max_length=8, description="Names of Secrets, in the resource's namespace, to pull images with."),
-    ] = Field(default_factory=list)
+    gpu_worker: Image | None = None
+    """Image of GPU ranks."""
+    cpu_worker: Image | None = None
+    """Image of CPU ranks."""
+    gateway: Image | None = None
+    """Image of the gateway."""
+    pull_policy: Annotated[PullPolicy, spelled(PullPolicy)] = PullPolicy.IF_NOT_PRESENT
+    """When images are pulled."""
+    pull_secrets: Annotated[list[ObjectName], Field(max_length=8)] = Field(default_factory=list)
+    """Names of Secrets, in the resource's namespace, to pull images with."""
 
 
 class Toleration(SpecModel):
@@ -115,53 +115,34 @@ class Toleration(SpecModel):
         ),
     )
 
-    key: Annotated[LabelKey | None, Field(description="The taint's key. Left out: every key.")] = None
-    operator: Annotated[
-        Literal["Exists", "Equal"],
-        Field(description="Equal: the taint has this key and this value. Exists: it has this key."),
-    ] = "Equal"
-    value: Annotated[LabelValue | None, Field(description="The taint's value, for operator Equal.")] = None
-    effect: Annotated[
-        Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None,
-        Field(description="The taint's effect. Left out: every effect."),
-    ] = None
-    toleration_seconds: Annotated[
-        int | None,
-        Field(ge=0, le=31_536_000, description="For NoExecute: seconds that the taint is tolerated. Left out: always."),
-    ] = None
+    key: LabelKey | None = None
+    """The taint's key. Left out: every key."""
+    operator: Literal["Exists", "Equal"] = "Equal"
+    """Equal: the taint has this key and this value. Exists: it has this key."""
+    value: LabelValue | None = None
+    """The taint's value, for operator Equal."""
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    """The taint's effect. Left out: every effect."""
+    toleration_seconds: Annotated[int | None, Field(ge=0, le=31_536_000)] = None
+    """For NoExecute: seconds that the taint is tolerated. Left out: always."""
 
 
 class PoolScheduling(SpecModel):
     """Where the pods of one pool may run, beyond what holds for all."""
 
-    node_selector: Annotated[
-        Labels,
-        Field(
-            max_length=64,
-            description="Labels that this pool's nodes must have, beside those of spec.scheduling.nodeSelector.",
-        ),
-    ] = Field(default_factory=dict)
-    tolerations: Annotated[
-        list[Toleration],
-        Field(
-            max_length=32,
-            description="Taints that this pool's pods tolerate, beside those of spec.scheduling.tolerations.",
-        ),
-    ] = Field(default_factory=list)
+    node_selector: Annotated[Labels, Field(max_length=64)] = Field(default_factory=dict)
+    """Labels that this pool's nodes must have, beside those of spec.scheduling.nodeSelector."""
+    tolerations: Annotated[list[Toleration], Field(max_length=32)] = Field(default_factory=list)
+    """Taints that this pool's pods tolerate, beside those of spec.scheduling.tolerations."""
 
 
 class TopologySpec(SpecModel):
     """Keeps the ranks near to one another."""
 
-    key: Annotated[
-        LabelKey,
-        Field(description="Node label whose value names the domain, e.g. topology.kubernetes.io/zone."),
-    ]
-    policy: Annotated[
-        SpreadPolicy,
-        spelled(SpreadPolicy),
-        Field(description="Required: all ranks in one domain, or none starts. Preferred: where possible."),
-    ] = SpreadPolicy.PREFERRED
+    key: LabelKey
+    """Node label whose value names the domain, e.g. topology.kubernetes.io/zone."""
+    policy: Annotated[SpreadPolicy, spelled(SpreadPolicy)] = SpreadPolicy.PREFERRED
+    """Required: all ranks in one domain, or none starts. Preferred: where possible."""
 
 
 class GangSpec(SpecModel):
@@ -184,43 +165,36 @@ class GangSpec(SpecModel):
         ),
     )
 
-    scheduler: Annotated[
-        GangScheduler,
-        spelled(GangScheduler),
-        Field(description="Kueue: pod-group labels and the queue's name. Volcano: a PodGroup. None: neither."),
-    ] = GangScheduler.NONE
-    queue: Annotated[
-        ShortObjectName | None, Field(description="Queue of that scheduler; Kueue needs one (its LocalQueue).")
-    ] = None
+    scheduler: Annotated[GangScheduler, spelled(GangScheduler)] = GangScheduler.NONE
+    """Kueue: pod-group labels and the queue's name. Volcano: a PodGroup. None: neither."""
+    queue: ShortObjectName | None = None
+    """Queue of that scheduler; Kueue needs one (its LocalQueue)."""
 
 
 class SchedulingSpec(SpecModel):
     """Where Kubernetes may put the pods."""
 
-    scheduler_name: Annotated[
-        ObjectName | None,
-        Field(description="Scheduler of all pods, e.g. one that knows NUMA nodes. Default: the cluster's."),
-    ] = None
-    priority_class_name: Annotated[
-        ObjectName | None, Field(description="PriorityClass of all pods. Default: the cluster's.")
-    ] = None
-    node_selector: Annotated[
-        Labels, Field(max_length=64, description="Labels that the nodes of all pods must have.")
-    ] = Field(default_factory=dict)
-    tolerations: Annotated[list[Toleration], Field(max_length=32, description="Taints that all pods tolerate.")] = (
-        Field(default_factory=list)
-    )
-    topology: Annotated[
-        TopologySpec | None, Field(description="Keeps the ranks of all pools in one domain of nodes.")
-    ] = None
-    gang: Annotated[GangSpec, Field(description="Starts all pods at once, or none.")] = GangSpec()
+    scheduler_name: ObjectName | None = None
+    """Scheduler of all pods, e.g. one that knows NUMA nodes. Default: the cluster's."""
+    priority_class_name: ObjectName | None = None
+    """PriorityClass of all pods. Default: the cluster's."""
+    node_selector: Annotated[Labels, Field(max_length=64)] = Field(default_factory=dict)
+    """Labels that the nodes of all pods must have."""
+    tolerations: Annotated[list[Toleration], Field(max_length=32)] = Field(default_factory=list)
+    """Taints that all pods tolerate."""
+    topology: TopologySpec | None = None
+    """Keeps the ranks of all pools in one domain of nodes."""
+    gang: GangSpec = GangSpec()
+    """Starts all pods at once, or none."""
 
 
 class ResourcesSpec(SpecModel):
     """Resources of a container; requests and limits are the same."""
 
-    cpu_millis: Annotated[int, Field(ge=10, le=1_024_000, description="CPU in thousandths of a core.")] = 1000
-    memory: Annotated[Bytes, Field(description="Memory, e.g. 2Gi.")] = 2 * 2**30
+    cpu_millis: Annotated[int, Field(ge=10, le=1_024_000)] = 1000
+    """CPU in thousandths of a core."""
+    memory: Bytes = 2 * 2**30
+    """Memory, e.g. 2Gi."""
 
 
 _MEBIBYTES: Final = (
@@ -242,22 +216,19 @@ class HugepagesSpec(SpecModel):
         ),
     )
 
-    size: Annotated[Literal["2Mi", "1Gi"], Field(description="Size of a page.")] = "2Mi"
-    per_rank: Annotated[
-        WholeMebibytes,
-        Field(
-            description="Huge pages a rank, e.g. 64Gi: a multiple of size. They are on top of memoryPerRank, and the "
-            "node must have them reserved."
-        ),
-    ]
+    size: Literal["2Mi", "1Gi"] = "2Mi"
+    """Size of a page."""
+    per_rank: WholeMebibytes
+    """Huge pages a rank, e.g. 64Gi: a multiple of size. They are on top of memoryPerRank, and the node must have them
+    reserved.
+    """
 
 
 class NumaClaimSpec(SpecModel):
     """CPUs through Dynamic Resource Allocation instead of the kubelet's static CPU manager."""
 
-    device_class_name: Annotated[
-        ObjectName, Field(description="DeviceClass of the driver that hands out CPUs, e.g. dra.cpu.")
-    ]
+    device_class_name: ObjectName
+    """DeviceClass of the driver that hands out CPUs, e.g. dra.cpu."""
 
 
 class MonitoringSpec(SpecModel):
@@ -265,41 +236,28 @@ class MonitoringSpec(SpecModel):
 
     rules: ClassVar[tuple[Rule, ...]] = (leaves_ours_alone("labels"),)
 
-    pod_monitor: Annotated[
-        bool, Field(description="Make a PodMonitor, where the cluster has that API (monitoring.coreos.com).")
-    ] = True
-    interval_seconds: Annotated[int, Field(ge=1, le=3600, description="Seconds between two scrapes.")] = 30
-    labels: Annotated[
-        Labels, Field(max_length=16, description="Labels of the PodMonitor, by which a Prometheus may choose it.")
-    ] = Field(default_factory=dict)
+    pod_monitor: bool = True
+    """Make a PodMonitor, where the cluster has that API (monitoring.coreos.com)."""
+    interval_seconds: Annotated[int, Field(ge=1, le=3600)] = 30
+    """Seconds between two scrapes."""
+    labels: Annotated[Labels, Field(max_length=16)] = Field(default_factory=dict)
+    """Labels of the PodMonitor, by which a Prometheus may choose it."""
 
 
 class NetworkPolicySpec(SpecModel):
     """Who may talk to the group's pods."""
 
-    enabled: Annotated[
-        bool,
-        Field(
-            description="Make a NetworkPolicy for the ranks and one for the gateway: ranks talk to one another and to "
-            "the gateway only."
-        ),
-    ] = True
-    allow_model_egress: Annotated[
-        bool,
-        Field(description="Let pods fetch an hf:// model: port 443 of any address. Unused by other models."),
-    ] = True
+    enabled: bool = True
+    """Make a NetworkPolicy for the ranks and one for the gateway: ranks talk to one another and to the gateway only."""
+    allow_model_egress: bool = True
+    """Let pods fetch an hf:// model: port 443 of any address. Unused by other models."""
 
 
 class DisruptionBudgetSpec(SpecModel):
     """Protection from voluntary evictions."""
 
-    enabled: Annotated[
-        bool,
-        Field(
-            description="Make a PodDisruptionBudget that allows no rank to be evicted. It also keeps nodes from being "
-            "drained."
-        ),
-    ] = False
+    enabled: bool = False
+    """Make a PodDisruptionBudget that allows no rank to be evicted. It also keeps nodes from being drained."""
 
 
 class PodMetadataSpec(SpecModel):
@@ -307,7 +265,7 @@ class PodMetadataSpec(SpecModel):
 
     rules: ClassVar[tuple[Rule, ...]] = (leaves_ours_alone("labels"), leaves_ours_alone("annotations"))
 
-    labels: Annotated[Labels, Field(max_length=32, description="Labels of all pods.")] = Field(default_factory=dict)
-    annotations: Annotated[Annotations, Field(max_length=32, description="Annotations of all pods.")] = Field(
-        default_factory=dict
-    )
+    labels: Annotated[Labels, Field(max_length=32)] = Field(default_factory=dict)
+    """Labels of all pods."""
+    annotations: Annotated[Annotations, Field(max_length=32)] = Field(default_factory=dict)
+    """Annotations of all pods."""

@@ -64,8 +64,10 @@ class Quantization(SpecEnum):
 class SecretKeyRef(SpecModel):
     """A key of a Secret in the resource's namespace."""
 
-    name: Annotated[ObjectName, Field(description="Name of the Secret, in the resource's namespace.")]
-    key: Annotated[DataKey, Field(description="Key within the Secret.")] = "token"
+    name: ObjectName
+    """Name of the Secret, in the resource's namespace."""
+    key: DataKey = "token"
+    """Key within the Secret."""
 
 
 class ModelCache(SpecModel):
@@ -80,20 +82,12 @@ class ModelCache(SpecModel):
         ),
     )
 
-    claim_name: Annotated[
-        ObjectName | None,
-        Field(
-            description="PersistentVolumeClaim that holds the cache; ReadWriteMany where pods run on more than one "
-            "node. Default: an emptyDir, filled anew for each pod."
-        ),
-    ] = None
-    host_path: Annotated[
-        HostFolder | None,
-        Field(
-            description="Folder on each node that holds the cache; it has to exist, and pods have to be allowed to "
-            "write to it."
-        ),
-    ] = None
+    claim_name: ObjectName | None = None
+    """PersistentVolumeClaim that holds the cache; ReadWriteMany where pods run on more than one node. Default: an
+    emptyDir, filled anew for each pod.
+    """
+    host_path: HostFolder | None = None
+    """Folder on each node that holds the cache; it has to exist, and pods have to be allowed to write to it."""
 
 
 def _quoted(pattern: str) -> str:
@@ -157,53 +151,30 @@ class ModelSpec(SpecModel):
         _only_for_the_hub("cache", absent="!(has(self.cache.claimName) || has(self.cache.hostPath))"),
     )
 
-    uri: Annotated[
-        str,
-        Field(
-            max_length=1024,
-            json_schema_extra={"pattern": _ANY_SCHEME},
-            description="Where the model is: hf://ORG/NAME on the Hugging Face Hub, pvc://CLAIM/PATH in a "
-            "PersistentVolumeClaim, oci://IMAGE (or oci://IMAGE#/PATH) in an image, whose /models is taken where no "
-            "PATH is given, file:///PATH on every node. It is a folder with config.json, the tokenizer and "
-            "safetensors files, or a GGUF file in their place.",
-        ),
-    ]
+    uri: Annotated[str, Field(max_length=1024, json_schema_extra={"pattern": _ANY_SCHEME})]
+    """Where the model is: hf://ORG/NAME on the Hugging Face Hub, pvc://CLAIM/PATH in a PersistentVolumeClaim,
+    oci://IMAGE (or oci://IMAGE#/PATH) in an image, whose /models is taken where no PATH is given, file:///PATH on every
+    node. It is a folder with config.json, the tokenizer and safetensors files, or a GGUF file in their place.
+    """
     revision: Annotated[
         str | None,
         Form("^[A-Za-z0-9_][A-Za-z0-9_-]*([./][A-Za-z0-9_-]+)*$", "must be a branch, a tag or a commit"),
-        Field(max_length=128, description="Branch, tag or commit of an hf:// model. Default: main."),
+        Field(max_length=128),
     ] = None
-    dtype: Annotated[
-        DType,
-        spelled(DType),
-        Field(description="Arithmetic type. auto: bfloat16 on GPUs, float32 where only CPUs take part."),
-    ] = DType.AUTO
-    quantization: Annotated[
-        Quantization,
-        spelled(Quantization),
-        Field(
-            description="What weights of a checkpoint that is not quantised become as they are loaded. none: they stay "
-            "as the checkpoint has them, also where that is quantised (GGUF, AWQ, GPTQ, compressed-tensors)."
-        ),
-    ] = Quantization.NONE
-    quantization_group_size: Annotated[
-        int | None,
-        Field(
-            description="Inputs of an int4 weight's row that share a scale, 32, 64 or 128: the fewer, the closer, and "
-            "the more bytes. Default: 32.",
-        ),
-    ] = None
-    max_model_len: Annotated[
-        int | None,
-        Field(
-            ge=16,
-            le=10_485_760,
-            description="Longest prompt plus completion, in tokens. Default: the model's own.",
-        ),
-    ] = None
-    token_secret_ref: Annotated[
-        SecretKeyRef | None, Field(description="Secret with the Hub's token, for a gated hf:// model.")
-    ] = None
-    cache: Annotated[ModelCache, Field(description="Where the files of an hf:// model are kept between pods.")] = (
-        ModelCache()
-    )
+    """Branch, tag or commit of an hf:// model. Default: main."""
+    dtype: Annotated[DType, spelled(DType)] = DType.AUTO
+    """Arithmetic type. auto: bfloat16 on GPUs, float32 where only CPUs take part."""
+    quantization: Annotated[Quantization, spelled(Quantization)] = Quantization.NONE
+    """What weights of a checkpoint that is not quantised become as they are loaded. none: they stay as the checkpoint
+    has them, also where that is quantised (GGUF, AWQ, GPTQ, compressed-tensors).
+    """
+    quantization_group_size: int | None = None
+    """Inputs of an int4 weight's row that share a scale, 32, 64 or 128: the fewer, the closer, and the more bytes.
+    Default: 32.
+    """
+    max_model_len: Annotated[int | None, Field(ge=16, le=10_485_760)] = None
+    """Longest prompt plus completion, in tokens. Default: the model's own."""
+    token_secret_ref: SecretKeyRef | None = None
+    """Secret with the Hub's token, for a gated hf:// model."""
+    cache: ModelCache = ModelCache()
+    """Where the files of an hf:// model are kept between pods."""

@@ -43,28 +43,21 @@ class GpuSpec(SpecModel):
         ),
     )
 
-    devices: Annotated[
-        list[Annotated[int, Field(ge=0, le=1023)]] | None,
-        Field(
-            min_length=1,
-            max_length=MAX_RANKS,
-            description="CUDA device of each rank of a pod. On one machine: its number, in PCI order, among those that "
-            "the user may see, e.g. [0, 2, 4, 6]. In a cluster a pod gets one device for each of its ranks, whichever "
-            "the device plugin chooses, and the numbers give the order of the ranks on them. Default: 0, 1, and so on.",
-        ),
-    ] = None
-    cores_per_rank: Annotated[
-        int, Field(ge=1, le=1024, description="Whole cores a rank, for launching work on the GPU and for the exchange.")
-    ] = 2
-    memory_per_rank: Annotated[
-        Bytes | None, Field(description="Host memory a rank, e.g. 32Gi. Default: not limited.")
-    ] = None
-    runtime_class_name: Annotated[
-        ObjectName | None, Field(description="RuntimeClass of the pods, e.g. nvidia. Default: the cluster's.")
-    ] = None
-    resource_name: Annotated[ExtendedResource, Field(description="Extended resource that a GPU is requested by.")] = (
-        "nvidia.com/gpu"
+    devices: Annotated[list[Annotated[int, Field(ge=0, le=1023)]] | None, Field(min_length=1, max_length=MAX_RANKS)] = (
+        None
     )
+    """CUDA device of each rank of a pod. On one machine: its number, in PCI order, among those that the user may see,
+    e.g. [0, 2, 4, 6]. In a cluster a pod gets one device for each of its ranks, whichever the device plugin chooses,
+    and the numbers give the order of the ranks on them. Default: 0, 1, and so on.
+    """
+    cores_per_rank: Annotated[int, Field(ge=1, le=1024)] = 2
+    """Whole cores a rank, for launching work on the GPU and for the exchange."""
+    memory_per_rank: Bytes | None = None
+    """Host memory a rank, e.g. 32Gi. Default: not limited."""
+    runtime_class_name: ObjectName | None = None
+    """RuntimeClass of the pods, e.g. nvidia. Default: the cluster's."""
+    resource_name: ExtendedResource = "nvidia.com/gpu"
+    """Extended resource that a GPU is requested by."""
 
 
 class NumaSpec(SpecModel):
@@ -80,18 +73,12 @@ class NumaSpec(SpecModel):
         ),
     )
 
-    policy: Annotated[
-        NumaPolicy,
-        spelled(NumaPolicy),
-        Field(
-            description="Required: a rank that cannot be bound to cores and memory of one node does not start. "
-            "BestEffort: it starts and says what it got. None: it is not bound, and cores may be shared."
-        ),
-    ] = NumaPolicy.BEST_EFFORT
-    claim: Annotated[
-        NumaClaimSpec | None,
-        Field(description="Take cores by a ResourceClaim, on clusters whose nodes hand out CPUs that way."),
-    ] = None
+    policy: Annotated[NumaPolicy, spelled(NumaPolicy)] = NumaPolicy.BEST_EFFORT
+    """Required: a rank that cannot be bound to cores and memory of one node does not start. BestEffort: it starts and
+    says what it got. None: it is not bound, and cores may be shared.
+    """
+    claim: NumaClaimSpec | None = None
+    """Take cores by a ResourceClaim, on clusters whose nodes hand out CPUs that way."""
 
 
 class CpuSpec(SpecModel):
@@ -107,18 +94,16 @@ class CpuSpec(SpecModel):
         ),
     )
 
-    cores_per_rank: Annotated[int, Field(ge=1, le=1024, description="Whole cores a rank; one thread runs on each.")] = 1
-    memory_per_rank: Annotated[
-        Bytes | None,
-        Field(
-            description="Memory a rank, weights and KV cache included, e.g. 128Gi. Needed by numa.policy Required; "
-            "without it pods are not Guaranteed, and the kubelet gives them no cores of their own."
-        ),
-    ] = None
-    hugepages: Annotated[
-        HugepagesSpec | None, Field(description="Huge pages for a rank's weights and cache. Default: none.")
-    ] = None
-    numa: Annotated[NumaSpec, Field(description="How strictly a rank is bound to one NUMA node.")] = NumaSpec()
+    cores_per_rank: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Whole cores a rank; one thread runs on each."""
+    memory_per_rank: Bytes | None = None
+    """Memory a rank, weights and KV cache included, e.g. 128Gi. Needed by numa.policy Required; without it pods are not
+    Guaranteed, and the kubelet gives them no cores of their own.
+    """
+    hugepages: HugepagesSpec | None = None
+    """Huge pages for a rank's weights and cache. Default: none."""
+    numa: NumaSpec = NumaSpec()
+    """How strictly a rank is bound to one NUMA node."""
 
 
 class PoolSpec(SpecModel):
@@ -161,24 +146,24 @@ class PoolSpec(SpecModel):
         ),
     )
 
-    name: Annotated[PoolName, Field(description="Name of the pool, unique in the resource and never changed.")]
-    type: Annotated[
-        PoolType, spelled(PoolType), Field(description="What its ranks compute on, GPU or CPU; never changed.")
-    ]
-    ranks: Annotated[int, Field(ge=1, le=MAX_RANKS, description="Ranks in the pool: one process each.")]
-    ranks_per_pod: Annotated[
-        int, Field(ge=1, le=MAX_RANKS, description="Ranks in one pod; ranks is a multiple of it.")
-    ] = 1
-    gpu: Annotated[GpuSpec | None, Field(description="What a rank gets, for type GPU.")] = None
-    cpu: Annotated[CpuSpec | None, Field(description="What a rank gets, for type CPU.")] = None
-    shared_memory: Annotated[
-        Bytes,
-        Field(
-            description="Size of a pod's /dev/shm, which its ranks exchange through; it is part of the pod's memory. "
-            "With exchange.hostPath the node's folder takes its place, and this is what the pod's memory allows for it."
-        ),
-    ] = 2**30
-    scheduling: Annotated[PoolScheduling, Field(description="Where this pool's pods may run.")] = PoolScheduling()
+    name: PoolName
+    """Name of the pool, unique in the resource and never changed."""
+    type: Annotated[PoolType, spelled(PoolType)]
+    """What its ranks compute on, GPU or CPU; never changed."""
+    ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)]
+    """Ranks in the pool: one process each."""
+    ranks_per_pod: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1
+    """Ranks in one pod; ranks is a multiple of it."""
+    gpu: GpuSpec | None = None
+    """What a rank gets, for type GPU."""
+    cpu: CpuSpec | None = None
+    """What a rank gets, for type CPU."""
+    shared_memory: Bytes = 2**30
+    """Size of a pod's /dev/shm, which its ranks exchange through; it is part of the pod's memory. With
+    exchange.hostPath the node's folder takes its place, and this is what the pod's memory allows for it.
+    """
+    scheduling: PoolScheduling = PoolScheduling()
+    """Where this pool's pods may run."""
 
     @property
     def cpu_or_default(self) -> CpuSpec:
@@ -219,8 +204,6 @@ Pools = Annotated[
     Field(
         min_length=1,
         max_length=MAX_POOLS,
-        description="Sets of equal ranks. GPU pools hold the low ranks, then CPU pools, each in order. Pools are not "
-        "added, removed or renamed once the resource exists.",
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
     ),
     AfterValidator(_unique_names),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Final, Self
 
 from pydantic import (
@@ -48,6 +51,20 @@ def field_errors(problems: Sequence[tuple[str, str]]) -> PydanticCustomError:
     """One validation error that tells of several fields, each by its path below the model and a message."""
     text = "; ".join(f"{path}: {message}" for path, message in problems)
     return PydanticCustomError("field", "{text}", {"text": text, "problems": tuple(problems)})
+
+
+def described(model: type[BaseModel], schema: JsonSchemaValue) -> JsonSchemaValue:
+    """Add the docstrings of a model's fields to its JSON schema, as their descriptions.
+
+    Pydantic's `use_attribute_docstrings` would read them at every start.
+    """
+    (body,) = ast.parse(inspect.getsource(model)).body
+    for field, text in pairwise(ast.iter_child_nodes(body)):
+        match field, text:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(docstring))):
+                if name in model.model_fields:
+                    schema["properties"][to_camel(name)]["description"] = " ".join(docstring.split())
+    return schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +223,7 @@ class SpecModel(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        result = handler.resolve_ref_schema(handler(schema))
+        result = described(cls, handler.resolve_ref_schema(handler(schema)))
         validations = [rule.validation() for rule in cls.rules]
         validations += [rule.validation() for rule in cls.transitions]
         if validations:

@@ -9,11 +9,14 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Final
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler
 from pydantic.alias_generators import to_camel
 from pydantic.config import JsonDict
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from hetero_api.spec import MAX_POOLS, MAX_RANKS
+from hetero_api.spec_types import described
 
 MAX_MESSAGE_LENGTH: Final = 2048
 MAX_OPTIONS: Final = 16
@@ -64,180 +67,193 @@ class _Status(BaseModel):
         alias_generator=to_camel, validate_by_name=True, validate_by_alias=True, extra="ignore", frozen=True
     )
 
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return described(cls, handler.resolve_ref_schema(handler(schema)))
+
 
 class Condition(_Status):
     """One condition, as metav1.Condition."""
 
-    type: Annotated[str, Field(max_length=64, description="What is told.")]
-    status: Annotated[ConditionStatus, Field(description="True, False or Unknown.")]
-    reason: Annotated[
-        str,
-        Field(
-            min_length=1,
-            max_length=64,
-            pattern="^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$",
-            description="Why, as one word for programs.",
-        ),
-    ]
-    message: Annotated[str, Field(max_length=MAX_MESSAGE_LENGTH, description="Why, for a person to act on.")] = ""
-    last_transition_time: Annotated[str, Field(max_length=40, description="When status last changed, RFC 3339.")]
-    observed_generation: Annotated[int | None, Field(ge=0, description="Generation that was looked at.")] = None
+    type: Annotated[str, Field(max_length=64)]
+    """What is told."""
+    status: ConditionStatus
+    """True, False or Unknown."""
+    reason: Annotated[str, Field(min_length=1, max_length=64, pattern="^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$")]
+    """Why, as one word for programs."""
+    message: Annotated[str, Field(max_length=MAX_MESSAGE_LENGTH)] = ""
+    """Why, for a person to act on."""
+    last_transition_time: Annotated[str, Field(max_length=40)]
+    """When status last changed, RFC 3339."""
+    observed_generation: Annotated[int | None, Field(ge=0)] = None
+    """Generation that was looked at."""
 
 
 class PoolStatus(_Status):
     """Pods of a pool, counted in ranks."""
 
-    name: Annotated[str, Field(max_length=63, description="The pool.")]
-    desired: Annotated[int, Field(ge=0, description="Ranks asked for.")]
-    scheduled: Annotated[int, Field(ge=0, description="Ranks whose pod has a node.")] = 0
-    ready: Annotated[int, Field(ge=0, description="Ranks that are ready, by the gateway's word where it answers.")] = 0
-    pinned: Annotated[int, Field(ge=0, description="Ranks that proved their NUMA binding.")] = 0
+    name: Annotated[str, Field(max_length=63)]
+    """The pool."""
+    desired: Annotated[int, Field(ge=0)]
+    """Ranks asked for."""
+    scheduled: Annotated[int, Field(ge=0)] = 0
+    """Ranks whose pod has a node."""
+    ready: Annotated[int, Field(ge=0)] = 0
+    """Ranks that are ready, by the gateway's word where it answers."""
+    pinned: Annotated[int, Field(ge=0)] = 0
+    """Ranks that proved their NUMA binding."""
 
 
 class ShareStatus(_Status):
     """Part of the model that a rank owns."""
 
-    kv_heads: Annotated[int, Field(ge=0, description="KV heads, the most over its layers.")] = 0
-    mlp_columns: Annotated[int, Field(ge=0, description="MLP columns, the most over its layers.")] = 0
-    experts: Annotated[int, Field(ge=0, description="Experts, the most over its layers.")] = 0
-    vocabulary_rows: Annotated[int, Field(ge=0, description="Rows of the vocabulary.")] = 0
-    weight_bytes: Annotated[int, Field(ge=0, description="Bytes of its weights.")] = 0
-    kv_bytes: Annotated[int, Field(ge=0, description="Bytes of its KV cache.")] = 0
+    kv_heads: Annotated[int, Field(ge=0)] = 0
+    """KV heads, the most over its layers."""
+    mlp_columns: Annotated[int, Field(ge=0)] = 0
+    """MLP columns, the most over its layers."""
+    experts: Annotated[int, Field(ge=0)] = 0
+    """Experts, the most over its layers."""
+    vocabulary_rows: Annotated[int, Field(ge=0)] = 0
+    """Rows of the vocabulary."""
+    weight_bytes: Annotated[int, Field(ge=0)] = 0
+    """Bytes of its weights."""
+    kv_bytes: Annotated[int, Field(ge=0)] = 0
+    """Bytes of its KV cache."""
 
 
 class PlacedRank(_Status):
     """Where a rank is and what it owns, as the gateway and the rank itself told."""
 
-    rank: Annotated[int, Field(ge=0, description="Global rank.")]
-    pool: Annotated[str, Field(max_length=63, description="Its pool.")] = ""
-    pod: Annotated[str, Field(max_length=253, description="Its pod.")] = ""
-    node: Annotated[str, Field(max_length=253, description="Its node.")] = ""
-    device: Annotated[str, Field(max_length=128, description="What it computes on.")] = ""
-    numa_nodes: Annotated[list[int] | None, Field(max_length=64, description="NUMA nodes that its cores are of.")] = (
-        None
-    )
-    cpus: Annotated[str, Field(max_length=1024, description='Its cores, e.g. "0-31".')] = ""
-    local_memory_percent: Annotated[
-        int | None, Field(ge=0, le=100, description="Share of its memory that lies on its own NUMA node.")
-    ] = None
-    shares: Annotated[ShareStatus, Field(description="What it owns.")] = ShareStatus()
+    rank: Annotated[int, Field(ge=0)]
+    """Global rank."""
+    pool: Annotated[str, Field(max_length=63)] = ""
+    """Its pool."""
+    pod: Annotated[str, Field(max_length=253)] = ""
+    """Its pod."""
+    node: Annotated[str, Field(max_length=253)] = ""
+    """Its node."""
+    device: Annotated[str, Field(max_length=128)] = ""
+    """What it computes on."""
+    numa_nodes: Annotated[list[int] | None, Field(max_length=64)] = None
+    """NUMA nodes that its cores are of."""
+    cpus: Annotated[str, Field(max_length=1024)] = ""
+    """Its cores, e.g. "0-31"."""
+    local_memory_percent: Annotated[int | None, Field(ge=0, le=100)] = None
+    """Share of its memory that lies on its own NUMA node."""
+    shares: ShareStatus = ShareStatus()
+    """What it owns."""
 
 
 class PlacementOptionStatus(_Status):
     """One way to spread the model that was weighed up."""
 
-    name: Annotated[
-        str, Field(max_length=MAX_OPTION_NAME_LENGTH, description='Its name, e.g. "Tensor, CPU ranks on MLP only".')
-    ]
-    chosen: Annotated[bool, Field(description="Whether it is the one in force.")] = False
-    predicted_tokens_per_second: Annotated[
-        float | None, Field(ge=0, description="Decode speed that it is predicted to have; none if it cannot be had.")
-    ] = None
-    predicted_prefill_tokens_per_second: Annotated[
-        float | None, Field(ge=0, description="Prompt tokens a second, predicted; none if it cannot be had.")
-    ] = None
-    why_not: Annotated[str, Field(max_length=MAX_MESSAGE_LENGTH, description="Why it cannot be had.")] = ""
+    name: Annotated[str, Field(max_length=MAX_OPTION_NAME_LENGTH)]
+    """Its name, e.g. "Tensor, CPU ranks on MLP only"."""
+    chosen: bool = False
+    """Whether it is the one in force."""
+    predicted_tokens_per_second: Annotated[float | None, Field(ge=0)] = None
+    """Decode speed that it is predicted to have; none if it cannot be had."""
+    predicted_prefill_tokens_per_second: Annotated[float | None, Field(ge=0)] = None
+    """Prompt tokens a second, predicted; none if it cannot be had."""
+    why_not: Annotated[str, Field(max_length=MAX_MESSAGE_LENGTH)] = ""
+    """Why it cannot be had."""
 
 
 class PlacementStatus(_Status):
     """How the model is spread, why, and how fast that is, for the load of spec.placement.workload."""
 
-    mode: Annotated[str, Field(max_length=32, description="The mode in force.")] = ""
-    exchange: Annotated[str, Field(max_length=32, description="How ranks exchange tensors in host memory.")] = ""
-    exchange_reason: Annotated[
-        str, Field(max_length=MAX_MESSAGE_LENGTH, description="Why that is not the fastest way; empty if it is.")
-    ] = ""
-    predicted_tokens_per_second: Annotated[
-        float | None, Field(ge=0, description="Decode speed that was predicted, over all streams.")
-    ] = None
-    measured_tokens_per_second: Annotated[
-        float | None, Field(ge=0, description="Decode speed that was measured, to two digits, seldom renewed.")
-    ] = None
-    prediction_ratio: Annotated[
-        float | None,
-        Field(ge=0, description="Measured seconds of a decode step over predicted ones: 1.1 is 10 % slower."),
-    ] = None
-    reason: Annotated[
-        str, Field(max_length=MAX_MESSAGE_LENGTH, description="Why this way was chosen, for a person.")
-    ] = ""
-    options: Annotated[
-        list[PlacementOptionStatus], Field(max_length=MAX_OPTIONS, description="All ways that were weighed up.")
-    ] = Field(default_factory=list)
+    mode: Annotated[str, Field(max_length=32)] = ""
+    """The mode in force."""
+    exchange: Annotated[str, Field(max_length=32)] = ""
+    """How ranks exchange tensors in host memory."""
+    exchange_reason: Annotated[str, Field(max_length=MAX_MESSAGE_LENGTH)] = ""
+    """Why that is not the fastest way; empty if it is."""
+    predicted_tokens_per_second: Annotated[float | None, Field(ge=0)] = None
+    """Decode speed that was predicted, over all streams."""
+    measured_tokens_per_second: Annotated[float | None, Field(ge=0)] = None
+    """Decode speed that was measured, to two digits, seldom renewed."""
+    prediction_ratio: Annotated[float | None, Field(ge=0)] = None
+    """Measured seconds of a decode step over predicted ones: 1.1 is 10 % slower."""
+    reason: Annotated[str, Field(max_length=MAX_MESSAGE_LENGTH)] = ""
+    """Why this way was chosen, for a person."""
+    options: Annotated[list[PlacementOptionStatus], Field(max_length=MAX_OPTIONS)] = Field(default_factory=list)
+    """All ways that were weighed up."""
 
 
 class SeenRestarts(_Status):
     """How many restarts of a pod are in the count already."""
 
-    pod: Annotated[str, Field(max_length=253, description="Name of the pod.")]
-    uid: Annotated[str, Field(max_length=64, description="Its uid: a pod made anew counts as a restart.")]
-    count: Annotated[int, Field(ge=0, description="Restarts of its containers.")] = 0
+    pod: Annotated[str, Field(max_length=253)]
+    """Name of the pod."""
+    uid: Annotated[str, Field(max_length=64)]
+    """Its uid: a pod made anew counts as a restart."""
+    count: Annotated[int, Field(ge=0)] = 0
+    """Restarts of its containers."""
 
 
 class RestartsStatus(_Status):
     """Restarts of ranks within the budget's window."""
 
-    count: Annotated[int, Field(ge=0, description="Restarts within the window.")] = 0
-    window_start: Annotated[str | None, Field(max_length=40, description="Begin of the window, RFC 3339.")] = None
-    last_rank: Annotated[int | None, Field(ge=0, description="The rank that restarted last.")] = None
-    last_reason: Annotated[str, Field(max_length=MAX_MESSAGE_LENGTH, description="Why.")] = ""
-    last_time: Annotated[str | None, Field(max_length=40, description="When, RFC 3339.")] = None
-    attempts: Annotated[int, Field(ge=0, description="Attempts since the budget was used up.")] = 0
-    next_attempt_time: Annotated[
-        str | None, Field(max_length=40, description="When ranks are started again; none: nothing waits.")
-    ] = None
-    seen: Annotated[
-        list[SeenRestarts], Field(max_length=MAX_RANKS, description="What the count includes, a pod each.")
-    ] = Field(default_factory=list)
+    count: Annotated[int, Field(ge=0)] = 0
+    """Restarts within the window."""
+    window_start: Annotated[str | None, Field(max_length=40)] = None
+    """Begin of the window, RFC 3339."""
+    last_rank: Annotated[int | None, Field(ge=0)] = None
+    """The rank that restarted last."""
+    last_reason: Annotated[str, Field(max_length=MAX_MESSAGE_LENGTH)] = ""
+    """Why."""
+    last_time: Annotated[str | None, Field(max_length=40)] = None
+    """When, RFC 3339."""
+    attempts: Annotated[int, Field(ge=0)] = 0
+    """Attempts since the budget was used up."""
+    next_attempt_time: Annotated[str | None, Field(max_length=40)] = None
+    """When ranks are started again; none: nothing waits."""
+    seen: Annotated[list[SeenRestarts], Field(max_length=MAX_RANKS)] = Field(default_factory=list)
+    """What the count includes, a pod each."""
 
 
 class HeteroInferenceStatus(_Status):
     """Status as the operator last saw it."""
 
-    observed_generation: Annotated[int | None, Field(ge=0, description="Generation that this tells about.")] = None
-    replicas: Annotated[int, Field(ge=0, description="1 when the group's pods exist, else 0.")] = 0
-    ready_replicas: Annotated[int, Field(ge=0, description="1 when the group serves, else 0.")] = 0
-    selector: Annotated[str, Field(max_length=512, description="Label selector of the pods, as text.")] = ""
-    revision: Annotated[str, Field(max_length=63, description="Hash of the spec that ranks were started from.")] = ""
-    gateway_revision: Annotated[
-        str, Field(max_length=63, description="Hash of the spec that the gateway was started from.")
-    ] = ""
-    epoch: Annotated[int, Field(ge=0, description="Epoch of the group; 0 before the first.")] = 0
-    world_size: Annotated[int, Field(ge=0, description="Ranks asked for.")] = 0
-    model_source: Annotated[
-        str,
-        Field(
-            max_length=600,
-            description="Origin of weights that were changed on their way. Absent for weights as spec.model.uri names "
-            "them.",
-        ),
-    ] = ""
-    ranks: Annotated[str, Field(max_length=16, description='Ready ranks of all, e.g. "3/4".')] = ""
-    ready_ranks: Annotated[
-        int, Field(ge=0, description="Ranks that are ready, by the gateway's word where it answers.")
-    ] = 0
-    reason: Annotated[str, Field(max_length=64, description="Reason of the condition Ready, for kubectl get.")] = ""
-    pools: Annotated[
-        list[PoolStatus],
-        Field(max_length=MAX_POOLS, description="The pools, in the spec's order.", json_schema_extra=_map_by("name")),
-    ] = Field(default_factory=list)
-    placements: Annotated[
-        list[PlacedRank],
-        Field(
-            max_length=MAX_RANKS,
-            description="The ranks that told where they are, in order.",
-            json_schema_extra=_map_by("rank"),
-        ),
-    ] = Field(default_factory=list)
-    placement: Annotated[PlacementStatus, Field(description="How the model is spread.")] = PlacementStatus()
-    restarts: Annotated[RestartsStatus, Field(description="Restarts of ranks.")] = RestartsStatus()
-    endpoint: Annotated[
-        str, Field(max_length=512, description="host:port of hetero.v1.Inference within the cluster.")
-    ] = ""
-    conditions: Annotated[
-        list[Condition],
-        Field(
-            max_length=16,
-            description="What is known of the resource, each as a condition of Kubernetes.",
-            json_schema_extra=_map_by("type"),
-        ),
-    ] = Field(default_factory=list)
+    observed_generation: Annotated[int | None, Field(ge=0)] = None
+    """Generation that this tells about."""
+    replicas: Annotated[int, Field(ge=0)] = 0
+    """1 when the group's pods exist, else 0."""
+    ready_replicas: Annotated[int, Field(ge=0)] = 0
+    """1 when the group serves, else 0."""
+    selector: Annotated[str, Field(max_length=512)] = ""
+    """Label selector of the pods, as text."""
+    revision: Annotated[str, Field(max_length=63)] = ""
+    """Hash of the spec that ranks were started from."""
+    gateway_revision: Annotated[str, Field(max_length=63)] = ""
+    """Hash of the spec that the gateway was started from."""
+    epoch: Annotated[int, Field(ge=0)] = 0
+    """Epoch of the group; 0 before the first."""
+    world_size: Annotated[int, Field(ge=0)] = 0
+    """Ranks asked for."""
+    model_source: Annotated[str, Field(max_length=600)] = ""
+    """Origin of weights that were changed on their way. Absent for weights as spec.model.uri names them."""
+    ranks: Annotated[str, Field(max_length=16)] = ""
+    """Ready ranks of all, e.g. "3/4"."""
+    ready_ranks: Annotated[int, Field(ge=0)] = 0
+    """Ranks that are ready, by the gateway's word where it answers."""
+    reason: Annotated[str, Field(max_length=64)] = ""
+    """Reason of the condition Ready, for kubectl get."""
+    pools: Annotated[list[PoolStatus], Field(max_length=MAX_POOLS, json_schema_extra=_map_by("name"))] = Field(
+        default_factory=list
+    )
+    """The pools, in the spec's order."""
+    placements: Annotated[list[PlacedRank], Field(max_length=MAX_RANKS, json_schema_extra=_map_by("rank"))] = Field(
+        default_factory=list
+    )
+    """The ranks that told where they are, in order."""
+    placement: PlacementStatus = PlacementStatus()
+    """How the model is spread."""
+    restarts: RestartsStatus = RestartsStatus()
+    """Restarts of ranks."""
+    endpoint: Annotated[str, Field(max_length=512)] = ""
+    """host:port of hetero.v1.Inference within the cluster."""
+    conditions: Annotated[list[Condition], Field(max_length=16, json_schema_extra=_map_by("type"))] = Field(
+        default_factory=list
+    )
+    """What is known of the resource, each as a condition of Kubernetes."""
