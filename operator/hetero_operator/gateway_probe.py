@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,13 +16,8 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from hetero_api.contract import ADMIN_PORT, AUTHORIZATION_KEY, GATEWAY_SERVICES, INFERENCE_PORT
-from hetero_api.cpu_list import format_cpu_list
-from hetero_api.group_state import GroupState
-from hetero_api.v1 import admin_pb2, admin_pb2_grpc, ranks_pb2
-from hetero_operator.reconcile.model import (
-    GatewayReport,
-    ObservedRank,
-)
+from hetero_api.v1 import admin_pb2, admin_pb2_grpc
+from hetero_operator.reconcile.model import GatewayReport
 
 TIMEOUT_S: Final = 5.0
 CONCURRENCY: Final = 16
@@ -63,8 +57,8 @@ class GatewayProbe:
             if isinstance(topology, str) or serving is None:
                 await self._hang_up(address, line)
         if isinstance(topology, str):
-            return GatewayReport(pod=pod, error=topology, serving=bool(serving))
-        return report_of(pod, topology, serving=bool(serving))
+            return GatewayReport(pod, error=topology, serving=bool(serving))
+        return GatewayReport(pod, group=topology, serving=bool(serving))
 
     async def close(self) -> None:
         """Close all channels."""
@@ -106,59 +100,6 @@ class GatewayProbe:
         except grpc.aio.AioRpcError:
             return None
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
-
-
-def report_of(pod: str, topology: admin_pb2.GetTopologyResponse, *, serving: bool) -> GatewayReport:
-    """Convert the answer into the operator's own terms."""
-    return GatewayReport(
-        pod=pod,
-        state=GroupState.from_proto(topology.state),
-        epoch=topology.epoch,
-        reason=topology.reason,
-        failed=topology.failed,
-        ranks=tuple(_rank(status) for status in topology.ranks),
-        mode=topology.placement_mode,
-        exchange=_EXCHANGES.get(topology.exchange, ""),
-        exchange_reason=topology.exchange_reason,
-        placement=topology.placement if topology.HasField("placement") else None,
-        serving=serving,
-        stalled_s=topology.stalled_s,
-        model_source=topology.model_source,
-    )
-
-
-_EXCHANGES: Final = {
-    ranks_pb2.EXCHANGE_KIND_SHM: "shm",
-    ranks_pb2.EXCHANGE_KIND_GLOO: "gloo",
-}
-
-
-def _rank(status: admin_pb2.RankStatus) -> ObservedRank:
-    place, device = status.place, status.place.device
-    return ObservedRank(
-        rank=place.rank,
-        pool=place.pool,
-        pod=place.pod_name,
-        joined=status.joined,
-        loaded=status.weight_bytes > 0,
-        device=device.name,
-        pinned=device.pinned,
-        numa_nodes=tuple(device.numa_nodes) or None,
-        cpus=format_cpu_list(device.cpus),
-        allowed_cpus=device.allowed_cpus,
-        local_memory_percent=status.local_memory_percent if status.HasField("local_memory_percent") else None,
-        pin_message=status.pin_message,
-        kv_heads=_most(layer.kv_heads for layer in status.shard.layers),
-        mlp_columns=_most(layer.mlp_columns for layer in status.shard.layers),
-        experts=_most(layer.experts for layer in status.shard.layers),
-        vocabulary_rows=_most([status.shard.embedding_rows, status.shard.head_rows]),
-        weight_bytes=status.weight_bytes,
-        kv_bytes=status.kv_bytes,
-    )
-
-
-def _most(ranges: Iterable[ranks_pb2.UnitRange]) -> int:
-    return max((units.end - units.begin for units in ranges), default=0)
 
 
 def _target(address: str, port: int) -> str:

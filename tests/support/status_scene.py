@@ -10,15 +10,9 @@ from typing import Any
 
 from hetero_api.contract import LABEL_ROLE, ROLE_GATEWAY
 from hetero_api.group_state import GroupState
-from hetero_operator.reconcile.model import (
-    GatewayReport,
-    Observed,
-    ObservedRank,
-    Outcome,
-    Plan,
-    PodEvent,
-    Report,
-)
+from hetero_api.v1.admin_pb2 import GetTopologyResponse, RankStatus
+from hetero_api.v1.ranks_pb2 import EXCHANGE_KIND_SHM, DeviceReport, LayerShard, RankPlace, RankShard, UnitRange
+from hetero_operator.reconcile.model import GatewayReport, Observed, Outcome, Plan, PodEvent, Report
 from hetero_operator.reconcile.report import report
 from tests.support import pod_statuses
 from tests.support.operator_world import OperatorWorld
@@ -93,24 +87,18 @@ class StatusScene:
     def answer(self, **changes: Any) -> None:
         """The gateway answers; by default that all ranks serve."""
         name = self.pod(GATEWAY)["metadata"]["name"]
-        said = GatewayReport(
-            pod=name, state=GroupState.READY, epoch=1, ranks=self.ranks(), mode="Tensor", exchange="shm", serving=True
-        )
-        self.gateway = replace(said, **changes)
+        said: dict[str, Any] = {
+            "state": GroupState.READY, "epoch": 1, "ranks": self.ranks(), "placement_mode": "Tensor",
+            "exchange": EXCHANGE_KIND_SHM, **changes,
+        }  # fmt: skip
+        report = {key: said.pop(key) for key in ("pod", "error", "serving") if key in said}
+        group = GetTopologyResponse(**{**said, "state": said["state"].to_proto()})
+        self.gateway = GatewayReport(**{"pod": name, "serving": True, **report}, group=group)
 
-    def ranks(self, **changes: Any) -> tuple[ObservedRank, ...]:
-        """What the gateway says of all ranks."""
+    def ranks(self, **changes: Any) -> tuple[RankStatus, ...]:
+        """What the gateway says of all ranks; `changes` are those of `rank_status`."""
         pods = ["x-gpu-0", "x-gpu-0", "x-cpu-0", "x-cpu-1"]
-        return tuple(
-            replace(
-                ObservedRank(
-                    rank, pod[2:5], pod, joined=True, loaded=True, device="device", pinned=True, numa_nodes=(0,),
-                    cpus="0-3", local_memory_percent=99, weight_bytes=10,
-                ),
-                **changes,
-            )
-            for rank, pod in enumerate(pods)
-        )  # fmt: skip
+        return tuple(rank_status(rank, pod, **changes) for rank, pod in enumerate(pods))
 
     def observe(self) -> Observed:
         return replace(self.world.observe(), gateway=self.gateway, pod_events=self.events)
@@ -129,6 +117,37 @@ class StatusScene:
 
     def pass_time(self, seconds: float) -> None:
         self.world.now += timedelta(seconds=seconds)
+
+
+def rank_status(
+    rank: int,
+    pod: str,
+    *,
+    joined: bool = True,
+    pinned: bool = True,
+    pin_message: str = "",
+    numa_nodes: Sequence[int] = (0,),
+    allowed_cpus: int = 0,
+    local_memory_percent: int | None = 99,
+    weight_bytes: int = 10,
+    kv_bytes: int = 0,
+    vocabulary_rows: int = 0,
+    **units: int,
+) -> RankStatus:
+    """What the gateway says of a rank; `units` are the sizes of a LayerShard's ranges."""
+    device = DeviceReport(
+        name="device", pinned=pinned, numa_nodes=numa_nodes, cpus=[0, 1, 2, 3], allowed_cpus=allowed_cpus
+    )
+    layer = LayerShard(**{name: UnitRange(end=count) for name, count in units.items()})
+    return RankStatus(
+        place=RankPlace(rank=rank, pool=pod[2:5], pod_name=pod, device=device),
+        joined=joined,
+        shard=RankShard(layers=[LayerShard(), layer], head_rows=UnitRange(end=vocabulary_rows)),
+        pin_message=pin_message,
+        local_memory_percent=local_memory_percent,
+        weight_bytes=weight_bytes,
+        kv_bytes=kv_bytes,
+    )
 
 
 def conditions(told: Report) -> dict[str, tuple[str, str]]:

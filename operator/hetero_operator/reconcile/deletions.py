@@ -88,7 +88,7 @@ def _is_alive(pod: Object, observed: Observed) -> bool:
     name = pod["metadata"]["name"]
     if label_of(pod, LABEL_ROLE) == ROLE_GATEWAY:
         return bool(report.pod == name)
-    return any(rank.pod == name and rank.joined for rank in report.ranks)
+    return any(rank.place.pod_name == name and rank.joined for rank in report.group.ranks)
 
 
 def outdated_ranks(

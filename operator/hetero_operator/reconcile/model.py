@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from hetero_api.group_state import GroupState
-from hetero_api.v1.admin_pb2 import PlacementReport
+from hetero_api.v1.admin_pb2 import GetTopologyResponse
 
 Object = Mapping[str, Any]
 """A Kubernetes object as decoded JSON."""
@@ -65,53 +65,21 @@ class PodEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class ObservedRank:
-    """One rank as the gateway's Admin.GetTopology reports it."""
-
-    rank: int
-    pool: str
-    pod: str
-    joined: bool
-    loaded: bool
-    device: str = ""
-    pinned: bool = False
-    numa_nodes: tuple[int, ...] | None = None
-    cpus: str = ""
-    allowed_cpus: int = 0
-    """CPUs that the rank's container may use; 0: it did not say."""
-    local_memory_percent: int | None = None
-    pin_message: str = ""
-    kv_heads: int = 0
-    mlp_columns: int = 0
-    experts: int = 0
-    vocabulary_rows: int = 0
-    weight_bytes: int = 0
-    kv_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class GatewayReport:
     """A gateway's answer, or the reason why there is none; `error` is "" when it answered."""
 
     pod: str
     """Name of the gateway's pod that was asked."""
     error: str = ""
-    state: GroupState = GroupState.NEW
-    epoch: int = 0
-    reason: str = ""
-    failed: bool = False
-    ranks: tuple[ObservedRank, ...] = ()
-    mode: str = ""
-    exchange: str = ""
-    exchange_reason: str = ""
-    placement: PlacementReport | None = None
-    """None: not decided yet."""
+    group: GetTopologyResponse = field(default_factory=GetTopologyResponse)
+    """Answer of Admin.GetTopology; empty when there is none."""
     serving: bool = False
     """Whether grpc.health.v1 calls hetero.v1.Inference SERVING."""
-    stalled_s: float = 0.0
-    """Age of the oldest step that is not answered; 0 while none is out."""
-    model_source: str = ""
-    """Origin of weights that were changed on their way; "" for others."""
+
+    @property
+    def state(self) -> GroupState:
+        """State of the group."""
+        return GroupState.from_proto(self.group.state)
 
 
 @dataclass(frozen=True, slots=True)

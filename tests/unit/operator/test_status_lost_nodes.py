@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import timedelta
 
 from hetero_api.manifest import parse_resource
 from hetero_operator.reconcile.deletions import lost_pods, next_lost_pod
 from tests.support import pod_statuses as pods
-from tests.support.status_scene import GATEWAY, StatusScene
+from tests.support.status_scene import GATEWAY, StatusScene, rank_status
 
 GPU, CPU0, CPU1 = "x-gpu-0", "x-cpu-0", "x-cpu-1"
 
@@ -71,7 +70,7 @@ def test_pods_that_the_gateway_hears_of_stay() -> None:
     scene.pass_time(1000)
     scene.answer()
     assert forced_out(scene) == []
-    scene.answer(ranks=(*scene.ranks()[:3], replace(scene.ranks()[3], joined=False)))
+    scene.answer(ranks=(*scene.ranks()[:3], rank_status(3, "x-cpu-1", joined=False)))
     assert forced_out(scene) == [CPU1]
     scene.answer(error="UNAVAILABLE: no")
     assert forced_out(scene) == [CPU1, scene.pod(GATEWAY)["metadata"]["name"]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from hetero_operator.reconcile.status.reasons import Reason
 from tests.support import pod_statuses as pods
 from tests.support.operator_world import OperatorWorld
 from tests.support.render_cases import resource_of
-from tests.support.status_scene import GATEWAY, SPEC, StatusScene, conditions, events, message
+from tests.support.status_scene import GATEWAY, SPEC, StatusScene, conditions, events, message, rank_status
 
 GPU, CPU0, CPU1 = "x-gpu-0", "x-cpu-0", "x-cpu-1"
 
@@ -312,7 +312,7 @@ CASES = {
     ),
     "we cannot ask the gateway, and a rank crashes": Case(unreachable_and_broken, "RankCrashLoop", "^rank 2 .*boom$"),
     "a rank did not join": Case(
-        lambda scene: group(state=GroupState.NEW, ranks=(*scene.ranks()[:3], replace(scene.ranks()[3], joined=False)))(
+        lambda scene: group(state=GroupState.NEW, ranks=(*scene.ranks()[:3], rank_status(3, "x-cpu-1", joined=False)))(
             scene
         ), "WaitingForRanks", r"^rank 3 \(pod x-cpu-1, node n1\): runs, and has not joined", degraded="False",
     ),
@@ -324,7 +324,7 @@ CASES = {
     ),
     "ranks meet": Case(group(state=GroupState.FORMING), "Forming", "^group: ranks meet$", degraded="False"),
     "ranks load": Case(
-        lambda scene: group(state=GroupState.LOADING, ranks=scene.ranks(loaded=False))(scene), "LoadingModel",
+        lambda scene: group(state=GroupState.LOADING, ranks=scene.ranks(weight_bytes=0))(scene), "LoadingModel",
         r"^ranks 0-1 \(pod x-gpu-0, node n1\): has not loaded", degraded="False",
     ),
     "ranks did not meet in time": Case(

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
 import pytest
 
 from hetero_api.group_state import GroupState
-from hetero_api.v1.admin_pb2 import PlacementOption, PlacementReport
+from hetero_api.v1.admin_pb2 import PlacementOption, PlacementReport, RankStatus
+from hetero_api.v1.ranks_pb2 import (
+    EXCHANGE_KIND_GLOO,
+    DeviceReport,
+    LayerShard,
+    RankPlace,
+    RankShard,
+    UnitRange,
+)
 from tests.support import pod_statuses as pods
-from tests.support.status_scene import GATEWAY, SPEC, StatusScene, conditions, events, message
+from tests.support.status_scene import GATEWAY, SPEC, StatusScene, conditions, events, message, rank_status
 
 GPU, CPU0, CPU1 = "x-gpu-0", "x-cpu-0", "x-cpu-1"
 
@@ -57,7 +64,7 @@ def not_ready(scene: StatusScene) -> None:
 
 
 def one_left(scene: StatusScene) -> None:
-    scene.answer(ranks=(*scene.ranks()[:3], replace(scene.ranks()[3], joined=False)))
+    scene.answer(ranks=(*scene.ranks()[:3], rank_status(3, "x-cpu-1", joined=False)))
 
 
 def one_too_few(scene: StatusScene) -> None:
@@ -65,11 +72,11 @@ def one_too_few(scene: StatusScene) -> None:
 
 
 def one_too_many(scene: StatusScene) -> None:
-    scene.answer(ranks=(*scene.ranks(), replace(scene.ranks()[3], rank=4)))
+    scene.answer(ranks=(*scene.ranks(), rank_status(4, "x-cpu-1")))
 
 
 def of_another_pod(scene: StatusScene) -> None:
-    scene.answer(ranks=(*scene.ranks()[:3], replace(scene.ranks()[3], pod="x-cpu-7")))
+    scene.answer(ranks=(*scene.ranks()[:3], rank_status(3, "x-cpu-7")))
 
 
 def stalled(scene: StatusScene) -> None:
@@ -251,7 +258,7 @@ def test_a_node_that_is_not_ready_is_lost_at_once_when_nobody_hears_from_it() ->
 
 def test_a_rank_that_owns_nothing_counts_as_loaded_once_the_group_is_ready() -> None:
     scene = StatusScene.serving()
-    scene.answer(ranks=scene.ranks(loaded=False, weight_bytes=0))
+    scene.answer(ranks=scene.ranks(weight_bytes=0))
     assert conditions(scene.report())["ModelReady"] == ("True", "Loaded")
 
 
@@ -336,7 +343,7 @@ def test_no_word_of_a_gateway_is_longer_than_the_status_may_hold() -> None:
 
 def test_an_exchange_that_is_not_the_fastest_says_why() -> None:
     scene = StatusScene.serving()
-    scene.answer(exchange="gloo", exchange_reason="pods x-cpu-0 and x-gpu-0 share no /dev/shm")
+    scene.answer(exchange=EXCHANGE_KIND_GLOO, exchange_reason="pods x-cpu-0 and x-gpu-0 share no /dev/shm")
     assert scene.report().status["placement"] == {
         "mode": "Tensor", "exchange": "gloo", "exchangeReason": "pods x-cpu-0 and x-gpu-0 share no /dev/shm",
     }  # fmt: skip
@@ -357,13 +364,12 @@ def test_a_placement_is_not_told_before_the_group_is_formed() -> None:
 
 def test_shares_are_told_by_rank() -> None:
     scene = StatusScene.serving()
-    gpu, _, cpu, idle = scene.ranks()
     scene.answer(
         ranks=(
-            replace(gpu, kv_heads=8, mlp_columns=512, vocabulary_rows=1000, kv_bytes=5),
-            replace(gpu, rank=1),
-            replace(cpu, experts=12),
-            replace(idle, weight_bytes=0, loaded=False),
+            rank_status(0, "x-gpu-0", kv_heads=8, mlp_columns=512, vocabulary_rows=1000, kv_bytes=5),
+            rank_status(1, "x-gpu-0"),
+            rank_status(2, "x-cpu-0", experts=12),
+            rank_status(3, "x-cpu-1", weight_bytes=0),
         )
     )
     placements = scene.report().status["placements"]
@@ -374,6 +380,32 @@ def test_shares_are_told_by_rank() -> None:
         {**nothing, "experts": 12},
         {**nothing, "weightBytes": 0},
     ]
+
+
+def test_a_place_tells_the_largest_share_of_any_layer_and_what_the_rank_is_bound_to() -> None:
+    scene = StatusScene.serving()
+    first, second = rank_status(0, "x-gpu-0"), rank_status(1, "x-gpu-0", local_memory_percent=None, numa_nodes=())
+    first.MergeFrom(
+        RankStatus(
+            local_memory_percent=0,
+            place=RankPlace(device=DeviceReport(cpus=[8])),
+            shard=RankShard(
+                layers=[
+                    LayerShard(kv_heads=UnitRange(begin=0, end=2), mlp_columns=UnitRange(begin=64, end=192)),
+                    LayerShard(kv_heads=UnitRange(begin=0, end=1), experts=UnitRange(begin=3, end=8)),
+                ],
+                embedding_rows=UnitRange(begin=0, end=5),
+                head_rows=UnitRange(begin=10, end=30),
+            ),
+        )
+    )
+    scene.answer(ranks=(first, second, *scene.ranks()[2:]))
+    told, other, *_ = scene.report().status["placements"]
+    found = {name: told[name] for name in ("device", "cpus", "numaNodes", "localMemoryPercent")}
+    assert found == {"device": "device", "cpus": "0-3,8", "numaNodes": [0], "localMemoryPercent": 0}
+    sizes = ("kvHeads", "mlpColumns", "experts", "vocabularyRows")
+    assert [told["shares"][name] for name in sizes] == [2, 128, 5, 20]
+    assert not {"numaNodes", "localMemoryPercent"} & set(other)
 
 
 # --- NUMA -----------------------------------------------------------------------------------------------
@@ -390,7 +422,7 @@ def with_policy(policy: str) -> str:
          "rank 2 (pod x-cpu-0, node n1): CPUs 0-7 are on NUMA nodes 0-1, not on one"),
         ({"numa_nodes": (0, 1)}, ("False", "NotPinned"),
          "rank 2 (pod x-cpu-0, node n1): its cores are of NUMA nodes 0, 1, not of one"),
-        ({"numa_nodes": None}, ("False", "NotPinned"),
+        ({"numa_nodes": ()}, ("False", "NotPinned"),
          "rank 2 (pod x-cpu-0, node n1): its cores are of NUMA nodes none that the kernel tells, not of one"),
         ({"local_memory_percent": 43}, ("False", "MemoryNotLocal"),
          "rank 2 (pod x-cpu-0, node n1): 43 % of its memory lies on the node of its cores"),
@@ -410,8 +442,7 @@ def test_pinning_is_what_ranks_proved(changes: dict[str, Any], found: tuple[str,
 
 def test_pinning_of_gpu_ranks_is_nobodys_business() -> None:
     scene = StatusScene.serving()
-    ranks = scene.ranks()
-    scene.answer(ranks=(*(replace(rank, pinned=False, numa_nodes=None) for rank in ranks[:2]), *ranks[2:]))
+    scene.answer(ranks=(*scene.ranks(pinned=False, numa_nodes=())[:2], *scene.ranks()[2:]))
     told = scene.report()
     assert conditions(told)["NUMAPinned"] == ("True", "Pinned")
     assert [pool["pinned"] for pool in told.status["pools"]] == [2, 0]
@@ -449,7 +480,7 @@ def test_a_group_without_cpu_ranks_has_nothing_to_pin() -> None:
 
 def test_pinning_is_unknown_before_ranks_have_loaded() -> None:
     scene = StatusScene.serving()
-    scene.answer(state=GroupState.LOADING, ranks=scene.ranks(loaded=False, local_memory_percent=None))
+    scene.answer(state=GroupState.LOADING, ranks=scene.ranks(weight_bytes=0, local_memory_percent=None))
     assert conditions(scene.report())["NUMAPinned"] == ("Unknown", "LoadingModel")
 
 

@@ -131,7 +131,7 @@ def _membership_trouble(situation: Situation, expected: ExpectedPod) -> Trouble 
 
 def _refusal(answer: GatewayReport) -> str:
     """Return why the gateway refused a rank, which it knows by its address only."""
-    _, refused, why = answer.reason.partition(" was refused: ")
+    _, refused, why = answer.group.reason.partition(" was refused: ")
     return f"; the gateway refused one: {steady(why)}" if refused else ""
 
 
@@ -186,15 +186,15 @@ def _group_causes(situation: Situation, answer: GatewayReport, spec: HeteroInfer
     trouble = _group_trouble(answer, spec.recovery.step_timeout_seconds)
     if trouble is not None:
         yield Cause(GROUP, trouble)
-    elif not (answer.serving and answer.state is GroupState.READY and is_complete(situation, answer.ranks)):
+    elif not (answer.serving and answer.state is GroupState.READY and is_complete(situation, answer.group.ranks)):
         yield Cause(GROUP, Trouble(Level.UNREADY, Reason.FORMING, "is not serving yet"))
 
 
 def _group_trouble(answer: GatewayReport, step_timeout_s: int) -> Trouble | None:
-    said = steady(answer.reason)
-    if answer.failed:
+    said = steady(answer.group.reason)
+    if answer.group.failed:
         return broken(Reason.GROUP_FAILED, said or "failed for good")
-    if answer.stalled_s > step_timeout_s:
+    if answer.group.stalled_s > step_timeout_s:
         return broken(
             Reason.RANK_HUNG, f"a step is out for longer than spec.recovery.stepTimeoutSeconds ({step_timeout_s} s)"
         )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from hetero_api.contract import LABEL_NAME
+from hetero_api.cpu_list import format_cpu_list
 from hetero_api.spec import HeteroInferenceSpec
 from hetero_api.status import (
     MAX_OPTION_NAME_LENGTH,
@@ -16,14 +17,16 @@ from hetero_api.status import (
     PoolStatus,
     ShareStatus,
 )
-from hetero_api.v1.admin_pb2 import PlacementOption, PlacementReport
+from hetero_api.v1.admin_pb2 import PlacementOption, PlacementReport, RankStatus
+from hetero_api.v1.ranks_pb2 import EXCHANGE_KIND_GLOO, EXCHANGE_KIND_SHM, UnitRange
 from hetero_operator.reconcile.inventory import ObjectKey
-from hetero_operator.reconcile.model import GatewayReport, ObservedRank
-from hetero_operator.reconcile.status.numa import is_pinned
+from hetero_operator.reconcile.model import GatewayReport
+from hetero_operator.reconcile.status.numa import is_pinned, local_memory_percent
 from hetero_operator.reconcile.status.pods import ExpectedPod, node_of
 from hetero_operator.reconcile.status.situation import FORMED_STATES, Situation, is_rank_ready
 from hetero_operator.reconcile.status.text import bounded, steady
 
+_EXCHANGES: Final = {EXCHANGE_KIND_SHM: "shm", EXCHANGE_KIND_GLOO: "gloo"}
 STEADY_WITHIN: Final = 0.1
 """Share by which a speed has to differ from the one told, to be told anew."""
 
@@ -58,8 +61,8 @@ def figures(situation: Situation, *, is_serving: bool) -> dict[str, Any]:
 def _of_answer(situation: Situation, answer: GatewayReport) -> dict[str, Any]:
     placed = [_placed(situation, pod, rank) for pod in situation.expected for rank in situation.told(pod)]
     return {
-        "epoch": answer.epoch,
-        "model_source": steady(answer.model_source),
+        "epoch": answer.group.epoch,
+        "model_source": steady(answer.group.model_source),
         "placements": [item for item in placed if item is not None],
         "placement": _placement(situation, answer),
     }
@@ -68,12 +71,12 @@ def _of_answer(situation: Situation, answer: GatewayReport) -> dict[str, Any]:
 def _placement(situation: Situation, answer: GatewayReport) -> PlacementStatus:
     if answer.state not in FORMED_STATES:
         return PlacementStatus()
-    placement = answer.placement or PlacementReport()
+    placement = answer.group.placement
     measured, ratio = _steady_speed(placement, situation.stored.placement)
     return PlacementStatus(
-        mode=answer.mode,
-        exchange=answer.exchange,
-        exchange_reason=steady(answer.exchange_reason),
+        mode=answer.group.placement_mode,
+        exchange=_EXCHANGES.get(answer.group.exchange, ""),
+        exchange_reason=steady(answer.group.exchange_reason),
         predicted_tokens_per_second=_rounded(placement.predicted_tokens_per_second),
         measured_tokens_per_second=measured,
         prediction_ratio=ratio,
@@ -138,30 +141,35 @@ def _has_node(situation: Situation, expected: ExpectedPod) -> bool:
     return pod is not None and not situation.is_outdated(pod) and bool(node_of(pod))
 
 
-def _placed(situation: Situation, expected: ExpectedPod, rank: ObservedRank) -> PlacedRank | None:
+def _placed(situation: Situation, expected: ExpectedPod, rank: RankStatus) -> PlacedRank | None:
     """Return where a rank is, None while the gateway does not talk to it."""
     pod = situation.rank_pods.get(expected.name)
-    if not rank.joined or pod is None or rank.pod != expected.name:
+    if not rank.joined or pod is None or rank.place.pod_name != expected.name:
         return None
+    shard, device = rank.shard, rank.place.device
     shares = ShareStatus(
-        kv_heads=rank.kv_heads,
-        mlp_columns=rank.mlp_columns,
-        experts=rank.experts,
-        vocabulary_rows=rank.vocabulary_rows,
+        kv_heads=_largest(layer.kv_heads for layer in shard.layers),
+        mlp_columns=_largest(layer.mlp_columns for layer in shard.layers),
+        experts=_largest(layer.experts for layer in shard.layers),
+        vocabulary_rows=_largest([shard.embedding_rows, shard.head_rows]),
         weight_bytes=rank.weight_bytes,
         kv_bytes=rank.kv_bytes,
     )
     return PlacedRank(
-        rank=rank.rank,
+        rank=rank.place.rank,
         pool=expected.pool,
-        pod=rank.pod,
+        pod=expected.name,
         node=node_of(pod),
-        device=rank.device[:128],
-        numa_nodes=list(rank.numa_nodes)[:64] if rank.numa_nodes is not None else None,
-        cpus=rank.cpus[:1024],
-        local_memory_percent=rank.local_memory_percent,
+        device=device.name[:128],
+        numa_nodes=device.numa_nodes[:64] or None,
+        cpus=format_cpu_list(device.cpus)[:1024],
+        local_memory_percent=local_memory_percent(rank),
         shares=shares,
     )
+
+
+def _largest(ranges: Iterable[UnitRange]) -> int:
+    return max((units.end - units.begin for units in ranges), default=0)
 
 
 def _endpoint(situation: Situation) -> str:

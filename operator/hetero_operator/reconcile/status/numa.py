@@ -7,7 +7,7 @@ from typing import Final
 
 from hetero_api.contract import LEAST_LOCAL_MEMORY_PERCENT
 from hetero_api.spec import NumaPolicy, PoolSpec, PoolType
-from hetero_operator.reconcile.model import ObservedRank
+from hetero_api.v1.admin_pb2 import RankStatus
 from hetero_operator.reconcile.status.findings import FALSE, TRUE, UNKNOWN, Blockers, Finding
 from hetero_operator.reconcile.status.pods import ExpectedPod, node_of, status_of
 from hetero_operator.reconcile.status.reasons import Reason
@@ -30,9 +30,14 @@ def numa_pinned(situation: Situation, blockers: Blockers) -> Finding:
     return _of_ranks(situation, blockers, {pool.name for pool in pools})
 
 
-def is_pinned(rank: ObservedRank) -> bool:
+def is_pinned(rank: RankStatus) -> bool:
     """Return whether a rank proved that its cores, and its memory as far as is known, are of one node."""
-    return rank.joined and rank.pinned and _spans_one_node(rank) and _is_local(rank)
+    return rank.joined and rank.place.device.pinned and _spans_one_node(rank) and _is_local(rank)
+
+
+def local_memory_percent(rank: RankStatus) -> int | None:
+    """Return the share of a rank's memory on the NUMA nodes of its cores, None when that is not known."""
+    return rank.local_memory_percent if rank.HasField("local_memory_percent") else None
 
 
 def _of_ranks(situation: Situation, blockers: Blockers, pools: set[str]) -> Finding:
@@ -48,35 +53,35 @@ def _of_ranks(situation: Situation, blockers: Blockers, pools: set[str]) -> Find
     if not all(situation.has_loaded(pod) for pod in pods):
         return blockers.finding(status=UNKNOWN)
     for pod, rank in told:
-        if rank.local_memory_percent is None:
+        if local_memory_percent(rank) is None:
             words = "is bound, and its kernel does not tell where its memory lies"
             return Finding(UNKNOWN, Reason.NOT_PROVEN, f"{_subject(situation, pod, rank)}: {words}")
     return _proven(situation, pods, told)
 
 
-def _shortcoming(rank: ObservedRank) -> tuple[Reason, str] | None:
+def _shortcoming(rank: RankStatus) -> tuple[Reason, str] | None:
     """Return the reason and message for a rank that joined and is not pinned."""
     if not rank.joined:
         return None
-    if not rank.pinned:
+    if not rank.place.device.pinned:
         return Reason.NOT_PINNED, steady(rank.pin_message) or "is not bound to cores and memory of one NUMA node"
     if not _spans_one_node(rank):
-        nodes = ", ".join(map(str, rank.numa_nodes or ())) or "none that the kernel tells"
+        nodes = ", ".join(map(str, rank.place.device.numa_nodes)) or "none that the kernel tells"
         return Reason.NOT_PINNED, f"its cores are of NUMA nodes {nodes}, not of one"
     if not _is_local(rank):
         return Reason.MEMORY_NOT_LOCAL, f"{rank.local_memory_percent} % of its memory lies on the node of its cores"
     return None
 
 
-def _spans_one_node(rank: ObservedRank) -> bool:
-    return rank.numa_nodes is not None and len(rank.numa_nodes) == 1
+def _spans_one_node(rank: RankStatus) -> bool:
+    return len(rank.place.device.numa_nodes) == 1
 
 
-def _is_local(rank: ObservedRank) -> bool:
-    return rank.local_memory_percent is None or rank.local_memory_percent >= LEAST_LOCAL_MEMORY_PERCENT
+def _is_local(rank: RankStatus) -> bool:
+    return not rank.HasField("local_memory_percent") or rank.local_memory_percent >= LEAST_LOCAL_MEMORY_PERCENT
 
 
-def _proven(situation: Situation, pods: list[ExpectedPod], told: list[tuple[ExpectedPod, ObservedRank]]) -> Finding:
+def _proven(situation: Situation, pods: list[ExpectedPod], told: list[tuple[ExpectedPod, RankStatus]]) -> Finding:
     """Bound and proven: whether the kubelet keeps others off the cores, too."""
     found = "Cores and memory of every CPU rank are of one NUMA node"
     named = {pool.name: pool for pool in situation.basis.spec.pools} if situation.basis else {}
@@ -88,14 +93,14 @@ def _proven(situation: Situation, pods: list[ExpectedPod], told: list[tuple[Expe
             "use their cores. Set cpu.memoryPerRank.",
         )  # fmt: skip
     for pod, rank in told:
-        pool = named.get(pod.pool)
-        if pool is not None and rank.allowed_cpus > pool.cores_per_rank * pool.ranks_per_pod:
+        asked = named[pod.pool].cores_per_rank * named[pod.pool].ranks_per_pod
+        allowed = rank.place.device.allowed_cpus
+        if allowed > asked:
             return Finding(
                 TRUE, Reason.NOT_GUARANTEED,
                 bounded(
                     f"{found}, but other pods may use the cores: {_subject(situation, pod, rank)} asked for "
-                    f"{pool.cores_per_rank * pool.ranks_per_pod} CPUs and may run on {rank.allowed_cpus}. Run the "
-                    "kubelet's CPU manager with policy static."
+                    f"{asked} CPUs and may run on {allowed}. Run the kubelet's CPU manager with policy static."
                 ),
             )  # fmt: skip
     return Finding(TRUE, Reason.PINNED, f"{found}.")
@@ -108,9 +113,9 @@ def _pools_of_shared_pods(situation: Situation, pods: list[ExpectedPod]) -> Iter
             yield expected.pool
 
 
-def _subject(situation: Situation, expected: ExpectedPod, rank: ObservedRank) -> str:
+def _subject(situation: Situation, expected: ExpectedPod, rank: RankStatus) -> str:
     pod = situation.rank_pods.get(expected.name)
-    one = ExpectedPod(expected.name, expected.pool, rank.rank, 1)
+    one = ExpectedPod(expected.name, expected.pool, rank.place.rank, 1)
     return one.subject(node_of(pod) if pod else "")
 
 

@@ -151,8 +151,8 @@ def _moments(situation: Situation, conditions: Mapping[str, Condition]) -> Itera
     candidates.append(budget.next_change(situation.restarts, basis.spec))
     if conditions[ConditionType.PROGRESSING].status is TRUE and basis.runs:
         candidates.append(deadline(situation, conditions))
-    if situation.answer is not None and situation.answer.stalled_s > 0:
-        left_s = basis.spec.recovery.step_timeout_seconds - situation.answer.stalled_s
+    if situation.answer is not None and situation.answer.group.stalled_s > 0:
+        left_s = basis.spec.recovery.step_timeout_seconds - situation.answer.group.stalled_s
         candidates.append(situation.observed.now + timedelta(seconds=left_s))
     yield from (moment for moment in candidates if moment is not None)
 

@@ -6,7 +6,7 @@ every few seconds, so their word counts only for ranks that no gateway speaks of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,11 @@ from hetero_api.contract import LABEL_GATEWAY_REVISION, LABEL_REVISION, LABEL_RO
 from hetero_api.group_state import GroupState
 from hetero_api.spec import HeteroInferenceSpec
 from hetero_api.status import HeteroInferenceStatus, RestartsStatus
+from hetero_api.v1.admin_pb2 import RankStatus
 from hetero_operator.reconcile import budget
 from hetero_operator.reconcile.inventory import DEPLOYMENT, STATEFUL_SET, Inventory, is_leaving, label_of
 from hetero_operator.reconcile.manifests.config import stored_resource
-from hetero_operator.reconcile.model import GatewayReport, Object, Observed, ObservedRank, Outcome, Plan
+from hetero_operator.reconcile.model import GatewayReport, Object, Observed, Outcome, Plan
 from hetero_operator.reconcile.names import RANK_CONTAINER, Names
 from hetero_operator.reconcile.refusals import Refusal, read_spec
 from hetero_operator.reconcile.revision import Revisions, revisions_of
@@ -110,19 +111,19 @@ class Situation:
         """Return whether a pod is of another spec than the one in force."""
         return self.basis is not None and _is_outdated(pod, self.basis.revisions)
 
-    def told(self, pod: ExpectedPod) -> tuple[ObservedRank, ...]:
+    def told(self, pod: ExpectedPod) -> tuple[RankStatus, ...]:
         """Return the gateway's report about a pod's ranks; empty when it does not answer."""
-        return tuple(item for item in self.answer.ranks if item.rank in pod.ranks) if self.answer else ()
+        return tuple(item for item in self.answer.group.ranks if item.place.rank in pod.ranks) if self.answer else ()
 
     def has_joined(self, pod: ExpectedPod) -> bool:
         """Return whether the gateway talks to all ranks of a pod."""
         told = self.told(pod)
-        return len(told) == pod.num_ranks and all(item.joined and item.pod == pod.name for item in told)
+        return len(told) == pod.num_ranks and all(item.joined and item.place.pod_name == pod.name for item in told)
 
     def has_loaded(self, pod: ExpectedPod) -> bool:
         """Return whether all ranks of a pod hold their weights; a group is READY only then, even if that is nothing."""
         is_group_ready = self.answer is not None and self.answer.state is GroupState.READY
-        return self.has_joined(pod) and (is_group_ready or all(item.loaded for item in self.told(pod)))
+        return self.has_joined(pod) and (is_group_ready or all(item.weight_bytes > 0 for item in self.told(pod)))
 
     def statefulset(self, pool: str) -> Object | None:
         """Return a pool's StatefulSet, None if there is none."""
@@ -187,17 +188,17 @@ def is_serving(situation: Situation) -> bool:
     answer, basis = situation.answer, situation.basis
     if answer is None or basis is None or not situation.runs or not situation.is_gateway_in_service:
         return False
-    if not (answer.state is GroupState.READY and answer.serving and not answer.failed and is_formed(situation)):
+    if not (answer.state is GroupState.READY and answer.serving and not answer.group.failed and is_formed(situation)):
         return False
     pods = [situation.rank_pods.get(pod.name) for pod in situation.expected]
     all_run = all(pod is not None and is_up(pod, RANK_CONTAINER) and not situation.is_outdated(pod) for pod in pods)
-    return all_run and answer.stalled_s <= basis.spec.recovery.step_timeout_seconds
+    return all_run and answer.group.stalled_s <= basis.spec.recovery.step_timeout_seconds
 
 
 def is_formed(situation: Situation) -> bool:
     """Return whether the gateway reports all expected ranks in one epoch."""
     answer = situation.answer
-    if answer is None or answer.state not in FORMED_STATES or not is_complete(situation, answer.ranks):
+    if answer is None or answer.state not in FORMED_STATES or not is_complete(situation, answer.group.ranks):
         return False
     return all(situation.has_joined(pod) for pod in situation.expected)
 
@@ -220,6 +221,6 @@ def computes(situation: Situation, expected: ExpectedPod) -> bool:
     return is_up(pod, RANK_CONTAINER) and situation.has_joined(expected)
 
 
-def is_complete(situation: Situation, ranks: tuple[ObservedRank, ...]) -> bool:
+def is_complete(situation: Situation, ranks: Sequence[RankStatus]) -> bool:
     """Return whether the gateway reports exactly the ranks that we expect."""
     return len(ranks) == sum(pod.num_ranks for pod in situation.expected)
