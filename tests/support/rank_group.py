@@ -100,11 +100,12 @@ class RankGroup:
         quantization: str = "none",
         native: bool = True,
         make_exchanges: MakeExchanges | None = None,
+        on_top: Callable[[HostExchange], Exchange] = lambda host: host,
         keeps_logits: bool = True,
     ) -> None:
         """`make_graphs`: of the pseudo GPUs; None: they have none. `native`: host cores compute by native kernels;
         else by torch's. `recorded`: decode steps on host cores are recorded where they can be. `make_exchanges` None:
-        in Python.
+        in Python. `on_top`: what a rank uses of its host exchange.
         `keeps_logits`: a recorder is asked for all draws; else the runners draw as they do when they serve."""
         config = ModelConfig.from_directory(directory).quantized(quantization)
         self.plan = shares.plan(config.num_layers, expert_layers=config.expert_layers)
@@ -138,6 +139,7 @@ class RankGroup:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self._make_exchanges = make_exchanges or _thread_exchanges
+        self._on_top = on_top
         self.exchanges: Sequence[HostExchange] = []
         self.reports: list[LoadReport] = []
         self.start()
@@ -159,7 +161,7 @@ class RankGroup:
 
     def _start_rank(self, rank: int) -> LoadReport:
         runner = self.runners[rank]
-        runner.attach(self.exchanges[rank])
+        runner.attach(self._on_top(self.exchanges[rank]))
         report = runner.load(self.requests[rank])
         runner.allocate(self.num_blocks, self.block_size)
         return report

@@ -12,8 +12,12 @@ import torch
 
 from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.backends.base import HOST
 from hetero_worker.distributed.exchange import HostExchange
+from hetero_worker.distributed.hierarchical import HierarchicalExchange
 from hetero_worker.distributed.routes import routes_of
+from hetero_worker.distributed.shm_exchange import ShmExchange
+from hetero_worker.distributed.staging import staging_for
 from hetero_worker.layers.sampler import SampledRows
 from hetero_worker.models.micro_batches import best_number
 from hetero_worker.native.team import NativeTeam
@@ -240,6 +244,39 @@ def test_sums_of_the_native_exchange_do_not_break_a_recording(
     said = [message for message in recordings(caplog) if "recorded" in message]
     assert said
     assert all("in 1 pieces" in message for message in said)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", ["uneven", "no part", "helped", "stages"])
+def test_a_cpu_rank_beside_a_gpu_rank_records_whole_steps(
+    checkpoints: dict[str, TinyCheckpoint], layout: str, dtype: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The GPU is played by the host; the CPU rank's sums, hops and helper links meet it in shared memory."""
+
+    def mixed(folder: Path, stack: ExitStack, *, recorded: bool) -> RankGroup:
+        def make(plan: ShardPlan) -> list[ShmExchange]:
+            folder.mkdir()
+            return stack.enter_context(exchanges(folder, plan.world_size, routes=routes_of(plan, 1)))
+
+        def on_top(host: HostExchange) -> HierarchicalExchange:
+            return HierarchicalExchange(host, num_gpu_ranks=1, groups={}, links={}, staging=staging_for(HOST))
+
+        directory = checkpoints["qwen3"].directory
+        return RankGroup(
+            directory, LAYOUTS[layout], dtype=dtype, num_gpu_ranks=1, recorded=recorded, make_exchanges=make,
+            on_top=on_top,
+        )  # fmt: skip
+
+    with ExitStack() as stack, caplog.at_level("INFO"):
+        eager = told(mixed(tmp_path / "eager", stack, recorded=False))
+        assert not recordings(caplog)
+        group = mixed(tmp_path / "recorded", stack, recorded=True)
+        assert "steps=recorded" in group.reports[1].kernels
+        recorded = told(group)
+    said = [message for message in recordings(caplog) if "rows recorded" in message]
+    assert len(said) >= 2
+    assert all("in 1 pieces" in message for message in said)
+    assert all(map(torch.equal, recorded, eager))
 
 
 def test_a_decoder_that_needs_torch_says_so_and_goes_on(

@@ -71,7 +71,8 @@ class HierarchicalExchange:
         self._links = links
         self._staging = staging
         self._host_links = host_links or DirectLinks(host, staging)
-        self._is_gpu_rank = host.rank < num_gpu_ranks
+        self.is_gpu_rank = host.rank < num_gpu_ranks
+        """True if this rank computes on a GPU."""
         self._sums: dict[Ranks, SumExchange] = {}
 
     @property
@@ -118,14 +119,14 @@ class HierarchicalExchange:
 
     def is_staged(self, link: Link) -> bool:
         """Return True if this rank's device copies to or from the host for the link."""
-        return self._is_gpu_rank and link not in self._links
+        return self.is_gpu_rank and link not in self._links
 
     def start_send(self, tensor: torch.Tensor, link: Link) -> PendingSend:
         """Begin a send, as Exchange.start_send."""
         if link in self._links:
             self._links[link].send(tensor)
             return SENT
-        if self._is_gpu_rank:
+        if self.is_gpu_rank:
             return self._host_links.start_send(tensor, link)
         return self._host.start_send(tensor, link)
 
@@ -133,7 +134,7 @@ class HierarchicalExchange:
         """Post a receipt, as Exchange.receive."""
         if link in self._links:
             return self._links[link].receive(out)
-        if self._is_gpu_rank:
+        if self.is_gpu_rank:
             return self._host_links.receive(out, link)
         return self._host.receive(out, link)
 
@@ -144,60 +145,41 @@ class HierarchicalExchange:
         if not gpus:
             return self._host.among(ranks)
         host = self._host.among(on_host) if self.rank in on_host and len(on_host) > 1 else None
-        if not self._is_gpu_rank:
-            return _CpuRankSum(_HostRounds(host, gpus), ranks)
+        if not self.is_gpu_rank:
+            assert host is not None, "a CPU rank of the subgroup meets its leader on the host"
+            return CpuRankSum(host, ranks, gpus=gpus)
         group = self._groups[gpus] if len(gpus) > 1 else None
         if len(on_host) == 1:
             return _DeviceSum(group, gpus, rank=self.rank)
-        return _MixedSum(group, _HostRounds(host, gpus), ranks, gpus=gpus, rank=self.rank, staging=self._staging)
+        return _MixedSum(group, host, ranks, gpus=gpus, rank=self.rank, staging=self._staging)
 
 
-class _HostRounds:
-    """Host rounds of sums among GPU and CPU ranks, for their leader or a CPU rank."""
+class CpuRankSum:
+    """SumExchange among GPU and CPU ranks, on a CPU rank: one round of `host` for each slice."""
 
-    def __init__(self, host: SumExchange | None, gpus: Ranks) -> None:
-        self._host = host
-        self._gpus = gpus
-
-    @staticmethod
-    def slices(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Return the slices that cross the host one at a time; they are the same on every rank."""
-        flat = tensor.view(-1)
-        step = STAGED_BYTES // flat.element_size()
-        return (flat[begin : begin + step] for begin in range(0, flat.numel(), step))
-
-    def contributors(self, contributors: Sequence[int]) -> list[int]:
-        """Return the contributors with the leader in the place of all GPU ranks."""
-        cpus = sorted(rank for rank in set(contributors) if rank not in self._gpus)
-        return [self._gpus[0], *cpus] if len(cpus) < len(set(contributors)) else cpus
-
-    def all_reduce(self, part: torch.Tensor, contributors: Sequence[int]) -> None:
-        """Sum one slice; `contributors` are what `contributors` returns."""
-        if self._host is not None:
-            self._host.all_reduce(part, contributors)
-
-    @property
-    def is_mine(self) -> bool:
-        """True if this rank takes part."""
-        return self._host is not None
-
-
-class _CpuRankSum:
-    """SumExchange among GPU and CPU ranks, on a CPU rank: one host round per slice."""
-
-    def __init__(self, host: _HostRounds, ranks: Ranks) -> None:
-        self._host = host
+    def __init__(self, host: SumExchange, ranks: Ranks, *, gpus: Ranks) -> None:
+        self.host = host
         self._ranks = ranks
+        self._gpus = gpus
 
     @property
     def world_size(self) -> int:
+        """Number of ranks that take part."""
         return len(self._ranks)
 
     def all_reduce(self, tensor: torch.Tensor, contributors: Sequence[int]) -> None:
+        """Sum in place, as SumExchange.all_reduce."""
+        for part, meeting in self.rounds(tensor, contributors):
+            self.host.all_reduce(part, meeting)
+
+    def rounds(self, tensor: torch.Tensor, contributors: Sequence[int]) -> list[tuple[torch.Tensor, list[int]]]:
+        """Return the rounds of `host` that make up a sum: a slice of `tensor` to sum in place, and its contributors.
+
+        Raises TypeError, ValueError for what cannot be summed.
+        """
         _check(tensor, contributors, self._ranks)
-        meeting = self._host.contributors(contributors)
-        for part in self._host.slices(tensor):
-            self._host.all_reduce(part, meeting)
+        meeting = _with_leader(contributors, self._gpus)
+        return [(part, meeting) for part in _slices(tensor)]
 
 
 class _DeviceSum:
@@ -228,7 +210,14 @@ class _MixedSum:
     """SumExchange among GPU and CPU ranks, on a GPU rank; see the module."""
 
     def __init__(
-        self, group: DeviceGroup | None, host: _HostRounds, ranks: Ranks, *, gpus: Ranks, rank: int, staging: Staging
+        self,
+        group: DeviceGroup | None,
+        host: SumExchange | None,
+        ranks: Ranks,
+        *,
+        gpus: Ranks,
+        rank: int,
+        staging: Staging,
     ) -> None:
         self._group = group
         self._host = host
@@ -246,8 +235,8 @@ class _MixedSum:
         if not tensor.numel():
             return
         self._gather_at_leader(tensor, [rank for rank in contributors if rank in self._gpus])
-        if self._host.is_mine:
-            self._exchange(tensor, self._host.contributors(contributors))
+        if self._host is not None:
+            self._exchange(tensor, _with_leader(contributors, self._gpus), self._host)
         if self._group is not None:
             self._group.broadcast(tensor, self._gpus[0])
 
@@ -259,16 +248,29 @@ class _MixedSum:
             tensor.zero_()
         self._group.reduce(tensor, self._gpus[0])
 
-    def _exchange(self, tensor: torch.Tensor, contributors: Sequence[int]) -> None:
+    def _exchange(self, tensor: torch.Tensor, contributors: Sequence[int], host: SumExchange) -> None:
         """Exchange the leader's tensor on the host. Slices leave the device while earlier ones are exchanged."""
-        parts = list(self._host.slices(tensor))
+        parts = list(_slices(tensor))
         staging, begun = self._staging, self._staging.now()
         sends = self._rank in contributors
         leaving = [staging.start_to_host(part) if sends else Arrived(staging.host_buffer(part)) for part in parts]
         for part, pending in zip(parts, leaving, strict=True):
             on_host = pending.wait()
-            self._host.all_reduce(on_host, contributors)
+            host.all_reduce(on_host, contributors)
             staging.to_device(on_host, part, after=begun)
+
+
+def _slices(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Return the slices that cross the host one at a time; they are the same on every rank."""
+    flat = tensor.view(-1)
+    step = STAGED_BYTES // flat.element_size()
+    return (flat[begin : begin + step] for begin in range(0, flat.numel(), step))
+
+
+def _with_leader(contributors: Sequence[int], gpus: Ranks) -> list[int]:
+    """Return the contributors to a host round: the leader in the place of all GPU ranks, then the CPU ranks."""
+    cpus = sorted(set(contributors).difference(gpus))
+    return [gpus[0], *cpus] if len(cpus) < len(set(contributors)) else cpus
 
 
 def _check(tensor: torch.Tensor, contributors: Sequence[int], ranks: Ranks) -> None:

@@ -1,7 +1,8 @@
 """RecordedExchange: the Exchange of a step that is recorded as native operations.
 
-Sums and messages of the native exchange are operations like any other. Everything else that crosses the host breaks the
-recording.
+Sums and messages of the native exchange are operations like any other, also those of a CPU rank in a group with GPU
+ranks: what it exchanges goes through the host, whose rounds a GPU rank joins by the same library. Everything else that
+crosses the host breaks the recording.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from hetero_worker.distributed.exchange import SENT, Exchange, PendingSend, PendingTensor, SumExchange
+from hetero_worker.distributed.hierarchical import CpuRankSum, HierarchicalExchange
 from hetero_worker.distributed.routes import Link
 from hetero_worker.distributed.shm_exchange import ShmExchange, ShmRounds
 from hetero_worker.distributed.shm_rank import NativeCall
@@ -27,7 +29,7 @@ class RecordedExchange(BreakingExchange):
     def __init__(self, exchange: Exchange, breaks: Breaks, step: CurrentStep, op_queue: OpQueue) -> None:
         super().__init__(exchange, breaks, step, records_device_sums=False)
         self._op_queue = op_queue
-        self._shared = exchange if isinstance(exchange, ShmExchange) else None
+        self._shared = shared_memory_of(exchange)
 
     @property
     def sums_natively(self) -> bool:
@@ -35,14 +37,13 @@ class RecordedExchange(BreakingExchange):
 
         With GPU ranks it is False, and the plan may need no such sum.
         """
-        if self.world_size == 1:
-            return True
-        return self._shared is not None and isinstance(self.among(tuple(range(self.world_size))), _NativeSums)
+        return self.world_size == 1 or isinstance(self._exchange, ShmExchange)
 
     def among(self, ranks: tuple[int, ...]) -> SumExchange:
         """Return the exchange of a subgroup; its sums are operations if ranks share memory."""
         sums = self._exchange.among(ranks)
-        return _NativeSums(sums, self._op_queue) if isinstance(sums, ShmRounds) else super().among(ranks)
+        rounds = sums.host if isinstance(sums, CpuRankSum) else sums
+        return _NativeSums(sums, rounds, self._op_queue) if isinstance(rounds, ShmRounds) else super().among(ranks)
 
     def send(self, tensor: torch.Tensor, link: Link) -> None:
         """Record a send, or break the recording."""
@@ -65,19 +66,29 @@ class RecordedExchange(BreakingExchange):
         return _NativeReceipt(self._shared.receivers[link].receive_call(out), out, self._op_queue)
 
 
-class _NativeSums:
-    """SumExchange whose sums are operations."""
+def shared_memory_of(exchange: Exchange) -> ShmExchange | None:
+    """Return the exchange that carries all sums and messages of a CPU rank if it is shared memory, else None."""
+    host = exchange.host if isinstance(exchange, HierarchicalExchange) and not exchange.is_gpu_rank else exchange
+    return host if isinstance(host, ShmExchange) else None
 
-    def __init__(self, rounds: ShmRounds, op_queue: OpQueue) -> None:
+
+class _NativeSums:
+    """SumExchange whose sums are operations, each a call of `rounds`."""
+
+    def __init__(self, sums: SumExchange, rounds: ShmRounds, op_queue: OpQueue) -> None:
+        self._sums = sums
         self._rounds = rounds
         self._op_queue = op_queue
 
     @property
     def world_size(self) -> int:
-        return self._rounds.world_size
+        return self._sums.world_size
 
     def all_reduce(self, tensor: torch.Tensor, contributors: Sequence[int]) -> None:
-        _submit(self._rounds.all_reduce_call(tensor, contributors), self._op_queue)
+        sums = self._sums
+        rounds = sums.rounds(tensor, contributors) if isinstance(sums, CpuRankSum) else [(tensor, contributors)]
+        for part, meeting in rounds:
+            _submit(self._rounds.all_reduce_call(part, meeting), self._op_queue)
 
 
 class _NativeReceipt:

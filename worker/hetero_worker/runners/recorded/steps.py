@@ -6,13 +6,13 @@ import torch
 
 from hetero_worker.backends.base import Platform
 from hetero_worker.distributed.exchange import Exchange
-from hetero_worker.distributed.shm_exchange import ShmExchange
 from hetero_worker.native.op_library import OpLibrary
 from hetero_worker.native.op_queue import whole_lines
 from hetero_worker.runners.base import LoadRequest
 from hetero_worker.runners.forward import EagerForward
 from hetero_worker.runners.input_batch import InputBuffers
 from hetero_worker.runners.plan_check import PlanBounds
+from hetero_worker.runners.recorded.exchange import shared_memory_of
 from hetero_worker.runners.recorded.forward import NativeForward
 from hetero_worker.runners.recorded.sampling import NativeSampling
 from hetero_worker.runners.runner_device import MultiStepParts, StepParts
@@ -49,7 +49,7 @@ class NativeSteps:
         problem = recorder_for(request, self._platform).reason or (has_experts and "torch routes tokens to experts")
         if problem:
             return (f"steps=operator by operator ({problem})",)
-        in_pieces = exchange is not None and exchange.world_size > 1 and not isinstance(exchange, ShmExchange)
+        in_pieces = exchange is not None and exchange.world_size > 1 and shared_memory_of(exchange) is None
         return (f"steps=recorded{' in pieces (sums and links between ranks break them)' if in_pieces else ''}",)
 
     def graph_sizes(self, request: LoadRequest) -> tuple[int, ...]:  # noqa: ARG002
