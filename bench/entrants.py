@@ -144,8 +144,11 @@ class Peer(Entrant):
 OURS: Final = (
     Ours("hetero 16-bit 1x2", 16, 0.8 * GB, 5.0, ours=True),
     Ours("hetero 16-bit 2x1", 16, 1.2 * GB, 5.0, ours=True, ranks=2, cores=1),
+    Ours("hetero bf16 1x2", 16, 0.8 * GB, 3.0, ours=True, dtype="bfloat16"),
     Ours("hetero int8", 8, 0.8 * GB, 3.0, ours=True, quantization="int8"),
+    Ours("hetero int8 2x1", 8, 1.2 * GB, 3.0, ours=True, quantization="int8", ranks=2, cores=1),
     Ours("hetero int4", 4, 0.8 * GB, 2.5, ours=True, quantization="int4"),
+    Ours("hetero int4 2x1", 4, 1.2 * GB, 2.5, ours=True, quantization="int4", ranks=2, cores=1),
 )
 
 

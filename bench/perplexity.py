@@ -26,7 +26,7 @@ from typing import Final, Protocol, cast
 from tokenizers import Tokenizer
 
 from bench.contenders import Contender
-from bench.entrants import GB, OURS, Entrant, Ours, Setting, chosen
+from bench.entrants import OURS, Entrant, Setting, chosen
 from bench.home import RESULTS, BenchHome
 from bench.machine import describe
 from bench.peers.environments import PeerError
@@ -41,7 +41,6 @@ REFERENCE: Final = "transformers fp32"
 MOST_LOSS: Final[Mapping[int, float]] = {8: 0.005, 4: 0.03}
 """By bits of a weight, of the reference's perplexity."""
 THREADS: Final = 2
-BF16: Final = Ours("hetero bf16", 16, 0.8 * GB, 3.0, ours=True, dtype="bfloat16")
 PEERS: Final = ("transformers", "llama.cpp", "CTranslate2 int8")
 
 
@@ -156,7 +155,7 @@ def main() -> int:
 
 def _entrants(only: Sequence[str]) -> list[Entrant]:
     """The reference, ours, other peers."""
-    ours = [*chosen([OURS[0].name]), BF16, *chosen(["hetero int"])]
+    ours = [each for each in OURS if each.ranks == 1]
     everyone = [*chosen([REFERENCE]), *ours, *(peer for peer in chosen(PEERS) if peer.name != REFERENCE)]
     wanted = [name.lower() for name in only]
     return [each for each in everyone if not wanted or any(name in each.name.lower() for name in wanted)]
