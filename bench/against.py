@@ -14,9 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -24,11 +26,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from bench.home import RESULTS
+from bench.home import ENV_BENCH_HOME, RESULTS, ROOT
 from bench.machine import describe
 from bench.run import WORKLOADS
 
-HERE: Final = Path(__file__).resolve().parent.parent
 STUDENT: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145)
 """Quantiles of Student's distribution at 97.5 %, by degrees of freedom from 1 on; beyond the last one, the last one."""
 START_AND_MEMORY: Final = {"first_start_s": "first start, s", "start_s": "start, s", "peak_bytes": "peak memory, bytes"}
@@ -89,13 +90,15 @@ def figures_of(result: Mapping[str, Any]) -> Figures:
     return figures
 
 
-def _measure(checkout: Path, arguments: argparse.Namespace) -> Figures:
+def _measure(checkout: Path, arguments: argparse.Namespace, home: Path) -> Figures:
     """Run the benchmark once in a checkout. Raises RuntimeError with what it printed when it failed."""
     results = checkout / "bench" / "results"
     before, history = set(results.glob("peers-*")), (results / "history.jsonl").read_bytes()
     command = [str(checkout / ".venv/bin/python"), "-m", "bench.run", "--peers", "--rounds", "1", "--attempts", "0"]
-    command += ["--workloads", *arguments.workloads, "--model", arguments.model, "--only", *arguments.only]
-    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False)
+    command += ["--workloads", *arguments.workloads, "--only", *arguments.only]
+    # What groups keep from start to start is of one checkout's code.
+    environment = os.environ | {ENV_BENCH_HOME: str(home)}
+    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False, env=environment)
     new = set(results.glob("peers-*")) - before
     made = [path for path in new if path.suffix == ".json"]
     if done.returncode or len(made) != 1:
@@ -125,16 +128,16 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workloads", nargs="*", choices=WORKLOADS, default=["decode1", "prefill512", "batch32"])
     parser.add_argument("--only", nargs="*", default=["hetero"], help="entrants whose name contains one of these")
-    parser.add_argument("--model", default="smollm2-135m")
     arguments = parser.parse_args()
     other = arguments.other.resolve()
     pairs: list[tuple[Figures, Figures]] = []
-    for turn in range(arguments.rounds):
-        pairs.append((_measure(other, arguments), _measure(HERE, arguments)))
-        print(f"round {turn + 1} of {arguments.rounds}", file=sys.stderr)
-        missing = {name for name, _ in pairs[-1][0].keys() ^ pairs[-1][1].keys()}
-        if missing:
-            print(f"only in one checkout: {', '.join(sorted(missing))}", file=sys.stderr)
+    with tempfile.TemporaryDirectory(prefix="hetero-against-") as folder:
+        for turn in range(arguments.rounds):
+            homes = Path(folder, "other"), Path(folder, "this")
+            pairs.append((_measure(other, arguments, homes[0]), _measure(ROOT, arguments, homes[1])))
+            print(f"round {turn + 1} of {arguments.rounds}", file=sys.stderr)
+            if missing := {name for name, _ in pairs[-1][0].keys() ^ pairs[-1][1].keys()}:
+                print(f"only in one checkout: {', '.join(sorted(missing))}", file=sys.stderr)
     ratios = ratios_of(pairs)
     print(table(ratios))
     path = RESULTS / f"against-{time.strftime('%Y-%m-%d-%H%M%S')}.json"
