@@ -14,10 +14,10 @@ from typing import Final
 
 from hetero_api.errors import PlanError
 from hetero_api.model_config import ModelConfig
-from hetero_placement.decision import Bounds, Decision, PlacementRequest
-from hetero_placement.hardware import DeviceKind, ExchangeSpeeds, Hardware, RankHardware, Speeds
+from hetero_api.spec import PlacementSpec, PoolType
+from hetero_placement.decision import Bounds, Decision
+from hetero_placement.hardware import ExchangeSpeeds, Hardware, RankHardware, Speeds
 from hetero_placement.solver import solve
-from hetero_placement.steps import Workload
 
 GB: Final = 10**9
 MODELS: Final = {
@@ -39,22 +39,22 @@ def model(name: str) -> ModelConfig:
     })  # fmt: skip
 
 
-def rank(kind: DeviceKind, *, bandwidth: float, flops: float, memory: float, pool: str) -> RankHardware:
-    bus = 25e9 if kind is DeviceKind.GPU else 0.0
+def rank(kind: PoolType, *, bandwidth: float, flops: float, memory: float, pool: str) -> RankHardware:
+    bus = 25e9 if kind == PoolType.GPU else 0.0
     speeds = Speeds(bandwidth, {"bfloat16": flops}, to_device_bandwidth=bus, from_device_bandwidth=bus)
     return RankHardware(kind, "host", int(memory), speeds, pool)
 
 
 def group(gpus: int, cpus: int) -> Hardware:
-    gpu = rank(DeviceKind.GPU, bandwidth=2.9e12, flops=6e14, memory=72 * GB, pool="gpu")
-    cpu = rank(DeviceKind.CPU, bandwidth=3e11, flops=1e13, memory=512 * GB, pool="cpu")
+    gpu = rank(PoolType.GPU, bandwidth=2.9e12, flops=6e14, memory=72 * GB, pool="gpu")
+    cpu = rank(PoolType.CPU, bandwidth=3e11, flops=1e13, memory=512 * GB, pool="cpu")
     exchange, device = ExchangeSpeeds.of_rates(1e-5, 1e10), ExchangeSpeeds.of_rates(1.2e-5, 2e11)
     return Hardware((gpu,) * gpus + (cpu,) * cpus, exchange, device)
 
 
 def decide(config: ModelConfig, hardware: Hardware) -> Decision:
     bounds = Bounds(max_model_len=4096)
-    return solve(config, hardware, dtype="bfloat16", workload=Workload(), request=PlacementRequest(), bounds=bounds)
+    return solve(config, hardware, dtype="bfloat16", placement=PlacementSpec(), bounds=bounds)
 
 
 def times(rounds: int) -> None:

@@ -18,12 +18,12 @@ from bench.gpu.ranks import RankProcesses
 from bench.gpu.recipes import decoding
 from bench.gpu.serving import CapacityError, Replica, bounds_of
 from hetero_api.model_config import ModelConfig
+from hetero_api.spec import PlacementSpec, PoolType, WorkloadSpec
 from hetero_api.v1 import ranks_pb2
-from hetero_placement.decision import Bounds, Decision, Option, PlacementRequest
-from hetero_placement.hardware import DeviceKind, ExchangeSpeeds, Hardware, RankHardware, Speeds
+from hetero_placement.decision import Bounds, Decision, Option
+from hetero_placement.hardware import ExchangeSpeeds, Hardware, RankHardware, Speeds
 from hetero_placement.part_costs import element_bytes
 from hetero_placement.solver import ALL_PARTS, LAYER, MLP_ONLY, STREAMING, solve
-from hetero_placement.steps import Workload
 
 PROMPT: Final = 64
 OUTPUT: Final = 24
@@ -91,8 +91,7 @@ def compare(
         config,
         hardware,
         dtype=dtype,
-        workload=Workload(prompt_tokens=PROMPT, output_tokens=OUTPUT, concurrency=1),
-        request=PlacementRequest(),
+        placement=PlacementSpec(workload=WorkloadSpec(prompt_tokens=PROMPT, output_tokens=OUTPUT)),
         bounds=Bounds(max_model_len=bounds.max_model_len, max_num_batched_tokens=CHUNK, max_num_seqs=1),
     )
     trial = _Trial(group, config, dtype, memory, bounds, limit_s)
@@ -168,7 +167,7 @@ def hardware_of(
         speeds = ranks_pb2.DeviceSpeeds()
         speeds.CopyFrom(device)
         speeds.MergeFrom(told.costs)
-        kind = DeviceKind.CPU if seat.device is Device.CPU else DeviceKind.GPU
+        kind = PoolType.CPU if seat.device is Device.CPU else PoolType.GPU
         ranks.append(
             RankHardware(
                 kind,

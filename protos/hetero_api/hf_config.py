@@ -11,10 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from hetero_api.architectures import ARCHITECTURES, SUPPORTED_ARCHITECTURES, Architecture, SlidingLayers
+from hetero_api.architectures import (
+    ARCHITECTURES,
+    SUPPORTED_ARCHITECTURES,
+    Activation,
+    Architecture,
+    ExpertsConfig,
+    RopeConfig,
+    SlidingAttention,
+    SlidingLayers,
+)
 from hetero_api.errors import ModelError
 from hetero_api.model_directory import MAX_CONFIG_BYTES, parse_json, read_model_file
-from hetero_api.model_parts import Activation, ExpertsConfig, RopeConfig, SlidingAttention
 from hetero_api.packed_weights import PackedWeights
 from hetero_api.weight_format import StoredWeights
 

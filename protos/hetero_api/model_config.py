@@ -14,12 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from hetero_api.architectures import SUPPORTED_ARCHITECTURES
+from hetero_api.architectures import SUPPORTED_ARCHITECTURES, Activation, ExpertsConfig, RopeConfig, SlidingAttention
 from hetero_api.errors import ModelError
-from hetero_api.gguf_weights import gguf_of, gguf_weights
+from hetero_api.gguf_file import gguf_of, gguf_weights
 from hetero_api.hf_config import HfConfig, read_json
 from hetero_api.model_directory import MAX_CONFIG_BYTES, read_model_file
-from hetero_api.model_parts import Activation, ExpertsConfig, RopeConfig, SlidingAttention
 from hetero_api.weight_format import FLOAT_WEIGHTS, StoredWeights
 
 __all__ = ["CONFIG_FILE", "SUPPORTED_ARCHITECTURES", "ModelConfig", "RopeConfig", "model_fingerprint"]

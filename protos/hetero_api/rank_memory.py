@@ -14,9 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from hetero_api.kept_weights import KeptWeights
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import RankShard
+from hetero_api.weight_format import KeptWeights
 
 RUNTIME_BYTES: Final = 384 * 1024**2
 """Bytes of a rank on host cores: interpreter, torch and its thread pools, gRPC. 240 MiB measured after import, plus

@@ -96,6 +96,11 @@ class Stage:
         return self.holders[0]
 
     @property
+    def num_layers(self) -> int:
+        """Number of its layers."""
+        return self.end - self.begin
+
+    @property
     def helpers(self) -> tuple[int, ...]:
         """Ranks that own MLP columns or experts only, ascending."""
         return tuple(rank for rank in self.ranks if rank not in self.holders)

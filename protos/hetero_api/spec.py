@@ -13,9 +13,7 @@ from typing import Annotated, ClassVar, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hetero_api.contract import API_VERSION, GROUP, HTTP_PORT, INFERENCE_PORT, KIND
-from hetero_api.numa_policy import NumaPolicy
-from hetero_api.placement_mode import SHARE_KINDS, PlacementMode
-from hetero_api.rules import Reason, Rule, TransitionRule
+from hetero_api.host.topology import NumaPolicy
 from hetero_api.spec_cluster import (
     DisruptionBudgetSpec,
     ImagesSpec,
@@ -44,8 +42,11 @@ from hetero_api.spec_types import (
     HostFolder,
     Name,
     ObjectName,
+    Reason,
+    Rule,
     SpecEnum,
     SpecModel,
+    TransitionRule,
     field_error,
     spelled,
 )
@@ -83,6 +84,9 @@ __all__ = [
     "WorkloadSpec",
     "field_error",
 ]
+
+
+SHARE_KINDS: Final = ("attention", "mlp", "vocabulary")
 
 
 def _gives_something(kind: str) -> Rule:
@@ -140,6 +144,20 @@ class WorkloadSpec(SpecModel):
     """Tokens of an output."""
     concurrency: Annotated[int, Field(ge=1, le=4096)] = 1
     """Requests at a time."""
+
+    @property
+    def decode_context(self) -> int:
+        """Tokens that a token of the output attends to, in the middle of the output."""
+        return self.prompt_tokens + self.output_tokens // 2
+
+
+class PlacementMode(SpecEnum):
+    """Way to spread a model over ranks."""
+
+    AUTO = "Auto"
+    TENSOR = "Tensor"
+    LAYER = "Layer"
+    GPU_ONLY = "GpuOnly"
 
 
 class PlacementSpec(SpecModel):

@@ -12,7 +12,6 @@ from typing import Annotated, ClassVar, Final, Literal
 from pydantic import Field
 
 from hetero_api.contract import GROUP
-from hetero_api.rules import Reason, Rule
 from hetero_api.spec_types import (
     Annotations,
     Bytes,
@@ -21,6 +20,8 @@ from hetero_api.spec_types import (
     Labels,
     LabelValue,
     ObjectName,
+    Reason,
+    Rule,
     ShortObjectName,
     SpecEnum,
     SpecModel,

@@ -7,7 +7,6 @@ from typing import Annotated, ClassVar, Final, NamedTuple
 
 from pydantic import Field
 
-from hetero_api.rules import Reason, Rule
 from hetero_api.spec_types import (
     FOLDER_PATTERN,
     IMAGE_PATTERN,
@@ -15,6 +14,8 @@ from hetero_api.spec_types import (
     Form,
     HostFolder,
     ObjectName,
+    Reason,
+    Rule,
     SpecEnum,
     SpecModel,
     spelled,

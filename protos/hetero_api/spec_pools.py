@@ -6,16 +6,18 @@ from typing import Annotated, ClassVar, Final
 
 from pydantic import AfterValidator, Field
 
-from hetero_api.numa_policy import NumaPolicy
-from hetero_api.rules import Reason, Rule, TransitionRule
+from hetero_api.host.topology import NumaPolicy
 from hetero_api.spec_cluster import HugepagesSpec, NumaClaimSpec, PoolScheduling
 from hetero_api.spec_types import (
     Bytes,
     ExtendedResource,
     ObjectName,
     PoolName,
+    Reason,
+    Rule,
     SpecEnum,
     SpecModel,
+    TransitionRule,
     field_error,
     spelled,
 )

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from hetero_client import Completion, HeteroClient, SamplingParams
-from hetero_client.admin import AdminClient, CacheLayout
+from hetero_client.admin import AdminClient
+from hetero_client.messages import CacheLayout
 from tests.support.local_group import REPOSITORY, LocalGroupProcess, shared_segments, wait_for
 from tests.support.prompts import PROMPTS
 from tests.support.pseudo_gpu_up import MODULE, write_mixed_manifest

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, Final, Self
 
 import grpc
@@ -18,7 +17,8 @@ from hetero_api.group_state import GroupState
 from hetero_api.sharding import UnitRange
 from hetero_api.v1 import admin_pb2, admin_pb2_grpc, ranks_pb2
 from hetero_client.channel import Options, channel_options, error_from
-from hetero_client.placement_view import PlacementView, placement_from
+from hetero_client.messages import CacheLayout
+from hetero_client.wire import dataclass_from
 
 CALL_TIMEOUT_S: Final = 5.0
 ADMIN_TIMEOUT_S: Final = 120.0
@@ -26,13 +26,6 @@ ADMIN_TIMEOUT_S: Final = 120.0
 WAKE_TIMEOUT_S: Final = 1800.0
 """Limit of calls that may read weights again."""
 _RECEIVE_BOUND: Final = "grpc.max_receive_message_length"
-
-
-class CacheLayout(StrEnum):
-    """Layouts of KV blocks, as admin.proto defines them."""
-
-    PAGED = "paged"
-    CONTIGUOUS = "contiguous"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +57,46 @@ class RankView:
     """GPU memory that graphs of steps have taken, up to some seconds ago."""
     graph_reserve_bytes: int = 0
     """GPU memory reserved for graphs; 0: the rank records none."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementOptionView:
+    """A placement that was considered; `why_not` says why it is impossible or not allowed."""
+
+    name: str
+    mode: str
+    chosen: bool
+    why_not: str
+    decode_tokens_per_second: float
+    prefill_tokens_per_second: float
+    workload_s: float
+    weight_shares: tuple[float, ...]
+    """Share of the weights by rank, 0 to 1; empty for an impossible placement."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeTimeView:
+    """Time of an all-reduce of one size."""
+
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementView:
+    """The placements that were considered, the one in force, and its predicted and measured speed.
+
+    `step_time_ratio` is measured over predicted seconds of recent steps that only decoded. It and
+    `measured_tokens_per_second` are 0 before the first such step.
+    """
+
+    options: tuple[PlacementOptionView, ...]
+    reason: str
+    predicted_tokens_per_second: float
+    measured_tokens_per_second: float
+    step_time_ratio: float
+    host_times: tuple[ExchangeTimeView, ...]
+    device_times: tuple[ExchangeTimeView, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +187,7 @@ class AdminClient:
             block_size=block_size,
             num_blocks=num_blocks,
         )
-        answer = self._call(self._stub.ResetCache, request, timeout_s)
-        return CacheView(answer.block_size, answer.num_blocks, tuple(answer.kv_bytes))
+        return dataclass_from(CacheView, self._call(self._stub.ResetCache, request, timeout_s))
 
     def sleep(self, level: int = 1, *, timeout_s: float = ADMIN_TIMEOUT_S) -> tuple[int, ...]:
         """Free memory until `wake_up`; return the bytes freed by each rank. Needs an idle, READY group."""
@@ -178,12 +210,13 @@ class AdminClient:
         """Profile the ranks for `duration_s`, at most 60 s, while they serve; return profiles in rank order."""
         request = admin_pb2.ProfileRequest(duration_s=duration_s, with_trace=with_trace)
         limit_s = duration_s + ADMIN_TIMEOUT_S if timeout_s is None else timeout_s
-        return tuple(RankProfile(r.table, r.trace) for r in self._call(self._stub.Profile, request, limit_s).ranks)
+        answer = self._call(self._stub.Profile, request, limit_s)
+        return tuple(dataclass_from(RankProfile, rank) for rank in answer.ranks)
 
     def place_experts(self, *, timeout_s: float = WAKE_TIMEOUT_S) -> ExpertsView:
         """Move experts to the ranks that are fastest with them. Needs an idle, READY group whose model has experts."""
-        answer = self._call(self._stub.PlaceExperts, admin_pb2.PlaceExpertsRequest(), timeout_s)
-        return ExpertsView(answer.moved_experts, answer.counted_tokens, answer.step_s_before, answer.step_s_after)
+        request = admin_pb2.PlaceExpertsRequest()
+        return dataclass_from(ExpertsView, self._call(self._stub.PlaceExperts, request, timeout_s))
 
     def update_weights(self, *, timeout_s: float = WAKE_TIMEOUT_S) -> tuple[int, ...]:
         """Read the model's files again in place of the weights that serve. Needs an idle, READY group.
@@ -211,24 +244,26 @@ class AdminClient:
 
 def topology_from(message: admin_pb2.GetTopologyResponse) -> GroupTopology:
     """Return a GetTopology answer as a dataclass."""
-    exchange = ranks_pb2.ExchangeKind.Name(message.exchange).removeprefix("EXCHANGE_KIND_").lower()
-    return GroupTopology(
-        name=message.name,
+    layout = _word(admin_pb2.CacheLayout.Name(message.cache_layout), "CACHE_LAYOUT_")
+    return dataclass_from(
+        GroupTopology,
+        message,
         state=GroupState.from_proto(message.state),
-        epoch=message.epoch,
         ranks=tuple(_rank(rank) for rank in message.ranks),
-        exchange="" if exchange == "unspecified" else exchange,
-        reason=message.reason,
-        failed=message.failed,
-        block_size=message.block_size,
-        num_blocks=message.num_blocks,
-        cache_layout=_layout(message.cache_layout),
-        asleep=tuple(message.asleep),
-        paused_requests=message.paused_requests,
-        placement_mode=message.placement_mode,
+        exchange=_word(ranks_pb2.ExchangeKind.Name(message.exchange), "EXCHANGE_KIND_"),
+        cache_layout=CacheLayout(layout) if layout else None,
         placement=placement_from(message.placement) if message.HasField("placement") else None,
-        exchange_reason=message.exchange_reason,
-        model_source=message.model_source,
+    )
+
+
+def placement_from(message: admin_pb2.PlacementReport) -> PlacementView:
+    """Return a report as a dataclass."""
+    return dataclass_from(
+        PlacementView,
+        message,
+        options=tuple(dataclass_from(PlacementOptionView, option) for option in message.options),
+        host_times=tuple(ExchangeTimeView(time.bytes, time.seconds) for time in message.host_times),
+        device_times=tuple(ExchangeTimeView(time.bytes, time.seconds) for time in message.device_times),
     )
 
 
@@ -237,9 +272,10 @@ def _options(address: str) -> Options:
     return [*(option for option in channel_options(address) if option[0] != _RECEIVE_BOUND), (_RECEIVE_BOUND, -1)]
 
 
-def _layout(value: admin_pb2.CacheLayout.ValueType) -> CacheLayout | None:
-    name = admin_pb2.CacheLayout.Name(value).removeprefix("CACHE_LAYOUT_").lower()
-    return None if name == "unspecified" else CacheLayout(name)
+def _word(name: str, prefix: str) -> str:
+    """Return the name of an enum's value in lower case without its prefix; "" for an unspecified one."""
+    word = name.removeprefix(prefix).lower()
+    return "" if word == "unspecified" else word
 
 
 def _rank(message: admin_pb2.RankStatus) -> RankView:
@@ -247,26 +283,21 @@ def _rank(message: admin_pb2.RankStatus) -> RankView:
     kv_heads = _common(layers, lambda layer: layer.kv_heads)
     mlp_columns = _common(layers, lambda layer: layer.mlp_columns)
     experts = _common(layers, lambda layer: layer.experts)
-    return RankView(
+    return dataclass_from(
+        RankView,
+        message,
         rank=place.rank,
         pool=place.pool,
         pod_name=place.pod_name,
         device=place.device.name,
         cores=tuple(place.device.cpus),
         pinned=place.device.pinned,
-        joined=message.joined,
         kv_heads=kv_heads,
         mlp_columns=mlp_columns,
         experts=experts,
         embedding_rows=_range(message.shard.embedding_rows) if layers else None,
         head_rows=_range(message.shard.head_rows) if layers else None,
         layered=bool(layers) and None in (kv_heads, mlp_columns, experts),
-        weight_bytes=message.weight_bytes,
-        kv_bytes=message.kv_bytes,
-        load_s=message.load_s,
-        kernels=tuple(message.kernels),
-        graph_bytes=message.graph_bytes,
-        graph_reserve_bytes=message.graph_reserve_bytes,
     )
 
 

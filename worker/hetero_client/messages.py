@@ -111,6 +111,13 @@ class FinishReason(StrEnum):
     ABORT = "abort"
 
 
+class CacheLayout(StrEnum):
+    """Layouts of KV blocks, as admin.proto defines them."""
+
+    PAGED = "paged"
+    CONTIGUOUS = "contiguous"
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts."""

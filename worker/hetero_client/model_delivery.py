@@ -3,10 +3,9 @@
     python -m hetero_client.model_delivery --uri hf://ORG/NAME [--revision R] --cache DIR --into DIR [--tokenizer-only]
 
 Files are fetched into the cache once, however many pods share it: a lock makes the others wait. A transfer that breaks
-off is resumed, also by the next process if this one is killed (`model_store/hub.py`). Whole files are not fetched
-again, and if the Hub cannot be reached, a complete cache is enough. Every file's checksum is verified
-(`model_store/checksums.py`). `--into` then gets links to the files, config.json last: a folder with config.json is
-complete.
+off is resumed, also by the next process if this one is killed. Whole files are not fetched again, and if the Hub cannot
+be reached, a complete cache is enough. Every file's checksum is verified (`model_store/hub.py`). `--into` then gets
+links to the files, config.json last: a folder with config.json is complete.
 
 Exit status: EXIT_USAGE for a wrong command line, EXIT_PERMANENT if the Hub has no such model or refuses it,
 EXIT_FAILURE if trying again can help, 128 + N if signal N stopped it. The last line on stderr says why.
@@ -32,8 +31,7 @@ from hetero_api.host.stop_signals import end_on_stop_signals
 from hetero_api.model_config import CONFIG_FILE, ModelConfig
 from hetero_api.program import ProgramParser, read_token
 from hetero_client.errors import DamagedFileError, ModelStoreError
-from hetero_client.model_store.checksums import verify_snapshot
-from hetero_client.model_store.hub import PATTERNS, TOKENIZER_PATTERNS, download_resumably
+from hetero_client.model_store.hub import PATTERNS, TOKENIZER_PATTERNS, download_resumably, verify_snapshot
 from hetero_client.model_store.store import TOKENIZER, ModelKey, check_model_directory
 
 PROGRAM: Final = "hetero_client.model_delivery"

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, Unpack
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Final, TypeVar, Unpack
+
+from google.protobuf.message import Message
 
 from hetero_api.v1 import inference_pb2 as pb
 from hetero_api.v1 import logprobs_pb2
@@ -36,6 +39,10 @@ from hetero_client.messages import (
     Usage,
 )
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+_Made = TypeVar("_Made", bound="DataclassInstance")
 _OPTIONAL_SAMPLING: Final = tuple(
     field.name
     for field in pb.SamplingParams.DESCRIPTOR.fields
@@ -46,6 +53,19 @@ _REASONS: Final = {
     pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
     pb.FINISH_REASON_ABORT: FinishReason.ABORT,
 }
+
+
+def dataclass_from(kind: type[_Made], message: Message, **given: Any) -> _Made:
+    """Return a dataclass with the values of the message's fields of the same names, repeated ones as tuples.
+
+    `given` holds the fields that the message lacks, or has in another form.
+    """
+    names = [field.name for field in fields(kind) if field.name not in given]
+    return kind(**{name: _plain(getattr(message, name)) for name in names}, **given)
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else value
 
 
 def generate_request(
@@ -100,7 +120,7 @@ def event_from(message: pb.GenerateEvent) -> Event | None:
     """Return the event; None for a kind that this version does not know."""
     match message.WhichOneof("event"):
         case "started":
-            return _started(message.started)
+            return dataclass_from(Started, message.started)
         case "prompt_logprobs":
             return PromptLogprobs(tuple(map(_logprobs, message.prompt_logprobs.positions)))
         case "delta":
@@ -164,49 +184,25 @@ def check_single(sampling: SamplingParams | None) -> None:
 
 def model_info(message: pb.GetModelInfoResponse) -> ModelInfo:
     """Return the answer as a dataclass."""
-    return ModelInfo(
-        model_uri=message.model_uri,
-        architecture=message.architecture,
-        vocab_size=message.vocab_size,
-        max_model_len=message.max_model_len,
-        dtype=message.dtype,
-        eos_token_ids=tuple(message.eos_token_ids),
-        has_chat_template=message.has_chat_template,
-        num_parameters=message.num_parameters,
-        source=message.source,
-    )
+    return dataclass_from(ModelInfo, message)
 
 
 def server_info(message: pb.GetServerInfoResponse) -> ServerInfo:
     """Return the answer as a dataclass."""
-    return ServerInfo(
-        version=message.version,
-        name=message.name,
-        ready=message.ready,
-        world_size=message.world_size,
-        epoch=message.epoch,
-        uptime_s=message.uptime_s,
-        running_requests=message.running_requests,
-        waiting_requests=message.waiting_requests,
-    )
+    return dataclass_from(ServerInfo, message)
 
 
 def _is_chat(prompt: Prompt) -> bool:
     return bool(prompt) and isinstance(prompt[0], ChatMessage)
 
 
-def _started(message: pb.Started) -> Started:
-    return Started(message.request_id, message.prompt_tokens, message.seed)
-
-
 def _finished(message: pb.Finished) -> Finished:
-    stop = message.WhichOneof("matched_stop")
-    usage, timings = message.usage, message.timings
+    stop, timings = message.WhichOneof("matched_stop"), message.timings
     return Finished(
         index=message.index,
         reason=_reason(message),
         matched_stop=getattr(message, stop) if stop else None,
-        usage=Usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens),
+        usage=dataclass_from(Usage, message.usage),
         timings=Timings(
             timings.queued.ToTimedelta().total_seconds(),
             timings.first_token.ToTimedelta().total_seconds(),

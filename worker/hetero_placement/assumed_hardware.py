@@ -30,11 +30,10 @@ from pydantic import BeforeValidator, Field, ValidationError
 from hetero_api.errors import ManifestError
 from hetero_api.spec import HeteroInferenceSpec, PoolSpec, PoolType
 from hetero_api.spec_types import Bytes, SpecModel
-from hetero_placement.decision import cores_of, kind_of
-from hetero_placement.hardware import DeviceKind, ExchangeSpeeds, Hardware, RankHardware, Speeds
+from hetero_placement.hardware import ExchangeSpeeds, Hardware, RankHardware, Speeds
 
 MAX_FILE_BYTES: Final = 1024 * 1024
-_KEPT_BITS: Final = {DeviceKind.CPU: frozenset({8, 4}), DeviceKind.GPU: frozenset[int]()}
+_KEPT_BITS: Final = {PoolType.CPU: frozenset({8, 4}), PoolType.GPU: frozenset[int]()}
 _MESSAGES: Final = {
     "literal_error": "must be 16, 8 or 4",
     "missing": "is required",
@@ -149,14 +148,14 @@ def assume(spec: HeteroInferenceSpec, assumed: AssumedHardware, *, source: str =
         if device is None:
             problems.append(f"kinds.{pool.type}: is required, or pools.{pool.name}: the manifest has this pool")
             continue
-        memory = device.memory or _memory_of(pool)
+        memory = device.memory or (pool.memory_per_rank if pool.type == PoolType.CPU else None)
         if memory is None:
             problems.append(f"kinds.{pool.type}.memory: is required, since the manifest does not say it")
             continue
         memory = _usable(spec, pool, memory)
-        bits = _KEPT_BITS[kind_of(pool)] if device.weight_bits is None else frozenset(device.weight_bits)
-        speeds, cores = device.speeds(), cores_of(pool)
-        made = RankHardware(kind_of(pool), "assumed", memory, speeds, pool.name, cores, weight_bits=bits)
+        bits = _KEPT_BITS[pool.type] if device.weight_bits is None else frozenset(device.weight_bits)
+        speeds, cores = device.speeds(), pool.cores_per_rank
+        made = RankHardware(pool.type, "assumed", memory, speeds, pool.name, cores, weight_bits=bits)
         ranks += [made] * pool.ranks
     problems += [f"pools.{name}: the manifest has no such pool" for name in assumed.pools if name not in _names(spec)]
     if assumed.exchange.device is None and sum(p.ranks for p in spec.pools if p.type == PoolType.GPU) > 1:
@@ -175,17 +174,11 @@ def _of_kind(assumed: AssumedHardware, pool: PoolSpec) -> DeviceAssumption | Non
     return assumed.kinds.gpu if pool.type == PoolType.GPU else assumed.kinds.cpu
 
 
-def _memory_of(pool: PoolSpec) -> int | None:
-    """Return a CPU rank's memory as the manifest states it; None for a GPU, whose memory it does not state."""
-    return pool.cpu_or_default.memory_per_rank if pool.type == PoolType.CPU else None
-
-
 def _usable(spec: HeteroInferenceSpec, pool: PoolSpec, memory: int) -> int:
     """Return the bytes of `memory` that the rank may use."""
     if pool.type == PoolType.GPU:
         return int(memory * spec.engine.gpu_memory_utilization)
-    given = pool.cpu_or_default.memory_per_rank
-    return min(memory, given) if given is not None else memory
+    return min(memory, pool.memory_per_rank or memory)
 
 
 def _path(location: tuple[int | str, ...]) -> str:

@@ -19,15 +19,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-from hetero_api.kept_weights import KeptWeights
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import RankShard, ShardPlan, Stage
-from hetero_api.weight_format import FLOAT_WEIGHTS
-from hetero_placement.decision import Prediction
+from hetero_api.spec import WorkloadSpec
+from hetero_api.weight_format import FLOAT_WEIGHTS, KeptWeights
+from hetero_placement.decision import Bounds, Prediction
 from hetero_placement.hardware import Hardware, RankHardware, Speeds
 from hetero_placement.part_costs import ExchangeCosts, PartCosts, element_bytes
 from hetero_placement.shard_plans import UNIT, shard_of_layers
-from hetero_placement.steps import Repeated, Step, Workload, WorkloadSteps, decode_step, micro_batches, prompt_steps
+from hetero_placement.steps import Repeated, Step, WorkloadSteps, decode_step, micro_batches
 
 SLICE_ROWS: Final = 128
 """Rows of hidden states that travel to a helper at a time."""
@@ -65,10 +65,10 @@ class CostModel:
         """While others of the host compute too."""
         self._alone = tuple(costs_of(rank.speeds.alone, rank.weight_bits) for rank in hardware.ranks)
 
-    def predict(self, plan: ShardPlan, workload: Workload, *, chunk: int, max_num_seqs: int) -> Prediction:
-        """Predict the workload under the plan; `chunk` is the most tokens of one step."""
+    def predict(self, plan: ShardPlan, workload: WorkloadSpec, bounds: Bounds) -> Prediction:
+        """Predict the workload under the plan."""
         view = self.view(plan)
-        steps = WorkloadSteps.of(workload, chunk=chunk, max_num_seqs=max_num_seqs)
+        steps = WorkloadSteps.of(workload, bounds)
         prefill_s, decode_s = self._all_s(view, steps.prefill), self._all_s(view, steps.decode)
         decode = steps.decode[0].step
         step_s = self._step_s(view, decode)
@@ -80,12 +80,8 @@ class CostModel:
         )
 
     def decode_step_s(self, plan: ShardPlan, *, batch: int, context: float) -> float:
-        """Seconds of a step in which `batch` sequences decode, each attending to `context` tokens."""
+        """Return the seconds of a step in which `batch` sequences decode, each attending to `context` tokens."""
         return self.step_s(plan, decode_step(batch, context))
-
-    def prefill_s(self, plan: ShardPlan, *, tokens: int, chunk: int) -> float:
-        """Seconds of one prompt, in steps of at most `chunk` tokens."""
-        return self._all_s(self.view(plan), tuple(prompt_steps(tokens, chunk)))
 
     def step_s(self, plan: ShardPlan, step: Step) -> float:
         """Seconds of one step."""
@@ -208,23 +204,22 @@ class CostModel:
 
     def moved_bytes(self, plan: ShardPlan, step: Step) -> float:
         """Bytes of activations that a step's exchanges hand over."""
-        stages, num_bytes = self.view(plan).stages, self.hidden_bytes(step.rows)
+        stages, num_bytes = plan.stages(), self.hidden_bytes(step.rows)
         rounds = sum(s.num_layers * 2 * (len(s.holders) - 1 + len(s.helpers)) for s in stages)
         return (rounds + len(stages) - 1) * num_bytes
 
     def _step_s(self, view: PlanView, step: Step) -> float:
         number = micro_batches(step.rows, len(view.stages))
         part = step.part(number)
-        times = [self._stage_s(stage, part, overlapped=number > 1) for stage in view.stages]
+        stages = zip(view.stages, view.kinds, strict=True)
+        times = [self._stage_s(stage, kinds, part, overlapped=number > 1) for stage, kinds in stages]
         pipeline = sum(times) + (number - 1) * max(times) + self._hops_s(view, part)
         overhead = max(rank.step_s(step.rows) for rank in self.ranks)
         return self._embedding_s(view, step) + pipeline + self._head_s(view, step) + overhead
 
-    def _stage_s(self, stage: StageView, step: Step, *, overlapped: bool) -> float:
-        return sum(
-            times * self._layer_s(kind, stage.holders, step, overlapped=overlapped)
-            for kind, times in stage.kinds.items()
-        )
+    def _stage_s(self, stage: Stage, kinds: Mapping[LayerKind, int], step: Step, *, overlapped: bool) -> float:
+        layers = kinds.items()
+        return sum(times * self._layer_s(kind, stage.holders, step, overlapped=overlapped) for kind, times in layers)
 
     def _layer_s(self, kind: LayerKind, holders: Sequence[int], step: Step, *, overlapped: bool) -> float:
         experts = any(kind.experts)
@@ -235,7 +230,7 @@ class CostModel:
     def _hops_s(self, view: PlanView, step: Step) -> float:
         return sum(self._hop_s(here, there.holders, step.rows) for here, there in pairwise(view.stages))
 
-    def _hop_s(self, stage: StageView, receivers: Sequence[int], rows: float) -> float:
+    def _hop_s(self, stage: Stage, receivers: Sequence[int], rows: float) -> float:
         """From a stage's leader to ranks that have not its states."""
         missing = [rank for rank in receivers if rank not in stage.holders]
         return self.exchange.there_s(stage.leader, missing, self.hidden_bytes(rows)) if missing else 0.0
@@ -268,29 +263,12 @@ class LayerKind:
 
 
 @dataclass(frozen=True, slots=True)
-class StageView:
-    """A stage and its layers by kind."""
-
-    holders: tuple[int, ...]
-    helpers: tuple[int, ...]
-    kinds: Mapping[LayerKind, int]
-
-    @property
-    def leader(self) -> int:
-        """Holder that lends to the helpers and sends to the next stage."""
-        return self.holders[0]
-
-    @property
-    def num_layers(self) -> int:
-        """Number of the stage's layers."""
-        return sum(self.kinds.values())
-
-
-@dataclass(frozen=True, slots=True)
 class PlanView:
-    """See the module."""
+    """Parts of a plan that its cost depends on."""
 
-    stages: tuple[StageView, ...]
+    stages: tuple[Stage, ...]
+    kinds: tuple[Mapping[LayerKind, int], ...]
+    """Number of layers of each kind, by stage."""
     embedding_owners: tuple[int, ...]
     head_rows: tuple[int, ...]
     """Rows of the output head, in rank order."""
@@ -298,11 +276,9 @@ class PlanView:
     @classmethod
     def of(cls, plan: ShardPlan, windows: tuple[int | None, ...]) -> PlanView:
         """Read a plan. Raises PlanError when nobody has a layer's attention."""
-        return cls(
-            tuple(_stage_view(plan, stage, windows) for stage in plan.stages()),
-            plan.embedding_owners(),
-            tuple(shard.head_rows.size for shard in plan.ranks),
-        )
+        stages = plan.stages()
+        kinds = tuple(Counter(_kind(plan, i, windows[i]) for i in range(stage.begin, stage.end)) for stage in stages)
+        return cls(stages, kinds, plan.embedding_owners(), tuple(shard.head_rows.size for shard in plan.ranks))
 
     @property
     def head_owners(self) -> tuple[int, ...]:
@@ -310,16 +286,8 @@ class PlanView:
         return tuple(rank for rank, rows in enumerate(self.head_rows) if rows)
 
 
-def _stage_view(plan: ShardPlan, stage: Stage, windows: tuple[int | None, ...]) -> StageView:
-    kinds = Counter(_kind(plan, layer, windows[layer]) for layer in range(stage.begin, stage.end))
-    return StageView(stage.holders, stage.helpers, kinds)
-
-
 def _kind(plan: ShardPlan, layer: int, window: int | None) -> LayerKind:
     shards = [shard.layers[layer] for shard in plan.ranks]
-    return LayerKind(
-        tuple(shard.kv_heads.size for shard in shards),
-        tuple(shard.mlp_columns.size for shard in shards),
-        tuple(shard.experts.size for shard in shards),
-        window,
-    )
+    sizes = ((shard.kv_heads.size, shard.mlp_columns.size, shard.experts.size) for shard in shards)
+    heads, columns, experts = zip(*sizes, strict=True)
+    return LayerKind(heads, columns, experts, window)

@@ -2,51 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
 from hetero_api.model_config import ModelConfig
-from hetero_api.placement_mode import PlacementMode
 from hetero_api.sharding import ShardPlan
-from hetero_api.spec import HeteroInferenceSpec, PoolSpec, PoolType
-from hetero_placement.hardware import DeviceKind
-
-
-class Shares(Protocol):
-    """One weight a rank, in rank order, for each kind; None or empty: computed."""
-
-    @property
-    def attention(self) -> Sequence[float] | None:
-        """Weights for KV heads."""
-        ...
-
-    @property
-    def mlp(self) -> Sequence[float] | None:
-        """Weights for MLP columns or experts."""
-        ...
-
-    @property
-    def vocabulary(self) -> Sequence[float] | None:
-        """Weights for vocabulary rows."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class GivenShares:
-    """Implements Shares; by default all is computed."""
-
-    attention: Sequence[float] | None = None
-    mlp: Sequence[float] | None = None
-    vocabulary: Sequence[float] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PlacementRequest:
-    """Mode and shares that the resource fixes; the rest is solved."""
-
-    mode: PlacementMode = PlacementMode.AUTO
-    shares: Shares = field(default_factory=GivenShares)
+from hetero_api.spec import HeteroInferenceSpec, PlacementMode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +50,18 @@ class Option:
     """Each rank's part of the weights' bytes; () where there is no plan."""
 
     @property
+    def made(self) -> ShardPlan:
+        """The plan of an option that has one."""
+        assert self.plan is not None
+        return self.plan
+
+    @property
+    def predicted(self) -> Prediction:
+        """The prediction of an option that has a plan: every plan is predicted."""
+        assert self.prediction is not None
+        return self.prediction
+
+    @property
     def eligible(self) -> bool:
         """True if it may be chosen."""
         return self.plan is not None and not self.why_not
@@ -103,11 +75,6 @@ class Decision:
     options: tuple[Option, ...]
     chosen: Option
     reason: str
-
-
-def request_of(spec: HeteroInferenceSpec) -> PlacementRequest:
-    """Mode and shares."""
-    return PlacementRequest(spec.placement.mode, spec.placement.shares)
 
 
 def bounds_of(spec: HeteroInferenceSpec, config: ModelConfig) -> Bounds:
@@ -125,13 +92,3 @@ def bounds_of(spec: HeteroInferenceSpec, config: ModelConfig) -> Bounds:
 def quantized_config(spec: HeteroInferenceSpec, config: ModelConfig) -> ModelConfig:
     """With weights as ranks will have them. Raises ModelError where the checkpoint is quantised already."""
     return config.quantized(spec.model.quantization, spec.model.quantization_group_size)
-
-
-def kind_of(pool: PoolSpec) -> DeviceKind:
-    """Return the kind of device that a pool's ranks compute on."""
-    return DeviceKind.GPU if pool.type == PoolType.GPU else DeviceKind.CPU
-
-
-def cores_of(pool: PoolSpec) -> int:
-    """Cores a rank."""
-    return pool.gpu_or_default.cores_per_rank if pool.type == PoolType.GPU else pool.cpu_or_default.cores_per_rank

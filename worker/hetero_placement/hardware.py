@@ -9,19 +9,14 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import cached_property
 from statistics import median
+from typing import Final
 
+from hetero_api.spec import PoolType
 from hetero_api.v1 import ranks_pb2
-
-
-class DeviceKind(Enum):
-    """Kind of device that a rank computes on."""
-
-    CPU = "CPU"
-    GPU = "GPU"
 
 
 class Part(Enum):
@@ -95,7 +90,6 @@ class Speeds:
         """Costs of parts that this version does not know are left out."""
         known = {part.value for part in Part}
         return cls(
-            memory_bandwidth=message.memory_bandwidth,
             flops={rate.dtype: rate.flops for rate in message.matmul},
             costs=tuple(
                 CostPoint(Part(cost.part), cost.rows, cost.context, cost.fixed_s, cost.unit_s)
@@ -103,21 +97,18 @@ class Speeds:
                 if cost.part in known
             ),
             costs_dtype=message.costs_dtype,
-            to_device_bandwidth=message.to_device_bandwidth,
-            from_device_bandwidth=message.from_device_bandwidth,
-            device_latency_s=message.device_latency_s,
-            lone_memory_bandwidth=message.lone_memory_bandwidth,
-            lone_gain=message.lone_gain,
-            meeting_s=message.meeting_s,
-            turnaround_s=message.turnaround_s,
+            **{name: getattr(message, name) for name in _NUMBERS},
         )
+
+
+_NUMBERS: Final = tuple(field.name for field in fields(Speeds) if field.type == "float")
 
 
 @dataclass(frozen=True, slots=True)
 class RankHardware:
     """One rank's. Ranks of one `pool`, kind and number of cores are taken as equally fast."""
 
-    kind: DeviceKind
+    kind: PoolType
     host: str
     """Same for ranks that share a machine."""
     memory_bytes: int
@@ -131,6 +122,11 @@ class RankHardware:
     """Most bytes that a step's attention gathers on a rank that holds KV heads."""
     weight_bits: frozenset[int] = frozenset()
     """Widths in which it keeps weights that are stored so; it widens others to the arithmetic type."""
+
+    @property
+    def is_gpu(self) -> bool:
+        """True if it computes on a GPU."""
+        return self.kind == PoolType.GPU
 
     @classmethod
     def from_report(
@@ -146,8 +142,8 @@ class RankHardware:
         """Read a rank's Hello, and its report when the group formed; `gpu_share`: the part of a GPU's memory it may
         use.
         """
-        kind = DeviceKind.GPU if report.kind == ranks_pb2.DEVICE_KIND_CUDA else DeviceKind.CPU
-        memory = int(report.memory_bytes * gpu_share) if kind is DeviceKind.GPU else report.memory_bytes
+        kind = PoolType.GPU if report.kind == ranks_pb2.DEVICE_KIND_CUDA else PoolType.CPU
+        memory = int(report.memory_bytes * gpu_share) if kind == PoolType.GPU else report.memory_bytes
         needs = formed or ranks_pb2.Formed()
         speeds = Speeds.from_proto(report.speeds)
         fixed = needs.runtime_bytes, needs.gather_bytes
@@ -202,7 +198,11 @@ class Hardware:
     @property
     def num_gpu_ranks(self) -> int:
         """Number of GPU ranks."""
-        return sum(rank.kind is DeviceKind.GPU for rank in self.ranks)
+        return len(self.ranks_of(PoolType.GPU))
+
+    def ranks_of(self, kind: PoolType) -> tuple[int, ...]:
+        """Return the ranks that compute on devices of this kind, ascending."""
+        return tuple(number for number, rank in enumerate(self.ranks) if rank.kind == kind)
 
     def classes(self) -> tuple[tuple[int, ...], ...]:
         """Ranks that are alike, in rank order."""
@@ -241,17 +241,10 @@ def _median_speeds(speeds: Sequence[Speeds]) -> Speeds:
     first = speeds[0]
     dtypes = [dtype for dtype in first.flops if all(dtype in each.flops for each in speeds)]
     return Speeds(
-        memory_bandwidth=median(each.memory_bandwidth for each in speeds),
         flops={dtype: median(each.flops[dtype] for each in speeds) for dtype in dtypes},
         costs=_median_costs(speeds),
         costs_dtype=first.costs_dtype,
-        to_device_bandwidth=median(each.to_device_bandwidth for each in speeds),
-        from_device_bandwidth=median(each.from_device_bandwidth for each in speeds),
-        device_latency_s=median(each.device_latency_s for each in speeds),
-        lone_memory_bandwidth=median(each.lone_memory_bandwidth for each in speeds),
-        lone_gain=median(each.lone_gain for each in speeds),
-        meeting_s=median(each.meeting_s for each in speeds),
-        turnaround_s=median(each.turnaround_s for each in speeds),
+        **{name: median(getattr(each, name) for each in speeds) for name in _NUMBERS},
     )
 
 

@@ -6,17 +6,16 @@ else one starts by speed and moves layers between ranks as long as that helps.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise, permutations
+from itertools import accumulate, chain, pairwise, permutations
 from typing import Final
 
 from hetero_api.sharding import ShardPlan
 from hetero_placement.cost_model import CostModel
 from hetero_placement.memory_model import MemoryModel
 from hetero_placement.part_costs import PartCosts
-from hetero_placement.search import EXHAUSTIVE
+from hetero_placement.search import EXHAUSTIVE, every_deal, moved
 from hetero_placement.shard_plans import UNIT, largest_remainder, plan_of_layers, shard_of_layers
 from hetero_placement.steps import Repeated, Step, micro_batches
 
@@ -57,7 +56,7 @@ class LayerSearch:
         if free < 0:
             return None
         if math.comb(free + self._world - 1, self._world - 1) <= self._exhaustive:
-            candidates = _compositions(self._layers, self._world, self._least)
+            candidates = every_deal(self._layers, [self._least] * self._world, [self._layers] * self._world)
             fitting = (counts for counts in candidates if self._excess(counts) == 0)
             return min(fitting, key=lambda counts: (self._seconds(counts), counts[::-1]), default=None)
         found = [self._descend(start) for start in self._starts()]
@@ -88,33 +87,24 @@ class LayerSearch:
             improved = True
             while improved:
                 improved = False
-                for moved in self._moved(counts, amount):
-                    found = self._excess(moved), self._seconds(moved)
+                for changed in self._moved(counts, amount):
+                    found = self._excess(changed), self._seconds(changed)
                     if found[0] < best[0] or (found[0] == best[0] and found[1] < best[1] * (1 - _SAME)):
-                        counts, best, improved = moved, found, True
+                        counts, best, improved = changed, found, True
                         break
         return counts
 
     def _moved(self, counts: tuple[int, ...], amount: int) -> Iterator[tuple[int, ...]]:
-        """`amount` layers from one rank to another; of ranks that are alike and have as many, one stands for all."""
-        kinds = {(self._class_of[rank], count): rank for rank, count in reversed(list(enumerate(counts)))}
-        for source, target in permutations(kinds.values(), 2):
-            if counts[source] - amount >= self._least:
-                moved = list(counts)
-                moved[source] -= amount
-                moved[target] += amount
-                yield tuple(moved)
-        yield from self._moved_within(counts, amount)
+        """Move `amount` layers from one rank to another.
 
-    def _moved_within(self, counts: tuple[int, ...], amount: int) -> Iterator[tuple[int, ...]]:
-        """Between two ranks that are alike and have as many."""
-        for alike in self._model.hardware.classes():
-            for source, target in pairwise(alike):
-                if counts[source] == counts[target] >= amount + self._least:
-                    moved = list(counts)
-                    moved[source] -= amount
-                    moved[target] += amount
-                    yield tuple(moved)
+        Of ranks that are alike and have as many, one stands for all, except for moves among these themselves.
+        """
+        kinds = {(self._class_of[rank], count): rank for rank, count in reversed(list(enumerate(counts)))}
+        equal = (pair for alike in self._model.hardware.classes() for pair in pairwise(alike))
+        within = (pair for pair in equal if counts[pair[0]] == counts[pair[1]])
+        for source, target in chain(permutations(kinds.values(), 2), within):
+            if counts[source] - amount >= self._least:
+                yield moved(counts, source, target, amount)
 
     def _seconds(self, counts: Sequence[int]) -> float:
         """As CostModel.step_s of the plan that it makes, for all steps of the workload."""
@@ -127,7 +117,7 @@ class LayerSearch:
         part = step.part(number)
         stages = self._stages_s(counts, owners, part, overlapped=number > 1)
         num_bytes = model.hidden_bytes(part.rows)
-        hops = sum(model.exchange.there_s(a, [b], num_bytes) for a, b in itertools.pairwise(owners))
+        hops = sum(model.exchange.there_s(a, [b], num_bytes) for a, b in pairwise(owners))
         head = 0.0
         if step.draws:
             rows = model.config.vocab_size / UNIT
@@ -174,12 +164,3 @@ class LayerSearch:
         if key not in self._need_of:
             self._need_of[key] = self._memory.need(rank, shard_of_layers(self._model.config, begin, end)).total
         return self._need_of[key]
-
-
-def _compositions(units: int, parts: int, least: int) -> Iterator[tuple[int, ...]]:
-    if parts == 1:
-        yield (units,)
-        return
-    for first in range(least, units - least * (parts - 1) + 1):
-        for rest in _compositions(units - first, parts - 1, least):
-            yield (first, *rest)

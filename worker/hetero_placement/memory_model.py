@@ -28,7 +28,7 @@ from hetero_api.rank_memory import (
 )
 from hetero_api.sharding import RankShard, ShardPlan
 from hetero_placement.decision import Bounds
-from hetero_placement.hardware import DeviceKind, Hardware
+from hetero_placement.hardware import Hardware
 from hetero_placement.part_costs import element_bytes
 from hetero_placement.shard_plans import UNIT, plan_within_layers
 
@@ -103,15 +103,10 @@ class MemoryModel:
         """Return the bytes a rank needs beside its units, where every layer is split alike; heads are a unit, too."""
         return self._beside_units(rank, heads=int(holds_heads))
 
-    def first_column_bytes(self, rank: int, *, holds_heads: bool) -> float:
-        """Return the bytes it needs once it owns MLP columns of dense layers, beside these."""
-        heads = int(holds_heads)
-        return self._beside_units(rank, heads=heads, columns=1) - self._beside_units(rank, heads=heads)
-
-    def first_expert_bytes(self, rank: int, *, holds_heads: bool) -> float:
-        """Return the bytes it needs once it owns experts, beside these."""
-        heads = int(holds_heads)
-        return self._beside_units(rank, heads=heads, experts=1) - self._beside_units(rank, heads=heads)
+    def first_bytes(self, rank: int, *, holds_heads: bool, columns: bool = False, experts: bool = False) -> float:
+        """Return the bytes that a rank needs once it owns MLP columns of dense layers, or experts, beside these."""
+        with_units = self._beside_units(rank, heads=int(holds_heads), columns=int(columns), experts=int(experts))
+        return with_units - self._beside_units(rank, heads=int(holds_heads))
 
     def cache_bytes(self, num_heads: int) -> int:
         """Return the KV bytes of one longest sequence in all layers; 0 where kvCacheMemoryBytes states the cache's
@@ -246,7 +241,7 @@ class MemoryModel:
         return f"rank {rank} ({hardware.pool or hardware.kind.value})"
 
     def _is_gpu(self, rank: int) -> bool:
-        return self._hardware.ranks[rank].kind is DeviceKind.GPU
+        return self._hardware.ranks[rank].is_gpu
 
 
 def _gb(size_bytes: float) -> str:

@@ -21,9 +21,9 @@ from functools import cache
 from typing import Final, NamedTuple
 
 from hetero_api.errors import PlanError
-from hetero_api.kept_weights import KeptWeights
 from hetero_api.model_config import ModelConfig
-from hetero_placement.hardware import CostPoint, DeviceKind, Hardware, Part, Speeds
+from hetero_api.weight_format import KeptWeights
+from hetero_placement.hardware import CostPoint, Hardware, Part, Speeds
 from hetero_placement.shard_plans import UNIT
 from hetero_placement.steps import Step
 
@@ -237,7 +237,7 @@ class ExchangeCosts:
         self._ranks = hardware.ranks
         self._host = hardware.host_exchange
         self._device = hardware.device_exchange
-        meetings = [rank.speeds.meeting_s for rank in hardware.ranks if rank.kind is DeviceKind.CPU]
+        meetings = [rank.speeds.meeting_s for rank in hardware.ranks if not rank.is_gpu]
         # Who is fastest waits longest, and that is in what the slowest takes.
         self._wait_s = max(0.0, min(meetings, default=0.0) - self._host.seconds(0))
         """Seconds that ranks wait for one another before a round."""
@@ -285,7 +285,7 @@ class ExchangeCosts:
         return self._host.seconds(num_bytes) + self._wait_s
 
     def _is_gpu(self, rank: int) -> bool:
-        return self._ranks[rank].kind is DeviceKind.GPU
+        return self._ranks[rank].is_gpu
 
 
 def _transfer(num_bytes: float, bandwidth: float) -> float:

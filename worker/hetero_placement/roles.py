@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Final
 
-from hetero_placement.hardware import DeviceKind, Hardware
+from hetero_api.spec import PoolType
+from hetero_placement.hardware import Hardware
 from hetero_placement.tensor_search import FixedCounts, Roles
 
 _FEW: Final = 4
@@ -24,8 +25,7 @@ class RoleChoices:
         self._hardware = hardware
         self._num_kv_heads = num_kv_heads
         self._every_rank = every_rank
-        self._gpus = tuple(r for r, rank in enumerate(hardware.ranks) if rank.kind is DeviceKind.GPU)
-        self._cpus = tuple(r for r, rank in enumerate(hardware.ranks) if rank.kind is DeviceKind.CPU)
+        self._gpus, self._cpus = hardware.ranks_of(PoolType.GPU), hardware.ranks_of(PoolType.CPU)
         self._all = tuple(range(len(hardware.ranks)))
 
     def gpu_only(self) -> Iterator[Roles]:

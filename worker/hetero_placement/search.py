@@ -84,7 +84,7 @@ class Component:
 
     def deals(self) -> Iterator[Deal]:
         """All of them."""
-        return _deals(self.units, self.least, self.most)
+        return every_deal(self.units, self.least, self.most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,10 +198,7 @@ def _moves(deal: Deal, component: Component, amount: int) -> Iterator[Deal]:
     """All deals that `amount` units less in one slot and more in another give, within bounds."""
     for source, target in permutations(range(len(deal)), 2):
         if deal[source] - amount >= component.least[source] and deal[target] + amount <= component.most[target]:
-            moved = list(deal)
-            moved[source] -= amount
-            moved[target] += amount
-            yield tuple(moved)
+            yield moved(deal, source, target, amount)
 
 
 def _descend_one(component: Component, deal: Deal) -> Deal:
@@ -276,10 +273,10 @@ def _descend_all(components: Sequence[Component], judge: _Judge, deals: list[Dea
 
 def _neighbours(components: Sequence[Component], deals: list[Deal], amount: int) -> Iterator[list[Deal]]:
     for i, component in enumerate(components):
-        for moved in _moves(deals[i], component, amount):
-            first = [*deals[:i], moved, *deals[i + 1 :]]
+        for changed in _moves(deals[i], component, amount):
+            first = [*deals[:i], changed, *deals[i + 1 :]]
             yield first
-            yield from _in_return(components, first, i, [a - b for a, b in zip(deals[i], moved, strict=True)])
+            yield from _in_return(components, first, i, [a - b for a, b in zip(deals[i], changed, strict=True)])
 
 
 def _in_return(components: Sequence[Component], deals: list[Deal], i: int, lost: Sequence[int]) -> Iterator[list[Deal]]:
@@ -295,18 +292,24 @@ def _in_return(components: Sequence[Component], deals: list[Deal], i: int, lost:
         for amount in {1, min(math.floor(enough), most), min(math.ceil(enough), most)}:
             if not 0 < amount <= most:
                 continue
-            moved = list(deals[j])
-            moved[target] -= amount
-            moved[source] += amount
-            yield [*deals[:j], tuple(moved), *deals[j + 1 :]]
+            yield [*deals[:j], moved(deals[j], target, source, amount), *deals[j + 1 :]]
 
 
-def _deals(units: int, least: Sequence[int], most: Sequence[int]) -> Iterator[Deal]:
+def moved(deal: Sequence[int], source: int, target: int, amount: int) -> Deal:
+    """Return the deal with `amount` units moved from one slot to another."""
+    changed = list(deal)
+    changed[source] -= amount
+    changed[target] += amount
+    return tuple(changed)
+
+
+def every_deal(units: int, least: Sequence[int], most: Sequence[int]) -> Iterator[Deal]:
+    """Yield all deals of the units that give each slot from its `least` to its `most`."""
     if len(least) == 1:
         if least[0] <= units <= most[0]:
             yield (units,)
         return
     rest_least, rest_most = sum(least[1:]), sum(most[1:])
     for first in range(max(least[0], units - rest_most), min(most[0], units - rest_least) + 1):
-        for rest in _deals(units - first, least[1:], most[1:]):
+        for rest in every_deal(units - first, least[1:], most[1:]):
             yield (first, *rest)

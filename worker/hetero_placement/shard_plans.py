@@ -24,7 +24,7 @@ from typing import Final
 from hetero_api.errors import PlanError
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import NO_UNITS, LayerShard, RankShard, ShardPlan, UnitRange, ranges_of_counts
-from hetero_placement.decision import Shares
+from hetero_api.spec import PlacementShares
 
 Weight = int | float | Fraction
 
@@ -66,7 +66,7 @@ UNIT: Final = 64
 """MLP columns, and vocabulary rows, that stay together."""
 
 
-def deal_within_layers(config: ModelConfig, *, cores: Sequence[int], shares: Shares) -> ShardPlan:
+def deal_within_layers(config: ModelConfig, *, cores: Sequence[int], shares: PlacementShares) -> ShardPlan:
     """By shares, one weight a rank, or by `cores`; a rank may get nothing."""
     heads = largest_remainder(config.num_kv_heads, shares.attention or cores)
     return plan_within_layers(
@@ -119,7 +119,9 @@ def _shards(*counts: Sequence[int]) -> list[LayerShard]:
     return list(map(LayerShard, *map(ranges_of_counts, counts)))
 
 
-def _mlp_columns(config: ModelConfig, heads: Sequence[int], *, cores: Sequence[int], shares: Shares) -> list[int]:
+def _mlp_columns(
+    config: ModelConfig, heads: Sequence[int], *, cores: Sequence[int], shares: PlacementShares
+) -> list[int]:
     """Columns of each rank: by shares, or such that all its weights of a layer come nearest to its cores' share."""
     if shares.mlp:
         return _deal_in_units(config.intermediate_size, shares.mlp)
@@ -127,7 +129,7 @@ def _mlp_columns(config: ModelConfig, heads: Sequence[int], *, cores: Sequence[i
     return _deal_in_units(config.intermediate_size, _make_up_for(config, heads, weights, cores=cores))
 
 
-def _experts(config: ModelConfig, heads: Sequence[int], *, cores: Sequence[int], shares: Shares) -> list[int]:
+def _experts(config: ModelConfig, heads: Sequence[int], *, cores: Sequence[int], shares: PlacementShares) -> list[int]:
     """Experts of each rank, in the same way."""
     if shares.mlp:
         return largest_remainder(config.num_experts, shares.mlp)
@@ -160,7 +162,7 @@ def _deal_in_units(total: int, weights: Sequence[Weight]) -> list[int]:
     return in_units(total, largest_remainder(units_of(total), weights))
 
 
-def deal_layers(config: ModelConfig, *, cores: Sequence[int], shares: Shares) -> ShardPlan:
+def deal_layers(config: ModelConfig, *, cores: Sequence[int], shares: PlacementShares) -> ShardPlan:
     """By shares, one weight a rank, or by `cores`; a rank may get nothing. Raises PlanError when shares do not fit."""
     return plan_of_layers(config, largest_remainder(config.num_layers, shares_of_layers(shares) or cores))
 
@@ -195,7 +197,7 @@ def describe_layers(config: ModelConfig) -> str:
     return f"{config.num_layers} layers, each whole on one rank"
 
 
-def shares_of_layers(shares: Shares) -> Sequence[float] | None:
+def shares_of_layers(shares: PlacementShares) -> Sequence[float] | None:
     """Weights for layers, one a rank; None where none are given. Raises PlanError when shares do not fit."""
     if shares.vocabulary:
         raise PlanError(

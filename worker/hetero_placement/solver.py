@@ -21,11 +21,11 @@ from typing import Final
 
 from hetero_api.errors import PlanError
 from hetero_api.model_config import ModelConfig
-from hetero_api.placement_mode import SHARE_KINDS, PlacementMode
 from hetero_api.sharding import ShardPlan
+from hetero_api.spec import SHARE_KINDS, PlacementMode, PlacementShares, PlacementSpec, PoolType, WorkloadSpec
 from hetero_placement.cost_model import CostModel
-from hetero_placement.decision import Bounds, Decision, Option, PlacementRequest, Prediction, Shares
-from hetero_placement.hardware import DeviceKind, Hardware
+from hetero_placement.decision import Bounds, Decision, Option, Prediction
+from hetero_placement.hardware import Hardware
 from hetero_placement.layer_search import LayerSearch
 from hetero_placement.memory_model import MemoryModel
 from hetero_placement.roles import RoleChoices
@@ -40,7 +40,7 @@ from hetero_placement.shard_plans import (
     too_many_ranks,
     units_of,
 )
-from hetero_placement.steps import Step, Workload, WorkloadSteps, decode_step
+from hetero_placement.steps import Step, WorkloadSteps, decode_step
 from hetero_placement.tensor_search import NOTHING_FIXED, FixedCounts, Roles, TensorSearch
 
 GPU_ONLY: Final = "GPU only"
@@ -61,25 +61,26 @@ def solve(
     hardware: Hardware,
     *,
     dtype: str,
-    workload: Workload,
-    request: PlacementRequest,
+    placement: PlacementSpec,
     bounds: Bounds,
     exhaustive: int = EXHAUSTIVE,
 ) -> Decision:
-    """Choose the plan to use. Raises PlanError, naming fields, when nothing that the request allows can be had.
+    """Choose the plan to use. Raises PlanError, naming fields, when nothing that the resource allows can be had.
 
     `exhaustive` bounds how many deals of a component are all looked at; beyond, the search goes step by step. It takes
     milliseconds for some ranks, up to seconds for 64.
     """
-    return _Solver(config, hardware.levelled(), dtype, workload, request, bounds, exhaustive).solve()
+    return _Solver(
+        config, hardware.levelled(), dtype=dtype, placement=placement, bounds=bounds, exhaustive=exhaustive
+    ).solve()
 
 
 def predict(
-    config: ModelConfig, hardware: Hardware, plan: ShardPlan, *, dtype: str, workload: Workload, bounds: Bounds
+    config: ModelConfig, hardware: Hardware, plan: ShardPlan, *, dtype: str, workload: WorkloadSpec, bounds: Bounds
 ) -> Prediction:
     """Predict the workload under a plan that is in use."""
     model = CostModel(config, hardware.levelled(), dtype=dtype)
-    return model.predict(plan, workload, chunk=bounds.max_num_batched_tokens, max_num_seqs=bounds.max_num_seqs)
+    return model.predict(plan, workload, bounds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,28 +107,24 @@ class _Solver:
         self,
         config: ModelConfig,
         hardware: Hardware,
+        *,
         dtype: str,
-        workload: Workload,
-        request: PlacementRequest,
+        placement: PlacementSpec,
         bounds: Bounds,
         exhaustive: int,
     ) -> None:
         self._config = config
         self._hardware = hardware
-        self._workload = workload
-        self._request = request
+        self._mode, self._shares, self._workload = placement.mode, placement.shares, placement.workload
         self._bounds = bounds
         self._exhaustive = exhaustive
         self._model = CostModel(config, hardware, dtype=dtype)
         self._memory = MemoryModel(config, hardware, bounds, dtype=dtype)
-        self._steps = WorkloadSteps.of(
-            workload, chunk=bounds.max_num_batched_tokens, max_num_seqs=bounds.max_num_seqs
-        ).all
-        self._roles = RoleChoices(
-            hardware, num_kv_heads=config.num_kv_heads, every_rank=request.mode == PlacementMode.TENSOR
-        )
-        self._gpus = tuple(r for r, rank in enumerate(hardware.ranks) if rank.kind is DeviceKind.GPU)
-        self._cpus = tuple(r for r, rank in enumerate(hardware.ranks) if rank.kind is DeviceKind.CPU)
+        self._steps = WorkloadSteps.of(self._workload, bounds).all
+        self._every_rank = self._mode == PlacementMode.TENSOR
+        """Whether the resource wants every layer split over all ranks."""
+        self._roles = RoleChoices(hardware, num_kv_heads=config.num_kv_heads, every_rank=self._every_rank)
+        self._gpus, self._cpus = hardware.ranks_of(PoolType.GPU), hardware.ranks_of(PoolType.CPU)
         self._all = tuple(range(len(hardware.ranks)))
 
     def solve(self) -> Decision:
@@ -136,27 +133,20 @@ class _Solver:
         if not eligible:
             told = "; ".join(f"{option.name}: {option.why_not}" for option in options if option.mode is not None)
             raise PlanError(f"spec.placement: no placement can be had: {told}")
-        chosen = min(eligible, key=self._key)
-        decode = decode_step(min(self._workload.concurrency, self._bounds.max_num_seqs), self._workload.decode_context)
-        assert chosen.plan is not None
-        reason = explain(chosen, options, self._model, decode, self._request)
-        return Decision(chosen.plan, tuple(options), chosen, reason)
-
-    def _key(self, option: Option) -> float:
-        assert option.prediction is not None  # an eligible option has a plan, and a plan is predicted
         # Rounded: what differs by less than a millionth is the same, and the earlier option, which is simpler, wins.
-        return float(f"{option.prediction.workload_s:.6g}")
+        chosen = min(eligible, key=lambda option: float(f"{option.predicted.workload_s:.6g}"))
+        decode = decode_step(min(self._workload.concurrency, self._bounds.max_num_seqs), self._workload.decode_context)
+        return Decision(chosen.made, tuple(options), chosen, explain(chosen, options, self._model, decode, self._mode))
 
     def _options(self) -> Iterator[Option]:
-        shares = self._request.shares
-        if shares.attention or shares.mlp or shares.vocabulary:
-            yield from self._by_shares(shares)
+        if self._shares.attention or self._shares.mlp or self._shares.vocabulary:
+            yield from self._by_shares(self._shares)
             return
         if self._gpus:
             yield self._option(GPU_ONLY, PlacementMode.GPU_ONLY, self._best(self._roles.gpu_only()), self._gpus)
-        elif self._request.mode == PlacementMode.GPU_ONLY:
+        elif self._mode == PlacementMode.GPU_ONLY:
             yield Option(GPU_ONLY, PlacementMode.GPU_ONLY, why_not="spec.pools has no pool of type GPU")
-        if len(self._all) > 1 or self._request.mode == PlacementMode.LAYER:
+        if len(self._all) > 1 or self._mode == PlacementMode.LAYER:
             yield self._layer_option()
         if self._gpus and self._cpus:
             yield self._option(MLP_ONLY, PlacementMode.TENSOR, self._best(self._roles.mlp_only()), self._all)
@@ -169,10 +159,9 @@ class _Solver:
 
     def _allowed(self, option: Option) -> Option:
         """With a word why it may not be chosen, if the resource asks for something else."""
-        mode = self._request.mode
-        if option.mode is None or option.why_not or mode in (PlacementMode.AUTO, option.mode):
+        if option.mode is None or option.why_not or self._mode in (PlacementMode.AUTO, option.mode):
             return option
-        return replace(option, why_not=f"spec.placement.mode asks for {mode}")
+        return replace(option, why_not=f"spec.placement.mode asks for {self._mode}")
 
     def _option(
         self, name: str, mode: PlacementMode, found: _Found | None, ranks: Sequence[int], *, problem: str = ""
@@ -194,10 +183,7 @@ class _Solver:
         return best
 
     def _judged(self, plan: ShardPlan) -> _Found:
-        bounds = self._bounds
-        prediction = self._model.predict(
-            plan, self._workload, chunk=bounds.max_num_batched_tokens, max_num_seqs=bounds.max_num_seqs
-        )
+        prediction = self._model.predict(plan, self._workload, self._bounds)
         moved = self._model.moved_bytes(plan, decode_step(1, 0))
         return _Found(plan, prediction, moved, sum(weights > 0 for weights in self._model.weight_bytes(plan)))
 
@@ -225,18 +211,18 @@ class _Solver:
 
     def _layer_option(self) -> Option:
         search = LayerSearch(
-            self._model, self._memory, self._steps, all_ranks=self._request.mode == PlacementMode.LAYER,
+            self._model, self._memory, self._steps, all_ranks=self._mode == PlacementMode.LAYER,
             exhaustive=self._exhaustive,
         )  # fmt: skip
         plan = search.plan()
-        too_many = self._request.mode == PlacementMode.LAYER and len(self._all) > self._config.num_layers
+        too_many = self._mode == PlacementMode.LAYER and len(self._all) > self._config.num_layers
         problem = too_many_ranks(len(self._all), describe_layers(self._config)) if too_many else ""
         found = self._judged(plan) if plan is not None else None
         return self._option(LAYER, PlacementMode.LAYER, found, self._all, problem=problem)
 
-    def _by_shares(self, shares: Shares) -> Iterator[Option]:
+    def _by_shares(self, shares: PlacementShares) -> Iterator[Option]:
         """Only what the shares leave open is solved."""
-        if self._request.mode == PlacementMode.LAYER:
+        if self._mode == PlacementMode.LAYER:
             plan = deal_layers(self._config, cores=[1] * len(self._all), shares=shares)
             problem = self._idle_problem(plan, describe_layers(self._config)) or self._memory.problem(plan)
             found = None if problem else self._judged(plan)
@@ -253,12 +239,11 @@ class _Solver:
         names = [f"rank {rank} ({self._hardware.ranks[rank].pool})" for rank in self._all if not weights[rank]]
         if not names:
             return ""
-        shares = self._request.shares
-        given = [name for name in SHARE_KINDS if getattr(shares, name)]
+        given = [name for name in SHARE_KINDS if getattr(self._shares, name)]
         fields = ", ".join(f"spec.placement.shares.{name}" for name in given)
         return f"{fields}: {', '.join(names)} would own nothing of the model ({units}); give it a share or fewer ranks"
 
-    def _fixed(self, shares: Shares) -> FixedCounts:
+    def _fixed(self, shares: PlacementShares) -> FixedCounts:
         config = self._config
         mlp = shares.mlp
         return FixedCounts(
@@ -278,11 +263,6 @@ class _Solver:
         prediction = Prediction(batch / seconds, 0.0, 0.0, seconds)
         return Option(STREAMING, None, prediction=prediction, why_not=why_not)
 
-    @property
-    def _every_rank(self) -> bool:
-        """Whether the resource wants every layer split over all ranks."""
-        return self._request.mode == PlacementMode.TENSOR
-
     def _no_room(self, ranks: Sequence[int]) -> str:
         if self._every_rank and len(ranks) > most_ranks(self._config):
             return too_many_ranks(len(self._all), describe_units(self._config))
@@ -295,53 +275,38 @@ def _units_by(total: int, weights: Sequence[float]) -> tuple[int, ...]:
     return tuple(in_units(total, largest_remainder(units_of(total), weights)))
 
 
-def explain(
-    chosen: Option, options: Sequence[Option], model: CostModel, decode: Step, request: PlacementRequest
-) -> str:
+def explain(chosen: Option, options: Sequence[Option], model: CostModel, decode: Step, mode: PlacementMode) -> str:
     """Say the chosen option's speed, its exchanges, the speed of the others, and which cannot be had and why."""
-    parts = [f"{chosen.name}: {_speed(chosen)}", *_exchanges(chosen, model, decode)]
-    if request.mode != PlacementMode.AUTO:
-        parts.append(f"spec.placement.mode asks for {request.mode}")
-    others = [option for option in options if option is not chosen and option.prediction is not None and option.plan]
-    parts += [_comparison(option, chosen) for option in sorted(others, key=_time)]
+    own = chosen.predicted
+    parts = [
+        f"{chosen.name}: {own.decode_tokens_per_s:.3g} tokens/s decode, {own.prefill_tokens_per_s:.3g} prefill, "
+        f"{_seconds(own.workload_s)} for the workload",
+        *_exchanges(chosen, model, decode),
+    ]
+    if mode != PlacementMode.AUTO:
+        parts.append(f"spec.placement.mode asks for {mode}")
+    others = [option for option in options if option is not chosen and option.plan]
+    parts += [_comparison(option, own) for option in sorted(others, key=lambda option: option.predicted.workload_s)]
     parts += [f"{option.name} cannot be had: {option.why_not}" for option in options if option.mode and not option.plan]
     return "; ".join(parts)
 
 
-def _time(option: Option) -> float:
-    return option.prediction.workload_s if option.prediction is not None else 0.0
-
-
-def _speed(option: Option) -> str:
-    prediction = option.prediction
-    if prediction is None:
-        return "no prediction"
-    return (
-        f"{prediction.decode_tokens_per_s:.3g} tokens/s decode, {prediction.prefill_tokens_per_s:.3g} prefill, "
-        f"{_seconds(prediction.workload_s)} for the workload"
-    )
-
-
-def _comparison(option: Option, chosen: Option) -> str:
-    """In what counts for the choice, the workload's time; and in tokens/s."""
-    prediction = option.prediction
-    if prediction is None or chosen.prediction is None:
-        return ""
-    ratio = prediction.workload_s / chosen.prediction.workload_s
+def _comparison(option: Option, chosen: Prediction) -> str:
+    """Compare by what counts for the choice, the workload's time, and give the tokens/s."""
+    ratio = option.predicted.workload_s / chosen.workload_s
     slower = f"{ratio:.2f} times as long" if abs(ratio - 1) > 5e-3 else "as long"
-    return f"{option.name} would give {prediction.decode_tokens_per_s:.3g} tokens/s, and take {slower}"
+    return f"{option.name} would give {option.predicted.decode_tokens_per_s:.3g} tokens/s, and take {slower}"
 
 
 def _exchanges(chosen: Option, model: CostModel, decode: Step) -> list[str]:
-    """How much of a decode step exchanges are."""
-    if chosen.plan is None or chosen.prediction is None:
-        return []
-    seconds, step_s = model.exchange_s(chosen.plan, decode), chosen.prediction.decode_step_s
+    """Say how much of a decode step exchanges are."""
+    plan = chosen.made
+    seconds = model.exchange_s(plan, decode)
     if not seconds:
         return []
-    has_helpers = any(stage.helpers for stage in chosen.plan.stages())
-    hidden = ", hidden behind computation as far as possible" if has_helpers else ""
-    return [f"exchanges of a decode step of {_seconds(step_s)} take {_seconds(seconds)}{hidden}"]
+    hidden = ", hidden behind computation as far as possible" if any(stage.helpers for stage in plan.stages()) else ""
+    step = _seconds(chosen.predicted.decode_step_s)
+    return [f"exchanges of a decode step of {step} take {_seconds(seconds)}{hidden}"]
 
 
 def _seconds(seconds: float) -> str:
@@ -352,7 +317,7 @@ def _seconds(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} µs"
 
 
-def _streaming_s(model: CostModel, memory: MemoryModel, gpus: Sequence[int], workload: Workload) -> float | None:
+def _streaming_s(model: CostModel, memory: MemoryModel, gpus: Sequence[int], workload: WorkloadSpec) -> float | None:
     """Return the seconds of a decode step with weights streamed to the GPUs; None if all fits or the bus is unknown."""
     ranks = [model.hardware.ranks[rank] for rank in gpus]
     bus = sum(rank.speeds.to_device_bandwidth for rank in ranks)

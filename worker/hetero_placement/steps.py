@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
-if TYPE_CHECKING:
-    from hetero_api.spec import WorkloadSpec
-
+from hetero_api.spec import WorkloadSpec
+from hetero_placement.decision import Bounds
 
 _BALANCE_ROWS: Final = 32
 """Rows whose computation takes a stage as long as reading its weights; the worker's decoder cuts by the same number."""
@@ -64,13 +63,13 @@ class WorkloadSteps:
     decode: tuple[Repeated, ...]
 
     @classmethod
-    def of(cls, workload: Workload, *, chunk: int, max_num_seqs: int) -> WorkloadSteps:
-        """`chunk` is the most tokens of one step, `max_num_seqs` the most sequences."""
-        batch = min(workload.concurrency, max_num_seqs)
+    def of(cls, workload: WorkloadSpec, bounds: Bounds) -> WorkloadSteps:
+        """Return the steps that an engine with these bounds makes."""
+        batch = min(workload.concurrency, bounds.max_num_seqs)
         decode = Repeated(
             decode_step(batch, workload.decode_context), workload.output_tokens * workload.concurrency / batch
         )
-        return cls(tuple(_prefill(workload, chunk, max_num_seqs)), (decode,))
+        return cls(tuple(_prefill(workload, bounds)), (decode,))
 
     @property
     def all(self) -> tuple[Repeated, ...]:
@@ -97,10 +96,10 @@ def micro_batches(rows: float, num_stages: int) -> int:
     return min(whole, math.isqrt((num_stages - 1) * whole // _BALANCE_ROWS)) or 1
 
 
-def _prefill(workload: Workload, chunk: int, max_num_seqs: int) -> Iterator[Repeated]:
+def _prefill(workload: WorkloadSpec, bounds: Bounds) -> Iterator[Repeated]:
     """Long prompts one after another, short ones several a step."""
-    tokens = workload.prompt_tokens
-    together = min(chunk // tokens, max_num_seqs, workload.concurrency)
+    tokens, chunk = workload.prompt_tokens, bounds.max_num_batched_tokens
+    together = min(chunk // tokens, bounds.max_num_seqs, workload.concurrency)
     if together <= 1:
         for step, times in prompt_steps(tokens, chunk):
             yield Repeated(step, times * workload.concurrency)
@@ -113,22 +112,3 @@ def _prefill(workload: Workload, chunk: int, max_num_seqs: int) -> Iterator[Repe
 
 def _prompts_step(number: int, tokens: int) -> Step:
     return Step(spans=(Span(tokens, 0),) * number, draws=number)
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """`concurrency` prompts that come at once; then all of their outputs are decoded together."""
-
-    prompt_tokens: int = 512
-    output_tokens: int = 128
-    concurrency: int = 1
-
-    @classmethod
-    def from_spec(cls, spec: WorkloadSpec) -> Workload:
-        """Read spec.placement.workload."""
-        return cls(spec.prompt_tokens, spec.output_tokens, spec.concurrency)
-
-    @property
-    def decode_context(self) -> int:
-        """Tokens that a row attends to, in the middle of the output."""
-        return self.prompt_tokens + self.output_tokens // 2

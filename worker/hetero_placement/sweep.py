@@ -12,12 +12,12 @@ from typing import Final
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan
+from hetero_api.spec import PlacementShares, PoolType, WorkloadSpec
 from hetero_placement.cost_model import CostModel
-from hetero_placement.decision import Bounds, GivenShares
-from hetero_placement.hardware import DeviceKind, Hardware
+from hetero_placement.decision import Bounds
+from hetero_placement.hardware import Hardware
 from hetero_placement.memory_model import MemoryModel
 from hetero_placement.shard_plans import deal_layers, deal_within_layers
-from hetero_placement.steps import Workload
 
 POINTS: Final = 81
 
@@ -55,11 +55,11 @@ class Sweep:
 
 
 def sweep(
-    config: ModelConfig, hardware: Hardware, *, dtype: str, workload: Workload, bounds: Bounds, points: int = POINTS
+    config: ModelConfig, hardware: Hardware, *, dtype: str, workload: WorkloadSpec, bounds: Bounds, points: int = POINTS
 ) -> Sweep:
     """Draw a curve for each mode. A group of one rank, or of GPU ranks alone, has one side only, and no curves."""
     hardware = hardware.levelled()
-    gpus = tuple(r for r, rank in enumerate(hardware.ranks) if rank.kind is DeviceKind.GPU)
+    gpus = hardware.ranks_of(PoolType.GPU)
     side, name = (gpus, "GPU ranks") if gpus else ((0,), "rank 0")
     if len(side) == len(hardware.ranks):
         return Sweep(name, side, ())
@@ -71,9 +71,7 @@ def sweep(
         for plan in dict.fromkeys(plan_of(i / (points - 1)) for i in range(points)):
             weights = model.weight_bytes(plan)
             share = sum(weights[rank] for rank in side) / sum(weights)
-            prediction = model.predict(
-                plan, workload, chunk=bounds.max_num_batched_tokens, max_num_seqs=bounds.max_num_seqs
-            )
+            prediction = model.predict(plan, workload, bounds)
             found[share] = SweepPoint(share, prediction.decode_tokens_per_s, not memory.problem(plan))
         return Curve(title, tuple(found[share] for share in sorted(found)))
 
@@ -93,19 +91,15 @@ def _ways(
 
     def tensor(share: float) -> ShardPlan:
         parts = weights(share)
-        return deal_within_layers(
-            config, cores=[1] * world, shares=GivenShares(attention=parts, mlp=parts, vocabulary=parts)
-        )
+        shares = PlacementShares(attention=parts, mlp=parts, vocabulary=parts)
+        return deal_within_layers(config, cores=[1] * world, shares=shares)
 
     def mlp_only(share: float) -> ShardPlan:
-        return deal_within_layers(
-            config,
-            cores=[1] * world,
-            shares=GivenShares(attention=weights(1), mlp=weights(share), vocabulary=weights(1)),
-        )
+        shares = PlacementShares(attention=weights(1), mlp=weights(share), vocabulary=weights(1))
+        return deal_within_layers(config, cores=[1] * world, shares=shares)
 
     def layers(share: float) -> ShardPlan:
-        return deal_layers(config, cores=[1] * world, shares=GivenShares(mlp=weights(share)))
+        return deal_layers(config, cores=[1] * world, shares=PlacementShares(mlp=weights(share)))
 
     if has_gpus:
         yield "Tensor, CPU ranks on MLP only", mlp_only

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Final
 
 from hetero_api.sharding import ShardPlan
 from hetero_placement.cost_model import CostModel, WidePlace
-from hetero_placement.memory_model import MemoryModel
+from hetero_placement.memory_model import MemoryModel, UnitBytes
 from hetero_placement.search import EXHAUSTIVE, Component, Deal, Room, best_deals
 from hetero_placement.shard_plans import UNIT, in_units, plan_within_layers, units_of
 from hetero_placement.steps import Repeated, Step
@@ -125,16 +125,11 @@ class _Deal:
 
     @property
     def _makers(self) -> dict[str, Callable[[], Component]]:
-        makers = {"heads": self._heads, "rows": self._rows, "columns": self._columns, "experts": self._experts}
-        if self._num_dense == 0:
-            makers["columns"] = self._no_columns
-        if self._config.experts is None:
-            del makers["experts"]
+        makers: dict[str, Callable[[], Component]] = {"heads": self._heads, "rows": self._rows}
+        makers["columns"] = partial(self._wide, experts=False)
+        if self._config.experts is not None:
+            makers["experts"] = partial(self._wide, experts=True)
         return makers
-
-    @property
-    def _num_dense(self) -> int:
-        return self._config.num_layers - len(self._config.expert_layers)
 
     def _make_slots(self) -> tuple[tuple[int, ...], ...]:
         roles = self._roles
@@ -144,15 +139,9 @@ class _Deal:
         slots: dict[tuple[object, ...], list[int]] = {}
         for number, alike in enumerate(self._model.hardware.classes()):
             for rank in alike:
-                key = (
-                    number,
-                    *(
-                        rank in part
-                        for part in (roles.holders, roles.helpers, roles.vocabulary, roles.busy, roles.rows)
-                    ),
-                )
+                parts = (roles.holders, roles.helpers, roles.vocabulary, roles.busy, roles.rows)
                 if rank in owners:
-                    slots.setdefault(key, []).append(rank)
+                    slots.setdefault((number, *(rank in part for part in parts)), []).append(rank)
         return tuple(map(tuple, slots.values()))
 
     def _spread(self, deal: Deal, *, from_the_end: bool) -> list[int]:
@@ -175,36 +164,28 @@ class _Deal:
             needed=self._roles.holders,
             times=lambda rank, units: tuple(ranks[rank].attention(step, window).of(units) for step, window, _ in kinds),
             weights=tuple(weight for *_, weight in kinds),
-            unit_bytes=lambda rank: self._memory.units(rank).head,
+            unit_bytes=lambda rank: self._units(rank).head,
         )
 
-    def _columns(self) -> Component:
-        needed = () if self._config.experts is not None else self._roles.busy
-        return self._wide(units_of(self._config.intermediate_size), self._num_dense, needed, experts=False)
-
-    def _no_columns(self) -> Component:
-        return self._wide(0, 0, (), experts=False)
-
-    def _experts(self) -> Component:
-        number = len(self._config.expert_layers)
-        return self._wide(self._config.num_experts, number, self._roles.busy, experts=True)
-
-    def _wide(self, units: int, num_layers: int, needed: Sequence[int] | frozenset[int], *, experts: bool) -> Component:
-        holders = self._roles.holders
-        model = self._model
-        place = WidePlace(holders, lends=bool(self._roles.helpers), experts=experts)
+    def _wide(self, *, experts: bool) -> Component:
+        """Return the component of MLP columns or of experts."""
+        config, model, roles = self._config, self._model, self._roles
+        num_sparse = len(config.expert_layers)
+        num_layers = num_sparse if experts else config.num_layers - num_sparse
+        dense_units = units_of(config.intermediate_size) if num_layers else 0
+        place = WidePlace(roles.holders, lends=bool(roles.helpers), experts=experts)
 
         def times(rank: int, count: float) -> tuple[float, ...]:
             return tuple(model.wide_part_s(rank, count, step, place) for step, _ in self._steps)
 
         return self._component(
-            units,
-            allowed=(*holders, *self._roles.helpers),
-            needed=needed,
+            config.num_experts if experts else dense_units,
+            allowed=(*roles.holders, *roles.helpers),
+            needed=roles.busy if experts == (config.experts is not None) else (),
             times=times,
             weights=tuple(repeats * num_layers for _, repeats in self._steps),
-            unit_bytes=self._expert_bytes if experts else self._columns_bytes,
-            first_bytes=self._first_expert_bytes if experts else self._first_column_bytes,
+            unit_bytes=lambda rank: self._units(rank).expert if experts else UNIT * self._units(rank).column,
+            first_bytes=lambda rank: self._first_bytes(rank, experts=experts),
         )
 
     def _rows(self) -> Component:
@@ -215,7 +196,7 @@ class _Deal:
             needed=self._roles.rows,
             times=lambda rank, units: tuple(self._model.head_part_s(rank, units, step) for step, _ in drawing),
             weights=tuple(times for _, times in drawing),
-            unit_bytes=self._rows_bytes,
+            unit_bytes=lambda rank: UNIT * self._units(rank).row,
         )
 
     def _component(
@@ -240,23 +221,16 @@ class _Deal:
             first_bytes=tuple(first_bytes(slot[0]) for slot in self.slots),
         )
 
-    def _first_column_bytes(self, rank: int) -> float:
-        return self._memory.first_column_bytes(rank, holds_heads=rank in self._roles.holders)
+    def _units(self, rank: int) -> UnitBytes:
+        return self._memory.units(rank)
 
-    def _first_expert_bytes(self, rank: int) -> float:
-        return self._memory.first_expert_bytes(rank, holds_heads=rank in self._roles.holders)
-
-    def _columns_bytes(self, rank: int) -> float:
-        return UNIT * self._memory.units(rank).column
-
-    def _expert_bytes(self, rank: int) -> float:
-        return self._memory.units(rank).expert
-
-    def _rows_bytes(self, rank: int) -> float:
-        return UNIT * self._memory.units(rank).row
+    def _first_bytes(self, rank: int, *, experts: bool) -> float:
+        """Return the bytes that a rank needs once it owns MLP columns, or experts, beside these."""
+        holds_heads = rank in self._roles.holders
+        return self._memory.first_bytes(rank, holds_heads=holds_heads, columns=not experts, experts=experts)
 
     def _room_of(self, rank: int) -> float:
-        unit, fixed = self._memory.units(rank), self._fixed
+        unit, fixed = self._units(rank), self._fixed
         needed = self._memory.fixed_bytes(rank, holds_heads=rank in self._roles.holders)
         each = (
             (fixed.heads, unit.head),
@@ -265,6 +239,6 @@ class _Deal:
             (fixed.rows, unit.row),
         )
         needed += sum(counts[rank] * unit_bytes for counts, unit_bytes in each if counts is not None)
-        needed += self._first_column_bytes(rank) if fixed.columns is not None and fixed.columns[rank] else 0.0
-        needed += self._first_expert_bytes(rank) if fixed.experts is not None and fixed.experts[rank] else 0.0
+        for counts, experts in ((fixed.columns, False), (fixed.experts, True)):
+            needed += self._first_bytes(rank, experts=experts) if counts is not None and counts[rank] else 0.0
         return self._model.hardware.ranks[rank].memory_bytes - needed

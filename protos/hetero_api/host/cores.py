@@ -22,8 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hetero_api.host.core_deal import PhysicalCore, RankNeed, Rooms, Strategy, deal, rooms_of
-from hetero_api.host.topology import UNKNOWN_NODE, LogicalCore, NumaNode
-from hetero_api.numa_policy import NumaPolicy
+from hetero_api.host.topology import UNKNOWN_NODE, LogicalCore, NumaNode, NumaPolicy
 
 _GIB = 2**30
 

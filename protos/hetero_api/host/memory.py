@@ -1,7 +1,8 @@
-"""How much memory this machine, or the cgroup that this process is in, has, and whether it was too little."""
+"""Memory of this machine, or of this process's cgroup: its size, whether it was too little, and how to give it back."""
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 from typing import Final
 
@@ -52,3 +53,9 @@ def _limit(path: Path) -> int | None:
         return int(path.read_text(encoding="ascii"))
     except (OSError, ValueError):  # No such controller, or "max".
         return None
+
+
+def release_freed_memory() -> bool:
+    """Give memory that was freed, but kept by the C library, back to the system; return False if the library cannot."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return trim is not None and bool(trim(0))

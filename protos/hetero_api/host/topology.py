@@ -19,6 +19,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
@@ -210,3 +211,14 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="ascii")
     except (OSError, UnicodeDecodeError):
         return ""
+
+
+class NumaPolicy(StrEnum):
+    """Strictness with which a rank is bound to a NUMA node: the words of spec.pools[].cpu.numa.policy.
+
+    It stands here, without pydantic, for ranks, which read no manifest.
+    """
+
+    REQUIRED = "Required"
+    BEST_EFFORT = "BestEffort"
+    NONE = "None"

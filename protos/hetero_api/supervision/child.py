@@ -17,7 +17,6 @@ from typing import Final
 
 from hetero_api.contract import EXIT_PERMANENT, EXIT_USAGE
 from hetero_api.host.heartbeat import Beat, HangWatch, HeartbeatMemory
-from hetero_api.host.process_state import is_stopped
 
 _CHUNK_BYTES: Final = 64 * 1024
 _TAIL_BYTES: Final = 1500
@@ -180,3 +179,17 @@ class Child:
             self.output.close(write)
         if self._heartbeat is not None:
             self._heartbeat.release()
+
+
+_PROC: Final = Path("/proc")
+_STOPPED: Final = frozenset("Tt")
+
+
+def is_stopped(pid: int, *, proc: Path = _PROC) -> bool:
+    """Whether the process is stopped, by a signal or a debugger. False for one that is gone."""
+    try:
+        stat = (proc / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    # The program's name, in parentheses before the state, may hold anything.
+    return stat.rpartition(")")[2].strip()[:1] in _STOPPED

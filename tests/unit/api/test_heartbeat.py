@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hetero_api.host.heartbeat import Beat, HangWatch, Heartbeat, HeartbeatMemory, PulseWatch, RankState
-from hetero_api.host.process_state import is_stopped
+from hetero_api.supervision.child import is_stopped
 
 pytestmark = pytest.mark.unit
 

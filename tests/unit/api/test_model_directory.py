@@ -17,8 +17,7 @@ from hetero_api.errors import HeteroError, ModelError
 from hetero_api.gguf_file import GgufHeader
 from hetero_api.hf_config import read_json
 from hetero_api.model_config import ModelConfig, model_fingerprint
-from hetero_api.model_directory import model_file, read_model_file
-from hetero_api.model_source import SOURCE_FILE, ModelSource, read_source, write_source
+from hetero_api.model_directory import SOURCE_FILE, ModelSource, model_file, read_model_file, read_source, write_source
 from hetero_client.model_store.store import check_model_directory
 from hetero_gateway.engine.text.tokenizer import TextTokenizer
 from hetero_worker.checkpoints.gguf_store import open_gguf

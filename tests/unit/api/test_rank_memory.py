@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
+from hetero_api.architectures import ExpertNames, ExpertsConfig, SlidingAttention
 from hetero_api.model_config import ModelConfig, RopeConfig
-from hetero_api.model_parts import ExpertNames, ExpertsConfig, SlidingAttention
 from hetero_api.rank_memory import EXPERT_ROWS, KvCost, ModelMemory, StepLimits, with_margin
 from hetero_api.sharding import LayerShard, RankShard, UnitRange
 

@@ -15,8 +15,8 @@ from bench.gpu.program import menu_of
 from bench.gpu.ranks import seats_on
 from bench.gpu.report import Report, Row, ablation_rows, comparison_rows, lines
 from bench.gpu.serving import CapacityError, blocks_for
+from hetero_api.spec import PoolType
 from hetero_api.v1 import ranks_pb2
-from hetero_placement.hardware import DeviceKind
 from hetero_placement.solver import LAYER, MLP_ONLY, STREAMING
 
 pytestmark = pytest.mark.unit
@@ -114,7 +114,7 @@ def test_the_solver_is_told_what_ranks_measured_and_the_cap() -> None:
         for seconds in times
     ]
     hardware = hardware_of(seats, devices, formed, [100, 7, 7])
-    assert [rank.kind for rank in hardware.ranks] == [DeviceKind.GPU, DeviceKind.CPU, DeviceKind.CPU]
+    assert [rank.kind for rank in hardware.ranks] == [PoolType.GPU, PoolType.CPU, PoolType.CPU]
     assert [rank.memory_bytes for rank in hardware.ranks] == [100, 7, 7]
     assert [rank.speeds.memory_bandwidth for rank in hardware.ranks] == [9.0, 8.0, 7.0]
     assert hardware.ranks[0].speeds.lone_gain == 2.0

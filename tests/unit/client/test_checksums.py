@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hetero_client.errors import DamagedFileError
-from hetero_client.model_store.checksums import read_manifest, verify_snapshot
+from hetero_client.model_store.hub import read_manifest, verify_snapshot
 
 pytestmark = pytest.mark.unit
 

@@ -11,8 +11,7 @@ from hetero_api.host.topology import LogicalCore
 from hetero_api.manifest import parse_manifest
 from hetero_client.home import HeteroHome
 from hetero_client.launcher.local_plan import plan_locally
-from hetero_client.launcher.measurement_store import VALID_S, MeasurementStore
-from hetero_client.launcher.run_directory import RunDirectory
+from hetero_client.launcher.run_directory import VALID_S, MeasurementStore, RunDirectory
 
 pytestmark = pytest.mark.unit
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from gguf import GGUFWriter
 
-from hetero_api.model_source import ModelSource, read_source, write_source
+from hetero_api.model_directory import ModelSource, read_source, write_source
 from hetero_api.spec import ModelSpec
 from hetero_client.errors import MissingExtraError, ModelSourceError, ModelStoreError
 from hetero_client.home import HeteroHome

@@ -8,9 +8,8 @@ import pytest
 from rich.console import Console
 
 from hetero_api.v1 import admin_pb2, ranks_pb2
-from hetero_client.admin import topology_from
+from hetero_client.admin import PlacementView, topology_from
 from hetero_client.cli.tables import options_view, prediction_line, topology_line
-from hetero_client.placement_view import PlacementView
 
 pytestmark = pytest.mark.unit
 

@@ -13,12 +13,11 @@ from typer.testing import CliRunner
 
 from hetero_api.contract import EXIT_USAGE
 from hetero_api.manifest import parse_resource
-from hetero_api.spec import HeteroInference, NumaPolicy
+from hetero_api.spec import HeteroInference, NumaPolicy, PoolType
 from hetero_client.cli import main
 from hetero_client.cli.plan_probe import ProbeTask, measure_here
 from hetero_client.errors import ProcessDiedError, StartTimeoutError
 from hetero_client.launcher.local_plan import HOST_CORES, LocalPlan, RankProcess
-from hetero_placement.hardware import DeviceKind
 
 pytestmark = pytest.mark.unit
 
@@ -151,7 +150,7 @@ def test_each_rank_has_a_probe_and_its_answer_becomes_hardware(tmp_path: Path) -
     hardware = measure_here(task(tmp_path, ANSWER), resource().spec)
     assert [rank.speeds.memory_bandwidth for rank in hardware.ranks] == [1e9, 2e9]
     assert {(rank.kind, rank.pool, rank.cores, rank.memory_bytes) for rank in hardware.ranks} == {
-        (DeviceKind.CPU, "cpu", 3, 4000)
+        (PoolType.CPU, "cpu", 3, 4000)
     }
     assert hardware.host_exchange.points == ((4096, 1e-5),)
 

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetero_api.architectures import Activation
 from hetero_api.model_config import RopeConfig
-from hetero_api.model_parts import Activation
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.layers.fused_ops import PLAIN_OPS, HeadWeights
 from hetero_worker.layers.invariant_ops import InvariantOps

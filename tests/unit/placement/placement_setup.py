@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from hetero_api.model_config import ModelConfig
+from hetero_api.spec import PoolType
 from hetero_placement.cost_model import CostModel
 from hetero_placement.decision import Bounds
-from hetero_placement.hardware import CostPoint, DeviceKind, ExchangeSpeeds, Hardware, RankHardware, Speeds
+from hetero_placement.hardware import CostPoint, ExchangeSpeeds, Hardware, RankHardware, Speeds
 
 GB = 10**9
 LLAMA: dict[str, Any] = {
@@ -50,7 +51,7 @@ def cpu(
     rates = {"float32": flops, "bfloat16": flops} if flops else {}
     measured_in = "float32" if costs else ""
     made = Speeds(memory_bandwidth=bandwidth, flops=rates, costs=costs, costs_dtype=measured_in)
-    return RankHardware(DeviceKind.CPU, "host", int(memory), made, pool)
+    return RankHardware(PoolType.CPU, "host", int(memory), made, pool)
 
 
 def gpu(
@@ -63,7 +64,7 @@ def gpu(
         memory_bandwidth=bandwidth, flops=rates, to_device_bandwidth=bus, from_device_bandwidth=bus,
         device_latency_s=latency,
     )  # fmt: skip
-    return RankHardware(DeviceKind.GPU, "host", int(memory), made, pool)
+    return RankHardware(PoolType.GPU, "host", int(memory), made, pool)
 
 
 def group(*ranks: RankHardware, host_s: float = 0.0, device_s: float = 0.0) -> Hardware:

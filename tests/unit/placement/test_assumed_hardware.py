@@ -10,9 +10,9 @@ import yaml
 
 from hetero_api.errors import ManifestError
 from hetero_api.manifest import parse_resource
-from hetero_api.spec import HeteroInferenceSpec
+from hetero_api.spec import HeteroInferenceSpec, PoolType
 from hetero_placement.assumed_hardware import assume, load_assumed_hardware
-from hetero_placement.hardware import DeviceKind, Hardware
+from hetero_placement.hardware import Hardware
 
 pytestmark = pytest.mark.unit
 
@@ -55,7 +55,7 @@ def test_pools_become_ranks_of_their_kind_gpu_ranks_first(tmp_path: Path) -> Non
     spec = spec_of(CPU_POOL, GPU_POOL, engine={"gpuMemoryUtilization": 0.5})
     hardware = assumed(tmp_path, FILE, spec)
     assert [(rank.kind, rank.pool, rank.cores) for rank in hardware.ranks] == [
-        (DeviceKind.GPU, "fast", 2), (DeviceKind.CPU, "cpu", 8), (DeviceKind.CPU, "cpu", 8),
+        (PoolType.GPU, "fast", 2), (PoolType.CPU, "cpu", 8), (PoolType.CPU, "cpu", 8),
     ]  # fmt: skip
     gpu, cpu, _ = hardware.ranks
     assert gpu.memory_bytes == 12 * 2**30

@@ -6,12 +6,13 @@ import pytest
 
 from hetero_api.errors import PlanError
 from hetero_api.sharding import ShardPlan
-from hetero_api.spec import PlacementShares
+from hetero_api.spec import PlacementShares, WorkloadSpec
 from hetero_placement.cost_model import SLICE_ROWS, CostModel
+from hetero_placement.decision import Bounds
 from hetero_placement.hardware import CostPoint, ExchangeSpeeds, Hardware, Part, Speeds
 from hetero_placement.part_costs import PartCosts
 from hetero_placement.shard_plans import deal_within_layers, plan_of_layers, plan_within_layers
-from hetero_placement.steps import Repeated, Span, Step, Workload, WorkloadSteps, micro_batches, prompt_steps
+from hetero_placement.steps import Repeated, Span, Step, WorkloadSteps, micro_batches, prompt_steps
 from hetero_worker.models.lending import SLICE_ROWS as WORKER_SLICE_ROWS
 from hetero_worker.models.micro_batches import best_number
 from tests.support.closed_form import ClosedForm
@@ -103,7 +104,8 @@ def test_stages_take_turns_while_they_decode() -> None:
 def test_stages_overlap_in_long_prompts() -> None:
     config = config_of(num_hidden_layers=4, hidden_size=1024, intermediate_size=4096)
     model = model_of(config, cpu(1e10, flops=1e11), cpu(1e10, flops=1e11))
-    whole, layered = (model.prefill_s(plan_of_layers(config, c), tokens=512, chunk=512) for c in ([4, 0], [2, 2]))
+    ((prompt, _),) = prompt_steps(512, 512)
+    whole, layered = (model.step_s(plan_of_layers(config, counts), prompt) for counts in ([4, 0], [2, 2]))
     assert 0.5 < layered / whole < 0.75
 
 
@@ -137,7 +139,8 @@ def test_chunks_of_a_prompt_and_their_draws() -> None:
 
 
 def test_short_prompts_share_a_step() -> None:
-    steps = WorkloadSteps.of(Workload(100, 64, 12), chunk=512, max_num_seqs=8)
+    workload = WorkloadSpec(prompt_tokens=100, output_tokens=64, concurrency=12)
+    steps = WorkloadSteps.of(workload, Bounds(max_model_len=1024, max_num_batched_tokens=512, max_num_seqs=8))
     assert [(r.step.rows, r.step.draws, r.times) for r in steps.prefill] == [(500, 5, 2), (200, 2, 1)]
     (decode,) = steps.decode
     assert (decode.step.decode_rows, decode.times) == (8, 64 * 12 / 8)

@@ -10,6 +10,7 @@ import pytest
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import NO_UNITS, LayerShard, RankShard, ShardPlan, UnitRange, ranges_of_counts
+from hetero_api.spec import PoolType
 from hetero_placement.cost_model import CostModel
 from hetero_placement.expert_placement import (
     ExpertCosts,
@@ -18,7 +19,7 @@ from hetero_placement.expert_placement import (
     expected_step_s,
     place_experts,
 )
-from hetero_placement.hardware import CostPoint, DeviceKind, ExchangeSpeeds, Hardware, Part, RankHardware, Speeds
+from hetero_placement.hardware import CostPoint, ExchangeSpeeds, Hardware, Part, RankHardware, Speeds
 
 pytestmark = pytest.mark.unit
 
@@ -202,8 +203,8 @@ def gpu_and_helper(*, costs: tuple[CostPoint, ...] = ()) -> tuple[CostModel, Sha
     """A GPU with everything but half of the experts, and a CPU rank with these."""
     speeds = Speeds(memory_bandwidth=GPU_SPEED), Speeds(CPU_SPEED, costs=costs, costs_dtype="bfloat16")
     ranks = (
-        RankHardware(DeviceKind.GPU, "host", 1 << 36, speeds[0]),
-        RankHardware(DeviceKind.CPU, "host", 1 << 36, speeds[1]),
+        RankHardware(PoolType.GPU, "host", 1 << 36, speeds[0]),
+        RankHardware(PoolType.CPU, "host", 1 << 36, speeds[1]),
     )
     hardware = Hardware(ranks, host_exchange=ExchangeSpeeds(((4096, EXCHANGE_S),)))
     everything, nothing = UnitRange(0, 8), UnitRange(8, 8)

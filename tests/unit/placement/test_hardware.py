@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from hetero_api.spec import PoolType
 from hetero_api.v1 import ranks_pb2
-from hetero_placement.hardware import CostPoint, DeviceKind, ExchangeSpeeds, Part, RankHardware, Speeds
+from hetero_placement.hardware import CostPoint, ExchangeSpeeds, Part, RankHardware, Speeds
 from tests.unit.placement.placement_setup import cpu, gpu, group
 
 pytestmark = pytest.mark.unit
@@ -40,7 +41,7 @@ def test_a_rank_is_read_as_it_told_itself_at_hello() -> None:
         device_latency_s=1e-5,
     )
     rank = RankHardware.from_report(report, host="a", pool="fast", cores=2)
-    assert rank == RankHardware(DeviceKind.GPU, "a", 10**10, expected, "fast", 2)
+    assert rank == RankHardware(PoolType.GPU, "a", 10**10, expected, "fast", 2)
     formed = ranks_pb2.Formed(runtime_bytes=700, gather_bytes=30, weight_bits=[8, 4])
     needy = RankHardware.from_report(report, host="a", pool="fast", cores=2, formed=formed, gpu_share=0.5)
     told = replace(rank, memory_bytes=5 * 10**9, runtime_bytes=700, gather_bytes=30, weight_bits=frozenset({8, 4}))

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from hetero_api.architectures import ExpertNames, ExpertsConfig, RopeConfig, SlidingAttention
 from hetero_api.errors import PlanError
 from hetero_api.model_config import ModelConfig
-from hetero_api.model_parts import ExpertNames, ExpertsConfig, RopeConfig, SlidingAttention
 from hetero_api.rank_memory import (
     ASSUMED_GPU_RUNTIME_BYTES,
     LOGITS_AT_ONCE,
@@ -26,11 +26,11 @@ from hetero_api.rank_memory import (
     with_margin,
 )
 from hetero_api.sharding import ShardPlan
-from hetero_placement.decision import Bounds, PlacementRequest
-from hetero_placement.hardware import DeviceKind, ExchangeSpeeds, Hardware, RankHardware, Speeds
+from hetero_api.spec import PlacementSpec, PoolType, WorkloadSpec
+from hetero_placement.decision import Bounds
+from hetero_placement.hardware import ExchangeSpeeds, Hardware, RankHardware, Speeds
 from hetero_placement.memory_model import MemoryModel
 from hetero_placement.solver import solve
-from hetero_placement.steps import Workload
 from hetero_worker.attention.torch_paged import TorchPagedAttention
 from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel
 from hetero_worker.memory.memory_pool import HostMemoryPool
@@ -41,6 +41,8 @@ from hetero_worker.runners.shard import DTYPES, LoadedShard, memory_of
 from tests.unit.placement.placement_setup import GB, LLAMA_8B, bounds_of, config_of, cpu, gpu, group
 
 pytestmark = pytest.mark.unit
+
+LOAD = PlacementSpec(workload=WorkloadSpec(prompt_tokens=100, output_tokens=64, concurrency=3))
 
 CASES, PARTS = 84, 12
 MIB = 1 << 20
@@ -87,10 +89,9 @@ class Case:
 
     def plans(self) -> list[ShardPlan]:
         """Of all ways that there are."""
-        request = PlacementRequest()
         try:
             decision = solve(
-                self.config, self.hardware, dtype=self.dtype, workload=Workload(100, 64, 3), request=request,
+                self.config, self.hardware, dtype=self.dtype, placement=LOAD,
                 bounds=self.bounds, exhaustive=2000,
             )  # fmt: skip
         except PlanError:
@@ -105,7 +106,7 @@ class Case:
     def _report(self, plan: ShardPlan, rank: int, *, measured: bool) -> LoadReport:
         """Raises MemoryBudgetError."""
         hardware, bounds = self.hardware.ranks[rank], self.bounds
-        is_gpu = hardware.kind is DeviceKind.GPU
+        is_gpu = hardware.kind == PoolType.GPU
         request = LoadRequest(
             directory=Path("nowhere"), config=self.config, dtype=self.dtype, shard_plan=plan, rank=rank,
             max_model_len=bounds.max_model_len, max_num_batched_tokens=bounds.max_num_batched_tokens,
@@ -131,7 +132,7 @@ class Case:
 
     def _runtime_of(self, hardware: RankHardware) -> int:
         """The most that it may be when the budget is made."""
-        if hardware.kind is DeviceKind.CPU:
+        if hardware.kind == PoolType.CPU:
             return RUNTIME_BYTES
         return hardware.runtime_bytes + RUNTIME_GROWTH_BYTES if hardware.runtime_bytes else ASSUMED_GPU_RUNTIME_BYTES
 
@@ -157,12 +158,12 @@ class Case:
 
     def _hardware(self) -> Hardware:
         num_gpus, num_cpus = self.random.choice([(0, 1), (0, 3), (1, 0), (1, 2), (2, 0), (2, 1)])
-        kinds = [DeviceKind.GPU] * num_gpus + [DeviceKind.CPU] * num_cpus
+        kinds = [PoolType.GPU] * num_gpus + [PoolType.CPU] * num_cpus
         ranks = tuple(self._rank(kind, number) for number, kind in enumerate(kinds))
         return Hardware(ranks, ExchangeSpeeds.of_rates(1e-5), ExchangeSpeeds.of_rates(1e-5))
 
-    def _rank(self, kind: DeviceKind, number: int) -> RankHardware:
-        is_gpu = kind is DeviceKind.GPU
+    def _rank(self, kind: PoolType, number: int) -> RankHardware:
+        is_gpu = kind == PoolType.GPU
         runtime = self.random.choice([0, 700 * MIB]) if is_gpu else RUNTIME_BYTES
         bus = 2e10 if is_gpu else 0.0
         bandwidth = 10 ** self.random.uniform(9, 11)
@@ -217,17 +218,15 @@ def test_these_cases_fit_in_some_ways_and_not_in_others() -> None:
     assert sum(number == 0 for number in plans) > 1
 
 
-@pytest.mark.parametrize("kind", list(DeviceKind))
-def test_what_the_model_counts_beyond_a_rank_is_bounded(kind: DeviceKind) -> None:
+@pytest.mark.parametrize("kind", list(PoolType))
+def test_what_the_model_counts_beyond_a_rank_is_bounded(kind: PoolType) -> None:
     """8B on one device with plenty of memory: at most the narrower half of a layer, margins and growth."""
     config = config_of(**LLAMA_8B)
-    make = gpu if kind is DeviceKind.GPU else cpu
+    make = gpu if kind == PoolType.GPU else cpu
     hardware = group(replace(make(1e12, memory=80 * GB), runtime_bytes=600 * MIB))
     bounds = bounds_of(config, max_num_batched_tokens=2048)
     model = MemoryModel(config, hardware, bounds, dtype="bfloat16")
-    plan = solve(
-        config, hardware, dtype="bfloat16", workload=Workload(100, 64, 3), request=PlacementRequest(), bounds=bounds
-    ).plan
+    plan = solve(config, hardware, dtype="bfloat16", placement=LOAD, bounds=bounds).plan
     request = LoadRequest(
         directory=Path("nowhere"), config=config, dtype="bfloat16", shard_plan=plan, rank=0,
         max_model_len=bounds.max_model_len, max_num_batched_tokens=2048, max_num_seqs=bounds.max_num_seqs,
@@ -238,7 +237,7 @@ def test_what_the_model_counts_beyond_a_rank_is_bounded(kind: DeviceKind) -> Non
     assert counted.workspace - most_measured(request) < narrower * 1.125 + 3 * MIB + memory_of(request).logits_bytes(
         plan.ranks[0]
     )
-    growth = RUNTIME_GROWTH_BYTES if kind is DeviceKind.GPU else 0
+    growth = RUNTIME_GROWTH_BYTES if kind == PoolType.GPU else 0
     assert counted.runtime == 600 * MIB + growth
 
 
@@ -246,7 +245,7 @@ def test_graphs_count_on_gpus_only_and_not_where_they_are_turned_off() -> None:
     config = config_of(**LLAMA_8B)
     hardware = group(gpu(1e12), cpu(1e11))
     plan = solve(
-        config, hardware, dtype="bfloat16", workload=Workload(100, 64, 3), request=PlacementRequest(),
+        config, hardware, dtype="bfloat16", placement=LOAD,
         bounds=bounds_of(config),
     ).plan  # fmt: skip
     for enforce_eager in (False, True):
@@ -261,7 +260,7 @@ def test_a_rank_that_owns_nothing_needs_nothing() -> None:
     config = config_of(**LLAMA_8B)
     hardware = group(gpu(1e12), cpu(1e9, memory=MIB))
     plan = solve(
-        config, hardware, dtype="bfloat16", workload=Workload(100, 64, 3), request=PlacementRequest(),
+        config, hardware, dtype="bfloat16", placement=LOAD,
         bounds=bounds_of(config),
     ).plan  # fmt: skip
     assert plan.ranks[1].is_empty
@@ -272,7 +271,7 @@ def test_the_problem_of_a_plan_is_told_with_all_that_counts() -> None:
     config = config_of(**LLAMA_8B)
     plenty, small = group(gpu(1e12)), group(gpu(1e12, memory=12 * GB))
     plan = solve(
-        config, plenty, dtype="bfloat16", workload=Workload(100, 64, 3), request=PlacementRequest(),
+        config, plenty, dtype="bfloat16", placement=LOAD,
         bounds=bounds_of(config),
     ).plan  # fmt: skip
     problem = MemoryModel(config, small, bounds_of(config), dtype="bfloat16").problem(plan)

@@ -8,11 +8,10 @@ import pytest
 
 from hetero_api.errors import PlanError
 from hetero_api.model_config import ModelConfig
-from hetero_api.spec import PlacementMode, PlacementShares
-from hetero_placement.decision import Decision, PlacementRequest
+from hetero_api.spec import PlacementMode, PlacementShares, PlacementSpec, WorkloadSpec
+from hetero_placement.decision import Decision
 from hetero_placement.hardware import Hardware
 from hetero_placement.solver import ALL_PARTS, GPU_ONLY, LAYER, MLP_ONLY, SHARES, STREAMING, TENSOR, predict, solve
-from hetero_placement.steps import Workload
 from tests.unit.placement.placement_setup import (
     GB,
     LLAMA_8B,
@@ -40,8 +39,8 @@ def solved(
     **bounds: Any,
 ) -> Decision:
     return solve(
-        config, hardware, dtype="float32", workload=Workload(), bounds=bounds_of(config, **bounds),
-        request=PlacementRequest(mode, PlacementShares(**(shares or {}))),
+        config, hardware, dtype="float32", bounds=bounds_of(config, **bounds),
+        placement=PlacementSpec(mode=mode, shares=PlacementShares(**(shares or {}))),
     )  # fmt: skip
 
 
@@ -209,7 +208,7 @@ def test_the_same_input_gives_the_same_plan() -> None:
 def test_a_plan_that_stands_is_predicted_as_the_solver_would() -> None:
     config = config_of(**SMOLLM2)
     decision = solved(config, TWO_CPUS)
-    again = predict(config, TWO_CPUS, decision.plan, dtype="float32", workload=Workload(), bounds=bounds_of(config))
+    again = predict(config, TWO_CPUS, decision.plan, dtype="float32", workload=WorkloadSpec(), bounds=bounds_of(config))
     assert again == decision.chosen.prediction
 
 

@@ -13,14 +13,13 @@ from hetero_api.errors import PlanError
 from hetero_api.model_config import ModelConfig
 from hetero_api.rank_memory import ASSUMED_GPU_RUNTIME_BYTES, RUNTIME_BYTES
 from hetero_api.sharding import LayerShard, RankShard, ShardPlan, UnitRange
-from hetero_api.spec import PlacementShares
+from hetero_api.spec import PlacementShares, PlacementSpec, PoolType, WorkloadSpec
 from hetero_placement.cost_model import CostModel
-from hetero_placement.decision import Bounds, Decision, PlacementRequest
-from hetero_placement.hardware import DeviceKind, ExchangeSpeeds, Hardware, RankHardware, Speeds
+from hetero_placement.decision import Bounds, Decision
+from hetero_placement.hardware import ExchangeSpeeds, Hardware, RankHardware, Speeds
 from hetero_placement.memory_model import MemoryModel
 from hetero_placement.shard_plans import deal_layers, deal_within_layers
 from hetero_placement.solver import ALL_PARTS, CPU_ONLY, GPU_ONLY, LAYER, MLP_ONLY, TENSOR, solve
-from hetero_placement.steps import Workload
 from tests.unit.placement.placement_setup import MIXTRAL, config_of
 
 pytestmark = pytest.mark.unit
@@ -43,8 +42,10 @@ class Case:
             max_num_seqs=8,
             enforce_eager=seed % 2 == 0,
         )
-        self.workload = Workload(
-            self.random.choice([16, 100, 700]), self.random.choice([1, 64]), self.random.choice([1, 3, 16])
+        self.workload = WorkloadSpec(
+            prompt_tokens=self.random.choice([16, 100, 700]),
+            output_tokens=self.random.choice([1, 64]),
+            concurrency=self.random.choice([1, 3, 16]),
         )
         # GPUs of a group hang on equal buses: which of them copies for the others is no question of speed then.
         self.bus = 10 ** self.random.uniform(8, 10)
@@ -73,9 +74,7 @@ class Case:
         num_gpus = self.random.randint(0, min(2, world))
         alike = self.random.random() < 0.3
         tight = self.random.random() < 0.5
-        ranks = [
-            self._rank(DeviceKind.GPU if rank < num_gpus else DeviceKind.CPU, rank, tight) for rank in range(world)
-        ]
+        ranks = [self._rank(PoolType.GPU if rank < num_gpus else PoolType.CPU, rank, tight) for rank in range(world)]
         if alike:
             ranks = [
                 replace(ranks[0 if rank < num_gpus else num_gpus], pool=made.pool[:3])
@@ -85,29 +84,26 @@ class Case:
         host = ExchangeSpeeds.of_rates(slow, self.random.choice([None, 1e9]))
         return Hardware(tuple(ranks), host, ExchangeSpeeds.of_rates(slow / 4))
 
-    def _rank(self, kind: DeviceKind, rank: int, tight: bool) -> RankHardware:
+    def _rank(self, kind: PoolType, rank: int, tight: bool) -> RankHardware:
         uniform = self.random.uniform
         bandwidth = 10 ** uniform(8.7, 9.5)
         flops = {DTYPE: bandwidth * uniform(1, 40)} if self.random.random() < 0.8 else {}
-        bus = self.bus if kind is DeviceKind.GPU else 0.0
+        bus = self.bus if kind == PoolType.GPU else 0.0
         speeds = Speeds(bandwidth, flops, to_device_bandwidth=bus, from_device_bandwidth=bus, device_latency_s=1e-6)
         weights = self.config.num_parameters * 4
-        runtime = ASSUMED_GPU_RUNTIME_BYTES if kind is DeviceKind.GPU else RUNTIME_BYTES
-        graphs = 48 << 20 if kind is DeviceKind.GPU and not self.bounds.enforce_eager else 0
+        runtime = ASSUMED_GPU_RUNTIME_BYTES if kind == PoolType.GPU else RUNTIME_BYTES
+        graphs = 48 << 20 if kind == PoolType.GPU and not self.bounds.enforce_eager else 0
         memory = runtime + graphs + (20 << 20) + int(weights * uniform(0.2, 1.8)) if tight else 10**12
         return RankHardware(kind, "host", memory, speeds, f"{kind.value}{rank}")
 
     def solve(self, *, exhaustive: int = 20_000) -> Decision:
         return solve(
-            self.config, self.hardware, dtype=DTYPE, workload=self.workload, request=PlacementRequest(),
+            self.config, self.hardware, dtype=DTYPE, placement=PlacementSpec(workload=self.workload),
             bounds=self.bounds, exhaustive=exhaustive,
         )  # fmt: skip
 
     def seconds(self, plan: ShardPlan) -> float:
-        prediction = self.model.predict(
-            plan, self.workload, chunk=self.bounds.max_num_batched_tokens, max_num_seqs=self.bounds.max_num_seqs
-        )
-        return prediction.workload_s
+        return self.model.predict(plan, self.workload, self.bounds).workload_s
 
     def fits(self, plan: ShardPlan) -> bool:
         return not self.memory.problem(plan)

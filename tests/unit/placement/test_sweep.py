@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hetero_placement.decision import PlacementRequest
+from hetero_api.spec import PlacementSpec, WorkloadSpec
 from hetero_placement.solver import solve
-from hetero_placement.steps import Workload
 from hetero_placement.sweep import sweep
 from tests.unit.placement.placement_setup import GB, LLAMA_8B, SMOLLM2, bounds_of, config_of, cpu, gpu, group
 
@@ -16,7 +15,7 @@ pytestmark = pytest.mark.unit
 def test_a_mixed_group_has_a_curve_a_mode_over_the_gpus_share() -> None:
     config, hardware = config_of(**LLAMA_8B), group(gpu(9e11, memory=24 * GB), cpu(3.7e11), host_s=3e-5)
     bounds = bounds_of(config)
-    drawn = sweep(config, hardware, dtype="float32", workload=Workload(), bounds=bounds, points=11)
+    drawn = sweep(config, hardware, dtype="float32", workload=WorkloadSpec(), bounds=bounds, points=11)
     assert drawn.side == "GPU ranks"
     assert [curve.name for curve in drawn.curves] == [
         "Tensor, CPU ranks on MLP only", "Tensor, CPU ranks on all parts", "Layer split",
@@ -32,8 +31,8 @@ def test_a_mixed_group_has_a_curve_a_mode_over_the_gpus_share() -> None:
 
 def test_no_fitting_point_beats_what_was_chosen_for_decoding_alone() -> None:
     config, hardware = config_of(**SMOLLM2), group(cpu(2e10), cpu(1e10, pool="slow"), host_s=1e-6)
-    bounds, workload = bounds_of(config), Workload(1, 1000, 1)
-    decision = solve(config, hardware, dtype="float32", workload=workload, request=PlacementRequest(), bounds=bounds)
+    bounds, workload = bounds_of(config), WorkloadSpec(prompt_tokens=1, output_tokens=1000)
+    decision = solve(config, hardware, dtype="float32", placement=PlacementSpec(workload=workload), bounds=bounds)
     drawn = sweep(config, hardware, dtype="float32", workload=workload, bounds=bounds, points=31)
     best = max(point.decode_tokens_per_s for curve in drawn.curves for point in curve.points if point.fits)
     assert decision.chosen.prediction is not None
@@ -45,5 +44,5 @@ def test_no_fitting_point_beats_what_was_chosen_for_decoding_alone() -> None:
 def test_one_side_alone_has_no_curves() -> None:
     config = config_of(**SMOLLM2)
     for hardware in (group(cpu(1e10)), group(gpu(1e12), gpu(1e12))):
-        drawn = sweep(config, hardware, dtype="float32", workload=Workload(), bounds=bounds_of(config))
+        drawn = sweep(config, hardware, dtype="float32", workload=WorkloadSpec(), bounds=bounds_of(config))
         assert drawn.curves == ()

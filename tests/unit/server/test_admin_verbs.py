@@ -11,8 +11,9 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from hetero_api.v1 import admin_pb2
-from hetero_client.admin import AdminClient, CacheLayout
+from hetero_client.admin import AdminClient
 from hetero_client.errors import InvalidRequestError, WrongStateError
+from hetero_client.messages import CacheLayout
 from hetero_gateway.server.calls import DETAILS_KEY
 from hetero_gateway.server.health import GatewayProbes
 from tests.unit.group.group_setup import PATIENCE_S, WarmRanks

@@ -15,7 +15,7 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from hetero_api.model_source import ModelSource, write_source
+from hetero_api.model_directory import ModelSource, write_source
 from hetero_api.v1 import inference_pb2 as pb
 from hetero_gateway.engine.request import derived_seed
 from hetero_gateway.server.calls import InFlight

@@ -14,8 +14,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from hetero_api.errors import ModelError
-from hetero_api.gguf_file import GgufHeader
-from hetero_api.gguf_weights import gguf_weights
+from hetero_api.gguf_file import GgufHeader, gguf_weights
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import WeightFormat

@@ -10,12 +10,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hetero_api.kept_weights import KeptWeights
+from hetero_api.architectures import ExpertNames, ExpertsConfig
 from hetero_api.model_config import ModelConfig, RopeConfig
-from hetero_api.model_parts import ExpertNames, ExpertsConfig
 from hetero_api.rank_memory import ModelMemory, StepLimits
 from hetero_api.sharding import NO_UNITS, LayerShard, RankShard, UnitRange
-from hetero_api.weight_format import INT8, StoredWeights, WeightFormat, int4
+from hetero_api.weight_format import INT8, KeptWeights, StoredWeights, WeightFormat, int4
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.checkpoints.quantized_matrix import quantize
 from hetero_worker.checkpoints.store import TensorSlice

@@ -15,7 +15,7 @@ import typer.core
 
 from hetero_api.contract import EXIT_FAILURE, EXIT_USAGE, VERSION
 from hetero_api.errors import HeteroError, ManifestError
-from hetero_client.cli import admin_commands, asking, group_commands, model_commands, plan_commands, serving
+from hetero_client.cli import asking, group_commands, model_commands, plan_commands, serving
 from hetero_client.cli.console import print_error
 from hetero_client.errors import ClientError, ProcessDiedError
 
@@ -90,13 +90,13 @@ app.command()(asking.chat)
 app.command()(group_commands.ps)
 app.command()(group_commands.topology)
 app.command()(group_commands.down)
-app.command()(admin_commands.reset_cache)
-app.command()(admin_commands.sleep)
-app.command()(admin_commands.wake)
-app.command()(admin_commands.drain)
-app.command()(admin_commands.profile)
-app.command()(admin_commands.place_experts)
-app.command()(admin_commands.update_weights)
+app.command()(group_commands.reset_cache)
+app.command()(group_commands.sleep)
+app.command()(group_commands.wake)
+app.command()(group_commands.drain)
+app.command()(group_commands.profile)
+app.command()(group_commands.place_experts)
+app.command()(group_commands.update_weights)
 app.add_typer(model_commands.app, name="model")
 
 

@@ -12,9 +12,8 @@ from hetero_client.cli.console import output, print_json, print_note, print_warn
 
 if TYPE_CHECKING:
     from hetero_api.model_config import ModelConfig
-    from hetero_api.spec import HeteroInference
+    from hetero_api.spec import HeteroInference, WorkloadSpec
     from hetero_placement.hardware import Hardware
-    from hetero_placement.steps import Workload
 
 
 def plan(
@@ -45,10 +44,9 @@ def plan(
     and the machine should be otherwise idle.
     """
     from hetero_api.manifest import load_manifest
-    from hetero_placement.decision import bounds_of, quantized_config, request_of
+    from hetero_placement.decision import bounds_of, quantized_config
     from hetero_placement.memory_model import MemoryModel
     from hetero_placement.solver import solve
-    from hetero_placement.steps import Workload
 
     _check_options(assume, model_config=model_config, model=model, plot=plot)
     resource = load_manifest(file)
@@ -56,8 +54,8 @@ def plan(
     hardware, stored = _hardware_and_model(resource, assume=assume, model=model, model_config=model_config)
     config = quantized_config(spec, stored)
     dtype, bounds = spec.dtype_in_force, bounds_of(spec, config)
-    workload = Workload.from_spec(spec.placement.workload)
-    decision = solve(config, hardware, dtype=dtype, workload=workload, request=request_of(spec), bounds=bounds)
+    workload = spec.placement.workload
+    decision = solve(config, hardware, dtype=dtype, placement=spec.placement, bounds=bounds)
     memory = MemoryModel(config, hardware.levelled(), bounds, dtype=dtype)
     if plot is not None:
         from hetero_client.cli.plan_views import draw_plot
@@ -142,6 +140,6 @@ def _model_directory(resource: HeteroInference, model: str | None) -> Path:
     return resolve_model(resource.spec.model, store, report=print_note).directory
 
 
-def _described(workload: Workload) -> str:
+def _described(workload: WorkloadSpec) -> str:
     tokens = f"prompts of {workload.prompt_tokens} and outputs of {workload.output_tokens} tokens"
     return f"{tokens}, {workload.concurrency} at a time"

@@ -21,7 +21,6 @@ from hetero_api.spec import HeteroInferenceSpec
 from hetero_api.v1 import ranks_pb2
 from hetero_client.errors import ProcessDiedError, StartTimeoutError
 from hetero_client.launcher.local_plan import HOST_CORES, LocalPlan, RankProcess
-from hetero_placement.decision import cores_of
 from hetero_placement.hardware import ExchangeSpeeds, Hardware, RankHardware
 
 TIMEOUT_S: Final = 180.0
@@ -77,7 +76,7 @@ def measure_here(task: ProbeTask, spec: HeteroInferenceSpec, *, timeout_s: float
         ]
         _wait_for(probes, timeout_s)
         answers = [probe.answer() for probe in probes]
-    cores = {pool.name: cores_of(pool) for pool in spec.pools}
+    cores = {pool.name: pool.cores_per_rank for pool in spec.pools}
     gpu_share = spec.engine.gpu_memory_utilization
     ranks = [
         _hardware_of(rank, answer, cores=cores[rank.pool], gpu_share=gpu_share)

@@ -15,9 +15,10 @@ from rich import box
 from rich.table import Table
 
 from hetero_api.sharding import LayerShard, RankShard
+from hetero_api.spec import PoolType
 from hetero_client.errors import MissingExtraError
 from hetero_placement.decision import Decision, Option
-from hetero_placement.hardware import DeviceKind, Hardware
+from hetero_placement.hardware import Hardware
 from hetero_placement.memory_model import MemoryModel
 from hetero_placement.sweep import Curve, Sweep
 
@@ -33,7 +34,7 @@ _INK: Final = "#333333"
 def options_table(decision: Decision, hardware: Hardware) -> Table:
     """Return a table with a row for each option, the chosen one marked."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    kinds = [kind for kind in (DeviceKind.GPU, DeviceKind.CPU) if any(rank.kind is kind for rank in hardware.ranks)]
+    kinds = [kind for kind in (PoolType.GPU, PoolType.CPU) if any(rank.kind == kind for rank in hardware.ranks)]
     table.add_column("")
     table.add_column("placement", no_wrap=True)
     for name in ("decode tok/s", "prefill tok/s", "workload s", *(f"on {kind.value}" for kind in kinds)):
@@ -135,11 +136,11 @@ def _rate(tokens_per_s: float) -> str:
     return f"{tokens_per_s:,.0f}" if tokens_per_s >= 100 else f"{tokens_per_s:.1f}"
 
 
-def _shares(option: Option, hardware: Hardware, kinds: Sequence[DeviceKind]) -> list[str]:
+def _shares(option: Option, hardware: Hardware, kinds: Sequence[PoolType]) -> list[str]:
     if not option.weight_shares:
         return [""] * len(kinds)
     return [
-        f"{sum(s for s, rank in zip(option.weight_shares, hardware.ranks, strict=True) if rank.kind is kind):.0%}"
+        f"{sum(s for s, rank in zip(option.weight_shares, hardware.ranks, strict=True) if rank.kind == kind):.0%}"
         for kind in kinds
     ]
 

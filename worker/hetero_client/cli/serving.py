@@ -155,7 +155,7 @@ def prepare(
     from hetero_api.manifest import load_manifest
     from hetero_client.launcher.local_group import LocalGroupConfig
     from hetero_client.launcher.local_plan import plan_here
-    from hetero_client.launcher.measurement_store import MeasurementStore
+    from hetero_client.launcher.run_directory import MeasurementStore
     from hetero_client.model_store.resolve import resolve_model, resolve_named_model
     from hetero_client.model_store.store import ModelStore
 

@@ -11,9 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from hetero_api.sharding import UnitRange
-from hetero_client.admin import GroupTopology, RankView
+from hetero_client.admin import GroupTopology, PlacementView, RankView
 from hetero_client.launcher.run_directory import GroupRecord
-from hetero_client.placement_view import PlacementView
 
 MB = 1_000_000
 WIDE = 130

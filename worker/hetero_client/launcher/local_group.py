@@ -40,8 +40,7 @@ from hetero_client.errors import (
 from hetero_client.launcher.commands import GATEWAY, HOST, GatewayPorts, GroupCommands, Programs
 from hetero_client.launcher.healing import Healing, Report, RestartLimits, died, new_service
 from hetero_client.launcher.local_plan import LocalPlan
-from hetero_client.launcher.measurement_store import MeasurementStore
-from hetero_client.launcher.run_directory import GroupRecord, RunDirectory
+from hetero_client.launcher.run_directory import GroupRecord, MeasurementStore, RunDirectory
 
 GATEWAY_START_S: Final = 60.0
 FORKSERVER_START_S: Final = 60.0

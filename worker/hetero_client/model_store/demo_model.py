@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from hetero_api.model_source import ModelSource, write_source
+from hetero_api.model_directory import ModelSource, write_source
 from hetero_client.errors import MissingExtraError, ModelStoreError
 from hetero_client.home import HeteroHome
 from hetero_client.model_store.store import PYPI, ModelKey, ModelStore, Report, StoredModel, check_model_directory

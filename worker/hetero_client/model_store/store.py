@@ -23,11 +23,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from hetero_api.errors import ModelError
-from hetero_api.gguf_weights import gguf_of
+from hetero_api.gguf_file import gguf_of
 from hetero_api.host.file_lock import FileLock
 from hetero_api.model_config import CONFIG_FILE, ModelConfig
-from hetero_api.model_directory import MAX_HEADER_BYTES, MAX_INDEX_BYTES, model_file
-from hetero_api.model_source import read_source
+from hetero_api.model_directory import MAX_HEADER_BYTES, MAX_INDEX_BYTES, model_file, read_source
 from hetero_client.errors import ModelStoreError
 from hetero_client.home import HeteroHome
 

@@ -33,7 +33,6 @@ from hetero_placement.expert_placement import (
     expected_step_s,
     place_experts,
 )
-from hetero_placement.steps import Workload
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +106,7 @@ def sum_counts(reports: Iterable[ranks_pb2.CommandReport]) -> dict[int, list[int
 def _decide(placement: Placement, counts: ExpertCounts) -> tuple[ExpertCosts, ExpertMoves]:
     """Decide moves for the workload that the placement was chosen for."""
     settings = placement.settings
-    workload = Workload.from_spec(settings.spec.placement.workload)
+    workload = settings.spec.placement.workload
     costs = ExpertCosts.of(
         placement.cost_model,
         placement.plan,

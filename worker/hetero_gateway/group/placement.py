@@ -29,10 +29,9 @@ from hetero_api.v1 import admin_pb2, ranks_pb2
 from hetero_gateway.engine.step_pace import DecodePace
 from hetero_gateway.group.settings import GroupSettings, check_plan
 from hetero_placement.cost_model import CostModel
-from hetero_placement.decision import Decision, Option, bounds_of, request_of
+from hetero_placement.decision import Decision, Option, bounds_of
 from hetero_placement.hardware import ExchangeSpeeds, Hardware, RankHardware
 from hetero_placement.solver import ADOPTED, predict, solve
-from hetero_placement.steps import Workload
 
 logger = logging.getLogger(__name__)
 
@@ -200,8 +199,7 @@ def _solve(settings: GroupSettings, hardware: Hardware) -> Decision:
         settings.config,
         hardware,
         dtype=settings.dtype,
-        workload=Workload.from_spec(settings.spec.placement.workload),
-        request=request_of(settings.spec),
+        placement=settings.spec.placement,
         bounds=bounds_of(settings.spec, settings.config),
     )
 
@@ -220,7 +218,7 @@ def _adopt(settings: GroupSettings, hardware: Hardware, held: ShardPlan) -> Deci
         hardware,
         held,
         dtype=settings.dtype,
-        workload=Workload.from_spec(settings.spec.placement.workload),
+        workload=settings.spec.placement.workload,
         bounds=bounds_of(settings.spec, settings.config),
     )
     chosen = Option(ADOPTED, None, held, prediction, weight_shares=_weight_shares(settings, hardware, held))

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 
 from hetero_api.contract import EXIT_FAILURE, EXIT_PERMANENT, EXIT_USAGE
 from hetero_api.errors import HeteroError, ManifestError, ModelError, PlanError
-from hetero_api.host.freed_memory import release_freed_memory
+from hetero_api.host.memory import release_freed_memory
 from hetero_gateway.group.errors import UnsupportedSpecError
 from hetero_gateway.server.config import PROGRAM, GatewayConfig, read_model
 from hetero_gateway.server.errors import BindError

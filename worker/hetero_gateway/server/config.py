@@ -13,7 +13,7 @@ from typing import Final
 from hetero_api.contract import ADMIN_PORT, ENV_ADMIN_TOKEN_FILE, RANKS_PORT
 from hetero_api.manifest import load_manifest
 from hetero_api.model_config import ModelConfig, model_fingerprint
-from hetero_api.model_source import read_source
+from hetero_api.model_directory import read_source
 from hetero_api.program import ProgramParser, read_admin_token, read_group_token, read_log_level
 from hetero_api.spec import HeteroInference
 from hetero_api.v1 import inference_pb2

@@ -20,8 +20,7 @@ from typing import Final, NamedTuple
 import torch
 
 from hetero_api.errors import ModelError
-from hetero_api.gguf_file import GgmlType, GgufTensor
-from hetero_api.gguf_weights import ARCHITECTURE, gguf_header, gguf_name, gguf_of
+from hetero_api.gguf_file import ARCHITECTURE, GgmlType, GgufTensor, gguf_header, gguf_name, gguf_of
 from hetero_api.model_directory import model_file
 from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import WeightFormat

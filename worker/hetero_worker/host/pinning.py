@@ -15,8 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hetero_api.cpu_list import format_cpu_list
-from hetero_api.host.topology import UNKNOWN_NODE, CpuTopology
-from hetero_api.numa_policy import NumaPolicy
+from hetero_api.host.topology import UNKNOWN_NODE, CpuTopology, NumaPolicy
 from hetero_worker.errors import PinningError
 from hetero_worker.host.numa import MPOL_BIND, MPOL_PREFERRED, Kernel, MemoryPolicy
 

@@ -4,7 +4,7 @@
 page fault for every 4 KiB of them again: measured, 1,536 in every decode step of 32 sequences (its 6 MiB of logits). So
 malloc keeps freed memory of up to 32 MiB a piece and never trims its heap. A rank keeps no more in this way than its
 largest step takes. When a rank goes to sleep between steps, it gives back what is kept
-(`hetero_api.host.freed_memory`).
+(`hetero_api.host.memory`).
 
 *Code.* Pages of a library that were read once count as a process's memory as long as they are mapped, though the system
 keeps them for all processes anyway, and many of them served initialisers alone. Pages that were given back are mapped

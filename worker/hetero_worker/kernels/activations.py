@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hetero_api.model_parts import Activation
+from hetero_api.architectures import Activation
 
 _BLOCK: Final = 1024
 """Most columns of one program."""

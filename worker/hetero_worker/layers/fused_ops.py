@@ -16,7 +16,7 @@ from typing import Final, NamedTuple, Protocol
 import torch
 from torch.nn import functional as F
 
-from hetero_api.model_parts import Activation
+from hetero_api.architectures import Activation
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.distributed.exchange import sum_in_order
 from hetero_worker.layers.rotary import Rotation

@@ -20,7 +20,7 @@ from typing import Final
 import torch
 from torch.nn import functional as F
 
-from hetero_api.model_parts import Activation
+from hetero_api.architectures import Activation
 from hetero_worker.layers.fused_ops import HeadWeights, RotatedHeads, TorchOps, kv_heads_of
 from hetero_worker.layers.rotary import Rotation
 

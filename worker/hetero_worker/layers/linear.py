@@ -18,8 +18,8 @@ from itertools import accumulate, groupby, pairwise
 
 import torch
 
+from hetero_api.architectures import ExpertsConfig
 from hetero_api.model_config import ModelConfig
-from hetero_api.model_parts import ExpertsConfig
 from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import COLUMN_UNIT, FLOAT_WEIGHTS, StoredWeights, WeightFormat
 from hetero_worker.backends.base import HOST

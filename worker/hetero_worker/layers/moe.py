@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import torch
 
+from hetero_api.architectures import ExpertsConfig
 from hetero_api.errors import PlanError
 from hetero_api.model_config import ModelConfig
-from hetero_api.model_parts import ExpertsConfig
 from hetero_api.rank_memory import EXPERT_ROWS
 from hetero_worker.backends.base import HOST
 from hetero_worker.checkpoints.checkpoint import Checkpoint

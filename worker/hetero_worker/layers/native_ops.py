@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from hetero_api.model_parts import Activation
+from hetero_api.architectures import Activation
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps, HeadWeights, RotatedHeads, kv_heads_of
 from hetero_worker.layers.rotary import Rotation

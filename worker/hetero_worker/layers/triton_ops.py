@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hetero_api.model_parts import Activation
+from hetero_api.architectures import Activation
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.kernels import activations
 from hetero_worker.kernels.matmul import linear

@@ -19,7 +19,7 @@ from typing import Final, Protocol, Self
 
 import torch
 
-from hetero_api.host.freed_memory import release_freed_memory
+from hetero_api.host.memory import release_freed_memory
 from hetero_api.rank_memory import RUNTIME_BYTES
 from hetero_worker.memory.budget import mib
 

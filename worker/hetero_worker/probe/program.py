@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Final
 
 from hetero_api.contract import EXIT_OK, EXIT_PERMANENT
 from hetero_api.errors import HeteroError
-from hetero_api.host.topology import CpuTopology
-from hetero_api.numa_policy import NumaPolicy
+from hetero_api.host.topology import CpuTopology, NumaPolicy
 from hetero_api.program import ProgramParser, read_log_level
 from hetero_worker.errors import ExchangeTimeout
 from hetero_worker.host.numa import LinuxKernel

@@ -14,7 +14,7 @@ from typing import Final
 
 import torch
 
-from hetero_api.host.freed_memory import release_freed_memory
+from hetero_api.host.memory import release_freed_memory
 from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.attention.selection import choose_attention

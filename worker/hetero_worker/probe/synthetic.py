@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from hetero_api.model_parts import ExpertsConfig
+from hetero_api.architectures import ExpertsConfig
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
 from hetero_worker.checkpoints.store import TensorSlice

@@ -13,7 +13,7 @@ from typing import Final
 
 from hetero_api.contract import ENV_HEARTBEAT_FILE
 from hetero_api.cpu_list import parse_cpu_list
-from hetero_api.numa_policy import NumaPolicy
+from hetero_api.host.topology import NumaPolicy
 from hetero_api.program import ProgramParser, read_group_token, read_log_level
 
 CONNECT_TIMEOUT_S: Final = 120.0
