@@ -20,27 +20,23 @@ from hetero_api.contract import EXIT_FAILURE, EXIT_OK, EXIT_USAGE
 from hetero_operator.cluster.cache import ClusterCache
 from hetero_operator.cluster.executor import PlanExecutor
 from hetero_operator.cluster.fence import Fence
-from hetero_operator.cluster.group_secrets import SecretBook
-from hetero_operator.cluster.inquiries import NodeBook, WarningBook
+from hetero_operator.cluster.inquiries import NodeBook, SecretBook, WarningBook
 from hetero_operator.cluster.kinds import EVENT
-from hetero_operator.cluster.recorder import EventRecorder
+from hetero_operator.cluster.reporting import EventRecorder, StatusWriter
 from hetero_operator.cluster.resources import Resources
-from hetero_operator.cluster.status_writer import StatusWriter
 from hetero_operator.cluster.store import Key
 from hetero_operator.cluster.transport import Transport, load_configuration
 from hetero_operator.config import PROGRAM, OperatorConfig
 from hetero_operator.election import Election
 from hetero_operator.errors import ConfigError, Unreachable
 from hetero_operator.gateway_probe import GatewayProbe
-from hetero_operator.health import HttpServer
 from hetero_operator.kopf_watch import KopfWatch
-from hetero_operator.metrics import OperatorMetrics
+from hetero_operator.monitoring import HttpServer, OperatorMetrics
 from hetero_operator.reconcile.plan import plan
 from hetero_operator.reconcile.report import report
 from hetero_operator.reconciler import Collaborators, Planner, Reconciler, Reporter
 from hetero_operator.timing import Backoff
-from hetero_operator.work_queue import WorkQueue
-from hetero_operator.workers import Workers
+from hetero_operator.workers import Workers, WorkQueue
 
 logger = logging.getLogger(__name__)
 

@@ -17,12 +17,10 @@ from typing import Final
 from hetero_api.contract import LABEL_POOL, LABEL_REVISION, LABEL_ROLE, ROLE_GATEWAY
 from hetero_operator.cluster.cache import ClusterCache
 from hetero_operator.cluster.executor import Execution, PlanExecutor, any_transient
-from hetero_operator.cluster.group_secrets import SecretBook
-from hetero_operator.cluster.inquiries import PATIENCE_S, NodeBook, WarningBook
+from hetero_operator.cluster.inquiries import PATIENCE_S, NodeBook, SecretBook, WarningBook
 from hetero_operator.cluster.kinds import RESOURCE
-from hetero_operator.cluster.recorder import EventRecorder
+from hetero_operator.cluster.reporting import EventRecorder, StatusWriter
 from hetero_operator.cluster.resources import Resources
-from hetero_operator.cluster.status_writer import StatusWriter
 from hetero_operator.cluster.store import Key
 from hetero_operator.errors import Conflict, NotFound, OverBudget
 from hetero_operator.gateway_probe import GatewayProbe

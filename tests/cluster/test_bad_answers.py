@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hetero_api.contract import CONFIG_TEMPLATES_KEY
-from hetero_operator.cluster.status_writer import BURST
+from hetero_operator.cluster.reporting import STATUS_BURST
 from tests.support.kube.calls import ProxiedCall, of
 from tests.support.kube.fault_proxy import FaultProxy
 from tests.support.kube.faults import AnswerNext, AnswerShare
@@ -22,7 +22,7 @@ RESOURCES = 10
 CONVERGED_WITHIN_S = 120.0
 MOST_WRITES_A_SECOND = 4
 """To one object, and refused ones to one status."""
-MOST_STATUSES_A_SECOND = BURST + 1
+MOST_STATUSES_A_SECOND = STATUS_BURST + 1
 """Written for one resource: what its writer does at once, and the next that it may."""
 OUTAGE_S = 20.0
 RETRY_AFTER_S = 3

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from hetero_api.contract import LABEL_NAME
 from hetero_operator.cluster.cache import ClusterCache
-from hetero_operator.cluster.group_secrets import SecretBook
+from hetero_operator.cluster.inquiries import SecretBook
 from hetero_operator.cluster.kinds import kind_of
 from hetero_operator.cluster.store import Key, ObjectStore
 from hetero_operator.cluster.transport import Transport

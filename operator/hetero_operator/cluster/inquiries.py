@@ -1,16 +1,22 @@
-"""Questions about pods in trouble: their nodes by name, and Warnings about pods that wait without saying why.
+"""Objects that are read by name, or listed only while somebody waits: Nodes, Warnings and the groups' Secrets.
 
-Nodes are believed for a few seconds, and asked for a few at a time. Warnings, of a volume that is not mounted or of a
-quota, are only in Events. They are listed, those of a namespace at once, while something in it has waited for long; and
-only when there is news is the resource looked at again. So a thousand resources that wait cost a call a namespace now
-and then, and nothing else. (A watch would bring every Warning of the whole cluster, all the time, for the few that
-matter.)
+Nodes of pods in trouble are believed for a few seconds, and asked for a few at a time. Warnings about pods that wait
+without saying why, of a volume that is not mounted or of a quota, are only in Events. They are listed, those of a
+namespace at once, while something in it has waited for long; and only when there is news is the resource looked at
+again. So a thousand resources that wait cost a call a namespace now and then, and nothing else. (A watch would bring
+every Warning of the whole cluster, all the time, for the few that matter.)
+
+Whoever may list Secrets may read all of them; the operator needs a few, whose names it knows. So nothing watches them:
+an answer is believed for a while, and read again sooner when pods of the resource wait for something. Metadata are
+kept, values are not; the admin's token of a revision is kept apart.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,14 +24,18 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import quote
 
-from hetero_operator.cluster.kinds import EVENT
-from hetero_operator.cluster.store import Key
+from hetero_api.contract import LABEL_NAME, LABEL_REVISION, SECRET_ADMIN_TOKEN_KEY
+from hetero_operator.cluster.kinds import EVENT, SECRET
+from hetero_operator.cluster.store import Key, ObjectStore
 from hetero_operator.cluster.transport import Transport
 from hetero_operator.errors import ApiError, NotFound
 from hetero_operator.reconcile.model import PodEvent
+from hetero_operator.reconcile.names import Names
 
 logger = logging.getLogger(__name__)
-BELIEVED_S: Final = 10.0
+NODE_BELIEVED_S: Final = 10.0
+SECRET_BELIEVED_S: Final = 300.0
+SECRET_DOUBTED_S: Final = 20.0
 CONCURRENCY: Final = 8
 KEPT: Final = 1000
 PATIENCE_S: Final = 20.0
@@ -59,7 +69,7 @@ class NodeBook:
     async def _is_known(self, name: str) -> bool:
         async with self._at_once:
             known = self._known.get(name)
-            if known is not None and self._clock() - known[0] < BELIEVED_S:
+            if known is not None and self._clock() - known[0] < NODE_BELIEVED_S:
                 return True
             try:
                 node: Object | None = await self._api.get(f"/api/v1/nodes/{quote(name, safe='')}")
@@ -178,3 +188,67 @@ def _moment(event: Object) -> str:
         or event["metadata"].get("creationTimestamp")
         or ""
     )
+
+
+class SecretBook:
+    """Metadata of the groups' Secrets, and the admin token of each resource."""
+
+    def __init__(self, api: Transport, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.store = ObjectStore(SECRET, secret_fields=("data", "stringData"))
+        self._api = api
+        self._clock = clock
+        self._asked: dict[Key, dict[str, float]] = {}
+        self._tokens: dict[Key, tuple[str, str, str]] = {}
+
+    async def secrets_of(self, owner: Key, objects: Iterable[Object], *, doubt: bool) -> list[Object]:
+        """Return the Secrets of all revisions that the resource's objects and pods have. Raises ApiError."""
+        names = {Names(owner.name).group_secret(revision) for revision in _revisions(objects)}
+        known = [item["metadata"]["name"] for item in self.store.owned_by(owner)]
+        # What is kept and was never asked for is an answer to a write of ours.
+        asked = dict.fromkeys(known, self._clock()) | self._asked.get(owner, {})
+        names.update(known)
+        for name in sorted(names):
+            if self._clock() - asked.get(name, -math.inf) > (SECRET_DOUBTED_S if doubt else SECRET_BELIEVED_S):
+                await self._refresh(Key(owner.namespace, name))
+                asked[name] = self._clock()
+        self._asked[owner] = {name: moment for name, moment in asked.items() if name in names}
+        return self.store.owned_by(owner)
+
+    async def admin_token(self, owner: Key, revision: str) -> str:
+        """Return the token that a gateway of that revision asks its administrator for, "" if there is none.
+
+        Raises ApiError.
+        """
+        name = Names(owner.name).group_secret(revision)
+        entry = self.store.entry(owner.namespace, name)
+        known = self._tokens.get(owner)
+        if entry is not None and known is not None and known[:2] == (name, entry.version):
+            return known[2]
+        try:
+            found = await self._api.get(SECRET.path(owner.namespace, name))
+        except NotFound:
+            return ""
+        token = base64.b64decode((found.get("data") or {}).get(SECRET_ADMIN_TOKEN_KEY, "")).decode()
+        self._tokens[owner] = (name, found["metadata"]["resourceVersion"], token)
+        return token
+
+    def forget_resource(self, owner: Key) -> None:
+        """Drop everything about a resource that is gone."""
+        self._asked.pop(owner, None)
+        self._tokens.pop(owner, None)
+        for item in self.store.owned_by(owner):
+            self.store.discard(owner.namespace, item["metadata"]["name"])
+
+    async def _refresh(self, key: Key) -> None:
+        try:
+            found = await self._api.get(SECRET.path(*key))
+        except NotFound:
+            self.store.discard(*key)
+            return
+        if LABEL_NAME in (found["metadata"].get("labels") or {}):
+            self.store.put(found)
+
+
+def _revisions(objects: Iterable[Object]) -> set[str]:
+    labels = ((item["metadata"].get("labels") or {}).get(LABEL_REVISION) for item in objects)
+    return {revision for revision in labels if revision}

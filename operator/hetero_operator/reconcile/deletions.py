@@ -37,8 +37,7 @@ from hetero_operator.reconcile.inventory import (
 )
 from hetero_operator.reconcile.model import Deletion, Object, ObjectRef, Observed
 from hetero_operator.reconcile.names import Names
-from hetero_operator.reconcile.status.nodes import NodeLoss, node_loss
-from hetero_operator.reconcile.status.pods import node_of
+from hetero_operator.reconcile.status.pods import NodeLoss, node_loss, node_of
 
 _REVISION_LABELS: Final[Mapping[str, str]] = {
     SECRET: LABEL_REVISION,

@@ -16,8 +16,7 @@ from hetero_operator.reconcile import budget
 from hetero_operator.reconcile.deletions import lost_pods, outdated_ranks, superseded
 from hetero_operator.reconcile.differences import needs_apply, stamped
 from hetero_operator.reconcile.inventory import CLAIM_TEMPLATE, CONFIG_MAP, Inventory, ObjectKey, is_leaving
-from hetero_operator.reconcile.manifests.accounts import accounts, group_secret
-from hetero_operator.reconcile.manifests.config import config_map
+from hetero_operator.reconcile.manifests.config import accounts, config_map, group_secret, templates_in_force
 from hetero_operator.reconcile.manifests.gateway import deployment
 from hetero_operator.reconcile.manifests.network import network_policies, services
 from hetero_operator.reconcile.manifests.optional_kinds import (
@@ -39,7 +38,6 @@ from hetero_operator.reconcile.refusals import (
     unserved_refusal,
 )
 from hetero_operator.reconcile.revision import revisions_of
-from hetero_operator.reconcile.templates import templates_in_force
 
 
 def desired_objects(rendering: Rendering, inventory: Inventory, *, held: Collection[str]) -> list[dict[str, Any]]:

@@ -1,24 +1,32 @@
 """The report about one resource: the whole of its status, Events, and when to look again.
 
 A status with the content of the stored one is the stored one, so nothing is written when nothing changed.
+
+Conditions overlap on purpose; their Events do not. A failure is reported by Degraded, with its cause; Ready reports
+when requests are served, and when they no longer are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hetero_api.status import Condition, ConditionType, HeteroInferenceStatus
+from hetero_api.status import Condition, ConditionStatus, ConditionType, HeteroInferenceStatus
 from hetero_operator.reconcile.inventory import is_leaving
-from hetero_operator.reconcile.model import Object, Observed, Outcome, Plan, Report
+from hetero_operator.reconcile.model import Object, Observed, Outcome, Plan, Report, Transition
 from hetero_operator.reconcile.status.figures import figures
 from hetero_operator.reconcile.status.findings import TRUE, Blockers, Finding, degraded, findings
-from hetero_operator.reconcile.status.history import condition_of, transitions
-from hetero_operator.reconcile.status.numa import numa_pinned
 from hetero_operator.reconcile.status.progress import look_again_s, progressing
 from hetero_operator.reconcile.status.reasons import Reason
 from hetero_operator.reconcile.status.situation import Situation
-from hetero_operator.reconcile.status.text import stored_conditions
+from hetero_operator.reconcile.status.text import stored_conditions, timestamp
+
+_OF_THE_SPEC = frozenset({ConditionType.ACCEPTED, ConditionType.PROGRESSING, ConditionType.DEGRADED})
+"""Conditions that tell of the spec as written; others tell of the one in force."""
+_UNPINNED = frozenset({Reason.NOT_PINNED, Reason.MEMORY_NOT_LOCAL})
+NORMAL = "Normal"
+WARNING = "Warning"
+Conditions = Mapping[str, Condition]
 
 
 def report(observed: Observed, plan: Plan, outcome: Outcome) -> Report:
@@ -39,9 +47,8 @@ def report(observed: Observed, plan: Plan, outcome: Outcome) -> Report:
 
 def _conditions(situation: Situation, blockers: Blockers) -> dict[str, Condition]:
     """Return all conditions, in the order of ConditionType."""
-    told = findings(situation, blockers)
-    told[ConditionType.NUMA_PINNED] = numa_pinned(situation, blockers)
-    conditions: dict[str, Condition] = {kind: condition_of(kind, item, situation) for kind, item in told.items()}
+    told = findings(situation, blockers).items()
+    conditions: dict[str, Condition] = {kind: condition_of(kind, item, situation) for kind, item in told}
     judgement = progressing(situation, blockers, conditions)
     damage = _with_deadline(degraded(situation, blockers), judgement)
     for kind, item in ((ConditionType.PROGRESSING, judgement), (ConditionType.DEGRADED, damage)):
@@ -82,3 +89,114 @@ def _says_the_same(stored: Object, status: Mapping[str, Any]) -> bool:
     by_type = {item.get("type"): item for item in told} if isinstance(told, list) else {}
     ours = [by_type.get(item["type"]) for item in status["conditions"]]
     return {**stored, "conditions": ours} == dict(status)
+
+
+def condition_of(kind: ConditionType, finding: Finding, situation: Situation) -> Condition:
+    """Return a finding as a condition; its time moves only when its status does."""
+    before = stored_conditions(situation.stored).get(kind)
+    same = before is not None and before.status == finding.status
+    return Condition(
+        type=kind,
+        status=finding.status,
+        reason=finding.reason,
+        message=_message(finding, before),
+        last_transition_time=before.last_transition_time if before and same else timestamp(situation.observed.now),
+        observed_generation=_generation(kind, situation, before),
+    )
+
+
+def _message(finding: Finding, before: Condition | None) -> str:
+    if before is None or not finding.vague_about or before.reason != finding.reason:
+        return finding.message
+    return before.message if before.message.startswith(finding.vague_about) else finding.message
+
+
+def _generation(kind: ConditionType, situation: Situation, before: Condition | None) -> int:
+    """Return the generation that a condition is about.
+
+    While a spec is refused, conditions about pods are about the spec before it: nobody who waits for the new one to be
+    ready may take them for that.
+    """
+    if situation.plan.refusal and situation.basis is not None and kind not in _OF_THE_SPEC:
+        told = before.observed_generation if before is not None else None
+        return situation.generation if told is None else told
+    return situation.generation
+
+
+def transitions(before: Conditions, after: Conditions) -> tuple[Transition, ...]:
+    """Return Events in the order in which they are to be read; `before` is empty at the first report."""
+    accepted, pinned = after[ConditionType.ACCEPTED], after[ConditionType.NUMA_PINNED]
+    told = [
+        *_warning(ConditionType.ACCEPTED, before, after, when=accepted.status is ConditionStatus.FALSE),
+        *_suspended(before, after),
+        *_rolling_out(before, after),
+        *_degraded(before, after),
+        *_ready(before, after),
+        *_stuck(before, after),
+        *_warning(ConditionType.NUMA_PINNED, before, after, when=pinned.reason in _UNPINNED),
+    ]
+    return tuple(dict.fromkeys(told))
+
+
+def _warning(kind: ConditionType, before: Conditions, after: Conditions, *, when: bool) -> Iterator[Transition]:
+    if when and _differs(kind, before, after):
+        yield _event(WARNING, after[kind])
+
+
+def _suspended(before: Conditions, after: Conditions) -> Iterator[Transition]:
+    """Yield the Event of a suspension, when it is asked for; not when the last pod has ended."""
+    kind = ConditionType.SUSPENDED
+    was_asked_for = kind in before and before[kind].reason != Reason.NOT_SUSPENDED
+    is_asked_for = after[kind].reason != Reason.NOT_SUSPENDED
+    if is_asked_for and not was_asked_for:
+        yield _event(NORMAL, after[ConditionType.READY])
+    elif was_asked_for and not is_asked_for:
+        yield Transition(NORMAL, "Resumed", "Pods are made again.")
+
+
+def _rolling_out(before: Conditions, after: Conditions) -> Iterator[Transition]:
+    kind = ConditionType.PROGRESSING
+    was_under_way = kind in before and before[kind].reason == Reason.ROLLING_OUT
+    if after[kind].reason == Reason.ROLLING_OUT and not was_under_way:
+        yield Transition(NORMAL, Reason.ROLLING_OUT.value, "Pods of an earlier spec are replaced.")
+
+
+def _degraded(before: Conditions, after: Conditions) -> Iterator[Transition]:
+    kind = ConditionType.DEGRADED
+    now = after[kind]
+    yield from _warning(kind, before, after, when=now.status is ConditionStatus.TRUE)
+    if now.status is ConditionStatus.FALSE and kind in before and before[kind].status is ConditionStatus.TRUE:
+        yield Transition(NORMAL, "Recovered", f"{before[kind].reason} is over.")
+
+
+def _ready(before: Conditions, after: Conditions) -> Iterator[Transition]:
+    kind = ConditionType.READY
+    if not _flips(kind, before, after):
+        return
+    if after[kind].status is ConditionStatus.TRUE:
+        yield Transition(NORMAL, "Ready", after[kind].message)
+    elif kind in before and before[kind].status is ConditionStatus.TRUE:
+        asked_for = after[kind].reason in (Reason.SUSPENDED, Reason.SCALED_TO_ZERO, Reason.ROLLING_OUT)
+        yield _event(NORMAL if asked_for else WARNING, after[kind], reason="NotReady")
+
+
+def _stuck(before: Conditions, after: Conditions) -> Iterator[Transition]:
+    kind = ConditionType.PROGRESSING
+    if after[kind].reason == Reason.PROGRESS_DEADLINE_EXCEEDED and _flips(kind, before, after):
+        yield _event(WARNING, after[kind])
+
+
+def _flips(kind: ConditionType, before: Conditions, after: Conditions) -> bool:
+    return kind not in before or before[kind].status is not after[kind].status
+
+
+def _differs(kind: ConditionType, before: Conditions, after: Conditions) -> bool:
+    """Return whether a condition has another status or reason; another message alone is no transition."""
+    return _flips(kind, before, after) or before[kind].reason != after[kind].reason
+
+
+def _event(severity: str, condition: Condition, *, reason: str = "") -> Transition:
+    message = condition.message or condition.reason
+    if reason:
+        return Transition(severity, reason, f"{condition.reason}: {condition.message}".rstrip(": "))
+    return Transition(severity, condition.reason, message)

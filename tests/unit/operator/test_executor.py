@@ -12,7 +12,7 @@ import pytest
 from hetero_api.contract import LABEL_NAME
 from hetero_operator.cluster.cache import ClusterCache
 from hetero_operator.cluster.executor import Execution, PlanExecutor
-from hetero_operator.cluster.group_secrets import SecretBook
+from hetero_operator.cluster.inquiries import SecretBook
 from hetero_operator.cluster.kinds import ALWAYS_WATCHED
 from hetero_operator.cluster.store import Key, ObjectStore
 from hetero_operator.reconcile.model import Deletion, FailureKind, NewSecret, ObjectRef, Plan

@@ -12,12 +12,10 @@ import pytest
 from hetero_api.contract import LABEL_NAME, LABEL_REVISION, LABEL_ROLE
 from hetero_operator.cluster.cache import ClusterCache
 from hetero_operator.cluster.executor import PlanExecutor
-from hetero_operator.cluster.group_secrets import SecretBook
-from hetero_operator.cluster.inquiries import NodeBook, WarningBook
+from hetero_operator.cluster.inquiries import NodeBook, SecretBook, WarningBook
 from hetero_operator.cluster.kinds import ALWAYS_WATCHED, RESOURCE
-from hetero_operator.cluster.recorder import EventRecorder
+from hetero_operator.cluster.reporting import EventRecorder, StatusWriter
 from hetero_operator.cluster.resources import Resources
-from hetero_operator.cluster.status_writer import StatusWriter
 from hetero_operator.cluster.store import Key, NamespaceBudget, ObjectStore
 from hetero_operator.errors import NotFound, OverBudget
 from hetero_operator.gateway_probe import GatewayProbe

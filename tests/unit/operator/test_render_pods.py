@@ -9,7 +9,7 @@ import pytest
 
 from hetero_api.contract import POD_MODEL_DIR
 from hetero_api.spec import PoolSpec
-from hetero_operator.reconcile.manifests.resources import device_numbers
+from hetero_operator.reconcile.manifests.containers import device_numbers
 from tests.support.operator_world import OperatorWorld
 from tests.support.render_cases import render_cases
 from tests.support.restricted_profile import restricted_violations

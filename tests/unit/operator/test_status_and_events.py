@@ -12,9 +12,14 @@ import pytest
 from hetero_operator.cluster.fence import Fence
 from hetero_operator.cluster.inquiries import PATIENCE_S, WarningBook
 from hetero_operator.cluster.kinds import RESOURCE
-from hetero_operator.cluster.recorder import ATTEMPTS, BURST, EventRecorder
-from hetero_operator.cluster.status_writer import BURST as STATUS_BURST
-from hetero_operator.cluster.status_writer import MIN_INTERVAL_S, StatusWriter
+from hetero_operator.cluster.reporting import (
+    ATTEMPTS,
+    EVENT_BURST,
+    MIN_INTERVAL_S,
+    STATUS_BURST,
+    EventRecorder,
+    StatusWriter,
+)
 from hetero_operator.cluster.store import Key, ObjectStore
 from hetero_operator.errors import Conflict
 from hetero_operator.reconcile.model import PodEvent, Transition
@@ -190,8 +195,8 @@ async def test_who_does_not_lead_says_nothing(server: ApiStandIn) -> None:
 
 
 async def test_a_resource_that_says_ever_new_things_is_cut_short(server: ApiStandIn) -> None:
-    await recorded(server, *(SAID._replace(message=str(number)) for number in range(BURST + 10)))
-    assert len(events(server)) == BURST
+    await recorded(server, *(SAID._replace(message=str(number)) for number in range(EVENT_BURST + 10)))
+    assert len(events(server)) == EVENT_BURST
 
 
 async def test_warnings_are_listed_once_a_namespace_when_something_has_waited_for_long(

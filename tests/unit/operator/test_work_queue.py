@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_operator.timing import Backoff
-from hetero_operator.work_queue import HURRIED_PAUSE_S, WorkQueue
+from hetero_operator.workers import HURRIED_PAUSE_S, WorkQueue
 from tests.support.examples import examples
 
 STEADY = Backoff(first_s=0.5, cap_s=30.0, jitter=0.0)

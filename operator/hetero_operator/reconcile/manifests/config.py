@@ -1,15 +1,28 @@
-"""The ConfigMap of a gateway revision: the resource as the gateway reads it, and the pod templates of the revision.
+"""ServiceAccounts, Secret and ConfigMap of a group, and the pod templates that the ConfigMap keeps.
 
-It is made once and never changed. The templates are kept, so that a later version of the operator, which would
-render them otherwise, leaves running pods alone. The manifest holds the fields that decide about revisions and no
-others: what changes while everything runs (Effect.NONE) would make it wrong.
+No pod of a group ever talks to the API server: its ServiceAccounts have no rights. Each revision has tokens of its own,
+so a rank of an old revision can never join a new group.
+
+The ConfigMap of a gateway revision holds the resource as the gateway reads it, and the pod templates of the revision.
+It is made once and never changed. The manifest holds the fields that decide about revisions and no others: what changes
+while everything runs (Effect.NONE) would make it wrong. The templates in force are those that a revision was started
+with, not those that this version would render:
+
+    1  the ConfigMap of the wanted gateway revision keeps them
+    2  for ranks: any ConfigMap of their revision does (only the gateway's fields changed)
+    3  the live StatefulSet or Deployment has them, when it is of the wanted revision (somebody deleted the ConfigMap)
+    4  they are rendered: the revision is new
+
+So an upgrade of the operator, with other images and other manifests, restarts no pod; a new revision gets all of it.
+Ranks and a gateway of different versions refuse one another: a gateway that is created again beside ranks that stay is
+rendered with the options that these were rendered with, its image among them.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final
 
 import yaml
@@ -23,13 +36,21 @@ from hetero_api.contract import (
     LABEL_GATEWAY_REVISION,
     LABEL_REVISION,
     ROLE_GATEWAY,
+    ROLE_RANK,
+    SECRET_ADMIN_TOKEN_KEY,
+    SECRET_GROUP_TOKEN_KEY,
 )
 from hetero_api.effects import fields_with
+from hetero_api.spec import PoolSpec
+from hetero_operator.reconcile.inventory import CONFIG_MAP, DEPLOYMENT, STATEFUL_SET, Inventory, template_label_of
+from hetero_operator.reconcile.manifests.gateway import gateway_template
+from hetero_operator.reconcile.manifests.rank_pod import rank_template
 from hetero_operator.reconcile.manifests.rendering import Rendering, manifest
-from hetero_operator.reconcile.model import Object, RenderOptions
+from hetero_operator.reconcile.model import NewSecret, Object, RenderOptions
 from hetero_operator.reconcile.revision import GATEWAY_EFFECTS
 
 _KIND: Final = ("v1", "ConfigMap")
+_ACCOUNT: Final = ("v1", "ServiceAccount")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,3 +105,65 @@ def stored_resource(config: Object) -> Object:
     """Return the resource that a ConfigMap holds, decoded."""
     resource: Object = yaml.safe_load(config["data"][CONFIG_MANIFEST_KEY])
     return resource
+
+
+def templates_in_force(rendering: Rendering, inventory: Inventory) -> PodTemplates:
+    """Return the pod templates of the wanted revisions."""
+    names, revisions = rendering.names, rendering.revisions
+    config = inventory.named(CONFIG_MAP, names.config(revisions.gateway)) or inventory.config_of_ranks(revisions.ranks)
+    if config is None:
+        return _without_config(rendering, inventory)
+    stored = stored_templates(config)
+    if config["metadata"]["name"] == names.config(revisions.gateway):
+        return stored
+    gateway = _live_gateway(rendering, inventory) or gateway_template(replace(rendering, options=stored.options))
+    return PodTemplates(ranks=stored.ranks, gateway=gateway, options=stored.options)
+
+
+def _without_config(rendering: Rendering, inventory: Inventory) -> PodTemplates:
+    return PodTemplates(
+        ranks={pool.name: _rank_template(rendering, pool, inventory) for pool in rendering.spec.pools},
+        gateway=_live_gateway(rendering, inventory) or gateway_template(rendering),
+        options=rendering.options,
+    )
+
+
+def _rank_template(rendering: Rendering, pool: PoolSpec, inventory: Inventory) -> Object:
+    live = inventory.named(STATEFUL_SET, rendering.names.pool(pool.name), group="apps")
+    if live is not None and template_label_of(live, LABEL_REVISION) == rendering.revisions.ranks:
+        return _template_of(live)
+    return rank_template(rendering, pool)
+
+
+def _live_gateway(rendering: Rendering, inventory: Inventory) -> Object | None:
+    live = inventory.named(DEPLOYMENT, rendering.names.gateway, group="apps")
+    if live is not None and template_label_of(live, LABEL_GATEWAY_REVISION) == rendering.revisions.gateway:
+        return _template_of(live)
+    return None
+
+
+def _template_of(workload: Object) -> Object:
+    """Return the pod template of a live workload, without the empty time that API servers put there."""
+    template: dict[str, Any] = dict(workload["spec"]["template"])
+    metadata = template["metadata"]
+    template["metadata"] = {key: metadata[key] for key in ("labels", "annotations") if key in metadata}
+    return template
+
+
+def accounts(rendering: Rendering) -> list[dict[str, Any]]:
+    """Return one ServiceAccount for the ranks, one for the gateway."""
+    components = {rendering.names.rank_account: ROLE_RANK, rendering.names.gateway: ROLE_GATEWAY}
+    return [
+        manifest(rendering, _ACCOUNT, name, component=component, automountServiceAccountToken=False)
+        for name, component in components.items()
+    ]
+
+
+def group_secret(rendering: Rendering) -> NewSecret:
+    """Return the Secret of the wanted revision; its values are generated when it is created, and never again."""
+    revision = rendering.revisions.ranks
+    secret = manifest(
+        rendering, ("v1", "Secret"), rendering.names.group_secret(revision), component=ROLE_GATEWAY,
+        labels={LABEL_REVISION: revision}, type="Opaque", immutable=True,
+    )  # fmt: skip
+    return NewSecret(secret, generated_keys=(SECRET_GROUP_TOKEN_KEY, SECRET_ADMIN_TOKEN_KEY))

@@ -1,4 +1,4 @@
-"""Parts that all containers and pods of a group have in common: security, probes, shared volumes.
+"""Parts that pods of a group and their containers share: security, probes, volumes, resources, scheduling.
 
 Security contexts follow the Restricted profile of the Pod Security Standards, for every pod and container. Only volumes
 that a user asks for by path on the node (`file://`, `cache.hostPath`, `exchange.hostPath`) are outside of that profile.
@@ -6,6 +6,14 @@ that a user asks for by path on the node (`file://`, `cache.hostPath`, `exchange
 Probes decide when a container is restarted, and when it gets traffic. A rank that loads weights must not be killed for
 it: its startup probe lasts `recovery.startupTimeoutSeconds`, and only then does liveness count. Liveness is that of the
 engine's loop (`/livez` fails when a step hangs), not whether HTTP answers.
+
+Requests and limits decide whether the kubelet gives a rank cores, memory and devices of its own. CPU pods are
+Guaranteed: requests equal limits, in whole cores, on every container of the pod, init containers included; otherwise a
+static CPU manager leaves them in the shared pool. Memory covers the ranks and /dev/shm, which the kernel counts to the
+pod. Without `memoryPerRank` there is nothing to ask for, and the pod is Burstable.
+
+The device plugin chooses a pod's devices, and the pod sees them numbered from 0. So a pod asks for one for each of its
+ranks, and the numbers that a pool names give the order of its ranks on them.
 """
 
 from __future__ import annotations
@@ -17,8 +25,11 @@ from pathlib import PurePosixPath
 from typing import Any, Final
 
 from hetero_api.contract import POD_GROUP_TOKEN_FILE, SECRET_GROUP_TOKEN_KEY
-from hetero_api.spec import SecretKeyRef
-from hetero_operator.reconcile.manifests.rendering import Rendering
+from hetero_api.quantity import format_bytes
+from hetero_api.spec import HeteroInferenceSpec, PoolSpec, PoolType, SecretKeyRef
+from hetero_api.spec_cluster import ResourcesSpec, SpreadPolicy, Toleration
+from hetero_operator.reconcile.manifests.optional_kinds import CLAIM_NAME, device_class, rank_scheduler
+from hetero_operator.reconcile.manifests.rendering import Rendering, rank_selector
 from hetero_operator.reconcile.model import RenderOptions
 from hetero_operator.reconcile.names import HEALTH_PORT_NAME, METRICS_PORT_NAME
 
@@ -31,6 +42,11 @@ _TMP: Final = "tmp"
 _GROUP_TOKEN: Final = "group-token"
 SECRET_FILE_MODE: Final = 0o440
 """Mode of files from Secrets: the owner is root, the pod's group may read."""
+_DECIMAL_SUFFIXES: Final = (("P", 10**15), ("T", 10**12), ("G", 10**9), ("M", 10**6), ("k", 10**3))
+_NODE_TAINTS: Final = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
+_NODE_TAINT_SECONDS: Final = 60
+"""Kubernetes' own default is 300: too long for a group that stands still without the lost pod."""
+_FULL_WEIGHT: Final = 100
 
 
 def pod_security(options: RenderOptions) -> dict[str, Any]:
@@ -168,3 +184,128 @@ def secret_file(volume: str, secret: SecretKeyRef | None, path: str) -> MountedF
     source = {"secretName": secret.name, "defaultMode": SECRET_FILE_MODE, "items": items}
     mount = {"name": volume, "mountPath": str(file.parent), "readOnly": True}
     return MountedFiles(({"name": volume, "secret": source},), (mount,))
+
+
+def rank_resources(pool: PoolSpec) -> dict[str, Any]:
+    """Return the resources of a rank pod's main container."""
+    limits = {**_shared_limits(pool), **_devices(pool)}
+    claims = {"claims": [{"name": CLAIM_NAME}]} if device_class(pool) else {}
+    return {"requests": limits, "limits": limits, **claims}
+
+
+def rank_init_resources(pool: PoolSpec) -> dict[str, Any]:
+    """Return the resources of a rank pod's init container: the same cores and memory, no devices."""
+    limits = _shared_limits(pool)
+    return {"requests": limits, "limits": limits}
+
+
+def gateway_resources(resources: ResourcesSpec) -> dict[str, Any]:
+    """Return the resources of each of the gateway pod's containers."""
+    limits = {"cpu": millis(resources.cpu_millis), "memory": memory(resources.memory)}
+    return {"requests": limits, "limits": limits}
+
+
+def memory(count: int) -> str:
+    """Format bytes as the API server writes them, so that its answer reads the same: 1536Mi, 64M, 17."""
+    if count % 1024 == 0:
+        return format_bytes(count)
+    for suffix, unit in _DECIMAL_SUFFIXES:
+        if count % unit == 0:
+            return f"{count // unit}{suffix}"
+    return str(count)
+
+
+def millis(count: int) -> str:
+    """Format thousandths of a core as the API server writes them: 1500m, 2."""
+    return f"{count}m" if count % 1000 else str(count // 1000)
+
+
+def device_numbers(pool: PoolSpec) -> list[int]:
+    """Return the CUDA device of each rank of a pod."""
+    named = pool.gpu_or_default.devices or list(range(pool.ranks_per_pod))
+    return [sorted(named).index(number) for number in named]
+
+
+def _shared_limits(pool: PoolSpec) -> dict[str, str]:
+    """Return the cores and memory of all ranks of a pod."""
+    limits = {"cpu": str(pool.cores_per_rank * pool.ranks_per_pod)}
+    if pool.memory_per_rank is not None:
+        limits["memory"] = memory(pool.memory_per_rank * pool.ranks_per_pod + pool.shared_memory)
+    return limits
+
+
+def _devices(pool: PoolSpec) -> dict[str, str]:
+    """Return GPUs and huge pages."""
+    if pool.type == PoolType.GPU:
+        return {pool.gpu_or_default.resource_name: str(pool.ranks_per_pod)}
+    pages = pool.cpu_or_default.hugepages
+    if pages is None:
+        return {}
+    return {f"hugepages-{pages.size}": memory(pages.per_rank * pool.ranks_per_pod)}
+
+
+def rank_scheduling(rendering: Rendering, pool: PoolSpec) -> dict[str, Any]:
+    """Return the scheduling fields of a rank pod's spec."""
+    spec = rendering.spec
+    fields = _fields(
+        spec,
+        scheduler=rank_scheduler(spec),
+        node_selector={**spec.scheduling.node_selector, **pool.scheduling.node_selector},
+        tolerations=[*spec.scheduling.tolerations, *pool.scheduling.tolerations],
+    )
+    affinity = _shared_domain(rendering)
+    return {**fields, "affinity": affinity} if affinity else fields
+
+
+def gateway_scheduling(spec: HeteroInferenceSpec) -> dict[str, Any]:
+    """Return the scheduling fields of the gateway pod's spec; none of those for ranks together."""
+    scheduling = spec.scheduling
+    return _fields(
+        spec,
+        scheduler=scheduling.scheduler_name,
+        node_selector=scheduling.node_selector,
+        tolerations=scheduling.tolerations,
+    )
+
+
+def _fields(
+    spec: HeteroInferenceSpec,
+    *,
+    scheduler: str | None,
+    node_selector: dict[str, str],
+    tolerations: Sequence[Toleration],
+) -> dict[str, Any]:
+    optional = {
+        "schedulerName": scheduler,
+        "priorityClassName": spec.scheduling.priority_class_name,
+        "nodeSelector": dict(node_selector),
+    }
+    present = {key: value for key, value in optional.items() if value}
+    return {**present, "tolerations": _with_node_taints(tolerations)}
+
+
+def _with_node_taints(tolerations: Sequence[Toleration]) -> list[dict[str, Any]]:
+    """Return the user's tolerations, and short ones for lost nodes where the user has none for these."""
+    own = [item.model_dump(mode="json", by_alias=True, exclude_none=True) for item in tolerations]
+    added = [
+        {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": _NODE_TAINT_SECONDS}
+        for key in _NODE_TAINTS
+        if not any(_covers(item, key) for item in tolerations)
+    ]
+    return [*own, *added]
+
+
+def _covers(toleration: Toleration, taint: str) -> bool:
+    return toleration.key in (None, taint) and toleration.effect in (None, "NoExecute")
+
+
+def _shared_domain(rendering: Rendering) -> dict[str, Any] | None:
+    """Return the affinity of every rank to all ranks of the resource."""
+    topology = rendering.spec.scheduling.topology
+    if topology is None:
+        return None
+    term = {"topologyKey": topology.key, "labelSelector": {"matchLabels": rank_selector(rendering)}}
+    if topology.policy == SpreadPolicy.REQUIRED:
+        return {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
+    preferred = {"weight": _FULL_WEIGHT, "podAffinityTerm": term}
+    return {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [preferred]}}

@@ -33,6 +33,8 @@ from hetero_operator.reconcile.manifests.containers import (
     MountedFiles,
     container,
     gateway_probes,
+    gateway_resources,
+    gateway_scheduling,
     group_token,
     pod_fields,
     secret_file,
@@ -41,8 +43,6 @@ from hetero_operator.reconcile.manifests.containers import (
 )
 from hetero_operator.reconcile.manifests.model_volumes import ModelDelivery, deliver_model
 from hetero_operator.reconcile.manifests.rendering import Rendering, common_labels, gateway_selector, manifest
-from hetero_operator.reconcile.manifests.resources import gateway_resources
-from hetero_operator.reconcile.manifests.scheduling import gateway_scheduling
 from hetero_operator.reconcile.names import (
     ADMIN_PORT_NAME,
     GATEWAY_CONTAINER,

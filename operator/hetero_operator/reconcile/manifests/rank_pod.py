@@ -27,23 +27,21 @@ from hetero_api.spec import NumaPolicy, PoolSpec, PoolType
 from hetero_operator.reconcile.manifests.containers import (
     TMP_DIR,
     container,
+    device_numbers,
     group_token,
+    memory,
     pod_field,
     pod_fields,
+    rank_init_resources,
     rank_probes,
+    rank_resources,
+    rank_scheduling,
     tmp_mount,
     tmp_volume,
 )
 from hetero_operator.reconcile.manifests.model_volumes import ModelDelivery, deliver_model
 from hetero_operator.reconcile.manifests.optional_kinds import CLAIM_NAME, device_class, gang_annotations, gang_labels
 from hetero_operator.reconcile.manifests.rendering import Rendering, common_labels, manifest, rank_selector
-from hetero_operator.reconcile.manifests.resources import (
-    device_numbers,
-    memory,
-    rank_init_resources,
-    rank_resources,
-)
-from hetero_operator.reconcile.manifests.scheduling import rank_scheduling
 from hetero_operator.reconcile.names import HEALTH_PORT_NAME, RANK_CONTAINER
 
 _KIND: Final = ("apps/v1", "StatefulSet")

@@ -6,12 +6,10 @@ addresses, times or counts that rise by themselves, because a status that differ
     reasons      every reason, what it means, and troubles
     text         bounded, steady text
     containers   why a container is not ready, and how it ended
-    pods         which pods hold which ranks, and why one is not ready
-    nodes        which nodes answer
+    pods         which pods hold which ranks, why one is not ready, and which nodes answer
     situation    one look, put in order; whether the group serves, and each rank
     causes       what blocks the group, the first cause first
-    findings     the conditions but Progressing; numa: NUMAPinned
+    findings     the conditions but Progressing
     progress     Progressing, and when to look again
-    history      times of transitions, kept from the last report, and Events
     figures      counts, places, speeds
 """

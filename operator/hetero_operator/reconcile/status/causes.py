@@ -15,18 +15,16 @@ from hetero_api.spec import HeteroInferenceSpec
 from hetero_operator.reconcile import budget
 from hetero_operator.reconcile.model import GatewayReport, Object
 from hetero_operator.reconcile.names import GATEWAY_CONTAINER, RANK_CONTAINER
-from hetero_operator.reconcile.status.containers import Surroundings
-from hetero_operator.reconcile.status.nodes import node_loss
+from hetero_operator.reconcile.status.containers import Surroundings, Warnings, creation_warning
 from hetero_operator.reconcile.status.pods import (
     ExpectedPod,
-    PodSurroundings,
     container_status,
     is_up,
+    node_loss,
     node_of,
     pod_trouble,
 )
 from hetero_operator.reconcile.status.reasons import OF_GATEWAY, Level, Reason, Trouble, absent, broken
-from hetero_operator.reconcile.status.recorded import Warnings, creation_warning
 from hetero_operator.reconcile.status.situation import Situation, computes, is_complete, is_serving
 from hetero_operator.reconcile.status.text import bounded, steady
 
@@ -85,7 +83,7 @@ def rank_trouble(situation: Situation, expected: ExpectedPod) -> Trouble | None:
         return _missing_rank(situation, expected)
     if situation.is_outdated(pod):
         return absent(Reason.ROLLING_OUT, "is of an earlier spec")
-    return pod_trouble(pod, _around(situation, pod, is_joined=situation.has_joined(expected)), main=RANK_CONTAINER)
+    return _pod_trouble(situation, pod, main=RANK_CONTAINER, is_joined=situation.has_joined(expected))
 
 
 def _budget_causes(situation: Situation, spec: HeteroInferenceSpec) -> Iterator[Cause]:
@@ -155,7 +153,7 @@ def _gateway_causes(situation: Situation) -> Iterator[Cause]:
     if situation.is_outdated(pod):
         yield Cause(subject, absent(Reason.ROLLING_OUT, "is of an earlier spec"))
         return
-    trouble = pod_trouble(pod, _around(situation, pod, is_joined=situation.answer is not None), main=GATEWAY_CONTAINER)
+    trouble = _pod_trouble(situation, pod, main=GATEWAY_CONTAINER, is_joined=situation.answer is not None)
     if trouble is not None:
         reason = OF_GATEWAY.get(trouble.reason, trouble.reason)
         yield Cause(subject, Trouble(trouble.level, reason, trouble.words, trouble.is_vague))
@@ -221,10 +219,10 @@ def _reason_of_abort(said: str) -> Reason:
     return Reason.RANK_HUNG if "stepTimeoutSeconds" in said else Reason.EPOCH_ENDED
 
 
-def _around(situation: Situation, pod: Object, *, is_joined: bool) -> PodSurroundings:
+def _pod_trouble(situation: Situation, pod: Object, *, main: str, is_joined: bool) -> Trouble | None:
     observed = situation.observed
-    containers = Surroundings(observed.now, _warnings(situation, pod), is_joined)
-    return PodSurroundings(containers, node_loss(node_of(pod), observed.nodes))
+    around = Surroundings(observed.now, _warnings(situation, pod), is_joined)
+    return pod_trouble(pod, around, main=main, loss=node_loss(node_of(pod), observed.nodes))
 
 
 def _warnings(situation: Situation, item: Object) -> Warnings:

@@ -1,23 +1,26 @@
-"""Troubles and ends of one container, by its status.
+"""Troubles and ends of one container, by its status and by Warnings about its pod.
 
 A container that crashes cycles: running, terminated, waiting, running. Through the whole cycle its last end is
 reported, so that the status stands still. That end is forgotten once the container is ready, is known to be one of the
 group, or has run as long as the kubelet takes to forget it.
+
+Warnings tell the cause where the pod's own status has none. Several exist at once, and their order changes by itself.
+So the choice goes by their content: the most specific, then the first by alphabet.
 """
 
 from __future__ import annotations
 
+import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Final
 
 from hetero_api.contract import EXIT_FAILURE, EXIT_OK, EXIT_PERMANENT, EXIT_STUCK, EXIT_USAGE
-from hetero_operator.reconcile.names import MODEL_CONTAINER
-from hetero_operator.reconcile.status import recorded
+from hetero_operator.reconcile.model import PodEvent
+from hetero_operator.reconcile.names import MODEL_CONTAINER, MODEL_VOLUMES
 from hetero_operator.reconcile.status.reasons import Level, Reason, Trouble, absent, broken
-from hetero_operator.reconcile.status.recorded import Warnings
 from hetero_operator.reconcile.status.text import last_line, parsed_time, steady
 
 _SIGNALLED: Final = 128
@@ -45,6 +48,15 @@ _PULL_REASONS: Final = frozenset(
 )  # fmt: skip
 _CREATING: Final = frozenset({"", "ContainerCreating", "PodInitializing"})
 _LOOP: Final = "CrashLoopBackOff"
+Warnings = Sequence[PodEvent]
+_MOUNT_REASONS: Final = frozenset({"FailedMount", "FailedAttachVolume", "FailedMapVolume"})
+_SANDBOX_REASONS: Final = frozenset({"FailedCreatePodSandBox", "NetworkNotReady"})
+_NAMED_VOLUME: Final = re.compile(r'\bvolume "([^"]+)"')
+_UNMOUNTED: Final = re.compile(r"\bunmounted volumes=\[([^\]]*)\]")
+_GENERIC: Final = "Unable to "
+"""Begins the kubelet's summary of an earlier detailed message."""
+_PULL_PREFIX: Final = re.compile(r'^(Failed to pull|Back-off pulling) image "[^"]*":? ?(ErrImagePull: ?)?')
+_CREATION_PREFIX: Final = re.compile(r"^.*?(failed error|Error creating): ?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +163,7 @@ def _exit_trouble(status: Mapping[str, Any], ending: Ending, warnings: Warnings)
         return broken(Reason.RANK_OUT_OF_MEMORY, str(ending))
     if ending.is_start_error:
         return broken(Reason.CONTAINER_START_FAILED, f"cannot be started: {ending.last_line or ending.reason}")
-    probe = recorded.failed_probe(warnings) if ending.exit_code in KILLED else ""
+    probe = failed_probe(warnings) if ending.exit_code in KILLED else ""
     if probe == "Liveness":
         return broken(Reason.RANK_HUNG, "was stopped because its liveness probe failed")
     if probe == "Startup":
@@ -176,13 +188,76 @@ def _waiting_trouble(status: Mapping[str, Any], around: Surroundings) -> Trouble
         return broken(Reason.RANK_CRASH_LOOP, "ends again and again", is_vague=True)
     if reason not in _CREATING:
         return broken(Reason.CONTAINER_START_FAILED, f"{reason}: {steady(said)}" if said else reason)
-    found = recorded.mount_trouble(around.warnings) or recorded.sandbox_trouble(around.warnings)
+    found = mount_trouble(around.warnings) or sandbox_trouble(around.warnings)
     return found or absent(Reason.STARTING, "its containers are being created")
 
 
 def _pull_trouble(image: str, reason: str, said: str, warnings: Warnings) -> Trouble:
-    error = recorded.pull_error(said, image, warnings)
+    error = pull_error(said, image, warnings)
     words = f'image "{image}" cannot be pulled'
     if error:
         return broken(Reason.IMAGE_PULL, f"{words}: {error}")
     return broken(Reason.IMAGE_PULL, words, is_vague=reason in ("ImagePullBackOff", "ErrImagePull"))
+
+
+def mount_trouble(warnings: Warnings) -> Trouble | None:
+    """Return the trouble of a volume that cannot be mounted, None without one."""
+    said = _said(warnings, lambda event: event.reason in _MOUNT_REASONS)
+    if not said:
+        return None
+    is_model = not MODEL_VOLUMES.isdisjoint(_missing_volumes(said, warnings))
+    return broken(Reason.MODEL_VOLUME_NOT_READY if is_model else Reason.VOLUME_NOT_READY, said)
+
+
+def _missing_volumes(said: str, warnings: Warnings) -> Collection[str]:
+    """Return the pod's volumes that a message names, by their names in the pod.
+
+    The kubelet's summary lists them so. Its details name a claim's volume by the PersistentVolume instead.
+    """
+    named = set(_NAMED_VOLUME.findall(said))
+    messages = [event.message for event in warnings if event.reason in _MOUNT_REASONS]
+    unmounted = {name for text in messages for names in _UNMOUNTED.findall(text) for name in names.split()}
+    return named & unmounted or unmounted or named
+
+
+def sandbox_trouble(warnings: Warnings) -> Trouble | None:
+    """Return the trouble of a sandbox that cannot be created, None without one."""
+    said = _said(warnings, lambda event: event.reason in _SANDBOX_REASONS)
+    return broken(Reason.SANDBOX_FAILED, said) if said else None
+
+
+def scheduling_warning(warnings: Warnings) -> str:
+    """Return the scheduler's last message, "" when there is none."""
+    return _said(warnings, lambda event: event.reason == "FailedScheduling")
+
+
+def creation_warning(warnings: Warnings) -> str:
+    """Return why a StatefulSet or ReplicaSet could not create a pod."""
+    said = _said(warnings, lambda event: event.reason == "FailedCreate")
+    return _CREATION_PREFIX.sub("", said)
+
+
+def pull_error(said: str, image: str, warnings: Warnings) -> str:
+    """Return why an image cannot be pulled, "" when that is not known. `said` is the container's status.
+
+    The status alternates between the error and "Back-off pulling image", which in newer versions contains the error
+    too; all give the same here.
+    """
+    own = _PULL_PREFIX.sub("", steady(said))
+    if own:
+        return own
+    prefix = f'Failed to pull image "{image}"'
+    return _PULL_PREFIX.sub("", _said(warnings, lambda event: event.message.startswith(prefix)))
+
+
+def failed_probe(warnings: Warnings) -> str:
+    """Return which probe failed, "Liveness" or "Startup", "" when none did."""
+    for kind in ("Liveness", "Startup"):
+        if any(event.reason == "Unhealthy" and event.message.startswith(f"{kind} probe") for event in warnings):
+            return kind
+    return ""
+
+
+def _said(warnings: Warnings, chosen: Callable[[PodEvent], bool]) -> str:
+    messages = {steady(event.message) for event in warnings if chosen(event)} - {""}
+    return min(messages, key=lambda text: (text.startswith(_GENERIC), text), default="")

@@ -1,12 +1,17 @@
-"""The pods of ranks, and why one is not ready: the first thing that went wrong on its way to ready.
+"""The pods of ranks and their nodes, and why a pod is not ready: the first thing that went wrong on its way to ready.
 
 GPU pools have the low ranks, then CPU pools, each pod its share in order.
+
+A kubelet that has just been started says for some seconds that its node is not ready, and the control plane then takes
+its pods out of Services, while all of them run on. So a node's own word is believed at once about pods that nobody
+hears from, and about a pod that the gateway talks to only when it stands for longer than such a start takes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from typing import Any, Final
 
 from hetero_api.contract import LABEL_ROLE, ROLE_RANK
@@ -14,11 +19,16 @@ from hetero_api.spec import HeteroInferenceSpec
 from hetero_operator.reconcile.inventory import is_leaving, label_of
 from hetero_operator.reconcile.model import Object, Observed
 from hetero_operator.reconcile.names import Names
-from hetero_operator.reconcile.status.containers import Ending, Surroundings, init_trouble, main_trouble
-from hetero_operator.reconcile.status.nodes import NodeLoss
+from hetero_operator.reconcile.status.containers import (
+    Ending,
+    Surroundings,
+    Warnings,
+    init_trouble,
+    main_trouble,
+    scheduling_warning,
+)
 from hetero_operator.reconcile.status.reasons import Level, Reason, Trouble, absent, broken
-from hetero_operator.reconcile.status.recorded import Warnings, scheduling_warning
-from hetero_operator.reconcile.status.text import steady
+from hetero_operator.reconcile.status.text import parsed_time, steady
 
 _ENDED_PHASES: Final = ("Failed", "Succeeded")
 _EVICTED: Final = frozenset({"Evicted", "Preempting", "Preempted", "Shutdown", "NodeShutdown", "Terminated"})
@@ -35,26 +45,8 @@ _REJECTED: Final = frozenset(
 _OUT_OF: Final = "OutOf"
 """Begins the reason of a pod whose node has too little of something: OutOfcpu, OutOfnvidia.com/gpu."""
 _REJECTION_PREFIX: Final = "Pod was rejected: "
-
-
-@dataclass(frozen=True, slots=True)
-class PodSurroundings:
-    """Facts about a pod from elsewhere."""
-
-    containers: Surroundings
-    loss: NodeLoss | None = None
-
-    @property
-    def warnings(self) -> Warnings:
-        """Warnings about the pod, newest first."""
-        return self.containers.warnings
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the pod counts as lost with its node."""
-        if self.loss is None:
-            return False
-        return not (self.containers.is_joined and self.loss.may_pass(self.containers.now))
+PASSING: Final = timedelta(seconds=40)
+"""As long as the control plane waits, by default, for a node that says nothing."""
 
 
 def status_of(pod: Object) -> Mapping[str, Any]:
@@ -100,17 +92,17 @@ def latest_ending(pod: Object, container: str) -> Ending | None:
     return Ending.from_state(status.get("state") or {}) or Ending.from_state(status.get("lastState") or {})
 
 
-def pod_trouble(pod: Object, around: PodSurroundings, *, main: str) -> Trouble | None:
+def pod_trouble(pod: Object, around: Surroundings, *, main: str, loss: NodeLoss | None) -> Trouble | None:
     """Return why a pod is not ready, None when it is. `main` is the container that the pod is for."""
-    if around.is_lost:
-        return broken(Reason.NODE_LOST, str(around.loss))
+    if loss is not None and not (around.is_joined and loss.may_pass(around.now)):
+        return broken(Reason.NODE_LOST, str(loss))
     if has_ended(pod):
         return end_trouble(pod, main)
     if is_leaving(pod):
         return absent(Reason.POD_TERMINATING, "is being deleted")
     if not node_of(pod):
         return _unbound_trouble(pod, around.warnings)
-    return _container_trouble(pod, around.containers, main) or _unready_trouble(pod, around.loss)
+    return _container_trouble(pod, around, main) or _unready_trouble(pod, loss)
 
 
 def end_trouble(pod: Object, main: str) -> Trouble:
@@ -203,3 +195,45 @@ def expected_pods(names: Names, spec: HeteroInferenceSpec) -> tuple[ExpectedPod,
 def rank_pods(observed: Observed) -> dict[str, Object]:
     """Return the existing pods of ranks, by name."""
     return {pod["metadata"]["name"]: pod for pod in observed.pods if label_of(pod, LABEL_ROLE) == ROLE_RANK}
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLoss:
+    """A node that is gone or not ready."""
+
+    node: str
+    since: datetime | None
+    """None: there is no such node."""
+    words: str
+    by_itself: bool = False
+    """Whether its kubelet says so, and runs."""
+
+    @property
+    def certain_at(self) -> datetime | None:
+        """From when on it is no start of a kubelet any more; None: it never was one."""
+        return self.since + PASSING if self.by_itself and self.since is not None else None
+
+    def may_pass(self, now: datetime) -> bool:
+        """Return whether it may be no more than the start of a kubelet."""
+        return self.certain_at is not None and now < self.certain_at
+
+    def __str__(self) -> str:
+        return f"node {self.node} {self.words}"
+
+
+def node_loss(name: str, nodes: Mapping[str, Object | None]) -> NodeLoss | None:
+    """Return the problem of a node, None when it is ready or nothing is known about it."""
+    if not name or name not in nodes:
+        return None
+    node = nodes[name]
+    if node is None:
+        return NodeLoss(name, None, "does not exist")
+    conditions = (node.get("status") or {}).get("conditions") or ()
+    ready = next((item for item in conditions if item.get("type") == "Ready"), None)
+    since = parsed_time(ready.get("lastTransitionTime")) if ready else None
+    if ready is None or since is None or ready.get("status") == "True":
+        return None
+    said = steady(str(ready.get("message") or ready.get("reason") or ""))
+    by_itself = ready.get("status") != "Unknown"
+    state = "is not ready" if by_itself else "does not answer"
+    return NodeLoss(name, since, f"{state}: {said}" if said else state, by_itself)

@@ -21,8 +21,7 @@ from hetero_operator.reconcile.deletions import next_lost_pod
 from hetero_operator.reconcile.inventory import is_leaving
 from hetero_operator.reconcile.status.causes import Cause, first
 from hetero_operator.reconcile.status.findings import FALSE, TRUE, Blockers, Finding, failed_write, worst_failure
-from hetero_operator.reconcile.status.nodes import NodeLoss, node_loss
-from hetero_operator.reconcile.status.pods import condition, is_ready, node_of
+from hetero_operator.reconcile.status.pods import NodeLoss, condition, is_ready, node_loss, node_of
 from hetero_operator.reconcile.status.reasons import Reason
 from hetero_operator.reconcile.status.situation import Situation
 from hetero_operator.reconcile.status.text import bounded, parsed_time, stored_conditions
