@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from hetero_api.v1 import ranks_pb2
+from hetero_api.v1 import inference_pb2, ranks_pb2
 from hetero_api.v1.logprobs_pb2 import TokenLogprobs
 from hetero_gateway.engine.config import EngineConfig
 from hetero_gateway.engine.core import EngineCore
 from hetero_gateway.engine.errors import EngineError, GroupLost
 from hetero_gateway.engine.request import GenerationRequest, derived_seed
 from hetero_gateway.engine.steps_in_flight import StepInFlight, StepsInFlight
-from hetero_gateway.engine.stream import FinishedEvent, PromptLogprobsEvent, RequestStream, TokensEvent
+from hetero_gateway.engine.stream import RequestStream
 from hetero_gateway.engine.text.tokenizer import TextTokenizer
 from tests.unit.engine.engine_setup import engine_config
 from tests.unit.engine.fake_ranks import FakeRanks, tokens_alone
@@ -166,7 +166,7 @@ class Answer:
     texts: dict[int, str] = field(default_factory=dict)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: list[TokenLogprobs] | None = None
-    ends: dict[int, FinishedEvent] = field(default_factory=dict)
+    ends: dict[int, inference_pb2.Finished] = field(default_factory=dict)
     error: EngineError | None = None
     num_events: int = 0
 
@@ -179,7 +179,7 @@ class Answer:
         return self.texts.get(0, "")
 
     @property
-    def finished(self) -> FinishedEvent:
+    def finished(self) -> inference_pb2.Finished:
         assert self.error is None, self.error
         return self.ends[0]
 
@@ -198,14 +198,14 @@ async def read(stream: RequestStream, answer: Answer | None = None) -> Answer:
     return answer
 
 
-def _note(answer: Answer, event: TokensEvent | PromptLogprobsEvent | FinishedEvent) -> None:
-    if isinstance(event, PromptLogprobsEvent):
+def _note(answer: Answer, event: inference_pb2.Delta | inference_pb2.PromptLogprobs | inference_pb2.Finished) -> None:
+    if isinstance(event, inference_pb2.PromptLogprobs):
         assert answer.prompt_logprobs is None
         assert not answer.num_events
         answer.prompt_logprobs = list(event.positions)
         return
     assert event.index not in answer.ends, "an event after the completion's end"
-    if isinstance(event, FinishedEvent):
+    if isinstance(event, inference_pb2.Finished):
         answer.ends[event.index] = event
         return
     answer.num_events += 1

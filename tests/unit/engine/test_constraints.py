@@ -13,9 +13,10 @@ from typing import Any
 import jsonschema
 import pytest
 
+from hetero_api.v1 import inference_pb2
 from hetero_api.v1.ranks_pb2 import Sampling
 from hetero_gateway.engine.errors import EngineFault, InvalidRequest
-from hetero_gateway.engine.request import Constraint, ConstraintKind, FinishReason, GenerationRequest
+from hetero_gateway.engine.request import Constraint, ConstraintKind, GenerationRequest
 from hetero_gateway.engine.text.constraints import (
     MAX_CONSTRAINT_CHARS,
     CompiledConstraint,
@@ -344,7 +345,7 @@ async def test_constrained_and_free_requests_share_steps(most: int) -> None:
         answers = await asyncio.gather(*(read(it.core.submit(each)) for each in [*asked, free]))
         for answer in answers[:-1]:
             assert re.fullmatch("(?:ab|cd){2,4}x", answer.text)
-            assert (answer.finished.reason, answer.finished.stop_token_id) == (FinishReason.STOP, EOS)
+            assert (answer.finished.reason, answer.finished.stop_token_id) == (inference_pb2.FINISH_REASON_STOP, EOS)
         assert len(answers[-1].token_ids) == 20
         assert it.broken == []
 
@@ -408,7 +409,7 @@ async def test_a_request_aborted_while_its_masks_are_computed_leaves_the_step_in
         await until(lambda: it.ranks.steps > 0)
         it.core.abort("r1")
         answers = await asyncio.gather(*map(read, streams))
-        assert answers[1].finished.reason is FinishReason.ABORT
+        assert answers[1].finished.reason == inference_pb2.FINISH_REASON_ABORT
         assert all(re.fullmatch("[ab]{20}", answers[index].text) for index in (0, 2))
         assert it.broken == []
 

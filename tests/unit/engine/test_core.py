@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from hetero_api.v1 import ranks_pb2
+from hetero_api.v1 import inference_pb2, ranks_pb2
 from hetero_gateway.engine.core import EngineCore
 from hetero_gateway.engine.errors import (
     DeadlineExceeded,
@@ -17,8 +17,7 @@ from hetero_gateway.engine.errors import (
     InvalidRequest,
     QueueFull,
 )
-from hetero_gateway.engine.request import FinishReason
-from hetero_gateway.engine.stream import FinishedEvent, RequestStream, TokensEvent
+from hetero_gateway.engine.stream import RequestStream
 from tests.unit.engine.core_setup import TOKENIZER, VOCAB_SIZE, Engine, alone, engine, read, turn_loop, until
 from tests.unit.engine.engine_setup import engine_config, generation
 
@@ -37,7 +36,7 @@ async def test_mixed_requests_all_get_what_they_would_get_alone() -> None:
             expected = alone(request, request.max_tokens or 0)
             assert answer.token_ids == expected
             assert answer.text == TOKENIZER.decode(expected)
-            assert answer.finished.reason is FinishReason.LENGTH
+            assert answer.finished.reason == inference_pb2.FINISH_REASON_LENGTH
             assert answer.finished.usage.prompt_tokens == len(request.prompt_token_ids)
             assert answer.finished.usage.completion_tokens == len(expected)
         assert it.core.stats().finished_requests == 32
@@ -47,9 +46,12 @@ async def test_mixed_requests_all_get_what_they_would_get_alone() -> None:
 async def test_timings_are_in_order() -> None:
     async with engine() as it:
         timings = (await read(it.core.submit(generation("r", range(3))))).finished.timings
-        assert timings.queued_s is not None
-        assert timings.first_token_s is not None
-        assert 0 <= timings.queued_s <= timings.first_token_s <= timings.total_s
+        assert timings.HasField("queued")
+        assert timings.HasField("first_token")
+        queued, first_token, total = (
+            each.ToNanoseconds() for each in (timings.queued, timings.first_token, timings.total)
+        )
+        assert 0 <= queued <= first_token <= total
 
 
 async def test_usage_tells_cached_tokens() -> None:
@@ -70,7 +72,7 @@ async def test_an_abort_ends_one_request_and_no_other() -> None:
         assert it.core.abort("r")
         assert not it.core.abort("r")
         answer = await read(stream)
-        assert answer.finished.reason is FinishReason.ABORT
+        assert answer.finished.reason == inference_pb2.FINISH_REASON_ABORT
         assert answer.token_ids == alone(generation("r", range(9)), 3)
         assert answer.text == TOKENIZER.decode(answer.token_ids)
         it.ranks.let_go()
@@ -83,8 +85,8 @@ async def test_cancelled_stream_ends_its_own_request_only() -> None:
         first.cancel()
         second = it.core.submit(generation("r", range(3), max_tokens=4))
         first.cancel()
-        assert (await read(first)).finished.reason is FinishReason.ABORT
-        assert (await read(second)).finished.reason is FinishReason.LENGTH
+        assert (await read(first)).finished.reason == inference_pb2.FINISH_REASON_ABORT
+        assert (await read(second)).finished.reason == inference_pb2.FINISH_REASON_LENGTH
 
 
 async def test_slow_reader_gets_everything_in_one_piece() -> None:
@@ -104,9 +106,9 @@ async def test_reader_that_keeps_up_gets_each_token() -> None:
             await until(lambda: it.ranks.num_out > 0)
             it.ranks.do_one()
             event = await anext(stream)
-            assert isinstance(event, TokensEvent)
+            assert isinstance(event, inference_pb2.Delta)
             assert len(event.token_ids) == 1
-        assert isinstance(await anext(stream), FinishedEvent)
+        assert isinstance(await anext(stream), inference_pb2.Finished)
         it.ranks.let_go()
 
 
@@ -152,7 +154,7 @@ async def test_an_aborted_request_frees_its_blocks_and_slot_though_a_step_with_i
         assert it.core.stats().used_blocks == 0
         it.ranks.let_go()
         answer = await read(stream)
-        assert answer.finished.reason is FinishReason.ABORT
+        assert answer.finished.reason == inference_pb2.FINISH_REASON_ABORT
         assert answer.token_ids == []
         await until(lambda: it.ranks.num_bound_slots == 0)
 
@@ -263,8 +265,8 @@ async def test_stop_string_cuts_the_text_and_frees_the_request() -> None:
     async with engine() as it:
         answer = await read(it.core.submit(generation("r", range(3), max_tokens=40, seed=5, stop=(stop,))))
         assert answer.text == full[:where]
-        assert answer.finished.reason is FinishReason.STOP
-        assert (answer.finished.stop_text, answer.finished.stop_token_id) == (stop, None)
+        assert answer.finished.reason == inference_pb2.FINISH_REASON_STOP
+        assert (answer.finished.WhichOneof("matched_stop"), answer.finished.stop_text) == ("stop_text", stop)
         assert len(answer.token_ids) < 40
         assert answer.finished.usage.completion_tokens == len(answer.token_ids)
         await turn_loop(10)
@@ -281,8 +283,8 @@ async def test_text_held_for_a_stop_string_is_shown_at_the_end() -> None:
         stop = full[-1] + "never comes"
         answer = await read(it.core.submit(generation("r", range(3), max_tokens=6, stop=(stop,))))
         assert answer.text == full
-        assert answer.finished.reason is FinishReason.LENGTH
-        assert answer.finished.stop_text is None
+        assert answer.finished.reason == inference_pb2.FINISH_REASON_LENGTH
+        assert answer.finished.WhichOneof("matched_stop") is None
 
 
 async def test_stop_token_is_reported_and_is_no_text() -> None:

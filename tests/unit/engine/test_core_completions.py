@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from hetero_api.v1 import inference_pb2
 from hetero_gateway.engine.errors import DuplicateRequest, InvalidRequest
-from hetero_gateway.engine.request import FinishReason
 from tests.unit.engine.core_setup import TOKENIZER, VOCAB_SIZE, alone, engine, read, turn_loop, until
 from tests.unit.engine.engine_setup import engine_config, generation
 from tests.unit.engine.fake_ranks import logprobs_alone
@@ -23,7 +23,7 @@ async def test_each_completion_has_its_own_tokens_text_end_and_usage() -> None:
         expected = alone(asked, 12, index=index)
         assert answer.tokens[index] == expected
         assert answer.texts[index] == TOKENIZER.decode(expected)
-        assert answer.ends[index].reason is FinishReason.LENGTH
+        assert answer.ends[index].reason == inference_pb2.FINISH_REASON_LENGTH
         assert answer.ends[index].usage.completion_tokens == 12
         assert answer.ends[index].usage.prompt_tokens == 9
     assert len({tuple(tokens) for tokens in answer.tokens.values()}) == 3
@@ -36,9 +36,9 @@ async def test_a_completion_that_ends_early_does_not_end_the_others() -> None:
     assert stop not in TOKENIZER.decode(alone(plain, 20))
     async with engine() as it:
         answer = await read(it.core.submit(generation("r", range(9), max_tokens=20, n=2, seed=5, stop=(stop,))))
-    assert answer.ends[0].reason is FinishReason.LENGTH
+    assert answer.ends[0].reason == inference_pb2.FINISH_REASON_LENGTH
     assert answer.tokens[0] == alone(plain, 20)
-    assert (answer.ends[1].reason, answer.ends[1].stop_text) == (FinishReason.STOP, stop)
+    assert (answer.ends[1].reason, answer.ends[1].stop_text) == (inference_pb2.FINISH_REASON_STOP, stop)
     assert answer.texts[1] == TOKENIZER.decode(second)[:3]
 
 
@@ -49,7 +49,7 @@ async def test_an_abort_ends_every_completion() -> None:
         await until(lambda: it.ranks.num_out > 0)
         assert it.core.abort("r")
         answer = await read(stream)
-        assert [answer.ends[index].reason for index in range(3)] == [FinishReason.ABORT] * 3
+        assert [answer.ends[index].reason for index in range(3)] == [inference_pb2.FINISH_REASON_ABORT] * 3
         it.ranks.let_go()
 
 
@@ -111,7 +111,7 @@ async def test_each_completion_goes_on_behind_its_own() -> None:
     async with engine() as it:
         answer = await read(it.core.submit(generation("r", range(9), max_tokens=12, n=3, seed=5, received=received)))
     assert answer.tokens == {1: whole[1][5:], 2: whole[2]}
-    assert [answer.ends[index].reason for index in range(3)] == [FinishReason.LENGTH] * 3
+    assert [answer.ends[index].reason for index in range(3)] == [inference_pb2.FINISH_REASON_LENGTH] * 3
 
 
 async def test_what_was_received_whole_is_finished_without_a_step() -> None:
@@ -132,9 +132,9 @@ async def test_what_was_received_whole_is_finished_without_a_step() -> None:
         assert (answer.token_ids, answer.text) == ([], "")
         assert answer.finished.usage.completion_tokens == 12
     length, token, stop = (answer.finished for answer in answers)
-    assert length.reason is FinishReason.LENGTH
-    assert (token.reason, token.stop_token_id) == (FinishReason.STOP, whole[-1])
-    assert (stop.reason, stop.stop_text) == (FinishReason.STOP, text[4:8])
+    assert length.reason == inference_pb2.FINISH_REASON_LENGTH
+    assert (token.reason, token.stop_token_id) == (inference_pb2.FINISH_REASON_STOP, whole[-1])
+    assert (stop.reason, stop.stop_text) == (inference_pb2.FINISH_REASON_STOP, text[4:8])
 
 
 async def test_a_stop_string_is_met_across_what_was_received_and_what_comes() -> None:
@@ -166,9 +166,9 @@ async def test_a_call_that_takes_a_stream_up_takes_it_over() -> None:
         with pytest.raises(DuplicateRequest):
             it.core.submit(asked)
         new = it.core.submit(generation("r", range(9), max_tokens=20, seed=3, received=((),)))
-        assert (await read(old)).finished.reason is FinishReason.ABORT
+        assert (await read(old)).finished.reason == inference_pb2.FINISH_REASON_ABORT
         newer = it.core.submit(generation("r", range(9), max_tokens=20, seed=3, received=(tuple(whole[:4]),)))
-        assert (await read(new)).finished.reason is FinishReason.ABORT
+        assert (await read(new)).finished.reason == inference_pb2.FINISH_REASON_ABORT
         old.cancel()
         it.ranks.let_go()
         answer = await read(newer)

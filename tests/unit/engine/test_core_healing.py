@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hetero_api.v1 import ranks_pb2
+from hetero_api.v1 import inference_pb2, ranks_pb2
 from hetero_gateway.engine.core import EngineCore
 from hetero_gateway.engine.errors import (
     DeadlineExceeded,
@@ -18,7 +18,7 @@ from hetero_gateway.engine.errors import (
     InvalidRequest,
     QueueFull,
 )
-from hetero_gateway.engine.request import FinishReason, GenerationRequest
+from hetero_gateway.engine.request import GenerationRequest
 from hetero_gateway.engine.stream import RequestStream
 from tests.unit.engine.core_setup import (
     NUM_BLOCKS,
@@ -183,7 +183,7 @@ async def test_an_abort_ends_a_paused_request() -> None:
         it.core.lose("rank 1 died")
         assert it.core.abort("r0")
         answer = await read(streams[0])
-        assert answer.finished.reason is FinishReason.ABORT
+        assert answer.finished.reason == inference_pb2.FINISH_REASON_ABORT
         assert answer.token_ids == alone(asked[0], len(answer.token_ids))
         it.new_group()
         for request, stream in zip(asked[1:], streams[1:], strict=True):

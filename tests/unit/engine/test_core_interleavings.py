@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from hetero_api.v1 import inference_pb2
 from hetero_gateway.engine.errors import (
     DeadlineExceeded,
     DuplicateRequest,
@@ -17,7 +18,7 @@ from hetero_gateway.engine.errors import (
     InvalidRequest,
     QueueFull,
 )
-from hetero_gateway.engine.request import FinishReason, GenerationRequest
+from hetero_gateway.engine.request import GenerationRequest
 from tests.unit.engine.core_setup import TOKENIZER, VOCAB_SIZE, Answer, Engine, alone, engine, read, turn_loop
 from tests.unit.engine.engine_setup import engine_config, generation
 
@@ -129,7 +130,7 @@ def check(asked: GenerationRequest, answer: Answer) -> None:
         if asked.sampling.HasField("num_logprobs"):
             assert [each.token_id for each in answer.logprobs.get(index, [])] == answer.tokens.get(index, [])
         end = answer.ends.get(index)
-        if end is not None and end.reason is not FinishReason.ABORT:
+        if end is not None and end.reason != inference_pb2.FINISH_REASON_ABORT:
             assert came == expected
             assert end.usage.completion_tokens == length
     if answer.error is not None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from hetero_api.group_state import GroupState
-from hetero_api.v1 import admin_pb2, ranks_pb2
+from hetero_api.v1 import admin_pb2, inference_pb2, ranks_pb2
 from hetero_api.weight_format import INT8, StoredWeights, int4
 from hetero_gateway.engine.errors import EngineUnavailable
-from hetero_gateway.engine.stream import FinishedEvent
 from hetero_gateway.group.warm_up import sampling_slots
 from tests.unit.engine.engine_setup import VOCAB_SIZE, generation
 from tests.unit.engine.fake_ranks import tokens_alone
@@ -93,7 +92,7 @@ async def test_a_ready_group_serves_requests_after_its_warm_up() -> None:
         events = await collect(bench.core.submit(generation("r", range(9), max_tokens=6)))
         tokens = [token for event in events[:-1] for token in event.token_ids]
         assert tokens == tokens_alone(range(9), seed=0, count=6, vocab_size=VOCAB_SIZE)
-        assert isinstance(events[-1], FinishedEvent)
+        assert isinstance(events[-1], inference_pb2.Finished)
         assert zero.plans == one.plans
         assert [plan.step_id for plan in zero.plans] == list(range(1, len(zero.plans) + 1))
 

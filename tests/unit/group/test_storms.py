@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from hetero_api.group_state import GroupState
-from hetero_api.v1 import admin_pb2
+from hetero_api.v1 import admin_pb2, inference_pb2
 from hetero_gateway.engine.errors import EngineUnavailable, GroupLost
-from hetero_gateway.engine.stream import FinishedEvent
 from hetero_gateway.group.errors import WrongState
 from tests.unit.engine.engine_setup import VOCAB_SIZE, generation
 from tests.unit.engine.fake_ranks import tokens_alone
@@ -99,7 +98,7 @@ async def test_whatever_happens_to_the_group_requests_get_their_tokens(
             *events, last = await task
             tokens = [token for event in events for token in event.token_ids]
             assert tokens == tokens_alone(range(length), seed=key, count=12, vocab_size=VOCAB_SIZE)
-            assert isinstance(last, FinishedEvent)
+            assert isinstance(last, inference_pb2.Finished)
         assert storm.asked
         assert bench.core.is_idle
         stats = bench.core.stats()

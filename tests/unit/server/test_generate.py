@@ -20,9 +20,9 @@ from hetero_api.v1 import inference_pb2 as pb
 from hetero_gateway.engine.request import derived_seed
 from hetero_gateway.server.calls import InFlight
 from hetero_gateway.server.config import read_model
-from hetero_gateway.server.gateway import request_reader
-from hetero_gateway.server.inference import Facts, InferenceServicer, Standing
+from hetero_gateway.server.inference import InferenceServicer
 from hetero_gateway.server.metrics import GatewayMetrics
+from hetero_gateway.server.reading import RequestReader
 from tests.unit.engine.fake_ranks import tokens_alone
 from tests.unit.server.server_setup import (
     MAX_MODEL_LEN,
@@ -177,10 +177,10 @@ async def test_a_call_that_arrives_after_its_deadline_computes_nothing(bench: Ga
     context: Any = ExpiredContext()
     servicer = InferenceServicer(
         bench.gateway.core,
-        reader=request_reader(bench.model),
+        reader=RequestReader(bench.model),
         in_flight=InFlight(),
-        facts=Facts(bench.model.info, name="g", version="1", world_size=1),
-        standing=lambda: Standing(ready=True, epoch=1),
+        model_info=bench.model.info,
+        server_info=pb.GetServerInfoResponse,
         metrics=GatewayMetrics(),
     )
     with pytest.raises(grpc.aio.AbortError):

@@ -8,7 +8,7 @@ import pytest
 
 from hetero_api.v1 import inference_pb2 as pb
 from hetero_api.v1 import ranks_pb2
-from hetero_gateway.server.openai.requests import chat_request, completion_requests
+from hetero_gateway.server.openai.requests import chat_requests, completion_requests
 from hetero_gateway.server.openai.schema import ChatBody, CompletionBody
 from hetero_gateway.server.sampling_params import resolved_sampling
 
@@ -31,9 +31,9 @@ def _resolved(request: pb.GenerateRequest) -> ranks_pb2.Sampling:
 
 def test_both_doors_resolve_to_the_same_message() -> None:
     assert resolved_sampling(pb.SamplingParams(**GIVEN)) == ALL
-    (completion,) = completion_requests(CompletionBody(**BODY, prompt="a"), request_id="r")
+    (completion,) = completion_requests(CompletionBody(**BODY, prompt="a"), "r")
     body = ChatBody.model_validate(BODY | {"messages": [{"role": "user", "content": "a"}]})
-    chat = chat_request(body, request_id="r")
+    (chat,) = chat_requests(body, "r")
     assert _resolved(completion) == _resolved(chat) == ALL
 
 

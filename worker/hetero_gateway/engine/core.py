@@ -3,7 +3,7 @@
 It joins the scheduler (what is computed), the steps in flight (the ranks) and the output processor (streams). What
 always holds:
 
-- Every stream that `submit` returned ends: each completion with a FinishedEvent, or all with an EngineError.
+- Every stream that `submit` returned ends: each completion with a Finished, or all with an EngineError.
 - The core outlives groups. `open` gives it one; `lose` takes it away for now: streams pause, requests still queue, and
   the next group goes on from the tokens that are known here, so that none is lost or doubled. A request that waits
   longer than `pause_limit_s` for it ends with EngineUnavailable. `fail` gives up: nothing waits any longer.
@@ -25,6 +25,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Final
 
+from hetero_api.v1 import admin_pb2
 from hetero_gateway.engine.admission import Admission, Alarm, PausedRequests, StepHolds
 from hetero_gateway.engine.config import EngineConfig, end_token_ids
 from hetero_gateway.engine.errors import (
@@ -37,7 +38,6 @@ from hetero_gateway.engine.errors import (
 from hetero_gateway.engine.output_processor import ActiveRequest, OutputProcessor
 from hetero_gateway.engine.request import GenerationRequest
 from hetero_gateway.engine.scheduler import Scheduler
-from hetero_gateway.engine.step import EngineStats
 from hetero_gateway.engine.step_pace import DecodePace, StepPace
 from hetero_gateway.engine.steps_in_flight import StepInFlight, StepsInFlight
 from hetero_gateway.engine.stream import ReaderTurns, RequestStream
@@ -236,7 +236,7 @@ class EngineCore:
         self._work.set()
         return True
 
-    def stats(self) -> EngineStats:
+    def stats(self) -> admin_pb2.GetStatsResponse:
         """Return counts of one moment, consistent with one another."""
         return self._scheduler.stats()
 

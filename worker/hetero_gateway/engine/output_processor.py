@@ -1,6 +1,6 @@
 """OutputProcessor: passes what the scheduler finds out on to the streams of the requests in flight.
 
-Every request that is accepted here ends exactly once: each completion with a FinishedEvent, or its open completions
+Every request that is accepted here ends exactly once: each completion with a Finished, or its open completions
 with an EngineError. A completion that ends here ends in the scheduler too. One asyncio loop.
 """
 
@@ -9,13 +9,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final, cast
 
+from google.protobuf import duration_pb2
+
+from hetero_api.v1 import inference_pb2 as pb
 from hetero_gateway.engine.errors import EngineError, InvalidRequest
 from hetero_gateway.engine.request import Completion, FinishReason, Request
 from hetero_gateway.engine.scheduler import Scheduler
 from hetero_gateway.engine.step import CompletionUpdate, StepOutcome
-from hetero_gateway.engine.stream import CompletionFeed, FinishedEvent, RequestStream, Timings, Usage
+from hetero_gateway.engine.stream import CompletionFeed, RequestStream
 from hetero_gateway.engine.text.constraints import TokenMatcher
+
+_NANOS: Final = 1_000_000_000
 
 
 @dataclass(slots=True, eq=False)
@@ -166,20 +172,25 @@ class OutputProcessor:
         """End a completion. A stop string met in text that was held back until now is the reason."""
         stop_text = opened.feed.matched_stop if reason is not FinishReason.ABORT else None
         if stop_text is not None:
-            reason, stop_token_id = FinishReason.STOP, None
+            reason = FinishReason.STOP
         completion, active = opened.completion, opened.active
         request = active.request
         del self._open[completion]
-        opened.feed.end(
-            FinishedEvent(
-                index=completion.index,
-                reason=reason,
-                stop_text=stop_text,
-                stop_token_id=stop_token_id,
-                usage=Usage(request.num_prompt_tokens, request.num_cached_tokens, completion.num_output_tokens),
-                timings=self._timings(opened),
-            )
+        finished = pb.Finished(
+            index=completion.index,
+            reason=cast("pb.FinishReason.ValueType", reason),
+            usage=pb.Usage(
+                prompt_tokens=request.num_prompt_tokens,
+                cached_tokens=request.num_cached_tokens,
+                completion_tokens=completion.num_output_tokens,
+            ),
+            timings=self._timings(opened),
         )
+        if stop_text is not None:
+            finished.stop_text = stop_text
+        elif stop_token_id is not None:
+            finished.stop_token_id = stop_token_id
+        opened.feed.end(finished)
         if not active.stream.num_open:
             self._remove(active)
 
@@ -192,11 +203,19 @@ class OutputProcessor:
         found = map(self._open.get, active.request.completions)
         return [opened for opened in found if opened is not None]
 
-    def _timings(self, opened: OpenCompletion) -> Timings:
+    def _timings(self, opened: OpenCompletion) -> pb.Timings:
         request = opened.active.request
-        arrival_s, scheduled_s, first_s = request.arrival_s, request.first_scheduled_s, opened.first_token_s
-        return Timings(
-            queued_s=None if scheduled_s is None else scheduled_s - arrival_s,
-            first_token_s=None if first_s is None else first_s - arrival_s,
-            total_s=self._clock() - arrival_s,
+        return pb.Timings(
+            queued=_duration(request.arrival_s, request.first_scheduled_s),
+            first_token=_duration(request.arrival_s, opened.first_token_s),
+            total=_duration(request.arrival_s, self._clock()),
         )
+
+
+def _duration(begin_s: float, end_s: float | None) -> duration_pb2.Duration | None:
+    """Return the time in between; None, i.e. an absent field, if the end never came."""
+    if end_s is None:
+        return None
+    duration = duration_pb2.Duration()
+    duration.FromNanoseconds(max(0, round((end_s - begin_s) * _NANOS)))
+    return duration

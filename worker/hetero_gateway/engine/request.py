@@ -16,21 +16,21 @@ import hashlib
 import struct
 from dataclasses import dataclass, field
 
-from hetero_api.v1 import logprobs_pb2, ranks_pb2
+from hetero_api.v1 import inference_pb2, logprobs_pb2, ranks_pb2
 from hetero_gateway.engine.block_pool import BlockDigests
 
 Urgency = tuple[float, int, int]
 """Order of service, smallest first: time of arrival, put off by priority; order of arrival; index in the request."""
 
 
-class FinishReason(enum.Enum):
-    """Reason why a completion ended."""
+class FinishReason(enum.IntEnum):
+    """Reason why a completion ended, numbered as in inference.proto."""
 
-    STOP = "stop"
+    STOP = inference_pb2.FINISH_REASON_STOP
     """An end-of-sequence token, a stop token or a stop string."""
-    LENGTH = "length"
+    LENGTH = inference_pb2.FINISH_REASON_LENGTH
     """max_tokens or the model's length."""
-    ABORT = "abort"
+    ABORT = inference_pb2.FINISH_REASON_ABORT
     """Somebody ended it."""
 
 

@@ -22,10 +22,11 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import cast
 
+from hetero_api.v1.admin_pb2 import GetStatsResponse
 from hetero_gateway.engine.block_pool import BlockPool
 from hetero_gateway.engine.config import CacheSize, EngineConfig, max_running
 from hetero_gateway.engine.request import Completion
-from hetero_gateway.engine.step import NO_DECODES, Counts, DecodeView
+from hetero_gateway.engine.step import NO_DECODES, DecodeView
 
 _slot_of = cast("Callable[[Completion], int]", attrgetter("slot"))
 _token_ids_of = cast("Callable[[Completion], list[int]]", attrgetter("token_ids"))
@@ -35,7 +36,7 @@ _end_token_ids_of = cast("Callable[[Completion], frozenset[int]]", attrgetter("e
 class RunningBatch:
     """Running completions on the cache of one group. `num_blocks` includes the null block."""
 
-    def __init__(self, config: EngineConfig, *, num_blocks: int, block_size: int, counts: Counts) -> None:
+    def __init__(self, config: EngineConfig, *, num_blocks: int, block_size: int, counts: GetStatsResponse) -> None:
         self._counts = counts
         self._caching = config.enable_prefix_caching
         self._max_running = max_running(config)

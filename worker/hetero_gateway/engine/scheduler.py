@@ -31,7 +31,7 @@ from __future__ import annotations
 from itertools import count
 from typing import Final
 
-from hetero_api.v1 import logprobs_pb2, ranks_pb2
+from hetero_api.v1 import admin_pb2, logprobs_pb2, ranks_pb2
 from hetero_gateway.engine.block_pool import BlockDigests
 from hetero_gateway.engine.config import EngineConfig, does_not_fit, end_token_ids, resolve_max_tokens, room_alone
 from hetero_gateway.engine.errors import DuplicateRequest, EngineFault, InvalidRequest, QueueFull
@@ -45,8 +45,6 @@ from hetero_gateway.engine.request import (
 )
 from hetero_gateway.engine.running_batch import RunningBatch
 from hetero_gateway.engine.step import (
-    Counts,
-    EngineStats,
     ScheduledStep,
     SpanEntry,
     StepOutcome,
@@ -73,7 +71,8 @@ class Scheduler:
         self._deadlines: LiveHeap[Request] = LiveHeap(is_dead=lambda request: request.is_ended)
         self._orders = count()
         self._num_queued_tokens = 0
-        self._counts = Counts()
+        self._counts = admin_pb2.GetStatsResponse()
+        """Counts since the start, and the requests that run; `stats` adds the other gauges."""
         self._batch, self._planner = self._new_cache(num_blocks=num_blocks, block_size=config.block_size)
         # What requests have to fit: the group's cache, or the last group's while there is none.
         self._cache = self._batch.cache
@@ -153,23 +152,18 @@ class Scheduler:
         """Whether `schedule` has nothing to do: no request, and no slot that ranks still have to drop."""
         return not self._requests and not self._batch.slots.has_released
 
-    def stats(self) -> EngineStats:
+    def stats(self) -> admin_pb2.GetStatsResponse:
         """Return counts of one moment, consistent with one another."""
-        pool, counts = self._batch.pool, self._counts
-        return EngineStats(
-            running_requests=counts.running_requests,
-            waiting_requests=len(self._requests) - counts.running_requests,
+        pool = self._batch.pool
+        stats = admin_pb2.GetStatsResponse(
+            waiting_requests=len(self._requests) - self._counts.running_requests,
             num_blocks=pool.capacity,
             free_blocks=pool.free_blocks,
             used_blocks=pool.used_blocks,
             cached_blocks=pool.cached_blocks,
-            steps=counts.steps,
-            prompt_tokens=counts.prompt_tokens,
-            cached_tokens=counts.cached_tokens,
-            generated_tokens=counts.generated_tokens,
-            preemptions=counts.preemptions,
-            finished_requests=counts.finished_requests,
         )
+        stats.MergeFrom(self._counts)
+        return stats
 
     def check_integrity(self) -> None:
         """Compare the pool's counts with its blocks, O(blocks). Raises EngineFault."""

@@ -1,4 +1,4 @@
-"""Steps as the scheduler hands them out and takes them back: a step, its outcome for each completion, and counts.
+"""Steps as the scheduler hands them out and takes them back: a step, and its outcome for each completion.
 
 A step of 256 decodes is the usual case, and is worth 0.8 µs a completion. So a step refers to the decode batch as it
 stood, which is not copied, and a result is turned into updates, which are tuples, in bulk.
@@ -268,37 +268,3 @@ def _mark_stops(updates: list[CompletionUpdate], is_end: list[bool]) -> list[int
         token_id = updates[index].token_id
         updates[index] = updates[index]._replace(reason=FinishReason.STOP, stop_token_id=token_id)
     return marked
-
-
-# --- counts -------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Counts:
-    """Counts of the scheduler since its start. Only `running_requests` ever falls. Meanings: EngineStats."""
-
-    running_requests: int = 0
-    steps: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    preemptions: int = 0
-    finished_requests: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Gauges now and counts since the start, as GetStatsResponse has them. free + used = num_blocks."""
-
-    running_requests: int
-    waiting_requests: int
-    num_blocks: int
-    free_blocks: int
-    used_blocks: int
-    cached_blocks: int
-    steps: int
-    prompt_tokens: int
-    cached_tokens: int
-    generated_tokens: int
-    preemptions: int
-    finished_requests: int

@@ -9,17 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hetero_api.v1 import ranks_pb2
+from hetero_api.v1.admin_pb2 import GetStatsResponse
 from hetero_gateway.engine.config import EngineConfig
 from hetero_gateway.engine.request import Completion
 from hetero_gateway.engine.running_batch import RunningBatch, computes_prompt_logprobs
-from hetero_gateway.engine.step import NO_DECODES, Counts, DecodeView, GrownEntry, ScheduledStep, SpanEntry
+from hetero_gateway.engine.step import NO_DECODES, DecodeView, GrownEntry, ScheduledStep, SpanEntry
 from hetero_gateway.engine.waiting import WaitingLine
 
 
 class StepPlanner:
     """Makes steps of the running batch, and moves completions between the line and the batch for that."""
 
-    def __init__(self, config: EngineConfig, *, batch: RunningBatch, waiting: WaitingLine, counts: Counts) -> None:
+    def __init__(
+        self, config: EngineConfig, *, batch: RunningBatch, waiting: WaitingLine, counts: GetStatsResponse
+    ) -> None:
         self._max_num_tokens = config.max_num_batched_tokens
         self._batch = batch
         self._waiting = waiting

@@ -16,70 +16,19 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
+from hetero_api.v1 import inference_pb2 as pb
 from hetero_api.v1.logprobs_pb2 import TokenLogprobs
 from hetero_gateway.engine.errors import EngineError
-from hetero_gateway.engine.request import FinishReason
 from hetero_gateway.engine.text.detokenizer import IncrementalDetokenizer
 
 EVENTS_A_TURN: Final = 16
 """Events that readers take in one turn of the event loop."""
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Token counts of one completion. `completion_tokens` includes an ending token and tokens received before."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Timings:
-    """Seconds since the request's arrival; None for events that never came."""
-
-    queued_s: float | None
-    first_token_s: float | None
-    total_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class TokensEvent:
-    """Tokens and text of a completion since its last event.
-
-    `text` may be empty while a character or a stop string is unclear. `logprobs` has one entry for each token if the
-    request asked for them, else none.
-    """
-
-    index: int
-    token_ids: list[int]
-    text: str
-    logprobs: Sequence[TokenLogprobs] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class PromptLogprobsEvent:
-    """Log-probabilities of each token of the prompt but the first. Comes before any TokensEvent."""
-
-    positions: Sequence[TokenLogprobs]
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedEvent:
-    """End of a completion. With STOP, one of `stop_text` and `stop_token_id` ended it."""
-
-    index: int
-    reason: FinishReason
-    stop_text: str | None
-    stop_token_id: int | None
-    usage: Usage
-    timings: Timings
-
-
-StreamEvent = TokensEvent | PromptLogprobsEvent | FinishedEvent
+StreamEvent = pb.Delta | pb.PromptLogprobs | pb.Finished
+"""Event as inference.proto has it, without log-probabilities that nobody asked for."""
 
 
 class CompletionFeed:
@@ -99,7 +48,7 @@ class CompletionFeed:
         self._token_ids: list[int] = []
         self._text: list[str] = []
         self._logprobs: list[TokenLogprobs] = []
-        self._finished: FinishedEvent | None = None
+        self._finished: pb.Finished | None = None
         self.is_queued = False
         """Whether the stream knows that there is something to take. Only the stream writes to it."""
 
@@ -136,12 +85,12 @@ class CompletionFeed:
             self._text += (self._pending_text(), self._detokenizer.finish())
             self._is_closed, self._is_eager = True, False
 
-    def end(self, event: FinishedEvent) -> None:
+    def end(self, event: pb.Finished) -> None:
         """Add the end, after `close`. Once only."""
         self._finished = event
         self._stream.has_news(self, ended=True)
 
-    def take(self) -> TokensEvent | FinishedEvent | None:
+    def take(self) -> pb.Delta | pb.Finished | None:
         """Return the next event for the reader; None if there is none now."""
         if self._token_ids or self._text:
             event = self._take_tokens()
@@ -155,23 +104,21 @@ class CompletionFeed:
         """Whether `take` would give something after what it gave."""
         return self._finished is not None
 
-    def _take_tokens(self) -> TokensEvent | None:
+    def _take_tokens(self) -> pb.Delta | None:
         text = "".join(self._text) + self._pending_text()
         self._text.clear()
         token_ids, self._token_ids = self._token_ids, []
         if not token_ids and not text:
             return None
-        if not self._logprobs:
-            return TokensEvent(self._index, token_ids, text)
         logprobs, self._logprobs = self._logprobs, []
-        return TokensEvent(self._index, token_ids, text, logprobs)
+        return pb.Delta(index=self._index, token_ids=token_ids, text=text, logprobs=logprobs)
 
     def _pending_text(self) -> str:
         return "" if self._is_eager or self._is_closed else self._detokenizer.push(self._token_ids)
 
 
 class RequestStream:
-    """Events of one request: iterate over it. It ends after a FinishedEvent for each completion, or by an EngineError.
+    """Events of one request: iterate over it. It ends after a Finished for each completion, or by an EngineError.
 
     `turns` bounds how much all readers of the loop take at once.
     """
@@ -192,7 +139,7 @@ class RequestStream:
         self._turns = turns
         self._num_open = len(self.feeds)
         self._with_news: deque[CompletionFeed] = deque()
-        self._prompt_logprobs: PromptLogprobsEvent | None = None
+        self._prompt_logprobs: pb.PromptLogprobs | None = None
         self._error: EngineError | None = None
         self._reader: asyncio.Future[None] | None = None
 
@@ -241,7 +188,7 @@ class RequestStream:
 
     def push_prompt_logprobs(self, positions: Sequence[TokenLogprobs]) -> None:
         """Add the log-probabilities of the whole prompt. Once only."""
-        self._prompt_logprobs = PromptLogprobsEvent(positions)
+        self._prompt_logprobs = pb.PromptLogprobs(positions=positions)
         self._wake()
 
     def fail(self, error: EngineError) -> None:

@@ -96,13 +96,14 @@ class AdminRpcs:
             raise WrongState(f"WakeUp: {', '.join(awake)} is awake already; leave it out (asleep: {asleep})")
         return await self._run("WakeUp", self._wake_up(epoch, tags))
 
-    async def drain(self) -> None:
+    async def drain(self) -> admin_pb2.DrainResponse:
         """Go to DRAINING, for good; return once no request is in flight."""
         if self._group.state is not GroupState.DRAINING:
             if self._group.state not in (GroupState.READY, GroupState.ASLEEP):
                 self._refuse("Drain", GroupState.READY)
             self._group.drain()
         await self._core.wait_idle()
+        return admin_pb2.DrainResponse()
 
     async def profile(self, request: admin_pb2.ProfileRequest) -> admin_pb2.ProfileResponse:
         """Record what the ranks do. Needs READY; requests are served meanwhile."""

@@ -298,11 +298,12 @@ class Group:
             name=self._settings.name,
             state=self.state.to_proto(),
             epoch=self.epoch,
-            ranks=self.rank_statuses(),
+            ranks=describe_ranks(self._settings, self._roster, self._current, self.placement.plan),
             reason=self._reason(),
             failed=self.failed,
             block_size=self._settings.block_size,
             placement_mode=placement.mode if placement is not None else "",
+            placement=report_placement(placement, self._core.decode_pace) if placement is not None else None,
             tokens_per_second=self._core.tokens_per_second,
             stalled_s=self.stalled_s,
             paused_requests=self._core.paused_requests,
@@ -310,25 +311,7 @@ class Group:
         )
         if self._current is not None:
             describe_epoch(self._settings, self._current, answer)
-        if (report := self.placement_report()) is not None:
-            answer.placement.CopyFrom(report)
         return answer
-
-    def rank_statuses(self) -> list[admin_pb2.RankStatus]:
-        """Return the status of all ranks, in rank order."""
-        return describe_ranks(self._settings, self._roster, self._current, self.placement.plan)
-
-    def placement_report(self) -> admin_pb2.PlacementReport | None:
-        """Return the report on the placement; None until it was decided."""
-        placement = self.placement.current
-        return report_placement(placement, self._core.decode_pace) if placement is not None else None
-
-    @property
-    def exchange_name(self) -> str:
-        """Kind of the exchange that stands, as its enum is spelled; empty if none does."""
-        if self.current is None or not self.current.exchange:
-            return ""
-        return ranks_pb2.ExchangeKind.Name(self.current.exchange).removeprefix("EXCHANGE_KIND_")
 
     def _reason(self) -> str:
         """Describe what the group waits for, and why; while it forms again, why it has to."""

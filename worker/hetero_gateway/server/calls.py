@@ -28,7 +28,7 @@ from hetero_gateway.engine.errors import (
     InvalidRequest,
     QueueFull,
 )
-from hetero_gateway.group.errors import CommandFailed, WrongState
+from hetero_gateway.group.errors import CommandFailed, InvalidCommand, WrongState
 from hetero_gateway.server.errors import InvalidArguments, Violation
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,7 @@ MAX_MESSAGE_CHARS: Final = 1500
 _CODES: Final[dict[type[HeteroError], grpc.StatusCode]] = {
     InvalidArguments: grpc.StatusCode.INVALID_ARGUMENT,
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    InvalidCommand: grpc.StatusCode.INVALID_ARGUMENT,
     DuplicateRequest: grpc.StatusCode.ALREADY_EXISTS,
     QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     EngineUnavailable: grpc.StatusCode.UNAVAILABLE,
@@ -114,7 +115,7 @@ def clip(text: str) -> str:
 
 
 def _details(error: Exception) -> tuple[Message, ...]:
-    if isinstance(error, InvalidRequest):
+    if isinstance(error, InvalidRequest | InvalidCommand):
         return (_bad_request(Violation(error.field, error.problem)),)
     if isinstance(error, InvalidArguments):
         return (_bad_request(*error.violations),)

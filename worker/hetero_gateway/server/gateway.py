@@ -21,21 +21,20 @@ from grpc_reflection.v1alpha import reflection
 from hetero_api.contract import GATEWAY_SERVICES, MAX_INFERENCE_MESSAGE_BYTES, MAX_RANKS_MESSAGE_BYTES, VERSION
 from hetero_api.group_state import GroupState
 from hetero_api.probe_server import ProbeServer
-from hetero_api.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, ranks_pb2
+from hetero_api.v1 import admin_pb2, inference_pb2
 from hetero_gateway.engine.core import EngineCore
-from hetero_gateway.engine.text.constraints import ConstraintCompiler
 from hetero_gateway.group.admin_rpcs import AdminRpcs
 from hetero_gateway.group.experts import ExpertRebalancer, wants_rebalancing
 from hetero_gateway.group.rendezvous import Group
-from hetero_gateway.server.admin import AdminServicer
+from hetero_gateway.server.admin import serve_admin
 from hetero_gateway.server.calls import InFlight
 from hetero_gateway.server.config import ServedModel
 from hetero_gateway.server.errors import BindError
 from hetero_gateway.server.grpc_server import UNBOUNDED, Bearer, BearerInterceptor, bind, new_server
 from hetero_gateway.server.health import WHOLE_SERVER, GatewayProbes, HealthServicer, LoopReader
-from hetero_gateway.server.inference import Facts, InferenceServicer, Standing, serve_inference
-from hetero_gateway.server.metrics import EngineReading, GatewayMetrics
-from hetero_gateway.server.openai.endpoint import OpenAiEndpoint, ServedName, TextTools
+from hetero_gateway.server.inference import InferenceServicer, serve_inference
+from hetero_gateway.server.metrics import EngineCollector, EngineReading, GatewayMetrics
+from hetero_gateway.server.openai.endpoint import OpenAiEndpoint
 from hetero_gateway.server.openai.http_server import HttpListener
 from hetero_gateway.server.ranks import serve_ranks
 from hetero_gateway.server.reading import RequestReader
@@ -46,7 +45,6 @@ STOP_GRACE_S: Final = 1.0
 """Calls that have not ended by then are cut off, so that a stop takes a few seconds at most."""
 
 _ADMIN_SERVICE: Final = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
-_RANKS_SERVICE: Final = ranks_pb2.DESCRIPTOR.services_by_name["Ranks"].full_name
 _INFERENCE_SERVICE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 
 
@@ -80,13 +78,14 @@ class Gateway:
         self._probe_server: ProbeServer | None = None
         self._step_timeout_s = model.group_settings.step_timeout_s
         self.core = EngineCore(model.engine_config, new_detokenizer=model.tokenizer.detokenizer)
-        self._reader = request_reader(model)
+        self._name = model.group_settings.name
+        self._started_s = time.monotonic()
         self._in_flight = InFlight()
         self.group = Group(
             model.group_settings,
             core=self.core,
             on_state=self._on_state,
-            observe_step=self.metrics.observe_step,
+            observe_step=self.metrics.step.observe,
         )
         self._rpcs = AdminRpcs(
             self.group,
@@ -100,10 +99,20 @@ class Gateway:
         # The admin port's health is the process's; the inference port's is the replica's.
         self._health = HealthServicer([WHOLE_SERVER, *GATEWAY_SERVICES])
         self._admin_health = HealthServicer([WHOLE_SERVER, _ADMIN_SERVICE, *GATEWAY_SERVICES])
-        self._servicer = self._inference_servicer(model)
-        self._endpoint = self._openai_endpoint(model)
+        reader, in_flight, metrics = RequestReader(model), self._in_flight, self.metrics
+        servicer = InferenceServicer(
+            self.core,
+            reader=reader,
+            model_info=model.info,
+            server_info=self._server_info,
+            metrics=metrics,
+            in_flight=in_flight,
+        )
+        self._inference = new_server(max_message_bytes=MAX_INFERENCE_MESSAGE_BYTES)
+        serve_inference(self._inference, servicer)
+        _add_health_and_reflection(self._inference, self._health, _INFERENCE_SERVICE)
+        self._endpoint = OpenAiEndpoint(self.core, model=model, reader=reader, metrics=metrics, in_flight=in_flight)
         self._http: HttpListener | None = None
-        self._inference = self._inference_server()
         self._admin = self._admin_server(admin_token)
         self._ranks = new_server(max_message_bytes=MAX_RANKS_MESSAGE_BYTES)
         serve_ranks(self._ranks, self.group, token=token)
@@ -167,24 +176,25 @@ class Gateway:
         self._health.set_serving([WHOLE_SERVER, *GATEWAY_SERVICES], ready)
         self._admin_health.set_serving(GATEWAY_SERVICES, ready)
 
-    def _standing(self) -> Standing:
-        return Standing(ready=self.group.is_ready, epoch=self.group.epoch)
+    def _server_info(self) -> inference_pb2.GetServerInfoResponse:
+        stats = self.core.stats()
+        return inference_pb2.GetServerInfoResponse(
+            version=VERSION,
+            name=self._name,
+            ready=self.group.is_ready,
+            world_size=self.group.world_size,
+            epoch=self.group.epoch,
+            uptime_s=time.monotonic() - self._started_s,
+            running_requests=stats.running_requests,
+            waiting_requests=stats.waiting_requests,
+        )
 
     def _read_engine(self) -> EngineReading:
-        return EngineReading(
-            self.core.stats(),
-            epoch=self.group.epoch,
-            ready=self.group.is_ready,
-            paused_requests=self.core.paused_requests,
-            recoveries=self.core.recoveries,
-            exchange=self.group.exchange_name,
-            placement=self.group.placement_report(),
-            ranks=self.group.rank_statuses(),
-        )
+        return EngineReading(self.core.stats(), self.group.topology(), self.group.is_ready, self.core.recoveries)
 
     def _start_probes(self, host: str, port: int) -> ProbeServer:
         reader = LoopReader(asyncio.get_running_loop())
-        self.metrics.watch_engine(self._read_engine, reader)
+        self.metrics.registry.register(EngineCollector(self._read_engine, reader))
         probes = GatewayProbes(self.group, reader, step_timeout_s=self._step_timeout_s)
         try:
             return ProbeServer.start(
@@ -196,62 +206,14 @@ class Gateway:
         except OSError as error:
             raise BindError(f"--metrics-port: cannot listen on {host} port {port}: {error.strerror}") from error
 
-    def _inference_servicer(self, model: ServedModel) -> InferenceServicer:
-        return InferenceServicer(
-            self.core,
-            reader=self._reader,
-            facts=Facts(
-                model=model.info,
-                name=model.group_settings.name,
-                version=VERSION,
-                world_size=self.group.world_size,
-            ),
-            standing=self._standing,
-            metrics=self.metrics,
-            in_flight=self._in_flight,
-        )
-
-    def _openai_endpoint(self, model: ServedModel) -> OpenAiEndpoint:
-        uri, tokenizer = model.info.model_uri, model.tokenizer
-        return OpenAiEndpoint(
-            self.core,
-            reader=self._reader,
-            text=TextTools(tokenizer.token_bytes, tokenizer.decode, model.engine_config.eos_token_ids),
-            served=ServedName(
-                name=model.group_settings.name,
-                root=uri.partition("://")[2] or uri,
-                source=model.info.source,
-                max_model_len=model.info.max_model_len,
-                created=int(time.time()),
-            ),
-            metrics=self.metrics,
-            in_flight=self._in_flight,
-        )
-
-    def _inference_server(self) -> grpc.aio.Server:
-        server = new_server(max_message_bytes=MAX_INFERENCE_MESSAGE_BYTES)
-        serve_inference(server, self._servicer)
-        _add_health_and_reflection(server, self._health, _INFERENCE_SERVICE)
-        return server
-
     def _admin_server(self, token: str | None) -> grpc.aio.Server:
         interceptors = [] if token is None else [BearerInterceptor(Bearer(token, whose="the administrator's"))]
         server = new_server(
             max_message_bytes=MAX_INFERENCE_MESSAGE_BYTES, max_answer_bytes=UNBOUNDED, interceptors=interceptors
         )
-        servicer = AdminServicer(topology=self.group.topology, stats=self.core.stats, rpcs=self._rpcs)
-        admin_pb2_grpc.add_AdminServicer_to_server(servicer, server)
+        serve_admin(server, topology=self.group.topology, stats=self.core.stats, rpcs=self._rpcs)
         _add_health_and_reflection(server, self._admin_health, _ADMIN_SERVICE)
         return server
-
-
-def request_reader(model: ServedModel) -> RequestReader:
-    """Return the reader of both doors' requests."""
-    config = model.engine_config
-    constraints = ConstraintCompiler(model.tokenizer, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids)
-    return RequestReader(
-        model.tokenizer, constraints=constraints, vocab_size=config.vocab_size, max_model_len=config.max_model_len
-    )
 
 
 def _add_health_and_reflection(server: grpc.aio.Server, servicer: HealthServicer, service: str) -> None:

@@ -11,17 +11,15 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc
-from google.protobuf import duration_pb2
 
 from hetero_api.v1 import inference_pb2 as pb
 from hetero_gateway.engine.core import EngineCore
 from hetero_gateway.engine.errors import DeadlineExceeded
 from hetero_gateway.engine.request import FinishReason
-from hetero_gateway.engine.stream import FinishedEvent, PromptLogprobsEvent, StreamEvent, Timings, TokensEvent
+from hetero_gateway.engine.stream import StreamEvent
 from hetero_gateway.server.calls import Context, InFlight, answering, status_of, when_over
 from hetero_gateway.server.metrics import GatewayMetrics
 from hetero_gateway.server.reading import RequestReader
@@ -49,24 +47,6 @@ def serve_inference(server: grpc.aio.Server, servicer: InferenceServicer) -> Non
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {"Generate": generate, **others}),))
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """The model and the names of a gateway, which do not change while it runs."""
-
-    model: pb.GetModelInfoResponse
-    name: str
-    version: str
-    world_size: int
-
-
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """State of the group at one moment."""
-
-    ready: bool
-    epoch: int
-
-
 class InferenceServicer:
     """The service's methods, under its names. `clock` is the engine's: its deadlines are times of it."""
 
@@ -75,19 +55,18 @@ class InferenceServicer:
         core: EngineCore,
         *,
         reader: RequestReader,
-        facts: Facts,
-        standing: Callable[[], Standing],
+        model_info: pb.GetModelInfoResponse,
+        server_info: Callable[[], pb.GetServerInfoResponse],
         metrics: GatewayMetrics,
         in_flight: InFlight,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._core = core
         self._reader = reader
-        self._facts = facts
-        self._standing = standing
+        self._model_info = model_info
+        self._server_info = server_info
         self._metrics = metrics
         self._clock = clock
-        self._started_s = clock()
         self._in_flight = in_flight
 
     async def Generate(self, data: bytes, context: Context) -> AsyncIterator[pb.GenerateEvent]:  # noqa: N802
@@ -96,7 +75,7 @@ class InferenceServicer:
         self._in_flight.enter()
         # These run as soon as the call is over, also when it ends while a message is being written.
         when_over(context, self._in_flight.leave)
-        when_over(context, lambda: self._metrics.count_request(outcome.name))
+        when_over(context, lambda: self._metrics.requests.labels(outcome.name).inc())
         async with answering(context, "Generate"):
             with outcome.named():
                 arrived_s = self._clock()
@@ -109,11 +88,11 @@ class InferenceServicer:
                 is_whole = request.output_mode == pb.OUTPUT_MODE_FINAL_ONLY
                 is_first = True
                 async for event in merged(stream) if is_whole else stream:
-                    if isinstance(event, FinishedEvent):
-                        outcome.name = event.reason.name
-                    elif is_first and isinstance(event, TokensEvent):
+                    if isinstance(event, pb.Finished):
+                        outcome.name = FinishReason(event.reason).name
+                    elif is_first and isinstance(event, pb.Delta):
                         is_first = False
-                        self._metrics.observe_first_token(self._clock() - arrived_s)
+                        self._metrics.first_token.observe(self._clock() - arrived_s)
                     yield stream_event(event)
 
     async def Abort(self, data: bytes, context: Context) -> pb.AbortResponse:  # noqa: N802
@@ -137,22 +116,12 @@ class InferenceServicer:
 
     async def GetModelInfo(self, data: bytes, context: Context) -> pb.GetModelInfoResponse:  # noqa: N802, ARG002
         """Return the model's name and bounds; the request has no fields."""
-        return self._facts.model
+        return self._model_info
 
     async def GetServerInfo(self, data: bytes, context: Context) -> pb.GetServerInfoResponse:  # noqa: N802, ARG002
         """Return the server's name and its state right now; the request has no fields."""
         async with answering(context, "GetServerInfo"):
-            standing, stats = self._standing(), self._core.stats()
-            return pb.GetServerInfoResponse(
-                version=self._facts.version,
-                name=self._facts.name,
-                ready=standing.ready,
-                world_size=self._facts.world_size,
-                epoch=standing.epoch,
-                uptime_s=self._clock() - self._started_s,
-                running_requests=stats.running_requests,
-                waiting_requests=stats.waiting_requests,
-            )
+            return self._server_info()
 
 
 class _Outcome:
@@ -181,14 +150,6 @@ def _deadline(context: Context, *, now: float) -> float | None:
     return now + left_s
 
 
-_NANOS: Final = 1_000_000_000
-_REASONS: Final = {
-    FinishReason.STOP: pb.FINISH_REASON_STOP,
-    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
-    FinishReason.ABORT: pb.FINISH_REASON_ABORT,
-}
-
-
 def started_event(request_id: str, *, prompt_tokens: int, seed: int) -> pb.GenerateEvent:
     """Return the first event of a stream."""
     return pb.GenerateEvent(started=pb.Started(request_id=request_id, prompt_tokens=prompt_tokens, seed=seed))
@@ -196,69 +157,28 @@ def started_event(request_id: str, *, prompt_tokens: int, seed: int) -> pb.Gener
 
 def stream_event(event: StreamEvent) -> pb.GenerateEvent:
     """Return the message for an event of the engine."""
-    if isinstance(event, TokensEvent):
-        return _delta_event(event)
-    if isinstance(event, PromptLogprobsEvent):
-        return pb.GenerateEvent(prompt_logprobs=pb.PromptLogprobs(positions=event.positions))
-    return _finished_event(event)
-
-
-def _delta_event(tokens: TokensEvent) -> pb.GenerateEvent:
-    delta = pb.Delta(index=tokens.index, token_ids=tokens.token_ids, text=tokens.text, logprobs=tokens.logprobs)
-    return pb.GenerateEvent(delta=delta)
-
-
-def _finished_event(finished: FinishedEvent) -> pb.GenerateEvent:
-    usage = finished.usage
-    message = pb.Finished(
-        index=finished.index,
-        reason=_REASONS[finished.reason],
-        usage=pb.Usage(
-            prompt_tokens=usage.prompt_tokens,
-            cached_tokens=usage.cached_tokens,
-            completion_tokens=usage.completion_tokens,
-        ),
-        timings=_timings(finished.timings),
-    )
-    if finished.stop_text is not None:
-        message.stop_text = finished.stop_text
-    elif finished.stop_token_id is not None:
-        message.stop_token_id = finished.stop_token_id
-    return pb.GenerateEvent(finished=message)
-
-
-def _timings(timings: Timings) -> pb.Timings:
-    return pb.Timings(
-        queued=_duration(timings.queued_s),
-        first_token=_duration(timings.first_token_s),
-        total=_duration(timings.total_s),
-    )
-
-
-def _duration(seconds: float | None) -> duration_pb2.Duration | None:
-    """Return a duration; None, i.e. an absent field, for an event that never came."""
-    if seconds is None:
-        return None
-    whole, nanos = divmod(max(0, round(seconds * _NANOS)), _NANOS)
-    return duration_pb2.Duration(seconds=whole, nanos=nanos)
+    if isinstance(event, pb.Delta):
+        return pb.GenerateEvent(delta=event)
+    if isinstance(event, pb.PromptLogprobs):
+        return pb.GenerateEvent(prompt_logprobs=event)
+    return pb.GenerateEvent(finished=event)
 
 
 async def merged(events: AsyncIterable[StreamEvent]) -> AsyncIterator[StreamEvent]:
     """Yield all tokens of a completion in one event, just before its end."""
-    pieces: dict[int, list[TokensEvent]] = {}
+    pieces: dict[int, list[pb.Delta]] = {}
     async for event in events:
-        if isinstance(event, TokensEvent):
+        if isinstance(event, pb.Delta):
             pieces.setdefault(event.index, []).append(event)
             continue
-        if isinstance(event, FinishedEvent) and event.index in pieces:
+        if isinstance(event, pb.Finished) and event.index in pieces:
             yield _sum(pieces.pop(event.index))
         yield event
 
 
-def _sum(events: Sequence[TokensEvent]) -> TokensEvent:
-    return TokensEvent(
-        events[0].index,
-        [token_id for event in events for token_id in event.token_ids],
-        "".join(event.text for event in events),
-        [logprobs for event in events for logprobs in event.logprobs],
-    )
+def _sum(deltas: Sequence[pb.Delta]) -> pb.Delta:
+    whole = pb.Delta(index=deltas[0].index, text="".join(delta.text for delta in deltas))
+    for delta in deltas:
+        whole.token_ids.extend(delta.token_ids)
+        whole.logprobs.extend(delta.logprobs)
+    return whole

@@ -7,15 +7,13 @@ A scrape runs in a thread of the probe server's and the engine belongs to the ev
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from hetero_api.v1 import admin_pb2
-from hetero_gateway.engine.step import EngineStats
+from hetero_api.v1 import admin_pb2, ranks_pb2
 from hetero_gateway.server.health import LoopReader
 
 _SCRAPE_TIMEOUT_S: Final = 5.0
@@ -37,20 +35,13 @@ _COUNTERS: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class EngineReading:
+class EngineReading(NamedTuple):
     """State of the gateway at one scrape, read on the event loop."""
 
-    stats: EngineStats
-    epoch: int
+    stats: admin_pb2.GetStatsResponse
+    topology: admin_pb2.GetTopologyResponse
     ready: bool
-    paused_requests: int
     recoveries: int
-    exchange: str = ""
-    """Kind of the exchange that stands, e.g. "SHM"; empty if none does."""
-    placement: admin_pb2.PlacementReport | None = None
-    """None until it was decided."""
-    ranks: Sequence[admin_pb2.RankStatus] = ()
 
 
 class GatewayMetrics:
@@ -58,25 +49,25 @@ class GatewayMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._requests = Counter(
+        self.requests = Counter(
             "hetero_requests",
             "Generate calls that ended, by outcome: a finish reason or a gRPC status code.",
             ["outcome"],
             registry=self.registry,
         )
-        self._http_calls = Counter(
+        self.http_calls = Counter(
             "hetero_http_calls",
             "Calls of the OpenAI endpoint for completions that ended, by HTTP status; 499: the client went away.",
             ["outcome"],
             registry=self.registry,
         )
-        self._step = Histogram(
+        self.step = Histogram(
             "hetero_step_seconds",
             "A step, from the plan's sending to its result.",
             buckets=_STEP_BUCKETS,
             registry=self.registry,
         )
-        self._first_token = Histogram(
+        self.first_token = Histogram(
             "hetero_time_to_first_token_seconds",
             "A request's arrival to its first token.",
             buckets=_FIRST_TOKEN_BUCKETS,
@@ -89,57 +80,41 @@ class GatewayMetrics:
         )
         self._moved_experts = Counter("hetero_moved_experts", "Experts that changed ranks.", registry=self.registry)
 
-    def observe_step(self, seconds: float) -> None:
-        """Record the duration of a step."""
-        self._step.observe(seconds)
-
-    def observe_first_token(self, seconds: float) -> None:
-        """Record the time from a request's arrival to its first token."""
-        self._first_token.observe(seconds)
-
-    def count_request(self, outcome: str) -> None:
-        """Count a Generate call that ended."""
-        self._requests.labels(outcome).inc()
-
-    def count_http_call(self, outcome: str) -> None:
-        """Count an HTTP call that ended."""
-        self._http_calls.labels(outcome).inc()
-
     def count_moved_experts(self, number: int) -> None:
         """Count one move of `number` experts."""
         self._rebalances.inc()
         self._moved_experts.inc(number)
 
-    def watch_engine(self, read: Callable[[], EngineReading], reader: LoopReader) -> None:
-        """Have every scrape read the engine, on its loop."""
-        self.registry.register(_EngineCollector(read, reader))
 
+class EngineCollector(Collector):
+    """Collector that has every scrape read the engine, on its loop."""
 
-class _EngineCollector(Collector):
     def __init__(self, read: Callable[[], EngineReading], reader: LoopReader) -> None:
         self._read = read
         self._reader = reader
 
     def collect(self) -> Iterator[Metric]:
+        """Yield what the engine and the group report now."""
         reading = self._reader.read(self._read, timeout_s=_SCRAPE_TIMEOUT_S)
+        topology = reading.topology
         for name, text in _GAUGES.items():
             yield GaugeMetricFamily(f"hetero_{name}", text, value=getattr(reading.stats, name))
         for name, text in _COUNTERS.items():
             yield CounterMetricFamily(f"hetero_{name}", text, value=getattr(reading.stats, name))
-        yield GaugeMetricFamily("hetero_epoch", "The group's epoch.", value=reading.epoch)
+        yield GaugeMetricFamily("hetero_epoch", "The group's epoch.", value=topology.epoch)
         paused = "Requests that wait for a new epoch to go on where the last one left them."
-        yield GaugeMetricFamily("hetero_paused_requests", paused, value=reading.paused_requests)
+        yield GaugeMetricFamily("hetero_paused_requests", paused, value=topology.paused_requests)
         survived = "Epochs that were lost and followed by another on which requests went on."
         yield CounterMetricFamily("hetero_recoveries", survived, value=reading.recoveries)
         yield GaugeMetricFamily("hetero_ready", "1 while requests are served.", value=float(reading.ready))
-        if reading.exchange:
+        if topology.exchange:
             kind = InfoMetricFamily("hetero_exchange", "How ranks exchange tensors in host memory.")
-            kind.add_metric([], {"kind": reading.exchange})
+            kind.add_metric([], {"kind": ranks_pb2.ExchangeKind.Name(topology.exchange).removeprefix("EXCHANGE_KIND_")})
             yield kind
-        if reading.placement is not None:
-            yield from _placement_metrics(reading.placement)
-        if any(rank.graph_reserve_bytes for rank in reading.ranks):
-            yield graph_memory(reading.ranks)
+        if topology.HasField("placement"):
+            yield from _placement_metrics(topology.placement)
+        if any(rank.graph_reserve_bytes for rank in topology.ranks):
+            yield graph_memory(topology.ranks)
 
 
 def graph_memory(ranks: Sequence[admin_pb2.RankStatus]) -> Metric:

@@ -17,9 +17,9 @@ from google.protobuf.message import Message
 
 from hetero_api.v1 import inference_pb2 as pb
 from hetero_gateway.engine.errors import QueueFull
-from hetero_gateway.engine.request import Constraint, GenerationRequest
+from hetero_gateway.engine.request import GenerationRequest
 from hetero_gateway.engine.text.constraints import ConstraintCompiler
-from hetero_gateway.engine.text.tokenizer import TextTokenizer
+from hetero_gateway.server.config import ServedModel
 from hetero_gateway.server.sampling_params import num_completions, read_constraint, resolved_sampling
 from hetero_gateway.server.validation import check_detokenize, check_generate, check_tokenize, parse
 
@@ -38,14 +38,17 @@ T = TypeVar("T")
 class RequestReader:
     """Reader of one model's requests. Used by one asyncio loop."""
 
-    def __init__(
-        self, tokenizer: TextTokenizer, *, constraints: ConstraintCompiler, vocab_size: int, max_model_len: int
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._constraints = constraints
-        self._vocab_size = vocab_size
-        self._max_model_len = max_model_len
-        self._threads = _ReadingThreads()
+    def __init__(self, model: ServedModel) -> None:
+        config = model.engine_config
+        self._tokenizer = model.tokenizer
+        self._vocab_size = config.vocab_size
+        self._max_model_len = config.max_model_len
+        self._constraints = ConstraintCompiler(
+            model.tokenizer, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids
+        )
+        self._pool = ThreadPoolExecutor(max_workers=MAX_THREADS, thread_name_prefix="reading")
+        self._held = 0
+        """Bytes of the long requests that are read in threads or wait for one."""
 
     async def parse(self, kind: type[M], data: bytes) -> M:
         """Return the message that `data` encodes. Raises InvalidArguments, and QueueFull when too many bytes wait."""
@@ -53,7 +56,15 @@ class RequestReader:
 
     async def run(self, work: Callable[[], T], *, cost: int) -> T:
         """Return the result of `work`, which reads about `cost` bytes; many of them in a thread. Raises QueueFull."""
-        return await self._threads.run(work, cost=cost)
+        if cost <= INLINE_BYTES:
+            return work()
+        if self._held and self._held + cost > MAX_WAITING_BYTES:
+            raise QueueFull(f"long prompts of {self._held} bytes wait to be read, {cost} more are too many; try later")
+        self._held += cost
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        finally:
+            self._held -= cost
 
     async def read(self, request: pb.GenerateRequest, *, deadline_s: float | None = None) -> GenerationRequest:
         """Return the engine's request; `deadline_s` is a time of the engine's clock.
@@ -62,7 +73,7 @@ class RequestReader:
         """
         prompt = await self.run(lambda: self._checked(request), cost=_cost(request, request.chat))
         params = request.sampling
-        number = num_completions(params)
+        number, constraint = num_completions(params), read_constraint(params)
         return GenerationRequest(
             request_id=request.request_id or uuid.uuid4().hex,
             prompt_token_ids=prompt,
@@ -71,7 +82,7 @@ class RequestReader:
             stop=tuple(params.stop),
             stop_token_ids=frozenset(params.stop_token_ids),
             ignore_eos=params.ignore_eos,
-            constraint=await self._compiled(read_constraint(params)),
+            constraint=None if constraint is None else await self._constraints.compile(constraint),
             cache_salt=request.cache_salt,
             deadline_s=deadline_s,
             n=number,
@@ -115,30 +126,6 @@ class RequestReader:
         tools: list[dict[str, Any]] | None = json.loads(chat.tools_json) if chat.tools_json else None
         messages = [_template_message(message) for message in chat.messages]
         return self._tokenizer.encode_chat(messages, tools=tools, max_model_len=max_model_len)
-
-    async def _compiled(self, constraint: Constraint | None) -> Constraint | None:
-        return None if constraint is None else await self._constraints.compile(constraint)
-
-
-class _ReadingThreads:
-    """Threads for long requests, and the bytes that they and those who wait for them hold."""
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(max_workers=MAX_THREADS, thread_name_prefix="reading")
-        self._held = 0
-
-    async def run(self, work: Callable[[], T], *, cost: int) -> T:
-        """Return the result of `work`, which is done here and now if it costs little. Raises QueueFull."""
-        if cost <= INLINE_BYTES:
-            return work()
-        if self._held and self._held + cost > MAX_WAITING_BYTES:
-            raise QueueFull(f"long prompts of {self._held} bytes wait to be read, {cost} more are too many; try later")
-        self._held += cost
-        reading = asyncio.get_running_loop().run_in_executor(self._pool, work)
-        try:
-            return await reading
-        finally:
-            self._held -= cost
 
 
 def _cost(request: pb.GenerateRequest | pb.TokenizeRequest, chat: pb.ChatMessages) -> int:

@@ -14,8 +14,8 @@ import logging
 import os
 import signal
 import tempfile
-from collections.abc import Awaitable
-from dataclasses import asdict, dataclass
+from collections.abc import Awaitable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -75,14 +75,7 @@ def _announce(config: GatewayConfig, model: ServedModel, addresses: Addresses) -
         addresses.inference, addresses.http, addresses.admin, addresses.ranks,
     )  # fmt: skip
     if config.state_file is not None:
-        state = ListeningState(
-            pid=os.getpid(),
-            name=model.group_settings.name,
-            inference=addresses.inference,
-            admin=addresses.admin,
-            ranks=addresses.ranks,
-            http=addresses.http,
-        )
+        state = {"pid": os.getpid(), "name": model.group_settings.name, **asdict(addresses)}
         write_state(config.state_file, state)
 
 
@@ -128,24 +121,12 @@ async def _first_of(serving: asyncio.Task[None], *events: Awaitable[Any], timeou
         task.cancel()
 
 
-@dataclass(frozen=True, slots=True)
-class ListeningState:
-    """Contents of the state file. Addresses are "host:port"."""
-
-    pid: int
-    name: str
-    inference: str
-    admin: str
-    ranks: str
-    http: str
-
-
-def write_state(path: Path, state: ListeningState) -> None:
-    """Write the file in one piece: a reader sees all of it or nothing. Raises OSError."""
+def write_state(path: Path, state: Mapping[str, Any]) -> None:
+    """Write the file in one piece: a reader sees all of it or nothing. Addresses are "host:port". Raises OSError."""
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(fd, "w", encoding="utf-8") as file:
-            json.dump(asdict(state), file)
+            json.dump(state, file)
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)

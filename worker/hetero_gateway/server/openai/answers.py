@@ -1,18 +1,22 @@
 """Answers of the API: objects of chats and completions, whole and in chunks, and errors.
 
-A `ResponseFormatter` knows what differs between the two calls; a `Frame` has what all objects of one answer share.
+A `ResponseFormatter` makes all objects of one answer, with a subclass for each of the two calls.
 Errors become HTTP statuses and error objects here, the one place of this door where both are known.
 """
 
 from __future__ import annotations
 
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, Protocol
+from itertools import accumulate
+from typing import Any, ClassVar, Final, NamedTuple
 
 from pydantic import ValidationError
 
 from hetero_api.errors import HeteroError
+from hetero_api.v1 import inference_pb2 as pb
 from hetero_api.v1.logprobs_pb2 import TokenLogprobs
 from hetero_gateway.engine.errors import (
     DeadlineExceeded,
@@ -22,7 +26,7 @@ from hetero_gateway.engine.errors import (
     InvalidRequest,
     QueueFull,
 )
-from hetero_gateway.engine.stream import FinishedEvent
+from hetero_gateway.engine.request import FinishReason
 from hetero_gateway.server.errors import InvalidArguments
 from hetero_gateway.server.openai.requests import body_field
 
@@ -45,114 +49,111 @@ class Choice:
     index: int
     text: list[str] = field(default_factory=list)
     positions: list[Position] = field(default_factory=list)
-    finished: FinishedEvent | None = None
+    finished: pb.Finished | None = None
 
 
-class ResponseFormatter(Protocol):
-    """Format of one of the two calls. Positions are None where no log-probabilities were asked for."""
+class ResponseFormatter(ABC):
+    """Form of one answer: what all of its objects share; subclasses have what differs between the two calls.
 
-    @property
-    def whole_kind(self) -> str:
-        """`object` of a whole answer."""
-        ...
+    Parts are a choice's text as the call has it. Log-probabilities are null where none were asked for.
+    """
 
-    @property
-    def chunk_kind(self) -> str:
-        """`object` of a chunk."""
-        ...
+    id_prefix: ClassVar[str]
+    whole_kind: ClassVar[str]
+    """`object` of a whole answer."""
+    chunk_kind: ClassVar[str]
+    """`object` of a chunk."""
+    opening_part: ClassVar[Json | None]
+    """Part of a choice's first chunk, before any text; None if there is no such chunk."""
+    end_part: ClassVar[Json]
+    """Part of a choice's last chunk."""
 
-    def choice(self, text: str, positions: Sequence[Position] | None) -> Json:
-        """Return the body of a whole choice."""
-        ...
-
-    def opening(self) -> Json | None:
-        """Return the body of a choice's first chunk, before any text; None if there is no such chunk."""
-        ...
-
-    def delta(self, text: str, positions: Sequence[Position] | None) -> Json:
-        """Return the body of a chunk with text."""
-        ...
-
-    def end(self) -> Json:
-        """Return the body of a choice's last chunk."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """Parts that all objects of one answer share. `created` is in Unix seconds."""
-
-    id: str
-    created: int
-    model: str
-    formatter: ResponseFormatter
-    with_logprobs: bool
+    def __init__(self, call_id: str, model: str, token_bytes: TokenBytes, with_logprobs: bool) -> None:
+        self._id = f"{self.id_prefix}-{call_id}"
+        self._created = int(time.time())
+        self._model = model
+        self._token_bytes = token_bytes
+        self._with_logprobs = with_logprobs
 
     def whole(self, choices: Iterable[Choice], usage: Json) -> Json:
         """Return the answer of a call that does not stream."""
         listed = [
-            _listed(choice.index, self.formatter.choice("".join(choice.text), self._shown(choice.positions)))
-            | _ending(choice.finished)
-            for choice in choices
+            self._choice(each.index, self.whole_part("".join(each.text)), each.positions, each.finished)
+            for each in choices
         ]
-        return self._object(self.formatter.whole_kind, listed) | {"usage": usage}
+        return self._object(self.whole_kind, listed) | {"usage": usage}
 
     def opening(self, index: int) -> Json | None:
         """Return a choice's first chunk; None if the call has no such chunk."""
-        body = self.formatter.opening()
-        return None if body is None else self._chunk(index, body)
+        return None if self.opening_part is None else self._chunk(index, self.opening_part)
 
     def delta(self, index: int, text: str, positions: Sequence[Position]) -> Json:
         """Return a chunk with text."""
-        return self._chunk(index, self.formatter.delta(text, self._shown(positions)))
+        return self._chunk(index, self.delta_part(text), positions)
 
-    def end(self, index: int, finished: FinishedEvent) -> Json:
-        """Return a choice's last chunk."""
-        return self._chunk(index, self.formatter.end(), finished)
+    def end(self, finished: pb.Finished) -> Json:
+        """Return a choice's last chunk; `finished` has the choice's index."""
+        return self._chunk(finished.index, self.end_part, finished=finished)
 
     def usage(self, usage: Json) -> Json:
         """Return the chunk after the last choice's end."""
-        return self._object(self.formatter.chunk_kind, []) | {"usage": usage}
+        return self._object(self.chunk_kind, []) | {"usage": usage}
 
-    def _chunk(self, index: int, body: Json, finished: FinishedEvent | None = None) -> Json:
-        return self._object(self.formatter.chunk_kind, [_listed(index, body) | _ending(finished)])
+    @abstractmethod
+    def whole_part(self, text: str) -> Json:
+        """Return the part of a whole choice."""
+
+    @abstractmethod
+    def delta_part(self, text: str) -> Json:
+        """Return the part of a chunk with text."""
+
+    @abstractmethod
+    def logprobs(self, positions: Sequence[Position]) -> Json:
+        """Return the log-probabilities of a choice's tokens."""
+
+    def _chunk(
+        self,
+        index: int,
+        part: Json,
+        positions: Sequence[Position] | None = None,
+        finished: pb.Finished | None = None,
+    ) -> Json:
+        return self._object(self.chunk_kind, [self._choice(index, part, positions, finished)])
+
+    def _choice(
+        self, index: int, part: Json, positions: Sequence[Position] | None, finished: pb.Finished | None
+    ) -> Json:
+        shown = None if positions is None or not self._with_logprobs else self.logprobs(positions)
+        choice = {"index": index, **part, "logprobs": shown}
+        if finished is None:
+            return choice | {"finish_reason": None}
+        matched = finished.WhichOneof("matched_stop")
+        stop = None if matched is None else getattr(finished, matched)
+        return choice | {"finish_reason": FinishReason(finished.reason).name.lower(), "stop_reason": stop}
 
     def _object(self, kind: str, choices: list[Json]) -> Json:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
-
-    def _shown(self, positions: Sequence[Position]) -> Sequence[Position] | None:
-        return positions if self.with_logprobs else None
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
 
 
-class ChatFormatter:
-    """Format of /v1/chat/completions."""
+class ChatFormatter(ResponseFormatter):
+    """Form of /v1/chat/completions."""
 
-    whole_kind: Final = "chat.completion"
-    chunk_kind: Final = "chat.completion.chunk"
+    id_prefix = "chatcmpl"
+    whole_kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    opening_part: ClassVar = {"delta": {"role": "assistant", "content": ""}}
+    end_part: ClassVar = {"delta": {}}
 
-    def __init__(self, token_bytes: TokenBytes) -> None:
-        self._token_bytes = token_bytes
+    def whole_part(self, text: str) -> Json:
+        """See `ResponseFormatter.whole_part`."""
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
-    def choice(self, text: str, positions: Sequence[Position] | None) -> Json:
-        """See `ResponseFormatter.choice`."""
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"message": message, "logprobs": self._logprobs(positions)}
+    def delta_part(self, text: str) -> Json:
+        """See `ResponseFormatter.delta_part`."""
+        return {"delta": {"content": text}}
 
-    def opening(self) -> Json | None:
-        """See `ResponseFormatter.opening`."""
-        return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
-
-    def delta(self, text: str, positions: Sequence[Position] | None) -> Json:
-        """See `ResponseFormatter.delta`."""
-        return {"delta": {"content": text}, "logprobs": self._logprobs(positions)}
-
-    def end(self) -> Json:
-        """See `ResponseFormatter.end`."""
-        return {"delta": {}, "logprobs": None}
-
-    def _logprobs(self, positions: Sequence[Position] | None) -> Json | None:
-        if positions is None:
-            return None
+    def logprobs(self, positions: Sequence[Position]) -> Json:
+        """See `ResponseFormatter.logprobs`."""
         return {"content": [self._position(p.logprobs) for p in positions if p.logprobs is not None], "refusal": None}
 
     def _position(self, logprobs: TokenLogprobs) -> Json:
@@ -165,40 +166,31 @@ class ChatFormatter:
         return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
 
 
-class CompletionFormatter:
-    """Format of /v1/completions."""
+class CompletionFormatter(ResponseFormatter):
+    """Form of /v1/completions."""
 
-    whole_kind: Final = "text_completion"
-    chunk_kind: Final = "text_completion"
+    id_prefix = "cmpl"
+    whole_kind = chunk_kind = "text_completion"
+    opening_part = None
+    end_part: ClassVar = {"text": ""}
 
-    def __init__(self, token_bytes: TokenBytes) -> None:
-        self._token_bytes = token_bytes
+    def whole_part(self, text: str) -> Json:
+        """See `ResponseFormatter.whole_part`."""
+        return {"text": text}
 
-    def choice(self, text: str, positions: Sequence[Position] | None) -> Json:
-        """See `ResponseFormatter.choice`."""
-        return {"text": text, "logprobs": self._logprobs(positions)}
+    def delta_part(self, text: str) -> Json:
+        """See `ResponseFormatter.delta_part`."""
+        return {"text": text}
 
-    def opening(self) -> Json | None:
-        """See `ResponseFormatter.opening`."""
-        return None
-
-    def delta(self, text: str, positions: Sequence[Position] | None) -> Json:
-        """See `ResponseFormatter.delta`."""
-        return self.choice(text, positions)
-
-    def end(self) -> Json:
-        """See `ResponseFormatter.end`."""
-        return {"text": "", "logprobs": None}
-
-    def _logprobs(self, positions: Sequence[Position] | None) -> Json | None:
-        if positions is None:
-            return None
+    def logprobs(self, positions: Sequence[Position]) -> Json:
+        """See `ResponseFormatter.logprobs`."""
         tokens = [self._text(position.token_id) for position in positions]
         return {
             "tokens": tokens,
             "token_logprobs": [None if p.logprobs is None else p.logprobs.logprob for p in positions],
             "top_logprobs": [None if p.logprobs is None else self._top(p.logprobs) for p in positions],
-            "text_offset": _offsets(tokens),
+            # Where each token's text begins, in characters from the first of these.
+            "text_offset": [0, *accumulate(map(len, tokens))][: len(tokens)],
         }
 
     def _top(self, logprobs: TokenLogprobs) -> dict[str, float]:
@@ -218,26 +210,6 @@ def usage_object(*, prompt_tokens: int, cached_tokens: int, completion_tokens: i
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
-
-
-def _offsets(tokens: Sequence[str]) -> list[int]:
-    """Return where each token's text begins, in characters from the first of these."""
-    offsets, at = [], 0
-    for token in tokens:
-        offsets.append(at)
-        at += len(token)
-    return offsets
-
-
-def _listed(index: int, body: Json) -> Json:
-    return {"index": index, **body}
-
-
-def _ending(finished: FinishedEvent | None) -> Json:
-    if finished is None:
-        return {"finish_reason": None}
-    stop = finished.stop_text if finished.stop_text is not None else finished.stop_token_id
-    return {"finish_reason": finished.reason.value, "stop_reason": stop}
 
 
 RETRY_AFTER: Final = {"Retry-After": "1"}

@@ -11,10 +11,11 @@ from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Se
 from dataclasses import dataclass
 from typing import TypeVar
 
+from hetero_api.v1 import inference_pb2 as pb
 from hetero_api.v1.logprobs_pb2 import TokenLogprobs
 from hetero_gateway.engine.request import GenerationRequest
-from hetero_gateway.engine.stream import FinishedEvent, PromptLogprobsEvent, RequestStream, TokensEvent
-from hetero_gateway.server.openai.answers import Choice, Frame, Json, Position, usage_object
+from hetero_gateway.engine.stream import RequestStream
+from hetero_gateway.server.openai.answers import Choice, Json, Position, ResponseFormatter, usage_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,15 +25,6 @@ class Said:
     index: int
     text: str
     positions: list[Position]
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """The end of a choice."""
-
-    index: int
-    finished: FinishedEvent
 
 
 class Part:
@@ -49,12 +41,9 @@ class Part:
         if not asked.ignore_eos:
             self._ending_tokens |= eos_token_ids
 
-    def read(self, event: TokensEvent | FinishedEvent) -> Said | Ended:
-        """Return an event of the engine as one of the call, with the choice's number."""
-        index = self.choices[event.index]
-        if isinstance(event, FinishedEvent):
-            return Ended(index, event)
-        return Said(index, event.text, self._positions(event), len(event.token_ids))
+    def said(self, event: pb.Delta) -> Said:
+        """Return new tokens as those of the call's choice."""
+        return Said(self.choices[event.index], event.text, self._positions(event))
 
     def echo(self, decode: Callable[[Sequence[int]], str], logprobs: Sequence[TokenLogprobs]) -> Iterator[Said]:
         """Yield the prompt, to stand at the head of each choice."""
@@ -62,9 +51,9 @@ class Part:
         known = [None, *logprobs] if logprobs else [None] * len(tokens)
         positions = [Position(token, each) for token, each in zip(tokens, known, strict=True)]
         text = decode(tokens)
-        return (Said(index, text, list(positions), 0) for index in self.choices)
+        return (Said(index, text, list(positions)) for index in self.choices)
 
-    def _positions(self, event: TokensEvent) -> list[Position]:
+    def _positions(self, event: pb.Delta) -> list[Position]:
         if not event.logprobs:
             return []
         pairs = zip(event.token_ids, event.logprobs, strict=True)
@@ -78,12 +67,12 @@ class Call:
         self,
         parts: Sequence[Part],
         *,
-        frame: Frame,
-        on_end: Callable[[FinishedEvent], None],
+        formatter: ResponseFormatter,
+        on_end: Callable[[pb.Finished], None],
         echo: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         self._parts = tuple(parts)
-        self._frame = frame
+        self._formatter = formatter
         self._on_end = on_end
         self._echo = echo
         self._num_generated = 0
@@ -99,53 +88,49 @@ class Call:
         choices = {index: Choice(index) for part in self._parts for index in part.choices}
         async for event in self._events():
             choice = choices[event.index]
-            if isinstance(event, Ended):
-                choice.finished = event.finished
+            if isinstance(event, pb.Finished):
+                choice.finished = event
             else:
                 choice.text.append(event.text)
                 choice.positions.extend(event.positions)
-        return self._frame.whole(choices.values(), self._usage())
+        return self._formatter.whole(choices.values(), self._usage())
 
     async def chunks(self, *, usage_at_end: bool, usage_in_all: bool) -> AsyncIterator[Json]:
         """Yield the answer as it comes. Raises the error that a request ends with."""
         async for chunk in self._bare_chunks():
             yield chunk | {"usage": self._usage()} if usage_in_all else chunk
         if usage_at_end:
-            yield self._frame.usage(self._usage())
+            yield self._formatter.usage(self._usage())
 
     async def _bare_chunks(self) -> AsyncIterator[Json]:
         for index in (index for part in self._parts for index in part.choices):
-            opening = self._frame.opening(index)
+            opening = self._formatter.opening(index)
             if opening is not None:
                 yield opening
         async for event in self._events():
-            if isinstance(event, Ended):
-                yield self._frame.end(event.index, event.finished)
+            if isinstance(event, pb.Finished):
+                yield self._formatter.end(event)
             elif event.text or event.positions:
-                yield self._frame.delta(event.index, event.text, event.positions)
+                yield self._formatter.delta(event.index, event.text, event.positions)
 
-    async def _events(self) -> AsyncIterator[Said | Ended]:
+    async def _events(self) -> AsyncIterator[Said | pb.Finished]:
         """Yield text and ends of the choices; a prompt that is echoed comes first."""
         to_echo = set(range(len(self._parts))) if self._echo is not None else set()
         async for number, event in merged([(number, part.stream) for number, part in enumerate(self._parts)]):
             part = self._parts[number]
             if number in to_echo and self._echo is not None:
                 to_echo.discard(number)
-                logprobs = event.positions if isinstance(event, PromptLogprobsEvent) else ()
+                logprobs = event.positions if isinstance(event, pb.PromptLogprobs) else ()
                 for said in part.echo(self._echo, logprobs):
                     yield said
-            if isinstance(event, PromptLogprobsEvent):
-                continue
-            read = part.read(event)
-            self._count(number, read)
-            yield read
-
-    def _count(self, number: int, event: Said | Ended) -> None:
-        if isinstance(event, Said):
-            self._num_generated += event.num_tokens
-        else:
-            self._cached[number] = max(self._cached[number], event.finished.usage.cached_tokens)
-            self._on_end(event.finished)
+            if isinstance(event, pb.Delta):
+                self._num_generated += len(event.token_ids)
+                yield part.said(event)
+            elif isinstance(event, pb.Finished):
+                self._cached[number] = max(self._cached[number], event.usage.cached_tokens)
+                self._on_end(event)
+                event.index = part.choices[event.index]
+                yield event
 
     def _usage(self) -> Json:
         return usage_object(

@@ -9,7 +9,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from starlette.applications import Starlette
@@ -22,14 +21,13 @@ from starlette.types import Receive, Scope, Send
 from hetero_api.v1 import inference_pb2 as pb
 from hetero_gateway.engine.core import EngineCore
 from hetero_gateway.engine.request import GenerationRequest
-from hetero_gateway.engine.stream import FinishedEvent
 from hetero_gateway.server.calls import InFlight
+from hetero_gateway.server.config import ServedModel
 from hetero_gateway.server.metrics import GatewayMetrics
 from hetero_gateway.server.openai.answers import (
     ChatFormatter,
     CompletionFormatter,
     Failure,
-    Frame,
     Json,
     ResponseFormatter,
     failure_of,
@@ -38,7 +36,7 @@ from hetero_gateway.server.openai.answers import (
 )
 from hetero_gateway.server.openai.call import Call, Part
 from hetero_gateway.server.openai.http_server import RequestBodies, client_gone
-from hetero_gateway.server.openai.requests import chat_request, completion_requests
+from hetero_gateway.server.openai.requests import chat_requests, completion_requests
 from hetero_gateway.server.openai.schema import ChatBody, CompletionBody, Generation, StreamOptions, parse_body
 from hetero_gateway.server.reading import RequestReader
 
@@ -54,44 +52,6 @@ _DOORS: Final = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models
 B = TypeVar("B", bound=Generation)
 
 
-@dataclass(frozen=True, slots=True)
-class ServedName:
-    """Names of the model: the resource's, and `root`, that of the weights. `created` is in Unix seconds."""
-
-    name: str
-    root: str
-    source: str
-    """Origin of weights that were changed on their way; "" for weights as `root` names them."""
-    max_model_len: int
-    created: int
-
-    def check(self, asked: str) -> None:
-        """Raise Failure when another model is meant."""
-        if asked not in (self.name, self.root):
-            raise unknown_model(asked, self.name)
-
-    def describe(self) -> Json:
-        """Return the API's model object."""
-        return {
-            "id": self.name,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "heteroinference",
-            "root": self.root,
-            "source": self.source,
-            "max_model_len": self.max_model_len,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class TextTools:
-    """Functions of the model's tokenizer that answers need."""
-
-    token_bytes: Callable[[int], bytes]
-    decode: Callable[[Sequence[int]], str]
-    eos_token_ids: frozenset[int]
-
-
 class OpenAiEndpoint:
     """Routes of the API."""
 
@@ -99,17 +59,29 @@ class OpenAiEndpoint:
         self,
         core: EngineCore,
         *,
+        model: ServedModel,
         reader: RequestReader,
-        text: TextTools,
-        served: ServedName,
         metrics: GatewayMetrics,
         in_flight: InFlight,
     ) -> None:
         self._core = core
+        self._tokenizer = model.tokenizer
+        self._eos_token_ids = model.engine_config.eos_token_ids
         self._reader = reader
         self._bodies = RequestBodies()
-        self._text = text
-        self._served = served
+        self._name = model.group_settings.name
+        uri = model.info.model_uri
+        self._root = uri.partition("://")[2] or uri
+        """Name of the weights, by which the model may be asked for as well."""
+        self._model_object = {
+            "id": self._name,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "heteroinference",
+            "root": self._root,
+            "source": model.info.source,
+            "max_model_len": model.info.max_model_len,
+        }
         self._metrics = metrics
         self._in_flight = in_flight
 
@@ -129,38 +101,28 @@ class OpenAiEndpoint:
     # --- routes -----------------------------------------------------------------------------------------
 
     async def _chat(self, request: Request) -> Response:
-        def requests(body: ChatBody, call_id: str) -> list[pb.GenerateRequest]:
-            return [chat_request(body, request_id=call_id)]
-
-        def call(body: ChatBody, call_id: str, parts: Sequence[Part]) -> Call:
-            frame = self._frame(f"chatcmpl-{call_id}", ChatFormatter(self._text.token_bytes), bool(body.logprobs))
-            return Call(parts, frame=frame, on_end=self._note_end)
-
-        return await self._answer(request, ChatBody, requests, call)
+        return await self._answer(request, ChatBody, chat_requests, ChatFormatter)
 
     async def _completions(self, request: Request) -> Response:
-        def requests(body: CompletionBody, call_id: str) -> list[pb.GenerateRequest]:
-            return completion_requests(body, request_id=call_id)
-
-        def call(body: CompletionBody, call_id: str, parts: Sequence[Part]) -> Call:
-            formatter = CompletionFormatter(self._text.token_bytes)
-            frame = self._frame(f"cmpl-{call_id}", formatter, body.logprobs is not None)
-            return Call(parts, frame=frame, on_end=self._note_end, echo=self._text.decode if body.echo else None)
-
-        return await self._answer(request, CompletionBody, requests, call)
+        return await self._answer(request, CompletionBody, completion_requests, CompletionFormatter)
 
     async def _models(self, request: Request) -> Response:  # noqa: ARG002
-        return JSONResponse({"object": "list", "data": [self._served.describe()]})
+        return JSONResponse({"object": "list", "data": [self._model_object]})
 
     async def _model(self, request: Request) -> Response:
         try:
-            self._served.check(request.path_params["model"])
+            self._check_model(request.path_params["model"])
         except Failure as failure:
             return _refusal(failure)
-        return JSONResponse(self._served.describe())
+        return JSONResponse(self._model_object)
 
     async def _health(self, request: Request) -> Response:  # noqa: ARG002
         return Response(status_code=200 if self._core.is_serving else 503)
+
+    def _check_model(self, asked: str) -> None:
+        """Raise Failure when another model is meant."""
+        if asked not in (self._name, self._root):
+            raise unknown_model(asked, self._name)
 
     # --- one call ---------------------------------------------------------------------------------------
 
@@ -169,9 +131,9 @@ class OpenAiEndpoint:
         request: Request,
         kind: type[B],
         requests: Callable[[B, str], list[pb.GenerateRequest]],
-        new_call: Callable[[B, str, Sequence[Part]], Call],
+        formatter: type[ResponseFormatter],
     ) -> Response:
-        """Answer one call: read its body as `kind`, submit its `requests`, and answer by the call made of their parts.
+        """Answer one call: read its body as `kind`, submit its `requests`, and answer in the form of `formatter`.
 
         Unless a stream is returned, which ends its requests itself, none is left in flight.
         """
@@ -183,7 +145,12 @@ class OpenAiEndpoint:
                 parts = self._submit(asked)
                 for part in parts:
                     cleanup.callback(part.stream.cancel)
-                call = new_call(body, ticket.call_id, parts)
+                call = Call(
+                    parts,
+                    formatter=formatter(ticket.call_id, self._name, self._tokenizer.token_bytes, body.wants_logprobs),
+                    on_end=self._note_end,
+                    echo=self._tokenizer.decode if body.wants_echo else None,
+                )
                 if body.stream:
                     stream = _EventStream(_events(call, body.stream_options or StreamOptions(), ticket), call, ticket)
                     cleanup.pop_all()
@@ -203,7 +170,7 @@ class OpenAiEndpoint:
         """Return the body and the engine's requests. Raises Failure, ValidationError, InvalidArguments and others."""
         async with self._bodies.received(request) as data:
             body = await self._reader.run(lambda: parse_body(kind, data), cost=len(data))
-            self._served.check(body.model)
+            self._check_model(body.model)
             ticket.call_id = body.request_id or ticket.call_id
             messages = await self._reader.run(lambda: requests(body, ticket.call_id), cost=len(data))
             return body, [await self._reader.read(message) for message in messages]
@@ -216,17 +183,13 @@ class OpenAiEndpoint:
                 first = parts[-1].choices.stop if parts else 0
                 stream = self._core.submit(each)
                 cleanup.callback(stream.cancel)
-                parts.append(Part(each, stream, first_choice=first, eos_token_ids=self._text.eos_token_ids))
+                parts.append(Part(each, stream, first_choice=first, eos_token_ids=self._eos_token_ids))
             cleanup.pop_all()
         return parts
 
-    def _note_end(self, finished: FinishedEvent) -> None:
-        first_token_s = finished.timings.first_token_s
-        if finished.index == 0 and first_token_s is not None:
-            self._metrics.observe_first_token(first_token_s)
-
-    def _frame(self, object_id: str, formatter: ResponseFormatter, with_logprobs: bool) -> Frame:
-        return Frame(object_id, int(time.time()), self._served.name, formatter, with_logprobs)
+    def _note_end(self, finished: pb.Finished) -> None:
+        if finished.index == 0 and finished.timings.HasField("first_token"):
+            self._metrics.first_token.observe(finished.timings.first_token.ToTimedelta().total_seconds())
 
 
 class _Ticket:
@@ -251,7 +214,7 @@ class _Ticket:
     def close(self) -> None:
         """Count the call by its outcome."""
         self._in_flight.leave()
-        self._metrics.count_http_call(self.outcome)
+        self._metrics.http_calls.labels(self.outcome).inc()
 
 
 class _EventStream(StreamingResponse):

@@ -33,8 +33,8 @@ _SEED_SPACE: Final = 1 << 64
 _ANY_OBJECT: Final = '{"type": "object"}'
 
 
-def chat_request(body: ChatBody, *, request_id: str) -> pb.GenerateRequest:
-    """Return the request of a chat. Raises InvalidArguments, by the body's field, for values that do not fit."""
+def chat_requests(body: ChatBody, request_id: str) -> list[pb.GenerateRequest]:
+    """Return the one request of a chat. Raises InvalidArguments, by the body's field, for values that do not fit."""
     request = _request(body, request_id=request_id)
     request.chat.messages.extend(_message(message) for message in body.messages)
     if body.tools and body.tool_choice != "none":
@@ -44,10 +44,10 @@ def chat_request(body: ChatBody, *, request_id: str) -> pb.GenerateRequest:
         _set(request.sampling, "max_tokens", max_tokens)
     if body.logprobs:
         _set(request.sampling, "logprobs", body.top_logprobs or 0)
-    return request
+    return [request]
 
 
-def completion_requests(body: CompletionBody, *, request_id: str) -> list[pb.GenerateRequest]:
+def completion_requests(body: CompletionBody, request_id: str) -> list[pb.GenerateRequest]:
     """Return a request for each prompt; of several, ids end with the prompt's number. Raises InvalidArguments."""
     prompts = body.prompts
     ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{index}" for index in range(len(prompts))]

@@ -151,6 +151,8 @@ class Generation(Body):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: Mapped[float] | None = None
+    logprobs: bool | int | None = None
+    """A flag of chats, a number of completions."""
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     stream: bool | None = None
@@ -174,9 +176,14 @@ class Generation(Body):
         return self
 
     @property
-    def num_completions(self) -> int:
-        """Return how many completions each prompt gets."""
-        return self.n or 1
+    def wants_logprobs(self) -> bool:
+        """Whether log-probabilities come with the answer's tokens."""
+        return self.logprobs is not None and self.logprobs is not False
+
+    @property
+    def wants_echo(self) -> bool:
+        """Whether the prompt is part of the answer."""
+        return False
 
 
 class TextPart(Body):
@@ -260,13 +267,18 @@ class CompletionBody(Generation):
 
     @model_validator(mode="after")
     def _fits(self) -> CompletionBody:
-        if self.best_of is not None and self.best_of != self.num_completions:
+        if self.best_of is not None and self.best_of != (self.n or 1):
             raise ValueError("best_of must equal n: completions are not drawn to be thrown away")
         if not self.prompts:
             raise ValueError("prompt must not be an empty list")
         if len(self.prompts) > MAX_PROMPTS:
             raise ValueError(f"prompt holds {len(self.prompts)} prompts, at most {MAX_PROMPTS} are allowed")
         return self
+
+    @property
+    def wants_echo(self) -> bool:
+        """See `Generation.wants_echo`."""
+        return self.echo
 
     @property
     def prompts(self) -> tuple[str | list[int], ...]:
