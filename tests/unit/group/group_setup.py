@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hetero_api.contract import VERSION
@@ -76,6 +77,12 @@ def group_settings(*pools: dict[str, Any], **rest: Any) -> GroupSettings:
     return GroupSettings.from_resource(
         resource(*pools, **(defaults | rest)), model_config(), model_fingerprint=FINGERPRINT
     )
+
+
+def with_recovery(settings: GroupSettings, **changes: float) -> GroupSettings:
+    """The settings with other limits of spec.recovery, also such as no resource could have."""
+    recovery = settings.spec.recovery.model_copy(update=changes)
+    return replace(settings, spec=settings.spec.model_copy(update={"recovery": recovery}))
 
 
 def new_core(config: EngineConfig | None = None) -> EngineCore:

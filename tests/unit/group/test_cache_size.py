@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hetero_api.v1 import admin_pb2, ranks_pb2
-from hetero_gateway.group.cache_size import CacheShape, asked_cache, first_cache
+from hetero_gateway.group.cache_size import asked_cache, first_cache, layout_of
 from hetero_gateway.group.errors import CacheSizeError, InvalidCommand
 from hetero_gateway.group.settings import GroupSettings
 from tests.unit.group.group_setup import group_settings
@@ -84,19 +84,25 @@ def test_an_explicit_size_that_is_too_small_is_named() -> None:
 ROOMY = [loaded(10**6, 8), loaded(0, 0)]
 
 
-def asked(reports: list[ranks_pb2.Loaded] = ROOMY, *, settings: GroupSettings = SETTINGS, **fields: Any) -> CacheShape:
+def cache_of(block_size: int, num_blocks: int) -> ranks_pb2.AllocateCache:
+    return ranks_pb2.AllocateCache(block_size=block_size, num_blocks=num_blocks)
+
+
+def asked(
+    reports: list[ranks_pb2.Loaded] = ROOMY, *, settings: GroupSettings = SETTINGS, **fields: Any
+) -> ranks_pb2.AllocateCache:
     return asked_cache(admin_pb2.ResetCacheRequest(**fields), settings, reports)
 
 
 def test_a_reset_that_leaves_everything_open_is_the_first_cache() -> None:
-    assert asked() == first_cache(SETTINGS, ROOMY) == CacheShape(4, 65)
-    assert asked().layout(SETTINGS) == admin_pb2.CACHE_LAYOUT_PAGED
+    assert asked() == first_cache(SETTINGS, ROOMY) == cache_of(4, 65)
+    assert layout_of(asked(), SETTINGS) == admin_pb2.CACHE_LAYOUT_PAGED
 
 
 def test_contiguous_is_a_block_for_each_sequence_as_long_as_the_longest() -> None:
     cache = asked(layout=admin_pb2.CACHE_LAYOUT_CONTIGUOUS)
-    assert cache == CacheShape(64, 5)
-    assert cache.layout(SETTINGS) == admin_pb2.CACHE_LAYOUT_CONTIGUOUS
+    assert cache == cache_of(64, 5)
+    assert layout_of(cache, SETTINGS) == admin_pb2.CACHE_LAYOUT_CONTIGUOUS
 
 
 CONTIGUOUS = group_settings(engine={"blockSize": 4, "maxNumSeqs": 4, "cacheLayout": "Contiguous"})
@@ -104,37 +110,37 @@ CONTIGUOUS = group_settings(engine={"blockSize": 4, "maxNumSeqs": 4, "cacheLayou
 
 def test_the_layout_of_the_resource_is_that_of_every_first_cache() -> None:
     cache = first_cache(CONTIGUOUS, ROOMY)
-    assert cache == CacheShape(64, 5)
-    assert cache.layout(CONTIGUOUS) == admin_pb2.CACHE_LAYOUT_CONTIGUOUS
+    assert cache == cache_of(64, 5)
+    assert layout_of(cache, CONTIGUOUS) == admin_pb2.CACHE_LAYOUT_CONTIGUOUS
 
 
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({}, CacheShape(64, 5)),
-        ({"layout": admin_pb2.CACHE_LAYOUT_PAGED}, CacheShape(4, 65)),
-        ({"block_size": 8}, CacheShape(8, 33)),
-        ({"num_blocks": 7}, CacheShape(64, 8)),
+        ({}, cache_of(64, 5)),
+        ({"layout": admin_pb2.CACHE_LAYOUT_PAGED}, cache_of(4, 65)),
+        ({"block_size": 8}, cache_of(8, 33)),
+        ({"num_blocks": 7}, cache_of(64, 8)),
     ],
 )
 def test_a_reset_leaves_the_layout_of_the_resource_unless_it_asks_for_another(
-    fields: dict[str, Any], expected: CacheShape
+    fields: dict[str, Any], expected: ranks_pb2.AllocateCache
 ) -> None:
     assert asked(settings=CONTIGUOUS, **fields) == expected
 
 
 def test_a_block_size_that_does_not_divide_the_longest_sequence_is_fine() -> None:
-    assert asked(block_size=7) == CacheShape(7, 4 * 10 + 1)
+    assert asked(block_size=7) == cache_of(7, 4 * 10 + 1)
 
 
 def test_memory_bounds_a_reset_as_it_bounds_the_first_cache() -> None:
     reports = [loaded(3 * 64 * 8 + 5, 8), loaded(10**6, 8)]
-    assert asked(reports, layout=admin_pb2.CACHE_LAYOUT_CONTIGUOUS) == CacheShape(64, 3)
-    assert asked(reports, block_size=8) == CacheShape(8, 24)
+    assert asked(reports, layout=admin_pb2.CACHE_LAYOUT_CONTIGUOUS) == cache_of(64, 3)
+    assert asked(reports, block_size=8) == cache_of(8, 24)
 
 
 def test_more_blocks_than_the_sequences_fill_may_be_asked_for() -> None:
-    assert asked(num_blocks=500) == CacheShape(4, 501)
+    assert asked(num_blocks=500) == cache_of(4, 501)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +163,7 @@ def test_what_memory_does_not_hold_is_refused_with_the_arithmetic(
 
 
 def test_exactly_what_memory_holds_is_made() -> None:
-    assert asked(num_blocks=31_249) == CacheShape(4, 31_250)
+    assert asked(num_blocks=31_249) == cache_of(4, 31_250)
 
 
 def test_a_reset_is_bound_by_the_explicit_size_too() -> None:

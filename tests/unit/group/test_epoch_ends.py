@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,6 +24,7 @@ from tests.unit.group.group_setup import (
     collect,
     group_settings,
     wait_until,
+    with_recovery,
 )
 
 pytestmark = pytest.mark.unit
@@ -47,8 +47,7 @@ ENDINGS: dict[str, tuple[Callable[[ScriptedRank], None], str]] = {
 
 
 def timed(**changes: float) -> GroupSettings:
-    fields: dict[str, Any] = changes
-    return replace(group_settings(), **fields)
+    return with_recovery(group_settings(), **changes)
 
 
 async def engaged(bench: GroupBench, *, through: int = 0) -> tuple[ScriptedRank, ScriptedRank]:
@@ -89,7 +88,7 @@ async def test_a_rank_that_misbehaves_loses_its_stream(ending: str) -> None:
 
 @pytest.mark.parametrize("through", range(3))
 async def test_a_rank_that_does_not_answer_in_time_is_named(through: int) -> None:
-    async with GroupBench(timed(rendezvous_timeout_s=0.05)) as bench:
+    async with GroupBench(timed(rendezvous_timeout_seconds=0.05)) as bench:
         zero, one = await engaged(bench, through=through)
         orders = (ranks_pb2.FormGroup(), ranks_pb2.LoadModel(), ranks_pb2.AllocateCache())
         zero.answer(PHASES[through], orders[through])
@@ -100,7 +99,7 @@ async def test_a_rank_that_does_not_answer_in_time_is_named(through: int) -> Non
 
 
 async def test_a_warm_up_step_without_a_result_ends_the_epoch() -> None:
-    async with GroupBench(timed(step_timeout_s=0.02)) as bench:
+    async with GroupBench(timed(step_timeout_seconds=0.02)) as bench:
         zero, one = await engaged(bench, through=3)
         assert "step 1 had no result within 0.02 s" in (await zero.expect("abort")).reason
         assert "step 1 had no result" in (await one.expect("abort")).reason
@@ -175,7 +174,7 @@ async def test_while_requests_wait_the_warm_up_is_brief() -> None:
 
 
 async def test_a_step_without_a_result_ends_the_epoch_and_the_request_goes_on_in_the_next() -> None:
-    async with GroupBench(timed(step_timeout_s=0.2)) as bench:
+    async with GroupBench(timed(step_timeout_seconds=0.2)) as bench:
         zero, one = await bench.ready()
         zero.holds_steps = True
         stream = bench.core.submit(generation("r", range(3), max_tokens=4))
@@ -383,7 +382,7 @@ async def test_a_survivor_that_does_not_come_back_loses_its_place_to_a_new_proce
 
 
 async def test_a_survivor_that_does_not_come_back_in_time_loses_its_stream() -> None:
-    async with GroupBench(timed(rendezvous_timeout_s=0.05)) as bench:
+    async with GroupBench(timed(rendezvous_timeout_seconds=0.05)) as bench:
         zero, one = await engaged(bench)
         one.lose()
         await zero.expect("abort")
@@ -453,7 +452,7 @@ async def fail_once(bench: GroupBench, *ranks: ScriptedRank) -> None:
 
 async def test_more_ends_than_the_restart_budget_allows_is_a_failure_that_a_new_process_may_mend() -> None:
     clock = Clock()
-    async with GroupBench(timed(max_restarts=1, restart_window_s=100.0), clock=clock) as bench:
+    async with GroupBench(timed(max_restarts=1, window_seconds=100.0), clock=clock) as bench:
         zero, one = ScriptedRank(bench.group, 0), ScriptedRank(bench.group, 1)
         zero.join()
         one.join()

@@ -173,7 +173,7 @@ async def test_another_gateway_goes_on_with_experts_that_moved() -> None:
         placement = bench.group.placement.current
         assert placement is not None
         assert placement.plan == plan
-        assert "anew" not in placement.reason, "it is what the solver chose, but for where experts are"
+        assert "anew" not in placement.decision.reason, "it is what the solver chose, but for where experts are"
         rank.expert_counts = SKEWED
         assert (await bench.rpcs.place_experts()).moved_experts == 0
 

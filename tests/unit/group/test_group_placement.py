@@ -88,7 +88,7 @@ async def test_a_gateway_that_comes_back_takes_over_what_ranks_hold(holders: Seq
     assert placement.mode == "Tensor"
     assert placement.decision.chosen.name == ADOPTED
     assert placement.decision.chosen.prediction is not None
-    assert placement.reason.startswith(ADOPTED)
+    assert placement.decision.reason.startswith(ADOPTED)
 
 
 async def test_a_plan_that_would_be_chosen_anew_is_told_as_that() -> None:

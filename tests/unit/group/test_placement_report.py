@@ -41,7 +41,7 @@ def test_the_report_tells_options_prediction_and_exchange() -> None:
     assert sum(chosen.weight_shares) == pytest.approx(1)
     assert report.predicted_tokens_per_second == chosen.decode_tokens_per_second > 0
     assert report.measured_tokens_per_second == pytest.approx(report.predicted_tokens_per_second / 2)
-    assert report.reason == decided.reason
+    assert report.reason == decided.decision.reason
     assert [(time.bytes, time.seconds) for time in report.host_times] == [(4096, 1e-5), (1 << 20, 1e-4)]
     assert not report.device_times
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from hetero_gateway.group.recovery import LONGEST_PAUSE_S, EpochRestarts
-from tests.unit.group.group_setup import group_settings
+from tests.unit.group.group_setup import group_settings, with_recovery
 
 pytestmark = pytest.mark.unit
 
@@ -15,7 +13,7 @@ pytestmark = pytest.mark.unit
 class Bench:
     def __init__(self, *, max_restarts: int = 1000, window_s: float = 100.0) -> None:
         self.now = 50.0
-        settings = replace(group_settings(), max_restarts=max_restarts, restart_window_s=window_s)
+        settings = with_recovery(group_settings(), max_restarts=max_restarts, window_seconds=window_s)
         self.restarts = EpochRestarts(settings, clock=lambda: self.now)
 
     def end(

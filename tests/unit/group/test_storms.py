@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from hetero_gateway.engine.errors import EngineUnavailable, GroupLost
 from hetero_gateway.group.errors import WrongState
 from tests.unit.engine.engine_setup import VOCAB_SIZE, generation
 from tests.unit.engine.fake_ranks import tokens_alone
-from tests.unit.group.group_setup import GroupBench, ObedientRank, collect, group_settings, wait_until
+from tests.unit.group.group_setup import GroupBench, ObedientRank, collect, group_settings, wait_until, with_recovery
 
 pytestmark = pytest.mark.unit
 
@@ -89,7 +89,7 @@ async def test_whatever_happens_to_the_group_requests_get_their_tokens(
 ) -> None:
     monkeypatch.setattr("hetero_gateway.group.recovery.FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr("hetero_gateway.group.recovery.LONGEST_PAUSE_S", 0.002)
-    async with GroupBench(replace(group_settings(), max_restarts=1000)) as bench:
+    async with GroupBench(with_recovery(group_settings(), max_restarts=1000)) as bench:
         storm = Storm(bench, random.Random(seed), list(await bench.ready()))
         for _ in range(NUM_ACTIONS):
             await storm.act()

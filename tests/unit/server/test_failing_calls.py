@@ -66,7 +66,7 @@ async def test_a_stream_that_cannot_begin_ends_its_requests(
 async def test_a_stream_that_breaks_ends_its_requests(
     ready: GatewayBench, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answers.Frame, method, _broken)
+    monkeypatch.setattr(answers.ResponseFormatter, method, _broken)
     answer = await _post(ready, stream=True)
     assert '"code":"internal"' in answer.text
     assert "[DONE]" not in answer.text

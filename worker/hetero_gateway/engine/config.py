@@ -15,7 +15,7 @@ from hetero_gateway.engine.request import GenerationRequest
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Bounds of the scheduler and the core. Raises ValueError, naming the field, when a bound is impossible.
+    """Bounds of the scheduler and the core. The resource, which they come from, has been checked.
 
     `block_size` is that of the first KV cache; a reset of the cache can change it. `max_model_len` is the longest
     prompt plus completion, in tokens. `max_queued_requests` bounds the requests that wait although every sequence of a
@@ -41,27 +41,6 @@ class EngineConfig:
     lookahead_s: float = 0.0
     pause_limit_s: float = 60.0
     ageing_s: float = 10.0
-
-    def __post_init__(self) -> None:
-        least = {"max_model_len": 2, "max_queued_requests": 0, "max_queued_tokens": 0}
-        for name in (
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "block_size",
-            "max_model_len",
-            "max_queued_requests",
-            "max_queued_tokens",
-            "vocab_size",
-        ):
-            if getattr(self, name) < least.get(name, 1):
-                raise ValueError(f"{name} must be at least {least.get(name, 1)}, not {getattr(self, name)}")
-        if self.max_steps_in_flight not in (1, 2):
-            raise ValueError(f"max_steps_in_flight must be 1 or 2, not {self.max_steps_in_flight}")
-        if not self.lookahead_s >= 0:
-            raise ValueError(f"lookahead_s must be 0 or more, not {self.lookahead_s}")
-        for name in ("pause_limit_s", "ageing_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True)

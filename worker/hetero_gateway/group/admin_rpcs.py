@@ -23,7 +23,7 @@ from hetero_api.group_state import GroupState
 from hetero_api.v1 import admin_pb2, ranks_pb2
 from hetero_gateway.engine.core import EngineCore
 from hetero_gateway.engine.errors import GroupLost
-from hetero_gateway.group.cache_size import CacheShape, asked_cache
+from hetero_gateway.group.cache_size import asked_cache
 from hetero_gateway.group.epoch import Epoch
 from hetero_gateway.group.errors import CommandFailed, InvalidCommand, WrongState
 from hetero_gateway.group.experts import ExpertMover
@@ -133,11 +133,11 @@ class AdminRpcs:
 
     # --- commands ---------------------------------------------------------------------------------------
 
-    async def _reset_cache(self, epoch: Epoch, cache: CacheShape) -> admin_pb2.ResetCacheResponse:
+    async def _reset_cache(self, epoch: Epoch, cache: ranks_pb2.AllocateCache) -> admin_pb2.ResetCacheResponse:
         async with self._core.hold():
             self._require_idle("ResetCache")
             try:
-                reports = await self._command(epoch, ranks_pb2.GroupCommand(reset_cache=cache.to_proto()))
+                reports = await self._command(epoch, ranks_pb2.GroupCommand(reset_cache=cache))
             except CommandFailed:
                 # The ranks may have dropped the cache before one of them failed: the one that stands is empty then.
                 self._use_cache(epoch.cache)
@@ -151,7 +151,7 @@ class AdminRpcs:
             kv_bytes=[report.kv_bytes for report in reports],
         )
 
-    def _use_cache(self, cache: CacheShape | None) -> None:
+    def _use_cache(self, cache: ranks_pb2.AllocateCache | None) -> None:
         """Have the engine go on with an empty cache."""
         assert cache is not None, "a group that is READY has a cache"
         self._core.reset_cache(num_blocks=cache.num_blocks, block_size=cache.block_size)
@@ -175,7 +175,7 @@ class AdminRpcs:
                 reports = await self._command(epoch, command)
                 epoch.asleep = TAGS
                 epoch.note_bytes(reports)
-                self._group.fall_asleep()
+                self._group.enter(GroupState.ASLEEP)
         except BaseException:
             self._core.open_intake()
             raise
@@ -184,7 +184,7 @@ class AdminRpcs:
     async def _wake_up(self, epoch: Epoch, tags: frozenset[str]) -> admin_pb2.WakeUpResponse:
         cache = epoch.cache
         assert cache is not None, "a group that sleeps had a cache"
-        wake = ranks_pb2.WakeCommand(weights=WEIGHTS in tags, cache=cache.to_proto() if KV in tags else None)
+        wake = ranks_pb2.WakeCommand(weights=WEIGHTS in tags, cache=cache if KV in tags else None)
         async with self._core.hold():
             reports = await self._command(epoch, ranks_pb2.GroupCommand(wake=wake))
             if KV in tags:
@@ -193,7 +193,7 @@ class AdminRpcs:
             epoch.note_bytes(reports)
             if not epoch.asleep:
                 self._core.open_intake()
-                self._group.wake_up()
+                self._group.enter(GroupState.READY)
         return admin_pb2.WakeUpResponse(asleep=sorted(epoch.asleep))
 
     async def _profile(self, epoch: Epoch, request: admin_pb2.ProfileRequest) -> admin_pb2.ProfileResponse:

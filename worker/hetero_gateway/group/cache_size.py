@@ -8,7 +8,6 @@ than all sequences at full length could fill. Each error names the numbers and t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from hetero_api.v1 import admin_pb2, ranks_pb2
@@ -18,42 +17,32 @@ from hetero_gateway.group.settings import ExpectedPlace, GroupSettings
 MAX_BLOCKS: Final = 1 << 31
 
 
-@dataclass(frozen=True, slots=True)
-class CacheShape:
-    """Shape of a group's KV cache. `num_blocks` includes the null block, as in AllocateCache."""
-
-    block_size: int
-    num_blocks: int
-
-    def layout(self, settings: GroupSettings) -> admin_pb2.CacheLayout.ValueType:
-        """Return the layout: contiguous if a block holds the longest sequence."""
-        contiguous = self.block_size >= settings.max_model_len
-        return admin_pb2.CACHE_LAYOUT_CONTIGUOUS if contiguous else admin_pb2.CACHE_LAYOUT_PAGED
-
-    def to_proto(self) -> ranks_pb2.AllocateCache:
-        """Return the order to allocate it."""
-        return ranks_pb2.AllocateCache(num_blocks=self.num_blocks, block_size=self.block_size)
+def layout_of(cache: ranks_pb2.AllocateCache, settings: GroupSettings) -> admin_pb2.CacheLayout.ValueType:
+    """Return a cache's layout: contiguous if a block holds the longest sequence."""
+    contiguous = cache.block_size >= settings.max_model_len
+    return admin_pb2.CACHE_LAYOUT_CONTIGUOUS if contiguous else admin_pb2.CACHE_LAYOUT_PAGED
 
 
-def first_cache(settings: GroupSettings, loaded: Sequence[ranks_pb2.Loaded]) -> CacheShape:
+def first_cache(settings: GroupSettings, loaded: Sequence[ranks_pb2.Loaded]) -> ranks_pb2.AllocateCache:
     """Return the resource's own cache, from what the ranks reported, in rank order. Raises CacheSizeError."""
-    return CacheShape(settings.block_size, _choose_num_blocks(settings, loaded, settings.block_size))
+    num_blocks = _choose_num_blocks(settings, loaded, settings.block_size)
+    return ranks_pb2.AllocateCache(num_blocks=num_blocks, block_size=settings.block_size)
 
 
 def asked_cache(
     request: admin_pb2.ResetCacheRequest, settings: GroupSettings, loaded: Sequence[ranks_pb2.Loaded]
-) -> CacheShape:
+) -> ranks_pb2.AllocateCache:
     """Return the cache that a reset asks for. Raises InvalidCommand, naming the field."""
     block_size = _asked_block_size(request, settings)
     try:
         if not request.num_blocks:
-            return CacheShape(block_size, _choose_num_blocks(settings, loaded, block_size))
+            num_blocks = _choose_num_blocks(settings, loaded, block_size)
+            return ranks_pb2.AllocateCache(num_blocks=num_blocks, block_size=block_size)
     except CacheSizeError as error:
         field = "block_size" if request.block_size else "layout"
         raise InvalidCommand(field, f"asks for blocks of {block_size} tokens; {error}") from error
-    cache = CacheShape(block_size, request.num_blocks + 1)
-    _check_asked(cache, settings, loaded)
-    return cache
+    _check_asked(request.num_blocks, block_size, settings, loaded)
+    return ranks_pb2.AllocateCache(num_blocks=request.num_blocks + 1, block_size=block_size)
 
 
 def _asked_block_size(request: admin_pb2.ResetCacheRequest, settings: GroupSettings) -> int:
@@ -75,23 +64,23 @@ def _asked_block_size(request: admin_pb2.ResetCacheRequest, settings: GroupSetti
             raise InvalidCommand("layout", f"{request.layout} is no CacheLayout; use PAGED or CONTIGUOUS")
 
 
-def _check_asked(cache: CacheShape, settings: GroupSettings, loaded: Sequence[ranks_pb2.Loaded]) -> None:
-    asked, needed = cache.num_blocks - 1, blocks_of_longest(settings, cache.block_size)
+def _check_asked(asked: int, block_size: int, settings: GroupSettings, loaded: Sequence[ranks_pb2.Loaded]) -> None:
+    num_blocks, needed = asked + 1, blocks_of_longest(settings, block_size)
     if asked < needed:
         raise InvalidCommand(
             "num_blocks",
             f"must be at least {needed}, not {asked}: one sequence of spec.model.maxModelLen {settings.max_model_len} "
-            f"tokens takes {needed} blocks of {cache.block_size}",
+            f"tokens takes {needed} blocks of {block_size}",
         )
-    if cache.num_blocks > MAX_BLOCKS:
+    if num_blocks > MAX_BLOCKS:
         raise InvalidCommand("num_blocks", f"must be less than {MAX_BLOCKS}, not {asked}")
     for place, report in zip(settings.places, loaded, strict=True):
-        budget, block_bytes = _budget(settings, report), report.kv_bytes_per_token * cache.block_size
-        if cache.num_blocks * block_bytes > budget:
+        budget, block_bytes = _budget(settings, report), report.kv_bytes_per_token * block_size
+        if num_blocks * block_bytes > budget:
             raise InvalidCommand(
                 "num_blocks",
-                f"{asked} blocks and the null block need {cache.num_blocks * block_bytes} bytes = {cache.num_blocks} * "
-                f"{report.kv_bytes_per_token} bytes a token * {cache.block_size}; {place} has {budget} bytes "
+                f"{asked} blocks and the null block need {num_blocks * block_bytes} bytes = {num_blocks} * "
+                f"{report.kv_bytes_per_token} bytes a token * {block_size}; {place} has {budget} bytes "
                 f"({_budget_field(settings, place)}), room for {max(0, budget // block_bytes - 1)} blocks",
             )
 
@@ -102,7 +91,7 @@ def blocks_of_longest(settings: GroupSettings, block_size: int) -> int:
 
 
 def _choose_num_blocks(settings: GroupSettings, loaded: Sequence[ranks_pb2.Loaded], block_size: int) -> int:
-    num_blocks = settings.max_num_seqs * blocks_of_longest(settings, block_size) + 1
+    num_blocks = settings.spec.engine.max_num_seqs * blocks_of_longest(settings, block_size) + 1
     for place, report in zip(settings.places, loaded, strict=True):
         if report.kv_bytes_per_token:
             num_blocks = min(num_blocks, _blocks_of(settings, place, report, block_size))
@@ -126,7 +115,7 @@ def _blocks_of(settings: GroupSettings, place: ExpectedPlace, report: ranks_pb2.
 
 
 def _check_explicit_size(settings: GroupSettings, place: ExpectedPlace, report: ranks_pb2.Loaded) -> None:
-    asked, left = settings.kv_cache_bytes, report.kv_budget_bytes
+    asked, left = settings.spec.engine.kv_cache_memory_bytes, report.kv_budget_bytes
     if asked is not None and asked > left:
         raise CacheSizeError(
             f"spec.engine.kvCacheMemoryBytes: {asked} bytes are asked for, {place} has {left} bytes left for its KV "
@@ -135,11 +124,13 @@ def _check_explicit_size(settings: GroupSettings, place: ExpectedPlace, report: 
 
 
 def _budget(settings: GroupSettings, report: ranks_pb2.Loaded) -> int:
-    return report.kv_budget_bytes if settings.kv_cache_bytes is None else settings.kv_cache_bytes
+    given = settings.spec.engine.kv_cache_memory_bytes
+    return report.kv_budget_bytes if given is None else given
 
 
 def _budget_field(settings: GroupSettings, place: ExpectedPlace) -> str:
-    return _memory_field(place) if settings.kv_cache_bytes is None else "spec.engine.kvCacheMemoryBytes"
+    is_given = settings.spec.engine.kv_cache_memory_bytes is not None
+    return "spec.engine.kvCacheMemoryBytes" if is_given else _memory_field(place)
 
 
 def _memory_field(place: ExpectedPlace) -> str:

@@ -11,17 +11,17 @@ describe the state after it. `receive` and `end` may be called at any time from 
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, NoReturn
 
 from hetero_api.errors import PlanError
+from hetero_api.group_state import GroupState
 from hetero_api.v1 import ranks_pb2
 from hetero_gateway.engine.core import EngineCore
 from hetero_gateway.engine.errors import GroupLost
-from hetero_gateway.group.cache_size import CacheShape, first_cache
+from hetero_gateway.group.cache_size import first_cache
 from hetero_gateway.group.errors import CacheSizeError, CommandFailed, EpochEnded, RankMisbehaved
 from hetero_gateway.group.executor import GroupExecutor
 from hetero_gateway.group.orders import built_exchange, form_orders, load_order
@@ -39,14 +39,6 @@ RAN_WELL_S: Final = 10.0
 """... and seconds of serving that show it as well."""
 
 
-class Phase(enum.Enum):
-    """Progress of an epoch."""
-
-    FORMING = "forming"
-    LOADING = "loading"
-    READY = "ready"
-
-
 class Epoch:
     """One epoch of a group. `on_phase` gets every phase after it began, `on_silent` the members that fell silent."""
 
@@ -58,17 +50,17 @@ class Epoch:
         settings: GroupSettings,
         placement: GroupPlacement,
         core: EngineCore,
-        on_phase: Callable[[Phase], None],
+        on_phase: Callable[[GroupState], None],
         on_silent: Callable[[Member, str], None],
         observe_step: Callable[[float], None],
     ) -> None:
         self.number = number
         self.members = tuple(members)
-        self.phase = Phase.FORMING
+        self.phase = GroupState.FORMING
         self.exchange = ranks_pb2.EXCHANGE_KIND_UNSPECIFIED
         self.exchange_reason = ""
         """Why the exchange is not the one that was asked for."""
-        self.cache: CacheShape | None = None
+        self.cache: ranks_pb2.AllocateCache | None = None
         """None until chosen. While the cache is asleep, the one that was and will be."""
         self.asleep: frozenset[str] = frozenset()
         """Tags of the memory that was given up."""
@@ -81,11 +73,12 @@ class Epoch:
         self._placement = placement
         self._core = core
         self._on_phase = on_phase
+        self._rendezvous_timeout_s = settings.spec.recovery.rendezvous_timeout_seconds
         self._executor = GroupExecutor(
             [member.link for member in members],
             epoch=number,
-            step_timeout_s=settings.step_timeout_s,
-            command_timeout_s=settings.rendezvous_timeout_s,
+            step_timeout_s=settings.spec.recovery.step_timeout_seconds,
+            command_timeout_s=self._rendezvous_timeout_s,
             observe_step=observe_step,
             on_late=self.end,
         )
@@ -97,17 +90,13 @@ class Epoch:
         self._expected = ""
         self._answers: dict[int, ranks_pb2.RankMessage] = {}
         self._answered = asyncio.Event()
-        self._over: asyncio.Future[EpochEnded] = asyncio.get_running_loop().create_future()
+        self.over: asyncio.Future[EpochEnded] = asyncio.get_running_loop().create_future()
+        """Done when it has ended. Not to be cancelled."""
 
     @property
     def is_over(self) -> bool:
         """Whether something has ended it; `run` may not have come to raise that yet."""
-        return self._over.done()
-
-    @property
-    def over(self) -> asyncio.Future[EpochEnded]:
-        """Future that is done when it has ended. Not to be cancelled."""
-        return self._over
+        return self.over.done()
 
     @property
     def stalled_s(self) -> float:
@@ -126,7 +115,7 @@ class Epoch:
         """Go through all phases and serve. Raises EpochEnded."""
         watching = asyncio.create_task(self._heartbeats.run(), name="heartbeats")
         try:
-            deadline_s = asyncio.get_running_loop().time() + self._settings.rendezvous_timeout_s
+            deadline_s = asyncio.get_running_loop().time() + self._rendezvous_timeout_s
             ranks = await self._form(deadline_s)
             began_s = asyncio.get_running_loop().time()
             placement = await self._plan(ranks)
@@ -135,14 +124,14 @@ class Epoch:
             await self._allocate(deadline_s)
             await self._warm_up()
             self._open()
-            raise await self._over
+            raise await self.over
         finally:
             watching.cancel()
 
     def end(self, reason: str, *, permanent: bool = False) -> None:
         """End the epoch. Only the first reason counts."""
-        if not self._over.done():
-            self._over.set_result(EpochEnded(reason, permanent=permanent))
+        if not self.over.done():
+            self.over.set_result(EpochEnded(reason, permanent=permanent))
             self._executor.lose(reason)
 
     def receive(self, member: Member, message: ranks_pb2.RankMessage) -> None:
@@ -216,9 +205,9 @@ class Epoch:
         """Settle the placement. Ends the epoch for good when the model cannot be spread as the resource asks."""
         settling = asyncio.ensure_future(self._placement.settle(ranks))
         try:
-            await asyncio.wait((settling, self._over), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((settling, self.over), return_when=asyncio.FIRST_COMPLETED)
             if self.is_over:
-                raise self._over.result()
+                raise self.over.result()
             return settling.result()
         except PlanError as error:
             raise EpochEnded(str(error), permanent=True) from error
@@ -227,7 +216,7 @@ class Epoch:
 
     async def _load(self, placement: Placement, deadline_s: float) -> None:
         self._heartbeats.tolerate(BUSY_SILENCE_S)
-        self._enter(Phase.LOADING)
+        self._enter(GroupState.LOADING)
         order = load_order(self._settings, placement.plan)
         self._send_all(ranks_pb2.GatewayMessage(epoch=self.number, load_model=order))
         answers = await self._await_answers("loaded", deadline_s)
@@ -239,28 +228,33 @@ class Epoch:
             self.cache = first_cache(self._settings, self.loaded_in_rank_order)
         except CacheSizeError as error:
             raise EpochEnded(str(error), permanent=True) from error
-        self._send_all(ranks_pb2.GatewayMessage(epoch=self.number, allocate_cache=self.cache.to_proto()))
+        self._send_all(ranks_pb2.GatewayMessage(epoch=self.number, allocate_cache=self.cache))
         answers = await self._await_answers("allocated", deadline_s)
         self.kv_bytes = {rank: message.allocated.kv_bytes for rank, message in enumerate(answers)}
 
     async def _warm_up(self) -> None:
         self._expected = ""
+        try:
+            await self._run_warm_up()
+        except GroupLost as error:
+            self.end(f"warm-up: {error}")
+            raise await self.over from error
+
+    async def _run_warm_up(self) -> None:
+        """Compute the first plans. Raises GroupLost."""
         # Ranks that all kept their weights are warm, and only their gateway is new.
         are_warm = all(report.load_s == 0 for report in self.loaded.values())
         brief = are_warm or self._core.paused_requests > 0
         graph_sizes = () if brief else self._graph_sizes()
         for plan in warm_up_plans(self._step_bounds(), brief=brief, graph_sizes=graph_sizes):
-            try:
-                result = await self._executor.compute(plan)
-            except GroupLost as error:
-                self.end(f"warm-up: {error}")
-                raise await self._over from error
+            result = await self._executor.compute(plan)
             expected = sampling_slots(plan)
             if list(result.slots) != expected:
                 raise EpochEnded(f"warm-up: slots {expected} had to sample, slots {list(result.slots)} did")
         self._warm_up_steps = self._executor.num_steps
         if self._settings.config.experts is not None:
-            await self._forget_counts()
+            # Which experts the tokens of the warm-up chose means nothing: the count starts over.
+            await self._executor.command(ranks_pb2.GroupCommand(count_experts=ranks_pb2.CountExperts()))
 
     def _graph_sizes(self) -> set[int]:
         """Return the graph sizes to warm up: all that ranks make, but no large ones where host ranks take part."""
@@ -269,19 +263,11 @@ class Epoch:
             return sizes
         return {size for size in sizes if size <= MAX_WARM_SEQS}
 
-    async def _forget_counts(self) -> None:
-        """Forget which experts the tokens of the warm-up chose: they mean nothing."""
-        try:
-            await self._executor.command(ranks_pb2.GroupCommand(count_experts=ranks_pb2.CountExperts()))
-        except GroupLost as error:
-            self.end(f"warm-up: {error}")
-            raise await self._over from error
-
     def _step_bounds(self) -> StepBounds:
         cache = self._cache_that_stands()
         return StepBounds(
-            max_num_seqs=self._settings.max_num_seqs,
-            max_num_batched_tokens=self._settings.max_num_batched_tokens,
+            max_num_seqs=self._settings.spec.engine.max_num_seqs,
+            max_num_batched_tokens=self._settings.spec.engine.max_num_batched_tokens,
             max_model_len=self._settings.max_model_len,
             block_size=cache.block_size,
             num_blocks=cache.num_blocks,
@@ -295,7 +281,7 @@ class Epoch:
         self._served_since_s = asyncio.get_running_loop().time()
         in_flight = self._executor.in_flight
         self._core.open(in_flight, num_blocks=cache.num_blocks, block_size=cache.block_size, on_broken=self.end)
-        self._enter(Phase.READY)
+        self._enter(GroupState.READY)
 
     # --- shared -----------------------------------------------------------------------------------------
 
@@ -304,11 +290,11 @@ class Epoch:
         """Report of each rank on its load; once they all have loaded."""
         return [self.loaded[member.rank] for member in self.members]
 
-    def _cache_that_stands(self) -> CacheShape:
+    def _cache_that_stands(self) -> ranks_pb2.AllocateCache:
         assert self.cache is not None, "the cache is chosen before it is used"
         return self.cache
 
-    def _enter(self, phase: Phase) -> None:
+    def _enter(self, phase: GroupState) -> None:
         self.phase = phase
         logger.info("epoch=%d %s", self.number, phase.value)
         self._on_phase(phase)
@@ -322,15 +308,15 @@ class Epoch:
         left_s = max(0.0, deadline_s - asyncio.get_running_loop().time())
         answered = asyncio.ensure_future(self._answered.wait())
         try:
-            await asyncio.wait((answered, self._over), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((answered, self.over), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             answered.cancel()
-        if self._over.done():
-            raise self._over.result()
+        if self.over.done():
+            raise self.over.result()
         if not self._answered.is_set():
             silent = ", ".join(str(member) for member in self.members if member.rank not in self._answers)
             raise EpochEnded(
-                f"{silent} did not answer {kind!r} within {self._settings.rendezvous_timeout_s:g} s of the epoch's "
+                f"{silent} did not answer {kind!r} within {self._rendezvous_timeout_s:g} s of the epoch's "
                 "begin (spec.recovery.rendezvousTimeoutSeconds)"
             )
         return [self._answers[member.rank] for member in self.members]

@@ -167,7 +167,8 @@ class GroupExecutor:
         if self._timer is not None:
             self._timer.cancel()
         if self._command is not None:
-            _fail(self._command.future, reason)
+            self._command.future.set_exception(GroupLost(reason))
+            self._command.future.exception()  # nobody has to look at it
             self._command = None
         self.in_flight.fail(GroupLost(reason))
 
@@ -204,10 +205,3 @@ class GroupExecutor:
                 f"rank {silent} did not answer a command within {self._command_timeout_s:g} s "
                 "(spec.recovery.rendezvousTimeoutSeconds)"
             )
-
-
-def _fail(future: asyncio.Future[list[ranks_pb2.CommandReport]], reason: str) -> None:
-    """End the future with GroupLost, unless it has ended. Nobody has to look at the error."""
-    if not future.done():
-        future.set_exception(GroupLost(reason))
-        future.exception()

@@ -110,7 +110,7 @@ def _decide(placement: Placement, counts: ExpertCounts) -> tuple[ExpertCosts, Ex
     costs = ExpertCosts.of(
         placement.cost_model,
         placement.plan,
-        rows=min(workload.concurrency, settings.max_num_seqs),
+        rows=min(workload.concurrency, settings.spec.engine.max_num_seqs),
         context=workload.decode_context,
     )
     return costs, place_experts(placement.plan, counts, costs)

@@ -30,9 +30,9 @@ def form_orders(
         store_address=hellos[0].store_address,
         exchange=asked_exchange(settings.spec.exchange.kind, hellos),
         segment_name=f"hetero-{settings.name}-{secrets.token_hex(_SEGMENT_RANDOM_BYTES)}-{epoch}",
-        timeout_s=settings.step_timeout_s,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_num_seqs=settings.max_num_seqs,
+        timeout_s=settings.spec.recovery.step_timeout_seconds,
+        max_num_batched_tokens=settings.spec.engine.max_num_batched_tokens,
+        max_num_seqs=settings.spec.engine.max_num_seqs,
         heartbeat_interval_s=HEARTBEAT_INTERVAL_S,
         quantization=settings.quantization,
     )
@@ -46,7 +46,7 @@ def load_order(settings: GroupSettings, plan: ShardPlan) -> ranks_pb2.LoadModel:
     return ranks_pb2.LoadModel(
         dtype=settings.dtype,
         max_model_len=settings.max_model_len,
-        cache_size_is_given=settings.kv_cache_bytes is not None,
+        cache_size_is_given=settings.spec.engine.kv_cache_memory_bytes is not None,
         shard_plan=plan.to_proto(),
         plan_key=settings.plan_key,
         device_memory_utilization=settings.spec.engine.gpu_memory_utilization,
@@ -65,12 +65,13 @@ def asked_exchange(kind: ExchangeKind, hellos: Sequence[ranks_pb2.Hello]) -> ran
     """
     if kind == ExchangeKind.GLOO:
         return ranks_pb2.EXCHANGE_KIND_GLOO
-    if _are_on_one_host(hellos):
+    hosts = {hello.host_id for hello in hellos}
+    if len(hosts) == 1 and "" not in hosts:
         return ranks_pb2.EXCHANGE_KIND_SHM
     if kind == ExchangeKind.SHARED_MEMORY:
-        hosts = ", ".join(f"{hello.pod_name} on {hello.host_id or 'none'}" for hello in hellos)
+        places = ", ".join(f"{hello.pod_name} on {hello.host_id or 'none'}" for hello in hellos)
         raise EpochEnded(
-            f"{_FIELD}: SharedMemory, but the ranks have no /dev/shm in common ({hosts}); put them on one node and "
+            f"{_FIELD}: SharedMemory, but the ranks have no /dev/shm in common ({places}); put them on one node and "
             "give them one with spec.exchange.hostPath, or use Auto",
             permanent=True,
         )
@@ -89,11 +90,6 @@ def built_exchange(
     if kind == ExchangeKind.SHARED_MEMORY and built != ranks_pb2.EXCHANGE_KIND_SHM:
         raise EpochEnded(f"{_FIELD}: SharedMemory, which the ranks could not build: {reason}", permanent=True)
     return built, reason
-
-
-def _are_on_one_host(hellos: Sequence[ranks_pb2.Hello]) -> bool:
-    hosts = {hello.host_id for hello in hellos}
-    return len(hosts) == 1 and "" not in hosts
 
 
 def _place_of(member: Member) -> ranks_pb2.RankPlace:

@@ -58,19 +58,10 @@ class Placement:
     hardware: Hardware
     settings: GroupSettings
 
-    @property
-    def reason(self) -> str:
-        """Why this plan was chosen; for a person."""
-        return self.decision.reason
-
     @cached_property
     def cost_model(self) -> CostModel:
         """Model that predicts steps under this plan, or another, on this hardware."""
         return CostModel(self.settings.config, self.hardware.levelled(), dtype=self.settings.dtype)
-
-    def with_plan(self, plan: ShardPlan) -> Placement:
-        """Return this placement with another plan of the same key."""
-        return replace(self, plan=plan)
 
 
 DecidePlacement = Callable[[GroupSettings, PlacedRanks, ShardPlan | None], Placement]
@@ -105,17 +96,17 @@ class GroupPlacement:
         held = held_plan(self._settings, ranks.hellos)
         if self._placement is None:
             self._placement = await asyncio.to_thread(self._decide, self._settings, ranks, held)
-            logger.info("placement: %s", self._placement.reason)
+            logger.info("placement: %s", self._placement.decision.reason)
         elif held is not None and held != self._placement.plan:
             logger.info("placement: the ranks hold another plan than this gateway's; theirs counts")
-            self._placement = self._placement.with_plan(held)
+            self._placement = replace(self._placement, plan=held)
         return self._placement
 
     def replace_plan(self, plan: ShardPlan) -> None:
         """Adopt another plan of the same key, which the ranks have changed to. Raises PlanError before any decision."""
         if self._placement is None:
             raise PlanError("no plan was decided that could be replaced")
-        self._placement = self._placement.with_plan(plan)
+        self._placement = replace(self._placement, plan=plan)
 
 
 def held_plan(settings: GroupSettings, hellos: Sequence[ranks_pb2.Hello]) -> ShardPlan | None:
@@ -221,15 +212,12 @@ def _adopt(settings: GroupSettings, hardware: Hardware, held: ShardPlan) -> Deci
         workload=settings.spec.placement.workload,
         bounds=bounds_of(settings.spec, settings.config),
     )
-    chosen = Option(ADOPTED, None, held, prediction, weight_shares=_weight_shares(settings, hardware, held))
+    weights = CostModel(settings.config, hardware, dtype=settings.dtype).weight_bytes(held)
+    shares = tuple(part / sum(weights) for part in weights)
+    chosen = Option(ADOPTED, None, held, prediction, weight_shares=shares)
     options = (chosen, *(fresh.options if fresh is not None else ()))
     reason = f"{ADOPTED}: {prediction.decode_tokens_per_s:.3g} tokens/s decode; weights stay where they are"
     return Decision(held, options, chosen, f"{reason}; anew: {fresh.reason}" if fresh is not None else reason)
-
-
-def _weight_shares(settings: GroupSettings, hardware: Hardware, plan: ShardPlan) -> tuple[float, ...]:
-    weights = CostModel(settings.config, hardware, dtype=settings.dtype).weight_bytes(plan)
-    return tuple(part / sum(weights) for part in weights)
 
 
 def _mode_of(decision: Decision, hardware: Hardware) -> str:
@@ -265,7 +253,7 @@ def report_placement(placement: Placement, pace: DecodePace) -> admin_pb2.Placem
     ratio = step_time_ratio(placement, pace)
     return admin_pb2.PlacementReport(
         options=[_option(option, is_chosen=option is chosen) for option in placement.decision.options],
-        reason=placement.reason,
+        reason=placement.decision.reason,
         predicted_tokens_per_second=predicted,
         step_time_ratio=ratio,
         measured_tokens_per_second=predicted / ratio if ratio else 0.0,

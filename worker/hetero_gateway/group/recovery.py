@@ -115,10 +115,10 @@ class EpochRestarts:
     def __init__(self, settings: GroupSettings, *, clock: Callable[[], float]) -> None:
         self.ended_reason = ""
         """Why the last epoch ended, or the part of it that a person has to know first."""
-        self._settings = settings
+        self._limits = settings.spec.recovery
         self._clock = clock
         self._budget = RestartBudget(
-            max_restarts=settings.max_restarts, window_s=settings.restart_window_s, clock=clock
+            max_restarts=self._limits.max_restarts, window_s=self._limits.window_seconds, clock=clock
         )
         self._pauses = RestartPauses(first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S)
         self._failure: _Failure | None = None
@@ -137,8 +137,8 @@ class EpochRestarts:
         else:
             self._not_before_s = self._clock() + LONGEST_PAUSE_S
             self.note_failure(
-                f"{reason}; the group has ended more than spec.recovery.maxRestarts ({self._settings.max_restarts}) "
-                f"times within {self._settings.restart_window_s:g} s",
+                f"{reason}; the group has ended more than spec.recovery.maxRestarts ({self._limits.max_restarts}) "
+                f"times within {self._limits.window_seconds:g} s",
                 present=present,
             )
 

@@ -30,7 +30,7 @@ from typing import Final
 from hetero_api.group_state import GroupState
 from hetero_api.v1 import admin_pb2, ranks_pb2
 from hetero_gateway.engine.core import EngineCore
-from hetero_gateway.group.epoch import Epoch, Phase
+from hetero_gateway.group.epoch import Epoch
 from hetero_gateway.group.errors import EpochEnded, RankMisbehaved, RankRefused
 from hetero_gateway.group.placement import GroupPlacement, report_placement
 from hetero_gateway.group.recovery import EpochRestarts
@@ -40,11 +40,6 @@ from hetero_gateway.group.status import describe_epoch, describe_ranks
 
 logger = logging.getLogger(__name__)
 
-_STATES: Final = {
-    Phase.FORMING: GroupState.FORMING,
-    Phase.LOADING: GroupState.LOADING,
-    Phase.READY: GroupState.READY,
-}
 _LAST_STATES: Final = (GroupState.DRAINING, GroupState.CLOSED)
 LEAVING_S: Final = 20.0
 """Longest time from an epoch's end to a rank's next Hello, unless the rank was loading."""
@@ -167,7 +162,7 @@ class Group:
     def _may_begin(self) -> bool:
         self._restarts.reconsider(self._roster.instance_ids)
         is_over = self.failed or self.state in _LAST_STATES
-        return not is_over and self._roster.is_complete() and not self._restarts.pause_left_s
+        return not is_over and not self._roster.missing() and not self._restarts.pause_left_s
 
     async def _live_epoch(self) -> None:
         self._cancel_eviction()
@@ -178,12 +173,12 @@ class Group:
             settings=self._settings,
             placement=self.placement,
             core=self._core,
-            on_phase=lambda phase: self._enter(_STATES[phase]),
+            on_phase=self.enter,
             on_silent=self._replace,
             observe_step=self._observe_step,
         )
         logger.info("epoch=%d forming: %s", self.epoch, ", ".join(map(str, epoch.members)))
-        self._enter(GroupState.FORMING)
+        self.enter(GroupState.FORMING)
         try:
             await epoch.run()
         except EpochEnded as error:
@@ -201,9 +196,9 @@ class Group:
         self._tell_engine(reason)
         abort = ranks_pb2.GatewayMessage(epoch=epoch.number, abort=ranks_pb2.Abort(reason=reason))
         broadcast((member.link for member in self._roster.release()), abort)
-        self._enter(GroupState.ABORTED)
-        patience_s = self._settings.rendezvous_timeout_s
-        if epoch.phase is not Phase.LOADING:
+        self.enter(GroupState.ABORTED)
+        patience_s: float = self._settings.spec.recovery.rendezvous_timeout_seconds
+        if epoch.phase is not GroupState.LOADING:
             patience_s = min(patience_s, LEAVING_S)
         self._eviction = asyncio.get_running_loop().call_later(patience_s, self._evict, patience_s)
 
@@ -226,9 +221,10 @@ class Group:
             self._eviction.cancel()
             self._eviction = None
 
-    def _enter(self, state: GroupState) -> None:
+    def enter(self, state: GroupState) -> None:
+        """Go to a state. A group that drains only goes on to CLOSED."""
         if self.state is GroupState.DRAINING and state is not GroupState.CLOSED:
-            return  # the epoch may go on, and end; the group comes back from draining no more
+            return  # the epoch may go on, and end
         self.state = state
         self._on_state(state)
 
@@ -238,7 +234,7 @@ class Group:
         """Refuse requests, epochs and ranks from now on, for good; requests in flight go on if there is an epoch."""
         if self.state not in _LAST_STATES:
             self._core.drain()
-            self._enter(GroupState.DRAINING)
+            self.enter(GroupState.DRAINING)
             if self.current is None and self._core.paused_requests:
                 self._core.fail(f"the gateway is draining and its group was lost: {self._restarts.ended_reason}")
 
@@ -256,15 +252,7 @@ class Group:
         for member in self._roster.members:
             member.link.send(shutdown)
             member.link.close(LinkEnd.DONE, reason)
-        self._enter(GroupState.CLOSED)
-
-    def fall_asleep(self) -> None:
-        """Go to ASLEEP: the ranks gave up memory."""
-        self._enter(GroupState.ASLEEP)
-
-    def wake_up(self) -> None:
-        """Go back to READY: all memory is back."""
-        self._enter(GroupState.READY)
+        self.enter(GroupState.CLOSED)
 
     @property
     def is_ready(self) -> bool:

@@ -133,10 +133,6 @@ class Roster:
         """Return the member whose link it is."""
         return next((member for member in self._members.values() if member.link is link), None)
 
-    def is_complete(self) -> bool:
-        """Return whether every place has a member that waits for an epoch."""
-        return not self.missing()
-
     def missing(self) -> list[ExpectedPlace]:
         """Return places whose rank has not said Hello, or not since the last epoch."""
         joined = {rank for rank, member in self._members.items() if member.state is MemberState.JOINED}

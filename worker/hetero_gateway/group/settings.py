@@ -69,7 +69,7 @@ class GroupSettings:
 
     `config` describes weights as ranks will hold them, quantised as the resource asks. `plan_key` names what shard
     plans of the group are made from. `block_size` is that of the resource's own cache: with a contiguous layout as long
-    as the longest sequence. `kv_cache_bytes` is one rank's; None takes what each rank reports. `model_source` is the
+    as the longest sequence. `model_source` is the
     origin of weights that were changed on their way; empty for others.
     """
 
@@ -81,14 +81,7 @@ class GroupSettings:
     model_fingerprint: str
     dtype: str
     max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
     block_size: int
-    kv_cache_bytes: int | None
-    rendezvous_timeout_s: float
-    step_timeout_s: float
-    max_restarts: int
-    restart_window_s: float
     version: str = VERSION
     model_source: str = ""
 
@@ -122,14 +115,7 @@ class GroupSettings:
             model_source=model_source,
             dtype=dtype,
             max_model_len=max_model_len,
-            max_num_seqs=spec.engine.max_num_seqs,
-            max_num_batched_tokens=spec.engine.max_num_batched_tokens,
             block_size=max_model_len if is_contiguous else spec.engine.block_size,
-            kv_cache_bytes=spec.engine.kv_cache_memory_bytes,
-            rendezvous_timeout_s=spec.recovery.rendezvous_timeout_seconds,
-            step_timeout_s=spec.recovery.step_timeout_seconds,
-            max_restarts=spec.recovery.max_restarts,
-            restart_window_s=spec.recovery.window_seconds,
         )
 
 

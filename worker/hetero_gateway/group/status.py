@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from hetero_api.group_state import GroupState
 from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import admin_pb2, ranks_pb2
-from hetero_gateway.group.epoch import Epoch, Phase
+from hetero_gateway.group.cache_size import layout_of
+from hetero_gateway.group.epoch import Epoch
 from hetero_gateway.group.roster import Roster
 from hetero_gateway.group.settings import ExpectedPlace, GroupSettings
 
@@ -25,7 +27,7 @@ def describe_epoch(settings: GroupSettings, epoch: Epoch, answer: admin_pb2.GetT
     cache = epoch.cache
     if cache is not None:
         answer.block_size, answer.num_blocks = cache.block_size, cache.num_blocks - 1
-        answer.cache_layout = cache.layout(settings)
+        answer.cache_layout = layout_of(cache, settings)
 
 
 def _describe(
@@ -39,7 +41,7 @@ def _describe(
         status.place.host_id = member.hello.host_id
         status.place.device.CopyFrom(member.hello.device)
         status.pin_message = member.hello.device.pin_message
-    if epoch is not None and epoch.phase is not Phase.FORMING:
+    if epoch is not None and epoch.phase is not GroupState.FORMING:
         status.shard.CopyFrom(shard)
         loaded = epoch.loaded.get(place.rank)
         status.weight_bytes, status.kv_bytes = epoch.weight_bytes.get(place.rank, 0), epoch.kv_bytes.get(place.rank, 0)

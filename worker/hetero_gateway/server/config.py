@@ -168,8 +168,8 @@ def read_model(manifest: Path, model_dir: Path) -> ServedModel:
 
 def _engine_config(resource: HeteroInference, config: ModelConfig, settings: GroupSettings) -> EngineConfig:
     return EngineConfig(
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_seqs=settings.spec.engine.max_num_seqs,
+        max_num_batched_tokens=settings.spec.engine.max_num_batched_tokens,
         block_size=settings.block_size,
         max_model_len=settings.max_model_len,
         max_queued_requests=resource.spec.gateway.max_queued_requests,

@@ -76,7 +76,7 @@ class Gateway:
     def __init__(self, model: ServedModel, *, token: str, admin_token: str | None = None) -> None:
         self.metrics = GatewayMetrics()
         self._probe_server: ProbeServer | None = None
-        self._step_timeout_s = model.group_settings.step_timeout_s
+        self._step_timeout_s = model.group_settings.spec.recovery.step_timeout_seconds
         self.core = EngineCore(model.engine_config, new_detokenizer=model.tokenizer.detokenizer)
         self._name = model.group_settings.name
         self._started_s = time.monotonic()
