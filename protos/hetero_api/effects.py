@@ -14,6 +14,7 @@ from typing import Any, Final
 from pydantic import BaseModel
 
 from hetero_api.spec import HeteroInferenceSpec
+from hetero_api.spec_types import section_of
 
 
 class Effect(StrEnum):
@@ -75,7 +76,7 @@ def spec_leaves(model: type[BaseModel] = HeteroInferenceSpec, prefix: str = "") 
     """Paths of all fields that hold no further fields; lists of sections are walked like sections."""
     for name, field in model.model_fields.items():
         path = f"{prefix}{field.alias or name}"
-        section = _section(field.annotation)
+        section = section_of(field.annotation)
         if section is None:
             yield path
         else:
@@ -99,11 +100,3 @@ def fields_with(spec: Mapping[str, Any], effects: frozenset[Effect], *, prefix: 
 def _is_uniform(path: str) -> bool:
     """Whether everything at and below a path has one effect."""
     return not any(known.startswith(f"{path}.") for known in EFFECTS)
-
-
-def _section(annotation: Any) -> type[BaseModel] | None:
-    """Return the type of section that an annotation holds, be it optional or a list."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    found = (_section(argument) for argument in getattr(annotation, "__args__", ()))
-    return next((section for section in found if section is not None), None)

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from hetero_api.errors import ManifestError
 from hetero_api.spec import HeteroInference
+from hetero_api.spec_types import section_of
 
 MAX_MANIFEST_BYTES: Final = 1024 * 1024
 
@@ -136,17 +137,7 @@ def _known_fields(location: list[int | str]) -> list[str]:
         if isinstance(part, int):
             continue
         field = next((f for n, f in model.model_fields.items() if part in (n, f.alias)), None)
-        model = None if field is None else _model_of(field.annotation)
+        model = None if field is None else section_of(field.annotation)
         if model is None:
             return []
     return [field.alias or name for name, field in model.model_fields.items()]
-
-
-def _model_of(annotation: Any) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    for argument in getattr(annotation, "__args__", ()):
-        found = _model_of(argument)
-        if found is not None:
-            return found
-    return None

@@ -190,11 +190,6 @@ class ModelMemory:
     # --- one step, beside weights and cache -------------------------------------------------------------
 
     @property
-    def residual_step(self) -> int:
-        """Return the bytes of the residual stream: on every rank."""
-        return self._residual_of(self.limits.max_num_batched_tokens)
-
-    @property
     def holder_step(self) -> int:
         """Return the bytes of attention, if a rank holds heads, however many: masks of spans that continue a sequence,
         and one head's capped scores. Rows of a mask are together at most the step's, each as long as a sequence, for
@@ -210,16 +205,6 @@ class ModelMemory:
     def prefix_step(self) -> int:
         """Return the bytes of one KV head of a layer: the longest sequence's keys and values, gathered."""
         return 2 * self.limits.max_model_len * self.config.head_dim * self.element_bytes
-
-    @property
-    def head_step(self) -> int:
-        """Return the bytes of one KV head of a layer: its queries, keys and values, thrice."""
-        return self._head_of(self.limits.max_num_batched_tokens)
-
-    @property
-    def column_step(self) -> int:
-        """Return the bytes of one MLP column of a layer."""
-        return self._column_of(self.limits.max_num_batched_tokens)
 
     @property
     def expert_step(self) -> int:
@@ -257,12 +242,13 @@ class ModelMemory:
         """Return the bytes of both halves of a layer, and of the output head."""
         heads = _most_heads(shard)
         held = self.holder_step + heads * self.prefix_step if heads else 0
-        return self.residual_step + held + LOGITS_AT_ONCE * self.logits_bytes(shard)
+        return self._residual_of(self.limits.max_num_batched_tokens) + held + LOGITS_AT_ONCE * self.logits_bytes(shard)
 
     def _halves(self, shard: RankShard) -> tuple[int, int, int]:
         """Return the bytes of a layer's attention, dense MLP and MLP of experts."""
         experts = self.expert_step if any(layer.experts.size for layer in shard.layers) else 0
-        return _most_heads(shard) * self.head_step, _most_columns(shard) * self.column_step, experts
+        rows = self.limits.max_num_batched_tokens
+        return _most_heads(shard) * self._head_of(rows), _most_columns(shard) * self._column_of(rows), experts
 
     def decode_bytes(self, shard: RankShard, rows: int) -> int:
         """Return the bytes of the layers of a step in which so many sequences decode: as `summed_workspace_bytes`,
@@ -280,12 +266,15 @@ class ModelMemory:
         return _FLOAT_BYTES if self.config.norm_offset else self.element_bytes
 
     def _residual_of(self, rows: int) -> int:
+        """Return the bytes of the residual stream: on every rank."""
         return 3 * rows * self.config.hidden_size * self.element_bytes
 
     def _head_of(self, rows: int) -> int:
+        """Return the bytes of one KV head of a layer: its queries, keys and values, thrice."""
         return 3 * rows * (self.config.group_size + 2) * self.config.head_dim * self.element_bytes
 
     def _column_of(self, rows: int) -> int:
+        """Return the bytes of one MLP column of a layer."""
         return 4 * rows * self.element_bytes
 
 

@@ -42,12 +42,12 @@ from hetero_api.spec_types import (
     HostFolder,
     Name,
     ObjectName,
-    Reason,
     Rule,
     SpecEnum,
     SpecModel,
     TransitionRule,
     field_error,
+    left_out,
     spelled,
 )
 
@@ -189,13 +189,7 @@ class ExchangeSpec(SpecModel):
     """How ranks exchange tensors in host memory."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(
-            "hostPath",
-            "self.kind != 'Gloo' || !has(self.hostPath)",
-            "is of no use with kind Gloo; leave it out",
-            lambda exchange: exchange.kind != ExchangeKind.GLOO or exchange.host_path is None,
-            Reason.FORBIDDEN,
-        ),
+        left_out("host_path", "is of no use with kind Gloo; leave it out", where=("kind", "Gloo")),
     )
 
     kind: Annotated[ExchangeKind, spelled(ExchangeKind)] = ExchangeKind.AUTO

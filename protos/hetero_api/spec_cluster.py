@@ -26,6 +26,7 @@ from hetero_api.spec_types import (
     SpecEnum,
     SpecModel,
     WholeMebibytes,
+    left_out,
     spelled,
 )
 
@@ -95,13 +96,7 @@ class Toleration(SpecModel):
     """A taint that pods tolerate, with Kubernetes' own fields."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(
-            "value",
-            "self.operator != 'Exists' || !has(self.value)",
-            "is of no use with operator Exists; leave it out",
-            lambda taint: taint.operator != "Exists" or taint.value is None,
-            Reason.FORBIDDEN,
-        ),
+        left_out("value", "is of no use with operator Exists; leave it out", where=("operator", "Exists")),
         Rule(
             "operator",
             "has(self.key) || self.operator == 'Exists'",
@@ -157,13 +152,7 @@ class GangSpec(SpecModel):
             lambda gang: gang.scheduler != GangScheduler.KUEUE or gang.queue is not None,
             Reason.REQUIRED,
         ),
-        Rule(
-            "queue",
-            "self.scheduler != 'None' || !has(self.queue)",
-            "is for the schedulers Kueue and Volcano; set scheduler",
-            lambda gang: gang.scheduler != GangScheduler.NONE or gang.queue is None,
-            Reason.FORBIDDEN,
-        ),
+        left_out("queue", "is for the schedulers Kueue and Volcano; set scheduler", where=("scheduler", "None")),
     )
 
     scheduler: Annotated[GangScheduler, spelled(GangScheduler)] = GangScheduler.NONE

@@ -19,6 +19,7 @@ from hetero_api.spec_types import (
     SpecModel,
     TransitionRule,
     field_error,
+    left_out,
     spelled,
 )
 
@@ -66,12 +67,10 @@ class NumaSpec(SpecModel):
     """How strictly a CPU rank is bound to one NUMA node."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(
+        left_out(
             "claim",
-            "self.policy != 'None' || !has(self.claim)",
             "takes cores that policy None would not bind ranks to; leave it out, or set another policy",
-            lambda numa: numa.policy != NumaPolicy.NONE or numa.claim is None,
-            Reason.FORBIDDEN,
+            where=("policy", "None"),
         ),
     )
 
@@ -112,20 +111,8 @@ class PoolSpec(SpecModel):
     """A set of equal ranks."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(
-            "cpu",
-            "self.type == 'CPU' || !has(self.cpu)",
-            "is for pools of type CPU; this pool's type is GPU",
-            lambda pool: pool.type == PoolType.CPU or pool.cpu is None,
-            Reason.FORBIDDEN,
-        ),
-        Rule(
-            "gpu",
-            "self.type == 'GPU' || !has(self.gpu)",
-            "is for pools of type GPU; this pool's type is CPU",
-            lambda pool: pool.type == PoolType.GPU or pool.gpu is None,
-            Reason.FORBIDDEN,
-        ),
+        left_out("cpu", "is for pools of type CPU; this pool's type is GPU", unless=("type", "CPU")),
+        left_out("gpu", "is for pools of type GPU; this pool's type is CPU", unless=("type", "GPU")),
         Rule(
             "gpu.devices",
             "!has(self.gpu) || !has(self.gpu.devices) || size(self.gpu.devices) == self.ranksPerPod",

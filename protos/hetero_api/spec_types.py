@@ -74,6 +74,14 @@ def described(model: type[BaseModel], schema: JsonSchemaValue) -> JsonSchemaValu
     return schema
 
 
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """Return the model that an annotation holds, be it optional or a list; None for a plain field."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    found = (section_of(argument) for argument in getattr(annotation, "__args__", ()))
+    return next((section for section in found if section is not None), None)
+
+
 @dataclass(frozen=True, slots=True)
 class Form:
     """A form that text must have: the schema gets the pattern, people get the message.
@@ -247,6 +255,23 @@ class TransitionRule:
     def validation(self) -> dict[str, str]:
         """Return the rule as an entry of x-kubernetes-validations."""
         return validation(self.path, self.cel, self.message, Reason.FORBIDDEN)
+
+
+def left_out(
+    field: str, message: str, *, where: tuple[str, str] | None = None, unless: tuple[str, str] | None = None
+) -> Rule:
+    """Return the rule that a field is left out `where` another field has a value, or `unless` it has.
+
+    Fields are named as in Python.
+    """
+    other, value = where or unless or ("", "")
+
+    def holds(model: object) -> bool:
+        return getattr(model, field) is None or (getattr(model, other) == value) == (where is None)
+
+    condition = f"self.{to_camel(other)} {'!=' if where else '=='} '{value}'"
+    cel = f"{condition} || !has(self.{to_camel(field)})"
+    return Rule(to_camel(field), cel, message, holds, Reason.FORBIDDEN)
 
 
 def problems_of(rules: Sequence[Rule], model: object) -> list[tuple[str, str]]:

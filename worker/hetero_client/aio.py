@@ -19,29 +19,21 @@ from hetero_api.v1 import inference_pb2 as pb
 from hetero_api.v1 import inference_pb2_grpc
 from hetero_client import wire
 from hetero_client.channel import channel_options, error_from
-from hetero_client.client import (
-    CALL_TIMEOUT_S,
-    RETRY_S,
-    StreamCalls,
-    health_request,
-    is_serving,
-    may_serve,
-    not_ready_message,
-)
+from hetero_client.client import CALL_TIMEOUT_S, RETRY_S, is_serving, may_serve, not_ready_message
 from hetero_client.errors import DeadlineError, RequestError, UnavailableError
 from hetero_client.messages import ChatMessage, Completion, Event, GenerateOptions, ModelInfo, Prompt, ServerInfo
-from hetero_client.resuming import RESUME_TIMEOUT_S, ResumableRequest
+from hetero_client.resuming import ResumableRequest, health_request
 
 
 class AsyncGenerateStream(AsyncIterator[Event]):
     """Events of one request: Started, any number of Delta, a Finished for each completion."""
 
-    def __init__(self, resumable: ResumableRequest, calls: StreamCalls, *, address: str) -> None:
+    def __init__(self, resumable: ResumableRequest, *, inference: Any, health: Any, address: str) -> None:
         self._resumable = resumable
-        self._calls = calls
+        self._inference, self._health = inference, health
         self._address = address
         self._closed = asyncio.Event()
-        self._call = calls.generate(*resumable.next_call())
+        self._call = resumable.generate(inference)
 
     @property
     def request_id(self) -> str:
@@ -88,7 +80,7 @@ class AsyncGenerateStream(AsyncIterator[Event]):
                 await asyncio.wait_for(self._closed.wait(), pause_s)
             await self._await_server()
             if not self._closed.is_set():
-                self._call = self._calls.generate(*self._resumable.next_call())
+                self._call = self._resumable.generate(self._inference)
         except RequestError as error:
             self._closed.set()
             raise error from broken
@@ -97,7 +89,7 @@ class AsyncGenerateStream(AsyncIterator[Event]):
         """Wait until the server serves, or patience ends. The next call reports any error."""
         if self._closed.is_set():
             return
-        self._call = self._calls.watch(self._resumable.patience_s)
+        self._call = self._resumable.watch(self._health)
         try:
             async for response in self._call:
                 if may_serve(response):
@@ -124,12 +116,8 @@ class AsyncHeteroClient:
         self, prompt: Prompt, *, final_only: bool = False, **options: Unpack[GenerateOptions]
     ) -> AsyncGenerateStream:
         """Stream the completions of a prompt and resume a stream that breaks; see GenerateOptions for the options."""
-        resumable = ResumableRequest(
-            wire.generate_request(prompt, final_only=final_only, **options),
-            timeout_s=options.get("timeout_s"),
-            resume_timeout_s=options.get("resume_timeout_s", RESUME_TIMEOUT_S),
-        )
-        return AsyncGenerateStream(resumable, StreamCalls.over(self._stub, self._health), address=self.address)
+        resumable = ResumableRequest.of_prompt(prompt, final_only=final_only, **options)
+        return AsyncGenerateStream(resumable, inference=self._stub, health=self._health, address=self.address)
 
     async def generate_text(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
         """Return the whole completion at once."""

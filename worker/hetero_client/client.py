@@ -11,21 +11,19 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Self, Unpack
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from hetero_api.contract import GATEWAY_SERVICES
 from hetero_api.v1 import inference_pb2 as pb
 from hetero_api.v1 import inference_pb2_grpc
 from hetero_client import wire
 from hetero_client.channel import channel_options, error_from
 from hetero_client.errors import DeadlineError, RequestError, UnavailableError
 from hetero_client.messages import ChatMessage, Completion, Event, GenerateOptions, ModelInfo, Prompt, ServerInfo
-from hetero_client.resuming import RESUME_TIMEOUT_S, ResumableRequest
+from hetero_client.resuming import ResumableRequest, health_request
 
 CALL_TIMEOUT_S: Final = 30.0
 """Default limit of every call but Generate."""
@@ -33,33 +31,16 @@ RETRY_S: Final = 0.1
 """Pause between two attempts to reach a server that does not answer yet."""
 
 
-@dataclass(frozen=True, slots=True)
-class StreamCalls:
-    """Calls of a stream to its server; each takes the longest time of the call, in seconds."""
-
-    generate: Callable[[pb.GenerateRequest, float | None], Any]
-    watch: Callable[[float], Any]
-    """Watch the server's health, once it can be reached."""
-
-    @classmethod
-    def over(cls, inference: Any, health: Any) -> StreamCalls:
-        """Return the calls over the stubs of either API of grpc."""
-        return cls(
-            lambda request, timeout_s: inference.Generate(request, timeout=timeout_s),
-            lambda timeout_s: health.Watch(health_request(), timeout=timeout_s, wait_for_ready=True),
-        )
-
-
 class GenerateStream(Iterator[Event]):
     """Events of one request: Started, any number of Delta, a Finished for each completion."""
 
-    def __init__(self, resumable: ResumableRequest, calls: StreamCalls, *, address: str) -> None:
+    def __init__(self, resumable: ResumableRequest, *, inference: Any, health: Any, address: str) -> None:
         self._resumable = resumable
-        self._calls = calls
+        self._inference, self._health = inference, health
         self._address = address
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._call = calls.generate(*resumable.next_call())
+        self._call = resumable.generate(inference)
 
     @property
     def request_id(self) -> str:
@@ -100,14 +81,14 @@ class GenerateStream(Iterator[Event]):
             pause_s = self._resumable.pause_after(error_from(broken, address=self._address))
             if not self._closed.wait(pause_s):
                 self._await_server()
-                self._begin(lambda: self._calls.generate(*self._resumable.next_call()))
+                self._begin(lambda: self._resumable.generate(self._inference))
         except RequestError as error:
             self._closed.set()
             raise error from broken
 
     def _await_server(self) -> None:
         """Wait until the server serves, or patience ends. The next call reports any error."""
-        self._begin(lambda: self._calls.watch(self._resumable.patience_s))
+        self._begin(lambda: self._resumable.watch(self._health))
         with suppress(grpc.RpcError):
             any(may_serve(response) for response in self._call)
         self._call.cancel()
@@ -131,12 +112,8 @@ class HeteroClient:
         self, prompt: Prompt, *, final_only: bool = False, **options: Unpack[GenerateOptions]
     ) -> GenerateStream:
         """Stream the completions of a prompt and resume a stream that breaks; see GenerateOptions for the options."""
-        resumable = ResumableRequest(
-            wire.generate_request(prompt, final_only=final_only, **options),
-            timeout_s=options.get("timeout_s"),
-            resume_timeout_s=options.get("resume_timeout_s", RESUME_TIMEOUT_S),
-        )
-        return GenerateStream(resumable, StreamCalls.over(self._stub, self._health), address=self.address)
+        resumable = ResumableRequest.of_prompt(prompt, final_only=final_only, **options)
+        return GenerateStream(resumable, inference=self._stub, health=self._health, address=self.address)
 
     def generate_text(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
         """Return the whole completion at once."""
@@ -208,11 +185,6 @@ class HeteroClient:
             return method(request, timeout=timeout_s)
         except grpc.RpcError as error:
             raise error_from(error, address=self.address) from error
-
-
-def health_request() -> health_pb2.HealthCheckRequest:
-    """Return a request for the health of hetero.v1.Inference."""
-    return health_pb2.HealthCheckRequest(service=GATEWAY_SERVICES[0])
 
 
 def is_serving(response: health_pb2.HealthCheckResponse) -> bool:

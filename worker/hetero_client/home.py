@@ -11,10 +11,14 @@ $HETERO_HOME            default $XDG_CACHE_HOME/hetero, or ~/.cache/hetero
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hetero_api.contract import ENV_HOME
 
@@ -59,3 +63,19 @@ class HeteroHome:
     def runs(self) -> Path:
         """Folder of running groups."""
         return self.root / "run"
+
+
+def read_json_object(path: Path) -> dict[str, Any] | None:
+    """Return the JSON object in a file; None if there is no such file or no object in it."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that readers see the old content or the new one, never a part."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False, encoding="utf-8") as file:
+        file.write(text)
+    shutil.move(file.name, path)

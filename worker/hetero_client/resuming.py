@@ -16,8 +16,11 @@ import secrets
 import time
 import uuid
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final, Unpack
 
+from grpc_health.v1 import health_pb2
+
+from hetero_api.contract import GATEWAY_SERVICES
 from hetero_api.v1 import inference_pb2 as pb
 from hetero_client import wire
 from hetero_client.errors import (
@@ -28,7 +31,7 @@ from hetero_client.errors import (
     RequestError,
     UnavailableError,
 )
-from hetero_client.messages import Delta, Event, Finished, PromptLogprobs, Started
+from hetero_client.messages import Delta, Event, Finished, GenerateOptions, Prompt, PromptLogprobs, Started
 
 RESUME_TIMEOUT_S: Final = 60.0
 UNSTARTED_TIMEOUT_S: Final = 10.0
@@ -65,6 +68,15 @@ class ResumableRequest:
         self._pause_s = FIRST_PAUSE_S
         self._broken_since_s: float | None = None
 
+    @classmethod
+    def of_prompt(cls, prompt: Prompt, *, final_only: bool, **options: Unpack[GenerateOptions]) -> ResumableRequest:
+        """Return a request for the completions of a prompt. Raises InvalidRequestError."""
+        return cls(
+            wire.generate_request(prompt, final_only=final_only, **options),
+            timeout_s=options.get("timeout_s"),
+            resume_timeout_s=options.get("resume_timeout_s", RESUME_TIMEOUT_S),
+        )
+
     @property
     def request_id(self) -> str:
         """Id of the request."""
@@ -78,6 +90,15 @@ class ResumableRequest:
             for token_ids in self._received:
                 self._request.received.add(token_ids=token_ids)
         return self._request, self._left_s()
+
+    def generate(self, inference: Any) -> Any:
+        """Begin the next call over a stub of either API of grpc. Raises DeadlineError when no time is left."""
+        request, timeout_s = self.next_call()
+        return inference.Generate(request, timeout=timeout_s)
+
+    def watch(self, health: Any) -> Any:
+        """Watch the server's health, once it can be reached, for as long as patience lasts."""
+        return health.Watch(health_request(), timeout=self.patience_s, wait_for_ready=True)
 
     def read(self, message: pb.GenerateEvent) -> Event | None:
         """Return the event for the caller; None if it came before, or is of an unknown kind."""
@@ -154,6 +175,11 @@ class ResumableRequest:
                 code="DEADLINE_EXCEEDED",
             )
         return left_s
+
+
+def health_request() -> health_pb2.HealthCheckRequest:
+    """Return a request for the health of hetero.v1.Inference."""
+    return health_pb2.HealthCheckRequest(service=GATEWAY_SERVICES[0])
 
 
 def _advised_s(error: RequestError) -> float:

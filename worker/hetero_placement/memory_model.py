@@ -73,7 +73,8 @@ class MemoryModel:
 
     def __init__(self, config: ModelConfig, hardware: Hardware, bounds: Bounds, *, dtype: str) -> None:
         self._config = config
-        self._hardware = hardware
+        self.hardware = hardware
+        """Hardware whose memory is to suffice."""
         self._bounds = bounds
         limits = StepLimits(bounds.max_num_batched_tokens, bounds.max_num_seqs, bounds.max_model_len)
         self._memory = ModelMemory(config, limits, element_bytes(dtype))
@@ -87,14 +88,9 @@ class MemoryModel:
         self._units: dict[tuple[bool, frozenset[int]], UnitBytes] = {}
         self._beside: dict[tuple[int, int, int, int], float] = {}
 
-    @property
-    def hardware(self) -> Hardware:
-        """Hardware whose memory is to suffice."""
-        return self._hardware
-
     def units(self, rank: int) -> UnitBytes:
         """Return the bytes of a unit on this rank."""
-        key = self._is_gpu(rank), self._hardware.ranks[rank].weight_bits
+        key = self._is_gpu(rank), self.hardware.ranks[rank].weight_bits
         if key not in self._units:
             self._units[key] = self._units_of(rank)
         return self._units[key]
@@ -121,7 +117,7 @@ class MemoryModel:
         return _NOTHING if shard.is_empty else self._taken(rank, shard)
 
     def _taken(self, rank: int, shard: RankShard) -> Need:
-        memory, is_gpu, hardware = self._memory, self._is_gpu(rank), self._hardware.ranks[rank]
+        memory, is_gpu, hardware = self._memory, self._is_gpu(rank), self.hardware.ranks[rank]
         assumed = ASSUMED_GPU_RUNTIME_BYTES if is_gpu else RUNTIME_BYTES
         measured = hardware.runtime_bytes + RUNTIME_GROWTH_BYTES if is_gpu else hardware.runtime_bytes
         gathered = hardware.gather_bytes if shard.kv_heads_total else 0
@@ -143,7 +139,7 @@ class MemoryModel:
     def problem(self, plan: ShardPlan) -> str:
         """Which rank a plan does not fit, with the arithmetic; empty if it fits all."""
         for rank, shard in enumerate(plan.ranks):
-            need, has = self.need(rank, shard), self._hardware.ranks[rank].memory_bytes
+            need, has = self.need(rank, shard), self.hardware.ranks[rank].memory_bytes
             if need.total > has:
                 graphs = f"{_gb(need.graphs)} graphs + " if need.graphs else ""
                 return (
@@ -155,7 +151,7 @@ class MemoryModel:
 
     def shortage(self, needs: int, ranks: tuple[int, ...]) -> str:
         """Say that `ranks` together have too little for `needs` bytes of weights and cache."""
-        has = sum(self._hardware.ranks[rank].memory_bytes for rank in ranks)
+        has = sum(self.hardware.ranks[rank].memory_bytes for rank in ranks)
         fields = " and ".join(dict.fromkeys(self._field(rank) for rank in ranks))
         other = max(self.fixed_bytes(rank, holds_heads=False) for rank in ranks)
         return (
@@ -174,7 +170,7 @@ class MemoryModel:
     def _blocks_on(self, rank: int, shard: RankShard) -> int:
         """Return the blocks that the rank has room for."""
         cost = self._memory.kv_cost(shard)
-        left = self._hardware.ranks[rank].memory_bytes - self.need(rank, shard).without_cache
+        left = self.hardware.ranks[rank].memory_bytes - self.need(rank, shard).without_cache
         asked = self._bounds.kv_cache_bytes
         room = cost.cache_of(max(0, left)) if asked is None else asked
         return room // (cost.cache_bytes * self._bounds.block_size)
@@ -231,17 +227,17 @@ class MemoryModel:
 
     def _field(self, rank: int) -> str:
         """Return the field that sets how much memory a rank has."""
-        pool = self._hardware.ranks[rank].pool
+        pool = self.hardware.ranks[rank].pool
         if self._is_gpu(rank):
             return "spec.engine.gpuMemoryUtilization"
         return f"memoryPerRank of pool {pool}" if pool else "memoryPerRank"
 
     def _name(self, rank: int) -> str:
-        hardware = self._hardware.ranks[rank]
+        hardware = self.hardware.ranks[rank]
         return f"rank {rank} ({hardware.pool or hardware.kind.value})"
 
     def _is_gpu(self, rank: int) -> bool:
-        return self._hardware.ranks[rank].is_gpu
+        return self.hardware.ranks[rank].is_gpu
 
 
 def _gb(size_bytes: float) -> str:

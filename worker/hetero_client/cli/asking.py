@@ -12,40 +12,22 @@ import typer
 
 from hetero_client.cli import options
 from hetero_client.cli.console import print_error, print_json, print_note, write_model_text
-from hetero_client.errors import IncompleteStreamError
-from hetero_client.messages import Delta, Event, Finished, Started
+from hetero_client.errors import IncompleteStreamError, NotConnectedError, RequestError
+from hetero_client.messages import ChatMessage, Delta, Event, Finished, Prompt, SamplingParams, Started
 
 if TYPE_CHECKING:
     from hetero_client.client import HeteroClient
-    from hetero_client.messages import ChatMessage, Prompt, SamplingParams
 
 CHAT_HELP = "/exit ends, /reset forgets the conversation, Ctrl-C stops an answer"
 
 
+@options.takes_sampling(*options.SAMPLING_OPTIONS)
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text to complete; - reads standard input.")],
     chat: Annotated[
         bool, typer.Option("--chat", help="Send the prompt as a user's message, through the chat template.")
     ] = False,
     system: options.SystemOption = None,
-    max_tokens: options.MaxTokensOption = None,
-    temperature: options.TemperatureOption = None,
-    top_k: options.TopKOption = None,
-    top_p: options.TopPOption = None,
-    min_p: options.MinPOption = None,
-    seed: options.SeedOption = None,
-    stop: options.StopOption = None,
-    ignore_eos: options.IgnoreEosOption = False,
-    presence_penalty: options.PresencePenaltyOption = None,
-    frequency_penalty: options.FrequencyPenaltyOption = None,
-    repetition_penalty: options.RepetitionPenaltyOption = None,
-    min_tokens: options.MinTokensOption = None,
-    completions: options.CompletionsOption = None,
-    logprobs: options.LogprobsOption = None,
-    json_schema: options.JsonSchemaOption = None,
-    regex: options.RegexOption = None,
-    grammar: options.GrammarOption = None,
-    choice: options.ChoiceOption = None,
     priority: options.PriorityOption = 0,
     request_id: Annotated[str, typer.Option(help="Name of the request, for logs. Default: assigned.")] = "",
     timeout: options.TimeoutOption = None,
@@ -54,6 +36,8 @@ def generate(
     as_json: options.JsonOption = False,
     address: options.AddressOption = None,
     group: options.GroupOption = None,
+    *,
+    sampling: SamplingParams,
 ) -> None:
     """Complete one prompt and stream the text.
 
@@ -69,13 +53,6 @@ def generate(
     """
     from hetero_client.client import HeteroClient
 
-    sampling = options.sampling_params(
-        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-        seed=seed, stop=stop, ignore_eos=ignore_eos, presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty, repetition_penalty=repetition_penalty, min_tokens=min_tokens,
-        n=completions, logprobs=logprobs,
-        constraint=options.constraint(json_schema=json_schema, regex=regex, grammar=grammar, choice=choice),
-    )  # fmt: skip
     text = sys.stdin.read() if prompt == "-" else prompt
     question: Prompt = conversation(text, system=system) if chat or system is not None else text
     with HeteroClient(options.inference_address(address, group)) as client:
@@ -84,23 +61,19 @@ def generate(
             question, sampling=sampling, request_id=request_id, timeout_s=timeout, priority=priority,
             resume_timeout_s=resume_timeout,
         ) as stream:  # fmt: skip
-            answer = show_answer(stream, sent_at_s=sent_at_s, as_json=as_json, num_completions=completions or 1)
+            answer = show_answer(stream, sent_at_s=sent_at_s, as_json=as_json, num_completions=sampling.n or 1)
     if figures:
         print_note(answer.line())
 
 
+@options.takes_sampling(*options.CHAT_SAMPLING)
 def chat(
     system: options.SystemOption = None,
-    max_tokens: options.MaxTokensOption = None,
-    temperature: options.TemperatureOption = None,
-    top_k: options.TopKOption = None,
-    top_p: options.TopPOption = None,
-    min_p: options.MinPOption = None,
-    seed: options.SeedOption = None,
-    stop: options.StopOption = None,
     timeout: options.TimeoutOption = None,
     address: options.AddressOption = None,
     group: options.GroupOption = None,
+    *,
+    sampling: SamplingParams,
 ) -> None:
     """Talk with the model; each turn sees the whole conversation.
 
@@ -112,10 +85,6 @@ def chat(
     """
     from hetero_client.client import HeteroClient
 
-    sampling = options.sampling_params(
-        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-        seed=seed, stop=stop, ignore_eos=False,
-    )  # fmt: skip
     with HeteroClient(options.inference_address(address, group)) as client:
         info = client.model_info()
         origin = f" ({info.source})" if info.source else ""
@@ -125,21 +94,15 @@ def chat(
 
 def conversation(text: str, *, system: str | None) -> list[ChatMessage]:
     """Return a conversation of one user message, after the system's if there is one."""
-    from hetero_client.messages import ChatMessage
-
     return [*opening(system), ChatMessage("user", text)]
 
 
 def opening(system: str | None) -> list[ChatMessage]:
     """Return the messages that a conversation begins with."""
-    from hetero_client.messages import ChatMessage
-
     return [] if system is None else [ChatMessage("system", system)]
 
 
 def _converse(client: HeteroClient, *, system: str | None, sampling: SamplingParams, timeout_s: float | None) -> None:
-    from hetero_client.messages import ChatMessage
-
     history = opening(system)
     while (line := _read_line()) is not None:
         if line == "/exit":
@@ -159,8 +122,6 @@ def _answer(
     client: HeteroClient, messages: list[ChatMessage], *, sampling: SamplingParams, timeout_s: float | None
 ) -> str | None:
     """Return the answer's text; None if it failed or was stopped, so that the turn does not count."""
-    from hetero_client.errors import NotConnectedError, RequestError
-
     try:
         with client.generate(messages, sampling=sampling, timeout_s=timeout_s) as stream:
             return show_answer(stream, sent_at_s=time.monotonic(), as_json=False).text

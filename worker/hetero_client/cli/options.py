@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
+
+from hetero_client.messages import Choice, Constraint, Grammar, JsonSchema, Regex, SamplingParams
 
 if TYPE_CHECKING:
     from hetero_client.admin import AdminClient
     from hetero_client.launcher.run_directory import GroupRecord
-    from hetero_client.messages import Constraint, SamplingParams
 
-_SAMPLING = "Sampling"
-_FORM = "Form of the answer (one of them)"
 _WHERE = "Request and server"
 
 ManifestArgument = Annotated[Path, typer.Argument(metavar="FILE", help="HeteroInference manifest (YAML).")]
@@ -74,72 +75,6 @@ TimeoutOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 SystemOption = Annotated[str | None, typer.Option("--system", help="System message of the conversation.")]
 
-MaxTokensOption = Annotated[
-    int | None, typer.Option("--max-tokens", "-n", min=1, help="Most tokens to generate.", rich_help_panel=_SAMPLING)
-]
-TemperatureOption = Annotated[float | None, typer.Option(help="0 is greedy. Default: 1.", rich_help_panel=_SAMPLING)]
-TopKOption = Annotated[
-    int | None, typer.Option(min=0, help="Sample from the K likeliest tokens; 0: from all.", rich_help_panel=_SAMPLING)
-]
-TopPOption = Annotated[
-    float | None,
-    typer.Option(help="Sample from the smallest set of tokens with this probability.", rich_help_panel=_SAMPLING),
-]
-MinPOption = Annotated[
-    float | None,
-    typer.Option(help="Sample from tokens at least this likely, relative to the likeliest.", rich_help_panel=_SAMPLING),
-]
-SeedOption = Annotated[
-    int | None,
-    typer.Option(min=0, help="Seed; the same seed gives the same tokens. Default: random.", rich_help_panel=_SAMPLING),
-]
-StopOption = Annotated[
-    list[str] | None,
-    typer.Option("--stop", help="Text that ends the completion; repeatable.", rich_help_panel=_SAMPLING),
-]
-PresencePenaltyOption = Annotated[
-    float | None,
-    typer.Option(help="Above 0: generated tokens become less likely.", rich_help_panel=_SAMPLING),
-]
-FrequencyPenaltyOption = Annotated[
-    float | None,
-    typer.Option(help="Above 0: tokens become less likely each time they are generated.", rich_help_panel=_SAMPLING),
-]
-RepetitionPenaltyOption = Annotated[
-    float | None,
-    typer.Option(help="Above 1: tokens of prompt and completion become less likely.", rich_help_panel=_SAMPLING),
-]
-MinTokensOption = Annotated[
-    int | None, typer.Option(min=0, help="Fewest tokens to generate.", rich_help_panel=_SAMPLING)
-]
-CompletionsOption = Annotated[
-    int | None,
-    typer.Option(
-        min=1, metavar="N", help="Number of completions, which share the prompt's cache.", rich_help_panel=_SAMPLING
-    ),
-]
-LogprobsOption = Annotated[
-    int | None,
-    typer.Option(
-        min=0, metavar="N", help="With --json: log-probabilities of each token and the N likeliest.",
-        rich_help_panel=_SAMPLING,
-    ),
-]  # fmt: skip
-JsonSchemaOption = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="JSON of this schema; - reads standard input.", rich_help_panel=_FORM),
-]
-RegexOption = Annotated[
-    str | None, typer.Option(help="Text that this expression matches as a whole.", rich_help_panel=_FORM)
-]
-GrammarOption = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Text of this grammar, in Lark's notation.", rich_help_panel=_FORM),
-]
-ChoiceOption = Annotated[
-    list[str] | None,
-    typer.Option("--choice", metavar="TEXT", help="One of these texts; repeatable.", rich_help_panel=_FORM),
-]
 PriorityOption = Annotated[
     int, typer.Option(min=-100, max=100, help="Requests of a lower number go first.", rich_help_panel=_WHERE)
 ]
@@ -150,45 +85,80 @@ ResumeTimeoutOption = Annotated[
         help="Longest wait for a lost gateway or group, to continue where the answer stopped; 0: do not wait.",
     ),
 ]  # fmt: skip
-IgnoreEosOption = Annotated[
-    bool, typer.Option("--ignore-eos", help="Continue past the end-of-sequence token.", rich_help_panel=_SAMPLING)
-]
+_sampling = partial(typer.Option, None, rich_help_panel="Sampling")
+_form = partial(typer.Option, None, rich_help_panel="Form of the answer (one of them)")
+SAMPLING_OPTIONS: Final[Mapping[str, tuple[Any, Any]]] = {
+    "max_tokens": (int, _sampling("--max-tokens", "-n", min=1, help="Most tokens to generate.")),
+    "temperature": (float, _sampling(help="0 is greedy. Default: 1.")),
+    "top_k": (int, _sampling(min=0, help="Sample from the K likeliest tokens; 0: from all.")),
+    "top_p": (float, _sampling(help="Sample from the smallest set of tokens with this probability.")),
+    "min_p": (float, _sampling(help="Sample from tokens at least this likely, relative to the likeliest.")),
+    "seed": (int, _sampling(min=0, help="Seed; the same seed gives the same tokens. Default: random.")),
+    "stop": (list[str], _sampling("--stop", help="Text that ends the completion; repeatable.")),
+    "ignore_eos": (bool, _sampling("--ignore-eos", help="Continue past the end-of-sequence token.")),
+    "presence_penalty": (float, _sampling(help="Above 0: generated tokens become less likely.")),
+    "frequency_penalty": (float, _sampling(help="Above 0: tokens become less likely each time they are generated.")),
+    "repetition_penalty": (float, _sampling(help="Above 1: tokens of prompt and completion become less likely.")),
+    "min_tokens": (int, _sampling(min=0, help="Fewest tokens to generate.")),
+    "n": (
+        int,
+        _sampling("--completions", min=1, metavar="N", help="Number of completions, which share the prompt's cache."),
+    ),
+    "logprobs": (
+        int,
+        _sampling(min=0, metavar="N", help="With --json: log-probabilities of each token and the N likeliest."),
+    ),
+    "json_schema": (Path, _form(metavar="FILE", help="JSON of this schema; - reads standard input.")),
+    "regex": (str, _form(help="Text that this expression matches as a whole.")),
+    "grammar": (Path, _form(metavar="FILE", help="Text of this grammar, in Lark's notation.")),
+    "choice": (list[str], _form("--choice", metavar="TEXT", help="One of these texts; repeatable.")),
+}
+"""Type and option of each parameter of sampling, by its field in SamplingParams, and of the forms of a constraint."""
+FORMS: Final = ("json_schema", "regex", "grammar", "choice")
+CHAT_SAMPLING: Final = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop")
+"""Options of sampling for commands that answer messages."""
 
 
-def sampling_params(
-    *,
-    max_tokens: int | None,
-    temperature: float | None,
-    top_k: int | None,
-    top_p: float | None,
-    min_p: float | None,
-    seed: int | None,
-    stop: list[str] | None,
-    ignore_eos: bool = False,
-    **others: Any,
-) -> SamplingParams:
-    """Return the parameters; absent options are left to the server. `others` are fields of SamplingParams."""
-    from hetero_client.messages import SamplingParams
+def takes_sampling(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command these of SAMPLING_OPTIONS, and pass it their values as its argument `sampling`."""
 
-    return SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        stop=tuple(stop or ()),
-        ignore_eos=ignore_eos or None,
-        **others,
-    )
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def run(**given: Any) -> None:
+            sampling = sampling_params({name: given.pop(name) for name in names})
+            command(**given, sampling=sampling)
+
+        signature = inspect.signature(command, eval_str=True)
+        parameters = [_parameter(name) for name in names]  # first, as the panels of --help come in this order
+        parameters += [
+            parameter.replace(kind=parameter.KEYWORD_ONLY)
+            for name, parameter in signature.parameters.items()
+            if name != "sampling"
+        ]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        vars(run)["__signature__"] = signature.replace(parameters=parameters)  # what typer reads
+        return run
+
+    return decorate
+
+
+def _parameter(name: str) -> inspect.Parameter:
+    kind, option = SAMPLING_OPTIONS[name]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind | None)
+
+
+def sampling_params(given: Mapping[str, Any]) -> SamplingParams:
+    """Return the parameters that options give; absent ones are left to the server. Raises BadParameter."""
+    fields = {name: value for name, value in given.items() if name not in FORMS and value is not None}
+    if stop := fields.pop("stop", None):
+        fields["stop"] = tuple(stop)
+    return SamplingParams(**fields, constraint=constraint(**{name: given.get(name) for name in FORMS}))
 
 
 def constraint(
     *, json_schema: Path | None, regex: str | None, grammar: Path | None, choice: list[str] | None
 ) -> Constraint | None:
     """Return the constraint. Raises BadParameter for more than one, or a file that cannot be read."""
-    from hetero_client.messages import Choice, Grammar, JsonSchema, Regex
-
     asked: list[Constraint] = []
     if json_schema is not None:
         asked.append(JsonSchema(_read_text(json_schema)))

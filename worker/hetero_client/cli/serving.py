@@ -15,6 +15,7 @@ from hetero_api.contract import EXIT_USAGE
 from hetero_client.cli import options
 from hetero_client.cli.console import errors, output, print_data, print_error, print_json, print_note, print_warning
 from hetero_client.errors import ClientError
+from hetero_client.messages import Prompt, SamplingParams
 
 if TYPE_CHECKING:
     from hetero_client.admin import GroupTopology
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from hetero_client.client import GenerateStream
     from hetero_client.home import HeteroHome
     from hetero_client.launcher.local_group import LocalGroup, LocalGroupConfig, StartTimes
-    from hetero_client.messages import Prompt, SamplingParams
 
 
 def up(
@@ -71,21 +71,17 @@ def up(
     serve(config, home=home)
 
 
+@options.takes_sampling(*options.CHAT_SAMPLING)
 def run(
     file: options.ManifestArgument,
     prompt: Annotated[str, typer.Argument(help="A user's message to the model.")],
     system: options.SystemOption = None,
-    max_tokens: options.MaxTokensOption = None,
-    temperature: options.TemperatureOption = None,
-    top_k: options.TopKOption = None,
-    top_p: options.TopPOption = None,
-    min_p: options.MinPOption = None,
-    seed: options.SeedOption = None,
-    stop: options.StopOption = None,
     port: options.PortOption = 0,
     model: options.ModelOption = None,
     remeasure: options.RemeasureOption = False,
     as_json: options.JsonOption = False,
+    *,
+    sampling: SamplingParams,
 ) -> None:
     """Run a manifest for one answer: start, stream the answer, print the figures, stop.
 
@@ -98,10 +94,6 @@ def run(
     from hetero_client.cli.asking import conversation
     from hetero_client.home import HeteroHome
 
-    sampling = options.sampling_params(
-        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-        seed=seed, stop=stop, ignore_eos=False,
-    )  # fmt: skip
     home = HeteroHome.from_environment()
     config = prepare(file, port=port, http_port=None, model=model, home=home, with_forkserver=True, remeasure=remeasure)
     answer_once(config, conversation(prompt, system=system), sampling=sampling, home=home, as_json=as_json)

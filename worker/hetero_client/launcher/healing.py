@@ -14,11 +14,11 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from hetero_api.host.restarts import RestartBudget, RestartPauses
+from hetero_api.spec import RecoverySpec
 from hetero_api.supervision.child import Child, Command
 from hetero_api.supervision.service import Service, Services
 from hetero_client.errors import ProcessDiedError, RestartsExhaustedError
@@ -39,30 +39,14 @@ def new_service(command: Command) -> Service:
     return Service(command, RestartPauses(first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S))
 
 
-@dataclass(frozen=True, slots=True)
-class RestartLimits:
-    """The limits in spec.recovery."""
-
-    max_restarts: int
-    window_s: float
-
-
 class Healing:
     """Restarts the services of a running group, within limits."""
 
-    def __init__(
-        self,
-        services: Services,
-        *,
-        limits: RestartLimits,
-        report: Report,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, services: Services, *, limits: RecoverySpec, report: Report) -> None:
         self._services = services
         self._limits = limits
         self._report = report
-        self._clock = clock
-        self._budget = RestartBudget(max_restarts=limits.max_restarts, window_s=limits.window_s, clock=clock)
+        self._budget = RestartBudget(max_restarts=limits.max_restarts, window_s=limits.window_seconds)
 
     def handle(self, ended: Sequence[Child]) -> bool:
         """Schedule restarts of children that ended, kill what hangs, start what is due.
@@ -88,12 +72,12 @@ class Healing:
 
     def _did_well(self, service: Service, child: Child) -> bool:
         beat = child.beat()
-        return beat.steps > 0 if beat is not None else self._clock() - service.started_s >= RAN_WELL_S
+        return beat.steps > 0 if beat is not None else time.monotonic() - service.started_s >= RAN_WELL_S
 
     def _exhausted(self, child: Child) -> RestartsExhaustedError:
         return RestartsExhaustedError(
             f"{child.name} {how_it_ended(child)}, and processes of the group were restarted "
-            f"{self._limits.max_restarts} times within {self._limits.window_s:g} s, which is all that "
+            f"{self._limits.max_restarts} times within {self._limits.window_seconds} s, which is all that "
             f"spec.recovery.maxRestarts allows; its log is {child.log_path}",
             exit_status=child.exit_status or 0,
             log_tail=log_tail(child.log_path),

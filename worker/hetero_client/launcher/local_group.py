@@ -38,7 +38,7 @@ from hetero_client.errors import (
     StartTimeoutError,
 )
 from hetero_client.launcher.commands import GATEWAY, HOST, GatewayPorts, GroupCommands, Programs
-from hetero_client.launcher.healing import Healing, Report, RestartLimits, died, new_service
+from hetero_client.launcher.healing import Healing, Report, died, new_service
 from hetero_client.launcher.local_plan import LocalPlan
 from hetero_client.launcher.run_directory import GroupRecord, MeasurementStore, RunDirectory
 
@@ -176,9 +176,7 @@ class LocalGroup:
             manifest=str(self._config.manifest),
             model_dir=str(self._config.model_dir),
             phase="starting",
-            inference=addresses["inference"],
-            admin=addresses["admin"],
-            http=addresses["http"],
+            **{service: addresses[service] for service in ("inference", "admin", "http")},
             started_at=time.time(),
             processes=self._pids(),
         )
@@ -227,7 +225,8 @@ class LocalGroup:
 
         Raises ProcessDiedError, RestartsExhaustedError or GroupFailedError when it cannot be kept running.
         """
-        healing = self._healing = self._healing or self._new_healing()
+        recovery = self._config.resource.spec.recovery
+        healing = self._healing = self._healing or Healing(self._services, limits=recovery, report=self._report)
         self._answered_s = time.monotonic()
         look_at_s = 0.0
         while not until():
@@ -248,14 +247,6 @@ class LocalGroup:
                 self._heal(self._healing, ended)
             else:
                 self._raise_if_ended(ended)
-
-    def _new_healing(self) -> Healing:
-        recovery = self._config.resource.spec.recovery
-        return Healing(
-            self._services,
-            limits=RestartLimits(recovery.max_restarts, recovery.window_seconds),
-            report=self._report,
-        )
 
     def _heal(self, healing: Healing, ended: Sequence[Child]) -> None:
         if any(child.failed_permanently for child in ended):

@@ -24,6 +24,7 @@ from hetero_api.host.memory import total_memory_bytes
 from hetero_api.host.topology import CpuTopology, LogicalCore, NumaNode
 from hetero_api.quantity import format_bytes
 from hetero_api.spec import HeteroInference, HeteroInferenceSpec, NumaPolicy, PoolSpec, PoolType
+from hetero_api.validation import find_unserved
 from hetero_client.errors import LocalSpecError
 
 DEFAULT_MEMORY_SHARE: Final = 0.8
@@ -124,7 +125,7 @@ def plan_locally(
     ]
     devices = plan_devices(pools, gpus, dp_local_rank=dp_local_rank)
     core_plan = _plan_cores(cores, [_demand(at, devices) for at in pools], nodes, dp_local_rank)
-    problems = [*_cluster_only(spec), *devices.problems, *core_plan.problems, *_memory_problems(pools, memory_bytes)]
+    problems = [*_unserved(spec), *devices.problems, *core_plan.problems, *_memory_problems(pools, memory_bytes)]
     if problems:
         raise LocalSpecError(problems)
     default_bytes = _default_memory(pools, memory_bytes)
@@ -152,21 +153,16 @@ def _plan_cores(
     return plan
 
 
-def _cluster_only(spec: HeteroInferenceSpec) -> list[str]:
-    problems = []
+def _unserved(spec: HeteroInferenceSpec) -> list[str]:
+    """Return what keeps one machine from serving the spec, whatever the machine is."""
+    problems = find_unserved(spec)
     if spec.suspend or not spec.replicas:
         field = "suspend is true" if spec.suspend else "replicas is 0"
         problems.append(f"spec.{field}: there is nothing to start")
-    secrets = {
-        "spec.gateway.tlsSecretName": spec.gateway.tls_secret_name,
-        "spec.gateway.authTokenSecretRef": spec.gateway.auth_token_secret_ref,
-        "spec.model.tokenSecretRef": spec.model.token_secret_ref,
-    }
-    problems += [
-        f"{path}: Secrets exist only in a cluster; leave it out to run on one machine"
-        for path, value in secrets.items()
-        if value is not None
-    ]
+    if spec.model.token_secret_ref is not None:
+        problems.append(
+            "spec.model.tokenSecretRef: Secrets exist only in a cluster; leave it out to run on one machine"
+        )
     return problems
 
 

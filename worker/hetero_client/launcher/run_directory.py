@@ -23,7 +23,6 @@ import json
 import os
 import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -34,7 +33,7 @@ from typing import Any, Final, Self
 from hetero_api.host.file_lock import FileLock, is_held
 from hetero_api.spec import HeteroInference
 from hetero_client.errors import NoGroupError
-from hetero_client.home import HeteroHome
+from hetero_client.home import HeteroHome, read_json_object, write_atomically
 from hetero_client.launcher.local_plan import LocalPlan
 
 
@@ -141,22 +140,6 @@ def find_group(home: HeteroHome, name: str | None = None) -> GroupRecord:
         raise NoGroupError(f"several local groups run ({names}); choose one with --group NAME or --address HOST:PORT")
     what = "no local group runs" if name is None else f"no local group named {name!r} runs"
     raise NoGroupError(f"{what}; start one with `hetero up FILE`, or give --address HOST:PORT")
-
-
-def read_json_object(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in a file; None if there is no such file or no object in it."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
-        return None
-    return data if isinstance(data, dict) else None
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that readers see the old content or the new one, never a part."""
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False, encoding="utf-8") as file:
-        file.write(text)
-    shutil.move(file.name, path)
 
 
 VALID_S: Final = 24 * 3600.0

@@ -19,8 +19,7 @@ import hashlib
 import json
 import os
 import re
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
@@ -29,6 +28,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
 from hetero_client.errors import DamagedFileError, HubUnreachableError, MissingExtraError, ModelStoreError
+from hetero_client.home import read_json_object, write_atomically
 from hetero_client.model_store.store import ModelKey, Report
 
 if TYPE_CHECKING:
@@ -236,19 +236,18 @@ def verify_snapshot(snapshot: Path, manifest: Path, *, thoroughly: bool = False)
         name = str(path.relative_to(snapshot))
         if not _is_known(path, known.get(name)):
             records[name] = _verify(path, expected=records.get(name))
-    _write_manifest(manifest, records)
+    manifest.parent.mkdir(parents=True, exist_ok=True)
+    files = {name: asdict(records[name]) for name in sorted(records)}
+    write_atomically(manifest, json.dumps({"files": files}, indent=1) + "\n")
     return records
 
 
 def read_manifest(path: Path) -> dict[str, FileRecord]:
     """Return records by file name; none without a readable manifest, which only costs another check."""
     try:
-        entries: Mapping[str, Mapping[str, object]] = json.loads(path.read_text(encoding="utf-8"))["files"]
-        return {
-            name: FileRecord(str(entry["sha256"]), int(str(entry["size_bytes"])), int(str(entry["mtime_ns"])))
-            for name, entry in entries.items()
-        }
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        entries = (read_json_object(path) or {}).get("files", {})
+        return {name: FileRecord(**entry) for name, entry in entries.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
         return {}
 
 
@@ -283,12 +282,3 @@ def _checksums(path: Path, size_bytes: int) -> tuple[str, str]:
             sha256.update(chunk)
             git.update(chunk)
     return sha256.hexdigest(), git.hexdigest()
-
-
-def _write_manifest(path: Path, records: Mapping[str, FileRecord]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"files": {name: asdict(records[name]) for name in sorted(records)}}, indent=1) + "\n"
-    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    with os.fdopen(fd, "w", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(temporary, path)
