@@ -134,6 +134,21 @@ class PlacementShares(SpecModel):
     vocabulary: _Weights | None = None
     """Weights for vocabulary rows, one a rank; 0: none. Default: computed."""
 
+    @property
+    def layer_problem(self) -> str:
+        """Why these cannot be weights for whole layers, as `path: message`; "" if they can."""
+        if self.vocabulary:
+            return (
+                "spec.placement.shares.vocabulary: does not apply in mode Layer, where the embedding lies with the "
+                "first layer and the output head with the last; leave it out"
+            )
+        if self.attention and self.mlp and self.attention != self.mlp:
+            return (
+                "spec.placement.shares: attention and mlp differ, but in mode Layer both are weights for whole layers; "
+                "give one of them"
+            )
+        return ""
+
 
 class WorkloadSpec(SpecModel):
     """The load that a placement is chosen for, and predictions are told for."""

@@ -53,16 +53,8 @@ def _share_problems(spec: HeteroInferenceSpec) -> list[str]:
     given = {kind: weights for kind in SHARE_KINDS if (weights := getattr(shares, kind))}
     if spec.placement.mode != PlacementMode.LAYER:
         return _idle_ranks(given, spec.world_size) if len(given) == len(SHARE_KINDS) else []
-    if shares.vocabulary:
-        return [
-            "spec.placement.shares.vocabulary: does not apply in mode Layer, where the embedding lies with the first "
-            "layer and the output head with the last; leave it out"
-        ]
-    if shares.attention and shares.mlp and shares.attention != shares.mlp:
-        return [
-            "spec.placement.shares: attention and mlp differ, but in mode Layer both are weights for whole layers; "
-            "give one of them"
-        ]
+    if shares.layer_problem:
+        return [shares.layer_problem]
     return _idle_ranks(given, spec.world_size)
 
 

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Final, Self, Unpack
 
 import grpc
@@ -166,9 +165,7 @@ class HeteroClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _watch_until_serving(self, timeout_s: float) -> bool:

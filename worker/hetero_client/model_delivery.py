@@ -25,14 +25,13 @@ from pathlib import Path
 from typing import Final
 
 from hetero_api.contract import ENV_HUB_TOKEN_FILE, EXIT_FAILURE, EXIT_OK
-from hetero_api.errors import ModelError
 from hetero_api.host.file_lock import FileLock
 from hetero_api.host.stop_signals import end_on_stop_signals
-from hetero_api.model_config import CONFIG_FILE, ModelConfig
+from hetero_api.model_config import CONFIG_FILE
 from hetero_api.program import ProgramParser, read_token
 from hetero_client.errors import DamagedFileError, ModelStoreError
 from hetero_client.model_store.hub import PATTERNS, TOKENIZER_PATTERNS, download_resumably, verify_snapshot
-from hetero_client.model_store.store import TOKENIZER, ModelKey, check_model_directory
+from hetero_client.model_store.store import ModelKey, check_model_directory
 
 PROGRAM: Final = "hetero_client.model_delivery"
 _HUB_SETTINGS: Final = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
@@ -95,7 +94,7 @@ def deliver(delivery: Delivery) -> Path:
         snapshot = _fetch(delivery)
     finally:
         lock.release()
-    _check(snapshot, tokenizer_only=delivery.tokenizer_only)
+    check_model_directory(snapshot, weights=not delivery.tokenizer_only)
     _lay_out(snapshot, delivery.into)
     return snapshot
 
@@ -131,18 +130,6 @@ def _remove_abandoned(delivery: Delivery) -> None:
             with suppress(FileNotFoundError):
                 if partial.stat().st_mtime < time.time() - after_s:
                     partial.unlink()
-
-
-def _check(snapshot: Path, *, tokenizer_only: bool) -> None:
-    if not tokenizer_only:
-        check_model_directory(snapshot)
-        return
-    try:
-        ModelConfig.from_directory(snapshot)
-    except ModelError as error:
-        raise ModelStoreError(str(error)) from error
-    if not (snapshot / TOKENIZER).is_file():
-        raise ModelStoreError(f"{snapshot / TOKENIZER}: no such file; the gateway needs the model's tokenizer")
 
 
 def _lay_out(snapshot: Path, into: Path) -> None:

@@ -69,11 +69,14 @@ UNIT: Final = 64
 def deal_within_layers(config: ModelConfig, *, cores: Sequence[int], shares: PlacementShares) -> ShardPlan:
     """By shares, one weight a rank, or by `cores`; a rank may get nothing."""
     heads = largest_remainder(config.num_kv_heads, shares.attention or cores)
+    columns, experts = config.intermediate_size, config.num_experts
+    by_columns = _wide_weights(config, heads, columns * config.mlp_params_per_column, cores=cores, shares=shares)
+    by_experts = _wide_weights(config, heads, experts * config.params_per_expert, cores=cores, shares=shares)
     return plan_within_layers(
         config,
         heads=heads,
-        columns=_mlp_columns(config, heads, cores=cores, shares=shares),
-        experts=_experts(config, heads, cores=cores, shares=shares) if config.experts else [0] * len(cores),
+        columns=_deal_in_units(columns, by_columns),
+        experts=largest_remainder(experts, by_experts) if experts else [0] * len(cores),
         rows=_deal_in_units(config.vocab_size, shares.vocabulary or cores),
     )
 
@@ -119,27 +122,15 @@ def _shards(*counts: Sequence[int]) -> list[LayerShard]:
     return list(map(LayerShard, *map(ranges_of_counts, counts)))
 
 
-def _mlp_columns(
-    config: ModelConfig, heads: Sequence[int], *, cores: Sequence[int], shares: PlacementShares
-) -> list[int]:
-    """Columns of each rank: by shares, or such that all its weights of a layer come nearest to its cores' share."""
-    if shares.mlp:
-        return _deal_in_units(config.intermediate_size, shares.mlp)
-    weights = config.intermediate_size * config.mlp_params_per_column
-    return _deal_in_units(config.intermediate_size, _make_up_for(config, heads, weights, cores=cores))
+def _wide_weights(
+    config: ModelConfig, heads: Sequence[int], weights: int, *, cores: Sequence[int], shares: PlacementShares
+) -> Sequence[Weight]:
+    """Return what a layer's columns or experts, of so many weights, are dealt by.
 
-
-def _experts(config: ModelConfig, heads: Sequence[int], *, cores: Sequence[int], shares: PlacementShares) -> list[int]:
-    """Experts of each rank, in the same way."""
-    if shares.mlp:
-        return largest_remainder(config.num_experts, shares.mlp)
-    weights = config.num_experts * config.params_per_expert
-    return largest_remainder(config.num_experts, _make_up_for(config, heads, weights, cores=cores))
-
-
-def _make_up_for(config: ModelConfig, heads: Sequence[int], weights: int, *, cores: Sequence[int]) -> Sequence[Weight]:
-    """Parts of a layer's MLP weights that, with the attention's of the heads, come nearest to the cores' share."""
-    return level_up(weights, owned=[count * config.attention_params_per_kv_head for count in heads], weights=cores)
+    That is the shares, or parts that, with the attention's weights of the heads, come nearest to the cores' share.
+    """
+    owned = [count * config.attention_params_per_kv_head for count in heads]
+    return shares.mlp or level_up(weights, owned=owned, weights=cores)
 
 
 def units_of(total: int) -> int:
@@ -199,16 +190,8 @@ def describe_layers(config: ModelConfig) -> str:
 
 def shares_of_layers(shares: PlacementShares) -> Sequence[float] | None:
     """Weights for layers, one a rank; None where none are given. Raises PlanError when shares do not fit."""
-    if shares.vocabulary:
-        raise PlanError(
-            "spec.placement.shares.vocabulary does not apply in mode Layer, where the embedding lies with the first "
-            "layer and the output head with the last; leave it out"
-        )
-    if shares.attention and shares.mlp and shares.attention != shares.mlp:
-        raise PlanError(
-            "spec.placement.shares: attention and mlp differ, but in mode Layer both are weights for whole layers; "
-            "give one of them"
-        )
+    if shares.layer_problem:
+        raise PlanError(shares.layer_problem)
     return shares.mlp or shares.attention
 
 

@@ -48,11 +48,6 @@ class FixedCounts:
     experts: tuple[int, ...] | None = None
     rows: tuple[int, ...] | None = None
 
-    @property
-    def any(self) -> bool:
-        """True if any count is fixed."""
-        return any(part is not None for part in (self.heads, self.columns, self.experts, self.rows))
-
 
 NOTHING_FIXED: Final = FixedCounts()
 
@@ -134,7 +129,7 @@ class _Deal:
     def _make_slots(self) -> tuple[tuple[int, ...], ...]:
         roles = self._roles
         owners = sorted({*roles.holders, *roles.helpers, *roles.vocabulary})
-        if len(owners) <= SINGLE or self._fixed.any:
+        if len(owners) <= SINGLE or self._fixed != NOTHING_FIXED:
             return tuple((rank,) for rank in owners)
         slots: dict[tuple[object, ...], list[int]] = {}
         for number, alike in enumerate(self._model.hardware.classes()):

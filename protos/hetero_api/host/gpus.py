@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from hetero_api.host.topology import pci_numa_node
+from hetero_api.host.topology import list_names, pci_numa_node, read_text
 
 ENV_VISIBLE_DEVICES: Final = "CUDA_VISIBLE_DEVICES"
 IN_PCI_ORDER: Final[Mapping[str, str]] = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
@@ -52,15 +52,16 @@ def visible_gpus(environment: Mapping[str, str], *, root: Path = Path("/")) -> t
 def _present(root: Path) -> list[Gpu]:
     """Return the devices that this container was given, in PCI order."""
     files = _device_files(root / "dev")
-    folders = [path for path in _listed(root / "proc/driver/nvidia/gpus") if _PCI_ADDRESS.match(path.name)]
-    if not folders:
+    known = root / "proc/driver/nvidia/gpus"
+    addresses = [name for name in list_names(known) if _PCI_ADDRESS.match(name)]
+    if not addresses:
         return [Gpu(number) for number in files]
     found: list[Gpu] = []
-    for folder in sorted(folders, key=lambda path: [int(part, 16) for part in re.split("[:.]", path.name)]):
-        told = _information(folder / "information")
+    for address in sorted(addresses, key=lambda name: [int(part, 16) for part in re.split("[:.]", name)]):
+        told = _information(known / address / "information")
         minor = told.get("Device Minor", "")
         if minor.isdecimal() and int(minor) in files and told.get("GPU Excluded", "No") == "No":
-            node = pci_numa_node(folder.name, root=root / "sys/bus/pci/devices")
+            node = pci_numa_node(address, root=root / "sys/bus/pci/devices")
             found.append(Gpu(len(found), told.get("Model", ""), told.get("GPU UUID", ""), node))
     return found
 
@@ -88,24 +89,9 @@ def _named(present: Sequence[Gpu], entry: str) -> Gpu | None:
 
 
 def _device_files(folder: Path) -> list[int]:
-    found = [_DEVICE_FILE.match(path.name) for path in _listed(folder)]
-    return sorted(int(match[1]) for match in found if match)
+    return sorted(int(match[1]) for name in list_names(folder) if (match := _DEVICE_FILE.match(name)))
 
 
 def _information(path: Path) -> dict[str, str]:
-    pairs = (line.partition(":") for line in _text(path).splitlines())
+    pairs = (line.partition(":") for line in read_text(path).splitlines())
     return {key.strip(): value.strip() for key, _, value in pairs}
-
-
-def _listed(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except OSError:
-        return []
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

@@ -177,8 +177,8 @@ class HeartbeatMemory:
             self.fd = -1
 
 
-class PulseWatch:
-    """How long a process has been silent. Counts only time in which whoever watches was awake itself."""
+class HangWatch:
+    """Watch over one process: whether it hangs, or is frozen. Ask it often: a pulse is missing only while it looks."""
 
     def __init__(self) -> None:
         self._pulse = -1
@@ -186,7 +186,7 @@ class PulseWatch:
         self._looked_s = 0.0
 
     def silent_s(self, beat: Beat, now_s: float) -> float:
-        """Seconds without a pulse, as of this look."""
+        """Return the seconds without a pulse, as of this look, of those in which the watch was awake itself."""
         waited_s, self._looked_s = now_s - self._looked_s, now_s
         if beat.pulse != self._pulse:
             self._pulse, self._silent_s = beat.pulse, 0.0
@@ -194,16 +194,9 @@ class PulseWatch:
             self._silent_s += min(waited_s, _LONGEST_LOOK_S)
         return self._silent_s
 
-
-class HangWatch:
-    """Whether one process hangs, or is frozen. To be asked often: a pulse is missing only while somebody looks."""
-
-    def __init__(self) -> None:
-        self._pulse = PulseWatch()
-
     def why(self, beat: Beat, now_s: float, *, is_stopped: Callable[[], bool]) -> str:
-        """Why it is to be killed; "" if it is not. `is_stopped` asks the kernel, and is asked only if need be."""
-        silent_s = self._pulse.silent_s(beat, now_s)
+        """Return why the process must be killed, or "". `is_stopped` asks the kernel, and is called only if need be."""
+        silent_s = self.silent_s(beat, now_s)
         if silent_s > STOPPED_S and (silent_s > SILENT_S or is_stopped()):
             return f"has been frozen for {silent_s:.1f} s"
         late_s = beat.overdue_s(now_s)

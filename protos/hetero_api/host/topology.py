@@ -144,7 +144,7 @@ def pci_numa_node(address: str, *, root: Path = PCI_ROOT) -> int | None:
     """Return the node next to a PCI device such as "0000:3b:00.0" (either case); None where the machine does not
     tell.
     """
-    text = _read(root / address.lower() / "numa_node").strip()
+    text = read_text(root / address.lower() / "numa_node").strip()
     return int(text) if text.isdecimal() else None  # -1 where firmware names none
 
 
@@ -153,7 +153,7 @@ def allowed_memory_nodes(proc_root: Path = PROC_ROOT) -> frozenset[int] | None:
 
     The kubelet's Memory Manager narrows them with policy Static, `--cpuset-mems` of a container runtime does too.
     """
-    match = _MEMS_ALLOWED.search(_read(proc_root / "self" / "status"))
+    match = _MEMS_ALLOWED.search(read_text(proc_root / "self" / "status"))
     return frozenset(parse_cpu_list(match[1])) if match else None
 
 
@@ -163,7 +163,7 @@ def _withhold(node: NumaNode, mems: frozenset[int] | None) -> NumaNode:
 
 def _read_nodes(folder: Path) -> list[NumaNode]:
     """Online nodes, ascending: an offline one has no folder."""
-    numbers = sorted(int(match[1]) for name in _entries(folder) if (match := _NODE_FOLDER.fullmatch(name)))
+    numbers = sorted(int(match[1]) for name in list_names(folder) if (match := _NODE_FOLDER.fullmatch(name)))
     nodes = []
     for number in numbers:
         path = folder / f"node{number}"
@@ -173,7 +173,7 @@ def _read_nodes(folder: Path) -> list[NumaNode]:
 
 
 def _read_memory_bytes(path: Path) -> int | None:
-    match = _MEM_TOTAL.search(_read(path))
+    match = _MEM_TOTAL.search(read_text(path))
     return int(match[1]) * 1024 if match else None
 
 
@@ -186,30 +186,32 @@ def _read_cpu(folder: Path, number: int, *, node: int) -> LogicalCore:
 
 
 def _read_numbers(path: Path) -> list[int]:
-    words = _read(path).split()
+    words = read_text(path).split()
     return [int(word) for word in words] if all(word.isdecimal() for word in words) else []
 
 
 def _read_list(path: Path) -> tuple[int, ...] | None:
     """() for a list that is empty, which ends its line too; None for one that is not told."""
-    text = _read(path)
+    text = read_text(path)
     try:
         return parse_cpu_list(text) if text.endswith("\n") else None
     except ValueError:  # A sandbox that answers with something else tells as little as one that hides it.
         return None
 
 
-def _entries(folder: Path) -> list[str]:
+def list_names(folder: Path) -> list[str]:
+    """Return the names in a folder; [] if it cannot be read."""
     try:
         return os.listdir(folder)
     except OSError:
         return []
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Return the text of a file of the kernel's; "" if it cannot be read."""
     try:
-        return path.read_text(encoding="ascii")
-    except (OSError, UnicodeDecodeError):
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
         return ""
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_api.host.heartbeat import Beat, HangWatch, Heartbeat, HeartbeatMemory, PulseWatch, RankState
+from hetero_api.host.heartbeat import Beat, HangWatch, Heartbeat, HeartbeatMemory, RankState
 from hetero_api.supervision.child import is_stopped
 
 pytestmark = pytest.mark.unit
@@ -111,13 +111,13 @@ def beat(pulse: int) -> Beat:
 
 
 def test_silence_is_the_time_since_the_pulse_was_seen_to_change() -> None:
-    watch = PulseWatch()
+    watch = HangWatch()
     looks = [(1, 0.0), (1, 0.25), (1, 0.5), (2, 0.75), (2, 1.0)]
     assert [watch.silent_s(beat(pulse), 100.0 + now_s) for pulse, now_s in looks] == [0, 0.25, 0.5, 0, 0.25]
 
 
 def test_a_watch_that_was_held_up_does_not_take_its_own_absence_for_silence() -> None:
-    watch = PulseWatch()
+    watch = HangWatch()
     watch.silent_s(beat(1), 100.0)
     assert watch.silent_s(beat(1), 1000.0) == 0.5
 

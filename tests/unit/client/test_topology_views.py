@@ -12,8 +12,7 @@ from hetero_api.group_state import GroupState
 from hetero_api.sharding import UnitRange
 from hetero_api.v1 import admin_pb2, ranks_pb2
 from hetero_client.admin import GroupTopology, topology_from
-from hetero_client.cli.progress import StartDisplay, rank_phase
-from hetero_client.cli.tables import duration, placement_cells, placement_view, topology_line
+from hetero_client.cli.tables import StartDisplay, duration, placement_cells, placement_view, rank_phase, topology_line
 
 pytestmark = pytest.mark.unit
 

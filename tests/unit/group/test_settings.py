@@ -36,7 +36,7 @@ def test_a_rank_with_zeros_everywhere_is_an_error_that_names_the_shares() -> Non
 @pytest.mark.parametrize(
     ("shares", "message"),
     [
-        ({"vocabulary": [1.0, 1.0]}, r"spec\.placement\.shares\.vocabulary does not apply in mode Layer"),
+        ({"vocabulary": [1.0, 1.0]}, r"spec\.placement\.shares\.vocabulary: does not apply in mode Layer"),
         ({"attention": [1.0, 2.0], "mlp": [1.0, 1.0]}, "attention and mlp differ"),
         ({"mlp": [1.0, 0.0]}, r"shares\.mlp: rank 1 \(cpu-1\) would own nothing of the model \(30 layers"),
     ],

@@ -151,7 +151,7 @@ def test_either_share_deals_whole_layers(shares: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("shares", "message"),
     [
-        ({"vocabulary": [1.0, 1.0]}, r"spec\.placement\.shares\.vocabulary does not apply in mode Layer"),
+        ({"vocabulary": [1.0, 1.0]}, r"spec\.placement\.shares\.vocabulary: does not apply in mode Layer"),
         ({"attention": [1.0, 2.0], "mlp": [1.0, 1.0]}, "attention and mlp differ"),
     ],
 )

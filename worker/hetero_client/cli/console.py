@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Collection
 from typing import Any, Final, TextIO
 
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
 PLAIN_WIDTH: Final = 160
 _CONTROLS: Final = {code: None for code in [*range(32), 127, *range(128, 160)] if chr(code) not in "\n\t"}
@@ -56,6 +59,14 @@ def write_model_text(text: str) -> None:
     """Write a piece of a model's text to standard output."""
     sys.stdout.write(text.translate(_CONTROLS) if sys.stdout.isatty() else text)
     sys.stdout.flush()
+
+
+def table_of(*columns: str, right: Collection[str] = ()) -> Table:
+    """Return an empty table with these columns, those in `right` aligned to the right."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in columns:
+        table.add_column(name, justify="right" if name in right else "left")
+    return table
 
 
 def _console(stream: TextIO) -> Console:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hetero_client.cli import options
-from hetero_client.cli.console import errors, output, print_data, print_json, print_note
+from hetero_client.cli.console import errors, output, print_data, print_json, print_note, table_of
 
 if TYPE_CHECKING:
     from rich.status import Status
 
-    from hetero_client.model_store.store import StoredModel
+    from hetero_client.model_store.store import ModelStore, StoredModel
 
 app = typer.Typer(no_args_is_help=True, help="Fetch models into the local store, and list it.")
 
@@ -45,7 +45,7 @@ def fetch(
 
     store = ModelStore(HeteroHome.from_environment())
     if what.startswith(("/", "./", "../", "~")) or what == ".":
-        _fetch_directory(Path(what).expanduser().absolute(), store_name=name, as_json=as_json)
+        _fetch_directory(Path(what).expanduser().absolute(), store, store_name=name, as_json=as_json)
         return
     if name is not None:
         raise typer.BadParameter("is for model directories only", param_hint="--as")
@@ -62,9 +62,6 @@ def list_models(as_json: options.JsonOption = False) -> None:
     hetero model list
     hetero model list --json
     """
-    from rich import box
-    from rich.table import Table
-
     from hetero_client.home import HeteroHome
     from hetero_client.model_store.demo_model import ALIASES
     from hetero_client.model_store.store import ModelStore
@@ -74,9 +71,7 @@ def list_models(as_json: options.JsonOption = False) -> None:
         for entry in entries:
             _show_entry(entry, as_json=True)
         return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("model", "size", "where it came from"):
-        table.add_column(title)
+    table = table_of("model", "size", "where it came from")
     for entry in entries:
         table.add_row(entry.uri, f"{entry.size_bytes / GB:.2f} GB", entry.origin)
     if entries:
@@ -93,13 +88,11 @@ def _progress(status: Status, text: str) -> None:
         print_note(text)
 
 
-def _fetch_directory(directory: Path, *, store_name: str | None, as_json: bool) -> None:
-    from hetero_client.home import HeteroHome
+def _fetch_directory(directory: Path, store: ModelStore, *, store_name: str | None, as_json: bool) -> None:
     from hetero_client.model_store.resolve import register_directory
-    from hetero_client.model_store.store import ModelKey, ModelStore, check_model_directory
+    from hetero_client.model_store.store import ModelKey, check_model_directory
 
     if store_name is not None:
-        store = ModelStore(HeteroHome.from_environment())
         entry = register_directory(directory, store, key=ModelKey.parse(store_name), report=print_note)
         _show_entry(entry, as_json=as_json)
         return

@@ -6,7 +6,7 @@ load, prompts included, so the chosen one need not lie where a curve is highest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -16,6 +16,7 @@ from rich.table import Table
 
 from hetero_api.sharding import LayerShard, RankShard
 from hetero_api.spec import PoolType
+from hetero_client.cli.console import table_of
 from hetero_client.errors import MissingExtraError
 from hetero_placement.decision import Decision, Option
 from hetero_placement.hardware import Hardware
@@ -51,17 +52,15 @@ def options_table(decision: Decision, hardware: Hardware) -> Table:
 
 def ranks_table(decision: Decision, hardware: Hardware, memory: MemoryModel) -> Table:
     """Return a table with a row for each rank of the chosen plan."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    columns = ("rank", "pool", "layers", "KV heads", "MLP", "vocab rows", "weights GB", "needs GB", "has GB")
-    for name in columns:
-        table.add_column(name, justify="left" if name == "pool" else "right")
+    numbers = ("layers", "KV heads", "MLP", "vocab rows", "weights GB", "needs GB", "has GB")
+    table = table_of("rank", "pool", *numbers, right=("rank", *numbers))
     for number, (shard, rank) in enumerate(zip(decision.plan.ranks, hardware.ranks, strict=True)):
         need = memory.need(number, shard)
         table.add_row(
             str(number),
             rank.pool,
             str(sum(not layer.is_empty for layer in shard.layers)),
-            _most(shard, lambda layer: layer.kv_heads.size),
+            str(max(layer.kv_heads.size for layer in shard.layers)),
             _mlp(shard),
             _vocabulary(shard),
             f"{need.weights / GB:.2f}",
@@ -143,10 +142,6 @@ def _shares(option: Option, hardware: Hardware, kinds: Sequence[PoolType]) -> li
         f"{sum(s for s, rank in zip(option.weight_shares, hardware.ranks, strict=True) if rank.kind == kind):.0%}"
         for kind in kinds
     ]
-
-
-def _most(shard: RankShard, units: Callable[[LayerShard], int]) -> str:
-    return str(max(map(units, shard.layers)))
 
 
 def _mlp(shard: RankShard) -> str:

@@ -212,7 +212,7 @@ def answer_once(
 
 
 def _start(group: LocalGroup, config: LocalGroupConfig) -> tuple[GroupTopology, StartTimes]:
-    from hetero_client.cli.progress import StartDisplay
+    from hetero_client.cli.tables import StartDisplay
 
     names = ("gateway", *(rank.name for rank in config.plan.ranks))
     with StartDisplay(errors(), names) as display:

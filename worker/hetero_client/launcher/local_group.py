@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 from hetero_api.contract import ENV_ADMIN_TOKEN_FILE, ENV_GROUP_TOKEN_FILE, EXIT_PERMANENT
@@ -144,9 +143,7 @@ class LocalGroup:
             self._config.measurements.copy_to(self._run)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._admin is not None:
             self._admin.close()
         self._supervisor.stop(first=self._gateway, impatient=lambda: self._signals.impatient)

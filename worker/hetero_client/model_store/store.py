@@ -177,8 +177,11 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def check_model_directory(directory: Path) -> ModelConfig:
-    """Return the model's shape. Raises ModelStoreError, which names the file and the fix."""
+def check_model_directory(directory: Path, *, weights: bool = True) -> ModelConfig:
+    """Return the model's shape; without `weights` they need not be there.
+
+    Raises ModelStoreError, which names the file and the fix.
+    """
     if not directory.is_dir():
         raise ModelStoreError(f"{directory}: no such directory")
     try:
@@ -188,7 +191,7 @@ def check_model_directory(directory: Path) -> ModelConfig:
     if not (directory / TOKENIZER).is_file():
         raise ModelStoreError(f"{directory / TOKENIZER}: no such file; the gateway needs the model's tokenizer")
     # Reading the shape of a model in GGUF has checked the file's header already.
-    if gguf_of(directory) is None:
+    if weights and gguf_of(directory) is None:
         for path in weight_files(directory):
             _check_safetensors(path)
     return config
