@@ -6,7 +6,7 @@ names the fields.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
@@ -280,9 +280,7 @@ def _word(name: str, prefix: str) -> str:
 
 def _rank(message: admin_pb2.RankStatus) -> RankView:
     place, layers = message.place, message.shard.layers
-    kv_heads = _common(layers, lambda layer: layer.kv_heads)
-    mlp_columns = _common(layers, lambda layer: layer.mlp_columns)
-    experts = _common(layers, lambda layer: layer.experts)
+    kv_heads, mlp_columns, experts = (_common(layers, name) for name in ("kv_heads", "mlp_columns", "experts"))
     return dataclass_from(
         RankView,
         message,
@@ -301,11 +299,9 @@ def _rank(message: admin_pb2.RankStatus) -> RankView:
     )
 
 
-def _common(
-    layers: Iterable[ranks_pb2.LayerShard], pick: Callable[[ranks_pb2.LayerShard], ranks_pb2.UnitRange]
-) -> UnitRange | None:
-    """Return the range that all layers share, None if there is none."""
-    ranges = {_range(pick(layer)) for layer in layers}
+def _common(layers: Iterable[ranks_pb2.LayerShard], name: str) -> UnitRange | None:
+    """Return the range of that name that all layers share, None if there is none."""
+    ranges = {_range(getattr(layer, name)) for layer in layers}
     return ranges.pop() if len(ranges) == 1 else None
 
 

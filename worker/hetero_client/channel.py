@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, cast
+from contextlib import suppress
+from typing import Any, Final, TypeVar, cast
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -54,6 +55,7 @@ _PLAIN: Final[dict[grpc.StatusCode, Callable[..., RequestError]]] = {
     grpc.StatusCode.FAILED_PRECONDITION: WrongStateError,
 }
 
+_Detail = TypeVar("_Detail", error_details_pb2.BadRequest, error_details_pb2.RetryInfo)
 Options = Sequence[tuple[str, int | str]]
 """Options of a channel, as gRPC takes them."""
 
@@ -90,12 +92,15 @@ def error_from(error: grpc.RpcError, *, address: str = "") -> RequestError:
     """Return the typed error of a call that failed; raise it `from` the gRPC error."""
     call = cast(grpc.Call, error)  # every RpcError that a call raises is one, in both APIs
     code, message = call.code(), call.details() or ""
-    details = _details(call.trailing_metadata() or ())
-    name = code.name
+    metadata, name = call.trailing_metadata() or (), code.name
     if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE):
-        return InvalidRequestError(message, violations=_violations(details), code=name)
+        fields = _detail(metadata, error_details_pb2.BadRequest).field_violations
+        violations = [FieldViolation(violation.field, violation.description) for violation in fields]
+        return InvalidRequestError(message, violations=violations, code=name)
     if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return QueueFullError(message, retry_after_s=_retry_after_s(details), code=name)
+        retry = _detail(metadata, error_details_pb2.RetryInfo)
+        after_s = float(retry.retry_delay.ToTimedelta().total_seconds()) if retry.HasField("retry_delay") else None
+        return QueueFullError(message, retry_after_s=after_s, code=name)
     if code == grpc.StatusCode.UNAVAILABLE:
         return _unavailable(message, address)
     return _PLAIN.get(code, ServerError)(message or name, code=name)
@@ -109,27 +114,12 @@ def _unavailable(message: str, address: str) -> UnavailableError:
     return NotConnectedError(f"no gateway answers{where} ({message})", code="UNAVAILABLE")
 
 
-def _details(metadata: Iterable[Any]) -> status_pb2.Status:
+def _detail(metadata: Iterable[Any], kind: type[_Detail]) -> _Detail:
+    """Return the detail of that kind that a call's trailing metadata carries; an empty message if there is none."""
+    found, status = kind(), status_pb2.Status()
     for key, value in metadata:
         if key == _DETAILS_KEY:
-            try:
-                return status_pb2.Status.FromString(value)
-            except DecodeError:
-                break
-    return status_pb2.Status()
-
-
-def _violations(status: status_pb2.Status) -> list[FieldViolation]:
-    bad_request = error_details_pb2.BadRequest()
-    for detail in status.details:
-        if detail.Unpack(bad_request):
-            return [FieldViolation(v.field, v.description) for v in bad_request.field_violations]
-    return []
-
-
-def _retry_after_s(status: status_pb2.Status) -> float | None:
-    retry = error_details_pb2.RetryInfo()
-    for detail in status.details:
-        if detail.Unpack(retry):
-            return float(retry.retry_delay.ToTimedelta().total_seconds())
-    return None
+            with suppress(DecodeError):
+                status = status_pb2.Status.FromString(value)
+    any(detail.Unpack(found) for detail in status.details)
+    return found

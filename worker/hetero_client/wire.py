@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final, TypeVar, Unpack
 
@@ -254,12 +255,8 @@ def _fill_sampling(message: pb.SamplingParams, sampling: SamplingParams) -> None
     _fill("sampling.stop", message.stop, sampling.stop)
     _fill("sampling.stop_token_ids", message.stop_token_ids, sampling.stop_token_ids)
     for token_id, bias in sampling.logit_bias.items():
-        try:
+        with _naming(f"sampling.logit_bias[{token_id}]", bias):
             message.logit_bias[token_id] = bias
-        except (TypeError, ValueError) as error:
-            raise _invalid(
-                f"sampling.logit_bias[{token_id}]", f"{bias!r} is out of range or of a wrong type"
-            ) from error
     if sampling.constraint is not None:
         _fill_constraint(message, sampling.constraint)
 
@@ -279,18 +276,23 @@ def _fill_constraint(message: pb.SamplingParams, constraint: Constraint) -> None
 
 
 def _set(message: Any, name: str, value: Any, *, path: str = "") -> None:
-    try:
+    with _naming(path or name, value):
         setattr(message, name, value)
-    except (TypeError, ValueError) as error:
-        raise _invalid(path or name, f"{value!r} is out of range or of a wrong type") from error
 
 
 def _fill(field: str, target: Any, values: Iterable[Any]) -> None:
     for index, value in enumerate(values):
-        try:
+        with _naming(f"{field}[{index}]", value):
             target.append(value)
-        except (TypeError, ValueError) as error:
-            raise _invalid(f"{field}[{index}]", f"{value!r} is out of range or of a wrong type") from error
+
+
+@contextmanager
+def _naming(field: str, value: Any) -> Iterator[None]:
+    """Raise InvalidRequestError, which names the field, for a value that its message cannot hold."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise _invalid(field, f"{value!r} is out of range or of a wrong type") from error
 
 
 def _invalid(field: str, description: str) -> InvalidRequestError:

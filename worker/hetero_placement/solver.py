@@ -173,10 +173,10 @@ class _Solver:
         return self._allowed(Option(name, mode, found.plan, found.prediction, weight_shares=shares))
 
     def _best(self, choices: Iterator[Roles], fixed: FixedCounts = NOTHING_FIXED) -> _Found | None:
-        search = TensorSearch(self._model, self._memory, self._steps, fixed=fixed, exhaustive=self._exhaustive)
         best: _Found | None = None
         for roles in choices:
-            plan = search.plan(roles)
+            search = TensorSearch(self._model, self._memory, self._steps, roles, fixed)
+            plan = search.plan(exhaustive=self._exhaustive)
             found = self._judged(plan) if plan is not None else None
             if found is not None and found.better_than(best):
                 best = found

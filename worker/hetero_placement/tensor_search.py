@@ -53,37 +53,15 @@ NOTHING_FIXED: Final = FixedCounts()
 
 
 class TensorSearch:
-    """Over one model, group and workload."""
+    """The search for given roles, over one model, group and workload: slots and components made of the roles."""
 
     def __init__(
         self,
         model: CostModel,
         memory: MemoryModel,
         steps: Sequence[Repeated],
-        *,
+        roles: Roles,
         fixed: FixedCounts = NOTHING_FIXED,
-        exhaustive: int = EXHAUSTIVE,
-    ) -> None:
-        self._model = model
-        self._memory = memory
-        self._steps = steps
-        self._fixed = fixed
-        self._exhaustive = exhaustive
-
-    def plan(self, roles: Roles) -> ShardPlan | None:
-        """Return the plan whose predicted time is least; None if none fits."""
-        deal = _Deal(self._model, self._memory, self._steps, roles, self._fixed)
-        if not deal.feasible:
-            return None
-        deals = best_deals(deal.components, deal.room, exhaustive=self._exhaustive)
-        return deal.plan(deals) if deals is not None else None
-
-
-class _Deal:
-    """One search: slots and components made of roles."""
-
-    def __init__(
-        self, model: CostModel, memory: MemoryModel, steps: Sequence[Repeated], roles: Roles, fixed: FixedCounts
     ) -> None:
         self._model = model
         self._memory = memory
@@ -95,16 +73,19 @@ class _Deal:
         self._names = [name for name in self._makers if getattr(fixed, name) is None]
         self.components = [self._makers[name]() for name in self._names]
 
-    @property
-    def feasible(self) -> bool:
-        return all(component.possible for component in self.components)
-
     @cached_property
     def room(self) -> Room:
         """Memory of one rank of each slot, beside what is fixed."""
         return Room(tuple(min(self._room_of(rank) for rank in slot) for slot in self.slots))
 
-    def plan(self, deals: Sequence[Deal]) -> ShardPlan:
+    def plan(self, *, exhaustive: int = EXHAUSTIVE) -> ShardPlan | None:
+        """Return the plan whose predicted time is least; None if none fits."""
+        if not all(component.possible for component in self.components):
+            return None
+        deals = best_deals(self.components, self.room, exhaustive=exhaustive)
+        return self._plan_of(deals) if deals is not None else None
+
+    def _plan_of(self, deals: Sequence[Deal]) -> ShardPlan:
         counts = {
             name: self._spread(deal, from_the_end=name in ("columns", "experts"))
             for name, deal in zip(self._names, deals, strict=True)

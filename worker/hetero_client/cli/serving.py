@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,6 +20,7 @@ from hetero_client.errors import ClientError
 from hetero_client.messages import Prompt, SamplingParams
 
 if TYPE_CHECKING:
+    from hetero_api.host.stop_signals import StopSignals
     from hetero_client.admin import GroupTopology
     from hetero_client.cli.asking import AnswerFigures
     from hetero_client.client import GenerateStream
@@ -180,14 +183,8 @@ def prepare(
 
 def serve(config: LocalGroupConfig, *, home: HeteroHome) -> None:
     """Run the group until a stop signal."""
-    from hetero_api.host.stop_signals import StopSignals
-    from hetero_client.launcher.local_group import LocalGroup
-    from hetero_client.launcher.run_directory import RunDirectory
-
-    run_directory = RunDirectory.for_group(home, config.name)
-    with StopSignals() as signals, LocalGroup(config, run=run_directory, signals=signals, report=print_note) as group:
-        _show_ready(group, *_start(group, config))
-        print_note(f"logs in {run_directory.path}; Ctrl-C stops")
+    with _started(config, home) as (group, _, _):
+        print_note(f"logs in {home.runs / config.name}; Ctrl-C stops")
         group.watch()
         print_note("stopping")
 
@@ -196,19 +193,27 @@ def answer_once(
     config: LocalGroupConfig, prompt: Prompt, *, sampling: SamplingParams, home: HeteroHome, as_json: bool
 ) -> None:
     """Run the group for one answer. Raises StartInterruptedError if a signal stopped it."""
-    from hetero_api.host.stop_signals import StopSignals
     from hetero_client.errors import StartInterruptedError
-    from hetero_client.launcher.local_group import LocalGroup
-    from hetero_client.launcher.run_directory import RunDirectory
 
-    run_directory = RunDirectory.for_group(home, config.name)
-    with StopSignals() as signals, LocalGroup(config, run=run_directory, signals=signals, report=print_note) as group:
-        topology, times = _start(group, config)
-        _show_ready(group, topology, times)
+    with _started(config, home) as (group, times, signals):
         answer = _ask(group, prompt, sampling=sampling, quiet=as_json)
         if answer is None:
             raise StartInterruptedError(signals.first or signal.SIGINT)
         _show_figures(answer, times, as_json=as_json)
+
+
+@contextmanager
+def _started(config: LocalGroupConfig, home: HeteroHome) -> Iterator[tuple[LocalGroup, StartTimes, StopSignals]]:
+    """Run the group within the block; yield it once it is ready."""
+    from hetero_api.host.stop_signals import StopSignals
+    from hetero_client.launcher.local_group import LocalGroup
+    from hetero_client.launcher.run_directory import RunDirectory
+
+    run = RunDirectory.for_group(home, config.name)
+    with StopSignals() as signals, LocalGroup(config, run=run, signals=signals, report=print_note) as group:
+        topology, times = _start(group, config)
+        _show_ready(group, topology, times)
+        yield group, times, signals
 
 
 def _start(group: LocalGroup, config: LocalGroupConfig) -> tuple[GroupTopology, StartTimes]:

@@ -32,7 +32,9 @@ def resolve_model(spec: ModelSpec, store: ModelStore, *, report: Report) -> Reso
     """
     if spec.uri.startswith(f"{HUB}://"):
         key = ModelKey.parse(spec.uri, revision=spec.revision)
-        return _checked(store.find(key) or _fetch_for_manifest(key, store, report))
+        stored = store.find(key) or _fetch_for_manifest(key, store, report)
+        check_model_directory(stored.path)
+        return ResolvedModel(stored.path, stored.uri, stored.origin)
     if spec.uri.startswith(FILE_SCHEME):
         return _resolve_directory(Path(spec.uri.removeprefix(FILE_SCHEME)), uri=spec.uri)
     scheme = spec.uri.partition("://")[0]
@@ -71,11 +73,6 @@ def register_directory(directory: Path, store: ModelStore, *, key: ModelKey, rep
     check_model_directory(directory)
     with store.locked(key, report=report):
         return store.link(key, directory)
-
-
-def _checked(stored: StoredModel) -> ResolvedModel:
-    check_model_directory(stored.path)
-    return ResolvedModel(stored.path, stored.uri, stored.origin)
 
 
 def _resolve_directory(directory: Path, *, uri: str) -> ResolvedModel:
