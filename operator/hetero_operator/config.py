@@ -12,7 +12,7 @@ import re
 import socket
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -71,7 +71,12 @@ class OperatorConfig:
         """Return the settings. Raises ConfigError; a wrong command line ends the process with EXIT_USAGE."""
         given = vars(_parser().parse_args(list(arguments)))
         values = {setting.name: setting.read(given, environment) for setting in SETTINGS}
-        return _config(values)
+        render = RenderOptions(
+            operator_version=VERSION,
+            operator_namespace=values["own_namespace"],
+            **_named_alike(RenderOptions, values),
+        )
+        return cls(render=render, lease=_lease(values), resync_s=values["resync_seconds"], **_named_alike(cls, values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,31 +188,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _config(values: Mapping[str, Any]) -> OperatorConfig:
-    return OperatorConfig(
-        kubeconfig=values["kubeconfig"],
-        namespaces=values["namespaces"],
-        render=_render_options(values),
-        lease=_lease(values),
-        host=values["host"],
-        metrics_port=values["metrics_port"],
-        health_port=values["health_port"],
-        resync_s=values["resync_seconds"],
-        workers=values["workers"],
-        log_level=values["log_level"],
-    )
-
-
-def _render_options(values: Mapping[str, Any]) -> RenderOptions:
-    return RenderOptions(
-        gateway_image=values["gateway_image"],
-        cpu_worker_image=values["cpu_worker_image"],
-        gpu_worker_image=values["gpu_worker_image"],
-        operator_version=VERSION,
-        cluster_domain=values["cluster_domain"],
-        operator_namespace=values["own_namespace"],
-        run_as_user=values["run_as_user"],
-    )
+def _named_alike(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings whose names are those of fields of a dataclass."""
+    return {field.name: values[field.name] for field in fields(kind) if field.name in values}
 
 
 def _lease(values: Mapping[str, Any]) -> LeaseConfig:

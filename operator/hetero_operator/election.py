@@ -21,18 +21,15 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 from datetime import datetime
-from typing import Any
 
 from hetero_operator.cluster.fence import Fence
 from hetero_operator.cluster.kinds import LEASE
-from hetero_operator.cluster.transport import Transport
+from hetero_operator.cluster.transport import Object, Transport
 from hetero_operator.config import LeaseConfig
 from hetero_operator.errors import ApiError, NotFound
 from hetero_operator.timing import now_utc
 
 logger = logging.getLogger(__name__)
-
-Object = dict[str, Any]
 
 
 class Election:
@@ -92,7 +89,7 @@ class Election:
         if not was_leading:
             return
         try:
-            lease = await self._api.look(self._path, timeout_s=self._config.retry_s)
+            lease = await self._api.get(self._path, timeout_s=self._config.retry_s)
             if _holder(lease) == self._config.identity:
                 lease["spec"].update(holderIdentity="", leaseDurationSeconds=1, renewTime=self._time())
                 await self._api.claim("PUT", self._path, lease, timeout_s=self._config.retry_s)
@@ -109,7 +106,7 @@ class Election:
     async def _claim(self) -> bool:
         """Return whether the Lease is ours now. Raises ApiError when that is not known."""
         try:
-            lease = await self._api.look(self._path, timeout_s=self._config.renew_s / 2)
+            lease = await self._api.get(self._path, timeout_s=self._config.renew_s / 2)
         except NotFound:
             await self._write("POST", LEASE.path(self._config.namespace), self._new_lease())
             return True
@@ -148,8 +145,7 @@ class Election:
         return {**lease, "spec": spec}
 
     def _new_lease(self) -> Object:
-        metadata = {"name": self._config.name, "namespace": self._config.namespace}
-        return self._ours({"apiVersion": LEASE.api_version, "kind": LEASE.kind, "metadata": metadata})
+        return self._ours(LEASE.manifest(self._config.namespace, self._config.name))
 
     def _hold(self, begin: float) -> None:
         self._fence.open(writes_until=begin + self._config.renew_s, lease_until=begin + self._config.duration_s)

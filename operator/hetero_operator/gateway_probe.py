@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from dataclasses import dataclass
 from typing import Final
 
 import grpc
@@ -21,20 +20,12 @@ from hetero_operator.reconcile.model import GatewayReport
 
 TIMEOUT_S: Final = 5.0
 CONCURRENCY: Final = 16
-MAX_LINES: Final = 1000
+MAX_GATEWAYS: Final = 1000
 _OPTIONS: Final = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0))
 
 
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """The channels to one gateway."""
-
-    admin: grpc.aio.Channel
-    inference: grpc.aio.Channel
-
-    async def close(self) -> None:
-        """Close both channels."""
-        await asyncio.gather(self.admin.close(), self.inference.close())
+_Channels = tuple[grpc.aio.Channel, grpc.aio.Channel]
+"""Ways to a gateway's admin and inference ports."""
 
 
 class GatewayProbe:
@@ -47,56 +38,57 @@ class GatewayProbe:
         self._inference_port = inference_port
         self._timeout_s = timeout_s
         self._at_once = asyncio.Semaphore(CONCURRENCY)
-        self._lines: OrderedDict[str, _Line] = OrderedDict()
+        self._channels: OrderedDict[str, _Channels] = OrderedDict()
 
     async def ask(self, pod: str, address: str, token: str) -> GatewayReport:
         """Ask the gateway in a pod. The report's `error` is the reason when it does not answer; nothing is raised."""
         async with self._at_once:
-            line = await self._line(address)
-            topology, serving = await asyncio.gather(self._topology(line, token), self._serving(line))
+            admin, inference = channels = await self._channels_to(address)
+            topology, serving = await asyncio.gather(self._topology(admin, token), self._serving(inference))
             if isinstance(topology, str) or serving is None:
-                await self._hang_up(address, line)
+                await self._hang_up(address, channels)
         if isinstance(topology, str):
             return GatewayReport(pod, error=topology, serving=bool(serving))
         return GatewayReport(pod, group=topology, serving=bool(serving))
 
     async def close(self) -> None:
         """Close all channels."""
-        for address, line in list(self._lines.items()):
-            await self._hang_up(address, line)
+        for address, channels in list(self._channels.items()):
+            await self._hang_up(address, channels)
 
-    async def _line(self, address: str) -> _Line:
-        line = self._lines.get(address)
-        if line is None:
-            line = self._lines[address] = _Line(
-                admin=grpc.aio.insecure_channel(_target(address, self._admin_port), options=_OPTIONS),
-                inference=grpc.aio.insecure_channel(_target(address, self._inference_port), options=_OPTIONS),
+    async def _channels_to(self, address: str) -> _Channels:
+        channels = self._channels.get(address)
+        if channels is None:
+            admin, inference = (
+                grpc.aio.insecure_channel(_target(address, port), options=_OPTIONS)
+                for port in (self._admin_port, self._inference_port)
             )
-        self._lines.move_to_end(address)
-        if len(self._lines) > MAX_LINES:
-            await self._hang_up(*next(iter(self._lines.items())))
-        return line
+            channels = self._channels[address] = admin, inference
+        self._channels.move_to_end(address)
+        if len(self._channels) > MAX_GATEWAYS:
+            await self._hang_up(*next(iter(self._channels.items())))
+        return channels
 
-    async def _hang_up(self, address: str, line: _Line) -> None:
-        if self._lines.get(address) is line:
-            del self._lines[address]
-        await line.close()
+    async def _hang_up(self, address: str, channels: _Channels) -> None:
+        if self._channels.get(address) is channels:
+            del self._channels[address]
+        await asyncio.gather(*(channel.close() for channel in channels))
 
-    async def _topology(self, line: _Line, token: str) -> admin_pb2.GetTopologyResponse | str:
+    async def _topology(self, channel: grpc.aio.Channel, token: str) -> admin_pb2.GetTopologyResponse | str:
         """Return the answer, or the reason why there is none."""
         metadata = ((AUTHORIZATION_KEY, f"Bearer {token}"),) if token else ()
         try:
-            return await admin_pb2_grpc.AdminStub(line.admin).GetTopology(
+            return await admin_pb2_grpc.AdminStub(channel).GetTopology(
                 admin_pb2.GetTopologyRequest(), timeout=self._timeout_s, metadata=metadata
             )
         except grpc.aio.AioRpcError as error:
             return f"{error.code().name}: {error.details()}"
 
-    async def _serving(self, line: _Line) -> bool | None:
+    async def _serving(self, channel: grpc.aio.Channel) -> bool | None:
         """Return whether requests are served, None when that is not known."""
         request = health_pb2.HealthCheckRequest(service=GATEWAY_SERVICES[0])
         try:
-            answer = await health_pb2_grpc.HealthStub(line.inference).Check(request, timeout=self._timeout_s)
+            answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=self._timeout_s)
         except grpc.aio.AioRpcError:
             return None
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

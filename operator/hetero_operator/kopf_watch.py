@@ -17,6 +17,8 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -48,65 +50,6 @@ Deliver = Callable[[str | None, dict[str, Any]], None]
 """Receives an event's type (None: from a list) and the resource."""
 
 
-class KopfSession:
-    """One run of kopf, with handlers and settings."""
-
-    def __init__(
-        self, registry: kopf.OperatorRegistry, settings: kopf.OperatorSettings, *, namespaces: Sequence[str]
-    ) -> None:
-        """`namespaces` are those to watch; none: all."""
-        self._registry = registry
-        self._settings = settings
-        self._namespaces = namespaces
-        self._inner: asyncio.AbstractEventLoop | None = None
-        self._stop: asyncio.Event | None = None
-
-    async def run(self) -> BaseException | None:
-        """Run until kopf ends. Return the reason. When it is cancelled, it stops kopf."""
-        loop = asyncio.get_running_loop()
-        ended: asyncio.Future[BaseException | None] = loop.create_future()
-
-        def end(error: BaseException | None) -> None:
-            if not ended.done():
-                ended.set_result(error)
-
-        def main() -> None:
-            error = self._live()
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(end, error)
-
-        threading.Thread(target=main, name="kopf", daemon=True).start()
-        try:
-            return await asyncio.shield(ended)
-        finally:
-            self._ask_to_stop()
-            await asyncio.wait([ended], timeout=STOP_S)
-
-    def _live(self) -> BaseException | None:
-        try:
-            asyncio.run(self._operate())
-        except BaseException as error:  # noqa: BLE001 the top of a thread
-            return error
-        return None
-
-    async def _operate(self) -> None:
-        self._stop = asyncio.Event()
-        self._inner = asyncio.get_running_loop()
-        await kopf.operator(
-            registry=self._registry,
-            settings=self._settings,
-            clusterwide=not self._namespaces,
-            namespaces=list(self._namespaces),
-            standalone=True,
-            identity=IDENTITY,  # type: ignore[arg-type]  # a str of a name that kopf keeps to itself
-            stop_flag=self._stop,
-        )
-
-    def _ask_to_stop(self) -> None:
-        if self._inner is not None and self._stop is not None and not self._inner.is_closed():
-            self._inner.call_soon_threadsafe(self._stop.set)
-
-
 class KopfWatch:
     """Watch of the resources by kopf, whenever HeteroInference is served."""
 
@@ -128,14 +71,14 @@ class KopfWatch:
         """
         while True:
             await self._until_served()
-            error = await self._session().run()
+            error = await run_kopf(self._registry(), settings_of(), namespaces=self._namespaces)
             self._set(False)
             if getattr(error, "status", None) not in (HTTPStatus.NOT_FOUND, HTTPStatus.GONE):
                 raise KopfStopped(f"kopf has ended: {error!r}") from error
             logger.warning("kopf starts again, once HeteroInference is served: %s", error)
 
-    def _session(self) -> KopfSession:
-        """Return a run of kopf whose handlers act in this loop."""
+    def _registry(self) -> kopf.OperatorRegistry:
+        """Return handlers that act in this loop."""
         loop = asyncio.get_running_loop()
 
         def deliver(change: str | None, item: dict[str, Any]) -> None:
@@ -144,8 +87,7 @@ class KopfWatch:
         def tell(watching: bool) -> None:
             loop.call_soon_threadsafe(self._set, watching)
 
-        registry = registry_of(self._api.configuration, deliver=deliver, on_watching=tell)
-        return KopfSession(registry, settings_of(), namespaces=self._namespaces)
+        return registry_of(self._api.configuration, deliver=deliver, on_watching=tell)
 
     def _set(self, watching: bool) -> None:
         if self.watching is not watching:
@@ -163,6 +105,41 @@ class KopfWatch:
                 failures += 1
                 logger.debug("not known whether HeteroInference is served: %s", error)
             await asyncio.sleep(backoff.pause_s(failures) if failures else PROBE_S)
+
+
+async def run_kopf(
+    registry: kopf.OperatorRegistry, settings: kopf.OperatorSettings, *, namespaces: Sequence[str]
+) -> BaseException | None:
+    """Run kopf in a thread until it ends, and return the reason. Stop it when this is cancelled.
+
+    `namespaces` are those to watch; none: all.
+    """
+    inner, stop = asyncio.new_event_loop(), asyncio.Event()
+    ended: Future[BaseException | None] = Future()
+
+    def live() -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: inner) as runner:
+                runner.run(
+                    kopf.operator(
+                        registry=registry, settings=settings, clusterwide=not namespaces, namespaces=list(namespaces),
+                        standalone=True, identity=IDENTITY,  # type: ignore[arg-type]  # kopf hides the type's name
+                        stop_flag=stop,
+                    )
+                )  # fmt: skip
+        except BaseException as error:  # noqa: BLE001 the top of a thread
+            ended.set_result(error)
+        else:
+            ended.set_result(None)
+
+    threading.Thread(target=live, name="kopf", daemon=True).start()
+    ending = asyncio.wrap_future(ended)
+    try:
+        return await asyncio.shield(ending)
+    finally:
+        with suppress(RuntimeError):  # kopf has ended, and its loop is closed
+            inner.call_soon_threadsafe(stop.set)
+        await asyncio.wait([ending], timeout=STOP_S)
 
 
 def registry_of(
@@ -243,7 +220,8 @@ async def resource_served(api: Transport, namespace: str | None) -> bool:
         versions = [one["version"] for found in groups if found["name"] == group for one in found["versions"]]
         if version not in versions or not has_kind(await api.get(RESOURCE.root), RESOURCE):
             return False
-        await api.list(RESOURCE.path(namespace), limit=1)
+        async for _ in api.pages(RESOURCE.path(namespace), size=1, at_most=1):
+            pass  # it can be listed
     except NotFound:
         return False
     return True

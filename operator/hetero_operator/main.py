@@ -14,11 +14,13 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+from functools import partial
 from typing import Any, Final
 
 from hetero_api.contract import EXIT_FAILURE, EXIT_OK, EXIT_USAGE
 from hetero_operator.cluster.cache import ClusterCache
-from hetero_operator.cluster.executor import PlanExecutor
+from hetero_operator.cluster.executor import PlanExecution
 from hetero_operator.cluster.fence import Fence
 from hetero_operator.cluster.inquiries import NodeBook, SecretBook, WarningBook
 from hetero_operator.cluster.kinds import EVENT
@@ -34,7 +36,7 @@ from hetero_operator.kopf_watch import KopfWatch
 from hetero_operator.monitoring import HttpServer, OperatorMetrics
 from hetero_operator.reconcile.plan import plan
 from hetero_operator.reconcile.report import report
-from hetero_operator.reconciler import Collaborators, Planner, Reconciler, Reporter
+from hetero_operator.reconciler import Collaborators, Reconciler
 from hetero_operator.timing import Backoff
 from hetero_operator.workers import Workers, WorkQueue
 
@@ -47,16 +49,7 @@ STUCK_S: Final = 240.0
 class Operator:
     """The parts of one process, joined."""
 
-    def __init__(
-        self,
-        config: OperatorConfig,
-        api: Transport,
-        fence: Fence,
-        metrics: OperatorMetrics,
-        *,
-        planner: Planner,
-        reporter: Reporter,
-    ) -> None:
+    def __init__(self, config: OperatorConfig, api: Transport, fence: Fence, metrics: OperatorMetrics) -> None:
         self._api = api
         self._config = config
         self._working = False
@@ -87,11 +80,11 @@ class Operator:
             nodes=NodeBook(api),
             warnings=self.warnings,
             gateways=self._gateways,
-            executor=PlanExecutor(api, self.cache, secrets),
+            execution=partial(PlanExecution, api, self.cache, secrets),
             statuses=StatusWriter(api, self.resources.store, count=metrics.status_writes.inc),
             events=self.events,
         )
-        reconciler = Reconciler(parts, config.render, plan=planner, report=reporter)
+        reconciler = Reconciler(parts, config.render, plan=plan, report=report)
         self.workers = Workers(self.queue, reconciler.reconcile, metrics, count=config.workers)
         metrics.read(self._gauges(), self.cache.sizes)
 
@@ -188,7 +181,7 @@ class Operator:
             self.queue.add(key)
 
     def _enqueue_all(self) -> None:
-        for key in list(self.resources.keys()):
+        for key in list(self.resources.store.keys()):
             self._enqueue(key)
 
     def _gauges(self) -> Mapping[str, tuple[str, Any]]:
@@ -196,7 +189,7 @@ class Operator:
             "leader": ("1 while this process holds the Lease.", lambda: int(self.election.leading)),
             "queue_depth": ("Resources that wait to be looked at.", lambda: len(self.queue)),
             "queue_oldest_seconds": ("How long the first of them has waited.", self.queue.oldest_wait_s),
-            "resources": ("HeteroInference resources that are known.", lambda: len(self.resources)),
+            "resources": ("HeteroInference resources that are known.", lambda: len(self.resources.store)),
             "resources_reconciled": (
                 "Of them, those looked at since the process began.",
                 lambda: len(self.workers.reconciled),
@@ -207,12 +200,11 @@ class Operator:
 def _dry_write(namespace: str) -> tuple[str, dict[str, Any]]:
     """Return a collection and a manifest for it that the API server would make an object of."""
     name = f"{PROGRAM.replace('_', '-')}-fence"
-    manifest = {"apiVersion": EVENT.api_version, "kind": EVENT.kind, "metadata": {"name": name, "namespace": namespace}}
     about = {"involvedObject": {"namespace": namespace}, "reason": "DryWrite", "message": "never written"}
-    return EVENT.path(namespace), {**manifest, **about}
+    return EVENT.path(namespace), EVENT.manifest(namespace, name, **about)
 
 
-async def live(config: OperatorConfig, *, planner: Planner = plan, reporter: Reporter = report) -> int:
+async def live(config: OperatorConfig) -> int:
     """Run one process. Return its exit status. Raises ConfigError."""
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -223,8 +215,8 @@ async def live(config: OperatorConfig, *, planner: Planner = plan, reporter: Rep
     async def reload() -> Any:
         return await load_configuration(config.kubeconfig)
 
-    async with Transport(await reload(), fence, reload=reload, count=metrics.count_call) as api:
-        operator = Operator(config, api, fence, metrics, planner=planner, reporter=reporter)
+    async with aclosing(Transport(await reload(), fence, reload=reload, count=metrics.count_call)) as api:
+        operator = Operator(config, api, fence, metrics)
         server = HttpServer(alive=operator.alive, ready=operator.ready, metrics=metrics.text)
         try:
             await server.listen(config.host, metrics_port=config.metrics_port, health_port=config.health_port)

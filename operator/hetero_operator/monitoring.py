@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -51,7 +51,9 @@ class OperatorMetrics:
         self, gauges: Mapping[str, tuple[str, Callable[[], float]]], objects: Callable[[], Mapping[str, int]]
     ) -> None:
         """Register gauges by name, each with its help; `objects` returns the objects in memory, by kind."""
-        self.registry.register(_Gauges(gauges, objects))
+        for name, (text, read) in gauges.items():
+            Gauge(f"hetero_operator_{name}", text, registry=self.registry).set_function(read)
+        self.registry.register(_CachedObjects(objects))
 
     def text(self) -> bytes:
         """Return the answer to a scrape."""
@@ -64,17 +66,12 @@ class OperatorMetrics:
         return Histogram(f"hetero_operator_{name}", text, buckets=buckets, registry=self.registry)
 
 
-class _Gauges(Collector):
-    def __init__(
-        self, gauges: Mapping[str, tuple[str, Callable[[], float]]], objects: Callable[[], Mapping[str, int]]
-    ) -> None:
-        self._gauges = gauges
+class _CachedObjects(Collector):
+    def __init__(self, objects: Callable[[], Mapping[str, int]]) -> None:
         self._objects = objects
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the gauges' values."""
-        for name, (text, read) in self._gauges.items():
-            yield GaugeMetricFamily(f"hetero_operator_{name}", text, value=read())
+        """Yield the numbers of objects in memory."""
         family = GaugeMetricFamily("hetero_operator_cached_objects", "Objects in memory, by kind.", labels=["kind"])
         for kind, count in self._objects().items():
             family.add_metric([kind], count)

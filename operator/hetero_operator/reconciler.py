@@ -16,7 +16,7 @@ from typing import Final
 
 from hetero_api.contract import LABEL_POOL, LABEL_REVISION, LABEL_ROLE, ROLE_GATEWAY
 from hetero_operator.cluster.cache import ClusterCache
-from hetero_operator.cluster.executor import Execution, PlanExecutor, any_transient
+from hetero_operator.cluster.executor import PlanExecution, any_transient
 from hetero_operator.cluster.inquiries import PATIENCE_S, NodeBook, SecretBook, WarningBook
 from hetero_operator.cluster.kinds import RESOURCE
 from hetero_operator.cluster.reporting import EventRecorder, StatusWriter
@@ -84,7 +84,8 @@ class Collaborators:
     nodes: NodeBook
     warnings: WarningBook
     gateways: GatewayProbe
-    executor: PlanExecutor
+    execution: Callable[[Key], PlanExecution]
+    """Makes the execution of a resource's plan."""
     statuses: StatusWriter
     events: EventRecorder
 
@@ -110,7 +111,7 @@ class Reconciler:
     async def reconcile(self, key: Key) -> Verdict:
         """Do all that there is to do about a resource. Raises ApiError, NotLeading, OverBudget."""
         resource = self._parts.resources.get(key)
-        observed, plan, execution = None, Plan(), Execution(Outcome())
+        observed, plan, outcome = None, Plan(), Outcome()
         for _ in range(MAX_ROUNDS):
             if resource is None:
                 return self._absent(key)
@@ -124,12 +125,12 @@ class Reconciler:
                 break
             confirmed = await self._parts.resources.confirm(key)
             if confirmed == resource:
-                execution = await self._parts.executor.carry_out(key, plan)
+                outcome = await self._parts.execution(key).carry_out(plan)
             resource = confirmed
-            if execution.outcome.failures:
+            if outcome.failures:
                 break
         assert observed is not None
-        return await self._tell(key, observed, plan, execution)
+        return await self._tell(key, observed, plan, outcome)
 
     def _absent(self, key: Key) -> Verdict:
         self._parts.resources.forget_resource(key)
@@ -138,12 +139,11 @@ class Reconciler:
         self._parts.warnings.forget_resource(key)
         return Verdict(exists=False)
 
-    async def _tell(self, key: Key, observed: Observed, plan: Plan, execution: Execution) -> Verdict:
-        failures = execution.outcome.failures
-        unsettled = not plan.idle and not failures
+    async def _tell(self, key: Key, observed: Observed, plan: Plan, outcome: Outcome) -> Verdict:
+        unsettled = not plan.idle and not outcome.failures
         if unsettled:
             logger.warning("%s/%s does not settle: %s", *key, ", ".join(_names(plan)))
-        report = self._report(observed, plan, execution.outcome)
+        report = self._report(observed, plan, outcome)
         try:
             rest_s = await self._parts.statuses.write(key, observed.resource, report.status)
         except (Conflict, NotFound) as error:
@@ -153,16 +153,16 @@ class Reconciler:
             if isinstance(error, NotFound):
                 raise
             ref = ObjectRef(RESOURCE.api_version, RESOURCE.kind, key.name)
-            return Verdict(failures=(*failures, WriteFailure(ref, FailureKind.TRANSIENT, error.message)))
+            return Verdict(failures=(*outcome.failures, WriteFailure(ref, FailureKind.TRANSIENT, error.message)))
         if not rest_s:
             for transition in report.events:
                 self._parts.events.record(observed.resource, transition, observed.now)
         moments = [report.look_again_s, rest_s or None]
         return Verdict(
-            failures=failures,
+            failures=outcome.failures,
             unsettled=unsettled,
             look_again_s=min((moment for moment in moments if moment is not None), default=None),
-            retry_after_s=execution.retry_after_s,
+            retry_after_s=outcome.retry_after_s,
         )
 
     async def _observe(self, key: Key, resource: Object) -> Observed:
@@ -217,11 +217,7 @@ def _nodes_in_question(pods: Sequence[Object], now: datetime) -> Iterator[str]:
 
 def _silent(pods: Sequence[Object]) -> Iterator[Object]:
     """Return pods that wait and do not say for what."""
-    return (pod for pod in pods if _is_pending(pod) and not _says_why(pod))
-
-
-def _is_pending(pod: Object) -> bool:
-    return bool(status_of(pod).get("phase", "Pending") == "Pending")
+    return (pod for pod in pods if status_of(pod).get("phase", "Pending") == "Pending" and not _says_why(pod))
 
 
 def _says_why(pod: Object) -> bool:

@@ -172,11 +172,6 @@ class WorkQueue(Generic[K]):
         """Return the number of keys that could be taken now."""
         return len(self._ready)
 
-    @property
-    def taken(self) -> int:
-        """Keys that workers have."""
-        return len(self._taken)
-
     def oldest_wait_s(self) -> float:
         """Return how long the first key has waited, 0 when none waits."""
         return self._clock() - self._waiting_since[self._ready[0]] if self._ready else 0.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -69,11 +69,15 @@ class ApiStandIn:
     def url(self) -> str:
         return f"http://{HOST}:{self.port}"
 
-    def transport(self, fence: Fence | None = None, **options: Any) -> Transport:
-        """A client of it; with an open fence unless one is given. Close it."""
+    def transport(self, fence: Fence | None = None, **options: Any) -> aclosing[Transport]:
+        """A client of it, as a context; with an open fence unless one is given."""
         if fence is None:
             fence = Fence(clock=lambda: 0.0)
             fence.open(writes_until=10.0, lease_until=10.0)
+        return aclosing(self.client(fence, **options))
+
+    def client(self, fence: Fence, **options: Any) -> Transport:
+        """A client of it. Close it."""
         return Transport(Configuration(host=self.url), fence, **options)
 
     async def start(self) -> None:

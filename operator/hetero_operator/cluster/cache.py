@@ -16,7 +16,7 @@ from typing import Any, Final
 from hetero_operator.cluster.kinds import OPTIONAL, POD, ResourceKind, kind_of, watched_kinds
 from hetero_operator.cluster.reflector import Reflector
 from hetero_operator.cluster.store import Key, NamespaceBudget, ObjectStore
-from hetero_operator.cluster.transport import Transport
+from hetero_operator.cluster.transport import Object, Transport
 from hetero_operator.errors import ApiError, NotFound, OverBudget
 from hetero_operator.reconcile.model import Capabilities, ObjectRef
 from hetero_operator.timing import Backoff, unobserved
@@ -26,7 +26,6 @@ _DIGITS: Final = re.compile(r"\d+")
 DISCOVERY_S: Final = 180.0
 MAX_LOOK_BYTES: Final = 4 * 2**20
 """Bodies that a look at one resource may read because they are not kept."""
-Object = dict[str, Any]
 
 
 async def discover(api: Transport, known: Capabilities | None) -> Capabilities:
@@ -133,9 +132,10 @@ class ClusterCache:
         self._stores[kind].put(found)
         return found
 
-    def store(self, ref: ObjectRef) -> ObjectStore | None:
-        """Return the store of a kind, None if the kind is not watched."""
-        return self._stores.get(kind_of(ref))
+    def store(self, ref: ObjectRef) -> ObjectStore:
+        """Return the store of a kind; one that nobody reads if the kind is not watched."""
+        kind = kind_of(ref)
+        return self._stores.get(kind, ObjectStore(kind))
 
     def sizes(self) -> Mapping[str, int]:
         """Return the number of objects that are kept, by kind."""

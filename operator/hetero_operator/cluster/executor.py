@@ -14,7 +14,6 @@ import base64
 import logging
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 from hetero_api.contract import LABEL_NAME
@@ -44,33 +43,8 @@ _NEEDED: Final = frozenset({"Secret", "ServiceAccount", "ConfigMap", "ResourceCl
 """Kinds without which the pods of a workload that is written after them cannot start, or find no ranks."""
 
 
-@dataclass(frozen=True, slots=True)
-class Execution:
-    """The outcome of a plan."""
-
-    outcome: Outcome
-    stale: bool = False
-    """The cache lacked something that is there; it has it now, so plan again. Nothing was written."""
-    retry_after_s: float = 0.0
-    """Seconds that the server asked to wait."""
-
-
-class PlanExecutor:
-    """Writes objects of any resource."""
-
-    def __init__(self, api: Transport, cache: ClusterCache, book: SecretBook) -> None:
-        self._api = api
-        self._cache = cache
-        self._book = book
-
-    async def carry_out(self, owner: Key, plan: Plan) -> Execution:
-        """Carry out a plan. Raises NotLeading; refusals of the API server are in the outcome."""
-        run = _Run(self._api, self._cache, self._book, owner)
-        return await run.carry_out(plan)
-
-
-class _Run:
-    """One plan of one resource."""
+class PlanExecution:
+    """The execution of one plan of one resource."""
 
     def __init__(self, api: Transport, cache: ClusterCache, book: SecretBook, owner: Key) -> None:
         self._api = api
@@ -81,13 +55,16 @@ class _Run:
         self._retry_after_s = 0.0
         self._halted = False
 
-    async def carry_out(self, plan: Plan) -> Execution:
-        """Write the plan, unless an object comes up that the cache lacks, or that belongs to somebody else."""
+    async def carry_out(self, plan: Plan) -> Outcome:
+        """Write the plan, unless an object comes up that the cache lacks, or that belongs to somebody else.
+
+        Raises NotLeading; refusals of the API server are in the outcome.
+        """
         if await self._discovered(plan):
-            return Execution(Outcome(), stale=True)
+            return Outcome(stale=True)
         if not self._failures:
             await self._write(plan)
-        return Execution(Outcome(tuple(self._failures)), retry_after_s=self._retry_after_s)
+        return Outcome(tuple(self._failures), retry_after_s=self._retry_after_s)
 
     async def _write(self, plan: Plan) -> None:
         for secret in plan.create:
@@ -180,31 +157,23 @@ class _Run:
         try:
             self._remember(ref, await self._api.get(self._path(ref)))
         except NotFound:
-            store = self._store(ref)
-            if store is not None:
-                store.discard(self._owner.namespace, ref.name)
+            self._store(ref).discard(self._owner.namespace, ref.name)
         except ApiError as error:
             logger.debug("%s %s cannot be looked at: %s", ref.kind, ref.name, error)
 
     def _known(self, ref: ObjectRef) -> str | None:
         """Return the uid of the object that was seen, None if there is none."""
-        store = self._store(ref)
-        entry = None if store is None else store.entry(self._owner.namespace, ref.name)
+        entry = self._store(ref).entry(self._owner.namespace, ref.name)
         return None if entry is None else entry.uid
 
     def _remember(self, ref: ObjectRef, found: Mapping[str, Any]) -> bool:
         """Put an answer into the cache. Return whether it was news."""
-        store = self._store(ref)
-        if store is None or not label_of(found, LABEL_NAME):
-            return False
-        return store.put(found) is not None
+        return bool(label_of(found, LABEL_NAME)) and self._store(ref).put(found) is not None
 
     def _bury(self, deletion: Deletion) -> None:
-        store = self._store(deletion.ref)
-        if store is not None:
-            store.bury(self._owner.namespace, deletion.ref.name, deletion.uid)
+        self._store(deletion.ref).bury(self._owner.namespace, deletion.ref.name, deletion.uid)
 
-    def _store(self, ref: ObjectRef) -> ObjectStore | None:
+    def _store(self, ref: ObjectRef) -> ObjectStore:
         return self._book.store if ref.kind == "Secret" else self._cache.store(ref)
 
     def _path(self, ref: ObjectRef) -> str:

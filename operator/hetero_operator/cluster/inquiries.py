@@ -21,13 +21,13 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 from urllib.parse import quote
 
 from hetero_api.contract import LABEL_NAME, LABEL_REVISION, SECRET_ADMIN_TOKEN_KEY
 from hetero_operator.cluster.kinds import EVENT, SECRET
 from hetero_operator.cluster.store import Key, ObjectStore
-from hetero_operator.cluster.transport import Transport
+from hetero_operator.cluster.transport import Object, Transport
 from hetero_operator.errors import ApiError, NotFound
 from hetero_operator.reconcile.model import PodEvent
 from hetero_operator.reconcile.names import Names
@@ -45,8 +45,6 @@ MAX_LISTED: Final = 2000
 """Warnings of a namespace that are read at once, at most."""
 MAX_TOLD: Final = 5
 """Warnings kept about one object, the newest."""
-
-Object = dict[str, Any]
 Told = Mapping[str, Sequence[PodEvent]]
 
 

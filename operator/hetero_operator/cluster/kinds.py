@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 from urllib.parse import quote
 
 from hetero_api.contract import API_VERSION, GROUP, KIND, PLURAL
@@ -31,6 +31,11 @@ class ResourceKind:
         parts.append(self.plural)
         parts += [quote(part, safe="") for part in (name, subresource) if part is not None]
         return "/".join(parts)
+
+    def manifest(self, namespace: str, name: str, **body: Any) -> dict[str, Any]:
+        """Return an object of the kind with the fields of `body`."""
+        metadata = {"name": name, "namespace": namespace}
+        return {"apiVersion": self.api_version, "kind": self.kind, "metadata": metadata, **body}
 
 
 RESOURCE: Final = ResourceKind(f"{GROUP}/{API_VERSION}", KIND, PLURAL)

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from hetero_api.contract import LABEL_NAME
 from hetero_operator.cluster.kinds import ResourceKind
-from hetero_operator.cluster.store import Key, Listing, ObjectStore
+from hetero_operator.cluster.store import Key, ObjectStore, key_of
 from hetero_operator.cluster.transport import PAGE_SIZE, Transport
 from hetero_operator.errors import ApiError, Gone, NotFound
 from hetero_operator.timing import Backoff, unobserved
@@ -86,14 +86,16 @@ class Reflector:
 
     async def _list(self) -> str:
         """Fill the store. Return the list's version."""
-        listing, version = Listing(self.store, namespace=self._namespace), ""
-        async for page in self._api.pages(self._path, size=self._page_size, labelSelector=self._selector):
-            self._tell(listing.take(page.get("items") or ()))
-            version = page["metadata"]["resourceVersion"]
-        gone = listing.end(version)
+        version, _ = await fill_store(
+            self.store,
+            self._api,
+            namespace=self._namespace,
+            on_change=self._on_change,
+            size=self._page_size,
+            labelSelector=self._selector,
+        )
         self.synced.set()
         self.problem = ""
-        self._tell(gone)
         return version
 
     async def _watch(self, version: str) -> None:
@@ -118,7 +120,7 @@ class Reflector:
         self.problem = problem
         if isinstance(error, NotFound):
             # The kind itself is gone, and its objects with it.
-            self._tell(self.store.clear(namespace=self._namespace))
+            _tell(self._on_change, self.store.clear(namespace=self._namespace))
         await self._pause("error", error.retry_after_s)
 
     async def _pause(self, reason: str, at_least_s: float = 0.0) -> None:
@@ -133,9 +135,28 @@ class Reflector:
         if owner is not None:
             self._on_change(owner)
 
-    def _tell(self, owners: Iterable[Key]) -> None:
-        for owner in sorted(owners):
-            self._on_change(owner)
+
+async def fill_store(
+    store: ObjectStore, api: Transport, *, namespace: str | None, on_change: Callable[[Key], None], **options: Any
+) -> tuple[str, set[Key]]:
+    """Make a store equal to a list of its kind, page by page. Return the list's version and the objects in it.
+
+    `on_change` gets the owners of objects that changed or are gone, `options` are those of Transport.pages. Raises
+    ApiError.
+    """
+    listed, version = set[Key](), ""
+    async for page in api.pages(store.kind.path(namespace), **options):
+        items = page.get("items") or ()
+        listed.update(map(key_of, items))
+        _tell(on_change, {owner for item in items if (owner := store.put(item)) is not None})
+        version = page["metadata"]["resourceVersion"]
+    _tell(on_change, store.retain(listed, version, namespace=namespace))
+    return version, listed
+
+
+def _tell(on_change: Callable[[Key], None], owners: Iterable[Key]) -> None:
+    for owner in sorted(owners):
+        on_change(owner)
 
 
 def _may_go_on(error: ApiError) -> bool:

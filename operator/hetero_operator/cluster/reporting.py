@@ -193,28 +193,24 @@ class EventRecorder:
 
     def _event(self, resource: Object, transition: Transition, now: datetime) -> dict[str, Any]:
         metadata = resource["metadata"]
-        moment = now.strftime("%Y-%m-%dT%H:%M:%SZ")
-        return {
-            "apiVersion": EVENT.api_version,
-            "kind": EVENT.kind,
-            "metadata": {"name": event_name(resource, transition), "namespace": metadata["namespace"]},
-            "involvedObject": {
-                "apiVersion": RESOURCE.api_version,
-                "kind": RESOURCE.kind,
-                "name": metadata["name"],
-                "namespace": metadata["namespace"],
+        namespace, name, moment = metadata["namespace"], metadata["name"], now.strftime("%Y-%m-%dT%H:%M:%SZ")
+        return EVENT.manifest(
+            namespace,
+            event_name(resource, transition),
+            involvedObject={
+                "apiVersion": RESOURCE.api_version, "kind": RESOURCE.kind, "name": name, "namespace": namespace,
                 "uid": metadata["uid"],
             },
-            "type": transition.type,
-            "reason": transition.reason,
-            "message": transition.message[:MAX_MESSAGE],
-            "source": {"component": FIELD_MANAGER},
-            "reportingComponent": FIELD_MANAGER,
-            "reportingInstance": self._identity,
-            "firstTimestamp": moment,
-            "lastTimestamp": moment,
-            "count": 1,
-        }
+            type=transition.type,
+            reason=transition.reason,
+            message=transition.message[:MAX_MESSAGE],
+            source={"component": FIELD_MANAGER},
+            reportingComponent=FIELD_MANAGER,
+            reportingInstance=self._identity,
+            firstTimestamp=moment,
+            lastTimestamp=moment,
+            count=1,
+        )  # fmt: skip
 
     def _within_budget(self, uid: str) -> bool:
         """Return whether this resource may still report something: EVENT_BURST at once, one more every REFILL_S."""

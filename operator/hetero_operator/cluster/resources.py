@@ -11,11 +11,12 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from hetero_operator.cluster.kinds import RESOURCE
-from hetero_operator.cluster.store import Key, Listing, ObjectStore
+from hetero_operator.cluster.reflector import fill_store
+from hetero_operator.cluster.store import Key, ObjectStore
 from hetero_operator.cluster.transport import Transport
 from hetero_operator.errors import ApiError, NotFound
 from hetero_operator.reconcile.model import Object
@@ -51,13 +52,6 @@ class Resources:
         self._clock = clock
         self._heard: dict[Key, float] = {}
         self._wanted = asyncio.Event()
-
-    def __len__(self) -> int:
-        return len(self.store)
-
-    def keys(self) -> Iterator[Key]:
-        """Iterate over the namespaces and names of all resources."""
-        return self.store.keys()
 
     def get(self, key: Key) -> Object | None:
         """Return a resource, None if it is not known."""
@@ -117,15 +111,8 @@ class Resources:
     async def _list(self) -> None:
         for namespace in self._namespaces:
             begin = self._clock()
-            listing, version = Listing(self.store, namespace=namespace), ""
-            changed: set[Key] = set()
-            async for page in self._api.pages(RESOURCE.path(namespace)):
-                changed |= listing.take(page.get("items") or ())
-                version = page["metadata"]["resourceVersion"]
-            changed |= listing.end(version)
-            self._heard.update((key, begin) for key in listing.keys)
-            for key in sorted(changed):
-                self._on_change(key)
+            _, listed = await fill_store(self.store, self._api, namespace=namespace, on_change=self._on_change)
+            self._heard.update((key, begin) for key in listed)
         self.listed.set()
         self.problem = ""
 

@@ -23,6 +23,7 @@ from typing import Any, Final, NamedTuple
 
 from hetero_api.contract import GROUP, KIND, LABEL_NAME
 from hetero_operator.cluster.kinds import POD, ResourceKind
+from hetero_operator.cluster.transport import Object
 
 MAX_TOMBSTONES: Final = 10_000
 NAMESPACE_BYTES: Final = 64 * 2**20
@@ -31,8 +32,6 @@ _KEPT_METADATA: Final = (
     "namespace", "name", "uid", "resourceVersion", "generation", "creationTimestamp", "deletionTimestamp",
     "ownerReferences",
 )  # fmt: skip
-
-Object = dict[str, Any]
 
 
 class Key(NamedTuple):
@@ -139,7 +138,7 @@ class ObjectStore:
 
     def drop(self, item: Mapping[str, Any]) -> Key | None:
         """Remove an object that a watch reports deleted. Return its owner, None if it was not known."""
-        key, uid = _key_of(item), item["metadata"]["uid"]
+        key, uid = key_of(item), item["metadata"]["uid"]
         known = self._entries.get(key)
         if known is None or known.uid != uid:
             return None
@@ -185,7 +184,7 @@ class ObjectStore:
 
     def _encode(self, item: Mapping[str, Any]) -> tuple[Key, Entry]:
         """Return an object as it is kept."""
-        key, metadata = _key_of(item), item["metadata"]
+        key, metadata = key_of(item), item["metadata"]
         labels = metadata.get("labels") or {}
         owner = intern(metadata["name"] if self._owner_label is None else labels[self._owner_label])
         is_ours = self._owner_label is None or _is_controlled_by_us(item)
@@ -237,32 +236,6 @@ class ObjectStore:
             del self._by_owner[Key(key.namespace, owner)]
 
 
-class Listing:
-    """A list in progress: each page goes to the store at once, and the end removes what no page had."""
-
-    def __init__(self, store: ObjectStore, *, namespace: str | None = None) -> None:
-        self._store = store
-        self._namespace = namespace
-        self._listed: set[Key] = set()
-
-    @property
-    def keys(self) -> Collection[Key]:
-        """Namespaces and names of all objects so far."""
-        return self._listed
-
-    def take(self, items: Iterable[Mapping[str, Any]]) -> set[Key]:
-        """Store the objects of a page. Return the owners of those that changed."""
-        changed = set()
-        for item in items:
-            self._listed.add(_key_of(item))
-            changed.add(self._store.put(item))
-        return {owner for owner in changed if owner is not None}
-
-    def end(self, version: str) -> set[Key]:
-        """Remove what the list, which has that version, lacks. Return the owners."""
-        return self._store.retain(self._listed, version, namespace=self._namespace)
-
-
 def _only_ours(named: Mapping[str, str]) -> dict[str, str]:
     """Return the labels or annotations that begin with our API group."""
     return {name: value for name, value in named.items() if name.startswith(f"{GROUP}/")}
@@ -280,7 +253,8 @@ def _is_controlled_by_us(item: Mapping[str, Any]) -> bool:
     return any(reference.get("controller") and reference.get("kind") == KIND for reference in references)
 
 
-def _key_of(item: Mapping[str, Any]) -> Key:
+def key_of(item: Mapping[str, Any]) -> Key:
+    """Return the namespace and name of an object."""
     metadata = item["metadata"]
     return Key(intern(metadata["namespace"]), metadata["name"])
 

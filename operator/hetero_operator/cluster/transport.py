@@ -14,8 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import aiohttp
 from kubernetes.aio import config as kubernetes_config
@@ -90,7 +89,7 @@ async def authorization_of(configuration: Configuration) -> str:
 
 
 class Transport:
-    """Calls the API server. Close it, or use it as a context."""
+    """Client of the API server. Close it with `aclose`, or by contextlib.aclosing."""
 
     def __init__(
         self,
@@ -108,13 +107,9 @@ class Transport:
         self._client.user_agent = f"{FIELD_MANAGER}/{VERSION}"
         self._reloaded = -CREDENTIALS_PAUSE_S
 
-    async def get(self, path: str, **query: object) -> Object:
+    async def get(self, path: str, *, timeout_s: float = REQUEST_TIMEOUT_S) -> Object:
         """Return an object, or another document, at a path. Raises ApiError."""
-        return await self._call("get", "GET", path, query=query)
-
-    async def list(self, path: str, **query: object) -> Object:
-        """Return one page of a list. Raises ApiError."""
-        return await self._call("list", "GET", path, query=query)
+        return await self._call("get", "GET", path, timeout_s=timeout_s)
 
     async def pages(
         self, path: str, *, size: int = PAGE_SIZE, at_most: int | None = None, **query: object
@@ -172,10 +167,6 @@ class Transport:
         """Write to the Lease, the only write that needs none. `method` is POST or PUT. Raises ApiError."""
         return await self._call("create" if method == "POST" else "update", method, path, lease, timeout_s=timeout_s)
 
-    async def look(self, path: str, *, timeout_s: float) -> Object:
-        """Return an object within less time than usual. Raises ApiError."""
-        return await self._call("get", "GET", path, timeout_s=timeout_s)
-
     async def watch(self, path: str, **query: object) -> AsyncIterator[Object]:
         """Yield decoded events until the server ends the stream. Raises ApiError, also for an ERROR event."""
         asked = {**query, "watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": WATCH_SERVER_TIMEOUT_S}
@@ -188,17 +179,9 @@ class Transport:
                     raise _error(event["object"], int(event["object"].get("code", 500)), {})
                 yield event
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Close all connections."""
         await self._client.close()  # type: ignore[no-untyped-call]
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
     async def _call(
         self,

@@ -50,13 +50,10 @@ _REVISION_LABELS: Final[Mapping[str, str]] = {
 def lost_pods(observed: Observed, spec: HeteroInferenceSpec) -> tuple[Deletion, ...]:
     """Return the pods to force out now: grace period 0, and only if the pod is still the one that was seen."""
     return tuple(
-        Deletion(
-            ObjectRef("v1", "Pod", pod["metadata"]["name"]), uid=pod["metadata"]["uid"], reason=str(loss),
-            grace_period_s=0,
-        )
+        _deletion(pod, str(loss), grace_period_s=0)
         for pod, loss in _stranded(observed)
         if (due := _due(loss, spec)) is None or due <= observed.now
-    )  # fmt: skip
+    )
 
 
 def next_lost_pod(observed: Observed, spec: HeteroInferenceSpec) -> datetime | None:
@@ -100,8 +97,7 @@ def outdated_ranks(
     for pod in pods:
         old = label_of(pod, LABEL_REVISION)
         if label_of(pod, LABEL_ROLE) == ROLE_RANK and old != revision and not is_leaving(pod):
-            reason = f"revision {revision} takes the place of {old}"
-            yield Deletion(ObjectRef("v1", "Pod", pod["metadata"]["name"]), uid=pod["metadata"]["uid"], reason=reason)
+            yield _deletion(pod, f"revision {revision} takes the place of {old}")
 
 
 def _makes(statefulset: Object, revision: str) -> bool:
@@ -140,5 +136,6 @@ def _tells_of_secret(item: Object, inventory: Inventory, wanted: Collection[Obje
     )
 
 
-def _deletion(item: Object, reason: str) -> Deletion:
-    return Deletion(ObjectRef.from_object(item), uid=item["metadata"]["uid"], reason=reason)
+def _deletion(item: Object, reason: str, *, grace_period_s: int | None = None) -> Deletion:
+    ref = ObjectRef.from_object(item)
+    return Deletion(ref, uid=item["metadata"]["uid"], reason=reason, grace_period_s=grace_period_s)

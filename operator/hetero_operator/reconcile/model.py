@@ -173,6 +173,10 @@ class Outcome:
     """The writes of a plan that failed."""
 
     failures: tuple[WriteFailure, ...] = ()
+    stale: bool = False
+    """The cache lacked something that is there; it has it now, so plan again. Nothing was written."""
+    retry_after_s: float = 0.0
+    """Seconds that the server asked to wait."""
 
 
 class Transition(NamedTuple):

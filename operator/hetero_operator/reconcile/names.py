@@ -1,4 +1,4 @@
-"""Names of the objects that a resource owns, and of the parts of its pods: every name is made here.
+"""Names of the objects that a resource owns, and of the containers and ports of its pods: every one is made here.
 
 All are functions of the resource's name, so nothing has to be remembered. Two resources can want the same name (`a`
 with a pool `b-c`, `a-b` with a pool `c`); the second one is refused, and takes nothing over.
@@ -9,33 +9,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from hetero_api.contract import ADMIN_PORT, HTTP_PORT, INFERENCE_PORT, METRICS_PORT, POD_HEALTH_PORT, RANKS_PORT
+
 RANK_CONTAINER: Final = "rank"
 GATEWAY_CONTAINER: Final = "gateway"
 MODEL_CONTAINER: Final = "model"
 """The init container that fetches the model."""
 
-# Volumes of different sources have different names; why: manifests/model_volumes.py.
-MODEL_VOLUME: Final = "model"
-MODEL_CLAIM_VOLUME: Final = "model-claim"
-MODEL_IMAGE_VOLUME: Final = "model-image"
-MODEL_FOLDER_VOLUME: Final = "model-folder"
-CACHE_VOLUME: Final = "model-cache"
-CACHE_CLAIM_VOLUME: Final = "model-cache-claim"
-CACHE_FOLDER_VOLUME: Final = "model-cache-folder"
-MODEL_VOLUMES: Final = frozenset(
-    {
-        MODEL_VOLUME, MODEL_CLAIM_VOLUME, MODEL_IMAGE_VOLUME, MODEL_FOLDER_VOLUME,
-        CACHE_VOLUME, CACHE_CLAIM_VOLUME, CACHE_FOLDER_VOLUME,
-    }
-)  # fmt: skip
-"""Every volume that a model or its cache may be in."""
-
-HEALTH_PORT_NAME: Final = "health"
-INFERENCE_PORT_NAME: Final = "inference"
-HTTP_PORT_NAME: Final = "http"
-ADMIN_PORT_NAME: Final = "admin"
-RANKS_PORT_NAME: Final = "ranks"
-METRICS_PORT_NAME: Final = "metrics"
+GATEWAY_PORTS: Final = {
+    "inference": INFERENCE_PORT,
+    "http": HTTP_PORT,
+    "admin": ADMIN_PORT,
+    "ranks": RANKS_PORT,
+    "metrics": METRICS_PORT,
+}
+"""Ports of the gateway's container by name."""
+RANK_PORTS: Final = {"health": POD_HEALTH_PORT}
+"""Ports of a rank's container by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +33,7 @@ class Names:
     """Names of the objects of the resource `resource`."""
 
     resource: str
-
-    @property
-    def client_service(self) -> str:
-        """The Service that clients dial."""
-        return self.resource
+    """Also the name of the Service that clients dial, of the PodMonitor, and of Volcano's PodGroup."""
 
     @property
     def gateway(self) -> str:
@@ -63,16 +49,6 @@ class Names:
     def rank_account(self) -> str:
         """The ranks' ServiceAccount."""
         return f"{self.resource}-rank"
-
-    @property
-    def pod_monitor(self) -> str:
-        """The PodMonitor."""
-        return self.resource
-
-    @property
-    def pod_group(self) -> str:
-        """Volcano's PodGroup."""
-        return self.resource
 
     def pool(self, pool: str) -> str:
         """Return the name of a pool's StatefulSet."""

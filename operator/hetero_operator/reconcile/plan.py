@@ -29,14 +29,7 @@ from hetero_operator.reconcile.manifests.rank_pod import statefulset
 from hetero_operator.reconcile.manifests.rendering import Rendering
 from hetero_operator.reconcile.model import Deletion, NewSecret, Object, Observed, Plan
 from hetero_operator.reconcile.names import Names
-from hetero_operator.reconcile.refusals import (
-    Refusal,
-    capability_refusal,
-    conflict_refusal,
-    read_spec,
-    transition_refusal,
-    unserved_refusal,
-)
+from hetero_operator.reconcile.refusals import Refusal, conflict_refusal, read_spec, refusal_of
 from hetero_operator.reconcile.revision import revisions_of
 
 
@@ -71,11 +64,7 @@ def plan(observed: Observed) -> Plan:
         return _refused(spec)
     inventory = Inventory.from_observed(observed)
     rendering = rendering_of(observed, spec)
-    refusal = (
-        unserved_refusal(spec)
-        or transition_refusal(spec, rendering.names, inventory, revision=rendering.revisions.ranks)
-        or capability_refusal(spec, observed.capabilities)
-    )
+    refusal = refusal_of(rendering, inventory)
     if refusal:
         return _refused(refusal)
     return _accepted(observed, rendering, inventory)

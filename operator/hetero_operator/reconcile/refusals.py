@@ -5,7 +5,7 @@ A refused spec changes nothing at all: no object of it is applied, and what runs
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hetero_api.contract import LABEL_REVISION
@@ -17,8 +17,8 @@ from hetero_api.validation import check_transition, find_unserved
 from hetero_operator.reconcile.inventory import Inventory, ObjectKey, label_of, taken_by_others
 from hetero_operator.reconcile.manifests.config import stored_resource
 from hetero_operator.reconcile.manifests.optional_kinds import POD_GROUP, RESOURCE_CLAIM_TEMPLATE, device_class
+from hetero_operator.reconcile.manifests.rendering import Rendering
 from hetero_operator.reconcile.model import Capabilities, Object
-from hetero_operator.reconcile.names import Names
 from hetero_operator.reconcile.status.reasons import Reason
 
 
@@ -39,31 +39,32 @@ def read_spec(resource: Object) -> HeteroInferenceSpec | Refusal:
         return Refusal(Reason.INVALID_SPEC, tuple(error.problems))
 
 
-def unserved_refusal(spec: HeteroInferenceSpec) -> Refusal | None:
-    """Return the refusal of a spec that no gateway of this version starts with."""
-    problems = find_unserved(spec)
-    return Refusal(Reason.INVALID_SPEC, tuple(problems)) if problems else None
+def refusal_of(rendering: Rendering, inventory: Inventory) -> Refusal | None:
+    """Refuse a valid spec that cannot be put in force, None: it can.
+
+    No gateway of this version starts with it, the one in force cannot become it, or it needs what the cluster lacks,
+    where leaving that out would not be what the user asked for.
+    """
+    for reason, problems in _objections(rendering, inventory):
+        if problems:
+            return Refusal(reason, tuple(problems))
+    return None
 
 
-def transition_refusal(
-    spec: HeteroInferenceSpec, names: Names, inventory: Inventory, *, revision: str
-) -> Refusal | None:
-    """Refuse a spec, of that revision, that the one in force cannot become, e.g. for another type of a pool."""
-    config = inventory.config_in_force(names)
-    if config is None or label_of(config, LABEL_REVISION) == revision:
-        return None  # what a transition may not change has Effect.RANKS; reading the stored spec costs much
+def _objections(rendering: Rendering, inventory: Inventory) -> Iterator[tuple[Reason, Sequence[str]]]:
+    yield Reason.INVALID_SPEC, find_unserved(rendering.spec)
+    yield Reason.INVALID_SPEC, _transition_problems(rendering, inventory)
+    yield Reason.NOT_SUPPORTED, list(_lacking(rendering.spec, rendering.capabilities))
+
+
+def _transition_problems(rendering: Rendering, inventory: Inventory) -> Sequence[str]:
+    """Return why the spec in force cannot become the wanted one, e.g. for another type of a pool."""
+    config = inventory.config_in_force(rendering.names)
+    if config is None or label_of(config, LABEL_REVISION) == rendering.revisions.ranks:
+        return ()  # what a transition may not change has Effect.RANKS; reading the stored spec costs much
     in_force = read_spec(stored_resource(config))
-    if isinstance(in_force, Refusal):
-        # A spec in force that this version calls invalid forbids nothing: any valid one is the way out.
-        return None
-    problems = check_transition(in_force, spec)
-    return Refusal(Reason.INVALID_SPEC, tuple(problems)) if problems else None
-
-
-def capability_refusal(spec: HeteroInferenceSpec, capabilities: Capabilities) -> Refusal | None:
-    """Refuse a spec that needs what the cluster lacks, where leaving it out would not be what the user asked for."""
-    problems = tuple(_lacking(spec, capabilities))
-    return Refusal(Reason.NOT_SUPPORTED, problems) if problems else None
+    # A spec in force that this version calls invalid forbids nothing: any valid one is the way out.
+    return () if isinstance(in_force, Refusal) else check_transition(in_force, rendering.spec)
 
 
 def conflict_refusal(wanted: Iterator[Object], inventory: Inventory) -> Refusal | None:

@@ -14,6 +14,7 @@ from typing import Any
 from hetero_api.status import Condition, ConditionStatus, ConditionType, HeteroInferenceStatus
 from hetero_operator.reconcile.inventory import is_leaving
 from hetero_operator.reconcile.model import Object, Observed, Outcome, Plan, Report, Transition
+from hetero_operator.reconcile.revision import without_empty
 from hetero_operator.reconcile.status.figures import figures
 from hetero_operator.reconcile.status.findings import TRUE, Blockers, Finding, degraded, findings
 from hetero_operator.reconcile.status.progress import look_again_s, progressing
@@ -69,18 +70,8 @@ def _decoded(situation: Situation, conditions: Mapping[str, Condition], *, is_se
         reason=conditions[ConditionType.READY].reason,
         conditions=list(conditions.values()),
     )
-    decoded: dict[str, Any] = _without_empty(status.model_dump(mode="json", by_alias=True, exclude_none=True))
-    return decoded
-
-
-def _without_empty(value: Any) -> Any:
-    """Return a value without empty fields: "", [], {}. Zeros stay."""
-    if isinstance(value, Mapping):
-        kept = {key: _without_empty(item) for key, item in value.items()}
-        return {key: item for key, item in kept.items() if item not in ("", [], {})}
-    if isinstance(value, list):
-        return [_without_empty(item) for item in value]
-    return value
+    dumped = status.model_dump(mode="json", by_alias=True, exclude_none=True)
+    return without_empty(dumped, empty=("", [], {}))
 
 
 def _says_the_same(stored: Object, status: Mapping[str, Any]) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final, NamedTuple
 
 from hetero_api.contract import ANNOTATION_RESTARTED_AT
@@ -46,7 +46,7 @@ def revisions_of(resource: Object, spec: HeteroInferenceSpec) -> Revisions:
 def canonical_spec(spec: HeteroInferenceSpec) -> dict[str, Any]:
     """Return the spec as decoded JSON with camelCase keys, without fields that are empty or equal their default."""
     dumped = spec.model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude_none=True)
-    return {key: _without_empty(value) for key, value in dumped.items() if not _is_empty(_without_empty(value))}
+    return without_empty(dumped, empty=([], {}))
 
 
 def digest(value: Any, length: int) -> str:
@@ -59,15 +59,12 @@ def _hash(fields: Mapping[str, Any], restarted_at: str) -> str:
     return digest({"spec": fields, "restartedAt": restarted_at}, _HASH_LENGTH)
 
 
-def _without_empty(value: Any) -> Any:
-    """Return a value without empty mappings and lists, at any depth; items of lists stay."""
-    if isinstance(value, Mapping):
-        kept = {key: _without_empty(item) for key, item in value.items()}
-        return {key: item for key, item in kept.items() if not _is_empty(item)}
-    if isinstance(value, list):
-        return [_without_empty(item) for item in value]
-    return value
+def without_empty(fields: Mapping[str, Any], *, empty: Collection[Any]) -> dict[str, Any]:
+    """Return decoded JSON without the fields that equal one of `empty`, at any depth; items of lists stay."""
 
+    def kept(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return without_empty(value, empty=empty)
+        return [kept(item) for item in value] if isinstance(value, list) else value
 
-def _is_empty(value: Any) -> bool:
-    return isinstance(value, Mapping | list) and not value
+    return {key: value for key, item in fields.items() if (value := kept(item)) not in empty}

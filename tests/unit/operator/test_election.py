@@ -31,7 +31,7 @@ class Candidate:
 
     def __init__(self, server: ApiStandIn, identity: str, clock: FakeTime) -> None:
         self.fence = Fence(clock=clock)
-        self.api: Transport = server.transport(self.fence)
+        self.api: Transport = server.client(self.fence)
         config = LeaseConfig(name="op", namespace="default", identity=identity)
         self.election = Election(self.api, config, self.fence, clock=clock)
 
@@ -55,8 +55,8 @@ async def server() -> AsyncIterator[ApiStandIn]:
 async def pair(server: ApiStandIn, clock: FakeTime) -> AsyncIterator[tuple[Candidate, Candidate]]:
     one, two = Candidate(server, "one", clock), Candidate(server, "two", clock)
     yield one, two
-    await one.api.close()
-    await two.api.close()
+    await one.api.aclose()
+    await two.api.aclose()
 
 
 async def test_the_first_leads_and_the_second_waits(pair: tuple[Candidate, Candidate]) -> None:
@@ -184,7 +184,7 @@ async def test_the_same_identity_takes_its_own_lease_after_a_crash(
     await one.attempt()
     again = Candidate(server, "one", clock)
     assert await again.attempt()
-    await again.api.close()
+    await again.api.aclose()
 
 
 async def test_change_of_lead_is_told(pair: tuple[Candidate, Candidate], clock: FakeTime) -> None:

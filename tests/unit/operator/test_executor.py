@@ -11,11 +11,12 @@ import pytest
 
 from hetero_api.contract import LABEL_NAME
 from hetero_operator.cluster.cache import ClusterCache
-from hetero_operator.cluster.executor import Execution, PlanExecutor
+from hetero_operator.cluster.executor import PlanExecution
 from hetero_operator.cluster.inquiries import SecretBook
 from hetero_operator.cluster.kinds import ALWAYS_WATCHED
 from hetero_operator.cluster.store import Key, ObjectStore
-from hetero_operator.reconcile.model import Deletion, FailureKind, NewSecret, ObjectRef, Plan
+from hetero_operator.cluster.transport import Transport
+from hetero_operator.reconcile.model import Deletion, FailureKind, NewSecret, ObjectRef, Outcome, Plan
 from tests.support.api_stand_in import ApiStandIn, Fault, refusal
 
 OWNER = Key("ns", "x")
@@ -29,10 +30,10 @@ class Bench:
     server: ApiStandIn
     cache: ClusterCache
     book: SecretBook
-    executor: PlanExecutor
+    api: Transport
 
-    async def run(self, plan: Plan) -> Execution:
-        return await self.executor.carry_out(OWNER, plan)
+    async def run(self, plan: Plan) -> Outcome:
+        return await PlanExecution(self.api, self.cache, self.book, OWNER).carry_out(plan)
 
     def store(self, kind: str) -> ObjectStore:
         return next(store for its, store in self.cache._stores.items() if its.kind == kind)
@@ -44,7 +45,7 @@ async def bench() -> AsyncIterator[Bench]:
         cache = ClusterCache(api, namespaces=["ns"], on_change=lambda key: None)
         cache._stores = {kind: ObjectStore(kind) for kind in ALWAYS_WATCHED}
         book = SecretBook(api)
-        yield Bench(server, cache, book, PlanExecutor(api, cache, book))
+        yield Bench(server, cache, book, api)
 
 
 def config_map(name: str, **data: str) -> dict[str, Any]:
@@ -73,8 +74,7 @@ async def test_secrets_first_then_objects_in_order_then_deletions(bench: Bench) 
     pod = await bench.server.put(f"{PODS}/old", {"metadata": {"labels": {LABEL_NAME: "x"}}})
     gone = deletion("Pod", "old", pod["metadata"]["uid"])
     done = await bench.run(Plan(create=(secret(),), apply=(config_map("b"), config_map("a")), delete=(gone,)))
-    assert done == Execution(done.outcome)
-    assert done.outcome.failures == ()
+    assert done == Outcome()
     assert writes(bench.server) == [
         f"POST {SECRETS}", f"PATCH {MAPS}/b", f"PATCH {MAPS}/a", f"DELETE {PODS}/old",
     ]  # fmt: skip
@@ -85,10 +85,10 @@ async def test_workloads_stay_as_they_are_when_what_their_pods_need_was_refused(
     workload = {**config_map("ranks"), "apiVersion": "apps/v1", "kind": "StatefulSet"}
     policy = {**config_map("p"), "apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy"}
     done = await bench.run(Plan(apply=(config_map("a"), policy, workload)))
-    assert [failure.ref.name for failure in done.outcome.failures] == ["a"]
+    assert [failure.ref.name for failure in done.failures] == ["a"]
     assert [call.rpartition("/")[2] for call in writes(bench.server)] == ["a", "p"]
     done = await bench.run(Plan(apply=(config_map("a"), workload)))
-    assert done.outcome.failures == ()
+    assert done.failures == ()
     assert writes(bench.server)[-1].endswith("statefulsets/ranks")
 
 
@@ -110,7 +110,7 @@ async def test_what_was_written_is_in_the_cache_at_once(bench: Bench) -> None:
 async def test_a_stranger_s_object_is_told_and_nothing_at_all_is_written(bench: Bench) -> None:
     await bench.server.put(f"{MAPS}/b", {"metadata": {"labels": {LABEL_NAME: "someone"}}})
     done = await bench.run(Plan(create=(secret(),), apply=(config_map("a"), config_map("b"))))
-    (failure,) = done.outcome.failures
+    (failure,) = done.failures
     assert (failure.kind, failure.ref.name) == (FailureKind.FOREIGN, "b")
     assert writes(bench.server) == []
 
@@ -128,7 +128,7 @@ async def test_a_known_object_is_written_only_as_the_one_that_was_seen(bench: Be
     del bench.server.objects[f"{MAPS}/a"]
     stranger = await bench.server.put(f"{MAPS}/a", {"metadata": {"labels": {LABEL_NAME: "someone"}}})
     done = await bench.run(Plan(apply=(config_map("a", key="1"),)))
-    assert [failure.kind for failure in done.outcome.failures] == [FailureKind.TRANSIENT]
+    assert [failure.kind for failure in done.failures] == [FailureKind.TRANSIENT]
     assert bench.server.objects[f"{MAPS}/a"] == stranger
 
 
@@ -137,7 +137,7 @@ async def test_a_conflict_refreshes_the_cache(bench: Bench) -> None:
     del bench.server.objects[f"{MAPS}/a"]
     await bench.run(Plan(apply=(config_map("a"),)))
     assert len(bench.store("ConfigMap")) == 0
-    assert (await bench.run(Plan(apply=(config_map("a"),)))).outcome.failures == ()
+    assert (await bench.run(Plan(apply=(config_map("a"),)))).failures == ()
 
 
 @pytest.mark.parametrize(
@@ -154,9 +154,7 @@ async def test_a_refusal_is_told_by_what_it_means_and_the_rest_is_tried(
     pod = await bench.server.put(f"{PODS}/old", {})
     plan = Plan(apply=(config_map("a"), config_map("b")), delete=(deletion("Pod", "old", pod["metadata"]["uid"]),))
     done = await bench.run(plan)
-    assert [(failure.kind, failure.ref.name, failure.message) for failure in done.outcome.failures] == [
-        (kind, "a", "no")
-    ]
+    assert [(failure.kind, failure.ref.name, failure.message) for failure in done.failures] == [(kind, "a", "no")]
     assert f"{MAPS}/b" in bench.server.objects
     assert f"{PODS}/old" in bench.server.objects, "pods are only deleted when their templates were written"
 
@@ -171,25 +169,25 @@ async def test_a_server_that_is_too_busy_is_left_in_peace_for_as_long_as_it_asks
 async def test_when_it_cannot_be_seen_whose_a_name_is_nothing_is_written(bench: Bench) -> None:
     bench.server.faults.append(Fault("GET", "/b", refusal(500)))
     done = await bench.run(Plan(apply=(config_map("a"), config_map("b"))))
-    assert [failure.kind for failure in done.outcome.failures] == [FailureKind.TRANSIENT]
+    assert [failure.kind for failure in done.failures] == [FailureKind.TRANSIENT]
     assert writes(bench.server) == []
 
 
 async def test_a_secret_that_came_up_meanwhile_is_not_overwritten(bench: Bench) -> None:
     bench.server.faults.append(Fault("POST", "secrets", refusal(409, "AlreadyExists")))
     done = await bench.run(Plan(create=(secret(),)))
-    assert [failure.kind for failure in done.outcome.failures] == [FailureKind.TRANSIENT]
+    assert [failure.kind for failure in done.failures] == [FailureKind.TRANSIENT]
 
 
 async def test_another_object_of_the_name_is_not_deleted(bench: Bench) -> None:
     await bench.server.put(f"{PODS}/p", {"metadata": {"labels": {LABEL_NAME: "x"}}})
     done = await bench.run(Plan(delete=(deletion("Pod", "p", "an earlier one"),)))
-    assert [failure.kind for failure in done.outcome.failures] == [FailureKind.TRANSIENT]
+    assert [failure.kind for failure in done.failures] == [FailureKind.TRANSIENT]
     assert f"{PODS}/p" in bench.server.objects
 
 
 async def test_what_is_gone_already_is_as_good_as_deleted(bench: Bench) -> None:
-    assert (await bench.run(Plan(delete=(deletion("Pod", "p", "uid"),)))).outcome.failures == ()
+    assert (await bench.run(Plan(delete=(deletion("Pod", "p", "uid"),)))).failures == ()
 
 
 async def test_deletions_carry_uid_and_grace(bench: Bench) -> None:

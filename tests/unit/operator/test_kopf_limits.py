@@ -9,15 +9,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
+import aiohttp
 import kopf
 import pytest
 
 from hetero_api.contract import API_VERSION, GROUP, KIND, LABEL_NAME, PLURAL
 from hetero_operator.cluster.kinds import RESOURCE
-from hetero_operator.kopf_watch import KopfSession, KopfWatch, connection_of, settings_of
+from hetero_operator.kopf_watch import KopfWatch, connection_of, run_kopf, settings_of
 from tests.support.api_stand_in import ApiStandIn, Fault, refusal
+from tests.support.kube.ports import free_port
 from tests.unit.operator.test_reflector import eventually
 
 TIMEOUT_S = 20.0
@@ -64,7 +67,7 @@ async def running(registry: kopf.OperatorRegistry, **queueing: Any) -> AsyncIter
     settings = settings_of()
     for name, value in queueing.items():
         setattr(settings.queueing, name, value)
-    session = asyncio.create_task(KopfSession(registry, settings, namespaces=["ns"]).run())
+    session = asyncio.create_task(run_kopf(registry, settings, namespaces=["ns"]))
     try:
         yield session
     finally:
@@ -155,3 +158,28 @@ async def test_a_timer_needs_a_finalizer(server: ApiStandIn) -> None:
     [(call, patch), *_] = server.bodies
     assert call == f"PATCH {RESOURCES}/x"
     assert {"path": "/metadata/finalizers", "value": [f"{GROUP}/finalizer"]}.items() <= patch[-1].items()
+
+
+async def test_the_endpoint_of_on_probe_goes_with_the_kind(server: ApiStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Liveness by `on.probe` would have the kubelet kill an operator that rightly waits for its definition."""
+    registry, url = registry_for(server), f"http://127.0.0.1:{free_port()}/healthz"
+    monkeypatch.setattr(kopf, "operator", partial(kopf.operator, liveness_endpoint=url))
+
+    @kopf.on.probe(id="alive", registry=registry)
+    async def alive(**_: Any) -> str:
+        return "ok"
+
+    @kopf.on.event(GROUP, API_VERSION, PLURAL, registry=registry)
+    async def hear(**_: Any) -> None:
+        pass
+
+    async with running(registry) as session, aiohttp.ClientSession() as client:
+        await wait_for(lambda: server.count("WATCH") == 1)
+        async with client.get(url) as response:
+            assert await response.json() == {"alive": "ok"}
+        server.faults.append(Fault("WATCH", PLURAL, refusal(404, "NotFound"), times=100))
+        server.faults.append(Fault("GET", PLURAL, refusal(404, "NotFound"), times=100))
+        await server.cut_watches()
+        assert getattr(await asyncio.wait_for(session, TIMEOUT_S), "status", None) == 404
+        with pytest.raises(aiohttp.ClientConnectionError):
+            await client.get(url)

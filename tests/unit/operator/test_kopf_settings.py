@@ -9,7 +9,7 @@ import kopf
 import pytest
 from kubernetes.aio.client import Configuration
 
-from hetero_operator.kopf_watch import KopfSession, connection_of, registry_of, settings_of
+from hetero_operator.kopf_watch import connection_of, registry_of, run_kopf, settings_of
 
 CAP_S = 30.0
 
@@ -64,8 +64,7 @@ async def test_kopf_needs_no_name_of_the_user_that_it_runs_as(monkeypatch: pytes
         asked.update(arguments)
 
     monkeypatch.setattr(kopf, "operator", operator)
-    session = KopfSession(kopf.OperatorRegistry(), settings_of(), namespaces=())
-    assert await session.run() is None
+    assert await run_kopf(kopf.OperatorRegistry(), settings_of(), namespaces=()) is None
     assert asked["identity"]
 
 

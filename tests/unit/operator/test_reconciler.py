@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import pytest
 
 from hetero_api.contract import LABEL_NAME, LABEL_REVISION, LABEL_ROLE
 from hetero_operator.cluster.cache import ClusterCache
-from hetero_operator.cluster.executor import PlanExecutor
+from hetero_operator.cluster.executor import PlanExecution
 from hetero_operator.cluster.inquiries import NodeBook, SecretBook, WarningBook
 from hetero_operator.cluster.kinds import ALWAYS_WATCHED, RESOURCE
 from hetero_operator.cluster.reporting import EventRecorder, StatusWriter
@@ -106,7 +107,7 @@ async def bench() -> AsyncIterator[Bench]:
             nodes=NodeBook(api, clock=clock),
             warnings=WarningBook(api, on_change=lambda key: None, clock=clock),
             gateways=probe,
-            executor=PlanExecutor(api, cache, book),
+            execution=partial(PlanExecution, api, cache, book),
             statuses=StatusWriter(api, resources.store, clock=clock),
             events=EventRecorder(api, identity="me", clock=clock),
         )

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hetero_api.contract import POD_CACHE_DIR, POD_MODEL_DIR
+from hetero_operator.reconcile.manifests.model_volumes import MODEL_VOLUMES
 from hetero_operator.reconcile.model import PodEvent
-from hetero_operator.reconcile.names import MODEL_VOLUMES
 from hetero_operator.reconcile.status.containers import mount_trouble
 from hetero_operator.reconcile.status.reasons import Reason
 from tests.support.operator_world import OperatorWorld

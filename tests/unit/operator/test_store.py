@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hetero_api.contract import LABEL_NAME
 from hetero_operator.cluster.kinds import ALWAYS_WATCHED, POD
-from hetero_operator.cluster.store import Key, Listing, NamespaceBudget, ObjectStore
+from hetero_operator.cluster.store import Key, NamespaceBudget, ObjectStore, key_of
 
 OWNER = Key("ns", "x")
 
@@ -30,8 +30,8 @@ def config_map(name: str, version: int, *, owned: bool = True, text: str = "") -
 
 
 def replace(store: ObjectStore, items: list[dict[str, Any]], version: str, namespace: str | None = None) -> set[Key]:
-    listing = Listing(store, namespace=namespace)
-    return listing.take(items) | listing.end(version)
+    changed = {owner for item in items if (owner := store.put(item)) is not None}
+    return changed | store.retain({key_of(item) for item in items}, version, namespace=namespace)
 
 
 def names(store: ObjectStore, owner: Key = OWNER) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import pytest
@@ -81,7 +82,7 @@ async def test_a_call_that_hangs_ends_in_time(server: ApiStandIn) -> None:
     await server.start()
     async with server.transport() as api:
         with pytest.raises(Unreachable):
-            await api.look(PATH, timeout_s=0.05)
+            await api.get(PATH, timeout_s=0.05)
 
 
 async def test_a_write_may_take_no_longer_than_the_lease_lasts(server: ApiStandIn) -> None:
@@ -221,7 +222,7 @@ async def test_a_token_that_is_refused_is_read_again_once_in_a_while(server: Api
     await server.put(PATH, {})
     configuration = Configuration(host=server.url)
     configuration.api_key["BearerToken"] = "Bearer first"
-    async with Transport(configuration, Fence(), reload=reload) as api:
+    async with aclosing(Transport(configuration, Fence(), reload=reload)) as api:
         for _ in range(2):
             with pytest.raises(ApiError):
                 await api.get(PATH)

@@ -181,7 +181,7 @@ async def _play(workers: int, changes: list[str]) -> None:
     for _ in range(10 * len(changes) + 10):  # turns of the loop, more than all looks take
         await asyncio.sleep(0)
     assert not len(queue)
-    assert not queue.taken
+    assert not queue._taken
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -24,14 +24,13 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, Final
 
-from hetero_api.contract import POD_GROUP_TOKEN_FILE, SECRET_GROUP_TOKEN_KEY
+from hetero_api.contract import ANNOTATION_RENDER, POD_GROUP_TOKEN_FILE, SECRET_GROUP_TOKEN_KEY
 from hetero_api.quantity import format_bytes
 from hetero_api.spec import HeteroInferenceSpec, PoolSpec, PoolType, SecretKeyRef
 from hetero_api.spec_cluster import ResourcesSpec, SpreadPolicy, Toleration
 from hetero_operator.reconcile.manifests.optional_kinds import CLAIM_NAME, device_class, rank_scheduler
 from hetero_operator.reconcile.manifests.rendering import Rendering, rank_selector
 from hetero_operator.reconcile.model import RenderOptions
-from hetero_operator.reconcile.names import HEALTH_PORT_NAME, METRICS_PORT_NAME
 
 _STARTUP_PERIOD_S: Final = 10
 _PROBE_TIMEOUT_S: Final = 5
@@ -74,18 +73,18 @@ def container_security() -> dict[str, Any]:
 def rank_probes(startup_timeout_s: int) -> dict[str, Any]:
     """Return the probes of a rank pod."""
     return {
-        "startupProbe": _startup("/startupz", HEALTH_PORT_NAME, startup_timeout_s),
-        "livenessProbe": _probe("/livez", HEALTH_PORT_NAME, period_s=10, failures=6),
-        "readinessProbe": _probe("/readyz", HEALTH_PORT_NAME, period_s=5, failures=2),
+        "startupProbe": _startup("/startupz", "health", startup_timeout_s),
+        "livenessProbe": _probe("/livez", "health", period_s=10, failures=6),
+        "readinessProbe": _probe("/readyz", "health", period_s=5, failures=2),
     }
 
 
 def gateway_probes() -> dict[str, Any]:
     """Return the probes of the gateway's pod."""
     return {
-        "startupProbe": _startup("/livez", METRICS_PORT_NAME, _GATEWAY_STARTUP_S),
-        "livenessProbe": _probe("/livez", METRICS_PORT_NAME, period_s=10, failures=3),
-        "readinessProbe": _probe("/readyz", METRICS_PORT_NAME, period_s=2, failures=2),
+        "startupProbe": _startup("/livez", "metrics", _GATEWAY_STARTUP_S),
+        "livenessProbe": _probe("/livez", "metrics", period_s=10, failures=3),
+        "readinessProbe": _probe("/readyz", "metrics", period_s=2, failures=2),
     }
 
 
@@ -104,10 +103,12 @@ def _probe(path: str, port: str, *, period_s: int, failures: int) -> dict[str, A
 
 @dataclass(frozen=True, slots=True)
 class MountedFiles:
-    """Volumes of a pod and where a container finds them; empty when there is nothing to mount."""
+    """Volumes of a pod, and where its main container finds them; empty when there is nothing to mount."""
 
     volumes: tuple[dict[str, Any], ...] = ()
     mounts: tuple[dict[str, Any], ...] = ()
+    init_containers: tuple[dict[str, Any], ...] = ()
+    """Containers that fill the volumes before the main container starts."""
 
 
 def container(
@@ -140,18 +141,45 @@ def container(
     }
 
 
-def pod_fields(rendering: Rendering, *, account: str, grace_period_s: int) -> dict[str, Any]:
-    """Return the fields of every pod's spec."""
-    fields: dict[str, Any] = {
+def container_ports(ports: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Return the ports of a container, given their numbers by name."""
+    return [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()]
+
+
+def pod_template(
+    rendering: Rendering,
+    files: Sequence[MountedFiles],
+    *,
+    labels: Mapping[str, str],
+    annotations: Mapping[str, str],
+    account: str,
+    grace_period_s: int,
+    scheduling: Mapping[str, Any],
+    container: Mapping[str, Any],
+    **optional: Any,
+) -> dict[str, Any]:
+    """Return metadata and spec of a pod with one main container. Fields in `optional` that are empty are left out."""
+    user, pull_secrets = rendering.spec.pod_metadata, rendering.spec.images.pull_secrets
+    init_containers = [item for part in files for item in part.init_containers]
+    optional = {"initContainers": init_containers, **optional}
+    spec = {
         "serviceAccountName": account,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": pod_security(rendering.options),
         "terminationGracePeriodSeconds": grace_period_s,
+        **({"imagePullSecrets": [{"name": name} for name in pull_secrets]} if pull_secrets else {}),
+        **scheduling,
+        "containers": [container],
+        "volumes": [volume for part in files for volume in part.volumes],
+        **{key: value for key, value in optional.items() if value},
     }
-    if rendering.spec.images.pull_secrets:
-        fields["imagePullSecrets"] = [{"name": name} for name in rendering.spec.images.pull_secrets]
-    return fields
+    rendered_by = {ANNOTATION_RENDER: rendering.options.operator_version}
+    metadata = {
+        "labels": {**user.labels, **labels},
+        "annotations": {**user.annotations, **annotations, **rendered_by},
+    }
+    return {"metadata": metadata, "spec": spec}
 
 
 def pod_field(variable: str, path: str) -> dict[str, Any]:
@@ -159,14 +187,14 @@ def pod_field(variable: str, path: str) -> dict[str, Any]:
     return {"name": variable, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
-def tmp_volume() -> dict[str, Any]:
-    """Return the volume for temporary files."""
-    return {"name": _TMP, "emptyDir": {}}
-
-
 def tmp_mount() -> dict[str, Any]:
     """Return the mount of the one folder that a program may write to."""
     return {"name": _TMP, "mountPath": TMP_DIR}
+
+
+def tmp_files() -> MountedFiles:
+    """Return the folder for temporary files."""
+    return MountedFiles(({"name": _TMP, "emptyDir": {}},), (tmp_mount(),))
 
 
 def group_token(rendering: Rendering) -> MountedFiles:

@@ -14,24 +14,28 @@ two sources, which makes the API server refuse a Deployment, and with which a St
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from hetero_api.contract import ENV_HUB_TOKEN_FILE, POD_CACHE_DIR, POD_HUB_TOKEN_FILE, POD_MODEL_DIR
 from hetero_api.spec import ModelSpec
-from hetero_operator.reconcile.manifests.containers import container, secret_file, tmp_mount
+from hetero_operator.reconcile.manifests.containers import MountedFiles, container, secret_file, tmp_mount
 from hetero_operator.reconcile.manifests.rendering import Rendering
-from hetero_operator.reconcile.names import (
-    CACHE_CLAIM_VOLUME,
-    CACHE_FOLDER_VOLUME,
-    CACHE_VOLUME,
-    MODEL_CLAIM_VOLUME,
-    MODEL_CONTAINER,
-    MODEL_FOLDER_VOLUME,
-    MODEL_IMAGE_VOLUME,
-    MODEL_VOLUME,
-)
+from hetero_operator.reconcile.names import MODEL_CONTAINER
 
+MODEL_VOLUME: Final = "model"
+MODEL_CLAIM_VOLUME: Final = "model-claim"
+MODEL_IMAGE_VOLUME: Final = "model-image"
+MODEL_FOLDER_VOLUME: Final = "model-folder"
+CACHE_VOLUME: Final = "model-cache"
+CACHE_CLAIM_VOLUME: Final = "model-cache-claim"
+CACHE_FOLDER_VOLUME: Final = "model-cache-folder"
+MODEL_VOLUMES: Final = frozenset(
+    {
+        MODEL_VOLUME, MODEL_CLAIM_VOLUME, MODEL_IMAGE_VOLUME, MODEL_FOLDER_VOLUME,
+        CACHE_VOLUME, CACHE_CLAIM_VOLUME, CACHE_FOLDER_VOLUME,
+    }
+)  # fmt: skip
+"""Every volume that a model or its cache may be in."""
 HUB: Final = "hf"
 CLAIM: Final = "pvc"
 IMAGE: Final = "oci"
@@ -67,19 +71,7 @@ def parse_model_uri(uri: str) -> ModelUri:
     return ModelUri(scheme, rest, "")
 
 
-@dataclass(frozen=True, slots=True)
-class ModelDelivery:
-    """Parts of a pod that bring its model."""
-
-    volumes: list[dict[str, Any]]
-    mounts: list[dict[str, Any]]
-    """Mounts of the main container."""
-    init_containers: list[dict[str, Any]]
-
-
-def deliver_model(
-    rendering: Rendering, *, image: str, resources: dict[str, Any], tokenizer_only: bool
-) -> ModelDelivery:
+def deliver_model(rendering: Rendering, *, image: str, resources: dict[str, Any], tokenizer_only: bool) -> MountedFiles:
     """Return the parts that bring the model into a pod; `image` and `resources` are for an init container."""
     uri = parse_model_uri(rendering.spec.model.uri)
     if uri.scheme == HUB:
@@ -89,7 +81,7 @@ def deliver_model(
     return _mounted(rendering, uri)
 
 
-def _mounted(rendering: Rendering, uri: ModelUri) -> ModelDelivery:
+def _mounted(rendering: Rendering, uri: ModelUri) -> MountedFiles:
     volume: dict[str, Any]
     if uri.scheme == CLAIM:
         volume = {"name": MODEL_CLAIM_VOLUME, "persistentVolumeClaim": {"claimName": uri.source, "readOnly": True}}
@@ -100,19 +92,19 @@ def _mounted(rendering: Rendering, uri: ModelUri) -> ModelDelivery:
         volume = {"name": MODEL_FOLDER_VOLUME, "hostPath": {"path": uri.path, "type": "Directory"}}
     below = {"subPath": uri.path} if uri.source and uri.path else {}
     mount = {"name": volume["name"], "mountPath": POD_MODEL_DIR, "readOnly": True, **below}
-    return ModelDelivery([volume], [mount], [])
+    return MountedFiles((volume,), (mount,))
 
 
-def _copied(rendering: Rendering, uri: ModelUri, resources: dict[str, Any]) -> ModelDelivery:
+def _copied(rendering: Rendering, uri: ModelUri, resources: dict[str, Any]) -> MountedFiles:
     copy = container(
         rendering, MODEL_CONTAINER, uri.source, resources=resources,
         command=["cp", "-a", f"/{uri.path}/.", POD_MODEL_DIR],
         mounts=[{"name": MODEL_VOLUME, "mountPath": POD_MODEL_DIR}],
     )  # fmt: skip
-    return ModelDelivery([{"name": MODEL_VOLUME, "emptyDir": {}}], [_model_mount()], [copy])
+    return MountedFiles(({"name": MODEL_VOLUME, "emptyDir": {}},), (_model_mount(),), (copy,))
 
 
-def _fetched(rendering: Rendering, *, image: str, resources: dict[str, Any], tokenizer_only: bool) -> ModelDelivery:
+def _fetched(rendering: Rendering, *, image: str, resources: dict[str, Any], tokenizer_only: bool) -> MountedFiles:
     model = rendering.spec.model
     cache = _cache_volume(model)
     token = secret_file(_HUB_TOKEN, model.token_secret_ref, POD_HUB_TOKEN_FILE)
@@ -128,9 +120,9 @@ def _fetched(rendering: Rendering, *, image: str, resources: dict[str, Any], tok
             *token.mounts,
         ],
     )  # fmt: skip
-    volumes = [{"name": MODEL_VOLUME, "emptyDir": {}}, cache, *token.volumes]
+    volumes = ({"name": MODEL_VOLUME, "emptyDir": {}}, cache, *token.volumes)
     cache_mount = {"name": cache["name"], "mountPath": POD_CACHE_DIR, "readOnly": True}
-    return ModelDelivery(volumes, [_model_mount(), cache_mount], [fetch])
+    return MountedFiles(volumes, (_model_mount(), cache_mount), (fetch,))
 
 
 def _fetch_arguments(model: ModelSpec, *, tokenizer_only: bool) -> list[str]:

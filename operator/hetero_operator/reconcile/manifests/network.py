@@ -13,16 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from hetero_api.contract import (
-    ADMIN_PORT,
-    HTTP_PORT,
-    INFERENCE_PORT,
-    METRICS_PORT,
-    POD_HEALTH_PORT,
-    RANKS_PORT,
-    ROLE_GATEWAY,
-    ROLE_RANK,
-)
+from hetero_api.contract import ROLE_GATEWAY, ROLE_RANK
 from hetero_operator.reconcile.manifests.model_volumes import HUB, parse_model_uri
 from hetero_operator.reconcile.manifests.rendering import (
     OPERATOR_APPLICATION,
@@ -31,14 +22,7 @@ from hetero_operator.reconcile.manifests.rendering import (
     manifest,
     rank_selector,
 )
-from hetero_operator.reconcile.names import (
-    ADMIN_PORT_NAME,
-    HEALTH_PORT_NAME,
-    HTTP_PORT_NAME,
-    INFERENCE_PORT_NAME,
-    METRICS_PORT_NAME,
-    RANKS_PORT_NAME,
-)
+from hetero_operator.reconcile.names import GATEWAY_PORTS, RANK_PORTS
 
 _SERVICE: Final = ("v1", "Service")
 _POLICY: Final = ("networking.k8s.io/v1", "NetworkPolicy")
@@ -51,30 +35,22 @@ _NAMESPACE_NAME_SINCE: Final = (1, 21)
 
 def services(rendering: Rendering) -> list[dict[str, Any]]:
     """Return the ranks' headless Service, the gateway's, and the client's."""
-    return [_ranks_service(rendering), _gateway_service(rendering), _client_service(rendering)]
-
-
-def _client_service(rendering: Rendering) -> dict[str, Any]:
-    service = rendering.spec.gateway.service
-    ports = [
-        {"name": "grpc", "port": service.port, "protocol": "TCP", "targetPort": INFERENCE_PORT_NAME},
-        {"name": "http", "port": service.http_port, "protocol": "TCP", "targetPort": HTTP_PORT_NAME},
+    names, service, gateway = rendering.names, rendering.spec.gateway.service, gateway_selector(rendering)
+    inside = {name: GATEWAY_PORTS[name] for name in ("ranks", "admin", "metrics")}
+    front_door = [
+        {"name": "grpc", "port": service.port, "protocol": "TCP", "targetPort": "inference"},
+        {"name": "http", "port": service.http_port, "protocol": "TCP", "targetPort": "http"},
     ]
-    return manifest(
-        rendering, _SERVICE, rendering.names.client_service, component=ROLE_GATEWAY, annotations=service.annotations,
-        spec={"type": service.type, "selector": gateway_selector(rendering), "ports": ports},
-    )  # fmt: skip
-
-
-def _gateway_service(rendering: Rendering) -> dict[str, Any]:
-    ports = {RANKS_PORT_NAME: RANKS_PORT, ADMIN_PORT_NAME: ADMIN_PORT, METRICS_PORT_NAME: METRICS_PORT}
-    spec = _headless(gateway_selector(rendering), ports)
-    return manifest(rendering, _SERVICE, rendering.names.gateway, component=ROLE_GATEWAY, spec=spec)
-
-
-def _ranks_service(rendering: Rendering) -> dict[str, Any]:
-    spec = _headless(rank_selector(rendering), {HEALTH_PORT_NAME: POD_HEALTH_PORT})
-    return manifest(rendering, _SERVICE, rendering.names.ranks, component=ROLE_RANK, spec=spec)
+    return [
+        manifest(
+            rendering, _SERVICE, names.ranks, component=ROLE_RANK, spec=_headless(rank_selector(rendering), RANK_PORTS)
+        ),
+        manifest(rendering, _SERVICE, names.gateway, component=ROLE_GATEWAY, spec=_headless(gateway, inside)),
+        manifest(
+            rendering, _SERVICE, names.resource, component=ROLE_GATEWAY, annotations=service.annotations,
+            spec={"type": service.type, "selector": gateway, "ports": front_door},
+        ),
+    ]  # fmt: skip
 
 
 def _headless(selector: dict[str, str], ports: dict[str, int]) -> dict[str, Any]:
@@ -95,15 +71,15 @@ def network_policies(rendering: Rendering) -> list[dict[str, Any]]:
     return [
         _policy(
             rendering, names.ranks, component=ROLE_RANK, selector=ranks,
-            ingress=[{"from": [_pods(ranks)]}, {"ports": [_tcp(POD_HEALTH_PORT)]}],
-            egress=[{"to": [_pods(ranks)]}, {"to": [_pods(gateway)], "ports": [_tcp(RANKS_PORT)]}],
+            ingress=[{"from": [_pods(ranks)]}, {"ports": _named("health")}],
+            egress=[{"to": [_pods(ranks)]}, {"to": [_pods(gateway)], "ports": _named("ranks")}],
         ),
         _policy(
             rendering, names.gateway, component=ROLE_GATEWAY, selector=gateway,
             ingress=[
-                {"ports": [_tcp(INFERENCE_PORT), _tcp(HTTP_PORT), _tcp(METRICS_PORT)]},
-                {"from": [_pods(ranks)], "ports": [_tcp(RANKS_PORT)]},
-                {"from": [_operator(rendering)], "ports": [_tcp(ADMIN_PORT)]},
+                {"ports": _named("inference", "http", "metrics")},
+                {"from": [_pods(ranks)], "ports": _named("ranks")},
+                {"from": [_operator(rendering)], "ports": _named("admin")},
             ],
             egress=[],
         ),
@@ -133,7 +109,7 @@ def _outside(rendering: Rendering) -> list[dict[str, Any]]:
     rules = [{"ports": [{"protocol": protocol, "port": port} for port in _DNS_PORTS for protocol in ("UDP", "TCP")]}]
     is_fetched = parse_model_uri(rendering.spec.model.uri).scheme == HUB
     if rendering.spec.network_policy.allow_model_egress and is_fetched:
-        rules.append({"ports": [_tcp(_HTTPS_PORT)]})
+        rules.append({"ports": [{"protocol": "TCP", "port": _HTTPS_PORT}]})
     return rules
 
 
@@ -149,5 +125,6 @@ def _pods(labels: Mapping[str, str]) -> dict[str, Any]:
     return {"podSelector": {"matchLabels": dict(labels)}}
 
 
-def _tcp(port: int) -> dict[str, Any]:
-    return {"protocol": "TCP", "port": port}
+def _named(*names: str) -> list[dict[str, Any]]:
+    """Return ports of the gateway and of ranks by their names."""
+    return [{"protocol": "TCP", "port": {**GATEWAY_PORTS, **RANK_PORTS}[name]} for name in names]

@@ -21,7 +21,6 @@ from hetero_api.spec import HeteroInferenceSpec, PoolSpec
 from hetero_api.spec_cluster import GangScheduler
 from hetero_operator.reconcile.manifests.rendering import Rendering, manifest, rank_selector
 from hetero_operator.reconcile.model import Object
-from hetero_operator.reconcile.names import HEALTH_PORT_NAME, METRICS_PORT_NAME
 
 RESOURCE_CLAIM_TEMPLATE: Final = ("resource.k8s.io/v1", "ResourceClaimTemplate")
 CLAIM_NAME: Final = "cores"
@@ -83,7 +82,7 @@ def pod_groups(rendering: Rendering) -> list[dict[str, Any]]:
         spec["queue"] = gang.queue
     if rendering.spec.scheduling.priority_class_name:
         spec["priorityClassName"] = rendering.spec.scheduling.priority_class_name
-    return [manifest(rendering, POD_GROUP, rendering.names.pod_group, component=ROLE_RANK, spec=spec)]
+    return [manifest(rendering, POD_GROUP, rendering.names.resource, component=ROLE_RANK, spec=spec)]
 
 
 def gang_labels(rendering: Rendering) -> dict[str, str]:
@@ -102,7 +101,7 @@ def gang_annotations(rendering: Rendering) -> dict[str, str]:
             count = str(rank_pods(rendering.spec))
             return {_KUEUE_COUNT_ANNOTATION: count, _KUEUE_SERVING_ANNOTATION: "true"}
         case GangScheduler.VOLCANO:
-            return {_VOLCANO_GROUP_ANNOTATION: rendering.names.pod_group}
+            return {_VOLCANO_GROUP_ANNOTATION: rendering.names.resource}
         case GangScheduler.NONE:
             return {}
 
@@ -137,12 +136,12 @@ def pod_monitors(rendering: Rendering) -> list[dict[str, Any]]:
         "selector": {"matchLabels": {LABEL_NAME: rendering.names.resource}},
         "podTargetLabels": [LABEL_NAME, LABEL_ROLE, LABEL_POOL],
         "podMetricsEndpoints": [
-            {"port": port, "path": "/metrics", "interval": interval} for port in (METRICS_PORT_NAME, HEALTH_PORT_NAME)
+            {"port": port, "path": "/metrics", "interval": interval} for port in ("metrics", "health")
         ],
     }
     return [
         manifest(
-            rendering, POD_MONITOR, rendering.names.pod_monitor, component=ROLE_GATEWAY, labels=monitoring.labels,
+            rendering, POD_MONITOR, rendering.names.resource, component=ROLE_GATEWAY, labels=monitoring.labels,
             spec=spec,
         )
     ]  # fmt: skip

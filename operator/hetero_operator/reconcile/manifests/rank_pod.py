@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from hetero_api.contract import (
-    ANNOTATION_RENDER,
     ENV_GROUP_TOKEN_FILE,
     ENV_POD_IP,
     ENV_POD_NAME,
@@ -26,23 +25,24 @@ from hetero_api.contract import (
 from hetero_api.spec import NumaPolicy, PoolSpec, PoolType
 from hetero_operator.reconcile.manifests.containers import (
     TMP_DIR,
+    MountedFiles,
     container,
+    container_ports,
     device_numbers,
     group_token,
     memory,
     pod_field,
-    pod_fields,
+    pod_template,
     rank_init_resources,
     rank_probes,
     rank_resources,
     rank_scheduling,
-    tmp_mount,
-    tmp_volume,
+    tmp_files,
 )
-from hetero_operator.reconcile.manifests.model_volumes import ModelDelivery, deliver_model
+from hetero_operator.reconcile.manifests.model_volumes import deliver_model
 from hetero_operator.reconcile.manifests.optional_kinds import CLAIM_NAME, device_class, gang_annotations, gang_labels
 from hetero_operator.reconcile.manifests.rendering import Rendering, common_labels, manifest, rank_selector
-from hetero_operator.reconcile.names import HEALTH_PORT_NAME, RANK_CONTAINER
+from hetero_operator.reconcile.names import RANK_CONTAINER, RANK_PORTS
 
 _KIND: Final = ("apps/v1", "StatefulSet")
 _HISTORY: Final = 2
@@ -73,79 +73,61 @@ def statefulset(rendering: Rendering, pool: PoolSpec, template: Mapping[str, Any
 
 def rank_template(rendering: Rendering, pool: PoolSpec) -> dict[str, Any]:
     """Return metadata and spec of the pods of a pool."""
-    model = deliver_model(
-        rendering, image=_image(rendering, pool), resources=rank_init_resources(pool), tokenizer_only=False
+    selector, revision = rank_selector(rendering, pool.name), {LABEL_REVISION: rendering.revisions.ranks}
+    files = [
+        deliver_model(
+            rendering, image=_image(rendering, pool), resources=rank_init_resources(pool), tokenizer_only=False
+        ),
+        group_token(rendering),
+        _shared_memory(rendering, pool),
+        tmp_files(),
+        _hugepages(pool),
+    ]
+    return pod_template(
+        rendering,
+        files,
+        labels={**gang_labels(rendering), **common_labels(rendering, ROLE_RANK), **selector, **revision},
+        annotations=gang_annotations(rendering),
+        account=rendering.names.rank_account,
+        grace_period_s=GRACE_PERIOD_S,
+        scheduling=rank_scheduling(rendering, pool),
+        container=_container(rendering, pool, files),
+        runtimeClassName=pool.gpu_or_default.runtime_class_name,
+        resourceClaims=_resource_claims(rendering, pool),
     )
-    return {"metadata": _metadata(rendering, pool), "spec": _pod(rendering, pool, model)}
 
 
-def _metadata(rendering: Rendering, pool: PoolSpec) -> dict[str, Any]:
-    user = rendering.spec.pod_metadata
-    return {
-        "labels": {
-            **user.labels,
-            **gang_labels(rendering),
-            **common_labels(rendering, ROLE_RANK),
-            **rank_selector(rendering, pool.name),
-            LABEL_REVISION: rendering.revisions.ranks,
-        },
-        "annotations": {
-            **user.annotations,
-            **gang_annotations(rendering),
-            ANNOTATION_RENDER: rendering.options.operator_version,
-        },
-    }
-
-
-def _pod(rendering: Rendering, pool: PoolSpec, model: ModelDelivery) -> dict[str, Any]:
-    spec = {
-        **pod_fields(rendering, account=rendering.names.rank_account, grace_period_s=GRACE_PERIOD_S),
-        **rank_scheduling(rendering, pool),
-        "containers": [_container(rendering, pool, model)],
-        "volumes": [
-            *model.volumes,
-            *group_token(rendering).volumes,
-            _shared_memory(rendering, pool),
-            tmp_volume(),
-            *([{"name": _HUGEPAGES, "emptyDir": {"medium": "HugePages"}}] if _has_hugepages(pool) else []),
-        ],
-    }
-    optional = {
-        "initContainers": model.init_containers,
-        "runtimeClassName": pool.gpu_or_default.runtime_class_name,
-        "resourceClaims": _resource_claims(rendering, pool),
-    }
-    return {**spec, **{key: value for key, value in optional.items() if value}}
-
-
-def _shared_memory(rendering: Rendering, pool: PoolSpec) -> dict[str, Any]:
-    """Return the volume at /dev/shm: the pod's own memory, or an existing folder in the node's.
+def _shared_memory(rendering: Rendering, pool: PoolSpec) -> MountedFiles:
+    """Return /dev/shm: the pod's own memory, or an existing folder in the node's.
 
     The kubelet would create one that only root can write. Ranks leave nothing behind in it: they unlink a segment as
     soon as all have it mapped, and its memory counts as the pod's that touched it first.
     """
     folder = rendering.spec.exchange.host_path
     if folder is not None:
-        return {"name": _NODE_SHARED_MEMORY, "hostPath": {"path": folder, "type": "Directory"}}
-    return {"name": _SHARED_MEMORY, "emptyDir": {"medium": "Memory", "sizeLimit": memory(pool.shared_memory)}}
+        volume = {"name": _NODE_SHARED_MEMORY, "hostPath": {"path": folder, "type": "Directory"}}
+    else:
+        limit = memory(pool.shared_memory)
+        volume = {"name": _SHARED_MEMORY, "emptyDir": {"medium": "Memory", "sizeLimit": limit}}
+    return MountedFiles((volume,), ({"name": volume["name"], "mountPath": "/dev/shm"},))
 
 
-def _container(rendering: Rendering, pool: PoolSpec, model: ModelDelivery) -> dict[str, Any]:
-    hugepages = [{"name": _HUGEPAGES, "mountPath": "/dev/hugepages"}] if _has_hugepages(pool) else []
+def _hugepages(pool: PoolSpec) -> MountedFiles:
+    if pool.cpu is None or pool.cpu.hugepages is None:
+        return MountedFiles()
+    volume = {"name": _HUGEPAGES, "emptyDir": {"medium": "HugePages"}}
+    return MountedFiles((volume,), ({"name": _HUGEPAGES, "mountPath": "/dev/hugepages"},))
+
+
+def _container(rendering: Rendering, pool: PoolSpec, files: list[MountedFiles]) -> dict[str, Any]:
     return container(
         rendering, RANK_CONTAINER, _image(rendering, pool), resources=rank_resources(pool),
         command=["python", "-m", "hetero_worker.pod"],
         args=_arguments(rendering, pool),
         env={ENV_GROUP_TOKEN_FILE: POD_GROUP_TOKEN_FILE, "HOME": TMP_DIR},
         env_from_pod=[pod_field(ENV_POD_NAME, "metadata.name"), pod_field(ENV_POD_IP, "status.podIP")],
-        mounts=[
-            *model.mounts,
-            *group_token(rendering).mounts,
-            {"name": _shared_memory(rendering, pool)["name"], "mountPath": "/dev/shm"},
-            tmp_mount(),
-            *hugepages,
-        ],
-        ports=[{"name": HEALTH_PORT_NAME, "containerPort": POD_HEALTH_PORT, "protocol": "TCP"}],
+        mounts=[mount for item in files for mount in item.mounts],
+        ports=container_ports(RANK_PORTS),
         **rank_probes(rendering.spec.recovery.startup_timeout_seconds),
     )  # fmt: skip
 
@@ -174,10 +156,6 @@ def _image(rendering: Rendering, pool: PoolSpec) -> str:
     if pool.type == PoolType.GPU:
         return images.gpu_worker or options.gpu_worker_image
     return images.cpu_worker or options.cpu_worker_image
-
-
-def _has_hugepages(pool: PoolSpec) -> bool:
-    return pool.cpu is not None and pool.cpu.hugepages is not None
 
 
 def _resource_claims(rendering: Rendering, pool: PoolSpec) -> list[dict[str, Any]]:

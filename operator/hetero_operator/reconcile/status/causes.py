@@ -30,6 +30,16 @@ from hetero_operator.reconcile.status.text import bounded, steady
 
 GATEWAY: Final = "gateway"
 GROUP: Final = "group"
+_DRAINING: Final = absent(Reason.DRAINING, "the gateway finishes what it has, and takes no more")
+_TROUBLES_BY_STATE: Final = {
+    GroupState.DRAINING: _DRAINING,
+    GroupState.CLOSED: _DRAINING,
+    GroupState.ASLEEP: absent(
+        Reason.ASLEEP, "sleeps, as an administrator asked: it has given up memory and refuses requests"
+    ),
+    GroupState.FORMING: Trouble(Level.APART, Reason.FORMING, "ranks meet"),
+    GroupState.LOADING: Trouble(Level.APART, Reason.LOADING_MODEL, "ranks load the model and warm up"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +48,6 @@ class Cause:
 
     subject: str
     trouble: Trouble
-    pool: str = ""
-    """The rank, for a rank's trouble."""
 
     @property
     def level(self) -> Level:
@@ -111,7 +119,7 @@ def _rank_cause(situation: Situation, expected: ExpectedPod) -> Cause | None:
         trouble = _membership_trouble(situation, expected) or trouble
     if trouble is None or (trouble.level is Level.UNREADY and computes(situation, expected)):
         return None
-    return Cause(expected.subject(node_of(pod) if pod else ""), trouble, expected.pool)
+    return Cause(expected.subject(node_of(pod) if pod else ""), trouble)
 
 
 def _membership_trouble(situation: Situation, expected: ExpectedPod) -> Trouble | None:
@@ -198,18 +206,10 @@ def _group_trouble(answer: GatewayReport, step_timeout_s: int) -> Trouble | None
         )
     if answer.state is GroupState.ABORTED:
         return broken(_reason_of_abort(said), said or "the last epoch ended")
-    if answer.state in (GroupState.DRAINING, GroupState.CLOSED):
-        return absent(Reason.DRAINING, "the gateway finishes what it has, and takes no more")
-    if answer.state is GroupState.ASLEEP:
-        return absent(Reason.ASLEEP, "sleeps, as an administrator asked: it has given up memory and refuses requests")
     if answer.state is GroupState.NEW:
         # Its ranks tell more where they can.
         return Trouble(Level.UNREADY, Reason.WAITING_FOR_RANKS, said or "waits for ranks")
-    if answer.state is GroupState.FORMING:
-        return Trouble(Level.APART, Reason.FORMING, "ranks meet")
-    if answer.state is GroupState.LOADING:
-        return Trouble(Level.APART, Reason.LOADING_MODEL, "ranks load the model and warm up")
-    return None
+    return _TROUBLES_BY_STATE.get(answer.state)
 
 
 def _reason_of_abort(said: str) -> Reason:

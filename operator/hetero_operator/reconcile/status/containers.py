@@ -18,8 +18,9 @@ from datetime import datetime, timedelta
 from typing import Any, Final
 
 from hetero_api.contract import EXIT_FAILURE, EXIT_OK, EXIT_PERMANENT, EXIT_STUCK, EXIT_USAGE
+from hetero_operator.reconcile.manifests.model_volumes import MODEL_VOLUMES
 from hetero_operator.reconcile.model import PodEvent
-from hetero_operator.reconcile.names import MODEL_CONTAINER, MODEL_VOLUMES
+from hetero_operator.reconcile.names import MODEL_CONTAINER
 from hetero_operator.reconcile.status.reasons import Level, Reason, Trouble, absent, broken
 from hetero_operator.reconcile.status.text import last_line, parsed_time, steady
 

@@ -174,7 +174,7 @@ def _largest(ranges: Iterable[UnitRange]) -> int:
 
 def _endpoint(situation: Situation) -> str:
     """Return the address of the Service that clients dial, once there is one."""
-    key = ObjectKey("", "Service", situation.names.client_service)
+    key = ObjectKey("", "Service", situation.names.resource)
     failed = {failure.ref.name for failure in situation.outcome.failures if failure.ref.kind == key.kind}
     applied = [item for item in situation.plan.apply if item["metadata"]["name"] not in failed]
     written = {ObjectKey.from_object(item): item for item in applied}

@@ -142,9 +142,8 @@ def _ready(situation: Situation, blockers: Blockers) -> Finding:
     if blockers.idle:
         return blockers.idle
     if blockers.is_serving:
-        return Finding(
-            TRUE, Reason.SERVING, f"{counted(_world_size(situation), 'rank')} in one epoch, requests served."
-        )
+        ranks = sum(pod.num_ranks for pod in situation.expected)
+        return Finding(TRUE, Reason.SERVING, f"{counted(ranks, 'rank')} in one epoch, requests served.")
     failure = worst_failure(situation.outcome.failures)
     if failure is not None and _lacks_pods(situation):
         return failed_write(failure, FALSE)
@@ -222,10 +221,6 @@ def _gateway_ready(situation: Situation, blockers: Blockers) -> Finding:
     # A gateway that only waits for its group has nothing of its own to tell.
     own = [] if worst is not None and worst.level is Level.UNREADY else own
     return blockers.finding(own, status=blockers.status)
-
-
-def _world_size(situation: Situation) -> int:
-    return situation.basis.spec.world_size if situation.basis else 0
 
 
 def _numa_pinned(situation: Situation, blockers: Blockers) -> Finding:

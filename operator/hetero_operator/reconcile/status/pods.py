@@ -34,14 +34,10 @@ _ENDED_PHASES: Final = ("Failed", "Succeeded")
 _EVICTED: Final = frozenset({"Evicted", "Preempting", "Preempted", "Shutdown", "NodeShutdown", "Terminated"})
 _REJECTED: Final = frozenset(
     {
-        "UnexpectedAdmissionError",
-        "NodeAffinity",
-        "SMTAlignmentError",
-        "InvalidNodeInfo",
-        "AppArmor",
+        "UnexpectedAdmissionError", "NodeAffinity", "SMTAlignmentError", "InvalidNodeInfo", "AppArmor",
         "PodOSNotSupported",
     }
-)
+)  # fmt: skip
 _OUT_OF: Final = "OutOf"
 """Begins the reason of a pod whose node has too little of something: OutOfcpu, OutOfnvidia.com/gpu."""
 _REJECTION_PREFIX: Final = "Pod was rejected: "

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime, timedelta
 from typing import Final
 
+from hetero_api.spec import RecoverySpec
 from hetero_api.status import Condition, ConditionType
 from hetero_operator.reconcile import budget
 from hetero_operator.reconcile.deletions import next_lost_pod
@@ -51,7 +52,9 @@ def progressing(situation: Situation, blockers: Blockers, conditions: Mapping[st
     if situation.outcome.failures:
         return failed_write(situation.outcome.failures[0], TRUE)
     if blockers.idle is not None:
-        return _toward_nothing(situation, blockers.idle)
+        if situation.observed.pods and situation.basis is not None:
+            return Finding(TRUE, Reason.STOPPING, "Pods are ending.")
+        return Finding(FALSE, blockers.idle.reason, blockers.idle.message)
     if blockers.is_serving:
         return Finding(FALSE, Reason.COMPLETE, "Everything is as asked for.")
     return _toward_serving(situation, blockers, conditions)
@@ -61,16 +64,8 @@ def deadline(situation: Situation, conditions: Mapping[str, Condition]) -> datet
     """Return when it is too late, None while nothing has begun."""
     if situation.basis is None:
         return None
-    recovery = situation.basis.spec.recovery
     latest = max(_movements(situation, conditions), default=None)
-    limit = timedelta(seconds=recovery.startup_timeout_seconds + recovery.rendezvous_timeout_seconds)
-    return None if latest is None else latest + limit
-
-
-def _toward_nothing(situation: Situation, idle: Finding) -> Finding:
-    if situation.observed.pods and situation.basis is not None:
-        return Finding(TRUE, Reason.STOPPING, "Pods are ending.")
-    return Finding(FALSE, idle.reason, idle.message)
+    return None if latest is None else latest + timedelta(seconds=_limit_s(situation.basis.spec.recovery))
 
 
 def _toward_serving(situation: Situation, blockers: Blockers, conditions: Mapping[str, Condition]) -> Finding:
@@ -86,11 +81,13 @@ def _toward_serving(situation: Situation, blockers: Blockers, conditions: Mappin
 
 def _too_late(situation: Situation, cause: Cause | None) -> Finding:
     assert situation.basis is not None
-    recovery = situation.basis.spec.recovery
-    limit = recovery.startup_timeout_seconds + recovery.rendezvous_timeout_seconds
-    words = f"Nothing moved for {limit} s"
+    words = f"Nothing moved for {_limit_s(situation.basis.spec.recovery)} s"
     message = f"{words}; {cause.message}" if cause is not None else f"{words}."
     return Finding(FALSE, Reason.PROGRESS_DEADLINE_EXCEEDED, bounded(message))
+
+
+def _limit_s(recovery: RecoverySpec) -> int:
+    return recovery.startup_timeout_seconds + recovery.rendezvous_timeout_seconds
 
 
 def _movements(situation: Situation, conditions: Mapping[str, Condition]) -> Iterator[datetime]:
