@@ -78,7 +78,7 @@ def make_scheduler(*, num_running: int, num_waiting: int, num_steps: int) -> Sch
 
 def made_up_result(step: ScheduledStep) -> ranks_pb2.StepResult:
     """A token for each that samples; none ends anything."""
-    slots = [entry.slot for entry in step.entries if entry.sample]
+    slots = [*step.decodes.slots, *(span.slot for span in step.spans if span.sample)]
     token_ids = [10 + (977 * slot + 31 * step.plan.step_id) % 1000 for slot in slots]
     return ranks_pb2.StepResult(step_id=step.plan.step_id, slots=slots, token_ids=token_ids)
 

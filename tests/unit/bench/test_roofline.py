@@ -63,7 +63,7 @@ def play(recipe: Recipe, *, chunk: int) -> list[ScheduledStep]:
             steps.append(step)
         assert in_flight.oldest is not None
         oldest = in_flight.oldest.step
-        slots = [entry.slot for entry in oldest.entries if entry.sample]
+        slots = [*oldest.decodes.slots, *(span.slot for span in oldest.spans if span.sample)]
         result = ranks_pb2.StepResult(step_id=oldest.plan.step_id, slots=slots, token_ids=[5] * len(slots))
         in_flight.answer(result)
         in_flight.take()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hetero_api.v1 import logprobs_pb2, ranks_pb2
 from hetero_gateway.engine.config import EngineConfig
@@ -94,6 +95,24 @@ def generation(
         priority=priority,
         received=received,
     )
+
+
+class Entry(NamedTuple):
+    """One completion's part of a step, whether decode or span; `slot` is that of the time of scheduling."""
+
+    completion: Completion
+    slot: int
+    num_tokens: int
+    sample: bool
+
+
+def entries(step: ScheduledStep) -> list[Entry]:
+    """Every completion that computes, in batch order."""
+    decodes = zip(step.decodes.completions, step.decodes.slots, strict=True)
+    return [
+        *(Entry(completion, slot, 1, True) for completion, slot in decodes),
+        *(Entry(span.completion, span.slot, span.end - span.begin, span.sample) for span in step.spans),
+    ]
 
 
 @dataclass

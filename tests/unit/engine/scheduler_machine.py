@@ -13,7 +13,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hetero_gateway.engine.errors import InvalidRequest
 from hetero_gateway.engine.request import (
     Completion,
-    CompletionStatus,
     Constraint,
     ConstraintKind,
     FinishReason,
@@ -22,7 +21,7 @@ from hetero_gateway.engine.request import (
     derived_seed,
 )
 from hetero_gateway.engine.step import ScheduledStep, StepOutcome
-from tests.unit.engine.engine_setup import Bench, engine_config, generation, name_of
+from tests.unit.engine.engine_setup import Bench, engine_config, entries, generation, name_of
 from tests.unit.engine.fake_ranks import logprobs_alone, tokens_alone
 
 SMALL_VOCAB = 11
@@ -192,7 +191,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if step is not None:
             self._check_starts(step, allowed=not returning)
             self._check_nobody_pauses(step)
-            sampling = [entry.completion for entry in step.entries if entry.sample]
+            sampling = [entry.completion for entry in entries(step) if entry.sample]
             assert set(step.masked) == {c for c in sampling if c.request.asked.constraint is not None}
 
     @precondition(lambda self: self.bench.in_flight)
@@ -223,7 +222,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def abort(self, data: st.DataObject) -> None:
         request = data.draw(st.sampled_from(self.requests))
-        ended = request.is_ended
+        ended = request.ended
         self.cut_short.update(completion for completion in request.completions if not completion.ended)
         assert self.bench.scheduler.abort(request.request_id) is not ended
 
@@ -251,7 +250,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _open_group(self, *, num_blocks: int | None, block_size: int | None) -> None:
         open_before = [c for request in self.requests for c in request.completions if not c.ended]
         refused = self.bench.open_group(num_blocks=num_blocks, block_size=block_size)
-        assert all(request.is_ended for request in refused)
+        assert all(request.ended for request in refused)
         self.cut_short.update(completion for completion in open_before if completion.ended)
         self.is_open = True
 
@@ -263,26 +262,26 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert deadline_s <= self.now
         self.cut_short.update(completion for completion in open_before if completion.ended)
         for request in self.requests:
-            assert request.is_ended or (request.asked.deadline_s or self.now + 1) > self.now, "it outlived its deadline"
+            assert request.ended or (request.asked.deadline_s or self.now + 1) > self.now, "it outlived its deadline"
 
     # --- what must be true ------------------------------------------------------------------------------
 
     def _check_starts(self, step: ScheduledStep, *, allowed: bool) -> None:
         """Nobody starts past somebody more urgent who could start."""
         bound = {new.slot for new in step.plan.new_sequences}
-        started = [entry.completion for entry in step.entries if entry.slot in bound]
+        started = [entry.completion for entry in entries(step) if entry.slot in bound]
         assert len(started) == len(bound)
         assert allowed or not started
         if started:
             last = max(completion.urgency for completion in started)
             for request in self.requests:
                 for completion in request.completions:
-                    waits = completion.status is CompletionStatus.WAITING and completion not in request.parked
+                    waits = completion.slot < 0 and not completion.ended and completion not in request.parked
                     assert not (waits and completion.urgency < last), "somebody was passed"
 
     def _check_nobody_pauses(self, step: ScheduledStep) -> None:
         """Whoever runs computes: decodes always, prefills while the budget lasts, the most urgent of them always."""
-        computing = {entry.completion for entry in step.entries}
+        computing = {entry.completion for entry in entries(step)}
         running = [c for request in self.requests for c in request.completions if c.slot >= 0]
         left_out = [c for c in running if c not in computing and c.num_scheduled + 1 != c.max_num_tokens]
         prefills = sorted((span.completion for span in step.spans), key=lambda c: c.urgency)
@@ -334,7 +333,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             stats = self.bench.scheduler.stats()
             running = sum(any(c.slot >= 0 for c in request.completions) for request in self.requests)
             assert stats.running_requests == running
-            assert running + stats.waiting_requests == sum(not request.is_ended for request in self.requests)
+            assert running + stats.waiting_requests == sum(not request.ended for request in self.requests)
 
     def teardown(self) -> None:
         if not hasattr(self, "bench"):

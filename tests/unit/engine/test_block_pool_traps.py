@@ -18,7 +18,7 @@ import pytest
 
 from hetero_gateway.engine.block_pool import BlockDigests, BlockPool
 from hetero_gateway.engine.errors import InvalidRequest
-from tests.unit.engine.engine_setup import VOCAB_SIZE, Bench, engine_config, generation
+from tests.unit.engine.engine_setup import VOCAB_SIZE, Bench, engine_config, entries, generation
 from tests.unit.engine.fake_ranks import tokens_alone
 
 pytestmark = pytest.mark.unit
@@ -39,7 +39,7 @@ def test_full_hit_still_computes_last_token() -> None:
     step = bench.step()
     assert step is not None
     assert second.num_cached_tokens == 2 * BLOCK
-    assert [(entry.num_tokens, entry.sample) for entry in step.entries] == [(BLOCK, True)]
+    assert [(entry.num_tokens, entry.sample) for entry in entries(step)] == [(BLOCK, True)]
     bench.run()
     assert bench.outputs["second"] == bench.outputs["first"] == expected(prompt, 4)
 
@@ -99,7 +99,7 @@ def test_no_hit_on_blocks_that_the_same_batch_computes() -> None:
     twins = [bench.add(generation(name, range(9))) for name in ("one", "two")]
     step = bench.step()
     assert step is not None
-    assert [entry.num_tokens for entry in step.entries] == [9, 9]
+    assert [entry.num_tokens for entry in entries(step)] == [9, 9]
     tables = [set(twin.completions[0].block_ids) for twin in twins]
     assert not tables[0] & tables[1]
     bench.run()

@@ -401,3 +401,13 @@ async def test_waiting_for_idleness_ends_with_the_last_request() -> None:
         await waiting
         assert it.core.is_idle
         await asyncio.gather(*map(read, streams))
+
+
+async def test_another_group_is_timed_by_itself() -> None:
+    async with engine() as it:
+        await read(it.core.submit(generation("r", range(3), max_tokens=4)))
+        assert it.core.tokens_per_second > 0
+        assert list(it.core.decode_pace.sizes())
+        it.new_group()
+        assert it.core.tokens_per_second == 0
+        assert list(it.core.decode_pace.sizes()) == []

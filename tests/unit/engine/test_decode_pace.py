@@ -38,10 +38,3 @@ def test_a_long_life_neither_overflows_nor_forgets_what_is_new() -> None:
     assert found[2].seconds == pytest.approx(0.1)
     assert 0 < found[2].weight < 10
     assert 1 not in found, "what counts for nothing is let go"
-
-
-def test_another_group_begins_anew() -> None:
-    pace = DecodePace()
-    pace.add_step(0.1, rows=1, tokens=1)
-    pace.forget()
-    assert list(pace.sizes()) == []

@@ -18,7 +18,7 @@ from hetero_gateway.engine.errors import (
 )
 from hetero_gateway.engine.request import FinishReason
 from hetero_gateway.engine.scheduler import Scheduler
-from tests.unit.engine.engine_setup import VOCAB_SIZE, Bench, engine_config, generation, name_of
+from tests.unit.engine.engine_setup import VOCAB_SIZE, Bench, engine_config, entries, generation, name_of
 from tests.unit.engine.fake_ranks import tokens_alone
 
 pytestmark = pytest.mark.unit
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.unit
 def names(bench: Bench) -> list[str]:
     step = bench.step()
     assert step is not None
-    return [name_of(entry.completion) for entry in step.entries]
+    return [name_of(entry.completion) for entry in entries(step)]
 
 
 def test_requests_start_in_order_of_arrival() -> None:
@@ -44,7 +44,7 @@ def test_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
     bench.add(generation("long", range(20), max_tokens=1))
     taken = []
     while (step := bench.step()) is not None:
-        taken.append([(entry.num_tokens, entry.sample) for entry in step.entries])
+        taken.append([(entry.num_tokens, entry.sample) for entry in entries(step)])
     assert taken == [[(8, False)], [(8, False)], [(4, True)]]
 
 
@@ -55,7 +55,7 @@ def test_running_requests_come_before_waiting_ones_in_the_budget() -> None:
     bench.add(generation("new", range(20)))
     step = bench.step()
     assert step is not None
-    assert [(name_of(e.completion), e.num_tokens) for e in step.entries] == [("running", 1), ("new", 7)]
+    assert [(name_of(e.completion), e.num_tokens) for e in entries(step)] == [("running", 1), ("new", 7)]
 
 
 def test_decodes_are_slots_alone_and_name_new_blocks_only() -> None:
@@ -113,7 +113,7 @@ def test_latest_running_request_is_preempted_and_comes_back_before_the_queue() -
     started: list[str] = []
     while (step := bench.step()) is not None:
         bound = {new.slot for new in step.plan.new_sequences}
-        started += [name_of(entry.completion) for entry in step.entries if entry.slot in bound]
+        started += [name_of(entry.completion) for entry in entries(step) if entry.slot in bound]
     assert bench.scheduler.stats().preemptions > 0
     assert started[:3] == ["a", "b", "c"]
     assert started.index("c", 3) < started.index("d")

@@ -7,7 +7,7 @@ import pytest
 from hetero_gateway.engine.errors import InvalidRequest
 from hetero_gateway.engine.request import Constraint, ConstraintKind, FinishReason, GenerationRequest, derived_seed
 from hetero_gateway.engine.scheduler import Scheduler
-from tests.unit.engine.engine_setup import VOCAB_SIZE, Bench, engine_config, generation
+from tests.unit.engine.engine_setup import VOCAB_SIZE, Bench, engine_config, entries, generation
 from tests.unit.engine.fake_ranks import logprobs_alone, tokens_alone
 
 pytestmark = pytest.mark.unit
@@ -34,10 +34,10 @@ def test_completions_share_the_full_blocks_of_the_prompt(caching: bool) -> None:
     request = bench.add(generation("r", PROMPT, max_tokens=5, n=3))
     first, second = bench.step(), bench.step()
     assert first is not None
-    assert [entry.completion.index for entry in first.entries] == [0]
+    assert [entry.completion.index for entry in entries(first)] == [0]
     assert second is not None
     # The first decodes; the others compute what is behind the shared blocks.
-    assert [(entry.completion.index, entry.num_tokens) for entry in second.entries] == [(0, 1), (1, 2), (2, 2)]
+    assert [(entry.completion.index, entry.num_tokens) for entry in entries(second)] == [(0, 1), (1, 2), (2, 2)]
     tables = [completion.block_ids for completion in request.completions]
     assert tables[0][:2] == tables[1][:2] == tables[2][:2]
     assert len({table[2] for table in tables}) == 3
@@ -52,7 +52,7 @@ def test_completions_wait_for_a_prompt_that_is_computed_in_chunks() -> None:
     bench.add(generation("r", PROMPT, max_tokens=2, n=2))
     taken = []
     while (step := bench.step()) is not None:
-        taken.append([(entry.completion.index, entry.num_tokens) for entry in step.entries])
+        taken.append([(entry.completion.index, entry.num_tokens) for entry in entries(step)])
     # With its second block the prompt's full ones are there.
     assert taken == [[(0, 4)], [(0, 4)], [(0, 2), (1, 2)], [(0, 1), (1, 1)]]
     assert bench.outputs["r/1"] == alone(1, 2)
@@ -63,7 +63,7 @@ def test_contiguous_cache_shares_nothing_and_lets_nobody_wait() -> None:
     bench.add(generation("r", PROMPT, max_tokens=3, n=2))
     step = bench.step()
     assert step is not None
-    assert [(entry.completion.index, entry.num_tokens) for entry in step.entries] == [(0, 10), (1, 10)]
+    assert [(entry.completion.index, entry.num_tokens) for entry in entries(step)] == [(0, 10), (1, 10)]
     bench.run()
     assert [bench.outputs[name] for name in ("r", "r/1")] == [alone(0, 3), alone(1, 3)]
 
@@ -138,7 +138,7 @@ def test_received_tokens_that_are_complete_have_ended() -> None:
     first, second = request.completions
     assert (first.reason, first.stop_token_id) == (FinishReason.LENGTH, None)
     assert (second.reason, second.stop_token_id) == (FinishReason.STOP, 9)
-    assert request.is_ended
+    assert request.ended
     assert not bench.scheduler.has_requests()
     assert bench.is_idle
 

@@ -7,7 +7,7 @@ import pytest
 from hetero_gateway.engine.errors import EngineFault, InvalidRequest
 from hetero_gateway.engine.request import FinishReason
 from hetero_gateway.engine.scheduler import Scheduler
-from tests.unit.engine.engine_setup import VOCAB_SIZE, Bench, engine_config, generation
+from tests.unit.engine.engine_setup import VOCAB_SIZE, Bench, engine_config, entries, generation
 from tests.unit.engine.fake_ranks import tokens_alone
 
 pytestmark = pytest.mark.unit
@@ -61,9 +61,9 @@ def test_siblings_share_blocks_again_in_another_group() -> None:
     first, second = bench.step(), bench.step()
     assert first is not None
     assert second is not None
-    assert [entry.completion.index for entry in first.entries] == [0]
+    assert [entry.completion.index for entry in entries(first)] == [0]
     # What each has generated is behind the shared blocks and its own.
-    assert [(e.completion.index, e.num_tokens) for e in second.entries] == [(0, 1), (1, 4), (2, 4)]
+    assert [(e.completion.index, e.num_tokens) for e in entries(second)] == [(0, 1), (1, 4), (2, 4)]
     bench.run()
     assert len(bench.outputs["r/2"]) == 8
 
@@ -76,7 +76,7 @@ def test_request_that_does_not_fit_another_cache_ends_with_the_arithmetic() -> N
     refused = bench.scheduler.open_group(num_blocks=6, block_size=4)
     assert [request for request, _ in refused] == [large]
     assert "39 positions = 10 blocks of 4; the KV cache has 5" in str(refused[0][1])
-    assert large.is_ended
+    assert large.ended
     bench.num_blocks = 6
     bench.ranks = bench.new_ranks()
     bench.run()
@@ -163,7 +163,7 @@ def test_clear_ends_all_and_leaves_ranks_to_be_told() -> None:
     bench.step()
     bench.send()
     assert bench.scheduler.clear() == requests
-    assert all(request.is_ended for request in requests)
+    assert all(request.ended for request in requests)
     stats = bench.scheduler.stats()
     assert (stats.running_requests, stats.waiting_requests, stats.used_blocks) == (0, 0, 0)
     assert stats.finished_requests == 2

@@ -31,7 +31,8 @@ def swap_two_block_ids(patch: pytest.MonkeyPatch) -> None:
     def mutant(self: StepDraft, completion: Completion, block_ids: list[int]) -> None:
         add_blocks(self, completion, block_ids)
         if len(block_ids) >= 2:
-            self.block_ids[-1], self.block_ids[-2] = self.block_ids[-2], self.block_ids[-1]
+            ids = self.plan.block_ids
+            ids[-1], ids[-2] = ids[-2], ids[-1]
 
     patch.setattr(StepDraft, "add_blocks", mutant)
 
@@ -88,7 +89,6 @@ def keep_digest_of_block_that_is_handed_out(patch: pytest.MonkeyPatch) -> None:
         block_id, _ = self._free.popitem(last=False)
         self._num_cached -= self._digests[block_id] is not None
         self._num_refs[block_id] = 1
-        self._num_used += 1
         return block_id
 
     patch.setattr(BlockPool, "_take_oldest", mutant)

@@ -8,7 +8,7 @@ from hypothesis import given
 
 from hetero_gateway.engine.request import Request
 from hetero_gateway.engine.scheduler import Scheduler
-from tests.unit.engine.engine_setup import VOCAB_SIZE, Bench, engine_config, generation, name_of
+from tests.unit.engine.engine_setup import VOCAB_SIZE, Bench, engine_config, entries, generation, name_of
 from tests.unit.engine.fake_ranks import tokens_alone
 
 pytestmark = pytest.mark.unit
@@ -20,7 +20,7 @@ def order_of_starts(bench: Bench) -> list[str]:
     started: list[str] = []
     while (step := bench.step()) is not None:
         bound = {new.slot for new in step.plan.new_sequences}
-        started += [name_of(entry.completion) for entry in step.entries if entry.slot in bound]
+        started += [name_of(entry.completion) for entry in entries(step) if entry.slot in bound]
     return started
 
 
@@ -61,7 +61,7 @@ def test_nobody_is_passed_by_those_that_arrive_after_the_bound(
             later[request.request_id] = request
         step = bench.step(now)
         if victim is not None and victim.first_scheduled_s is None and step is not None:
-            for entry in step.entries:
+            for entry in entries(step):
                 passing = later.get(name_of(entry.completion))
                 if passing is not None:
                     ahead_s = (priority - passing.asked.priority) * AGEING_S
@@ -76,7 +76,7 @@ def test_least_urgent_is_preempted_though_it_came_first() -> None:
     resumed = set()
     while (step := bench.step()) is not None:
         bound = {new.slot for new in step.plan.new_sequences if len(new.token_ids) > 7}
-        resumed |= {name_of(entry.completion) for entry in step.entries if entry.slot in bound}
+        resumed |= {name_of(entry.completion) for entry in entries(step) if entry.slot in bound}
     assert resumed == {"idle hour"}
 
 
@@ -89,10 +89,10 @@ def test_long_prompts_stop_no_decode_and_advance_beside_it() -> None:
     for _ in range(7):
         step = bench.step()
         assert step is not None
-        assert [(name_of(e.completion), e.num_tokens) for e in step.entries] == [("decode", 1), ("long", 5)]
+        assert [(name_of(e.completion), e.num_tokens) for e in entries(step)] == [("decode", 1), ("long", 5)]
     step = bench.step()
     assert step is not None
-    assert [name_of(entry.completion) for entry in step.entries] == ["decode", "behind"]
+    assert [name_of(entry.completion) for entry in entries(step)] == ["decode", "behind"]
 
 
 def test_prefill_advances_when_decodes_could_take_the_whole_budget() -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from hetero_api.v1 import ranks_pb2
 from hetero_gateway.engine.errors import StepMismatch
-from hetero_gateway.engine.request import CompletionStatus, Constraint, ConstraintKind, FinishReason
-from tests.unit.engine.engine_setup import VOCAB_SIZE, Bench, engine_config, generation, name_of
+from hetero_gateway.engine.request import Constraint, ConstraintKind, FinishReason
+from tests.unit.engine.engine_setup import VOCAB_SIZE, Bench, engine_config, entries, generation, name_of
 from tests.unit.engine.fake_ranks import logprobs_alone, tokens_alone
 
 pytestmark = pytest.mark.unit
@@ -35,7 +35,7 @@ def test_chunks_of_one_prompt_go_out_one_behind_the_other() -> None:
     bench = Bench(engine_config(max_num_batched_tokens=8), num_blocks=40)
     bench.add(generation("long", range(20), max_tokens=1))
     steps = [bench.send(), bench.send()]
-    assert [[entry.num_tokens for entry in step.entries] for step in steps if step] == [[8], [8]]
+    assert [[entry.num_tokens for entry in entries(step)] for step in steps if step] == [[8], [8]]
 
 
 @pytest.mark.parametrize("steps", [1, 2])
@@ -75,7 +75,7 @@ def test_sample_behind_finish_is_dropped() -> None:
     bench.scheduler.finish(request.completions[0])
     assert bench.receive().updates == []
     assert len(bench.outputs["r"]) == 1
-    assert request.is_ended
+    assert request.ended
     assert not bench.scheduler.has_requests()
 
 
@@ -106,7 +106,7 @@ def test_preempted_completion_gets_the_tokens_that_were_out_and_returns_after_th
         if bench.scheduler.stats().preemptions > preemptions:
             assert bench.in_flight.oldest is not None
             assert bench.in_flight.oldest.step is not step
-            assert late.completions[0].status is CompletionStatus.WAITING
+            assert late.completions[0].slot < 0
         if step is not None:
             returned_with += [len(new.token_ids) for new in step.plan.new_sequences if len(new.token_ids) > 7]
         if len(bench.in_flight) == 2 or step is None:
@@ -125,11 +125,11 @@ def test_prompt_logprobs_that_were_out_when_their_request_was_preempted_are_told
     late = bench.add(generation("late", range(20, 28), max_tokens=1, prompt_logprobs=1))
     steps = [bench.send(), bench.send()]
     assert all(steps)
-    assert late.completions[0].status is CompletionStatus.WAITING
+    assert late.completions[0].slot < 0
     bench.receive()
     assert bench.outputs["late"] == alone(range(20, 28), 1)
     assert bench.prompt_logprobs["late"] == logprobs_alone(range(20, 28), begin=1)
-    assert late.is_ended
+    assert late.ended
 
 
 def test_every_draw_of_a_constrained_completion_is_masked() -> None:
@@ -138,7 +138,7 @@ def test_every_draw_of_a_constrained_completion_is_masked() -> None:
     bench.add(generation("bound", range(20, 27), max_tokens=3, constraint=ANY_TEXT))
     masked = []
     while (step := bench.step()) is not None:
-        drawn = [entry for entry in step.entries if entry.sample and name_of(entry.completion) == "bound"]
+        drawn = [entry for entry in entries(step) if entry.sample and name_of(entry.completion) == "bound"]
         assert [name_of(completion) for completion in step.masked] == ["bound"] * len(drawn)
         assert list(step.plan.masked_slots) == [entry.slot for entry in drawn]
         masked += drawn
@@ -154,7 +154,7 @@ def test_step_that_computes_nothing_tells_ranks_what_ended() -> None:
     assert not bench.is_idle
     step = bench.send()
     assert step is not None
-    assert (list(step.plan.released_slots), step.computes, step.entries) == ([0], False, [])
+    assert (list(step.plan.released_slots), step.computes, entries(step)) == ([0], False, [])
     assert bench.receive().updates == []
     assert bench.is_idle
     assert bench.scheduler.stats().steps == 1

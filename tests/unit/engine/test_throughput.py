@@ -33,10 +33,3 @@ def test_old_steps_are_forgotten_with_stepping_time_only() -> None:
     for _ in range(100):
         throughput.add_step(0.1, tokens=1)
     assert throughput.tokens_per_second == pytest.approx(10, rel=0.1)
-
-
-def test_another_group_begins_anew() -> None:
-    throughput = Throughput()
-    throughput.add_step(1.0, tokens=5)
-    throughput.forget()
-    assert throughput.tokens_per_second == 0

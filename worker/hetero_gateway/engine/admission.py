@@ -1,4 +1,4 @@
-"""Which requests may come in, which ones wait for a group of ranks, and when steps have to stop.
+"""Which requests may come in, and when steps have to stop.
 
 Parts of the engine core, each a small state of its own. One asyncio loop.
 """
@@ -6,13 +6,9 @@ Parts of the engine core, each a small state of its own. One asyncio loop.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Generic, TypeVar
-
-W = TypeVar("W")
 
 
 @dataclass(slots=True)
@@ -34,31 +30,6 @@ class Admission:
         if not self.has_opened:
             return "no group of ranks has formed yet"
         return self.closed
-
-
-class PausedRequests(Generic[W]):
-    """Requests that wait for a group of ranks to come back, in the order in which they began to wait."""
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._waiting: deque[tuple[float, W]] = deque()
-
-    def pause(self, waiters: Iterable[W], *, now: float) -> None:
-        """Let these wait from now on, for `limit_s` at most. `now` never falls from call to call."""
-        self._waiting.extend((now + self._limit_s, waiter) for waiter in waiters)
-
-    def resume_all(self) -> None:
-        """Let nobody wait any more."""
-        self._waiting.clear()
-
-    def next_s(self) -> float | None:
-        """Return when the first one will have waited too long."""
-        return self._waiting[0][0] if self._waiting else None
-
-    def pop_expired(self, now: float) -> Iterator[W]:
-        """Yield those that have waited too long."""
-        while self._waiting and self._waiting[0][0] <= now:
-            yield self._waiting.popleft()[1]
 
 
 class StepHolds:

@@ -69,7 +69,6 @@ class BlockPool:
         self._digests: list[bytes | None] = [None] * num_blocks
         self._by_digest: dict[bytes, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
-        self._num_used = 0
         self._num_cached = 0
 
     @property
@@ -85,7 +84,7 @@ class BlockPool:
     @property
     def used_blocks(self) -> int:
         """Blocks that requests refer to."""
-        return self._num_used
+        return self.capacity - len(self._free)
 
     @property
     def cached_blocks(self) -> int:
@@ -117,7 +116,6 @@ class BlockPool:
                 if self._digests[block_id] is None:
                     raise EngineFault(f"block {block_id} holds nothing that could be shared")
                 del self._free[block_id]
-                self._num_used += 1
                 self._num_cached -= 1
             self._num_refs[block_id] += 1
 
@@ -161,7 +159,6 @@ class BlockPool:
             problem
             for broken, problem in (
                 (len(self._free) + used != self.capacity, "free + used is not all"),
-                (used != self._num_used, f"{used} blocks are used, {self._num_used} were counted"),
                 (cached != self._num_cached, f"{cached} free blocks are cached, {self._num_cached} were counted"),
                 (any(self._num_refs[b] != 0 for b in self._free), "a free block is referred to"),
                 (NULL_BLOCK in self._free or self._num_refs[NULL_BLOCK] != 0, "the null block was handed out"),
@@ -180,11 +177,9 @@ class BlockPool:
             self._digests[block_id] = None
             self._num_cached -= 1
         self._num_refs[block_id] = 1
-        self._num_used += 1
         return block_id
 
     def _put_back(self, block_id: int) -> None:
-        self._num_used -= 1
         self._free[block_id] = None
         if self._digests[block_id] is None:
             # Nothing is lost with it, so it goes before every block that caches something.

@@ -54,6 +54,16 @@ class CacheSize:
         """Return how many blocks so many tokens need."""
         return -(-num_tokens // self.block_size)
 
+    def shared_blocks(self, num_prompt: int) -> int:
+        """Return how many full blocks of a prompt its completions share."""
+        return (num_prompt - 1) // self.block_size
+
+    def room(self, num_prompt: int, *, at_once: int = 1) -> int:
+        """Return the most tokens that each of `at_once` completions may have, alone in the cache; below 1: none."""
+        shared = self.shared_blocks(num_prompt)
+        blocks = shared + (self.num_blocks - shared) // at_once
+        return blocks * self.block_size - num_prompt + 1
+
 
 def resolve_max_tokens(asked: GenerationRequest, *, config: EngineConfig, cache: CacheSize) -> int:
     """Return the most tokens that each completion may have. Raises InvalidRequest if it can never be served.
@@ -69,17 +79,12 @@ def resolve_max_tokens(asked: GenerationRequest, *, config: EngineConfig, cache:
     if wanted is not None and wanted < 1:
         raise InvalidRequest("sampling.max_tokens", f"must be at least 1, not {wanted}")
     at_once = min(asked.n, max_running(config))
-    cache_room = _room(num_prompt, at_once=at_once, cache=cache)
+    cache_room = cache.room(num_prompt, at_once=at_once)
     max_tokens = min(wanted, model_room) if wanted is not None else min(model_room, max(cache_room, 1))
     if max_tokens > cache_room:
         raise does_not_fit(num_prompt, max_tokens, at_once=at_once, cache=cache)
     _check_received(asked, max_tokens=max_tokens, config=config)
     return max_tokens
-
-
-def room_alone(num_prompt: int, *, cache: CacheSize) -> int:
-    """Return the most tokens that one completion may have if nothing else is in the cache; below 1: not even one."""
-    return _room(num_prompt, at_once=1, cache=cache)
 
 
 def max_running(config: EngineConfig) -> int:
@@ -92,27 +97,17 @@ def does_not_fit(num_prompt: int, max_tokens: int, *, at_once: int, cache: Cache
     # The last token is never fed back, so its KV takes no room.
     num_positions = num_prompt + max_tokens - 1
     blocks = cache.blocks_of(num_positions)
-    shared = _shared_blocks(num_prompt, cache=cache)
+    shared = cache.shared_blocks(num_prompt)
     together = (
         f"; {at_once} completions share {shared} of them and need {shared + at_once * (blocks - shared)}"
         if at_once > 1
         else ""
     )
     return InvalidRequest(
-        "sampling.max_tokens" if _room(num_prompt, at_once=at_once, cache=cache) >= 1 else "prompt",
+        "sampling.max_tokens" if cache.room(num_prompt, at_once=at_once) >= 1 else "prompt",
         f"{num_prompt} prompt tokens and max_tokens {max_tokens} need the KV of {num_positions} positions = {blocks} "
         f"blocks of {cache.block_size}{together}; the KV cache has {cache.num_blocks}",
     )
-
-
-def _room(num_prompt: int, *, at_once: int, cache: CacheSize) -> int:
-    shared = _shared_blocks(num_prompt, cache=cache)
-    blocks = shared + (cache.num_blocks - shared) // at_once
-    return blocks * cache.block_size - num_prompt + 1
-
-
-def _shared_blocks(num_prompt: int, *, cache: CacheSize) -> int:
-    return (num_prompt - 1) // cache.block_size
 
 
 def check_prompt_length(num_tokens: int, *, max_model_len: int) -> None:

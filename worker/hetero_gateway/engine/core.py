@@ -20,13 +20,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from typing import Final
 
 from hetero_api.v1 import admin_pb2
-from hetero_gateway.engine.admission import Admission, Alarm, PausedRequests, StepHolds
+from hetero_gateway.engine.admission import Admission, Alarm, StepHolds
 from hetero_gateway.engine.config import EngineConfig, end_token_ids
 from hetero_gateway.engine.errors import (
     DeadlineExceeded,
@@ -50,12 +50,6 @@ _FEW: Final = 4
 """Readers that are few enough to be served before the next step is made, if ranks have another to do."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    in_flight: StepsInFlight
-    on_broken: Callable[[str], None]
-
-
 class EngineCore:
     """Engine that serves requests on the group it was given. `new_detokenizer` makes one for given stop strings."""
 
@@ -71,12 +65,13 @@ class EngineCore:
         self._clock = clock
         self._scheduler = Scheduler(config)
         self._outputs = OutputProcessor(self._scheduler, clock=clock)
-        self._paused: PausedRequests[ActiveRequest] = PausedRequests(config.pause_limit_s)
+        self._paused: deque[tuple[float, ActiveRequest]] = deque()
+        """Requests that wait for a group to come back, each until a time; soonest first."""
         self._pace = StepPace(lookahead_s=config.lookahead_s)
         self._masks = MaskWriter(vocab_size=config.vocab_size)
         self._admission = Admission()
         self._turns = ReaderTurns()
-        self._group: _Group | None = None
+        self._group: StepsInFlight | None = None
         self._lost_reason = ""
         self.recoveries = 0
         """Groups that were lost and followed by another on which requests went on."""
@@ -98,12 +93,12 @@ class EngineCore:
         """
         self._admission.failed = None
         self.lose("another group of ranks has taken over")
-        self._group = _Group(in_flight, on_broken)
-        in_flight.on_progress = self._work.set
+        self._group = in_flight
+        in_flight.on_progress, in_flight.on_broken = self._work.set, on_broken
         self.recoveries += self._admission.has_opened and bool(self._outputs)
         self._admission.has_opened = True
-        self._pace.forget()
-        self._paused.resume_all()
+        self._pace = StepPace(lookahead_s=self._config.lookahead_s)
+        self._paused.clear()
         self._use_cache(num_blocks=num_blocks, block_size=block_size)
         self._work.set()
 
@@ -115,7 +110,7 @@ class EngineCore:
         self._lost_reason = reason
         self._drop_group()
         self._scheduler.lose_group()
-        self._paused.pause(self._outputs.active, now=self._clock())
+        self._pause(self._outputs.active)
         self._arm_timer()
 
     def fail(self, reason: str) -> None:
@@ -127,7 +122,7 @@ class EngineCore:
         self._drop_group()
         self._scheduler.lose_group()
         self._outputs.fail_all(EngineUnavailable(reason))
-        self._paused.resume_all()
+        self._paused.clear()
         self._alarm.stop()
 
     @asynccontextmanager
@@ -218,7 +213,7 @@ class EngineCore:
         active = ActiveRequest(request, stream)
         self._outputs.accept(active, matchers)
         if self._group is None:
-            self._paused.pause([active], now=self._clock())
+            self._pause([active])
         if self._group is None or asked.deadline_s is not None:
             self._arm_timer()
         self._work.set()
@@ -282,16 +277,16 @@ class EngineCore:
         with self._guarding(group):
             self._expire()
             num_updates = self._take_results(group)
-            if group.in_flight and 0 < num_updates <= _FEW:
+            if len(group) and 0 < num_updates <= _FEW:
                 # Ranks have work already: these readers need not wait until the next step is made.
                 asyncio.get_running_loop().call_soon(self._send, group)
             else:
                 self._send(group)
 
-    def _take_results(self, group: _Group) -> int:
+    def _take_results(self, group: StepsInFlight) -> int:
         """Apply the results that have come; return how many tokens they brought."""
         num_updates = 0
-        while (taken := group.in_flight.take()) is not None:
+        while (taken := group.take()) is not None:
             result = taken.result
             assert result is not None, "only answered steps are taken out"
             self._pace.add_step(
@@ -302,29 +297,28 @@ class EngineCore:
             num_updates += len(outcome.updates)
         return num_updates
 
-    def _send(self, group: _Group) -> None:
+    def _send(self, group: StepsInFlight) -> None:
         """Send steps as long as there is one that can go out."""
         if self._group is not group:
             return
         with self._guarding(group):
             while self._send_next(group):
                 pass
-            if not group.in_flight:
+            if not len(group):
                 self._holds.settled.set()
 
-    def _send_next(self, group: _Group) -> bool:
+    def _send_next(self, group: StepsInFlight) -> bool:
         """Send the next step; return False if none can go out now."""
-        in_flight = group.in_flight
-        if in_flight.owing is not None:
-            self._begin_masks(group, in_flight.owing)
+        if group.owing is not None:
+            self._begin_masks(group, group.owing)
             return False
         if self._is_held:
             return False
         steps_out = self._pace.lookahead.steps_out()
-        step = self._scheduler.schedule(self._clock(), in_flight=in_flight, steps_out=steps_out)
+        step = self._scheduler.schedule(self._clock(), in_flight=group, steps_out=steps_out)
         if step is None:
             return False
-        in_flight.submit(step)
+        group.submit(step)
         return True
 
     @property
@@ -332,12 +326,12 @@ class EngineCore:
         # A caller that waits to hold lets a step go out that only has ranks drop slots.
         return self._holds.num_inside > 0 or (self._holds.num_waiting > 0 and self._scheduler.has_requests())
 
-    def _begin_masks(self, group: _Group, owing: StepInFlight) -> None:
+    def _begin_masks(self, group: StepsInFlight, owing: StepInFlight) -> None:
         """Start to compute masks, once all steps before theirs are answered: masks follow from their tokens."""
-        if owing is group.in_flight.oldest and self._masking is None:
+        if owing is group.oldest and self._masking is None:
             self._masking = asyncio.create_task(self._send_masks(group, owing))
 
-    async def _send_masks(self, group: _Group, owing: StepInFlight) -> None:
+    async def _send_masks(self, group: StepsInFlight, owing: StepInFlight) -> None:
         completions = owing.step.masked
         try:
             masks = await self._masks.masks([self._outputs.matcher_of(completion) for completion in completions])
@@ -350,11 +344,11 @@ class EngineCore:
             for completion, mask in zip(completions, masks, strict=True):
                 if mask.problem is not None:
                     self._outputs.fail_completion(completion, mask.problem)
-            group.in_flight.send_masks(owing, [mask.allowed for mask in masks])
+            group.send_masks(owing, [mask.allowed for mask in masks])
         self._send(group)
 
     @contextmanager
-    def _guarding(self, group: _Group) -> Iterator[None]:
+    def _guarding(self, group: StepsInFlight) -> Iterator[None]:
         """End the group when something inside goes wrong."""
         try:
             yield
@@ -368,7 +362,7 @@ class EngineCore:
 
     # --- the group's end --------------------------------------------------------------------------------
 
-    def _break(self, group: _Group, reason: str) -> None:
+    def _break(self, group: StepsInFlight, reason: str) -> None:
         if self._group is group:
             self.lose(reason)
             group.on_broken(reason)
@@ -376,6 +370,10 @@ class EngineCore:
     def _drop_group(self) -> None:
         self._group = None
         self._holds.settled.set()
+
+    def _pause(self, requests: Iterable[ActiveRequest]) -> None:
+        until_s = self._clock() + self._config.pause_limit_s
+        self._paused.extend((until_s, active) for active in requests)
 
     # --- deadlines --------------------------------------------------------------------------------------
 
@@ -387,13 +385,14 @@ class EngineCore:
                 where = "while it waited" if request.first_scheduled_s is None else "before it was complete"
                 problem = f"request {request.request_id}: its deadline passed {where}"
                 self._outputs.fail(active, DeadlineExceeded(problem))
-        for active in self._paused.pop_expired(now):
+        while self._paused and self._paused[0][0] <= now:
+            _, active = self._paused.popleft()
             if self._outputs.is_active(active):
                 problem = f"the group of ranks was lost and did not come back in time: {self._lost_reason}"
                 self._outputs.fail(active, EngineUnavailable(problem))
 
     def _arm_timer(self) -> None:
-        self._alarm.set(self._scheduler.next_deadline_s(), self._paused.next_s())
+        self._alarm.set(self._scheduler.next_deadline_s(), self._paused[0][0] if self._paused else None)
 
     def _on_alarm(self) -> None:
         self._expire()

@@ -119,10 +119,9 @@ class OutputProcessor:
         if opened.first_token_s is None:
             opened.first_token_s = now
         feed = opened.feed
-        if stop_token_id is None:
-            feed.push(token_id, logprobs)
-        else:
-            feed.push_last(token_id, logprobs)
+        if stop_token_id is not None:
+            feed.close()  # the token is reported, but is no part of the text
+        feed.push(token_id, logprobs)
         if reason is not None:
             self._finish(opened, reason, stop_token_id)
         elif feed.matched_stop is not None:

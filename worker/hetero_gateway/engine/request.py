@@ -35,21 +35,12 @@ class FinishReason(enum.IntEnum):
 
 
 class ConstraintKind(enum.Enum):
-    """Kind of form that a completion can be bound to."""
+    """Kind of form that a completion can be bound to; its value is the name of its field in SamplingParams."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
     GRAMMAR = "grammar"
     CHOICE = "choice"
-
-
-class CompletionStatus(enum.Enum):
-    """Place where the scheduler keeps a completion."""
-
-    WAITING = "waiting"
-    RUNNING = "running"
-    """It has a slot and blocks."""
-    ENDED = "ended"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +50,11 @@ class Constraint:
     kind: ConstraintKind
     text: str
     choices: tuple[str, ...] = ()
+
+    @property
+    def field_name(self) -> str:
+        """Path of its field in a GenerateRequest."""
+        return f"sampling.{self.kind.value}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,13 +119,6 @@ class Completion:
     decode_offset: int = 0
     next_block_day: int = -1
     last_draw_day: int = -1
-
-    @property
-    def status(self) -> CompletionStatus:
-        """Its place: waiting, running or ended."""
-        if self.ended:
-            return CompletionStatus.ENDED
-        return CompletionStatus.WAITING if self.slot < 0 else CompletionStatus.RUNNING
 
     @property
     def num_tokens(self) -> int:
@@ -202,7 +191,7 @@ class Request:
         return len(self.asked.prompt_token_ids)
 
     @property
-    def is_ended(self) -> bool:
+    def ended(self) -> bool:
         """Whether every completion has ended."""
         return self.num_open == 0
 

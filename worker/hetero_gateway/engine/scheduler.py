@@ -33,7 +33,7 @@ from typing import Final
 
 from hetero_api.v1 import admin_pb2, logprobs_pb2, ranks_pb2
 from hetero_gateway.engine.block_pool import BlockDigests
-from hetero_gateway.engine.config import EngineConfig, does_not_fit, end_token_ids, resolve_max_tokens, room_alone
+from hetero_gateway.engine.config import EngineConfig, does_not_fit, end_token_ids, resolve_max_tokens
 from hetero_gateway.engine.errors import DuplicateRequest, EngineFault, InvalidRequest, QueueFull
 from hetero_gateway.engine.request import (
     Completion,
@@ -68,7 +68,7 @@ class Scheduler:
         self._config = config
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingLine()
-        self._deadlines: LiveHeap[Request] = LiveHeap(is_dead=lambda request: request.is_ended)
+        self._deadlines: LiveHeap[Request] = LiveHeap()
         self._orders = count()
         self._num_queued_tokens = 0
         self._counts = admin_pb2.GetStatsResponse()
@@ -205,7 +205,7 @@ class Scheduler:
         return batch, StepPlanner(self._config, batch=batch, waiting=self._waiting, counts=self._counts)
 
     def _refit(self, request: Request) -> InvalidRequest | None:
-        room = room_alone(request.num_prompt_tokens, cache=self._cache)
+        room = self._cache.room(request.num_prompt_tokens)
         if request.max_tokens <= room:
             return None
         longest = max(completion.num_output_tokens for completion in request.completions if not completion.ended)
@@ -307,7 +307,7 @@ class Scheduler:
         completion.ended = True
         self._waiting.remove_ended(completion)
         request.num_open -= 1
-        if request.is_ended:
+        if request.ended:
             del self._requests[request.request_id]
             self._num_queued_tokens -= request.num_queued_tokens
             self._counts.finished_requests += 1

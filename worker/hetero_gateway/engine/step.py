@@ -62,15 +62,6 @@ class GrownEntry(NamedTuple):
     num_full_blocks: int
 
 
-class ScheduledEntry(NamedTuple):
-    """One completion's part of a step, whether decode or span; `slot` is that of the time of scheduling."""
-
-    completion: Completion
-    slot: int
-    num_tokens: int
-    sample: bool
-
-
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
     """A plan to send to every rank, and the completions in it. The plan gets its id when it is sent.
@@ -86,15 +77,6 @@ class ScheduledStep:
     grown: tuple[GrownEntry, ...] = ()
     last_draws: tuple[Completion, ...] = ()
     masked: tuple[Completion, ...] = ()
-
-    @property
-    def entries(self) -> list[ScheduledEntry]:
-        """Every completion that computes, in batch order; a new list each time."""
-        decodes = zip(self.decodes.completions, self.decodes.slots, strict=True)
-        return [
-            *(ScheduledEntry(completion, slot, 1, True) for completion, slot in decodes),
-            *(ScheduledEntry(span.completion, span.slot, span.end - span.begin, span.sample) for span in self.spans),
-        ]
 
     @property
     def computes(self) -> bool:

@@ -1,7 +1,7 @@
 """How fast the ranks step, measured while they work: for status, for lookahead, and to check predictions.
 
 Idle time does not count: a replica that nobody asks is not slow. Older steps count less and less, so the figures follow
-a change of load within about a minute of stepping. Another group of ranks has another speed, so `forget` drops them.
+a change of load within about a minute of stepping. Another group of ranks has another speed, hence another `StepPace`.
 """
 
 from __future__ import annotations
@@ -45,10 +45,6 @@ class Throughput:
         self._tokens = self._tokens * kept + tokens
         self._busy_s = self._busy_s * kept + seconds
 
-    def forget(self) -> None:
-        """Start over."""
-        self._tokens = self._busy_s = 0.0
-
 
 class Lookahead:
     """How many steps go out ahead of their results. Steps ahead may take `seconds` together; 0: one goes at most.
@@ -73,10 +69,6 @@ class Lookahead:
         if not self._seconds or not self._step_s:
             return 2
         return max(2, min(MOST_STEPS_OUT, 1 + int(self._seconds / self._step_s)))
-
-    def forget(self) -> None:
-        """Start over."""
-        self._step_s = 0.0
 
 
 class DecodeSize(NamedTuple):
@@ -136,11 +128,6 @@ class DecodePace:
             size = DecodeSize(rows, context * CONTEXT_TOKENS + CONTEXT_TOKENS // 2)
             yield PacedSize(size, found.seconds / found.weight, found.weight / self._weight)
 
-    def forget(self) -> None:
-        """Start over."""
-        self._sums.clear()
-        self._weight = 1.0
-
     def _shrink(self) -> None:
         self._sums = {
             size: found for size, found in self._sums.items() if found.weight > _SMALLEST_SHARE * self._weight
@@ -166,8 +153,3 @@ class StepPace:
         if rows and not step.spans and not step.masked:
             self.lookahead.add_step(on_ranks_s)
             self.decodes.add_step(seconds, rows=rows, tokens=sum(map(len, step.decodes.token_ids)))
-
-    def forget(self) -> None:
-        """Start over: another group of ranks has another speed."""
-        for part in (self.throughput, self.lookahead, self.decodes):
-            part.forget()

@@ -6,8 +6,6 @@ docstring says what must hold of that; here it is made true. A planner lives as 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from hetero_api.v1 import ranks_pb2
 from hetero_api.v1.admin_pb2 import GetStatsResponse
 from hetero_gateway.engine.config import EngineConfig
@@ -68,7 +66,7 @@ class StepPlanner:
 
     def _grow(self, draft: StepDraft, completion: Completion, block_id: int) -> None:
         draft.grown.append(GrownEntry(completion, completion.residency, len(completion.block_ids)))
-        draft.add_block(completion, block_id)
+        draft.add_blocks(completion, [block_id])
         completion.block_ids.append(block_id)
         self._batch.decodes.grew(completion)
 
@@ -125,7 +123,7 @@ class StepPlanner:
             request.first_scheduled_s = now
             request.num_cached_tokens = min(completion.num_scheduled, request.num_prompt_tokens)
             self._counts.cached_tokens += request.num_cached_tokens
-        draft.new_sequences.append(_new_sequence(completion, prefix))
+        draft.bind(completion, prefix)
         draft.add_blocks(completion, new_block_ids)
 
     def _add_chunk(self, draft: StepDraft, completion: Completion, *, budget: int) -> int:
@@ -146,35 +144,44 @@ class StepPlanner:
         return tuple(last_draws)
 
 
-@dataclass(slots=True)
 class StepDraft:
-    """A step in the making, in columns as its plan has them."""
+    """A step in the making: its plan, and the completions in it."""
 
-    new_sequences: list[ranks_pb2.NewSequence] = field(default_factory=list)
-    spans: list[SpanEntry] = field(default_factory=list)
-    grown: list[GrownEntry] = field(default_factory=list)
-    block_slots: list[int] = field(default_factory=list)
-    block_ids: list[int] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.plan = ranks_pb2.StepPlan()
+        self.spans: list[SpanEntry] = []
+        self.grown: list[GrownEntry] = []
 
-    def add_block(self, completion: Completion, block_id: int) -> None:
-        """Append one block to the completion's block table."""
-        self.block_slots.append(completion.slot)
-        self.block_ids.append(block_id)
+    def bind(self, completion: Completion, prefix: list[int]) -> None:
+        """Bind a completion which has just started behind the blocks `prefix` to its slot."""
+        sequence = self.plan.new_sequences.add(
+            slot=completion.slot,
+            token_ids=completion.token_ids,
+            num_computed_tokens=completion.num_scheduled,
+            block_ids=prefix,
+            sampling=completion.request.asked.sampling,
+            num_prompt_tokens=completion.num_prompt_tokens,
+        )
+        # The request's sampling with what is the completion's own.
+        sampling = sequence.sampling
+        sampling.seed = completion.seed
+        if sampling.min_tokens:
+            sampling.end_token_ids.extend(sorted(completion.end_token_ids))
+        if not computes_prompt_logprobs(completion):
+            sampling.ClearField("num_prompt_logprobs")
 
     def add_blocks(self, completion: Completion, block_ids: list[int]) -> None:
         """Append blocks to the completion's block table, in order."""
-        self.block_slots.extend([completion.slot] * len(block_ids))
-        self.block_ids.extend(block_ids)
+        self.plan.block_slots.extend([completion.slot] * len(block_ids))
+        self.plan.block_ids.extend(block_ids)
 
-    def add_span(self, completion: Completion, *, num_tokens: int) -> SpanEntry:
+    def add_span(self, completion: Completion, *, num_tokens: int) -> None:
         """Compute the completion's next `num_tokens` known tokens, and sample behind the last known one."""
         begin = completion.num_scheduled
-        end = begin + num_tokens
+        end = completion.num_scheduled = begin + num_tokens
         sample = end == completion.num_tokens
-        span = SpanEntry(completion, completion.slot, completion.residency, begin, end, sample)
-        completion.num_scheduled = end
-        self.spans.append(span)
-        return span
+        self.spans.append(SpanEntry(completion, completion.slot, completion.residency, begin, end, sample))
+        self.plan.spans.add(slot=completion.slot, num_tokens=num_tokens, sample=sample)
 
     def step(
         self, *, decodes: DecodeView, last_draws: tuple[Completion, ...], released_slots: list[int]
@@ -182,48 +189,14 @@ class StepDraft:
         """Return the complete step. Its plan gets an id when it is sent."""
         sampling = [span.completion for span in self.spans if span.sample]
         masked = (*decodes.masked, *(completion for completion in sampling if completion.is_masked))
-        plan = ranks_pb2.StepPlan(
-            released_slots=released_slots,
-            new_sequences=self.new_sequences,
-            decode_slots=decodes.slots,
-            spans=[_scheduled_span(span) for span in self.spans],
-            block_slots=self.block_slots,
-            block_ids=self.block_ids,
-            masked_slots=[completion.slot for completion in masked],
-        )
+        self.plan.released_slots.extend(released_slots)
+        self.plan.decode_slots.extend(decodes.slots)
+        self.plan.masked_slots.extend(completion.slot for completion in masked)
         return ScheduledStep(
-            plan=plan,
+            plan=self.plan,
             decodes=decodes,
             spans=tuple(self.spans),
             grown=tuple(self.grown),
             last_draws=last_draws,
             masked=masked,
         )
-
-
-def _new_sequence(completion: Completion, prefix: list[int]) -> ranks_pb2.NewSequence:
-    """Return the message that binds a completion which has just started behind the blocks `prefix`."""
-    return ranks_pb2.NewSequence(
-        slot=completion.slot,
-        token_ids=completion.token_ids,
-        num_computed_tokens=completion.num_scheduled,
-        block_ids=prefix,
-        sampling=_sampling(completion),
-        num_prompt_tokens=completion.num_prompt_tokens,
-    )
-
-
-def _scheduled_span(span: SpanEntry) -> ranks_pb2.ScheduledSpan:
-    return ranks_pb2.ScheduledSpan(slot=span.slot, num_tokens=span.end - span.begin, sample=span.sample)
-
-
-def _sampling(completion: Completion) -> ranks_pb2.Sampling:
-    """Return the request's sampling with what is the completion's own."""
-    sampling = ranks_pb2.Sampling()
-    sampling.CopyFrom(completion.request.asked.sampling)
-    sampling.seed = completion.seed
-    if sampling.min_tokens:
-        sampling.end_token_ids.extend(sorted(completion.end_token_ids))
-    if not computes_prompt_logprobs(completion):
-        sampling.ClearField("num_prompt_logprobs")
-    return sampling

@@ -53,7 +53,7 @@ class StepsInFlight:
     """Steps that were submitted and not taken out yet, oldest first.
 
     `send` passes a step's plan on to the ranks, `send_masks` its masks. `on_progress` is called when `take` may have
-    news. `clock` dates steps.
+    news, `on_broken` with the reason when its taker finds that the group cannot go on. `clock` dates steps.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class StepsInFlight:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.on_progress: Callable[[], None] = lambda: None
+        self.on_broken: Callable[[str], None] = lambda _: None
         self._send = send
         self._send_masks = send_masks
         self._clock = clock

@@ -74,11 +74,6 @@ class CompletionFeed:
         if not self.is_queued:
             self._stream.has_news(self)
 
-    def push_last(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        """Add a token that ends the completion: it is reported, but is no part of the text."""
-        self.close()
-        self.push(token_id, logprobs)
-
     def close(self) -> None:
         """End the text: release what is held back, which may complete a stop string."""
         if not self._is_closed:

@@ -10,26 +10,25 @@ never has to be searched for one that can start:
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Final, Generic, TypeVar
 
 from hetero_gateway.engine.request import Completion, Request
 
 _REBUILD_FROM: Final = 64
 
-ItemT = TypeVar("ItemT")
+ItemT = TypeVar("ItemT", Completion, Request)
 
 
 class LiveHeap(Generic[ItemT]):
     """Priority queue whose entries die in place, smallest key first. No two living items have the same key.
 
-    Requests end at any moment, wherever they are queued. Taking them out of a heap would cost O(n), so the dead stay
-    until they surface, and when more than half of the heap may be dead it is rebuilt. Its size is therefore bounded by
-    twice the living, and every operation costs O(log n), amortised.
+    An item that has ended is dead. Requests end at any moment, wherever they are queued. Taking them out of a heap
+    would cost O(n), so the dead stay until they surface, and when more than half of the heap may be dead it is rebuilt.
+    Its size is therefore bounded by twice the living, and every operation costs O(log n), amortised.
     """
 
-    def __init__(self, *, is_dead: Callable[[ItemT], bool]) -> None:
-        self._is_dead = is_dead
+    def __init__(self) -> None:
         self._heap: list[tuple[tuple[Any, ...], ItemT]] = []
         self._rebuild_at = _REBUILD_FROM
 
@@ -37,13 +36,13 @@ class LiveHeap(Generic[ItemT]):
         """Add an item."""
         heapq.heappush(self._heap, (key, item))
         if len(self._heap) > self._rebuild_at:
-            self._heap = [entry for entry in self._heap if not self._is_dead(entry[1])]
+            self._heap = [entry for entry in self._heap if not entry[1].ended]
             heapq.heapify(self._heap)
             self._rebuild_at = max(_REBUILD_FROM, 2 * len(self._heap))
 
     def first(self) -> ItemT | None:
         """Return the living item of the smallest key."""
-        while self._heap and self._is_dead(self._heap[0][1]):
+        while self._heap and self._heap[0][1].ended:
             heapq.heappop(self._heap)
         return self._heap[0][1] if self._heap else None
 
@@ -64,7 +63,7 @@ class WaitingLine:
     """All waiting completions, each in exactly one of the three places. The ended go away by themselves."""
 
     def __init__(self) -> None:
-        self._line: LiveHeap[Completion] = LiveHeap(is_dead=_has_ended)
+        self._line: LiveHeap[Completion] = LiveHeap()
         self._num_pending: dict[Completion, int] = {}
 
     @property
@@ -125,7 +124,3 @@ class WaitingLine:
 
     def _push(self, completion: Completion) -> None:
         self._line.push(completion.urgency, completion)
-
-
-def _has_ended(completion: Completion) -> bool:
-    return completion.ended

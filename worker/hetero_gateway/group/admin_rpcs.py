@@ -71,8 +71,7 @@ class AdminRpcs:
 
     async def reset_cache(self, request: admin_pb2.ResetCacheRequest) -> admin_pb2.ResetCacheResponse:
         """Change layout, block size or number of blocks. Needs READY and idle."""
-        epoch = self._require("ResetCache", GroupState.READY)
-        self._require_idle("ResetCache")
+        epoch = self._require("ResetCache", GroupState.READY, idle=True)
         cache = asked_cache(request, self._settings, epoch.loaded_in_rank_order)
         return await self._run("ResetCache", self._reset_cache(epoch, cache))
 
@@ -80,8 +79,7 @@ class AdminRpcs:
         """Go from READY to ASLEEP. Needs an idle group."""
         if request.level not in (1, 2):
             raise InvalidCommand("level", f"must be 1 or 2, not {request.level}")
-        epoch = self._require("Sleep", GroupState.READY)
-        self._require_idle("Sleep")
+        epoch = self._require("Sleep", GroupState.READY, idle=True)
         return await self._run("Sleep", self._sleep(epoch, request.level))
 
     async def wake_up(self, request: admin_pb2.WakeUpRequest) -> admin_pb2.WakeUpResponse:
@@ -127,8 +125,7 @@ class AdminRpcs:
 
     async def update_weights(self) -> admin_pb2.UpdateWeightsResponse:
         """Read the model's files again in place of the weights that serve. Needs READY and idle."""
-        epoch = self._require("UpdateWeights", GroupState.READY)
-        self._require_idle("UpdateWeights")
+        epoch = self._require("UpdateWeights", GroupState.READY, idle=True)
         return await self._run("UpdateWeights", self._update_weights(epoch))
 
     # --- commands ---------------------------------------------------------------------------------------
@@ -153,7 +150,7 @@ class AdminRpcs:
 
     def _use_cache(self, cache: ranks_pb2.AllocateCache | None) -> None:
         """Have the engine go on with an empty cache."""
-        assert cache is not None, "a group that is READY has a cache"
+        assert cache is not None, "a group that is READY, or sleeps, has a cache"
         self._core.reset_cache(num_blocks=cache.num_blocks, block_size=cache.block_size)
 
     async def _update_weights(self, epoch: Epoch) -> admin_pb2.UpdateWeightsResponse:
@@ -182,13 +179,11 @@ class AdminRpcs:
         return admin_pb2.SleepResponse(freed_bytes=[report.freed_bytes for report in reports])
 
     async def _wake_up(self, epoch: Epoch, tags: frozenset[str]) -> admin_pb2.WakeUpResponse:
-        cache = epoch.cache
-        assert cache is not None, "a group that sleeps had a cache"
-        wake = ranks_pb2.WakeCommand(weights=WEIGHTS in tags, cache=cache if KV in tags else None)
+        wake = ranks_pb2.WakeCommand(weights=WEIGHTS in tags, cache=epoch.cache if KV in tags else None)
         async with self._core.hold():
             reports = await self._command(epoch, ranks_pb2.GroupCommand(wake=wake))
             if KV in tags:
-                self._core.reset_cache(num_blocks=cache.num_blocks, block_size=cache.block_size)
+                self._use_cache(epoch.cache)
             epoch.asleep -= tags
             epoch.note_bytes(reports)
             if not epoch.asleep:
@@ -238,13 +233,18 @@ class AdminRpcs:
         error = None if task.cancelled() else task.exception()
         logger.info("%s ended%s", task.get_name(), f": {error}" if error else "")
 
-    def _require(self, call: str, state: GroupState) -> Epoch:
-        """Return the live epoch of a group in this state while no other call is under way. Raises WrongState."""
+    def _require(self, call: str, state: GroupState, *, idle: bool = False) -> Epoch:
+        """Return the live epoch of a group in this state while no other call is under way. Raises WrongState.
+
+        With `idle` it must have no request either.
+        """
         epoch = self._group.current
         if self._group.state is not state or epoch is None:
             self._refuse(call, state)
         if self._under_way:
             raise WrongState(f"{call}: {self._under_way} is under way; try again when it has ended")
+        if idle:
+            self._require_idle(call)
         return epoch
 
     def _refuse(self, call: str, state: GroupState) -> NoReturn:

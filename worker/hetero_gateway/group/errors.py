@@ -6,7 +6,7 @@ HeteroError (hetero_api)
     ├── RankRefused        a rank cannot take the place that it asks for
     ├── CacheSizeError     the KV cache that the ranks can hold is too small
     ├── RankMisbehaved     a rank sent a message that it must not send now: a bug, or another program
-    ├── InvalidCommand     an admin RPC has a wrong field
+    ├── InvalidCommand     an admin RPC has a wrong field; an InvalidRequest of the engine, too
     ├── WrongState         an admin RPC does not fit the group's state
     │   └── CommandFailed  the ranks could not carry it out; the group is as it was
     └── EpochEnded         an epoch is over; `permanent` if trying again cannot help
@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hetero_api.errors import HeteroError
+from hetero_gateway.engine.errors import InvalidRequest
 
 
 class UnsupportedSpecError(HeteroError):
@@ -43,13 +44,8 @@ class RankMisbehaved(GroupError):
     """Message that the protocol does not allow."""
 
 
-class InvalidCommand(GroupError):
+class InvalidCommand(InvalidRequest, GroupError):
     """Wrong field of an admin RPC. `field` is its path in the message, `problem` what is wrong with it."""
-
-    def __init__(self, field: str, problem: str) -> None:
-        self.field = field
-        self.problem = problem
-        super().__init__(f"{field}: {problem}")
 
 
 class WrongState(GroupError):

@@ -24,7 +24,12 @@ def form_orders(
     """Yield each member's order to form the group, in rank order. Raises EpochEnded as `asked_exchange` does."""
     hellos = [member.hello for member in members]
     form = ranks_pb2.FormGroup(
-        places=[_place_of(member) for member in members],
+        places=[
+            ranks_pb2.RankPlace(
+                rank=rank, pool=hello.pool, pod_name=hello.pod_name, host_id=hello.host_id, device=hello.device
+            )
+            for rank, hello in enumerate(hellos)
+        ],
         measure_exchange=measures_times and len(hellos) > 1,
         dtype=settings.dtype if measures_times else "",
         store_address=hellos[0].store_address,
@@ -90,10 +95,3 @@ def built_exchange(
     if kind == ExchangeKind.SHARED_MEMORY and built != ranks_pb2.EXCHANGE_KIND_SHM:
         raise EpochEnded(f"{_FIELD}: SharedMemory, which the ranks could not build: {reason}", permanent=True)
     return built, reason
-
-
-def _place_of(member: Member) -> ranks_pb2.RankPlace:
-    hello = member.hello
-    return ranks_pb2.RankPlace(
-        rank=member.rank, pool=hello.pool, pod_name=hello.pod_name, host_id=hello.host_id, device=hello.device
-    )

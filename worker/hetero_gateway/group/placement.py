@@ -74,39 +74,35 @@ class GroupPlacement:
     def __init__(self, settings: GroupSettings, *, decide: DecidePlacement | None = None) -> None:
         self._settings = settings
         self._decide = decide or decide_placement
-        self._placement: Placement | None = None
-
-    @property
-    def current(self) -> Placement | None:
+        self.current: Placement | None = None
         """The placement that holds; None until it was decided."""
-        return self._placement
 
     @property
     def plan(self) -> ShardPlan | None:
         """The plan that holds; None until it was decided."""
-        return self._placement.plan if self._placement is not None else None
+        return self.current.plan if self.current is not None else None
 
     @property
     def needs_times(self) -> bool:
         """Whether the exchange has to be measured for the next `settle`."""
-        return self._placement is None
+        return self.current is None
 
     async def settle(self, ranks: PlacedRanks) -> Placement:
         """Return the placement of an epoch whose ranks have all formed. Raises PlanError."""
         held = held_plan(self._settings, ranks.hellos)
-        if self._placement is None:
-            self._placement = await asyncio.to_thread(self._decide, self._settings, ranks, held)
-            logger.info("placement: %s", self._placement.decision.reason)
-        elif held is not None and held != self._placement.plan:
+        if self.current is None:
+            self.current = await asyncio.to_thread(self._decide, self._settings, ranks, held)
+            logger.info("placement: %s", self.current.decision.reason)
+        elif held is not None and held != self.current.plan:
             logger.info("placement: the ranks hold another plan than this gateway's; theirs counts")
-            self._placement = replace(self._placement, plan=held)
-        return self._placement
+            self.current = replace(self.current, plan=held)
+        return self.current
 
     def replace_plan(self, plan: ShardPlan) -> None:
         """Adopt another plan of the same key, which the ranks have changed to. Raises PlanError before any decision."""
-        if self._placement is None:
+        if self.current is None:
             raise PlanError("no plan was decided that could be replaced")
-        self._placement = replace(self._placement, plan=plan)
+        self.current = replace(self.current, plan=plan)
 
 
 def held_plan(settings: GroupSettings, hellos: Sequence[ranks_pb2.Hello]) -> ShardPlan | None:

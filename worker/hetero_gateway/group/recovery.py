@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Final
 
 from hetero_api.host.restarts import RestartBudget, RestartPauses
@@ -95,14 +94,6 @@ FIRST_PAUSE_S: Final = 0.5
 LONGEST_PAUSE_S: Final = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """Reason why no epoch begins; `present` are the instance ids of the processes that were there."""
-
-    reason: str
-    present: frozenset[str]
-
-
 class EpochRestarts:
     """Decides whether, and when, the next epoch of a group may begin. Instance ids tell processes apart.
 
@@ -121,7 +112,10 @@ class EpochRestarts:
             max_restarts=self._limits.max_restarts, window_s=self._limits.window_seconds, clock=clock
         )
         self._pauses = RestartPauses(first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S)
-        self._failure: _Failure | None = None
+        self.failure: str | None = None
+        """Why no epoch begins until there is a new process."""
+        self._present: frozenset[str] = frozenset()
+        """Instance ids of the processes that were there at the failure."""
         self._not_before_s = clock()
 
     def note_end(self, reason: str, *, permanent: bool, ran_well: bool, present: Iterable[str]) -> None:
@@ -130,7 +124,7 @@ class EpochRestarts:
         has_budget = self._budget.spend()
         if permanent:
             self.note_failure(reason, present=present)
-        elif self._failure is not None:
+        elif self.failure is not None:
             return
         elif has_budget:
             self.ended_reason = reason
@@ -145,18 +139,13 @@ class EpochRestarts:
     def note_failure(self, reason: str, *, present: Iterable[str]) -> None:
         """Note a failure that trying again with the same processes cannot cure."""
         self.ended_reason = reason
-        self._failure = _Failure(reason, frozenset(present))
+        self.failure, self._present = reason, frozenset(present)
 
     def reconsider(self, present: Iterable[str]) -> None:
         """Forget the failure if there is a new process among those that are there, and it is time."""
-        if self._failure is not None and not self.pause_left_s and not self._failure.present.issuperset(present):
+        if self.failure is not None and not self.pause_left_s and not self._present.issuperset(present):
             logger.info("there is a new process: the group may form again")
-            self._failure = None
-
-    @property
-    def failure(self) -> str | None:
-        """Why no epoch begins until there is a new process."""
-        return None if self._failure is None else self._failure.reason
+            self.failure = None
 
     @property
     def pause_left_s(self) -> float:
@@ -169,4 +158,4 @@ class EpochRestarts:
         left_s = self.pause_left_s
         if not left_s:
             return ""
-        return f"next try in {left_s:.1f} s" if self._failure is None else f"a new process is tried in {left_s:.1f} s"
+        return f"next try in {left_s:.1f} s" if self.failure is None else f"a new process is tried in {left_s:.1f} s"

@@ -115,7 +115,7 @@ def clip(text: str) -> str:
 
 
 def _details(error: Exception) -> tuple[Message, ...]:
-    if isinstance(error, InvalidRequest | InvalidCommand):
+    if isinstance(error, InvalidRequest):
         return (_bad_request(Violation(error.field, error.problem)),)
     if isinstance(error, InvalidArguments):
         return (_bad_request(*error.violations),)

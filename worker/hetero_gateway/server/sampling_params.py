@@ -25,13 +25,6 @@ MAX_CHOICES: Final = 256
 SEED_BITS: Final = 63
 _PIECE: Final = 65_536
 
-_KINDS: Final = {
-    "json_schema": ConstraintKind.JSON_SCHEMA,
-    "regex": ConstraintKind.REGEX,
-    "grammar": ConstraintKind.GRAMMAR,
-    "choice": ConstraintKind.CHOICE,
-}
-
 
 class _Range(NamedTuple):
     """Bounds of a number; without `with_least` it must be more than `least`."""
@@ -128,7 +121,7 @@ def read_constraint(params: pb.SamplingParams) -> Constraint | None:
         return None
     if name == "choice":
         return Constraint(ConstraintKind.CHOICE, "", tuple(params.choice.texts))
-    return Constraint(_KINDS[name], getattr(params, name))
+    return Constraint(ConstraintKind(name), getattr(params, name))
 
 
 def _lengths(params: pb.SamplingParams) -> Iterable[Violation]:

@@ -37,24 +37,17 @@ async def _live(config: GatewayConfig, model: ServedModel) -> int:
     try:
         addresses = await gateway.listen(_ports(config, model))
         _announce(config, model, addresses)
-        _spare_the_collector()
-        return await serve_until(stop, gateway, drain_timeout_s=_drain_timeout_s(config, model))
+        # Objects that live as long as the process stay out of garbage collections, which would fall into steps.
+        gc.collect()
+        gc.freeze()
+        drain_timeout_s = config.drain_timeout_s
+        if drain_timeout_s is None:
+            drain_timeout_s = model.resource.spec.gateway.drain_timeout_seconds
+        return await serve_until(stop, gateway, drain_timeout_s=drain_timeout_s)
     finally:
         await gateway.close(SHUTTING_DOWN)
         if config.state_file is not None:
             config.state_file.unlink(missing_ok=True)
-
-
-def _spare_the_collector() -> None:
-    """Keep objects that live as long as the process out of garbage collections, which would fall into steps."""
-    gc.collect()
-    gc.freeze()
-
-
-def _drain_timeout_s(config: GatewayConfig, model: ServedModel) -> float:
-    if config.drain_timeout_s is not None:
-        return config.drain_timeout_s
-    return model.resource.spec.gateway.drain_timeout_seconds
 
 
 def _ports(config: GatewayConfig, model: ServedModel) -> Ports:

@@ -44,12 +44,9 @@ def check_generate(request: pb.GenerateRequest, *, vocab_size: int, max_model_le
     check_prompt_length(len(request.token_ids.ids), max_model_len=max_model_len)
     _raise_if_any(
         chain(
-            _request_id(request.request_id),
-            _cache_salt(request.cache_salt),
+            _own_fields(request),
             _prompt(request, vocab_size=vocab_size),
             sampling_violations(request.sampling, vocab_size=vocab_size),
-            _output_mode(request.output_mode),
-            _priority(request.priority),
             _received(request, vocab_size=vocab_size, max_model_len=max_model_len),
         )
     )
@@ -90,9 +87,18 @@ def _request_id(request_id: str) -> Iterable[Violation]:
         yield Violation("request_id", f"must be printable ASCII, not {_shown(request_id)}")
 
 
-def _cache_salt(salt: str) -> Iterable[Violation]:
-    if len(salt) > MAX_CACHE_SALT_CHARS:
-        yield Violation("cache_salt", f"must have at most {MAX_CACHE_SALT_CHARS} characters, not {len(salt)}")
+def _own_fields(request: pb.GenerateRequest) -> Iterable[Violation]:
+    """Yield what is wrong with the fields of a request that are not messages."""
+    yield from _request_id(request.request_id)
+    number = len(request.cache_salt)
+    if number > MAX_CACHE_SALT_CHARS:
+        yield Violation("cache_salt", f"must have at most {MAX_CACHE_SALT_CHARS} characters, not {number}")
+    if request.output_mode not in pb.OutputMode.values():
+        yield Violation(
+            "output_mode", f"must be OUTPUT_MODE_DELTA or OUTPUT_MODE_FINAL_ONLY, not {request.output_mode}"
+        )
+    if not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
+        yield Violation("priority", f"must be between -{MAX_PRIORITY} and {MAX_PRIORITY}, not {request.priority}")
 
 
 def _prompt(request: pb.GenerateRequest, *, vocab_size: int) -> Iterable[Violation]:
@@ -167,11 +173,6 @@ def _is_deeper(value: list[Any], limit: int) -> bool:
     return True
 
 
-def _priority(priority: int) -> Iterable[Violation]:
-    if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
-        yield Violation("priority", f"must be between -{MAX_PRIORITY} and {MAX_PRIORITY}, not {priority}")
-
-
 def _received(request: pb.GenerateRequest, *, vocab_size: int, max_model_len: int) -> Iterable[Violation]:
     if not request.received:
         return
@@ -189,11 +190,6 @@ def _received(request: pb.GenerateRequest, *, vocab_size: int, max_model_len: in
             yield Violation(field, f"has {len(received.token_ids)} tokens, the model's length is {max_model_len}")
             continue
         yield from token_id_violations(field, received.token_ids, vocab_size=vocab_size)
-
-
-def _output_mode(mode: pb.OutputMode.ValueType) -> Iterable[Violation]:
-    if mode not in pb.OutputMode.values():
-        yield Violation("output_mode", f"must be OUTPUT_MODE_DELTA or OUTPUT_MODE_FINAL_ONLY, not {mode}")
 
 
 def _shown(text: str) -> str:

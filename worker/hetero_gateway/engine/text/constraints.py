@@ -39,12 +39,6 @@ _STACK_BYTES: Final = 256 * 1024 * 1024
 _KEPT: Final = 64
 """Compiled constraints that are kept for the next request which asks for the same."""
 _MAX_PROBLEM_CHARS: Final = 500
-_FIELDS: Final = {
-    ConstraintKind.JSON_SCHEMA: "sampling.json_schema",
-    ConstraintKind.REGEX: "sampling.regex",
-    ConstraintKind.GRAMMAR: "sampling.grammar",
-    ConstraintKind.CHOICE: "sampling.choice",
-}
 
 _T = TypeVar("_T")
 
@@ -89,7 +83,7 @@ class CompiledConstraint(Constraint):
 
     def matcher(self) -> TokenMatcher:
         """Return a matcher at the form's beginning."""
-        return TokenMatcher(self.prototype.deep_copy(), field_name=_FIELDS[self.kind], vocab_size=self.vocab_size)
+        return TokenMatcher(self.prototype.deep_copy(), field_name=self.field_name, vocab_size=self.vocab_size)
 
 
 class ConstraintCompiler:
@@ -118,7 +112,7 @@ class ConstraintCompiler:
         return kept
 
     async def _compile_in_time(self, constraint: Constraint) -> CompiledConstraint:
-        field_name = _FIELDS[constraint.kind]
+        field_name = constraint.field_name
         _check_size(constraint, field_name)
         if not self._eos_token_ids:
             raise InvalidRequest(field_name, "needs a model that names its end-of-sequence token; this one does not")

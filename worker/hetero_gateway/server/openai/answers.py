@@ -202,16 +202,6 @@ class CompletionFormatter(ResponseFormatter):
         return self._token_bytes(token_id).decode(errors="replace")
 
 
-def usage_object(*, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> Json:
-    """Return the usage of all choices together; a prompt counts once, however many completions it has."""
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
-    }
-
-
 RETRY_AFTER: Final = {"Retry-After": "1"}
 _SHOWN: Final = 8
 
@@ -262,22 +252,6 @@ def failure_of(error: Exception) -> Failure | None:
         return None
     status, kind, code = known
     return Failure(status, kind, str(error), code=code)
-
-
-def internal_failure() -> Failure:
-    """Return the answer to a bug, whose nature stays in the log."""
-    return Failure(500, "server_error", "internal error; the gateway's log tells what happened", code="internal")
-
-
-def unknown_model(asked: str, served: str) -> Failure:
-    """Return the answer to a call for a model that is not served here."""
-    return Failure(
-        404,
-        "invalid_request_error",
-        f"model: {asked!r} is not served here; this replica serves {served!r}",
-        param="model",
-        code="model_not_found",
-    )
 
 
 def _invalid(message: str, param: str) -> Failure:

@@ -15,7 +15,7 @@ from hetero_api.v1 import inference_pb2 as pb
 from hetero_api.v1.logprobs_pb2 import TokenLogprobs
 from hetero_gateway.engine.request import GenerationRequest
 from hetero_gateway.engine.stream import RequestStream
-from hetero_gateway.server.openai.answers import Choice, Json, Position, ResponseFormatter, usage_object
+from hetero_gateway.server.openai.answers import Choice, Json, Position, ResponseFormatter
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,22 +133,18 @@ class Call:
                 yield event
 
     def _usage(self) -> Json:
-        return usage_object(
-            prompt_tokens=sum(part.num_prompt_tokens for part in self._parts),
-            cached_tokens=sum(self._cached.values()),
-            completion_tokens=self._num_generated,
-        )
+        """Return the usage of all choices together; a prompt counts once, however many completions it has."""
+        prompt_tokens = sum(part.num_prompt_tokens for part in self._parts)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": self._num_generated,
+            "total_tokens": prompt_tokens + self._num_generated,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
+        }
 
 
 K = TypeVar("K")
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class _End:
-    """The end of a stream, well or with an error."""
-
-    error: BaseException | None
 
 
 async def merged(streams: Sequence[tuple[K, AsyncIterable[T]]]) -> AsyncIterator[tuple[K, T]]:
@@ -157,28 +153,28 @@ async def merged(streams: Sequence[tuple[K, AsyncIterable[T]]]) -> AsyncIterator
     An error of one stream is raised, and ends all.
     """
     # One event of each stream at most waits here: the streams themselves merge what is not read.
-    news: asyncio.Queue[tuple[K, T] | _End] = asyncio.Queue(maxsize=len(streams))
+    news: asyncio.Queue[tuple[K, T] | Exception | None] = asyncio.Queue(maxsize=len(streams))
     readers = [asyncio.create_task(_read(key, stream, news)) for key, stream in streams]
     try:
         num_open = len(readers)
         while num_open:
             event = await news.get()
-            if not isinstance(event, _End):
+            if isinstance(event, Exception):
+                raise event
+            if event is None:
+                num_open -= 1
+            else:
                 yield event
-                continue
-            if event.error is not None:
-                raise event.error
-            num_open -= 1
     finally:
         for reader in readers:
             reader.cancel()
 
 
-async def _read(key: K, stream: AsyncIterable[T], news: asyncio.Queue[tuple[K, T] | _End]) -> None:
-    error: BaseException | None = None
+async def _read(key: K, stream: AsyncIterable[T], news: asyncio.Queue[tuple[K, T] | Exception | None]) -> None:
+    """Put the stream's events into `news`, then the error that it ends with, or None."""
     try:
         async for event in stream:
             await news.put((key, event))
-    except Exception as raised:  # noqa: BLE001 — raised to the reader of the merged stream
-        error = raised
-    await news.put(_End(error))
+        await news.put(None)
+    except Exception as error:  # noqa: BLE001 — raised to the reader of the merged stream
+        await news.put(error)

@@ -31,8 +31,6 @@ from hetero_gateway.server.openai.answers import (
     Json,
     ResponseFormatter,
     failure_of,
-    internal_failure,
-    unknown_model,
 )
 from hetero_gateway.server.openai.call import Call, Part
 from hetero_gateway.server.openai.http_server import RequestBodies, client_gone
@@ -122,7 +120,8 @@ class OpenAiEndpoint:
     def _check_model(self, asked: str) -> None:
         """Raise Failure when another model is meant."""
         if asked not in (self._name, self._root):
-            raise unknown_model(asked, self._name)
+            text = f"model: {asked!r} is not served here; this replica serves {self._name!r}"
+            raise Failure(404, "invalid_request_error", text, param="model", code="model_not_found")
 
     # --- one call ---------------------------------------------------------------------------------------
 
@@ -207,7 +206,8 @@ class _Ticket:
         failure = failure_of(error)
         if failure is None:
             logger.error("request_id=%s failed", self.call_id, exc_info=error)
-            failure = internal_failure()
+            text = "internal error; the gateway's log tells what happened"
+            failure = Failure(500, "server_error", text, code="internal")
         self.outcome = str(failure.status)
         return failure
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -123,20 +124,14 @@ class HttpListener:
 def _bound(host: str, port: int, option: str) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        listening = socket.socket(family, socket.SOCK_STREAM)
+        is_ipv6 = family == socket.AF_INET6
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=is_ipv6)
     except OSError as error:
-        raise BindError(f"{option}: cannot listen on {host} port {port}: {error.strerror}") from error
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((host, port))
-        listening.listen(_BACKLOG)
-    except OSError as error:
-        listening.close()
+        # The standard library adds the address to the system's words.
+        reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
         raise BindError(
-            f"{option}: cannot listen on {host} port {port} ({error.strerror}); choose another port, or 0 for any that "
-            "is free"
+            f"{option}: cannot listen on {host} port {port} ({reason}); choose another port, or 0 for any that is free"
         ) from error
-    return listening
 
 
 class RequestBodies:
