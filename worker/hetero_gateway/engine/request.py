@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import math
 import struct
 from dataclasses import dataclass, field
 
@@ -179,6 +180,11 @@ class Request:
     parked: list[Completion] = field(default_factory=list)
     prompt_logprobs: list[logprobs_pb2.TokenLogprobs] | None = None
     prompt_logprobs_source: tuple[Completion, int] | None = None
+
+    @property
+    def deadline_s(self) -> float:
+        """Time of the engine's clock at which it ends; infinite without a deadline."""
+        return math.inf if self.asked.deadline_s is None else self.asked.deadline_s
 
     @property
     def request_id(self) -> str:

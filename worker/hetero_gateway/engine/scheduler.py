@@ -102,7 +102,7 @@ class Scheduler:
         self._requests[asked.request_id] = request
         self._num_queued_tokens += request.num_queued_tokens
         if asked.deadline_s is not None:
-            self._deadlines.push((asked.deadline_s, request.order), request)
+            self._deadlines.push((request.deadline_s, request.order), request)
         for completion in request.completions:
             if mark_if_received_whole(completion):
                 self._end(completion)
@@ -125,7 +125,7 @@ class Scheduler:
     def expire(self, now: float) -> list[Request]:
         """End the requests whose deadline has come, waiting or running, and return them."""
         expired: list[Request] = []
-        while (request := self._deadlines.first()) is not None and _deadline_s(request) <= now:
+        while (request := self._deadlines.first()) is not None and request.deadline_s <= now:
             self._deadlines.pop()
             self._end_request(request)
             expired.append(request)
@@ -134,7 +134,7 @@ class Scheduler:
     def next_deadline_s(self) -> float | None:
         """Return when `expire` has something to do next."""
         request = self._deadlines.first()
-        return None if request is None else _deadline_s(request)
+        return None if request is None else request.deadline_s
 
     def clear(self) -> list[Request]:
         """End all requests, and return them."""
@@ -197,7 +197,8 @@ class Scheduler:
         self._waiting.clear()
         for request in self._requests.values():
             if block_size != self._cache.block_size:
-                _reset_digests(request, block_size=block_size)
+                for completion in request.completions:
+                    completion.digests = BlockDigests(cache_salt=request.asked.cache_salt, block_size=block_size)
             self._enter_line(request)
 
     def _new_cache(self, *, num_blocks: int, block_size: int) -> tuple[RunningBatch, StepPlanner]:
@@ -313,17 +314,6 @@ class Scheduler:
             self._counts.finished_requests += 1
         else:
             self._waiting.replace_first(request)
-
-
-def _reset_digests(request: Request, *, block_size: int) -> None:
-    for completion in request.completions:
-        completion.digests = BlockDigests(cache_salt=request.asked.cache_salt, block_size=block_size)
-
-
-def _deadline_s(request: Request) -> float:
-    deadline_s = request.asked.deadline_s
-    assert deadline_s is not None, "only requests with a deadline are in the heap"
-    return deadline_s
 
 
 def _take_prompt_logprobs(request: Request) -> list[logprobs_pb2.TokenLogprobs]:

@@ -72,7 +72,7 @@ class AdminRpcs:
     async def reset_cache(self, request: admin_pb2.ResetCacheRequest) -> admin_pb2.ResetCacheResponse:
         """Change layout, block size or number of blocks. Needs READY and idle."""
         epoch = self._require("ResetCache", GroupState.READY, idle=True)
-        cache = asked_cache(request, self._settings, epoch.loaded_in_rank_order)
+        cache = asked_cache(request, self._settings, epoch.loaded)
         return await self._run("ResetCache", self._reset_cache(epoch, cache))
 
     async def sleep(self, request: admin_pb2.SleepRequest) -> admin_pb2.SleepResponse:
@@ -148,9 +148,8 @@ class AdminRpcs:
             kv_bytes=[report.kv_bytes for report in reports],
         )
 
-    def _use_cache(self, cache: ranks_pb2.AllocateCache | None) -> None:
+    def _use_cache(self, cache: ranks_pb2.AllocateCache) -> None:
         """Have the engine go on with an empty cache."""
-        assert cache is not None, "a group that is READY, or sleeps, has a cache"
         self._core.reset_cache(num_blocks=cache.num_blocks, block_size=cache.block_size)
 
     async def _update_weights(self, epoch: Epoch) -> admin_pb2.UpdateWeightsResponse:

@@ -60,11 +60,12 @@ class Epoch:
         self.exchange = ranks_pb2.EXCHANGE_KIND_UNSPECIFIED
         self.exchange_reason = ""
         """Why the exchange is not the one that was asked for."""
-        self.cache: ranks_pb2.AllocateCache | None = None
-        """None until chosen. While the cache is asleep, the one that was and will be."""
+        self.cache = ranks_pb2.AllocateCache()
+        """Without blocks until chosen. While the cache is asleep, the one that was and will be."""
         self.asleep: frozenset[str] = frozenset()
         """Tags of the memory that was given up."""
-        self.loaded: dict[int, ranks_pb2.Loaded] = {}
+        self.loaded: list[ranks_pb2.Loaded] = []
+        """Report of each rank on its load, in rank order; empty until all have loaded."""
         self.weight_bytes: dict[int, int] = {}
         self.kv_bytes: dict[int, int] = {}
         self.graph_bytes: dict[int, int] = {}
@@ -220,12 +221,12 @@ class Epoch:
         order = load_order(self._settings, placement.plan)
         self._send_all(ranks_pb2.GatewayMessage(epoch=self.number, load_model=order))
         answers = await self._await_answers("loaded", deadline_s)
-        self.loaded = {rank: message.loaded for rank, message in enumerate(answers)}
-        self.weight_bytes = {rank: loaded.weight_bytes for rank, loaded in self.loaded.items()}
+        self.loaded = [message.loaded for message in answers]
+        self.weight_bytes = {rank: loaded.weight_bytes for rank, loaded in enumerate(self.loaded)}
 
     async def _allocate(self, deadline_s: float) -> None:
         try:
-            self.cache = first_cache(self._settings, self.loaded_in_rank_order)
+            self.cache = first_cache(self._settings, self.loaded)
         except CacheSizeError as error:
             raise EpochEnded(str(error), permanent=True) from error
         self._send_all(ranks_pb2.GatewayMessage(epoch=self.number, allocate_cache=self.cache))
@@ -243,7 +244,7 @@ class Epoch:
     async def _run_warm_up(self) -> None:
         """Compute the first plans. Raises GroupLost."""
         # Ranks that all kept their weights are warm, and only their gateway is new.
-        are_warm = all(report.load_s == 0 for report in self.loaded.values())
+        are_warm = all(report.load_s == 0 for report in self.loaded)
         brief = are_warm or self._core.paused_requests > 0
         graph_sizes = () if brief else self._graph_sizes()
         for plan in warm_up_plans(self._step_bounds(), brief=brief, graph_sizes=graph_sizes):
@@ -258,16 +259,16 @@ class Epoch:
 
     def _graph_sizes(self) -> set[int]:
         """Return the graph sizes to warm up: all that ranks make, but no large ones where host ranks take part."""
-        sizes = {size for loaded in self.loaded.values() for size in loaded.graph_sizes}
+        sizes = {size for loaded in self.loaded for size in loaded.graph_sizes}
         if all(member.hello.device.kind == ranks_pb2.DEVICE_KIND_CUDA for member in self.members):
             return sizes
         return {size for size in sizes if size <= MAX_WARM_SEQS}
 
     def _step_bounds(self) -> StepBounds:
-        cache = self._cache_that_stands()
+        engine, cache = self._settings.spec.engine, self.cache
         return StepBounds(
-            max_num_seqs=self._settings.spec.engine.max_num_seqs,
-            max_num_batched_tokens=self._settings.spec.engine.max_num_batched_tokens,
+            max_num_seqs=engine.max_num_seqs,
+            max_num_batched_tokens=engine.max_num_batched_tokens,
             max_model_len=self._settings.max_model_len,
             block_size=cache.block_size,
             num_blocks=cache.num_blocks,
@@ -276,7 +277,7 @@ class Epoch:
     def _open(self) -> None:
         if self.is_over:
             return
-        cache = self._cache_that_stands()
+        cache = self.cache
         self._heartbeats.tolerate(SERVING_SILENCE_S)
         self._served_since_s = asyncio.get_running_loop().time()
         in_flight = self._executor.in_flight
@@ -284,15 +285,6 @@ class Epoch:
         self._enter(GroupState.READY)
 
     # --- shared -----------------------------------------------------------------------------------------
-
-    @property
-    def loaded_in_rank_order(self) -> list[ranks_pb2.Loaded]:
-        """Report of each rank on its load; once they all have loaded."""
-        return [self.loaded[member.rank] for member in self.members]
-
-    def _cache_that_stands(self) -> ranks_pb2.AllocateCache:
-        assert self.cache is not None, "the cache is chosen before it is used"
-        return self.cache
 
     def _enter(self, phase: GroupState) -> None:
         self.phase = phase

@@ -25,7 +25,7 @@ def describe_epoch(settings: GroupSettings, epoch: Epoch, answer: admin_pb2.GetT
     answer.exchange_reason = epoch.exchange_reason
     answer.asleep.extend(sorted(epoch.asleep))
     cache = epoch.cache
-    if cache is not None:
+    if cache.num_blocks:
         answer.block_size, answer.num_blocks = cache.block_size, cache.num_blocks - 1
         answer.cache_layout = layout_of(cache, settings)
 
@@ -43,9 +43,9 @@ def _describe(
         status.pin_message = member.hello.device.pin_message
     if epoch is not None and epoch.phase is not GroupState.FORMING:
         status.shard.CopyFrom(shard)
-        loaded = epoch.loaded.get(place.rank)
         status.weight_bytes, status.kv_bytes = epoch.weight_bytes.get(place.rank, 0), epoch.kv_bytes.get(place.rank, 0)
-        if loaded is not None:
+        if epoch.loaded:
+            loaded = epoch.loaded[place.rank]
             status.load_s = loaded.load_s
             status.graph_bytes = epoch.graph_bytes.get(place.rank, 0)
             status.graph_reserve_bytes = loaded.graph_reserve_bytes

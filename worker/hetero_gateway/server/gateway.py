@@ -30,7 +30,7 @@ from hetero_gateway.server.admin import serve_admin
 from hetero_gateway.server.calls import InFlight
 from hetero_gateway.server.config import ServedModel
 from hetero_gateway.server.errors import BindError
-from hetero_gateway.server.grpc_server import UNBOUNDED, Bearer, BearerInterceptor, bind, new_server
+from hetero_gateway.server.grpc_server import UNBOUNDED, BearerInterceptor, bind, new_server
 from hetero_gateway.server.health import WHOLE_SERVER, GatewayProbes, HealthServicer, LoopReader
 from hetero_gateway.server.inference import InferenceServicer, serve_inference
 from hetero_gateway.server.metrics import EngineCollector, EngineReading, GatewayMetrics
@@ -114,8 +114,11 @@ class Gateway:
         self._endpoint = OpenAiEndpoint(self.core, model=model, reader=reader, metrics=metrics, in_flight=in_flight)
         self._http: HttpListener | None = None
         self._admin = self._admin_server(admin_token)
-        self._ranks = new_server(max_message_bytes=MAX_RANKS_MESSAGE_BYTES)
-        serve_ranks(self._ranks, self.group, token=token)
+        self._ranks = new_server(
+            max_message_bytes=MAX_RANKS_MESSAGE_BYTES,
+            interceptors=[BearerInterceptor(token, whose="this group's")],
+        )
+        serve_ranks(self._ranks, self.group)
 
     async def listen(self, ports: Ports) -> Addresses:
         """Bind every port, then answer on all. Raises BindError; `close` is to be called then too."""
@@ -207,7 +210,7 @@ class Gateway:
             raise BindError(f"--metrics-port: cannot listen on {host} port {port}: {error.strerror}") from error
 
     def _admin_server(self, token: str | None) -> grpc.aio.Server:
-        interceptors = [] if token is None else [BearerInterceptor(Bearer(token, whose="the administrator's"))]
+        interceptors = [] if token is None else [BearerInterceptor(token, whose="the administrator's")]
         server = new_server(
             max_message_bytes=MAX_INFERENCE_MESSAGE_BYTES, max_answer_bytes=UNBOUNDED, interceptors=interceptors
         )

@@ -102,42 +102,35 @@ def _why_not(host: str, port: int) -> str:
 _HEALTH_PREFIX: Final = "/grpc.health.v1.Health/"
 
 
-class Bearer:
-    """A token that callers must show. `whose` names it in refusals, e.g. "this group's"."""
+class BearerInterceptor(grpc.aio.ServerInterceptor):
+    """Interceptor that asks callers of a server for a token, on all calls but those of health.
+
+    `whose` names the token in refusals, e.g. "this group's".
+    """
 
     def __init__(self, token: str, *, whose: str) -> None:
         self._expected = f"Bearer {token}".encode()
         self._whose = whose
-
-    def is_shown(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
-        """Return whether the metadata hold the token exactly once, in a time that tells nothing about it."""
-        shown = [value for key, value in metadata or () if key == AUTHORIZATION_KEY]
-        raw = shown[0] if len(shown) == 1 else ""
-        return hmac.compare_digest(raw.encode() if isinstance(raw, str) else raw, self._expected)
-
-    async def refuse(self, context: Context) -> None:
-        """End the call with UNAUTHENTICATED."""
-        logger.warning("peer=%s called without %s token", context.peer(), self._whose)
-        message = f"metadata {AUTHORIZATION_KEY!r} must be 'Bearer TOKEN' with {self._whose} token"
-        await abort(context, RpcStatus(grpc.StatusCode.UNAUTHENTICATED, message))
-
-
-class BearerInterceptor(grpc.aio.ServerInterceptor):
-    """Interceptor that asks for the token on all calls of a server but those of health."""
-
-    def __init__(self, bearer: Bearer) -> None:
-        self._bearer = bearer
 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         """Pass on a call that shows the token; refuse another before anything of it is read."""
         details = handler_call_details
-        if details.method.startswith(_HEALTH_PREFIX) or self._bearer.is_shown(details.invocation_metadata):
+        if details.method.startswith(_HEALTH_PREFIX) or self._is_shown(details.invocation_metadata):
             handler: grpc.RpcMethodHandler[Any, Any] | None = await continuation(details)
             return handler
         # A handler of streams fits any call: it is refused before anything of it is read.
         return grpc.stream_stream_rpc_method_handler(self._refuse)
 
+    def _is_shown(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
+        """Return whether the metadata hold the token exactly once, in a time that tells nothing about it."""
+        shown = [value for key, value in metadata or () if key == AUTHORIZATION_KEY]
+        raw = shown[0] if len(shown) == 1 else ""
+        return hmac.compare_digest(raw.encode() if isinstance(raw, str) else raw, self._expected)
+
     async def _refuse(self, _: object, context: Context) -> None:
-        await self._bearer.refuse(context)
+        """End the call with UNAUTHENTICATED."""
+        logger.warning("peer=%s called without %s token", context.peer(), self._whose)
+        message = f"metadata {AUTHORIZATION_KEY!r} must be 'Bearer TOKEN' with {self._whose} token"
+        await abort(context, RpcStatus(grpc.StatusCode.UNAUTHENTICATED, message))

@@ -1,7 +1,8 @@
 """hetero.v1.Ranks: one stream a rank, for the rank's whole life.
 
 A stream is read by one task and written by another, through the rank's link, so a rank that does not read delays
-neither the group nor the loop. Nothing is read from a caller without the group's token.
+neither the group nor the loop. The server refuses callers without the group's token before anything of theirs is
+read.
 
 The gateway's messages come serialised from the link: `serve_ranks` registers the service with a handler that passes
 bytes through, which the generated one does not.
@@ -20,7 +21,6 @@ from hetero_api.v1 import ranks_pb2
 from hetero_gateway.group.rendezvous import Group
 from hetero_gateway.group.roster import LinkEnd, RankLink
 from hetero_gateway.server.calls import Context, RpcStatus, abort, answering, clip, when_over
-from hetero_gateway.server.grpc_server import Bearer
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +35,10 @@ _CODES: Final = {
 _SERVICE: Final = ranks_pb2.DESCRIPTOR.services_by_name["Ranks"].full_name
 
 
-def serve_ranks(server: grpc.aio.Server, group: Group, *, token: str) -> None:
+def serve_ranks(server: grpc.aio.Server, group: Group) -> None:
     """Have `server` answer hetero.v1.Ranks for `group`."""
     join: Any = grpc.stream_stream_rpc_method_handler(
-        RanksServicer(group, token=token).Join,
+        RanksServicer(group).Join,
         request_deserializer=ranks_pb2.RankMessage.FromString,
         response_serializer=None,  # bytes already
     )
@@ -46,19 +46,16 @@ def serve_ranks(server: grpc.aio.Server, group: Group, *, token: str) -> None:
 
 
 class RanksServicer:
-    """The service: ranks that show `token` become links of the group."""
+    """The service: ranks that call become links of the group."""
 
-    def __init__(self, group: Group, *, token: str) -> None:
+    def __init__(self, group: Group) -> None:
         self._group = group
-        self._bearer = Bearer(token, whose="this group's")
 
     async def Join(  # noqa: N802
         self, request_iterator: AsyncIterator[ranks_pb2.RankMessage], context: Context
     ) -> AsyncIterator[bytes]:
         """Exchange messages with a rank until one of the two leaves."""
         async with answering(context, "Join"):
-            if not self._bearer.is_shown(context.invocation_metadata()):
-                await self._bearer.refuse(context)
             link = RankLink(context.peer())
             reader = asyncio.create_task(self._read(request_iterator, link))
             when_over(context, lambda: self._hang_up(link, reader))

@@ -6,7 +6,7 @@ So bounds and defaults have one home, whichever door a request came through.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from hetero_api.v1 import inference_pb2 as pb
@@ -19,7 +19,6 @@ from hetero_gateway.server.openai.schema import (
     Message,
     ResponseFormat,
     StructuredOutputs,
-    Tool,
 )
 
 _OTHERWISE: Final = {"seed", "top_k", "max_tokens", "logprobs"}
@@ -38,7 +37,7 @@ def chat_requests(body: ChatBody, request_id: str) -> list[pb.GenerateRequest]:
     request = _request(body, request_id=request_id)
     request.chat.messages.extend(_message(message) for message in body.messages)
     if body.tools and body.tool_choice != "none":
-        request.chat.tools_json = _tools_json(body.tools)
+        request.chat.tools_json = json.dumps([tool.model_dump(exclude_none=True) for tool in body.tools])
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if max_tokens is not None:
         _set(request.sampling, "max_tokens", max_tokens)
@@ -85,7 +84,9 @@ def _request(body: Generation, *, request_id: str) -> pb.GenerateRequest:
         sampling.seed = body.seed % _SEED_SPACE
     sampling.stop.extend([body.stop] if isinstance(body.stop, str) else body.stop or ())
     _try("stop_token_ids", lambda: sampling.stop_token_ids.extend(body.stop_token_ids or ()))
-    _try("logit_bias", lambda: _set_biases(sampling, body.logit_bias or {}))
+    biases = (body.logit_bias or {}).items()
+    # Keys of JSON are text.
+    _try("logit_bias", lambda: sampling.logit_bias.update({int(token): bias for token, bias in biases}))
     if body.response_format is not None:
         _constrain_response(sampling, body.response_format)
     if body.structured_outputs is not None:
@@ -112,12 +113,6 @@ def _constrain(sampling: pb.SamplingParams, form: StructuredOutputs) -> None:
         sampling.choice.texts.extend(form.choice or ())
 
 
-def _set_biases(sampling: pb.SamplingParams, biases: Mapping[str, float]) -> None:
-    """Set biases by token ids, which are text as keys of JSON."""
-    for token, bias in biases.items():
-        sampling.logit_bias[int(token)] = bias
-
-
 def _message(message: Message) -> pb.ChatMessage:
     content = message.content or ""
     if not isinstance(content, str):
@@ -131,10 +126,6 @@ def _message(message: Message) -> pb.ChatMessage:
         tool_call_id=message.tool_call_id or "",
         name=message.name or "",
     )
-
-
-def _tools_json(tools: Sequence[Tool]) -> str:
-    return json.dumps([tool.model_dump(exclude_none=True) for tool in tools])
 
 
 def _set(message: Any, name: str, value: Any) -> None:
