@@ -186,7 +186,7 @@ def give_siblings_one_seed(patch: pytest.MonkeyPatch) -> None:
 
 def serve_the_newest_first(patch: pytest.MonkeyPatch) -> None:
     def mutant(self: WaitingLine, completion: Completion) -> None:
-        self._line.push(tuple(-part for part in completion.urgency), completion)
+        self.line.push(tuple(-part for part in completion.urgency), completion)
 
     patch.setattr(WaitingLine, "_push", mutant)
 

@@ -97,14 +97,14 @@ class StepPlanner:
     def _admit(self, draft: StepDraft, *, budget: int, now: float) -> None:
         """Start waiting completions, in order, while budget, slots and blocks last."""
         while budget > 0 and self._batch.num_startable > 0:
-            completion = self._waiting.first()
+            completion = self._waiting.line.first()
             if completion is None or self._is_blocked(completion):
                 return
             prefix = self._batch.find_prefix(completion)
             if not self._batch.can_start(completion, prefix):
                 self._blocked = completion, self._batch.pool.free_blocks
                 return
-            self._waiting.pop()
+            self._waiting.line.pop()
             self._start(draft, completion, prefix, now=now)
             budget -= self._add_chunk(draft, completion, budget=budget)
 

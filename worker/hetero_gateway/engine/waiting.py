@@ -63,21 +63,14 @@ class WaitingLine:
     """All waiting completions, each in exactly one of the three places. The ended go away by themselves."""
 
     def __init__(self) -> None:
-        self._line: LiveHeap[Completion] = LiveHeap()
+        self.line: LiveHeap[Completion] = LiveHeap()
+        """Completions that could start now, by urgency."""
         self._num_pending: dict[Completion, int] = {}
 
     @property
     def has_returning(self) -> bool:
         """Whether a preempted completion will be in line within the steps in flight."""
         return bool(self._num_pending)
-
-    def first(self) -> Completion | None:
-        """Return the most urgent completion in line."""
-        return self._line.first()
-
-    def pop(self) -> Completion:
-        """Take out the completion that `first` has just returned."""
-        return self._line.pop()
 
     def enter(self, request: Request, *, shares_blocks: bool) -> None:
         """Queue all completions of a request, none of which runs; parked behind the first if they share blocks."""
@@ -119,8 +112,8 @@ class WaitingLine:
 
     def clear(self) -> None:
         """Drop all waiting completions."""
-        self._line.clear()
+        self.line.clear()
         self._num_pending.clear()
 
     def _push(self, completion: Completion) -> None:
-        self._line.push(completion.urgency, completion)
+        self.line.push(completion.urgency, completion)

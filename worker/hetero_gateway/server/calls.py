@@ -18,6 +18,7 @@ import grpc
 from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
+from prometheus_client import Counter
 
 from hetero_api.errors import HeteroError
 from hetero_gateway.engine.errors import (
@@ -85,8 +86,8 @@ def status_of(error: Exception) -> RpcStatus:
 
 
 @asynccontextmanager
-async def answering(context: Context, method: str) -> AsyncIterator[None]:
-    """End the call with the status that fits an error raised inside."""
+async def answering(context: Context, method: str, account: Account | None = None) -> AsyncIterator[None]:
+    """End the call with the status that fits an error raised inside, which is also its outcome in `account`."""
     try:
         yield
     except grpc.aio.AbortError:
@@ -95,6 +96,8 @@ async def answering(context: Context, method: str) -> AsyncIterator[None]:
         status = status_of(error)
         if status.code is grpc.StatusCode.INTERNAL:
             logger.exception("method=%s peer=%s failed", method, context.peer())
+        if account is not None:
+            account.outcome = status.code.name
         await abort(context, status)
 
 
@@ -155,3 +158,18 @@ class InFlight:
     async def wait_idle(self) -> None:
         """Return once there is none."""
         await self._none.wait()
+
+
+class Account:
+    """Account of one call, in flight until it is closed, then counted by its outcome; `outcome` until one is set."""
+
+    def __init__(self, in_flight: InFlight, calls: Counter, *, outcome: str) -> None:
+        self.outcome = outcome
+        self._in_flight = in_flight
+        self._calls = calls
+        in_flight.enter()
+
+    def close(self) -> None:
+        """Count the call. Once only."""
+        self._in_flight.leave()
+        self._calls.labels(self.outcome).inc()

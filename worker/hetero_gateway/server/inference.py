@@ -9,8 +9,7 @@ Requests come as bytes: the reader parses them, bounded and off the loop where t
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
 from typing import Any, Final
 
 import grpc
@@ -20,7 +19,7 @@ from hetero_gateway.engine.core import EngineCore
 from hetero_gateway.engine.errors import DeadlineExceeded
 from hetero_gateway.engine.request import FinishReason
 from hetero_gateway.engine.stream import StreamEvent
-from hetero_gateway.server.calls import Context, InFlight, answering, status_of, when_over
+from hetero_gateway.server.calls import Account, Context, InFlight, answering, when_over
 from hetero_gateway.server.metrics import GatewayMetrics
 from hetero_gateway.server.reading import RequestReader
 from hetero_gateway.server.validation import check_abort
@@ -71,29 +70,27 @@ class InferenceServicer:
 
     async def Generate(self, data: bytes, context: Context) -> AsyncIterator[pb.GenerateEvent]:  # noqa: N802
         """Stream completions of one prompt."""
-        outcome = _Outcome()
-        self._in_flight.enter()
-        # These run as soon as the call is over, also when it ends while a message is being written.
-        when_over(context, self._in_flight.leave)
-        when_over(context, lambda: self._metrics.requests.labels(outcome.name).inc())
-        async with answering(context, "Generate"):
-            with outcome.named():
-                arrived_s = self._clock()
-                request = await self._reader.parse(pb.GenerateRequest, data)
-                asked = await self._reader.read(request, deadline_s=_deadline(context, now=arrived_s))
-                stream = self._core.submit(asked)
-                when_over(context, stream.cancel)
-                prompt_tokens = stream.num_prompt_tokens
-                yield started_event(asked.request_id, prompt_tokens=prompt_tokens, seed=asked.sampling.seed)
-                is_whole = request.output_mode == pb.OUTPUT_MODE_FINAL_ONLY
-                is_first = True
-                async for event in merged(stream) if is_whole else stream:
-                    if isinstance(event, pb.Finished):
-                        outcome.name = FinishReason(event.reason).name
-                    elif is_first and isinstance(event, pb.Delta):
-                        is_first = False
-                        self._metrics.first_token.observe(self._clock() - arrived_s)
-                    yield stream_event(event)
+        # A client that goes away cancels.
+        account = Account(self._in_flight, self._metrics.requests, outcome=grpc.StatusCode.CANCELLED.name)
+        # This runs as soon as the call is over, also when it ends while a message is being written.
+        when_over(context, account.close)
+        async with answering(context, "Generate", account):
+            arrived_s = self._clock()
+            request = await self._reader.parse(pb.GenerateRequest, data)
+            asked = await self._reader.read(request, deadline_s=_deadline(context, now=arrived_s))
+            stream = self._core.submit(asked)
+            when_over(context, stream.cancel)
+            prompt_tokens = stream.num_prompt_tokens
+            yield started_event(asked.request_id, prompt_tokens=prompt_tokens, seed=asked.sampling.seed)
+            is_whole = request.output_mode == pb.OUTPUT_MODE_FINAL_ONLY
+            is_first = True
+            async for event in merged(stream) if is_whole else stream:
+                if isinstance(event, pb.Finished):
+                    account.outcome = FinishReason(event.reason).name
+                elif is_first and isinstance(event, pb.Delta):
+                    is_first = False
+                    self._metrics.first_token.observe(self._clock() - arrived_s)
+                yield stream_event(event)
 
     async def Abort(self, data: bytes, context: Context) -> pb.AbortResponse:  # noqa: N802
         """End a request that is in flight."""
@@ -122,22 +119,6 @@ class InferenceServicer:
         """Return the server's name and its state right now; the request has no fields."""
         async with answering(context, "GetServerInfo"):
             return self._server_info()
-
-
-class _Outcome:
-    """Name under which a call is counted: the client's cancellation until something else ends it."""
-
-    def __init__(self) -> None:
-        self.name = grpc.StatusCode.CANCELLED.name
-
-    @contextmanager
-    def named(self) -> Iterator[None]:
-        """Name the outcome after an error that leaves the block."""
-        try:
-            yield
-        except Exception as error:
-            self.name = status_of(error).code.name
-            raise
 
 
 def _deadline(context: Context, *, now: float) -> float | None:

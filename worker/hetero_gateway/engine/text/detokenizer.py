@@ -20,38 +20,29 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_CHARACTER: Final = 4
 """Bytes of the longest UTF-8 character, hence the most tokens that one can be spread over."""
 
 
-class TokenText(Protocol):
-    """Text of a completion's tokens. The pieces' sum does not depend on how tokens are cut into calls."""
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        """Add tokens, and return the text that is certain with them. Tokens without text may be among them."""
-        ...
-
-    def flush(self) -> str:
-        """Return the text that was held back: no more tokens come."""
-        ...
-
-
 class ByteLevelText:
-    """Text of tokens that are bytes. `bytes_of` returns a token's bytes, none for a token without text."""
+    """Text of a completion's tokens, which are bytes. The pieces' sum does not depend on how tokens are cut into calls.
+
+    `bytes_of` returns a token's bytes, none for a token without text.
+    """
 
     def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
         self._bytes_of = bytes_of
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """See `TokenText.push`."""
+        """Add tokens, and return the text that is certain with them. Tokens without text may be among them."""
         return self._decoder.decode(b"".join(map(self._bytes_of, token_ids)))
 
     def flush(self) -> str:
-        """See `TokenText.flush`."""
+        """Return the text that was held back: no more tokens come."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -70,7 +61,7 @@ class WindowText:
         self._pending: list[int] = []
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """See `TokenText.push`."""
+        """Add tokens, and return the text that is certain with them. Tokens without text may be among them."""
         return "".join(self._push(token_id) for token_id in token_ids if not self._is_silent(token_id))
 
     def _push(self, token_id: int) -> str:
@@ -82,7 +73,7 @@ class WindowText:
         return self._show(text)
 
     def flush(self) -> str:
-        """See `TokenText.flush`."""
+        """Return the text that was held back: no more tokens come."""
         return self._show(self._decode(self._context + self._pending))
 
     def _show(self, text: str) -> str:
@@ -152,7 +143,7 @@ class StopStrings:
 class IncrementalDetokenizer:
     """Text of one completion: that of its tokens, up to the first stop string."""
 
-    def __init__(self, text: TokenText, *, stop: Sequence[str]) -> None:
+    def __init__(self, text: ByteLevelText | WindowText, *, stop: Sequence[str]) -> None:
         self._text = text
         self._stop = StopStrings(stop) if stop else None
 

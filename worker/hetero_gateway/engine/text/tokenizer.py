@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from hetero_api.errors import ModelError
+from hetero_api.hf_config import read_json
 from hetero_api.model_directory import MAX_TOKENIZER_BYTES, model_file, parse_json, read_model_file
 from hetero_gateway.engine.config import check_prompt_bytes, check_prompt_length
 from hetero_gateway.engine.errors import InvalidRequest
@@ -24,7 +25,6 @@ from hetero_gateway.engine.text.chat_template import ChatTemplate
 from hetero_gateway.engine.text.detokenizer import (
     ByteLevelText,
     IncrementalDetokenizer,
-    TokenText,
     WindowText,
     byte_level_alphabet,
 )
@@ -145,12 +145,9 @@ class TextTokenizer:
 
     def detokenizer(self, stop: Sequence[str] = ()) -> IncrementalDetokenizer:
         """Return the detokenizer of one completion, which ends at any of the strings `stop`."""
-        text: TokenText
         if self._bytes_of is not None:
-            text = ByteLevelText(self._bytes_of.__getitem__)
-        else:
-            text = WindowText(self.decode, is_silent=self._is_silent)
-        return IncrementalDetokenizer(text, stop=stop)
+            return IncrementalDetokenizer(ByteLevelText(self._bytes_of.__getitem__), stop=stop)
+        return IncrementalDetokenizer(WindowText(self.decode, is_silent=self._is_silent), stop=stop)
 
     def _is_silent(self, token_id: int) -> bool:
         return token_id in self._special_ids or self._tokenizer.id_to_token(token_id) is None
@@ -212,7 +209,7 @@ def _build(path: Path) -> Tokenizer:
     except ModelError:
         raise
     except Exception as error:  # the library raises nothing narrower
-        _parse_object(_read_text(path, missing=_MISSING_TOKENIZER), path)
+        parse_json(_read_text(path, missing=_MISSING_TOKENIZER), path)
         raise ModelError(f"{path}: is no tokenizer that this version of `tokenizers` reads: {error}") from error
     # Some files carry the settings of a training run; a prompt is never cut or padded silently.
     tokenizer.no_truncation()
@@ -272,7 +269,7 @@ def _special_tokens(config: Mapping[str, Any], extra: Mapping[str, Any]) -> dict
 
 
 def _read_optional_object(path: Path) -> dict[str, Any]:
-    return _parse_object(_read_text(path, missing=""), path) if path.exists() else {}
+    return read_json(path) if path.exists() else {}
 
 
 def _read_text(path: Path, *, missing: str) -> str:
@@ -282,10 +279,3 @@ def _read_text(path: Path, *, missing: str) -> str:
         raise ModelError(f"{path}: {missing}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{path}: cannot be read: {error}") from error
-
-
-def _parse_object(text: str, path: Path) -> dict[str, Any]:
-    data = parse_json(text, path)
-    if not isinstance(data, dict):
-        raise ModelError(f"{path}: must hold a JSON object")
-    return data

@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from hetero_api.v1 import inference_pb2 as pb
 from hetero_gateway.engine.core import EngineCore
 from hetero_gateway.engine.request import GenerationRequest
-from hetero_gateway.server.calls import InFlight
+from hetero_gateway.server.calls import Account, InFlight
 from hetero_gateway.server.config import ServedModel
 from hetero_gateway.server.metrics import GatewayMetrics
 from hetero_gateway.server.openai.answers import (
@@ -191,15 +191,12 @@ class OpenAiEndpoint:
             self._metrics.first_token.observe(finished.timings.first_token.ToTimedelta().total_seconds())
 
 
-class _Ticket:
-    """Account of one call, in flight until it is closed. Its outcome is that of a client that went away until set."""
+class _Ticket(Account):
+    """Account of one call, under its id. Its outcome is that of a client that went away until set."""
 
     def __init__(self, call_id: str | None, metrics: GatewayMetrics, in_flight: InFlight) -> None:
+        super().__init__(in_flight, metrics.http_calls, outcome=str(CLIENT_CLOSED))
         self.call_id = call_id or uuid.uuid4().hex
-        self.outcome = str(CLIENT_CLOSED)
-        self._metrics = metrics
-        self._in_flight = in_flight
-        in_flight.enter()
 
     def failure(self, error: Exception) -> Failure:
         """Return the answer to `error`, whose status is the outcome."""
@@ -210,11 +207,6 @@ class _Ticket:
             failure = Failure(500, "server_error", text, code="internal")
         self.outcome = str(failure.status)
         return failure
-
-    def close(self) -> None:
-        """Count the call by its outcome."""
-        self._in_flight.leave()
-        self._metrics.http_calls.labels(self.outcome).inc()
 
 
 class _EventStream(StreamingResponse):
