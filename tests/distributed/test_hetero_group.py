@@ -151,6 +151,9 @@ def test_real_prompts_over_two_gpus_and_two_cpus_equal_transformers(tmp_path: Pa
     prompts = PROMPTS[:6]
     engine = {"maxNumBatchedTokens": 256}
     with mixed_group(tmp_path, smollm2, layout, engine=engine) as group, group.client() as client:
+        with group.admin() as admin:
+            ranks = admin.topology().ranks
+        assert ["steps=recorded" in rank.kernels for rank in ranks] == [False, False, True, True]
         tokens = [client.tokenize(prompt) for prompt in prompts]
         completions = complete(client, tokens)
     for prompt_ids, completion in zip(tokens, completions, strict=True):

@@ -135,7 +135,7 @@ class ThreadExchange(SendsAtOnce, _ThreadRounds):
 
     @property
     def traffic(self) -> Traffic:
-        return self._counter.total()
+        return self._counter.total
 
     @property
     def sent(self) -> list[Link]:

@@ -16,13 +16,13 @@ Exchange, too. With GPU ranks the Exchange is a `HierarchicalExchange` on top of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 import torch
 
-from hetero_worker.distributed.routes import Link
+from hetero_worker.distributed.routes import Link, Ranks
 
 SUMMABLE: Final = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
@@ -51,6 +51,18 @@ def check_summable(tensor: torch.Tensor) -> None:
     if tensor.dtype not in SUMMABLE:
         names = ", ".join(sorted(str(dtype) for dtype in SUMMABLE))
         raise TypeError(f"all_reduce adds {names}; it was given {tensor.dtype}")
+
+
+def check_contributors(contributors: Collection[int], ranks: Ranks) -> None:
+    """Raise ValueError unless the contributors to a sum are some of these ranks."""
+    if not contributors or not set(contributors) <= set(ranks):
+        raise ValueError(f"contributors {list(contributors)} are no ranks of a group of {len(ranks)}: {list(ranks)}")
+
+
+def check_counts(tensor: torch.Tensor, counts: Sequence[int], *, rank: int, ranks: Ranks) -> None:
+    """Raise ValueError unless `counts` has an entry for each rank, that of `rank` for this tensor."""
+    if len(counts) != len(ranks) or tensor.numel() != counts[ranks.index(rank)]:
+        raise ValueError(f"counts {list(counts)} do not fit {tensor.numel()} elements of rank {rank}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,19 +96,16 @@ class TrafficCounter:
     """Counter of one rank's traffic; one thread uses it."""
 
     def __init__(self) -> None:
-        self._total = NO_TRAFFIC
+        self.total = NO_TRAFFIC
+        """Traffic so far."""
 
     def count_round(self, published_bytes: int) -> None:
         """Count a round in which this rank published so many bytes."""
-        self._total += Traffic(published_bytes, rounds=1)
+        self.total += Traffic(published_bytes, rounds=1)
 
     def count_message(self, published_bytes: int) -> None:
         """Count a tensor of so many bytes that this rank sent."""
-        self._total += Traffic(published_bytes, messages=1)
-
-    def total(self) -> Traffic:
-        """Return the traffic so far."""
-        return self._total
+        self.total += Traffic(published_bytes, messages=1)
 
 
 class PendingTensor(Protocol):
@@ -291,6 +300,44 @@ class LocalExchange(SendsAtOnce):
 
     def close(self) -> None:
         """Return at once: there is nothing to free."""
+
+
+class Rounds(SumExchange, Protocol):
+    """One rank's end of the rounds of a group or subgroup. Ranks are named by their number in the whole group."""
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Replace the tensor by the source's, as Exchange.broadcast."""
+        ...
+
+    def all_gather(self, tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+        """Return every rank's tensor, as Exchange.all_gather. Raises ValueError if `counts` do not fit."""
+        ...
+
+
+class GroupedExchange(SendsAtOnce):
+    """Base of HostExchanges of several ranks: their rounds by group, of which the widest is of all ranks."""
+
+    def __init__(self, rank: int, groups: Mapping[Ranks, Rounds]) -> None:
+        self.rank = rank
+        self._groups = groups
+        self._world = groups[max(groups, key=len)]
+        self.world_size = self._world.world_size
+
+    def all_reduce(self, tensor: torch.Tensor, contributors: Sequence[int]) -> None:
+        """Sum in place among all ranks, as HostExchange.all_reduce."""
+        self._world.all_reduce(tensor, contributors)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Replace the tensor by the source's, as Exchange.broadcast."""
+        self._world.broadcast(tensor, source)
+
+    def all_gather(self, tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+        """Return every rank's tensor, as Exchange.all_gather."""
+        return self._world.all_gather(tensor, counts)
+
+    def among(self, ranks: Ranks) -> SumExchange:
+        """Return the exchange of a subgroup, as Exchange.among."""
+        return LocalExchange() if ranks == (self.rank,) else self._groups[ranks]
 
 
 class Arrived:

@@ -19,7 +19,6 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Final
@@ -29,16 +28,16 @@ import torch.distributed as dist
 
 from hetero_worker.distributed.exchange import (
     Arrived,
-    LocalExchange,
+    GroupedExchange,
     PendingTensor,
-    SendsAtOnce,
-    SumExchange,
     Traffic,
     TrafficCounter,
+    check_contributors,
+    check_counts,
     check_summable,
     sum_in_order,
 )
-from hetero_worker.distributed.routes import Link
+from hetero_worker.distributed.routes import Link, Ranks
 from hetero_worker.errors import ExchangeAborted, ExchangeError, ExchangeTimeout
 
 LINK_BYTES: Final = 32 * 1024**2
@@ -117,11 +116,7 @@ class GlooRounds:
         self._ranks = ranks
         self._rank = rank
         self._waits = waits
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks that take part."""
-        return len(self._ranks)
+        self.world_size = len(ranks)
 
     def all_reduce(self, tensor: torch.Tensor, contributors: Sequence[int]) -> None:
         """Sum in place, as SumExchange.all_reduce."""
@@ -135,16 +130,14 @@ class GlooRounds:
     def all_gather(self, tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
         """Return every rank's tensor, as Exchange.all_gather. Raises ValueError if `counts` do not fit."""
         own = self._ranks.index(self._rank)
-        if len(counts) != len(self._ranks) or tensor.numel() != counts[own]:
-            raise ValueError(f"counts {list(counts)} do not fit {tensor.numel()} elements of rank {self._rank}")
+        check_counts(tensor, counts, rank=self._rank, ranks=self._ranks)
         gathered = [torch.empty(count, dtype=tensor.dtype) for count in counts]
         gathered[own].copy_(tensor)
         self._send_all(dict(zip(self._ranks, gathered, strict=True)))
         return gathered
 
     def _share(self, tensor: torch.Tensor, contributors: Sequence[int]) -> None:
-        if not contributors or not set(contributors) <= set(self._ranks):
-            raise ValueError(f"contributors {contributors} are no ranks of a group of {self.world_size}: {self._ranks}")
+        check_contributors(contributors, self._ranks)
         parts = {rank: tensor if rank == self._rank else torch.empty_like(tensor) for rank in contributors}
         self._send_all(parts)
         if contributors != [self._rank]:
@@ -224,65 +217,40 @@ class _PendingBroadcast:
         return self._out
 
 
-@dataclass(frozen=True, slots=True)
-class GlooGroups:
-    """Process groups by the ranks that meet in them; the first is of all ranks. A rank uses those that it is in."""
+class GlooExchange(GroupedExchange):
+    """HostExchange over Gloo process groups; see the module.
 
-    rounds: Mapping[tuple[int, ...], dist.ProcessGroup]
-    links: Mapping[Link, dist.ProcessGroup]
-
-
-class GlooExchange(SendsAtOnce):
-    """HostExchange over Gloo process groups; see the module."""
+    `rounds` and `links` are the process groups of all ranks, of subgroups and of links; a rank uses those it is in.
+    """
 
     link_bytes = LINK_BYTES
 
-    def __init__(self, groups: GlooGroups, *, rank: int, timeout_s: float) -> None:
-        self._rank = rank
+    def __init__(
+        self,
+        rounds: Mapping[Ranks, dist.ProcessGroup],
+        links: Mapping[Link, dist.ProcessGroup],
+        *,
+        rank: int,
+        timeout_s: float,
+    ) -> None:
         self._waits = waits = GlooWaits(timeout_s=timeout_s)
         self._counter = counter = TrafficCounter()
-        self._groups = {
+        groups = {
             ranks: GlooRounds(group, ranks, rank=rank, waits=waits, counter=counter)
-            for ranks, group in groups.rounds.items()
+            for ranks, group in rounds.items()
             if rank in ranks
         }
-        self._world = self._groups[next(iter(groups.rounds))]
+        super().__init__(rank, groups)
         self._links = {
             link: BroadcastLink(partial(_broadcast, group), link, waits=waits, counter=counter)
-            for link, group in groups.links.items()
+            for link, group in links.items()
             if rank in link.ranks
         }
 
     @property
-    def rank(self) -> int:
-        """Number of this rank."""
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks in the group."""
-        return self._world.world_size
-
-    @property
     def traffic(self) -> Traffic:
         """Amount that this rank has moved so far."""
-        return self._counter.total()
-
-    def all_reduce(self, tensor: torch.Tensor, contributors: Sequence[int]) -> None:
-        """Sum in place among all ranks, as HostExchange.all_reduce."""
-        self._world.all_reduce(tensor, contributors)
-
-    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        """Replace the tensor by the source's, as Exchange.broadcast."""
-        self._world.broadcast(tensor, source)
-
-    def all_gather(self, tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
-        """Return every rank's tensor, as Exchange.all_gather."""
-        return self._world.all_gather(tensor, counts)
-
-    def among(self, ranks: tuple[int, ...]) -> SumExchange:
-        """Return the exchange of a subgroup, as Exchange.among."""
-        return LocalExchange() if ranks == (self._rank,) else self._groups[ranks]
+        return self._counter.total
 
     def send(self, tensor: torch.Tensor, link: Link) -> None:
         """Send over a link, as Exchange.send."""

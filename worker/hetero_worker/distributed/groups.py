@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Mapping
 from functools import cached_property
 from typing import Final
 
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.distributed.device_group import TorchDeviceGroup
 from hetero_worker.distributed.exchange import HostExchange
-from hetero_worker.distributed.gloo_exchange import BroadcastLink, GlooExchange, GlooGroups
+from hetero_worker.distributed.gloo_exchange import BroadcastLink, GlooExchange
 from hetero_worker.distributed.native_exchange import Loaded, load
 from hetero_worker.distributed.rendezvous import Agreement, GroupRequest, PrefixStore
 from hetero_worker.distributed.routes import Link, Ranks, Routes
@@ -47,7 +46,8 @@ class HostGroups:
         self._rounds: dict[Ranks, dist.ProcessGroup] = {self._everyone: world}
         self._links: dict[Link, dist.ProcessGroup] = {}
         self._num_segments = 0
-        self._exchange: HostExchange | None = None
+        self.exchange: HostExchange | None = None
+        """Exchange of the latest plan."""
         self.kind: ranks_pb2.ExchangeKind.ValueType = _GLOO
         self.reason = ""
         """Why `kind` is not the one that was asked for; empty if it is; the same on every rank."""
@@ -64,7 +64,7 @@ class HostGroups:
             _log.warning("epoch=%d rank=%d: all exchange over Gloo: %s", epoch, rank, self.reason)
         if exchange is None:
             return self.make_exchange(routes)
-        self.kind, self._exchange = _SHM, exchange
+        self.kind, self.exchange = _SHM, exchange
         return exchange
 
     def make_exchange(self, routes: Routes) -> HostExchange:
@@ -77,13 +77,8 @@ class HostGroups:
                 raise ExchangeError(f"epoch {self._request.epoch}: shared memory was had before, not now: {problem}")
             exchange = made
         self.close()
-        self._exchange = exchange
+        self.exchange = exchange
         return exchange
-
-    @property
-    def exchange(self) -> HostExchange | None:
-        """Exchange of the latest plan."""
-        return self._exchange
 
     @property
     def table(self) -> str:
@@ -93,8 +88,8 @@ class HostGroups:
 
     def close(self) -> None:
         """Close the latest exchange. Its process groups stay."""
-        if self._exchange is not None:
-            self._exchange.close()
+        if self.exchange is not None:
+            self.exchange.close()
 
     @cached_property
     def _loaded(self) -> Loaded:
@@ -177,11 +172,9 @@ class HostGroups:
         for link in routes.links:
             if link not in self._links:
                 self._links[link] = self._new_gloo(link.ranks)
-        groups = GlooGroups(
-            {ranks: self._rounds[ranks] for ranks in (self._everyone, *routes.subgroups)},
-            {link: self._links[link] for link in routes.links},
-        )
-        return GlooExchange(groups, rank=self._request.rank, timeout_s=self._request.timeout_s)
+        rounds = {ranks: self._rounds[ranks] for ranks in (self._everyone, *routes.subgroups)}
+        links = {link: self._links[link] for link in routes.links}
+        return GlooExchange(rounds, links, rank=self._request.rank, timeout_s=self._request.timeout_s)
 
     def _new_gloo(self, ranks: Ranks) -> dist.ProcessGroup:
         try:
@@ -198,9 +191,11 @@ class DeviceGroups:
         self._request = request
         self._store: PrefixStore | None = None
         self._agreement: Agreement | None = None
-        self._groups: dict[Ranks, TorchDeviceGroup] = {}
+        self.groups: dict[Ranks, TorchDeviceGroup] = {}
+        """Groups that this rank is in, by their ranks."""
+        self.links: dict[Link, BroadcastLink] = {}
+        """Device links that this rank is an end of."""
         self._link_groups: dict[Link, TorchDeviceGroup] = {}
-        self._links: dict[Link, BroadcastLink] = {}
 
     def form(self, store: PrefixStore, agreement: Agreement) -> None:
         """Make the group of all GPU ranks, if these are several. Collective over all ranks. Raises ExchangeError."""
@@ -226,40 +221,30 @@ class DeviceGroups:
     @property
     def everyone(self) -> TorchDeviceGroup | None:
         """Group of all GPU ranks, if this rank is one of several."""
-        return self._groups.get(tuple(range(self._request.num_gpu_ranks)))
-
-    @property
-    def groups(self) -> Mapping[Ranks, TorchDeviceGroup]:
-        """Groups that this rank is in, by their ranks."""
-        return self._groups
-
-    @property
-    def links(self) -> Mapping[Link, BroadcastLink]:
-        """Device links that this rank is an end of."""
-        return self._links
+        return self.groups.get(tuple(range(self._request.num_gpu_ranks)))
 
     @property
     def table(self) -> str:
         """Groups and links of this rank, for the log."""
-        groups = [f"device rounds {list(ranks)}" for ranks in self._groups]
-        links = [f"device link {link.source}->{list(link.receivers)}" for link in self._links]
+        groups = [f"device rounds {list(ranks)}" for ranks in self.groups]
+        links = [f"device link {link.source}->{list(link.receivers)}" for link in self.links]
         return ", ".join([*groups, *links]) or "no device groups"
 
     def abort(self) -> None:
         """Make a blocked or later call raise ExchangeAborted. From any thread; never blocks."""
-        for group in (*self._groups.values(), *self._link_groups.values()):
+        for group in (*self.groups.values(), *self._link_groups.values()):
             group.abort()
 
     def stop(self) -> None:
         """Make later calls raise ExchangeAborted, without freeing anything."""
-        for group in (*self._groups.values(), *self._link_groups.values()):
+        for group in (*self.groups.values(), *self._link_groups.values()):
             group.waits.abort()
 
     def close(self) -> None:
         """Free all groups. May block until abandoned work ends."""
-        for group in (*self._link_groups.values(), *self._groups.values()):
+        for group in (*self._link_groups.values(), *self.groups.values()):
             group.close()
-        self._groups, self._link_groups, self._links, self._store = {}, {}, {}, None
+        self.groups, self._link_groups, self.links, self._store = {}, {}, {}, None
 
     def _missing_backend(self) -> ExchangeError | None:
         if self._request.device_backend is not None or not self._request.is_gpu_rank:
@@ -272,13 +257,13 @@ class DeviceGroups:
     def _make_own(self, routes: Routes, store: PrefixStore) -> None:
         rank = self._request.rank
         for ranks in routes.subgroups:
-            if rank in ranks and ranks not in self._groups:
-                self._groups[ranks] = self._make(ranks, PrefixStore("sums", store))
+            if rank in ranks and ranks not in self.groups:
+                self.groups[ranks] = self._make(ranks, PrefixStore("sums", store))
         for link in routes.links:
             if rank in link.ranks and link not in self._link_groups:
                 own = PrefixStore(f"link-{link.number}-{link.source}", store)
                 self._link_groups[link] = group = self._make(link.ranks, own)
-                self._links[link] = BroadcastLink(group.start_broadcast, link, waits=group.waits)
+                self.links[link] = BroadcastLink(group.start_broadcast, link, waits=group.waits)
 
     def _make(self, ranks: Ranks, store: PrefixStore) -> TorchDeviceGroup:
         request = self._request

@@ -38,6 +38,7 @@ from hetero_worker.distributed.exchange import (
     PendingSend,
     PendingTensor,
     SumExchange,
+    check_contributors,
     check_summable,
 )
 from hetero_worker.distributed.gloo_exchange import BroadcastLink
@@ -65,7 +66,11 @@ class HierarchicalExchange:
         staging: Staging,
         host_links: DirectLinks | None = None,
     ) -> None:
-        self._host = host
+        self.host = host
+        """Exchange that carries everything that crosses the host."""
+        self.rank = host.rank
+        self.world_size = host.world_size
+        self.link_bytes = host.link_bytes
         self._num_gpu_ranks = num_gpu_ranks
         self._groups = groups
         self._links = links
@@ -75,33 +80,13 @@ class HierarchicalExchange:
         """True if this rank computes on a GPU."""
         self._sums: dict[Ranks, SumExchange] = {}
 
-    @property
-    def rank(self) -> int:
-        """Number of this rank."""
-        return self._host.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks in the group."""
-        return self._host.world_size
-
-    @property
-    def link_bytes(self) -> int:
-        """Bytes that a link takes in, as Exchange.link_bytes."""
-        return self._host.link_bytes
-
-    @property
-    def host(self) -> HostExchange:
-        """Exchange that carries everything that crosses the host."""
-        return self._host
-
     def all_gather(self, tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
         """Return every rank's host tensor, as Exchange.all_gather."""
-        return self._host.all_gather(tensor, counts)
+        return self.host.all_gather(tensor, counts)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Replace the host tensor by the source's, as Exchange.broadcast."""
-        self._host.broadcast(tensor, source)
+        self.host.broadcast(tensor, source)
 
     def among(self, ranks: tuple[int, ...]) -> SumExchange:
         """Return the exchange of a subgroup, as Exchange.among."""
@@ -128,7 +113,7 @@ class HierarchicalExchange:
             return SENT
         if self.is_gpu_rank:
             return self._host_links.start_send(tensor, link)
-        return self._host.start_send(tensor, link)
+        return self.host.start_send(tensor, link)
 
     def receive(self, out: torch.Tensor, link: Link) -> PendingTensor:
         """Post a receipt, as Exchange.receive."""
@@ -136,15 +121,15 @@ class HierarchicalExchange:
             return self._links[link].receive(out)
         if self.is_gpu_rank:
             return self._host_links.receive(out, link)
-        return self._host.receive(out, link)
+        return self.host.receive(out, link)
 
     def _make_sum(self, ranks: Ranks) -> SumExchange:
         if ranks == (self.rank,):
             return LocalExchange()
         on_host, gpus = host_part(ranks, self._num_gpu_ranks), device_part(ranks, self._num_gpu_ranks)
         if not gpus:
-            return self._host.among(ranks)
-        host = self._host.among(on_host) if self.rank in on_host and len(on_host) > 1 else None
+            return self.host.among(ranks)
+        host = self.host.among(on_host) if self.rank in on_host and len(on_host) > 1 else None
         if not self.is_gpu_rank:
             assert host is not None, "a CPU rank of the subgroup meets its leader on the host"
             return CpuRankSum(host, ranks, gpus=gpus)
@@ -159,13 +144,9 @@ class CpuRankSum:
 
     def __init__(self, host: SumExchange, ranks: Ranks, *, gpus: Ranks) -> None:
         self.host = host
+        self.world_size = len(ranks)
         self._ranks = ranks
         self._gpus = gpus
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks that take part."""
-        return len(self._ranks)
 
     def all_reduce(self, tensor: torch.Tensor, contributors: Sequence[int]) -> None:
         """Sum in place, as SumExchange.all_reduce."""
@@ -189,10 +170,7 @@ class _DeviceSum:
         self._group = group
         self._gpus = gpus
         self._rank = rank
-
-    @property
-    def world_size(self) -> int:
-        return len(self._gpus)
+        self.world_size = len(gpus)
 
     def all_reduce(self, tensor: torch.Tensor, contributors: Sequence[int]) -> None:
         _check(tensor, contributors, self._gpus)
@@ -225,10 +203,7 @@ class _MixedSum:
         self._gpus = gpus
         self._rank = rank
         self._staging = staging
-
-    @property
-    def world_size(self) -> int:
-        return len(self._ranks)
+        self.world_size = len(ranks)
 
     def all_reduce(self, tensor: torch.Tensor, contributors: Sequence[int]) -> None:
         _check(tensor, contributors, self._ranks)
@@ -275,5 +250,4 @@ def _with_leader(contributors: Sequence[int], gpus: Ranks) -> list[int]:
 
 def _check(tensor: torch.Tensor, contributors: Sequence[int], ranks: Ranks) -> None:
     check_summable(tensor)
-    if not contributors or not set(contributors) <= set(ranks):
-        raise ValueError(f"contributors {list(contributors)} are no ranks of a group of {len(ranks)}: {list(ranks)}")
+    check_contributors(contributors, ranks)

@@ -6,7 +6,7 @@ another."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Final
 
@@ -14,17 +14,17 @@ import torch
 
 from hetero_worker.backends.cuda.pins import HostPins
 from hetero_worker.distributed.exchange import (
-    LocalExchange,
+    GroupedExchange,
     PendingTensor,
-    SendsAtOnce,
-    SumExchange,
     Traffic,
+    check_contributors,
+    check_counts,
     check_summable,
 )
-from hetero_worker.distributed.native_exchange import LINK_DEPTH, MAX_SEATS, address_of, ffi
+from hetero_worker.distributed.native_exchange import LINK_DEPTH, MAX_SEATS, ffi
 from hetero_worker.distributed.routes import Link
 from hetero_worker.distributed.shm_links import LinkReceiver, LinkSource
-from hetero_worker.distributed.shm_rank import Late, NativeCall, ShmRank, data_address
+from hetero_worker.distributed.shm_rank import Late, NativeCall, ShmEnd, ShmRank, data_address
 from hetero_worker.distributed.shm_segment import RoundsLayout, ShmSegment
 from hetero_worker.errors import ExchangeError
 
@@ -34,33 +34,26 @@ _MAX_ROUTES: Final = 1024
 _DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
-class ShmRounds:
+class ShmRounds(ShmEnd):
     """One rank's end of a group's or subgroup's rounds. Ranks are named by their number in the whole group."""
 
     def __init__(self, rank: ShmRank, layout: RoundsLayout) -> None:
-        self._rank = rank
         self._layout = layout
-        self._own = layout.ranks.index(rank.segment.rank)
-        self._state = ffi.new(
+        state = ffi.new(
             "hx_group *",
             {
                 "rank": rank.state,
                 "size": len(layout.ranks),
-                "own": self._own,
+                "own": layout.ranks.index(rank.segment.rank),
                 "ranks": layout.ranks,
                 "counters": [8 * word for word in layout.counters],
                 "areas": layout.areas,
             },
         )
-        self._share_call = rank.library.hx_share
-        self._gather_call = rank.library.hx_gather
+        super().__init__(rank, state)
         self._routes: dict[tuple[object, ...], Any] = {}
         self._gatherings: dict[tuple[object, ...], Any] = {}
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks that take part."""
-        return len(self._layout.ranks)
+        self.world_size = len(layout.ranks)
 
     def all_reduce(self, tensor: torch.Tensor, contributors: Sequence[int]) -> None:
         """Sum in place, as SumExchange.all_reduce."""
@@ -74,37 +67,21 @@ class ShmRounds:
 
     def all_gather(self, tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
         """Return every rank's tensor, as Exchange.all_gather. Raises ValueError if `counts` do not fit."""
-        if len(counts) != self.world_size or tensor.numel() != counts[self._own]:
-            raise ValueError(
-                f"counts {list(counts)} do not fit {tensor.numel()} elements of rank {self._layout.ranks[self._own]}"
-            )
+        check_counts(tensor, counts, rank=self._rank.segment.rank, ranks=self._layout.ranks)
         gathering = self._gathering(tensor.element_size(), tuple(counts))
         out = torch.empty(sum(counts), dtype=tensor.dtype)
-        arguments = self._state, gathering, data_address(tensor), data_address(out)
-        if code := self._gather_call(*arguments):
-            self._rank.finish(code, lambda: self._gather_call(*arguments), late=self._late, at=self._at)
+        self._call(self._rank.library.hx_gather, gathering, data_address(tensor), data_address(out))
         bounds = pairwise(accumulate(counts, initial=0))
         return [out[begin:end] for begin, end in bounds]
 
     def all_reduce_call(self, tensor: torch.Tensor, contributors: Sequence[int]) -> NativeCall:
         """Return `all_reduce` of this tensor as a call for native code. The caller keeps the tensor's memory."""
         check_summable(tensor)
-        route, data = self._route(tensor, tuple(contributors)), data_address(tensor)
-        arguments = address_of(self._state), address_of(route), data
-
-        def finish(code: int) -> None:
-            self._finish(code, route, data)
-
-        return NativeCall(address_of(self._share_call), arguments, finish, (route, self))
+        route = self._route(tensor, tuple(contributors))
+        return self._native_call(self._rank.library.hx_share, route, data_address(tensor))
 
     def _share(self, tensor: torch.Tensor, contributors: tuple[int, ...]) -> None:
-        route, data = self._route(tensor, contributors), data_address(tensor)
-        if code := self._share_call(self._state, route, data):
-            self._finish(code, route, data)
-
-    def _finish(self, code: int, route: Any, data: int) -> None:
-        again = lambda: int(self._share_call(self._state, route, data))  # noqa: E731
-        self._rank.finish(code, again, late=self._late, at=self._at)
+        self._call(self._rank.library.hx_share, self._route(tensor, contributors), data_address(tensor))
 
     def _route(self, tensor: torch.Tensor, contributors: tuple[int, ...]) -> Any:
         key = (tensor.shape, tensor.dtype, contributors)
@@ -113,8 +90,7 @@ class ShmRounds:
     def _make_route(self, key: tuple[object, ...], tensor: torch.Tensor, contributors: tuple[int, ...]) -> Any:
         """Return the hx_route of tensors of this shape and type, and remember it by its key."""
         ranks = self._layout.ranks
-        if not contributors or not set(contributors) <= set(ranks):
-            raise ValueError(f"contributors {contributors} are no ranks of a group of {self.world_size}: {ranks}")
+        check_contributors(contributors, ranks)
         mask = sum(1 << ranks.index(rank) for rank in set(contributors))
         if len(self._routes) >= _MAX_ROUTES:
             self._routes.clear()
@@ -142,7 +118,7 @@ class ShmRounds:
         return int(self._state.round)
 
 
-class ShmExchange(SendsAtOnce):
+class ShmExchange(GroupedExchange):
     """HostExchange over a ShmSegment, which it closes; see the module. Raises ExchangeError for more than 64 ranks."""
 
     def __init__(self, segment: ShmSegment, *, timeout_s: float, library: Any) -> None:
@@ -152,66 +128,27 @@ class ShmExchange(SendsAtOnce):
         self._state = state = ShmRank(segment, library, timeout_s=timeout_s)
         rank, links = segment.rank, segment.layout.links()
         rounds = [layout for layout in segment.layout.rounds() if rank in layout.ranks]
-        self._groups = {layout.ranks: ShmRounds(state, layout) for layout in rounds}
-        self._world = self._groups[tuple(range(segment.layout.world_size))]
-        self._sources = {at.link: LinkSource(state, at) for at in links if rank == at.link.source}
-        self._receivers = {at.link: LinkReceiver(state, at) for at in links if rank in at.link.receivers}
+        super().__init__(rank, {layout.ranks: ShmRounds(state, layout) for layout in rounds})
+        self.link_bytes = LINK_DEPTH * segment.layout.area_bytes
+        self.sources = {at.link: LinkSource(state, at) for at in links if rank == at.link.source}
+        """Links that this rank sends over, with its ends."""
+        self.receivers = {at.link: LinkReceiver(state, at) for at in links if rank in at.link.receivers}
+        """Links that this rank receives over, with its ends."""
         self._lock = threading.Lock()
         self._closed = False
-
-    @property
-    def rank(self) -> int:
-        """Number of this rank."""
-        return self._segment.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks in the group."""
-        return self._world.world_size
-
-    @property
-    def link_bytes(self) -> int:
-        """Bytes that a link takes in, as Exchange.link_bytes."""
-        return LINK_DEPTH * self._segment.layout.area_bytes
 
     @property
     def traffic(self) -> Traffic:
         """Amount that this rank has moved."""
         return self._state.traffic
 
-    def all_reduce(self, tensor: torch.Tensor, contributors: Sequence[int]) -> None:
-        """Sum in place among all ranks, as HostExchange.all_reduce."""
-        self._world.all_reduce(tensor, contributors)
-
-    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        """Replace the tensor by the source's, as Exchange.broadcast."""
-        self._world.broadcast(tensor, source)
-
-    def all_gather(self, tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
-        """Return every rank's tensor, as Exchange.all_gather."""
-        return self._world.all_gather(tensor, counts)
-
-    def among(self, ranks: tuple[int, ...]) -> SumExchange:
-        """Return the exchange of a subgroup, as Exchange.among."""
-        return LocalExchange() if ranks == (self.rank,) else self._groups[ranks]
-
     def send(self, tensor: torch.Tensor, link: Link) -> None:
         """Send over a link, as Exchange.send."""
-        self._sources[link].send(tensor)
+        self.sources[link].send(tensor)
 
     def receive(self, out: torch.Tensor, link: Link) -> PendingTensor:
         """Post a receipt, as Exchange.receive."""
-        return self._receivers[link].post(out)
-
-    @property
-    def sources(self) -> Mapping[Link, LinkSource]:
-        """Links that this rank sends over, with its ends."""
-        return self._sources
-
-    @property
-    def receivers(self) -> Mapping[Link, LinkReceiver]:
-        """Links that this rank receives over, with its ends."""
-        return self._receivers
+        return self.receivers[link].post(out)
 
     def pin(self, pins: HostPins) -> str:
         """Let a device copy from and to the segment until `close`. Return why it cannot; empty if it can."""

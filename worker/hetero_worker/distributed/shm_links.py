@@ -7,14 +7,14 @@ and reads the areas itself (staging.py): the source by `reserve` and `publish`, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final
+from functools import partial
+from typing import Final
 
 import torch
 
 from hetero_worker.distributed.exchange import Arrived, PendingTensor
-from hetero_worker.distributed.native_exchange import LINK_DEPTH, address_of, ffi
-from hetero_worker.distributed.shm_rank import Late, NativeCall, ShmRank, data_address
+from hetero_worker.distributed.native_exchange import LINK_DEPTH, ffi
+from hetero_worker.distributed.shm_rank import Late, NativeCall, ShmEnd, ShmRank, data_address
 from hetero_worker.distributed.shm_segment import LinkLayout
 
 _HELD_MESSAGES: Final = LINK_DEPTH // 2
@@ -22,15 +22,14 @@ _HELD_MESSAGES: Final = LINK_DEPTH // 2
 _OUT_OF_TURN: Final = "tensors of one link must be waited for in the order in which they were posted"
 
 
-class _LinkEnd:
+class _LinkEnd(ShmEnd):
     """State and areas that both ends have."""
 
     def __init__(self, rank: ShmRank, layout: LinkLayout) -> None:
         link = layout.link
-        self._rank = rank
         self._layout = layout
         self._area_bytes = rank.segment.layout.area_bytes
-        self._state = ffi.new(
+        state = ffi.new(
             "hx_link *",
             {
                 "rank": rank.state,
@@ -43,6 +42,7 @@ class _LinkEnd:
                 "areas": layout.areas,
             },
         )
+        super().__init__(rank, state)
 
     def _at(self) -> int:
         return int(self._state.number)
@@ -59,31 +59,6 @@ class _LinkEnd:
         memory, offset = self._rank.segment.memory, self._layout.areas[number % LINK_DEPTH]
         return torch.frombuffer(memory, dtype=torch.uint8, count=self._area_bytes, offset=offset)
 
-    def _move(self, move: Any, tensor: torch.Tensor) -> None:
-        """Send or receive a tensor by one of the library's functions."""
-        data, num_bytes = data_address(tensor), tensor.nbytes
-        if code := move(self._state, data, num_bytes):
-            self._finish(code, lambda: int(move(self._state, data, num_bytes)))
-
-    def _move_call(self, move: Any, tensor: torch.Tensor) -> NativeCall:
-        """Return `_move` as a call for native code."""
-        data, num_bytes = data_address(tensor), tensor.nbytes
-        arguments = address_of(self._state), data, num_bytes
-
-        def finish(code: int) -> None:
-            self._finish(code, lambda: int(move(self._state, data, num_bytes)))
-
-        return NativeCall(address_of(move), arguments, finish, (self,))
-
-    def _pass_on(self, num_bytes: int) -> int:
-        return int(self._rank.library.hx_pass(self._state, num_bytes))
-
-    def _finish(self, code: int, again: Callable[[], int]) -> None:
-        self._rank.finish(code, again, late=self._late, at=self._at)
-
-    def _late(self) -> Late:
-        raise NotImplementedError
-
 
 class LinkSource(_LinkEnd):
     """The sending end."""
@@ -97,11 +72,11 @@ class LinkSource(_LinkEnd):
         """Send, as Exchange.send."""
         self._rank.check_open()
         if tensor.numel():
-            self._move(self._rank.library.hx_send, tensor)
+            self._call(self._rank.library.hx_send, data_address(tensor), tensor.nbytes)
 
     def send_call(self, tensor: torch.Tensor) -> NativeCall:
         """Return `send` of a tensor that is not empty as a call for native code. The caller keeps its memory."""
-        return self._move_call(self._rank.library.hx_send, tensor)
+        return self._native_call(self._rank.library.hx_send, data_address(tensor), tensor.nbytes)
 
     def reserve(self, num_bytes: int) -> list[torch.Tensor] | None:
         """Return areas, uint8, where the link's next tensor may be written now; None if there is no room.
@@ -116,8 +91,7 @@ class LinkSource(_LinkEnd):
 
     def publish(self, num_bytes: int) -> None:
         """Let receivers read the tensor, which has been written. Raises as Exchange does."""
-        if code := self._pass_on(num_bytes):
-            self._finish(code, lambda: self._pass_on(num_bytes))
+        self._call(self._rank.library.hx_pass, num_bytes)
 
     def _late(self) -> Late:
         needed = self._at() + 1 - LINK_DEPTH
@@ -143,12 +117,12 @@ class LinkReceiver(_LinkEnd):
 
         Nothing else is posted meanwhile. The caller keeps the memory of `out`.
         """
-        return self._move_call(self._rank.library.hx_receive, out)
+        return self._native_call(self._rank.library.hx_receive, data_address(out), out.nbytes)
 
     def take(self, out: torch.Tensor, first: int) -> None:
         """Copy the messages from number `first` on into `out`. Raises ValueError when it is not their turn."""
         self._check_turn(first)
-        self._move(self._rank.library.hx_receive, out)
+        self._call(self._rank.library.hx_receive, data_address(out), out.nbytes)
 
     @property
     def batch_bytes(self) -> int:
@@ -175,13 +149,13 @@ class LinkReceiver(_LinkEnd):
         self._check_turn(number)
         arrived, last = self._rank.library.hx_arrived, self._at() + self._num_messages(num_bytes)
         if code := arrived(self._state, num_bytes):
-            again = lambda: int(arrived(self._state, num_bytes))  # noqa: E731
+            again = partial(arrived, self._state, num_bytes)
             self._rank.finish(code, again, late=lambda: self._late_until(last), at=self._sent)
         return self._pieces(number, num_bytes)
 
     def give_back(self, num_bytes: int) -> None:
         """Let the source overwrite this many bytes, which have been read. No effect once the exchange has ended."""
-        self._pass_on(num_bytes)
+        self._rank.library.hx_pass(self._state, num_bytes)
 
     def _check_turn(self, number: int) -> None:
         self._rank.check_open()

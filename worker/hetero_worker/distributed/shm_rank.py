@@ -14,14 +14,16 @@ One thread makes all calls; only `abort` and `close` may come from another.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
 
 from hetero_worker.distributed.exchange import Traffic
-from hetero_worker.distributed.native_exchange import WAITING, ffi
+from hetero_worker.distributed.native_exchange import WAITING, address_of, ffi
 from hetero_worker.distributed.shm_segment import ShmSegment
 from hetero_worker.errors import ExchangeAborted, ExchangeError, ExchangeTimeout, PeerLost
 
@@ -156,6 +158,37 @@ class ShmRank:
         elif waited_for.ranks and time.monotonic() - since_s >= self.timeout_s:
             ranks = ", ".join(map(str, waited_for.ranks))
             raise ExchangeTimeout(f"rank(s) {ranks} did not {waited_for.did_not} within {self.timeout_s:g} s")
+
+
+class ShmEnd(ABC):
+    """Base of one rank's end of rounds or of a link, whose struct in C is `state`."""
+
+    def __init__(self, rank: ShmRank, state: Any) -> None:
+        self._rank = rank
+        self._state = state
+
+    def _call(self, function: Any, *arguments: Any) -> None:
+        """Call one of the library's functions with the state and then the arguments. Raises as the exchange does."""
+        if code := function(self._state, *arguments):
+            self._finish(function, arguments, code)
+
+    def _native_call(self, function: Any, *arguments: Any) -> NativeCall:
+        """Return `_call` with two arguments as a call for native code."""
+        first, second = (argument if isinstance(argument, int) else address_of(argument) for argument in arguments)
+        words = address_of(self._state), first, second
+        return NativeCall(address_of(function), words, partial(self._finish, function, arguments), (self, arguments))
+
+    def _finish(self, function: Any, arguments: tuple[Any, ...], code: int) -> None:
+        """Complete a call that returned `code`, which is not 0."""
+        self._rank.finish(code, partial(function, self._state, *arguments), late=self._late, at=self._at)
+
+    @abstractmethod
+    def _late(self) -> Late:
+        """Return the ranks that a call waits for."""
+
+    @abstractmethod
+    def _at(self) -> int:
+        """Return how far calls have come."""
 
 
 def data_address(tensor: torch.Tensor) -> int:

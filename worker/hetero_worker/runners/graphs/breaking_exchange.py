@@ -7,7 +7,8 @@ GPU ranks (`padding`). Otherwise they break the recording, too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 import torch
 
@@ -16,6 +17,8 @@ from hetero_worker.distributed.hierarchical import HierarchicalExchange
 from hetero_worker.distributed.routes import Link
 from hetero_worker.runners.graphs.breaks import Breaks
 from hetero_worker.runners.graphs.current_step import CurrentStep
+
+T = TypeVar("T")
 
 
 class BreakingExchange:
@@ -26,21 +29,9 @@ class BreakingExchange:
         self._breaks = breaks
         self._step = step
         self._records_device_sums = records_device_sums
-
-    @property
-    def rank(self) -> int:
-        """Number of this rank."""
-        return self._exchange.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks in the group."""
-        return self._exchange.world_size
-
-    @property
-    def link_bytes(self) -> int:
-        """Bytes that a link takes in."""
-        return self._exchange.link_bytes
+        self.rank = exchange.rank
+        self.world_size = exchange.world_size
+        self.link_bytes = exchange.link_bytes
 
     def among(self, ranks: tuple[int, ...]) -> SumExchange:
         """Return the exchange of a subgroup; it breaks the recording unless its sums stay on devices."""
@@ -67,11 +58,16 @@ class BreakingExchange:
 
     def start_send(self, tensor: torch.Tensor, link: Link) -> PendingSend:
         """Begin and later finish a send of the step's own rows, each outside the recording."""
-        return _BreakingSend(tensor, link, self._exchange, self._breaks, self._step)
+        return _BreakingSend(lambda: self._exchange.start_send(self._step.own_rows(tensor), link), breaks=self._breaks)
 
     def receive(self, out: torch.Tensor, link: Link) -> PendingTensor:
         """Post and later take a receipt of the step's own rows, each outside the recording."""
-        return _BreakingReceipt(out, link, self._exchange, self._breaks, self._step)
+
+        def post() -> PendingTensor:
+            self._step.clear_padding(out)
+            return self._exchange.receive(self._step.own_rows(out), link)
+
+        return _BreakingReceipt(post, out, breaks=self._breaks)
 
     def _stays_on_devices(self, ranks: tuple[int, ...]) -> bool:
         exchange = self._exchange
@@ -87,10 +83,7 @@ class _BreakingSum:
         self._sums = sums
         self._breaks = breaks
         self._step = step
-
-    @property
-    def world_size(self) -> int:
-        return self._sums.world_size
+        self.world_size = sums.world_size
 
     def all_reduce(self, tensor: torch.Tensor, contributors: Sequence[int]) -> None:
         self._breaks.call(lambda: self._sum(tensor, contributors))
@@ -100,47 +93,39 @@ class _BreakingSum:
         self._sums.all_reduce(self._step.own_rows(tensor), contributors)
 
 
-class _BreakingSend:
-    """PendingSend that begins when it is made."""
+class _BrokenOff(Generic[T]):
+    """Base of an operation that ends in another call than it begins in. Every replay begins and ends it again."""
 
-    def __init__(self, tensor: torch.Tensor, link: Link, exchange: Exchange, breaks: Breaks, step: CurrentStep) -> None:
-        self._tensor = tensor
-        self._link = link
-        self._exchange = exchange
+    def __init__(self, begin: Callable[[], T], *, breaks: Breaks) -> None:
+        self._begin = begin
         self._breaks = breaks
-        self._step = step
-        self._send = breaks.call(self._start)
+        self._begun = breaks.call(self._begin_again)
+
+    def _begin_again(self) -> T:
+        self._begun = self._begin()
+        return self._begun
+
+
+class _BreakingSend(_BrokenOff[PendingSend]):
+    """PendingSend that begins when it is made."""
 
     def finish(self) -> None:
         self._breaks.call(self._finish)
 
     def _finish(self) -> None:
-        self._send.finish()
-
-    def _start(self) -> PendingSend:
-        self._send = self._exchange.start_send(self._step.own_rows(self._tensor), self._link)
-        return self._send
+        self._begun.finish()
 
 
-class _BreakingReceipt:
+class _BreakingReceipt(_BrokenOff[PendingTensor]):
     """PendingTensor that is posted when it is made."""
 
-    def __init__(self, out: torch.Tensor, link: Link, exchange: Exchange, breaks: Breaks, step: CurrentStep) -> None:
+    def __init__(self, post: Callable[[], PendingTensor], out: torch.Tensor, *, breaks: Breaks) -> None:
+        super().__init__(post, breaks=breaks)
         self._out = out
-        self._link = link
-        self._exchange = exchange
-        self._breaks = breaks
-        self._step = step
-        self._posted = breaks.call(self._post)
 
     def wait(self) -> torch.Tensor:
         self._breaks.call(self._await)
         return self._out
 
     def _await(self) -> None:
-        self._posted.wait()
-
-    def _post(self) -> PendingTensor:
-        self._step.clear_padding(self._out)
-        self._posted = self._exchange.receive(self._step.own_rows(self._out), self._link)
-        return self._posted
+        self._begun.wait()

@@ -79,10 +79,7 @@ class _NativeSums:
         self._sums = sums
         self._rounds = rounds
         self._op_queue = op_queue
-
-    @property
-    def world_size(self) -> int:
-        return self._sums.world_size
+        self.world_size = sums.world_size
 
     def all_reduce(self, tensor: torch.Tensor, contributors: Sequence[int]) -> None:
         sums = self._sums
