@@ -21,7 +21,7 @@ from hetero_api.model_directory import SOURCE_FILE, ModelSource, model_file, rea
 from hetero_client.model_store.store import check_model_directory
 from hetero_gateway.engine.text.tokenizer import TextTokenizer
 from hetero_worker.checkpoints.gguf_store import open_gguf
-from hetero_worker.checkpoints.safetensors_store import SafetensorsFiles
+from hetero_worker.checkpoints.safetensors_store import SafetensorsStore
 from tests.unit.server.server_setup import write_model
 
 pytestmark = pytest.mark.unit
@@ -31,8 +31,8 @@ Reader = Callable[[Path], Any]
 
 
 def _load_safetensors(directory: Path) -> None:
-    files = SafetensorsFiles(directory)
-    files.slice("a", None)
+    store = SafetensorsStore(directory)
+    store.slice("a", None)
 
 
 READERS: list[tuple[str, Reader]] = [

@@ -2,14 +2,17 @@
 
 A rank reads only its own rows or columns, except for rows with one common scale, where the largest weight of the whole
 row counts. Weights are safetensors in Hugging Face's layout, with floats or quantised, or a GGUF file beside
-config.json (see `formats`). Quantised weights can be read as they are, or as floats; floats can be quantised while they
+config.json. Quantised weights can be read as they are, or as floats; floats can be quantised while they
 are read. Every problem of a directory becomes a ModelError that names the file, the tensor and the fix.
+
+To add a format, write a module with a `WeightStore` and a function that returns it for a model directory, or None if
+the directory is of another format, and list the function in `_SPECIAL`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -20,12 +23,16 @@ import torch
 from hetero_api.errors import ModelError
 from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import WeightFormat
-from hetero_worker.checkpoints.formats import open_store
+from hetero_worker.checkpoints.gguf_store import open_gguf
 from hetero_worker.checkpoints.packed_cache import KeptMatrices, PackedCache
+from hetero_worker.checkpoints.packed_safetensors import open_packed_safetensors
 from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix, quantize, stacked
+from hetero_worker.checkpoints.safetensors_store import SafetensorsStore
 from hetero_worker.checkpoints.store import TensorSlice, WeightStore
 from hetero_worker.host.process_memory import let_go_of_code
 
+_SPECIAL: Final[tuple[Callable[[Path], WeightStore | None], ...]] = (open_gguf, open_packed_safetensors)
+"""Formats other than plain safetensors, in the order in which they are tried."""
 _QUANTIZED_AT_ONCE: Final = 1 << 20
 """Weights that are widened to floats at a time while they are quantised."""
 
@@ -52,13 +59,14 @@ class Checkpoint:
         self._directory = directory
         self._packed = packed
         self._store: WeightStore | None = None
-        self._kept: KeptMatrices | None = None
+        self.kept_matrices: KeptMatrices | None = None
+        """This checkpoint's weights as kernels packed them in earlier loads; None if none are kept."""
         self._widened, self._unpacked = _Buffer(), _Buffer()
 
     def __enter__(self) -> Self:
-        self._kept = None if self._packed is None else self._packed.open(self._directory)
+        self.kept_matrices = None if self._packed is None else self._packed.open(self._directory)
         try:
-            self._store = open_store(self._directory)
+            self._store = _open_store(self._directory)
         except BaseException:
             self._close_kept()
             raise
@@ -73,11 +81,6 @@ class Checkpoint:
         self._widened, self._unpacked = _Buffer(), _Buffer()
         self._close_kept()
         let_go_of_code()  # loading ran more code than steps do
-
-    @property
-    def kept_matrices(self) -> KeptMatrices | None:
-        """This checkpoint's weights as kernels packed them in earlier loads; None if none are kept."""
-        return self._kept
 
     def read(self, part: TensorSlice, into: torch.Tensor) -> None:
         """Copy the slice into `into`, which has the slice's shape, and convert it to that dtype.
@@ -164,15 +167,23 @@ class Checkpoint:
         return numbers
 
     def _close_kept(self) -> None:
-        if self._kept is not None:
-            self._kept.close()
-        self._kept = None
+        if self.kept_matrices is not None:
+            self.kept_matrices.close()
+        self.kept_matrices = None
 
     @property
     def _opened(self) -> WeightStore:
         if self._store is None:
             raise RuntimeError("a checkpoint was read before it was opened")
         return self._store
+
+
+def _open_store(directory: Path) -> WeightStore:
+    """Open the weights of a model directory. Raises ModelError."""
+    for open_special in _SPECIAL:
+        if (store := open_special(directory)) is not None:
+            return store
+    return SafetensorsStore(directory)
 
 
 def _pieces(part: TensorSlice) -> Iterator[TensorSlice]:

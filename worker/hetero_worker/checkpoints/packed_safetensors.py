@@ -21,7 +21,7 @@ from hetero_api.packed_weights import PackedWeights, Packing
 from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import WeightFormat
 from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
-from hetero_worker.checkpoints.safetensors_store import SafetensorsFiles, SafetensorsStore
+from hetero_worker.checkpoints.safetensors_store import SafetensorsStore
 from hetero_worker.checkpoints.store import TensorSlice
 
 _WORD_BITS: Final = 32
@@ -40,21 +40,21 @@ _MARKS: Final = {
 class PackedStore(SafetensorsStore):
     """Safetensors files with floats and packed linear layers."""
 
-    def __init__(self, files: SafetensorsFiles, packed: PackedWeights) -> None:
-        super().__init__(files)
-        self._files = files
+    def __init__(self, directory: Path, packed: PackedWeights) -> None:
+        """Find the files. Raises ModelError."""
+        super().__init__(directory)
         self._packing = packed.packing
         self._weights = packed.weights
 
     def format_of(self, name: str) -> WeightFormat | None:
         """See `WeightStore.format_of`."""
         stem, _, kind = name.rpartition(".")
-        is_packed = kind == "weight" and self._files.has(f"{stem}.{_MARKS[self._packing]}")
+        is_packed = kind == "weight" and self.has(f"{stem}.{_MARKS[self._packing]}")
         return self._weights if is_packed else None
 
     def quantized(self, part: TensorSlice) -> QuantizedMatrix:
         """See `WeightStore.quantized`."""
-        layer = _Layer(self._files, self._weights, part)
+        layer = _Layer(self, self._weights, part)
         match self._packing:
             case Packing.AWQ:
                 return layer.awq()
@@ -73,13 +73,13 @@ def open_packed_safetensors(directory: Path) -> PackedStore | None:
     """
     path = directory / CONFIG_FILE
     packed = PackedWeights.of_config(read_json(path), source=str(path)) if path.exists() else None
-    return None if packed is None else PackedStore(SafetensorsFiles(directory), packed)
+    return None if packed is None else PackedStore(directory, packed)
 
 
 class _Layer:
     """One slice of one layer. Columns are read in whole groups, and cut afterwards."""
 
-    def __init__(self, files: SafetensorsFiles, weights: WeightFormat, part: TensorSlice) -> None:
+    def __init__(self, files: SafetensorsStore, weights: WeightFormat, part: TensorSlice) -> None:
         self._files = files
         self._weights = weights
         self._stem = part.name.rpartition(".")[0]

@@ -47,26 +47,24 @@ class _OpenFile(NamedTuple):
     tensors: Mapping[str, _Stored]
 
 
-class SafetensorsFiles:
-    """Files of one directory. They stay mapped until `close`, or until the last tensor that lies in them is gone."""
+class SafetensorsStore(WeightStore):
+    """Files of one directory, with floats.
+
+    They stay mapped until `close`, or until the last tensor that lies in them is gone.
+    """
 
     def __init__(self, directory: Path) -> None:
         """Find out which file holds which tensor. Raises ModelError."""
-        self._directory = directory
+        self.directory = directory
         self._files: dict[str, _OpenFile] = {}
         self._file_of = self._locate()
 
-    @property
-    def directory(self) -> Path:
-        """The model directory."""
-        return self._directory
-
     def close(self) -> None:
-        """Close the files; slices that lie in them stay valid."""
+        """See `WeightStore.close`."""
         self._files.clear()
 
     def release_pages(self) -> None:
-        """Give back the memory of file pages that were read so far; slices stay valid."""
+        """See `WeightStore.release_pages`."""
         for file in self._files.values():
             file.mapped.release_pages()
 
@@ -74,24 +72,33 @@ class SafetensorsFiles:
         """Return whether there is such a tensor."""
         return tensor in self._file_of
 
-    def shape(self, tensor: str) -> tuple[int, ...]:
-        """Return the tensor's shape. Raises ModelError if there is no such tensor."""
-        return self._stored(tensor).shape
+    def format_of(self, name: str) -> WeightFormat | None:  # noqa: ARG002 - all tensors are floats
+        """See `WeightStore.format_of`."""
+        return None
 
-    def dtype(self, tensor: str) -> torch.dtype:
-        """Return the type in which the tensor is stored. Raises ModelError if it is missing or of an unknown type."""
-        name = self._stored(tensor).dtype
-        if name not in _DTYPES:
-            path = self._path_of(tensor)
-            raise ModelError(f"{path}: tensor {tensor} is stored as {name}; supported: {', '.join(_DTYPES)}")
-        return _DTYPES[name]
+    def dtype_of(self, name: str) -> torch.dtype:
+        """See `WeightStore.dtype_of`. Raises ModelError for an unknown type, too."""
+        dtype = self._stored(name).dtype
+        if dtype not in _DTYPES:
+            path = self._path_of(name)
+            raise ModelError(f"{path}: tensor {name} is stored as {dtype}; supported: {', '.join(_DTYPES)}")
+        return _DTYPES[dtype]
+
+    def floats(self, part: TensorSlice) -> torch.Tensor:
+        """See `WeightStore.floats`."""
+        self.check_shape(part.name, part.full_shape)
+        return self.slice(part.name, part.rows, part.columns)
+
+    def quantized(self, part: TensorSlice) -> QuantizedMatrix:
+        """See `WeightStore.quantized`."""
+        raise RuntimeError(f"{part.name} is stored as floats")
 
     def slice(self, tensor: str, *ranges: UnitRange | None) -> torch.Tensor:
         """Return a range of each of the first dimensions; None: all of it.
 
         The slice lies in the file, so it must not be written to. Raises ModelError.
         """
-        stored, dtype = self._stored(tensor), self.dtype(tensor)
+        stored, dtype = self._stored(tensor), self.dtype_of(tensor)
         found = self._open(self._file_of[tensor]).mapped.bytes[stored.begin : stored.end]
         if stored.begin % dtype.itemsize:  # headers are filled up to a multiple of 8, but need not be
             found = found.clone()
@@ -100,7 +107,7 @@ class SafetensorsFiles:
 
     def check_shape(self, tensor: str, expected: tuple[int, ...]) -> None:
         """Raise ModelError unless the tensor has this shape."""
-        found = self.shape(tensor)
+        found = self._stored(tensor).shape
         if found != expected:
             raise ModelError(
                 f"{self._path_of(tensor)}: tensor {tensor} has shape {list(found)}, config.json says {list(expected)}; "
@@ -116,9 +123,9 @@ class SafetensorsFiles:
 
     def _locate(self) -> dict[str, str]:
         """Return the file of each tensor."""
-        if (self._directory / INDEX_FILE).is_file():
-            return self._read_index(self._directory / INDEX_FILE)
-        if (self._directory / SINGLE_FILE).is_file():
+        if (self.directory / INDEX_FILE).is_file():
+            return self._read_index(self.directory / INDEX_FILE)
+        if (self.directory / SINGLE_FILE).is_file():
             return dict.fromkeys(self._open(SINGLE_FILE).tensors, SINGLE_FILE)
         raise self._no_weights()
 
@@ -132,33 +139,33 @@ class SafetensorsFiles:
         for file in sorted({str(file) for file in weight_map.values()}):
             if Path(file).name != file or not file.endswith(".safetensors"):
                 raise ModelError(f"{path}: names {file!r}, which is no .safetensors file of the same directory")
-            if not (self._directory / file).is_file():
+            if not (self.directory / file).is_file():
                 raise ModelError(f"{path}: names {file}, which is not in the directory; fetch the missing file")
         return {str(tensor): str(file) for tensor, file in weight_map.items()}
 
     def _no_weights(self) -> ModelError:
         looked_for = f"no weights: looked for {SINGLE_FILE}, {INDEX_FILE} and a .gguf file"
-        if not self._directory.is_dir():
-            return ModelError(f"{self._directory}: no such directory; {looked_for}")
-        pickled = sorted(f.name for f in self._directory.iterdir() if f.suffix in _PICKLED_SUFFIXES)
+        if not self.directory.is_dir():
+            return ModelError(f"{self.directory}: no such directory; {looked_for}")
+        pickled = sorted(f.name for f in self.directory.iterdir() if f.suffix in _PICKLED_SUFFIXES)
         if pickled:
             return ModelError(
-                f"{self._directory}: {looked_for}; {', '.join(pickled[:3])} holds pickled tensors, which are "
+                f"{self.directory}: {looked_for}; {', '.join(pickled[:3])} holds pickled tensors, which are "
                 "refused because unpickling runs code: convert the checkpoint to safetensors"
             )
-        return ModelError(f"{self._directory}: {looked_for}; put the model's safetensors there")
+        return ModelError(f"{self.directory}: {looked_for}; put the model's safetensors there")
 
     def _path_of(self, tensor: str) -> Path:
         file = self._file_of.get(tensor)
         if file is None:
             raise ModelError(
-                f"{self._directory}: no tensor {tensor} in its safetensors; is config.json of the same model?"
+                f"{self.directory}: no tensor {tensor} in its safetensors; is config.json of the same model?"
             )
-        return self._directory / file
+        return self.directory / file
 
     def _open(self, file: str) -> _OpenFile:
         if file not in self._files:
-            path = self._directory / file
+            path = self.directory / file
             real = model_file(path)
             try:
                 _check_header_length(real)
@@ -168,43 +175,6 @@ class SafetensorsFiles:
             except (SafetensorError, OSError, ValueError) as error:
                 raise _damaged(path, error) from error
         return self._files[file]
-
-
-class SafetensorsStore(WeightStore):
-    """Safetensors files with floats."""
-
-    def __init__(self, files: SafetensorsFiles) -> None:
-        self._files = files
-
-    def format_of(self, name: str) -> WeightFormat | None:  # noqa: ARG002 - all tensors are floats
-        """See `WeightStore.format_of`."""
-        return None
-
-    def dtype_of(self, name: str) -> torch.dtype:
-        """See `WeightStore.dtype_of`."""
-        return self._files.dtype(name)
-
-    def floats(self, part: TensorSlice) -> torch.Tensor:
-        """See `WeightStore.floats`."""
-        self._files.check_shape(part.name, part.full_shape)
-        return self._files.slice(part.name, part.rows, part.columns)
-
-    def quantized(self, part: TensorSlice) -> QuantizedMatrix:
-        """See `WeightStore.quantized`."""
-        raise RuntimeError(f"{part.name} is stored as floats")
-
-    def release_pages(self) -> None:
-        """See `WeightStore.release_pages`."""
-        self._files.release_pages()
-
-    def close(self) -> None:
-        """See `WeightStore.close`."""
-        self._files.close()
-
-
-def open_safetensors(directory: Path) -> SafetensorsStore:
-    """Open a directory of safetensors with floats. Raises ModelError."""
-    return SafetensorsStore(SafetensorsFiles(directory))
 
 
 def _check_header_length(path: Path) -> None:
