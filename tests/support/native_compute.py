@@ -10,7 +10,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from hetero_worker.native.compute_library import F32, ComputeLibrary, add_op, address_of, call_op, ffi, load_compute
+from hetero_worker.native.compute_library import F32, ComputeLibrary, add_op, call_op, ffi, load_compute
+from hetero_worker.native.loading import address_of
 from hetero_worker.native.op_queue import OpQueue
 from hetero_worker.native.team import NativeTeam
 
@@ -21,8 +22,9 @@ _KEPT: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 def compute_library() -> ComputeLibrary:
     """As it was built for the tests, which need it."""
     loaded = load_compute()
-    assert loaded.library is not None, loaded.reason
-    return loaded.library
+    library: ComputeLibrary | None = loaded.library
+    assert library is not None, loaded.reason
+    return library
 
 
 def op_queue_of(size: int = 2) -> OpQueue:

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from hetero_worker.native.compute_library import address_of, ffi, pick_op
+from hetero_worker.native.compute_library import ffi, pick_op
+from hetero_worker.native.loading import address_of
 from hetero_worker.native.team import NativeTeam
 from tests.support.native_compute import add_of as add
 from tests.support.native_compute import call_of as call

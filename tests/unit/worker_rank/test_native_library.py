@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from hetero_worker.distributed.exchange import sum_in_order
-from hetero_worker.distributed.native_exchange import address_of, ffi, load
+from hetero_worker.distributed.native_exchange import ffi, load
 from hetero_worker.native import build as building
 from hetero_worker.native.build import EXCHANGE_SOURCE, BuildError, build_exchange, find_compiler
+from hetero_worker.native.loading import address_of
 from tests.support.shm_threads import native_library
 
 pytestmark = pytest.mark.unit

@@ -23,12 +23,13 @@ from hetero_api.v1 import ranks_pb2
 from hetero_worker.distributed.device_group import TorchDeviceGroup
 from hetero_worker.distributed.exchange import HostExchange
 from hetero_worker.distributed.gloo_exchange import BroadcastLink, GlooExchange
-from hetero_worker.distributed.native_exchange import Loaded, load
+from hetero_worker.distributed.native_exchange import load
 from hetero_worker.distributed.rendezvous import Agreement, GroupRequest, PrefixStore
 from hetero_worker.distributed.routes import Link, Ranks, Routes
 from hetero_worker.distributed.shm_exchange import ShmExchange
 from hetero_worker.distributed.shm_segment import SegmentLayout, ShmSegment
 from hetero_worker.errors import ExchangeError, SegmentNotShared
+from hetero_worker.native.loading import Loaded
 
 _log = logging.getLogger(__name__)
 

@@ -6,12 +6,11 @@ explains how it works. `native/build.py` compiles it with any C11 compiler, for 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from hetero_worker.native.build import EXCHANGE_HEADER, EXCHANGE_LIBRARY, EXCHANGE_SOURCE
-from hetero_worker.native.loading import declare, open_checked
+from hetero_worker.native.loading import Loaded, declare, open_checked
 
 ffi: Final = declare(EXCHANGE_HEADER)
 _LIMITS: Final[dict[str, int]] = ffi.typeof("enum hx_limits").relements
@@ -23,23 +22,7 @@ LINK_DEPTH: Final = _LIMITS["HX_LINK_DEPTH"]
 WAITING: Final[int] = ffi.typeof("enum hx_result").relements["HX_WAITING"]
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """The library, or the reason why there is none."""
-
-    library: Any
-    """Functions of native_exchange.h as attributes; None without a library. Calls release Python's lock."""
-    reason: str = ""
-    """What is wrong and how to fix it; empty if nothing is."""
-
-
 def load(path: Path = EXCHANGE_LIBRARY) -> Loaded:
     """Load the library. Never raises: ranks can exchange without it. Takes some milliseconds the first time."""
     sources = (EXCHANGE_HEADER, EXCHANGE_SOURCE)
-    library, reason = open_checked(ffi, path, subject="the native exchange was", source="hx_source", sources=sources)
-    return Loaded(library, reason)
-
-
-def address_of(pointer: Any) -> int:
-    """Return the address that a cffi pointer or function holds."""
-    return int(ffi.cast("uintptr_t", pointer))
+    return open_checked(ffi, path, subject="the native exchange was", source="hx_source", sources=sources)

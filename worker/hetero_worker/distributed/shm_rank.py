@@ -23,9 +23,10 @@ from typing import Any, Final
 import torch
 
 from hetero_worker.distributed.exchange import Traffic
-from hetero_worker.distributed.native_exchange import WAITING, address_of, ffi
+from hetero_worker.distributed.native_exchange import WAITING, ffi
 from hetero_worker.distributed.shm_segment import ShmSegment
 from hetero_worker.errors import ExchangeAborted, ExchangeError, ExchangeTimeout, PeerLost
+from hetero_worker.native.loading import address_of
 
 SPIN_S: Final = 5e-6
 """Short, because yielding costs nothing on a core of one's own, and spinning costs much on a shared one."""

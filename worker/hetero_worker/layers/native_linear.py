@@ -18,7 +18,8 @@ from hetero_api.weight_format import WeightFormat
 from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
 from hetero_worker.layers.linear_kernels import LinearKernel, PackedWeight
 from hetero_worker.memory.huge_pages import empty_on_huge_pages
-from hetero_worker.native.compute_library import FORMATS, I4, I8, address_of, embed_op, ffi, linear_op, pack_op
+from hetero_worker.native.compute_library import FORMATS, I4, I8, embed_op, ffi, linear_op, pack_op
+from hetero_worker.native.loading import address_of
 from hetero_worker.native.op_queue import OpQueue
 
 _EXACT: Final[dict[torch.dtype, tuple[torch.dtype, ...]]] = {

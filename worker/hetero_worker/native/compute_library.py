@@ -11,7 +11,6 @@ to fix it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -19,11 +18,10 @@ from typing import Any, Final
 import torch
 
 from hetero_worker.native.build import COMPUTE_HEADER, COMPUTE_LIBRARY, compute_sources
-from hetero_worker.native.loading import declare, open_checked
+from hetero_worker.native.loading import Loaded, declare, open_checked
 
 _ADDRESSED: Final = ("void", "float", "int32_t", "int64_t", "uint64_t", "hc_op", "hc_weight")
 ffi: Final = declare(COMPUTE_HEADER, addressed=_ADDRESSED)
-_WORD: Final = ffi.typeof("uintptr_t")
 _KINDS: Final[Mapping[str, int]] = ffi.typeof("enum hc_kind").relements
 _FORMATS: Final[Mapping[str, int]] = ffi.typeof("enum hc_format").relements
 _ACTIVATIONS: Final[Mapping[str, int]] = ffi.typeof("enum hc_activation").relements
@@ -70,11 +68,6 @@ def call_op(function: int, *arguments: int) -> Any:
     return _new_call(1, ffi.cast(_FUNCTION, function), *arguments)
 
 
-def address_of(pointer: Any) -> int:
-    """Return the address that a cffi pointer or array holds."""
-    return int(ffi.cast(_WORD, pointer))
-
-
 class ComputeLibrary:
     """A loaded library. Calls of its functions release Python's lock."""
 
@@ -106,18 +99,9 @@ class ComputeLibrary:
         return str(ffi.string(self.functions.hc_source()).decode())
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedCompute:
-    """The library, or the reason why there is none."""
-
-    library: ComputeLibrary | None
-    reason: str = ""
-    """What is wrong and how to fix it; empty if nothing is."""
-
-
 @cache
-def load_compute(path: Path = COMPUTE_LIBRARY) -> LoadedCompute:
-    """Load the library, once a process. Never raises: a rank can compute without it, slower."""
+def load_compute(path: Path = COMPUTE_LIBRARY) -> Loaded:
+    """Load the library as a ComputeLibrary, once a process. Never raises: a rank can compute without it, slower."""
     sources = compute_sources()
-    functions, reason = open_checked(ffi, path, subject="the native kernels were", source="hc_source", sources=sources)
-    return LoadedCompute(None if functions is None else ComputeLibrary(functions), reason)
+    loaded = open_checked(ffi, path, subject="the native kernels were", source="hc_source", sources=sources)
+    return loaded if loaded.library is None else Loaded(ComputeLibrary(loaded.library))

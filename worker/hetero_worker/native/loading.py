@@ -6,6 +6,7 @@ import ctypes
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,6 +15,7 @@ import cffi
 from hetero_worker.native.build import source_digest
 
 _FIX: Final = "install a C compiler and run `make native` (in an image: python -m hetero_worker.native.build)"
+_WORDS: Final = cffi.FFI()
 _DROPPED: Final = re.compile(r"^\s*#.*$|\b_Atomic |\bHC_API ", re.MULTILINE)
 
 
@@ -30,8 +32,23 @@ def declare(header: Path, *, addressed: Sequence[str] = ("void",)) -> Any:
     return ffi
 
 
-def open_checked(ffi: Any, path: Path, *, subject: str, source: str, sources: Sequence[Path]) -> tuple[Any, str]:
-    """Return the library's functions, or None and what is wrong with it and how to fix that. Never raises.
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A library, or the reason why there is none."""
+
+    library: Any
+    """Functions of its header as attributes; None without a library. Calls release Python's lock."""
+    reason: str = ""
+    """What is wrong and how to fix it; empty if nothing is."""
+
+
+def address_of(pointer: Any) -> int:
+    """Return the address that a cffi pointer, array or function holds."""
+    return int(_WORDS.cast("uintptr_t", pointer))
+
+
+def open_checked(ffi: Any, path: Path, *, subject: str, source: str, sources: Sequence[Path]) -> Loaded:
+    """Return the library's functions, or what is wrong with it and how to fix that. Never raises.
 
     Args:
         ffi: The declarations of the library's header.
@@ -41,15 +58,15 @@ def open_checked(ffi: Any, path: Path, *, subject: str, source: str, sources: Se
         sources: Files that the library must have been built from.
     """
     if problem := _unusable(path, subject):
-        return None, problem
+        return Loaded(None, problem)
     try:
         library = ffi.dlopen(str(path))
         built_from = ffi.string(getattr(library, source)()).decode()
     except (OSError, AttributeError) as error:
-        return None, f"{path} cannot be loaded ({error}): {_FIX}"
+        return Loaded(None, f"{path} cannot be loaded ({error}): {_FIX}")
     if built_from != (expected := source_digest(sources)):
-        return None, f"{path} is stale, built from sources {built_from} instead of {expected}: {_FIX}"
-    return library, ""
+        return Loaded(None, f"{path} is stale, built from sources {built_from} instead of {expected}: {_FIX}")
+    return Loaded(library)
 
 
 def _unusable(path: Path, subject: str) -> str:

@@ -21,7 +21,8 @@ from typing import Any, Final
 
 import torch
 
-from hetero_worker.native.compute_library import address_of, ffi
+from hetero_worker.native.compute_library import ffi
+from hetero_worker.native.loading import address_of
 from hetero_worker.native.team import NativeTeam
 
 ALIGNMENT: Final = 64

@@ -7,7 +7,8 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, Final
 
-from hetero_worker.native.compute_library import ComputeLibrary, address_of, ffi
+from hetero_worker.native.compute_library import ComputeLibrary, ffi
+from hetero_worker.native.loading import address_of
 
 SPIN_NS: Final = 200_000
 """How long threads look for work before they sleep: longer than a rank takes from one step to the next."""
