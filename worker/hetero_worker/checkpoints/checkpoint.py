@@ -75,8 +75,6 @@ class Checkpoint:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._store is not None:
-            self._store.close()
         self._store = None
         self._widened, self._unpacked = _Buffer(), _Buffer()
         self._close_kept()

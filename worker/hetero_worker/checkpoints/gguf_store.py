@@ -41,13 +41,9 @@ class GgufStore(WeightStore):
         self._header = gguf_header(path)
         self._architecture = str(self._header.metadata[ARCHITECTURE])
         try:
-            self._file: MappedFile | None = MappedFile(model_file(path))
+            self._mapped = MappedFile(model_file(path))
         except (OSError, ValueError) as error:
             raise ModelError(f"{path}: cannot be mapped: {error}") from error
-
-    def close(self) -> None:
-        """See `WeightStore.close`."""
-        self._file = None
 
     def release_pages(self) -> None:
         """See `WeightStore.release_pages`."""
@@ -105,12 +101,6 @@ class GgufStore(WeightStore):
         kind, width = tensor.kind, tensor.shape[-1]
         stored = self._mapped.bytes[tensor.offset : tensor.offset + tensor.num_bytes]
         return stored.view(-1, width // kind.block_values, kind.block_bytes)
-
-    @property
-    def _mapped(self) -> MappedFile:
-        if self._file is None:
-            raise RuntimeError(f"{self._path} was read after it was closed")
-        return self._file
 
     def _of_rows(self, stored: torch.Tensor, part: TensorSlice) -> torch.Tensor:
         """Return the slice's rows, in Hugging Face's order."""

@@ -48,20 +48,13 @@ class _OpenFile(NamedTuple):
 
 
 class SafetensorsStore(WeightStore):
-    """Files of one directory, with floats.
-
-    They stay mapped until `close`, or until the last tensor that lies in them is gone.
-    """
+    """Files of one directory, with floats."""
 
     def __init__(self, directory: Path) -> None:
         """Find out which file holds which tensor. Raises ModelError."""
         self.directory = directory
         self._files: dict[str, _OpenFile] = {}
         self._file_of = self._locate()
-
-    def close(self) -> None:
-        """See `WeightStore.close`."""
-        self._files.clear()
 
     def release_pages(self) -> None:
         """See `WeightStore.release_pages`."""

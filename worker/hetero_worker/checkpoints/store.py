@@ -47,7 +47,10 @@ class TensorSlice:
 
 
 class WeightStore(ABC):
-    """Open files of one format. All methods but `close` and `release_pages` raise ModelError for a missing tensor."""
+    """Open files of one format. All methods but `release_pages` raise ModelError for a missing tensor.
+
+    The files are closed with the store and the last slice that lies in them.
+    """
 
     @abstractmethod
     def format_of(self, name: str) -> WeightFormat | None:
@@ -68,10 +71,6 @@ class WeightStore(ABC):
     @abstractmethod
     def release_pages(self) -> None:
         """Give back the memory of file pages that were read so far."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close the files. Slices that lie in them stay valid."""
 
 
 class MappedFile:

@@ -46,11 +46,6 @@ class DeviceGroup(Protocol):
     group's ranks take part in every call, in one order. Costs are for n ranks and b bytes.
     """
 
-    @property
-    def ranks(self) -> Ranks:
-        """Members, ascending."""
-        ...
-
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum over all ranks in place. About 2·b over each rank's link; 2·(n-1) latencies (ring) or fewer."""
         ...
@@ -65,14 +60,6 @@ class DeviceGroup(Protocol):
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return every rank's tensor in rank order; all have one shape. (n-1)·b over each link."""
-        ...
-
-    def abort(self) -> None:
-        """Make a blocked or later call raise ExchangeAborted. From any thread; never blocks."""
-        ...
-
-    def close(self) -> None:
-        """Free the backend's resources; may block until abandoned work ends."""
         ...
 
 
@@ -128,11 +115,6 @@ class TorchDeviceGroup:
         if kind == NCCL:
             take_memory(group, device)
         return group
-
-    @property
-    def ranks(self) -> Ranks:
-        """Members, ascending."""
-        return self._ranks
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum over all ranks in place, as DeviceGroup.all_reduce."""
@@ -212,11 +194,6 @@ class RankOrderGroup:
     def __init__(self, group: DeviceGroup) -> None:
         self._group = group
 
-    @property
-    def ranks(self) -> Ranks:
-        """Members, ascending."""
-        return self._group.ranks
-
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum over all ranks in place."""
         sum_in_order(self._group.all_gather(tensor), tensor)
@@ -232,14 +209,6 @@ class RankOrderGroup:
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return every rank's tensor in rank order."""
         return self._group.all_gather(tensor)
-
-    def abort(self) -> None:
-        """Abort the group below."""
-        self._group.abort()
-
-    def close(self) -> None:
-        """Close the group below."""
-        self._group.close()
 
 
 def in_rank_order(groups: Mapping[Ranks, DeviceGroup]) -> dict[Ranks, DeviceGroup]:
