@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
+from hetero_api.host.cores import CoreDemand, CorePlan
 from hetero_api.host.topology import LogicalCore, NumaNode
 from hetero_api.spec import NumaPolicy
 from hetero_worker.pod.ranks import plan_pod_cores
@@ -27,6 +30,26 @@ def cpuset(*numbers: int, machine: tuple[LogicalCore, ...] | None = None) -> lis
     return [core for core in machine or node() if core.number in numbers]
 
 
+def planned(
+    available: Sequence[LogicalCore],
+    *,
+    pool: str,
+    ranks: int,
+    threads: int,
+    ordinal: int,
+    policy: NumaPolicy,
+    nodes: dict[int, NumaNode] | None = None,
+    near: tuple[int | None, ...] = (),
+    memory_bytes: int = 0,
+    field: str = "cpu.coresPerRank",
+) -> CorePlan:
+    demand = CoreDemand(
+        path=f"spec.pools[{pool}]", ranks=ranks, cores_per_rank=threads, policy=policy, near=near,
+        memory_bytes=memory_bytes, field=field,
+    )  # fmt: skip
+    return plan_pod_cores(available, demand, ordinal=ordinal, nodes=nodes)
+
+
 def cores(
     available: list[LogicalCore] | tuple[LogicalCore, ...],
     *,
@@ -35,7 +58,7 @@ def cores(
     ordinal: int = 0,
     policy: NumaPolicy = REQUIRED,
 ) -> list[tuple[int, ...]]:
-    plan = plan_pod_cores(available, pool="cpu", ranks=ranks, threads=threads, ordinal=ordinal, policy=policy)
+    plan = planned(available, pool="cpu", ranks=ranks, threads=threads, ordinal=ordinal, policy=policy)
     assert not plan.problems
     assert not plan.warnings
     return [grant.cores for grant in plan.grants[0]]
@@ -46,7 +69,7 @@ def test_exclusive_cpus_are_taken_as_they_are() -> None:
 
 
 def test_both_threads_of_a_core_make_one_core() -> None:
-    plan = plan_pod_cores(cpuset(2, 3, 18, 19), pool="cpu", ranks=1, threads=4, ordinal=0, policy=REQUIRED)
+    plan = planned(cpuset(2, 3, 18, 19), pool="cpu", ranks=1, threads=4, ordinal=0, policy=REQUIRED)
     ((grant,),) = plan.grants
     assert (grant.cores, grant.num_threads) == ((2, 3), 2)
 
@@ -71,9 +94,7 @@ def test_an_ordinal_beyond_the_node_begins_again() -> None:
 
 
 def test_pods_that_share_a_node_leave_each_others_cores_to_compute() -> None:
-    plans = [
-        plan_pod_cores(node(), pool="cpu", ranks=1, threads=5, ordinal=ordinal, policy=REQUIRED) for ordinal in range(2)
-    ]
+    plans = [planned(node(), pool="cpu", ranks=1, threads=5, ordinal=ordinal, policy=REQUIRED) for ordinal in range(2)]
     grants = [plan.grants[0][0] for plan in plans]
     computing = {cpu for grant in grants for cpu in grant.cores}
     assert len(computing) == 10
@@ -85,7 +106,7 @@ def test_pods_on_a_node_with_room_for_fewer_compute_with_all_the_threads_they_as
 
 
 def test_a_rank_gets_cores_near_its_device() -> None:
-    plan = plan_pod_cores(
+    plan = planned(
         node(), pool="gpu", ranks=2, threads=2, ordinal=1, policy=BEST_EFFORT, near=(1, None), field="gpu.coresPerRank"
     )
     first, second = plan.grants[0]
@@ -94,26 +115,24 @@ def test_a_rank_gets_cores_near_its_device() -> None:
 
 def test_memory_that_a_node_lacks_is_refused_when_required() -> None:
     nodes = {0: NumaNode(0, None, 2**30), 1: NumaNode(1, None, 2**30)}
-    plan = plan_pod_cores(
-        node(), pool="cpu", ranks=1, threads=2, ordinal=0, policy=REQUIRED, nodes=nodes, memory_bytes=2**31
-    )
+    plan = planned(node(), pool="cpu", ranks=1, threads=2, ordinal=0, policy=REQUIRED, nodes=nodes, memory_bytes=2**31)
     assert "one NUMA node with 2.0 GiB, are not free here (free: node 0: 16 with 1.0 GiB" in plan.problems[0]
 
 
 def test_too_few_cpus_are_a_problem_when_required_and_a_warning_else() -> None:
     few = cpuset(0, 1)
-    refused = plan_pod_cores(few, pool="cpu", ranks=1, threads=4, ordinal=0, policy=REQUIRED)
+    refused = planned(few, pool="cpu", ranks=1, threads=4, ordinal=0, policy=REQUIRED)
     assert "spec.pools[cpu].cpu.coresPerRank: 1 x 4 = 4 cores" in refused.problems[0]
-    warned = plan_pod_cores(few, pool="cpu", ranks=1, threads=4, ordinal=0, policy=BEST_EFFORT)
+    warned = planned(few, pool="cpu", ranks=1, threads=4, ordinal=0, policy=BEST_EFFORT)
     assert "are not bound" in warned.warnings[0]
     assert warned.grants[0][0].cores == ()
 
 
 def test_a_rank_that_would_span_numa_nodes_is_refused_when_required() -> None:
-    plan = plan_pod_cores(cpuset(7, 8), pool="cpu", ranks=1, threads=2, ordinal=0, policy=REQUIRED)
+    plan = planned(cpuset(7, 8), pool="cpu", ranks=1, threads=2, ordinal=0, policy=REQUIRED)
     assert "each rank's on one NUMA node" in plan.problems[0]
 
 
 def test_policy_none_binds_nothing() -> None:
-    plan = plan_pod_cores(cpuset(0, 1), pool="gpu", ranks=2, threads=8, ordinal=3, policy=NONE)
+    plan = planned(cpuset(0, 1), pool="gpu", ranks=2, threads=8, ordinal=3, policy=NONE)
     assert [(grant.cores, grant.num_threads) for grant in plan.grants[0]] == [((), 2), ((), 2)]

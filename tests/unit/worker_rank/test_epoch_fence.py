@@ -30,7 +30,7 @@ def test_abort_wakes_the_exchange_of_its_epoch() -> None:
     guard, _ = fence()
     exchange = WatchedExchange()
     guard.enter(3)
-    guard.adopt(exchange)
+    guard.adopt(exchange.abort)
 
     guard.abort(3)
 
@@ -45,7 +45,7 @@ def test_abort_of_an_older_epoch_does_nothing() -> None:
     guard, _ = fence()
     exchange = WatchedExchange()
     guard.enter(3)
-    guard.adopt(exchange)
+    guard.adopt(exchange.abort)
 
     guard.abort(2)
 
@@ -71,7 +71,7 @@ def test_abort_between_entering_and_the_exchange_is_found_at_adoption() -> None:
     guard.abort(1)
 
     with pytest.raises(ExchangeAborted):
-        guard.adopt(WatchedExchange())
+        guard.adopt(WatchedExchange().abort)
     guard.leave()
 
 

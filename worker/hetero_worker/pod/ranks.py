@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -28,18 +29,16 @@ _DEFAULT_MEMORY_SHARE: Final = 0.8
 def plan_cores_of(config: PodConfig, topology: CpuTopology, environment: Mapping[str, str]) -> CorePlan:
     """Plan the pod's cores on the CPUs that the container sees. `environment` chooses its GPUs."""
     gpu_nodes = {gpu.number: gpu.numa_node for gpu in visible_gpus(environment)}
-    return plan_pod_cores(
-        topology.cores,
-        nodes=topology.numa,
-        pool=config.pool,
+    demand = CoreDemand(
+        path=f"spec.pools[{config.pool}]",
         ranks=config.ranks_per_pod,
-        threads=config.threads_per_rank,
-        ordinal=config.ordinal,
+        cores_per_rank=config.threads_per_rank,
         policy=config.numa_policy,
-        near=[gpu_nodes.get(number) for number in config.cuda_devices],
+        near=tuple(gpu_nodes.get(number) for number in config.cuda_devices),
         memory_bytes=config.memory_bytes_per_rank,
         field="gpu.coresPerRank" if config.cuda_devices else "cpu.coresPerRank",
     )
+    return plan_pod_cores(topology.cores, demand, ordinal=config.ordinal, nodes=topology.numa)
 
 
 def policy_in_force(config: PodConfig, *, num_cpus: int) -> NumaPolicy:
@@ -54,34 +53,19 @@ def policy_in_force(config: PodConfig, *, num_cpus: int) -> NumaPolicy:
 
 def plan_pod_cores(
     available: Sequence[LogicalCore],
+    demand: CoreDemand,
     *,
-    pool: str,
-    ranks: int,
-    threads: int,
     ordinal: int,
-    policy: NumaPolicy,
     nodes: Mapping[int, NumaNode] | None = None,
-    near: Sequence[int | None] = (),
-    memory_bytes: int = 0,
-    field: str = "cpu.coresPerRank",
 ) -> CorePlan:
-    """Grant each rank its cores; warnings and problems are those of `plan_cores`.
+    """Grant each rank of a pod its cores; warnings and problems are those of `plan_cores`.
 
-    `threads` is CPUs per rank; `near` has a NUMA node for each rank of the pod, or is empty. The other parameters are
-    those of `plan_cores` and `CoreDemand`.
+    `demand` is one pod's; its `near` has a NUMA node for each rank of the pod, or is empty. `nodes` is `plan_cores`'.
     """
+    ranks = demand.ranks
 
     def plan(pods: int) -> CorePlan:
-        demand = CoreDemand(
-            path=f"spec.pools[{pool}]",
-            ranks=pods * ranks,
-            cores_per_rank=threads,
-            policy=policy,
-            near=tuple(near) * pods,
-            memory_bytes=memory_bytes,
-            field=field,
-        )
-        return plan_cores(available, [demand], nodes=nodes)
+        return plan_cores(available, [replace(demand, ranks=pods * ranks, near=demand.near * pods)], nodes=nodes)
 
     def has_room(pods: int) -> bool:
         together = plan(pods)
@@ -104,15 +88,12 @@ def rank_commands(config: PodConfig, grants: Sequence[CoreGrant], *, folder: Pat
     memory_bytes = config.memory_bytes_per_rank or int(
         total_memory_bytes() * _DEFAULT_MEMORY_SHARE / config.ranks_per_pod
     )
-    return [
-        _command(str(local_rank), rank_arguments(config, local_rank, grant, memory_bytes=memory_bytes, folder=folder))
-        for local_rank, grant in enumerate(grants)
-    ]
-
-
-def _command(name: str, arguments: tuple[str, ...]) -> Command:
-    argv = (sys.executable, "-m", "hetero_worker", *arguments)
-    return Command(name, argv, has_heartbeat=True, forked_argv=arguments)
+    commands = []
+    for local_rank, grant in enumerate(grants):
+        arguments = rank_arguments(config, local_rank, grant, memory_bytes=memory_bytes, folder=folder)
+        argv = (sys.executable, "-m", "hetero_worker", *arguments)
+        commands.append(Command(str(local_rank), argv, has_heartbeat=True, forked_argv=arguments))
+    return commands
 
 
 def rank_arguments(

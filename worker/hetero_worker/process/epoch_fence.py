@@ -14,17 +14,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from hetero_worker.errors import ExchangeAborted
-
-
-class Abortable(Protocol):
-    """An epoch's groups, which can be woken."""
-
-    def abort(self) -> None:
-        """Make blocked and later calls raise ExchangeAborted. Callable from any thread; must not block."""
-        ...
 
 
 class EpochFence:
@@ -37,7 +28,7 @@ class EpochFence:
         self._epoch: int | None = None
         self._aborted_through = 0
         self._closed = False
-        self._groups: Abortable | None = None
+        self._abort_groups: Callable[[], None] | None = None
         self._patient = False
         self._watchdog: threading.Timer | None = None
 
@@ -58,16 +49,19 @@ class EpochFence:
             self._epoch = epoch
             self.check()
 
-    def adopt(self, groups: Abortable) -> None:
-        """Let an abort wake `groups` from now on. Raises ExchangeAborted if the abort came before."""
+    def adopt(self, abort_groups: Callable[[], None]) -> None:
+        """Let an abort wake the epoch's groups from now on, on any thread. Raises ExchangeAborted if it came before.
+
+        `abort_groups` makes blocked and later calls raise ExchangeAborted, and does not block.
+        """
         with self._lock:
-            self._groups = groups
+            self._abort_groups = abort_groups
             self.check()
 
     def leave(self) -> None:
         """End work in the epoch: the main thread has freed everything that belongs to it."""
         with self._lock:
-            self._epoch = self._groups = None
+            self._epoch = self._abort_groups = None
             if self._watchdog is not None:
                 self._watchdog.cancel()
                 self._watchdog = None
@@ -106,8 +100,8 @@ class EpochFence:
                     self._wake(watch=True)
 
     def _wake(self, *, watch: bool) -> None:
-        if self._groups is not None:
-            self._groups.abort()
+        if self._abort_groups is not None:
+            self._abort_groups()
         if watch and self._watchdog is None:
             self._watchdog = threading.Timer(self._patience_s, self._give_up)
             self._watchdog.daemon = True

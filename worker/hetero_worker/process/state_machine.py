@@ -309,7 +309,7 @@ class WorkerStateMachine:
         with self._binding.communicating():
             request = group_request(self._identity, message, epoch=self._epoch)
             self._group = self._form(request, listener=self._listener, aborted=lambda: self._fence.aborted)
-        self._fence.adopt(self._group)
+        self._fence.adopt(self._group.abort)
         times = self._group.measure() if message.measure_exchange else ExchangeTimes()
         self._form_message = message
         config = quantized_config(self._identity.model_config, message)
