@@ -56,7 +56,7 @@ def check_summable(tensor: torch.Tensor) -> None:
 def check_contributors(contributors: Collection[int], ranks: Ranks) -> None:
     """Raise ValueError unless the contributors to a sum are some of these ranks."""
     if not contributors or not set(contributors) <= set(ranks):
-        raise ValueError(f"contributors {list(contributors)} are no ranks of a group of {len(ranks)}: {list(ranks)}")
+        raise ValueError(f"contributors {list(contributors)} are no ranks of a group of {len(ranks)}: {ranks}")
 
 
 def check_counts(tensor: torch.Tensor, counts: Sequence[int], *, rank: int, ranks: Ranks) -> None:

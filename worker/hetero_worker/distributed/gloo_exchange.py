@@ -65,7 +65,7 @@ class GlooWaits:
 
     def check_open(self) -> None:
         """Raise ExchangeAborted after an abort."""
-        if self._is_aborted:
+        if self.is_aborted:
             raise ExchangeAborted("the epoch was aborted")
 
     def deadline(self) -> float:
@@ -80,7 +80,7 @@ class GlooWaits:
         while not work.is_completed():
             with contextlib.suppress(RuntimeError):  # the poll's own timeout, or a failure that is raised below
                 work.wait(_POLL)
-            if self._is_aborted:
+            if self.is_aborted:
                 raise ExchangeAborted("the epoch was aborted while waiting for a peer")
             if time.monotonic() > deadline:
                 return work.is_completed()
@@ -95,7 +95,8 @@ class GlooWaits:
         return self.await_work(work, deadline)
 
     @property
-    def _is_aborted(self) -> bool:
+    def is_aborted(self) -> bool:
+        """True after an abort."""
         return self._aborted or self._aborted_elsewhere()
 
 

@@ -140,11 +140,7 @@ def meet_over_gloo(
     os.environ[_GLOO_INTERFACE] = interface  # Gloo takes its interface from nowhere else
     try:
         dist.init_process_group(
-            backend="gloo",
-            store=store,
-            rank=request.rank,
-            world_size=request.world_size,
-            timeout=request.gloo_timeout,
+            "gloo", store=store, rank=request.rank, world_size=request.world_size, timeout=request.gloo_timeout
         )
     except RuntimeError as error:
         raise ExchangeError(f"epoch {request.epoch}: Gloo group: {error}") from error
@@ -167,7 +163,9 @@ def _open_store(request: GroupRequest, listener: StoreListener, aborted: Callabl
     wait = _Wait(request.timeout_s, aborted)
     try:
         if request.rank == 0:
-            store = _host_store(host, port, listener)
+            store = TCPStore(
+                host, port, is_master=True, timeout=_CONNECT, wait_for_workers=False, master_listen_fd=listener.detach()
+            )
         else:
             _await_listening(host, port, wait)
             store = TCPStore(host, port, is_master=False, timeout=_CONNECT, wait_for_workers=False)
@@ -178,17 +176,6 @@ def _open_store(request: GroupRequest, listener: StoreListener, aborted: Callabl
         reason = str(error).partition("\n")[0]
         raise ExchangeError(f"rendezvous store {address}: {reason}") from error
     return shared
-
-
-def _host_store(host: str, port: int, listener: StoreListener) -> TCPStore:
-    return TCPStore(
-        host,
-        port,
-        is_master=True,
-        timeout=_CONNECT,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
 
 
 def _await_listening(host: str, port: int, wait: _Wait) -> None:
@@ -239,15 +226,12 @@ class Agreement:
         self._rank = request.rank
         self._world_size = request.world_size
         self._timeout_s = request.timeout_s
-        self._aborted_elsewhere = aborted
         self._waits = GlooWaits(timeout_s=request.timeout_s, aborted=aborted)
         self._rounds = GlooRounds(world, tuple(range(request.world_size)), rank=request.rank, waits=self._waits)
         self._meetings = 0
-        self._is_aborted = False
 
     def abort(self) -> None:
         """Make a blocked or later call raise ExchangeAborted. From any thread."""
-        self._is_aborted = True
         self._waits.abort()
 
     def meet(self) -> None:
@@ -256,7 +240,7 @@ class Agreement:
         Raises ExchangeAborted, ExchangeTimeout, ExchangeError.
         """
         self._meetings += 1
-        wait = _Wait(self._timeout_s, lambda: self._is_aborted or self._aborted_elsewhere())
+        wait = _Wait(self._timeout_s, lambda: self._waits.is_aborted)
         try:
             meeting = f"meeting-{self._meetings}"
             _await_all(self._store, meeting, rank=self._rank, world_size=self._world_size, wait=wait)

@@ -126,7 +126,7 @@ class _Measurement:
 
     def _beside_layers(self) -> None:
         """Once for each number of rows."""
-        look_up = StepProbe.make(self._config, self._site, self._rotary)
+        look_up = StepProbe(self._config, self._site, self._rotary)
         plans = PlanProbe(self._config, rows=max(DECODE_ROWS))
         before, *_ = self._head.works(self._steps[0])
         for step in _by_rows(self._steps):

@@ -4,7 +4,6 @@ the plan.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -71,30 +70,25 @@ class HeadProbe:
         return work
 
 
-@dataclass(frozen=True, slots=True)
 class StepProbe:
     """Looks up what a step's layers begin with, and takes out the rows that draw."""
 
-    embedding: ShardedEmbedding
-    rotary: RotaryTables
-    site: Site
-
-    @classmethod
-    def make(cls, config: ModelConfig, site: Site, rotary: RotaryTables) -> StepProbe:
+    def __init__(self, config: ModelConfig, site: Site, rotary: RotaryTables) -> None:
         """Make an embedding with as many rows as a step looks up."""
-        embedding = ShardedEmbedding(config, UnitRange(0, min(config.vocab_size, _EMBEDDING_ROWS)))
-        embedding.load(site.checkpoint, dtype=site.dtype, device=site.device)
-        return cls(embedding, rotary, site)
+        self._rotary = rotary
+        self._device = site.device
+        self._embedding = ShardedEmbedding(config, UnitRange(0, min(config.vocab_size, _EMBEDDING_ROWS)))
+        self._embedding.load(site.checkpoint, dtype=site.dtype, device=site.device)
 
     def work(self, step: SyntheticStep) -> Work:
         """Return the work from token ids to hidden states."""
-        positions = torch.arange(step.rows, device=self.site.device)
-        token_ids = positions % self.embedding.num_rows
+        positions = torch.arange(step.rows, device=self._device)
+        token_ids = positions % self._embedding.num_rows
         drawn = positions if step.context else positions[-1:]
 
         def work() -> None:
-            hidden = self.embedding(token_ids)
-            self.rotary.at(positions)
+            hidden = self._embedding(token_ids)
+            self._rotary.at(positions)
             hidden.index_select(0, drawn)
 
         return work
