@@ -20,13 +20,13 @@ from hetero_worker.native.compute_library import (
     GELU_TANH,
     SILU,
     add_op,
-    address_of,
     ffi,
     gated_op,
     norm_op,
     pick_op,
     rotate_op,
 )
+from hetero_worker.native.loading import address_of
 from hetero_worker.native.op_queue import OpQueue
 
 _ACTIVATIONS: Final[dict[Activation, int]] = {"silu": SILU, "gelu_tanh": GELU_TANH}
