@@ -232,11 +232,13 @@ def abort_of_a_wait(ranks: RankContext, wait: str, kind: int) -> float:
             group.coordinator.abort()
             aborted_at.append(time.monotonic())
 
-        threading.Timer(0.3, abort).start()
+        aborting = threading.Timer(0.3, abort)
+        aborting.start()
         try:
             WAITS[wait](group.connected, group.coordinator)
         except ExchangeAborted:
             waited_s = time.monotonic() - aborted_at[0]
+        aborting.join(1.0)  # an abort wakes this thread before it returns there
         if len(aborted_at) != 2 or aborted_at[1] - aborted_at[0] > 0.5:
             raise AssertionError(f"abort itself took too long: {aborted_at}")
     ranks.meet()
