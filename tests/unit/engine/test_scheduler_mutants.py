@@ -31,8 +31,7 @@ def swap_two_block_ids(patch: pytest.MonkeyPatch) -> None:
     def mutant(self: StepDraft, completion: Completion, block_ids: list[int]) -> None:
         add_blocks(self, completion, block_ids)
         if len(block_ids) >= 2:
-            ids = self.plan.block_ids
-            ids[-1], ids[-2] = ids[-2], ids[-1]
+            self.block_ids[-1], self.block_ids[-2] = self.block_ids[-2], self.block_ids[-1]
 
     patch.setattr(StepDraft, "add_blocks", mutant)
 
