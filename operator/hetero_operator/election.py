@@ -19,8 +19,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable
-from datetime import datetime
+from collections.abc import Callable
 
 from hetero_operator.cluster.fence import Fence
 from hetero_operator.cluster.kinds import LEASE
@@ -36,14 +35,7 @@ class Election:
     """One candidate. `run` keeps trying to lead; `changed` is set whenever `leading` changes."""
 
     def __init__(
-        self,
-        api: Transport,
-        config: LeaseConfig,
-        fence: Fence,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-        wall_clock: Callable[[], datetime] = now_utc,
+        self, api: Transport, config: LeaseConfig, fence: Fence, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.leading = False
         self.changed = asyncio.Event()
@@ -53,8 +45,6 @@ class Election:
         self._config = config
         self._fence = fence
         self._clock = clock
-        self._sleep = sleep
-        self._wall_clock = wall_clock
         self._path = LEASE.path(config.namespace, config.name)
         self._seen: tuple[str, float] | None = None
         self._free_at: float | None = None
@@ -64,7 +54,7 @@ class Election:
         """Try to lead, and to go on leading, until cancelled."""
         while True:
             await self.attempt()
-            await self._sleep(self._pause_s())
+            await asyncio.sleep(self._pause_s())
 
     async def attempt(self) -> None:
         """Renew or take the Lease once, or see that it cannot be taken."""
@@ -91,7 +81,7 @@ class Election:
         try:
             lease = await self._api.get(self._path, timeout_s=self._config.retry_s)
             if _holder(lease) == self._config.identity:
-                lease["spec"].update(holderIdentity="", leaseDurationSeconds=1, renewTime=self._time())
+                lease["spec"].update(holderIdentity="", leaseDurationSeconds=1, renewTime=_time())
                 await self._api.claim("PUT", self._path, lease, timeout_s=self._config.retry_s)
                 logger.info("gave the lease back")
         except ApiError as error:
@@ -136,11 +126,11 @@ class Election:
         spec = dict(lease.get("spec") or {})
         if _holder(lease) != self._config.identity:
             spec["leaseTransitions"] = int(spec.get("leaseTransitions") or 0) + 1
-            spec["acquireTime"] = self._time()
+            spec["acquireTime"] = _time()
         spec.update(
             holderIdentity=self._config.identity,
             leaseDurationSeconds=math.ceil(self._config.duration_s),
-            renewTime=self._time(),
+            renewTime=_time(),
         )
         return {**lease, "spec": spec}
 
@@ -163,13 +153,14 @@ class Election:
         self.leading = leading
         self.changed.set()
 
-    def _time(self) -> str:
-        return self._wall_clock().strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-
     def _complain(self, problem: str) -> None:
         if problem != self._problem:
             logger.warning("the lease cannot be had or renewed: %s", problem)
         self._problem = problem
+
+
+def _time() -> str:
+    return now_utc().strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def _holder(lease: Object) -> str:

@@ -19,7 +19,7 @@ from hetero_operator.reconcile.status.causes import GATEWAY, Cause
 from hetero_operator.reconcile.status.pods import ExpectedPod, node_of, status_of
 from hetero_operator.reconcile.status.reasons import MODEL_REASONS, Level, Reason
 from hetero_operator.reconcile.status.situation import Situation, is_formed, is_serving
-from hetero_operator.reconcile.status.text import bounded, counted, steady, stored_conditions
+from hetero_operator.reconcile.status.text import bounded, steady, stored_conditions
 
 TRUE: Final = ConditionStatus.TRUE
 FALSE: Final = ConditionStatus.FALSE
@@ -143,7 +143,8 @@ def _ready(situation: Situation, blockers: Blockers) -> Finding:
         return blockers.idle
     if blockers.is_serving:
         ranks = sum(pod.num_ranks for pod in situation.expected)
-        return Finding(TRUE, Reason.SERVING, f"{counted(ranks, 'rank')} in one epoch, requests served.")
+        told = "1 rank" if ranks == 1 else f"{ranks} ranks"
+        return Finding(TRUE, Reason.SERVING, f"{told} in one epoch, requests served.")
     failure = worst_failure(situation.outcome.failures)
     if failure is not None and _lacks_pods(situation):
         return failed_write(failure, FALSE)

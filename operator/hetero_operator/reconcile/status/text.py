@@ -46,11 +46,6 @@ def bounded(text: str, limit: int = MAX_MESSAGE_LENGTH) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def counted(count: int, noun: str) -> str:
-    """Return a count with its noun, as in "1 rank", "3 ranks"."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
 def timestamp(time: datetime) -> str:
     """Format a time as the API writes it: RFC 3339, UTC, whole seconds."""
     return time.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
