@@ -32,15 +32,19 @@ _MESSAGES: Final = {
 
 def load_manifest(path: Path) -> HeteroInference:
     """Read one HeteroInference from a YAML file. Raises ManifestError."""
+    return parse_manifest(read_document(path), source=str(path))
+
+
+def read_document(path: Path) -> str:
+    """Return the text of a YAML file. Raises ManifestError for one that is too large or cannot be read."""
     try:
         if path.stat().st_size > MAX_MANIFEST_BYTES:
             raise ManifestError([f"file is larger than {MAX_MANIFEST_BYTES} bytes"], source=str(path))
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ManifestError(["is no UTF-8 text"], source=str(path)) from error
     except OSError as error:
         raise ManifestError([f"cannot be read: {error.strerror}"], source=str(path)) from error
-    return parse_manifest(text, source=str(path))
 
 
 def parse_manifest(text: str, *, source: str = "") -> HeteroInference:

@@ -254,39 +254,24 @@ def _check_cover(what: str, ranges: Iterable[UnitRange], total: int) -> None:
         raise PlanError(f"{what}: {expected} of {total} are owned")
 
 
-def _range_to_proto(unit_range: UnitRange) -> ranks_pb2.UnitRange:
-    return ranks_pb2.UnitRange(begin=unit_range.begin, end=unit_range.end)
+_LAYER_RANGES: Final = ("kv_heads", "mlp_columns", "experts")
+_ROW_RANGES: Final = ("embedding_rows", "head_rows")
 
 
-def _range_from_proto(message: ranks_pb2.UnitRange) -> UnitRange:
-    return UnitRange(message.begin, message.end)
+def _to_protos(shard: LayerShard | RankShard, names: Iterable[str]) -> dict[str, ranks_pb2.UnitRange]:
+    return {name: ranks_pb2.UnitRange(**getattr(shard, name)._asdict()) for name in names}
+
+
+def _from_protos(message: ranks_pb2.LayerShard | ranks_pb2.RankShard, names: Iterable[str]) -> dict[str, UnitRange]:
+    messages = ((name, getattr(message, name)) for name in names)
+    return {name: UnitRange(units.begin, units.end) for name, units in messages}
 
 
 def _rank_to_proto(shard: RankShard) -> ranks_pb2.RankShard:
-    return ranks_pb2.RankShard(
-        layers=[_layer_to_proto(layer) for layer in shard.layers],
-        embedding_rows=_range_to_proto(shard.embedding_rows),
-        head_rows=_range_to_proto(shard.head_rows),
-    )
+    layers = [ranks_pb2.LayerShard(**_to_protos(layer, _LAYER_RANGES)) for layer in shard.layers]
+    return ranks_pb2.RankShard(layers=layers, **_to_protos(shard, _ROW_RANGES))
 
 
 def _rank_from_proto(message: ranks_pb2.RankShard) -> RankShard:
-    return RankShard(
-        layers=tuple(_layer_from_proto(layer) for layer in message.layers),
-        embedding_rows=_range_from_proto(message.embedding_rows),
-        head_rows=_range_from_proto(message.head_rows),
-    )
-
-
-def _layer_to_proto(layer: LayerShard) -> ranks_pb2.LayerShard:
-    return ranks_pb2.LayerShard(
-        kv_heads=_range_to_proto(layer.kv_heads),
-        mlp_columns=_range_to_proto(layer.mlp_columns),
-        experts=_range_to_proto(layer.experts),
-    )
-
-
-def _layer_from_proto(message: ranks_pb2.LayerShard) -> LayerShard:
-    return LayerShard(
-        _range_from_proto(message.kv_heads), _range_from_proto(message.mlp_columns), _range_from_proto(message.experts)
-    )
+    layers = tuple(LayerShard(**_from_protos(layer, _LAYER_RANGES)) for layer in message.layers)
+    return RankShard(layers, **_from_protos(message, _ROW_RANGES))

@@ -28,11 +28,11 @@ import yaml
 from pydantic import BeforeValidator, Field, ValidationError
 
 from hetero_api.errors import ManifestError
+from hetero_api.manifest import read_document
 from hetero_api.spec import HeteroInferenceSpec, PoolSpec, PoolType
 from hetero_api.spec_types import Bytes, SpecModel
 from hetero_placement.hardware import ExchangeSpeeds, Hardware, RankHardware, Speeds
 
-MAX_FILE_BYTES: Final = 1024 * 1024
 _KEPT_BITS: Final = {PoolType.CPU: frozenset({8, 4}), PoolType.GPU: frozenset[int]()}
 _MESSAGES: Final = {
     "literal_error": "must be 16, 8 or 4",
@@ -125,12 +125,8 @@ class AssumedHardware(SpecModel):
 def load_assumed_hardware(path: Path) -> AssumedHardware:
     """Read the file. Raises ManifestError with every problem."""
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ManifestError([f"file is larger than {MAX_FILE_BYTES} bytes"], source=str(path))
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ManifestError([f"cannot be read: {error.strerror}"], source=str(path)) from error
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        data = yaml.safe_load(read_document(path))
+    except yaml.YAMLError as error:
         raise ManifestError([f"is no valid YAML: {error}".replace("\n", " ")], source=str(path)) from error
     try:
         return AssumedHardware.model_validate(data)
