@@ -14,7 +14,8 @@ from typing import Final
 
 from hetero_api.errors import PlanError
 from hetero_api.model_config import ModelConfig
-from hetero_api.spec import PlacementSpec, PoolType
+from hetero_api.spec import PlacementSpec
+from hetero_api.spec_pools import PoolType
 from hetero_placement.decision import Bounds, Decision
 from hetero_placement.hardware import ExchangeSpeeds, Hardware, RankHardware, Speeds
 from hetero_placement.solver import solve

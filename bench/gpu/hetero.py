@@ -18,7 +18,8 @@ from bench.gpu.ranks import RankProcesses
 from bench.gpu.recipes import decoding
 from bench.gpu.serving import CapacityError, Replica, bounds_of
 from hetero_api.model_config import ModelConfig
-from hetero_api.spec import PlacementSpec, PoolType, WorkloadSpec
+from hetero_api.spec import PlacementSpec, WorkloadSpec
+from hetero_api.spec_pools import PoolType
 from hetero_api.v1 import ranks_pb2
 from hetero_placement.decision import Bounds, Decision, Option
 from hetero_placement.hardware import ExchangeSpeeds, Hardware, RankHardware, Speeds

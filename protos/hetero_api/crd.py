@@ -16,8 +16,8 @@ from pydantic import BaseModel
 
 from hetero_api.contract import API_VERSION, GROUP, KIND, PLURAL, SHORT_NAME
 from hetero_api.quantity import format_bytes
-from hetero_api.spec import MAX_NAME_LENGTH, HeteroInferenceSpec
-from hetero_api.spec_types import NAME_FORM, validation
+from hetero_api.spec import HeteroInferenceSpec
+from hetero_api.spec_types import MAX_NAME_LENGTH, NAME_FORM, validation
 from hetero_api.status import HeteroInferenceStatus
 
 RULES_KEY: Final = "x-kubernetes-validations"

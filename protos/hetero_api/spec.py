@@ -13,7 +13,6 @@ from typing import Annotated, ClassVar, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hetero_api.contract import API_VERSION, GROUP, HTTP_PORT, INFERENCE_PORT, KIND
-from hetero_api.host.topology import NumaPolicy
 from hetero_api.spec_cluster import (
     DisruptionBudgetSpec,
     ImagesSpec,
@@ -24,19 +23,14 @@ from hetero_api.spec_cluster import (
     SchedulingSpec,
     leaves_ours_alone,
 )
-from hetero_api.spec_model import URI_SCHEMES, DType, ModelCache, ModelSpec, Quantization, SecretKeyRef
+from hetero_api.spec_model import DType, ModelSpec, SecretKeyRef
 from hetero_api.spec_pools import (
-    MAX_POOLS,
     MAX_RANKS,
-    CpuSpec,
-    GpuSpec,
-    NumaSpec,
     Pools,
     PoolSpec,
     PoolType,
 )
 from hetero_api.spec_types import (
-    MAX_NAME_LENGTH,
     Annotations,
     Bytes,
     HostFolder,
@@ -50,41 +44,6 @@ from hetero_api.spec_types import (
     left_out,
     spelled,
 )
-
-__all__ = [
-    "MAX_NAME_LENGTH",
-    "MAX_POOLS",
-    "MAX_RANKS",
-    "SHARE_KINDS",
-    "URI_SCHEMES",
-    "CacheLayout",
-    "CpuSpec",
-    "DType",
-    "EngineSpec",
-    "ExchangeKind",
-    "ExchangeSpec",
-    "GatewaySpec",
-    "GpuSpec",
-    "HeteroInference",
-    "HeteroInferenceSpec",
-    "Metadata",
-    "ModelCache",
-    "ModelSpec",
-    "NumaPolicy",
-    "NumaSpec",
-    "PlacementMode",
-    "PlacementShares",
-    "PlacementSpec",
-    "PoolSpec",
-    "PoolType",
-    "Quantization",
-    "RecoverySpec",
-    "SecretKeyRef",
-    "ServiceSpec",
-    "WorkloadSpec",
-    "field_error",
-]
-
 
 SHARE_KINDS: Final = ("attention", "mlp", "vocabulary")
 

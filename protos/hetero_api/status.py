@@ -15,7 +15,7 @@ from pydantic.config import JsonDict
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from hetero_api.spec import MAX_POOLS, MAX_RANKS
+from hetero_api.spec_pools import MAX_POOLS, MAX_RANKS
 from hetero_api.spec_types import described
 
 MAX_MESSAGE_LENGTH: Final = 2048

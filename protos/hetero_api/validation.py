@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from hetero_api.spec import SHARE_KINDS, DType, HeteroInferenceSpec, PlacementMode
+from hetero_api.spec import SHARE_KINDS, HeteroInferenceSpec, PlacementMode
+from hetero_api.spec_model import DType
 from hetero_api.spec_types import SpecModel, TransitionRule
 
 NOT_YET: Final = "this version does not support it yet"

@@ -13,7 +13,7 @@ import pytest
 
 from hetero_api.contract import ENV_GROUP_TOKEN_FILE, EXIT_OK, EXIT_PERMANENT
 from hetero_api.cpu_list import format_cpu_list, parse_cpu_list
-from hetero_api.spec import NumaPolicy
+from hetero_api.host.topology import NumaPolicy
 from hetero_api.v1 import ranks_pb2
 from tests.support.scripted_gateway import TOKEN, ScriptedGateway
 from tests.support.scripted_rank import START_S, RankProcess

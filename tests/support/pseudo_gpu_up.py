@@ -17,9 +17,8 @@ import yaml
 
 from hetero_api.errors import HeteroError
 from hetero_api.host.gpus import Gpu
-from hetero_api.host.topology import LogicalCore
+from hetero_api.host.topology import LogicalCore, NumaPolicy
 from hetero_api.manifest import load_manifest
-from hetero_api.spec import NumaPolicy
 from hetero_client.cli.main import report
 from hetero_client.cli.serving import serve
 from hetero_client.home import HeteroHome

@@ -29,7 +29,8 @@ from pydantic import BeforeValidator, Field, ValidationError
 
 from hetero_api.errors import ManifestError
 from hetero_api.manifest import read_document
-from hetero_api.spec import HeteroInferenceSpec, PoolSpec, PoolType
+from hetero_api.spec import HeteroInferenceSpec
+from hetero_api.spec_pools import PoolSpec, PoolType
 from hetero_api.spec_types import Bytes, SpecModel
 from hetero_placement.hardware import ExchangeSpeeds, Hardware, RankHardware, Speeds
 

@@ -15,7 +15,7 @@ from functools import cached_property
 from statistics import median
 from typing import Final
 
-from hetero_api.spec import PoolType
+from hetero_api.spec_pools import PoolType
 from hetero_api.v1 import ranks_pb2
 
 

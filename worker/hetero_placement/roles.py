@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Final
 
-from hetero_api.spec import PoolType
+from hetero_api.spec_pools import PoolType
 from hetero_placement.hardware import Hardware
 from hetero_placement.tensor_search import FixedCounts, Roles
 

@@ -22,7 +22,8 @@ from typing import Final
 from hetero_api.errors import PlanError
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan
-from hetero_api.spec import SHARE_KINDS, PlacementMode, PlacementShares, PlacementSpec, PoolType, WorkloadSpec
+from hetero_api.spec import SHARE_KINDS, PlacementMode, PlacementShares, PlacementSpec, WorkloadSpec
+from hetero_api.spec_pools import PoolType
 from hetero_placement.cost_model import CostModel
 from hetero_placement.decision import Bounds, Decision, Option, Prediction
 from hetero_placement.hardware import Hardware

@@ -12,7 +12,8 @@ from typing import Final
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan
-from hetero_api.spec import PlacementShares, PoolType, WorkloadSpec
+from hetero_api.spec import PlacementShares, WorkloadSpec
+from hetero_api.spec_pools import PoolType
 from hetero_placement.cost_model import CostModel
 from hetero_placement.decision import Bounds
 from hetero_placement.hardware import Hardware

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_api.host.cores import CoreDemand, CoreGrant, CorePlan, plan_cores
-from hetero_api.host.topology import CpuTopology, LogicalCore, NumaNode
-from hetero_api.spec import NumaPolicy
+from hetero_api.host.topology import CpuTopology, LogicalCore, NumaNode, NumaPolicy
 from tests.support.sysfs_trees import write_tree
 
 pytestmark = pytest.mark.unit

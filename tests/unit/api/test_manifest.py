@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from hetero_api.errors import ManifestError
+from hetero_api.host.topology import NumaPolicy
 from hetero_api.manifest import load_manifest, parse_manifest
-from hetero_api.spec import DType, NumaPolicy, PoolType
+from hetero_api.spec_model import DType
+from hetero_api.spec_pools import PoolType
 
 pytestmark = pytest.mark.unit
 ROOT = Path(__file__).resolve().parents[3]

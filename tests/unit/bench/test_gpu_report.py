@@ -15,7 +15,7 @@ from bench.gpu.program import menu_of
 from bench.gpu.ranks import seats_on
 from bench.gpu.report import Report, Row, ablation_rows, comparison_rows, lines
 from bench.gpu.serving import CapacityError, blocks_for
-from hetero_api.spec import PoolType
+from hetero_api.spec_pools import PoolType
 from hetero_api.v1 import ranks_pb2
 from hetero_placement.solver import LAYER, MLP_ONLY, STREAMING
 

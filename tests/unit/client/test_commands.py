@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_api.spec import NumaPolicy
+from hetero_api.host.topology import NumaPolicy
 from hetero_client.home import HeteroHome
 from hetero_client.launcher.commands import GroupCommands, Programs
 from hetero_client.launcher.local_plan import RankProcess

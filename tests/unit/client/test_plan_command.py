@@ -12,8 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from hetero_api.contract import EXIT_USAGE
+from hetero_api.host.topology import NumaPolicy
 from hetero_api.manifest import parse_resource
-from hetero_api.spec import HeteroInference, NumaPolicy, PoolType
+from hetero_api.spec import HeteroInference
+from hetero_api.spec_pools import PoolType
 from hetero_client.cli import main
 from hetero_client.cli.plan_probe import ProbeTask, measure_here
 from hetero_client.errors import ProcessDiedError, StartTimeoutError

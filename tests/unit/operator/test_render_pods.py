@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hetero_api.contract import POD_MODEL_DIR
-from hetero_api.spec import PoolSpec
+from hetero_api.spec_pools import PoolSpec
 from hetero_operator.reconcile.manifests.containers import device_numbers
 from tests.support.operator_world import OperatorWorld
 from tests.support.render_cases import render_cases

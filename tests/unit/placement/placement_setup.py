@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hetero_api.model_config import ModelConfig
-from hetero_api.spec import PoolType
+from hetero_api.spec_pools import PoolType
 from hetero_placement.cost_model import CostModel
 from hetero_placement.decision import Bounds
 from hetero_placement.hardware import CostPoint, ExchangeSpeeds, Hardware, RankHardware, Speeds

@@ -10,7 +10,8 @@ import yaml
 
 from hetero_api.errors import ManifestError
 from hetero_api.manifest import parse_resource
-from hetero_api.spec import HeteroInferenceSpec, PoolType
+from hetero_api.spec import HeteroInferenceSpec
+from hetero_api.spec_pools import PoolType
 from hetero_placement.assumed_hardware import assume, load_assumed_hardware
 from hetero_placement.hardware import Hardware
 

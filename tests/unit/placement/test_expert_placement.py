@@ -10,7 +10,7 @@ import pytest
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import NO_UNITS, LayerShard, RankShard, ShardPlan, UnitRange, ranges_of_counts
-from hetero_api.spec import PoolType
+from hetero_api.spec_pools import PoolType
 from hetero_placement.cost_model import CostModel
 from hetero_placement.expert_placement import (
     ExpertCosts,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hetero_api.spec import PoolType
+from hetero_api.spec_pools import PoolType
 from hetero_api.v1 import ranks_pb2
 from hetero_placement.hardware import CostPoint, ExchangeSpeeds, Part, RankHardware, Speeds
 from tests.unit.placement.placement_setup import cpu, gpu, group

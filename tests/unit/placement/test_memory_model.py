@@ -26,7 +26,8 @@ from hetero_api.rank_memory import (
     with_margin,
 )
 from hetero_api.sharding import ShardPlan
-from hetero_api.spec import PlacementSpec, PoolType, WorkloadSpec
+from hetero_api.spec import PlacementSpec, WorkloadSpec
+from hetero_api.spec_pools import PoolType
 from hetero_placement.decision import Bounds
 from hetero_placement.hardware import ExchangeSpeeds, Hardware, RankHardware, Speeds
 from hetero_placement.memory_model import MemoryModel

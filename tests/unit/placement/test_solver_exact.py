@@ -13,7 +13,8 @@ from hetero_api.errors import PlanError
 from hetero_api.model_config import ModelConfig
 from hetero_api.rank_memory import ASSUMED_GPU_RUNTIME_BYTES, RUNTIME_BYTES
 from hetero_api.sharding import LayerShard, RankShard, ShardPlan, UnitRange
-from hetero_api.spec import PlacementShares, PlacementSpec, PoolType, WorkloadSpec
+from hetero_api.spec import PlacementShares, PlacementSpec, WorkloadSpec
+from hetero_api.spec_pools import PoolType
 from hetero_placement.cost_model import CostModel
 from hetero_placement.decision import Bounds, Decision
 from hetero_placement.hardware import ExchangeSpeeds, Hardware, RankHardware, Speeds

@@ -9,7 +9,7 @@ import pytest
 
 from hetero_api.contract import ENV_POD_IP, ENV_POD_NAME, EXIT_USAGE
 from hetero_api.host.cores import CoreGrant
-from hetero_api.spec import NumaPolicy
+from hetero_api.host.topology import NumaPolicy
 from hetero_operator.reconcile.manifests.rank_pod import GRACE_PERIOD_S
 from hetero_worker.pod.config import STOP_GRACE_S, PodConfig
 from hetero_worker.pod.ranks import policy_in_force, rank_arguments, rank_commands

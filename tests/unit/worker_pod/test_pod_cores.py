@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from hetero_api.host.cores import CoreDemand, CorePlan
-from hetero_api.host.topology import LogicalCore, NumaNode
-from hetero_api.spec import NumaPolicy
+from hetero_api.host.topology import LogicalCore, NumaNode, NumaPolicy
 from hetero_worker.pod.ranks import plan_pod_cores
 
 pytestmark = pytest.mark.unit

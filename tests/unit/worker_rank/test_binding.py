@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from hetero_api.contract import LEAST_LOCAL_MEMORY_PERCENT
-from hetero_api.host.topology import CpuTopology
-from hetero_api.spec import NumaPolicy
+from hetero_api.host.topology import CpuTopology, NumaPolicy
 from hetero_worker.errors import PinningError
 from hetero_worker.host.binding import CoreBinding, Unbound
 from hetero_worker.host.numa import MemoryPolicy

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hetero_api.contract import ENV_GROUP_TOKEN_FILE, ENV_LOG_LEVEL, EXIT_USAGE
-from hetero_api.spec import NumaPolicy
+from hetero_api.host.topology import NumaPolicy
 from hetero_worker.process.config import RankConfig
 
 pytestmark = pytest.mark.unit

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_api.host.topology import CpuTopology, LogicalCore, NumaNode
-from hetero_api.spec import NumaPolicy
+from hetero_api.host.topology import CpuTopology, LogicalCore, NumaNode, NumaPolicy
 from hetero_worker.errors import PinningError
 from hetero_worker.host.numa import MPOL_BIND, MPOL_PREFERRED, MemoryPolicy
 from hetero_worker.host.pinning import PinningReport, PinningRequest, pin

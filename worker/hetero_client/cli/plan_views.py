@@ -15,7 +15,7 @@ from rich import box
 from rich.table import Table
 
 from hetero_api.sharding import LayerShard, RankShard
-from hetero_api.spec import PoolType
+from hetero_api.spec_pools import PoolType
 from hetero_client.cli.console import table_of
 from hetero_client.errors import MissingExtraError
 from hetero_placement.decision import Decision, Option

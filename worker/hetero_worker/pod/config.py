@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from hetero_api.contract import ENV_POD_IP, ENV_POD_NAME, POD_HEALTH_PORT
+from hetero_api.host.topology import NumaPolicy
 from hetero_api.program import ProgramParser, read_log_level
-from hetero_api.spec import NumaPolicy
 from hetero_worker.process.config import count, host_port, numa_policy, positive, seconds
 
 PROGRAM: Final = "hetero_worker.pod"

@@ -17,8 +17,7 @@ from hetero_api.cpu_list import format_cpu_list
 from hetero_api.host.cores import CoreDemand, CoreGrant, CorePlan, plan_cores
 from hetero_api.host.gpus import visible_gpus
 from hetero_api.host.memory import total_memory_bytes
-from hetero_api.host.topology import CpuTopology, LogicalCore, NumaNode
-from hetero_api.spec import NumaPolicy
+from hetero_api.host.topology import CpuTopology, LogicalCore, NumaNode, NumaPolicy
 from hetero_api.supervision.child import Command
 from hetero_worker.pod.config import PodConfig
 

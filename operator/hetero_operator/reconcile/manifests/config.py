@@ -41,7 +41,7 @@ from hetero_api.contract import (
     SECRET_GROUP_TOKEN_KEY,
 )
 from hetero_api.effects import fields_with
-from hetero_api.spec import PoolSpec
+from hetero_api.spec_pools import PoolSpec
 from hetero_operator.reconcile.inventory import CONFIG_MAP, DEPLOYMENT, STATEFUL_SET, Inventory, template_label_of
 from hetero_operator.reconcile.manifests.gateway import gateway_template
 from hetero_operator.reconcile.manifests.rank_pod import rank_template

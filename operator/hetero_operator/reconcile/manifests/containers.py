@@ -26,8 +26,10 @@ from typing import Any, Final
 
 from hetero_api.contract import ANNOTATION_RENDER, POD_GROUP_TOKEN_FILE, SECRET_GROUP_TOKEN_KEY
 from hetero_api.quantity import format_bytes
-from hetero_api.spec import HeteroInferenceSpec, PoolSpec, PoolType, SecretKeyRef
+from hetero_api.spec import HeteroInferenceSpec
 from hetero_api.spec_cluster import ResourcesSpec, SpreadPolicy, Toleration
+from hetero_api.spec_model import SecretKeyRef
+from hetero_api.spec_pools import PoolSpec, PoolType
 from hetero_operator.reconcile.manifests.optional_kinds import CLAIM_NAME, device_class, rank_scheduler
 from hetero_operator.reconcile.manifests.rendering import Rendering, rank_selector
 from hetero_operator.reconcile.model import RenderOptions

@@ -21,7 +21,7 @@ from hetero_api.contract import (
     ROLE_GATEWAY,
     SECRET_ADMIN_TOKEN_KEY,
 )
-from hetero_api.spec import SecretKeyRef
+from hetero_api.spec_model import SecretKeyRef
 from hetero_operator.reconcile.manifests.containers import (
     TMP_DIR,
     MountedFiles,

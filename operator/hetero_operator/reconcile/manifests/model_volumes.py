@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Any, Final, NamedTuple
 
 from hetero_api.contract import ENV_HUB_TOKEN_FILE, POD_CACHE_DIR, POD_HUB_TOKEN_FILE, POD_MODEL_DIR
-from hetero_api.spec import ModelSpec
+from hetero_api.spec_model import ModelSpec
 from hetero_operator.reconcile.manifests.containers import MountedFiles, container, secret_file, tmp_mount
 from hetero_operator.reconcile.manifests.rendering import Rendering
 from hetero_operator.reconcile.names import MODEL_CONTAINER

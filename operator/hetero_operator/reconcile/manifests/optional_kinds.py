@@ -17,8 +17,9 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from hetero_api.contract import LABEL_NAME, LABEL_POOL, LABEL_REVISION, LABEL_ROLE, ROLE_GATEWAY, ROLE_RANK
-from hetero_api.spec import HeteroInferenceSpec, PoolSpec
+from hetero_api.spec import HeteroInferenceSpec
 from hetero_api.spec_cluster import GangScheduler
+from hetero_api.spec_pools import PoolSpec
 from hetero_operator.reconcile.manifests.rendering import Rendering, manifest, rank_selector
 from hetero_operator.reconcile.model import Object
 

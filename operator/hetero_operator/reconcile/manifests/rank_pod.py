@@ -22,7 +22,8 @@ from hetero_api.contract import (
     RANKS_PORT,
     ROLE_RANK,
 )
-from hetero_api.spec import NumaPolicy, PoolSpec, PoolType
+from hetero_api.host.topology import NumaPolicy
+from hetero_api.spec_pools import PoolSpec, PoolType
 from hetero_operator.reconcile.manifests.containers import (
     TMP_DIR,
     MountedFiles,

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from hetero_api.contract import LEAST_LOCAL_MEMORY_PERCENT
-from hetero_api.spec import NumaPolicy, PoolSpec, PoolType
+from hetero_api.host.topology import NumaPolicy
+from hetero_api.spec_pools import PoolSpec, PoolType
 from hetero_api.status import Condition, ConditionStatus, ConditionType
 from hetero_api.v1.admin_pb2 import RankStatus
 from hetero_operator.reconcile.model import FailureKind, WriteFailure
