@@ -86,14 +86,8 @@ class Delivery:
 
 def deliver(delivery: Delivery) -> Path:
     """Fetch what the cache lacks, make the links, return the snapshot. Raises ModelStoreError or OSError."""
-    lock = delivery.lock
-    if not lock.try_acquire():
-        _log(f"another pod is fetching {delivery.key.uri}; waiting")
-        lock.acquire()
-    try:
+    with delivery.lock.held(waiting=lambda: _log(f"another pod is fetching {delivery.key.uri}; waiting")):
         snapshot = _fetch(delivery)
-    finally:
-        lock.release()
     check_model_directory(snapshot, weights=not delivery.tokenizer_only)
     _lay_out(snapshot, delivery.into)
     return snapshot

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 from hetero_api.contract import LABEL_REVISION
 from hetero_api.errors import ManifestError
-from hetero_api.manifest import parse_resource
+from hetero_api.manifest import check_transition, find_unserved, parse_resource
 from hetero_api.spec import ExchangeKind, HeteroInferenceSpec
 from hetero_api.spec_cluster import GangScheduler
-from hetero_api.validation import check_transition, find_unserved
 from hetero_operator.reconcile.inventory import Inventory, ObjectKey, label_of, taken_by_others
 from hetero_operator.reconcile.manifests.config import stored_resource
 from hetero_operator.reconcile.manifests.optional_kinds import POD_GROUP, RESOURCE_CLAIM_TEMPLATE, device_class

@@ -5,8 +5,10 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
 LOOKS: Final = 5
 LOOK_S: Final = 0.02
@@ -45,12 +47,16 @@ class FileLock:
             os.close(self._fd)
             self._fd = None
 
-    def __enter__(self) -> Self:
-        self.acquire()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
+    @contextmanager
+    def held(self, *, waiting: Callable[[], None]) -> Iterator[None]:
+        """Hold the lock within the block; call `waiting` before waiting for another holder."""
+        if not self.try_acquire():
+            waiting()
+            self.acquire()
+        try:
+            yield
+        finally:
+            self.release()
 
     def _acquire(self, operation: int) -> bool:
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from hetero_api.crd import crd
 from hetero_api.errors import ManifestError
-from hetero_api.manifest import parse_resource
-from hetero_api.validation import check_transition
+from hetero_api.manifest import check_transition, parse_resource
 from tests.support.crd_judge import rule_problems, schema_problems, stored
 from tests.support.invalid_resources import (
     BASE,

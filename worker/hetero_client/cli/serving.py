@@ -302,8 +302,7 @@ def _show_figures(answer: AnswerFigures, times: StartTimes, *, as_json: bool) ->
 def _problems(path: Path, *, local: bool, was: Path | None) -> tuple[list[str], list[str]]:
     """Return the problems and warnings of one manifest."""
     from hetero_api.errors import ManifestError
-    from hetero_api.manifest import load_manifest
-    from hetero_api.validation import check_transition
+    from hetero_api.manifest import check_transition, load_manifest
     from hetero_client.errors import LocalSpecError
     from hetero_client.launcher.local_plan import plan_here
 

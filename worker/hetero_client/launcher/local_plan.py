@@ -22,10 +22,10 @@ from hetero_api.host.cores import CoreDemand, CoreGrant, CorePlan, plan_cores
 from hetero_api.host.gpus import Gpu, visible_gpus
 from hetero_api.host.memory import total_memory_bytes
 from hetero_api.host.topology import CpuTopology, LogicalCore, NumaNode, NumaPolicy
+from hetero_api.manifest import find_unserved
 from hetero_api.quantity import format_bytes
 from hetero_api.spec import HeteroInference, HeteroInferenceSpec
 from hetero_api.spec_pools import PoolSpec, PoolType
-from hetero_api.validation import find_unserved
 from hetero_client.errors import LocalSpecError
 
 DEFAULT_MEMORY_SHARE: Final = 0.8

@@ -17,7 +17,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -119,17 +119,12 @@ class ModelStore:
             if path.is_symlink() or not uri.startswith(f"{HUB}://")
         ]
 
-    @contextmanager
-    def locked(self, key: ModelKey, *, report: Report) -> Iterator[None]:
-        """Keep other processes from making this entry."""
+    def locked(self, key: ModelKey, *, report: Report) -> AbstractContextManager[None]:
+        """Keep other processes from making this entry while the block runs."""
         lock = FileLock(self.home.models / ".locks" / f"{key.scheme}--{key.folder.replace('/', '--')}.lock")
-        if not lock.try_acquire():
-            report(f"{key.name}: another process (pid {lock.holder_pid()}) is fetching it; waiting")
-            lock.acquire()
-        try:
-            yield
-        finally:
-            lock.release()
+        return lock.held(
+            waiting=lambda: report(f"{key.name}: another process (pid {lock.holder_pid()}) is fetching it; waiting")
+        )
 
     @contextmanager
     def new_directory(self, key: ModelKey) -> Iterator[Path]:

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 from hetero_api.contract import VERSION
 from hetero_api.errors import ModelError, PlanError
+from hetero_api.manifest import find_unserved
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import RankShard, ShardPlan
 from hetero_api.spec import SHARE_KINDS, CacheLayout, HeteroInference, HeteroInferenceSpec, PlacementMode
 from hetero_api.spec_model import Quantization
 from hetero_api.spec_pools import PoolType
 from hetero_api.v1 import ranks_pb2
-from hetero_api.validation import find_unserved
 from hetero_gateway.group.errors import UnsupportedSpecError
 from hetero_placement.decision import quantized_config
 from hetero_placement.shard_plans import (
