@@ -16,18 +16,27 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hetero_api.contract import ENV_HOME
 
 
-@dataclass(frozen=True, slots=True)
 class HeteroHome:
     """Paths below one home folder; none is created here."""
 
-    root: Path
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.downloads = root / "downloads"
+        """Folder of downloaded archives."""
+        self.measured = root / "measured"
+        """Folder of ranks' measurements."""
+        self.models = root / "models"
+        """Folder of model directories."""
+        self.packed = root / "packed"
+        """Folder of packed weights."""
+        self.runs = root / "run"
+        """Folder of running groups."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> HeteroHome:
@@ -38,31 +47,6 @@ class HeteroHome:
         cache = env.get("XDG_CACHE_HOME")
         base = Path(cache) if cache and Path(cache).is_absolute() else Path.home() / ".cache"
         return cls(base / "hetero")
-
-    @property
-    def downloads(self) -> Path:
-        """Folder of downloaded archives."""
-        return self.root / "downloads"
-
-    @property
-    def measured(self) -> Path:
-        """Folder of ranks' measurements."""
-        return self.root / "measured"
-
-    @property
-    def models(self) -> Path:
-        """Folder of model directories."""
-        return self.root / "models"
-
-    @property
-    def packed(self) -> Path:
-        """Folder of packed weights."""
-        return self.root / "packed"
-
-    @property
-    def runs(self) -> Path:
-        """Folder of running groups."""
-        return self.root / "run"
 
 
 def read_json_object(path: Path) -> dict[str, Any] | None:

@@ -9,17 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain, pairwise, permutations
-from typing import Final
 
 from hetero_api.sharding import ShardPlan
 from hetero_placement.cost_model import CostModel
 from hetero_placement.memory_model import MemoryModel
 from hetero_placement.part_costs import PartCosts
-from hetero_placement.search import EXHAUSTIVE, every_deal, moved
+from hetero_placement.search import EXHAUSTIVE, SAME, every_deal, moved
 from hetero_placement.shard_plans import UNIT, largest_remainder, plan_of_layers, shard_of_layers
 from hetero_placement.steps import Repeated, Step, micro_batches
-
-_SAME: Final = 1e-9
 
 
 class LayerSearch:
@@ -71,15 +68,11 @@ class LayerSearch:
             [1.0] * self._world,
             [float(rank.memory_bytes) for rank in ranks],
             *([1 / seconds for seconds in kind] for kind in slowness),
-            *([float(rank == only) for rank in range(self._world)] for only in self._firsts()),
+            *([float(rank == only) for rank in range(self._world)] for only, *_ in self._model.hardware.classes()),
         ]
         free = self._layers - self._least * self._world
         for each in weights:
             yield tuple(count + self._least for count in largest_remainder(free, each))
-
-    def _firsts(self) -> list[int]:
-        """Return one rank of each class."""
-        return [alike[0] for alike in self._model.hardware.classes()]
 
     def _descend(self, counts: tuple[int, ...]) -> tuple[int, ...]:
         best = self._excess(counts), self._seconds(counts)
@@ -89,7 +82,7 @@ class LayerSearch:
                 improved = False
                 for changed in self._moved(counts, amount):
                     found = self._excess(changed), self._seconds(changed)
-                    if found[0] < best[0] or (found[0] == best[0] and found[1] < best[1] * (1 - _SAME)):
+                    if found[0] < best[0] or (found[0] == best[0] and found[1] < best[1] * (1 - SAME)):
                         counts, best, improved = changed, found, True
                         break
         return counts

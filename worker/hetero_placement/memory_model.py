@@ -163,10 +163,6 @@ class MemoryModel:
     def _blocks_of_longest(self) -> int:
         return -(-self._bounds.max_model_len // self._bounds.block_size)
 
-    @property
-    def _has_dense(self) -> bool:
-        return len(self._config.expert_layers) < self._config.num_layers
-
     def _blocks_on(self, rank: int, shard: RankShard) -> int:
         """Return the blocks that the rank has room for."""
         cost = self._memory.kv_cost(shard)
@@ -206,10 +202,11 @@ class MemoryModel:
             one, two = (self._shard(k * heads, k * columns, k * experts, k * rows) for k in (1, 2))
             return self._taken(rank, two).total - self._taken(rank, one).total
 
+        has_dense = len(self._config.expert_layers) < self._config.num_layers
         many = 16 * UNIT  # Of what is small, so that rounding is next to nothing.
         return UnitBytes(
             head=second(heads=1),
-            column=second(columns=many) / many if self._has_dense else 0.0,
+            column=second(columns=many) / many if has_dense else 0.0,
             expert=second(experts=1) if self._config.experts is not None else 0.0,
             row=second(rows=many) / many,
         )

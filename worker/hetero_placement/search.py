@@ -26,7 +26,7 @@ EXHAUSTIVE: Final = 20_000
 _ALONE: Final = 500
 """Deals of a component that are looked at when memory does not bind: more would take longer and find the same."""
 _GREEDY_STEPS: Final = 256
-_SAME: Final = 1e-9
+SAME: Final = 1e-9
 """Relative difference of costs that counts as none."""
 
 
@@ -87,24 +87,23 @@ class Component:
         return every_deal(self.units, self.least, self.most)
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
-    """Memory for units on one rank of each slot, bytes."""
+Room = tuple[float, ...]
+"""Memory for units on one rank of each slot, bytes."""
 
-    bytes: tuple[float, ...]
 
-    def excess(self, components: Sequence[Component], deals: Sequence[Deal]) -> float:
-        """Bytes by which the ranks that have most are over."""
-        return self.excess_of([component.bytes_of(deal) for component, deal in zip(components, deals, strict=True)])
+def excess(room: Room, components: Sequence[Component], deals: Sequence[Deal]) -> float:
+    """Return the bytes by which the ranks that have most are over."""
+    return _excess_of(room, [component.bytes_of(deal) for component, deal in zip(components, deals, strict=True)])
 
-    def excess_of(self, used: Sequence[tuple[float, ...]]) -> float:
-        """Return the excess from each component's bytes by slot."""
-        over = 0.0
-        for has, *parts in zip(self.bytes, *used, strict=True):
-            needs = sum(parts)
-            if needs > has and needs:
-                over += needs - has
-        return over
+
+def _excess_of(room: Room, used: Sequence[tuple[float, ...]]) -> float:
+    """Return the excess from each component's bytes by slot."""
+    over = 0.0
+    for has, *parts in zip(room, *used, strict=True):
+        needs = sum(parts)
+        if needs > has and needs:
+            over += needs - has
+    return over
 
 
 def best_deals(components: Sequence[Component], room: Room, *, exhaustive: int = EXHAUSTIVE) -> list[Deal] | None:
@@ -112,7 +111,7 @@ def best_deals(components: Sequence[Component], room: Room, *, exhaustive: int =
     if not all(component.possible for component in components):
         return None
     alone = [_best_alone(component, exhaustive) for component in components]
-    if not room.excess(components, alone):
+    if not excess(room, components, alone):
         return alone
     if math.prod(component.count() for component in components) <= exhaustive:
         return _best_of_all(components, room)
@@ -152,9 +151,9 @@ def _least(component: Component, deals: Iterator[Deal] | Sequence[Deal]) -> Deal
     chosen: Deal | None = None
     for deal in deals:
         cost = component.cost(deal)
-        if best is None or cost < best[0] * (1 - _SAME):
+        if best is None or cost < best[0] * (1 - SAME):
             best, chosen = (cost, _evenness(component, deal)), deal
-        elif cost <= best[0] * (1 + _SAME) and (even := _evenness(component, deal)) < best[1]:
+        elif cost <= best[0] * (1 + SAME) and (even := _evenness(component, deal)) < best[1]:
             best, chosen = (min(cost, best[0]), even), deal
     assert chosen is not None  # a component that is possible has a deal
     return chosen
@@ -169,13 +168,9 @@ def _evenness(component: Component, deal: Deal) -> tuple[float, ...]:
 
 def _starts(component: Component) -> Iterator[Deal | None]:
     """Best for each kind of step alone, and for all of them if one rank were the slowest in all."""
-    for weights in (*_unit_vectors(len(component.weights)), component.weights):
+    kinds = range(len(component.weights))
+    for weights in (*(tuple(float(i == j) for j in kinds) for i in kinds), component.weights):
         yield greedy(component, _weighted(component, weights))
-
-
-def _unit_vectors(length: int) -> Iterator[tuple[float, ...]]:
-    for i in range(length):
-        yield tuple(float(i == j) for j in range(length))
 
 
 def _weighted(component: Component, weights: Sequence[float]) -> Callable[[int, int], float]:
@@ -189,7 +184,7 @@ def _filling(component: Component, room: Room) -> Callable[[int, int], float]:
     """Return a function from slot and units to the part of the slot's memory that they would take."""
 
     def key(slot: int, units: int) -> float:
-        return component.per_rank(slot, units) * component.unit_bytes[slot] / max(room.bytes[slot], 1.0)
+        return component.per_rank(slot, units) * component.unit_bytes[slot] / max(room[slot], 1.0)
 
     return key
 
@@ -206,7 +201,7 @@ def _descend_one(component: Component, deal: Deal) -> Deal:
     for amount in _amounts(component.units):
         while True:
             better = min(_moves(deal, component, amount), key=cost, default=deal)
-            if cost(better) >= cost(deal) * (1 - _SAME):
+            if cost(better) >= cost(deal) * (1 - SAME):
                 break
             deal = better
     return deal
@@ -223,10 +218,10 @@ def _best_of_all(components: Sequence[Component], room: Room) -> list[Deal] | No
     best: tuple[float, list[Deal]] | None = None
     for chosen in product(*by_cost):
         cost = sum(entry[0] for entry in chosen)
-        if best is not None and cost >= best[0] * (1 - _SAME):
+        if best is not None and cost >= best[0] * (1 - SAME):
             continue
         deals = [entry[2] for entry in chosen]
-        if not room.excess(components, deals):
+        if not excess(room, components, deals):
             best = cost, deals
     return best[1] if best is not None else None
 
@@ -252,8 +247,8 @@ class _Judge:
         self._room = room
 
     def __call__(self, deals: Sequence[Deal]) -> tuple[float, float]:
-        excess = self._room.excess_of([of(deal) for of, deal in zip(self._bytes, deals, strict=True)])
-        return excess, sum([cost(deal) for cost, deal in zip(self._costs, deals, strict=True)])
+        over = _excess_of(self._room, [of(deal) for of, deal in zip(self._bytes, deals, strict=True)])
+        return over, sum([cost(deal) for cost, deal in zip(self._costs, deals, strict=True)])
 
 
 def _descend_all(components: Sequence[Component], judge: _Judge, deals: list[Deal]) -> list[Deal]:
@@ -265,7 +260,7 @@ def _descend_all(components: Sequence[Component], judge: _Judge, deals: list[Dea
             improved = False
             for candidate in _neighbours(components, deals, amount):
                 found = judge(candidate)
-                if found[0] < best[0] - 0.5 or (found[0] <= best[0] and found[1] < best[1] * (1 - _SAME)):
+                if found[0] < best[0] - 0.5 or (found[0] <= best[0] and found[1] < best[1] * (1 - SAME)):
                     deals, best, improved = candidate, found, True
                     break
     return deals

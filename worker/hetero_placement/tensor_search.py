@@ -76,7 +76,7 @@ class TensorSearch:
     @cached_property
     def room(self) -> Room:
         """Memory of one rank of each slot, beside what is fixed."""
-        return Room(tuple(min(self._room_of(rank) for rank in slot) for slot in self.slots))
+        return tuple(min(self._room_of(rank) for rank in slot) for slot in self.slots)
 
     def plan(self, *, exhaustive: int = EXHAUSTIVE) -> ShardPlan | None:
         """Return the plan whose predicted time is least; None if none fits."""

@@ -66,13 +66,11 @@ class Healing:
             raise died(child)
         if not self._budget.spend():
             raise self._exhausted(child)
-        pause_s = self._services.schedule_restart(service, did_well=self._did_well(service, child))
+        beat = child.beat()
+        did_well = beat.steps > 0 if beat is not None else time.monotonic() - service.started_s >= RAN_WELL_S
+        pause_s = self._services.schedule_restart(service, did_well=did_well)
         when = f" in {pause_s:g} s" if pause_s else ""
         self._report(f"{child.name} (pid {child.pid}) {how_it_ended(child)}; it is restarted{when}")
-
-    def _did_well(self, service: Service, child: Child) -> bool:
-        beat = child.beat()
-        return beat.steps > 0 if beat is not None else time.monotonic() - service.started_s >= RAN_WELL_S
 
     def _exhausted(self, child: Child) -> RestartsExhaustedError:
         return RestartsExhaustedError(

@@ -55,8 +55,6 @@ GATEWAY_SILENCE_S: Final = 15.0
 REASON_WAIT_S: Final = 1.0
 SETTLE_S: Final = 1.0
 
-TopologyListener = Callable[[GroupTopology], None]
-
 
 @dataclass(frozen=True, slots=True)
 class LocalGroupConfig:
@@ -193,7 +191,7 @@ class LocalGroup:
             return None
         return measured_at if measured_at is not None and measured_at < self._begun_at else None
 
-    def wait_ready(self, listener: TopologyListener) -> tuple[GroupTopology, StartTimes]:
+    def wait_ready(self, listener: Callable[[GroupTopology], None]) -> tuple[GroupTopology, StartTimes]:
         """Call the listener with every topology until the group is ready; return the last one and the start's times.
 
         Raises StartInterruptedError, StartTimeoutError, ProcessDiedError or GroupFailedError.

@@ -79,16 +79,8 @@ class PoolAt:
         return self.pool.type.lower()
 
 
-@dataclass(frozen=True, slots=True)
-class DevicePlan:
-    """Devices by pool, one for each rank; or problems, as `path: what`."""
-
-    devices: Mapping[str, tuple[Gpu, ...]]
-    problems: tuple[str, ...]
-
-    def of_pool(self, name: str) -> tuple[Gpu, ...]:
-        """Return the pool's devices by rank; () for a pool of CPU ranks."""
-        return self.devices.get(name, ())
+Devices = Mapping[str, tuple[Gpu, ...]]
+"""Devices by pool, one for each rank; pools of CPU ranks have none."""
 
 
 def plan_here(resource: HeteroInference, *, dp_local_rank: int = 0) -> LocalPlan:
@@ -124,9 +116,9 @@ def plan_locally(
         PoolAt(f"spec.pools[{index}]", pool)
         for index, pool in sorted(enumerate(spec.pools), key=lambda entry: entry[1].type != PoolType.GPU)
     ]
-    devices = plan_devices(pools, gpus, dp_local_rank=dp_local_rank)
+    devices, device_problems = plan_devices(pools, gpus, dp_local_rank=dp_local_rank)
     core_plan = _plan_cores(cores, [_demand(at, devices) for at in pools], nodes, dp_local_rank)
-    problems = [*_unserved(spec), *devices.problems, *core_plan.problems, *_memory_problems(pools, memory_bytes)]
+    problems = [*_unserved(spec), *device_problems, *core_plan.problems, *_memory_problems(pools, memory_bytes)]
     if problems:
         raise LocalSpecError(problems)
     default_bytes = _default_memory(pools, memory_bytes)
@@ -172,13 +164,13 @@ def _numa_policy(pool: PoolSpec) -> NumaPolicy:
     return NumaPolicy.BEST_EFFORT if pool.type == PoolType.GPU else pool.cpu_or_default.numa.policy
 
 
-def _demand(at: PoolAt, devices: DevicePlan) -> CoreDemand:
+def _demand(at: PoolAt, devices: Devices) -> CoreDemand:
     return CoreDemand(
         path=at.path,
         ranks=at.pool.ranks,
         cores_per_rank=at.pool.cores_per_rank,
         policy=_numa_policy(at.pool),
-        near=tuple(gpu.numa_node for gpu in devices.of_pool(at.pool.name)),
+        near=tuple(gpu.numa_node for gpu in devices.get(at.pool.name, ())),
         memory_bytes=at.pool.memory_per_rank or 0,
         field=f"{at.section}.coresPerRank",
     )
@@ -209,11 +201,9 @@ def _default_memory(pools: Sequence[PoolAt], memory_bytes: int) -> int:
     return int((memory_bytes - given) * DEFAULT_MEMORY_SHARE / open_ranks) if open_ranks else 0
 
 
-def _rank_processes(
-    at: PoolAt, grants: Sequence[CoreGrant], devices: DevicePlan, default_bytes: int
-) -> list[RankProcess]:
+def _rank_processes(at: PoolAt, grants: Sequence[CoreGrant], devices: Devices, default_bytes: int) -> list[RankProcess]:
     pool = at.pool
-    gpus = devices.of_pool(pool.name)
+    gpus = devices.get(pool.name, ())
     return [
         RankProcess(
             name=f"{pool.name}-{index}",
@@ -231,8 +221,12 @@ def _rank_processes(
     ]
 
 
-def plan_devices(pools: Sequence[PoolAt], gpus: Sequence[Gpu], *, dp_local_rank: int = 0) -> DevicePlan:
-    """Give each GPU rank a device. `pools` are in rank order, `gpus` in the order of their numbers.
+def plan_devices(
+    pools: Sequence[PoolAt], gpus: Sequence[Gpu], *, dp_local_rank: int = 0
+) -> tuple[Devices, Sequence[str]]:
+    """Give each GPU rank a device; return the devices, or problems, as `path: what`.
+
+    `pools` are in rank order, `gpus` in the order of their numbers.
 
     `dp_local_rank` numbers the groups of this resource on this machine from 0. The first group gets the devices that
     its pools name, and the first free ones for its other pools. The groups after it share out what is left, one after
@@ -241,26 +235,24 @@ def plan_devices(pools: Sequence[PoolAt], gpus: Sequence[Gpu], *, dp_local_rank:
     of_gpus = [at for at in pools if at.pool.type == PoolType.GPU]
     if of_gpus and not gpus:
         missing = "GPU: this machine has no NVIDIA GPU that may be used; use type CPU"
-        return DevicePlan({}, tuple(f"{at.path}.type: {missing}" for at in of_gpus))
-    if problems := tuple(_problems_of_named(of_gpus, gpus)):
-        return DevicePlan({}, problems)
+        return {}, [f"{at.path}.type: {missing}" for at in of_gpus]
+    if problems := list(_problems_of_named(of_gpus, gpus)):
+        return {}, problems
     named = {number for at in of_gpus for number in _named(at.pool)}
     free = [gpu for gpu in gpus if gpu.number not in named]
     unnamed = sum(at.pool.ranks for at in of_gpus if not _named(at.pool))
     if len(free) < unnamed + dp_local_rank * sum(at.pool.ranks for at in of_gpus):
-        return DevicePlan({}, _shortage(of_gpus, free, dp_local_rank))
+        return {}, _shortage(of_gpus, free, dp_local_rank)
     if dp_local_rank:
         skipped = unnamed + (dp_local_rank - 1) * sum(at.pool.ranks for at in of_gpus)
         order = iter(free[skipped:])
-        return DevicePlan({at.pool.name: tuple(islice(order, at.pool.ranks)) for at in of_gpus}, ())
+        return {at.pool.name: tuple(islice(order, at.pool.ranks)) for at in of_gpus}, ()
     by_number, order = {gpu.number: gpu for gpu in gpus}, iter(free)
-    return DevicePlan(
-        {
-            at.pool.name: tuple(by_number[number] for number in _named(at.pool)) or tuple(islice(order, at.pool.ranks))
-            for at in of_gpus
-        },
-        (),
-    )
+    devices = {
+        at.pool.name: tuple(by_number[number] for number in _named(at.pool)) or tuple(islice(order, at.pool.ranks))
+        for at in of_gpus
+    }
+    return devices, ()
 
 
 def _named(pool: PoolSpec) -> list[int]:

@@ -59,26 +59,17 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.lock = FileLock(path / "lock")
+        self.token_path = path / "token"
+        """File with the ranks' secret."""
+        self.gateway_state_path = path / "gateway.json"
+        """File that the gateway writes once it listens."""
+        self.record_path = path / "group.json"
+        """File with the group's record."""
 
     @classmethod
     def for_group(cls, home: HeteroHome, name: str) -> RunDirectory:
         """Return the folder of the group of that name."""
         return cls(home.runs / name)
-
-    @property
-    def token_path(self) -> Path:
-        """File with the ranks' secret."""
-        return self.path / "token"
-
-    @property
-    def gateway_state_path(self) -> Path:
-        """File that the gateway writes once it listens."""
-        return self.path / "gateway.json"
-
-    @property
-    def record_path(self) -> Path:
-        """File with the group's record."""
-        return self.path / "group.json"
 
     def log_path(self, process: str) -> Path:
         """Return the log of a process."""
