@@ -29,10 +29,11 @@ from hetero_api.model_config import ModelConfig
 from hetero_api.spec import PlacementShares
 from hetero_api.v1 import ranks_pb2
 from hetero_placement.shard_plans import deal_within_layers
+from hetero_worker.backends.cpu import cpu_backend
 from hetero_worker.distributed.exchange import LocalExchange
 from hetero_worker.native.team import NativeTeam
 from hetero_worker.runners.base import LoadRequest
-from hetero_worker.runners.device_runners import CpuRunner
+from hetero_worker.runners.plan_runner import PlanRunner
 
 STEPS: Final = 200
 WARM_STEPS: Final = 8
@@ -94,7 +95,7 @@ class _Rank:
         config = ModelConfig.from_directory(directory).quantized(quantization)
         self._blocks = -(-(context + STEPS + WARM_STEPS + 1) // BLOCK_SIZE)
         self._context = context
-        self._runner = CpuRunner()
+        self._runner = PlanRunner(cpu_backend())
         self._runner.attach(LocalExchange())
         report = self._runner.load(
             LoadRequest(

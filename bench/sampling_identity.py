@@ -20,9 +20,10 @@ import torch
 from bench.report import aligned
 from hetero_api.sharding import UnitRange
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.backends.cuda.backend import CudaBackend
+from hetero_worker.backends.torch_reference import TorchReference
 from hetero_worker.distributed.exchange import LocalExchange
-from hetero_worker.distributed.staging import staging_for
-from hetero_worker.layers.sampler import sample_tokens, sampling_kernels
+from hetero_worker.layers.sampler import sample_tokens
 from hetero_worker.sampling.base import HOST_SAMPLER, ShardSampler
 from hetero_worker.sampling.device import DeviceSampler
 from hetero_worker.sampling.device_kernels import Best, SamplingKernels, TorchSamplingKernels
@@ -86,25 +87,27 @@ def tokens_by(sampler: ShardSampler, logits: torch.Tensor, rows: Sequence[Sampli
     return sample_tokens(logits, rows, head_ranges=ranges, exchange=LocalExchange(), sampler=sampler).tokens
 
 
-def differing(kernels: SamplingKernels, device: torch.device, source: Any, fields: dict[str, Any], draws: int) -> int:
+def differing(
+    kernels: SamplingKernels, backend: CudaBackend | TorchReference, source: Any, fields: dict[str, Any], draws: int
+) -> int:
     """Count the draws of which host and device have different tokens."""
-    sampler = DeviceSampler(device, kernels, staging_for(device).start_to_host)
+    sampler = DeviceSampler(backend.device, kernels, backend.staging().start_to_host)
     generator, count = torch.Generator().manual_seed(7), 0
     for first in range(0, draws, BATCH):
         logits, rows = source(generator), rows_of(fields, first)
-        ours, theirs = tokens_by(HOST_SAMPLER, logits, rows), tokens_by(sampler, logits.to(device), rows)
+        ours, theirs = tokens_by(HOST_SAMPLER, logits, rows), tokens_by(sampler, logits.to(backend.device), rows)
         count += int(np.count_nonzero(np.array(ours) != np.array(theirs)))
     return count
 
 
-def lines(draws: int, device: torch.device) -> Iterator[tuple[str, ...]]:
+def lines(draws: int, backend: CudaBackend | TorchReference) -> Iterator[tuple[str, ...]]:
     """Yield the table's lines."""
     yield "kernels", "logits", "draws with", "draws", "other tokens"
-    for kernels in (sampling_kernels(device), RoundedNoise()):
+    for kernels in (backend.sampling_kernels(), RoundedNoise()):
         for name, source in {"random": random_logits, "tiny model": model_logits}.items():
             for kind, fields in KINDS.items():
                 part = draws // (2 * len(KINDS))
-                yield kernels.name, name, kind, str(part), str(differing(kernels, device, source, fields, part))
+                yield kernels.name, name, kind, str(part), str(differing(kernels, backend, source, fields, part))
 
 
 def main() -> None:
@@ -113,7 +116,9 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=10_000)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     options = parser.parse_args()
-    print(aligned(list(lines(options.draws, torch.device(options.device)))))
+    backend = CudaBackend(0, pool="bench") if options.device == "cuda" else TorchReference()
+    backend.open()
+    print(aligned(list(lines(options.draws, backend))))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from bench.gpu.orders import (
     Loaded,
     MeasureDevice,
     MeasureParts,
+    Options,
     Order,
     Seat,
     Stream,
@@ -32,7 +33,7 @@ from bench.gpu.orders import (
 
 if TYPE_CHECKING:
     from hetero_api.v1 import ranks_pb2
-    from hetero_worker.backends.base import Platform
+    from hetero_worker.backends.base import DeviceBackend
     from hetero_worker.distributed.coordinator import GroupCoordinator
     from hetero_worker.runners.async_steps import AsyncSteps
     from hetero_worker.runners.base import LoadRequest, StepOutput
@@ -60,18 +61,18 @@ def _bind(seat: Seat) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-def _platform(seat: Seat) -> Platform:
+def _backend(seat: Seat) -> DeviceBackend:
     if seat.device is Device.CUDA:
-        from hetero_worker.backends.cuda.device import CudaPlatform
+        from bench.gpu.ablated import AblatedBackend
 
-        return CudaPlatform(0, pool="bench")
-    from hetero_worker.backends.cpu import CpuPlatform
+        return AblatedBackend()
+    from hetero_worker.backends.cpu import cpu_backend
 
     if seat.device is Device.CPU:
-        return CpuPlatform(memory_bytes=seat.memory_bytes)
-    from tests.support.pseudo_gpu import PseudoGpuPlatform
+        return cpu_backend(memory_bytes=seat.memory_bytes)
+    from tests.support.pseudo_gpu import PseudoGpu
 
-    return PseudoGpuPlatform(0, memory_bytes=seat.memory_bytes)
+    return PseudoGpu(0, memory_bytes=seat.memory_bytes)
 
 
 class _Rank:
@@ -84,8 +85,8 @@ class _Rank:
         start_compute_threads(len(seat.cores))
         self._seat = seat
         self._pipe = pipe
-        self._platform = _platform(seat)
-        self._platform.open()
+        self._backend = _backend(seat)
+        self._backend.open()
         self._listener = StoreListener(_HOST)
         self._group: GroupCoordinator | None = None
         self._came_s: deque[float] = deque()
@@ -95,9 +96,7 @@ class _Rank:
     def live(self) -> None:
         import torch
 
-        self._pipe.send(
-            Hello(self._listener.open(), self._platform.name, self._platform.memory_bytes, torch.__version__)
-        )
+        self._pipe.send(Hello(self._listener.open(), self._backend.name, self._backend.memory_bytes, torch.__version__))
         while True:
             self._steps.rest(self._pipe.poll)
             order: Order | bytes = self._pipe.recv()
@@ -109,11 +108,21 @@ class _Rank:
             if isinstance(order, End):
                 return
 
+    def _use(self, options: Options) -> None:
+        """Compute with these kernels; another choice takes another runner, which loads again."""
+        from bench.gpu.ablated import AblatedBackend
+
+        backend = self._backend
+        if isinstance(backend, AblatedBackend) and backend.options != options:
+            backend.options = options
+            self._runner.detach()
+            self._make_runner()
+
     def _make_runner(self) -> None:
         from hetero_worker.runners.async_steps import AsyncSteps
-        from hetero_worker.runners.device_runners import runner_of
+        from hetero_worker.runners.plan_runner import PlanRunner
 
-        self._runner = runner_of(self._platform)
+        self._runner = PlanRunner(self._backend)
         self._steps: AsyncSteps = AsyncSteps(self._runner, self._answer)
 
     def _step(self, payload: bytes) -> None:
@@ -163,8 +172,9 @@ class _Rank:
             timeout_s=_TIMEOUT_S,
             host=_HOST,
             num_gpu_ranks=self._seat.num_gpu_ranks,
-            device=self._platform.device,
-            device_backend=self._platform.device_backend,
+            device=self._backend.device,
+            device_backend=self._backend.collectives,
+            staging=self._backend.staging(),
         )
         self._group = form_group(request, listener=self._listener, aborted=lambda: False)
 
@@ -176,7 +186,7 @@ class _Rank:
     def _measure_device(self) -> bytes:
         from hetero_worker.probe.speeds import measure_device
 
-        return measure_device(self._platform).SerializeToString()
+        return measure_device(self._backend).SerializeToString()
 
     def _measure_parts(self, order: MeasureParts) -> bytes:
         from hetero_api.v1 import ranks_pb2
@@ -187,16 +197,17 @@ class _Rank:
         times = group.measure()
         group.meet()
         costs = ranks_pb2.DeviceSpeeds(
-            memory_bandwidth=self._platform.bandwidth(),
-            lone_memory_bandwidth=group.in_turn(self._platform.bandwidth),
+            memory_bandwidth=self._backend.bandwidth(),
+            lone_memory_bandwidth=group.in_turn(self._backend.bandwidth),
         )
-        costs.MergeFrom(measure_parts(self._platform, order.config, dtype=order.dtype, peers=group))
-        needs = fixed_needs(self._platform, order.config)
+        costs.MergeFrom(measure_parts(self._backend, order.config, dtype=order.dtype, peers=group))
+        needs = fixed_needs(self._backend, order.config)
         return formed_message(group.kind, group.exchange_reason, times, costs, needs).SerializeToString()
 
     def _load(self, order: Load) -> Loaded:
         from hetero_worker.errors import MemoryBudgetError
 
+        self._use(order.options)
         exchange = self._formed.connect(order.plan, batch_invariant=order.options.batch_invariant)
         self._runner.attach(exchange)
         try:
@@ -213,10 +224,8 @@ class _Rank:
 
     def _request(self, order: Load) -> LoadRequest:
         from bench.gpu.weights import MadeWeights
-        from hetero_worker.attention.selection import DeviceAttention
         from hetero_worker.runners.base import LoadRequest
 
-        is_plain = self._seat.device is not Device.CPU and not order.options.own_attention
         return LoadRequest(
             directory=Path("made weights"),
             config=order.config,
@@ -226,21 +235,19 @@ class _Rank:
             max_model_len=order.bounds.max_model_len,
             max_num_batched_tokens=order.bounds.max_num_batched_tokens,
             max_num_seqs=order.bounds.max_num_seqs,
-            memory_bytes=order.memory_bytes[self._seat.rank] or self._platform.memory_bytes,
+            memory_bytes=order.memory_bytes[self._seat.rank] or self._backend.memory_bytes,
             open_weights=MadeWeights,
             enforce_eager=not order.options.graphs,
-            fused=order.options.fused,
             async_steps=order.options.async_steps,
             batch_invariant=order.options.batch_invariant,
             num_gpu_ranks=self._seat.num_gpu_ranks,
-            attention=DeviceAttention.PLAIN if is_plain else None,
         )
 
     def _stream(self, order: Stream) -> float | None:
         from bench.gpu.streaming import seconds_a_token
 
         self._drop_weights()
-        return seconds_a_token(order, self._platform) if self._seat.rank == 0 else None
+        return seconds_a_token(order, self._backend) if self._seat.rank == 0 else None
 
     def _drop_weights(self) -> None:
         self._runner.detach()

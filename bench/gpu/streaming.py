@@ -15,34 +15,34 @@ from typing import Any, Final
 import torch
 
 from bench.gpu.orders import Stream
-from hetero_worker.backends.base import Platform
+from hetero_worker.backends.base import DeviceBackend
 
 _TOKENS: Final = 3
 _BUFFERS: Final = 2
 
 
-def seconds_a_token(order: Stream, platform: Platform) -> float:
+def seconds_a_token(order: Stream, backend: DeviceBackend) -> float:
     """The best of a few, after one that warms up. Takes num_layers - num_streamed layers of device memory."""
     with torch.inference_mode():
-        stream = _Streaming(order, platform)
+        stream = _Streaming(order, backend)
         times = [stream.token_s() for _ in range(1 + _TOKENS)]
     return min(times[1:])
 
 
 class _Streaming:
-    def __init__(self, order: Stream, platform: Platform) -> None:
+    def __init__(self, order: Stream, backend: DeviceBackend) -> None:
         self._order = order
-        self._platform = platform
-        self._is_cuda = platform.device.type == "cuda"
+        self._device = backend.device
+        self._is_cuda = backend.device.type == "cuda"
         dtype = getattr(torch, order.dtype)
         rows = order.layer_bytes // (order.hidden_size * dtype.itemsize)
-        shape, device = (rows, order.hidden_size), platform.device
+        shape, device = (rows, order.hidden_size), backend.device
         self._row = torch.ones(order.hidden_size, 1, dtype=dtype, device=device)
         self._resident = [
             torch.empty(shape, dtype=dtype, device=device).fill_(0.01)
             for _ in range(order.num_layers - order.num_streamed)
         ]
-        self._source = torch.zeros(shape, dtype=dtype, pin_memory=platform.pins_memory)
+        self._source = torch.zeros(shape, dtype=dtype, pin_memory=self._is_cuda)
         self._buffers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(_BUFFERS)]
         self._copies: Any = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
         self._arrived = [self._event() for _ in range(_BUFFERS)]
@@ -51,7 +51,7 @@ class _Streaming:
     def token_s(self) -> float:
         """One row through all layers, streamed ones spread evenly among the others."""
         order = self._order
-        self._platform.synchronize()
+        self._settle()
         began_s = time.perf_counter()
         resident = iter(self._resident)
         streamed = 0
@@ -61,8 +61,12 @@ class _Streaming:
                 streamed += 1
             else:
                 torch.mm(next(resident), self._row)
-        self._platform.synchronize()
+        self._settle()
         return time.perf_counter() - began_s
+
+    def _settle(self) -> None:
+        if self._is_cuda:
+            torch.cuda.synchronize(self._device)
 
     def _multiply_streamed(self, number: int) -> None:
         buffer = self._buffers[number]

@@ -41,7 +41,7 @@ def test_a_tiny_shape_goes_through_every_section_on_host_tensors(tmp_path: Path)
 
 @pytest.mark.parametrize("module", ["bench.gpu.program", "bench.gpu.rank", "tests.support.mixed_runners"])
 def test_it_needs_no_pydantic(module: str) -> None:
-    late = "import hetero_worker.process.messages, hetero_worker.probe.speeds, hetero_worker.runners.device_runners"
+    late = "import hetero_worker.process.messages, hetero_worker.probe.speeds, hetero_worker.backends.cpu"
     done = run("-c", f"{WITHOUT_PYDANTIC}import {module}; {late}")
     assert done.returncode == 0, done.stderr
 

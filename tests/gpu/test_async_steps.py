@@ -8,8 +8,7 @@ import pytest
 
 from hetero_api.v1.ranks_pb2 import Sampling
 from hetero_gateway.engine.request import GenerationRequest
-from hetero_worker.backends.cuda.device import CudaPlatform
-from hetero_worker.runners.graphs.device_steps import graphs_of
+from hetero_worker.backends.cuda.backend import CudaBackend
 from tests.support.async_serving import Asked, AsyncRank, random_requests
 from tests.support.gpu_needed import skip_without_gpu
 from tests.support.quiet_step import WHOLE
@@ -26,26 +25,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def gpu() -> CudaPlatform:
-    platform = CudaPlatform(0, pool="test")
+def gpu() -> CudaBackend:
+    platform = CudaBackend(0, pool="test")
     platform.open()
     return platform
 
 
-def rank_on(gpu: CudaPlatform, model: Path, *, async_steps: bool = True, graphs: bool = True) -> AsyncRank:
-    return AsyncRank(model, sampler=None, platform=gpu, shares=WHOLE, async_steps=async_steps, enforce_eager=not graphs)
+def rank_on(gpu: CudaBackend, model: Path, *, async_steps: bool = True, graphs: bool = True) -> AsyncRank:
+    return AsyncRank(model, sampler=None, backend=gpu, shares=WHOLE, async_steps=async_steps, enforce_eager=not graphs)
 
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
-def test_tokens_are_those_of_steps_one_by_one(gpu: CudaPlatform, model: Path, graphs: bool) -> None:
-    assert graphs_of(gpu.device) is not None
+def test_tokens_are_those_of_steps_one_by_one(gpu: CudaBackend, model: Path, graphs: bool) -> None:
     for seed in (1, 2):
         asked = random_requests(seed, 14, vocabulary=VOCAB_SIZE)
         expected = rank_on(gpu, model, async_steps=False, graphs=graphs).serve(asked)
         assert rank_on(gpu, model, graphs=graphs).serve(asked) == expected
 
 
-def test_nearly_all_steps_overlap(gpu: CudaPlatform, model: Path) -> None:
+def test_nearly_all_steps_overlap(gpu: CudaBackend, model: Path) -> None:
     asked = [
         Asked(
             GenerationRequest(
@@ -58,7 +56,7 @@ def test_nearly_all_steps_overlap(gpu: CudaPlatform, model: Path) -> None:
         )
         for i in range(6)
     ]
-    rank = AsyncRank(model, sampler=None, platform=gpu, shares=WHOLE, num_blocks=700)
+    rank = AsyncRank(model, sampler=None, backend=gpu, shares=WHOLE, num_blocks=700)
     rank.serve(asked)
     summary = rank.runner._times.summary()
     assert summary is not None

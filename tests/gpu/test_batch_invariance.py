@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from hetero_worker.backends.cuda.device import CudaPlatform
+from hetero_worker.backends.cuda.backend import CudaBackend
 from hetero_worker.distributed.exchange import LocalExchange
 from tests.support.asked_again import asked, body, differing
 from tests.support.gpu_needed import skip_without_gpu
@@ -33,8 +33,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @pytest.fixture(scope="module")
-def gpu() -> CudaPlatform:
-    platform = CudaPlatform(0, pool="test")
+def gpu() -> CudaBackend:
+    platform = CudaBackend(0, pool="test")
     platform.open()
     return platform
 
@@ -42,7 +42,7 @@ def gpu() -> CudaPlatform:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("out_features", "in_features"), [(24_576, 4096), (4096, 12_288), (576, 1536), (50, 7)])
 def test_a_row_of_a_product_has_the_same_bits_among_any_others(
-    gpu: CudaPlatform, out_features: int, in_features: int, dtype: str
+    gpu: CudaBackend, out_features: int, in_features: int, dtype: str
 ) -> None:
     from hetero_worker.kernels.matmul import linear
 
@@ -62,7 +62,7 @@ def test_a_row_of_a_product_has_the_same_bits_among_any_others(
 
 
 @pytest.mark.parametrize("width", [2048, 576])
-def test_a_token_is_routed_alike_among_any_others_and_as_by_plain_operators(gpu: CudaPlatform, width: int) -> None:
+def test_a_token_is_routed_alike_among_any_others_and_as_by_plain_operators(gpu: CudaBackend, width: int) -> None:
     from hetero_worker.kernels.routing import router_logits
     from hetero_worker.layers.fused_ops import PLAIN_OPS
 
@@ -74,7 +74,7 @@ def test_a_token_is_routed_alike_among_any_others_and_as_by_plain_operators(gpu:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_gpu_rank_gives_a_request_the_same_bits_on_every_way(gpu: CudaPlatform, tmp_path: Path, dtype: str) -> None:
+def test_a_gpu_rank_gives_a_request_the_same_bits_on_every_way(gpu: CudaBackend, tmp_path: Path, dtype: str) -> None:
     model = save_random_llama(tmp_path / "model")
     assert differing(asked(gpu, model, WHOLE, 0, LocalExchange(), dtype=dtype)) == []
 

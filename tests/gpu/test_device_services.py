@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs omit it
 
-from hetero_worker.backends.copies import PendingCopies, to_device
-from hetero_worker.backends.cuda.device import CudaPlatform
+from hetero_worker.backends.cuda.backend import CudaBackend
+from hetero_worker.backends.cuda.streams import CudaStreams
 from hetero_worker.distributed.device_group import NCCL, TorchDeviceGroup
 from hetero_worker.distributed.rendezvous import PrefixStore
-from hetero_worker.distributed.staging import StreamStaging, staging_for
+from hetero_worker.distributed.staging import StreamStaging
 from hetero_worker.errors import ExchangeAborted
+from hetero_worker.memory.streams import PAST, Moment, to_device
 from tests.support.gpu_needed import skip_without_gpu
 
 skip_without_gpu()
@@ -22,18 +23,23 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")
-def device() -> torch.device:
-    platform = CudaPlatform(0, pool="test")
+def gpu() -> CudaBackend:
+    platform = CudaBackend(0, pool="test")
     platform.open()
-    return platform.device
+    return platform
+
+
+@pytest.fixture(scope="module")
+def device(gpu: CudaBackend) -> torch.device:
+    return gpu.device
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (512, 4096)], ids=str)
 def test_a_tensor_comes_back_from_the_host_as_it_went(
-    device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
+    gpu: CudaBackend, device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
-    staging = staging_for(device)
+    staging = gpu.staging()
     assert isinstance(staging, StreamStaging)
     original = torch.randn(shape, device=device).to(dtype)
     host = staging.start_to_host(original).wait()
@@ -44,9 +50,9 @@ def test_a_tensor_comes_back_from_the_host_as_it_went(
     assert torch.equal(back, original)
 
 
-def test_copies_come_after_what_was_asked_of_the_device_before_them(device: torch.device) -> None:
+def test_copies_come_after_what_was_asked_of_the_device_before_them(gpu: CudaBackend, device: torch.device) -> None:
     """The copy reads the product, not what was there before; and work after a copy back sees what it brought."""
-    staging, left = staging_for(device), torch.randn(4096, 4096, device=device)
+    staging, left = gpu.staging(), torch.randn(4096, 4096, device=device)
     for i in range(5):
         product = torch.zeros_like(left)
         torch.matmul(left, left, out=product)
@@ -57,13 +63,14 @@ def test_copies_come_after_what_was_asked_of_the_device_before_them(device: torc
 
 
 def test_host_arrays_may_change_as_soon_as_they_were_copied(device: torch.device) -> None:
-    host, pending = torch.arange(1 << 20, pin_memory=True), PendingCopies(device)
+    host, streams = torch.arange(1 << 20, pin_memory=True), CudaStreams(device)
+    copied: Moment = PAST
     there = torch.zeros(1 << 20, dtype=torch.int64, device=device)
     for i in range(20):
-        pending.wait()
+        copied.wait()
         host.fill_(i)
         there.copy_(host, non_blocking=True)
-        pending.began()
+        copied = streams.now()
         small = to_device(torch.full((1000,), i), device)
         assert [small.min().item(), small.max().item(), there.min().item(), there.max().item()] == [i] * 4
 

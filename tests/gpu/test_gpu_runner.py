@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.backends.base import Platform
-from hetero_worker.backends.cpu import CpuPlatform
-from hetero_worker.backends.cuda.device import CudaPlatform
+from hetero_worker.backends.base import DeviceBackend
+from hetero_worker.backends.cpu import cpu_backend
+from hetero_worker.backends.cuda.backend import CudaBackend
 from hetero_worker.distributed.exchange import LocalExchange
 from hetero_worker.errors import DeviceError, MemoryBudgetError
-from hetero_worker.memory.memory_pool import memory_pool_of
 from tests.support.gpu_needed import skip_without_gpu
 from tests.support.mixed_runners import (
     BLOCK_SIZE,
@@ -46,34 +45,34 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def gpu() -> CudaPlatform:
-    platform = CudaPlatform(0, pool="test")
+def gpu() -> CudaBackend:
+    platform = CudaBackend(0, pool="test")
     platform.open()
     return platform
 
 
-def drawn_on(platform: Platform, model: Path, dtype: str) -> list[Drawn]:
+def drawn_on(platform: DeviceBackend, model: Path, dtype: str) -> list[Drawn]:
     return work_off(platform, model, WHOLE, 0, LocalExchange(), dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_every_path_equals_a_cpu_ranks(gpu: CudaPlatform, model: Path, dtype: str) -> None:
-    expected = drawn_on(CpuPlatform(memory_bytes=2 << 30), model, "float32")
+def test_every_path_equals_a_cpu_ranks(gpu: CudaBackend, model: Path, dtype: str) -> None:
+    expected = drawn_on(cpu_backend(memory_bytes=2 << 30), model, "float32")
     drawn = drawn_on(gpu, model, dtype)
     assert drawn[0].tokens == expected[0].tokens
     assert largest_difference(drawn, expected) <= TOLERANCE[dtype]
 
 
-def test_the_same_steps_give_the_same_bits(gpu: CudaPlatform, model: Path) -> None:
+def test_the_same_steps_give_the_same_bits(gpu: CudaBackend, model: Path) -> None:
     assert drawn_on(gpu, model, "float32") == drawn_on(gpu, model, "float32")
 
 
-def taker(gpu: CudaPlatform, model: Path) -> SoloTaker:
+def taker(gpu: CudaBackend, model: Path) -> SoloTaker:
     request = load_request(model, WHOLE, 0, dtype="float32", memory_bytes=gpu.memory_bytes)
     return SoloTaker(gpu, request, LocalExchange(), num_blocks=BLOCKS, block_size=BLOCK_SIZE)
 
 
-def test_weights_and_cache_lie_on_the_device_and_leave_it_to_sleep(gpu: CudaPlatform, model: Path) -> None:
+def test_weights_and_cache_lie_on_the_device_and_leave_it_to_sleep(gpu: CudaBackend, model: Path) -> None:
     awake = taker(gpu, model)
     builder = PlanBuilder(awake)
     shard, cache = awake.runner._model_state.shard, awake.runner._model_state.cache
@@ -91,9 +90,9 @@ def test_weights_and_cache_lie_on_the_device_and_leave_it_to_sleep(gpu: CudaPlat
     assert not any(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
-def test_the_caches_size_follows_from_the_devices_memory(gpu: CudaPlatform, model: Path) -> None:
+def test_the_caches_size_follows_from_the_devices_memory(gpu: CudaBackend, model: Path) -> None:
     report = taker(gpu, model).report
-    available = memory_pool_of(gpu.device).available_bytes()
+    available = gpu.memory_pool.available_bytes()
     assert available is not None
     assert 0.5 * available < report.kv_budget_bytes < gpu.memory_bytes
     with pytest.raises(MemoryBudgetError, match="gpuMemoryUtilization"):
@@ -106,12 +105,12 @@ def test_the_caches_size_follows_from_the_devices_memory(gpu: CudaPlatform, mode
         )
 
 
-def test_a_device_that_is_not_there_is_told_beside_those_that_are(gpu: CudaPlatform) -> None:
+def test_a_device_that_is_not_there_is_told_beside_those_that_are(gpu: CudaBackend) -> None:
     with pytest.raises(DeviceError, match=rf"pool big: .*cuda:1000.* 0 \({gpu.name}\).*gpu\.devices"):
-        CudaPlatform(1000, pool="big").open()
+        CudaBackend(1000, pool="big").open()
 
 
-def test_a_gpu_is_measured(gpu: CudaPlatform) -> None:
+def test_a_gpu_is_measured(gpu: CudaBackend) -> None:
     measured = gpu.measure()
     assert measured.memory_bandwidth > 50e9
     assert set(measured.matmul_flops) == gpu.dtypes

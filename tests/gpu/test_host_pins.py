@@ -7,12 +7,12 @@ import logging
 import pytest
 import torch
 
-from hetero_worker.backends.cuda.device import CudaPlatform
-from hetero_worker.backends.cuda.pins import CudaPins
+from hetero_worker.backends.cuda.backend import CudaBackend
+from hetero_worker.backends.cuda.streams import CudaStreams
 from hetero_worker.distributed.hierarchical import HierarchicalExchange
 from hetero_worker.distributed.routes import Link, Routes
 from hetero_worker.distributed.shm_segment import SHM_FOLDER, SegmentLayout, ShmSegment
-from hetero_worker.distributed.staging import direct_links, staging_for
+from hetero_worker.distributed.staging import StreamStaging, direct_links
 from tests.support.gpu_needed import skip_without_gpu
 from tests.support.shm_threads import PAGE, exchanges
 
@@ -25,7 +25,7 @@ THERE, BACK = Link(0, 0, (1,)), Link(1, 1, (0,))
 
 @pytest.fixture(scope="module")
 def device() -> torch.device:
-    platform = CudaPlatform(0, pool="test")
+    platform = CudaBackend(0, pool="test")
     platform.open()
     return platform.device
 
@@ -35,14 +35,14 @@ def test_a_segment_is_pinned_until_its_rank_leaves(device: torch.device) -> None
     segment.unlink()
     memory = torch.frombuffer(segment.memory, dtype=torch.uint8)
     assert not memory.is_pinned()
-    assert segment.pin(CudaPins(device)) == ""
+    assert segment.pin(CudaStreams(device)) == ""
     assert memory.is_pinned()
     segment.leave()
     assert not memory.is_pinned()
 
 
 def test_memory_that_cannot_be_pinned_is_told_and_the_device_goes_on(device: torch.device) -> None:
-    assert CudaPins(device).pin(PAGE, PAGE)
+    assert CudaStreams(device).pin(PAGE, PAGE)
     assert torch.ones(5, device=device).sum().item() == 5
 
 
@@ -51,7 +51,7 @@ def test_tensors_cross_shared_memory_as_they_went(device: torch.device, caplog: 
         caplog.at_level(logging.INFO),
         exchanges(SHM_FOLDER, 2, routes=Routes(links=(THERE, BACK))) as ranks,
     ):
-        staging = staging_for(device)
+        staging = StreamStaging(CudaStreams(device))
         leader = HierarchicalExchange(
             ranks[0], num_gpu_ranks=1, groups={}, links={}, staging=staging, host_links=direct_links(ranks[0], staging)
         )

@@ -18,11 +18,10 @@ from bench.gpu.weights import MadeWeights
 from hetero_api.graph_memory import MAX_ROWS, graph_sizes
 from hetero_api.rank_memory import LOGITS_AT_ONCE, RUNTIME_GROWTH_BYTES, with_margin
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.backends.cuda.device import CudaPlatform
+from hetero_worker.backends.cuda.backend import CudaBackend
 from hetero_worker.distributed.exchange import LocalExchange
-from hetero_worker.memory.memory_pool import CudaMemoryPool
 from hetero_worker.runners.base import LoadRequest
-from hetero_worker.runners.device_runners import runner_of
+from hetero_worker.runners.plan_runner import PlanRunner
 from hetero_worker.runners.profile_run import measure_workspace
 from hetero_worker.runners.shard import memory_of
 from tests.support.gpu_needed import skip_without_gpu
@@ -41,8 +40,8 @@ WHOLE_06B = Shares(kv_heads=((8,),), mlp_columns=((3072,),), vocab_rows=(151_936
 class QuietTaker:
     """PlanTaker of one rank that draws on its device, with as large a cache as there is room for."""
 
-    def __init__(self, gpu: CudaPlatform, request: LoadRequest) -> None:
-        self.runner = runner_of(gpu)
+    def __init__(self, gpu: CudaBackend, request: LoadRequest) -> None:
+        self.runner = PlanRunner(gpu)
         self.runner.attach(LocalExchange())
         self.report = self.runner.load(request)
         self.block_size = BLOCK_SIZE
@@ -55,14 +54,14 @@ class QuietTaker:
 
 
 @pytest.fixture(scope="module")
-def gpu() -> CudaPlatform:
-    platform = CudaPlatform(0, pool="test")
+def gpu() -> CudaBackend:
+    platform = CudaBackend(0, pool="test")
     platform.open()
     return platform
 
 
 @pytest.fixture
-def request_06b(gpu: CudaPlatform) -> LoadRequest:
+def request_06b(gpu: CudaBackend) -> LoadRequest:
     return LoadRequest(
         directory=Path("made weights"),
         config=QWEN3_06B,
@@ -99,7 +98,7 @@ def prefill(builder: PlanBuilder, num_tokens: int) -> None:
 
 @pytest.mark.parametrize("falling", [True, False], ids=["largest first", "smallest first"])
 def test_graphs_take_no_more_than_is_kept_for_them_in_whatever_order_they_are_recorded(
-    gpu: CudaPlatform, request_06b: LoadRequest, falling: bool
+    gpu: CudaBackend, request_06b: LoadRequest, falling: bool
 ) -> None:
     taker = QuietTaker(gpu, request_06b)
     builder = PlanBuilder(taker)
@@ -114,21 +113,21 @@ def test_graphs_take_no_more_than_is_kept_for_them_in_whatever_order_they_are_re
     assert free >= (1 - SHARE) * total - RUNTIME_GROWTH_BYTES, "with its cache, a rank leaves what it is not to take"
 
 
-def test_the_largest_step_takes_no_more_than_its_bound_from_shapes(gpu: CudaPlatform, request_06b: LoadRequest) -> None:
+def test_the_largest_step_takes_no_more_than_its_bound_from_shapes(gpu: CudaBackend, request_06b: LoadRequest) -> None:
     taker = QuietTaker(gpu, replace(request_06b, enforce_eager=True))
     shard = taker.runner._model_state.shard
     assert shard is not None
     memory, part = memory_of(request_06b), request_06b.shard_plan.ranks[0]
     sampler = (LOGITS_AT_ONCE - 1) * memory.logits_bytes(part)
     bound = with_margin(memory.workspace_bytes(part) - sampler) + sampler
-    measured = measure_workspace(shard.decoder, request_06b)
+    measured = measure_workspace(shard.decoder, request_06b, gpu.memory_pool)
     assert measured is not None
     print(f"the largest step: {measured >> 20} MiB kept, {bound >> 20} MiB by its shapes")
     assert measured <= bound
 
 
-def test_the_runtime_grows_by_less_than_is_allowed_for(gpu: CudaPlatform, request_06b: LoadRequest) -> None:
-    pool = CudaMemoryPool(gpu.device)
+def test_the_runtime_grows_by_less_than_is_allowed_for(gpu: CudaBackend, request_06b: LoadRequest) -> None:
+    pool = gpu.memory_pool
     pool.release_unused()
     before = pool.runtime_bytes()
     taker = QuietTaker(gpu, replace(request_06b, enforce_eager=True))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.backends.cpu import CpuPlatform
+from hetero_worker.backends.cpu import cpu_backend
 from hetero_worker.distributed.exchange import LocalExchange
 from tests.support.gpu_needed import skip_without_gpu
 from tests.support.mixed_runners import body, largest_difference, work_off
@@ -45,7 +45,7 @@ def test_a_gpu_and_two_cpu_ranks_equal_one_cpu_rank(
     tmp_path: Path, shares: Shares, kind: ranks_pb2.ExchangeKind.ValueType
 ) -> None:
     model = save_random_llama(tmp_path / "model")
-    expected = work_off(CpuPlatform(memory_bytes=2 << 30), model, WHOLE, 0, LocalExchange())
+    expected = work_off(cpu_backend(memory_bytes=2 << 30), model, WHOLE, 0, LocalExchange())
     drawn = run_ranks(body, 3, kind, model, shares, 1, "float32", False)
     assert drawn[1] == drawn[0]
     assert drawn[2] == drawn[0]
@@ -55,7 +55,7 @@ def test_a_gpu_and_two_cpu_ranks_equal_one_cpu_rank(
 
 def test_bfloat16_over_both_kinds_of_ranks(tmp_path: Path) -> None:
     model = save_random_llama(tmp_path / "model")
-    expected = work_off(CpuPlatform(memory_bytes=2 << 30), model, WHOLE, 0, LocalExchange())
+    expected = work_off(cpu_backend(memory_bytes=2 << 30), model, WHOLE, 0, LocalExchange())
     shares = LAYOUTS["CPU ranks on MLP only"]
     drawn = run_ranks(body, 3, ranks_pb2.EXCHANGE_KIND_SHM, model, shares, 1, "bfloat16", False)
     assert largest_difference(drawn[0], expected) <= 1.5

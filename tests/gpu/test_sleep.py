@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.backends.cuda.device import CudaPlatform
+from hetero_worker.backends.cuda.backend import CudaBackend
 from hetero_worker.distributed.exchange import LocalExchange
-from hetero_worker.memory.memory_pool import CudaMemoryPool
-from hetero_worker.memory.weight_offload import OffloadedWeights
 from tests.support.gpu_needed import skip_without_gpu
 from tests.support.mixed_runners import BLOCK_SIZE, SoloTaker, load_request
 from tests.support.quiet_step import WHOLE
@@ -28,18 +26,18 @@ MANY_BLOCKS = 16384
 
 
 @pytest.fixture(scope="module")
-def gpu() -> CudaPlatform:
-    platform = CudaPlatform(0, pool="test")
+def gpu() -> CudaBackend:
+    platform = CudaBackend(0, pool="test")
     platform.open()
     return platform
 
 
-def free_bytes(gpu: CudaPlatform) -> int:
+def free_bytes(gpu: CudaBackend) -> int:
     return torch.cuda.mem_get_info(gpu.device)[0]
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_a_rank_that_sleeps_gives_back_what_it_claims(gpu: CudaPlatform, tmp_path: Path, level: int) -> None:
+def test_a_rank_that_sleeps_gives_back_what_it_claims(gpu: CudaBackend, tmp_path: Path, level: int) -> None:
     request = load_request(
         save_random_llama(tmp_path / "model"), WHOLE, 0, dtype="float32", memory_bytes=gpu.memory_bytes
     )
@@ -54,15 +52,15 @@ def test_a_rank_that_sleeps_gives_back_what_it_claims(gpu: CudaPlatform, tmp_pat
     assert free_bytes(gpu) - before >= SHARE * claimed
 
 
-def test_weights_of_all_sizes_leave_whole_and_what_lies_beside_them_stays(gpu: CudaPlatform) -> None:
-    pool = CudaMemoryPool(gpu.device)
+def test_weights_of_all_sizes_leave_whole_and_what_lies_beside_them_stays(gpu: CudaBackend) -> None:
+    pool = gpu.memory_pool
     pool.release_unused()
     others = [torch.ones(1000 + i, device=gpu.device) for i in range(100)]
     with pool.apart():
         weights = [torch.randn(1 + 7919 * k, device=gpu.device) for k in range(200)]
     others += [torch.ones(1000 + i, device=gpu.device) for i in range(100)]
     contents, num_bytes = [weight.cpu() for weight in weights], sum(weight.nbytes for weight in weights)
-    offloaded, before = OffloadedWeights(weights), free_bytes(gpu)
+    offloaded, before = gpu.offload(weights), free_bytes(gpu)
     offloaded.release()
     pool.release_unused()
     assert free_bytes(gpu) - before >= SHARE * num_bytes

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.backends.cuda.device import CudaPlatform
+from hetero_worker.backends.cuda.backend import CudaBackend
 from hetero_worker.distributed.exchange import LocalExchange
 from tests.support.gpu_needed import skip_without_gpu
 from tests.support.mixed_runners import BLOCK_SIZE, BLOCKS, SoloTaker, load_request
@@ -49,7 +49,7 @@ def order(builder: PlanBuilder, command: ranks_pb2.GroupCommand) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs on", "graphs off"])
 def test_logits_are_the_same_bits(tmp_path: Path, level: int, dtype: str, enforce_eager: bool) -> None:
-    platform = CudaPlatform(0, pool="test")
+    platform = CudaBackend(0, pool="test")
     platform.open()
     model = save_random_llama(tmp_path / "model")
     request = load_request(model, WHOLE, 0, dtype=dtype, memory_bytes=platform.memory_bytes)

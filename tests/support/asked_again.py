@@ -13,9 +13,9 @@ import torch
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.backends.base import Platform
+from hetero_worker.backends.base import DeviceBackend
 from hetero_worker.distributed.exchange import Exchange
-from tests.support.mixed_runners import SoloTaker, load_request, platform_of
+from tests.support.mixed_runners import SoloTaker, backend_of, load_request
 from tests.support.rank_group import PlanBuilder, PlanTaker, StepOutcome
 from tests.support.rank_processes import RankContext
 from tests.support.rank_shares import Shares
@@ -108,31 +108,32 @@ def differing(answers: dict[str, Answer]) -> list[str]:
 
 
 def asked(
-    platform: Platform, directory: Path, shares: Shares, rank: int, exchange: Exchange, *, dtype: str
+    backend: DeviceBackend, directory: Path, shares: Shares, rank: int, exchange: Exchange, *, dtype: str
 ) -> dict[str, Answer]:
     """On one rank of a group in batch-invariant mode: the answers on every way."""
-    request = load_request(directory, shares, rank, dtype=dtype, memory_bytes=platform.memory_bytes)
+    request = load_request(directory, shares, rank, dtype=dtype, memory_bytes=backend.memory_bytes)
     request = replace(request, batch_invariant=True, max_num_batched_tokens=MOST_TOKENS)
-    return Requests(SoloTaker(platform, request, exchange, num_blocks=BLOCKS, block_size=BLOCK_SIZE)).answers()
+    return Requests(SoloTaker(backend, request, exchange, num_blocks=BLOCKS, block_size=BLOCK_SIZE)).answers()
 
 
 def body(
     ranks: RankContext, directory: Path, shares: Shares, num_gpu_ranks: int, dtype: str, pseudo: bool
 ) -> list[str]:
     """For rank_processes.run_ranks: what `differing` tells. The first ranks compute on GPUs, or on pseudo GPUs."""
-    platform = platform_of(ranks.rank, num_gpu_ranks, pseudo=pseudo)
-    platform.open()
+    backend = backend_of(ranks.rank, num_gpu_ranks, pseudo=pseudo)
+    backend.open()
     group = ranks.coordinate(
         ranks_pb2.EXCHANGE_KIND_SHM,
         num_gpu_ranks=num_gpu_ranks,
-        device=platform.device,
-        device_backend=platform.device_backend,
+        device=backend.device,
+        device_backend=backend.collectives,
+        staging=backend.staging(),
     )
     config = ModelConfig.from_directory(directory)
     plan = shares.plan(config.num_layers, expert_layers=config.expert_layers)
     exchange = group.connect(plan, batch_invariant=True)
     try:
-        return differing(asked(platform, directory, shares, ranks.rank, exchange, dtype=dtype))
+        return differing(asked(backend, directory, shares, ranks.rank, exchange, dtype=dtype))
     finally:
         ranks.meet()
         group.close()

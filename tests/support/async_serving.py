@@ -19,20 +19,19 @@ from hetero_gateway.engine.config import EngineConfig
 from hetero_gateway.engine.request import GenerationRequest
 from hetero_gateway.engine.scheduler import Scheduler
 from hetero_gateway.engine.steps_in_flight import StepsInFlight
-from hetero_worker.backends.base import HOST, Platform
-from hetero_worker.backends.cuda.pins import NoPins
+from hetero_worker.backends.base import DeviceBackend
 from hetero_worker.distributed.exchange import LocalExchange
 from hetero_worker.distributed.staging import StreamStaging
 from hetero_worker.layers.sampler import SampleTokens, sample_tokens
+from hetero_worker.memory.streams import HOST
 from hetero_worker.runners.async_steps import AsyncSteps
 from hetero_worker.runners.base import LoadRequest, StepOutput
-from hetero_worker.runners.device_runners import GpuRunner
-from hetero_worker.runners.graphs.device_steps import MakeGraphs
+from hetero_worker.runners.plan_runner import PlanRunner
 from hetero_worker.sampling.base import ShardSampler
 from hetero_worker.sampling.device import DeviceSampler
 from hetero_worker.sampling.device_kernels import SamplingKernels, TorchSamplingKernels
 from tests.support.played_device import PlayedDevice
-from tests.support.pseudo_gpu import PseudoGpuPlatform
+from tests.support.pseudo_gpu import MakeGraphs, PseudoGpu
 from tests.support.rank_shares import Shares
 
 MAX_SEQS, MAX_TOKENS, BLOCK_SIZE = 6, 24, 4
@@ -41,7 +40,7 @@ WHOLE = Shares(kv_heads=((8,),), mlp_columns=((50,),), vocab_rows=(200,))
 
 def late_sampler(kernels: SamplingKernels | None = None) -> ShardSampler:
     """Return a device's sampler whose numbers reach the host when somebody waits for them, and not before."""
-    return DeviceSampler(HOST, kernels or TorchSamplingKernels(), StreamStaging(PlayedDevice(), NoPins()).start_to_host)
+    return DeviceSampler(HOST, kernels or TorchSamplingKernels(), StreamStaging(PlayedDevice()).start_to_host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,8 @@ class AsyncRank:
     directory: Path
     sampler: ShardSampler | None = field(default_factory=late_sampler)
     """None: the rank's own choice."""
-    platform: Platform = field(default_factory=PseudoGpuPlatform)
+    backend: DeviceBackend | None = None
+    """None: a pseudo GPU, which records by `make_graphs`."""
     shares: Shares = WHOLE
     async_steps: bool = True
     enforce_eager: bool = False
@@ -69,7 +69,7 @@ class AsyncRank:
     said: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.runner = GpuRunner(self.platform, sample=self.sample, make_graphs=self.make_graphs)
+        self.runner = PlanRunner(self.backend or PseudoGpu(make_graphs=self.make_graphs), sample=self.sample)
         self.runner.attach(LocalExchange())
         self.report = self.runner.load(self.load_request)
         if self.sampler is not None:
@@ -90,7 +90,7 @@ class AsyncRank:
             max_model_len=config.max_position,
             max_num_batched_tokens=MAX_TOKENS,
             max_num_seqs=MAX_SEQS,
-            memory_bytes=self.platform.memory_bytes,
+            memory_bytes=self.runner.backend.memory_bytes,
             enforce_eager=self.enforce_eager,
             async_steps=self.async_steps,
         )

@@ -10,9 +10,9 @@ import torch
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.backends.cpu import CpuPlatform
+from hetero_worker.backends.cpu import cpu_backend
 from tests.support.mixed_runners import BLOCK_SIZE, BLOCKS, Drawn, SoloTaker, load_request
-from tests.support.pseudo_gpu import PseudoGpuPlatform
+from tests.support.pseudo_gpu import PseudoGpu
 from tests.support.rank_group import PlanBuilder
 from tests.support.rank_processes import RankContext
 from tests.support.rank_shares import Shares
@@ -32,26 +32,30 @@ def graphs_body(
     ranks: RankContext, kind: ranks_pb2.ExchangeKind.ValueType, directory: Path, shares: Shares, num_gpu_ranks: int
 ) -> Replayed:
     """Decodes of several sizes, padded and not, a prefill in between. GPU ranks are pseudo GPUs."""
-    platform = PseudoGpuPlatform(ranks.rank) if ranks.rank < num_gpu_ranks else CpuPlatform(memory_bytes=2 << 30)
-    group = ranks.coordinate(
-        kind, num_gpu_ranks=num_gpu_ranks, device=platform.device, device_backend=platform.device_backend
-    )
-    config = ModelConfig.from_directory(directory)
-    exchange = group.connect(shares.plan(config.num_layers, expert_layers=config.expert_layers))
     tapes: list[TapeBackend] = []
 
     def make_tape(device: torch.device) -> TapeBackend:
         tapes.append(TapeBackend(device))
         return tapes[-1]
 
+    is_gpu = ranks.rank < num_gpu_ranks
+    backend = PseudoGpu(ranks.rank, make_graphs=make_tape) if is_gpu else cpu_backend(memory_bytes=2 << 30)
+    group = ranks.coordinate(
+        kind,
+        num_gpu_ranks=num_gpu_ranks,
+        device=backend.device,
+        device_backend=backend.collectives,
+        staging=backend.staging(),
+    )
+    config = ModelConfig.from_directory(directory)
+    exchange = group.connect(shares.plan(config.num_layers, expert_layers=config.expert_layers))
     try:
         taker = SoloTaker(
-            platform,
-            load_request(directory, shares, ranks.rank, dtype="float32", memory_bytes=platform.memory_bytes),
+            backend,
+            load_request(directory, shares, ranks.rank, dtype="float32", memory_bytes=backend.memory_bytes),
             exchange,
             num_blocks=BLOCKS,
             block_size=BLOCK_SIZE,
-            make_graphs=make_tape if ranks.rank < num_gpu_ranks else None,
         )
         drawn = _play(PlanBuilder(taker), vocab_size=config.vocab_size)
     finally:

@@ -9,8 +9,9 @@ from pathlib import Path
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.backends.cpu import cpu_backend
 from hetero_worker.runners.base import LoadRequest, StepOutput
-from hetero_worker.runners.device_runners import CpuRunner
+from hetero_worker.runners.plan_runner import PlanRunner
 from tests.support.rank_processes import RankContext
 
 PROMPT = (7, 150, 3, 88, 199, 0, 42, 42, 64, 63, 127)
@@ -49,7 +50,7 @@ def serve_between_commands(
     """`memory_bytes` is each rank's; a rank with less cannot make as large a cache."""
     group = ranks.form(kind)
     config = ModelConfig.from_directory(directory)
-    runner = CpuRunner(measure=lambda decoder, request: 0)
+    runner = PlanRunner(cpu_backend(), measure=lambda decoder, request, pool: 0)
     runner.attach(group.exchange)
     runner.load(
         LoadRequest(
@@ -77,7 +78,7 @@ def serve_between_commands(
 class _Plays:
     """Plans, numbered."""
 
-    def __init__(self, runner: CpuRunner) -> None:
+    def __init__(self, runner: PlanRunner) -> None:
         self._runner = runner
         self._step_id = 0
 

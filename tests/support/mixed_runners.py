@@ -17,13 +17,12 @@ import torch
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.backends.base import Platform
-from hetero_worker.backends.cpu import CpuPlatform
+from hetero_worker.backends.base import DeviceBackend
+from hetero_worker.backends.cpu import cpu_backend
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.runners.base import LoadRequest
-from hetero_worker.runners.device_runners import GpuRunner, runner_of
-from hetero_worker.runners.graphs.device_steps import MakeGraphs
-from tests.support.pseudo_gpu import PseudoGpuPlatform
+from hetero_worker.runners.plan_runner import PlanRunner
+from tests.support.pseudo_gpu import PseudoGpu
 from tests.support.rank_group import LogitsRecorder, PlanBuilder, StepOutcome
 from tests.support.rank_processes import RankContext
 from tests.support.rank_shares import Shares
@@ -46,21 +45,16 @@ class SoloTaker:
 
     def __init__(
         self,
-        platform: Platform,
+        backend: DeviceBackend,
         request: LoadRequest,
         exchange: Exchange,
         *,
         num_blocks: int,
         block_size: int,
-        make_graphs: MakeGraphs | None = None,
     ) -> None:
-        """`make_graphs`: of a GPU rank, in place of what its device has."""
         self.num_blocks, self.block_size = num_blocks, block_size
         self.recorder = LogitsRecorder()
-        if make_graphs is None:
-            self.runner = runner_of(platform, sample=self.recorder)
-        else:
-            self.runner = GpuRunner(platform, sample=self.recorder, make_graphs=make_graphs)
+        self.runner = PlanRunner(backend, sample=self.recorder)
         self.runner.attach(exchange)
         self.report = self.runner.load(request)
         self.runner.allocate(num_blocks, block_size)
@@ -86,7 +80,7 @@ def load_request(directory: Path, shares: Shares, rank: int, *, dtype: str, memo
 
 
 def work_off(
-    platform: Platform,
+    backend: DeviceBackend,
     directory: Path,
     shares: Shares,
     rank: int,
@@ -96,9 +90,9 @@ def work_off(
     changes: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Drawn]:
     """The whole script on one rank: its draws. `changes` are of the LoadRequest."""
-    request = load_request(directory, shares, rank, dtype=dtype, memory_bytes=platform.memory_bytes)
+    request = load_request(directory, shares, rank, dtype=dtype, memory_bytes=backend.memory_bytes)
     request = replace(request, **changes)
-    taker = SoloTaker(platform, request, exchange, num_blocks=BLOCKS, block_size=BLOCK_SIZE)
+    taker = SoloTaker(backend, request, exchange, num_blocks=BLOCKS, block_size=BLOCK_SIZE)
     return _Script(PlanBuilder(taker), vocab_size=request.config.vocab_size).play()
 
 
@@ -185,32 +179,33 @@ def body(
     dtype: str, pseudo: bool, changes: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Drawn]:  # fmt: skip
     """For rank_processes.run_ranks. Rank r of the GPU ranks computes on cuda:r, or on a pseudo GPU."""
-    platform = platform_of(ranks.rank, num_gpu_ranks, pseudo=pseudo)
-    platform.open()
+    backend = backend_of(ranks.rank, num_gpu_ranks, pseudo=pseudo)
+    backend.open()
     group = ranks.coordinate(
         kind,
         num_gpu_ranks=num_gpu_ranks,
-        device=platform.device,
-        device_backend=platform.device_backend,
+        device=backend.device,
+        device_backend=backend.collectives,
+        staging=backend.staging(),
     )
     config = ModelConfig.from_directory(directory)
     exchange = group.connect(shares.plan(config.num_layers, expert_layers=config.expert_layers))
     try:
-        return work_off(platform, directory, shares, ranks.rank, exchange, dtype=dtype, changes=changes)
+        return work_off(backend, directory, shares, ranks.rank, exchange, dtype=dtype, changes=changes)
     finally:
         ranks.meet()
         group.close()
 
 
-def platform_of(rank: int, num_gpu_ranks: int, *, pseudo: bool) -> Platform:
+def backend_of(rank: int, num_gpu_ranks: int, *, pseudo: bool) -> DeviceBackend:
     """Of ranks [0, num_gpu_ranks) a GPU, cuda:r, or a pseudo GPU; of the others host cores."""
     if rank >= num_gpu_ranks:
-        return CpuPlatform(memory_bytes=2 << 30)
+        return cpu_backend(memory_bytes=2 << 30)
     if pseudo:
-        return PseudoGpuPlatform(rank)
-    from hetero_worker.backends.cuda.device import CudaPlatform
+        return PseudoGpu(rank)
+    from hetero_worker.backends.cuda.backend import CudaBackend
 
-    return CudaPlatform(rank, pool="test")
+    return CudaBackend(rank, pool="test")
 
 
 def largest_difference(drawn: Sequence[Drawn], other: Sequence[Drawn]) -> float:

@@ -14,7 +14,7 @@ from typing import Final
 
 import torch
 
-from hetero_worker.backends.cuda.streams import Copies, Moment, Way
+from hetero_worker.memory.streams import Copies, Moment, Way
 
 COMPUTING: Final = "computing"
 

@@ -11,22 +11,22 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hetero_worker.process.config import RankConfig
-from hetero_worker.process.rank import main, platform_of
+from hetero_worker.process.rank import backend_of, main
 
 if TYPE_CHECKING:
-    from hetero_worker.backends.base import Platform
+    from hetero_worker.backends.base import DeviceBackend
 
 
-def platforms(config: RankConfig) -> Platform:
+def make_backend(config: RankConfig) -> DeviceBackend:
     """A pseudo GPU where a rank is told to compute on one. Imported late, as rank.py does."""
-    from tests.support.pseudo_gpu import PseudoGpuPlatform
+    from tests.support.pseudo_gpu import PseudoGpu
 
-    return platform_of(config) if config.cuda_device is None else PseudoGpuPlatform(config.cuda_device)
+    return backend_of(config) if config.cuda_device is None else PseudoGpu(config.cuda_device)
 
 
 def be_rank(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     """`rank.main`, with pseudo GPUs."""
-    return main(arguments, environment, platforms=platforms)
+    return main(arguments, environment, make_backend=make_backend)
 
 
 if __name__ == "__main__":

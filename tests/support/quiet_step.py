@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from hetero_worker.backends.cpu import CpuPlatform
+from hetero_worker.backends.cpu import cpu_backend
 from hetero_worker.distributed.exchange import LocalExchange
 from tests.support.mixed_runners import work_off
 from tests.support.random_model import INTERMEDIATE_SIZE, NUM_KV_HEADS, VOCAB_SIZE
@@ -33,7 +33,7 @@ def device_files() -> set[str]:
 
 
 def main(model: Path) -> None:
-    platform = CpuPlatform(memory_bytes=2 << 30)
+    platform = cpu_backend(memory_bytes=2 << 30)
     platform.open()
     platform.measure()
     work_off(platform, model, WHOLE, 0, LocalExchange())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -17,15 +18,16 @@ import torch
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan, UnitRange
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.backends.base import HOST
+from hetero_worker.backends.cpu import cpu_backend
+from hetero_worker.backends.torch_reference import TorchReference
 from hetero_worker.distributed.exchange import Exchange, HostExchange
 from hetero_worker.layers.sampler import SampledRows, SampleTokens, gather_logits, sample_tokens
+from hetero_worker.memory.streams import HOST
 from hetero_worker.runners.base import LoadReport, LoadRequest, SampledToken, StepOutput
-from hetero_worker.runners.device_runners import CpuRunner, GpuRunner
-from hetero_worker.runners.graphs.device_steps import MakeGraphs
+from hetero_worker.runners.plan_runner import PlanRunner
 from hetero_worker.sampling.base import ShardSampler, StartedDraws
 from hetero_worker.sampling.request import SamplingRow
-from tests.support.pseudo_gpu import PseudoGpuPlatform
+from tests.support.pseudo_gpu import MakeGraphs, PseudoGpu
 from tests.support.rank_shares import Shares
 from tests.support.thread_exchange import run_ranks, thread_exchanges
 
@@ -110,11 +112,10 @@ class RankGroup:
         config = ModelConfig.from_directory(directory).quantized(quantization)
         self.plan = shares.plan(config.num_layers, expert_layers=config.expert_layers)
         self.recorders = [LogitsRecorder() for _ in self.plan.ranks]
+        host = partial(cpu_backend, records=recorded) if native else partial(TorchReference, "no native kernels")
         samplers: list[SampleTokens] = [recorder if keeps_logits else sample_tokens for recorder in self.recorders]
         self.runners = [
-            GpuRunner(PseudoGpuPlatform(rank), sample=sampler, make_graphs=make_graphs)
-            if rank < num_gpu_ranks
-            else CpuRunner(sample=sampler)
+            PlanRunner(PseudoGpu(rank, make_graphs=make_graphs) if rank < num_gpu_ranks else host(), sample=sampler)
             for rank, sampler in enumerate(samplers)
         ]
         self.requests = [
@@ -128,10 +129,8 @@ class RankGroup:
                 max_num_batched_tokens=max_num_batched_tokens,
                 max_num_seqs=max_num_seqs,
                 memory_bytes=2 << 30,
-                recorded=recorded,
                 enforce_eager=enforce_eager,
                 batch_invariant=batch_invariant,
-                native=native,
                 num_gpu_ranks=num_gpu_ranks or None,
             )
             for rank in range(self.plan.world_size)

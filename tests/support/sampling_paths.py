@@ -13,9 +13,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from hetero_worker.backends.base import HOST
 from hetero_worker.distributed.staging import PlainStaging
 from hetero_worker.layers.sampler import sample_tokens
+from hetero_worker.memory.streams import HOST
 from hetero_worker.sampling.base import HOST_SAMPLER, ShardSampler, StartedDraws, UnknownTokens
 from hetero_worker.sampling.device import DeviceSampler
 from hetero_worker.sampling.device_kernels import SamplingKernels, TorchSamplingKernels

@@ -38,7 +38,9 @@ def test_a_cpu_install_asks_for_nothing_of_cuda() -> None:
     assert all('extra == "dev"' in requirement.replace("'", '"') for requirement in of_cuda), of_cuda
 
 
-@pytest.mark.parametrize("module", ["hetero_worker.runners.device_runners", "hetero_worker.process.rank"])
+@pytest.mark.parametrize(
+    "module", ["hetero_worker.backends.cpu", "hetero_worker.backends.cuda.backend", "hetero_worker.process.rank"]
+)
 def test_ranks_import_without_triton(module: str) -> None:
     program = f"import sys; sys.modules['triton'] = None; import {module}"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0

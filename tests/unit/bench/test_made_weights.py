@@ -11,11 +11,11 @@ from bench.gpu.orders import Stream
 from bench.gpu.shapes import TINY
 from bench.gpu.streaming import seconds_a_token
 from bench.gpu.weights import MadeWeights
-from hetero_worker.backends.cpu import CpuPlatform
+from hetero_worker.backends.cpu import cpu_backend
 from hetero_worker.checkpoints.store import TensorSlice
 from hetero_worker.distributed.exchange import LocalExchange
 from hetero_worker.runners.base import LoadRequest
-from hetero_worker.runners.device_runners import runner_of
+from hetero_worker.runners.plan_runner import PlanRunner
 from tests.support.rank_shares import Shares
 
 pytestmark = pytest.mark.unit
@@ -38,7 +38,7 @@ def test_a_runner_loads_them_where_there_is_no_directory() -> None:
         directory=Path("nowhere"), config=TINY, dtype="float32", shard_plan=WHOLE.plan(TINY.num_layers), rank=0,
         max_model_len=64, max_num_batched_tokens=64, max_num_seqs=2, memory_bytes=2 << 30, open_weights=MadeWeights,
     )  # fmt: skip
-    runner = runner_of(CpuPlatform())
+    runner = PlanRunner(cpu_backend())
     runner.attach(LocalExchange())
     assert runner.load(request).weight_bytes >= 4 * TINY.num_parameters
 
@@ -46,4 +46,4 @@ def test_a_runner_loads_them_where_there_is_no_directory() -> None:
 @pytest.mark.parametrize("num_streamed", [0, 1, 3, 4])
 def test_a_token_goes_through_resident_and_streamed_layers(num_streamed: int) -> None:
     order = Stream(16 * 64 * 4, 4, num_streamed, 64, "float32")
-    assert seconds_a_token(order, CpuPlatform()) > 0
+    assert seconds_a_token(order, cpu_backend()) > 0

@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from hetero_worker.backends.cuda.backend import CudaBackend
 from hetero_worker.kernels.matmul import MatmulTile, linear
 from hetero_worker.kernels.routing import router_logits
 from hetero_worker.layers.fused_ops import PLAIN_OPS
-from hetero_worker.layers.linear_kernels import PlainKernel
-from hetero_worker.layers.selection import invariant_kernel, invariant_ops
 from hetero_worker.layers.triton_ops import InvariantTritonOps, TritonKernel
 
 pytestmark = pytest.mark.unit
@@ -97,9 +96,10 @@ def test_ops_of_a_device_give_shares_and_capped_logits_by_the_row() -> None:
 
 
 def test_a_cuda_device_computes_with_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetero_worker.layers.selection.triton_problem", lambda device: None)
-    assert invariant_ops(CUDA).name == "triton-invariant"
-    kernel = invariant_kernel(PlainKernel(), device=CUDA)
+    monkeypatch.setattr(CudaBackend, "_triton_problem", None)
+    backend = CudaBackend(0, pool="test")
+    assert backend.fused_ops(batch_invariant=True).name == "triton-invariant"
+    kernel = backend.linear(torch.float32, batch_invariant=True)
     assert isinstance(kernel, TritonKernel)
     weight, x = randn(6, 5), randn(3, 5, seed=1)
     torch.testing.assert_close(kernel.pack(weight)(x, None), F.linear(x, weight))

@@ -11,9 +11,9 @@ import torch
 from hetero_worker.attention.base import AttentionRule, DecodeRows, StepAttention
 from hetero_worker.attention.torch_paged import TorchPagedAttention
 from hetero_worker.attention.triton_paged import TritonPagedAttention
-from hetero_worker.backends.base import HOST
 from hetero_worker.kernels.attention_tiles import PagedKeys, Scoring
 from hetero_worker.kernels.paged_attention import attend_decode
+from hetero_worker.memory.streams import HOST
 from tests.support.paged_cases import PagedCase
 
 pytestmark = pytest.mark.unit
@@ -295,8 +295,8 @@ def test_what_there_is_no_room_for_is_refused() -> None:
 
 def test_shapes_without_a_kernel_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="head_dim 72 is no multiple of 16 up to 256"):
-        TritonPagedAttention(HOST, head_dim=72, group_size=1)
+        TritonPagedAttention(HOST, head_dim=72, group_size=1, num_programs=16)
     with pytest.raises(ValueError, match="head_dim 512 is no multiple of 16 up to 256"):
-        TritonPagedAttention(HOST, head_dim=512, group_size=1)
+        TritonPagedAttention(HOST, head_dim=512, group_size=1, num_programs=16)
     with pytest.raises(ValueError, match="129 query heads share a KV head, more than 128"):
-        TritonPagedAttention(HOST, head_dim=64, group_size=129)
+        TritonPagedAttention(HOST, head_dim=64, group_size=129, num_programs=16)

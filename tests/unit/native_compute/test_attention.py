@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,8 +21,7 @@ from hetero_worker.attention.base import (
     PrefillSpan,
 )
 from hetero_worker.attention.native_paged import NativePagedAttention
-from hetero_worker.attention.selection import choose_attention
-from hetero_worker.backends.cpu import CpuPlatform
+from hetero_worker.backends.cpu import cpu_backend
 from hetero_worker.native.op_queue import Arena, OpQueue
 from tests.support.native_compute import compute_library, computing_with, op_queue_of
 from tests.support.paged_cases import PagedCase
@@ -287,15 +286,14 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_host_cores_with_the_library_get_the_kernels(config: ModelConfig, *, batch_invariant: bool) -> None:
     name = f"paged-native ({ISAS[0]})"
-    platform, op_queue = CpuPlatform(), op_queue_of(1)
-    chosen = choose_attention(platform, config, op_queue=op_queue, batch_invariant=batch_invariant)
-    assert str(chosen) == name
-    assert chosen.backend.gather_bytes == 0
+    chosen = cpu_backend().attention(config, batch_invariant=batch_invariant)
+    assert chosen.name == name
+    assert chosen.gather_bytes == 0
 
 
-def test_why_host_cores_have_none_is_told(config: ModelConfig) -> None:
-    def chosen(**options: Any) -> str:
-        return str(choose_attention(CpuPlatform(), config, **options))
-
-    assert chosen(no_op_queue="not built") == "paged-torch (not built)"
-    assert chosen(no_op_queue="not built", batch_invariant=True) == "paged-torch-invariant (not built)"
+def test_why_host_cores_have_none_is_told(config: ModelConfig, tmp_path: Path) -> None:
+    backend = cpu_backend(library=tmp_path / "none.so")
+    reason = backend.reason
+    assert "none.so" in reason
+    assert backend.attention(config, batch_invariant=False).name == f"paged-torch ({reason})"
+    assert backend.attention(config, batch_invariant=True).name == f"paged-torch-invariant ({reason})"

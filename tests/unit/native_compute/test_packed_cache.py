@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import INT8, WeightFormat, int4
-from hetero_worker.backends.cpu import CpuPlatform
+from hetero_worker.backends.cpu import cpu_backend
 from hetero_worker.checkpoints import content as checkpoint_content
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.checkpoints.packed_cache import SUFFIX, PackedCache
@@ -29,11 +29,8 @@ from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
 from hetero_worker.checkpoints.store import TensorSlice
 from hetero_worker.layers.linear import ShardedLinear
 from hetero_worker.layers.native_linear import NativeLinear, NativeWeight
-from hetero_worker.memory.memory_pool import HostMemoryPool
 from hetero_worker.runners.base import LoadRequest
 from hetero_worker.runners.profile_run import checksum
-from hetero_worker.runners.recorded.steps import NativeSteps
-from hetero_worker.runners.runner_device import RunnerDevice
 from hetero_worker.runners.shard import load_shard
 from tests.support.native_compute import compute_library, computing_with, op_queue_of
 from tests.support.rank_shares import Shares
@@ -425,8 +422,7 @@ def test_a_rank_that_starts_again_computes_the_same(tmp_path: Path, variant: str
         max_model_len=64, max_num_batched_tokens=64, max_num_seqs=2, memory_bytes=1 << 32,
         open_weights=lambda path: Checkpoint(path, cache),
     )  # fmt: skip
-    platform = CpuPlatform()
-    device = RunnerDevice(platform, HostMemoryPool(), NativeSteps(platform), offloads_weights=False)
+    backend = cpu_backend()
     kernels = (NativeLinear(op_queue_of()), _reading())
-    sums = [checksum(load_shard(request, device, kernel=kernel)) for kernel in kernels]
+    sums = [checksum(load_shard(request, backend, kernel=kernel)) for kernel in kernels]
     assert sums[0] == sums[1]

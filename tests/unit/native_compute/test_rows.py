@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from hetero_api.architectures import Activation
 from hetero_api.model_config import RopeConfig
 from hetero_worker.attention.kv_cache import LayerCache
+from hetero_worker.backends.cpu import CpuBackend
+from hetero_worker.backends.torch_reference import TorchReference
 from hetero_worker.layers.fused_ops import PLAIN_OPS, HeadWeights
 from hetero_worker.layers.invariant_ops import InvariantOps
 from hetero_worker.layers.native_ops import NativeOps
 from hetero_worker.layers.norm import ResidualStream
 from hetero_worker.layers.rotary import RotaryTables, Rotation
-from hetero_worker.layers.selection import fused_ops_of
 from hetero_worker.native.compute_library import F32, GELU, gated_op
 from hetero_worker.native.op_queue import Arena, OpQueue
 from tests.support.native_compute import compute_library, computing_with, op_queue_of
@@ -314,11 +315,11 @@ def test_what_there_are_no_kernels_for_is_anothers() -> None:
 
 
 def test_host_cores_with_the_library_get_the_kernels(isa: str) -> None:
-    assert fused_ops_of(HOST, op_queue=op_queue_of(1)).name == f"native ({isa})"
+    assert CpuBackend(op_queue_of(1)).fused_ops(batch_invariant=False).name == f"native ({isa})"
 
 
 def test_why_host_cores_have_none_is_told() -> None:
-    assert fused_ops_of(HOST, no_op_queue="not built").name == "torch (not built)"
+    assert TorchReference("not built").fused_ops(batch_invariant=False).name == "torch (not built)"
 
 
 def test_a_residual_stream_settles_by_the_kernels() -> None:

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from hetero_api.rank_memory import RUNTIME_BYTES, KvCost
+from hetero_worker.backends.cuda.memory import CudaMemoryPool
 from hetero_worker.errors import MemoryBudgetError
 from hetero_worker.memory.budget import MemoryBudget
-from hetero_worker.memory.memory_pool import CudaMemoryPool, HostMemoryPool, MemorySnapshot, memory_pool_of
+from hetero_worker.memory.memory_pool import HostMemoryPool, MemorySnapshot
 from hetero_worker.memory.weight_offload import OffloadedWeights
 from tests.support.played_device import PlayedDevice
 
@@ -44,14 +45,13 @@ class Driver:
 
 
 def test_memory_that_torch_keeps_and_nobody_uses_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver, pool = Driver(monkeypatch), memory_pool_of(CUDA)
-    assert isinstance(pool, CudaMemoryPool)
+    driver, pool = Driver(monkeypatch), CudaMemoryPool(CUDA)
     assert (pool.runtime_bytes(), pool.held_bytes(), pool.available_bytes()) == (30, 20, 55)
     assert driver.asked == {CUDA}
 
 
 def test_a_peak_counts_from_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver, pool = Driver(monkeypatch), memory_pool_of(CUDA)
+    driver, pool = Driver(monkeypatch), CudaMemoryPool(CUDA)
     assert pool.begin_peak()
     driver.peak = 41
     driver.allocated = 17
@@ -79,20 +79,19 @@ def test_what_lies_apart_has_a_pool_that_is_given_up_with_its_last_tensor(monkey
     monkeypatch.setattr(torch.cuda, "MemPool", Pool)
     monkeypatch.setattr(torch.cuda, "use_mem_pool", use)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("unused memory given back"))
-    with memory_pool_of(CUDA).apart():
+    with CudaMemoryPool(CUDA).apart():
         done.append("allocated")
     assert done == ["unused memory given back", "made", "begins", "allocated", "ends", "given up"]
     assert driver.asked == {CUDA}
 
 
 def test_nothing_is_kept_apart_on_the_host() -> None:
-    with memory_pool_of(torch.device("cpu")).apart():
+    with HostMemoryPool().apart():
         assert torch.ones(3).sum().item() == 3
 
 
 def test_the_hosts_account_asks_the_kernel() -> None:
-    pool = memory_pool_of(torch.device("cpu"))
-    assert isinstance(pool, HostMemoryPool)
+    pool = HostMemoryPool()
     assert pool.runtime_bytes() == RUNTIME_BYTES
     assert pool.held_bytes() > 0
     pool.release_unused()
@@ -108,6 +107,10 @@ def test_want_of_memory_names_the_field_that_helps(pool: HostMemoryPool | CudaMe
         budget.kv_budget_bytes(KvCost(1, 0))
 
 
+def offload(tensors: list[torch.Tensor], device: PlayedDevice) -> OffloadedWeights:
+    return OffloadedWeights(tensors, pool=HostMemoryPool(), streams=device)
+
+
 def _weights() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Tensors, one of them a view and one tied to another; and what is in them."""
     torch.manual_seed(0)
@@ -118,7 +121,7 @@ def _weights() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 def test_weights_come_back_as_they_were_views_and_ties_among_them() -> None:
     tensors, contents = _weights()
-    offloaded = OffloadedWeights(tensors)
+    offloaded = offload(tensors, PlayedDevice())
     assert offloaded.num_bytes == 7 * 5 * 4 + 3 * 2
     assert all(torch.equal(a, b) for a, b in zip(tensors, contents, strict=True))  # not before they are released
     offloaded.release()
@@ -131,7 +134,7 @@ def test_weights_come_back_as_they_were_views_and_ties_among_them() -> None:
 
 def test_parked_weights_lie_in_pinned_memory_for_as_long_as_they_are_kept() -> None:
     device, (tensors, contents) = PlayedDevice(), _weights()
-    offloaded = OffloadedWeights(tensors, pins=device)
+    offloaded = offload(tensors, device)
     ((address, size),) = device.pins.items()
     assert size >= offloaded.num_bytes
     offloaded.release()
@@ -148,7 +151,7 @@ def test_weights_that_cannot_be_pinned_go_through_a_buffer(
     monkeypatch.setattr("hetero_worker.memory.weight_offload._BUFFER_BYTES", 16)
     tensors, contents = _weights()
     with caplog.at_level(logging.WARNING):
-        offloaded = OffloadedWeights(tensors, pins=PlayedDevice(refusal="no room"))
+        offloaded = offload(tensors, PlayedDevice(refusal="no room"))
     assert "cannot be pinned, weights go through a buffer: no room" in caplog.text
     offloaded.release()
     offloaded.restore()
@@ -160,13 +163,13 @@ def test_weights_that_the_host_has_no_room_for_stay_where_they_are(monkeypatch: 
     snapshot = MemorySnapshot(resident_bytes=1 << 30, anonymous_bytes=1 << 30, available_bytes=100)
     monkeypatch.setattr(MemorySnapshot, "take", lambda: snapshot)
     with pytest.raises(MemoryBudgetError, match=r"no room in host memory.*gpu\.memoryPerRank.*level 2"):
-        OffloadedWeights(tensors, pins=(device := PlayedDevice()))
+        offload(tensors, device := PlayedDevice())
     assert not device.pins
     assert all(torch.equal(a, b) for a, b in zip(tensors, contents, strict=True))
 
 
 def test_there_may_be_no_weights_to_park() -> None:
-    offloaded = OffloadedWeights([torch.empty(0)], pins=(device := PlayedDevice()))
+    offloaded = offload([torch.empty(0)], device := PlayedDevice())
     offloaded.release()
     offloaded.restore()
     assert offloaded.num_bytes == 0
@@ -175,7 +178,7 @@ def test_there_may_be_no_weights_to_park() -> None:
 
 def test_weights_that_do_not_fit_any_more_stay_parked(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, contents = _weights()
-    offloaded = OffloadedWeights(tensors)
+    offloaded = offload(tensors, PlayedDevice())
     offloaded.release()
     resize, grown = torch.UntypedStorage.resize_, list[int]()
 

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_worker.backends.base import HOST
 from hetero_worker.distributed.exchange import Arrived
 from hetero_worker.distributed.staging import HostCopy
+from hetero_worker.memory.streams import HOST
 from hetero_worker.sampling import device, device_edits, device_kernels, noise
 from hetero_worker.sampling.base import HOST_SAMPLER, UnknownTokens
 from hetero_worker.sampling.device import DeviceSampler

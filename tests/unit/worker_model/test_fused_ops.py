@@ -9,15 +9,15 @@ from types import ModuleType
 import pytest
 import torch
 
+from hetero_worker.backends.cuda.backend import CudaBackend
+from hetero_worker.backends.torch_reference import TorchReference
 from hetero_worker.kernels import availability
 from hetero_worker.layers.fused_ops import PLAIN_OPS
 from hetero_worker.layers.norm import ResidualStream, RmsNorm
-from hetero_worker.layers.selection import fused_ops_of
 from hetero_worker.probe.synthetic import SyntheticWeights
 
 pytestmark = pytest.mark.unit
 
-CUDA = torch.device("cuda", 0)
 WIDTH = 12
 
 
@@ -77,7 +77,8 @@ def test_the_stream_is_added_to_in_place() -> None:
 
 
 def test_host_cores_compute_by_torchs_operators_and_import_no_kernel() -> None:
-    assert fused_ops_of(torch.device("cpu")).name == "torch"
+    assert TorchReference().fused_ops(batch_invariant=False).name == "torch"
+    assert TorchReference("no compiler").fused_ops(batch_invariant=False).name == "torch (no compiler)"
 
 
 def trial_that(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
@@ -97,14 +98,13 @@ def test_a_device_where_triton_cannot_compile_says_so(
 ) -> None:
     trial_that(monkeypatch, RuntimeError("no C compiler"))
     with caplog.at_level(logging.WARNING):
-        assert fused_ops_of(CUDA).name == "torch (triton does not work here: no C compiler)"
+        assert (
+            CudaBackend(0, pool="p").fused_ops(batch_invariant=False).name
+            == "torch (triton does not work here: no C compiler)"
+        )
     assert "no C compiler" in caplog.text
 
 
 def test_a_device_without_triton_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(availability, "find_spec", lambda name: None)
-    assert fused_ops_of(CUDA).name == "torch (triton is not installed)"
-
-
-def test_a_device_that_has_no_kernels_says_so() -> None:
-    assert fused_ops_of(torch.device("meta")).name == "torch (no kernels for meta)"
+    assert CudaBackend(0, pool="p").fused_ops(batch_invariant=False).name == "torch (triton is not installed)"

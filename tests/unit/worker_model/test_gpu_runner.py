@@ -16,14 +16,15 @@ import torch
 from hetero_api.errors import ModelError
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.attention.torch_paged import TorchPagedAttention
-from hetero_worker.backends.base import HeterogeneousPlatform, Platform, kind_of_rank
-from hetero_worker.backends.cpu import CpuPlatform
+from hetero_worker.backends.base import DeviceBackend
+from hetero_worker.backends.torch_reference import TorchReference
 from hetero_worker.distributed.exchange import LocalExchange
 from hetero_worker.errors import MemoryBudgetError, ProtocolError
+from hetero_worker.process.messages import check_kind
 from hetero_worker.runners.base import LoadReport
-from hetero_worker.runners.device_runners import CpuRunner, GpuRunner, runner_of
 from hetero_worker.runners.graphs.device_inputs import DeviceInputs
-from tests.support.pseudo_gpu import PseudoGpuPlatform
+from hetero_worker.runners.plan_runner import PlanRunner
+from tests.support.pseudo_gpu import PseudoGpu
 from tests.support.rank_group import PlanBuilder, RankGroup, Shares, StepOutcome
 from tests.support.rank_shares import layers_on
 from tests.support.tape import TapeBackend
@@ -301,12 +302,12 @@ def test_a_gpu_rank_takes_no_more_than_its_part_of_the_memory(llama: TinyCheckpo
     group = RankGroup(llama.directory, LAYOUTS["1 GPU"][0], num_gpu_ranks=1)
     budgets = []
     for part in (0.95, 1.0):
-        runner = GpuRunner(PseudoGpuPlatform())
+        runner = PlanRunner(PseudoGpu())
         runner.attach(LocalExchange())
         request = group.requests[0]
         budgets.append(runner.load(dataclasses.replace(request, memory_utilization=part)).kv_budget_bytes)
     assert budgets[0] < budgets[1]
-    runner = GpuRunner(PseudoGpuPlatform())
+    runner = PlanRunner(PseudoGpu())
     runner.attach(LocalExchange())
     with pytest.raises(MemoryBudgetError, match="no memory is left for the KV cache"):
         runner.load(dataclasses.replace(group.requests[0], memory_utilization=0.1))
@@ -314,22 +315,16 @@ def test_a_gpu_rank_takes_no_more_than_its_part_of_the_memory(llama: TinyCheckpo
 
 def test_a_dtype_that_the_device_lacks_is_refused_by_its_name(llama: TinyCheckpoint) -> None:
     request = RankGroup(llama.directory, LAYOUTS["1 GPU"][0], num_gpu_ranks=1).requests[0]
-    runner = GpuRunner(PseudoGpuPlatform())
+    runner = PlanRunner(PseudoGpu())
     runner.attach(LocalExchange())
     with pytest.raises(ModelError, match="dtype 'float8' is not supported on pseudo GPU 0; supported there: float32"):
         runner.load(dataclasses.replace(request, dtype="float8"))
 
 
 @pytest.mark.parametrize(("rank", "num_gpu_ranks"), [(0, 1), (0, 4), (2, 3), (0, 0), (3, 3), (1, 1), (7, 2)])
-def test_a_rank_gets_the_platform_and_the_runner_of_its_number(rank: int, num_gpu_ranks: int) -> None:
-    platforms: dict[int, Platform] = {
-        ranks_pb2.DEVICE_KIND_CUDA: PseudoGpuPlatform(),
-        ranks_pb2.DEVICE_KIND_CPU: CpuPlatform(),
-    }
-    kind = kind_of_rank(rank, num_gpu_ranks=num_gpu_ranks)
-    assert (kind == ranks_pb2.DEVICE_KIND_CUDA) == (rank < num_gpu_ranks)
-    own, other = platforms.pop(kind), platforms.popitem()[1]
-    assert HeterogeneousPlatform(own, "p").of_rank(rank, num_gpu_ranks=num_gpu_ranks) is own
-    assert type(runner_of(own)) is (GpuRunner if rank < num_gpu_ranks else CpuRunner)
+def test_a_rank_computes_on_the_kind_of_device_that_its_number_says(rank: int, num_gpu_ranks: int) -> None:
+    backends: list[DeviceBackend] = [PseudoGpu(), TorchReference()]
+    own, other = backends if rank < num_gpu_ranks else reversed(backends)
+    check_kind(own, "p", rank, num_gpu_ranks=num_gpu_ranks)
     with pytest.raises(ProtocolError, match=rf"pool some-pool: .* {num_gpu_ranks} GPU ranks, rank {rank} computes"):
-        HeterogeneousPlatform(other, "some-pool").of_rank(rank, num_gpu_ranks=num_gpu_ranks)
+        check_kind(other, "some-pool", rank, num_gpu_ranks=num_gpu_ranks)

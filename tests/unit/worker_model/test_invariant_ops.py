@@ -12,13 +12,14 @@ from hetero_api.architectures import Activation
 from hetero_api.errors import ModelError
 from hetero_api.model_config import RopeConfig
 from hetero_worker.attention.kv_cache import LayerCache
+from hetero_worker.backends.cpu import CpuBackend
+from hetero_worker.backends.cuda.backend import CudaBackend
+from hetero_worker.backends.torch_reference import TorchReference
 from hetero_worker.kernels import availability
 from hetero_worker.layers.fused_ops import PLAIN_OPS, HeadWeights
 from hetero_worker.layers.invariant_ops import InvariantOps, by_row, each_alike, row_sums
-from hetero_worker.layers.linear_kernels import PlainKernel
 from hetero_worker.layers.native_linear import NativeLinear
 from hetero_worker.layers.rotary import RotaryTables, Rotation
-from hetero_worker.layers.selection import invariant_kernel, invariant_ops
 from tests.support.native_compute import op_queue_of
 
 pytestmark = pytest.mark.unit
@@ -176,18 +177,18 @@ def test_a_function_that_treats_elements_differently_is_taken_row_by_row() -> No
 
 
 def test_host_tensors_get_torchs_operators_and_products_row_by_row() -> None:
-    assert invariant_ops(HOST).name == "torch-invariant"
-    assert invariant_kernel(PlainKernel(), device=HOST).name == "torch-invariant (row by row)"
+    backend = TorchReference()
+    assert backend.fused_ops(batch_invariant=True).name == "torch-invariant"
+    assert backend.linear(torch.float32, batch_invariant=True).name == "torch-invariant (row by row)"
 
 
 def test_the_native_kernel_is_kept_for_its_rows_are_independent() -> None:
-    native = NativeLinear(op_queue_of())
-    assert invariant_kernel(native, device=HOST) is native
+    assert isinstance(CpuBackend(op_queue_of()).linear(torch.float32, batch_invariant=True), NativeLinear)
 
 
 def test_a_cuda_device_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(availability, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"triton is not installed.*turn engine.batchInvariant off"):
-        invariant_ops(CUDA)
+        CudaBackend(0, pool="p").fused_ops(batch_invariant=True)
     with pytest.raises(ModelError, match=r"triton is not installed.*turn engine.batchInvariant off"):
-        invariant_kernel(PlainKernel(), device=CUDA)
+        CudaBackend(0, pool="p").linear(torch.float32, batch_invariant=True)

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from hetero_worker.attention.kv_cache import LayerCache
+from hetero_worker.backends import torch_reference
+from hetero_worker.backends.torch_reference import TorchReference
 
 pytestmark = pytest.mark.unit
 
@@ -22,12 +24,13 @@ def faults_of_writing(part: torch.Tensor) -> int:
     return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
 
 
-def test_what_was_touched_costs_no_page_faults_any_more() -> None:
+def test_what_was_touched_costs_no_page_faults_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = LayerCache.allocate(
         num_blocks=BLOCKS, block_size=BLOCK_SIZE, num_kv_heads=HEADS, head_dim=HEAD_DIM, dtype=torch.float32
     )
     faults_of_writing(torch.zeros(1024))  # the code's own
-    cache.touch(HALF)
+    monkeypatch.setattr(torch_reference, "TOUCHED_BYTES", 2 * HALF)
+    TorchReference().touch_cache([cache.keys, cache.values])
     rows = BLOCKS * BLOCK_SIZE // 2
     for tensor in (cache.keys, cache.values):
         touched = faults_of_writing(tensor[:rows])
@@ -38,6 +41,6 @@ def test_touching_more_than_there_is_touches_all_and_leaves_zeros() -> None:
     cache = LayerCache.allocate(
         num_blocks=4, block_size=BLOCK_SIZE, num_kv_heads=HEADS, head_dim=HEAD_DIM, dtype=torch.float32
     )
-    cache.touch(1 << 40)
+    TorchReference().touch_cache([cache.keys, cache.values])
     assert not cache.keys.any()
     assert not cache.values.any()

@@ -6,15 +6,17 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from hetero_worker.backends.cpu import CpuBackend
+from hetero_worker.backends.torch_reference import TorchReference
 from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel, RowKernel
-from hetero_worker.layers.selection import usual_kernel
+from hetero_worker.layers.native_linear import NativeLinear
 from tests.support.native_compute import op_queue_of
 
 pytestmark = pytest.mark.unit
 
 DTYPES = (torch.float32, torch.bfloat16)
 KERNELS: list[tuple[torch.dtype, LinearKernel]] = [
-    (dtype, kernel) for dtype in DTYPES for kernel in (PlainKernel(), RowKernel(), usual_kernel(dtype, op_queue_of()))
+    (dtype, kernel) for dtype in DTYPES for kernel in (PlainKernel(), RowKernel(), NativeLinear(op_queue_of(), dtype))
 ]
 
 
@@ -40,7 +42,7 @@ def test_kernel_equals_plain_linear(
 
 
 def test_a_packed_weight_does_not_need_the_unpacked_one() -> None:
-    for kernel in (PlainKernel(), RowKernel(), usual_kernel(torch.float32, op_queue_of())):
+    for kernel in (PlainKernel(), RowKernel(), NativeLinear(op_queue_of())):
         weight = torch.ones(4, 6)
         packed = kernel.pack(weight)
         if kernel.copies_weight:
@@ -51,8 +53,8 @@ def test_a_packed_weight_does_not_need_the_unpacked_one() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_host_rank_uses_the_native_kernel_wherever_its_library_is_built(dtype: torch.dtype) -> None:
     """A timed choice once took another one, seven times slower, because its samples stayed in cache."""
-    assert usual_kernel(dtype, op_queue_of()).name.startswith("native (")
-    assert usual_kernel(dtype, None).name == "torch"
+    assert CpuBackend(op_queue_of()).linear(dtype, batch_invariant=False).name.startswith("native (")
+    assert TorchReference().linear(dtype, batch_invariant=False).name == "torch"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

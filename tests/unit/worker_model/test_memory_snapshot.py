@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from hetero_api.rank_memory import KvCost
+from hetero_worker.backends.cpu import cpu_backend
 from hetero_worker.errors import MemoryBudgetError
 from hetero_worker.memory.budget import MemoryBudget
-from hetero_worker.memory.memory_pool import CgroupFiles, MemorySnapshot, PeakMeter
+from hetero_worker.memory.memory_pool import CgroupFiles, HostMemoryPool, MemoryPool, MemorySnapshot, PeakMeter
 from hetero_worker.models.decoder import Decoder, DecoderInput
 from hetero_worker.runners.base import LoadRequest
-from hetero_worker.runners.device_runners import CpuRunner
+from hetero_worker.runners.plan_runner import PlanRunner
 from hetero_worker.runners.profile_run import measure_workspace
 from tests.support.rank_group import RankGroup, Shares
 from tests.support.tiny_checkpoints import save_tiny
@@ -119,11 +120,13 @@ def decoder_of(group: RankGroup, rank: int = 0) -> Decoder:
 
 def test_the_largest_step_is_measured(directory: Path) -> None:
     request, group = given(directory, WIDE, tokens=1024)
-    measured = measure_workspace(decoder_of(group), request)
+    measured = measure_workspace(decoder_of(group), request, HostMemoryPool())
     assert measured is not None
     gate_and_up = 1024 * 2 * 8192 * 4
     assert gate_and_up < measured < 6 * gate_and_up
-    fewer = measure_workspace(decoder_of(group), dataclasses.replace(request, max_num_batched_tokens=64))
+    fewer = measure_workspace(
+        decoder_of(group), dataclasses.replace(request, max_num_batched_tokens=64), HostMemoryPool()
+    )
     assert fewer is not None
     assert fewer < measured - gate_and_up / 2
 
@@ -131,7 +134,7 @@ def test_the_largest_step_is_measured(directory: Path) -> None:
 def test_a_rank_measures_without_its_peers(directory: Path) -> None:
     request, group = given(directory, HALF, tokens=512, rank=1)
     group.exchanges[0].abort()
-    measured = measure_workspace(decoder_of(group, 1), request)
+    measured = measure_workspace(decoder_of(group, 1), request, HostMemoryPool())
     assert measured is not None
     assert measured > 512 * 2 * 4096 * 4
 
@@ -162,7 +165,7 @@ def test_scratch_caches_that_have_no_room_are_told_as_the_step_is(
 
     monkeypatch.setattr(Decoder, "allocate_caches", fail)
     with pytest.raises(MemoryBudgetError, match=r"64 tokens in sequences of 1024 .* CUDA out of memory; lower"):
-        measure_workspace(decoder_of(group), request)
+        measure_workspace(decoder_of(group), request, HostMemoryPool())
 
 
 class Meter:
@@ -172,13 +175,13 @@ class Meter:
         self.answer = answer
         self.asked: list[LoadRequest] = []
 
-    def __call__(self, decoder: Decoder, request: LoadRequest) -> int | None:
+    def __call__(self, decoder: Decoder, request: LoadRequest, pool: MemoryPool) -> int | None:
         self.asked.append(request)
         return self.answer
 
 
 def budget_with(group: RankGroup, meter: Meter, *changes: dict[str, object]) -> list[int]:
-    runner = CpuRunner(measure=meter)
+    runner = PlanRunner(cpu_backend(), measure=meter)
     budgets = []
     for change in changes:
         runner.attach(group.exchanges[0])
@@ -218,4 +221,4 @@ def test_a_largest_step_that_cannot_be_made_is_told_with_its_size(
 
     monkeypatch.setattr(Decoder, "hidden", fail)
     with pytest.raises(MemoryBudgetError, match=r"64 tokens in sequences of 1024 .* lower maxNumBatchedTokens"):
-        measure_workspace(decoder_of(group), request)
+        measure_workspace(decoder_of(group), request, HostMemoryPool())

@@ -12,12 +12,11 @@ import torch
 
 from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.backends.base import HOST
 from hetero_worker.distributed.exchange import HostExchange
 from hetero_worker.distributed.hierarchical import HierarchicalExchange
 from hetero_worker.distributed.routes import routes_of
 from hetero_worker.distributed.shm_exchange import ShmExchange
-from hetero_worker.distributed.staging import staging_for
+from hetero_worker.distributed.staging import PlainStaging
 from hetero_worker.layers.sampler import SampledRows
 from hetero_worker.models.micro_batches import best_number
 from hetero_worker.native.team import NativeTeam
@@ -259,7 +258,7 @@ def test_a_cpu_rank_beside_a_gpu_rank_records_whole_steps(
             return stack.enter_context(exchanges(folder, plan.world_size, routes=routes_of(plan, 1)))
 
         def on_top(host: HostExchange) -> HierarchicalExchange:
-            return HierarchicalExchange(host, num_gpu_ranks=1, groups={}, links={}, staging=staging_for(HOST))
+            return HierarchicalExchange(host, num_gpu_ranks=1, groups={}, links={}, staging=PlainStaging())
 
         directory = checkpoints["qwen3"].directory
         return RankGroup(
@@ -295,7 +294,7 @@ def test_what_a_rank_says_of_its_steps(checkpoints: dict[str, TinyCheckpoint]) -
     said = {
         "steps=recorded": RankGroup(directory, ONE, dtype="bfloat16", enforce_eager=True),
         "steps=operator by operator (recording is turned off)": RankGroup(directory, ONE, recorded=False),
-        "steps=operator by operator (native kernels are turned off)": RankGroup(directory, ONE, native=False),
+        "steps=operator by operator (no native kernels)": RankGroup(directory, ONE, native=False),
     }
     moe = checkpoints["qwen3-moe"].directory
     said |= {

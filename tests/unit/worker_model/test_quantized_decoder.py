@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hetero_api.model_config import ModelConfig
+from hetero_worker.backends.cpu import CpuBackend
 from hetero_worker.checkpoints.quantized_matrix import quantize
 from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel
 from tests.support.narrow_kernel import NarrowKernel
@@ -81,7 +82,7 @@ def test_a_kernel_that_keeps_weights_narrow_gives_the_same(
 
 def _use(kernel: LinearKernel, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that rounds no inputs: what is looked at here is weights."""
-    monkeypatch.setattr("hetero_worker.runners.shard.usual_kernel", lambda _dtype, _op_queue: kernel)
+    monkeypatch.setattr(CpuBackend, "linear", lambda *_, **__: kernel)
 
 
 def _check(checkpoint: TinyCheckpoint, shares: Shares, quantization: str) -> None:

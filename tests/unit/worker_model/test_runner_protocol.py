@@ -10,10 +10,11 @@ import pytest
 
 from hetero_api.errors import ModelError, PlanError
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.backends.cpu import cpu_backend
 from hetero_worker.distributed.exchange import LocalExchange
 from hetero_worker.errors import ExchangeAborted, MemoryBudgetError, ProtocolError
 from hetero_worker.runners.base import LoadRequest, Runner
-from hetero_worker.runners.device_runners import CpuRunner
+from hetero_worker.runners.plan_runner import PlanRunner
 from tests.support.rank_group import GREEDY, PlanBuilder, RankGroup, Shares
 from tests.support.tiny_checkpoints import TinyCheckpoint, save_tiny
 
@@ -193,7 +194,7 @@ def test_a_plan_without_sequences_is_a_step(group: RankGroup) -> None:
 
 
 def test_orders_out_of_turn_are_refused(checkpoint: TinyCheckpoint) -> None:
-    runner: Runner = CpuRunner()
+    runner: Runner = PlanRunner(cpu_backend())
     with pytest.raises(ProtocolError, match="LoadModel"):
         runner.allocate(8, 4)
     with pytest.raises(ProtocolError, match="AllocateCache"):

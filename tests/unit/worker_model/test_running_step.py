@@ -15,6 +15,7 @@ from hetero_gateway.engine.request import GenerationRequest
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.errors import ProtocolError
 from hetero_worker.layers.sampler import SampledRows, sample_tokens
+from hetero_worker.memory.streams import HOST
 from hetero_worker.runners.graphs.device_inputs import DeviceInputs
 from hetero_worker.runners.graphs.padding import Padding
 from hetero_worker.runners.plan_check import PlanBounds
@@ -24,7 +25,7 @@ from hetero_worker.sampling import device_edits
 from hetero_worker.sampling.base import ShardSampler, StartedDraws
 from hetero_worker.sampling.request import SamplingRow
 from tests.support.async_serving import Asked, AsyncRank, random_requests
-from tests.support.pseudo_gpu import PseudoGpuPlatform
+from tests.support.pseudo_gpu import PlayedStreams
 from tests.support.rank_group import GREEDY
 from tests.support.tape import TapeBackend
 from tests.support.tiny_checkpoints import VOCAB_SIZE, save_tiny
@@ -343,7 +344,7 @@ def test_tokens_take_the_place_of_pending_ones_on_the_device() -> None:
     bounds = PlanBounds(
         max_num_seqs=6, max_num_batched_tokens=24, max_model_len=32, vocab_size=200, num_blocks=20, block_size=4
     )
-    inputs = DeviceInputs(bounds, PseudoGpuPlatform(), Padding((1, 4)))
+    inputs = DeviceInputs(bounds, Padding((1, 4)), device=HOST, streams=PlayedStreams(), pins_memory=False)
     token_ids = inputs.fill(plan, slots).decoder_input.token_ids
     assert token_ids.tolist() == [-1, -2, 150, 0]
     inputs.put_tokens(3, torch.tensor([70, 71]))

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetero_worker.backends.cuda.streams import PAST, Way
 from hetero_worker.distributed.exchange import HostExchange
 from hetero_worker.distributed.hierarchical import HierarchicalExchange
 from hetero_worker.distributed.native_exchange import LINK_DEPTH
@@ -19,6 +18,7 @@ from hetero_worker.distributed.routes import HelperLinks, Link, Routes
 from hetero_worker.distributed.shm_exchange import ShmExchange
 from hetero_worker.distributed.shm_segment import ShmSegment
 from hetero_worker.distributed.staging import PlainStaging, Staging, StreamStaging, direct_links
+from hetero_worker.memory.streams import PAST, Way
 from hetero_worker.models.lending import SLICE_ROWS, Lending
 from tests.support.played_device import PlayedDevice
 from tests.support.shm_threads import PAGE
@@ -35,7 +35,7 @@ FLOATS = PAGE // 4
 
 
 def staging_of(device: PlayedDevice) -> StreamStaging:
-    return StreamStaging(device, device)
+    return StreamStaging(device)
 
 
 def on_gpu(host: HostExchange, staging: Staging) -> HierarchicalExchange:

@@ -7,7 +7,6 @@ from typing import cast
 import pytest
 import torch
 
-from hetero_worker.backends.base import HOST
 from hetero_worker.distributed.device_group import (
     CONNECTING_SIZES,
     DeviceGroup,
@@ -16,6 +15,7 @@ from hetero_worker.distributed.device_group import (
     take_memory,
 )
 from hetero_worker.distributed.routes import Ranks
+from hetero_worker.memory.streams import HOST
 
 pytestmark = pytest.mark.unit
 

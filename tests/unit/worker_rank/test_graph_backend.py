@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from hetero_worker.backends.cuda.graphs import CudaGraphBackend
 from hetero_worker.runners.graphs.breaks import Breaks
-from hetero_worker.runners.graphs.cuda_backend import CudaGraphBackend
 
 pytestmark = pytest.mark.unit
 

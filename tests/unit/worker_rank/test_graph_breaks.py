@@ -8,12 +8,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from hetero_worker.backends.base import HOST
 from hetero_worker.distributed.device_group import DeviceGroup
 from hetero_worker.distributed.exchange import LocalExchange
 from hetero_worker.distributed.hierarchical import HierarchicalExchange
 from hetero_worker.distributed.routes import Link, Ranks
-from hetero_worker.distributed.staging import staging_for
+from hetero_worker.distributed.staging import PlainStaging
 from hetero_worker.runners.graphs.breaking_exchange import BreakingExchange
 from hetero_worker.runners.graphs.breaks import Breaks
 from hetero_worker.runners.graphs.current_step import CurrentStep
@@ -190,9 +189,7 @@ def test_sums_among_gpus_lie_within_a_segment_where_the_backend_records_them(
     ranks: Ranks, records_sums: bool, segments: int
 ) -> None:
     group: DeviceGroup = DoublingGroup()
-    inner = HierarchicalExchange(
-        MixedHost(), num_gpu_ranks=2, groups={(0, 1): group}, links={}, staging=staging_for(HOST)
-    )
+    inner = HierarchicalExchange(MixedHost(), num_gpu_ranks=2, groups={(0, 1): group}, links={}, staging=PlainStaging())
     breaks, step = Breaks(TapeBackend()), CurrentStep()
     exchange = BreakingExchange(inner, breaks, step, records_device_sums=records_sums)
     step.begin(SIZE, size=SIZE)

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.attention.selection import ChosenAttention
 from hetero_worker.runners.graphs import graph_forward
 from hetero_worker.runners.graphs.graph_forward import SPARE_BYTES
 from hetero_worker.runners.shard import graph_memory
+from tests.support.pseudo_gpu import PseudoGpu
 from tests.support.rank_group import PlanBuilder, RankGroup, Shares, StepOutcome
 from tests.support.rank_shares import layers_on
 from tests.support.static_attention import StaticAttention
@@ -204,9 +204,7 @@ def test_attention_whose_launches_are_alike_lies_within_one_graph(
     llama: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = all_sizes(group_of(llama, LAYOUTS["1 GPU"], None))
-    monkeypatch.setattr(
-        "hetero_worker.runners.shard.choose_attention", lambda *_, **__: ChosenAttention(StaticAttention())
-    )
+    monkeypatch.setattr(PseudoGpu, "attention", lambda *_, **__: StaticAttention())
     tapes = Tapes()
     assert_same(all_sizes(group_of(llama, LAYOUTS["1 GPU"], tapes)), plain)
     assert tapes.recorded == len(SIZES)

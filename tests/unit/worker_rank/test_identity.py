@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.backends.cpu import CpuPlatform
+from hetero_worker.backends.cpu import cpu_backend
+from hetero_worker.backends.torch_reference import TorchReference
 from hetero_worker.distributed.rendezvous import StoreListener, parse_address
 from hetero_worker.errors import ExchangeError
 from hetero_worker.host.pinning import PinningReport
@@ -37,7 +38,7 @@ def test_host_without_shared_memory_shares_with_nobody(tmp_path: Path) -> None:
 def test_device_report_tells_what_was_pinned_and_measured(tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor\t: 0\nmodel name\t: Test CPU 9000\n")
-    platform = CpuPlatform(memory_bytes=1 << 30, cpuinfo=cpuinfo)
+    platform = TorchReference(memory_bytes=1 << 30, cpuinfo=cpuinfo)
     speeds = ranks_pb2.DeviceSpeeds(memory_bandwidth=2e9, costs_dtype="float32")
     pinning = PinningReport(pinned=True, cpus=(2, 3), numa_nodes=(1,), num_threads=2, memory="bound", reason="")
 
@@ -49,7 +50,7 @@ def test_device_report_tells_what_was_pinned_and_measured(tmp_path: Path) -> Non
 
 
 def test_memory_of_the_machine_is_used_when_none_is_given() -> None:
-    assert CpuPlatform().memory_bytes > 1 << 28
+    assert cpu_backend().memory_bytes > 1 << 28
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,11 @@ import pytest
 import torch
 
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.backends.base import AttentionKind
-from hetero_worker.backends.copies import PendingCopies, to_device
-from hetero_worker.backends.cpu import CpuPlatform
-from hetero_worker.backends.cuda.device import CudaPlatform
+from hetero_worker.backends.cuda.backend import CudaBackend
 from hetero_worker.backends.speeds import best_s, copy_bandwidths, matmul_flops, round_trip_s
+from hetero_worker.backends.torch_reference import TorchReference
 from hetero_worker.errors import DeviceError
-from tests.support.pseudo_gpu import PseudoGpuPlatform
+from hetero_worker.memory.streams import HOST, to_device
 
 pytestmark = pytest.mark.unit
 
@@ -22,7 +20,7 @@ pytestmark = pytest.mark.unit
 def test_a_torch_without_cuda_is_told_with_the_pool_and_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(DeviceError, match=r"pool gpus: .* on cuda:3, but torch .* built without CUDA; install a CUDA"):
-        CudaPlatform(3, pool="gpus").open()
+        CudaBackend(3, pool="gpus").open()
 
 
 def test_a_machine_without_devices_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,7 +29,7 @@ def test_a_machine_without_devices_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(
         DeviceError, match=r"pool gpus: .* on cuda:0, but no CUDA device can be used here: /dev holds \w+ NVIDIA .*smi"
     ):
-        CudaPlatform(0, pool="gpus").open()
+        CudaBackend(0, pool="gpus").open()
 
 
 def test_a_device_that_is_not_there_is_told_beside_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,18 +40,17 @@ def test_a_device_that_is_not_there_is_told_beside_those_that_are(monkeypatch: p
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"H200 no. {index}")
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     with pytest.raises(DeviceError, match=r"only these: 0 \(H200 no. 0\), 1 \(H200 no. 1\); .*gpu\.devices"):
-        CudaPlatform(2, pool="gpus").open()
+        CudaBackend(2, pool="gpus").open()
     assert taken == []
-    CudaPlatform(1, pool="gpus").open()
+    CudaBackend(1, pool="gpus").open()
     assert taken == [1]
 
 
 def test_what_a_gpu_is_can_be_told_without_touching_it() -> None:
-    platform = CudaPlatform(6, pool="gpus")
+    platform = CudaBackend(6, pool="gpus")
     assert platform.device == torch.device("cuda", 6)
-    assert (platform.kind, platform.is_host) == (ranks_pb2.DEVICE_KIND_CUDA, False)
-    assert (platform.device_backend, platform.attention) == ("nccl", AttentionKind.DEVICE)
-    assert (platform.native.op_queue, platform.pins_memory) == (None, True)
+    assert (platform.kind, platform.default_dtype) == (ranks_pb2.DEVICE_KIND_CUDA, "bfloat16")
+    assert (platform.collectives, platform.op_queue) == ("nccl", None)
     assert not torch.cuda._initialized
 
 
@@ -62,17 +59,16 @@ def test_old_gpus_have_no_bfloat16(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtypes: set[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-    assert CudaPlatform(0, pool="gpus").dtypes == dtypes
+    assert CudaBackend(0, pool="gpus").dtypes == dtypes
 
 
 def test_host_cores_are_the_host(tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor\t: 0\nmodel name\t: Some CPU\n")
-    platform = CpuPlatform(memory_bytes=1 << 30, read_bytes=1 << 20, cpuinfo=cpuinfo)
+    platform = TorchReference(memory_bytes=1 << 30, read_bytes=1 << 20, cpuinfo=cpuinfo)
     platform.open()
-    platform.synchronize()
-    assert (platform.name, platform.memory_bytes, platform.is_host) == ("Some CPU", 1 << 30, True)
-    assert (platform.device_backend, platform.attention) == (None, AttentionKind.HOST)
+    assert (platform.name, platform.memory_bytes) == ("Some CPU", 1 << 30)
+    assert (platform.kind, platform.collectives) == (ranks_pb2.DEVICE_KIND_CPU, None)
     measured = platform.measure()
     assert measured.memory_bandwidth > 0
     assert set(measured.matmul_flops) == {"float32", "bfloat16"}
@@ -90,17 +86,19 @@ def test_the_first_time_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_copies_and_products_are_timed_on_any_device() -> None:
-    platform = PseudoGpuPlatform()
-    assert min(copy_bandwidths(platform)) > 0
-    assert round_trip_s(platform) > 0
-    assert set(matmul_flops(platform, ["float32"], size=32)) == {"float32"}
+    waited: list[str] = []
+
+    def wait() -> None:
+        waited.append("")
+
+    assert min(copy_bandwidths(HOST, wait, pins_memory=False)) > 0
+    assert round_trip_s(HOST, wait, pins_memory=False) > 0
+    assert set(matmul_flops(HOST, ["float32"], size=32, synchronize=wait)) == {"float32"}
+    assert len(waited) == 4 * 2 * 4
 
 
 def test_what_was_copied_to_a_device_does_not_change_with_the_host() -> None:
     host = torch.arange(5)
-    there = to_device(host, torch.device("cpu"))
-    pending = PendingCopies(torch.device("cpu"))
-    pending.began()
-    pending.wait()
+    there = to_device(host, HOST)
     host.fill_(-1)
     assert there.tolist() == [0, 1, 2, 3, 4]

@@ -14,14 +14,15 @@ import torch
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.backends.cpu import CpuPlatform
+from hetero_worker.backends.cpu import cpu_backend
+from hetero_worker.backends.torch_reference import TorchReference
 from hetero_worker.distributed.measuring import NoPeers, Round
 from hetero_worker.layers.linear_kernels import PlainKernel
 from hetero_worker.probe.costs import Series, step_shapes
 from hetero_worker.probe.layers import TimedWork
 from hetero_worker.probe.sizes import LayerSize, probe_size, whole_layer
-from hetero_worker.probe.speeds import RankProbe, default_dtype, measure_speeds
-from hetero_worker.probe.timing import HostClock, Laps, Point, Work, line
+from hetero_worker.probe.speeds import RankProbe, measure_speeds
+from hetero_worker.probe.timing import Laps, Point, Work, line
 from hetero_worker.process.tuning_cache import TuningCache
 from tests.support.tiny_checkpoints import save_tiny
 
@@ -128,7 +129,7 @@ def test_a_clock_tells_each_lap_apart() -> None:
     def work(number: int) -> Work:
         return lambda: order.append(sum(range(number * 10_000)) and number)
 
-    laps = HostClock().laps([work(1), work(40)])
+    laps = TorchReference().laps([work(1), work(40)])
     assert order == [1, 40]
     assert 0 < laps[0] < laps[1]
 
@@ -164,7 +165,7 @@ VARIANTS = ("llama", "qwen3", "gemma2", "gemma3", "mixtral", "qwen3-moe-some-den
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_part_of_a_model_is_measured_at_every_step(variant: str, tmp_path: Path) -> None:
     config = config_of(variant, tmp_path)
-    speeds = measure_speeds(CpuPlatform(memory_bytes=1 << 28, read_bytes=1 << 20), config, kernel=PlainKernel())
+    speeds = measure_speeds(cpu_backend(memory_bytes=1 << 28, read_bytes=1 << 20), config, kernel=PlainKernel())
     assert (speeds.costs_dtype, speeds.memory_bandwidth > 0) == ("float32", True)
     assert {rate.dtype for rate in speeds.matmul} == {"float32", "bfloat16"}
     seen = {(cost.part, cost.rows, cost.context) for cost in speeds.costs}
@@ -183,8 +184,8 @@ def test_every_part_of_a_model_is_measured_at_every_step(variant: str, tmp_path:
 
 
 def test_another_type_is_measured_when_it_is_asked_for(tmp_path: Path) -> None:
-    platform = CpuPlatform(memory_bytes=1 << 28, read_bytes=1 << 20)
-    assert default_dtype(platform) == "float32"
+    platform = cpu_backend(memory_bytes=1 << 28, read_bytes=1 << 20)
+    assert platform.default_dtype == "float32"
     config = config_of("llama", tmp_path)
     assert measure_speeds(platform, config, dtype="bfloat16").costs_dtype == "bfloat16"
 
@@ -220,7 +221,7 @@ class PlayedPeers(NoPeers):
         time.sleep(self.round_s)
 
 
-SMALL = CpuPlatform(memory_bytes=1 << 28, read_bytes=1 << 20)
+SMALL = cpu_backend(memory_bytes=1 << 28, read_bytes=1 << 20)
 
 
 def test_meetings_and_being_alone_are_measured(tmp_path: Path) -> None:
@@ -237,7 +238,7 @@ def test_all_ranks_meet_as_often_whatever_they_measure(tmp_path: Path) -> None:
     seen = set()
     for memory in (1 << 24, 1 << 28):
         peers = PlayedPeers(round_s=1e-6)
-        platform = CpuPlatform(memory_bytes=memory, read_bytes=1 << 20)
+        platform = cpu_backend(memory_bytes=memory, read_bytes=1 << 20)
         measure_speeds(platform, config_of("llama", tmp_path), peers=peers, kernel=PlainKernel())
         seen.add((peers.meetings, peers.rounds))
     assert len(seen) == 1

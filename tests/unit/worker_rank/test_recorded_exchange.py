@@ -10,10 +10,9 @@ from typing import TypeVar
 import pytest
 import torch
 
-from hetero_worker.backends.base import HOST
 from hetero_worker.distributed.exchange import Exchange, LocalExchange
 from hetero_worker.distributed.hierarchical import STAGED_BYTES, HierarchicalExchange
-from hetero_worker.distributed.staging import staging_for
+from hetero_worker.distributed.staging import PlainStaging
 from hetero_worker.native.op_queue import Arena, RecordedOps
 from hetero_worker.runners.graphs.breaks import Breaks
 from hetero_worker.runners.graphs.current_step import CurrentStep
@@ -44,7 +43,7 @@ def test_a_groups_sums_are_operations_where_it_shares_memory(tmp_path: Path) -> 
 def test_beside_gpu_ranks_they_are_not_also_for_a_rank_that_is_idle(tmp_path: Path) -> None:
     """Among whom there is a sum is the plan's to say: here among the GPU ranks 0 and 1, and never among all."""
     with exchanges(tmp_path, 3) as ranks:
-        idle = HierarchicalExchange(ranks[2], num_gpu_ranks=2, groups={}, links={}, staging=staging_for(HOST))
+        idle = HierarchicalExchange(ranks[2], num_gpu_ranks=2, groups={}, links={}, staging=PlainStaging())
         assert not sums_natively(idle)
 
 
@@ -53,8 +52,7 @@ def test_a_cpu_rank_records_its_sum_with_gpu_ranks_slice_by_slice(tmp_path: Path
     size = STAGED_BYTES // 4 + 3
     with exchanges(tmp_path, 2) as ranks:
         leader, cpu = (
-            HierarchicalExchange(rank, num_gpu_ranks=1, groups={}, links={}, staging=staging_for(HOST))
-            for rank in ranks
+            HierarchicalExchange(rank, num_gpu_ranks=1, groups={}, links={}, staging=PlainStaging()) for rank in ranks
         )
         queue, breaks, mine, others = op_queue_of(1), Breaks(TapeBackend()), torch.empty(size), torch.empty(size)
         sums = RecordedExchange(cpu, breaks, CurrentStep(), queue).among((0, 1))
@@ -86,10 +84,10 @@ def test_a_cpu_rank_records_its_sum_with_gpu_ranks_slice_by_slice(tmp_path: Path
 
 def test_gpu_ranks_and_cpu_ranks_without_shared_memory_break_recordings(tmp_path: Path) -> None:
     with exchanges(tmp_path, 2) as ranks:
-        leader = HierarchicalExchange(ranks[0], num_gpu_ranks=1, groups={}, links={}, staging=staging_for(HOST))
+        leader = HierarchicalExchange(ranks[0], num_gpu_ranks=1, groups={}, links={}, staging=PlainStaging())
         assert shared_memory_of(leader) is None
         assert shared_memory_of(ranks[1]) is ranks[1]
     _, host = thread_exchanges(2)
     assert shared_memory_of(host) is None
-    beside = HierarchicalExchange(host, num_gpu_ranks=1, groups={}, links={}, staging=staging_for(HOST))
+    beside = HierarchicalExchange(host, num_gpu_ranks=1, groups={}, links={}, staging=PlainStaging())
     assert shared_memory_of(beside) is None

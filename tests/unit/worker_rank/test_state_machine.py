@@ -20,8 +20,7 @@ from hetero_api.host.heartbeat import Heartbeat, HeartbeatMemory, RankState
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import LayerShard, RankShard, ShardPlan, UnitRange
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.backends.base import HeterogeneousPlatform
-from hetero_worker.backends.cpu import CpuPlatform
+from hetero_worker.backends.torch_reference import TorchReference
 from hetero_worker.distributed.coordinator import form_group
 from hetero_worker.distributed.exchange import Exchange, LocalExchange
 from hetero_worker.distributed.measuring import ExchangeTimes, NoPeers, Peers
@@ -122,7 +121,7 @@ class Rank:
                 model_config=CONFIG,
                 memory_bytes=1 << 20,
                 store_host="127.0.0.1",
-                platform=HeterogeneousPlatform(CpuPlatform(memory_bytes=1 << 20), "cpu"),
+                backend=TorchReference(memory_bytes=1 << 20),
             ),
             link=self._link,
             runner=self.runner,

@@ -119,16 +119,16 @@ def test_a_workspace_is_measured_once_for_its_shard_and_bounds(tmp_path: Path, m
     group = RankGroup(save_tiny("llama", tmp_path / "model").directory, ONE_RANK)
     shard, request, _ = group.runners[0]._model_state.loaded("this test")
     answers = iter([1000, 2000, None, 3000, 4000])
-    monkeypatch.setattr("hetero_worker.process.tuning_cache.measure_workspace", lambda decoder, request: next(answers))
+    monkeypatch.setattr("hetero_worker.process.tuning_cache.measure_workspace", lambda *_: next(answers))
 
     def measured(**changes: Any) -> int | None:
         kept = TuningCache(tmp_path / "rank.measured", circumstances=HERE)
-        return kept.measure_workspace(shard.decoder, dataclasses.replace(request, **changes))
+        return kept.measure_workspace(shard.decoder, dataclasses.replace(request, **changes), shard.memory_pool)
 
     assert [measured(), measured()] == [1000, 1000]
     assert [measured(max_num_seqs=3), measured(max_num_seqs=3), measured()] == [2000, 2000, 1000]
     assert [measured(dtype="bfloat16"), measured(dtype="bfloat16")] == [None, 3000], "not knowing is not kept"
-    assert [measured(fused=False), measured()] == [4000, 1000], "kernels take what they take"
+    assert [measured(batch_invariant=True), measured()] == [4000, 1000], "kernels take what they take"
 
 
 def test_the_code_that_counts_is_the_whole_package() -> None:

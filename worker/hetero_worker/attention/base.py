@@ -101,7 +101,7 @@ class AttentionBackend(ABC):
     gather_bytes: int = 0
     """The most bytes that a step's decode rows take beyond what the memory budget counts per cached token."""
     is_capturable: bool = False
-    """True if a CUDA graph may capture decode-only steps: `reserve` and `prepared` keep tables at fixed addresses."""
+    """True if a graph may capture decode-only steps: `reserve` and `prepared` keep tables at fixed addresses."""
 
     @property
     @abstractmethod

@@ -2,19 +2,21 @@
 
 The cache is token-major: slot `block id · block size + offset` holds the keys (values) of all this rank's heads of one
 token. A step's tokens are then written with one indexed copy, and a block is one contiguous piece.
-On the host, memory is first touched by the bound rank that writes it, which places it on the rank's NUMA node. Faulting
-a page in takes longer than computing its content, so the first blocks are touched ahead of time.
+On the host, memory is first touched by the bound rank that writes it, which places it on the rank's NUMA node.
 Block 0 is the null block: padded reads end there, so it holds zeros and never a token.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from hetero_worker.backends.base import HOST
 from hetero_worker.memory.huge_pages import empty_on_huge_pages
+
+Zeros = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+"""Returns zeros of a shape and type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +36,11 @@ class LayerCache:
         num_kv_heads: int,
         head_dim: int,
         dtype: torch.dtype,
-        device: torch.device = HOST,
+        zeros: Zeros = empty_on_huge_pages,
     ) -> LayerCache:
-        """Return an empty cache of zeros, on huge pages if it is the host's."""
+        """Return an empty cache of zeros. `zeros`: allocates on the rank's device, like `MemoryPool.zeros`."""
         shape = (num_blocks * block_size, num_kv_heads, head_dim)
-        return cls(_zeros(shape, dtype, device), _zeros(shape, dtype, device), block_size)
+        return cls(zeros(shape, dtype), zeros(shape, dtype), block_size)
 
     @property
     def num_kv_heads(self) -> int:
@@ -50,18 +52,7 @@ class LayerCache:
         """Size of keys and values."""
         return self.keys.nbytes + self.values.nbytes
 
-    def touch(self, num_bytes: int) -> None:
-        """Fault in the first `num_bytes` of the keys and of the values, by writing zeros. The cache must be empty."""
-        for rows in (self.keys, self.values):
-            rows.view(-1)[: num_bytes // rows.itemsize].zero_()
-
     def write(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Put [tokens, kv_heads, head_dim] at int64 [tokens] slots."""
         self.keys.index_copy_(0, slots, key)
         self.values.index_copy_(0, slots, value)
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if device.type == HOST.type:
-        return empty_on_huge_pages(shape, dtype)
-    return torch.zeros(shape, dtype=dtype, device=device)

@@ -22,8 +22,7 @@ from torch.nn import functional as F
 
 from hetero_worker.attention.base import AttentionBackend, AttentionBatch, AttentionRule, IntArray, StepAttention
 from hetero_worker.attention.kv_cache import LayerCache
-from hetero_worker.backends.base import HOST
-from hetero_worker.backends.copies import to_device
+from hetero_worker.memory.streams import HOST, to_device
 
 
 class TorchPagedAttention(AttentionBackend):
@@ -32,14 +31,17 @@ class TorchPagedAttention(AttentionBackend):
     It keeps nothing from step to step, and gathers one sequence at a time, which the budget's `prefix_step` counts.
     """
 
-    def __init__(self, device: torch.device = HOST, *, batch_invariant: bool = False) -> None:
+    def __init__(self, device: torch.device = HOST, *, batch_invariant: bool = False, reason: str = "") -> None:
+        """`reason`: why no faster attention serves, for reports."""
         self._device = device
         self._by_row = batch_invariant
+        self._reason = reason
 
     @property
     def name(self) -> str:
-        """ "paged-torch", or "paged-torch-invariant" if rows are computed one by one."""
-        return "paged-torch-invariant" if self._by_row else "paged-torch"
+        """ "paged-torch", or "paged-torch-invariant" if rows are computed one by one; and the reason."""
+        name = "paged-torch-invariant" if self._by_row else "paged-torch"
+        return f"{name} ({self._reason})" if self._reason else name
 
     def begin(self, batch: AttentionBatch) -> StepAttention:
         """Return the batch's attention. Indices are made by the first layer that needs them."""
@@ -161,7 +163,7 @@ def _attend(
     """
     if rule.soft_cap is not None:
         return _attend_capped(query, keys, values, mask, rule.scale, rule.soft_cap)
-    # KV heads become the batch, and a group's query heads share theirs by a stride of 0. CUDA's fused kernels take no
+    # KV heads become the batch, and a group's query heads share theirs by a stride of 0. A GPU's fused kernels take no
     # groups together with a mask, and without these kernels the scores of all heads would be in memory.
     by_group = query.reshape(len(query), keys.shape[1], -1, query.shape[-1]).permute(1, 2, 0, 3)
     expanded = (-1, by_group.shape[1], -1, -1)

@@ -7,7 +7,7 @@ Batch-invariant, everything goes through the kernel of spans, in which a row's r
 Its bits do not depend on the rest of the batch, nor on whether it is computed as a decode row, in one span with its
 prompt or in any piece of the prompt.
 
-A CUDA graph of a decode step needs tables at fixed addresses. `reserve` allocates them. A step that begins within
+A graph of a decode step needs tables at fixed addresses. `reserve` allocates them. A step that begins within
 `prepared` uses them and copies nothing, so its launches can be captured, and replayed after the next `prepared` of as
 many rows. Programs and splits then follow from the longest reserved sequence.
 """
@@ -31,15 +31,11 @@ from hetero_worker.attention.base import (
     StepAttention,
 )
 from hetero_worker.attention.kv_cache import LayerCache
-from hetero_worker.backends.copies import to_device
 from hetero_worker.kernels.attention_tiles import PagedKeys, Scoring
 from hetero_worker.kernels.availability import attention_problem
 from hetero_worker.kernels.paged_attention import MAX_SPLITS, attend_decode, attend_spans
+from hetero_worker.memory.streams import to_device
 
-_PROGRAMS_PER_MULTIPROCESSOR: Final = 4
-"""Programs that run at a time: enough warps to hide the memory's latency."""
-_PROGRAMS_WITHOUT_GPU: Final = 16
-"""For interpreted kernels."""
 _LEAST_SPLIT_TOKENS: Final = 128
 """A shorter split costs more, in partial sums that are written and read, than it saves."""
 _ALIGNED: Final = 4
@@ -47,7 +43,7 @@ _ALIGNED: Final = 4
 
 
 class TritonPagedAttention(AttentionBackend):
-    """Capturable AttentionBackend of a CUDA device."""
+    """Capturable AttentionBackend of a GPU."""
 
     is_capturable = True
 
@@ -58,17 +54,17 @@ class TritonPagedAttention(AttentionBackend):
         head_dim: int,
         group_size: int,
         batch_invariant: bool = False,
-        num_programs: int | None = None,
+        num_programs: int,
     ) -> None:
         """Support layers of this head_dim and `group_size` query heads per KV head.
 
-        Decode rows are cut into splits for `num_programs` programs; None: as many as the device runs at a time.
+        Decode rows are cut into splits for `num_programs` programs: as many as the device runs at a time.
         Raises ValueError for shapes that the kernels lack.
         """
         if (problem := attention_problem(head_dim=head_dim, group_size=group_size)) is not None:
             raise ValueError(problem)
         self._device = device
-        self._num_programs = num_programs or _programs_of(device)
+        self._num_programs = num_programs
         self._is_invariant = batch_invariant
         # Rows are cut only until there are `num_programs` splits; these are the splits' partial sums.
         split_bytes = group_size * (head_dim + 2) * torch.float32.itemsize
@@ -169,12 +165,6 @@ def _check_is_prepared(batch: AttentionBatch, tables: _SequenceTables) -> None:
             f"tables are prepared for {tables.num_decode} decode rows, but the step that begins has "
             f"{batch.decode.num_rows} and {len(batch.prefills)} spans"
         )
-
-
-def _programs_of(device: torch.device) -> int:
-    if device.type != "cuda":
-        return _PROGRAMS_WITHOUT_GPU
-    return _PROGRAMS_PER_MULTIPROCESSOR * int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,2 @@
-"""Device backends: what a rank computes on. `base` is the interface, `cpu` and `cuda` implement it."""
+"""Device backends: one object answers for all that depends on a rank's device. `base` is the interface, `cpu`, `cuda`
+and `torch_reference` implement it."""

@@ -1,38 +1,40 @@
-"""Platform: what a rank's device is, what it can do and how fast it is.
+"""DeviceBackend: everything that depends on the kind of device that a rank computes on.
 
-One object a rank, made once by the process's entry and handed on; nothing asks a global, and a rank on host cores
-never comes near a GPU's driver: that code is imported by the ranks that compute there. `measure` is what the placement
-solver gets to see, so it is a measurement and never a data sheet.
+The rank's entry makes one object and hands it on; no other module asks what a device is. A rank on host cores never
+comes near a GPU's driver: that code is imported by the ranks that compute there.
 
-The platform says by name which attention suits the device (`attention`), and has the native kernels if there are any
-(`native`); the kernels themselves live in layers above.
+In the order below: facts, speeds, memory and copies, operators of a model, steps and sampling. Another accelerator
+needs a subclass, kernels, and a line in `process.rank.backend_of`. Tests play a GPU by the CUDA backend's own code,
+with the driver's calls faked and the operators of `torch_reference`.
+
+In batch-invariant mode (`engine.batchInvariant`) a request's numbers are the same to the last bit, regardless of the
+rest of its batch and of how its prompt was split over steps or found in the cache. Every part of a step then computes
+each row on its own: attention, linear layers and the operators between them (here), and the order in which ranks' sums
+are added (`distributed.rank_order`).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Final
 
 import torch
+from torch.profiler import ProfilerActivity
 
+from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.errors import ProtocolError
-from hetero_worker.native.op_library import NOT_FOR_DEVICES, OpLibrary
+from hetero_worker.attention.base import AttentionBackend
+from hetero_worker.distributed.staging import Staging
+from hetero_worker.layers.fused_ops import FusedOps
+from hetero_worker.layers.linear_kernels import LinearKernel
+from hetero_worker.memory.memory_pool import MemoryPool
+from hetero_worker.memory.weight_offload import OffloadedWeights
+from hetero_worker.native.op_queue import OpQueue
+from hetero_worker.runners.step_parts import StepMaker
+from hetero_worker.sampling.base import ShardSampler
 
-HOST: Final = torch.device("cpu")
-"""Where everything lies that is not on a device of its own."""
-
-
-class AttentionKind(StrEnum):
-    """Families of attention backends; attention.selection makes them."""
-
-    HOST = "host"
-    """Indices on the host, kernels that suit its cores."""
-    DEVICE = "device"
-    """Indices on the device, kernels of torch that every device has."""
+Work = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,33 +53,32 @@ class Measurement:
     """Seconds of the smallest copy from the device to the host and back."""
 
 
-class Platform(ABC):
-    """A kind of device, and one of that kind.
+class DeviceBackend(ABC):
+    """One device, and the ways to compute on it.
 
-    Made without a look at the device; `open` takes it. What it is called, has and can do is known from then on.
+    Made without a look at the device; `open` takes it, and everything else is asked for later.
     """
 
-    @property
-    @abstractmethod
-    def kind(self) -> ranks_pb2.DeviceKind.ValueType:
-        """Kind of device, as the contract numbers it."""
-        ...
-
-    @property
-    def is_host(self) -> bool:
-        """Whether its tensors are the host's."""
-        return self.kind == ranks_pb2.DEVICE_KIND_CPU
+    kind: ranks_pb2.DeviceKind.ValueType
+    """Kind of device, as the contract numbers it."""
+    default_dtype: str
+    """Arithmetic type of a group whose resource leaves it open, as far as one rank can know."""
+    op_queue: OpQueue | None = None
+    """Queue of native operations; None where there are no native kernels."""
+    home: int | None = None
+    """CPU that the thread of the steps should keep to; None: it may be anywhere."""
+    computes_beside_copies: bool = False
+    """True if copies to and from the host overlap with the rank's computing."""
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """As the system names it."""
+        """Name of the device, as the system reports it."""
 
     @property
     @abstractmethod
     def device(self) -> torch.device:
         """Device of the rank's tensors."""
-        ...
 
     @property
     @abstractmethod
@@ -91,69 +92,78 @@ class Platform(ABC):
 
     @property
     @abstractmethod
-    def device_backend(self) -> str | None:
-        """torch.distributed's backend for collectives among devices of this kind; None: they lie on the host."""
+    def collectives(self) -> str | None:
+        """torch.distributed's backend for collectives among devices of this kind; None: ranks meet on the host."""
 
     @property
-    @abstractmethod
-    def attention(self) -> AttentionKind:
-        """Which attention suits the device."""
-
-    @property
-    def native(self) -> OpLibrary:
-        """The native kernels, and the threads that they run on; the same object every time."""
-        return NOT_FOR_DEVICES
-
-    @property
-    @abstractmethod
-    def pins_memory(self) -> bool:
-        """Whether host memory that is copied to and from the device should be pinned."""
+    def profiler_activities(self) -> Sequence[ProfilerActivity]:
+        """Activities that a profile of steps includes."""
+        return (ProfilerActivity.CPU,)
 
     @abstractmethod
     def open(self) -> None:
         """Take the device for this process. Raises DeviceError when there is no such device. Idempotent."""
 
     @abstractmethod
-    def synchronize(self) -> None:
-        """Wait until the device has done all that this thread asked of it."""
+    def memory_share(self, asked: float) -> float:
+        """Return the share of `memory_bytes` that the rank may take; `asked` is LoadModel's, 0 if unset."""
 
     @abstractmethod
     def bandwidth(self) -> float:
-        """Bytes of memory read a second, now; some hundredths of a second."""
+        """Return the bytes of memory read a second, now; takes some hundredths of a second."""
 
     @abstractmethod
     def measure(self) -> Measurement:
-        """Measure the device; takes well under a second."""
+        """Measure the device; takes well under a second. The placement solver sees this, never a data sheet."""
 
+    @abstractmethod
+    def laps(self, works: Sequence[Work]) -> list[float]:
+        """Do each once, in order, and return the seconds of each.
 
-_NAMES = {ranks_pb2.DEVICE_KIND_CUDA: "a GPU", ranks_pb2.DEVICE_KIND_CPU: "host cores"}
+        On a device that works off a queue: what it adds to the device's time, or to the host's where that is longer.
+        """
 
+    @property
+    @abstractmethod
+    def memory_pool(self) -> MemoryPool:
+        """Pool of the device's memory; the same object every time."""
 
-def kind_of_rank(rank: int, *, num_gpu_ranks: int) -> ranks_pb2.DeviceKind.ValueType:
-    """Return the kind of device that a rank computes on."""
-    return ranks_pb2.DEVICE_KIND_CUDA if rank < num_gpu_ranks else ranks_pb2.DEVICE_KIND_CPU
+    @abstractmethod
+    def touch_cache(self, caches: Iterable[torch.Tensor]) -> None:
+        """Make the first pages of a new KV cache ready to be written, where that saves the first steps time."""
 
+    @abstractmethod
+    def staging(self) -> Staging:
+        """Return new staging for copies to and from the host, on streams of its own."""
 
-@dataclass(frozen=True, slots=True)
-class HeterogeneousPlatform:
-    """Platforms of a mixed group, as one of its processes sees them: it can be the ranks of its own kind.
+    @abstractmethod
+    def offload(self, tensors: Iterable[torch.Tensor]) -> OffloadedWeights | None:
+        """Copy weights that go to sleep to the host; None where they are there already and stay.
 
-    Ranks [0, num_gpu_ranks) of a group are GPU ranks, all others compute on host cores: the gateway numbers them so. A
-    process is started for one device, and gets its number later, in each epoch again. By its number the rank gets the
-    platform of that kind; a process that has no device of that kind is refused.
-    """
+        Raises MemoryBudgetError if the host has no room.
+        """
 
-    own: Platform
-    pool: str
-    """The process's; errors name it."""
+    @abstractmethod
+    def attention(self, config: ModelConfig, *, batch_invariant: bool) -> AttentionBackend:
+        """Return the fastest attention for the model.
 
-    def of_rank(self, rank: int, *, num_gpu_ranks: int) -> Platform:
-        """Return the platform of the rank. Raises ProtocolError when this process has no device of its kind."""
-        kind = kind_of_rank(rank, num_gpu_ranks=num_gpu_ranks)
-        if self.own.kind != kind:
-            raise ProtocolError(
-                f"pool {self.pool}: of a group with {num_gpu_ranks} GPU ranks, rank {rank} computes on {_NAMES[kind]}, "
-                f"but this process was started for {_NAMES[self.own.kind]}; the pool's type and its ranks' devices "
-                "must agree"
-            )
-        return self.own
+        `batch_invariant` here, in `linear` and in `fused_ops`: a row's bits must not depend on the rest of its batch,
+        nor on how its prompt was split. Raises ModelError where the device cannot compute so.
+        """
+
+    @abstractmethod
+    def linear(self, dtype: torch.dtype, *, batch_invariant: bool) -> LinearKernel:
+        """Return the kernel of linear layers for inputs of `dtype`."""
+
+    @abstractmethod
+    def fused_ops(self, *, batch_invariant: bool) -> FusedOps:
+        """Return the operators between linear layers and attention."""
+
+    @property
+    @abstractmethod
+    def steps(self) -> StepMaker:
+        """Maker of steps, which records those that only decode where it can."""
+
+    @abstractmethod
+    def sampler(self) -> ShardSampler:
+        """Return a sampler of logits that lie on the device."""

@@ -1,107 +1,83 @@
-"""Host cores as a platform."""
+"""Host cores: native kernels in C, with steps that only decode recorded.
+
+Everything runs on the calling thread and the native team's threads; the cores are bound before torch starts. A steady
+step that only decodes takes no memory from the system: inputs lie in buffers that last, and temporaries come from the C
+library's heap, which keeps them (`host.process_memory`).
+"""
 
 from __future__ import annotations
 
-import os
 from functools import cached_property
 from pathlib import Path
 from typing import Final
 
 import torch
 
-from hetero_api.v1 import ranks_pb2
-from hetero_worker.backends.base import HOST, AttentionKind, Measurement, Platform
-from hetero_worker.backends.speeds import matmul_flops, read_bandwidth
-from hetero_worker.native.op_library import OpLibrary, open_op_library
+from hetero_api.model_config import ModelConfig
+from hetero_worker.attention.base import AttentionBackend
+from hetero_worker.attention.native_paged import NativePagedAttention
+from hetero_worker.backends.torch_reference import READ_BYTES, TorchReference
+from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
+from hetero_worker.layers.invariant_ops import InvariantOps
+from hetero_worker.layers.linear_kernels import LinearKernel
+from hetero_worker.layers.native_linear import NativeLinear
+from hetero_worker.layers.native_ops import NativeOps
+from hetero_worker.native.build import COMPUTE_LIBRARY
+from hetero_worker.native.op_library import open_op_library
+from hetero_worker.native.op_queue import OpQueue
+from hetero_worker.runners.recorded.steps import NativeSteps
+from hetero_worker.runners.step_parts import StepMaker
 
-_READ_BYTES: Final = 128 * 1024 * 1024
-_MATRIX_SIZE: Final = 768
 
-
-def total_memory_bytes() -> int:
-    """Memory of this machine."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-class CpuPlatform(Platform):
-    """The cores that this process is bound to, with the threads that torch was given.
-
-    `memory_bytes` 0 means the machine's. `read_bytes` is how much `measure` reads at a time: it should exceed
-    the last-level cache by far.
-    """
+class CpuBackend(TorchReference):
+    """Host cores that compute by the native kernels, whose rows are independent of each other in any mode."""
 
     def __init__(
-        self, *, memory_bytes: int = 0, read_bytes: int = _READ_BYTES, cpuinfo: Path = Path("/proc/cpuinfo")
+        self,
+        op_queue: OpQueue,
+        *,
+        home: int | None = None,
+        memory_bytes: int = 0,
+        read_bytes: int = READ_BYTES,
+        records: bool = True,
     ) -> None:
-        self._memory_bytes = memory_bytes
-        self._read_bytes = read_bytes
-        self._cpuinfo = cpuinfo
+        """`home` as in OpLibrary; bytes as in TorchReference; `records` False: steps run operator by operator."""
+        super().__init__(memory_bytes=memory_bytes, read_bytes=read_bytes)
+        self.op_queue: OpQueue = op_queue
+        self.home = home
+        self._records = records
 
-    @property
-    def kind(self) -> ranks_pb2.DeviceKind.ValueType:
-        """Host cores."""
-        return ranks_pb2.DEVICE_KIND_CPU
+    def attention(self, config: ModelConfig, *, batch_invariant: bool) -> AttentionBackend:  # noqa: ARG002
+        """See `DeviceBackend.attention`."""
+        return NativePagedAttention(self.op_queue)
 
-    @property
-    def name(self) -> str:
-        """Model name of the CPU."""
-        for line in self._cpuinfo.read_text().splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name":
-                return value.strip()
-        return os.uname().machine
+    def linear(self, dtype: torch.dtype, *, batch_invariant: bool) -> LinearKernel:  # noqa: ARG002
+        """See `DeviceBackend.linear`."""
+        return NativeLinear(self.op_queue, dtype)
 
-    @property
-    def device(self) -> torch.device:
-        """Host memory."""
-        return HOST
-
-    @property
-    def memory_bytes(self) -> int:
-        """Share of the host's memory that the rank may use."""
-        return self._memory_bytes or total_memory_bytes()
-
-    @property
-    def dtypes(self) -> frozenset[str]:
-        """Arithmetic types of host cores."""
-        return frozenset({"float32", "bfloat16"})
-
-    @property
-    def device_backend(self) -> None:
-        """None: host ranks exchange through the host."""
-        return None
-
-    @property
-    def attention(self) -> AttentionKind:
-        """Attention of host cores."""
-        return AttentionKind.HOST
+    def fused_ops(self, *, batch_invariant: bool) -> FusedOps:
+        """See `DeviceBackend.fused_ops`."""
+        return NativeOps(self.op_queue, others=InvariantOps() if batch_invariant else PLAIN_OPS)
 
     @cached_property
-    def native(self) -> OpLibrary:
-        """Its threads are started when it is first asked for: by then the process is bound to its cores."""
-        return open_op_library(torch.get_num_threads())
+    def steps(self) -> StepMaker:
+        """Maker of recorded steps."""
+        return NativeSteps(self.op_queue) if self._records else NativeSteps(None, "recording is turned off")
 
-    @property
-    def pins_memory(self) -> bool:
-        """False: nothing is copied to a device."""
-        return False
 
-    def open(self) -> None:
-        """Do nothing: the rank was bound to its cores before torch was imported."""
+def cpu_backend(
+    *, memory_bytes: int = 0, read_bytes: int = READ_BYTES, library: Path = COMPUTE_LIBRARY, records: bool = True
+) -> TorchReference:
+    """Return the backend of this process's cores: a CpuBackend where the library is built, else a TorchReference.
 
-    def synchronize(self) -> None:
-        """Nothing is ever under way."""
-
-    def bandwidth(self) -> float:
-        """Measure the memory bandwidth now, in bytes a second."""
-        return read_bandwidth(self, min(self._read_bytes, self.memory_bytes // 8))
-
-    def measure(self) -> Measurement:
-        """Measure bandwidth and matrix products."""
-        return Measurement(
-            memory_bandwidth=self.bandwidth(),
-            matmul_flops=matmul_flops(self, self.dtypes, size=_MATRIX_SIZE),
-        )
+    It starts a native team of as many threads as torch has, on the cores that the process is bound to.
+    """
+    native = open_op_library(torch.get_num_threads(), path=library)
+    if native.op_queue is None:
+        return TorchReference(native.reason, memory_bytes=memory_bytes, read_bytes=read_bytes)
+    return CpuBackend(
+        native.op_queue, home=native.home, memory_bytes=memory_bytes, read_bytes=read_bytes, records=records
+    )
 
 
 _GRAIN: Final = 32768

@@ -31,7 +31,7 @@ from hetero_worker.distributed.hierarchical import HierarchicalExchange
 from hetero_worker.distributed.measuring import ExchangeTimes, Round, Times, measure_all_reduce
 from hetero_worker.distributed.rendezvous import Agreement, GroupRequest, StoreListener, meet_over_gloo
 from hetero_worker.distributed.routes import NO_ROUTES, Routes, device_routes_of, host_part, routes_of
-from hetero_worker.distributed.staging import direct_links, staging_for
+from hetero_worker.distributed.staging import direct_links
 from hetero_worker.errors import ExchangeError
 
 _log = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ class GroupCoordinator:
         self._formed.devices.make_missing(device_routes)
         table = f"{self._formed.host.table}; {self._formed.devices.table}"
         _log.info("epoch=%d rank=%d groups: %s", self.epoch, self._request.rank, table)
-        staging = staging_for(self._request.device)
+        staging = self._request.staging
         groups = self._formed.devices.groups
         return HierarchicalExchange(
             host,

@@ -15,7 +15,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Final
@@ -27,11 +27,12 @@ from torch.distributed import PrefixStore as PrefixStore  # type: ignore[attr-de
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs omit them
 
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.backends.base import HOST
 from hetero_worker.distributed.gloo_exchange import GlooRounds, GlooWaits
 from hetero_worker.distributed.shm_exchange import AREA_BYTES
 from hetero_worker.distributed.shm_segment import SHM_FOLDER
+from hetero_worker.distributed.staging import PlainStaging, Staging
 from hetero_worker.errors import ExchangeAborted, ExchangeError, ExchangeTimeout
+from hetero_worker.memory.streams import HOST
 from hetero_worker.native.build import EXCHANGE_LIBRARY
 
 _POLL_S: Final = 0.01
@@ -61,6 +62,8 @@ class GroupRequest:
     """Ranks [0, num_gpu_ranks) compute on GPUs."""
     device: torch.device = HOST
     """Device that this rank computes on."""
+    staging: Staging = field(default_factory=PlainStaging)
+    """Copies between that device and the host."""
     device_backend: str | None = None
     """torch's backend among GPU ranks: "nccl", or "gloo" for pseudo-GPU ranks; None on host cores."""
     shm_folder: Path = SHM_FOLDER

@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import torch
 
-from hetero_worker.backends.cuda.pins import HostPins
 from hetero_worker.distributed.exchange import (
     GroupedExchange,
     PendingTensor,
@@ -27,6 +26,7 @@ from hetero_worker.distributed.shm_links import LinkReceiver, LinkSource
 from hetero_worker.distributed.shm_rank import Late, NativeCall, ShmEnd, ShmRank, data_address
 from hetero_worker.distributed.shm_segment import RoundsLayout, ShmSegment
 from hetero_worker.errors import ExchangeError
+from hetero_worker.memory.streams import HostPins
 
 AREA_BYTES: Final = 512 * 1024
 """Bytes of an area: the most that one round or message carries."""

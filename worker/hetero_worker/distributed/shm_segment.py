@@ -40,10 +40,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from hetero_worker.backends.cuda.pins import HostPins
 from hetero_worker.distributed.native_exchange import LINE_BYTES, LINK_DEPTH
 from hetero_worker.distributed.routes import NO_ROUTES, Link, Routes
 from hetero_worker.errors import ExchangeError, SegmentNotShared
+from hetero_worker.memory.streams import HostPins
 
 SHM_FOLDER: Final = Path("/dev/shm")
 _MARK_OFFSET: Final = 8

@@ -1,10 +1,10 @@
 """How tensors of a device cross the host: copies (`Staging`), and links to ranks on the host (`DirectLinks`).
 
-Copies of a GPU run on streams of their own (backends/cuda/streams.py) and use pinned memory only: buffers of torch's
+Copies of a GPU run on streams of their own (memory/streams.py) and use pinned memory only: buffers of torch's
 pinned allocator, or *parts* of the memory that ranks share, registered with the driver. A copy off the device sees all
 work that the thread gave to the device before. A copy onto it waits until its target is free, not for later work of the
 thread; work that follows the copy sees what it brought. No copy waits for the whole device, and no thread waits before
-it asks for the result. On the host itself ("cpu", pseudo-GPU ranks) copies are plain, and done when the call returns.
+it asks for the result. On host cores copies are plain, and done when the call returns.
 
 Over a link, the device writes to and reads from the memory that ranks share:
 
@@ -30,12 +30,11 @@ from typing import Protocol
 
 import torch
 
-from hetero_worker.backends.cuda.pins import HostPins, NoPins, pins_for
-from hetero_worker.backends.cuda.streams import PAST, CudaStreams, DeviceStreams, Moment, Way
 from hetero_worker.distributed.exchange import SENT, Arrived, HostExchange, PendingSend, PendingTensor
 from hetero_worker.distributed.routes import Link
 from hetero_worker.distributed.shm_exchange import ShmExchange
 from hetero_worker.distributed.shm_links import LinkReceiver, LinkSource
+from hetero_worker.memory.streams import PAST, DeviceStreams, HostPins, Moment, Way
 
 _log = logging.getLogger(__name__)
 
@@ -52,13 +51,8 @@ class HostCopy(PendingTensor, Protocol):
         ...
 
 
-class Staging(Protocol):
-    """Copies of one device to and from the host."""
-
-    @property
-    def pins(self) -> HostPins:
-        """Pins that prepare memory for `write_parts` and `read_parts`."""
-        ...
+class Staging(HostPins, Protocol):
+    """Copies of one device to and from the host; memory for `write_parts` and `read_parts` is pinned first."""
 
     def now(self) -> Moment:
         """Return the moment at which all work that the thread has given to the device is done."""
@@ -89,16 +83,15 @@ class Staging(Protocol):
         ...
 
 
-def staging_for(device: torch.device) -> Staging:
-    """Return the staging for the device."""
-    return PlainStaging() if device.type == "cpu" else StreamStaging(CudaStreams(device), pins_for(device))
-
-
 class PlainStaging:
-    """Staging of a device that is the host."""
+    """Staging of a rank whose tensors are the host's."""
 
-    def __init__(self) -> None:
-        self.pins: HostPins = NoPins()
+    def pin(self, address: int, num_bytes: int) -> str:  # noqa: ARG002
+        """Return "": the host copies from and to any memory."""
+        return ""
+
+    def unpin(self, address: int) -> None:
+        """Do nothing, like `pin`."""
 
     def now(self) -> Moment:
         """Return the past: all work is done."""
@@ -132,9 +125,17 @@ class PlainStaging:
 class StreamStaging:
     """Staging of a GPU, on streams; see the module."""
 
-    def __init__(self, streams: DeviceStreams, pins: HostPins) -> None:
+    def __init__(self, streams: DeviceStreams) -> None:
         self._streams = streams
-        self.pins: HostPins = SettledPins(pins, streams)
+
+    def pin(self, address: int, num_bytes: int) -> str:
+        """Pin memory; return why it cannot be pinned, empty if it can."""
+        return self._streams.pin(address, num_bytes)
+
+    def unpin(self, address: int) -> None:
+        """Wait for all copies, and unpin memory."""
+        self._streams.settle()
+        self._streams.unpin(address)
 
     def now(self) -> Moment:
         """Return the moment at which all work given to the device is done."""
@@ -163,23 +164,6 @@ class StreamStaging:
         done = self._streams.copy(Way.IN, [(part, target) for target, part in _beside(out, parts)], after=after)
         self._streams.compute_after(done)
         return done
-
-
-class SettledPins:
-    """HostPins on top of others, which unpin memory only when no copy uses it any more."""
-
-    def __init__(self, pins: HostPins, streams: DeviceStreams) -> None:
-        self._pins = pins
-        self._streams = streams
-
-    def pin(self, address: int, num_bytes: int) -> str:
-        """Pin memory; return why it cannot be pinned, empty if it can."""
-        return self._pins.pin(address, num_bytes)
-
-    def unpin(self, address: int) -> None:
-        """Wait for all copies, and unpin memory."""
-        self._streams.settle()
-        self._pins.unpin(address)
 
 
 class _ComingOff:
@@ -254,7 +238,7 @@ def direct_links(host: HostExchange, staging: Staging) -> DirectLinks:
     """Return a GPU rank's links: direct if the host exchange shares memory that can be pinned for the device."""
     shared = host if isinstance(host, ShmExchange) else None
     problem = "ranks share no memory"
-    if shared is not None and (problem := shared.pin(staging.pins)):
+    if shared is not None and (problem := shared.pin(staging)):
         problem = f"the shared segment cannot be pinned: {problem}"
     if problem:
         _log.info("links to ranks on the host go through pinned buffers: %s", problem)

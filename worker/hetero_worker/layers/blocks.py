@@ -13,13 +13,13 @@ from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import UnitRange
 from hetero_worker.attention.base import AttentionRule, StepAttention
 from hetero_worker.attention.kv_cache import LayerCache
-from hetero_worker.backends.base import HOST
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
 from hetero_worker.layers.linear import down_linear, gate_up_linear, output_linear, qkv_linear
 from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.layers.norm import HeadNorms, ResidualStream, RmsNorm
 from hetero_worker.layers.rotary import Rotation
+from hetero_worker.memory.streams import HOST
 
 
 class SelfAttention:

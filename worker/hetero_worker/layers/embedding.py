@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import UnitRange
-from hetero_worker.backends.base import HOST
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.checkpoints.quantized_matrix import QuantizedRows
 from hetero_worker.checkpoints.store import TensorSlice
@@ -22,6 +21,7 @@ from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
 from hetero_worker.layers.linear import ShardedLinear
 from hetero_worker.layers.linear_kernels import LinearKernel, PackedWeight, kept_format, matrix_bytes
 from hetero_worker.layers.packing import floats_dtype, pack_in_place, pack_quantized, read_floats
+from hetero_worker.memory.streams import HOST
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -88,7 +88,7 @@ class ShardedEmbedding:
         self._scale_in_type = torch.tensor(self._scale, dtype=dtype).item()
         self._packed = None
         if kernel is not None and kernel.embeds:
-            packed = self._packed_at_once(checkpoint, dtype=dtype, kernel=kernel, device=device)
+            packed = self._packed_at_once(checkpoint, dtype=dtype, kernel=kernel)
             if packed is not None:
                 self._table = self._packed = packed
                 return
@@ -103,12 +103,12 @@ class ShardedEmbedding:
             self.pack(kernel)
 
     def _packed_at_once(
-        self, checkpoint: Checkpoint, *, dtype: torch.dtype, kernel: LinearKernel, device: torch.device
+        self, checkpoint: Checkpoint, *, dtype: torch.dtype, kernel: LinearKernel
     ) -> PackedWeight | None:
         """Pack straight from the checkpoint, without a second copy of the rows; None if that is not possible."""
         parts = [self._source]
         if kept_format(checkpoint.format_of(self._source), kernel) is None:
-            return pack_in_place(checkpoint, parts, dtype=dtype, kernel=kernel, device=device)
+            return pack_in_place(checkpoint, parts, dtype=dtype, kernel=kernel)
         return pack_quantized(checkpoint, parts, kernel)
 
     def pack(self, kernel: LinearKernel) -> PackedWeight:

@@ -22,11 +22,11 @@ from hetero_api.architectures import ExpertsConfig
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import COLUMN_UNIT, FLOAT_WEIGHTS, StoredWeights, WeightFormat
-from hetero_worker.backends.base import HOST
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.checkpoints.store import TensorSlice
 from hetero_worker.layers.linear_kernels import LinearKernel, PackedWeight, kept_format, matrix_bytes
 from hetero_worker.layers.packing import floats_dtype, pack_in_place, pack_quantized, read_floats
+from hetero_worker.memory.streams import HOST
 
 
 class ShardedLinear:
@@ -115,12 +115,12 @@ class ShardedLinear:
         kernel: LinearKernel,
         device: torch.device,
     ) -> PackedWeight:
-        packed = pack_in_place(checkpoint, parts, dtype=dtype, kernel=kernel, device=device)
+        packed = pack_in_place(checkpoint, parts, dtype=dtype, kernel=kernel)
         if packed is not None:
             return packed
         shape = sum(part.shape[0] for part in parts), self.shape[1]
         stored = floats_dtype(checkpoint, parts, dtype, kernel)
-        if kernel.copies_weight and device == HOST:
+        if kernel.copies_weight:  # then it is in host memory, and needs it for a moment only
             weight = checkpoint.unpacked(shape, stored)
         else:
             weight = torch.empty(shape, dtype=stored, device=device)

@@ -22,13 +22,13 @@ from hetero_api.architectures import ExpertsConfig
 from hetero_api.errors import PlanError
 from hetero_api.model_config import ModelConfig
 from hetero_api.rank_memory import EXPERT_ROWS
-from hetero_worker.backends.base import HOST
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.checkpoints.store import TensorSlice
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
 from hetero_worker.layers.linear import expert_down_linear, expert_gate_up_linear
 from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.layers.norm import ResidualStream, RmsNorm
+from hetero_worker.memory.streams import HOST
 
 
 class ExpertMlp:

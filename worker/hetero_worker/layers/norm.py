@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import torch
 
-from hetero_worker.backends.base import HOST
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.checkpoints.store import TensorSlice
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps, HeadWeights
+from hetero_worker.memory.streams import HOST
 
 
 class RmsNorm:

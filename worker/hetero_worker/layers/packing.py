@@ -12,7 +12,6 @@ from functools import reduce
 
 import torch
 
-from hetero_worker.backends.base import HOST
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.checkpoints.quantized_matrix import stacked
 from hetero_worker.checkpoints.store import TensorSlice
@@ -39,13 +38,12 @@ def pack_in_place(
     *,
     dtype: torch.dtype,
     kernel: LinearKernel,
-    device: torch.device,
 ) -> PackedWeight | None:
     """Pack a slice of floats straight from its file; None if the kernel cannot take it as it lies there.
 
     Raises ModelError.
     """
-    if len(parts) != 1 or device != HOST or not kernel.copies_weight:
+    if len(parts) != 1 or not kernel.copies_weight:
         return None
     if checkpoint.dtype_of(parts[0]) != floats_dtype(checkpoint, parts, dtype, kernel):
         return None

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from hetero_api.model_config import RopeConfig
-from hetero_worker.backends.base import HOST
+from hetero_worker.memory.streams import HOST
 
 
 class Rotation:

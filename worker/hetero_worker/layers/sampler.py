@@ -9,7 +9,6 @@ wants them.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,39 +18,12 @@ import torch
 
 from hetero_api.sharding import UnitRange
 from hetero_api.v1 import logprobs_pb2
-from hetero_worker.backends.base import Platform
 from hetero_worker.distributed.exchange import Exchange
-from hetero_worker.distributed.staging import staging_for
-from hetero_worker.kernels.availability import triton_problem
 from hetero_worker.sampling.base import HOST_SAMPLER, ShardSampler, StartedDraws, UnknownTokens
 from hetero_worker.sampling.decision import UNDECIDED, DrawBatch, decide_whole
-from hetero_worker.sampling.device import DeviceSampler
-from hetero_worker.sampling.device_kernels import SamplingKernels, TorchSamplingKernels
 from hetero_worker.sampling.logprobs import ShardLogprobs, TokenTarget, count_before, decide_logprobs, pack_shard
 from hetero_worker.sampling.request import SamplingRow
 from hetero_worker.sampling.shard import Float64Array, scaled_logits
-
-logger = logging.getLogger(__name__)
-
-
-def sampler_for(platform: Platform) -> ShardSampler:
-    """Return the host's sampler for ranks on host cores, else the device's; the platform is open."""
-    if platform.is_host:
-        return HOST_SAMPLER
-    device = platform.device
-    return DeviceSampler(device, sampling_kernels(device), staging_for(device).start_to_host)
-
-
-def sampling_kernels(device: torch.device) -> SamplingKernels:
-    """Return Triton's kernels on a CUDA device that runs them, else torch's operators."""
-    if device.type == "cpu":
-        return TorchSamplingKernels()
-    if (problem := triton_problem(device)) is not None:
-        logger.warning("sampling on %s uses torch's operators, which are slower: %s", device, problem)
-        return TorchSamplingKernels()
-    from hetero_worker.kernels.sampling import TritonSamplingKernels  # imports triton
-
-    return TritonSamplingKernels()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,77 +1,79 @@
 """Memory pool of a rank's device: how much memory there is and how much is taken, with one interface for all devices.
 
 On the host the numbers are the kernel's (`MemorySnapshot`): those of the process come from /proc/self, those of the
-machine from /proc/meminfo or from this process's memory cgroup, whichever leaves less. On a CUDA device they come from
-the driver and from torch's allocator, which caches freed memory; cached memory counts as available.
+machine from /proc/meminfo or from this process's memory cgroup, whichever leaves less. Devices with memory of their own
+have their pools in `backends`.
 
-Weights and the KV cache are each allocated `apart`: on a CUDA device in a pool of their own, whose pages hold nothing
+Weights and the KV cache are each allocated `apart`: on a device in a pool of their own, whose pages hold nothing
 else. The driver then gets all of their memory back when they sleep, regardless of later allocations.
 """
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol, Self
+from typing import Final, Self
 
 import torch
 
 from hetero_api.host.memory import release_freed_memory
 from hetero_api.rank_memory import RUNTIME_BYTES
 from hetero_worker.memory.budget import mib
+from hetero_worker.memory.huge_pages import empty_on_huge_pages
 
 _PROC: Final = Path("/proc")
 _RESET_PEAK: Final = "5"
 
 
-class MemoryPool(Protocol):
+class MemoryPool(ABC):
     """One device's memory, from this process's view."""
 
-    @property
-    def remedy(self) -> str:
-        """Advice to the user how to give the rank more memory."""
-        ...
+    remedy: str
+    """Advice to the user how to give the rank more memory."""
 
+    @abstractmethod
     def describe(self) -> str:
         """Return the present numbers, for a log."""
-        ...
 
+    @abstractmethod
     def runtime_bytes(self) -> int:
         """Return the memory that is taken for any model: interpreter and libraries, or contexts and communicators."""
-        ...
 
+    @abstractmethod
     def available_bytes(self) -> int | None:
         """Return the memory that can still be allocated; None if unknown."""
-        ...
 
+    @abstractmethod
     def held_bytes(self) -> int:
         """Return the memory that this process holds."""
-        ...
 
+    @abstractmethod
     def release_unused(self) -> None:
         """Give back memory that an allocator caches."""
-        ...
 
+    @abstractmethod
     def apart(self) -> AbstractContextManager[None]:
         """Keep this thread's allocations on the device inside the context on pages of their own.
 
         After all of them are freed, `release_unused` gives back all of their memory.
         """
-        ...
 
+    @abstractmethod
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return long-lived zeros of this memory, such as a KV cache."""
+
+    @abstractmethod
     def begin_peak(self) -> bool:
         """Begin to measure the peak of held memory; return False if that is not possible."""
-        ...
 
+    @abstractmethod
     def peak_growth_bytes(self) -> int:
         """Return by how much the peak exceeds the memory that was held at `begin_peak`."""
-        ...
 
 
-class HostMemoryPool:
+class HostMemoryPool(MemoryPool):
     """Memory of this machine or container."""
 
     remedy = "give the rank more memory (memoryPerRank)"
@@ -103,6 +105,10 @@ class HostMemoryPool:
         """See `MemoryPool.apart`."""
         return nullcontext()
 
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """See `MemoryPool.zeros`; on huge pages, which the thread that writes first places on its NUMA node."""
+        return empty_on_huge_pages(shape, dtype)
+
     def begin_peak(self) -> bool:
         """See `MemoryPool.begin_peak`."""
         return self._meter.begin()
@@ -110,68 +116,6 @@ class HostMemoryPool:
     def peak_growth_bytes(self) -> int:
         """See `MemoryPool.peak_growth_bytes`."""
         return self._meter.grown_bytes()
-
-
-class CudaMemoryPool:
-    """Memory of one CUDA device."""
-
-    remedy = "raise gpuMemoryUtilization, use GPUs with more memory"
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._before_bytes = 0
-
-    def describe(self) -> str:
-        """See `MemoryPool.describe`."""
-        free, total = torch.cuda.mem_get_info(self._device)
-        return f"{mib(self.held_bytes())} held, {mib(free)} of {mib(total)} free on {self._device}"
-
-    def runtime_bytes(self) -> int:
-        """See `MemoryPool.runtime_bytes`."""
-        free, total = torch.cuda.mem_get_info(self._device)
-        return total - free - torch.cuda.memory_reserved(self._device)
-
-    def available_bytes(self) -> int | None:
-        """See `MemoryPool.available_bytes`."""
-        free, _ = torch.cuda.mem_get_info(self._device)
-        unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        return free + unused
-
-    def held_bytes(self) -> int:
-        """See `MemoryPool.held_bytes`."""
-        return torch.cuda.memory_reserved(self._device)
-
-    def release_unused(self) -> None:
-        """See `MemoryPool.release_unused`."""
-        gc.collect()  # frees graphs and tensors that only a reference cycle holds
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()
-
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        """See `MemoryPool.apart`."""
-        self.release_unused()  # A new pool cannot use memory that others have freed.
-        pool = torch.cuda.MemPool()
-        with torch.cuda.use_mem_pool(pool, self._device):
-            yield
-        # Dropping the pool only drops its unused memory: tensors in it live on, and free their pages when they go.
-
-    def begin_peak(self) -> bool:
-        """See `MemoryPool.begin_peak`."""
-        torch.cuda.synchronize(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        self._before_bytes = torch.cuda.memory_allocated(self._device)
-        return True
-
-    def peak_growth_bytes(self) -> int:
-        """See `MemoryPool.peak_growth_bytes`."""
-        torch.cuda.synchronize(self._device)
-        return max(0, torch.cuda.max_memory_allocated(self._device) - self._before_bytes)
-
-
-def memory_pool_of(device: torch.device) -> MemoryPool:
-    """Return the pool of the device's memory."""
-    return CudaMemoryPool(device) if device.type == "cuda" else HostMemoryPool()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Weight offload: weights wait in host memory while their device's memory is freed.
 
 The tensors stay the same objects, including views and ties; only their storages' memory is freed and allocated again.
-Holders of a weight need not know, but must not use it meanwhile. Restored weights lie at other addresses, so a CUDA
-graph over the old ones must be dropped.
+Holders of a weight need not know, but must not use it meanwhile. Restored weights lie at other addresses, so a graph of
+steps over the old ones must be dropped.
 
 The copies lie in one piece of host memory that is pinned for the device. Torch's allocator of pinned memory would round
 sizes up to powers of two, and never give them back. If so much cannot be pinned, copies go through a pinned buffer,
@@ -19,10 +19,10 @@ from typing import Final
 
 import torch
 
-from hetero_worker.backends.cuda.pins import HostPins, pins_for
 from hetero_worker.errors import MemoryBudgetError
 from hetero_worker.memory.budget import mib
-from hetero_worker.memory.memory_pool import MemorySnapshot, memory_pool_of
+from hetero_worker.memory.memory_pool import MemoryPool, MemorySnapshot
+from hetero_worker.memory.streams import DeviceStreams
 
 logger = logging.getLogger(__name__)
 
@@ -36,13 +36,13 @@ class OffloadedWeights:
     All tensors are on one device, and may be in use while the copies are made.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor], *, pins: HostPins | None = None) -> None:
-        """Copy the tensors; `pins` defaults to the device's. Raises MemoryBudgetError if the host has no room."""
+    def __init__(self, tensors: Iterable[torch.Tensor], *, pool: MemoryPool, streams: DeviceStreams) -> None:
+        """Copy the tensors; pool and streams are their device's. Raises MemoryBudgetError if the host has no room."""
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
         self._places = list(_places([storage for storage in storages.values() if storage.nbytes()]))
         _check_room(self.num_bytes)
-        device = self._places[0][0].device if self._places else torch.device("cpu")
-        self._host = _HostCopy(device, sum(_aligned(size) for _, _, size in self._places), pins or pins_for(device))
+        self._pool = pool
+        self._host = _HostCopy(sum(_aligned(size) for _, _, size in self._places), streams)
         for storage, begin, size in self._places:
             self._host.copy(self._host.bytes[begin : begin + size], _bytes_of(storage))
         self._host.finish()
@@ -63,7 +63,7 @@ class OffloadedWeights:
         Raises RuntimeError if there is not enough; then none of the tensors has memory.
         """
         try:
-            with memory_pool_of(self._host.device).apart():
+            with self._pool.apart():
                 for storage, begin, size in self._places:
                     storage.resize_(size)
                     self._host.copy(_bytes_of(storage), self._host.bytes[begin : begin + size])
@@ -74,20 +74,20 @@ class OffloadedWeights:
 
 
 class _HostCopy:
-    """Host memory, and copies between it and a device; copies to and from CUDA use pinned memory only."""
+    """Host memory, and copies between it and a device; all copies use pinned memory."""
 
-    def __init__(self, device: torch.device, num_bytes: int, pins: HostPins) -> None:
-        self.device = device
+    def __init__(self, num_bytes: int, streams: DeviceStreams) -> None:
+        self._streams = streams
         self.bytes = torch.empty(num_bytes, dtype=torch.uint8)
         self._buffer: torch.Tensor | None = None
-        problem = pins.pin(self.bytes.data_ptr(), num_bytes) if num_bytes else ""
+        problem = streams.pin(self.bytes.data_ptr(), num_bytes) if num_bytes else ""
         if problem:
             logger.warning(
                 "%s of host memory cannot be pinned, weights go through a buffer: %s", mib(num_bytes), problem
             )
-            self._buffer = torch.empty(min(num_bytes, _BUFFER_BYTES), dtype=torch.uint8, pin_memory=_is_cuda(device))
+            self._buffer = streams.pinned(torch.Size([min(num_bytes, _BUFFER_BYTES)]), torch.uint8)
         elif num_bytes:
-            weakref.finalize(self, _unpin, pins, self.bytes).atexit = False
+            weakref.finalize(self, _unpin, streams, self.bytes).atexit = False
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Start the copy of uint8 tensors of equal length; `finish` waits for it."""
@@ -102,8 +102,7 @@ class _HostCopy:
 
     def finish(self) -> None:
         """Wait for all copies."""
-        if _is_cuda(self.device):
-            torch.cuda.current_stream(self.device).synchronize()
+        self._streams.now().wait()
 
 
 def _check_room(num_bytes: int) -> None:
@@ -132,10 +131,6 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _is_cuda(device: torch.device) -> bool:
-    return device.type == "cuda"
-
-
-def _unpin(pins: HostPins, host: torch.Tensor) -> None:
+def _unpin(streams: DeviceStreams, host: torch.Tensor) -> None:
     """Unpin `host`, which is alive until then."""
-    pins.unpin(host.data_ptr())
+    streams.unpin(host.data_ptr())

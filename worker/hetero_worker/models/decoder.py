@@ -23,8 +23,7 @@ import torch
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan, Stage
 from hetero_worker.attention.base import AttentionBackend, AttentionBatch
-from hetero_worker.attention.kv_cache import LayerCache
-from hetero_worker.backends.base import HOST
+from hetero_worker.attention.kv_cache import LayerCache, Zeros
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.distributed.routes import helper_links, input_ranks
@@ -34,6 +33,8 @@ from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.layers.moe import ExpertMlp
 from hetero_worker.layers.norm import ResidualStream, RmsNorm
 from hetero_worker.layers.rotary import RotaryTables
+from hetero_worker.memory.huge_pages import empty_on_huge_pages
+from hetero_worker.memory.streams import HOST
 from hetero_worker.models.decoder_layer import DecoderLayer
 from hetero_worker.models.lending import Lending
 from hetero_worker.models.micro_batches import CountParts, MicroBatch, best_number, micro_batches
@@ -67,12 +68,15 @@ class Decoder:
         attention: AttentionBackend,
         count_parts: CountParts = best_number,
         device: torch.device = HOST,
+        lends_at_once: bool = False,
         ops: FusedOps = PLAIN_OPS,
     ) -> None:
+        """`lends_at_once`: the device computes beside copies to and from the host (`Lending`)."""
         self._config = config
         self._dtype = dtype
         self.device = device
-        self._ops = ops
+        self._lends_at_once = lends_at_once
+        self.ops = ops
         self._backend = attention
         self._count_parts = count_parts
         self._rank = rank
@@ -126,8 +130,13 @@ class Decoder:
         parts = (self._embedding, self._head, self._norm, self._rotary, *self._layers)
         return [tensor for part in parts if part is not None for tensor in part.tensors]
 
-    def allocate_caches(self, *, num_blocks: int, block_size: int) -> list[LayerCache | None]:
-        """Return one cache per layer; None if this rank holds no heads of the layer, or steps skip it."""
+    def allocate_caches(
+        self, *, num_blocks: int, block_size: int, zeros: Zeros = empty_on_huge_pages
+    ) -> list[LayerCache | None]:
+        """Return one cache per layer; None if this rank holds no heads of the layer, or steps skip it.
+
+        `zeros`: as for `LayerCache.allocate`.
+        """
         return [
             None
             if layer.attention is None or i in self._skipped
@@ -137,7 +146,7 @@ class Decoder:
                 num_kv_heads=layer.attention.num_kv_heads,
                 head_dim=self._config.head_dim,
                 dtype=self._dtype,
-                device=self.device,
+                zeros=zeros,
             )
             for i, layer in enumerate(self._layers)
         ]
@@ -157,7 +166,7 @@ class Decoder:
         compute = partial(self._compute, positions=step.positions, caches=caches, exchange=exchange)
         self._pipeline.run(hidden, batches, compute, exchange=exchange)
         if step.logit_rows is not None:
-            hidden = self._ops.pick(hidden, step.logit_rows)
+            hidden = self.ops.pick(hidden, step.logit_rows)
         self._pipeline.deliver(hidden, exchange=exchange)
         return hidden
 
@@ -208,7 +217,7 @@ class Decoder:
             hidden = self._embedding(token_ids)
         else:
             width = self._config.hidden_size
-            hidden = self._ops.empty(len(token_ids), width, dtype=self._dtype, device=self.device)
+            hidden = self.ops.empty(len(token_ids), width, dtype=self._dtype, device=self.device)
         if self._rank in self._input_ranks and len(self._input_ranks) > 1:
             exchange.among(self._input_ranks).all_reduce(hidden, self._embedding_owners)
         return hidden
@@ -231,7 +240,7 @@ class Decoder:
         attention = self._backend.begin(batch.attention)
         lending = self._lending(stage, exchange)
         peers = exchange.among(stage.holders)
-        stream = ResidualStream(hidden, self._ops)
+        stream = ResidualStream(hidden, self.ops)
         for i in self._computed(stage):
             self._layers[i](stream, rotations[i], attention=attention, cache=caches[i], exchange=peers, lending=lending)
         stream.settle()
@@ -249,7 +258,7 @@ class Decoder:
         takes_part = self._rank == stage.leader or self._rank in stage.helpers
         if links is None or not takes_part:
             return None
-        return Lending(links, exchange, at_once=self.device.type != HOST.type, ops=self._ops)
+        return Lending(links, exchange, at_once=self._lends_at_once, ops=self.ops)
 
     def _computed(self, stage: Stage) -> list[int]:
         return [i for i in range(stage.begin, stage.end) if i not in self._skipped]

@@ -10,7 +10,6 @@ from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan
 from hetero_worker.attention.base import StepAttention
 from hetero_worker.attention.kv_cache import LayerCache
-from hetero_worker.backends.base import HOST
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.distributed.exchange import SumExchange
 from hetero_worker.layers.blocks import GatedMlp, SelfAttention, layer_norm, mlp_norm
@@ -19,6 +18,7 @@ from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.layers.moe import ExpertMlp
 from hetero_worker.layers.norm import ResidualStream, RmsNorm
 from hetero_worker.layers.rotary import Rotation
+from hetero_worker.memory.streams import HOST
 from hetero_worker.models.lending import Lending
 
 

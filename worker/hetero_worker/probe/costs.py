@@ -26,9 +26,9 @@ import torch
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.backends.base import HOST
 from hetero_worker.distributed.measuring import Peers
 from hetero_worker.layers.rotary import RotaryTables
+from hetero_worker.memory.streams import HOST
 from hetero_worker.probe.ends import HeadProbe, PlanProbe, StepProbe
 from hetero_worker.probe.layers import LayerStack, Site, SyntheticStep, TimedWork, make_step, positions_of
 from hetero_worker.probe.sizes import LayerSize, probe_size

@@ -18,7 +18,7 @@ from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import UnitRange
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.attention.base import AttentionBackend, AttentionBatch, DecodeRows, PrefillSpan, StepAttention
-from hetero_worker.attention.kv_cache import LayerCache
+from hetero_worker.attention.kv_cache import LayerCache, Zeros
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.layers.blocks import GatedMlp, SelfAttention, layer_norm, mlp_norm
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
@@ -26,6 +26,7 @@ from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.layers.moe import ExpertMlp
 from hetero_worker.layers.norm import RmsNorm
 from hetero_worker.layers.rotary import RotaryTables, Rotation
+from hetero_worker.memory.huge_pages import empty_on_huge_pages
 from hetero_worker.native.op_queue import Arena, OpQueue
 from hetero_worker.probe.sizes import UNIT, LayerSize
 from hetero_worker.probe.synthetic import EvenRouter, even_units
@@ -66,6 +67,8 @@ class Site:
     checkpoint: Checkpoint
     ops: FusedOps = PLAIN_OPS
     sampler: ShardSampler = HOST_SAMPLER
+    zeros: Zeros = empty_on_huge_pages
+    """Allocates caches on the device."""
     record: Record = as_it_is
 
 
@@ -175,7 +178,7 @@ def _caches(config: ModelConfig, size: LayerSize, *, copies: int, positions: int
     for _ in range(copies):
         cache = LayerCache.allocate(
             num_blocks=positions // BLOCK_SIZE, block_size=BLOCK_SIZE, num_kv_heads=size.heads,
-            head_dim=config.head_dim, dtype=site.dtype, device=site.device,
+            head_dim=config.head_dim, dtype=site.dtype, zeros=site.zeros,
         )  # fmt: skip
         cache.keys.fill_(1.0)
         cache.values.fill_(1.0)

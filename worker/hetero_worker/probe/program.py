@@ -35,7 +35,7 @@ from hetero_worker.process.config import core_list, count, cuda_device, numa_pol
 
 if TYPE_CHECKING:
     from hetero_api.v1 import ranks_pb2
-    from hetero_worker.backends.base import Platform
+    from hetero_worker.backends.base import DeviceBackend
     from hetero_worker.distributed.coordinator import GroupCoordinator
     from hetero_worker.distributed.measuring import ExchangeTimes
     from hetero_worker.distributed.rendezvous import StoreListener
@@ -131,30 +131,30 @@ def _measure(config: ProbeConfig, pinning: PinningReport) -> dict[str, object]:
     from google.protobuf import json_format
 
     from hetero_api.model_config import ModelConfig
-    from hetero_worker.probe.speeds import default_dtype, fixed_needs, measure_speeds, weight_bits
+    from hetero_worker.probe.speeds import fixed_needs, measure_speeds, weight_bits
     from hetero_worker.process.identity import describe_device
     from hetero_worker.process.messages import formed_message
 
     torch.set_num_threads(pinning.num_threads)
-    stored, platform = ModelConfig.from_directory(config.model_dir), _platform(config)
+    stored, backend = ModelConfig.from_directory(config.model_dir), _backend(config)
     model = stored.quantized(config.quantization, config.quantization_group_size)
-    dtype = config.dtype or default_dtype(platform)
-    platform.open()
-    group = _form_group(config, platform)
+    dtype = config.dtype or backend.default_dtype
+    backend.open()
+    group = _form_group(config, backend)
     try:
-        times, costs = _measure_exchange(group, platform)
-        speeds = measure_speeds(platform, model, dtype=dtype, peers=group)
-        needs = fixed_needs(platform, model)
+        times, costs = _measure_exchange(group, backend)
+        speeds = measure_speeds(backend, model, dtype=dtype, peers=group)
+        needs = fixed_needs(backend, model)
         formed = formed_message(group.kind, group.exchange_reason, times, costs, needs)
-        formed.weight_bits.extend(sorted(weight_bits(platform, model, dtype=dtype)))
+        formed.weight_bits.extend(sorted(weight_bits(backend, model, dtype=dtype)))
     finally:
         group.close()
     speeds.MergeFrom(formed.costs)
-    device = describe_device(platform, pinning, speeds)
+    device = describe_device(backend, pinning, speeds)
     return {"device": json_format.MessageToDict(device), "formed": json_format.MessageToDict(formed)}
 
 
-def _form_group(config: ProbeConfig, platform: Platform) -> GroupCoordinator:
+def _form_group(config: ProbeConfig, backend: DeviceBackend) -> GroupCoordinator:
     from hetero_api.v1 import ranks_pb2
     from hetero_worker.distributed.coordinator import form_group
     from hetero_worker.distributed.rendezvous import GroupRequest, StoreListener
@@ -171,8 +171,9 @@ def _form_group(config: ProbeConfig, platform: Platform) -> GroupCoordinator:
         timeout_s=config.timeout_s,
         host="127.0.0.1",
         num_gpu_ranks=config.num_gpu_ranks,
-        device=platform.device,
-        device_backend=platform.device_backend,
+        device=backend.device,
+        device_backend=backend.collectives,
+        staging=backend.staging(),
     )
     return form_group(request, listener=listener, aborted=lambda: False)
 
@@ -182,7 +183,7 @@ def _segment_name(meet: Path, address: str) -> str:
 
 
 def _measure_exchange(
-    group: GroupCoordinator, platform: Platform
+    group: GroupCoordinator, backend: DeviceBackend
 ) -> tuple[ExchangeTimes, ranks_pb2.DeviceSpeeds | None]:
     """Between the probes of the group, and what they read at once and in turn; a single one has no others."""
     from hetero_api.v1 import ranks_pb2
@@ -191,7 +192,7 @@ def _measure_exchange(
     times = group.measure()
     if group.num_ranks == 1:
         return times, None
-    together, alone = shared_bandwidth(group, platform.bandwidth)
+    together, alone = shared_bandwidth(group, backend.bandwidth)
     return times, ranks_pb2.DeviceSpeeds(memory_bandwidth=together, lone_memory_bandwidth=alone)
 
 
@@ -212,14 +213,14 @@ def _meet(config: ProbeConfig, folder: Path, listener: StoreListener) -> str:
     return file.read_text(encoding="utf-8")
 
 
-def _platform(config: ProbeConfig) -> Platform:
+def _backend(config: ProbeConfig) -> DeviceBackend:
     if config.cuda_device is not None:
-        from hetero_worker.backends.cuda.device import CudaPlatform
+        from hetero_worker.backends.cuda.backend import CudaBackend
 
-        return CudaPlatform(config.cuda_device, pool="probe")
-    from hetero_worker.backends.cpu import CpuPlatform
+        return CudaBackend(config.cuda_device, pool="probe")
+    from hetero_worker.backends.cpu import cpu_backend
 
-    return CpuPlatform(memory_bytes=config.memory_bytes)
+    return cpu_backend(memory_bytes=config.memory_bytes)
 
 
 def run() -> None:

@@ -17,19 +17,14 @@ import torch
 from hetero_api.host.memory import release_freed_memory
 from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.attention.selection import choose_attention
-from hetero_worker.backends.base import Platform
+from hetero_worker.backends.base import DeviceBackend
 from hetero_worker.distributed.measuring import NoPeers, Peers
 from hetero_worker.layers.linear_kernels import LinearKernel, kept_bits
-from hetero_worker.layers.sampler import sampler_for
-from hetero_worker.layers.selection import fused_ops_of, usual_kernel
 from hetero_worker.memory.budget import FixedNeeds
-from hetero_worker.memory.memory_pool import memory_pool_of
 from hetero_worker.probe.costs import measure_costs
 from hetero_worker.probe.layers import Site, WorkRecorder, as_it_is
 from hetero_worker.probe.sizes import WEIGHT_BYTES
 from hetero_worker.probe.synthetic import SyntheticWeights
-from hetero_worker.probe.timing import clock_of
 from hetero_worker.process.tuning_cache import TuningCache
 from hetero_worker.runners.shard import DTYPES
 
@@ -41,16 +36,11 @@ _MEMORY_SHARE: Final = 8
 _MATRIX_SIZE: Final = 256
 
 
-def default_dtype(platform: Platform) -> str:
-    """Return the type of a group whose resource leaves it open, as far as one rank can know."""
-    return "bfloat16" if platform.kind == ranks_pb2.DEVICE_KIND_CUDA else "float32"
-
-
 class RankProbe:
     """Measures for one rank; costs once for each arithmetic type and width of weights of a model, named by `model`."""
 
-    def __init__(self, platform: Platform, config: ModelConfig, kept: TuningCache, *, model: str) -> None:
-        self._platform = platform
+    def __init__(self, backend: DeviceBackend, config: ModelConfig, kept: TuningCache, *, model: str) -> None:
+        self._backend = backend
         self._config = config
         self._kept = kept
         self._model = model
@@ -65,30 +55,30 @@ class RankProbe:
         if peers.all_can(kept is not None) and kept is not None:
             return kept
         with self._kept.measuring():
-            speeds = measure_parts(self._platform, config, dtype=dtype, peers=peers)
+            speeds = measure_parts(self._backend, config, dtype=dtype, peers=peers)
         self._kept.keep_speeds(name, speeds)
         return speeds
 
     def bandwidth(self) -> float:
         """Measure the memory bandwidth now, in bytes a second."""
-        return self._platform.bandwidth()
+        return self._backend.bandwidth()
 
     def fixed_needs(self) -> FixedNeeds:
         """See `fixed_needs`."""
-        return fixed_needs(self._platform, self._config)
+        return fixed_needs(self._backend, self._config)
 
     def weight_bits(self, dtype: str, config: ModelConfig) -> frozenset[int]:
         """Widths below the arithmetic type's in which the rank would keep such a model's weights."""
-        return weight_bits(self._platform, config, dtype=dtype)
+        return weight_bits(self._backend, config, dtype=dtype)
 
     def compute(self) -> None:
         """Compute a product that is worth all of the rank's threads, and takes well under a millisecond."""
-        matrix = torch.ones(_MATRIX_SIZE, _MATRIX_SIZE, device=self._platform.device)
+        matrix = torch.ones(_MATRIX_SIZE, _MATRIX_SIZE, device=self._backend.device)
         torch.mm(matrix, matrix)
 
 
 def measure_speeds(
-    platform: Platform,
+    backend: DeviceBackend,
     config: ModelConfig,
     *,
     dtype: str = "",
@@ -97,26 +87,26 @@ def measure_speeds(
 ) -> ranks_pb2.DeviceSpeeds:
     """Measure the device, then the parts.
 
-    `dtype` as in LoadModel; empty: `default_dtype`. `kernel` as in `measure_parts`.
+    `dtype` as in LoadModel; empty: the backend's default. `kernel` as in `measure_parts`.
     """
-    speeds = measure_device(platform)
-    dtype = dtype or default_dtype(platform)
-    speeds.MergeFrom(measure_parts(platform, config, dtype=dtype, peers=peers or NoPeers(), kernel=kernel))
+    speeds = measure_device(backend)
+    dtype = dtype or backend.default_dtype
+    speeds.MergeFrom(measure_parts(backend, config, dtype=dtype, peers=peers or NoPeers(), kernel=kernel))
     return speeds
 
 
 def measure_parts(
-    platform: Platform, config: ModelConfig, *, dtype: str, peers: Peers, kernel: LinearKernel | None = None
+    backend: DeviceBackend, config: ModelConfig, *, dtype: str, peers: Peers, kernel: LinearKernel | None = None
 ) -> ranks_pb2.DeviceSpeeds:
     """Measure the model's parts, with weights as wide as the model's; takes some two seconds.
 
-    `kernel` None: the one that a rank on the platform uses. Collective.
+    `kernel` None: the one that a rank with the backend uses. Collective.
     """
     began_s = time.perf_counter()
     config = replace(config, weights=config.weights.made_at_load)
-    site = _site(platform, config, DTYPES[dtype], kernel)
-    weight_bytes = min(WEIGHT_BYTES, platform.memory_bytes // _MEMORY_SHARE)
-    measured = measure_costs(config, site, clock=clock_of(platform.device), weight_bytes=weight_bytes, peers=peers)
+    site = _site(backend, config, DTYPES[dtype], kernel)
+    weight_bytes = min(WEIGHT_BYTES, backend.memory_bytes // _MEMORY_SHARE)
+    measured = measure_costs(config, site, clock=backend, weight_bytes=weight_bytes, peers=peers)
     site.backend.release()
     release_freed_memory()
     logger.info("measured the model's parts in %s in %.2f s", dtype, time.perf_counter() - began_s)
@@ -128,20 +118,20 @@ def measure_parts(
     )
 
 
-def fixed_needs(platform: Platform, config: ModelConfig) -> FixedNeeds:
-    """Return the memory that a rank on the platform needs now, before its part of the model."""
-    attention = choose_attention(platform, config, op_queue=platform.native.op_queue)
-    return FixedNeeds(memory_pool_of(platform.device).runtime_bytes(), attention.backend.gather_bytes)
+def fixed_needs(backend: DeviceBackend, config: ModelConfig) -> FixedNeeds:
+    """Return the memory that a rank with the backend needs now, before its part of the model."""
+    gather_bytes = backend.attention(config, batch_invariant=False).gather_bytes
+    return FixedNeeds(backend.memory_pool.runtime_bytes(), gather_bytes)
 
 
-def weight_bits(platform: Platform, config: ModelConfig, *, dtype: str) -> frozenset[int]:
-    """Return the widths below the arithmetic type's in which a rank on the platform would keep the model's weights."""
-    return kept_bits(_kernel(platform, DTYPES[dtype]), DTYPES[dtype], config)
+def weight_bits(backend: DeviceBackend, config: ModelConfig, *, dtype: str) -> frozenset[int]:
+    """Return the widths below the arithmetic type's in which a rank with the backend would keep the model's weights."""
+    return kept_bits(backend.linear(DTYPES[dtype], batch_invariant=False), DTYPES[dtype], config)
 
 
-def measure_device(platform: Platform) -> ranks_pb2.DeviceSpeeds:
+def measure_device(backend: DeviceBackend) -> ranks_pb2.DeviceSpeeds:
     """All but the costs; takes half a second."""
-    measured = platform.measure()
+    measured = backend.measure()
     return ranks_pb2.DeviceSpeeds(
         memory_bandwidth=measured.memory_bandwidth,
         matmul=[
@@ -153,19 +143,15 @@ def measure_device(platform: Platform) -> ranks_pb2.DeviceSpeeds:
     )
 
 
-def _kernel(platform: Platform, dtype: torch.dtype) -> LinearKernel:
-    return usual_kernel(dtype, platform.native.op_queue)
-
-
-def _site(platform: Platform, config: ModelConfig, dtype: torch.dtype, kernel: LinearKernel | None) -> Site:
-    native = platform.native
+def _site(backend: DeviceBackend, config: ModelConfig, dtype: torch.dtype, kernel: LinearKernel | None) -> Site:
     return Site(
-        device=platform.device,
+        device=backend.device,
         dtype=dtype,
-        kernel=kernel or _kernel(platform, dtype),
-        backend=choose_attention(platform, config, op_queue=native.op_queue, no_op_queue=native.reason).backend,
+        kernel=kernel or backend.linear(dtype, batch_invariant=False),
+        backend=backend.attention(config, batch_invariant=False),
         checkpoint=SyntheticWeights(floats=config.weights.floats),
-        ops=fused_ops_of(platform.device, op_queue=native.op_queue, no_op_queue=native.reason),
-        sampler=sampler_for(platform),
-        record=WorkRecorder(native.op_queue) if native.op_queue is not None else as_it_is,
+        ops=backend.fused_ops(batch_invariant=False),
+        sampler=backend.sampler(),
+        zeros=backend.memory_pool.zeros,
+        record=WorkRecorder(backend.op_queue) if backend.op_queue is not None else as_it_is,
     )

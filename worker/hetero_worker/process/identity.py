@@ -11,7 +11,7 @@ from typing import Final
 from hetero_api.contract import VERSION
 from hetero_api.model_config import ModelConfig, model_fingerprint
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.backends.base import HeterogeneousPlatform, Platform
+from hetero_worker.backends.base import DeviceBackend
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.host.pinning import PinningReport
 from hetero_worker.process.config import RankConfig
@@ -30,7 +30,8 @@ class RankIdentity:
     model_config: ModelConfig
     memory_bytes: int
     store_host: str
-    platform: HeterogeneousPlatform
+    backend: DeviceBackend
+    """Device of this process; by its number in an epoch's group the rank must be of that kind."""
     open_weights: Callable[[Path], Checkpoint] = Checkpoint
     """Open the checkpoint in `model_dir`."""
 
@@ -49,11 +50,11 @@ def host_id(*, boot_id: Path = _BOOT_ID, shm: Path = _SHM) -> str:
 
 
 def describe_device(
-    platform: Platform, pinning: PinningReport, speeds: ranks_pb2.DeviceSpeeds
+    backend: DeviceBackend, pinning: PinningReport, speeds: ranks_pb2.DeviceSpeeds
 ) -> ranks_pb2.DeviceReport:
     """Describe the rank's device and its measured speeds."""
     device = ranks_pb2.DeviceReport(
-        kind=platform.kind, name=platform.name, memory_bytes=platform.memory_bytes, speeds=speeds
+        kind=backend.kind, name=backend.name, memory_bytes=backend.memory_bytes, speeds=speeds
     )
     report_pinning(device, pinning)
     return device

@@ -5,9 +5,12 @@ Pure functions. Messages that do not fit together raise a ProtocolError that nam
 
 from __future__ import annotations
 
+from typing import Final
+
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.backends.base import DeviceBackend
 from hetero_worker.distributed.measuring import ExchangeTimes, Times
 from hetero_worker.distributed.rendezvous import GroupRequest
 from hetero_worker.errors import ProtocolError
@@ -23,8 +26,8 @@ def held_message(held: LoadRequest) -> ranks_pb2.HeldShard:
 
 def group_request(identity: RankIdentity, message: ranks_pb2.FormGroup, *, epoch: int) -> GroupRequest:
     """Return the request for the epoch's groups. Raises ProtocolError if this process does not fit its place."""
-    number = num_gpu_ranks(message)
-    platform = identity.platform.of_rank(message.rank, num_gpu_ranks=number)
+    number, backend = num_gpu_ranks(message), identity.backend
+    check_kind(backend, identity.hello.pool, message.rank, num_gpu_ranks=number)
     return GroupRequest(
         epoch=epoch,
         rank=message.rank,
@@ -35,9 +38,27 @@ def group_request(identity: RankIdentity, message: ranks_pb2.FormGroup, *, epoch
         timeout_s=message.timeout_s,
         host=identity.store_host,
         num_gpu_ranks=number,
-        device=platform.device,
-        device_backend=platform.device_backend,
+        device=backend.device,
+        device_backend=backend.collectives,
+        staging=backend.staging(),
     )
+
+
+_NAMES: Final = {ranks_pb2.DEVICE_KIND_CUDA: "a GPU", ranks_pb2.DEVICE_KIND_CPU: "host cores"}
+
+
+def check_kind(backend: DeviceBackend, pool: str, rank: int, *, num_gpu_ranks: int) -> None:
+    """Raise ProtocolError when this process has no device of the kind that the rank's number asks for.
+
+    Ranks [0, num_gpu_ranks) of a group compute on GPUs, all others on host cores: the gateway numbers them so. A
+    process is started for one device, and gets its number later, in each epoch again.
+    """
+    kind = ranks_pb2.DEVICE_KIND_CUDA if rank < num_gpu_ranks else ranks_pb2.DEVICE_KIND_CPU
+    if backend.kind != kind:
+        raise ProtocolError(
+            f"pool {pool}: of a group with {num_gpu_ranks} GPU ranks, rank {rank} computes on {_NAMES[kind]}, but this "
+            f"process was started for {_NAMES[backend.kind]}; the pool's type and its ranks' devices must agree"
+        )
 
 
 def num_gpu_ranks(message: ranks_pb2.FormGroup) -> int:
@@ -81,8 +102,6 @@ def load_request(
         raise ProtocolError(
             f"load_model.shard_plan is for {plan.world_size} ranks, and the group has {len(form.places)}"
         )
-    # A host rank may use all the memory it was given; a GPU rank takes a share of its device.
-    utilization = 1.0 if identity.platform.own.is_host else order.device_memory_utilization or 1.0
     return LoadRequest(
         directory=identity.model_dir,
         config=quantized_config(identity.model_config, order),
@@ -94,7 +113,7 @@ def load_request(
         max_num_batched_tokens=form.max_num_batched_tokens,
         max_num_seqs=form.max_num_seqs,
         memory_bytes=identity.memory_bytes,
-        memory_utilization=utilization,
+        memory_utilization=identity.backend.memory_share(order.device_memory_utilization),
         cache_size_is_given=order.cache_size_is_given,
         enforce_eager=order.enforce_eager,
         batch_invariant=order.batch_invariant,

@@ -34,13 +34,13 @@ from hetero_worker.process.config import RankConfig
 from hetero_worker.process.reconnect import ReconnectingRank
 
 if TYPE_CHECKING:
-    from hetero_worker.backends.base import Platform
+    from hetero_worker.backends.base import DeviceBackend
     from hetero_worker.process.state_machine import WorkerStateMachine
 
 _log = logging.getLogger(__name__)
 
-Platforms = Callable[[RankConfig], "Platform"]
-"""Type of `platform_of`; tests pass their own."""
+MakeBackend = Callable[[RankConfig], "DeviceBackend"]
+"""Type of `backend_of`; tests pass their own."""
 
 _THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _VISIBLE_GPUS: Final = "CUDA_VISIBLE_DEVICES"
@@ -49,24 +49,24 @@ _START_LIMIT_S: Final = 600.0
 """Importing torch and measuring the device take seconds; a start that takes longer than this hangs."""
 
 
-def platform_of(config: RankConfig) -> Platform:
-    """Return the platform that the rank computes on, and import nothing for other kinds of devices."""
+def backend_of(config: RankConfig) -> DeviceBackend:
+    """Return the backend that the rank computes with, and import nothing for other kinds of devices."""
     if config.cuda_device is not None:
-        from hetero_worker.backends.cuda.device import CudaPlatform
+        from hetero_worker.backends.cuda.backend import CudaBackend
 
-        return CudaPlatform(config.cuda_device, pool=config.pool)
-    from hetero_worker.backends.cpu import CpuPlatform
+        return CudaBackend(config.cuda_device, pool=config.pool)
+    from hetero_worker.backends.cpu import cpu_backend
 
-    return CpuPlatform(memory_bytes=config.memory_bytes)
+    return cpu_backend(memory_bytes=config.memory_bytes)
 
 
 def main(
     arguments: Sequence[str],
     environment: Mapping[str, str],
     *,
-    platforms: Platforms = platform_of,
+    make_backend: MakeBackend = backend_of,
 ) -> int:
-    """Run one rank; return its exit code (see hetero_api.contract). `platforms` makes its platform."""
+    """Run one rank; return its exit code (see hetero_api.contract). `make_backend` makes its device's backend."""
     config = RankConfig.from_command_line(arguments, environment)
     _configure_logging(config)
     if config.cuda_device is None:
@@ -82,7 +82,7 @@ def main(
             os.environ[variable] = str(binding.report.num_threads)
         if not keep_freed_memory():
             _log.warning("this C library has no mallopt: steps pay page faults for their buffers")
-        return _run(config, binding, heartbeat=heartbeat, platforms=platforms)
+        return _run(config, binding, heartbeat=heartbeat, make_backend=make_backend)
     except HeteroError as error:
         _log.error("%s", error)
         return EXIT_PERMANENT
@@ -108,7 +108,7 @@ def preload() -> None:
     import hetero_worker.process.identity
     import hetero_worker.process.state_machine
     import hetero_worker.process.tuning_cache
-    import hetero_worker.runners.device_runners  # noqa: F401
+    import hetero_worker.runners.plan_runner  # noqa: F401
 
 
 def _run(
@@ -116,12 +116,15 @@ def _run(
     binding: CoreBinding,
     *,
     heartbeat: Heartbeat,
-    platforms: Platforms,
+    make_backend: MakeBackend,
 ) -> int:
     with heartbeat.working(_START_LIMIT_S):
-        platform = platforms(config)
-        platform.open()
-        new_session = _prepare(config, binding, platform, heartbeat=heartbeat)
+        from hetero_worker.backends.cpu import start_compute_threads
+
+        start_compute_threads(binding.report.num_threads)
+        backend = make_backend(config)
+        backend.open()
+        new_session = _prepare(config, binding, backend, heartbeat=heartbeat)
     rank = ReconnectingRank(
         new_session, connect_timeout_s=config.connect_timeout_s, reconnect_timeout_s=config.reconnect_timeout_s
     )
@@ -132,7 +135,7 @@ def _run(
 def _prepare(
     config: RankConfig,
     binding: CoreBinding,
-    platform: Platform,
+    backend: DeviceBackend,
     *,
     heartbeat: Heartbeat,
 ) -> Callable[[float], WorkerStateMachine]:
@@ -140,8 +143,6 @@ def _prepare(
     import torch
 
     from hetero_api.model_config import ModelConfig, model_fingerprint
-    from hetero_worker.backends.base import HeterogeneousPlatform
-    from hetero_worker.backends.cpu import start_compute_threads
     from hetero_worker.checkpoints.checkpoint import Checkpoint
     from hetero_worker.checkpoints.packed_cache import PackedCache
     from hetero_worker.distributed.coordinator import form_group
@@ -150,34 +151,33 @@ def _prepare(
     from hetero_worker.process.identity import RankIdentity, describe_device, make_hello
     from hetero_worker.process.state_machine import WorkerStateMachine
     from hetero_worker.process.tuning_cache import TuningCache, boot_identity, code_identity
-    from hetero_worker.runners.device_runners import runner_of
+    from hetero_worker.runners.plan_runner import PlanRunner
 
     pinning = binding.report
-    start_compute_threads(pinning.num_threads)
     kept = TuningCache(
         config.measurements_file,
         circumstances={
             "torch": torch.__version__,
             "code": code_identity(),
             "boot": boot_identity(),
-            "device": platform.name,
+            "device": backend.name,
             "cpus": format_cpu_list(pinning.cpus),
             "threads": str(pinning.num_threads),
         },
     )
     model_config = ModelConfig.from_directory(config.model_dir)
-    speeds = kept.speeds("device", lambda: measure_device(platform))
+    speeds = kept.speeds("device", lambda: measure_device(backend))
     packed = None if config.packed_weights_dir is None else PackedCache(config.packed_weights_dir)
     identity = RankIdentity(
-        hello=make_hello(config, describe_device(platform, pinning, speeds)),
+        hello=make_hello(config, describe_device(backend, pinning, speeds)),
         model_dir=config.model_dir,
         model_config=model_config,
-        memory_bytes=platform.memory_bytes,
+        memory_bytes=backend.memory_bytes,
         store_host=config.store_host,
-        platform=HeterogeneousPlatform(platform, config.pool),
+        backend=backend,
         open_weights=partial(Checkpoint, packed=packed),
     )
-    runner = runner_of(platform, measure=kept.measure_workspace)
+    runner = PlanRunner(backend, measure=kept.measure_workspace)
 
     def new_session(connect_timeout_s: float) -> WorkerStateMachine:
         link = GatewayLink(
@@ -192,7 +192,7 @@ def _prepare(
             give_up=_give_up,
             heartbeat=heartbeat,
             binding=binding,
-            probe=RankProbe(platform, model_config, kept, model=model_fingerprint(config.model_dir)),
+            probe=RankProbe(backend, model_config, kept, model=model_fingerprint(config.model_dir)),
             reconnects=config.reconnect_timeout_s > 0,
         )
 

@@ -23,6 +23,7 @@ from google.protobuf import json_format
 
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.host.disturbance import CoreWatch
+from hetero_worker.memory.memory_pool import MemoryPool
 from hetero_worker.models.decoder import Decoder
 from hetero_worker.runners.base import LoadRequest
 from hetero_worker.runners.profile_run import measure_workspace
@@ -89,15 +90,15 @@ class TuningCache:
         self._data.setdefault(_SPEEDS, {})[model] = json_format.MessageToDict(speeds)
         self._write()
 
-    def measure_workspace(self, decoder: Decoder, request: LoadRequest) -> int | None:
+    def measure_workspace(self, decoder: Decoder, request: LoadRequest, pool: MemoryPool) -> int | None:
         """As `profile_run.measure_workspace`, which is asked if it was not before."""
-        means = (request.attention, request.fused, request.native, request.batch_invariant)
-        asked = (request.config, request.dtype, request.shard_plan, request.rank, limits_of(request), means)
+        limits, mode = limits_of(request), request.batch_invariant
+        asked = (request.config, request.dtype, request.shard_plan, request.rank, limits, mode)
         question = hashlib.sha256(repr(asked).encode()).hexdigest()
         workspaces = self._data.setdefault(_WORKSPACES, {})
         if question in workspaces:
             return int(workspaces[question])
-        measured = measure_workspace(decoder, request)
+        measured = measure_workspace(decoder, request, pool)
         if measured is not None:
             workspaces[question] = measured
             self._write()

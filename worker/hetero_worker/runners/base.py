@@ -31,7 +31,6 @@ from typing import NamedTuple, Protocol
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import logprobs_pb2, ranks_pb2
-from hetero_worker.attention.selection import DeviceAttention
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.distributed.exchange import Exchange
 
@@ -64,14 +63,6 @@ class LoadRequest:
     """True if no graphs of steps are to be recorded."""
     open_weights: Callable[[Path], Checkpoint] = Checkpoint
     """Opens the weights of `directory`."""
-    attention: DeviceAttention | None = None
-    """Attention of a GPU rank, for comparisons; None: the rank chooses."""
-    fused: bool = True
-    """True if kernels that fuse several operations may be used."""
-    recorded: bool = True
-    """True if decode steps on host cores may be recorded; False computes them operator by operator, for comparison."""
-    native: bool = True
-    """True if native kernels may be used on host cores."""
     batch_invariant: bool = False
     """True if a sequence's numbers must not depend on the rest of its batch, to the last bit."""
     async_steps: bool = True

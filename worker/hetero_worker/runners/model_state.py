@@ -9,24 +9,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
 
 from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.attention.kv_cache import LayerCache
-from hetero_worker.backends.base import HOST
+from hetero_worker.backends.base import DeviceBackend
 from hetero_worker.errors import MemoryBudgetError, ProtocolError
 from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.memory.budget import mib
-from hetero_worker.memory.memory_pool import memory_pool_of
 from hetero_worker.memory.weight_offload import OffloadedWeights
 from hetero_worker.models.decoder import Decoder
 from hetero_worker.runners.base import LoadReport, LoadRequest
 from hetero_worker.runners.forward import ForwardPass
 from hetero_worker.runners.plan_check import PlanBounds, PlanCheck
-from hetero_worker.runners.runner_device import DeviceTokenInputs, MultiStepParts, RunnerDevice, StepInputs, StepMaker
 from hetero_worker.runners.shard import LoadedShard
 from hetero_worker.runners.slots import SlotTable
+from hetero_worker.runners.step_parts import DeviceTokenInputs, MultiStepParts, StepInputs
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +46,8 @@ class SleepingWeights:
 class ModelState:
     """Weights and cache of one rank; see the module."""
 
-    def __init__(self, device: RunnerDevice) -> None:
-        self.device = device
+    def __init__(self, backend: DeviceBackend) -> None:
+        self.backend = backend
         self.shard: LoadedShard | None = None
         self.offloaded: OffloadedWeights | None = None
         """The shard's weights, while they sleep on the host: then the shard cannot be used."""
@@ -165,10 +163,6 @@ def _touches(plan: ranks_pb2.StepPlan) -> Iterable[object]:
     yield from (plan.released_slots, plan.new_sequences, plan.decode_slots, plan.spans, plan.block_slots)
 
 
-TOUCHED_BYTES: Final = 1 << 30
-"""Bytes of a host's KV cache that are touched at start: a few tenths of a second."""
-
-
 @dataclass(frozen=True, slots=True)
 class ServingCache:
     """All that serves steps, for one number and size of blocks. `order` is what it was made for."""
@@ -192,11 +186,11 @@ class ServingCache:
 
 def make_cache(
     order: ranks_pb2.AllocateCache,
+    backend: DeviceBackend,
     *,
     decoder: Decoder,
     request: LoadRequest,
     report: LoadReport,
-    steps: StepMaker,
     layers: Sequence[LayerCache | None] | None = None,
 ) -> ServingCache:
     """Return an empty cache of the ordered size. `layers`: the KV tensors of one of the same size, to be kept.
@@ -213,12 +207,12 @@ def make_cache(
         num_blocks=num_blocks,
         block_size=block_size,
     )
-    parts = steps.make(bounds, request)
+    parts = backend.steps.make(bounds, request)
     if layers is None:
-        with memory_pool_of(decoder.device).apart():
-            layers = decoder.allocate_caches(num_blocks=num_blocks, block_size=block_size)
-        if decoder.device == HOST:
-            _touch_first(layers)
+        pool = backend.memory_pool
+        with pool.apart():
+            layers = decoder.allocate_caches(num_blocks=num_blocks, block_size=block_size, zeros=pool.zeros)
+        backend.touch_cache(rows for layer in layers if layer is not None for rows in (layer.keys, layer.values))
     return ServingCache(
         order=order,
         layers=tuple(layers),
@@ -229,13 +223,6 @@ def make_cache(
         async_inputs=parts.async_inputs,
         multi_step=parts.multi_step,
     )
-
-
-def _touch_first(layers: Sequence[LayerCache | None]) -> None:
-    """Touch the first blocks, which are given out first. A whole large cache would take seconds."""
-    filled = [layer for layer in layers if layer is not None]
-    for layer in filled:
-        layer.touch(TOUCHED_BYTES // (2 * len(filled)))
 
 
 def check_order(order: ranks_pb2.AllocateCache, report: LoadReport) -> None:

@@ -1,6 +1,6 @@
-"""PlanRunner: the common part of all devices' runners, which is nearly everything.
+"""PlanRunner: the runner of every device.
 
-A step is: the plan's changes to the slots, the batch's tensors, one forward pass, the draws. The RunnerDevice says
+A step is: the plan's changes to the slots, the batch's tensors, one forward pass, the draws. The DeviceBackend decides
 where the tensors lie, how much memory there is, and whether weights go elsewhere to sleep. Logits are float32, and
 tokens are drawn where they lie (`sampling.base`). Steps that overlap (`running_step`) and multi-steps (`multi_step`)
 give the tokens of single steps.
@@ -14,29 +14,30 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Final
 
 from hetero_api.rank_memory import StepLimits
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.backends.base import Platform
+from hetero_worker.backends.base import DeviceBackend
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.errors import ProtocolError
-from hetero_worker.layers.sampler import SampleTokens, sample_tokens, sampler_for
+from hetero_worker.layers.sampler import SampleTokens, sample_tokens
+from hetero_worker.memory.memory_pool import MemoryPool
 from hetero_worker.models.decoder import Decoder
 from hetero_worker.runners.base import LoadReport, LoadRequest, MaskSource, StepInFlight, StepOutput, no_masks
 from hetero_worker.runners.commands import GroupCommands
 from hetero_worker.runners.model_state import ModelState, ServingCache, make_cache
 from hetero_worker.runners.profile_run import measure_workspace
 from hetero_worker.runners.recorded.multi_step import MultiStep, MultiStepDecode, is_plain
-from hetero_worker.runners.runner_device import RunnerDevice
 from hetero_worker.runners.running_step import FinishedStep, RunningStep, StepContext
-from hetero_worker.runners.shard import LoadedShard, limits_of, load_shard, native_for
+from hetero_worker.runners.shard import LoadedShard, limits_of, load_shard
 from hetero_worker.runners.step_times import StepTimes
 from hetero_worker.sampling.base import HOST_SAMPLER, ShardSampler
 
 logger = logging.getLogger(__name__)
 
 
-MeasureWorkspace = Callable[[Decoder, LoadRequest], int | None]
+MeasureWorkspace = Callable[[Decoder, LoadRequest, MemoryPool], int | None]
 """`profile_run.measure_workspace`, or a cache of its answers."""
 
 
@@ -45,7 +46,7 @@ class PlanRunner:
 
     def __init__(
         self,
-        device: RunnerDevice,
+        backend: DeviceBackend,
         *,
         sample: SampleTokens = sample_tokens,
         measure: MeasureWorkspace = measure_workspace,
@@ -55,8 +56,8 @@ class PlanRunner:
         self._measure = measure
         self._workspaces: dict[StepLimits, int | None] = {}
         self._exchange: Exchange | None = None
-        self._model_state = ModelState(device)
-        self._device = device
+        self._model_state = ModelState(backend)
+        self.backend: Final = backend
         self._commands = GroupCommands(self._model_state)
         self._times = StepTimes()
         self._multi_steps = MultiStepDecode()
@@ -75,15 +76,9 @@ class PlanRunner:
         return self._model_state.graph_bytes
 
     @property
-    def platform(self) -> Platform:
-        """Platform of the rank's device."""
-        return self._device.platform
-
-    @property
     def home(self) -> int | None:
         """As Runner.home."""
-        request = self.held
-        return None if request is None else native_for(request, self.platform).home
+        return None if self.held is None else self.backend.home
 
     @property
     def has_multi_step(self) -> bool:
@@ -110,18 +105,18 @@ class PlanRunner:
 
     def load(self, request: LoadRequest) -> LoadReport:
         """As Runner.load."""
-        logger.info("rank %d: with its group, before the load: %s", request.rank, self._device.memory_pool.describe())
+        logger.info("rank %d: with its group, before the load: %s", request.rank, self.backend.memory_pool.describe())
         state = self._model_state
         shard, load_s = state.take_shard(), 0.0
         if shard is None or not shard.serves(request):
             shard = None  # the old weights go before the new ones come
-            shard = load_shard(request, self._device)
+            shard = load_shard(request, self.backend)
             load_s = shard.load_s
-            self._sampler = sampler_for(self.platform)
+            self._sampler = self.backend.sampler()
             self._workspaces.clear()
         workspace = None if request.cache_size_is_given else self._workspace_of(shard, request)
-        logger.info("rank %d: after the load: %s", request.rank, self._device.memory_pool.describe())
-        steps = self._device.steps
+        logger.info("rank %d: after the load: %s", request.rank, self.backend.memory_pool.describe())
+        steps = self.backend.steps
         report = shard.report(request, load_s=load_s, workspace=workspace, graph_sizes=steps.graph_sizes(request))
         kernels = (*report.kernels, *steps.kernels(request, self._exchange), *_sampling_report(self._sampler))
         report = replace(report, kernels=kernels)
@@ -132,7 +127,7 @@ class PlanRunner:
         """Return the memory of the largest step, measured once for a shard and its bounds."""
         limits = limits_of(request)
         if limits not in self._workspaces:
-            self._workspaces[limits] = self._measure(shard.decoder, request)
+            self._workspaces[limits] = self._measure(shard.decoder, request, shard.memory_pool)
         return self._workspaces[limits]
 
     def allocate(self, num_blocks: int, block_size: int) -> int:
@@ -140,8 +135,7 @@ class PlanRunner:
         shard, request, report = self._model_state.loaded("AllocateCache")
         self._model_state.cache = None
         order = ranks_pb2.AllocateCache(num_blocks=num_blocks, block_size=block_size)
-        steps = self._device.steps
-        cache = make_cache(order, decoder=shard.decoder, request=request, report=report, steps=steps)
+        cache = make_cache(order, self.backend, decoder=shard.decoder, request=request, report=report)
         self._model_state.cache = cache
         return cache.num_bytes
 

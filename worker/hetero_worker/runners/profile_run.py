@@ -27,7 +27,7 @@ from hetero_worker.distributed.exchange import Arrived, PendingTensor, SendsAtOn
 from hetero_worker.distributed.routes import Link
 from hetero_worker.errors import MemoryBudgetError
 from hetero_worker.memory.budget import mib
-from hetero_worker.memory.memory_pool import memory_pool_of
+from hetero_worker.memory.memory_pool import MemoryPool
 from hetero_worker.models.decoder import Decoder, DecoderInput
 from hetero_worker.runners.base import LoadRequest
 from hetero_worker.runners.shard import LoadedShard, limits_of, memory_of
@@ -38,14 +38,14 @@ _BLOCK: Final = 1
 """The scratch cache has the null block and this one, as long as the longest sequence."""
 
 
-def measure_workspace(decoder: Decoder, request: LoadRequest) -> int | None:
-    """Bytes, beside what decode rows gather; None where nobody tells.
+def measure_workspace(decoder: Decoder, request: LoadRequest, pool: MemoryPool) -> int | None:
+    """Return the bytes that the largest step takes, beside what decode rows gather; None where they are unknown.
 
     Raises MemoryBudgetError when the step does not fit at all.
     """
     limits, began_s = limits_of(request), time.perf_counter()
     try:
-        grown = _growth(decoder.shallow(), request)
+        grown = _growth(decoder.shallow(), request, pool)
     except (MemoryError, RuntimeError) as error:
         raise MemoryBudgetError(
             f"a step of {limits.max_num_batched_tokens} tokens in sequences of {limits.max_model_len} cannot be made: "
@@ -67,10 +67,10 @@ def measure_workspace(decoder: Decoder, request: LoadRequest) -> int | None:
     return with_margin(grown) + sampler
 
 
-def _growth(decoder: Decoder, request: LoadRequest) -> int | None:
-    """By how much the largest step grows what is held, at its peak; None where nobody tells."""
-    limits, pool = limits_of(request), memory_pool_of(decoder.device)
-    caches = _scratch_caches(decoder, limits.max_model_len)
+def _growth(decoder: Decoder, request: LoadRequest, pool: MemoryPool) -> int | None:
+    """Return by how much the largest step grows the memory that is held, at its peak; None if unknown."""
+    limits = limits_of(request)
+    caches = _scratch_caches(decoder, limits.max_model_len, pool)
     step = _largest_step(limits, vocab_size=request.config.vocab_size, device=decoder.device)
     pool.release_unused()
     if not pool.begin_peak():
@@ -81,9 +81,9 @@ def _growth(decoder: Decoder, request: LoadRequest) -> int | None:
     return pool.peak_growth_bytes()
 
 
-def _scratch_caches(decoder: Decoder, length: int) -> list[LayerCache | None]:
-    """In memory already, where they will be written to, so that the step's growth is not theirs."""
-    caches = decoder.allocate_caches(num_blocks=_BLOCK + 1, block_size=length)
+def _scratch_caches(decoder: Decoder, length: int, pool: MemoryPool) -> list[LayerCache | None]:
+    """Return caches whose pages are in memory already, so that the step's growth is not theirs."""
+    caches = decoder.allocate_caches(num_blocks=_BLOCK + 1, block_size=length, zeros=pool.zeros)
     for i in decoder.computed_layers:
         if (cache := caches[i]) is not None:
             cache.keys.zero_()
@@ -135,7 +135,7 @@ def checksum(shard: LoadedShard) -> int:
         logit_rows=None,
     )
     exchange = loopback_exchange(request)
-    caches = shard.decoder.allocate_caches(num_blocks=_NULL_BLOCKS + 1, block_size=count)
+    caches = shard.decoder.allocate_caches(num_blocks=_NULL_BLOCKS + 1, block_size=count, zeros=shard.memory_pool.zeros)
     with torch.inference_mode():
         exchange.add(shard.decoder.forward(step, caches=caches, exchange=exchange))
     return exchange.checksum

@@ -26,18 +26,17 @@ import torch
 from hetero_api.rank_memory import PROMPT_LOGIT_ROWS
 from hetero_api.sharding import UnitRange
 from hetero_api.v1 import logprobs_pb2, ranks_pb2
-from hetero_worker.backends.base import HOST
-from hetero_worker.backends.copies import to_device
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.errors import ProtocolError
 from hetero_worker.layers.sampler import SampleTokens, prompt_logprobs, start_draws
+from hetero_worker.memory.streams import HOST, to_device
 from hetero_worker.models.decoder import Decoder
 from hetero_worker.runners.base import LoadRequest, MaskSource, SampledToken, StepOutput
 from hetero_worker.runners.forward import ForwardStates
 from hetero_worker.runners.input_batch import InputBatch, PromptRows
 from hetero_worker.runners.model_state import ServingCache
-from hetero_worker.runners.runner_device import DeviceTokenInputs
 from hetero_worker.runners.slots import ExpectedTokens, draw_of, pending_token
+from hetero_worker.runners.step_parts import DeviceTokenInputs
 from hetero_worker.runners.step_times import StepTimes
 from hetero_worker.sampling.base import ShardSampler, StartedDraws, UnknownTokens
 from hetero_worker.sampling.request import SamplingRow

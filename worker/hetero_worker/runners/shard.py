@@ -15,20 +15,14 @@ from hetero_api.graph_memory import GraphMemory
 from hetero_api.rank_memory import KvCost, ModelMemory, StepLimits
 from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.attention.base import AttentionBackend
-from hetero_worker.attention.selection import ChosenAttention, choose_attention
-from hetero_worker.backends.base import Platform
+from hetero_worker.backends.base import DeviceBackend
 from hetero_worker.errors import CommandRefused, MemoryBudgetError
-from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
 from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.layers.moe import Expert
-from hetero_worker.layers.selection import fused_ops_of, invariant_kernel, invariant_ops, usual_kernel
 from hetero_worker.memory.budget import MemoryBudget, mib
 from hetero_worker.memory.memory_pool import MemoryPool
 from hetero_worker.models.decoder import Decoder
-from hetero_worker.native.op_library import OpLibrary
 from hetero_worker.runners.base import LoadReport, LoadRequest
-from hetero_worker.runners.runner_device import RunnerDevice
 
 logger = logging.getLogger(__name__)
 
@@ -82,83 +76,42 @@ class LoadedShard:
         )
 
 
-def load_shard(request: LoadRequest, device: RunnerDevice, *, kernel: LinearKernel | None = None) -> LoadedShard:
-    """Load the rank's shard. `kernel` None: the one of the platform.
+def load_shard(request: LoadRequest, backend: DeviceBackend, *, kernel: LinearKernel | None = None) -> LoadedShard:
+    """Load the rank's shard. `kernel` None: the backend's.
 
     Raises ModelError, PlanError, MemoryBudgetError; the last before anything is read.
     """
     begin = time.perf_counter()
-    platform, pool = device.platform, device.memory_pool
-    _check_dtype(request, platform)
+    pool = backend.memory_pool
+    _check_dtype(request, backend)
     _check_plan(request)
-    attention = _attention_of(request, platform)
-    ops = _ops_of(request, platform)
-    decoder = _empty_decoder(request, platform, attention.backend, ops)
-    kernel = kernel or _kernel_of(request, platform)
+    decoder = empty_decoder(request, backend)
+    kernel = kernel or backend.linear(DTYPES[request.dtype], batch_invariant=request.batch_invariant)
     weight_bytes = decoder.weight_bytes(kernel)
-    gather_bytes = attention.backend.gather_bytes if kv_cost(request).cache_bytes else 0
-    graphs = graph_memory(request, device.steps.graph_sizes(request))
+    gather_bytes = decoder.attention.gather_bytes if kv_cost(request).cache_bytes else 0
+    graphs = graph_memory(request, backend.steps.graph_sizes(request))
     _kv_budget_bytes(request, budget_of(request, weight_bytes, gather_bytes, pool, graph_bytes=graphs.total))
     with pool.apart(), request.open_weights(request.directory) as checkpoint:
         decoder.load(checkpoint, kernel)
     pool.release_unused()  # what weights went through on their way
     load_s = time.perf_counter() - begin
     logger.info("rank %d: loaded %s of weights in %.1f s", request.rank, mib(weight_bytes), load_s)
-    kernels = (f"linear={kernel.name}", f"attention={attention}", f"fused={ops.name}")
+    kernels = (f"linear={kernel.name}", f"attention={decoder.attention.name}", f"fused={decoder.ops.name}")
     return LoadedShard(request, decoder, kernel, weight_bytes, kernels, load_s, gather_bytes, pool)
 
 
-def empty_decoder(request: LoadRequest, platform: Platform) -> Decoder:
+def empty_decoder(request: LoadRequest, backend: DeviceBackend) -> Decoder:
     """Return the rank's part of the model without weights: it can say what a cache looks like."""
-    attention = _attention_of(request, platform)
-    return _empty_decoder(request, platform, attention.backend)
-
-
-def native_for(request: LoadRequest, platform: Platform) -> OpLibrary:
-    """Return the native kernels that a rank may use under this order."""
-    if platform.is_host and not request.native:
-        return OpLibrary(None, "native kernels are turned off")
-    return platform.native
-
-
-def _attention_of(request: LoadRequest, platform: Platform) -> ChosenAttention:
-    native = native_for(request, platform)
-    return choose_attention(
-        platform,
-        request.config,
-        wanted=request.attention,
-        batch_invariant=request.batch_invariant,
-        op_queue=native.op_queue,
-        no_op_queue=native.reason,
-    )
-
-
-def _ops_of(request: LoadRequest, platform: Platform) -> FusedOps:
-    native = native_for(request, platform)
-    if request.batch_invariant:
-        return invariant_ops(platform.device, op_queue=native.op_queue)
-    if not request.fused:
-        return PLAIN_OPS
-    return fused_ops_of(platform.device, op_queue=native.op_queue, no_op_queue=native.reason)
-
-
-def _kernel_of(request: LoadRequest, platform: Platform) -> LinearKernel:
-    usual = usual_kernel(DTYPES[request.dtype], native_for(request, platform).op_queue)
-    return invariant_kernel(usual, device=platform.device) if request.batch_invariant else usual
-
-
-def _empty_decoder(
-    request: LoadRequest, platform: Platform, attention: AttentionBackend, ops: FusedOps = PLAIN_OPS
-) -> Decoder:
     return Decoder(
         request.config,
         request.shard_plan,
         rank=request.rank,
         dtype=DTYPES[request.dtype],
         max_length=request.max_model_len,
-        attention=attention,
-        device=platform.device,
-        ops=ops,
+        attention=backend.attention(request.config, batch_invariant=request.batch_invariant),
+        device=backend.device,
+        lends_at_once=backend.computes_beside_copies,
+        ops=backend.fused_ops(batch_invariant=request.batch_invariant),
     )
 
 
@@ -204,11 +157,11 @@ def _kv_budget_bytes(request: LoadRequest, budget: MemoryBudget) -> int:
     return budget.kv_budget_bytes(kv_cost(request))
 
 
-def _check_dtype(request: LoadRequest, platform: Platform) -> None:
-    supported = [name for name in DTYPES if name in platform.dtypes]
+def _check_dtype(request: LoadRequest, backend: DeviceBackend) -> None:
+    supported = [name for name in DTYPES if name in backend.dtypes]
     if request.dtype not in supported:
         raise ModelError(
-            f"dtype {request.dtype!r} is not supported on {platform.name}; supported there: {', '.join(supported)}"
+            f"dtype {request.dtype!r} is not supported on {backend.name}; supported there: {', '.join(supported)}"
         )
 
 
@@ -230,10 +183,7 @@ def _identity(request: LoadRequest) -> tuple[object, ...]:
         request.dtype,
         request.shard_plan,
         request.rank,
-        request.attention,
-        request.fused,
         request.batch_invariant,
-        request.native,
     )
 
 

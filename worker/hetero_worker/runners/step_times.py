@@ -21,10 +21,7 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-import torch
 from torch.profiler import ProfilerActivity, profile
-
-from hetero_worker.backends.base import HOST
 
 IDLE_S: Final = 0.25
 _KEPT: Final = 4096
@@ -167,15 +164,18 @@ class StepRecorder:
     """
 
     def __init__(
-        self, *, max_steps: int = MAX_STEPS, max_trace_bytes: int = MAX_TRACE_BYTES, device: torch.device = HOST
+        self,
+        activities: Sequence[ProfilerActivity] = (ProfilerActivity.CPU,),
+        *,
+        max_steps: int = MAX_STEPS,
+        max_trace_bytes: int = MAX_TRACE_BYTES,
     ) -> None:
-        """Start the profile. On a GPU rank it includes the device's kernels."""
+        """Start the profile of these activities."""
         self._max_steps = max_steps
         self._max_trace_bytes = max_trace_bytes
         self._num_steps = 0
         self._is_running = True
-        on_device = [ProfilerActivity.CUDA] if device.type == "cuda" else []
-        self._profile = profile(activities=[ProfilerActivity.CPU, *on_device])
+        self._profile = profile(activities=activities)
         self._profile.start()
 
     def count_step(self) -> None:

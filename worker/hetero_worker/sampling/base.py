@@ -13,7 +13,7 @@ from typing import Final, Protocol
 
 import torch
 
-from hetero_worker.backends.base import HOST
+from hetero_worker.memory.streams import HOST
 from hetero_worker.sampling.request import SamplingRow
 from hetero_worker.sampling.shard import ShardDraws, draws_of_shard, take_rows
 
@@ -130,8 +130,7 @@ class _HostDraws:
         self._begin = begin
 
     def read(self) -> ShardDraws:
-        logits = self._logits
-        return draws_of_shard(logits if logits.is_cpu else logits.to(HOST), self._rows, self._begin)
+        return draws_of_shard(self._logits.to(HOST), self._rows, self._begin)
 
 
 HOST_SAMPLER: Final = HostSampler()

@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from hetero_worker.backends.copies import to_device
+from hetero_worker.memory.streams import to_device
 from hetero_worker.sampling.base import PendingCopy, StartedDraws, UnknownTokens
 from hetero_worker.sampling.device_edits import edit_logits
 from hetero_worker.sampling.device_kernels import MAX_SELECTED, Best, SamplingKernels, filter_logits, first_columns

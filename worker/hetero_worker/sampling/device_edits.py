@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hetero_worker.backends.copies import to_device
+from hetero_worker.memory.streams import to_device
 from hetero_worker.sampling.base import UnknownTokens
 from hetero_worker.sampling.edits import FloatArray, LogitEdits, Penalties, mask_bytes, within
 from hetero_worker.sampling.noise import IdArray

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple, Protocol
 
 import torch
 
-from hetero_worker.backends.copies import to_device
+from hetero_worker.memory.streams import to_device
 from hetero_worker.sampling.noise import noise_at, noise_of_range
 from hetero_worker.sampling.request import SamplingRow
 

@@ -1,1 +1,1 @@
-"""CUDA device of a rank: the device, its streams and pinned memory. Only ranks that compute on a GPU import it."""
+"""CUDA device of a rank: its backend, and the driver's calls. Only ranks that compute on a GPU import it."""

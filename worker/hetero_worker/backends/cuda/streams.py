@@ -1,79 +1,12 @@
-"""The streams on which a rank's copies between its device and the host go, beside the one that it computes on.
-
-One stream a direction: copies off the device, copies onto it and the computing overlap. What must come before what is
-said by *moments* (events), never by waiting for a stream, let alone for the device; and host memory is pinned, for a
-copy from or to any other holds the calling thread up until it is done. Whoever starts a copy keeps its tensors until
-then.
-
-A DeviceStreams is made for one device; one thread calls. Tests have one that plays the device's part.
-"""
+"""Streams and pinned memory of one CUDA device."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from enum import Enum
-from typing import Final, Protocol
+from contextlib import suppress
 
 import torch
 
-Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Sources and targets, of one type and shape each, contiguous."""
-
-
-class Way(Enum):
-    """Directions, each of which has a stream."""
-
-    OUT = "off the device"
-    IN = "onto the device"
-
-
-class Moment(Protocol):
-    """When something that was asked of the device is done."""
-
-    @property
-    def is_done(self) -> bool:
-        """True if it is over; never waits."""
-        ...
-
-    def wait(self) -> None:
-        """Block the calling thread until then."""
-        ...
-
-
-class Past:
-    """A moment that is over: of a device that is the host."""
-
-    is_done = True
-
-    def wait(self) -> None:
-        """Nothing is under way."""
-
-
-PAST: Final = Past()
-
-
-class DeviceStreams(Protocol):
-    """See the module."""
-
-    def now(self) -> Moment:
-        """When all is done that the calling thread has asked of the device, copies of this object apart."""
-        ...
-
-    def pinned(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """Contiguous pinned host memory of no content."""
-        ...
-
-    def copy(self, way: Way, copies: Copies, *, after: Moment) -> Moment:
-        """Have these made, not before `after`, and behind what was asked for this way before. When they are done."""
-        ...
-
-    def compute_after(self, moment: Moment) -> None:
-        """Have the device do what the calling thread asks of it from here on only after the moment."""
-        ...
-
-    def settle(self) -> None:
-        """Wait until no copy is under way."""
-        ...
+from hetero_worker.memory.streams import Copies, Moment, Way
 
 
 class _CudaMoment:
@@ -89,7 +22,10 @@ class _CudaMoment:
 
 
 class CudaStreams:
-    """Implements DeviceStreams for a CUDA device; what a thread asks of it is what is on torch's current stream."""
+    """Implements DeviceStreams; work that a thread gives to the device is on torch's current stream.
+
+    Memory is pinned by cudaHostRegister: a limit on locked memory (ulimit -l) does not bind the driver.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -121,6 +57,27 @@ class CudaStreams:
         """Wait for the copies of both ways."""
         for stream in self._streams.values():
             stream.synchronize()
+
+    def pin(self, address: int, num_bytes: int) -> str:
+        """Register the memory with the driver; return the reason if it refuses, else ""."""
+        with torch.cuda.device(self._device):
+            code = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))  # type: ignore[no-untyped-call]
+            return "" if code == 0 else self._reason(code)
+
+    def unpin(self, address: int) -> None:
+        """Undo `pin`. Raises RuntimeError for memory that is not pinned."""
+        with torch.cuda.device(self._device):
+            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))  # type: ignore[no-untyped-call]
+
+    def _reason(self, code: int) -> str:
+        """Return the error's text, and clear it: the runtime keeps it until the next launch of a kernel asks."""
+        with suppress(RuntimeError):
+            torch.zeros(1, device=self._device).add_(1)
+        try:
+            torch.cuda.check_error(code)
+        except RuntimeError as error:
+            return str(error).partition("\n")[0]
+        return f"CUDA error {code}"
 
 
 def _event(moment: Moment) -> torch.cuda.Event:

@@ -1,1 +1,1 @@
-"""CUDA graphs of steps that only decode: captured in pieces where the step meets other ranks on the host."""
+"""Graphs of steps that only decode: captured in pieces where the step meets other ranks on the host."""

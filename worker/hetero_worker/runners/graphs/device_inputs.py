@@ -18,8 +18,7 @@ from dataclasses import replace
 import torch
 
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.backends.base import Platform
-from hetero_worker.backends.copies import PendingCopies
+from hetero_worker.memory.streams import PAST, DeviceStreams, Moment
 from hetero_worker.models.decoder import DecoderInput
 from hetero_worker.runners.graphs.padding import Padding
 from hetero_worker.runners.input_batch import InputBatch, InputBuffers
@@ -30,22 +29,25 @@ from hetero_worker.runners.slots import SlotTable, draw_of
 class DeviceInputs:
     """DeviceTokenInputs for one device."""
 
-    def __init__(self, bounds: PlanBounds, platform: Platform, padding: Padding) -> None:
+    def __init__(
+        self, bounds: PlanBounds, padding: Padding, *, device: torch.device, streams: DeviceStreams, pins_memory: bool
+    ) -> None:
         tokens, rows = bounds.max_num_batched_tokens, bounds.max_logit_rows
         self._padding = padding
-        self._host = InputBuffers(bounds, pins_memory=platform.pins_memory)
-        self._copies = PendingCopies(platform.device)
-        self._token_ids = torch.zeros(tokens, dtype=torch.int64, device=platform.device)
+        self._host = InputBuffers(bounds, pins_memory=pins_memory)
+        self._streams = streams
+        self._copies_end: Moment = PAST
+        self._token_ids = torch.zeros(tokens, dtype=torch.int64, device=device)
         self._positions = torch.zeros_like(self._token_ids)
         self._slot_mapping = torch.zeros_like(self._token_ids)
-        self._logit_rows = torch.zeros(rows, dtype=torch.int64, device=platform.device)
+        self._logit_rows = torch.zeros(rows, dtype=torch.int64, device=device)
 
     def fill(self, plan: ranks_pb2.StepPlan, slots: SlotTable) -> InputBatch:
         """As StepInputs.fill; `decoder_input` of a step that only decodes has as many rows as its padded size."""
-        self._copies.wait()  # the host's buffers are about to be overwritten
+        self._copies_end.wait()  # the host's buffers are about to be overwritten
         batch = self._host.fill(plan, slots)
         decoder_input = self._copied(batch.decoder_input if plan.spans else self._padded(len(plan.decode_slots)))
-        self._copies.began()
+        self._copies_end = self._streams.now()
         return replace(batch, decoder_input=decoder_input)
 
     def put_tokens(self, num_decode: int, token_ids: torch.Tensor) -> None:

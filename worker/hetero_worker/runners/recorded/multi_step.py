@@ -25,9 +25,9 @@ from hetero_worker.distributed.exchange import all_can
 from hetero_worker.layers.sampler import sample_tokens
 from hetero_worker.runners.base import SampledToken, StepOutput
 from hetero_worker.runners.recorded.sampling import MAX_STEPS
-from hetero_worker.runners.runner_device import MultiStepParts
 from hetero_worker.runners.running_step import StepContext
 from hetero_worker.runners.slots import SlotCounts, SlotTable
+from hetero_worker.runners.step_parts import MultiStepParts
 from hetero_worker.sampling.decision import check_finite
 
 

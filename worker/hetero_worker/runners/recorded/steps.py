@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hetero_worker.backends.base import Platform
 from hetero_worker.distributed.exchange import Exchange
-from hetero_worker.native.op_library import OpLibrary
-from hetero_worker.native.op_queue import whole_lines
+from hetero_worker.native.op_queue import OpQueue, whole_lines
 from hetero_worker.runners.base import LoadRequest
 from hetero_worker.runners.forward import EagerForward
 from hetero_worker.runners.input_batch import InputBuffers
@@ -15,28 +13,20 @@ from hetero_worker.runners.plan_check import PlanBounds
 from hetero_worker.runners.recorded.exchange import shared_memory_of
 from hetero_worker.runners.recorded.forward import NativeForward
 from hetero_worker.runners.recorded.sampling import NativeSampling
-from hetero_worker.runners.runner_device import MultiStepParts, StepParts
-from hetero_worker.runners.shard import native_for
-
-
-def recorder_for(request: LoadRequest, platform: Platform) -> OpLibrary:
-    """Return what records steps, or the reason why nothing does."""
-    if not request.recorded:
-        return OpLibrary(None, "recording is turned off")
-    if not request.fused:
-        return OpLibrary(None, "fused steps are turned off")
-    return native_for(request, platform)
+from hetero_worker.runners.step_parts import MultiStepParts, StepParts
 
 
 class NativeSteps:
     """StepMaker of a host rank: it records steps where the kernels are native."""
 
-    def __init__(self, platform: Platform) -> None:
-        self._platform = platform
+    def __init__(self, op_queue: OpQueue | None, reason: str = "") -> None:
+        """`reason`: why there is no queue that records."""
+        self._op_queue = op_queue
+        self._reason = reason
 
     def make(self, bounds: PlanBounds, request: LoadRequest) -> StepParts:
         """See `StepMaker.make`."""
-        op_queue, inputs = recorder_for(request, self._platform).op_queue, InputBuffers(bounds)
+        op_queue, inputs = self._op_queue, InputBuffers(bounds)
         if op_queue is None:
             return StepParts(inputs, EagerForward())
         draws = NativeSampling(op_queue, most_rows=bounds.max_num_seqs, block_size=bounds.block_size)
@@ -46,7 +36,7 @@ class NativeSteps:
     def kernels(self, request: LoadRequest, exchange: Exchange | None) -> tuple[str, ...]:
         """See `StepMaker.kernels`."""
         has_experts = any(layer.experts.size for layer in request.shard_plan.ranks[request.rank].layers)
-        problem = recorder_for(request, self._platform).reason or (has_experts and "torch routes tokens to experts")
+        problem = self._reason or (has_experts and "torch routes tokens to experts")
         if problem:
             return (f"steps=operator by operator ({problem})",)
         in_pieces = exchange is not None and exchange.world_size > 1 and shared_memory_of(exchange) is None

@@ -1,4 +1,4 @@
-"""RunnerDevice: everything that differs between the runners of different devices. A step is the same on all of them."""
+"""Parts of a step that a device makes in its own way: inputs and forward passes, and their maker."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import Protocol
 import torch
 
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.backends.base import Platform
 from hetero_worker.distributed.exchange import Exchange
-from hetero_worker.memory.memory_pool import MemoryPool
 from hetero_worker.runners.base import LoadRequest
 from hetero_worker.runners.forward import ForwardPass, MultiStepForward
 from hetero_worker.runners.input_batch import InputBatch, InputBuffers
@@ -76,14 +74,3 @@ class StepMaker(Protocol):
     def graph_sizes(self, request: LoadRequest) -> tuple[int, ...]:
         """Return LoadReport.graph_sizes."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class RunnerDevice:
-    """A rank's device, its memory, and how steps are made there."""
-
-    platform: Platform
-    memory_pool: MemoryPool
-    steps: StepMaker
-    offloads_weights: bool
-    """True if weights that sleep go to the host's memory; else they are there already and stay."""
