@@ -2,8 +2,8 @@
 
     PYTHONPATH=.:worker:protos python -m bench.gpu [--quick] [--limit-s 330]
 
-Needs torch, numpy, protobuf, psutil and safetensors; no pydantic, no gRPC server, no model files. Weights have a
-model's shape and random values, made where they are used. What is measured is the worker's own runner, in processes of
+Needs torch, numpy, protobuf, psutil, safetensors and, for the placement solver, pydantic; no gRPC server, no model
+files. Ranks need no pydantic. Weights have a model's shape and random values, made where they are used. What is measured is the worker's own runner, in processes of
 its own, driven by the gateway's own scheduler over pipes: a replica without its network.
 
     program   what is measured, in what order, within what time      report     the table and the JSON file

@@ -14,6 +14,8 @@ export PYTHONUNBUFFERED=1
 began=$(date +%s)
 left() { echo $((LIMIT_S - $(date +%s) + began)); }
 
+# Nothing can be fetched where there is no network: what is missing has to travel along.
+"$PYTHON" -c 'import google.protobuf, numpy, psutil, pydantic, pytest, safetensors, torch, transformers' || exit 2
 "$PYTHON" -m hetero_worker.native.build || echo "going on without the library: exchanges will be slower"
 
 # Half of the time at most: what the tests find wrong is told, and the bench measures all the same.
