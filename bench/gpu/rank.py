@@ -189,20 +189,15 @@ class _Rank:
         return measure_device(self._backend).SerializeToString()
 
     def _measure_parts(self, order: MeasureParts) -> bytes:
-        from hetero_api.v1 import ranks_pb2
         from hetero_worker.probe.speeds import fixed_needs, measure_parts
-        from hetero_worker.process.messages import formed_message
 
         group = self._formed
-        times = group.measure()
-        group.meet()
-        costs = ranks_pb2.DeviceSpeeds(
-            memory_bandwidth=self._backend.bandwidth(),
-            lone_memory_bandwidth=group.in_turn(self._backend.bandwidth),
-        )
-        costs.MergeFrom(measure_parts(self._backend, order.config, dtype=order.dtype, peers=group))
-        needs = fixed_needs(self._backend, order.config)
-        return formed_message(group.kind, group.exchange_reason, times, costs, needs).SerializeToString()
+        formed = group.formed(measure=True)
+        together, alone = group.shared_bandwidth(self._backend.bandwidth)
+        formed.costs.memory_bandwidth, formed.costs.lone_memory_bandwidth = together, alone
+        formed.costs.MergeFrom(measure_parts(self._backend, order.config, dtype=order.dtype, peers=group))
+        formed.MergeFrom(fixed_needs(self._backend, order.config, dtype=order.dtype))
+        return formed.SerializeToString()
 
     def _load(self, order: Load) -> Loaded:
         from hetero_worker.errors import MemoryBudgetError

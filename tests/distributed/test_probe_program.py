@@ -13,7 +13,7 @@ from google.protobuf import json_format
 
 from hetero_api.contract import EXIT_PERMANENT, EXIT_USAGE
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.distributed.measuring import SIZES
+from hetero_worker.distributed.coordinator import SIZES
 from tests.support.tiny_checkpoints import save_tiny
 
 pytestmark = pytest.mark.distributed

@@ -220,7 +220,7 @@ def kind_and_reason(
     tensor = torch.full((4,), float(ranks.rank + 1))
     group.exchange.all_reduce(tensor, (0, 1))
     group.close()
-    return group.kind, group.coordinator.exchange_reason, tensor.tolist()
+    return group.kind, group.coordinator.formed(measure=False).exchange_reason, tensor.tolist()
 
 
 def no_room(ranks: RankContext) -> tuple[str, list[str]]:

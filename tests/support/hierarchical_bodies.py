@@ -274,13 +274,14 @@ def epochs_of_other_sizes(ranks: RankContext) -> list[float]:
 def measured(ranks: RankContext, num_gpu_ranks: int, kind: int) -> tuple[list[int], list[int], bool]:
     """Sizes of which host and device times were measured, and whether all are above 0; the group is of use then."""
     group = coordinate(ranks, num_gpu_ranks, kind)
-    times = group.measure()
+    formed = group.formed(measure=True)
     connected = group.connect_routes(Routes())
     connected.broadcast(torch.ones(1), 0)
     ranks.meet()
     group.close()
-    seconds = [s for _, s in (*times.host, *times.device)]
-    return [size for size, _ in times.host], [size for size, _ in times.device], all(s > 0 for s in seconds)
+    host, device = formed.host_times, formed.device_times
+    are_positive = all(time.seconds > 0 for time in (*host, *device))
+    return [time.bytes for time in host], [time.bytes for time in device], are_positive
 
 
 def plans_one_after_another(ranks: RankContext, num_gpu_ranks: int, kind: int, plans: list[Shares]) -> list[float]:

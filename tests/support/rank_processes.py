@@ -35,7 +35,7 @@ class FormedGroup:
 
     @property
     def kind(self) -> ranks_pb2.ExchangeKind.ValueType:
-        return self.coordinator.kind
+        return self.coordinator.formed(measure=False).exchange
 
     @property
     def exchange(self) -> HostExchange:

@@ -10,7 +10,7 @@ from hetero_worker.backends.torch_reference import TorchReference
 from hetero_worker.distributed.rendezvous import StoreListener, parse_address
 from hetero_worker.errors import ExchangeError
 from hetero_worker.host.pinning import PinningReport
-from hetero_worker.process.identity import describe_device, host_id
+from hetero_worker.process.messages import describe_device, host_id
 
 pytestmark = pytest.mark.unit
 

@@ -16,7 +16,7 @@ from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.backends.cpu import cpu_backend
 from hetero_worker.backends.torch_reference import TorchReference
-from hetero_worker.distributed.measuring import NoPeers, Round
+from hetero_worker.distributed.coordinator import Round
 from hetero_worker.layers.linear_kernels import PlainKernel
 from hetero_worker.probe.costs import Series, step_shapes
 from hetero_worker.probe.layers import TimedWork
@@ -24,6 +24,7 @@ from hetero_worker.probe.sizes import LayerSize, probe_size, whole_layer
 from hetero_worker.probe.speeds import RankProbe, measure_speeds
 from hetero_worker.probe.timing import Laps, Point, Work, line
 from hetero_worker.process.tuning_cache import TuningCache
+from tests.support.lone_group import LoneGroup
 from tests.support.tiny_checkpoints import save_tiny
 
 pytestmark = pytest.mark.unit
@@ -165,7 +166,8 @@ VARIANTS = ("llama", "qwen3", "gemma2", "gemma3", "mixtral", "qwen3-moe-some-den
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_part_of_a_model_is_measured_at_every_step(variant: str, tmp_path: Path) -> None:
     config = config_of(variant, tmp_path)
-    speeds = measure_speeds(cpu_backend(memory_bytes=1 << 28, read_bytes=1 << 20), config, kernel=PlainKernel())
+    backend = cpu_backend(memory_bytes=1 << 28, read_bytes=1 << 20)
+    speeds = measure_speeds(backend, config, peers=LoneGroup(), kernel=PlainKernel())
     assert (speeds.costs_dtype, speeds.memory_bandwidth > 0) == ("float32", True)
     assert {rate.dtype for rate in speeds.matmul} == {"float32", "bfloat16"}
     seen = {(cost.part, cost.rows, cost.context) for cost in speeds.costs}
@@ -187,10 +189,10 @@ def test_another_type_is_measured_when_it_is_asked_for(tmp_path: Path) -> None:
     platform = cpu_backend(memory_bytes=1 << 28, read_bytes=1 << 20)
     assert platform.default_dtype == "float32"
     config = config_of("llama", tmp_path)
-    assert measure_speeds(platform, config, dtype="bfloat16").costs_dtype == "bfloat16"
+    assert measure_speeds(platform, config, peers=LoneGroup(), dtype="bfloat16").costs_dtype == "bfloat16"
 
 
-class PlayedPeers(NoPeers):
+class PlayedPeers(LoneGroup):
     """Peers that come to every meeting, all of whose rounds take the same."""
 
     num_ranks = 2
@@ -198,6 +200,7 @@ class PlayedPeers(NoPeers):
     """How much faster a rank is alone: far more than a busy machine can make of it by chance."""
 
     def __init__(self, *, others_can: bool = True, round_s: float = 0.0) -> None:
+        super().__init__()
         self.others_can = others_can
         self.round_s = round_s
         self.meetings = 0
@@ -229,7 +232,7 @@ def test_meetings_and_being_alone_are_measured(tmp_path: Path) -> None:
     speeds = measure_speeds(SMALL, config_of("llama", tmp_path), peers=peers, kernel=PlainKernel())
     assert 4e-3 < speeds.meeting_s < 0.5
     assert peers.gain / 10 < speeds.lone_gain < peers.gain * 10
-    alone = measure_speeds(SMALL, config_of("llama", tmp_path), kernel=PlainKernel())
+    alone = measure_speeds(SMALL, config_of("llama", tmp_path), peers=LoneGroup(), kernel=PlainKernel())
     assert (alone.meeting_s, alone.lone_gain) == (0.0, 1.0)
 
 
@@ -247,7 +250,7 @@ def test_all_ranks_meet_as_often_whatever_they_measure(tmp_path: Path) -> None:
 def test_what_is_kept_counts_only_where_all_ranks_have_it(tmp_path: Path) -> None:
     kept = TuningCache(tmp_path / "measured", circumstances={})
     config = config_of("llama", tmp_path / "model")
-    probe = RankProbe(SMALL, config, kept, model="m")
+    probe = RankProbe(SMALL, kept, model="m")
     first = probe.costs("float32", config, PlayedPeers())
     assert probe.costs("float32", config, PlayedPeers()) == first
     anew = probe.costs("float32", config, PlayedPeers(others_can=False))

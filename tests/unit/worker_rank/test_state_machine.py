@@ -21,18 +21,17 @@ from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import LayerShard, RankShard, ShardPlan, UnitRange
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.backends.torch_reference import TorchReference
-from hetero_worker.distributed.coordinator import form_group
+from hetero_worker.distributed.coordinator import GroupCoordinator, form_group
 from hetero_worker.distributed.exchange import Exchange, LocalExchange
-from hetero_worker.distributed.measuring import ExchangeTimes, NoPeers, Peers
 from hetero_worker.distributed.rendezvous import GroupRequest, StoreListener
 from hetero_worker.errors import ExchangeAborted, ExchangeError, MemoryBudgetError, PinningError
 from hetero_worker.host.binding import Binding
-from hetero_worker.memory.budget import FixedNeeds
 from hetero_worker.probe.speeds import RankProbe
 from hetero_worker.process.gateway_link import GatewayLink
-from hetero_worker.process.identity import RankIdentity
+from hetero_worker.process.messages import RankIdentity
 from hetero_worker.process.state_machine import FormGroupFunction, WorkerStateMachine
 from tests.support.fake_runner import GRAPH_BYTES, GRAPH_RESERVE_BYTES, FakeRunner
+from tests.support.lone_group import LoneGroup
 from tests.support.played_binding import PlayedBinding, pinned_report
 from tests.support.scripted_gateway import TOKEN, ScriptedGateway
 
@@ -77,19 +76,17 @@ class BlockingExchange(LocalExchange):
 class PlayedProbe:
     """Measures nothing, and says what it was asked for."""
 
-    def costs(self, dtype: str, config: ModelConfig, peers: Peers) -> ranks_pb2.DeviceSpeeds:
+    def costs(self, dtype: str, config: ModelConfig, peers: GroupCoordinator) -> ranks_pb2.DeviceSpeeds:
         assert peers.all_can(True)
         return ranks_pb2.DeviceSpeeds(costs_dtype=dtype)
-
-    def weight_bits(self, dtype: str, config: ModelConfig) -> frozenset[int]:
-        weights = config.weights.layers
-        return frozenset() if weights is None else frozenset({weights.bits})
 
     def bandwidth(self) -> float:
         return 2e10
 
-    def fixed_needs(self) -> FixedNeeds:
-        return FixedNeeds(runtime_bytes=300, gather_bytes=20)
+    def fixed_needs(self, dtype: str, config: ModelConfig) -> ranks_pb2.Formed:
+        weights = config.weights.layers
+        bits = [weights.bits] if dtype and weights is not None else []
+        return ranks_pb2.Formed(runtime_bytes=300, gather_bytes=20, weight_bits=bits)
 
     def compute(self) -> None:
         """It has no threads."""
@@ -155,21 +152,24 @@ def joined(
         yield gateway, Rank(folder, gateway.target, token=token, form=form, **more)
 
 
-class PlayedGroup(NoPeers):
+class PlayedGroup(LoneGroup):
     """Groups that stand already, over one exchange."""
 
-    kind = ranks_pb2.EXCHANGE_KIND_GLOO
-    exchange_reason = "no compiler"
-
     def __init__(self, exchange: LocalExchange) -> None:
+        super().__init__()
         self.connected: list[bool] = []
         """Whether connections were to be batch-invariant."""
         self._exchange = exchange
-        self.abort = exchange.abort
-        self.close = exchange.close
+        self.abort = exchange.abort  # type: ignore[method-assign]
+        self.close = exchange.close  # type: ignore[method-assign]
 
-    def measure(self) -> ExchangeTimes:
-        return ExchangeTimes(host=((4096, 1e-5), (65536, 4e-5)), device=((4096, 2e-5),))
+    def formed(self, *, measure: bool) -> ranks_pb2.Formed:
+        formed = ranks_pb2.Formed(exchange=ranks_pb2.EXCHANGE_KIND_GLOO, exchange_reason="no compiler")
+        if measure:
+            for size, seconds in ((4096, 1e-5), (65536, 4e-5)):
+                formed.host_times.add(bytes=size, seconds=seconds)
+            formed.device_times.add(bytes=4096, seconds=2e-5)
+        return formed
 
     def connect(self, plan: ShardPlan, *, batch_invariant: bool = False) -> Exchange:
         self.connected.append(batch_invariant)
@@ -815,9 +815,9 @@ def test_threads_of_the_group_are_started_off_the_cores_that_compute(tmp_path: P
     binding, seen = PlayedBinding(), []
 
     class Watched(PlayedGroup):
-        def measure(self) -> ExchangeTimes:
+        def formed(self, *, measure: bool) -> ranks_pb2.Formed:
             seen.append(("measure", binding.elsewhere))
-            return super().measure()
+            return super().formed(measure=measure)
 
         def connect(self, plan: ShardPlan, *, batch_invariant: bool = False) -> Exchange:
             seen.append(("connect", binding.elsewhere))

@@ -13,8 +13,10 @@ leaves the process able to form the next epoch. A group of one rank has no proce
 from __future__ import annotations
 
 import logging
+import statistics
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
@@ -28,7 +30,6 @@ from hetero_worker.distributed.device_group import in_rank_order
 from hetero_worker.distributed.exchange import Exchange, HostExchange, LocalExchange
 from hetero_worker.distributed.groups import DeviceGroups, HostGroups
 from hetero_worker.distributed.hierarchical import HierarchicalExchange
-from hetero_worker.distributed.measuring import ExchangeTimes, Round, Times, measure_all_reduce
 from hetero_worker.distributed.rendezvous import Agreement, GroupRequest, StoreListener, meet_over_gloo
 from hetero_worker.distributed.routes import NO_ROUTES, Routes, device_routes_of, host_part, routes_of
 from hetero_worker.distributed.staging import direct_links
@@ -37,8 +38,14 @@ from hetero_worker.errors import ExchangeError
 _log = logging.getLogger(__name__)
 
 _TEARDOWN_S: Final = 3.0
+SIZES: Final = {4 * 1024: 17, 64 * 1024: 9, 1024 * 1024: 5}
+"""Repetitions of a measured all-reduce, by its bytes."""
+_WARM_UPS: Final = 2
 TURNS: Final = 8
 """Number of turns; ranks so far apart in rank order share a turn, since they are mostly on different hosts."""
+
+Round = Callable[[torch.Tensor], None]
+"""Sums a host tensor over the ranks that meet on the host; all of them call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +60,7 @@ class _Formed:
 
 
 class GroupCoordinator:
-    """Groups of one epoch on one rank. One thread calls; any thread may abort. It implements Peers."""
+    """Groups of one epoch on one rank. One thread calls; any thread may abort."""
 
     def __init__(self, request: GroupRequest, formed: _Formed | None) -> None:
         """`formed` is None in a group of one rank."""
@@ -71,31 +78,34 @@ class GroupCoordinator:
         """Number of ranks in the group."""
         return self._request.world_size
 
-    @property
-    def kind(self) -> ranks_pb2.ExchangeKind.ValueType:
-        """Kind of the host exchange that stands."""
-        return self._request.kind_asked if self._formed is None else self._formed.host.kind
+    def formed(self, *, measure: bool) -> ranks_pb2.Formed:
+        """Return the host exchange that stands and, if `measure`, what an all-reduce takes there and among GPU ranks.
 
-    @property
-    def exchange_reason(self) -> str:
-        """Why the kind is not the one that was asked for; empty if it is; the same on every rank."""
-        return "" if self._formed is None else self._formed.host.reason
-
-    def measure(self) -> ExchangeTimes:
-        """Return what an all-reduce takes, on the host and among GPU ranks.
-
-        Collective over all ranks; before `connect`.
+        Collective over all ranks, and well under a third of a second where the exchange is fast; before `connect`. All
+        ranks measure the same sizes the same number of times, so nobody has to decide how long it goes on.
         """
         if self._formed is None:
-            return ExchangeTimes()
+            return ranks_pb2.Formed(exchange=self._request.kind_asked)
+        formed = ranks_pb2.Formed(exchange=self._formed.host.kind, exchange_reason=self._formed.host.reason)
+        if not measure:
+            return formed
         self.meet()
-        host: Times = ()
-        device: Times = ()
         if (host_round := self.host_round()) is not None:
-            host = measure_all_reduce(host_round, device=torch.device("cpu"))
+            formed.host_times.extend(_all_reduce_times(host_round, device=torch.device("cpu")))
         if (group := self._formed.devices.everyone) is not None:
-            device = measure_all_reduce(group.all_reduce, device=self._request.device, synchronize=group.synchronize)
-        return ExchangeTimes(host, device)
+            device = self._request.device
+            times = _all_reduce_times(group.all_reduce, device=device, synchronize=group.synchronize)
+            formed.device_times.extend(times)
+        return formed
+
+    def shared_bandwidth(self, read: Callable[[], float]) -> tuple[float, float]:
+        """Return what `read` returns (bytes/s) while all ranks read, and while this rank reads alone. Collective.
+
+        Ranks of one host share its memory, so each is slower while others read.
+        """
+        self.meet()
+        together = read()
+        return together, self.in_turn(read)
 
     def meet(self) -> None:
         """Wait for all ranks, so that they begin what follows at once. Collective; a round of a few bytes."""
@@ -214,7 +224,7 @@ def form_group(request: GroupRequest, *, listener: StoreListener, aborted: Calla
     _log.info(
         "epoch=%d rank=%d formed: world_size=%d gpu_ranks=%d exchange=%s store=%s",
         request.epoch, request.rank, request.world_size, request.num_gpu_ranks,
-        ranks_pb2.ExchangeKind.Name(coordinator.kind), request.store_address,
+        ranks_pb2.ExchangeKind.Name(formed.host.kind), request.store_address,
     )  # fmt: skip
     return coordinator
 
@@ -230,6 +240,21 @@ def _form(
     agreement.meet()
     devices.form(store, agreement)
     return _Formed(agreement, host, devices, first)
+
+
+def _all_reduce_times(
+    all_reduce: Round, *, device: torch.device, synchronize: Callable[[], None] = lambda: None
+) -> Iterator[ranks_pb2.ExchangeTime]:
+    """Yield medians of `all_reduce`, which all ranks call, by ascending size. `synchronize` waits for the device."""
+    for size, repeats in SIZES.items():
+        tensor, times = torch.zeros(size // torch.float32.itemsize, device=device), []
+        for _ in range(_WARM_UPS + repeats):
+            synchronize()
+            began = time.perf_counter()
+            all_reduce(tensor)
+            synchronize()
+            times.append(time.perf_counter() - began)
+        yield ranks_pb2.ExchangeTime(bytes=size, seconds=statistics.median(times[_WARM_UPS:]))
 
 
 def _leave(devices: DeviceGroups, epoch: int) -> None:

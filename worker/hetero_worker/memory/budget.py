@@ -8,18 +8,9 @@ to refuse a model before it is read; `runners.profile_run` measures the workspac
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from hetero_api.rank_memory import RUNTIME_BYTES, KvCost
 from hetero_worker.errors import MemoryBudgetError
-
-
-class FixedNeeds(NamedTuple):
-    """Memory that a rank needs for any part of the model, in bytes."""
-
-    runtime_bytes: int
-    gather_bytes: int
-    """Most bytes that attention gathers in a step, if the rank holds KV heads."""
 
 
 @dataclass(frozen=True, slots=True)

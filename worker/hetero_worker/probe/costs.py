@@ -26,7 +26,7 @@ import torch
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.distributed.measuring import Peers
+from hetero_worker.distributed.coordinator import GroupCoordinator
 from hetero_worker.layers.rotary import RotaryTables
 from hetero_worker.memory.streams import HOST
 from hetero_worker.probe.ends import HeadProbe, PlanProbe, StepProbe
@@ -56,7 +56,9 @@ class MeasuredCosts:
     """How many times as fast it decodes one row while the others are idle; at least 1."""
 
 
-def measure_costs(config: ModelConfig, site: Site, *, clock: Clock, weight_bytes: int, peers: Peers) -> MeasuredCosts:
+def measure_costs(
+    config: ModelConfig, site: Site, *, clock: Clock, weight_bytes: int, peers: GroupCoordinator
+) -> MeasuredCosts:
     """Measure every part that the model has. At most about `weight_bytes` of weights are made. Collective."""
     with torch.inference_mode():
         return _Measurement(config, site, clock, peers, weight_bytes).run()
@@ -65,7 +67,9 @@ def measure_costs(config: ModelConfig, site: Site, *, clock: Clock, weight_bytes
 class _Measurement:
     """One run, and what it has found so far."""
 
-    def __init__(self, config: ModelConfig, site: Site, clock: Clock, peers: Peers, weight_bytes: int) -> None:
+    def __init__(
+        self, config: ModelConfig, site: Site, clock: Clock, peers: GroupCoordinator, weight_bytes: int
+    ) -> None:
         self._laps = Laps()
         self._config = config
         self._site = site

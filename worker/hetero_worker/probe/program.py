@@ -34,10 +34,8 @@ from hetero_worker.host.process_memory import keep_freed_memory
 from hetero_worker.process.config import core_list, count, cuda_device, numa_policy, positive, seconds
 
 if TYPE_CHECKING:
-    from hetero_api.v1 import ranks_pb2
     from hetero_worker.backends.base import DeviceBackend
     from hetero_worker.distributed.coordinator import GroupCoordinator
-    from hetero_worker.distributed.measuring import ExchangeTimes
     from hetero_worker.distributed.rendezvous import StoreListener
 
 _log = logging.getLogger(__name__)
@@ -131,9 +129,8 @@ def _measure(config: ProbeConfig, pinning: PinningReport) -> dict[str, object]:
     from google.protobuf import json_format
 
     from hetero_api.model_config import ModelConfig
-    from hetero_worker.probe.speeds import fixed_needs, measure_speeds, weight_bits
-    from hetero_worker.process.identity import describe_device
-    from hetero_worker.process.messages import formed_message
+    from hetero_worker.probe.speeds import fixed_needs, measure_speeds
+    from hetero_worker.process.messages import describe_device
 
     torch.set_num_threads(pinning.num_threads)
     stored, backend = ModelConfig.from_directory(config.model_dir), _backend(config)
@@ -142,11 +139,12 @@ def _measure(config: ProbeConfig, pinning: PinningReport) -> dict[str, object]:
     backend.open()
     group = _form_group(config, backend)
     try:
-        times, costs = _measure_exchange(group, backend)
+        formed = group.formed(measure=True)
+        if config.group > 1:
+            together, alone = group.shared_bandwidth(backend.bandwidth)
+            formed.costs.memory_bandwidth, formed.costs.lone_memory_bandwidth = together, alone
         speeds = measure_speeds(backend, model, dtype=dtype, peers=group)
-        needs = fixed_needs(backend, model)
-        formed = formed_message(group.kind, group.exchange_reason, times, costs, needs)
-        formed.weight_bits.extend(sorted(weight_bits(backend, model, dtype=dtype)))
+        formed.MergeFrom(fixed_needs(backend, model, dtype=dtype))
     finally:
         group.close()
     speeds.MergeFrom(formed.costs)
@@ -180,20 +178,6 @@ def _form_group(config: ProbeConfig, backend: DeviceBackend) -> GroupCoordinator
 
 def _segment_name(meet: Path, address: str) -> str:
     return f"hetero-probe-{meet.name}-{address.rpartition(':')[2]}"
-
-
-def _measure_exchange(
-    group: GroupCoordinator, backend: DeviceBackend
-) -> tuple[ExchangeTimes, ranks_pb2.DeviceSpeeds | None]:
-    """Between the probes of the group, and what they read at once and in turn; a single one has no others."""
-    from hetero_api.v1 import ranks_pb2
-    from hetero_worker.distributed.measuring import shared_bandwidth
-
-    times = group.measure()
-    if group.num_ranks == 1:
-        return times, None
-    together, alone = shared_bandwidth(group, backend.bandwidth)
-    return times, ranks_pb2.DeviceSpeeds(memory_bandwidth=together, lone_memory_bandwidth=alone)
 
 
 def _meet(config: ProbeConfig, folder: Path, listener: StoreListener) -> str:

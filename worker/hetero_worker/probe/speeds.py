@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import torch
@@ -18,9 +19,8 @@ from hetero_api.host.memory import release_freed_memory
 from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.backends.base import DeviceBackend
-from hetero_worker.distributed.measuring import NoPeers, Peers
+from hetero_worker.distributed.coordinator import GroupCoordinator
 from hetero_worker.layers.linear_kernels import LinearKernel, kept_bits
-from hetero_worker.memory.budget import FixedNeeds
 from hetero_worker.probe.costs import measure_costs
 from hetero_worker.probe.layers import Site, WorkRecorder, as_it_is
 from hetero_worker.probe.sizes import WEIGHT_BYTES
@@ -39,37 +39,27 @@ _MATRIX_SIZE: Final = 256
 class RankProbe:
     """Measures for one rank; costs once for each arithmetic type and width of weights of a model, named by `model`."""
 
-    def __init__(self, backend: DeviceBackend, config: ModelConfig, kept: TuningCache, *, model: str) -> None:
+    def __init__(self, backend: DeviceBackend, kept: TuningCache, *, model: str) -> None:
         self._backend = backend
-        self._config = config
         self._kept = kept
         self._model = model
 
-    def costs(self, dtype: str, config: ModelConfig, peers: Peers) -> ranks_pb2.DeviceSpeeds:
-        """See `measure_parts`; measured anew unless all ranks of the peers have measured before. Collective.
+    def costs(self, dtype: str, config: ModelConfig, peers: GroupCoordinator) -> ranks_pb2.DeviceSpeeds:
+        """See `measure_parts`; measured again unless all ranks of the peers have measured before. Collective.
 
         `config`: the rank's, maybe with other weights.
         """
         name = f"{self._model} {dtype} {config.weights}"
-        kept = self._kept.known_speeds(name)
-        if peers.all_can(kept is not None) and kept is not None:
-            return kept
-        with self._kept.measuring():
-            speeds = measure_parts(self._backend, config, dtype=dtype, peers=peers)
-        self._kept.keep_speeds(name, speeds)
-        return speeds
+        measure = partial(measure_parts, self._backend, config, dtype=dtype, peers=peers)
+        return self._kept.speeds(name, measure, all_have=peers.all_can)
 
     def bandwidth(self) -> float:
         """Measure the memory bandwidth now, in bytes a second."""
         return self._backend.bandwidth()
 
-    def fixed_needs(self) -> FixedNeeds:
+    def fixed_needs(self, dtype: str, config: ModelConfig) -> ranks_pb2.Formed:
         """See `fixed_needs`."""
-        return fixed_needs(self._backend, self._config)
-
-    def weight_bits(self, dtype: str, config: ModelConfig) -> frozenset[int]:
-        """Widths below the arithmetic type's in which the rank would keep such a model's weights."""
-        return weight_bits(self._backend, config, dtype=dtype)
+        return fixed_needs(self._backend, config, dtype=dtype)
 
     def compute(self) -> None:
         """Compute a product that is worth all of the rank's threads, and takes well under a millisecond."""
@@ -81,8 +71,8 @@ def measure_speeds(
     backend: DeviceBackend,
     config: ModelConfig,
     *,
+    peers: GroupCoordinator,
     dtype: str = "",
-    peers: Peers | None = None,
     kernel: LinearKernel | None = None,
 ) -> ranks_pb2.DeviceSpeeds:
     """Measure the device, then the parts.
@@ -91,12 +81,17 @@ def measure_speeds(
     """
     speeds = measure_device(backend)
     dtype = dtype or backend.default_dtype
-    speeds.MergeFrom(measure_parts(backend, config, dtype=dtype, peers=peers or NoPeers(), kernel=kernel))
+    speeds.MergeFrom(measure_parts(backend, config, dtype=dtype, peers=peers, kernel=kernel))
     return speeds
 
 
 def measure_parts(
-    backend: DeviceBackend, config: ModelConfig, *, dtype: str, peers: Peers, kernel: LinearKernel | None = None
+    backend: DeviceBackend,
+    config: ModelConfig,
+    *,
+    dtype: str,
+    peers: GroupCoordinator,
+    kernel: LinearKernel | None = None,
 ) -> ranks_pb2.DeviceSpeeds:
     """Measure the model's parts, with weights as wide as the model's; takes some two seconds.
 
@@ -118,15 +113,18 @@ def measure_parts(
     )
 
 
-def fixed_needs(backend: DeviceBackend, config: ModelConfig) -> FixedNeeds:
-    """Return the memory that a rank with the backend needs now, before its part of the model."""
-    gather_bytes = backend.attention(config, batch_invariant=False).gather_bytes
-    return FixedNeeds(backend.memory_pool.runtime_bytes(), gather_bytes)
+def fixed_needs(backend: DeviceBackend, config: ModelConfig, *, dtype: str) -> ranks_pb2.Formed:
+    """Return the memory that a rank with the backend needs now, before its part of the model, as fields of Formed.
 
-
-def weight_bits(backend: DeviceBackend, config: ModelConfig, *, dtype: str) -> frozenset[int]:
-    """Return the widths below the arithmetic type's in which a rank with the backend would keep the model's weights."""
-    return kept_bits(backend.linear(DTYPES[dtype], batch_invariant=False), DTYPES[dtype], config)
+    With a dtype it names the widths below it, too, in which the rank would keep the model's weights. Call it once all
+    communicators exist: they take memory.
+    """
+    bits = kept_bits(backend.linear(DTYPES[dtype], batch_invariant=False), DTYPES[dtype], config) if dtype else ()
+    return ranks_pb2.Formed(
+        runtime_bytes=backend.memory_pool.runtime_bytes(),
+        gather_bytes=backend.attention(config, batch_invariant=False).gather_bytes,
+        weight_bits=sorted(bits),
+    )
 
 
 def measure_device(backend: DeviceBackend) -> ranks_pb2.DeviceSpeeds:

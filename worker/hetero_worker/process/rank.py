@@ -60,15 +60,12 @@ def backend_of(config: RankConfig) -> DeviceBackend:
     return cpu_backend(memory_bytes=config.memory_bytes)
 
 
-def main(
-    arguments: Sequence[str],
-    environment: Mapping[str, str],
-    *,
-    make_backend: MakeBackend = backend_of,
-) -> int:
+def main(arguments: Sequence[str], environment: Mapping[str, str], *, make_backend: MakeBackend = backend_of) -> int:
     """Run one rank; return its exit code (see hetero_api.contract). `make_backend` makes its device's backend."""
     config = RankConfig.from_command_line(arguments, environment)
-    _configure_logging(config)
+    name = f"pod={config.pod_name} local_rank={config.local_rank}".replace("%", "%%")  # in a log that pods share
+    log_format = f"%(asctime)s %(levelname)s {name} %(name)s: %(message)s"
+    logging.basicConfig(level=config.log_level, stream=sys.stderr, format=log_format)
     if config.cuda_device is None:
         os.environ[_VISIBLE_GPUS] = ""
     # A thread of its own takes these signals: the main thread may be blocked where no handler would run.
@@ -76,7 +73,11 @@ def main(
     heartbeat = Heartbeat.open(config.heartbeat_file)
     heartbeat.keep_pulse()  # from here, where it is not bound to the cores that compute
     try:
-        binding = CoreBinding.make(_pinning_request(config), topology=CpuTopology.read(), kernel=LinuxKernel())
+        pinning = PinningRequest(
+            config.cores, config.num_threads, config.numa_policy, communication=config.communication_cores,
+            memory_bytes=config.memory_bytes, pool=config.pool,
+        )  # fmt: skip
+        binding = CoreBinding.make(pinning, topology=CpuTopology.read(), kernel=LinuxKernel())
         _log_pinning(binding.report)
         for variable in _THREAD_VARIABLES:
             os.environ[variable] = str(binding.report.num_threads)
@@ -88,36 +89,19 @@ def main(
         return EXIT_PERMANENT
 
 
-def _pinning_request(config: RankConfig) -> PinningRequest:
-    return PinningRequest(
-        config.cores,
-        config.num_threads,
-        config.numa_policy,
-        communication=config.communication_cores,
-        memory_bytes=config.memory_bytes,
-        pool=config.pool,
-    )
-
-
 def preload() -> None:
     """Import what a rank needs, and start nothing."""
     import hetero_worker.backends.cpu
     import hetero_worker.distributed.coordinator
     import hetero_worker.probe.speeds
     import hetero_worker.process.gateway_link
-    import hetero_worker.process.identity
+    import hetero_worker.process.messages
     import hetero_worker.process.state_machine
     import hetero_worker.process.tuning_cache
     import hetero_worker.runners.plan_runner  # noqa: F401
 
 
-def _run(
-    config: RankConfig,
-    binding: CoreBinding,
-    *,
-    heartbeat: Heartbeat,
-    make_backend: MakeBackend,
-) -> int:
+def _run(config: RankConfig, binding: CoreBinding, *, heartbeat: Heartbeat, make_backend: MakeBackend) -> int:
     with heartbeat.working(_START_LIMIT_S):
         from hetero_worker.backends.cpu import start_compute_threads
 
@@ -133,11 +117,7 @@ def _run(
 
 
 def _prepare(
-    config: RankConfig,
-    binding: CoreBinding,
-    backend: DeviceBackend,
-    *,
-    heartbeat: Heartbeat,
+    config: RankConfig, binding: CoreBinding, backend: DeviceBackend, *, heartbeat: Heartbeat
 ) -> Callable[[float], WorkerStateMachine]:
     """Make, once, all that lasts over gateways; return a function that makes a session."""
     import torch
@@ -148,7 +128,7 @@ def _prepare(
     from hetero_worker.distributed.coordinator import form_group
     from hetero_worker.probe.speeds import RankProbe, measure_device
     from hetero_worker.process.gateway_link import GatewayLink
-    from hetero_worker.process.identity import RankIdentity, describe_device, make_hello
+    from hetero_worker.process.messages import RankIdentity, describe_device, make_hello
     from hetero_worker.process.state_machine import WorkerStateMachine
     from hetero_worker.process.tuning_cache import TuningCache, boot_identity, code_identity
     from hetero_worker.runners.plan_runner import PlanRunner
@@ -192,7 +172,7 @@ def _prepare(
             give_up=_give_up,
             heartbeat=heartbeat,
             binding=binding,
-            probe=RankProbe(backend, model_config, kept, model=model_fingerprint(config.model_dir)),
+            probe=RankProbe(backend, kept, model=model_fingerprint(config.model_dir)),
             reconnects=config.reconnect_timeout_s > 0,
         )
 
@@ -212,19 +192,6 @@ def _give_up() -> None:
     _log.critical("could not leave an aborted epoch in time; exiting with status %d", EXIT_STUCK)
     logging.shutdown()
     os._exit(EXIT_STUCK)
-
-
-def _configure_logging(config: RankConfig) -> None:
-    logging.basicConfig(
-        level=config.log_level,
-        stream=sys.stderr,
-        format=f"%(asctime)s %(levelname)s {_name(config).replace('%', '%%')} %(name)s: %(message)s",
-    )
-
-
-def _name(config: RankConfig) -> str:
-    """Return the mark of this rank's lines in a shared log."""
-    return f"pod={config.pod_name} local_rank={config.local_rank}"
 
 
 def _log_pinning(report: PinningReport) -> None:

@@ -33,7 +33,6 @@ from hetero_api.host.heartbeat import Heartbeat, RankState
 from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.distributed.coordinator import GroupCoordinator
-from hetero_worker.distributed.measuring import ExchangeTimes, shared_bandwidth
 from hetero_worker.distributed.rendezvous import GroupRequest, StoreListener
 from hetero_worker.errors import (
     ExchangeAborted,
@@ -47,14 +46,13 @@ from hetero_worker.host.binding import Binding, Unbound
 from hetero_worker.probe.speeds import RankProbe
 from hetero_worker.process.epoch_fence import EpochFence
 from hetero_worker.process.gateway_link import Arrival, Event, GatewayLink, LeaveRequested, StreamEnded
-from hetero_worker.process.identity import RankIdentity, report_pinning
 from hetero_worker.process.messages import (
-    formed_message,
+    RankIdentity,
     group_request,
-    held_message,
     load_request,
     loaded_message,
     quantized_config,
+    report_pinning,
 )
 from hetero_worker.process.step_loop import StepLoop
 from hetero_worker.runners.base import Runner
@@ -216,7 +214,8 @@ class WorkerStateMachine:
             report_pinning(hello.device, pinning)
         hello.store_address = self._listener.open()
         if (held := self._runner.held) is not None:
-            hello.held.CopyFrom(held_message(held))
+            shard = ranks_pb2.HeldShard(shard_plan=held.shard_plan.to_proto(), plan_key=held.plan_key, rank=held.rank)
+            hello.held.CopyFrom(shard)
         self._link.send(ranks_pb2.RankMessage(hello=hello))
 
     def _end_epoch(self, message: ranks_pb2.GatewayMessage) -> None:
@@ -310,25 +309,21 @@ class WorkerStateMachine:
             request = group_request(self._identity, message, epoch=self._epoch)
             self._group = self._form(request, listener=self._listener, aborted=lambda: self._fence.aborted)
         self._fence.adopt(self._group.abort)
-        times = self._group.measure() if message.measure_exchange else ExchangeTimes()
+        formed = self._group.formed(measure=message.measure_exchange)
         self._form_message = message
         config = quantized_config(self._identity.model_config, message)
-        costs = self._costs_in(message.dtype, config, self._group)
-        self._enter(RankState.FORMED)
-        needs = self._probe.fixed_needs()
-        formed = formed_message(self._group.kind, self._group.exchange_reason, times, costs, needs)
         if message.dtype:
-            formed.weight_bits.extend(sorted(self._probe.weight_bits(message.dtype, config)))
+            formed.costs.CopyFrom(self._costs_in(message.dtype, config, self._group))
+        self._enter(RankState.FORMED)
+        formed.MergeFrom(self._probe.fixed_needs(message.dtype, config))
         self._send(ranks_pb2.RankMessage(formed=formed))
 
-    def _costs_in(self, dtype: str, config: ModelConfig, group: GroupCoordinator) -> ranks_pb2.DeviceSpeeds | None:
-        """Measure how fast the ranks are together and each alone; None without a type. A lone rank's is in Hello."""
-        if not dtype:
-            return None
+    def _costs_in(self, dtype: str, config: ModelConfig, group: GroupCoordinator) -> ranks_pb2.DeviceSpeeds:
+        """Measure how fast the ranks are together and each alone. A lone rank's bandwidth is in Hello."""
         costs = self._probe.costs(dtype, config, group)
         costs.turnaround_s = self._turnaround_s()
         if group.num_ranks > 1:
-            costs.memory_bandwidth, costs.lone_memory_bandwidth = shared_bandwidth(group, self._probe.bandwidth)
+            costs.memory_bandwidth, costs.lone_memory_bandwidth = group.shared_bandwidth(self._probe.bandwidth)
         return costs
 
     def _turnaround_s(self) -> float:

@@ -14,8 +14,8 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -63,32 +63,28 @@ class TuningCache:
         self._circumstances = dict(circumstances)
         self._data = self._read()
 
-    def speeds(self, model: str, measure: Callable[[], ranks_pb2.DeviceSpeeds]) -> ranks_pb2.DeviceSpeeds:
-        """Return the device's speeds with `model`, any name of it; measure them if they are not known."""
-        if (known := self.known_speeds(model)) is not None:
-            return known
-        with self.measuring():
-            measured = measure()
-        self.keep_speeds(model, measured)
-        return measured
+    def speeds(
+        self,
+        name: str,
+        measure: Callable[[], ranks_pb2.DeviceSpeeds],
+        *,
+        all_have: Callable[[bool], bool] = bool,
+    ) -> ranks_pb2.DeviceSpeeds:
+        """Return the speeds that are kept under `name`; measure them if they are not. The caller may change them.
 
-    @contextmanager
-    def measuring(self) -> Iterator[None]:
-        """Look whether others have the cores meanwhile."""
-        watch = CoreWatch()
-        yield
+        `all_have` is given whether this rank has kept them, and returns whether all that measure together have: one
+        rank cannot measure without the others.
+        """
+        kept = self._data.get(_SPEEDS, {}).get(name)
+        if all_have(kept is not None) and kept is not None:
+            return json_format.ParseDict(kept, ranks_pb2.DeviceSpeeds())
+        watch = CoreWatch()  # others may have the cores meanwhile
+        measured = measure()
         if watch.was_disturbed():
             self._data[_DISTURBED] = True
-
-    def known_speeds(self, model: str) -> ranks_pb2.DeviceSpeeds | None:
-        """Return speeds that were measured before, None if they were not. The caller may change the message."""
-        kept = self._data.get(_SPEEDS, {}).get(model)
-        return json_format.ParseDict(kept, ranks_pb2.DeviceSpeeds()) if kept is not None else None
-
-    def keep_speeds(self, model: str, speeds: ranks_pb2.DeviceSpeeds) -> None:
-        """Instead of what was known."""
-        self._data.setdefault(_SPEEDS, {})[model] = json_format.MessageToDict(speeds)
+        self._data.setdefault(_SPEEDS, {})[name] = json_format.MessageToDict(measured)
         self._write()
+        return measured
 
     def measure_workspace(self, decoder: Decoder, request: LoadRequest, pool: MemoryPool) -> int | None:
         """As `profile_run.measure_workspace`, which is asked if it was not before."""
