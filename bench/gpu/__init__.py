@@ -3,8 +3,9 @@
     PYTHONPATH=.:worker:protos python -m bench.gpu [--quick] [--limit-s 330]
 
 Needs torch, numpy, protobuf, psutil, safetensors and, for the placement solver, pydantic; no gRPC server, no model
-files. Ranks need no pydantic. Weights have a model's shape and random values, made where they are used. What is measured is the worker's own runner, in processes of
-its own, driven by the gateway's own scheduler over pipes: a replica without its network.
+files. Ranks need no pydantic. Weights have a model's shape and random values, made where they are used. What is
+measured is the worker's own runner, in processes of its own, driven by the gateway's own scheduler over pipes: a
+replica without its network.
 
     program   what is measured, in what order, within what time      report     the table and the JSON file
     shapes    models' shapes                                         weights    a checkpoint that is made, not read

@@ -34,7 +34,7 @@ def test_a_tiny_shape_goes_through_every_section_on_host_tensors(tmp_path: Path)
     assert written["device"].startswith("HOST TENSORS, no GPU")
     assert not written["is_gpu"]
     measured = {row["what"] for row in written["rows"] if row["tokens_per_s"]}
-    assert {"tiny, 6 requests", "tiny, decode at batch 1", "tiny, chaining off, batch 32"} <= measured
+    assert {"tiny, 6 requests", "tiny, decode at batch 1", "tiny, async steps off, batch 32"} <= measured
     assert {"tiny, all on, batch 1", "tiny, overlap off, batch 32"} <= measured
     assert any(what.startswith("tiny in ") for what in measured)
 
