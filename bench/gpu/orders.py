@@ -95,7 +95,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """As runners.base.LoadReport."""
+    """Report of a shard in memory, as ranks.proto's Loaded, or the refusal of it."""
 
     weight_bytes: int
     kv_budget_bytes: int

@@ -213,8 +213,8 @@ class _Rank:
             report.weight_bytes,
             report.kv_budget_bytes,
             report.kv_bytes_per_token,
-            report.kernels,
-            report.graph_sizes,
+            tuple(report.kernels),
+            tuple(report.graph_sizes),
         )
 
     def _request(self, order: Load) -> LoadRequest:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.distributed.exchange import Exchange, LocalExchange
-from hetero_worker.runners.base import LoadReport, LoadRequest, MaskSource, SampledToken, StepOutput, no_masks
+from hetero_worker.runners.base import LoadRequest, MaskSource, SampledToken, StepOutput, no_masks
 
 WEIGHT_BYTES = 1000
 KV_BYTES_PER_TOKEN = 16
@@ -80,11 +80,11 @@ class FakeRunner:
     def detach(self) -> None:
         self.detached += 1
 
-    def load(self, request: LoadRequest) -> LoadReport:
+    def load(self, request: LoadRequest) -> ranks_pb2.Loaded:
         self.on_load()
         kept = bool(self.requests) and self.requests[-1] == request
         self.requests.append(request)
-        return LoadReport(
+        return ranks_pb2.Loaded(
             weight_bytes=WEIGHT_BYTES,
             kv_budget_bytes=5000,
             kv_bytes_per_token=KV_BYTES_PER_TOKEN,

@@ -23,7 +23,7 @@ from hetero_worker.backends.torch_reference import TorchReference
 from hetero_worker.distributed.exchange import Exchange, HostExchange
 from hetero_worker.layers.sampler import SampledRows, SampleTokens, gather_logits, sample_tokens
 from hetero_worker.memory.streams import HOST
-from hetero_worker.runners.base import LoadReport, LoadRequest, SampledToken, StepOutput
+from hetero_worker.runners.base import LoadRequest, SampledToken, StepOutput
 from hetero_worker.runners.plan_runner import PlanRunner
 from hetero_worker.sampling.base import ShardSampler, StartedDraws
 from hetero_worker.sampling.request import SamplingRow
@@ -140,7 +140,7 @@ class RankGroup:
         self._make_exchanges = make_exchanges or _thread_exchanges
         self._on_top = on_top
         self.exchanges: Sequence[HostExchange] = []
-        self.reports: list[LoadReport] = []
+        self.reports: list[ranks_pb2.Loaded] = []
         self.start()
 
     def start(self) -> None:
@@ -158,7 +158,7 @@ class RankGroup:
             raise AssertionError(f"ranks disagree on the sampled tokens: {sampled}")
         return StepOutcome(sampled[0], self.recorders[0].last, outputs)
 
-    def _start_rank(self, rank: int) -> LoadReport:
+    def _start_rank(self, rank: int) -> ranks_pb2.Loaded:
         runner = self.runners[rank]
         runner.attach(self._on_top(self.exchanges[rank]))
         report = runner.load(self.requests[rank])

@@ -28,6 +28,7 @@ from hetero_api.rank_memory import (
 from hetero_api.sharding import ShardPlan
 from hetero_api.spec import PlacementSpec, WorkloadSpec
 from hetero_api.spec_pools import PoolType
+from hetero_api.v1 import ranks_pb2
 from hetero_placement.decision import Bounds
 from hetero_placement.hardware import ExchangeSpeeds, Hardware, RankHardware, Speeds
 from hetero_placement.memory_model import MemoryModel
@@ -36,7 +37,7 @@ from hetero_worker.attention.torch_paged import TorchPagedAttention
 from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel
 from hetero_worker.memory.memory_pool import HostMemoryPool
 from hetero_worker.models.decoder import Decoder
-from hetero_worker.runners.base import LoadReport, LoadRequest
+from hetero_worker.runners.base import LoadRequest
 from hetero_worker.runners.graphs.padding import Padding
 from hetero_worker.runners.shard import DTYPES, LoadedShard, memory_of
 from tests.unit.placement.placement_setup import GB, LLAMA_8B, bounds_of, config_of, cpu, gpu, group
@@ -99,12 +100,12 @@ class Case:
             return []
         return [option.plan for option in decision.options if option.plan is not None]
 
-    def reports(self, plan: ShardPlan) -> Iterator[tuple[list[LoadReport], str]]:
+    def reports(self, plan: ShardPlan) -> Iterator[tuple[list[ranks_pb2.Loaded], str]]:
         """What the ranks report: once with workspaces computed, once with the most that they may measure."""
         yield [self._report(plan, rank, measured=False) for rank in range(plan.world_size)], "computed"
         yield [self._report(plan, rank, measured=True) for rank in range(plan.world_size)], "measured"
 
-    def _report(self, plan: ShardPlan, rank: int, *, measured: bool) -> LoadReport:
+    def _report(self, plan: ShardPlan, rank: int, *, measured: bool) -> ranks_pb2.Loaded:
         """Raises MemoryBudgetError."""
         hardware, bounds = self.hardware.ranks[rank], self.bounds
         is_gpu = hardware.kind == PoolType.GPU
@@ -186,7 +187,7 @@ def most_measured(request: LoadRequest) -> int:
     return with_margin(memory.workspace_bytes(shard) - sampler) + sampler
 
 
-def blocks_of(reports: list[LoadReport], bounds: Bounds) -> int:
+def blocks_of(reports: list[ranks_pb2.Loaded], bounds: Bounds) -> int:
     """As the gateway makes them of the reports. Asserts that what the spec asks for is there."""
     holders = [report for report in reports if report.kv_bytes_per_token]
     if bounds.kv_cache_bytes is not None:

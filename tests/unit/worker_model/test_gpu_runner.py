@@ -21,7 +21,6 @@ from hetero_worker.backends.torch_reference import TorchReference
 from hetero_worker.distributed.exchange import LocalExchange
 from hetero_worker.errors import MemoryBudgetError, ProtocolError
 from hetero_worker.process.messages import check_kind
-from hetero_worker.runners.base import LoadReport
 from hetero_worker.runners.graphs.device_inputs import DeviceInputs
 from hetero_worker.runners.plan_runner import PlanRunner
 from tests.support.pseudo_gpu import PseudoGpu
@@ -262,13 +261,13 @@ def test_the_largest_step_and_what_attention_gathers_are_kept_free(
         # Of what is missing, the cache would have got its part.
         assert 0.8 * gathered < cpu.kv_budget_bytes - gpu.kv_budget_bytes < gathered
     assert device[2].kv_budget_bytes == plain[2].kv_budget_bytes == 0
-    assert device[0].kernels[:3] == ("linear=torch", "attention=paged-torch", "fused=torch")
+    assert device[0].kernels[:3] == ["linear=torch", "attention=paged-torch", "fused=torch"]
 
 
 def test_graphs_are_recorded_later_and_have_their_room_kept(
     llama: TinyCheckpoint, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def report(**changes: Any) -> LoadReport:
+    def report(**changes: Any) -> ranks_pb2.Loaded:
         with caplog.at_level("INFO", logger="hetero_worker.runners.shard"):
             group = RankGroup(llama.directory, LAYOUTS["1 GPU"][0], num_gpu_ranks=1, **changes)
         return group.reports[0]

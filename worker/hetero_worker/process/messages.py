@@ -21,7 +21,7 @@ from hetero_worker.distributed.rendezvous import GroupRequest
 from hetero_worker.errors import ProtocolError
 from hetero_worker.host.pinning import PinningReport
 from hetero_worker.process.config import RankConfig
-from hetero_worker.runners.base import LoadReport, LoadRequest, StepOutput
+from hetero_worker.runners.base import LoadRequest, StepOutput
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _SHM: Final = Path("/dev/shm")
@@ -171,20 +171,6 @@ def quantized_config(config: ModelConfig, order: ranks_pb2.FormGroup | ranks_pb2
     if not order.HasField("quantization"):
         return config
     return config.quantized(order.quantization.method, order.quantization.group_size or None)
-
-
-def loaded_message(report: LoadReport, *, local_memory_percent: int | None) -> ranks_pb2.Loaded:
-    """Return the message that the shard is in memory."""
-    return ranks_pb2.Loaded(
-        weight_bytes=report.weight_bytes,
-        kv_budget_bytes=report.kv_budget_bytes,
-        kv_bytes_per_token=report.kv_bytes_per_token,
-        load_s=report.load_s,
-        kernels=report.kernels,
-        graph_sizes=report.graph_sizes,
-        graph_reserve_bytes=report.graph_reserve_bytes,
-        local_memory_percent=local_memory_percent,
-    )
 
 
 def step_result(plan: ranks_pb2.StepPlan, output: StepOutput, *, step_s: float) -> ranks_pb2.StepResult:

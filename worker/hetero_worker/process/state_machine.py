@@ -50,7 +50,6 @@ from hetero_worker.process.messages import (
     RankIdentity,
     group_request,
     load_request,
-    loaded_message,
     quantized_config,
     report_pinning,
 )
@@ -361,11 +360,11 @@ class WorkerStateMachine:
             exchange = group.connect(request.shard_plan, batch_invariant=request.batch_invariant)
         self._runner.attach(exchange)
         with self._fence.patient():
-            report = self._runner.load(request)
+            loaded = self._runner.load(request)
         self._fence.check()
-        local_memory_percent = self._binding.check_memory()
+        if (percent := self._binding.check_memory()) is not None:
+            loaded.local_memory_percent = percent
         self._enter(RankState.LOADED)
-        loaded = loaded_message(report, local_memory_percent=local_memory_percent)
         self._send(ranks_pb2.RankMessage(loaded=loaded))
 
     def _allocate(self, arrival: Arrival) -> None:

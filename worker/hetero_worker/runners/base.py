@@ -79,21 +79,6 @@ class LoadRequest:
         return sum(any(not layer.is_empty for layer in shard.layers) for shard in others)
 
 
-@dataclass(frozen=True, slots=True)
-class LoadReport:
-    """Report of a shard in memory; the fields are those of ranks.proto's Loaded."""
-
-    weight_bytes: int
-    kv_budget_bytes: int
-    kv_bytes_per_token: int
-    load_s: float
-    kernels: tuple[str, ...]
-    graph_sizes: tuple[int, ...] = ()
-    """Rows of steps that only decode for which there will be graphs, ascending."""
-    graph_reserve_bytes: int = 0
-    """Bytes kept free for these graphs."""
-
-
 class SampledToken(NamedTuple):
     """A slot that sampled in a step, and its token."""
 
@@ -174,7 +159,7 @@ class Runner(Protocol):
         """
         ...
 
-    def load(self, request: LoadRequest) -> LoadReport:
+    def load(self, request: LoadRequest) -> ranks_pb2.Loaded:
         """Read this rank's slices of the weights. A request equal to the last one keeps them (load_s = 0).
 
         Raises ModelError, PlanError, MemoryBudgetError.

@@ -40,7 +40,7 @@ from hetero_worker.memory.budget import mib
 from hetero_worker.memory.memory_pool import MemoryPool
 from hetero_worker.memory.weight_offload import OffloadedWeights
 from hetero_worker.models.decoder import Decoder
-from hetero_worker.runners.base import LoadReport, LoadRequest
+from hetero_worker.runners.base import LoadRequest
 from hetero_worker.runners.model_state import ModelState, ServingCache, SleepingWeights, check_order, make_cache
 from hetero_worker.runners.profile_run import checksum
 from hetero_worker.runners.shard import LoadedShard, empty_decoder, load_shard, read_experts, take_counts
@@ -188,7 +188,7 @@ class GroupCommands:
             ) from error
 
     def _make_cache(
-        self, order: ranks_pb2.AllocateCache, decoder: Decoder, request: LoadRequest, report: LoadReport
+        self, order: ranks_pb2.AllocateCache, decoder: Decoder, request: LoadRequest, report: ranks_pb2.Loaded
     ) -> ServingCache:
         return make_cache(order, self._model_state.backend, decoder=decoder, request=request, report=report)
 

@@ -19,7 +19,7 @@ from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.memory.budget import mib
 from hetero_worker.memory.weight_offload import OffloadedWeights
 from hetero_worker.models.decoder import Decoder
-from hetero_worker.runners.base import LoadReport, LoadRequest
+from hetero_worker.runners.base import LoadRequest
 from hetero_worker.runners.forward import ForwardPass
 from hetero_worker.runners.plan_check import PlanBounds, PlanCheck
 from hetero_worker.runners.shard import LoadedShard
@@ -56,7 +56,7 @@ class ModelState:
         """Record of weights that are asleep; None: they are awake."""
         self.cache_sleeps = False
         self._request: LoadRequest | None = None
-        self._report: LoadReport | None = None
+        self._report: ranks_pb2.Loaded | None = None
 
     @property
     def held(self) -> LoadRequest | None:
@@ -118,7 +118,7 @@ class ModelState:
         self.offloaded = offloaded
         offloaded.release()
 
-    def hold(self, shard: LoadedShard, request: LoadRequest, report: LoadReport) -> None:
+    def hold(self, shard: LoadedShard, request: LoadRequest, report: ranks_pb2.Loaded) -> None:
         """Keep weights, with the order that they serve and the report on it."""
         # The shard remembers what it was read for, and which plan that is by its latest name.
         kept = replace(shard.request, plan_key=request.plan_key)
@@ -131,13 +131,13 @@ class ModelState:
         if self._request is not None:
             self._request = replace(self._request, shard_plan=plan)
 
-    def ordered(self, what: str) -> tuple[LoadRequest, LoadReport]:
+    def ordered(self, what: str) -> tuple[LoadRequest, ranks_pb2.Loaded]:
         """Return the last load order and its report. Raises ProtocolError, naming `what`, which came too early."""
         if self._request is None or self._report is None:
             raise ProtocolError(f"{what} came before LoadModel")
         return self._request, self._report
 
-    def loaded(self, what: str) -> tuple[LoadedShard, LoadRequest, LoadReport]:
+    def loaded(self, what: str) -> tuple[LoadedShard, LoadRequest, ranks_pb2.Loaded]:
         """Return the weights, which must be in memory, with what `ordered` returns. Raises ProtocolError."""
         request, report = self.ordered(what)
         if self.shard is None:
@@ -190,7 +190,7 @@ def make_cache(
     *,
     decoder: Decoder,
     request: LoadRequest,
-    report: LoadReport,
+    report: ranks_pb2.Loaded,
     layers: Sequence[LayerCache | None] | None = None,
 ) -> ServingCache:
     """Return an empty cache of the ordered size. `layers`: the KV tensors of one of the same size, to be kept.
@@ -225,7 +225,7 @@ def make_cache(
     )
 
 
-def check_order(order: ranks_pb2.AllocateCache, report: LoadReport) -> None:
+def check_order(order: ranks_pb2.AllocateCache, report: ranks_pb2.Loaded) -> None:
     """Raise ProtocolError or MemoryBudgetError unless the rank can make the cache, by the arithmetic."""
     if order.num_blocks < 2 or order.block_size < 1:
         raise ProtocolError(
@@ -234,7 +234,7 @@ def check_order(order: ranks_pb2.AllocateCache, report: LoadReport) -> None:
     check_budget(report, order.num_blocks * order.block_size)
 
 
-def check_budget(report: LoadReport, positions: int) -> None:
+def check_budget(report: ranks_pb2.Loaded, positions: int) -> None:
     """Raise MemoryBudgetError when so many KV positions are more than the rank has said that it can hold."""
     kv_bytes = positions * report.kv_bytes_per_token
     if kv_bytes > report.kv_budget_bytes:

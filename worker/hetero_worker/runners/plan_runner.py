@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Final
 
 from hetero_api.rank_memory import StepLimits
@@ -24,7 +23,7 @@ from hetero_worker.errors import ProtocolError
 from hetero_worker.layers.sampler import SampleTokens, sample_tokens
 from hetero_worker.memory.memory_pool import MemoryPool
 from hetero_worker.models.decoder import Decoder
-from hetero_worker.runners.base import LoadReport, LoadRequest, MaskSource, StepInFlight, StepOutput, no_masks
+from hetero_worker.runners.base import LoadRequest, MaskSource, StepInFlight, StepOutput, no_masks
 from hetero_worker.runners.commands import GroupCommands
 from hetero_worker.runners.model_state import ModelState, ServingCache, make_cache
 from hetero_worker.runners.profile_run import measure_workspace
@@ -103,7 +102,7 @@ class PlanRunner:
         self._model_state.begin_epoch()
         self._exchange = None
 
-    def load(self, request: LoadRequest) -> LoadReport:
+    def load(self, request: LoadRequest) -> ranks_pb2.Loaded:
         """As Runner.load."""
         logger.info("rank %d: with its group, before the load: %s", request.rank, self.backend.memory_pool.describe())
         state = self._model_state
@@ -118,8 +117,7 @@ class PlanRunner:
         logger.info("rank %d: after the load: %s", request.rank, self.backend.memory_pool.describe())
         steps = self.backend.steps
         report = shard.report(request, load_s=load_s, workspace=workspace, graph_sizes=steps.graph_sizes(request))
-        kernels = (*report.kernels, *steps.kernels(request, self._exchange), *_sampling_report(self._sampler))
-        report = replace(report, kernels=kernels)
+        report.kernels.extend((*steps.kernels(request, self._exchange), *_sampling_report(self._sampler)))
         state.hold(shard, request, report)
         return report
 

@@ -22,7 +22,7 @@ from hetero_worker.layers.moe import Expert
 from hetero_worker.memory.budget import MemoryBudget, mib
 from hetero_worker.memory.memory_pool import MemoryPool
 from hetero_worker.models.decoder import Decoder
-from hetero_worker.runners.base import LoadReport, LoadRequest
+from hetero_worker.runners.base import LoadRequest
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class LoadedShard:
 
     def report(
         self, request: LoadRequest, *, load_s: float, workspace: int | None = None, graph_sizes: tuple[int, ...] = ()
-    ) -> LoadReport:
+    ) -> ranks_pb2.Loaded:
         """With the workspace that was measured, or else computed, and what the device has available now.
 
         Raises MemoryBudgetError when the request's memory leaves nothing for the cache.
@@ -65,7 +65,7 @@ class LoadedShard:
             budget = replace(budget, workspace_bytes=workspace + self.gather_bytes)
         budget = replace(budget, available_bytes=self.memory_pool.available_bytes())
         logger.info("rank %d: memory for the KV cache: %s", request.rank, budget)
-        return LoadReport(
+        return ranks_pb2.Loaded(
             weight_bytes=self.weight_bytes,
             kv_budget_bytes=_kv_budget_bytes(request, budget),
             kv_bytes_per_token=kv_cost(request).cache_bytes,

@@ -68,9 +68,9 @@ class StepMaker(Protocol):
         ...
 
     def kernels(self, request: LoadRequest, exchange: Exchange | None) -> tuple[str, ...]:
-        """Return what LoadReport.kernels says of steps that exchange through `exchange`."""
+        """Return what Loaded.kernels says of steps that exchange through `exchange`."""
         ...
 
     def graph_sizes(self, request: LoadRequest) -> tuple[int, ...]:
-        """Return LoadReport.graph_sizes."""
+        """Return Loaded.graph_sizes."""
         ...

@@ -35,12 +35,12 @@ class CudaSteps:
         return StepParts(inputs, forward, async_inputs)
 
     def kernels(self, request: LoadRequest, exchange: Exchange | None) -> tuple[str, ...]:  # noqa: ARG002
-        """Return the lines of LoadReport.kernels about steps."""
+        """Return the lines of Loaded.kernels about steps."""
         problem = synchronous_because(request)
         return (f"graphs={self._padding(request)}", f"steps={f'synchronous ({problem})' if problem else 'async'}")
 
     def graph_sizes(self, request: LoadRequest) -> tuple[int, ...]:
-        """Return LoadReport.graph_sizes."""
+        """Return Loaded.graph_sizes."""
         return self._padding(request).sizes
 
     def _padding(self, request: LoadRequest) -> Padding:
