@@ -40,11 +40,11 @@ def add_of(x: torch.Tensor, delta: torch.Tensor) -> Any:
     return op
 
 
-def call_of(function: Any) -> Any:
-    """Make a CALL of a ctypes function, which the caller keeps."""
+def call_of(function: Any, *arguments: int) -> Any:
+    """Make a CALL of a ctypes function, which the caller keeps, with up to three arguments."""
     address = ctypes.cast(function, ctypes.c_void_p).value
     assert address is not None
-    return call_op(address)
+    return call_op(address, *arguments)
 
 
 @contextmanager

@@ -109,6 +109,19 @@ def test_members_wait_for_a_call_that_takes_its_time() -> None:
     assert torch.equal(x, torch.full_like(x, 4.0))
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_a_member_that_wakes_late_from_a_call_takes_no_later_call_for_it(size: int) -> None:
+    """Members sleep in the first call. When they wake, the next run may have been stopped at the same index."""
+    libc, team = ctypes.CDLL(None), NativeTeam(compute_library(), size)
+    slow, refused = call(libc.usleep, 1000), call(libc.abs, 7)
+    x, ones = torch.zeros(64, 64), torch.ones(64, 64)
+    for number in range(100):
+        assert team.run_call(slow) == 0
+        assert team.run_call(refused) == 7
+        team.run_one(add(x, ones))
+        assert torch.equal(x, torch.full_like(x, number + 1.0))
+
+
 def test_a_run_of_nothing_is_none() -> None:
     team = NativeTeam(compute_library(), 2)
     assert team.run(table([]), 0) == (0, 0)

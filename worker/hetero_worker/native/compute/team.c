@@ -21,7 +21,8 @@ struct hc_team {
     const hc_op *const *ops; /* of the run in hand */
     uint64_t begin, end;
     const hc_isa_table *isa;
-    uint64_t stopped_at; /* index of an HC_CALL that returned not 0; else end */
+    uint64_t num_runs;
+    uint64_t stopped_at[2]; /* index of an HC_CALL that returned not 0; else end: of the runs with even and odd numbers */
     int status;
     int is_ending;
     uint64_t num_threads;
@@ -36,17 +37,18 @@ typedef struct {
 static void call(hc_team *team, const hc_call_op *op, uint64_t index) {
     int status = op->function(op->first, op->second, op->third);
     if (status) {
-        team->stopped_at = index;
+        team->stopped_at[team->num_runs & 1] = index;
         team->status = status;
     }
 }
 
-/* What every member does of a run. Behind the last meeting member 0 may announce the next one: what is said of this one is
- * read before. */
+/* What every member does of a run. Behind the last meeting member 0 may announce the next run, which does not end without
+ * the others. What a member reads of a run behind a meeting has therefore a place of its own in every second run. */
 static void work(hc_team *team, uint64_t member) {
     hc_crew *crew = &team->crew;
     const hc_op *const *ops = team->ops;
     const hc_isa_table *isa = team->isa;
+    const uint64_t *stopped_at = &team->stopped_at[team->num_runs & 1];
     for (uint64_t i = team->begin, end = team->end; i < end; i++) {
         const hc_op *op = ops[i];
         if (op->kind != HC_CALL) {
@@ -57,10 +59,8 @@ static void work(hc_team *team, uint64_t member) {
         if (!member)
             call(team, (const hc_call_op *)op, i);
         hc_meet(crew);
-        if (team->stopped_at == i) {
-            hc_meet(crew); /* nobody reads stopped_at any more */
+        if (*stopped_at == i)
             return;
-        }
     }
 }
 
@@ -152,12 +152,14 @@ uint64_t hc_run(hc_team *team, const hc_op *const *ops, uint64_t begin, uint64_t
     team->begin = begin;
     team->end = end;
     team->isa = hc_isa_in_use();
-    team->stopped_at = end;
+    team->num_runs++;
+    uint64_t *stopped_at = &team->stopped_at[team->num_runs & 1];
+    *stopped_at = end;
     team->status = 0;
     if (team->crew.size > 1)
         hc_count_up(&team->work);
     work(team, 0);
     if (status)
         *status = team->status;
-    return team->stopped_at;
+    return *stopped_at;
 }
