@@ -18,7 +18,7 @@ from hetero_worker.backends.cuda.driver import CudaDriver
 from hetero_worker.backends.torch_reference import TorchOperators, TorchReference
 from hetero_worker.memory.memory_pool import HostMemoryPool, MemoryPool
 from hetero_worker.memory.streams import HOST, PAST, Copies, DeviceStreams, Moment, Way
-from hetero_worker.runners.graphs.backend import GraphBackend
+from hetero_worker.runners.graphs.breaks import GraphBackend
 
 MEMORY_BYTES = 2 * 1024**3
 

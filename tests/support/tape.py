@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hetero_worker.runners.graphs.backend import Replay
+from hetero_worker.runners.graphs.breaks import Replay
 
 _FREE_BYTES = 1 << 40
 _EMPTY = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}

@@ -14,8 +14,7 @@ from hetero_worker.distributed.hierarchical import HierarchicalExchange
 from hetero_worker.distributed.routes import Link, Ranks
 from hetero_worker.distributed.staging import PlainStaging
 from hetero_worker.runners.graphs.breaking_exchange import BreakingExchange
-from hetero_worker.runners.graphs.breaks import Breaks
-from hetero_worker.runners.graphs.current_step import CurrentStep
+from hetero_worker.runners.graphs.breaks import Breaks, CurrentStep
 from tests.support.tape import TapeBackend, WaitedForDeviceError
 from tests.support.thread_exchange import ThreadExchange, run_ranks, thread_exchanges
 

@@ -14,8 +14,7 @@ from hetero_worker.distributed.exchange import Exchange, LocalExchange
 from hetero_worker.distributed.hierarchical import STAGED_BYTES, HierarchicalExchange
 from hetero_worker.distributed.staging import PlainStaging
 from hetero_worker.native.op_queue import Arena, RecordedOps
-from hetero_worker.runners.graphs.breaks import Breaks
-from hetero_worker.runners.graphs.current_step import CurrentStep
+from hetero_worker.runners.graphs.breaks import Breaks, CurrentStep
 from hetero_worker.runners.recorded.exchange import RecordedExchange, shared_memory_of
 from tests.support.native_compute import op_queue_of
 from tests.support.shm_threads import exchanges

@@ -81,6 +81,7 @@ class GroupCommands:
 
     def __init__(self, state: ModelState) -> None:
         self._model_state = state
+        self._backend = state.backend
         self._recorder: StepRecorder | None = None
 
     def count_step(self) -> None:
@@ -162,10 +163,10 @@ class GroupCommands:
         _, _, report = self._model_state.loaded("reset_cache")
         check_order(order, report)
         old = self._model_state.cache.order if self._model_state.cache is not None else order
-        held_before = self._model_state.backend.memory_pool.held_bytes()
+        held_before = self._backend.memory_pool.held_bytes()
 
         def commit() -> _Outcome:
-            return _Outcome(freed_bytes=max(0, held_before - self._model_state.backend.memory_pool.held_bytes()))
+            return _Outcome(freed_bytes=max(0, held_before - self._backend.memory_pool.held_bytes()))
 
         return _Prepared(commit, attempt=lambda: self._replace_cache(order), undo=lambda: self._restore_cache(old))
 
@@ -174,7 +175,7 @@ class GroupCommands:
         shard, request, report = self._model_state.loaded("reset_cache")
         self._model_state.drop_cache()
         gc.collect()
-        self._model_state.backend.memory_pool.release_unused()
+        self._backend.memory_pool.release_unused()
         self._model_state.cache = self._make_cache(order, shard.decoder, request, report)
 
     def _restore_cache(self, old: ranks_pb2.AllocateCache) -> None:
@@ -190,7 +191,7 @@ class GroupCommands:
     def _make_cache(
         self, order: ranks_pb2.AllocateCache, decoder: Decoder, request: LoadRequest, report: ranks_pb2.Loaded
     ) -> ServingCache:
-        return make_cache(order, self._model_state.backend, decoder=decoder, request=request, report=report)
+        return make_cache(order, self._backend, decoder=decoder, request=request, report=report)
 
     def _swap(self, cache: ServingCache) -> None:
         self._model_state.drop_cache()
@@ -221,10 +222,10 @@ class GroupCommands:
         self._model_state.drop_cache()
         self._model_state.drop_shard()
         gc.collect()
-        self._model_state.backend.memory_pool.release_unused()
-        shard = self._model_state.shard = load_shard(read_for, self._model_state.backend, kernel=kernel)
+        self._backend.memory_pool.release_unused()
+        shard = self._model_state.shard = load_shard(read_for, self._backend, kernel=kernel)
         self._model_state.cache = make_cache(
-            order, self._model_state.backend, decoder=shard.decoder, request=request, report=report, layers=layers
+            order, self._backend, decoder=shard.decoder, request=request, report=report, layers=layers
         )
 
     def _prepare_sleep(self, level: int) -> _Prepared:
@@ -234,8 +235,8 @@ class GroupCommands:
             raise CommandRefused(f"the rank is asleep already ({', '.join(parts)})")
         shard, _, _ = self._model_state.loaded("sleep")
         sleeping = SleepingWeights(shard.request, shard.kernel, checksum(shard), are_dropped=level == max(_LEVELS))
-        offloaded = None if sleeping.are_dropped else self._model_state.backend.offload(shard.decoder.tensors)
-        pool = self._model_state.backend.memory_pool
+        offloaded = None if sleeping.are_dropped else self._backend.offload(shard.decoder.tensors)
+        pool = self._backend.memory_pool
         return _Prepared(lambda: _Outcome(freed_bytes=_freed_by(lambda: self._fall_asleep(sleeping, offloaded), pool)))
 
     def _fall_asleep(self, sleeping: SleepingWeights, offloaded: OffloadedWeights | None) -> None:
@@ -287,7 +288,7 @@ class GroupCommands:
                 self._model_state.drop_shard()  # the next epoch reads them anew
                 raise WeightsDamagedError("weights changed in memory while they were asleep; they are read again")
             return kept
-        shard = load_shard(sleeping.request, self._model_state.backend, kernel=sleeping.kernel)
+        shard = load_shard(sleeping.request, self._backend, kernel=sleeping.kernel)
         if checksum(shard) != sleeping.checksum:
             raise WeightsChangedError(
                 f"{sleeping.request.directory}: the weights read on waking are not those that went to sleep; put the "
@@ -297,13 +298,13 @@ class GroupCommands:
 
     def _wake_cache(self, order: ranks_pb2.AllocateCache, shard: LoadedShard | None) -> ServingCache:
         request, report = self._model_state.ordered("wake")
-        decoder = empty_decoder(request, self._model_state.backend) if shard is None else shard.decoder
+        decoder = empty_decoder(request, self._backend) if shard is None else shard.decoder
         return self._make_cache(order, decoder, request, report)
 
     def _prepare_recording(self) -> _Prepared:
         if self._recorder is not None:
             raise CommandRefused("a profile is being recorded already; stop it first")
-        recorder = StepRecorder(self._model_state.backend.profiler_activities)
+        recorder = StepRecorder(self._backend.profiler_activities)
 
         def commit() -> _Outcome:
             self._recorder = recorder

@@ -20,7 +20,7 @@ from hetero_worker.backends.cuda.memory import CudaMemoryPool
 from hetero_worker.backends.cuda.streams import CudaStreams
 from hetero_worker.memory.memory_pool import MemoryPool
 from hetero_worker.memory.streams import DeviceStreams
-from hetero_worker.runners.graphs.backend import GraphBackend
+from hetero_worker.runners.graphs.breaks import GraphBackend
 
 _BFLOAT16_CAPABILITY: Final = (8, 0)
 

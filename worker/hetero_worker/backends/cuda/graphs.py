@@ -21,7 +21,7 @@ from typing import Final
 
 import torch
 
-from hetero_worker.runners.graphs.backend import Replay
+from hetero_worker.runners.graphs.breaks import Replay
 
 _ERRORS_OF: Final = "thread_local"
 _EMPTY: Final = "CUDA Graph is empty"

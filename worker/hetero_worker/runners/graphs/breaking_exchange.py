@@ -15,8 +15,7 @@ import torch
 from hetero_worker.distributed.exchange import Exchange, PendingSend, PendingTensor, SumExchange
 from hetero_worker.distributed.hierarchical import HierarchicalExchange
 from hetero_worker.distributed.routes import Link
-from hetero_worker.runners.graphs.breaks import Breaks
-from hetero_worker.runners.graphs.current_step import CurrentStep
+from hetero_worker.runners.graphs.breaks import Breaks, CurrentStep
 
 T = TypeVar("T")
 

@@ -28,10 +28,8 @@ from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.memory.budget import mib
 from hetero_worker.models.decoder import Decoder, DecoderInput
 from hetero_worker.runners.forward import EagerForward, ForwardStates
-from hetero_worker.runners.graphs.backend import GraphBackend
 from hetero_worker.runners.graphs.breaking_exchange import BreakingExchange
-from hetero_worker.runners.graphs.breaks import Breaks, RecordedPass
-from hetero_worker.runners.graphs.current_step import CurrentStep
+from hetero_worker.runners.graphs.breaks import Breaks, CurrentStep, GraphBackend, RecordedPass
 from hetero_worker.runners.graphs.graph_attention import GraphAttention
 from hetero_worker.runners.graphs.padding import LINK_BYTES
 from hetero_worker.runners.input_batch import InputBatch

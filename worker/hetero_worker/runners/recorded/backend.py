@@ -23,7 +23,7 @@ class NativeSegment:
 
 
 class NativeBackend:
-    """Implements graphs.backend.GraphBackend for native operations."""
+    """Implements graphs.breaks.GraphBackend for native operations."""
 
     records_device_sums = False
 

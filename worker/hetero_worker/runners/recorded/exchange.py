@@ -19,8 +19,7 @@ from hetero_worker.distributed.shm_rank import NativeCall
 from hetero_worker.native.compute_library import call_op
 from hetero_worker.native.op_queue import OpQueue
 from hetero_worker.runners.graphs.breaking_exchange import BreakingExchange
-from hetero_worker.runners.graphs.breaks import Breaks
-from hetero_worker.runners.graphs.current_step import CurrentStep
+from hetero_worker.runners.graphs.breaks import Breaks, CurrentStep
 
 
 class RecordedExchange(BreakingExchange):

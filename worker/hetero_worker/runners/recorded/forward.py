@@ -32,8 +32,7 @@ from hetero_worker.memory.budget import mib
 from hetero_worker.models.decoder import Decoder, DecoderInput
 from hetero_worker.native.op_queue import Arena, CommonArena, OpQueue, RecordedOps
 from hetero_worker.runners.forward import EagerForward, ForwardStates, StepDraws
-from hetero_worker.runners.graphs.breaks import Breaks, RecordedPass
-from hetero_worker.runners.graphs.current_step import CurrentStep
+from hetero_worker.runners.graphs.breaks import Breaks, CurrentStep, RecordedPass
 from hetero_worker.runners.input_batch import InputBatch
 from hetero_worker.runners.recorded.backend import NativeBackend, NativeSegment
 from hetero_worker.runners.recorded.exchange import RecordedExchange
