@@ -47,10 +47,7 @@ def measure(ranks: RankContext, cores: Sequence[int], rounds: int) -> Times:
     os.sched_setaffinity(0, {cores[ranks.rank]})
     torch.set_num_threads(1)
     group = ranks.form(ranks_pb2.EXCHANGE_KIND_GLOO, timeout_s=_TIMEOUT_S)
-    exchanges: dict[str, HostExchange] = {
-        "native": _shared(ranks, group.exchange),
-        "gloo": group.exchange,
-    }
+    exchanges: dict[str, HostExchange] = {"native": _shared(ranks, group.exchange), "gloo": group.exchange}
     times: Times = {kind: {size: [] for size in SIZES} for kind in KINDS}
     for size in SIZES:
         tensor = torch.ones(size // 4)

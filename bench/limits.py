@@ -91,8 +91,7 @@ def _float_rate(dtype: torch.dtype) -> float:
     x, w = torch.randn(SIZE, SIZE, dtype=dtype), torch.randn(SIZE, SIZE, dtype=dtype)
     packed = torch.ops.mkldnn._reorder_linear_weight(w, SIZE)
     seconds = min(
-        _median_s(lambda: x @ w),
-        _median_s(lambda: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")),
+        _median_s(lambda: x @ w), _median_s(lambda: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], ""))
     )
     return OPERATIONS / seconds
 

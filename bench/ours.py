@@ -194,11 +194,7 @@ class HeteroContender:
 
     def manifest(self) -> dict[str, Any]:
         """What `hetero up` is given: what a user would write who wants this model on so many ranks."""
-        cpu = {
-            "coresPerRank": self._cores,
-            "memoryPerRank": str(self._memory_bytes),
-            "numa": {"policy": "BestEffort"},
-        }
+        cpu = {"coresPerRank": self._cores, "memoryPerRank": str(self._memory_bytes), "numa": {"policy": "BestEffort"}}
         model = {"uri": f"file://{self._model}", "dtype": self._dtype, "maxModelLen": self._max_model_len}
         if self._quantization != "none":
             model["quantization"] = self._quantization

@@ -43,8 +43,7 @@ def measure(group: LocalGroupProcess, *, streams: int, kills: int, gateway_kills
         for number in range(kills + gateway_kills):
             of_ranks = number < kills
             blow = killer.strike(
-                RANKS if of_ranks else ["gateway"],
-                (signal.SIGKILL, signal.SIGSTOP) if of_ranks else (signal.SIGKILL,),
+                RANKS if of_ranks else ["gateway"], (signal.SIGKILL, signal.SIGSTOP) if of_ranks else (signal.SIGKILL,)
             )
             blows.append(blow)
             print(f"{number + 1}: {blow.victim} {blow.signal_name} {blow.recovery_s:.2f} s", file=sys.stderr)

@@ -70,10 +70,7 @@ def menu_of(*, tiny: bool, quick: bool) -> Menu:
         recipe = throughput(TINY.vocab_size, sequences=6, shortest=5, longest=20)
         return Menu(("tiny", TINY), (), (Capped("tiny", TINY, 1 << 30, 0.0),), recipe, 64, 12)
     shapes = (("Qwen3-8B", QWEN3_8B), ("Qwen3-32B", QWEN3_32B))
-    capped = (
-        Capped("Qwen3-8B", QWEN3_8B, 10 * _GIGABYTE, 75.0),
-        Capped("Qwen3-32B", QWEN3_32B, 40 * _GIGABYTE, 120.0),
-    )
+    capped = (Capped("Qwen3-8B", QWEN3_8B, 10 * _GIGABYTE, 75.0), Capped("Qwen3-32B", QWEN3_32B, 40 * _GIGABYTE, 120.0))
     whole = Menu(("Qwen3-0.6B", QWEN3_06B), shapes, capped, throughput(QWEN3_06B.vocab_size), 16384, 128)
     return replace(whole, large=shapes[:1], capped=()) if quick else whole
 

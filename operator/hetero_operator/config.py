@@ -72,9 +72,7 @@ class OperatorConfig:
         given = vars(_parser().parse_args(list(arguments)))
         values = {setting.name: setting.read(given, environment) for setting in SETTINGS}
         render = RenderOptions(
-            operator_version=VERSION,
-            operator_namespace=values["own_namespace"],
-            **_named_alike(RenderOptions, values),
+            operator_version=VERSION, operator_namespace=values["own_namespace"], **_named_alike(RenderOptions, values)
         )
         return cls(render=render, lease=_lease(values), resync_s=values["resync_seconds"], **_named_alike(cls, values))
 

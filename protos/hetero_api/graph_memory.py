@@ -79,14 +79,7 @@ class GraphMemory:
         return self.computing + self.results + self.driver + self.exchanged
 
     @classmethod
-    def of(
-        cls,
-        memory: ModelMemory,
-        shard: RankShard,
-        sizes: tuple[int, ...],
-        *,
-        num_host_ranks: int,
-    ) -> GraphMemory:
+    def of(cls, memory: ModelMemory, shard: RankShard, sizes: tuple[int, ...], *, num_host_ranks: int) -> GraphMemory:
         """For graphs of these sizes, ascending. `num_host_ranks`: on host cores, that take part."""
         if not sizes:
             return cls()

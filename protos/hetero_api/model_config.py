@@ -156,11 +156,7 @@ class ModelConfig:
 
     @classmethod
     def from_hf(
-        cls,
-        config: Mapping[str, Any],
-        *,
-        generation: Mapping[str, Any] | None = None,
-        source: str = CONFIG_FILE,
+        cls, config: Mapping[str, Any], *, generation: Mapping[str, Any] | None = None, source: str = CONFIG_FILE
     ) -> ModelConfig:
         """From the contents of config.json. Raises ModelError."""
         fields = HfConfig(config, source)

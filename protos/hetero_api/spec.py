@@ -24,12 +24,7 @@ from hetero_api.spec_cluster import (
     leaves_ours_alone,
 )
 from hetero_api.spec_model import DType, ModelSpec, SecretKeyRef
-from hetero_api.spec_pools import (
-    MAX_RANKS,
-    Pools,
-    PoolSpec,
-    PoolType,
-)
+from hetero_api.spec_pools import MAX_RANKS, Pools, PoolSpec, PoolType
 from hetero_api.spec_types import (
     Annotations,
     Bytes,

@@ -168,8 +168,7 @@ DataKey = Annotated[
 LabelKey = Annotated[
     str,
     Form(
-        f"^({_SUBDOMAIN}/)?{_QUALIFIED}$",
-        "must be a label key, NAME or DOMAIN/NAME: letters, digits, '-', '_' and '.'",
+        f"^({_SUBDOMAIN}/)?{_QUALIFIED}$", "must be a label key, NAME or DOMAIN/NAME: letters, digits, '-', '_' and '.'"
     ),
     StringConstraints(max_length=317),
 ]

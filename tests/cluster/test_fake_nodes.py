@@ -89,11 +89,7 @@ STATES: list[tuple[str, Callable[[Kubelet], Object], Callable[[Object], Any], An
 
 @pytest.mark.parametrize(("play", "read", "expected"), [row[1:] for row in STATES], ids=[row[0] for row in STATES])
 def test_a_pod_is_put_into_a_state(
-    client: Client,
-    namespace: str,
-    play: Callable[[Kubelet], Object],
-    read: Callable[[Object], Any],
-    expected: object,
+    client: Client, namespace: str, play: Callable[[Kubelet], Object], read: Callable[[Object], Any], expected: object
 ) -> None:
     client.create(pod("one", namespace, initContainers=[{"name": "fetch", "image": "none"}]))
     play(Kubelet(client, namespace))

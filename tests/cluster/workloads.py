@@ -6,12 +6,7 @@ from tests.support.kube.client import Object
 
 
 def config_map(name: str, namespace: str, **data: str) -> Object:
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {"name": name, "namespace": namespace},
-        "data": data,
-    }
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name, "namespace": namespace}, "data": data}
 
 
 def pod(name: str, namespace: str, **spec: object) -> Object:

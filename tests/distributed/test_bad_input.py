@@ -14,12 +14,7 @@ import pytest
 
 from hetero_api.contract import EXIT_PERMANENT, EXIT_USAGE
 from hetero_client import HeteroClient, SamplingParams
-from hetero_client.errors import (
-    DeadlineError,
-    DuplicateRequestError,
-    InvalidRequestError,
-    NotConnectedError,
-)
+from hetero_client.errors import DeadlineError, DuplicateRequestError, InvalidRequestError, NotConnectedError
 from tests.support.local_group import LocalGroupProcess, write_manifest
 from tests.support.tiny_models import save_tiny_model
 

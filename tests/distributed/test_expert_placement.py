@@ -54,11 +54,7 @@ def test_experts_that_are_wanted_are_spread_and_stay_spread(tmp_path: Path) -> N
     model = save_lopsided_model(tmp_path / "model")
     reference = Reference.from_directory(model)
     manifest = write_manifest(tmp_path, model=model, shares=HALVES, max_model_len=None)
-    with (
-        LocalGroupProcess(manifest, home=tmp_path / "home") as group,
-        group.client() as client,
-        group.admin() as admin,
-    ):
+    with LocalGroupProcess(manifest, home=tmp_path / "home") as group, group.client() as client, group.admin() as admin:
         assert reference.disagreements(PROMPT, generate(client)) == []
         before = {rank.rank: rank.weight_bytes for rank in admin.topology().ranks}
 

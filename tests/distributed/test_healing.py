@@ -20,14 +20,7 @@ from hetero_api.contract import EXIT_FAILURE, EXIT_OK
 from hetero_client import Delta, SamplingParams
 from hetero_client.errors import ClientError, UnavailableError
 from tests.support.crowd import Crowd, Killer, ask_undisturbed
-from tests.support.local_group import (
-    REPOSITORY,
-    LocalGroupProcess,
-    alive,
-    shared_segments,
-    wait_for,
-    write_manifest,
-)
+from tests.support.local_group import REPOSITORY, LocalGroupProcess, alive, shared_segments, wait_for, write_manifest
 
 KILLS: Final = int(os.environ.get("HETERO_HEALING_KILLS", "5"))
 STREAMS: Final = 16

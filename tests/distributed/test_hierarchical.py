@@ -76,9 +76,7 @@ def test_sums_in_the_backends_own_order_depend_on_other_rows() -> None:
     assert len(set(results[0])) > 1
 
 
-def _of_first_members(
-    results: list[dict[tuple[Ranks, Ranks, int], bytes]],
-) -> dict[tuple[Ranks, Ranks, int], bytes]:
+def _of_first_members(results: list[dict[tuple[Ranks, Ranks, int], bytes]]) -> dict[tuple[Ranks, Ranks, int], bytes]:
     return {key: bits for rank, found in enumerate(results) for key, bits in found.items() if key[0][0] == rank}
 
 

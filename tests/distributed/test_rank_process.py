@@ -13,13 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_api.contract import (
-    ENV_GROUP_TOKEN_FILE,
-    EXIT_FAILURE,
-    EXIT_OK,
-    EXIT_PERMANENT,
-    EXIT_USAGE,
-)
+from hetero_api.contract import ENV_GROUP_TOKEN_FILE, EXIT_FAILURE, EXIT_OK, EXIT_PERMANENT, EXIT_USAGE
 from hetero_api.cpu_list import parse_cpu_list
 from hetero_api.host.death_signal import adopt_orphans
 from hetero_api.model_config import model_fingerprint

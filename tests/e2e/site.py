@@ -96,9 +96,7 @@ class Site:
     def create_namespace(self, name: str) -> str:
         """One in which Pod Security `restricted` is enforced, where the cluster can, with the model's claim in it."""
         labels = {"pod-security.kubernetes.io/enforce": "restricted", "pod-security.kubernetes.io/warn": "restricted"}
-        self.client.apply(
-            {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}},
-        )
+        self.client.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}})
         if self.nodes:
             for manifest in model_claim(self.model, name):
                 self.client.apply(manifest)
@@ -168,10 +166,7 @@ def node_plans() -> list[NodePlan]:
     small machine a rank's core is its own among the pods of its node, and not among those of the other.
     """
     last = str((os.cpu_count() or 2) - 1)
-    return [
-        NodePlan("node-1"),
-        NodePlan("node-2", reserved_cores=last, taints=[f"{RANKS_ONLY}=true:NoSchedule"]),
-    ]
+    return [NodePlan("node-1"), NodePlan("node-2", reserved_cores=last, taints=[f"{RANKS_ONLY}=true:NoSchedule"])]
 
 
 def image_archives(environment: Mapping[str, str]) -> dict[str, Path]:

@@ -115,10 +115,7 @@ def test_a_kubelet_that_starts_anew_disturbs_nobody(own_nodes: Site, served: Ser
             own_nodes.client.wait_for("Node", name, until=partial(is_heard_again, since=seen), timeout_s=90)
         served.wait(lambda found: is_true(found, "Ready"), 60)
     # Until the gateway's node is ready, no new client is sent to it; nothing else has changed, and nothing is lost.
-    assert said <= {
-        ("True", "Serving", "AsExpected", "2/2"),
-        ("False", "GatewayNotReady", "AsExpected", "2/2"),
-    }
+    assert said <= {("True", "Serving", "AsExpected", "2/2"), ("False", "GatewayNotReady", "AsExpected", "2/2")}
     assert epoch_of(served) == before
     assert restarts_of(served.pods()) == restarts_of(pods)
     assert {name: cpuset_of(own_nodes, pod) for name, pod in served.pods().items()} == cores

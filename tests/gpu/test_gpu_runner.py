@@ -17,15 +17,7 @@ from hetero_worker.backends.cuda.backend import CudaBackend
 from hetero_worker.distributed.exchange import LocalExchange
 from hetero_worker.errors import DeviceError, MemoryBudgetError
 from tests.support.gpu_needed import skip_without_gpu
-from tests.support.mixed_runners import (
-    BLOCK_SIZE,
-    BLOCKS,
-    Drawn,
-    SoloTaker,
-    largest_difference,
-    load_request,
-    work_off,
-)
+from tests.support.mixed_runners import BLOCK_SIZE, BLOCKS, Drawn, SoloTaker, largest_difference, load_request, work_off
 from tests.support.quiet_step import WHOLE
 from tests.support.random_model import save_random_llama
 from tests.support.rank_group import PlanBuilder

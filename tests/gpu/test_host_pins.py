@@ -47,10 +47,7 @@ def test_memory_that_cannot_be_pinned_is_told_and_the_device_goes_on(device: tor
 
 
 def test_tensors_cross_shared_memory_as_they_went(device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
-    with (
-        caplog.at_level(logging.INFO),
-        exchanges(SHM_FOLDER, 2, routes=Routes(links=(THERE, BACK))) as ranks,
-    ):
+    with caplog.at_level(logging.INFO), exchanges(SHM_FOLDER, 2, routes=Routes(links=(THERE, BACK))) as ranks:
         staging = StreamStaging(CudaStreams(device))
         leader = HierarchicalExchange(
             ranks[0], num_gpu_ranks=1, groups={}, links={}, staging=staging, host_links=direct_links(ranks[0], staging)

@@ -27,11 +27,7 @@ CASES: Sequence[ChartCase] = (
     ChartCase("three namespaces", {"watchNamespaces": ["team-a", "team-b", "0"]}),
     ChartCase(
         "nothing outside namespaces",
-        {
-            "watchNamespaces": ["team-a"],
-            "crd": {"install": False},
-            "rbac": {"nodes": False, "aggregate": False},
-        },
+        {"watchNamespaces": ["team-a"], "crd": {"install": False}, "rbac": {"nodes": False, "aggregate": False}},
     ),
     ChartCase(
         "everything on",

@@ -21,15 +21,7 @@ from hetero_worker.distributed.device_group import TorchDeviceGroup
 from hetero_worker.distributed.exchange import NO_TRAFFIC, Exchange, Traffic
 from hetero_worker.distributed.groups import HostGroups
 from hetero_worker.distributed.hierarchical import STAGED_BYTES, HierarchicalExchange
-from hetero_worker.distributed.routes import (
-    Link,
-    Ranks,
-    Routes,
-    device_part,
-    helper_links,
-    host_part,
-    is_device_link,
-)
+from hetero_worker.distributed.routes import Link, Ranks, Routes, device_part, helper_links, host_part, is_device_link
 from hetero_worker.errors import ExchangeAborted, ExchangeError
 from hetero_worker.models.lending import Lending
 from tests.support.rank_processes import FormedGroup, RankContext

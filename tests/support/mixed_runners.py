@@ -44,13 +44,7 @@ class SoloTaker:
     """PlanTaker of one rank; its peers are other processes."""
 
     def __init__(
-        self,
-        backend: DeviceBackend,
-        request: LoadRequest,
-        exchange: Exchange,
-        *,
-        num_blocks: int,
-        block_size: int,
+        self, backend: DeviceBackend, request: LoadRequest, exchange: Exchange, *, num_blocks: int, block_size: int
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.recorder = LogitsRecorder()

@@ -72,11 +72,7 @@ class Scene:
 
     @contextmanager
     def operator(
-        self,
-        replica: str = "operator",
-        *,
-        through: FaultProxy | None = None,
-        settings: Mapping[str, str] | None = None,
+        self, replica: str = "operator", *, through: FaultProxy | None = None, settings: Mapping[str, str] | None = None
     ) -> Iterator[OperatorProcess]:
         """An operator that leads; `through` a proxy, it has the proxy's credentials."""
         operator = self.new_operator(replica, through=through, settings=settings)
@@ -85,11 +81,7 @@ class Scene:
             yield operator
 
     def new_operator(
-        self,
-        replica: str = "operator",
-        *,
-        through: FaultProxy | None = None,
-        settings: Mapping[str, str] | None = None,
+        self, replica: str = "operator", *, through: FaultProxy | None = None, settings: Mapping[str, str] | None = None
     ) -> OperatorProcess:
         """An operator that was not started yet."""
         if through is None:

@@ -15,14 +15,7 @@ from typing import Any
 
 from hetero_api.contract import LABEL_ROLE
 from hetero_operator.reconcile.inventory import ObjectKey
-from hetero_operator.reconcile.model import (
-    Capabilities,
-    Deletion,
-    Object,
-    Observed,
-    Plan,
-    RenderOptions,
-)
+from hetero_operator.reconcile.model import Capabilities, Deletion, Object, Observed, Plan, RenderOptions
 from hetero_operator.reconcile.plan import plan
 from hetero_operator.reconcile.revision import digest
 from tests.support.kube_defaults import with_defaults

@@ -38,11 +38,7 @@ class PagedCase:
         self._generator = torch.Generator().manual_seed(seed)
         counts = [-(-length // block_size) for length in self.lengths]
         self.cache = LayerCache.allocate(
-            num_blocks=1 + sum(counts),
-            block_size=block_size,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            dtype=dtype,
+            num_blocks=1 + sum(counts), block_size=block_size, num_kv_heads=kv_heads, head_dim=head_dim, dtype=dtype
         )
         for tensor in (self.cache.keys, self.cache.values):
             tensor[block_size:] = self._random(*tensor[block_size:].shape)

@@ -105,11 +105,7 @@ class RanksFailedError(AssertionError):
 
 
 def run_ranks(
-    body: Callable[..., Any],
-    world_size: int,
-    *args: Any,
-    timeout_s: float = 90.0,
-    may_die: Sequence[int] = (),
+    body: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 90.0, may_die: Sequence[int] = ()
 ) -> list[Any]:
     """Run `body` on every rank; results in rank order, None for a rank that died as it may.
 

@@ -71,9 +71,5 @@ def sampled_by(sampler: ShardSampler, *modules: ModuleType) -> Iterator[None]:
 
 def path(name: str) -> ShardSampler:
     """Return the sampler of one of PATHS."""
-    paths: dict[str, ShardSampler] = {
-        "host": HOST_SAMPLER,
-        "device": device_sampler(),
-        "mixed": AlternatingSampler(),
-    }
+    paths: dict[str, ShardSampler] = {"host": HOST_SAMPLER, "device": device_sampler(), "mixed": AlternatingSampler()}
     return paths[name]

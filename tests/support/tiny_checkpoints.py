@@ -43,13 +43,10 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
                 "low_freq_factor": 1.0,
                 "high_freq_factor": 4.0,
                 "original_max_position_embeddings": 32,
-            },
+            }
         },
     ),
-    "linear-rope": (
-        "llama",
-        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
-    ),
+    "linear-rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral-window": ("mistral", {"sliding_window": 5}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),

@@ -47,9 +47,7 @@ def make_base(builder: Builder, *, reference: str = REFERENCE, mirror_url: str =
         raise ImageError(str(error)) from error
     with tempfile.TemporaryDirectory(prefix="hetero-base-") as folder:
         root, archive = Path(folder) / "root", Path(folder) / "root.tar"
-        _run(
-            ["debootstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}", RELEASE, str(root), source],
-        )
+        _run(["debootstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}", RELEASE, str(root), source])
         for path in unread(root):
             _remove(path)
         _run(["tar", "--numeric-owner", "-C", str(root), "-cf", str(archive), "."])

@@ -44,35 +44,11 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "AdminClient",
-    "AsyncGenerateStream",
-    "AsyncHeteroClient",
-    "ChatMessage",
-    "Choice",
-    "Completion",
-    "Constraint",
-    "Delta",
-    "Event",
-    "FinishReason",
-    "Finished",
-    "GenerateOptions",
-    "GenerateStream",
-    "Grammar",
-    "GroupTopology",
-    "HeteroClient",
-    "JsonSchema",
-    "ModelInfo",
-    "Prompt",
-    "PromptLogprobs",
-    "RankView",
-    "Regex",
-    "SamplingParams",
-    "ServerInfo",
-    "Started",
-    "Timings",
-    "TokenLogprobs",
-    "Usage",
-]
+    "AdminClient", "AsyncGenerateStream", "AsyncHeteroClient", "ChatMessage", "Choice", "Completion",
+    "Constraint", "Delta", "Event", "FinishReason", "Finished", "GenerateOptions", "GenerateStream", "Grammar",
+    "GroupTopology", "HeteroClient", "JsonSchema", "ModelInfo", "Prompt", "PromptLogprobs", "RankView", "Regex",
+    "SamplingParams", "ServerInfo", "Started", "Timings", "TokenLogprobs", "Usage",
+]  # fmt: skip
 
 _MODULES: Final = {
     "AdminClient": "admin",

@@ -77,10 +77,7 @@ class _Deal:
 
 
 def plan_cores(
-    available: Sequence[LogicalCore],
-    demands: Sequence[CoreDemand],
-    *,
-    nodes: Mapping[int, NumaNode] | None = None,
+    available: Sequence[LogicalCore], demands: Sequence[CoreDemand], *, nodes: Mapping[int, NumaNode] | None = None
 ) -> CorePlan:
     """Deal the available cores out to the pools; strict pools choose first. `nodes` tells distances and memory."""
     rooms = rooms_of(available, nodes or {})

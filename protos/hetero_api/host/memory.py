@@ -7,15 +7,9 @@ from pathlib import Path
 from typing import Final
 
 MEMINFO: Final = Path("/proc/meminfo")
-CGROUP_LIMITS: Final = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
+CGROUP_LIMITS: Final = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
-CGROUP_EVENTS: Final = (
-    Path("/sys/fs/cgroup/memory.events"),
-    Path("/sys/fs/cgroup/memory/memory.oom_control"),
-)
+CGROUP_EVENTS: Final = (Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memory.oom_control"))
 
 
 def total_memory_bytes(*, meminfo: Path = MEMINFO, cgroup_limits: tuple[Path, ...] = CGROUP_LIMITS) -> int:

@@ -119,12 +119,7 @@ def proxy_config(plan: NodePlan, kubeconfig: Path, pods: str) -> dict[str, Any]:
         "metricsBindAddress": "127.0.0.1:10249",
         # Two pods of one bridge would answer one another past the rule that translates back.
         "iptables": {"masqueradeAll": True, "minSyncPeriod": "0s", "syncPeriod": "30s"},
-        "conntrack": {
-            "maxPerCore": 0,
-            "min": 0,
-            "tcpEstablishedTimeout": "0s",
-            "tcpCloseWaitTimeout": "0s",
-        },
+        "conntrack": {"maxPerCore": 0, "min": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s"},
     }
 
 

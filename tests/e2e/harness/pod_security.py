@@ -57,8 +57,6 @@ def policies(version: Version) -> list[Object]:
         "kind": "ClusterRoleBinding",
         "metadata": {"name": f"{NAME}-pods"},
         "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": f"{NAME}-pods"},
-        "subjects": [
-            {"apiGroup": "rbac.authorization.k8s.io", "kind": "Group", "name": "system:serviceaccounts"},
-        ],
+        "subjects": [{"apiGroup": "rbac.authorization.k8s.io", "kind": "Group", "name": "system:serviceaccounts"}],
     }
     return [policy, role, binding]

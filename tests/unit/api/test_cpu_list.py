@@ -17,8 +17,7 @@ def test_cpu_list_survives_formatting_and_parsing(numbers: set[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "numbers"),
-    [("", ()), ("\n", ()), ("3", (3,)), ("0-2,8\n", (0, 1, 2, 8)), ("5,1-2,2", (1, 2, 5))],
+    ("text", "numbers"), [("", ()), ("\n", ()), ("3", (3,)), ("0-2,8\n", (0, 1, 2, 8)), ("5,1-2,2", (1, 2, 5))]
 )
 def test_cpu_list_is_read_as_the_kernel_writes_it(text: str, numbers: tuple[int, ...]) -> None:
     assert parse_cpu_list(text) == numbers

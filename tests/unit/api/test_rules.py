@@ -12,15 +12,7 @@ from hetero_api.crd import crd
 from hetero_api.errors import ManifestError
 from hetero_api.manifest import check_transition, parse_resource
 from tests.support.crd_judge import rule_problems, schema_problems, stored
-from tests.support.invalid_resources import (
-    BASE,
-    INVALID,
-    VALID,
-    Document,
-    InvalidResource,
-    ValidResource,
-    changed,
-)
+from tests.support.invalid_resources import BASE, INVALID, VALID, Document, InvalidResource, ValidResource, changed
 
 pytestmark = pytest.mark.unit
 

@@ -108,8 +108,7 @@ def test_the_solver_is_told_what_ranks_measured_and_the_cap() -> None:
     times = [0.1, 0.3, 0.2]
     formed = [
         ranks_pb2.Formed(
-            host_times=[ranks_pb2.ExchangeTime(bytes=4, seconds=seconds)],
-            costs=ranks_pb2.DeviceSpeeds(lone_gain=2.0),
+            host_times=[ranks_pb2.ExchangeTime(bytes=4, seconds=seconds)], costs=ranks_pb2.DeviceSpeeds(lone_gain=2.0)
         )
         for seconds in times
     ]

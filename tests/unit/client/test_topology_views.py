@@ -19,8 +19,7 @@ pytestmark = pytest.mark.unit
 
 def shard(kv: tuple[int, int], mlp: tuple[int, int], *, layers: int = 2) -> ranks_pb2.RankShard:
     layer = ranks_pb2.LayerShard(
-        kv_heads=ranks_pb2.UnitRange(begin=kv[0], end=kv[1]),
-        mlp_columns=ranks_pb2.UnitRange(begin=mlp[0], end=mlp[1]),
+        kv_heads=ranks_pb2.UnitRange(begin=kv[0], end=kv[1]), mlp_columns=ranks_pb2.UnitRange(begin=mlp[0], end=mlp[1])
     )
     rows = ranks_pb2.UnitRange(begin=0, end=100)
     return ranks_pb2.RankShard(layers=[layer] * layers, embedding_rows=rows, head_rows=rows)

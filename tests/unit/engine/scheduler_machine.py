@@ -208,8 +208,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.requests)
     @rule(
-        what=st.sampled_from(["abort", "abort", "finish", "finish", "wait", "lose_group", "open_group"]),
-        data=st.data(),
+        what=st.sampled_from(["abort", "abort", "finish", "finish", "wait", "lose_group", "open_group"]), data=st.data()
     )
     def interrupt(self, *, what: str, data: st.DataObject) -> None:
         {

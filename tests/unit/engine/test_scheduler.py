@@ -9,13 +9,7 @@ from typing import Any
 import pytest
 
 from hetero_api.v1 import ranks_pb2
-from hetero_gateway.engine.errors import (
-    DuplicateRequest,
-    EngineFault,
-    InvalidRequest,
-    QueueFull,
-    StepMismatch,
-)
+from hetero_gateway.engine.errors import DuplicateRequest, EngineFault, InvalidRequest, QueueFull, StepMismatch
 from hetero_gateway.engine.request import FinishReason
 from hetero_gateway.engine.scheduler import Scheduler
 from tests.unit.engine.engine_setup import VOCAB_SIZE, Bench, engine_config, entries, generation, name_of

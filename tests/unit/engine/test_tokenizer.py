@@ -182,11 +182,7 @@ def test_missing_tokenizer_names_the_file_and_how_to_get_it(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("name", "contents", "problem"),
     [
-        (
-            "tokenizer.json",
-            b'{"version": "1.0", "mo',
-            r"tokenizer\.json: cannot be read as JSON, perhaps an",
-        ),
+        ("tokenizer.json", b'{"version": "1.0", "mo', r"tokenizer\.json: cannot be read as JSON, perhaps an"),
         ("tokenizer.json", b"{}", r"tokenizer\.json: is no tokenizer"),
         ("tokenizer.json", b"\xff\xfe", r"tokenizer\.json: cannot be read"),
         ("tokenizer_config.json", b"[]", r"tokenizer_config\.json: must hold a JSON object"),

@@ -47,10 +47,7 @@ def model_config(**changes: Any) -> ModelConfig:
 
 
 def resource(
-    *pools: dict[str, Any],
-    shares: dict[str, Any] | None = None,
-    engine: dict[str, Any] | None = None,
-    **spec: Any,
+    *pools: dict[str, Any], shares: dict[str, Any] | None = None, engine: dict[str, Any] | None = None, **spec: Any
 ) -> HeteroInference:
     """A resource; a pool without a type is a CPU pool."""
     body = {

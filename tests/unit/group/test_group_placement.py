@@ -42,9 +42,7 @@ OTHER = deal_within_layers(model_config(), cores=[1, 1], shares=PlacementShares(
 def holding(plan: ShardPlan, *, rank: int, key: str = "", as_rank: int | None = None) -> ranks_pb2.Hello:
     """A Hello of a rank with weights of a plan."""
     held = ranks_pb2.HeldShard(
-        shard_plan=plan.to_proto(),
-        plan_key=key or group_settings().plan_key,
-        rank=rank if as_rank is None else as_rank,
+        shard_plan=plan.to_proto(), plan_key=key or group_settings().plan_key, rank=rank if as_rank is None else as_rank
     )
     return hello(rank, held=held)
 

@@ -118,12 +118,7 @@ class Heads:
     def written_by(self, ops: FusedOps, cache: LayerCache) -> torch.Tensor:
         """The queries; keys and values are in the cache."""
         return ops.rotate_and_write(
-            self.qkv.clone(),
-            self.rotation,
-            num_heads=self.num_heads,
-            norms=self.norms,
-            cache=cache,
-            slots=self.slots,
+            self.qkv.clone(), self.rotation, num_heads=self.num_heads, norms=self.norms, cache=cache, slots=self.slots
         )
 
 

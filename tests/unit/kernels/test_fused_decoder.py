@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from hetero_api.model_config import ModelConfig
-from hetero_worker.attention.base import (
-    AttentionBackend,
-)
+from hetero_worker.attention.base import AttentionBackend
 from hetero_worker.attention.torch_paged import TorchPagedAttention
 from hetero_worker.attention.triton_paged import TritonPagedAttention
 from hetero_worker.checkpoints.checkpoint import Checkpoint

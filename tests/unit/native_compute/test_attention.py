@@ -14,12 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_api.model_config import ModelConfig
-from hetero_worker.attention.base import (
-    AttentionBatch,
-    AttentionRule,
-    DecodeRows,
-    PrefillSpan,
-)
+from hetero_worker.attention.base import AttentionBatch, AttentionRule, DecodeRows, PrefillSpan
 from hetero_worker.attention.native_paged import NativePagedAttention
 from hetero_worker.backends.cpu import cpu_backend
 from hetero_worker.native.op_queue import Arena, OpQueue

@@ -210,12 +210,7 @@ class Heads:
         keys, values = torch.zeros(2, *self.kv_shape, dtype=self.dtype)
         cache = LayerCache(keys, values, 4)
         query = ops.rotate_and_write(
-            self.qkv.clone(),
-            self.rotation,
-            num_heads=self.num_heads,
-            norms=self.norms,
-            cache=cache,
-            slots=self.slots,
+            self.qkv.clone(), self.rotation, num_heads=self.num_heads, norms=self.norms, cache=cache, slots=self.slots
         )
         return query, cache
 

@@ -38,8 +38,7 @@ def containers(pod: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("named", "within_the_pod"),
-    [(None, [0, 1, 2]), ([0, 2, 4], [0, 1, 2]), ([6, 1, 3], [2, 0, 1])],
+    ("named", "within_the_pod"), [(None, [0, 1, 2]), ([0, 2, 4], [0, 1, 2]), ([6, 1, 3], [2, 0, 1])]
 )
 def test_named_devices_are_the_order_of_ranks_on_those_that_the_pod_gets(
     named: list[int] | None, within_the_pod: list[int]

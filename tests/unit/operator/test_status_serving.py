@@ -10,14 +10,7 @@ import pytest
 
 from hetero_api.group_state import GroupState
 from hetero_api.v1.admin_pb2 import PlacementOption, PlacementReport, RankStatus
-from hetero_api.v1.ranks_pb2 import (
-    EXCHANGE_KIND_GLOO,
-    DeviceReport,
-    LayerShard,
-    RankPlace,
-    RankShard,
-    UnitRange,
-)
+from hetero_api.v1.ranks_pb2 import EXCHANGE_KIND_GLOO, DeviceReport, LayerShard, RankPlace, RankShard, UnitRange
 from tests.support import pod_statuses as pods
 from tests.support.status_scene import GATEWAY, SPEC, StatusScene, conditions, events, message, rank_status
 

@@ -12,13 +12,7 @@ from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import NO_UNITS, LayerShard, RankShard, ShardPlan, UnitRange, ranges_of_counts
 from hetero_api.spec_pools import PoolType
 from hetero_placement.cost_model import CostModel
-from hetero_placement.expert_placement import (
-    ExpertCosts,
-    ExpertMoves,
-    counted_tokens,
-    expected_step_s,
-    place_experts,
-)
+from hetero_placement.expert_placement import ExpertCosts, ExpertMoves, counted_tokens, expected_step_s, place_experts
 from hetero_placement.hardware import CostPoint, ExchangeSpeeds, Hardware, Part, RankHardware, Speeds
 
 pytestmark = pytest.mark.unit

@@ -15,13 +15,7 @@ import yaml
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from hetero_api.contract import AUTHORIZATION_KEY
-from hetero_api.v1 import (
-    admin_pb2_grpc,
-    inference_pb2,
-    inference_pb2_grpc,
-    ranks_pb2,
-    ranks_pb2_grpc,
-)
+from hetero_api.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc, ranks_pb2, ranks_pb2_grpc
 from hetero_gateway.group.recovery import HEARTBEAT_INTERVAL_S
 from hetero_gateway.server.config import ServedModel, read_model
 from hetero_gateway.server.gateway import Addresses, Gateway, Ports

@@ -13,14 +13,7 @@ import openai
 import pytest
 
 from hetero_gateway.server.config import read_model
-from tests.unit.server.server_setup import (
-    MAX_MODEL_LEN,
-    GatewayBench,
-    request,
-    sampling,
-    write_manifest,
-    write_model,
-)
+from tests.unit.server.server_setup import MAX_MODEL_LEN, GatewayBench, request, sampling, write_manifest, write_model
 
 CHAT: Any = [{"role": "user", "content": "hello"}]
 NAME = "g"

@@ -18,9 +18,7 @@ pytestmark = pytest.mark.unit
 HEAD_DIM = 16
 RULE = AttentionRule(HEAD_DIM**-0.5)
 each_backend = pytest.mark.parametrize(
-    "backend",
-    [TorchPagedAttention(), TorchPagedAttention(batch_invariant=True)],
-    ids=lambda backend: backend.name,
+    "backend", [TorchPagedAttention(), TorchPagedAttention(batch_invariant=True)], ids=lambda backend: backend.name
 )
 
 
@@ -28,22 +26,13 @@ class _Pool:
     """A cache with random content everywhere but in the null block, and sequences scattered in it."""
 
     def __init__(
-        self,
-        lengths: Sequence[int],
-        *,
-        kv_heads: int = 3,
-        block_size: int = 4,
-        dtype: torch.dtype = torch.float32,
+        self, lengths: Sequence[int], *, kv_heads: int = 3, block_size: int = 4, dtype: torch.dtype = torch.float32
     ) -> None:
         generator = torch.Generator().manual_seed(len(lengths))
         counts = [-(-length // block_size) for length in lengths]
         num_blocks = 1 + sum(counts)
         self.cache = LayerCache.allocate(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            num_kv_heads=kv_heads,
-            head_dim=HEAD_DIM,
-            dtype=dtype,
+            num_blocks=num_blocks, block_size=block_size, num_kv_heads=kv_heads, head_dim=HEAD_DIM, dtype=dtype
         )
         for rows in (self.cache.keys, self.cache.values):
             rows[block_size:] = torch.randn(rows[block_size:].shape, generator=generator).to(dtype)
@@ -121,10 +110,7 @@ def test_backend_mixes_decode_fresh_spans_and_continued_spans(backend: Attention
     batch = AttentionBatch(
         slot_mapping=mapping,
         decode=DecodeRows(pool.lengths[:2], pool.tables[:2]),
-        prefills=(
-            PrefillSpan(2, 11, 0, pool.tables[2, :3]),
-            PrefillSpan(11, 16, 8, pool.tables[3, :4]),
-        ),
+        prefills=(PrefillSpan(2, 11, 0, pool.tables[2, :3]), PrefillSpan(11, 16, 8, pool.tables[3, :4])),
     )
     out = backend.begin(batch).attend(query, key, value, pool.cache, RULE)
     assert torch.equal(pool.cache.keys[mapping], key)

@@ -105,11 +105,7 @@ def assert_same_bits(first: Sequence[torch.Tensor], second: Sequence[torch.Tenso
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize(
     "waking",
-    [
-        [wake()],
-        [wake(with_cache=False), wake(weights=False)],
-        [wake(weights=False), wake(with_cache=False)],
-    ],
+    [[wake()], [wake(with_cache=False), wake(weights=False)], [wake(weights=False), wake(with_cache=False)]],
     ids=["at once", "weights first", "cache first"],
 )
 def test_logits_are_the_same_bits_after_sleep(group: RankGroup, level: int, waking: list[Command]) -> None:

@@ -27,8 +27,7 @@ def _save(directory: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns"),
-    [(None, None), ((2, 5), None), (None, (1, 3)), ((0, 1), (3, 4)), ((3, 3), None)],
+    ("rows", "columns"), [(None, None), ((2, 5), None), (None, (1, 3)), ((0, 1), (3, 4)), ((3, 3), None)]
 )
 def test_slices_are_read_and_converted(
     tmp_path: Path, rows: tuple[int, int] | None, columns: tuple[int, int] | None

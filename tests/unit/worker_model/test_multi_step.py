@@ -27,17 +27,7 @@ from hetero_worker.runners.recorded import multi_step
 from hetero_worker.runners.recorded.sampling import MAX_STEPS
 from tests.support.rank_group import PlanBuilder, RankGroup, Shares
 from tests.support.shm_threads import exchanges
-from tests.support.step_scripts import (
-    Release,
-    Script,
-    Start,
-    Steps,
-    one_by_one,
-    plans_of,
-    serve,
-    slots_of,
-    together,
-)
+from tests.support.step_scripts import Release, Script, Start, Steps, one_by_one, plans_of, serve, slots_of, together
 from tests.support.thread_exchange import run_ranks
 from tests.support.tiny_checkpoints import TinyCheckpoint, save_tiny
 

@@ -27,11 +27,7 @@ ARGUMENTS = {
 
 
 def read(
-    folder: Path,
-    changes: Mapping[str, str | None] | None = None,
-    *,
-    token: bytes = b"s3cret\n",
-    level: str = "debug",
+    folder: Path, changes: Mapping[str, str | None] | None = None, *, token: bytes = b"s3cret\n", level: str = "debug"
 ) -> RankConfig:
     path = folder / "token"
     path.write_bytes(token)

@@ -292,10 +292,7 @@ def test_ranks_whose_experts_are_chosen_on_the_host_make_none(tmp_path: Path) ->
 
 def test_experts_on_cpu_ranks_leave_the_gpu_its_graphs(tmp_path: Path) -> None:
     moe = save_tiny("qwen3-moe-some-dense", tmp_path, num_hidden_layers=2)
-    layout = (
-        Shares(kv_heads=((8, 0, 0),), mlp_columns=((50, 0, 0),), vocab_rows=(200, 0, 0), experts=((0, 4, 2),)),
-        1,
-    )
+    layout = (Shares(kv_heads=((8, 0, 0),), mlp_columns=((50, 0, 0),), vocab_rows=(200, 0, 0), experts=((0, 4, 2),)), 1)
     tapes = Tapes()
     assert_same(all_sizes(group_of(moe, layout, tapes)), all_sizes(group_of(moe, layout, None)))
     assert tapes.replayed

@@ -7,14 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.native_stress import (
-    ADDRESS_SANITIZER,
-    THREAD_SANITIZER,
-    build_stress,
-    lacks,
-    mutant,
-    run_stress,
-)
+from tests.support.native_stress import ADDRESS_SANITIZER, THREAD_SANITIZER, build_stress, lacks, mutant, run_stress
 
 pytestmark = [pytest.mark.unit, pytest.mark.slow]
 

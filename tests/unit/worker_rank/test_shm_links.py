@@ -149,10 +149,7 @@ def test_subgroups_sum_independently_of_one_another(tmp_path: Path) -> None:
 
 
 def test_contributors_must_be_of_the_subgroup(tmp_path: Path) -> None:
-    with (
-        exchanges(tmp_path) as ranks,
-        pytest.raises(ValueError, match=r"no ranks of a group of 2: \(1, 2\)"),
-    ):
+    with exchanges(tmp_path) as ranks, pytest.raises(ValueError, match=r"no ranks of a group of 2: \(1, 2\)"):
         ranks[1].among((1, 2)).all_reduce(torch.ones(1), (0,))
 
 

@@ -53,8 +53,7 @@ RemeasureOption = Annotated[
     ),
 ]
 AddressOption = Annotated[
-    str | None,
-    typer.Option(metavar="HOST:PORT", help="The gateway. Default: the local group.", rich_help_panel=_WHERE),
+    str | None, typer.Option(metavar="HOST:PORT", help="The gateway. Default: the local group.", rich_help_panel=_WHERE)
 ]
 AdminAddressOption = Annotated[
     str | None,
@@ -66,8 +65,7 @@ AdminAddressOption = Annotated[
     ),
 ]
 GroupOption = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="Name of the local group, when several run.", rich_help_panel=_WHERE),
+    str | None, typer.Option(metavar="NAME", help="Name of the local group, when several run.", rich_help_panel=_WHERE)
 ]
 TimeoutOption = Annotated[
     float | None, typer.Option("--timeout", min=0.001, metavar="SECONDS", help="Deadline of the request.")

@@ -24,8 +24,7 @@ def plan(
     ] = None,
     model: options.ModelOption = None,
     model_config: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="With --assume: the model's config.json; no weights are needed."),
+        Path | None, typer.Option(metavar="FILE", help="With --assume: the model's config.json; no weights are needed.")
     ] = None,
     plot: Annotated[
         Path | None,

@@ -52,10 +52,7 @@ def _convert_weights(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, GgufConfig
 
     model = AutoModelForCausalLM.from_pretrained(
-        str(gguf.parent),
-        gguf_file=gguf.name,
-        dtype=torch.bfloat16,
-        quantization_config=GgufConfig(dequantize=True),
+        str(gguf.parent), gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
     )
     model.save_pretrained(folder)
 

@@ -28,13 +28,7 @@ from typing import Final
 from hetero_api.v1 import admin_pb2
 from hetero_gateway.engine.admission import Admission, Alarm, StepHolds
 from hetero_gateway.engine.config import EngineConfig, end_token_ids
-from hetero_gateway.engine.errors import (
-    DeadlineExceeded,
-    EngineFault,
-    EngineUnavailable,
-    GroupLost,
-    StepMismatch,
-)
+from hetero_gateway.engine.errors import DeadlineExceeded, EngineFault, EngineUnavailable, GroupLost, StepMismatch
 from hetero_gateway.engine.output_processor import ActiveRequest, OutputProcessor
 from hetero_gateway.engine.request import GenerationRequest
 from hetero_gateway.engine.scheduler import Scheduler

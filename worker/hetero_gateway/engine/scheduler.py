@@ -44,13 +44,7 @@ from hetero_gateway.engine.request import (
     num_queued_tokens,
 )
 from hetero_gateway.engine.running_batch import RunningBatch
-from hetero_gateway.engine.step import (
-    ScheduledStep,
-    SpanEntry,
-    StepOutcome,
-    append_prompt_logprobs,
-    append_tokens,
-)
+from hetero_gateway.engine.step import ScheduledStep, SpanEntry, StepOutcome, append_prompt_logprobs, append_tokens
 from hetero_gateway.engine.step_planner import StepPlanner
 from hetero_gateway.engine.steps_in_flight import StepsInFlight
 from hetero_gateway.engine.waiting import LiveHeap, WaitingLine

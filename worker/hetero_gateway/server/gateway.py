@@ -82,16 +82,10 @@ class Gateway:
         self._started_s = time.monotonic()
         self._in_flight = InFlight()
         self.group = Group(
-            model.group_settings,
-            core=self.core,
-            on_state=self._on_state,
-            observe_step=self.metrics.step.observe,
+            model.group_settings, core=self.core, on_state=self._on_state, observe_step=self.metrics.step.observe
         )
         self._rpcs = AdminRpcs(
-            self.group,
-            core=self.core,
-            settings=model.group_settings,
-            on_experts_moved=self.metrics.count_moved_experts,
+            self.group, core=self.core, settings=model.group_settings, on_experts_moved=self.metrics.count_moved_experts
         )
         self._rebalancer: ExpertRebalancer | None = None
         if wants_rebalancing(model.group_settings):
@@ -115,8 +109,7 @@ class Gateway:
         self._http: HttpListener | None = None
         self._admin = self._admin_server(admin_token)
         self._ranks = new_server(
-            max_message_bytes=MAX_RANKS_MESSAGE_BYTES,
-            interceptors=[BearerInterceptor(token, whose="this group's")],
+            max_message_bytes=MAX_RANKS_MESSAGE_BYTES, interceptors=[BearerInterceptor(token, whose="this group's")]
         )
         serve_ranks(self._ranks, self.group)
 

@@ -48,13 +48,7 @@ class TritonPagedAttention(AttentionBackend):
     is_capturable = True
 
     def __init__(
-        self,
-        device: torch.device,
-        *,
-        head_dim: int,
-        group_size: int,
-        batch_invariant: bool = False,
-        num_programs: int,
+        self, device: torch.device, *, head_dim: int, group_size: int, batch_invariant: bool = False, num_programs: int
     ) -> None:
         """Support layers of this head_dim and `group_size` query heads per KV head.
 
@@ -118,12 +112,7 @@ class _TritonStep(StepAttention):
     """One step. Unless they are prepared, the first layer copies the tables: it knows the block size."""
 
     def __init__(
-        self,
-        batch: AttentionBatch,
-        tables: _SequenceTables | None,
-        *,
-        device: torch.device,
-        num_programs: int | None,
+        self, batch: AttentionBatch, tables: _SequenceTables | None, *, device: torch.device, num_programs: int | None
     ) -> None:
         """`num_programs` None: batch-invariant."""
         self.slot_mapping = batch.slot_mapping

@@ -161,12 +161,7 @@ def _check_node_memory(request: PinningRequest, node: int, topology: CpuTopology
 
 
 def _bind(
-    request: PinningRequest,
-    cpus: tuple[int, ...],
-    problems: list[str],
-    *,
-    topology: CpuTopology,
-    kernel: Kernel,
+    request: PinningRequest, cpus: tuple[int, ...], problems: list[str], *, topology: CpuTopology, kernel: Kernel
 ) -> PinningReport:
     before = kernel.affinity()
     problems = [*problems, *_bind_cores(cpus, kernel)]

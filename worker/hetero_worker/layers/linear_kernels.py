@@ -138,12 +138,7 @@ def kept_dtype(stored: torch.dtype, dtype: torch.dtype, kernel: LinearKernel | N
 
 
 def matrix_bytes(
-    shape: tuple[int, int],
-    bound: WeightFormat | None,
-    floats: str,
-    *,
-    dtype: torch.dtype,
-    kernel: LinearKernel | None,
+    shape: tuple[int, int], bound: WeightFormat | None, floats: str, *, dtype: torch.dtype, kernel: LinearKernel | None
 ) -> int:
     """Return the most bytes that a matrix takes in memory.
 

@@ -33,11 +33,7 @@ def pack_quantized(checkpoint: Checkpoint, parts: Sequence[TensorSlice], kernel:
 
 
 def pack_in_place(
-    checkpoint: Checkpoint,
-    parts: Sequence[TensorSlice],
-    *,
-    dtype: torch.dtype,
-    kernel: LinearKernel,
+    checkpoint: Checkpoint, parts: Sequence[TensorSlice], *, dtype: torch.dtype, kernel: LinearKernel
 ) -> PackedWeight | None:
     """Pack a slice of floats straight from its file; None if the kernel cannot take it as it lies there.
 

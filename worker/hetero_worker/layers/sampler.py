@@ -182,11 +182,7 @@ def _draw(
 
 
 def _draw_whole(
-    logits: torch.Tensor,
-    rows: Sequence[SamplingRow],
-    undecided: Sequence[int],
-    shards: _Shards,
-    sampler: ShardSampler,
+    logits: torch.Tensor, rows: Sequence[SamplingRow], undecided: Sequence[int], shards: _Shards, sampler: ShardSampler
 ) -> list[int]:
     """Make the draws whose candidates did not suffice, from their whole rows."""
     chosen = [rows[i] for i in undecided]
@@ -197,11 +193,7 @@ def _draw_whole(
 
 
 def _sampled_logprobs(
-    logits: torch.Tensor,
-    rows: Sequence[SamplingRow],
-    tokens: Sequence[int],
-    shards: _Shards,
-    sampler: ShardSampler,
+    logits: torch.Tensor, rows: Sequence[SamplingRow], tokens: Sequence[int], shards: _Shards, sampler: ShardSampler
 ) -> list[logprobs_pb2.TokenLogprobs | None]:
     asking = {i: row.num_logprobs for i, row in enumerate(rows) if row.num_logprobs is not None}
     found: list[logprobs_pb2.TokenLogprobs | None] = [None] * len(rows)

@@ -75,9 +75,7 @@ def _part(attention: AttentionBatch, begin: int, end: int) -> AttentionBatch:
     rows = slice(begin, min(end, decode.num_rows))
     spans = (_cut_span(span, begin, end) for span in attention.prefills if span.begin < end and begin < span.end)
     return AttentionBatch(
-        attention.slot_mapping[begin:end],
-        DecodeRows(decode.lengths[rows], decode.block_tables[rows]),
-        tuple(spans),
+        attention.slot_mapping[begin:end], DecodeRows(decode.lengths[rows], decode.block_tables[rows]), tuple(spans)
     )
 
 

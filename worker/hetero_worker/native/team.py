@@ -39,7 +39,8 @@ class NativeTeam:
         self._status = ffi.new("int *")
         self._one = ffi.new("uintptr_t[1]")
         self._one_at = address_of(self._one)
-        weakref.finalize(self, functions.hc_team_free, handle)
+        # Not at the interpreter's exit: a daemon thread may still be inside a run, and the process's end frees all.
+        weakref.finalize(self, functions.hc_team_free, handle).atexit = False
 
     def run_one(self, op: Any) -> None:
         """Run one operation, which is no CALL."""

@@ -29,11 +29,7 @@ class PodHealth:
     """Probes of a pod's ranks. `turned_s` returns the monotonic time of the supervisor's last turn."""
 
     def __init__(
-        self,
-        ranks: Sequence[Service],
-        *,
-        turned_s: Callable[[], float],
-        clock: Callable[[], float] = time.monotonic,
+        self, ranks: Sequence[Service], *, turned_s: Callable[[], float], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._ranks = tuple(ranks)
         self._turned_s = turned_s

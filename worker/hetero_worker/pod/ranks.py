@@ -51,11 +51,7 @@ def policy_in_force(config: PodConfig, *, num_cpus: int) -> NumaPolicy:
 
 
 def plan_pod_cores(
-    available: Sequence[LogicalCore],
-    demand: CoreDemand,
-    *,
-    ordinal: int,
-    nodes: Mapping[int, NumaNode] | None = None,
+    available: Sequence[LogicalCore], demand: CoreDemand, *, ordinal: int, nodes: Mapping[int, NumaNode] | None = None
 ) -> CorePlan:
     """Grant each rank of a pod its cores; warnings and problems are those of `plan_cores`.
 

@@ -106,10 +106,7 @@ def measure_parts(
     release_freed_memory()
     logger.info("measured the model's parts in %s in %.2f s", dtype, time.perf_counter() - began_s)
     return ranks_pb2.DeviceSpeeds(
-        costs=measured.parts,
-        costs_dtype=dtype,
-        meeting_s=measured.meeting_s,
-        lone_gain=measured.lone_gain,
+        costs=measured.parts, costs_dtype=dtype, meeting_s=measured.meeting_s, lone_gain=measured.lone_gain
     )
 
 

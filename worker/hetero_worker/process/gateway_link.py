@@ -48,11 +48,7 @@ _KNOCK_S: Final = 2.0
 _KNOCK_PAUSE_S: Final = 0.05
 _LONGEST_KNOCK_PAUSE_S: Final = 1.0
 _REFUSALS: Final = frozenset(
-    {
-        grpc.StatusCode.UNAUTHENTICATED,
-        grpc.StatusCode.PERMISSION_DENIED,
-        grpc.StatusCode.UNIMPLEMENTED,
-    }
+    {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNIMPLEMENTED}
 )
 """Statuses for a wrong token or program: a new process with the same ones is refused too."""
 

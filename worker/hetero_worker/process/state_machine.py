@@ -46,13 +46,7 @@ from hetero_worker.host.binding import Binding, Unbound
 from hetero_worker.probe.speeds import RankProbe
 from hetero_worker.process.epoch_fence import EpochFence
 from hetero_worker.process.gateway_link import Arrival, Event, GatewayLink, LeaveRequested, StreamEnded
-from hetero_worker.process.messages import (
-    RankIdentity,
-    group_request,
-    load_request,
-    quantized_config,
-    report_pinning,
-)
+from hetero_worker.process.messages import RankIdentity, group_request, load_request, quantized_config, report_pinning
 from hetero_worker.process.step_loop import StepLoop
 from hetero_worker.runners.base import Runner
 

@@ -64,11 +64,7 @@ class TuningCache:
         self._data = self._read()
 
     def speeds(
-        self,
-        name: str,
-        measure: Callable[[], ranks_pb2.DeviceSpeeds],
-        *,
-        all_have: Callable[[bool], bool] = bool,
+        self, name: str, measure: Callable[[], ranks_pb2.DeviceSpeeds], *, all_have: Callable[[bool], bool] = bool
     ) -> ranks_pb2.DeviceSpeeds:
         """Return the speeds that are kept under `name`; measure them if they are not. The caller may change them.
 

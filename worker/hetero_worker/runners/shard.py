@@ -177,14 +177,7 @@ def _check_plan(request: LoadRequest) -> None:
 
 
 def _identity(request: LoadRequest) -> tuple[object, ...]:
-    return (
-        request.directory,
-        request.config,
-        request.dtype,
-        request.shard_plan,
-        request.rank,
-        request.batch_invariant,
-    )
+    return (request.directory, request.config, request.dtype, request.shard_plan, request.rank, request.batch_invariant)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,14 +23,7 @@ from hetero_worker.sampling.device_edits import edit_logits
 from hetero_worker.sampling.device_kernels import MAX_SELECTED, Best, SamplingKernels, filter_logits, first_columns
 from hetero_worker.sampling.noise import key_tensor
 from hetero_worker.sampling.request import SamplingRow
-from hetero_worker.sampling.shard import (
-    BEST_FIELDS,
-    Float64Array,
-    ShardCandidates,
-    ShardDraws,
-    chunks_of,
-    log_sum_exp,
-)
+from hetero_worker.sampling.shard import BEST_FIELDS, Float64Array, ShardCandidates, ShardDraws, chunks_of, log_sum_exp
 
 _CHUNK_ELEMENTS: Final = 1 << 21
 """Logits whose filters are applied at a time; each takes up to 45 bytes."""

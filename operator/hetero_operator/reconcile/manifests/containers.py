@@ -65,11 +65,7 @@ def pod_security(options: RenderOptions) -> dict[str, Any]:
 
 def container_security() -> dict[str, Any]:
     """Return the securityContext of a container."""
-    return {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
-    }
+    return {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
 
 
 def rank_probes(startup_timeout_s: int) -> dict[str, Any]:
@@ -177,10 +173,7 @@ def pod_template(
         **{key: value for key, value in optional.items() if value},
     }
     rendered_by = {ANNOTATION_RENDER: rendering.options.operator_version}
-    metadata = {
-        "labels": {**user.labels, **labels},
-        "annotations": {**user.annotations, **annotations, **rendered_by},
-    }
+    metadata = {"labels": {**user.labels, **labels}, "annotations": {**user.annotations, **annotations, **rendered_by}}
     return {"metadata": metadata, "spec": spec}
 
 

@@ -16,14 +16,7 @@ from hetero_operator.reconcile import budget
 from hetero_operator.reconcile.model import GatewayReport, Object
 from hetero_operator.reconcile.names import GATEWAY_CONTAINER, RANK_CONTAINER
 from hetero_operator.reconcile.status.containers import Surroundings, Warnings, creation_warning
-from hetero_operator.reconcile.status.pods import (
-    ExpectedPod,
-    container_status,
-    is_up,
-    node_loss,
-    node_of,
-    pod_trouble,
-)
+from hetero_operator.reconcile.status.pods import ExpectedPod, container_status, is_up, node_loss, node_of, pod_trouble
 from hetero_operator.reconcile.status.reasons import OF_GATEWAY, Level, Reason, Trouble, absent, broken
 from hetero_operator.reconcile.status.situation import Situation, computes, is_complete, is_serving
 from hetero_operator.reconcile.status.text import bounded, steady

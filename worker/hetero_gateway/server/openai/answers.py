@@ -112,11 +112,7 @@ class ResponseFormatter(ABC):
         """Return the log-probabilities of a choice's tokens."""
 
     def _chunk(
-        self,
-        index: int,
-        part: Json,
-        positions: Sequence[Position] | None = None,
-        finished: pb.Finished | None = None,
+        self, index: int, part: Json, positions: Sequence[Position] | None = None, finished: pb.Finished | None = None
     ) -> Json:
         return self._object(self.chunk_kind, [self._choice(index, part, positions, finished)])
 

@@ -12,12 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-from hetero_worker.attention.base import (
-    AttentionBackend,
-    AttentionBatch,
-    AttentionRule,
-    StepAttention,
-)
+from hetero_worker.attention.base import AttentionBackend, AttentionBatch, AttentionRule, StepAttention
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.runners.graphs.breaks import Breaks
 from hetero_worker.runners.plan_check import PlanBounds
