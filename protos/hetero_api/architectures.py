@@ -1,96 +1,28 @@
-"""The architectures that can be served, what their names alone say about a model, and parts that only some models have.
+"""The architectures that can be served, and what their names alone say about a model.
 
 Everything else stands in config.json. What is named here becomes a switch of ModelConfig, so no other module asks
-for an architecture's name. ModelConfig is made of the parts: rotations, windows, experts.
+for an architecture's name.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Final, Literal
+from typing import Final
 
-Activation = Literal["silu", "gelu_tanh"]
-"""Activation of an MLP's gate; "gelu_tanh" is GELU in its approximation by tanh."""
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary position embedding.
-
-    `kind` is "default", "linear" or "llama3". For "linear", frequencies are divided by `factor`. For
-    "llama3" (Llama 3.1's `rope_scaling`), low frequencies are divided by `factor`, high ones kept, with a
-    smooth step between `low_freq_factor` and `high_freq_factor` of `original_max_position`.
-    """
-
-    theta: float
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 0
-
-    def inverse_frequencies(self, head_dim: int) -> tuple[float, ...]:
-        """Return the head_dim/2 angular frequencies, radians a position."""
-        base = [self.theta ** -(i / head_dim) for i in range(0, head_dim, 2)]
-        if self.kind == "linear":
-            return tuple(f / self.factor for f in base)
-        if self.kind == "llama3":
-            return tuple(self._llama3(f) for f in base)
-        return tuple(base)
-
-    def _llama3(self, frequency: float) -> float:
-        wavelength = 2 * math.pi / frequency
-        if wavelength > self.original_max_position / self.low_freq_factor:
-            return frequency / self.factor
-        if wavelength < self.original_max_position / self.high_freq_factor:
-            return frequency
-        smooth = (self.original_max_position / wavelength - self.low_freq_factor) / (
-            self.high_freq_factor - self.low_freq_factor
-        )
-        return (1 - smooth) * frequency / self.factor + smooth * frequency
-
-
-@dataclass(frozen=True, slots=True)
-class SlidingAttention:
-    """Layers in which a token attends to the `window` tokens up to and including itself."""
-
-    window: int
-    layers: tuple[int, ...]
-    """Ascending."""
-    rope: RopeConfig
-    """Rotation of these layers."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertNames:
-    """Names of experts in a checkpoint, below `model.layers.<layer>.`.
-
-    The router is `<block>.gate`, and an expert's parts are `<block>.experts.<number>.<gate, up or down>`.
-    """
-
-    block: str
-    gate: str
-    up: str
-    down: str
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertsConfig:
-    """Layers whose MLP is a number of small ones, of which a router chooses some for each token."""
-
-    number: int
-    """Experts a layer."""
-    per_token: int
-    intermediate_size: int
-    """Columns of one expert."""
-    normalised: bool
-    """Whether the chosen ones' weights are scaled to add up to 1."""
-    layers: tuple[int, ...]
-    """Ascending; the other layers are dense."""
-    names: ExpertNames
+from hetero_api.model_parts import (
+    SWIGLU_ALPHA,
+    SWIGLU_LIMIT,
+    USUAL_EXPERT_NAMES,
+    USUAL_NORMS,
+    USUAL_ROUTING,
+    Activation,
+    ExpertNames,
+    NormNames,
+    QkNorm,
+    Routing,
+)
 
 
 class SlidingLayers(Enum):
@@ -100,18 +32,41 @@ class SlidingLayers(Enum):
     ALL = "all"
     UPPER = "from max_window_layers on"
     ALL_BUT_EVERY_NTH = "all but every sliding_window_pattern-th"
+    UNROTATED = "those that are not rotated"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTraits:
+    """Experts of one architecture. Names of fields are those of config.json."""
+
+    names: ExpertNames = USUAL_EXPERT_NAMES
+    routing: Routing = USUAL_ROUTING
+    """Values for fields of config.json that are missing: norm_topk_prob, routed_scaling_factor, n_group, topk_group."""
+    intermediate_size: str = "moe_intermediate_size"
+    """The field that says how wide an expert is."""
+    has_shared: bool = False
+    """n_shared_experts more experts serve all tokens; together they are one wide one."""
+    first_k_dense_replace: int = 0
+    biased: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """One architecture. Names of fields are those of config.json, whose defaults these are."""
 
-    biased_qkv: bool = False
-    """q, k and v have biases whatever attention_bias says, and the output projection has none."""
-    qk_norm: bool = False
+    biased_qkv: bool | None = None
+    """Whether q, k and v have biases; None: attention_bias says."""
+    attention_bias: bool = False
+    biased_output: bool = True
+    """Whether attention_bias is for the output projection, too."""
+    qk_norm: QkNorm | None = None
+    use_qk_norm: bool = True
+    """Whether there are norms of queries and keys where `qk_norm` names them."""
     hidden_act: str = "silu"
+    activation: Activation | None = None
+    """The gate's activation whatever hidden_act says; None: hidden_act says."""
     norm_offset: float = 0.0
-    post_norms: bool = False
+    norms: NormNames = USUAL_NORMS
     scaled_embedding: bool = False
     """Embeddings are multiplied by the root of hidden_size."""
     tie_word_embeddings: bool = False
@@ -120,19 +75,38 @@ class Architecture:
     rope_theta: float = 10_000.0
     rope_local_base_freq: float | None = None
     """None: layers with a sliding window rotate as the others do."""
+    partial_rotary_factor: float = 1.0
+    interleaved_rope: bool = False
+    """Pairs that rotate lie side by side in a head."""
+    no_rope_layer_interval: int | None = None
+    """Every so many layers one is not rotated."""
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
+    is_latent: bool = False
+    """Attention is multi-head latent attention."""
+    has_sinks: bool = False
+    """A learned score of each head takes part in the softmax of attention."""
     sliding: SlidingLayers = SlidingLayers.NONE
     use_sliding_window: bool = True
     sliding_window_pattern: int = 1
-    experts: ExpertNames | None = None
-    moe_intermediate_size: str = "intermediate_size"
-    """The field that says how wide an expert is."""
-    norm_topk_prob: bool = True
+    fused_gate_up: bool = False
+    """A dense layer's gate and up projections are one tensor, gate first."""
+    experts: ExpertTraits | None = None
+    expects: Mapping[str, object] = field(default_factory=dict)
+    """Fields of config.json that are supported with this value only, if they are there."""
 
 
-_QWEN2: Final = Architecture(biased_qkv=True, sliding=SlidingLayers.UPPER, use_sliding_window=False)
-_QWEN3: Final = Architecture(qk_norm=True, sliding=SlidingLayers.UPPER, use_sliding_window=False)
+_QWEN2: Final = Architecture(
+    biased_qkv=True, biased_output=False, sliding=SlidingLayers.UPPER, use_sliding_window=False
+)
+_QWEN3: Final = Architecture(qk_norm="head", sliding=SlidingLayers.UPPER, use_sliding_window=False)
+_GEMMA_NORMS: Final = NormNames(
+    mlp="pre_feedforward_layernorm", sums=("post_attention_layernorm", "post_feedforward_layernorm")
+)
+_MIXTRAL_NAMES: Final = ExpertNames(
+    "block_sparse_moe", gate="w1", up="w3", down="w2", correction="e_score_correction_bias"
+)
+_SIGMOID: Final = Routing(score="sigmoid", corrected=True)
 
 ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "LlamaForCausalLM": Architecture(),
@@ -140,22 +114,20 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "MixtralForCausalLM": Architecture(
         rope_theta=1_000_000.0,
         sliding=SlidingLayers.ALL,
-        experts=ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2"),
+        experts=ExpertTraits(_MIXTRAL_NAMES, intermediate_size="intermediate_size"),
     ),
     "Qwen2ForCausalLM": _QWEN2,
     "Qwen3ForCausalLM": _QWEN3,
     "Qwen3MoeForCausalLM": Architecture(
-        qk_norm=True,
+        qk_norm="head",
         sliding=SlidingLayers.ALL,
         use_sliding_window=False,
-        experts=ExpertNames("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
-        moe_intermediate_size="moe_intermediate_size",
-        norm_topk_prob=False,
+        experts=ExpertTraits(routing=Routing(normalised=False)),
     ),
     "Gemma2ForCausalLM": Architecture(
         hidden_act="gelu_pytorch_tanh",
         norm_offset=1.0,
-        post_norms=True,
+        norms=_GEMMA_NORMS,
         scaled_embedding=True,
         tie_word_embeddings=True,
         head_dim=256,
@@ -165,10 +137,10 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         sliding_window_pattern=2,
     ),
     "Gemma3ForCausalLM": Architecture(
-        qk_norm=True,
+        qk_norm="head",
         hidden_act="gelu_pytorch_tanh",
         norm_offset=1.0,
-        post_norms=True,
+        norms=_GEMMA_NORMS,
         scaled_embedding=True,
         tie_word_embeddings=True,
         head_dim=256,
@@ -177,5 +149,73 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         sliding=SlidingLayers.ALL_BUT_EVERY_NTH,
         sliding_window_pattern=6,
     ),
+    "SmolLM3ForCausalLM": Architecture(
+        tie_word_embeddings=True,
+        rope_theta=2_000_000.0,
+        no_rope_layer_interval=4,
+        sliding=SlidingLayers.UNROTATED,
+        use_sliding_window=False,
+    ),
+    "Glm4ForCausalLM": Architecture(
+        attention_bias=True,
+        biased_output=False,
+        norms=NormNames(sums=("post_self_attn_layernorm", "post_mlp_layernorm")),
+        head_dim=128,
+        partial_rotary_factor=0.5,
+        interleaved_rope=True,
+        fused_gate_up=True,
+    ),
+    "Glm4MoeForCausalLM": Architecture(
+        biased_output=False,
+        qk_norm="head",
+        use_qk_norm=False,
+        partial_rotary_factor=0.5,
+        experts=ExpertTraits(routing=_SIGMOID, has_shared=True, first_k_dense_replace=1),
+        expects={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    ),
+    "MiniMaxM2ForCausalLM": Architecture(
+        qk_norm="all heads",
+        head_dim=128,
+        rope_theta=5_000_000.0,
+        experts=ExpertTraits(_MIXTRAL_NAMES, _SIGMOID, intermediate_size="intermediate_size"),
+        expects={
+            "scoring_func": "sigmoid",
+            "use_routing_bias": True,
+            "shared_intermediate_size": 0,
+            "qk_norm_type": "per_layer",
+            "attn_window_size": None,
+        },
+    ),
+    "DeepseekV3ForCausalLM": Architecture(
+        is_latent=True,
+        interleaved_rope=True,
+        experts=ExpertTraits(
+            routing=replace(_SIGMOID, scale=2.5, groups=8, kept_groups=4), has_shared=True, first_k_dense_replace=3
+        ),
+        expects={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+    ),
+    "GptOssForCausalLM": Architecture(
+        attention_bias=True,
+        activation="clamped_swiglu",
+        head_dim=64,
+        rope_theta=150_000.0,
+        has_sinks=True,
+        sliding=SlidingLayers.ALL_BUT_EVERY_NTH,
+        sliding_window_pattern=2,
+        experts=ExpertTraits(
+            ExpertNames(gate="gate_up_proj", router="router", stacked=True),
+            Routing(biased=True),
+            intermediate_size="intermediate_size",
+            biased=True,
+        ),
+        expects={"swiglu_alpha": SWIGLU_ALPHA, "swiglu_limit": SWIGLU_LIMIT},
+    ),
 }
 SUPPORTED_ARCHITECTURES: Final = tuple(ARCHITECTURES)
+_SPARSE_INDEXER: Final = "an indexer chooses the tokens that its attention reads, and there are no kernels for that"
+REFUSED_ARCHITECTURES: Final[Mapping[str, str]] = {
+    "DeepseekV32ForCausalLM": _SPARSE_INDEXER,
+    "DeepseekV4ForCausalLM": _SPARSE_INDEXER,
+    "GlmMoeDsaForCausalLM": _SPARSE_INDEXER,
+}
+"""Architectures that people ask for, and why they are not served."""

@@ -6,33 +6,41 @@ and the field. Of fields that were renamed over time, both names are known.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from hetero_api.architectures import (
     ARCHITECTURES,
+    REFUSED_ARCHITECTURES,
     SUPPORTED_ARCHITECTURES,
-    Activation,
     Architecture,
-    ExpertsConfig,
-    RopeConfig,
-    SlidingAttention,
+    ExpertTraits,
     SlidingLayers,
 )
 from hetero_api.errors import ModelError
 from hetero_api.model_directory import MAX_CONFIG_BYTES, parse_json, read_model_file
+from hetero_api.model_parts import (
+    Activation,
+    ExpertsConfig,
+    LatentShape,
+    RopeConfig,
+    Routing,
+    SlidingAttention,
+)
 from hetero_api.packed_weights import PackedWeights
 from hetero_api.weight_format import StoredWeights
 
 _ACTIVATIONS: Final[Mapping[str, Activation]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-_ROPE_KINDS: Final = ("default", "linear", "llama3")
+_ROPE_KINDS: Final = ("default", "linear", "llama3", "yarn")
+_EXPERT_COUNTS: Final = ("num_local_experts", "num_experts", "n_routed_experts")
 _FULL: Final = "full_attention"
 _SLIDING: Final = "sliding_attention"
 _MAX_WINDOW_LAYERS: Final = 28
 _LARGEST: Final[Mapping[str, int]] = {
-    "num_hidden_layers": 10_000, "num_experts": 65_536, "num_local_experts": 65_536,
+    "num_hidden_layers": 10_000, **dict.fromkeys(_EXPERT_COUNTS, 65_536), "n_shared_experts": 256,
     "num_attention_heads": 65_536, "num_key_value_heads": 65_536, "vocab_size": 1 << 24,
 }  # fmt: skip
 """Counts by which lists are made, and far more than any model has."""
@@ -51,6 +59,8 @@ class HfConfig:
     def architecture(self) -> str:
         """Raises ModelError unless it is one of those supported."""
         names = self.fields.get("architectures") or ["(none)"]
+        if names[0] in REFUSED_ARCHITECTURES:
+            raise self.error(f"architecture {names[0]} is not supported: {REFUSED_ARCHITECTURES[names[0]]}")
         if names[0] not in ARCHITECTURES:
             raise self.error(
                 f"architecture {names[0]} is not supported; supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
@@ -84,6 +94,9 @@ class HfConfig:
         """Raise ModelError for what changes the model in ways that the worker does not know."""
         if self.fields.get("use_bidirectional_attention"):
             raise self.error("use_bidirectional_attention is set; only causal attention is supported")
+        for name, value in self.traits.expects.items():
+            if self.fields.get(name, value) != value:
+                raise self.error(f"{name} {self.fields[name]!r} is not supported; supported: {value!r}")
 
     def stored_weights(self) -> StoredWeights:
         """Return the formats of the safetensors files beside config.json."""
@@ -96,6 +109,8 @@ class HfConfig:
 
     def activation(self) -> Activation:
         """Return the activation of the MLP's gate."""
+        if self.traits.activation is not None:
+            return self.traits.activation
         name = self.fields.get("hidden_activation") or self.fields.get("hidden_act") or self.traits.hidden_act
         if name not in _ACTIVATIONS:
             raise self.error(f"hidden_act {name!r} is not supported; supported: {', '.join(_ACTIVATIONS)}")
@@ -106,7 +121,21 @@ class HfConfig:
         # transformers 5 writes rope_parameters, earlier ones rope_theta and rope_scaling.
         scaling = self._rope_fields(_FULL) or self.fields.get("rope_scaling") or {}
         theta = scaling.get("rope_theta") or self.fields.get("rope_theta") or self.traits.rope_theta
-        return self._rope(scaling, float(theta))
+        return replace(self._rope(scaling, float(theta)), share=self._rotary_share(scaling))
+
+    def unrotated_layers(self) -> tuple[int, ...]:
+        """Return the layers whose queries and keys are not rotated, ascending."""
+        interval = self.traits.no_rope_layer_interval
+        if interval is None:
+            return ()
+        number = self.positive("num_hidden_layers")
+        rotated = self.fields.get("no_rope_layers")  # 1 for a layer that is rotated, in spite of its name
+        if rotated is None:
+            interval = self.positive("no_rope_layer_interval", default=interval)
+            return tuple(range(interval - 1, number, interval))
+        if not isinstance(rotated, list) or len(rotated) < number:
+            raise self.error(f"no_rope_layers must list a 0 or a 1 for each of the {number} layers")
+        return tuple(i for i in range(number) if not rotated[i])
 
     def sliding(self) -> SlidingAttention | None:
         """Return the layers with a sliding window; None where there is none."""
@@ -119,22 +148,60 @@ class HfConfig:
             return None
         return SlidingAttention(self.positive("sliding_window"), layers, self._sliding_rope())
 
+    def latent(self) -> LatentShape | None:
+        """Return the shape of latent attention; None where attention is the usual one."""
+        if not self.traits.is_latent:
+            return None
+        has_query_rank = self.fields.get("q_lora_rank") is not None
+        return LatentShape(
+            rank=self.positive("kv_lora_rank"),
+            query_rank=self.positive("q_lora_rank") if has_query_rank else None,
+            nope_dim=self.positive("qk_nope_head_dim"),
+            rope_dim=self.positive("qk_rope_head_dim"),
+            value_dim=self.positive("v_head_dim"),
+        )
+
+    def score_factor(self) -> float:
+        """Return what scores of attention are multiplied by for longer contexts, beside their usual scale."""
+        scaling = self._rope_fields(_FULL) or self.fields.get("rope_scaling") or {}
+        rope, mscale = self.rope(), scaling.get("mscale_all_dim")
+        if not self.traits.is_latent or rope.kind == "default" or not mscale:
+            return 1.0
+        return yarn_mscale(rope.factor, float(mscale)) ** 2
+
     def experts(self) -> ExpertsConfig | None:
         """Return the layers with experts; None where all are dense."""
-        names = self.traits.experts
-        layers = self._expert_layers() if names is not None else ()
-        if names is None or not layers:
+        traits = self.traits.experts
+        layers = self._expert_layers(traits) if traits is not None else ()
+        if traits is None or not layers:
             return None
-        number, per_token = self.positive("num_local_experts", "num_experts"), self.positive("num_experts_per_tok")
-        if per_token > number:
+        number, per_token = self.positive(*_EXPERT_COUNTS), self.positive("num_experts_per_tok")
+        width, routing = self.positive(traits.intermediate_size), self._routing(traits.routing, number)
+        if per_token > number // routing.groups * routing.kept_groups:
             raise self.error(f"num_experts_per_tok ({per_token}) is more than the {number} experts of a layer")
+        shared = self._whole("n_shared_experts", 1, at_least=0) if traits.has_shared else 0
         return ExpertsConfig(
             number=number,
             per_token=per_token,
-            intermediate_size=self.positive(self.traits.moe_intermediate_size),
-            normalised=bool(self.fields.get("norm_topk_prob", self.traits.norm_topk_prob)),
+            intermediate_size=width,
             layers=layers,
-            names=names,
+            names=traits.names,
+            routing=routing,
+            shared_columns=shared * width,
+            biased=traits.biased,
+        )
+
+    def _routing(self, default: Routing, number: int) -> Routing:
+        groups = self.positive("n_group", default=default.groups)
+        kept_groups = self.positive("topk_group", default=default.kept_groups)
+        if number % groups or kept_groups > groups:
+            raise self.error(f"n_group ({groups}) and topk_group ({kept_groups}) do not fit {number} experts")
+        return replace(
+            default,
+            normalised=bool(self.fields.get("norm_topk_prob", default.normalised)),
+            scale=self._number("routed_scaling_factor", default.scale),
+            groups=groups,
+            kept_groups=kept_groups,
         )
 
     def end_tokens(self, generation: Mapping[str, Any]) -> tuple[int, ...]:
@@ -160,12 +227,20 @@ class HfConfig:
             raise self.error(f"{name} must be at most {at_most}, not {value}")
         return value
 
-    def _expert_layers(self) -> tuple[int, ...]:
-        """All, unless some are named as dense or only every n-th has experts."""
+    def _number(self, name: str, default: float) -> float:
+        value = self.fields.get(name)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(f"{name} must be a number, not {value!r}")
+        return float(value)
+
+    def _expert_layers(self, traits: ExpertTraits) -> tuple[int, ...]:
+        """All, unless the first ones are dense, some are named as dense, or only every n-th has experts."""
+        first = self._whole("first_k_dense_replace", traits.first_k_dense_replace, at_least=0)
         step = self.positive("decoder_sparse_step", default=1)
         dense = self.fields.get("mlp_only_layers") or ()
         number = self.positive("num_hidden_layers")
-        return tuple(i for i in range(number) if (i + 1) % step == 0 and i not in dense)
+        return tuple(i for i in range(first, number) if (i + 1) % step == 0 and i not in dense)
 
     def _sliding_layers(self) -> tuple[int, ...]:
         number = self.positive("num_hidden_layers")
@@ -181,6 +256,8 @@ class HfConfig:
             case SlidingLayers.ALL_BUT_EVERY_NTH:
                 nth = self.positive("sliding_window_pattern", default=self.traits.sliding_window_pattern)
                 return tuple(i for i in range(number) if (i + 1) % nth)
+            case SlidingLayers.UNROTATED:
+                return self.unrotated_layers()
             case SlidingLayers.NONE:
                 return ()
 
@@ -210,17 +287,51 @@ class HfConfig:
         kind = scaling.get("rope_type") or scaling.get("type") or "default"
         if kind not in _ROPE_KINDS:
             raise self.error(f"rope type {kind!r} is not supported; supported: {', '.join(_ROPE_KINDS)}")
+        if scaling.get("llama_4_scaling_beta"):
+            raise self.error(
+                "rope field llama_4_scaling_beta is set; scaling queries by their position is not supported"
+            )
         if kind == "default":
             return RopeConfig(theta)
-        original = scaling.get("original_max_position_embeddings") or self.positive("max_position_embeddings")
+        longest = self.positive("max_position_embeddings")
+        original = int(scaling.get("original_max_position_embeddings") or longest)
+        factor = float(scaling.get("factor") or (longest / original if kind == "yarn" else 1.0))
         return RopeConfig(
             theta,
             kind,
-            factor=float(scaling.get("factor", 1.0)),
+            factor=factor,
             low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
             high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
-            original_max_position=int(original),
+            original_max_position=original,
+            beta_fast=float(scaling.get("beta_fast") or 32.0),
+            beta_slow=float(scaling.get("beta_slow") or 1.0),
+            truncate=bool(scaling.get("truncate", True)),
+            amplitude=_yarn_amplitude(scaling, factor) if kind == "yarn" else 1.0,
         )
+
+    def _rotary_share(self, scaling: Mapping[str, Any]) -> float:
+        """Return the part of a head that is rotated; earlier versions name it, or a number of elements, at the top."""
+        share = scaling.get("partial_rotary_factor", self.fields.get("partial_rotary_factor"))
+        if share is None and self.fields.get("rotary_dim") is not None:
+            share = self.positive("rotary_dim") / self.positive("head_dim")
+        share = self.traits.partial_rotary_factor if share is None else share
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise self.error(f"partial_rotary_factor must be more than 0 and at most 1, not {share!r}")
+        return float(share)
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """Return by how much YaRN scales what it rotates, for contexts that are `factor` times as long."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _yarn_amplitude(scaling: Mapping[str, Any], factor: float) -> float:
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+    mscale, mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    if mscale and mscale_all_dim:
+        return yarn_mscale(factor, float(mscale)) / yarn_mscale(factor, float(mscale_all_dim))
+    return yarn_mscale(factor)
 
 
 def read_json(path: Path) -> dict[str, Any]:

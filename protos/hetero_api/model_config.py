@@ -14,11 +14,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from hetero_api.architectures import SUPPORTED_ARCHITECTURES, Activation, ExpertsConfig, RopeConfig, SlidingAttention
+from hetero_api.architectures import SUPPORTED_ARCHITECTURES
 from hetero_api.errors import ModelError
 from hetero_api.gguf_file import gguf_of, gguf_weights
 from hetero_api.hf_config import HfConfig, read_json
 from hetero_api.model_directory import MAX_CONFIG_BYTES, read_model_file
+from hetero_api.model_parts import (
+    NO_ROTATION,
+    USUAL_NORMS,
+    Activation,
+    ExpertsConfig,
+    LatentShape,
+    NormNames,
+    QkNorm,
+    RopeConfig,
+    RowOrder,
+    SlidingAttention,
+)
 from hetero_api.weight_format import FLOAT_WEIGHTS, StoredWeights
 
 __all__ = ["CONFIG_FILE", "SUPPORTED_ARCHITECTURES", "ModelConfig", "RopeConfig", "model_fingerprint"]
@@ -38,23 +50,23 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    """Elements of a key; with `latent`, those of a token in the cache."""
     vocab_size: int
     max_position: int
     rms_norm_eps: float
     rope: RopeConfig
-    """Rotation of layers without a sliding window."""
+    """Rotation of layers without a sliding window, unless they are in `unrotated`."""
     tie_word_embeddings: bool
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    qk_norm: bool
+    qk_norm: QkNorm | None
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     activation: Activation = "silu"
     norm_offset: float = 0.0
     """Number to add to a norm's stored weight."""
-    post_norms: bool = False
-    """Whether a layer's halves are normed once more before they are added to the residual stream."""
+    norms: NormNames = USUAL_NORMS
     embedding_scale: float = 1.0
     query_scalar: int | None = None
     """Attention scores are divided by its root; None: head_dim."""
@@ -63,6 +75,18 @@ class ModelConfig:
     logit_soft_cap: float | None = None
     """Soft cap of logits."""
     sliding: SlidingAttention | None = None
+    unrotated: tuple[int, ...] = ()
+    """Layers whose queries and keys are not rotated, ascending."""
+    interleaved_rope: bool = False
+    """Whether pairs that rotate lie side by side in a stored head."""
+    latent: LatentShape | None = None
+    """Shape of latent attention, whose "KV heads" are its heads; None: attention is the usual one."""
+    score_factor: float = 1.0
+    """Factor of attention scores beside the root."""
+    has_sinks: bool = False
+    """Whether a learned score of each head takes part in the softmax of attention."""
+    fused_gate_up: bool = False
+    """Whether a dense layer's gate and up projections are stored as one tensor, gate first."""
     experts: ExpertsConfig | None = None
     weights: StoredWeights = FLOAT_WEIGHTS
 
@@ -74,7 +98,23 @@ class ModelConfig:
     @property
     def attention_scale(self) -> float:
         """Factor of attention scores."""
-        return 1 / math.sqrt(self.head_dim if self.query_scalar is None else self.query_scalar)
+        return self.score_factor / math.sqrt(self.head_dim if self.query_scalar is None else self.query_scalar)
+
+    @property
+    def rotary_width(self) -> int:
+        """Elements that tables of rotations have."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def output_unit(self) -> int:
+        """Inputs of attention's output projection that go with one KV head."""
+        return self.group_size * self.head_dim if self.latent is None else self.latent.value_dim
+
+    def cached_elements(self, kv_heads: int) -> int:
+        """Return the elements that a rank with so many KV heads of a layer caches for a token."""
+        if self.latent is not None:
+            return self.head_dim if kv_heads else 0
+        return 2 * kv_heads * self.head_dim
 
     @property
     def num_experts(self) -> int:
@@ -87,6 +127,15 @@ class ModelConfig:
         return self.experts.layers if self.experts is not None else ()
 
     @property
+    def shared_columns(self) -> int:
+        """MLP columns of a layer with experts that serve all tokens; 0: none do."""
+        return self.experts.shared_columns if self.experts is not None else 0
+
+    def mlp_columns(self, layer: int) -> int:
+        """Return the MLP columns of a layer that serve all tokens."""
+        return self.shared_columns if layer in self.expert_layers else self.intermediate_size
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """The sliding window of each layer; None where a token attends to all before it."""
         sliding = self.sliding
@@ -96,12 +145,28 @@ class ModelConfig:
     def ropes(self) -> tuple[RopeConfig, ...]:
         """The rotations of each layer."""
         sliding = self.sliding
-        return tuple(sliding.rope if sliding and i in sliding.layers else self.rope for i in range(self.num_layers))
+        ropes = [sliding.rope if sliding and i in sliding.layers else self.rope for i in range(self.num_layers)]
+        return tuple(NO_ROTATION if i in self.unrotated else rope for i, rope in enumerate(ropes))
+
+    @property
+    def head_order(self) -> RowOrder:
+        """Order in which ranks keep the rows of a query or key head."""
+        return RowOrder(self.head_dim, self.rope.rotary_dim(self.head_dim), self.interleaved_rope)
 
     @property
     def attention_params_per_kv_head(self) -> int:
-        """Weights of q, k, v and o that go with one KV head, in one layer."""
-        return self.hidden_size * self.head_dim * (2 * self.group_size + 2)
+        """Weights of attention that go with one KV head, in one layer."""
+        latent = self.latent
+        if latent is None:
+            return self.hidden_size * self.head_dim * (2 * self.group_size + 2)
+        queries = (latent.query_rank or self.hidden_size) * latent.query_dim
+        return queries + latent.rank * (latent.nope_dim + latent.value_dim) + self.hidden_size * latent.value_dim
+
+    @property
+    def attention_params_beside(self) -> int:
+        """Weights of attention, in one layer, that every rank with KV heads has."""
+        latent = self.latent
+        return 0 if latent is None else self.hidden_size * ((latent.query_rank or 0) + latent.cached_dim)
 
     @property
     def mlp_params_per_column(self) -> int:
@@ -116,22 +181,48 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Weights of the whole model, tied embeddings once, biases and norms included."""
-        attention = self.attention_params_per_kv_head * self.num_kv_heads
-        qkv_width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        biases = self.qkv_bias * qkv_width + self.o_bias * self.hidden_size
-        norms = (4 if self.post_norms else 2) * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
-        layers = self.num_layers * (attention + biases + norms) + self._mlp_parameters
+        attention = self.attention_params_per_kv_head * self.num_kv_heads + self.attention_params_beside
+        biases = self.qkv_bias * self._qkv_width + self.o_bias * self.hidden_size
+        sinks = self.num_heads * self.has_sinks
+        norms = (2 + len(self.norms.sums)) * self.hidden_size + self._qk_norm_parameters
+        layers = self.num_layers * (attention + biases + sinks + norms) + self._mlp_parameters
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return layers + embeddings + self.hidden_size
+
+    @property
+    def _qkv_width(self) -> int:
+        """Number of a layer's biases of attention's inputs, if it has them."""
+        if self.latent is None:
+            return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        return (self.latent.query_rank or 0) + self.latent.cached_dim
+
+    @property
+    def _qk_norm_parameters(self) -> int:
+        """Number of parameters of one layer's norms of queries and keys."""
+        if self.latent is not None:
+            return (self.latent.query_rank or 0) + self.latent.rank
+        if self.qk_norm is None:
+            return 0
+        return self.head_dim * (2 if self.qk_norm == "head" else self.num_heads + self.num_kv_heads)
 
     @property
     def _mlp_parameters(self) -> int:
         """Number of parameters of all layers' MLPs: dense ones, and experts with their routers."""
         biases = self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
         dense = self.mlp_params_per_column * self.intermediate_size + biases
-        sparse = self.num_experts * (self.params_per_expert + self.hidden_size)
         number = len(self.expert_layers)
-        return (self.num_layers - number) * dense + number * sparse
+        return (self.num_layers - number) * dense + number * self._sparse_parameters
+
+    @property
+    def _sparse_parameters(self) -> int:
+        """Number of parameters of one layer's experts, shared ones and router."""
+        experts = self.experts
+        if experts is None:
+            return 0
+        biases = experts.biased * (2 * experts.intermediate_size + self.hidden_size)
+        router = self.hidden_size + experts.routing.biased + experts.routing.corrected
+        shared = self.mlp_params_per_column * experts.shared_columns
+        return experts.number * (self.params_per_expert + biases + router) + shared
 
     def quantized(self, quantization: str, group: int | None = None) -> ModelConfig:
         """With its weights quantised at load: "none", "int8" or "int4", the last in groups of so many inputs.
@@ -163,13 +254,18 @@ class ModelConfig:
         traits = fields.traits
         fields.check_supported()
         num_heads, hidden = fields.positive("num_attention_heads"), fields.positive("hidden_size")
-        num_kv_heads = fields.positive("num_key_value_heads", default=num_heads)
+        latent = fields.latent()
+        num_kv_heads = num_heads if latent else fields.positive("num_key_value_heads", default=num_heads)
         if num_heads % num_kv_heads:
             raise fields.error(
                 f"num_attention_heads ({num_heads}) is no multiple of num_key_value_heads ({num_kv_heads})"
             )
-        attention_bias = bool(config.get("attention_bias", False))
+        attention_bias = bool(config.get("attention_bias", traits.attention_bias))
+        has_qk_norm = bool(config.get("use_qk_norm", traits.use_qk_norm))
         head_dim = fields.positive("head_dim", default=traits.head_dim or hidden // num_heads)
+        query_scalar = fields.positive("query_pre_attn_scalar", default=head_dim)
+        if latent is not None:
+            head_dim, query_scalar = latent.cached_dim, latent.query_dim
         return cls(
             architecture=fields.architecture,
             num_layers=fields.positive("num_hidden_layers"),
@@ -183,20 +279,26 @@ class ModelConfig:
             rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
             rope=fields.rope(),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", traits.tie_word_embeddings)),
-            qkv_bias=traits.biased_qkv or attention_bias,
-            o_bias=attention_bias and not traits.biased_qkv,
+            qkv_bias=attention_bias if traits.biased_qkv is None else traits.biased_qkv,
+            o_bias=attention_bias and traits.biased_output,
             mlp_bias=bool(config.get("mlp_bias", False)),
-            qk_norm=traits.qk_norm,
+            qk_norm=traits.qk_norm if has_qk_norm else None,
             eos_token_ids=fields.end_tokens(generation or {}),
             bos_token_id=config.get("bos_token_id"),
             activation=fields.activation(),
             norm_offset=traits.norm_offset,
-            post_norms=traits.post_norms,
+            norms=traits.norms,
             embedding_scale=hidden**0.5 if traits.scaled_embedding else 1.0,
-            query_scalar=fields.positive("query_pre_attn_scalar", default=head_dim),
+            query_scalar=query_scalar,
             attention_soft_cap=fields.soft_cap("attn_logit_softcapping", default=traits.attn_logit_softcapping),
             logit_soft_cap=fields.soft_cap("final_logit_softcapping", default=traits.final_logit_softcapping),
             sliding=fields.sliding(),
+            unrotated=fields.unrotated_layers(),
+            interleaved_rope=bool(config.get("rope_interleave", traits.interleaved_rope)),
+            latent=latent,
+            score_factor=fields.score_factor(),
+            has_sinks=traits.has_sinks,
+            fused_gate_up=traits.fused_gate_up,
             experts=fields.experts(),
             weights=fields.stored_weights(),
         )

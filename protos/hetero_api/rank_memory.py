@@ -14,9 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from hetero_api.kept_weights import KeptWeights
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import RankShard
-from hetero_api.weight_format import KeptWeights
 
 RUNTIME_BYTES: Final = 384 * 1024**2
 """Bytes of a rank on host cores: interpreter, torch and its thread pools, gRPC. 240 MiB measured after import, plus
@@ -32,6 +32,8 @@ PROMPT_LOGIT_ROWS: Final = 64
 """Rows of a prompt whose logits are in memory together, when all of its log-probabilities are wanted."""
 EXPERT_ROWS: Final = 128
 """Tokens that go through an expert at a time, at most: it bounds memory however unevenly tokens are routed."""
+SCORES_AT_ONCE: Final = 1 << 24
+"""Scores of latent attention that torch makes at a time, if one row has fewer."""
 LOGITS_AT_ONCE: Final = 3
 """Logits, scores made of them, and noise."""
 WORKSPACE_MARGIN: Final = 0.125
@@ -104,10 +106,10 @@ class ModelMemory:
         heads.
         """
         config = self.config
-        biases = (config.group_size + 2) * config.head_dim if config.qkv_bias else 0
+        biases = (config.group_size + 2) * config.head_dim if config.qkv_bias and config.latent is None else 0
+        sinks = config.group_size * _FLOAT_BYTES if config.has_sinks else 0
         norms = (config.group_size + 1) * config.head_dim if config.qk_norm else 0
-        matrices = self.kept.head_bytes(hidden=config.hidden_size, group=config.group_size, head_dim=config.head_dim)
-        return matrices + biases * self.element_bytes + norms * self._norm_bytes
+        return self.kept.head_bytes(config) + biases * self.element_bytes + norms * self._norm_bytes + sinks
 
     @property
     def column_weights(self) -> int:
@@ -118,9 +120,11 @@ class ModelMemory:
     @property
     def expert_weights(self) -> int:
         """Return the bytes of one expert, in one layer."""
-        if self.config.experts is None:
+        experts, hidden = self.config.experts, self.config.hidden_size
+        if experts is None:
             return 0
-        return self.kept.expert_bytes(hidden=self.config.hidden_size, width=self.config.experts.intermediate_size)
+        biases = (2 * experts.intermediate_size + hidden) * self.element_bytes if experts.biased else 0
+        return self.kept.expert_bytes(hidden=hidden, width=experts.intermediate_size) + biases
 
     @property
     def row_weights(self) -> int:
@@ -133,16 +137,13 @@ class ModelMemory:
         ranks have parts of.
         """
         config = self.config
-        norms = (4 if config.post_norms else 2) * config.hidden_size * self._norm_bytes
-        biases = (config.o_bias + config.mlp_bias) * config.hidden_size * self.element_bytes
-        unit = config.group_size * config.head_dim
-        matrices = self.kept.layer_bytes(
-            hidden=config.hidden_size,
-            attention_width=config.num_kv_heads * unit,
-            unit=unit,
-            mlp_width=config.intermediate_size,
-        )
-        return norms + biases + matrices
+        norms = (2 + len(config.norms.sums)) * config.hidden_size * self._norm_bytes
+        biases = (config.o_bias + config.mlp_bias) * config.hidden_size
+        if (latent := config.latent) is not None:
+            width = (latent.query_rank or 0) + latent.cached_dim
+            norms += width * self._norm_bytes
+            biases += config.qkv_bias * width
+        return norms + biases * self.element_bytes + self.kept.layer_bytes(config)
 
     @property
     def kept(self) -> KeptWeights:
@@ -152,13 +153,17 @@ class ModelMemory:
     @property
     def router_weights(self) -> int:
         """Return the bytes of one layer of which experts are owned, beside; 0 for a model without."""
-        return self.config.num_experts * self.config.hidden_size * _ROUTER_BYTES
+        experts = self.config.experts
+        if experts is None:
+            return 0
+        columns = self.config.hidden_size + experts.routing.biased + experts.routing.corrected
+        return experts.number * columns * _ROUTER_BYTES
 
     @property
     def common_weights(self) -> int:
         """On every rank: tables of rotations, and the last norm."""
         config = self.config
-        tables = len(set(config.ropes)) * 2 * self.limits.max_model_len * config.head_dim * self.element_bytes
+        tables = len(set(config.ropes)) * 2 * self.limits.max_model_len * config.rotary_width * self.element_bytes
         return tables + config.hidden_size * self._norm_bytes
 
     def weight_bytes(self, shard: RankShard, *, packs_head: bool) -> int:
@@ -183,7 +188,7 @@ class ModelMemory:
         """Return the cost of a token position on a rank with this shard."""
         config = self.config
         return KvCost(
-            cache_bytes=2 * shard.kv_heads_total * config.head_dim * self.element_bytes,
+            cache_bytes=sum(config.cached_elements(layer.kv_heads.size) for layer in shard.layers) * self.element_bytes,
             scratch_bytes=_most_heads(shard) * config.group_size * _DECODE_SCRATCH_BYTES * len(set(config.windows)),
         )
 
@@ -196,14 +201,26 @@ class ModelMemory:
         each window.
         """
         pairs = self.limits.max_num_batched_tokens * self.limits.max_model_len
-        masks = pairs * len(set(self.config.windows)) * self.element_bytes
-        if self.config.attention_soft_cap is None:
+        config, masks = self.config, pairs * len(set(self.config.windows)) * self.element_bytes
+        if config.latent is not None:
+            gathered = 2 * self.limits.max_model_len * config.head_dim * self.element_bytes
+            scores = min(config.num_heads * pairs, max(SCORES_AT_ONCE, config.num_heads * self.limits.max_model_len))
+            return masks + gathered + _FLOAT_BYTES * _CAPPED_SCORES_AT_ONCE * scores + self._compressed_of_step
+        if config.attention_soft_cap is None and not config.has_sinks:
             return masks
-        return masks + _FLOAT_BYTES * _CAPPED_SCORES_AT_ONCE * self.config.group_size * pairs
+        return masks + _FLOAT_BYTES * _CAPPED_SCORES_AT_ONCE * config.group_size * pairs
+
+    @property
+    def _compressed_of_step(self) -> int:
+        """Return the bytes of what latent attention compresses, beside its heads; thrice, as all of attention."""
+        width = self.config.attention_params_beside // self.config.hidden_size
+        return 3 * self.limits.max_num_batched_tokens * width * self.element_bytes
 
     @property
     def prefix_step(self) -> int:
         """Return the bytes of one KV head of a layer: the longest sequence's keys and values, gathered."""
+        if self.config.latent is not None:
+            return 0  # all heads have the same, see `holder_step`
         return 2 * self.limits.max_model_len * self.config.head_dim * self.element_bytes
 
     @property
@@ -245,9 +262,9 @@ class ModelMemory:
         return self._residual_of(self.limits.max_num_batched_tokens) + held + LOGITS_AT_ONCE * self.logits_bytes(shard)
 
     def _halves(self, shard: RankShard) -> tuple[int, int, int]:
-        """Return the bytes of a layer's attention, dense MLP and MLP of experts."""
-        experts = self.expert_step if any(layer.experts.size for layer in shard.layers) else 0
-        rows = self.limits.max_num_batched_tokens
+        """Return the bytes of a layer's attention, dense MLP, and MLP of experts with those of all tokens."""
+        rows, sparse = self.limits.max_num_batched_tokens, [s.mlp_columns.size for s in shard.layers if s.experts.size]
+        experts = self.expert_step + max(sparse) * self._column_of(rows) if sparse else 0
         return _most_heads(shard) * self._head_of(rows), _most_columns(shard) * self._column_of(rows), experts
 
     def decode_bytes(self, shard: RankShard, rows: int) -> int:
@@ -271,7 +288,10 @@ class ModelMemory:
 
     def _head_of(self, rows: int) -> int:
         """Return the bytes of one KV head of a layer: its queries, keys and values, thrice."""
-        return 3 * rows * (self.config.group_size + 2) * self.config.head_dim * self.element_bytes
+        config, latent = self.config, self.config.latent
+        if latent is None:
+            return 3 * rows * (config.group_size + 2) * config.head_dim * self.element_bytes
+        return rows * (3 * latent.query_dim + 3 * latent.cached_dim + 2 * latent.value_dim) * self.element_bytes
 
     def _column_of(self, rows: int) -> int:
         """Return the bytes of one MLP column of a layer."""

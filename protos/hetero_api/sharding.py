@@ -45,7 +45,7 @@ NO_UNITS: Final = UnitRange(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class LayerShard:
-    """Units that one rank owns of one layer: MLP columns of a dense one, experts of one that has experts.
+    """Units that one rank owns of one layer: MLP columns of a dense one or of shared experts, and experts.
 
     `experts` are positions in the layer's expert order; `ShardPlan.experts_of` returns which experts these are.
     """
@@ -180,11 +180,12 @@ class ShardPlan:
         mlp_columns: int,
         vocab_size: int,
         num_experts: int = 0,
+        shared_columns: int = 0,
         expert_layers: Collection[int] = (),
     ) -> None:
         """Raise PlanError unless every unit of the model is owned exactly once.
 
-        `expert_layers` have `num_experts` experts each, the others are dense.
+        `expert_layers` have `num_experts` experts and `shared_columns` MLP columns each, the others are dense.
         """
         if not self.ranks:
             raise PlanError("a shard plan needs at least one rank")
@@ -192,7 +193,7 @@ class ShardPlan:
             raise PlanError(f"every rank's shard must list all {num_layers} layers")
         for layer in range(num_layers):
             shards = [shard.layers[layer] for shard in self.ranks]
-            columns, experts = (0, num_experts) if layer in expert_layers else (mlp_columns, 0)
+            columns, experts = (shared_columns, num_experts) if layer in expert_layers else (mlp_columns, 0)
             _check_cover(f"layer {layer} KV heads", (s.kv_heads for s in shards), num_kv_heads)
             _check_cover(f"layer {layer} MLP columns", (s.mlp_columns for s in shards), columns)
             _check_cover(f"layer {layer} experts", (s.experts for s in shards), experts)
@@ -208,6 +209,7 @@ class ShardPlan:
             mlp_columns=config.intermediate_size,
             vocab_size=config.vocab_size,
             num_experts=config.num_experts,
+            shared_columns=config.shared_columns,
             expert_layers=config.expert_layers,
         )
 

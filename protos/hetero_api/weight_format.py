@@ -1,4 +1,4 @@
-"""Formats that a model's matrices are stored in, and their bytes in a rank's memory: the one home of this arithmetic.
+"""Formats that a model's matrices are stored in: the one home of this arithmetic.
 
 A quantised matrix [out, in] has small whole numbers v, and a float16 scale for each group of inputs of a row; a group
 is some numbers of one row, or the whole row. A weight is
@@ -14,17 +14,12 @@ same number on every rank.
 Linear layers and vocabulary matrices (embedding and output head) are quantised. Norms, biases and routers stay floats,
 and so do matrices of a model that is not quantised: these may be kept as they are stored (16 bits beside float32
 arithmetic), which loses nothing.
-
-A rank that has no kernel for a width widens such weights to the arithmetic type. `KeptWeights` counts bytes by units
-that are dealt to ranks (a KV head, an MLP column, an expert, a vocabulary row), and once a layer for the rest, so that
-they are linear in units. A part takes no more than is counted.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import Final
 
 from hetero_api.errors import ModelError
@@ -160,90 +155,3 @@ def _formats_of(quantization: str, group: int | None) -> tuple[WeightFormat, Wei
         case "int4":
             return int4(group or INT4_GROUP), INT8
     raise ModelError(f"quantization {quantization!r} is not known; known: none, int8, int4")
-
-
-@dataclass(frozen=True, slots=True)
-class KeptMatrices:
-    """Matrices of one kind in a rank's memory."""
-
-    weights: WeightFormat | None
-    """None: floats."""
-    float_bytes: int
-
-    def row_bytes(self, inputs: int) -> int:
-        """Return the bytes of a whole row of so many inputs."""
-        return inputs * self.float_bytes if self.weights is None else self.weights.row_bytes(inputs)
-
-    def column_bytes(self, outputs: int, *, unit: int) -> Fraction:
-        """Return the bytes of one input of each of so many rows, where `unit` of them are dealt together; without
-        `row_bytes_beside`.
-        """
-        if self.weights is None:
-            return Fraction(outputs * self.float_bytes)
-        weights = self.weights.within(unit)
-        scales = Fraction(self._scale_bytes, weights.group) if weights.group else 0
-        return outputs * (Fraction(weights.bits, 8) + scales)
-
-    def row_bytes_beside(self, inputs: int, *, unit: int) -> int:
-        """Return the bytes of a row that a rank owns some columns of, however many: its one scale, or what pads its
-        last group.
-        """
-        if self.weights is None:
-            return 0
-        group = self.weights.within(unit).group
-        if not group:
-            return self._scale_bytes
-        return group * self.weights.bits // 8 + self._scale_bytes if inputs % group else 0
-
-    @property
-    def _scale_bytes(self) -> int:
-        return SCALE_BYTES * (2 if self.weights is not None and self.weights.has_minimum else 1)
-
-
-@dataclass(frozen=True, slots=True)
-class KeptWeights:
-    """Weights of one rank, or of all that are alike."""
-
-    stored: StoredWeights
-    element_bytes: int
-    """Bytes of the arithmetic type."""
-    bits: frozenset[int] = frozenset()
-    """Widths that it keeps, of 16, 8 and 4."""
-
-    @property
-    def layers(self) -> KeptMatrices:
-        """Linear layers."""
-        return self._kept(self.stored.layers)
-
-    @property
-    def vocabulary(self) -> KeptMatrices:
-        """Embedding and output head."""
-        return self._kept(self.stored.vocabulary)
-
-    def head_bytes(self, *, hidden: int, group: int, head_dim: int) -> int:
-        """Return the bytes of a KV head with its group of query heads: rows of q, k and v, and columns of o."""
-        width = group * head_dim
-        rows = (group + 2) * head_dim * self.layers.row_bytes(hidden)
-        return rows + math.ceil(width * self.layers.column_bytes(hidden, unit=width))
-
-    def column_bytes(self, *, hidden: int) -> int:
-        """Return the bytes of an MLP column: rows of gate and up, and a column of down."""
-        return 2 * self.layers.row_bytes(hidden) + math.ceil(self.layers.column_bytes(hidden, unit=COLUMN_UNIT))
-
-    def expert_bytes(self, *, hidden: int, width: int) -> int:
-        """Return the bytes of a whole expert."""
-        return 2 * width * self.layers.row_bytes(hidden) + hidden * self.layers.row_bytes(width)
-
-    def layer_bytes(self, *, hidden: int, attention_width: int, unit: int, mlp_width: int) -> int:
-        """Return the bytes of a layer, whatever is owned of it: beside columns of o, which are dealt by `unit`, and
-        of down.
-        """
-        output = self.layers.row_bytes_beside(attention_width, unit=unit)
-        return hidden * (output + self.layers.row_bytes_beside(mlp_width, unit=COLUMN_UNIT))
-
-    def _kept(self, weights: WeightFormat | None) -> KeptMatrices:
-        if weights is not None:
-            return KeptMatrices(weights if weights.bits in self.bits else None, self.element_bytes)
-        stored = WIDTH_BYTES.get(self.stored.floats, self.element_bytes)
-        narrower = stored if 8 * stored in self.bits else self.element_bytes
-        return KeptMatrices(None, min(narrower, self.element_bytes))

@@ -103,6 +103,23 @@ def test_a_mixed_group_equals_transformers_on_every_path(tmp_path: Path, layout:
     assert shared_segments() == set()
 
 
+@pytest.mark.parametrize("variant", ["glm4-moe", "gpt-oss", "minimax-m2", "deepseek-v3"])
+def test_models_that_do_not_fit_a_gpu_are_served_by_a_mixed_group(tmp_path: Path, variant: str) -> None:
+    """Chunked and mixed steps, a prefix hit, and wake-up from sleep."""
+    model, layout = save_tiny_model(tmp_path / "model", variant), LAYOUTS["1 GPU + 3 CPU"]
+    reference = Reference.from_directory(model)
+    with mixed_group(tmp_path, model, layout, engine=ENGINE, max_model_len=160) as group, group.client() as client:
+        check(client, reference)
+        again = [client.generate_text(PROMPT, sampling=GREEDY) for _ in range(2)]
+        assert again[1].usage.cached_tokens == 112
+        assert again[1].token_ids == again[0].token_ids
+        with group.admin() as admin:
+            admin.sleep(1)
+            admin.wake_up()
+        check(client, reference)
+    assert shared_segments() == set()
+
+
 def _check_topology(admin: AdminClient, layout: Layout) -> None:
     ranks = admin.topology().ranks
     assert [rank.pool for rank in ranks] == ["gpu"] * layout.gpus + ["cpu"] * layout.cpus

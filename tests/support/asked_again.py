@@ -130,7 +130,7 @@ def body(
         staging=backend.staging(),
     )
     config = ModelConfig.from_directory(directory)
-    plan = shares.plan(config.num_layers, expert_layers=config.expert_layers)
+    plan = shares.plan_for(config)
     exchange = group.connect(plan, batch_invariant=True)
     try:
         return differing(asked(backend, directory, shares, ranks.rank, exchange, dtype=dtype))

@@ -8,13 +8,14 @@ What Triton's interpreter lets pass, its compiler may not: types, shapes that ar
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from hetero_api.model_parts import Activation
 from hetero_worker.kernels import activations, norms, rotary, trial
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -38,10 +39,12 @@ def compile_all(dtype: torch.dtype) -> None:
     types = {"tensors": POINTERS[dtype], "slots": "*i64", "out": POINTERS[dtype], **numbers}
     compile_kernel(norms._rms_norm, {**types, "weight": "*fp32"}, {"width": 5120, "block": 8192})
     compile_kernel(norms._add_rms_norm, types, {"width": 896, "block": 1024})
-    for is_gelu in (False, True):
-        compile_kernel(activations._gated, types, {"columns": 4864, "is_gelu": is_gelu, "block": 1024})
-    compile_kernel(rotary._rotate, types, {**HEADS, "norms": True})
-    compile_kernel(rotary._rotate, types, {**HEADS, "norms": False, "weights": None})
+    for activation in get_args(Activation):
+        compile_kernel(activations._gated, types, {"columns": 4864, "activation": activation, "block": 1024})
+    each_head = {**HEADS, "over_all_heads": False, "mean_squares": None}
+    compile_kernel(rotary._rotate, types, {**each_head, "norms": True})
+    compile_kernel(rotary._rotate, types, {**each_head, "norms": False, "weights": None})
+    compile_kernel(rotary._rotate, {**types, "mean_squares": "*fp32"}, {**HEADS, "norms": True, "over_all_heads": True})
 
 
 if __name__ == "__main__":

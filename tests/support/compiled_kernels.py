@@ -23,7 +23,7 @@ Constants = Mapping[str, int | float | bool | None]
 _TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 _INDICES = ("tables", "lengths", "starts")
 _FACTORS = ("factor", "cap_factor")
-_FIXED = {"router": "*fp64", "logits": "*fp32"}
+_FIXED = {"router": "*fp64", "logits": "*fp32", "sinks": "*fp32"}
 _TENSORS = ("query", "keys", "values", "out", "x", "weight", "bias", "hidden")
 _THREADS_PER_WARP = 32
 _CASES = ((80, torch.float32, 80, 1, False), (90, torch.bfloat16, 128, 7, True))
@@ -35,7 +35,9 @@ _WEIGHTS = ((24576, 4096, False), (4096, 12288, True), (50, 7, True))
 def _kernels(dtype: torch.dtype, head_dim: int, group: int, *, has_cap: bool) -> Iterator[tuple[Any, Constants]]:
     """The three kernels with their constants, as the launchers give them."""
     tile, padded = Tile.of(head_dim, dtype.itemsize), triton.next_power_of_2(head_dim)
-    shape: Constants = {"head_dim": head_dim, "padded_dim": padded, "is_split": True, "most_splits": 64}
+    shape: Constants = {
+        "head_dim": head_dim, "padded_dim": padded, "is_split": True, "most_splits": 64, "has_sinks": not has_cap
+    }  # fmt: skip
     program: Constants = {"block_size": 16, "group": group, "tile": tile.tokens, "has_cap": has_cap}
     yield paged_attention._decode, {**shape, **program, "lanes": 16}
     yield paged_attention._spans, {**shape, **program, "lanes": tile.lanes}

@@ -365,7 +365,7 @@ def decoded(
     """This rank's logits of a prefill and of one token after it; what either moved through the host."""
     torch.set_num_threads(1)
     config = ModelConfig.from_directory(directory)
-    plan = shares.plan(config.num_layers, expert_layers=config.expert_layers)
+    plan = shares.plan_for(config)
     group = coordinate(ranks, num_gpu_ranks, kind, area_bytes=area_bytes)
     exchange = group.connect(plan)
     decoder = load_decoder(directory, config, plan, ranks.rank, num_parts=num_parts)

@@ -64,7 +64,7 @@ def load_request(directory: Path, shares: Shares, rank: int, *, dtype: str, memo
         directory=directory,
         config=config,
         dtype=dtype,
-        shard_plan=shares.plan(config.num_layers, expert_layers=config.expert_layers),
+        shard_plan=shares.plan_for(config),
         rank=rank,
         max_model_len=MAX_MODEL_LEN,
         max_num_batched_tokens=MAX_MODEL_LEN,
@@ -183,7 +183,7 @@ def body(
         staging=backend.staging(),
     )
     config = ModelConfig.from_directory(directory)
-    exchange = group.connect(shares.plan(config.num_layers, expert_layers=config.expert_layers))
+    exchange = group.connect(shares.plan_for(config))
     try:
         return work_off(backend, directory, shares, ranks.rank, exchange, dtype=dtype, changes=changes)
     finally:

@@ -98,6 +98,10 @@ class PagedCase:
         is_seen = tokens <= own
         if rule.window is not None:
             is_seen &= tokens > own - rule.window
-        weights = scores.masked_fill(~is_seen, float("-inf")).softmax(dim=-1)
+        scores = scores.masked_fill(~is_seen, float("-inf"))
+        if rule.sinks is not None:
+            sinks = rule.sinks.double().view(-1, 1, 1).expand(-1, rows, 1)
+            scores = torch.cat([scores, sinks], dim=-1)
+        weights = scores.softmax(dim=-1)[..., : len(slots)]
         # What no row sees is not read, and may be no number.
         return (weights @ value.nan_to_num()).transpose(0, 1).flatten(1)

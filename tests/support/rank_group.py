@@ -110,7 +110,7 @@ class RankGroup:
         in Python. `on_top`: what a rank uses of its host exchange.
         `keeps_logits`: a recorder is asked for all draws; else the runners draw as they do when they serve."""
         config = ModelConfig.from_directory(directory).quantized(quantization)
-        self.plan = shares.plan(config.num_layers, expert_layers=config.expert_layers)
+        self.plan = shares.plan_for(config)
         self.recorders = [LogitsRecorder() for _ in self.plan.ranks]
         host = partial(cpu_backend, records=recorded) if native else partial(TorchReference, "no native kernels")
         samplers: list[SampleTokens] = [recorder if keeps_logits else sample_tokens for recorder in self.recorders]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import LayerShard, RankShard, ShardPlan, ranges_of_counts
 from tests.support.tiny_checkpoints import NUM_EXPERTS, VOCAB_SIZE
 
@@ -22,8 +24,15 @@ class Shares:
     experts: tuple[tuple[int, ...], ...] = ()
     """In place of columns in layers that have experts."""
 
-    def plan(self, num_layers: int, *, expert_layers: Collection[int] = ()) -> ShardPlan:
-        layers = [self._layer(i, has_experts=i in expert_layers) for i in range(num_layers)]
+    def plan_for(self, config: ModelConfig) -> ShardPlan:
+        """The plan of a model with as many units."""
+        return self.plan(config.num_layers, expert_layers=config.expert_layers, shared_columns=config.shared_columns)
+
+    def plan(self, num_layers: int, *, expert_layers: Collection[int] = (), shared_columns: int = 0) -> ShardPlan:
+        """`shared_columns`: of experts of all tokens; ranks have about the same part of them as of dense columns."""
+        layers = [
+            self._layer(i, has_experts=i in expert_layers, shared_columns=shared_columns) for i in range(num_layers)
+        ]
         head = ranges_of_counts(self.vocab_rows)
         embedding = ranges_of_counts(self.embedding_rows or self.vocab_rows)
         return ShardPlan(
@@ -33,10 +42,13 @@ class Shares:
             )
         )
 
-    def _layer(self, layer: int, *, has_experts: bool) -> list[LayerShard]:
+    def _layer(self, layer: int, *, has_experts: bool, shared_columns: int) -> list[LayerShard]:
         """In rank order."""
         nothing = (0,) * len(self.vocab_rows)
-        columns = nothing if has_experts else _of_layer(self.mlp_columns, layer)
+        columns = _of_layer(self.mlp_columns, layer)
+        if has_experts:
+            ends = [sum(columns[: rank + 1]) * shared_columns // sum(columns) for rank in range(len(columns))]
+            columns = tuple(end - begin for begin, end in pairwise([0, *ends]))
         experts = _of_layer(self.experts, layer) if has_experts else nothing
         counts = (_of_layer(self.kv_heads, layer), columns, experts)
         return list(map(LayerShard, *map(ranges_of_counts, counts)))

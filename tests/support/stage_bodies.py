@@ -22,7 +22,7 @@ def staged_logits(
     """This rank's logits of a prefill in four micro-batches and of one token after it."""
     torch.set_num_threads(1)
     config = ModelConfig.from_directory(directory)
-    plan = shares.plan(config.num_layers, expert_layers=config.expert_layers)
+    plan = shares.plan_for(config)
     group = ranks.form(kind, area_bytes=AREA_BYTES, routes=routes_of(plan))
     decoder = load_decoder(directory, config, plan, ranks.rank, num_parts=4)
     caches = decoder.allocate_caches(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)

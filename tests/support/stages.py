@@ -50,7 +50,7 @@ class Stages:
     def load(cls, directory: Path, shares: Shares, *, num_parts: int = 1, link_bytes: int = 1 << 20) -> Stages:
         """Every step goes in `num_parts` micro-batches, as many as rows when there are fewer."""
         config = ModelConfig.from_directory(directory)
-        plan = shares.plan(config.num_layers, expert_layers=config.expert_layers)
+        plan = shares.plan_for(config)
         decoders = [load_decoder(directory, config, plan, rank, num_parts) for rank in range(plan.world_size)]
         caches = [decoder.allocate_caches(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE) for decoder in decoders]
         return cls(plan, decoders, thread_exchanges(plan.world_size, link_bytes=link_bytes), caches)

@@ -15,6 +15,20 @@ VOCAB_SIZE = 200
 
 NUM_EXPERTS = 6
 _QWEN3_MOE: dict[str, Any] = {"num_experts": NUM_EXPERTS, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+_GLM4_MOE: dict[str, Any] = {"n_routed_experts": NUM_EXPERTS, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+_GPT_OSS: dict[str, Any] = {"num_local_experts": NUM_EXPERTS, "num_experts_per_tok": 3}
+_MINIMAX_M2: dict[str, Any] = {
+    "num_local_experts": NUM_EXPERTS, "num_experts_per_tok": 3, "rope_parameters": {"rope_theta": 100.0}
+}  # fmt: skip
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "beta_fast": 16.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+_DEEPSEEK_V3: dict[str, Any] = {
+    "n_routed_experts": NUM_EXPERTS, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "n_group": 3, "topk_group": 2, "num_attention_heads": 8, "kv_lora_rank": 24,
+    "q_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 16,
+}  # fmt: skip
 _SHAPE: dict[str, Any] = {
     "num_hidden_layers": 3,
     "hidden_size": 32,
@@ -26,6 +40,7 @@ _SHAPE: dict[str, Any] = {
     "max_position_embeddings": 128,
     "bos_token_id": 1,
     "eos_token_id": 2,
+    "pad_token_id": None,
     "initializer_range": 0.3,
 }
 
@@ -57,6 +72,41 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("qwen3_moe", {**_QWEN3_MOE, "norm_topk_prob": True}),
     "qwen3-moe-some-dense": ("qwen3_moe", {**_QWEN3_MOE, "mlp_only_layers": [1]}),
     "qwen3-moe-every-second": ("qwen3_moe", {**_QWEN3_MOE, "decoder_sparse_step": 2}),
+    "smollm3": ("smollm3", {"no_rope_layer_interval": 2}),
+    "smollm3-window": ("smollm3", {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 5}),
+    "glm4": ("glm4", {}),
+    "glm4-moe": ("glm4_moe", {**_GLM4_MOE, "use_qk_norm": True}),
+    "glm4-moe-grouped": (
+        "glm4_moe",
+        {
+            **_GLM4_MOE,
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 0,
+        },
+    ),
+    "minimax-m2": ("minimax_m2", {**_MINIMAX_M2, "rotary_dim": 6}),
+    "minimax-m2-whole": ("minimax_m2", _MINIMAX_M2),
+    "deepseek-v3": ("deepseek_v3", _DEEPSEEK_V3),
+    "deepseek-v3-dense": ("deepseek_v3", {**_DEEPSEEK_V3, "first_k_dense_replace": 4}),
+    "deepseek-v3-yarn": (
+        "deepseek_v3",
+        {
+            **_DEEPSEEK_V3,
+            "q_lora_rank": None,
+            "rope_interleave": False,
+            "attention_bias": True,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.8, "truncate": True},
+        },
+    ),
+    "gpt-oss": ("gpt_oss", {**_GPT_OSS, "sliding_window": 5, "rope_parameters": _YARN}),
+    "gpt-oss-full": ("gpt_oss", {**_GPT_OSS, "layer_types": ["full_attention"] * 3, "attention_bias": False}),
     "gemma2": (
         "gemma2",
         {
@@ -107,8 +157,8 @@ def save_tiny(
     # The faster ways to compute experts want widths of whole 16 bytes.
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager").eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith("bias"):
+        for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
+            if "norm" in name or name.endswith(("bias", "sinks")):
                 parameter.add_(torch.randn_like(parameter), alpha=0.3)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return TinyCheckpoint(directory, model)

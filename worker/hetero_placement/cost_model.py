@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
+from hetero_api.kept_weights import KeptWeights
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import RankShard, ShardPlan, Stage
 from hetero_api.spec import WorkloadSpec
-from hetero_api.weight_format import FLOAT_WEIGHTS, KeptWeights
+from hetero_api.weight_format import FLOAT_WEIGHTS
 from hetero_placement.decision import Bounds, Prediction
 from hetero_placement.hardware import Hardware, RankHardware, Speeds
 from hetero_placement.part_costs import ExchangeCosts, PartCosts, element_bytes
@@ -190,7 +191,7 @@ class CostModel:
 
     def _matrix_bytes(self, shard: RankShard, kept: KeptWeights) -> int:
         config, hidden = self.config, self.config.hidden_size
-        head = kept.head_bytes(hidden=hidden, group=config.group_size, head_dim=config.head_dim)
+        head = kept.head_bytes(config)
         column = kept.column_bytes(hidden=hidden)
         width = config.experts.intermediate_size if config.experts is not None else 0
         expert = kept.expert_bytes(hidden=hidden, width=width)
@@ -222,10 +223,18 @@ class CostModel:
         return sum(times * self._layer_s(kind, stage.holders, step, overlapped=overlapped) for kind, times in layers)
 
     def _layer_s(self, kind: LayerKind, holders: Sequence[int], step: Step, *, overlapped: bool) -> float:
-        experts = any(kind.experts)
-        units = kind.experts if experts else [count / UNIT for count in kind.columns]
         attention = self.attention_half_s(kind.heads, step, kind.window, overlapped=overlapped)
-        return attention + self.wide_half_s(holders, units, step, experts=experts, overlapped=overlapped)
+        columns = [count / UNIT for count in kind.columns]
+        if not any(kind.experts):
+            return attention + self.wide_half_s(holders, columns, step, experts=False, overlapped=overlapped)
+        experts = self.wide_half_s(holders, kind.experts, step, experts=True, overlapped=overlapped)
+        return attention + experts + self._shared_s(holders, columns, step, overlapped=overlapped)
+
+    def _shared_s(self, holders: Sequence[int], columns: Sequence[float], step: Step, *, overlapped: bool) -> float:
+        """Return the seconds of shared experts, which their ranks compute beside their other experts."""
+        owners = [rank for rank, count in enumerate(columns) if count]
+        costs = {rank: self.costs(rank, holders, overlapped=overlapped) for rank in owners}
+        return max((costs[rank].mlp(step.rows).of(columns[rank]) for rank in owners), default=0.0)
 
     def _hops_s(self, view: PlanView, step: Step) -> float:
         return sum(self._hop_s(here, there.holders, step.rows) for here, there in pairwise(view.stages))

@@ -139,9 +139,9 @@ class LayerSearch:
     def _layer_s(self, costs: PartCosts, layer: int, step: Step) -> float:
         config = self._model.config
         attention = costs.attention(step, config.windows[layer]).of(config.num_kv_heads)
-        if layer in config.expert_layers:
-            return attention + costs.experts(step.rows).of(config.num_experts)
-        return attention + costs.mlp(step.rows).of(config.intermediate_size / UNIT)
+        mlp = costs.mlp(step.rows).of(config.mlp_columns(layer) / UNIT)
+        experts = costs.experts(step.rows).of(config.num_experts) if layer in config.expert_layers else 0.0
+        return attention + mlp + experts
 
     def _excess(self, counts: Sequence[int]) -> int:
         """Bytes by which ranks are over, together."""

@@ -212,8 +212,15 @@ class MemoryModel:
         )
 
     def _shard(self, heads: int, columns: int, experts: int, rows: int) -> RankShard:
-        """Make the shard of a rank that owns these numbers in every layer; the model need not have as many."""
-        plan = plan_within_layers(self._config, heads=[heads], columns=[columns], experts=[experts], rows=[rows])
+        """Make the shard of a rank that owns these numbers in every layer; the model need not have as many.
+
+        Of shared experts it has as many columns as the heads can bring, rounded to units.
+        """
+        shared = -(-heads * self._config.shared_columns // self._config.num_kv_heads)
+        shared += (UNIT - 1) * bool(shared)
+        plan = plan_within_layers(
+            self._config, heads=[heads], columns=[columns], experts=[experts], rows=[rows], shared=[shared]
+        )
         return plan.ranks[0]
 
     @property

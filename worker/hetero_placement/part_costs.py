@@ -21,8 +21,8 @@ from functools import cache
 from typing import Final, NamedTuple
 
 from hetero_api.errors import PlanError
+from hetero_api.kept_weights import KeptWeights
 from hetero_api.model_config import ModelConfig
-from hetero_api.weight_format import KeptWeights
 from hetero_placement.hardware import CostPoint, Hardware, Part, Speeds
 from hetero_placement.shard_plans import UNIT
 from hetero_placement.steps import Step
@@ -174,12 +174,13 @@ class Rates:
         """`tokens` whose keys and values are read, `pairs` of a row and a token that it attends to."""
         config = self._config
         params = config.attention_params_per_kv_head
-        weights = self._kept(dtype).head_bytes(
-            hidden=config.hidden_size, group=config.group_size, head_dim=config.head_dim
-        )
-        read = weights + 2 * tokens * config.head_dim * element_bytes(dtype)
+        heads = config.num_kv_heads
+        cached = config.cached_elements(heads) / heads * element_bytes(dtype)
+        read = self._kept(dtype).head_bytes(config) + tokens * cached
         flops = 2 * params * rows + 4 * config.group_size * config.head_dim * pairs
-        return PartTime(0.0, self._seconds(dtype, read, flops))
+        beside = config.attention_params_beside
+        fixed = self._seconds(dtype, beside * element_bytes(dtype), 2 * beside * rows)
+        return PartTime(fixed, self._seconds(dtype, read, flops))
 
     def _kept(self, dtype: str) -> KeptWeights:
         return KeptWeights(self._config.weights, element_bytes(dtype), self._weight_bits)

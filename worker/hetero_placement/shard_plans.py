@@ -3,7 +3,8 @@
 *Within layers* every layer is split over all ranks, all that are of one kind alike. KV heads and experts are dealt one
 by one, MLP columns and vocabulary rows in units of 64 (the last unit is smaller where 64 does not divide). Parts that
 the spec gives no shares for are dealt by cores a rank; MLP columns, or experts, then make up for what whole KV heads
-cannot: SmolLM2's three heads on two equal ranks are 2 and 1, its 1536 columns 704 and 832.
+cannot: SmolLM2's three heads on two equal ranks are 2 and 1, its 1536 columns 704 and 832. Experts that all tokens
+share go with the KV heads.
 
 *Layer by layer* a rank holds whole layers, in a row, and is a stage of a pipeline. Layers are dealt by largest
 remainder, in rank order. A layer's halves stay together, so shares.attention and shares.mlp mean the same here; where
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import accumulate, pairwise
 from typing import Final
 
 from hetero_api.errors import PlanError
@@ -82,12 +84,20 @@ def deal_within_layers(config: ModelConfig, *, cores: Sequence[int], shares: Pla
 
 
 def plan_within_layers(
-    config: ModelConfig, *, heads: Sequence[int], columns: Sequence[int], experts: Sequence[int], rows: Sequence[int]
+    config: ModelConfig,
+    *,
+    heads: Sequence[int],
+    columns: Sequence[int],
+    experts: Sequence[int],
+    rows: Sequence[int],
+    shared: Sequence[int] | None = None,
 ) -> ShardPlan:
-    """Every layer split alike: how many KV heads, MLP columns of a dense layer, experts and vocabulary rows a rank."""
-    nothing = [0] * len(heads)
-    dense = _shards(heads, columns, nothing)
-    sparse = _shards(heads, nothing, experts)
+    """Every layer split alike: how many KV heads, MLP columns of a dense layer, experts and vocabulary rows a rank.
+
+    `shared`: MLP columns of shared experts; None: they go with the KV heads.
+    """
+    dense = _shards(heads, columns, [0] * len(heads))
+    sparse = _shards(heads, shared_columns_of(config, heads) if shared is None else shared, experts)
     expert_layers = set(config.expert_layers)
     layers = [sparse if layer in expert_layers else dense for layer in range(config.num_layers)]
     return ShardPlan(
@@ -96,6 +106,15 @@ def plan_within_layers(
             for rank, part in enumerate(ranges_of_counts(rows))
         )
     )
+
+
+def shared_columns_of(config: ModelConfig, heads: Sequence[int]) -> list[int]:
+    """Deal shared experts' columns, in units, in proportion to KV heads: all tokens need both, at the same ranks."""
+    total, ends = config.shared_columns, [0]
+    for end in accumulate(heads):
+        is_last = end == sum(heads)
+        ends.append(total if is_last else end * total // (sum(heads) * UNIT) * UNIT)
+    return [end - begin for begin, end in pairwise(ends)]
 
 
 def most_ranks(config: ModelConfig) -> int:
@@ -197,8 +216,8 @@ def shares_of_layers(shares: PlacementShares) -> Sequence[float] | None:
 
 def _layer_on(owner: int, config: ModelConfig, layer: int, world_size: int) -> list[LayerShard]:
     """Return a layer's shards in rank order, all of it on one."""
-    wide = (0, config.num_experts) if layer in config.expert_layers else (config.intermediate_size, 0)
-    units = (config.num_kv_heads, *wide)
+    experts = config.num_experts if layer in config.expert_layers else 0
+    units = (config.num_kv_heads, config.mlp_columns(layer), experts)
     return list(map(LayerShard, *(_all_on(owner, total, world_size) for total in units)))
 
 

@@ -133,12 +133,22 @@ class TensorSearch:
     def _heads(self) -> Component:
         windows = Counter(self._config.windows)
         kinds = [(r.step, window, r.times * count) for r in self._steps for window, count in windows.items()]
-        ranks = self._model.ranks
+        config, ranks = self._config, self._model.ranks
+        # Columns of shared experts, in the mean layer, that go with a head.
+        columns = config.shared_columns * len(config.expert_layers) / (config.num_layers * config.num_kv_heads * UNIT)
+
+        def times(rank: int, units: float) -> tuple[float, ...]:
+            costs = ranks[rank]
+            return tuple(
+                costs.attention(step, window).of(units) + costs.mlp(step.rows).of(columns * units)
+                for step, window, _ in kinds
+            )
+
         return self._component(
-            self._config.num_kv_heads,
+            config.num_kv_heads,
             allowed=self._roles.holders,
             needed=self._roles.holders,
-            times=lambda rank, units: tuple(ranks[rank].attention(step, window).of(units) for step, window, _ in kinds),
+            times=times,
             weights=tuple(weight for *_, weight in kinds),
             unit_bytes=lambda rank: self._units(rank).head,
         )

@@ -10,6 +10,7 @@ import pytest
 
 from hetero_api.errors import ModelError
 from hetero_api.model_config import ModelConfig, model_fingerprint
+from hetero_api.model_parts import LatentShape, RowOrder
 
 pytestmark = pytest.mark.unit
 
@@ -38,13 +39,13 @@ def test_smollm2_has_its_published_size() -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"architectures": ["Qwen2ForCausalLM"]}, (True, False, False, False)),
-        ({"architectures": ["Qwen3ForCausalLM"]}, (False, False, False, True)),
-        ({"attention_bias": True, "mlp_bias": True}, (True, True, True, False)),
-        ({"architectures": ["MistralForCausalLM"]}, (False, False, False, False)),
+        ({"architectures": ["Qwen2ForCausalLM"]}, (True, False, False, None)),
+        ({"architectures": ["Qwen3ForCausalLM"]}, (False, False, False, "head")),
+        ({"attention_bias": True, "mlp_bias": True}, (True, True, True, None)),
+        ({"architectures": ["MistralForCausalLM"]}, (False, False, False, None)),
     ],
 )
-def test_architectures_are_switches(change: dict[str, Any], expected: tuple[bool, ...]) -> None:
+def test_architectures_are_switches(change: dict[str, Any], expected: tuple[object, ...]) -> None:
     config = ModelConfig.from_hf(BASE | change)
     assert (config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm) == expected
 
@@ -81,11 +82,11 @@ def test_a_sliding_window_does_not_bound_the_length() -> None:
 
 def test_gemma_is_switches() -> None:
     gemma2 = ModelConfig.from_hf(BASE | {"architectures": ["Gemma2ForCausalLM"], "query_pre_attn_scalar": 144})
-    assert (gemma2.norm_offset, gemma2.post_norms, gemma2.embedding_scale) == (1.0, True, 24.0)
+    assert (gemma2.norm_offset, len(gemma2.norms.sums), gemma2.embedding_scale) == (1.0, 2, 24.0)
     assert (gemma2.activation, gemma2.attention_scale, gemma2.head_dim) == ("gelu_tanh", 1 / 12, 256)
     assert (gemma2.attention_soft_cap, gemma2.logit_soft_cap, gemma2.tie_word_embeddings) == (50.0, 30.0, True)
     gemma3 = ModelConfig.from_hf(BASE | {"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": None})
-    assert (gemma3.qk_norm, gemma3.attention_soft_cap, gemma3.logit_soft_cap) == (True, None, None)
+    assert (gemma3.qk_norm, gemma3.attention_soft_cap, gemma3.logit_soft_cap) == ("head", None, None)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_experts_are_in_the_layers_that_have_them() -> None:
     config = ModelConfig.from_hf(qwen3)
     assert config.expert_layers == (1, *range(7, 30, 2))
     assert config.experts is not None
-    assert (config.num_experts, config.experts.per_token, config.experts.normalised) == (16, 4, False)
+    assert (config.num_experts, config.experts.per_token, config.experts.routing.normalised) == (16, 4, False)
     assert config.params_per_expert == 3 * 576 * 96
     dense = ModelConfig.from_hf(qwen3 | {"mlp_only_layers": list(range(30))})
     assert (dense.experts, dense.num_experts, dense.expert_layers) == (None, 0, ())
@@ -153,6 +154,24 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         },
         999_885_952,
     ),
+    "gpt-oss-20b": (
+        {
+            "architectures": ["GptOssForCausalLM"], "hidden_size": 2880, "intermediate_size": 2880, "head_dim": 64,
+            "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 201088,
+            "num_local_experts": 32, "num_experts_per_tok": 4, "attention_bias": True, "swiglu_limit": 7.0,
+        },
+        20_914_757_184,
+    ),
+    "DeepSeek-V3": (
+        {
+            "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 7168, "intermediate_size": 18432,
+            "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "vocab_size": 129280,
+            "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
+            "v_head_dim": 128, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
+            "moe_intermediate_size": 2048, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4,
+        },
+        671_026_419_200,
+    ),
 }  # fmt: skip
 
 
@@ -160,6 +179,69 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
 def test_models_have_their_published_size(name: str) -> None:
     fields, size = PUBLISHED[name]
     assert ModelConfig.from_hf({"max_position_embeddings": 8192} | fields).num_parameters == size
+
+
+YARN = {
+    "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", [{}, {"truncate": False}, {"mscale": 1.0, "mscale_all_dim": 0.7}])
+def test_yarn_equals_transformers(changes: dict[str, Any]) -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling = YARN | changes
+    reference_config = LlamaConfig(hidden_size=576, num_attention_heads=9, rope_parameters=dict(scaling))
+    reference, amplitude = ROPE_INIT_FUNCTIONS["yarn"](reference_config, "cpu")
+    rope = ModelConfig.from_hf(BASE | {"rope_parameters": scaling}).rope
+    assert rope.inverse_frequencies(64) == pytest.approx(reference.tolist(), rel=1e-6)
+    assert rope.amplitude == pytest.approx(amplitude)
+    old_fields = {name: value for name, value in scaling.items() if name not in ("rope_type", "rope_theta")}
+    old = BASE | {"rope_theta": 150000.0, "rope_scaling": {"type": "yarn", **old_fields}}
+    assert ModelConfig.from_hf(old).rope == rope
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("head_dim", "rotary_dim", "before"), [(16, 16, 0), (16, 8, 0), (20, 6, 0), (28, 8, 20)])
+def test_rows_of_a_head_are_ordered_so_that_halves_rotate(
+    head_dim: int, rotary_dim: int, before: int, interleaved: bool
+) -> None:
+    order = RowOrder(head_dim, rotary_dim, interleaved, before)
+    half, pairs = (head_dim - before) // 2, rotary_dim // 2
+    rows = order.rows
+    assert sorted(rows) == list(range(head_dim))
+    assert rows[:before] == tuple(range(before))
+    found = [(rows[before + i] - before, rows[before + half + i] - before) for i in range(pairs)]
+    assert found == [(2 * i, 2 * i + 1) if interleaved else (i, i + pairs) for i in range(pairs)]
+    assert order.is_identity == (rows == tuple(range(head_dim)))
+
+
+def test_parts_that_some_configs_name_otherwise() -> None:
+    """As they are published, before transformers 5."""
+    small = BASE | {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64, "num_hidden_layers": 4}
+    minimax = small | {
+        "architectures": ["MiniMaxM2ForCausalLM"], "rotary_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid", "use_routing_bias": True,
+    }  # fmt: skip
+    config = ModelConfig.from_hf(minimax)
+    assert (config.qk_norm, config.head_order) == ("all heads", RowOrder(64, 32, interleaved=False))
+    glm = small | {"architectures": ["Glm4ForCausalLM"], "partial_rotary_factor": 0.25, "attention_bias": False}
+    config = ModelConfig.from_hf(glm)
+    assert (config.qkv_bias, config.head_order) == (False, RowOrder(64, 16, interleaved=True))
+    smollm3 = small | {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layer_interval": 2}
+    assert ModelConfig.from_hf(smollm3).unrotated == (1, 3)
+    kimi = small | {
+        "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", "kv_lora_rank": 32, "q_lora_rank": 48,
+        "qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 20, "n_routed_experts": 6, "n_shared_experts": 1,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 40, "n_group": 1, "topk_group": 1,
+        "first_k_dense_replace": 1, "routed_scaling_factor": 2.827, "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc", "num_nextn_predict_layers": 0,
+    }  # fmt: skip
+    config = ModelConfig.from_hf(kimi)
+    assert (config.latent, config.head_dim) == (LatentShape(32, 48, 24, 16, 20), 48)
+    assert (config.expert_layers, config.shared_columns, config.mlp_columns(0)) == ((1, 2, 3), 40, 1536)
 
 
 def test_rope_frequencies_equal_transformers() -> None:
@@ -184,7 +266,7 @@ def test_rope_frequencies_equal_transformers() -> None:
         ({"hidden_size": None}, "hidden_size must be a whole number of at least 1, not None"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number of at least 1, not 0"),
         ({"num_key_value_heads": 2}, r"num_attention_heads \(9\) is no multiple of num_key_value_heads \(2\)"),
-        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "not supported; .*MixtralFor.*, Gemma3ForCausalLM$"),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "not supported; .*MixtralFor.*, Gemma3ForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention is set"),
         ({"final_logit_softcapping": 0}, "final_logit_softcapping must be a number of more than 0 or null, not 0"),
@@ -209,7 +291,36 @@ def test_rope_frequencies_equal_transformers() -> None:
             {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2},
             "moe_intermediate_size must be a whole number",
         ),
-        ({"rope_scaling": {"type": "yarn"}}, "rope type 'yarn' is not supported"),
+        ({"rope_scaling": {"type": "longrope"}}, "rope type 'longrope' is not supported"),
+        ({"architectures": ["DeepseekV32ForCausalLM"]}, "DeepseekV32ForCausalLM is not supported: an indexer chooses"),
+        ({"rope_parameters": {"rope_type": "yarn", "llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta is set"),
+        (
+            {"architectures": ["GptOssForCausalLM"], "swiglu_limit": 9.0},
+            r"swiglu_limit 9\.0 is not supported; supported: 7\.0",
+        ),
+        (
+            {"architectures": ["DeepseekV3ForCausalLM"], "topk_method": "greedy"},
+            "topk_method 'greedy' is not supported; supported: 'noaux_tc'",
+        ),
+        ({"architectures": ["DeepseekV3ForCausalLM"]}, "kv_lora_rank must be a whole number of at least 1, not None"),
+        (
+            {"architectures": ["Glm4ForCausalLM"], "partial_rotary_factor": 1.5},
+            r"partial_rotary_factor must be more than 0 and at most 1, not 1\.5",
+        ),
+        (
+            {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]},
+            "no_rope_layers must list a 0 or a 1 for each of the 30 layers",
+        ),
+        (
+            {
+                "architectures": ["Glm4MoeForCausalLM"],
+                "n_routed_experts": 10,
+                "num_experts_per_tok": 2,
+                "n_group": 4,
+                "moe_intermediate_size": 8,
+            },
+            r"n_group \(4\) and topk_group \(1\) do not fit 10 experts",
+        ),
         (
             {"quantization_config": {"quant_method": "fp8"}},
             "quantization_config.quant_method 'fp8' is not supported; supported: awq, gptq, compressed-tensors",

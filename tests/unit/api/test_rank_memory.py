@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from hetero_api.architectures import ExpertNames, ExpertsConfig, SlidingAttention
 from hetero_api.model_config import ModelConfig, RopeConfig
+from hetero_api.model_parts import ExpertsConfig, SlidingAttention
 from hetero_api.rank_memory import EXPERT_ROWS, KvCost, ModelMemory, StepLimits, with_margin
 from hetero_api.sharding import LayerShard, RankShard, UnitRange
 
@@ -30,12 +30,11 @@ CONFIG = ModelConfig(
     qkv_bias=False,
     o_bias=False,
     mlp_bias=False,
-    qk_norm=False,
+    qk_norm=None,
     eos_token_ids=(2,),
     bos_token_id=1,
 )
-NAMES = ExpertNames("mlp", gate="gate_proj", up="up_proj", down="down_proj")
-SPARSE = dataclasses.replace(CONFIG, experts=ExpertsConfig(8, 2, 4096, normalised=True, layers=(0, 1), names=NAMES))
+SPARSE = dataclasses.replace(CONFIG, experts=ExpertsConfig(8, 2, 4096, layers=(0, 1)))
 WINDOWED = dataclasses.replace(CONFIG, sliding=SlidingAttention(window=16, layers=(0,), rope=RopeConfig(500.0)))
 LIMITS = StepLimits(max_num_batched_tokens=64, max_num_seqs=64, max_model_len=512)
 

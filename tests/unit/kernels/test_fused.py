@@ -8,8 +8,8 @@ from typing import get_args
 import pytest
 import torch
 
-from hetero_api.architectures import Activation
 from hetero_api.model_config import RopeConfig
+from hetero_api.model_parts import Activation
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.kernels.trial import run_one
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps, HeadWeights
@@ -162,6 +162,17 @@ def test_head_norms_of_a_wider_type_give_the_projections() -> None:
     assert_close(caches[0].keys, caches[1].keys)
 
 
+@with_shapes
+def test_norms_over_all_heads_are_torchs(shape: tuple[int, int, int, int]) -> None:
+    heads = heads_of(shape, torch.float32, with_norms=True)
+    assert heads.norms is not None
+    mean_squares = randn(shape[0], 2, seed=5).square() + 0.1
+    heads.norms = HeadWeights(heads.norms.weight, EPS, mean_squares)
+    caches = heads.empty_cache(), heads.empty_cache()
+    assert_close(heads.written_by(OPS, caches[0]), heads.written_by(PLAIN_OPS, caches[1]))
+    assert_close(caches[0].keys, caches[1].keys)
+
+
 def rotated_rows(qkv: torch.Tensor) -> torch.Tensor:
     """All tokens are at one position."""
     cos, sin = (randn(1, 1, 20, seed=seed).repeat(len(qkv), 1, 1) for seed in (2, 3))
@@ -187,6 +198,7 @@ ROWWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "add and norm": lambda x: OPS.add_rms_norm(x, x.flip(1), randn(200, seed=1), EPS),
     "silu": lambda x: OPS.gated(x, "silu"),
     "gelu": lambda x: OPS.gated(x, "gelu_tanh"),
+    "clamped": lambda x: OPS.gated(x, "clamped_swiglu"),
     "rotate": rotated_rows,
 }
 

@@ -38,7 +38,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixture
 def logits_of(checkpoint: TinyCheckpoint, ops: FusedOps, attention: AttentionBackend) -> torch.Tensor:
     """A prompt in one step, and two tokens, one a step: of all three, with their rows of a batch."""
     config = ModelConfig.from_directory(checkpoint.directory)
-    plan = ALONE.plan(config.num_layers, expert_layers=config.expert_layers)
+    plan = ALONE.plan_for(config)
     decoder = Decoder(
         config, plan, rank=0, dtype=torch.float32, max_length=64, attention=attention, device=HOST, ops=ops
     )

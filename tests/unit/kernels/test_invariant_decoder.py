@@ -34,7 +34,7 @@ class Rank:
         self, checkpoint: TinyCheckpoint, dtype: torch.dtype, *, kernel: LinearKernel, ops: FusedOps, invariant: bool
     ) -> None:
         config = ModelConfig.from_directory(checkpoint.directory)
-        plan = ALONE.plan(config.num_layers, expert_layers=config.expert_layers)
+        plan = ALONE.plan_for(config)
         attention = TritonPagedAttention(HOST, head_dim=16, group_size=2, batch_invariant=invariant, num_programs=16)
         self._decoder = Decoder(
             config, plan, rank=0, dtype=dtype, max_length=64, attention=attention, device=HOST, ops=ops

@@ -27,6 +27,8 @@ RULES = {
     "wide window": AttentionRule(0.25, window=10_000),
     "soft cap": AttentionRule(0.7, soft_cap=1.5),
     "window and soft cap": AttentionRule(0.7, window=70, soft_cap=1.5),
+    "sinks": AttentionRule(0.25, sinks=torch.linspace(-4, 9, 6)),
+    "window and sinks": AttentionRule(0.25, window=5, sinks=torch.linspace(-4, 9, 6)),
 }
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 each_group = pytest.mark.parametrize("group", [1, 3, 4, 7])
@@ -74,6 +76,13 @@ def test_spans(spans: list[tuple[int, int]], group: int) -> None:
 @pytest.mark.parametrize("batch_invariant", [False, True], ids=["", "invariant"])
 def test_decode_rows_and_spans_follow_the_layers_rule(rule: AttentionRule, *, batch_invariant: bool) -> None:
     check(PagedCase(decode=[131, 7, 1], spans=[(0, 6), (65, 25)]), rule, batch_invariant=batch_invariant)
+
+
+def test_a_row_whose_tokens_are_split_has_its_sinks_once() -> None:
+    rule = RULES["sinks"]
+    case = PagedCase(decode=[400, 390])
+    out = attended(backend_for(case, num_programs=64).begin(case.batch), case, rule)
+    assert (out.double() - case.expected(rule)).abs().max().item() <= TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("head_dim", [48, 80, 256])

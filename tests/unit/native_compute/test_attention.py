@@ -54,6 +54,11 @@ def op_queues() -> dict[int, OpQueue]:
     return {size: op_queue_of(size) for size in TEAMS}
 
 
+def sinks_of(heads: int) -> torch.Tensor:
+    """From next to nothing to nearly all."""
+    return torch.linspace(-4, 9, heads)
+
+
 def case_of(
     shape: tuple[int, int, int, int], *, decode: Sequence[int] = DECODE, dtype: torch.dtype = torch.float32
 ) -> PagedCase:
@@ -97,6 +102,19 @@ def test_it_is_attention_by_the_definition(
     case = case_of(shape, dtype=dtype)
     by_team = [attended(op_queue, case, rule) for op_queue in op_queues.values()]
     assert by_team[0].dtype == dtype
+    torch.testing.assert_close(by_team[0].double(), case.expected(rule), rtol=TYPES[dtype], atol=1e-5)
+    assert all(torch.equal(out, by_team[0]) for out in by_team)
+
+
+@each_type
+@pytest.mark.parametrize("window", [None, 130])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_sinks_take_their_part_of_the_weights(
+    isa: str, op_queues: dict[int, OpQueue], shape: tuple[int, int, int, int], window: int | None, dtype: torch.dtype
+) -> None:
+    case = case_of(shape, dtype=dtype)
+    rule = AttentionRule(0.2, window=window, sinks=sinks_of(shape[1] * shape[2]))
+    by_team = [attended(op_queue, case, rule) for op_queue in op_queues.values()]
     torch.testing.assert_close(by_team[0].double(), case.expected(rule), rtol=TYPES[dtype], atol=1e-5)
     assert all(torch.equal(out, by_team[0]) for out in by_team)
 

@@ -418,7 +418,7 @@ def test_a_rank_that_starts_again_computes_the_same(tmp_path: Path, variant: str
     shares = Shares(kv_heads=((8,),), mlp_columns=((50,),), vocab_rows=(200,), experts=((6,),))
     request = LoadRequest(
         directory=directory, config=config, dtype="float32",
-        shard_plan=shares.plan(config.num_layers, expert_layers=config.expert_layers), rank=0,
+        shard_plan=shares.plan_for(config), rank=0,
         max_model_len=64, max_num_batched_tokens=64, max_num_seqs=2, memory_bytes=1 << 32,
         open_weights=lambda path: Checkpoint(path, cache),
     )  # fmt: skip

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_api.architectures import Activation
 from hetero_api.model_config import RopeConfig
+from hetero_api.model_parts import Activation
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.backends.cpu import CpuBackend
 from hetero_worker.backends.torch_reference import TorchReference
@@ -250,6 +250,31 @@ def test_keys_and_values_are_written(
     untouched = torch.ones(24, dtype=torch.bool).index_fill_(0, heads.slots, value=False)
     assert not cache.keys[untouched].any()
     assert not cache.values[untouched].any()
+
+
+@each_type
+@with_shapes
+def test_norms_over_all_heads_use_what_ranks_have_summed(
+    ops: NativeOps, shape: tuple[int, int, int, int], dtype: torch.dtype
+) -> None:
+    """The other ranks' heads are twice as many."""
+    heads = Heads(shape, with_norms=True, dtype=dtype)
+    assert heads.norms is not None
+    widths = 3 * heads.num_heads * shape[3], 3 * shape[2] * shape[3]
+    own = ops.mean_squares(heads.qkv, num_heads=heads.num_heads, widths=widths)
+    torch.testing.assert_close(
+        own, PLAIN_OPS.mean_squares(heads.qkv.double(), num_heads=heads.num_heads, widths=widths)
+    )
+    invariant = InvariantOps().mean_squares(heads.qkv, num_heads=heads.num_heads, widths=widths)
+    torch.testing.assert_close(invariant, own)
+    mean_squares = own + 0.7
+    exact = HeadWeights(heads.norms.weight.double(), EPS, mean_squares.double())
+    expected = PLAIN_OPS.rotate(heads.qkv.double(), heads.exact_rotation, num_heads=heads.num_heads, norms=exact)
+    norms = HeadWeights(heads.norms.weight, EPS, mean_squares)
+    for each in (ops, InvariantOps()):
+        rotated = each.rotate(heads.qkv.clone(), heads.rotation, num_heads=heads.num_heads, norms=norms)
+        assert_close(rotated.query, expected.query)
+        assert_close(rotated.key, expected.key)
 
 
 def test_a_rotations_rows_are_alone(isa: str) -> None:

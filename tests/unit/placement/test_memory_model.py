@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from hetero_api.architectures import ExpertNames, ExpertsConfig, RopeConfig, SlidingAttention
 from hetero_api.errors import PlanError
 from hetero_api.model_config import ModelConfig
+from hetero_api.model_parts import ExpertsConfig, LatentShape, NormNames, RopeConfig, Routing, SlidingAttention
 from hetero_api.rank_memory import (
     ASSUMED_GPU_RUNTIME_BYTES,
     LOGITS_AT_ONCE,
@@ -49,7 +49,6 @@ LOAD = PlacementSpec(workload=WorkloadSpec(prompt_tokens=100, output_tokens=64, 
 CASES, PARTS = 84, 12
 MIB = 1 << 20
 HOST = torch.device("cpu")
-NAMES = ExpertNames("mlp", gate="gate_proj", up="up_proj", down="down_proj")
 
 
 class PackingKernel(PlainKernel):
@@ -146,8 +145,10 @@ class Case:
             vocab_size=choose([130, 5000, 40_000]), tie_word_embeddings=choose([True, False]),
         )  # fmt: skip
         switches: dict[str, Any] = {
-            name: choose([True, False]) for name in ("qkv_bias", "o_bias", "mlp_bias", "qk_norm", "post_norms")
+            name: choose([True, False]) for name in ("qkv_bias", "o_bias", "mlp_bias", "has_sinks")
         }
+        switches["qk_norm"] = choose([None, "head"])
+        switches["norms"] = choose([NormNames(), NormNames(sums=("attention_sum", "mlp_sum"))])
         switches["norm_offset"] = choose([0.0, 1.0])
         switches["attention_soft_cap"] = choose([None, None, 30.0])
         if choose([True, False, False]):
@@ -155,8 +156,12 @@ class Case:
             switches["sliding"] = SlidingAttention(window=32, layers=windowed, rope=RopeConfig(123.0))
         if choose([True, False, False]):
             sparse = tuple(range(self.random.choice([0, layers - 1]), layers))
-            switches["experts"] = ExpertsConfig(choose([2, 6]), 2, choose([32, 320]), True, sparse, NAMES)
-        return replace(config, **switches)
+            switches["experts"] = ExpertsConfig(
+                choose([2, 6]), 2, choose([32, 320]), sparse, shared_columns=choose([0, 0, 150, 640]),
+                biased=choose([True, False]), routing=Routing(corrected=choose([True, False])),
+            )  # fmt: skip
+        config = replace(config, **switches)
+        return _latent(config, self.random) if choose([True, False, False, False]) else config
 
     def _hardware(self) -> Hardware:
         num_gpus, num_cpus = self.random.choice([(0, 1), (0, 3), (1, 0), (1, 2), (2, 0), (2, 1)])
@@ -178,6 +183,16 @@ class Case:
         weights = self.config.num_parameters * DTYPES[self.dtype].itemsize
         room = alone.fixed_bytes(0, holds_heads=True) + weights * self.random.uniform(0.1, 2.0)
         return replace(hardware, memory_bytes=int(room))
+
+
+def _latent(config: ModelConfig, chance: random.Random) -> ModelConfig:
+    """The same with latent attention."""
+    query_rank, value_dim = chance.choice([None, 48]), chance.choice([16, 64])
+    shape = LatentShape(chance.choice([32, 160]), query_rank, nope_dim=32, rope_dim=16, value_dim=value_dim)
+    return replace(
+        config, latent=shape, head_dim=shape.cached_dim, num_heads=config.num_kv_heads, qk_norm=None, sliding=None,
+        attention_soft_cap=None, has_sinks=False,
+    )  # fmt: skip
 
 
 def most_measured(request: LoadRequest) -> int:
@@ -215,7 +230,7 @@ def test_no_rank_refuses_what_the_solver_calls_feasible_and_caches_are_no_smalle
 
 def test_these_cases_fit_in_some_ways_and_not_in_others() -> None:
     """Or the property would say little."""
-    plans = [len(Case(seed).plans()) for seed in range(24)]
+    plans = [len(Case(seed).plans()) for seed in range(32)]
     assert sum(number > 0 for number in plans) > 8
     assert sum(number == 0 for number in plans) > 1
 

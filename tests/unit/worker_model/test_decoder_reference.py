@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
+from hetero_api.model_config import ModelConfig
 from tests.support.rank_group import PlanBuilder, RankGroup, Shares
 from tests.support.tiny_checkpoints import VARIANTS, TinyCheckpoint, save_tiny
 
@@ -39,6 +43,8 @@ LAYOUTS = {
     ),
 }
 
+CURRENT = ("smollm3", "glm4", "glm4-moe-grouped", "gpt-oss", "minimax-m2", "deepseek-v3", "deepseek-v3-yarn")
+"""Architectures with parts that others do not have."""
 PROMPT = [7, 150, 3, 88, 199, 0, 42, 42, 64, 63, 127]
 
 
@@ -56,14 +62,31 @@ def test_logits_equal_the_reference_for_every_variant(
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in ("one rank", "5:2:1:0")])
-@pytest.mark.parametrize("variant", ["llama-biased", "qwen3", "qwen3-moe-some-dense", "gemma3"])
+@pytest.mark.parametrize(
+    "variant",
+    ["llama-biased", "qwen3", "qwen3-moe-some-dense", "gemma3", "glm4-moe", "gpt-oss", "minimax-m2", "deepseek-v3"],
+)
 def test_logits_equal_the_reference_for_every_layout(
     checkpoints: dict[str, TinyCheckpoint], variant: str, layout: str
 ) -> None:
     _check_prefill_and_decode(checkpoints[variant], LAYOUTS[layout])
 
 
-@pytest.mark.parametrize("variant", ["llama", "gemma2", "gemma3", "mixtral"])
+@pytest.mark.parametrize("variant", CURRENT)
+@pytest.mark.parametrize("way", ["torch on host cores", "a GPU and host cores", "batch-invariant torch"])
+def test_logits_equal_the_reference_whatever_computes(
+    checkpoints: dict[str, TinyCheckpoint], variant: str, way: str
+) -> None:
+    _check_prefill_and_decode(
+        checkpoints[variant],
+        LAYOUTS["uneven"],
+        native="torch" not in way,
+        num_gpu_ranks=1 if "GPU" in way else 0,
+        batch_invariant="invariant" in way,
+    )
+
+
+@pytest.mark.parametrize("variant", ["llama", "gemma2", "gemma3", "mixtral", "glm4", "gpt-oss", "deepseek-v3"])
 def test_bfloat16_is_as_close_to_float32_as_the_references_own_bfloat16(
     checkpoints: dict[str, TinyCheckpoint], variant: str
 ) -> None:
@@ -100,8 +123,16 @@ def test_a_dropped_contribution_would_be_seen(checkpoints: dict[str, TinyCheckpo
     assert (damaged - checkpoint.logits(PROMPT)[-1]).abs().max() > 10 * TOLERANCE
 
 
-def _check_prefill_and_decode(checkpoint: TinyCheckpoint, shares: Shares) -> None:
-    builder = PlanBuilder(RankGroup(checkpoint.directory, shares))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_parameters_are_counted_as_they_are_stored(checkpoints: dict[str, TinyCheckpoint], variant: str) -> None:
+    with safe_open(checkpoints[variant].directory / "model.safetensors", framework="pt") as file:
+        names = file.keys()
+        stored = sum(math.prod(file.get_slice(name).get_shape()) for name in names)
+    assert ModelConfig.from_directory(checkpoints[variant].directory).num_parameters == stored
+
+
+def _check_prefill_and_decode(checkpoint: TinyCheckpoint, shares: Shares, **options: Any) -> None:
+    builder = PlanBuilder(RankGroup(checkpoint.directory, shares, **options))
     builder.start(3, PROMPT)
     for _ in range(4):
         expected = checkpoint.logits(builder.sequences[3].tokens)[-1]

@@ -8,9 +8,9 @@ from typing import get_args
 import pytest
 import torch
 
-from hetero_api.architectures import Activation
 from hetero_api.errors import ModelError
 from hetero_api.model_config import RopeConfig
+from hetero_api.model_parts import Activation
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.backends.cpu import CpuBackend
 from hetero_worker.backends.cuda.backend import CudaBackend

@@ -35,7 +35,10 @@ STAGES = {
         embedding_rows=(64, 136, 0),
     ),
 }
-VARIANTS = ("mixtral-window", "qwen3-moe-some-dense", "gemma2", "gemma3")
+VARIANTS = (
+    "mixtral-window", "qwen3-moe-some-dense", "gemma2", "gemma3", "smollm3-window", "glm4-moe-grouped", "gpt-oss",
+    "minimax-m2", "deepseek-v3",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -127,6 +130,13 @@ WRONG_SWITCHES: dict[str, tuple[str, dict[str, Any]]] = {
     "logits not capped": ("gemma2", {"final_logit_softcapping": None}),
     "rotations of full attention in all layers": ("gemma3", {"rope_parameters": {"rope_theta": 5000.0}}),
     "one expert less": ("mixtral-window", {"num_experts_per_tok": 2}),
+    "all layers rotated": ("smollm3", {"no_rope_layers": [1, 1, 1, 1]}),
+    "whole heads rotated": ("glm4", {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 1.0}}),
+    "groups of experts left out": ("glm4-moe-grouped", {"n_group": 1, "topk_group": 1}),
+    "experts not scaled": ("glm4-moe-grouped", {"routed_scaling_factor": 1.0}),
+    "pairs that do not lie side by side": ("deepseek-v3", {"rope_interleave": False}),
+    "scores of long contexts": ("deepseek-v3-yarn", {"rope_parameters": {"rope_theta": 1000.0}}),
+    "frequencies of short contexts": ("gpt-oss", {"rope_parameters": {"rope_theta": 1000.0}}),
     "weights of experts normalised": ("qwen3-moe-some-dense", {"norm_topk_prob": True}),
 }
 

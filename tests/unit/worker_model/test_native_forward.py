@@ -40,7 +40,7 @@ LAYOUTS = {"one": ONE, "uneven": UNEVEN, "no part": NO_PART, "helped": HELPED, "
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyCheckpoint]:
-    variants = ("llama-biased", "qwen3", "gemma2", "gemma3", "qwen3-moe")
+    variants = ("llama-biased", "qwen3", "gemma2", "gemma3", "qwen3-moe", "glm4", "smollm3", "deepseek-v3-dense")
     return {variant: save_tiny(variant, tmp_path_factory.mktemp(variant)) for variant in variants}
 
 
@@ -99,8 +99,12 @@ BFLOAT16_WAYS = [("one", "native", "bfloat16"), ("uneven", "threads", "bfloat16"
 BFLOAT16_WAYS += [("no part", "native", "bfloat16"), ("helped", "native", "bfloat16"), ("stages", "native", "bfloat16")]
 
 
-@pytest.mark.parametrize(("layout", "over", "dtype"), [*WAYS, *BFLOAT16_WAYS])
-@pytest.mark.parametrize("variant", ["llama-biased", "qwen3", "gemma3"])
+SOME_WAYS = [("one", "native", "float32"), ("uneven", "native", "float32"), ("uneven", "native", "bfloat16")]
+CASES = [(variant, *way) for variant in ("llama-biased", "qwen3", "gemma3") for way in (*WAYS, *BFLOAT16_WAYS)]
+CASES += [(variant, *way) for variant in ("glm4", "smollm3", "deepseek-v3-dense") for way in SOME_WAYS]
+
+
+@pytest.mark.parametrize(("variant", "layout", "over", "dtype"), CASES)
 def test_recorded_steps_are_what_steps_are(
     checkpoints: dict[str, TinyCheckpoint],
     variant: str,

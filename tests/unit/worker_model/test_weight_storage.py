@@ -10,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hetero_api.architectures import ExpertNames, ExpertsConfig
+from hetero_api.kept_weights import KeptWeights
 from hetero_api.model_config import ModelConfig, RopeConfig
+from hetero_api.model_parts import ExpertsConfig
 from hetero_api.rank_memory import ModelMemory, StepLimits
 from hetero_api.sharding import NO_UNITS, LayerShard, RankShard, UnitRange
-from hetero_api.weight_format import INT8, KeptWeights, StoredWeights, WeightFormat, int4
+from hetero_api.weight_format import INT8, StoredWeights, WeightFormat, int4
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.checkpoints.quantized_matrix import quantize
 from hetero_worker.checkpoints.store import TensorSlice
@@ -44,13 +45,11 @@ CONFIG: Final = ModelConfig(
     qkv_bias=False,
     o_bias=False,
     mlp_bias=False,
-    qk_norm=False,
+    qk_norm=None,
     eos_token_ids=(2,),
     bos_token_id=1,
 )
-EXPERTS: Final = ExpertsConfig(
-    4, 2, 160, normalised=True, layers=(0,), names=ExpertNames("mlp", gate="gate_proj", up="up_proj", down="down_proj")
-)
+EXPERTS: Final = ExpertsConfig(4, 2, 160, layers=(0,))
 QUANTIZATIONS: Final = ("int8", "int4", "none")
 BITS: Final = frozenset({16, 8, 4})
 ROWS: Final = UnitRange(64, 192)
@@ -103,7 +102,7 @@ def test_an_mlp_takes_what_layers_and_the_ranks_arithmetic_say(quantization: str
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_an_expert_takes_what_layers_and_the_ranks_arithmetic_say(quantization: str) -> None:
     config, kernel = _config(quantization, experts=EXPERTS), NarrowKernel()
-    part = Expert(config, EXPERTS, "model.layers.0.mlp.experts.0")
+    part = Expert(config, EXPERTS, "model.layers.0.mlp", 0)
     part.load(Bfloat16Weights(), dtype=torch.float32, kernel=kernel)
     assert part.weight_bytes(torch.float32, kernel) == kernel.num_bytes == _memory(config).expert_weights
 
@@ -159,8 +158,7 @@ def test_a_rank_that_has_no_kernel_for_a_width_counts_the_arithmetic_type() -> N
         kept = KeptWeights(_config(quantization).weights, 4, frozenset(bits))
         assert kept.layers.row_bytes(96) == 4 * 96
         floats = KeptWeights(StoredWeights(), 4)
-        shape = {"hidden": 96, "group": 3, "head_dim": 16}
-        assert kept.head_bytes(**shape) == floats.head_bytes(**shape) == 4 * CONFIG.attention_params_per_kv_head
+        assert kept.head_bytes(CONFIG) == floats.head_bytes(CONFIG) == 4 * CONFIG.attention_params_per_kv_head
         assert kept.column_bytes(hidden=96) == 4 * CONFIG.mlp_params_per_column
 
 

@@ -35,7 +35,7 @@ def request_of(directory: Path, shares: Shares, *, rank: int = 0, seqs: int = 25
     config = ModelConfig.from_directory(directory)
     return LoadRequest(
         directory=directory, config=config, dtype="float32",
-        shard_plan=shares.plan(config.num_layers, expert_layers=config.expert_layers), rank=rank, max_model_len=64,
+        shard_plan=shares.plan_for(config), rank=rank, max_model_len=64,
         max_num_batched_tokens=512, max_num_seqs=seqs, memory_bytes=1 << 30, enforce_eager=eager,
     )  # fmt: skip
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hetero_api.architectures import ExpertsConfig
 from hetero_api.model_config import ModelConfig
+from hetero_api.model_parts import ExpertsConfig
 from hetero_worker.layers.blocks import mlp_norm
 from hetero_worker.layers.linear_kernels import PlainKernel
 from hetero_worker.layers.moe import ExpertMlp

@@ -71,6 +71,9 @@ class AttentionRule:
     """Number of tokens, the row's own included, that a row attends to; None: all."""
     soft_cap: float | None = None
     """Scaled scores s become cap · tanh(s / cap)."""
+    sinks: torch.Tensor | None = None
+    """float32 [heads]: a score more of each query head in the softmax, of a token without a value; None: there is none.
+    Not together with `soft_cap`."""
 
 
 class StepAttention(ABC):

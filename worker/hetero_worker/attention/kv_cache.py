@@ -21,7 +21,7 @@ Zeros = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """Keys and values: [num_blocks · block_size, kv_heads, head_dim] each."""
+    """Keys and values: [num_blocks · block_size, kv_heads, head_dim] each; they may be one tensor."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -37,10 +37,15 @@ class LayerCache:
         head_dim: int,
         dtype: torch.dtype,
         zeros: Zeros = empty_on_huge_pages,
+        keys_only: bool = False,
     ) -> LayerCache:
-        """Return an empty cache of zeros. `zeros`: allocates on the rank's device, like `MemoryPool.zeros`."""
+        """Return an empty cache of zeros; with `keys_only`, keys are the values, too.
+
+        `zeros`: allocates on the rank's device, like `MemoryPool.zeros`.
+        """
         shape = (num_blocks * block_size, num_kv_heads, head_dim)
-        return cls(zeros(shape, dtype), zeros(shape, dtype), block_size)
+        keys = zeros(shape, dtype)
+        return cls(keys, keys if keys_only else zeros(shape, dtype), block_size)
 
     @property
     def num_kv_heads(self) -> int:
@@ -50,7 +55,7 @@ class LayerCache:
     @property
     def num_bytes(self) -> int:
         """Size of keys and values."""
-        return self.keys.nbytes + self.values.nbytes
+        return self.keys.nbytes + (0 if self.values is self.keys else self.values.nbytes)
 
     def write(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Put [tokens, kv_heads, head_dim] at int64 [tokens] slots."""

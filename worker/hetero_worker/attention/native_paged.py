@@ -78,7 +78,7 @@ class _NativeStep(StepAttention):
         op.lengths, op.longest = _address(rows.lengths), rows.block_tables.shape[1] * cache.block_size
         op.tables, op.table_stride = _address(rows.block_tables), rows.block_tables.shape[1]
         op.scratch = self._op_queue.scratch(op)
-        self._op_queue.submit(op, cache, rows)
+        self._op_queue.submit(op, cache, rows, rule)
 
     def _attend_span(
         self, span: PrefillSpan, query: torch.Tensor, cache: LayerCache, rule: AttentionRule, out: torch.Tensor
@@ -92,7 +92,7 @@ class _NativeStep(StepAttention):
         op.query, op.query_stride, op.out = query.data_ptr(), query.stride(0), out.data_ptr()
         op.num_computed, op.table = span.num_computed, blocks.ctypes.data
         op.scratch = self._op_queue.scratch(op)
-        self._op_queue.submit(op, cache, blocks)
+        self._op_queue.submit(op, cache, blocks, rule)
 
 
 def _address(array: IntArray) -> int:
@@ -114,4 +114,5 @@ def _described(cache: LayerCache, query: torch.Tensor, rule: AttentionRule) -> t
         rule.scale,
         rule.window or 0,
         rule.soft_cap or 0.0,
+        0 if rule.sinks is None else rule.sinks.data_ptr(),
     )

@@ -2,8 +2,9 @@
 
 It serves any device, dtype, head size and block size, and is what a machine without native or Triton kernels computes
 with. Sequences are worked off one after another: the keys and values that a sequence's rows can see are gathered from
-the cache, and scaled_dot_product_attention, or its definition where scores are capped, does the rest. Index tensors and
-masks are made once per step and window, and shared by all layers. Nothing here waits for the device.
+the cache, and scaled_dot_product_attention, or its definition where scores are capped or heads have sinks, does the
+rest. Index tensors and masks are made once per step and window, and shared by all layers. Nothing here waits for the
+device.
 
 Batch-invariant, every row attends by itself to exactly the tokens it sees. The same operators then get the same
 numbers, in the same shapes, at equally aligned addresses, regardless of the rest of the batch and of how the sequence
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from hetero_api.rank_memory import SCORES_AT_ONCE
 from hetero_worker.attention.base import AttentionBackend, AttentionBatch, AttentionRule, IntArray, StepAttention
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.memory.streams import HOST, to_device
@@ -61,7 +63,8 @@ class _TorchStep(StepAttention):
         out = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
         for view in self._views_of(rule.window, cache.block_size, query.dtype):
             rows = slice(view.begin, view.end)
-            keys, values = cache.keys.index_select(0, view.slots), cache.values.index_select(0, view.slots)
+            keys = cache.keys.index_select(0, view.slots)
+            values = keys if cache.values is cache.keys else cache.values.index_select(0, view.slots)
             if self._by_row:
                 _attend_by_row(query[rows], keys, values, rule, out[rows])
             else:
@@ -161,8 +164,10 @@ def _attend(
 
     `mask` [rows, tokens] is added to the scores. Returns [rows, heads · head_dim].
     """
-    if rule.soft_cap is not None:
-        return _attend_capped(query, keys, values, mask, rule.scale, rule.soft_cap)
+    if rule.soft_cap is not None or rule.sinks is not None:
+        return _attend_by_definition(query, keys, values, mask, rule)
+    if keys is values:  # of latent attention, whose heads are too wide for torch's fused kernels
+        return _attend_in_pieces(query, keys, mask, rule)
     # KV heads become the batch, and a group's query heads share theirs by a stride of 0. A GPU's fused kernels take no
     # groups together with a mask, and without these kernels the scores of all heads would be in memory.
     by_group = query.reshape(len(query), keys.shape[1], -1, query.shape[-1]).permute(1, 2, 0, 3)
@@ -177,15 +182,25 @@ def _attend(
     return out.permute(2, 0, 1, 3).flatten(1)
 
 
-def _attend_capped(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    soft_cap: float,
+def _attend_in_pieces(
+    query: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None, rule: AttentionRule
+) -> torch.Tensor:
+    """Attend by definition with some rows at a time, so that no more than SCORES_AT_ONCE scores are in memory."""
+    rows = max(1, SCORES_AT_ONCE // (query.shape[1] * max(1, len(keys))))
+    masks = [None] * len(query) if mask is None else torch.split(mask, rows)
+    pieces = [
+        _attend_by_definition(piece, keys, keys, piece_mask, rule)
+        for piece, piece_mask in zip(torch.split(query, rows), masks, strict=False)
+    ]
+    return torch.cat(pieces)
+
+
+def _attend_by_definition(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, rule: AttentionRule
 ) -> torch.Tensor:
     """Return softmax(cap · tanh(scale / cap · q · kᵀ) + mask) · v, the softmax in float32; shapes as in `_attend`.
+
+    Sinks are a column more of the scores, which meets no value.
 
     KV heads are computed one after another, so that the scores of one are in memory at a time.
     """
@@ -193,9 +208,15 @@ def _attend_capped(
     out = torch.empty_like(by_group, memory_format=torch.contiguous_format)
     for head in range(keys.shape[1]):
         scores = (by_group[:, head].transpose(0, 1) @ keys[:, head].t()).float()
-        scores.mul_(scale / soft_cap).tanh_().mul_(soft_cap)
+        if rule.soft_cap is None:
+            scores.mul_(rule.scale)
+        else:
+            scores.mul_(rule.scale / rule.soft_cap).tanh_().mul_(rule.soft_cap)
         if mask is not None:
             scores += mask
-        weights = scores.softmax(dim=-1).to(values.dtype)
+        if rule.sinks is not None:
+            sinks = rule.sinks.view(keys.shape[1], -1, 1, 1)[head].expand(-1, len(query), -1)
+            scores = torch.cat([scores, sinks], dim=-1)
+        weights = scores.softmax(dim=-1)[..., : len(keys)].to(values.dtype)
         out[:, head] = (weights @ values[:, head]).transpose(0, 1)
     return out.flatten(1)

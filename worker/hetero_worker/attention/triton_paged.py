@@ -128,7 +128,7 @@ class _TritonStep(StepAttention):
             return out
         if self._tables is None:
             self._tables = _tables_of(self._batch, block_size=cache.block_size, device=self._device)
-        tables, scoring = self._tables, Scoring(rule.scale, rule.window, rule.soft_cap)
+        tables, scoring = self._tables, Scoring(rule.scale, rule.window, rule.soft_cap, rule.sinks)
         paged = PagedKeys(cache.keys, cache.values, cache.block_size, tables.tables, tables.lengths)
         first_span, longest = tables.num_decode, tables.longest_span
         if self._num_programs is None:

@@ -21,6 +21,7 @@ from typing import Final, Self
 import torch
 
 from hetero_api.errors import ModelError
+from hetero_api.model_parts import RowOrder
 from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import WeightFormat
 from hetero_worker.checkpoints.gguf_store import open_gguf
@@ -86,9 +87,9 @@ class Checkpoint:
         Quantised weights are widened. Raises ModelError.
         """
         if self._opened.format_of(part.name) is None:
-            into.copy_(self._opened.floats(part))
+            into.copy_(_in_order(self._opened.floats(part), part.order))
         else:
-            self._opened.quantized(part).dequantized(into)
+            _rows_in_order(self._opened.quantized(part), part.order).dequantized(into)
         self._opened.release_pages()
 
     def in_place(self, part: TensorSlice) -> torch.Tensor | None:
@@ -96,7 +97,7 @@ class Checkpoint:
 
         Callers must neither write to it nor keep it: its pages count as this process's memory until `release_pages`.
         """
-        if self._store is None or self.format_of(part) is not None:
+        if self._store is None or part.order is not None or self.format_of(part) is not None:
             return None
         found = self._store.floats(part)
         return found if found.is_contiguous() else None
@@ -145,9 +146,11 @@ class Checkpoint:
         if wanted is None:
             matrix = self._opened.quantized(part)
             self._opened.release_pages()
-            return matrix
+            return _rows_in_order(matrix, part.order)
         try:
-            return stacked([self._quantized(rows, wanted) for rows in _pieces(part)])
+            as_stored = replace(part, order=None)
+            matrix = stacked([self._quantized(rows, wanted) for rows in _pieces(as_stored)])
+            return _rows_in_order(matrix, part.order)
         except ModelError as error:
             raise ModelError(f"{self._directory}: tensor {part.name}: {error}") from error
 
@@ -182,6 +185,22 @@ def _open_store(directory: Path) -> WeightStore:
         if (store := open_special(directory)) is not None:
             return store
     return SafetensorsStore(directory)
+
+
+def _in_order(rows: torch.Tensor, order: RowOrder | None) -> torch.Tensor:
+    """Return rows of whole heads in an order; None: as they are."""
+    if order is None:
+        return rows
+    return rows.reshape(-1, order.head_dim, *rows.shape[1:])[:, list(order.rows)].flatten(0, 1)
+
+
+def _rows_in_order(matrix: QuantizedMatrix, order: RowOrder | None) -> QuantizedMatrix:
+    if order is None:
+        return matrix
+    minima = None if matrix.minima is None else _in_order(matrix.minima, order)
+    return replace(
+        matrix, values=_in_order(matrix.values, order), scales=_in_order(matrix.scales, order), minima=minima
+    )
 
 
 def _pieces(part: TensorSlice) -> Iterator[TensorSlice]:

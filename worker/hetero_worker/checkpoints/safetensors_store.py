@@ -79,8 +79,13 @@ class SafetensorsStore(WeightStore):
 
     def floats(self, part: TensorSlice) -> torch.Tensor:
         """See `WeightStore.floats`."""
-        self.check_shape(part.name, part.full_shape)
-        return self.slice(part.name, part.rows, part.columns)
+        if part.entry is None:
+            self.check_shape(part.name, part.full_shape)
+            return self.slice(part.name, part.rows, part.columns)
+        self.check_shape(part.name, part.entry.stored_shape(part.full_shape))
+        whole = part.entry.of(self.slice(part.name))
+        ranges = (part.rows, part.columns)[: whole.dim()]
+        return whole[tuple(slice(*each) if each else slice(None) for each in ranges)]
 
     def quantized(self, part: TensorSlice) -> QuantizedMatrix:
         """See `WeightStore.quantized`."""

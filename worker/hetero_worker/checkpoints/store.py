@@ -6,12 +6,36 @@ import mmap
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
+from hetero_api.model_parts import RowOrder
 from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import WeightFormat
 from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
+
+
+class StackEntry(NamedTuple):
+    """One matrix, or its bias, of a stored stack of matrices [entries, in, out] or biases [entries, out].
+
+    The entry's outputs are every `step`-th from `first` on.
+    """
+
+    number: int
+    entries: int
+    first: int = 0
+    step: int = 1
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the stack whose entries have this shape."""
+        outputs, *inputs = shape
+        return self.entries, *inputs, outputs * self.step
+
+    def of(self, stack: torch.Tensor) -> torch.Tensor:
+        """Return a view of the entry: [out, in] or [out]."""
+        entry = stack[self.number, ..., self.first :: self.step]
+        return entry.T if entry.dim() == 2 else entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +44,7 @@ class TensorSlice:
 
     name: str
     full_shape: tuple[int, ...]
-    """Shape of the whole tensor, according to the model's config."""
+    """Shape of the whole tensor, or of the entry of a stack, according to the model's config."""
     rows: UnitRange | None = None
     """Range of the first dimension; None: all."""
     columns: UnitRange | None = None
@@ -28,6 +52,10 @@ class TensorSlice:
     quantize_to: WeightFormat | None = None
     """Format in which `Checkpoint.read_quantized` returns floats; None: the tensor is quantised already, or stays
     floats."""
+    order: RowOrder | None = None
+    """Order in which the checkpoint returns the rows of each head; None: as they are stored. Stores do not apply it."""
+    entry: StackEntry | None = None
+    """The entry of a stack that the tensor is; None: it is stored by itself. For floats only."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -11,17 +11,21 @@ import torch
 import triton
 import triton.language as tl
 
-from hetero_api.architectures import Activation
+from hetero_api.model_parts import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 
 _BLOCK: Final = 1024
 """Most columns of one program."""
 _GELU_FACTOR: Final = tl.constexpr(1.5957691216057308)
 """2 · √(2/π)."""
 _GELU_CUBE: Final = tl.constexpr(0.044715)
+_ALPHA: Final = tl.constexpr(SWIGLU_ALPHA)
+_LIMIT: Final = tl.constexpr(SWIGLU_LIMIT)
 
 
 @triton.jit
-def _gated(gate_up, out, row_stride, columns: tl.constexpr, is_gelu: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+def _gated(  # type: ignore[no-untyped-def]
+    gate_up, out, row_stride, columns: tl.constexpr, activation: tl.constexpr, block: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < columns
@@ -29,7 +33,11 @@ def _gated(gate_up, out, row_stride, columns: tl.constexpr, is_gelu: tl.constexp
     gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(place + columns, mask=inside, other=0.0).to(tl.float32)
     sharpness = gate
-    if is_gelu:
+    if activation == "clamped_swiglu":
+        gate = tl.minimum(gate, _LIMIT)
+        up = tl.minimum(tl.maximum(up, -_LIMIT), _LIMIT) + 1.0
+        sharpness = _ALPHA * gate
+    if activation == "gelu_tanh":
         # x · ½ · (1 + tanh(y)) = x · sigmoid(2y)
         sharpness = _GELU_FACTOR * (gate + _GELU_CUBE * gate * gate * gate)
     decay = tl.exp(-tl.abs(sharpness))  # never more than 1
@@ -47,13 +55,5 @@ def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     if rows:
         block = min(_BLOCK, triton.next_power_of_2(columns))
         grid = rows, triton.cdiv(columns, block)
-        _gated[grid](gate_up, out, gate_up.stride(0), columns=columns, is_gelu=_is_gelu(activation), block=block)
+        _gated[grid](gate_up, out, gate_up.stride(0), columns=columns, activation=activation, block=block)
     return out
-
-
-def _is_gelu(activation: Activation) -> bool:
-    match activation:
-        case "silu":
-            return False
-        case "gelu_tanh":
-            return True

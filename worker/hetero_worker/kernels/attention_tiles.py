@@ -39,6 +39,7 @@ class Scoring:
     scale: float
     window: int | None
     soft_cap: float | None
+    sinks: torch.Tensor | None = None
 
     @property
     def factors(self) -> tuple[float, float]:
@@ -65,6 +66,15 @@ class Tile:
         if row_bytes <= _FULL_TILE_BYTES:
             return cls(64, 64)
         return cls(32, 32) if row_bytes <= 2 * _FULL_TILE_BYTES else cls(16, 16)
+
+
+@triton.jit
+def with_sink(total, maximum, sinks, head, is_lane, has_sinks: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the sum of weights with that of the heads' sinks, whose scores are for exponents of e."""
+    if has_sinks:
+        sink = tl.load(sinks + head, mask=is_lane, other=float("-inf")) * 1.4426950408889634
+        total += tl.exp2(sink - tl.where(maximum == float("-inf"), 0.0, maximum))
+    return total
 
 
 @triton.jit

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hetero_worker.kernels.attention_tiles import PagedKeys, Scoring, Tile, fold
+from hetero_worker.kernels.attention_tiles import PagedKeys, Scoring, Tile, fold, with_sink
 
 _ALL: Final = 2**31 - 1
 """Window of a layer without one."""
@@ -38,6 +38,7 @@ def _decode(  # type: ignore[no-untyped-def]
     values,
     tables,
     lengths,
+    sinks,
     out,
     partial_sums,
     partial_maxima,
@@ -60,6 +61,7 @@ def _decode(  # type: ignore[no-untyped-def]
     tile: tl.constexpr,
     is_split: tl.constexpr,
     has_cap: tl.constexpr,
+    has_sinks: tl.constexpr,
 ):
     """Attend to the split's share of the row's tiles; program (row, KV head, split)."""
     row = tl.program_id(0).to(tl.int64)
@@ -116,6 +118,7 @@ def _decode(  # type: ignore[no-untyped-def]
             mask=is_element & (total[:, None] > 0.0),
         )
     else:
+        total = with_sink(total, maximum, sinks, head, lane < group, has_sinks)
         accumulated = accumulated / tl.where(total > 0.0, total, 1.0)[:, None]
         tl.store(
             out + row * out_row_stride + head[:, None] * head_dim + dims[None, :],
@@ -129,12 +132,14 @@ def _combine(  # type: ignore[no-untyped-def]
     partial_sums,
     partial_maxima,
     partial_totals,
+    sinks,
     out,
     num_splits,
     out_row_stride,
     head_dim: tl.constexpr,
     padded_dim: tl.constexpr,
     most_splits: tl.constexpr,
+    has_sinks: tl.constexpr,
 ):
     """Add up the splits' partial sums; program (row, head). A split without tokens has a total of 0, and no sums."""
     row = tl.program_id(0).to(tl.int64)
@@ -148,7 +153,7 @@ def _combine(  # type: ignore[no-untyped-def]
     weights = tl.exp2(maxima - tl.where(largest == float("-inf"), 0.0, largest))
     is_element = (totals[:, None] > 0.0) & (dims[None, :] < head_dim)
     sums = tl.load(partial_sums + place[:, None] * head_dim + dims[None, :], mask=is_element, other=0.0)
-    total = tl.sum(weights * totals, 0)
+    total = with_sink(tl.sum(weights * totals, 0), largest, sinks, head, head >= 0, has_sinks)
     combined = tl.sum(weights[:, None] * sums, 0) / tl.where(total > 0.0, total, 1.0)
     tl.store(
         out + row * out_row_stride + head * head_dim + dims, combined.to(out.dtype.element_ty), mask=dims < head_dim
@@ -163,6 +168,7 @@ def _spans(  # type: ignore[no-untyped-def]
     tables,
     lengths,
     starts,
+    sinks,
     first_span,
     out,
     factor,
@@ -181,6 +187,7 @@ def _spans(  # type: ignore[no-untyped-def]
     lanes: tl.constexpr,
     tile: tl.constexpr,
     has_cap: tl.constexpr,
+    has_sinks: tl.constexpr,
 ):
     """Attend with as many rows of a span as there are lanes; program (piece, span, KV head).
 
@@ -235,6 +242,7 @@ def _spans(  # type: ignore[no-untyped-def]
                 tile,
                 has_cap,
             )
+        total = with_sink(total, maximum, sinks, head, is_lane, has_sinks)
         accumulated = accumulated / tl.where(total > 0.0, total, 1.0)[:, None]
         tl.store(
             out + step_row[:, None] * out_row_stride + head[:, None] * head_dim + dims[None, :],
@@ -263,6 +271,7 @@ def attend_decode(
         paged.values,
         paged.tables,
         paged.lengths,
+        out if scoring.sinks is None else scoring.sinks,
         out,
         sums,
         maxima,
@@ -279,6 +288,7 @@ def attend_decode(
         tile=Tile.of(head_dim, query.element_size()).tokens,
         is_split=num_splits > 1,
         has_cap=scoring.soft_cap is not None,
+        has_sinks=scoring.sinks is not None,
         num_warps=4,
         num_stages=2,
     )
@@ -287,12 +297,14 @@ def attend_decode(
             sums,
             maxima,
             totals,
+            out if scoring.sinks is None else scoring.sinks,
             out,
             num_splits,
             out.stride(0),
             head_dim=head_dim,
             padded_dim=triton.next_power_of_2(head_dim),
             most_splits=MAX_SPLITS,
+            has_sinks=scoring.sinks is not None,
             num_warps=4,
         )
 
@@ -324,6 +336,7 @@ def attend_spans(
         paged.tables,
         paged.lengths,
         starts,
+        out if scoring.sinks is None else scoring.sinks,
         first_span,
         out,
         *scoring.factors,
@@ -336,6 +349,7 @@ def attend_spans(
         lanes=lanes,
         tile=tile.tokens,
         has_cap=scoring.soft_cap is not None,
+        has_sinks=scoring.sinks is not None,
         num_warps=4,
         num_stages=2,
     )

@@ -23,6 +23,7 @@ def _rotate(  # type: ignore[no-untyped-def]
     cos,
     signed_sin,
     weights,
+    mean_squares,
     keys,
     values,
     slots,
@@ -32,6 +33,7 @@ def _rotate(  # type: ignore[no-untyped-def]
     num_kv_heads: tl.constexpr,
     head_dim: tl.constexpr,
     norms: tl.constexpr,
+    over_all_heads: tl.constexpr,
     tile_heads: tl.constexpr,
     block: tl.constexpr,
 ):
@@ -50,7 +52,10 @@ def _rotate(  # type: ignore[no-untyped-def]
     right = tl.load(place + half, mask=exists, other=0.0).to(tl.float32)
     x, y = left, right
     if norms:
-        mean_square = (tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)) / head_dim
+        if over_all_heads:
+            mean_square = tl.load(mean_squares + token * 2 + (head >= num_heads).to(tl.int32))
+        else:
+            mean_square = (tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)) / head_dim
         factor = tl.rsqrt(mean_square + eps)[:, None]
         x *= factor * tl.load(weights + within_heads, mask=rotates, other=0.0).to(tl.float32)
         y *= factor * tl.load(weights + within_heads + half, mask=rotates, other=0.0).to(tl.float32)
@@ -91,6 +96,11 @@ class HeadNorms(Protocol):
         """Term added to the mean square."""
         ...
 
+    @property
+    def mean_squares(self) -> torch.Tensor | None:
+        """Contiguous float32 [tokens, 2]: of all query heads and of all key heads; None: each head has its own."""
+        ...
+
 
 class CacheWrite(NamedTuple):
     """Destination of keys and values: contiguous [slots, kv_heads, head_dim] each, and int64 [tokens] slots."""
@@ -117,6 +127,7 @@ def rotate_and_write(
     tokens, all_heads, head_dim = qkv.shape
     if not tokens:
         return
+    mean_squares = norms.mean_squares if norms is not None else None
     block = triton.next_power_of_2(head_dim // 2)
     tile_heads = max(1, _TILE_ELEMENTS // block)
     _rotate[(tokens, triton.cdiv(all_heads, tile_heads))](
@@ -124,6 +135,7 @@ def rotate_and_write(
         cos,
         signed_sin,
         norms.weight if norms is not None else None,
+        mean_squares,
         *write,
         qkv.stride(0),
         norms.eps if norms is not None else 0.0,
@@ -131,6 +143,7 @@ def rotate_and_write(
         num_kv_heads=(all_heads - num_heads) // 2,
         head_dim=head_dim,
         norms=norms is not None,
+        over_all_heads=mean_squares is not None,
         tile_heads=tile_heads,
         block=block,
     )

@@ -7,19 +7,27 @@ outputs, if a model has them, apply to whole sums, so they belong to the layer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import torch
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import UnitRange
 from hetero_worker.attention.base import AttentionRule, StepAttention
-from hetero_worker.attention.kv_cache import LayerCache
+from hetero_worker.attention.kv_cache import LayerCache, Zeros
 from hetero_worker.checkpoints.checkpoint import Checkpoint
-from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
+from hetero_worker.checkpoints.store import TensorSlice
+from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps, HeadWeights
 from hetero_worker.layers.linear import down_linear, gate_up_linear, output_linear, qkv_linear
 from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.layers.norm import HeadNorms, ResidualStream, RmsNorm
 from hetero_worker.layers.rotary import Rotation
+from hetero_worker.memory.huge_pages import empty_on_huge_pages
 from hetero_worker.memory.streams import HOST
+
+SumOverRanks = Callable[[torch.Tensor], None]
+"""Replaces a tensor by its sum over the ranks that hold heads of the layer."""
 
 
 class SelfAttention:
@@ -34,15 +42,26 @@ class SelfAttention:
         self._head_dim = config.head_dim
         self._rule = AttentionRule(config.attention_scale, config.windows[layer], config.attention_soft_cap)
         self._ops = ops
-        self._norm = layer_norm(config, layer, "input_layernorm", ops)
+        self._norm = layer_norm(config, layer, config.norms.attention, ops)
         self._qkv = qkv_linear(config, prefix, heads)
         self._output = output_linear(config, prefix, heads, bias=adds_bias)
-        self._head_norms = _head_norms(config, prefix, heads) if config.qk_norm else None
+        self._head_norms = HeadNorms(config, prefix, heads) if config.qk_norm else None
+        self._sinks: TensorSlice | None = None
+        if config.has_sinks:
+            self._sinks = TensorSlice(f"{prefix}.sinks", (config.num_heads,), rows=heads.scaled(config.group_size))
 
-    @property
-    def num_kv_heads(self) -> int:
-        """KV heads on this rank."""
-        return self._num_kv_heads
+    def allocate_cache(
+        self, *, num_blocks: int, block_size: int, dtype: torch.dtype, zeros: Zeros = empty_on_huge_pages
+    ) -> LayerCache:
+        """Return an empty cache of this rank's heads."""
+        return LayerCache.allocate(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_kv_heads=self._num_kv_heads,
+            head_dim=self._head_dim,
+            dtype=dtype,
+            zeros=zeros,
+        )
 
     @property
     def linear_shapes(self) -> tuple[tuple[int, int], ...]:
@@ -57,13 +76,15 @@ class SelfAttention:
     def weight_bytes(self, dtype: torch.dtype, kernel: LinearKernel | None = None) -> int:
         """Return the most bytes that the loaded weights take; `kernel` None: in the arithmetic type."""
         norms = sum(part.weight_bytes(dtype) for part in (self._norm, self._head_norms) if part is not None)
-        return norms + sum(part.weight_bytes(dtype, kernel) for part in (self._qkv, self._output))
+        sinks = 0 if self._sinks is None else self._sinks.shape[0] * torch.float32.itemsize
+        return norms + sinks + sum(part.weight_bytes(dtype, kernel) for part in (self._qkv, self._output))
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors of the loaded weights, except those that a kernel has packed."""
         parts = (self._norm, self._qkv, self._output, self._head_norms)
-        return tuple(tensor for part in parts if part is not None for tensor in part.tensors)
+        sinks = () if self._rule.sinks is None else (self._rule.sinks,)
+        return *(tensor for part in parts if part is not None for tensor in part.tensors), *sinks
 
     def load(
         self, checkpoint: Checkpoint, *, dtype: torch.dtype, kernel: LinearKernel, device: torch.device = HOST
@@ -74,6 +95,10 @@ class SelfAttention:
         self._output.load(checkpoint, dtype=dtype, kernel=kernel, device=device)
         if self._head_norms is not None:
             self._head_norms.load(checkpoint, dtype=dtype, device=device)
+        if self._sinks is not None:
+            sinks = torch.empty(self._sinks.shape, dtype=torch.float32, device=device)
+            checkpoint.read(self._sinks, sinks)
+            self._rule = replace(self._rule, sinks=sinks)
 
     def __call__(
         self, hidden: torch.Tensor, rotation: Rotation, attention: StepAttention, cache: LayerCache
@@ -82,36 +107,59 @@ class SelfAttention:
         return self.of_stream(ResidualStream(hidden), rotation, attention, cache)
 
     def of_stream(
-        self, stream: ResidualStream, rotation: Rotation, attention: StepAttention, cache: LayerCache
+        self,
+        stream: ResidualStream,
+        rotation: Rotation,
+        attention: StepAttention,
+        cache: LayerCache,
+        sum_over_ranks: SumOverRanks = lambda _: None,
     ) -> torch.Tensor:
         """Return the partial sum [tokens, hidden] of the residual stream."""
         qkv = self._qkv(stream.normed(self._norm))
         by_head = qkv.view(len(qkv), -1, self._head_dim)
-        return self._output(self._attend(by_head, rotation, attention, cache))
-
-    def _attend(
-        self, qkv: torch.Tensor, rotation: Rotation, attention: StepAttention, cache: LayerCache
-    ) -> torch.Tensor:
-        """Return [tokens, heads · head_dim] of [tokens, heads + 2 · kv_heads, head_dim]."""
-        norms = self._head_norms.weights if self._head_norms is not None else None
         query = self._ops.rotate_and_write(
-            qkv, rotation, num_heads=self._num_heads, norms=norms, cache=cache, slots=attention.slot_mapping
+            by_head,
+            rotation,
+            num_heads=self._num_heads,
+            norms=self._norms_of(by_head, sum_over_ranks),
+            cache=cache,
+            slots=attention.slot_mapping,
         )
-        return attention.attend_written(query, cache, self._rule)
+        return self._output(attention.attend_written(query, cache, self._rule))
+
+    def _norms_of(self, qkv: torch.Tensor, sum_over_ranks: SumOverRanks) -> HeadWeights | None:
+        """Return the norms of [tokens, heads + 2 · kv_heads, head_dim]; ranks meet if they are over all heads."""
+        norms = self._head_norms
+        if norms is None or not norms.over_all_heads:
+            return None if norms is None else norms.weights()
+        mean_squares = self._ops.mean_squares(qkv, num_heads=self._num_heads, widths=norms.widths)
+        sum_over_ranks(mean_squares)
+        return norms.weights(mean_squares)
 
 
 class GatedMlp:
-    """norm → fused gate and up → activation(gate) · up → down projection."""
+    """norm → fused gate and up → activation(gate) · up → down projection.
+
+    In a layer with experts it is the expert that serves all tokens.
+    """
 
     def __init__(
-        self, config: ModelConfig, layer: int, columns: UnitRange, *, adds_bias: bool, ops: FusedOps = PLAIN_OPS
+        self,
+        config: ModelConfig,
+        layer: int,
+        columns: UnitRange,
+        *,
+        adds_bias: bool,
+        norm: RmsNorm | None = None,
+        ops: FusedOps = PLAIN_OPS,
     ) -> None:
-        prefix = f"model.layers.{layer}.mlp"
+        """`norm`: of the input, if it is shared with other parts."""
+        prefix, width = mlp_prefix(config, layer), config.mlp_columns(layer)
         self._activation = config.activation
         self._ops = ops
-        self._norm = mlp_norm(config, layer, ops)
-        self._gate_up = gate_up_linear(config, prefix, columns)
-        self._down = down_linear(config, prefix, columns, bias=adds_bias)
+        self._norm = norm or mlp_norm(config, layer, ops)
+        self._gate_up = gate_up_linear(config, prefix, width, columns)
+        self._down = down_linear(config, prefix, width, columns, bias=adds_bias)
 
     @property
     def linear_shapes(self) -> tuple[tuple[int, int], ...]:
@@ -120,8 +168,11 @@ class GatedMlp:
 
     def weight_bytes(self, dtype: torch.dtype, kernel: LinearKernel | None = None) -> int:
         """Return the most bytes that the loaded weights take; `kernel` None: in the arithmetic type."""
-        linears = sum(part.weight_bytes(dtype, kernel) for part in (self._gate_up, self._down))
-        return self._norm.weight_bytes(dtype) + linears
+        return self._norm.weight_bytes(dtype) + self.linear_bytes(dtype, kernel)
+
+    def linear_bytes(self, dtype: torch.dtype, kernel: LinearKernel | None = None) -> int:
+        """Return the most bytes that the loaded weights take, without the norm."""
+        return sum(part.weight_bytes(dtype, kernel) for part in (self._gate_up, self._down))
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -142,16 +193,24 @@ class GatedMlp:
 
     def of_stream(self, stream: ResidualStream) -> torch.Tensor:
         """Return the partial sum [tokens, hidden] of the residual stream."""
-        return self._down(self._ops.gated(self._gate_up(stream.normed(self._norm)), self._activation))
+        return self.of_normed(stream.normed(self._norm))
+
+    def of_normed(self, normed: torch.Tensor) -> torch.Tensor:
+        """Return the partial sum [tokens, hidden] of normed hidden states [tokens, hidden]."""
+        return self._down(self._ops.gated(self._gate_up(normed), self._activation))
+
+
+def mlp_prefix(config: ModelConfig, layer: int) -> str:
+    """Return the name of the MLP of a layer that serves all tokens."""
+    if config.experts is None or layer not in config.expert_layers:
+        return f"model.layers.{layer}.mlp"
+    names = config.experts.names
+    return f"model.layers.{layer}.{names.block}.{names.shared}"
 
 
 def mlp_norm(config: ModelConfig, layer: int, ops: FusedOps = PLAIN_OPS) -> RmsNorm:
-    """Return the norm of an MLP's input.
-
-    Models that norm outputs too give the usual name of this norm to an output's.
-    """
-    name = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
-    return layer_norm(config, layer, name, ops)
+    """Return the norm of an MLP's input."""
+    return layer_norm(config, layer, config.norms.mlp, ops)
 
 
 def layer_norm(config: ModelConfig, layer: int, name: str, ops: FusedOps = PLAIN_OPS) -> RmsNorm:
@@ -162,15 +221,4 @@ def layer_norm(config: ModelConfig, layer: int, name: str, ops: FusedOps = PLAIN
         eps=config.rms_norm_eps,
         offset=config.norm_offset,
         ops=ops,
-    )
-
-
-def _head_norms(config: ModelConfig, prefix: str, heads: UnitRange) -> HeadNorms:
-    return HeadNorms(
-        prefix,
-        num_heads=heads.size * config.group_size,
-        num_kv_heads=heads.size,
-        head_dim=config.head_dim,
-        eps=config.rms_norm_eps,
-        offset=config.norm_offset,
     )

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple, Protocol
 import torch
 from torch.nn import functional as F
 
-from hetero_api.architectures import Activation
+from hetero_api.model_parts import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.distributed.exchange import sum_in_order
 from hetero_worker.layers.rotary import Rotation
@@ -28,6 +28,25 @@ class HeadWeights(NamedTuple):
     weight: torch.Tensor
     """[heads + kv_heads, head_dim], with the offset added."""
     eps: float
+    mean_squares: torch.Tensor | None = None
+    """float32 [tokens, 2]: of all query heads and of all key heads, over all ranks; None: each head has its own."""
+
+
+class LatentNorm(NamedTuple):
+    """Norm of what latent attention caches."""
+
+    weight: torch.Tensor
+    """[rank]."""
+    eps: float
+
+
+class LatentWrite(NamedTuple):
+    """Destination of what latent attention caches."""
+
+    keys: torch.Tensor
+    """[cache slots, 1, rank + rotated elements]."""
+    slots: torch.Tensor
+    """int64 [tokens]."""
 
 
 class RotatedHeads(NamedTuple):
@@ -72,6 +91,13 @@ class FusedOps(Protocol):
         """Return activation(gate) · up, new [rows, columns], of [rows, gate | up]."""
         ...
 
+    def mean_squares(self, qkv: torch.Tensor, *, num_heads: int, widths: tuple[int, int]) -> torch.Tensor:
+        """Return this rank's part of `HeadWeights.mean_squares`, new float32 [tokens, 2]; ranks' parts add up.
+
+        `qkv` is that of `rotate_and_write`; `widths` are the elements of all ranks' query and key heads.
+        """
+        ...
+
     def rotate_and_write(
         self,
         qkv: torch.Tensor,
@@ -86,6 +112,16 @@ class FusedOps(Protocol):
 
         Writes keys and values to the cache at int64 [tokens] slots. Returns queries [tokens, heads, head_dim], which
         may be a view of `qkv`.
+        """
+        ...
+
+    def rotate_latent(
+        self, query: torch.Tensor, compressed: torch.Tensor, rotation: Rotation, norm: LatentNorm, write: LatentWrite
+    ) -> torch.Tensor:
+        """Norm the first elements of `compressed` [tokens, rank + rope], rotate the others, and write all to the cache.
+
+        Returns new queries [tokens, heads, rank + rope]: the last `rope` elements are those of `query`
+        [tokens, heads, any + rope], rotated; the caller writes the first ones.
         """
         ...
 
@@ -122,6 +158,26 @@ class TorchOps(ABC):
     def empty(self, rows: int, width: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """See `FusedOps.empty`."""
         return torch.empty(rows, width, dtype=dtype, device=device)
+
+    @abstractmethod
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See `FusedOps.rms_norm`."""
+
+    def rotate_latent(
+        self, query: torch.Tensor, compressed: torch.Tensor, rotation: Rotation, norm: LatentNorm, write: LatentWrite
+    ) -> torch.Tensor:
+        """See `FusedOps.rotate_latent`."""
+        (tokens, heads, query_dim), rank = query.shape, len(norm.weight)
+        rope = compressed.shape[1] - rank
+        key = compressed[:, None, rank:]
+        # Keys stand for values, which are not rotated.
+        by_head = torch.cat([query[:, :, query_dim - rope :], key, key], dim=1)
+        rotated = self.rotate(by_head, rotation, num_heads=heads, norms=None)
+        latent = self.rms_norm(compressed[:, :rank].contiguous(), norm.weight, norm.eps)
+        write.keys.index_copy_(0, write.slots, torch.cat([latent.unsqueeze(1), rotated.key], dim=2))
+        out = query.new_empty(tokens, heads, rank + rope)
+        out[:, :, rank:] = rotated.query
+        return out
 
     @abstractmethod
     def rotate(
@@ -177,6 +233,13 @@ class PlainOps(TorchOps):
                 return F.silu(gate).mul_(up)
             case "gelu_tanh":
                 return F.gelu(gate, approximate="tanh").mul_(up)
+            case "clamped_swiglu":
+                gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+                return gate.mul(SWIGLU_ALPHA).sigmoid_().mul_(gate).mul_(up + 1)
+
+    def mean_squares(self, qkv: torch.Tensor, *, num_heads: int, widths: tuple[int, int]) -> torch.Tensor:
+        """See `FusedOps.mean_squares`."""
+        return torch.stack([heads.square().sum(1) for heads in widened_heads(qkv, num_heads, widths)], dim=1)
 
     def rotate(
         self, qkv: torch.Tensor, rotation: Rotation, *, num_heads: int, norms: HeadWeights | None
@@ -185,7 +248,12 @@ class PlainOps(TorchOps):
         num_rotating = num_heads + kv_heads_of(qkv, num_heads)
         rotating = qkv[:, :num_rotating]
         if norms is not None:
-            normed = F.rms_norm(rotating.to(norms.weight.dtype), qkv.shape[2:], eps=norms.eps)
+            exact = rotating.to(norms.weight.dtype)
+            if norms.mean_squares is None:
+                normed = F.rms_norm(exact, qkv.shape[2:], eps=norms.eps)
+            else:
+                factors = (norms.mean_squares + norms.eps).rsqrt_()
+                normed = (exact * each_head(factors, num_heads, num_rotating)).to(exact.dtype)
             rotating = normed.mul_(norms.weight).to(qkv.dtype)
         rotated = rotation.apply(rotating)
         return RotatedHeads(rotated[:, :num_heads], rotated[:, num_heads:], qkv[:, num_rotating:])
@@ -204,6 +272,19 @@ class PlainOps(TorchOps):
         """See `FusedOps.expert_shares`."""
         weights = logits.softmax(dim=1).gather(1, chosen)
         return weights / weights.sum(dim=1, keepdim=True) if normalised else weights
+
+
+def widened_heads(qkv: torch.Tensor, num_heads: int, widths: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return query and key heads of `qkv`, float32 [tokens, elements] each, divided by the roots of widths."""
+    first_value = num_heads + kv_heads_of(qkv, num_heads)
+    query, key = (part.flatten(1).float() for part in (qkv[:, :num_heads], qkv[:, num_heads:first_value]))
+    return query / widths[0] ** 0.5, key / widths[1] ** 0.5
+
+
+def each_head(factors: torch.Tensor, num_heads: int, num_rotating: int) -> torch.Tensor:
+    """Return [tokens, num_rotating, 1]: the first of [tokens, 2] for query heads, the second for key heads."""
+    is_key = torch.arange(num_rotating, device=factors.device) >= num_heads
+    return factors[:, is_key.long()].unsqueeze(2)
 
 
 PLAIN_OPS: Final = PlainOps()

@@ -20,8 +20,15 @@ from typing import Final
 import torch
 from torch.nn import functional as F
 
-from hetero_api.architectures import Activation
-from hetero_worker.layers.fused_ops import HeadWeights, RotatedHeads, TorchOps, kv_heads_of
+from hetero_api.model_parts import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
+from hetero_worker.layers.fused_ops import (
+    HeadWeights,
+    RotatedHeads,
+    TorchOps,
+    each_head,
+    kv_heads_of,
+    widened_heads,
+)
 from hetero_worker.layers.rotary import Rotation
 
 RowFunction = Callable[[torch.Tensor], torch.Tensor]
@@ -64,6 +71,10 @@ class InvariantOps(TorchOps):
         out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
         return in_slices(lambda rows: self._gated(gate_up[rows], activation), out)
 
+    def mean_squares(self, qkv: torch.Tensor, *, num_heads: int, widths: tuple[int, int]) -> torch.Tensor:
+        """See `FusedOps.mean_squares`."""
+        return torch.cat([row_sums(heads * heads) for heads in widened_heads(qkv, num_heads, widths)], dim=1)
+
     def rotate(
         self, qkv: torch.Tensor, rotation: Rotation, *, num_heads: int, norms: HeadWeights | None
     ) -> RotatedHeads:
@@ -73,7 +84,10 @@ class InvariantOps(TorchOps):
 
         def rotated_rows(rows: slice) -> torch.Tensor:
             heads = rotating[rows].float()
-            if norms is not None:
+            if norms is not None and norms.mean_squares is not None:
+                roots = (norms.mean_squares[rows] + norms.eps).sqrt_()
+                heads = (heads / each_head(roots, num_heads, num_rotating)).mul_(norms.weight.float())
+            elif norms is not None:
                 heads = _normed(heads, norms.eps).mul_(norms.weight.float())
             swapped = torch.cat(heads.chunk(2, dim=2)[::-1], dim=2)
             return (heads * rotation.cos[rows]).add_(swapped.mul_(rotation.signed_sin[rows]))
@@ -107,6 +121,9 @@ class InvariantOps(TorchOps):
                 cube = (gate * gate).mul_(gate).mul_(_GELU_CUBE)
                 opening = self.tanh(cube.add_(gate).mul_(_GELU_FACTOR)).add_(1).mul_(0.5)
                 return opening.mul_(gate).mul_(up)
+            case "clamped_swiglu":
+                gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+                return (gate / self.exp(gate * -SWIGLU_ALPHA).add_(1)).mul_(up + 1)
 
 
 def row_sums(x: torch.Tensor) -> torch.Tensor:

@@ -15,15 +15,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import reduce
 from itertools import accumulate, groupby, pairwise
+from typing import NamedTuple
 
 import torch
 
-from hetero_api.architectures import ExpertsConfig
 from hetero_api.model_config import ModelConfig
+from hetero_api.model_parts import ExpertsConfig, LatentShape, RowOrder
 from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import COLUMN_UNIT, FLOAT_WEIGHTS, StoredWeights, WeightFormat
 from hetero_worker.checkpoints.checkpoint import Checkpoint
-from hetero_worker.checkpoints.store import TensorSlice
+from hetero_worker.checkpoints.store import StackEntry, TensorSlice
 from hetero_worker.layers.linear_kernels import LinearKernel, PackedWeight, kept_format, matrix_bytes
 from hetero_worker.layers.packing import floats_dtype, pack_in_place, pack_quantized, read_floats
 from hetero_worker.memory.streams import HOST
@@ -159,76 +160,130 @@ class JoinedWeights(PackedWeight):
 def qkv_linear(config: ModelConfig, prefix: str, heads: UnitRange) -> ShardedLinear:
     """Return the fused q, k and v projection of the KV heads `heads` and their query heads; output [q | k | v]."""
     query = heads.scaled(config.group_size * config.head_dim)
-    key = heads.scaled(config.head_dim)
-    rows = {"q_proj": query, "k_proj": key, "v_proj": key}
-    widths = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads, "v_proj": config.num_kv_heads}
-    return _column_parallel(
-        {f"{prefix}.{name}": (widths[name] * config.head_dim, rows[name]) for name in rows},
-        config=config,
-        bias=config.qkv_bias,
-    )
+    key, width = heads.scaled(config.head_dim), config.num_kv_heads * config.head_dim
+    order = None if config.head_order.is_identity else config.head_order
+    parts = [
+        _Rows(f"{prefix}.q_proj", config.num_heads * config.head_dim, query, order),
+        _Rows(f"{prefix}.k_proj", width, key, order),
+        _Rows(f"{prefix}.v_proj", width, key),
+    ]
+    return _column_parallel(parts, config=config, bias=config.qkv_bias)
 
 
 def output_linear(config: ModelConfig, prefix: str, heads: UnitRange, *, bias: bool) -> ShardedLinear:
     """Return the output projection of attention from this rank's heads: a partial sum. One rank adds the bias."""
-    unit = config.group_size * config.head_dim
-    inputs = config.num_heads * config.head_dim, heads.scaled(unit)
+    unit = config.output_unit
+    inputs = config.num_kv_heads * unit, heads.scaled(unit)
     return _row_parallel(f"{prefix}.o_proj", config, inputs, unit=unit, bias=bias and config.o_bias)
 
 
-def gate_up_linear(config: ModelConfig, prefix: str, columns: UnitRange) -> ShardedLinear:
-    """Return the fused gate and up projections of this rank's columns; output [gate | up]."""
-    return _column_parallel(
-        {f"{prefix}.{name}": (config.intermediate_size, columns) for name in ("gate_proj", "up_proj")},
-        config=config,
-        bias=config.mlp_bias,
-    )
+def latent_query_linear(config: ModelConfig, latent: LatentShape, prefix: str, heads: UnitRange) -> ShardedLinear:
+    """Return the projection to the query heads `heads` of latent attention."""
+    dim = latent.query_dim
+    order = RowOrder(dim, latent.rope_dim, config.interleaved_rope, before=latent.nope_dim)
+    name, width = (f"{prefix}.q_b_proj", latent.query_rank) if latent.query_rank else (f"{prefix}.q_proj", None)
+    rows = _Rows(name, config.num_heads * dim, heads.scaled(dim), None if order.is_identity else order)
+    return _column_parallel([rows], config=config, bias=False, width=width)
 
 
-def down_linear(config: ModelConfig, prefix: str, columns: UnitRange, *, bias: bool) -> ShardedLinear:
+def compressing_linear(config: ModelConfig, name: str, height: int, order: RowOrder | None = None) -> ShardedLinear:
+    """Return a whole projection of latent attention, to so many elements, that all ranks with heads have."""
+    rows = _Rows(name, height, UnitRange(0, height), order)
+    return _column_parallel([rows], config=config, bias=config.qkv_bias)
+
+
+def gate_up_linear(config: ModelConfig, prefix: str, width: int, columns: UnitRange) -> ShardedLinear:
+    """Return the fused gate and up projections of this rank's columns of `width`; output [gate | up]."""
+    if config.fused_gate_up:
+        up = UnitRange(width + columns.begin, width + columns.end)
+        parts = [_Rows(f"{prefix}.gate_up_proj", 2 * width, rows) for rows in (columns, up)]
+    else:
+        parts = [_Rows(f"{prefix}.{name}", width, columns) for name in ("gate_proj", "up_proj")]
+    return _column_parallel(parts, config=config, bias=config.mlp_bias)
+
+
+def down_linear(config: ModelConfig, prefix: str, width: int, columns: UnitRange, *, bias: bool) -> ShardedLinear:
     """Return the MLP's down projection from this rank's columns: a partial sum. One rank adds the bias."""
-    inputs = config.intermediate_size, columns
+    inputs = width, columns
     return _row_parallel(f"{prefix}.down_proj", config, inputs, unit=COLUMN_UNIT, bias=bias and config.mlp_bias)
 
 
-def expert_gate_up_linear(config: ModelConfig, experts: ExpertsConfig, prefix: str) -> ShardedLinear:
+def expert_gate_up_linear(config: ModelConfig, experts: ExpertsConfig, block: str, number: int) -> ShardedLinear:
     """Return the fused gate and up projections of a whole expert; output [gate | up]."""
-    width = experts.intermediate_size
-    return _column_parallel(
-        {f"{prefix}.{name}": (width, UnitRange(0, width)) for name in (experts.names.gate, experts.names.up)},
-        config=config,
-        bias=False,
-    )
+    width, names = experts.intermediate_size, experts.names
+    rows = UnitRange(0, width)
+    if names.stacked:
+        entries = [StackEntry(number, experts.number, first=half, step=2) for half in range(2)]
+        parts = [_Rows(f"{block}.experts.{names.gate}", width, rows, entry=entry) for entry in entries]
+    else:
+        parts = [_Rows(f"{block}.experts.{number}.{name}", width, rows) for name in (names.gate, names.up)]
+    return _column_parallel(parts, config=config, bias=experts.biased)
 
 
-def expert_down_linear(config: ModelConfig, experts: ExpertsConfig, prefix: str) -> ShardedLinear:
+def expert_down_linear(config: ModelConfig, experts: ExpertsConfig, block: str, number: int) -> ShardedLinear:
     """Return the down projection of a whole expert."""
-    width = experts.intermediate_size
-    return _row_parallel(f"{prefix}.{experts.names.down}", config, (width, UnitRange(0, width)), unit=0, bias=False)
+    width, names = experts.intermediate_size, experts.names
+    entry = StackEntry(number, experts.number) if names.stacked else None
+    name = f"{block}.experts.{names.down}" if names.stacked else f"{block}.experts.{number}.{names.down}"
+    inputs = width, UnitRange(0, width)
+    return _row_parallel(name, config, inputs, unit=0, bias=experts.biased, entry=entry)
 
 
-def _column_parallel(parts: dict[str, tuple[int, UnitRange]], *, config: ModelConfig, bias: bool) -> ShardedLinear:
-    """Return a layer whose outputs are split over ranks; its inputs are whole hidden states."""
-    width, wanted = config.hidden_size, config.weights.at_load.layers
+class _Rows(NamedTuple):
+    """Rows of a projection that this rank owns."""
+
+    name: str
+    height: int
+    """Rows of the whole projection."""
+    rows: UnitRange
+    order: RowOrder | None = None
+    entry: StackEntry | None = None
+
+
+def _column_parallel(
+    parts: Sequence[_Rows], *, config: ModelConfig, bias: bool, width: int | None = None
+) -> ShardedLinear:
+    """Return a layer whose outputs are split over ranks; its inputs are whole. `width` None: they are hidden states."""
+    width, wanted = width or config.hidden_size, config.weights.at_load.layers
     weights = [
-        TensorSlice(f"{name}.weight", (height, width), rows=rows, quantize_to=wanted)
-        for name, (height, rows) in parts.items()
+        TensorSlice(
+            _weight_name(part.name, part.entry), (part.height, width),
+            rows=part.rows, quantize_to=wanted, order=part.order, entry=part.entry,
+        )
+        for part in parts
+    ]  # fmt: skip
+    biases = [
+        TensorSlice(_bias_name(name, entry), (height,), rows=rows, order=order, entry=entry)
+        for name, height, rows, order, entry in parts
     ]
-    biases = [TensorSlice(f"{name}.bias", (height,), rows=rows) for name, (height, rows) in parts.items()]
     return ShardedLinear(weights, biases if bias else (), stored=config.weights)
 
 
 def _row_parallel(
-    name: str, config: ModelConfig, inputs: tuple[int, UnitRange], *, unit: int, bias: bool
+    name: str,
+    config: ModelConfig,
+    inputs: tuple[int, UnitRange],
+    *,
+    unit: int,
+    bias: bool,
+    entry: StackEntry | None = None,
 ) -> ShardedLinear:
     """Return a layer whose inputs are split over ranks in units of `unit`; 0: they are not split."""
     width, columns = inputs
-    stored = config.weights.within(unit)
+    stored, height = config.weights.within(unit), config.hidden_size
     weight = TensorSlice(
-        f"{name}.weight", (config.hidden_size, width), columns=columns, quantize_to=stored.at_load.layers
+        _weight_name(name, entry), (height, width), columns=columns, quantize_to=stored.at_load.layers, entry=entry
     )
-    biases = (TensorSlice(f"{name}.bias", (config.hidden_size,)),) if bias else ()
+    biases = (TensorSlice(_bias_name(name, entry), (height,), entry=entry),) if bias else ()
     return ShardedLinear([weight], biases, stored=stored)
+
+
+def _weight_name(name: str, entry: StackEntry | None) -> str:
+    return f"{name}.weight" if entry is None else name
+
+
+def _bias_name(name: str, entry: StackEntry | None) -> str:
+    return f"{name}.bias" if entry is None else f"{name}_bias"
 
 
 class _NotLoaded(PackedWeight):

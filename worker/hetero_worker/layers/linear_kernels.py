@@ -49,6 +49,14 @@ class PackedWeight(ABC):
         raise NotImplementedError(f"{type(self).__name__} cannot look up rows")
 
 
+class PackedHeads(ABC):
+    """A weight [heads, out, in] in a kernel's layout, each of whose matrices is multiplied with rows of its own."""
+
+    @abstractmethod
+    def __call__(self, x: torch.Tensor, out: torch.Tensor, /) -> None:
+        """Write x · Wᵀ of each head to `out` [rows, heads, out], of x [rows, heads, in]; elements lie side by side."""
+
+
 class LinearKernel(ABC):
     """A way to multiply with a weight. The defaults describe a kernel that wants weights of its inputs' type."""
 
@@ -70,6 +78,10 @@ class LinearKernel(ABC):
     @abstractmethod
     def pack(self, weight: torch.Tensor) -> PackedWeight:
         """Pack a weight [out, in] of floats."""
+
+    def pack_heads(self, weight: torch.Tensor) -> PackedHeads:
+        """Pack a weight [heads, out, in] of floats, of the type that `storage` returns."""
+        return _TorchHeads(weight)
 
     def storage(self, stored: torch.dtype, dtype: torch.dtype) -> torch.dtype:  # noqa: ARG002 - for overrides
         """Return the type in which `pack` wants a weight that is `stored` in the checkpoint, for inputs of `dtype`.
@@ -110,6 +122,10 @@ class RowKernel(LinearKernel):
         """Return a product with the weight [out, in] as it is."""
         return _WeightByRow(weight)
 
+    def pack_heads(self, weight: torch.Tensor) -> PackedHeads:
+        """Return products with the weight [heads, out, in] as it is."""
+        return HeadsByRow(weight)
+
 
 class _TorchWeight(PackedWeight):
     def __init__(self, weight: torch.Tensor) -> None:
@@ -125,6 +141,23 @@ class _WeightByRow(_TorchWeight):
         for row, result in zip(x, out, strict=True):
             result.copy_(F.linear(row, self._weight, bias))
         return out
+
+
+class _TorchHeads(PackedHeads):
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight = weight
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor, /) -> None:
+        out.copy_(torch.bmm(x.transpose(0, 1), self._weight.transpose(1, 2)).transpose(0, 1))
+
+
+class HeadsByRow(_TorchHeads):
+    """PackedHeads by torch, one row at a time: a row's bits do not depend on the others."""
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor, /) -> None:
+        """See `PackedHeads.__call__`."""
+        for row, result in zip(x, out, strict=True):
+            result.copy_(torch.bmm(self._weight, row.unsqueeze(2).contiguous()).squeeze(2))
 
 
 def kept_format(weights: WeightFormat | None, kernel: LinearKernel | None) -> WeightFormat | None:
@@ -159,7 +192,7 @@ def kept_bits(kernel: LinearKernel, dtype: torch.dtype, config: ModelConfig) -> 
     A width of 16, 8 or 4 counts only if the kernel keeps all of the model's formats of that width.
     """
     stored = config.weights
-    units = (0, COLUMN_UNIT, config.group_size * config.head_dim)
+    units = (0, COLUMN_UNIT, config.output_unit)
     formats = {*(stored.within(unit).layers for unit in units), stored.vocabulary} - {None}
     widened = {weights.bits for weights in formats if weights and kept_format(weights, kernel) is None}
     kept = {weights.bits for weights in formats if weights} - widened

@@ -12,18 +12,20 @@ tokens that chose its own experts; it has these numbers at hand, so counting cos
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from hetero_api.architectures import ExpertsConfig
 from hetero_api.errors import PlanError
 from hetero_api.model_config import ModelConfig
+from hetero_api.model_parts import ExpertsConfig, Routing
 from hetero_api.rank_memory import EXPERT_ROWS
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.checkpoints.store import TensorSlice
+from hetero_worker.layers.blocks import GatedMlp
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
 from hetero_worker.layers.linear import expert_down_linear, expert_gate_up_linear
 from hetero_worker.layers.linear_kernels import LinearKernel
@@ -41,12 +43,14 @@ class ExpertMlp:
         own: Collection[int],
         *,
         norm: RmsNorm,
+        shared: GatedMlp | None = None,
         make_router: MakeRouter | None = None,
         ops: FusedOps = PLAIN_OPS,
     ) -> None:
         """`own` are the numbers of this rank's experts, at least one, in any order.
 
-        Raises PlanError if the layer is dense.
+        `shared` is the rank's part of the expert of all tokens, with the same norm. Raises PlanError if the layer is
+        dense.
         """
         if config.experts is None or layer not in config.experts.layers:
             raise PlanError(f"the plan deals experts of layer {layer}, which is dense")
@@ -54,9 +58,10 @@ class ExpertMlp:
         self._config = config
         self._shape = config.experts
         self._norm = norm
+        self._shared = shared
         self._ops = ops
         make_router = make_router or partial(Router, ops=ops)
-        self._router = make_router(config.experts, f"{self._prefix}.gate.weight", config.hidden_size, norm)
+        self._router = make_router(config.experts, self._prefix, config.hidden_size, norm)
         self._device = HOST
         self._experts: dict[int, Expert] = {}
         self.hold({number: self._new_expert(number) for number in own})
@@ -68,8 +73,8 @@ class ExpertMlp:
 
     @property
     def linear_shapes(self) -> tuple[tuple[int, int], ...]:
-        """(out, in) of an expert's linear layers; all experts are alike."""
-        return self._any_expert.linear_shapes
+        """(out, in) of an expert's linear layers, all experts being alike, and of the shared expert's."""
+        return self._any_expert.linear_shapes + (self._shared.linear_shapes if self._shared is not None else ())
 
     def expert_bytes(self, dtype: torch.dtype, kernel: LinearKernel | None = None) -> int:
         """Return the most bytes that a loaded expert takes; `kernel` None: in the arithmetic type."""
@@ -78,20 +83,24 @@ class ExpertMlp:
     def weight_bytes(self, dtype: torch.dtype, kernel: LinearKernel | None = None) -> int:
         """Return the most bytes that the loaded weights take."""
         experts = len(self._experts) * self.expert_bytes(dtype, kernel)
-        return self._norm.weight_bytes(dtype) + self._router.weight_bytes + experts
+        shared = self._shared.linear_bytes(dtype, kernel) if self._shared is not None else 0
+        return self._norm.weight_bytes(dtype) + self._router.weight_bytes + experts + shared
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors of the loaded weights, except those that a kernel has packed."""
         experts = (tensor for expert in self._experts.values() for tensor in expert.tensors)
-        return *self._norm.tensors, *self._router.tensors, *experts
+        return *(self._shared or self._norm).tensors, *self._router.tensors, *experts
 
     def load(
         self, checkpoint: Checkpoint, *, dtype: torch.dtype, kernel: LinearKernel, device: torch.device = HOST
     ) -> None:
         """Read the norm, the router and this rank's experts. Raises ModelError."""
         self._device = device
-        self._norm.load(checkpoint, dtype=dtype, device=device)
+        if self._shared is not None:
+            self._shared.load(checkpoint, dtype=dtype, kernel=kernel, device=device)
+        else:
+            self._norm.load(checkpoint, dtype=dtype, device=device)
         self._router.load(checkpoint, device)
         for expert in self._experts.values():
             expert.load(checkpoint, dtype=dtype, kernel=kernel, device=device)
@@ -127,10 +136,10 @@ class ExpertMlp:
         return next(iter(self._experts.values()))
 
     def _new_expert(self, number: int) -> Expert:
-        return Expert(self._config, self._shape, f"{self._prefix}.experts.{number}", ops=self._ops)
+        return Expert(self._config, self._shape, self._prefix, number, ops=self._ops)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the partial sum [tokens, hidden]; it is zero for tokens without an expert on this rank."""
+        """Return the partial sum [tokens, hidden] of this rank's experts and its part of the shared one."""
         return self.of_stream(ResidualStream(hidden))
 
     def of_stream(self, stream: ResidualStream) -> torch.Tensor:
@@ -138,7 +147,7 @@ class ExpertMlp:
         normed = stream.normed(self._norm)
         hidden = stream.settle()
         chosen, weights = self._router(hidden)
-        partial = torch.zeros_like(hidden)
+        partial = torch.zeros_like(hidden) if self._shared is None else self._shared.of_normed(normed)
         for expert, rows, shares in self._assignments(chosen, weights):
             result = expert(normed.index_select(0, rows))
             partial.index_add_(0, rows, result.mul_(shares.to(result.dtype)))
@@ -159,11 +168,14 @@ class ExpertMlp:
 class Expert:
     """One whole expert: a gated MLP."""
 
-    def __init__(self, config: ModelConfig, experts: ExpertsConfig, prefix: str, *, ops: FusedOps = PLAIN_OPS) -> None:
+    def __init__(
+        self, config: ModelConfig, experts: ExpertsConfig, block: str, number: int, *, ops: FusedOps = PLAIN_OPS
+    ) -> None:
+        """`block`: name of the layer's MLP."""
         self._activation = config.activation
         self._ops = ops
-        self._gate_up = expert_gate_up_linear(config, experts, prefix)
-        self._down = expert_down_linear(config, experts, prefix)
+        self._gate_up = expert_gate_up_linear(config, experts, block, number)
+        self._down = expert_down_linear(config, experts, block, number)
 
     @property
     def linear_shapes(self) -> tuple[tuple[int, int], ...]:
@@ -205,37 +217,76 @@ class Router:
     """Choice of each token's experts. It holds the product of the router's weight and the norm's in float64."""
 
     def __init__(
-        self, experts: ExpertsConfig, name: str, hidden_size: int, norm: RmsNorm, *, ops: FusedOps = PLAIN_OPS
+        self, experts: ExpertsConfig, block: str, hidden_size: int, norm: RmsNorm, *, ops: FusedOps = PLAIN_OPS
     ) -> None:
+        """`block`: name of the layer's MLP."""
+        names, routing, number = experts.names, experts.routing, experts.number
         self._ops = ops
         self._experts = experts
-        self._source = TensorSlice(name, (experts.number, hidden_size))
         self._norm = norm
-        self._weight = torch.empty(0)
+        self._sources = {"weight": TensorSlice(f"{block}.{names.router}.weight", (number, hidden_size))}
+        if routing.biased:
+            self._sources["bias"] = TensorSlice(f"{block}.{names.router}.bias", (number,))
+        if routing.corrected:
+            self._sources["correction"] = TensorSlice(f"{block}.{names.correction}", (number,))
+        self._loaded: dict[str, torch.Tensor] = {}
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes that the loaded weight takes."""
-        return self._source.shape[0] * self._source.shape[1] * torch.float64.itemsize
+        """Bytes that the loaded weights take."""
+        return sum(math.prod(source.shape) for source in self._sources.values()) * torch.float64.itemsize
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors of the loaded weights, except those that a kernel has packed."""
-        return (self._weight,)
+        return tuple(self._loaded.values())
 
     def load(self, checkpoint: Checkpoint, device: torch.device) -> None:
-        """Read the weight, after the norm is loaded. Raises ModelError."""
-        self._weight = torch.empty(self._source.shape, dtype=torch.float64, device=device)
-        checkpoint.read(self._source, self._weight)
-        self._weight.mul_(self._norm.weight)
+        """Read the weights, after the norm is loaded. Raises ModelError."""
+        for name, source in self._sources.items():
+            self._loaded[name] = torch.empty(source.shape, dtype=torch.float64, device=device)
+            checkpoint.read(source, self._loaded[name])
+        self._loaded["weight"].mul_(self._norm.weight)
 
     def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the chosen experts' numbers, best first, and their weights, [tokens, chosen] each."""
-        logits = self._ops.router_logits(hidden, self._weight, self._norm.eps)
-        # topk does not define which of two equal logits it takes.
-        chosen = logits.argsort(dim=1, descending=True, stable=True)[:, : self._experts.per_token]
-        return chosen, self._ops.expert_shares(logits, chosen, normalised=self._experts.normalised)
+        routing = self._experts.routing
+        logits = self._ops.router_logits(hidden, self._loaded["weight"], self._norm.eps)
+        if routing.biased:
+            logits = (logits + self._loaded["bias"]).float()
+        if routing.score == "sigmoid":
+            return self._by_sigmoid(logits)
+        chosen = best_first(logits, self._experts.per_token)
+        return chosen, self._ops.expert_shares(logits, chosen, normalised=routing.normalised)
+
+    def _by_sigmoid(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose by independent scores. They are computed in float64 and rounded, so that all ranks agree on them."""
+        routing = self._experts.routing
+        scores = logits.double().sigmoid_()
+        preferred = (scores + self._loaded["correction"] if routing.corrected else scores).float()
+        if routing.kept_groups < routing.groups:
+            preferred = of_best_groups(preferred, routing)
+        chosen = best_first(preferred, self._experts.per_token)
+        weights = scores.gather(1, chosen)
+        if routing.normalised:
+            weights /= weights.sum(dim=1, keepdim=True)
+        return chosen, weights.mul_(routing.scale).float()
+
+
+def best_first(scores: torch.Tensor, number: int) -> torch.Tensor:
+    """Return the columns of the largest scores [tokens, experts], int64 [tokens, number]; of equals the lower first."""
+    # topk does not define which of two equal scores it takes.
+    return scores.argsort(dim=1, descending=True, stable=True)[:, :number]
+
+
+def of_best_groups(scores: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """Return scores [tokens, experts] with -∞ for experts of all but a token's best groups."""
+    by_group = scores.view(len(scores), routing.groups, -1)
+    two_best = by_group.sort(dim=2, descending=True).values[:, :, :2]
+    kept = best_first(two_best.double().sum(dim=2).float(), routing.kept_groups)
+    is_kept = torch.zeros(by_group.shape[:2], dtype=torch.bool, device=scores.device).scatter_(1, kept, True)
+    return by_group.masked_fill(~is_kept.unsqueeze(2), float("-inf")).flatten(1)
 
 
 MakeRouter = Callable[[ExpertsConfig, str, int, RmsNorm], Router]
-"""Makes a router of experts, the name of its weight, the hidden size and the norm before it."""
+"""Makes a router of experts, the name of the layer's MLP, the hidden size and the norm before it."""

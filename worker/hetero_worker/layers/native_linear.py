@@ -10,15 +10,16 @@ A row's bits depend on that row alone: not on others, on how many there are, nor
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import torch
 
 from hetero_api.weight_format import WeightFormat
 from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
-from hetero_worker.layers.linear_kernels import LinearKernel, PackedWeight
+from hetero_worker.layers.linear_kernels import LinearKernel, PackedHeads, PackedWeight
 from hetero_worker.memory.huge_pages import empty_on_huge_pages
-from hetero_worker.native.compute_library import FORMATS, I4, I8, embed_op, ffi, linear_op, pack_op
+from hetero_worker.native.compute_library import FORMATS, I4, I8, embed_op, ffi, heads_op, linear_op, pack_op
 from hetero_worker.native.loading import address_of
 from hetero_worker.native.op_queue import OpQueue
 
@@ -58,6 +59,10 @@ class NativeLinear(LinearKernel):
         """Return True for formats whose groups have a multiple of 16 inputs."""
         return weights.group % _GROUP_UNIT == 0
 
+    def pack_heads(self, weight: torch.Tensor) -> PackedHeads:
+        """Pack a copy of the weight."""
+        return NativeHeads(self._op_queue, [self.pack(head) for head in weight], self._dtype)
+
     def pack(self, weight: torch.Tensor) -> NativeWeight:
         """Return the packed weight [out, in], which is float32, bfloat16 or float16."""
         outputs, inputs = weight.shape
@@ -94,6 +99,27 @@ class NativeLinear(LinearKernel):
             has_scales=True,
             has_minima=weights.has_minimum,
         )
+
+
+class NativeHeads(PackedHeads):
+    """PackedHeads of the native kernels."""
+
+    def __init__(self, op_queue: OpQueue, weights: Sequence[NativeWeight], dtype: torch.dtype) -> None:
+        """`weights`: one of each head; `dtype`: of inputs and outputs."""
+        self._op_queue = op_queue
+        self._weights = tuple(weights)
+        self._dtype = dtype
+        self._table = ffi.new("uintptr_t[]", [weight.address for weight in weights])
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor, /) -> None:
+        """See `PackedHeads.__call__`. Raises ValueError for other types, and for rows that are not contiguous."""
+        if not x.dtype == out.dtype == self._dtype or x.stride(2) != 1 or out.stride(2) != 1:
+            raise ValueError(f"heads are multiplied with contiguous rows of {self._dtype}, not of {x.dtype}")
+        op = heads_op(len(x), address_of(self._table), len(self._weights), FORMATS[self._dtype])
+        op.x, op.x_stride, op.x_head_stride = x.data_ptr(), x.stride(0), x.stride(1)
+        op.y, op.y_stride, op.y_head_stride = out.data_ptr(), out.stride(0), out.stride(1)
+        op.scratch = self._op_queue.scratch(op)
+        self._op_queue.submit(op, self)
 
 
 class NativeWeight(PackedWeight):

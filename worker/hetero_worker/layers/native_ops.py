@@ -11,25 +11,38 @@ from typing import Final
 
 import torch
 
-from hetero_api.architectures import Activation
+from hetero_api.model_parts import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 from hetero_worker.attention.kv_cache import LayerCache
-from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps, HeadWeights, RotatedHeads, kv_heads_of
+from hetero_worker.layers.fused_ops import (
+    PLAIN_OPS,
+    FusedOps,
+    HeadWeights,
+    LatentNorm,
+    LatentWrite,
+    RotatedHeads,
+    kv_heads_of,
+)
 from hetero_worker.layers.rotary import Rotation
 from hetero_worker.native.compute_library import (
+    CLAMPED_SWIGLU,
     FORMATS,
     GELU_TANH,
     SILU,
     add_op,
     ffi,
     gated_op,
+    latent_op,
     norm_op,
     pick_op,
     rotate_op,
+    squares_op,
 )
 from hetero_worker.native.loading import address_of
 from hetero_worker.native.op_queue import OpQueue
 
-_ACTIVATIONS: Final[dict[Activation, int]] = {"silu": SILU, "gelu_tanh": GELU_TANH}
+_ACTIVATIONS: Final[dict[Activation, int]] = {
+    "silu": SILU, "gelu_tanh": GELU_TANH, "clamped_swiglu": CLAMPED_SWIGLU,
+}  # fmt: skip
 
 
 class NativeOps:
@@ -79,8 +92,32 @@ class NativeOps:
         rows, columns, dtype = len(gate_up), gate_up.shape[1] // 2, gate_up.dtype
         out = self._op_queue.empty(rows, columns, dtype=dtype)
         given = (FORMATS[dtype], _ACTIVATIONS[activation], columns, _address(gate_up, dtype))
-        op = gated_op(rows, *given, out.data_ptr())
+        op = gated_op(rows, *given, out.data_ptr(), SWIGLU_ALPHA, SWIGLU_LIMIT)
         self._op_queue.submit(op)
+        return out
+
+    def mean_squares(self, qkv: torch.Tensor, *, num_heads: int, widths: tuple[int, int]) -> torch.Tensor:
+        """See `FusedOps.mean_squares`."""
+        (rows, _, head_dim), dtype = qkv.shape, qkv.dtype
+        out = self._op_queue.empty(rows, 2)
+        given = (FORMATS[dtype], num_heads, kv_heads_of(qkv, num_heads), head_dim, _address(qkv, dtype))
+        self._op_queue.submit(squares_op(rows, *given, *widths, out.data_ptr()))
+        return out
+
+    def rotate_latent(
+        self, query: torch.Tensor, compressed: torch.Tensor, rotation: Rotation, norm: LatentNorm, write: LatentWrite
+    ) -> torch.Tensor:
+        """See `FusedOps.rotate_latent`."""
+        (rows, heads, query_dim), dtype, rank = query.shape, query.dtype, norm.weight.shape[0]
+        rope = compressed.shape[1] - rank
+        out = self._op_queue.empty(rows, heads, rank + rope, dtype=dtype)
+        op = latent_op(rows, FORMATS[dtype], heads, query_dim - rope, rope, rank)
+        op.query, op.compressed = _address(query, dtype), _address(compressed, dtype)
+        op.cos, op.signed_sin = _address(rotation.cos_table, dtype), _address(rotation.signed_sin_table, dtype)
+        op.positions, op.slots = _address(rotation.positions, torch.int64), _address(write.slots, torch.int64)
+        op.norm_weight, op.eps = _address(norm.weight, dtype), norm.eps
+        op.out, op.keys = out.data_ptr(), _address(write.keys, dtype)
+        self._op_queue.submit(op, rotation, norm, write)
         return out
 
     def rotate(
@@ -144,6 +181,8 @@ class NativeOps:
         if norms is not None:
             op.norm_type, op.norm_weights = FORMATS[norms.weight.dtype], _address(norms.weight, norms.weight.dtype)
             op.eps = norms.eps
+            if norms.mean_squares is not None:
+                op.mean_squares = _address(norms.mean_squares, torch.float32)
         if cache is not None and slots is not None:
             op.keys, op.values = _address(cache.keys, dtype), _address(cache.values, dtype)
             op.slots = _address(slots, torch.int64)

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import torch
 
+from hetero_api.model_config import ModelConfig
+from hetero_api.sharding import UnitRange
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.checkpoints.store import TensorSlice
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps, HeadWeights
@@ -61,18 +63,28 @@ class RmsNorm:
 
 
 class HeadNorms:
-    """Weights of the norms of query and key heads in one tensor; `FusedOps.rotate` applies them."""
+    """Weights of the norms of query and key heads in one tensor; `FusedOps.rotate` applies them.
 
-    def __init__(
-        self, prefix: str, *, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, offset: float = 0.0
-    ) -> None:
-        self._sources = {
-            TensorSlice(f"{prefix}.q_norm.weight", (head_dim,)): num_heads,
-            TensorSlice(f"{prefix}.k_norm.weight", (head_dim,)): num_kv_heads,
-        }
-        self._head_dim = head_dim
-        self._eps = eps
-        self._offset = offset
+    A model may have one weight for each head, or one for the elements of all heads.
+    """
+
+    def __init__(self, config: ModelConfig, prefix: str, heads: UnitRange) -> None:
+        """`heads`: KV heads of this rank. The model must have norms of queries and keys."""
+        dim, order = config.head_dim, None if config.head_order.is_identity else config.head_order
+        self.over_all_heads = config.qk_norm == "all heads"
+        """Whether a token's query heads, and its key heads, are normed together."""
+        self.widths = config.num_heads * dim, config.num_kv_heads * dim
+        """Elements of all ranks' query and key heads."""
+        self._sources: dict[TensorSlice, int] = {}
+        for name, width, own in zip(("q", "k"), self.widths, (heads.scaled(config.group_size), heads), strict=True):
+            if self.over_all_heads:
+                part = TensorSlice(f"{prefix}.{name}_norm.weight", (width,), rows=own.scaled(dim), order=order)
+            else:
+                part = TensorSlice(f"{prefix}.{name}_norm.weight", (dim,), order=order)
+            self._sources[part] = own.size
+        self._head_dim = dim
+        self._eps = config.rms_norm_eps
+        self._offset = config.norm_offset
         self._weight = torch.empty(0)
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
@@ -87,15 +99,14 @@ class HeadNorms:
     def load(self, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device = HOST) -> None:
         """Read the weight. Raises ModelError."""
         parts = [
-            _read(checkpoint, source, dtype=dtype, offset=self._offset).expand(heads, -1)
+            _read(checkpoint, source, dtype=dtype, offset=self._offset).view(-1, self._head_dim).expand(heads, -1)
             for source, heads in self._sources.items()
         ]
         self._weight = torch.cat(parts).to(device)
 
-    @property
-    def weights(self) -> HeadWeights:
-        """The loaded weights."""
-        return HeadWeights(self._weight, self._eps)
+    def weights(self, mean_squares: torch.Tensor | None = None) -> HeadWeights:
+        """Return the loaded weights, with the mean squares [tokens, 2] of norms over all heads."""
+        return HeadWeights(self._weight, self._eps, mean_squares)
 
 
 class ResidualStream:

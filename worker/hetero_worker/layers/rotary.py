@@ -1,7 +1,8 @@
 """Rotary position embedding, in Hugging Face's half-split layout.
 
 x · cos + rotate_half(x) · sin, with rotate_half(x) = (-x₂, x₁). The sine table contains the sign, so rotate_half
-becomes a swap of the halves.
+becomes a swap of the halves. Where only a part of a head is rotated, or none of it, the other angles are 0; weights of
+models with other pairs are loaded in an order that makes them these (`RowOrder`).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.nn import functional as F
 
 from hetero_api.model_config import RopeConfig
 from hetero_worker.memory.streams import HOST
@@ -102,7 +104,9 @@ class _RotaryTable:
         frequencies = torch.tensor(rope.inverse_frequencies(head_dim), dtype=torch.float32)
         # Computed on the host for every device, so that all ranks rotate by the same bits.
         angles = torch.outer(torch.arange(max_length, dtype=torch.float32), frequencies)
-        cos, sin = angles.cos(), angles.sin()
+        still = head_dim // 2 - len(frequencies)
+        cos = F.pad(angles.cos() * rope.amplitude, (0, still), value=1.0)
+        sin = F.pad(angles.sin() * rope.amplitude, (0, still))
         self._cos = torch.cat([cos, cos], dim=-1).to(dtype).unsqueeze(1).to(device)
         self._signed_sin = torch.cat([-sin, sin], dim=-1).to(dtype).unsqueeze(1).to(device)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hetero_api.architectures import Activation
+from hetero_api.model_parts import Activation
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.kernels import activations
 from hetero_worker.kernels.matmul import linear
@@ -13,7 +13,7 @@ from hetero_worker.kernels.rotary import CacheWrite, rotate_and_write
 from hetero_worker.kernels.routing import router_logits
 from hetero_worker.layers.fused_ops import HeadWeights, PlainOps
 from hetero_worker.layers.invariant_ops import InvariantOps
-from hetero_worker.layers.linear_kernels import LinearKernel, PackedWeight
+from hetero_worker.layers.linear_kernels import HeadsByRow, LinearKernel, PackedHeads, PackedWeight
 from hetero_worker.layers.rotary import Rotation
 
 
@@ -94,6 +94,10 @@ class TritonKernel(LinearKernel):
     def pack(self, weight: torch.Tensor) -> PackedWeight:
         """Return a product with the weight [out, in] as it is."""
         return _TritonWeight(weight)
+
+    def pack_heads(self, weight: torch.Tensor) -> PackedHeads:
+        """Return products with the weight [heads, out, in], by torch row by row: there is no kernel of ours."""
+        return HeadsByRow(weight)
 
 
 class _TritonWeight(PackedWeight):

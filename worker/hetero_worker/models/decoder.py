@@ -87,7 +87,7 @@ class Decoder:
         self._helper_links = dict(zip(plan.stages(), helper_links(plan), strict=True))
         self._layers = [DecoderLayer(config, plan, layer=i, rank=rank, ops=ops) for i in range(config.num_layers)]
         self._rotary = RotaryTables(
-            config.ropes, head_dim=config.head_dim, max_length=max_length, dtype=dtype, device=device
+            config.ropes, head_dim=config.rotary_width, max_length=max_length, dtype=dtype, device=device
         )
         self._embedding: ShardedEmbedding | None = None
         self._head: OutputHead | None = None
@@ -140,13 +140,8 @@ class Decoder:
         return [
             None
             if layer.attention is None or i in self._skipped
-            else LayerCache.allocate(
-                num_blocks=num_blocks,
-                block_size=block_size,
-                num_kv_heads=layer.attention.num_kv_heads,
-                head_dim=self._config.head_dim,
-                dtype=self._dtype,
-                zeros=zeros,
+            else layer.attention.allocate_cache(
+                num_blocks=num_blocks, block_size=block_size, dtype=self._dtype, zeros=zeros
             )
             for i, layer in enumerate(self._layers)
         ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -12,8 +12,9 @@ from hetero_worker.attention.base import StepAttention
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.distributed.exchange import SumExchange
-from hetero_worker.layers.blocks import GatedMlp, SelfAttention, layer_norm, mlp_norm
+from hetero_worker.layers.blocks import GatedMlp, layer_norm, mlp_norm
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps, empty_like
+from hetero_worker.layers.latent_attention import Attention, self_attention
 from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.layers.moe import ExpertMlp
 from hetero_worker.layers.norm import ResidualStream, RmsNorm
@@ -36,26 +37,25 @@ class DecoderLayer:
         shard = plan.ranks[rank].layers[layer]
         self._ops = ops
         self._attention_owners = plan.attention_owners(layer)
-        mlp_owners = plan.mlp_owners(layer) or plan.expert_owners(layer)
-        self._mlp_contributors = _contributors(self._attention_owners, mlp_owners)
-        self.attention: SelfAttention | None = None
+        mlp_owners = plan.mlp_owners(layer)
+        self._mlp_contributors = _contributors(self._attention_owners, {*mlp_owners, *plan.expert_owners(layer)})
+        self.attention: Attention | None = None
         self.mlp: GatedMlp | ExpertMlp | None = None
         if shard.kv_heads.size:
             first = self._attention_owners[0] == rank
-            self.attention = SelfAttention(config, layer, shard.kv_heads, adds_bias=first, ops=ops)
+            self.attention = self_attention(config, layer, shard.kv_heads, adds_bias=first, ops=ops)
+        norm, shared = mlp_norm(config, layer, ops), None
         if shard.mlp_columns.size:
             first = mlp_owners[0] == rank
-            self.mlp = GatedMlp(config, layer, shard.mlp_columns, adds_bias=first, ops=ops)
+            self.mlp = shared = GatedMlp(config, layer, shard.mlp_columns, adds_bias=first, norm=norm, ops=ops)
         if shard.experts.size:
-            norm = mlp_norm(config, layer, ops)
-            self.mlp = ExpertMlp(config, layer, plan.experts_of(rank, layer), norm=norm, ops=ops)
+            self.mlp = ExpertMlp(config, layer, plan.experts_of(rank, layer), norm=norm, shared=shared, ops=ops)
         self._sum_norms: tuple[RmsNorm, ...] = ()
-        if config.post_norms and shard.kv_heads.size:
-            names = ("post_attention_layernorm", "post_feedforward_layernorm")
-            self._sum_norms = tuple(layer_norm(config, layer, name, ops) for name in names)
+        if shard.kv_heads.size:
+            self._sum_norms = tuple(layer_norm(config, layer, name, ops) for name in config.norms.sums)
 
     @property
-    def parts(self) -> tuple[SelfAttention | GatedMlp | ExpertMlp, ...]:
+    def parts(self) -> tuple[Attention | GatedMlp | ExpertMlp, ...]:
         """Parts of the layer that the rank owns."""
         return tuple(part for part in (self.attention, self.mlp) if part is not None)
 
@@ -100,7 +100,9 @@ class DecoderLayer:
         """
         partial = None
         if self.attention is not None and cache is not None:
-            partial = self.attention.of_stream(stream, rotation, attention, cache)
+            partial = self.attention.of_stream(
+                stream, rotation, attention, cache, lambda part: self._sum(part, self._attention_owners, exchange)
+            )
         self._add(stream, partial, 0, self._attention_owners, exchange)
         if lending is not None:
             partial = lending.sum(stream.settle(), self.mlp)
@@ -118,9 +120,12 @@ class DecoderLayer:
     ) -> None:
         """Add the sum of the owners' partials of a half to the stream, normed if the model does so."""
         joined = empty_like(self._ops, stream.settle()) if partial is None else partial
-        if exchange.world_size > 1:
-            exchange.all_reduce(joined, owners)
+        self._sum(joined, owners, exchange)
         stream.add(self._sum_norms[half](joined) if self._sum_norms else joined)
+
+    def _sum(self, partial: torch.Tensor, owners: Sequence[int], exchange: SumExchange) -> None:
+        if exchange.world_size > 1:
+            exchange.all_reduce(partial, owners)
 
     def help(self, like: torch.Tensor, lending: Lending) -> None:
         """Compute a helper's part of the MLP of rows that the leader lends; `like` [tokens, hidden] has their shape.
@@ -132,7 +137,7 @@ class DecoderLayer:
         lending.help(like, self.mlp)
 
 
-def _contributors(holders: Sequence[int], mlp_owners: Sequence[int]) -> tuple[int, ...]:
+def _contributors(holders: Sequence[int], mlp_owners: Collection[int]) -> tuple[int, ...]:
     """Return the holders with a part of the MLP's sum: its owners, and the leader if it has helpers."""
     is_helped = any(rank not in holders for rank in mlp_owners)
     return tuple(rank for rank in holders if rank in mlp_owners or (is_helped and rank == holders[0]))

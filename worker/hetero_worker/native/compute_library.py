@@ -35,6 +35,7 @@ FORMATS: Final = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}
 SILU: Final = _ACTIVATIONS["HC_SILU"]
 GELU_TANH: Final = _ACTIVATIONS["HC_GELU_TANH"]
 GELU: Final = _ACTIVATIONS["HC_GELU"]
+CLAMPED_SWIGLU: Final = _ACTIVATIONS["HC_CLAMPED_SWIGLU"]
 
 
 def _op_maker(name: str) -> Callable[..., Any]:
@@ -52,6 +53,9 @@ linear_op: Final = _op_maker("linear")
 embed_op: Final = _op_maker("embed")
 norm_op: Final = _op_maker("norm")
 gated_op: Final = _op_maker("gated")
+squares_op: Final = _op_maker("squares")
+latent_op: Final = _op_maker("latent")
+heads_op: Final = _op_maker("heads")
 rotate_op: Final = _op_maker("rotate")
 attend_op: Final = _op_maker("attend")
 attend_span_op: Final = _op_maker("attend_span")

@@ -20,8 +20,9 @@ from hetero_api.v1 import ranks_pb2
 from hetero_worker.attention.base import AttentionBackend, AttentionBatch, DecodeRows, PrefillSpan, StepAttention
 from hetero_worker.attention.kv_cache import LayerCache, Zeros
 from hetero_worker.checkpoints.checkpoint import Checkpoint
-from hetero_worker.layers.blocks import GatedMlp, SelfAttention, layer_norm, mlp_norm
+from hetero_worker.layers.blocks import GatedMlp, layer_norm, mlp_norm
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
+from hetero_worker.layers.latent_attention import Attention, self_attention
 from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.layers.moe import ExpertMlp
 from hetero_worker.layers.norm import RmsNorm
@@ -147,7 +148,18 @@ class LayerStack:
         self._layers = [_Copy(config, i, size, ops=site.ops) for i in range(copies)]
         for layer in self._layers:
             layer.load(site)
-        self._caches = list(_caches(config, size, copies=copies, positions=positions, site=site))
+        self._caches = list(self._make_caches(positions, site))
+
+    def _make_caches(self, positions: int, site: Site) -> Iterator[LayerCache]:
+        taken, blocks = 0, positions // BLOCK_SIZE
+        for layer in self._layers:
+            cache = layer.allocate_cache(blocks, site)
+            cache.keys.fill_(1.0)
+            cache.values.fill_(1.0)
+            yield cache
+            taken += cache.num_bytes
+            if taken + cache.num_bytes > CACHE_BYTES:
+                return
 
     @property
     def halves(self) -> int:
@@ -173,21 +185,6 @@ class LayerStack:
         ]
 
 
-def _caches(config: ModelConfig, size: LayerSize, *, copies: int, positions: int, site: Site) -> Iterator[LayerCache]:
-    taken = 0
-    for _ in range(copies):
-        cache = LayerCache.allocate(
-            num_blocks=positions // BLOCK_SIZE, block_size=BLOCK_SIZE, num_kv_heads=size.heads,
-            head_dim=config.head_dim, dtype=site.dtype, zeros=site.zeros,
-        )  # fmt: skip
-        cache.keys.fill_(1.0)
-        cache.values.fill_(1.0)
-        yield cache
-        taken += cache.num_bytes
-        if taken + cache.num_bytes > CACHE_BYTES:
-            return
-
-
 class _Copy:
     """One layer: its attention, and its MLP of either kind that the model has. To be loaded."""
 
@@ -195,7 +192,7 @@ class _Copy:
         self._shape = config.experts
         self._number = number % config.num_layers
         self._size = size
-        self._attention = SelfAttention(config, self._number, UnitRange(0, size.heads), adds_bias=True, ops=ops)
+        self._attention = self_attention(config, self._number, UnitRange(0, size.heads), adds_bias=True, ops=ops)
         self._mlp: GatedMlp | None = None
         self._experts: ExpertMlp | None = None
         if size.mlp:
@@ -212,12 +209,17 @@ class _Copy:
                 ops=ops,
             )
         self._sum_norm: RmsNorm | None = None
-        if config.post_norms:
-            self._sum_norm = layer_norm(config, self._number, "post_feedforward_layernorm", ops)
+        if config.norms.sums:
+            self._sum_norm = layer_norm(config, self._number, config.norms.sums[-1], ops)
 
     @property
-    def parts(self) -> tuple[SelfAttention | GatedMlp | ExpertMlp, ...]:
+    def parts(self) -> tuple[Attention | GatedMlp | ExpertMlp, ...]:
         return tuple(part for part in (self._attention, self._mlp, self._experts) if part is not None)
+
+    def allocate_cache(self, blocks: int, site: Site) -> LayerCache:
+        return self._attention.allocate_cache(
+            num_blocks=blocks, block_size=BLOCK_SIZE, dtype=site.dtype, zeros=site.zeros
+        )
 
     def load(self, site: Site) -> None:
         for part in self.parts:

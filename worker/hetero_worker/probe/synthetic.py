@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from hetero_api.architectures import ExpertsConfig
+from hetero_api.model_parts import ExpertsConfig
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
 from hetero_worker.checkpoints.store import TensorSlice
@@ -74,8 +74,8 @@ class EvenRouter(Router):
     goes into the units that the time is stated for.
     """
 
-    def __init__(self, experts: ExpertsConfig, name: str, hidden_size: int, norm: RmsNorm, *, own: int) -> None:
-        super().__init__(experts, name, hidden_size, norm)
+    def __init__(self, experts: ExpertsConfig, block: str, hidden_size: int, norm: RmsNorm, *, own: int) -> None:
+        super().__init__(experts, block, hidden_size, norm)
         self._shape = experts
         self._own = own
         self._choices: dict[int, torch.Tensor] = {}

@@ -138,7 +138,8 @@ class CudaBackend(DeviceBackend):
     def attention(self, config: ModelConfig, *, batch_invariant: bool) -> AttentionBackend:
         """See `DeviceBackend.attention`."""
         shapes = {"head_dim": config.head_dim, "group_size": config.group_size}
-        problem = self._triton_problem or attention_problem(**shapes)
+        latent = None if config.latent is None else "there are no kernels for latent attention"
+        problem = self._triton_problem or latent or attention_problem(**shapes)
         if problem is not None:
             _refuse_if(batch_invariant, problem)
             return TorchPagedAttention(self.device, reason=problem)

@@ -244,8 +244,12 @@ V_INLINE void write_results(const hc_attend_rows *rows, void *out, const uint64_
     const hc_cache *cache = rows->cache;
     uint64_t group = rows->group, head_dim = cache->head_dim, padded = hc_padded(head_dim);
     for (uint64_t row = 0; row < rows->tokens * group; row++) {
-        uint64_t to = (row / group * cache->heads + rows->kv_head * group + row % group) * head_dim;
-        vf by = v_all(1.0f / rows->state.sum[row]);
+        uint64_t head = rows->kv_head * group + row % group;
+        uint64_t to = (row / group * cache->heads + head) * head_dim;
+        float sum = rows->state.sum[row];
+        if (cache->sinks)
+            sum += v_exp(v_all(cache->sinks[head] - rows->state.maximum[row]))[0];
+        vf by = v_all(1.0f / sum);
         for (uint64_t d = 0; d < head_dim; d += HC_W)
             v_store_up_to_as(hc_to(out, to + d, type), v_load(rows->state.total + row * padded + d) * by, head_dim - d,
                              type);

@@ -53,6 +53,9 @@ enum hc_kind {
     HC_EMBED,
     HC_NORM,
     HC_GATED,
+    HC_SQUARES,
+    HC_LATENT,
+    HC_HEADS,
     HC_ROTATE,
     HC_ATTEND,
     HC_ATTEND_SPAN,
@@ -117,9 +120,10 @@ typedef struct {
     void *y;
 } hc_norm_op;
 
-enum hc_activation { HC_SILU = 0, HC_GELU_TANH = 1, HC_GELU = 2 };
+enum hc_activation { HC_SILU = 0, HC_GELU_TANH = 1, HC_GELU = 2, HC_CLAMPED_SWIGLU = 3 };
 
-/* y = activation(gate) * up, of gate_up [rows, gate | up]. */
+/* y = activation(gate) * up, of gate_up [rows, gate | up]. Of HC_CLAMPED_SWIGLU y = (up + 1) * gate * sigmoid(alpha * gate),
+ * with gate at most `limit` and up between -limit and limit. */
 typedef struct {
     hc_op op;
     uint64_t type; /* of gate_up and y */
@@ -127,7 +131,23 @@ typedef struct {
     uint64_t columns;
     const void *gate_up;
     void *y;       /* [rows, columns] */
+    double alpha;  /* of HC_CLAMPED_SWIGLU, as `limit` */
+    double limit;
 } hc_gated_op;
+
+/* y[i] = sums of squares of row i's query heads and of its key heads, of qkv [rows, heads + 2 * kv_heads, head_dim], each
+ * divided by a width: added up over ranks they are mean squares. */
+typedef struct {
+    hc_op op;
+    uint64_t type;       /* of qkv */
+    uint64_t heads;
+    uint64_t kv_heads;
+    uint64_t head_dim;
+    const void *qkv;
+    double query_width;  /* elements of all ranks' query heads */
+    double key_width;
+    float *y;            /* [rows, 2] */
+} hc_squares_op;
 
 /* Norms, if there are weights, and rotates query and key heads of qkv [rows, heads + 2 * kv_heads, head_dim], in place;
  * then puts keys and values where `slots` say, unless keys is NULL.
@@ -148,7 +168,45 @@ typedef struct {
     void *keys;                /* [slots, kv_heads, head_dim], or NULL */
     void *values;
     const int64_t *slots;      /* [rows] */
+    const float *mean_squares; /* [rows, 2]: what norms divide by, of all query heads and of all key heads; NULL: each
+                                * head's own */
 } hc_rotate_op;
+
+/* Latent attention's cached keys: [norm of the first `rank` elements of compressed | rotation of the others], to `slots`.
+ * Rotates the last elements of query heads, too, to the last ones of `out`; the others stay. */
+typedef struct {
+    hc_op op;
+    uint64_t type;             /* of all matrices */
+    uint64_t heads;
+    uint64_t nope;             /* elements of a query head that are not rotated */
+    uint64_t rope;             /* elements that are */
+    uint64_t rank;
+    const void *query;         /* [rows, heads, nope + rope] */
+    const void *compressed;    /* [rows, rank + rope] */
+    const void *cos;           /* [positions, rope] */
+    const void *signed_sin;    /* [positions, rope] */
+    const int64_t *positions;  /* [rows] */
+    const void *norm_weight;   /* [rank] */
+    double eps;
+    void *out;                 /* [rows, heads, rank + rope] */
+    void *keys;                /* [slots, rank + rope] */
+    const int64_t *slots;      /* [rows] */
+} hc_latent_op;
+
+/* y = x · Wᵀ of each head by itself; strides are elements from row to row and from head to head. */
+typedef struct {
+    hc_op op;
+    const hc_weight *const *weights; /* [heads], of one shape */
+    uint64_t heads;
+    uint64_t type;                   /* of x and y */
+    const void *x;
+    uint64_t x_stride;
+    uint64_t x_head_stride;
+    void *y;
+    uint64_t y_stride;
+    uint64_t y_head_stride;
+    void *scratch;                   /* hc_scratch_bytes of this op */
+} hc_heads_op;
 
 /* A paged cache of one layer, and how it is attended to. */
 typedef struct {
@@ -162,6 +220,7 @@ typedef struct {
     double scale;
     uint64_t window;   /* tokens up to and including itself; 0: all */
     double soft_cap;   /* scores s become cap * tanh(s / cap); 0: they stay */
+    const float *sinks; /* [heads]: a score more of each query head, of a token without a value; or NULL */
 } hc_cache;
 
 /* One query token a sequence. */

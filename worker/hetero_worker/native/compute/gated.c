@@ -36,6 +36,20 @@ V_INLINE vf gelu(vf x) {
     return 0.5f * x * (1.0f + erf);
 }
 
+/* Gates at most `limit`, ups between -limit and limit: (up + 1) * gate * sigmoid(alpha * gate). */
+V_INLINE void gate_clamped(const hc_gated_op *op, const void *gates, const void *ups, uint64_t count, void *y,
+                           const uint64_t type) {
+    const vf limit = v_all((float)op->limit);
+    for (uint64_t i = 0; i < count; i += HC_W) {
+        uint64_t left = count - i;
+        vf x = v_min(limit, v_load_up_to_as(hc_at(gates, i, type), left, type));
+        vf up = v_min(limit, v_load_up_to_as(hc_at(ups, i, type), left, type));
+        up = -v_min(limit, -up);
+        vf gated = x / (1.0f + v_exp(x * -(float)op->alpha));
+        v_store_up_to_as(hc_to(y, i, type), (up + 1.0f) * gated, left, type);
+    }
+}
+
 V_INLINE void gate(vf (*activation)(vf), const void *gates, const void *ups, uint64_t count, void *y,
                    const uint64_t type) {
     uint64_t i = 0;
@@ -56,6 +70,9 @@ static void gate_piece(const hc_gated_op *op, const void *gates, const void *ups
         break;
     case HC_GELU_TANH:
         V_TYPED(op->type, gate, gelu_tanh, gates, ups, count, y);
+        break;
+    case HC_CLAMPED_SWIGLU:
+        V_TYPED(op->type, gate_clamped, op, gates, ups, count, y);
         break;
     default:
         V_TYPED(op->type, gate, gelu, gates, ups, count, y);

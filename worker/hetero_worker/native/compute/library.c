@@ -1,6 +1,7 @@
 /* What the library says of itself, and which kernels it computes with. */
 #include "choosing.h"
 #include "library.h"
+#include "linear.h"
 
 #include <stdatomic.h>
 #include <string.h>
@@ -55,6 +56,8 @@ uint64_t hc_scratch_bytes(const hc_op *op, uint64_t team_size) {
     switch (op->kind) {
     case HC_LINEAR:
         return hc_linear_scratch((const hc_linear_op *)op, team_size);
+    case HC_HEADS:
+        return team_size * hc_heads_member_bytes((const hc_heads_op *)op);
     case HC_ATTEND:
         return hc_attend_scratch((const hc_attend_op *)op, team_size);
     case HC_ATTEND_SPAN:

@@ -52,4 +52,11 @@ static inline uint64_t hc_unpacked_bytes(const hc_weight *weight) {
     return weight->format == HC_I4 ? hc_stored_inputs(weight) * HC_PANEL : 0;
 }
 
+/* What a member takes for products of heads, of up to HC_FEW_ROWS rows. */
+static inline uint64_t hc_heads_member_bytes(const hc_heads_op *op) {
+    uint64_t rows = op->op.rows < HC_FEW_ROWS ? op->op.rows : HC_FEW_ROWS;
+    hc_linear_op one = {.op = {HC_LINEAR, rows}, .weight = op->weights[0], .type = op->type, .y_type = op->type};
+    return hc_round_up(hc_linear_scratch(&one, 1), 64);
+}
+
 #endif

@@ -1,7 +1,8 @@
-/* Head norms and rotation, and keys and values into the cache. Members share heads: one row has enough for several. */
+/* Head norms, what norms over all heads need, rotation, and keys and values into the cache. Members share heads: one row has enough for several. */
 #include "vectors.h"
 
 extern hc_kernel HC_NAME(rotate);
+extern hc_kernel HC_NAME(squares);
 
 /* What a head is rotated by. */
 typedef struct {
@@ -11,14 +12,14 @@ typedef struct {
     float factor; /* 1 / rms */
 } hc_turn;
 
-/* 1 / rms of a head, in an order that only its size decides. */
-V_INLINE float factor_of(const void *head, uint64_t head_dim, double eps, const uint64_t type) {
+/* Sum of squares of a head, in an order that only its size decides. */
+V_INLINE double squares_of(const void *head, uint64_t head_dim, const uint64_t type) {
     vf sum = {0};
     for (uint64_t i = 0; i < head_dim; i += HC_W) {
         vf v = v_load_up_to_as(hc_at(head, i, type), head_dim - i, type);
         sum = v_fma(v, v, sum);
     }
-    return (float)(1.0 / sqrt((double)v_sum(sum) / (double)head_dim + eps));
+    return (double)v_sum(sum);
 }
 
 /* HC_W elements of each half, or as many as are left: h * weight * factor, then h * cos + swapped h * signed_sin. */
@@ -38,13 +39,15 @@ V_INLINE void turn(void *head, const hc_turn *by, uint64_t i, uint64_t half, uin
     v_store_up_to_as(high, of_second, count, type);
 }
 
-V_INLINE void rotate_head(const hc_rotate_op *op, void *head, uint64_t index, uint64_t position, const uint64_t type) {
-    uint64_t head_dim = op->head_dim, half = head_dim / 2, i = 0;
+V_INLINE void rotate_head(const hc_rotate_op *op, void *head, uint64_t row, uint64_t index, const uint64_t type) {
+    uint64_t head_dim = op->head_dim, half = head_dim / 2, i = 0, position = (uint64_t)op->positions[row];
     hc_turn by = {hc_at(op->cos, position * head_dim, type), hc_at(op->signed_sin, position * head_dim, type), NULL,
                   op->norm_type, 1.0f};
     if (op->norm_weights) {
         by.weight = hc_at(op->norm_weights, index * head_dim, op->norm_type);
-        by.factor = factor_of(head, head_dim, op->eps, type);
+        double mean_square = op->mean_squares ? (double)op->mean_squares[2 * row + (index >= op->heads)]
+                                              : squares_of(head, head_dim, type) / (double)head_dim;
+        by.factor = (float)(1.0 / sqrt(mean_square + op->eps));
     }
     for (; i + HC_W <= half; i += HC_W)
         turn(head, &by, i, half, HC_W, type);
@@ -58,7 +61,7 @@ V_INLINE void rotate_heads(const hc_rotate_op *op, uint64_t begin, uint64_t end,
         uint64_t row = unit / heads, index = unit % heads;
         void *head = hc_to(op->qkv, unit * head_dim, type);
         if (index < rotating)
-            rotate_head(op, head, index, (uint64_t)op->positions[row], type);
+            rotate_head(op, head, row, index, type);
         if (index < op->heads || !op->keys)
             continue;
         uint64_t kv_head = (index - op->heads) % op->kv_heads;
@@ -72,4 +75,24 @@ void HC_NAME(rotate)(const hc_op *header, hc_crew *crew, uint64_t member) {
     uint64_t begin, end;
     hc_share_of(header->rows * (op->heads + 2 * op->kv_heads), crew->size, member, &begin, &end);
     V_TYPED(op->type, rotate_heads, op, begin, end);
+}
+
+V_INLINE void sum_squares(const hc_squares_op *op, uint64_t begin, uint64_t end, const uint64_t type) {
+    uint64_t heads = op->heads + 2 * op->kv_heads;
+    for (uint64_t row = begin; row < end; row++) {
+        double of_queries = 0.0, of_keys = 0.0;
+        for (uint64_t head = 0; head < op->heads + op->kv_heads; head++) {
+            const void *at = hc_at(op->qkv, (row * heads + head) * op->head_dim, type);
+            *(head < op->heads ? &of_queries : &of_keys) += squares_of(at, op->head_dim, type);
+        }
+        op->y[2 * row] = (float)(of_queries / op->query_width);
+        op->y[2 * row + 1] = (float)(of_keys / op->key_width);
+    }
+}
+
+void HC_NAME(squares)(const hc_op *header, hc_crew *crew, uint64_t member) {
+    const hc_squares_op *op = (const hc_squares_op *)header;
+    uint64_t begin, end;
+    hc_share_of(header->rows, crew->size, member, &begin, &end);
+    V_TYPED(op->type, sum_squares, op, begin, end);
 }

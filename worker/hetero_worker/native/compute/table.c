@@ -2,8 +2,9 @@
 #include "isa.h"
 
 extern hc_kernel hc_pack; /* compiled once: it moves, and computes nothing */
-extern hc_kernel HC_NAME(linear), HC_NAME(embed), HC_NAME(norm), HC_NAME(gated), HC_NAME(rotate), HC_NAME(attend),
-    HC_NAME(attend_span), HC_NAME(add), HC_NAME(pick), HC_NAME(choose), HC_NAME(step_on);
+extern hc_kernel HC_NAME(linear), HC_NAME(embed), HC_NAME(norm), HC_NAME(gated), HC_NAME(squares), HC_NAME(latent),
+    HC_NAME(heads), HC_NAME(rotate),
+    HC_NAME(attend), HC_NAME(attend_span), HC_NAME(add), HC_NAME(pick), HC_NAME(choose), HC_NAME(step_on);
 extern int HC_NAME(hc_supports)(void);
 
 const hc_isa_table HC_NAME(hc_table) = {
@@ -16,6 +17,9 @@ const hc_isa_table HC_NAME(hc_table) = {
             [HC_EMBED] = HC_NAME(embed),
             [HC_NORM] = HC_NAME(norm),
             [HC_GATED] = HC_NAME(gated),
+            [HC_SQUARES] = HC_NAME(squares),
+            [HC_LATENT] = HC_NAME(latent),
+            [HC_HEADS] = HC_NAME(heads),
             [HC_ROTATE] = HC_NAME(rotate),
             [HC_ATTEND] = HC_NAME(attend),
             [HC_ATTEND_SPAN] = HC_NAME(attend_span),

@@ -1,0 +1,111 @@
+"""Bytes of a model's matrices in a rank's memory, at the widths that it keeps them in.
+
+A rank that has no kernel for a width widens such weights to the arithmetic type. Bytes are counted by units that are
+dealt to ranks (a KV head, an MLP column, an expert, a vocabulary row), and once a layer for the rest, so that they are
+linear in units. A part takes no more than is counted here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
+
+from hetero_api.model_config import ModelConfig
+from hetero_api.weight_format import COLUMN_UNIT, SCALE_BYTES, WIDTH_BYTES, StoredWeights, WeightFormat
+
+
+@dataclass(frozen=True, slots=True)
+class KeptMatrices:
+    """Matrices of one kind in a rank's memory."""
+
+    weights: WeightFormat | None
+    """None: floats."""
+    float_bytes: int
+
+    def row_bytes(self, inputs: int) -> int:
+        """Return the bytes of a whole row of so many inputs."""
+        return inputs * self.float_bytes if self.weights is None else self.weights.row_bytes(inputs)
+
+    def column_bytes(self, outputs: int, *, unit: int) -> Fraction:
+        """Return the bytes of one input of each of so many rows, where `unit` of them are dealt together; without
+        `row_bytes_beside`.
+        """
+        if self.weights is None:
+            return Fraction(outputs * self.float_bytes)
+        weights = self.weights.within(unit)
+        scales = Fraction(self._scale_bytes, weights.group) if weights.group else 0
+        return outputs * (Fraction(weights.bits, 8) + scales)
+
+    def row_bytes_beside(self, inputs: int, *, unit: int) -> int:
+        """Return the bytes of a row that a rank owns some columns of, however many: its one scale, or what pads its
+        last group.
+        """
+        if self.weights is None:
+            return 0
+        group = self.weights.within(unit).group
+        if not group:
+            return self._scale_bytes
+        return group * self.weights.bits // 8 + self._scale_bytes if inputs % group else 0
+
+    @property
+    def _scale_bytes(self) -> int:
+        return SCALE_BYTES * (2 if self.weights is not None and self.weights.has_minimum else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptWeights:
+    """Weights of one rank, or of all that are alike."""
+
+    stored: StoredWeights
+    element_bytes: int
+    """Bytes of the arithmetic type."""
+    bits: frozenset[int] = frozenset()
+    """Widths that it keeps, of 16, 8 and 4."""
+
+    @property
+    def layers(self) -> KeptMatrices:
+        """Linear layers."""
+        return self._kept(self.stored.layers)
+
+    @property
+    def vocabulary(self) -> KeptMatrices:
+        """Embedding and output head."""
+        return self._kept(self.stored.vocabulary)
+
+    def head_bytes(self, config: ModelConfig) -> int:
+        """Return the bytes of a KV head with its group of query heads: rows of q, k and v, and columns of o.
+
+        Of latent attention, matrices that bring a head to the cache's space and back stay floats.
+        """
+        hidden, width, latent = config.hidden_size, config.output_unit, config.latent
+        columns = ceil(width * self.layers.column_bytes(hidden, unit=width))
+        if latent is None:
+            return (config.group_size + 2) * config.head_dim * self.layers.row_bytes(hidden) + columns
+        queries = latent.query_dim * self.layers.row_bytes(latent.query_rank or hidden)
+        by_head = latent.rank * (latent.nope_dim + latent.value_dim) * self._kept(None).float_bytes
+        return queries + by_head + columns
+
+    def column_bytes(self, *, hidden: int) -> int:
+        """Return the bytes of an MLP column: rows of gate and up, and a column of down."""
+        return 2 * self.layers.row_bytes(hidden) + ceil(self.layers.column_bytes(hidden, unit=COLUMN_UNIT))
+
+    def expert_bytes(self, *, hidden: int, width: int) -> int:
+        """Return the bytes of a whole expert."""
+        return 2 * width * self.layers.row_bytes(hidden) + hidden * self.layers.row_bytes(width)
+
+    def layer_bytes(self, config: ModelConfig) -> int:
+        """Return the bytes of a layer, whatever is owned of it: beside columns of o and down, and what compresses."""
+        hidden, unit = config.hidden_size, config.output_unit
+        output = self.layers.row_bytes_beside(config.num_kv_heads * unit, unit=unit)
+        widths = {config.intermediate_size, config.shared_columns}
+        down = max(self.layers.row_bytes_beside(width, unit=COLUMN_UNIT) for width in widths)
+        compressing = config.attention_params_beside // hidden * self.layers.row_bytes(hidden)
+        return hidden * (output + down) + compressing
+
+    def _kept(self, weights: WeightFormat | None) -> KeptMatrices:
+        if weights is not None:
+            return KeptMatrices(weights if weights.bits in self.bits else None, self.element_bytes)
+        stored = WIDTH_BYTES.get(self.stored.floats, self.element_bytes)
+        narrower = stored if 8 * stored in self.bits else self.element_bytes
+        return KeptMatrices(None, min(narrower, self.element_bytes))

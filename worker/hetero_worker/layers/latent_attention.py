@@ -1,0 +1,202 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) of one rank's heads.
+
+A token's cache is one vector for all heads, `LatentShape.cached_dim` elements, so every rank that holds heads caches
+the same vectors, and computes them itself. Keys and values of a head are never made: a matrix of the head brings its
+query to the cache's space, attention is that of many query heads with one KV head, and another matrix brings the result
+back. Both are halves of the checkpoint's `kv_b_proj`, and stay floats.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from hetero_api.model_config import ModelConfig
+from hetero_api.model_parts import LatentShape, RowOrder
+from hetero_api.sharding import UnitRange
+from hetero_worker.attention.base import AttentionRule, StepAttention
+from hetero_worker.attention.kv_cache import LayerCache, Zeros
+from hetero_worker.memory.huge_pages import empty_on_huge_pages
+from hetero_worker.memory.streams import HOST
+from hetero_worker.checkpoints.checkpoint import Checkpoint
+from hetero_worker.checkpoints.store import TensorSlice
+from hetero_worker.layers.blocks import SelfAttention, SumOverRanks, layer_norm
+from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps, LatentNorm, LatentWrite
+from hetero_worker.layers.linear import ShardedLinear, compressing_linear, latent_query_linear, output_linear
+from hetero_worker.layers.linear_kernels import LinearKernel, PackedHeads
+from hetero_worker.layers.norm import ResidualStream, RmsNorm
+from hetero_worker.layers.packing import floats_dtype
+from hetero_worker.layers.rotary import Rotation
+
+_EPS: Final = 1e-6
+"""Of norms of compressed vectors, whatever the model's other norms have."""
+
+
+class LatentAttention:
+    """norm → queries, and what is cached → each head to the cache's space → attention → back → output projection."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, heads: UnitRange, *, adds_bias: bool, ops: FusedOps = PLAIN_OPS
+    ) -> None:
+        """`heads`: of this rank. Raises ValueError for a model with the usual attention."""
+        if config.latent is None:
+            raise ValueError(f"{config.architecture} has no latent attention")
+        prefix, shape = f"model.layers.{layer}.self_attn", config.latent
+        self._shape = shape
+        self._num_heads = heads.size
+        self._ops = ops
+        self._rule = AttentionRule(config.attention_scale)
+        self._norm = layer_norm(config, layer, config.norms.attention, ops)
+        self._query = latent_query_linear(config, shape, prefix, heads)
+        self._compressed_query, self._query_norm = None, None
+        if shape.query_rank is not None:
+            self._compressed_query = compressing_linear(config, f"{prefix}.q_a_proj", shape.query_rank)
+            self._query_norm = _compressed_norm(f"{prefix}.q_a_layernorm", shape.query_rank, ops)
+        order = RowOrder(shape.cached_dim, shape.rope_dim, config.interleaved_rope, before=shape.rank)
+        name = f"{prefix}.kv_a_proj_with_mqa"
+        self._cached = compressing_linear(config, name, shape.cached_dim, None if order.is_identity else order)
+        self._cached_norm = _compressed_norm(f"{prefix}.kv_a_layernorm", shape.rank, ops)
+        self._by_head = _HeadMatrices(shape, f"{prefix}.kv_b_proj.weight", config, heads)
+        self._output = output_linear(config, prefix, heads, bias=adds_bias)
+
+    @property
+    def _linears(self) -> tuple[ShardedLinear, ...]:
+        linears = (self._compressed_query, self._query, self._cached, self._output)
+        return tuple(linear for linear in linears if linear is not None)
+
+    @property
+    def _norms(self) -> tuple[RmsNorm, ...]:
+        return tuple(norm for norm in (self._norm, self._query_norm, self._cached_norm) if norm is not None)
+
+    @property
+    def linear_shapes(self) -> tuple[tuple[int, int], ...]:
+        """(out, in) of each linear layer."""
+        return tuple(linear.shape for linear in self._linears)
+
+    @property
+    def window(self) -> None:
+        """A row attends to all tokens before it."""
+        return
+
+    def weight_bytes(self, dtype: torch.dtype, kernel: LinearKernel | None = None) -> int:
+        """Return the most bytes that the loaded weights take; `kernel` None: in the arithmetic type."""
+        linears = sum(linear.weight_bytes(dtype, kernel) for linear in self._linears)
+        return sum(norm.weight_bytes(dtype) for norm in self._norms) + linears + self._by_head.weight_bytes(dtype)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors of the loaded weights, except those that a kernel has packed."""
+        norms = (tensor for norm in self._norms for tensor in norm.tensors)
+        linears = (tensor for linear in self._linears for tensor in linear.tensors)
+        return *norms, *linears, *self._by_head.tensors
+
+    def load(
+        self, checkpoint: Checkpoint, *, dtype: torch.dtype, kernel: LinearKernel, device: torch.device = HOST
+    ) -> None:
+        """Read this rank's slices. Raises ModelError."""
+        for norm in self._norms:
+            norm.load(checkpoint, dtype=dtype, device=device)
+        for linear in self._linears:
+            linear.load(checkpoint, dtype=dtype, kernel=kernel, device=device)
+        self._by_head.load(checkpoint, dtype=dtype, kernel=kernel, device=device)
+
+    def allocate_cache(
+        self, *, num_blocks: int, block_size: int, dtype: torch.dtype, zeros: Zeros = empty_on_huge_pages
+    ) -> LayerCache:
+        """Return an empty cache of compressed keys, which are the values, too."""
+        return LayerCache.allocate(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_kv_heads=1,
+            head_dim=self._shape.cached_dim,
+            dtype=dtype,
+            zeros=zeros,
+            keys_only=True,
+        )
+
+    def __call__(
+        self, hidden: torch.Tensor, rotation: Rotation, attention: StepAttention, cache: LayerCache
+    ) -> torch.Tensor:
+        """Return the partial sum [tokens, hidden] of hidden states [tokens, hidden]."""
+        return self.of_stream(ResidualStream(hidden), rotation, attention, cache)
+
+    def of_stream(
+        self,
+        stream: ResidualStream,
+        rotation: Rotation,
+        attention: StepAttention,
+        cache: LayerCache,
+        sum_over_ranks: SumOverRanks | None = None,  # noqa: ARG002 - ranks need nothing of one another
+    ) -> torch.Tensor:
+        """Return the partial sum [tokens, hidden] of the residual stream."""
+        normed, shape = stream.normed(self._norm), self._shape
+        query = self._query(self._query_source(normed)).view(len(normed), self._num_heads, shape.query_dim)
+        norm = LatentNorm(self._cached_norm.weight, self._cached_norm.eps)
+        write = LatentWrite(cache.keys, attention.slot_mapping)
+        in_cache_space = self._ops.rotate_latent(query, self._cached(normed), rotation, norm, write)
+        self._by_head.to_cache(query[:, :, : shape.nope_dim], in_cache_space[:, :, : shape.rank])
+        attended = attention.attend_written(in_cache_space, cache, self._rule).view(in_cache_space.shape)
+        width = self._num_heads * shape.value_dim
+        values = self._ops.empty(len(normed), width, dtype=normed.dtype, device=normed.device)
+        self._by_head.from_cache(attended[:, :, : shape.rank], values.view(len(normed), -1, shape.value_dim))
+        return self._output(values)
+
+    def _query_source(self, normed: torch.Tensor) -> torch.Tensor:
+        """Return what queries are made of: [tokens, hidden or query_rank]."""
+        if self._compressed_query is None or self._query_norm is None:
+            return normed
+        return self._query_norm(self._compressed_query(normed))
+
+
+class _HeadMatrices:
+    """Matrices of each head to the cache's space and back. Not usable before `load`."""
+
+    def __init__(self, shape: LatentShape, name: str, config: ModelConfig, heads: UnitRange) -> None:
+        rows = shape.nope_dim + shape.value_dim
+        self._shape = shape
+        self._num_heads = heads.size
+        self._source = TensorSlice(name, (config.num_heads * rows, shape.rank), rows=heads.scaled(rows))
+        self.tensors: tuple[torch.Tensor, ...] = ()
+        """Loaded weights, unless a kernel has packed them."""
+        self._products: tuple[PackedHeads, ...] = ()
+
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        """Return the most bytes that the loaded weights take."""
+        return self._source.shape[0] * self._source.shape[1] * dtype.itemsize
+
+    def load(
+        self, checkpoint: Checkpoint, *, dtype: torch.dtype, kernel: LinearKernel, device: torch.device = HOST
+    ) -> None:
+        """Read this rank's heads. Raises ModelError."""
+        stored = torch.empty(self._source.shape, dtype=floats_dtype(checkpoint, [self._source], dtype, kernel))
+        checkpoint.read(self._source, stored)
+        by_head = stored.view(self._num_heads, -1, self._shape.rank).to(device)
+        to_cache = by_head[:, : self._shape.nope_dim].transpose(1, 2).contiguous()
+        from_cache = by_head[:, self._shape.nope_dim :].contiguous()
+        self._products = kernel.pack_heads(to_cache), kernel.pack_heads(from_cache)
+        self.tensors = () if kernel.copies_weight else (to_cache, from_cache)
+
+    def to_cache(self, query: torch.Tensor, out: torch.Tensor) -> None:
+        """Write [tokens, heads, rank] of queries [tokens, heads, nope_dim]."""
+        self._products[0](query, out)
+
+    def from_cache(self, attended: torch.Tensor, out: torch.Tensor) -> None:
+        """Write [tokens, heads, value_dim] of [tokens, heads, rank]."""
+        self._products[1](attended, out)
+
+
+Attention = SelfAttention | LatentAttention
+"""Either kind of attention on one rank."""
+
+
+def self_attention(
+    config: ModelConfig, layer: int, heads: UnitRange, *, adds_bias: bool, ops: FusedOps = PLAIN_OPS
+) -> Attention:
+    """Return the attention of a layer's KV heads `heads`, of the model's kind."""
+    kind = SelfAttention if config.latent is None else LatentAttention
+    return kind(config, layer, heads, adds_bias=adds_bias, ops=ops)
+
+
+def _compressed_norm(name: str, width: int, ops: FusedOps) -> RmsNorm:
+    return RmsNorm(f"{name}.weight", width=width, eps=_EPS, ops=ops)
