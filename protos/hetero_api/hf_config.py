@@ -104,6 +104,8 @@ class HfConfig:
         packed = PackedWeights.of_config(self.fields, source=self.source)
         if packed is None:
             return StoredWeights(floats=floats)
+        if packed.is_of_experts:
+            return StoredWeights(experts=packed.weights, floats=floats, method=packed.method)
         layers = None if packed.some_are_floats else packed.weights
         return StoredWeights(layers=layers, floats=floats, method=packed.method)
 

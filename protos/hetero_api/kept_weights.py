@@ -92,7 +92,8 @@ class KeptWeights:
 
     def expert_bytes(self, *, hidden: int, width: int) -> int:
         """Return the bytes of a whole expert."""
-        return 2 * width * self.layers.row_bytes(hidden) + hidden * self.layers.row_bytes(width)
+        matrices = self._kept(self.stored.of_experts.layers)
+        return 2 * width * matrices.row_bytes(hidden) + hidden * matrices.row_bytes(width)
 
     def layer_bytes(self, config: ModelConfig) -> int:
         """Return the bytes of a layer, whatever is owned of it: beside columns of o and down, and what compresses."""

@@ -27,6 +27,8 @@ class Packing(Enum):
     GPTQ_V2 = "gptq_v2"
     PACKED_INTS = "pack-quantized"
     INTS = "int-quantized"
+    MXFP4 = "mxfp4"
+    """4-bit floats in groups of 32 inputs with a power of two, of stacked experts only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,11 @@ class PackedWeights:
     weights: WeightFormat
     some_are_floats: bool = False
     """Whether linear layers other than the output head are left out."""
+
+    @property
+    def is_of_experts(self) -> bool:
+        """True if experts are quantised, and nothing else."""
+        return self.packing is Packing.MXFP4
 
     @property
     def method(self) -> str:
@@ -60,7 +67,10 @@ _METHODS: Final = {
     Packing.GPTQ_V2: "gptq",
     Packing.PACKED_INTS: "compressed-tensors",
     Packing.INTS: "compressed-tensors",
+    Packing.MXFP4: "mxfp4, kept in 8 bits",
 }
+_MXFP4: Final = WeightFormat(8, 32)
+"""It holds twice the 4-bit floats, which are whole numbers up to 12, with half the scales: all of them exactly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +86,10 @@ class _Config:
                 return self._gptq()
             case "compressed-tensors":
                 return self._compressed_tensors()
+            case "mxfp4":
+                return PackedWeights(Packing.MXFP4, _MXFP4, some_are_floats=True)
             case other:
-                raise self._unsupported("quant_method", other, ("awq", "gptq", "compressed-tensors"))
+                raise self._unsupported("quant_method", other, ("awq", "gptq", "compressed-tensors", "mxfp4"))
 
     def _awq(self) -> PackedWeights:
         self._expect("bits", (4,), absent=4)

@@ -106,12 +106,19 @@ class StoredWeights:
 
     layers: WeightFormat | None = None
     """Format of linear layers; None: floats."""
+    experts: WeightFormat | None = None
+    """Format of experts, where it is not that of other linear layers; None: it is."""
     vocabulary: WeightFormat | None = None
     """Format of the embedding and the output head."""
     floats: str = ""
     """Type of weights that are floats in the checkpoint, as config.json writes it; "" where it does not say."""
     method: str = ""
     """Method that quantised the checkpoint, for a person, e.g. "awq"; "": none did, formats are made at load."""
+
+    @property
+    def of_experts(self) -> StoredWeights:
+        """Formats of experts' linear layers."""
+        return self if self.experts is None else replace(self, layers=self.experts)
 
     @property
     def at_load(self) -> StoredWeights:

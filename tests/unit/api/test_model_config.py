@@ -323,7 +323,7 @@ def test_rope_frequencies_equal_transformers() -> None:
         ),
         (
             {"quantization_config": {"quant_method": "fp8"}},
-            "quantization_config.quant_method 'fp8' is not supported; supported: awq, gptq, compressed-tensors",
+            "quantization_config.quant_method 'fp8' is not supported; supported: awq, gptq, compressed-tensors, mxfp4",
         ),
     ],
 )

@@ -1,10 +1,11 @@
-"""Reads quantised linear layers of safetensors files: AWQ, GPTQ and compressed-tensors.
+"""Reads quantised linear layers of safetensors files: AWQ, GPTQ, compressed-tensors and MXFP4.
 
 A layer consists of several tensors: values v packed into int32 words, scales, and zero points z that stand for a weight
 of zero. A weight is w = (v - z) · scale, so the minimum is -z · scale. Only the words that hold a rank's rows and
 columns are read and unpacked. Wider scales are rounded to float16.
 
-Layouts are those of AutoAWQ (gemm), AutoGPTQ and compressed-tensors (pack-quantized, int-quantized).
+Layouts are those of AutoAWQ (gemm), AutoGPTQ and compressed-tensors (pack-quantized, int-quantized), and of GPT-OSS.
+Scales of MXFP4 below 2^-23, whose weights are less than 10^-6, become zero: float16 has no smaller numbers.
 """
 
 from __future__ import annotations
@@ -25,6 +26,12 @@ from hetero_worker.checkpoints.safetensors_store import SafetensorsStore
 from hetero_worker.checkpoints.store import TensorSlice
 
 _WORD_BITS: Final = 32
+_MXFP4_TWICE: Final = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
+"""Twice the 4-bit floats (E2M1), by their bits."""
+_MXFP4_EXPONENT: Final = 128
+"""What a stored exponent of half a scale is larger by."""
+_MXFP4_BYTES: Final = 16
+"""Bytes of a group of 32."""
 _AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """Position within a word, in units of four bits from the lowest, of each of 8 outputs."""
 _MARKS: Final = {
@@ -33,6 +40,7 @@ _MARKS: Final = {
     Packing.GPTQ_V2: "qweight",
     Packing.PACKED_INTS: "weight_packed",
     Packing.INTS: "weight_scale",
+    Packing.MXFP4: "_blocks",
 }
 """Tensor whose presence marks a quantised layer."""
 
@@ -48,12 +56,17 @@ class PackedStore(SafetensorsStore):
 
     def format_of(self, name: str) -> WeightFormat | None:
         """See `WeightStore.format_of`."""
+        mark = _MARKS[self._packing]
+        if self._packing is Packing.MXFP4:
+            return self._weights if self.has(f"{name}{mark}") else None
         stem, _, kind = name.rpartition(".")
-        is_packed = kind == "weight" and self.has(f"{stem}.{_MARKS[self._packing]}")
+        is_packed = kind == "weight" and self.has(f"{stem}.{mark}")
         return self._weights if is_packed else None
 
     def quantized(self, part: TensorSlice) -> QuantizedMatrix:
         """See `WeightStore.quantized`."""
+        if self._packing is Packing.MXFP4:
+            return self._mxfp4(part)
         layer = _Layer(self, self._weights, part)
         match self._packing:
             case Packing.AWQ:
@@ -64,6 +77,27 @@ class PackedStore(SafetensorsStore):
                 return layer.packed_ints()
             case Packing.INTS:
                 return layer.ints()
+
+    def _mxfp4(self, part: TensorSlice) -> QuantizedMatrix:
+        """Read blocks [experts, out, groups, 16], the lower half of a byte first, and exponents [experts, out, groups].
+
+        Rows are those of the entry of the stack.
+        """
+        entry, (outputs, inputs), group = part.entry, part.full_shape, self._weights.group
+        if entry is None or inputs % group:
+            raise ModelError(f"{self.directory}: {part.name} is no stack of experts with groups of {group} inputs")
+        shape = entry.entries, outputs * entry.step, inputs // group
+        blocks, exponents = f"{part.name}_blocks", f"{part.name}_scales"
+        self.check_shape(blocks, (*shape, _MXFP4_BYTES))
+        self.check_shape(exponents, shape)
+        rows = slice(entry.first, None, entry.step), slice(*part.row_range)
+        packed, stored = (self.slice(name)[entry.number][rows[0]][rows[1]] for name in (blocks, exponents))
+        values = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
+        scales = torch.exp2(stored.float() - _MXFP4_EXPONENT).half().float()
+        if not torch.isfinite(scales).all():
+            raise ModelError(f"{self.directory}: {exponents} has scales that are too large for float16")
+        whole = QuantizedMatrix(self._weights, _MXFP4_TWICE[values.int()], scales)
+        return whole if part.columns is None else whole.columns(part.columns)
 
 
 def open_packed_safetensors(directory: Path) -> PackedStore | None:

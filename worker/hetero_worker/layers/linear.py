@@ -217,16 +217,17 @@ def expert_gate_up_linear(config: ModelConfig, experts: ExpertsConfig, block: st
         parts = [_Rows(f"{block}.experts.{names.gate}", width, rows, entry=entry) for entry in entries]
     else:
         parts = [_Rows(f"{block}.experts.{number}.{name}", width, rows) for name in (names.gate, names.up)]
-    return _column_parallel(parts, config=config, bias=experts.biased)
+    stored = config.weights.of_experts
+    return _column_parallel(parts, config=config, bias=experts.biased, stored=stored)
 
 
 def expert_down_linear(config: ModelConfig, experts: ExpertsConfig, block: str, number: int) -> ShardedLinear:
     """Return the down projection of a whole expert."""
-    width, names = experts.intermediate_size, experts.names
+    width, names, stored = experts.intermediate_size, experts.names, config.weights.of_experts
     entry = StackEntry(number, experts.number) if names.stacked else None
     name = f"{block}.experts.{names.down}" if names.stacked else f"{block}.experts.{number}.{names.down}"
     inputs = width, UnitRange(0, width)
-    return _row_parallel(name, config, inputs, unit=0, bias=experts.biased, entry=entry)
+    return _row_parallel(name, config, inputs, unit=0, bias=experts.biased, entry=entry, stored=stored)
 
 
 class _Rows(NamedTuple):
@@ -241,10 +242,19 @@ class _Rows(NamedTuple):
 
 
 def _column_parallel(
-    parts: Sequence[_Rows], *, config: ModelConfig, bias: bool, width: int | None = None
+    parts: Sequence[_Rows],
+    *,
+    config: ModelConfig,
+    bias: bool,
+    width: int | None = None,
+    stored: StoredWeights | None = None,
 ) -> ShardedLinear:
-    """Return a layer whose outputs are split over ranks; its inputs are whole. `width` None: they are hidden states."""
-    width, wanted = width or config.hidden_size, config.weights.at_load.layers
+    """Return a layer whose outputs are split over ranks; its inputs are whole.
+
+    `width` None: they are hidden states. `stored` None: weights are stored as most layers are.
+    """
+    width, stored = width or config.hidden_size, stored or config.weights
+    wanted = stored.at_load.layers
     weights = [
         TensorSlice(
             _weight_name(part.name, part.entry), (part.height, width),
@@ -256,7 +266,7 @@ def _column_parallel(
         TensorSlice(_bias_name(name, entry), (height,), rows=rows, order=order, entry=entry)
         for name, height, rows, order, entry in parts
     ]
-    return ShardedLinear(weights, biases if bias else (), stored=config.weights)
+    return ShardedLinear(weights, biases if bias else (), stored=stored)
 
 
 def _row_parallel(
@@ -267,10 +277,11 @@ def _row_parallel(
     unit: int,
     bias: bool,
     entry: StackEntry | None = None,
+    stored: StoredWeights | None = None,
 ) -> ShardedLinear:
     """Return a layer whose inputs are split over ranks in units of `unit`; 0: they are not split."""
     width, columns = inputs
-    stored, height = config.weights.within(unit), config.hidden_size
+    stored, height = (stored or config.weights).within(unit), config.hidden_size
     weight = TensorSlice(
         _weight_name(name, entry), (height, width), columns=columns, quantize_to=stored.at_load.layers, entry=entry
     )

@@ -193,7 +193,7 @@ def kept_bits(kernel: LinearKernel, dtype: torch.dtype, config: ModelConfig) -> 
     """
     stored = config.weights
     units = (0, COLUMN_UNIT, config.output_unit)
-    formats = {*(stored.within(unit).layers for unit in units), stored.vocabulary} - {None}
+    formats = {*(stored.within(unit).layers for unit in units), stored.of_experts.layers, stored.vocabulary} - {None}
     widened = {weights.bits for weights in formats if weights and kept_format(weights, kernel) is None}
     kept = {weights.bits for weights in formats if weights} - widened
     floats = FLOAT_TYPES.get(stored.floats, dtype)
