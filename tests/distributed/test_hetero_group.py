@@ -33,6 +33,8 @@ LENGTHS = (1, 16, 17, 117, 110, 100)
 ENGINE = {"maxNumBatchedTokens": 50, "kvCacheMemoryBytes": "750Ki", "maxNumSeqs": 8}
 """Where a rank has 4 to 6 KV heads, 20 to 31 blocks of 16: not all of these sequences fit at a time."""
 
+MIXED_VARIANTS = ("glm4-moe", "gpt-oss", "minimax-m2", "deepseek-v3")
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -103,7 +105,7 @@ def test_a_mixed_group_equals_transformers_on_every_path(tmp_path: Path, layout:
     assert shared_segments() == set()
 
 
-@pytest.mark.parametrize("variant", ["glm4-moe", "gpt-oss", "minimax-m2", "deepseek-v3"])
+@pytest.mark.parametrize("variant", MIXED_VARIANTS)
 def test_models_that_do_not_fit_a_gpu_are_served_by_a_mixed_group(tmp_path: Path, variant: str) -> None:
     """Chunked and mixed steps, a prefix hit, and wake-up from sleep."""
     model, layout = save_tiny_model(tmp_path / "model", variant), LAYOUTS["1 GPU + 3 CPU"]

@@ -73,7 +73,7 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe-some-dense": ("qwen3_moe", {**_QWEN3_MOE, "mlp_only_layers": [1]}),
     "qwen3-moe-every-second": ("qwen3_moe", {**_QWEN3_MOE, "decoder_sparse_step": 2}),
     "smollm3": ("smollm3", {"no_rope_layer_interval": 2}),
-    "smollm3-window": ("smollm3", {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 5}),
+    "smollm3-window": ("smollm3", {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 5}),
     "glm4": ("glm4", {}),
     "glm4-moe": ("glm4_moe", {**_GLM4_MOE, "use_qk_norm": True}),
     "glm4-moe-grouped": (

@@ -1,0 +1,115 @@
+"""Writes docs/models.md: every architecture that is served, what is special about it, and how it is tested.
+
+Architectures come from the contract; which of a test's cases are of an architecture, from the tests' own lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Final
+
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from hetero_api.architectures import ARCHITECTURES, REFUSED_ARCHITECTURES, Architecture
+from tests.distributed.test_hetero_group import MIXED_VARIANTS
+from tests.support.tiny_checkpoints import VARIANTS
+from tests.unit.worker_model.test_decoder_reference import CURRENT, EVERY_LAYOUT
+from tests.unit.worker_model.test_model_paths import VARIANTS as PATH_VARIANTS
+from tests.unit.worker_model.test_native_forward import CASES
+
+PAGE: Final = Path("docs/models.md")
+_FAMILIES: Final = {
+    "LlamaForCausalLM": "Llama 2, 3, 3.1, 3.2; SmolLM2",
+    "MistralForCausalLM": "Mistral 7B, Nemo, Small (text)",
+    "MixtralForCausalLM": "Mixtral 8x7B, 8x22B",
+    "Qwen2ForCausalLM": "Qwen2, Qwen2.5",
+    "Qwen3ForCausalLM": "Qwen3",
+    "Qwen3MoeForCausalLM": "Qwen3-30B-A3B, 235B-A22B, Coder",
+    "Gemma2ForCausalLM": "Gemma 2",
+    "Gemma3ForCausalLM": "Gemma 3 (text)",
+    "SmolLM3ForCausalLM": "SmolLM3",
+    "Glm4ForCausalLM": "GLM-4-0414",
+    "Glm4MoeForCausalLM": "GLM-4.5, 4.6, 4.7, Air",
+    "MiniMaxM2ForCausalLM": "MiniMax-M2",
+    "DeepseekV3ForCausalLM": "DeepSeek-V3, R1, V3.1; Kimi-K2",
+    "GptOssForCausalLM": "GPT-OSS 20B, 120B",
+}
+_TESTS: Final = {
+    "every layout": EVERY_LAYOUT,
+    "torch, GPU with CPU, invariant": CURRENT,
+    "chunks, prefixes, stages": PATH_VARIANTS,
+    "recorded": tuple(variant for variant, *_ in CASES),
+    "mixed group": MIXED_VARIANTS,
+}
+_INTRO: Final = """\
+<!-- Generated from the contract and the tests by `make docs`. Do not edit. -->
+# Models
+
+A model is served if `architectures` in its config.json names one of these. Everything else is refused by name.
+
+**Tests.** All architectures are compared with transformers' own class: random weights, float32, logits within 10⁻⁴ in
+prefill and decode, on one rank and on ranks with 5:2:1:0 of the heads. Numbers count the configurations that a test
+tries. What is tested beside:
+
+- *every layout*: ranks without heads, without experts, first ranks idle, helpers of two holders, layers of stages
+- *torch, GPU with CPU, invariant*: torch's operators in place of native kernels, a GPU that is played by the host
+  beside a CPU rank, and batch-invariant mode
+- *chunks, prefixes, stages*: prefill in chunks of any size, prefix hits, mixed batches, recomputed sequences, pipelines
+- *recorded*: recorded decode steps equal those that are computed operator by operator, bit by bit
+- *mixed group*: real processes of a GPU rank, played by the host, and CPU ranks: text, a prefix hit, sleep
+
+"""
+_NOTES: Final = """
+**Kernels.** CPU ranks compute all of these with native kernels. Steps that only decode are recorded where no layer of
+the rank has experts. On GPUs attention is a Triton kernel, except latent attention, which torch computes;
+`Loaded.kernels` says so.
+
+**Latent attention** (DeepSeek-V3) caches one vector a token and layer, 576 elements for DeepSeek-V3, on each rank that
+holds heads, and computes with it as it is, in prefill too.
+
+**Experts that all tokens share** are dealt in proportion to KV heads; routed experts are dealt whole.
+
+**Refused by name**, with the reason:
+
+"""
+
+
+def generate_models_page(root: Path) -> list[Path]:
+    """Write the page under `root`; returns what was written, relative to `root`."""
+    (root / PAGE).parent.mkdir(parents=True, exist_ok=True)
+    refused = "".join(f"- `{name}`: {reason}\n" for name, reason in REFUSED_ARCHITECTURES.items())
+    (root / PAGE).write_text(_INTRO + _table() + _NOTES + refused, encoding="utf-8")
+    return [PAGE]
+
+
+def _table() -> str:
+    heads = ("Architecture", "Models", "Parts", "configurations", *_TESTS)
+    rows = [heads, tuple("---" for _ in heads), *map(_row, ARCHITECTURES)]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _row(name: str) -> tuple[str, ...]:
+    variants = [variant for variant, (kind, _) in VARIANTS.items() if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind] == name]
+    tested = (str(len(set(variants) & set(cases)) or "") for cases in _TESTS.values())
+    return f"`{name}`", _FAMILIES[name], ", ".join(_parts(ARCHITECTURES[name])), str(len(variants)), *tested
+
+
+def _parts(traits: Architecture) -> Collection[str]:
+    """Return what an architecture has that Llama has not."""
+    experts = traits.experts
+    parts = {
+        "latent attention": traits.is_latent,
+        "sinks": traits.has_sinks,
+        "windows": traits.sliding.value != "none" and traits.use_sliding_window,
+        "layers without rotation": traits.no_rope_layer_interval is not None,
+        "partial rotation": traits.partial_rotary_factor < 1,
+        "norms of query and key heads": traits.qk_norm == "head",
+        "norms over all heads": traits.qk_norm == "all heads",
+        "norms of sums": bool(traits.norms.sums),
+        "soft caps": traits.final_logit_softcapping is not None,
+        "experts": experts is not None,
+        "shared experts": experts is not None and experts.has_shared,
+        "sigmoid routing": experts is not None and experts.routing.score == "sigmoid",
+    }
+    return [part for part, has in parts.items() if has]
