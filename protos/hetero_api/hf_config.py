@@ -30,7 +30,7 @@ from hetero_api.model_parts import (
     Routing,
     SlidingAttention,
 )
-from hetero_api.packed_weights import PackedWeights
+from hetero_api.packed_weights import Fp8Blocks, PackedWeights
 from hetero_api.weight_format import StoredWeights
 
 _ACTIVATIONS: Final[Mapping[str, Activation]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -101,6 +101,8 @@ class HfConfig:
     def stored_weights(self) -> StoredWeights:
         """Return the formats of the safetensors files beside config.json."""
         floats = str(self.fields.get("dtype") or self.fields.get("torch_dtype") or "")
+        if Fp8Blocks.of_config(self.fields, source=self.source) is not None:
+            return StoredWeights(floats="bfloat16")
         packed = PackedWeights.of_config(self.fields, source=self.source)
         if packed is None:
             return StoredWeights(floats=floats)

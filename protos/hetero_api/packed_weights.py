@@ -18,6 +18,30 @@ FIELD: Final = "quantization_config"
 _FLOATS: Final = ("lm_head", ".gate")
 
 
+@dataclass(frozen=True, slots=True)
+class Fp8Blocks:
+    """8-bit floats (E4M3) with a float32 scale for each block of rows and columns; ranks widen them to bfloat16."""
+
+    rows: int
+    columns: int
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any], *, source: str) -> Fp8Blocks | None:
+        """From the contents of config.json, `source`; None: not quantised so. Raises ModelError."""
+        fields = config.get(FIELD)
+        if not isinstance(fields, Mapping) or fields.get("quant_method") != "fp8":
+            return None
+        own = _Config(fields, f"{source}: {FIELD}")
+        own._expect("fmt", ("e4m3",), absent="e4m3")
+        size = fields.get("weight_block_size")
+        is_size = isinstance(size, list) and len(size) == 2 and all(type(each) is int and each > 0 for each in size)
+        if not isinstance(size, list) or not is_size:
+            raise ModelError(
+                f"{own.source}.weight_block_size must be two whole numbers, rows and columns, not {size!r}"
+            )
+        return cls(*size)
+
+
 class Packing(Enum):
     """A layout of tensors; worker's `checkpoints/packed_safetensors.py` reads them."""
 
@@ -52,9 +76,9 @@ class PackedWeights:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], *, source: str) -> PackedWeights | None:
-        """From the contents of config.json, `source`; None: not quantised. Raises ModelError."""
+        """From the contents of config.json, `source`; None: not quantised, or in floats. Raises ModelError."""
         fields = config.get(FIELD)
-        if not fields:
+        if not fields or Fp8Blocks.of_config(config, source=source) is not None:
             return None
         if not isinstance(fields, Mapping):
             raise ModelError(f"{source}: {FIELD} must be an object, not {fields!r}")
@@ -89,7 +113,17 @@ class _Config:
             case "mxfp4":
                 return PackedWeights(Packing.MXFP4, _MXFP4, some_are_floats=True)
             case other:
-                raise self._unsupported("quant_method", other, ("awq", "gptq", "compressed-tensors", "mxfp4"))
+                raise self._unsupported("quant_method", other, ("awq", "gptq", "compressed-tensors", "mxfp4", "fp8"))
+
+    def fp8_blocks(self) -> tuple[int, int]:
+        """Return the rows and columns that share a scale."""
+        self._expect("fmt", ("e4m3",), absent="e4m3")
+        match self.fields.get("weight_block_size"):
+            case [int(rows), int(columns)] if rows > 0 and columns > 0:
+                return rows, columns
+            case size:
+                problem = f"must be two whole numbers, rows and columns, not {size!r}"
+                raise ModelError(f"{self.source}.weight_block_size {problem}")
 
     def _awq(self) -> PackedWeights:
         self._expect("bits", (4,), absent=4)

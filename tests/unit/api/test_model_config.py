@@ -322,8 +322,8 @@ def test_rope_frequencies_equal_transformers() -> None:
             r"n_group \(4\) and topk_group \(1\) do not fit 10 experts",
         ),
         (
-            {"quantization_config": {"quant_method": "fp8"}},
-            "quantization_config.quant_method 'fp8' is not supported; supported: awq, gptq, compressed-tensors, mxfp4",
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            "quant_method 'bitsandbytes' is not supported; supported: awq, gptq, compressed-tensors, mxfp4, fp8",
         ),
     ],
 )

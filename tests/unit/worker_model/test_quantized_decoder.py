@@ -27,7 +27,7 @@ LAYOUTS: Final = {
     ),
     "helpers": Shares(kv_heads=((8, 0, 0),), mlp_columns=((0, 49, 1),), vocab_rows=(0, 64, 136), experts=((0, 5, 1),)),
 }
-VARIANTS: Final = ("llama-biased", "qwen3", "qwen3-moe-some-dense", "gemma3")
+VARIANTS: Final = ("llama-biased", "qwen3", "qwen3-moe-some-dense", "gemma3", "glm4", "glm4-moe", "minimax-m2")
 
 
 @pytest.fixture(scope="module")

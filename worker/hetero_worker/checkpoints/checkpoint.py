@@ -28,11 +28,11 @@ from hetero_worker.checkpoints.gguf_store import open_gguf
 from hetero_worker.checkpoints.packed_cache import KeptMatrices, PackedCache
 from hetero_worker.checkpoints.packed_safetensors import open_packed_safetensors
 from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix, quantize, stacked
-from hetero_worker.checkpoints.safetensors_store import SafetensorsStore
+from hetero_worker.checkpoints.safetensors_store import SafetensorsStore, open_fp8
 from hetero_worker.checkpoints.store import TensorSlice, WeightStore
 from hetero_worker.host.process_memory import let_go_of_code
 
-_SPECIAL: Final[tuple[Callable[[Path], WeightStore | None], ...]] = (open_gguf, open_packed_safetensors)
+_SPECIAL: Final[tuple[Callable[[Path], WeightStore | None], ...]] = (open_gguf, open_fp8, open_packed_safetensors)
 """Formats other than plain safetensors, in the order in which they are tried."""
 _QUANTIZED_AT_ONCE: Final = 1 << 20
 """Weights that are widened to floats at a time while they are quantised."""
