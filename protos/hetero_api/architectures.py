@@ -183,7 +183,6 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
             "use_routing_bias": True,
             "shared_intermediate_size": 0,
             "qk_norm_type": "per_layer",
-            "attn_window_size": None,
         },
     ),
     "DeepseekV3ForCausalLM": Architecture(

@@ -124,8 +124,8 @@ class HfConfig:
         """Return the rotation of layers with full attention."""
         # transformers 5 writes rope_parameters, earlier ones rope_theta and rope_scaling.
         scaling = self._rope_fields(_FULL) or self.fields.get("rope_scaling") or {}
-        theta = scaling.get("rope_theta") or self.fields.get("rope_theta") or self.traits.rope_theta
-        return replace(self._rope(scaling, float(theta)), share=self._rotary_share(scaling))
+        theta = self._more_than_0(scaling, "rope_theta", self.fields.get("rope_theta") or self.traits.rope_theta)
+        return replace(self._rope(scaling, theta), share=self._rotary_share(scaling))
 
     def unrotated_layers(self) -> tuple[int, ...]:
         """Return the layers whose queries and keys are not rotated, ascending."""
@@ -171,7 +171,7 @@ class HfConfig:
         rope, mscale = self.rope(), scaling.get("mscale_all_dim")
         if not self.traits.is_latent or rope.kind == "default" or not mscale:
             return 1.0
-        return yarn_mscale(rope.factor, float(mscale)) ** 2
+        return yarn_mscale(rope.factor, self._more_than_0(scaling, "mscale_all_dim", 1.0)) ** 2
 
     def experts(self) -> ExpertsConfig | None:
         """Return the layers with experts; None where all are dense."""
@@ -278,7 +278,7 @@ class HfConfig:
         if theta is None:
             return self.rope()
         own = self._rope_fields(_SLIDING)
-        return self._rope(own, float(own.get("rope_theta") or theta))
+        return self._rope(own, self._more_than_0(own, "rope_theta", theta))
 
     def _rope_fields(self, kind: str) -> Mapping[str, Any]:
         """rope_parameters, or the part of it that is for a kind of layers."""
@@ -298,20 +298,34 @@ class HfConfig:
         if kind == "default":
             return RopeConfig(theta)
         longest = self.positive("max_position_embeddings")
-        original = int(scaling.get("original_max_position_embeddings") or longest)
-        factor = float(scaling.get("factor") or (longest / original if kind == "yarn" else 1.0))
+        original = int(self._more_than_0(scaling, "original_max_position_embeddings", longest))
+        factor = self._more_than_0(scaling, "factor", longest / original if kind == "yarn" else 1.0)
         return RopeConfig(
             theta,
             kind,
             factor=factor,
-            low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
-            high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
-            original_max_position=original,
-            beta_fast=float(scaling.get("beta_fast") or 32.0),
-            beta_slow=float(scaling.get("beta_slow") or 1.0),
+            low_freq_factor=self._more_than_0(scaling, "low_freq_factor", 1.0),
+            high_freq_factor=self._more_than_0(scaling, "high_freq_factor", 4.0),
+            original_max_position=max(1, original),
+            beta_fast=self._more_than_0(scaling, "beta_fast", 32.0),
+            beta_slow=self._more_than_0(scaling, "beta_slow", 1.0),
             truncate=bool(scaling.get("truncate", True)),
-            amplitude=_yarn_amplitude(scaling, factor) if kind == "yarn" else 1.0,
+            amplitude=self._yarn_amplitude(scaling, factor) if kind == "yarn" else 1.0,
         )
+
+    def _yarn_amplitude(self, scaling: Mapping[str, Any], factor: float) -> float:
+        usual = yarn_mscale(factor)
+        if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+            mscale, of_all = (self._more_than_0(scaling, name, 1.0) for name in ("mscale", "mscale_all_dim"))
+            usual = yarn_mscale(factor, mscale) / yarn_mscale(factor, of_all)
+        return self._more_than_0(scaling, "attention_factor", usual)
+
+    def _more_than_0(self, scaling: Mapping[str, Any], name: str, default: float) -> float:
+        """Return a number of a rotation; what is missing, null or 0 is the default."""
+        value = scaling.get(name) or default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise self.error(f"rope field {name} must be a number of more than 0, not {value!r}")
+        return float(value)
 
     def _rotary_share(self, scaling: Mapping[str, Any]) -> float:
         """Return the part of a head that is rotated; earlier versions name it, or a number of elements, at the top."""
@@ -327,15 +341,6 @@ class HfConfig:
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
     """Return by how much YaRN scales what it rotates, for contexts that are `factor` times as long."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
-def _yarn_amplitude(scaling: Mapping[str, Any], factor: float) -> float:
-    if scaling.get("attention_factor") is not None:
-        return float(scaling["attention_factor"])
-    mscale, mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
-    if mscale and mscale_all_dim:
-        return yarn_mscale(factor, float(mscale)) / yarn_mscale(factor, float(mscale_all_dim))
-    return yarn_mscale(factor)
 
 
 def read_json(path: Path) -> dict[str, Any]:

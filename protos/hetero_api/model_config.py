@@ -264,6 +264,9 @@ class ModelConfig:
         has_qk_norm = bool(config.get("use_qk_norm", traits.use_qk_norm))
         head_dim = fields.positive("head_dim", default=traits.head_dim or hidden // num_heads)
         query_scalar = fields.positive("query_pre_attn_scalar", default=head_dim)
+        rope = fields.rope()
+        if (rotated := rope.rotary_dim(latent.rope_dim if latent else head_dim)) % 2 or not rotated:
+            raise fields.error(f"{rotated} elements of a head are rotated, which must be an even number of them")
         if latent is not None:
             head_dim, query_scalar = latent.cached_dim, latent.query_dim
         return cls(
@@ -277,7 +280,7 @@ class ModelConfig:
             vocab_size=fields.positive("vocab_size"),
             max_position=fields.positive("max_position_embeddings"),
             rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            rope=fields.rope(),
+            rope=rope,
             tie_word_embeddings=bool(config.get("tie_word_embeddings", traits.tie_word_embeddings)),
             qkv_bias=attention_bias if traits.biased_qkv is None else traits.biased_qkv,
             o_bias=attention_bias and traits.biased_output,

@@ -31,15 +31,7 @@ class Fp8Blocks:
         fields = config.get(FIELD)
         if not isinstance(fields, Mapping) or fields.get("quant_method") != "fp8":
             return None
-        own = _Config(fields, f"{source}: {FIELD}")
-        own._expect("fmt", ("e4m3",), absent="e4m3")
-        size = fields.get("weight_block_size")
-        is_size = isinstance(size, list) and len(size) == 2 and all(type(each) is int and each > 0 for each in size)
-        if not isinstance(size, list) or not is_size:
-            raise ModelError(
-                f"{own.source}.weight_block_size must be two whole numbers, rows and columns, not {size!r}"
-            )
-        return cls(*size)
+        return cls(*_Config(fields, f"{source}: {FIELD}").fp8_blocks())
 
 
 class Packing(Enum):
@@ -117,7 +109,7 @@ class _Config:
 
     def fp8_blocks(self) -> tuple[int, int]:
         """Return the rows and columns that share a scale."""
-        self._expect("fmt", ("e4m3",), absent="e4m3")
+        self._expect("fmt", ("e4m3", "float8_e4m3fn"), absent="e4m3")
         match self.fields.get("weight_block_size"):
             case [int(rows), int(columns)] if rows > 0 and columns > 0:
                 return rows, columns

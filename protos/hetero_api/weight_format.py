@@ -106,14 +106,14 @@ class StoredWeights:
 
     layers: WeightFormat | None = None
     """Format of linear layers; None: floats."""
-    experts: WeightFormat | None = None
-    """Format of experts, where it is not that of other linear layers; None: it is."""
     vocabulary: WeightFormat | None = None
     """Format of the embedding and the output head."""
     floats: str = ""
     """Type of weights that are floats in the checkpoint, as config.json writes it; "" where it does not say."""
     method: str = ""
     """Method that quantised the checkpoint, for a person, e.g. "awq"; "": none did, formats are made at load."""
+    experts: WeightFormat | None = None
+    """Format of experts, where it is not that of other linear layers; None: it is."""
 
     @property
     def of_experts(self) -> StoredWeights:

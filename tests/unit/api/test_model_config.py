@@ -292,6 +292,13 @@ def test_rope_frequencies_equal_transformers() -> None:
             "moe_intermediate_size must be a whole number",
         ),
         ({"rope_scaling": {"type": "longrope"}}, "rope type 'longrope' is not supported"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": -4.0}},
+            "rope field factor must be a number of more than 0",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": "8"}}, "rope field factor must be a number of more than 0"),
+        ({"rope_theta": [1]}, "rope field rope_theta must be a number of more than 0"),
+        ({"head_dim": 15}, "15 elements of a head are rotated, which must be an even number"),
         ({"architectures": ["DeepseekV32ForCausalLM"]}, "DeepseekV32ForCausalLM is not supported: an indexer chooses"),
         ({"rope_parameters": {"rope_type": "yarn", "llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta is set"),
         (

@@ -189,7 +189,7 @@ def test_random_batches_equal_those_of_plain_operators(seed: int) -> None:
         block_size=chance.choice([2, 16]),
         seed=seed,
     )
-    rule = chance.choice(list(RULES.values()))
+    rule = chance.choice([rule for rule in RULES.values() if rule.sinks is None])
     expected = attended(TorchPagedAttention(HOST).begin(case.batch), case, rule)
     assert torch.allclose(attended(backend_for(case).begin(case.batch), case, rule), expected, atol=3e-6)
 

@@ -108,7 +108,7 @@ def test_scales_of_another_shape_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"fmt": "e5m2"}, "fmt 'e5m2' is not supported; supported: e4m3"),
+        ({"fmt": "e5m2"}, "fmt 'e5m2' is not supported; supported: e4m3, float8_e4m3fn"),
         ({"weight_block_size": None}, "weight_block_size must be two whole numbers, rows and columns, not None"),
         ({"weight_block_size": [128, 0]}, "weight_block_size must be two whole numbers"),
     ],

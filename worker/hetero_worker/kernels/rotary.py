@@ -7,7 +7,7 @@ arithmetic is in float32 and rounded once; values are copied unchanged.
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import torch
 import triton
@@ -83,23 +83,15 @@ def _rotate(  # type: ignore[no-untyped-def]
     tl.store(value_place + half, right, mask=is_value)
 
 
-class HeadNorms(Protocol):
+class HeadNorms(NamedTuple):
     """Norms of query and key heads."""
 
-    @property
-    def weight(self) -> torch.Tensor:
-        """[heads + kv_heads, head_dim], contiguous."""
-        ...
-
-    @property
-    def eps(self) -> float:
-        """Term added to the mean square."""
-        ...
-
-    @property
-    def mean_squares(self) -> torch.Tensor | None:
-        """Contiguous float32 [tokens, 2]: of all query heads and of all key heads; None: each head has its own."""
-        ...
+    weight: torch.Tensor
+    """[heads + kv_heads, head_dim], contiguous."""
+    eps: float
+    """Term added to the mean square."""
+    mean_squares: torch.Tensor | None = None
+    """Contiguous float32 [tokens, 2]: of all query heads and of all key heads; None: each head has its own."""
 
 
 class CacheWrite(NamedTuple):

@@ -17,8 +17,6 @@ from hetero_api.model_parts import LatentShape, RowOrder
 from hetero_api.sharding import UnitRange
 from hetero_worker.attention.base import AttentionRule, StepAttention
 from hetero_worker.attention.kv_cache import LayerCache, Zeros
-from hetero_worker.memory.huge_pages import empty_on_huge_pages
-from hetero_worker.memory.streams import HOST
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.checkpoints.store import TensorSlice
 from hetero_worker.layers.blocks import SelfAttention, SumOverRanks, layer_norm
@@ -28,6 +26,8 @@ from hetero_worker.layers.linear_kernels import LinearKernel, PackedHeads
 from hetero_worker.layers.norm import ResidualStream, RmsNorm
 from hetero_worker.layers.packing import floats_dtype
 from hetero_worker.layers.rotary import Rotation
+from hetero_worker.memory.huge_pages import empty_on_huge_pages
+from hetero_worker.memory.streams import HOST
 
 _EPS: Final = 1e-6
 """Of norms of compressed vectors, whatever the model's other norms have."""

@@ -9,7 +9,7 @@ from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.kernels import activations
 from hetero_worker.kernels.matmul import linear
 from hetero_worker.kernels.norms import add_rms_norm, rms_norm
-from hetero_worker.kernels.rotary import CacheWrite, rotate_and_write
+from hetero_worker.kernels.rotary import CacheWrite, HeadNorms, rotate_and_write
 from hetero_worker.kernels.routing import router_logits
 from hetero_worker.layers.fused_ops import HeadWeights, PlainOps
 from hetero_worker.layers.invariant_ops import InvariantOps
@@ -55,7 +55,7 @@ class TritonOps(PlainOps):
             rotation.cos,
             rotation.signed_sin,
             num_heads=num_heads,
-            norms=norms,
+            norms=None if norms is None else HeadNorms(*norms),
             write=CacheWrite(cache.keys, cache.values, slots),
         )
         return qkv[:, :num_heads]
