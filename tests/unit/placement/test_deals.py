@@ -33,10 +33,7 @@ def make_shard_plan(spec: HeteroInferenceSpec, config: ModelConfig) -> ShardPlan
     cores = [pool.cpu_or_default.cores_per_rank for pool in spec.pools for _ in range(pool.ranks)]
     deal = deal_layers if spec.placement.mode == PlacementMode.LAYER else deal_within_layers
     plan = deal(config, cores=cores, shares=spec.placement.shares)
-    plan.validate(
-        num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, mlp_columns=config.intermediate_size,
-        vocab_size=config.vocab_size, num_experts=config.num_experts, expert_layers=config.expert_layers,
-    )  # fmt: skip
+    plan.validate_for(config)
     return plan
 
 
@@ -212,3 +209,16 @@ def test_a_model_of_dense_layers_and_such_with_experts_is_dealt_by_the_kind_of_e
         assert sum(shard.mlp_columns.size for shard in shards) == (0 if has_experts else 1536)
     if mode == "Tensor":
         assert counts(plan, layer=1) == counts(make_shard_plan(spec_of(), model_config()))
+
+
+@pytest.mark.parametrize("mode", ["Tensor", "Layer"])
+def test_experts_of_all_tokens_go_with_kv_heads(mode: str) -> None:
+    """Of 8 heads 6 and 2, or all: of 1,000 columns 704 and the others, in units of 64."""
+    config = model_config(
+        architectures=["Glm4MoeForCausalLM"], num_attention_heads=16, num_key_value_heads=8, head_dim=64,
+        n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=500, n_shared_experts=2,
+    )  # fmt: skip
+    shares = {"attention": [3.0, 1.0]} if mode == "Tensor" else {"attention": [1.0, 0.0]}
+    plan = make_shard_plan(spec_of(placement={"mode": mode, "shares": shares}), config)
+    assert [rank.layers[0].experts.size for rank in plan.ranks] == [0, 0]
+    assert [rank.layers[1].mlp_columns.size for rank in plan.ranks] == ([704, 296] if mode == "Tensor" else [1000, 0])
