@@ -22,14 +22,7 @@ from hetero_api.architectures import (
 )
 from hetero_api.errors import ModelError
 from hetero_api.model_directory import MAX_CONFIG_BYTES, parse_json, read_model_file
-from hetero_api.model_parts import (
-    Activation,
-    ExpertsConfig,
-    LatentShape,
-    RopeConfig,
-    Routing,
-    SlidingAttention,
-)
+from hetero_api.model_parts import Activation, ExpertsConfig, LatentShape, RopeConfig, Routing, SlidingAttention
 from hetero_api.packed_weights import Fp8Blocks, PackedWeights
 from hetero_api.weight_format import StoredWeights
 

@@ -103,10 +103,7 @@ def test_memory_is_that_of_eight_bits(checkpoint: TinyCheckpoint) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"scales": torch.full((NUM_EXPERTS, 2 * WIDTH, 2), 200, dtype=torch.uint8)},
-            "too large for float16",
-        ),
+        ({"scales": torch.full((NUM_EXPERTS, 2 * WIDTH, 2), 200, dtype=torch.uint8)}, "too large for float16"),
         ({"scales": torch.zeros(NUM_EXPERTS, 2 * WIDTH, 3, dtype=torch.uint8)}, "has shape"),
         ({"blocks": torch.zeros(NUM_EXPERTS, 2 * WIDTH, 2, 8, dtype=torch.uint8)}, "has shape"),
     ],

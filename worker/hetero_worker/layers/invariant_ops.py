@@ -21,14 +21,7 @@ import torch
 from torch.nn import functional as F
 
 from hetero_api.model_parts import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
-from hetero_worker.layers.fused_ops import (
-    HeadWeights,
-    RotatedHeads,
-    TorchOps,
-    each_head,
-    kv_heads_of,
-    widened_heads,
-)
+from hetero_worker.layers.fused_ops import HeadWeights, RotatedHeads, TorchOps, each_head, kv_heads_of, widened_heads
 from hetero_worker.layers.rotary import Rotation
 
 RowFunction = Callable[[torch.Tensor], torch.Tensor]
