@@ -74,4 +74,9 @@ def test_requests_are_told_the_same_numbers_in_any_company(tmp_path: Path, varia
     assert any(completion.usage.cached_tokens for completion in again)
     assert list(map(numbers, again)) == list(map(numbers, alone))
     assert list(map(numbers, together)) == 2 * list(map(numbers, alone))
-    assert all(any("-invariant" in kernel for kernel in of_rank) for of_rank in kernels)
+    # Rows of native kernels are independent in any mode; all others have a mode of their own for it.
+    parts = [kernel for of_rank in kernels for kernel in of_rank if kernel.startswith(("attention=", "fused="))]
+    assert len(parts) == 2 * len(kernels)
+    assert [
+        part for part in parts if "-invariant" not in part and "=native" not in part and "paged-native" not in part
+    ] == []
