@@ -97,7 +97,7 @@ class Checkpoint:
 
         Callers must neither write to it nor keep it: its pages count as this process's memory until `release_pages`.
         """
-        if self._store is None or part.order is not None or self.format_of(part) is not None:
+        if self._store is None or part.is_reordered or self.format_of(part) is not None:
             return None
         found = self._store.floats(part)
         return found if found.is_contiguous() else None
@@ -189,13 +189,13 @@ def _open_store(directory: Path) -> WeightStore:
 
 def _in_order(rows: torch.Tensor, order: RowOrder | None) -> torch.Tensor:
     """Return rows of whole heads in an order; None: as they are."""
-    if order is None:
+    if order is None or order.is_identity:
         return rows
     return rows.reshape(-1, order.head_dim, *rows.shape[1:])[:, list(order.rows)].flatten(0, 1)
 
 
 def _rows_in_order(matrix: QuantizedMatrix, order: RowOrder | None) -> QuantizedMatrix:
-    if order is None:
+    if order is None or order.is_identity:
         return matrix
     minima = None if matrix.minima is None else _in_order(matrix.minima, order)
     return replace(

@@ -53,9 +53,15 @@ class TensorSlice:
     """Format in which `Checkpoint.read_quantized` returns floats; None: the tensor is quantised already, or stays
     floats."""
     order: RowOrder | None = None
-    """Order in which the checkpoint returns the rows of each head; None: as they are stored. Stores do not apply it."""
+    """Order in which the checkpoint returns the rows of each head; None, like an order that changes nothing: as they
+    are stored. Stores do not apply it."""
     entry: StackEntry | None = None
     """The entry of a stack that the tensor is; None: it is stored by itself. For floats only."""
+
+    @property
+    def is_reordered(self) -> bool:
+        """True if the checkpoint returns rows in another order than they are stored in."""
+        return self.order is not None and not self.order.is_identity
 
     @property
     def shape(self) -> tuple[int, ...]:

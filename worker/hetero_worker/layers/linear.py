@@ -161,10 +161,9 @@ def qkv_linear(config: ModelConfig, prefix: str, heads: UnitRange) -> ShardedLin
     """Return the fused q, k and v projection of the KV heads `heads` and their query heads; output [q | k | v]."""
     query = heads.scaled(config.group_size * config.head_dim)
     key, width = heads.scaled(config.head_dim), config.num_kv_heads * config.head_dim
-    order = None if config.head_order.is_identity else config.head_order
     parts = [
-        _Rows(f"{prefix}.q_proj", config.num_heads * config.head_dim, query, order),
-        _Rows(f"{prefix}.k_proj", width, key, order),
+        _Rows(f"{prefix}.q_proj", config.num_heads * config.head_dim, query, config.head_order),
+        _Rows(f"{prefix}.k_proj", width, key, config.head_order),
         _Rows(f"{prefix}.v_proj", width, key),
     ]
     return _column_parallel(parts, config=config, bias=config.qkv_bias)
@@ -182,7 +181,7 @@ def latent_query_linear(config: ModelConfig, latent: LatentShape, prefix: str, h
     dim = latent.query_dim
     order = RowOrder(dim, latent.rope_dim, config.interleaved_rope, before=latent.nope_dim)
     name, width = (f"{prefix}.q_b_proj", latent.query_rank) if latent.query_rank else (f"{prefix}.q_proj", None)
-    rows = _Rows(name, config.num_heads * dim, heads.scaled(dim), None if order.is_identity else order)
+    rows = _Rows(name, config.num_heads * dim, heads.scaled(dim), order)
     return _column_parallel([rows], config=config, bias=False, width=width)
 
 

@@ -70,7 +70,7 @@ class HeadNorms:
 
     def __init__(self, config: ModelConfig, prefix: str, heads: UnitRange) -> None:
         """`heads`: KV heads of this rank. The model must have norms of queries and keys."""
-        dim, order = config.head_dim, None if config.head_order.is_identity else config.head_order
+        dim, order = config.head_dim, config.head_order
         self.over_all_heads = config.qk_norm == "all heads"
         """Whether a token's query heads, and its key heads, are normed together."""
         self.widths = config.num_heads * dim, config.num_kv_heads * dim
