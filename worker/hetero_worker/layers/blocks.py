@@ -7,8 +7,10 @@ outputs, if a model has them, apply to whole sums, so they belong to the layer.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 
@@ -19,7 +21,7 @@ from hetero_worker.attention.kv_cache import LayerCache, Zeros
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.checkpoints.store import TensorSlice
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps, HeadWeights
-from hetero_worker.layers.linear import down_linear, gate_up_linear, output_linear, qkv_linear
+from hetero_worker.layers.linear import ShardedLinear, down_linear, gate_up_linear, output_linear, qkv_linear
 from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.layers.norm import HeadNorms, ResidualStream, RmsNorm
 from hetero_worker.layers.rotary import Rotation
@@ -30,43 +32,35 @@ SumOverRanks = Callable[[torch.Tensor], None]
 """Replaces a tensor by its sum over the ranks that hold heads of the layer."""
 
 
-class SelfAttention:
-    """norm → fused qkv → head norms → rotation → cache and attention → output projection."""
+class Attention(ABC):
+    """Attention of some KV heads of a layer: norm → what kinds do in their own ways → output projection."""
+
+    keys_only: ClassVar[bool] = False
+    """True if the cached keys are the values, too."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, heads: UnitRange, *, adds_bias: bool, ops: FusedOps = PLAIN_OPS
+        self, config: ModelConfig, layer: int, rule: AttentionRule, *, cached_heads: int, cached_dim: int, ops: FusedOps
     ) -> None:
-        prefix = f"model.layers.{layer}.self_attn"
-        self._num_kv_heads = heads.size
-        self._num_heads = heads.size * config.group_size
-        self._head_dim = config.head_dim
-        self._rule = AttentionRule(config.attention_scale, config.windows[layer], config.attention_soft_cap)
+        """`cached_heads` of `cached_dim` elements are cached for each token."""
         self._ops = ops
+        self._rule = rule
+        self._cached_heads, self._cached_dim = cached_heads, cached_dim
         self._norm = layer_norm(config, layer, config.norms.attention, ops)
-        self._qkv = qkv_linear(config, prefix, heads)
-        self._output = output_linear(config, prefix, heads, bias=adds_bias)
-        self._head_norms = HeadNorms(config, prefix, heads) if config.qk_norm else None
-        self._sinks: TensorSlice | None = None
-        if config.has_sinks:
-            self._sinks = TensorSlice(f"{prefix}.sinks", (config.num_heads,), rows=heads.scaled(config.group_size))
 
-    def allocate_cache(
-        self, *, num_blocks: int, block_size: int, dtype: torch.dtype, zeros: Zeros = empty_on_huge_pages
-    ) -> LayerCache:
-        """Return an empty cache of this rank's heads."""
-        return LayerCache.allocate(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            num_kv_heads=self._num_kv_heads,
-            head_dim=self._head_dim,
-            dtype=dtype,
-            zeros=zeros,
-        )
+    @property
+    @abstractmethod
+    def _norms(self) -> tuple[RmsNorm | HeadNorms, ...]:
+        """Norms, that of the input first."""
+
+    @property
+    @abstractmethod
+    def _linears(self) -> tuple[ShardedLinear, ...]:
+        """Linear layers, in the order in which a step needs them."""
 
     @property
     def linear_shapes(self) -> tuple[tuple[int, int], ...]:
         """(out, in) of each linear layer."""
-        return self._qkv.shape, self._output.shape
+        return tuple(linear.shape for linear in self._linears)
 
     @property
     def window(self) -> int | None:
@@ -75,36 +69,100 @@ class SelfAttention:
 
     def weight_bytes(self, dtype: torch.dtype, kernel: LinearKernel | None = None) -> int:
         """Return the most bytes that the loaded weights take; `kernel` None: in the arithmetic type."""
-        norms = sum(part.weight_bytes(dtype) for part in (self._norm, self._head_norms) if part is not None)
-        sinks = 0 if self._sinks is None else self._sinks.shape[0] * torch.float32.itemsize
-        return norms + sinks + sum(part.weight_bytes(dtype, kernel) for part in (self._qkv, self._output))
+        norms = sum(norm.weight_bytes(dtype) for norm in self._norms)
+        return norms + sum(linear.weight_bytes(dtype, kernel) for linear in self._linears)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors of the loaded weights, except those that a kernel has packed."""
-        parts = (self._norm, self._qkv, self._output, self._head_norms)
-        sinks = () if self._rule.sinks is None else (self._rule.sinks,)
-        return *(tensor for part in parts if part is not None for tensor in part.tensors), *sinks
+        return tuple(tensor for part in (*self._norms, *self._linears) for tensor in part.tensors)
 
     def load(
         self, checkpoint: Checkpoint, *, dtype: torch.dtype, kernel: LinearKernel, device: torch.device = HOST
     ) -> None:
         """Read this rank's slices. Raises ModelError."""
-        self._norm.load(checkpoint, dtype=dtype, device=device)
-        self._qkv.load(checkpoint, dtype=dtype, kernel=kernel, device=device)
-        self._output.load(checkpoint, dtype=dtype, kernel=kernel, device=device)
-        if self._head_norms is not None:
-            self._head_norms.load(checkpoint, dtype=dtype, device=device)
-        if self._sinks is not None:
-            sinks = torch.empty(self._sinks.shape, dtype=torch.float32, device=device)
-            checkpoint.read(self._sinks, sinks)
-            self._rule = replace(self._rule, sinks=sinks)
+        for norm in self._norms:
+            norm.load(checkpoint, dtype=dtype, device=device)
+        for linear in self._linears:
+            linear.load(checkpoint, dtype=dtype, kernel=kernel, device=device)
+
+    def allocate_cache(
+        self, *, num_blocks: int, block_size: int, dtype: torch.dtype, zeros: Zeros = empty_on_huge_pages
+    ) -> LayerCache:
+        """Return an empty cache of what this rank caches."""
+        return LayerCache.allocate(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_kv_heads=self._cached_heads,
+            head_dim=self._cached_dim,
+            dtype=dtype,
+            zeros=zeros,
+            keys_only=self.keys_only,
+        )
 
     def __call__(
         self, hidden: torch.Tensor, rotation: Rotation, attention: StepAttention, cache: LayerCache
     ) -> torch.Tensor:
         """Return the partial sum [tokens, hidden] of hidden states [tokens, hidden]."""
         return self.of_stream(ResidualStream(hidden), rotation, attention, cache)
+
+    @abstractmethod
+    def of_stream(
+        self,
+        stream: ResidualStream,
+        rotation: Rotation,
+        attention: StepAttention,
+        cache: LayerCache,
+        sum_over_ranks: SumOverRanks = lambda _: None,
+    ) -> torch.Tensor:
+        """Return the partial sum [tokens, hidden] of the residual stream."""
+
+
+class SelfAttention(Attention):
+    """norm → fused qkv → head norms → rotation → cache and attention → output projection."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, heads: UnitRange, *, adds_bias: bool, ops: FusedOps = PLAIN_OPS
+    ) -> None:
+        rule = AttentionRule(config.attention_scale, config.windows[layer], config.attention_soft_cap)
+        super().__init__(config, layer, rule, cached_heads=heads.size, cached_dim=config.head_dim, ops=ops)
+        prefix = f"model.layers.{layer}.self_attn"
+        self._num_heads = heads.size * config.group_size
+        self._head_dim = config.head_dim
+        self._qkv = qkv_linear(config, prefix, heads)
+        self._output = output_linear(config, prefix, heads, bias=adds_bias)
+        self._head_norms = HeadNorms(config, prefix, heads) if config.qk_norm else None
+        self._sinks: TensorSlice | None = None
+        if config.has_sinks:
+            self._sinks = TensorSlice(f"{prefix}.sinks", (config.num_heads,), rows=heads.scaled(config.group_size))
+
+    @property
+    def _norms(self) -> tuple[RmsNorm | HeadNorms, ...]:
+        return (self._norm,) if self._head_norms is None else (self._norm, self._head_norms)
+
+    @property
+    def _linears(self) -> tuple[ShardedLinear, ...]:
+        return self._qkv, self._output
+
+    def weight_bytes(self, dtype: torch.dtype, kernel: LinearKernel | None = None) -> int:
+        """See `Attention.weight_bytes`."""
+        sinks = 0 if self._sinks is None else self._sinks.shape[0] * torch.float32.itemsize
+        return sinks + super().weight_bytes(dtype, kernel)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """See `Attention.tensors`."""
+        return super().tensors if self._rule.sinks is None else (*super().tensors, self._rule.sinks)
+
+    def load(
+        self, checkpoint: Checkpoint, *, dtype: torch.dtype, kernel: LinearKernel, device: torch.device = HOST
+    ) -> None:
+        """Read this rank's slices. Raises ModelError."""
+        super().load(checkpoint, dtype=dtype, kernel=kernel, device=device)
+        if self._sinks is not None:
+            sinks = torch.empty(self._sinks.shape, dtype=torch.float32, device=device)
+            checkpoint.read(self._sinks, sinks)
+            self._rule = replace(self._rule, sinks=sinks)
 
     def of_stream(
         self,

@@ -16,25 +16,26 @@ from hetero_api.model_config import ModelConfig
 from hetero_api.model_parts import LatentShape, RowOrder
 from hetero_api.sharding import UnitRange
 from hetero_worker.attention.base import AttentionRule, StepAttention
-from hetero_worker.attention.kv_cache import LayerCache, Zeros
+from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.checkpoints.store import TensorSlice
-from hetero_worker.layers.blocks import SelfAttention, SumOverRanks, layer_norm
+from hetero_worker.layers.blocks import Attention, SelfAttention, SumOverRanks
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps, LatentNorm, LatentWrite
 from hetero_worker.layers.linear import ShardedLinear, compressing_linear, latent_query_linear, output_linear
 from hetero_worker.layers.linear_kernels import LinearKernel, PackedHeads
 from hetero_worker.layers.norm import ResidualStream, RmsNorm
 from hetero_worker.layers.packing import floats_dtype
 from hetero_worker.layers.rotary import Rotation
-from hetero_worker.memory.huge_pages import empty_on_huge_pages
 from hetero_worker.memory.streams import HOST
 
 _EPS: Final = 1e-6
 """Of norms of compressed vectors, whatever the model's other norms have."""
 
 
-class LatentAttention:
+class LatentAttention(Attention):
     """norm → queries, and what is cached → each head to the cache's space → attention → back → output projection."""
+
+    keys_only = True
 
     def __init__(
         self, config: ModelConfig, layer: int, heads: UnitRange, *, adds_bias: bool, ops: FusedOps = PLAIN_OPS
@@ -43,11 +44,10 @@ class LatentAttention:
         if config.latent is None:
             raise ValueError(f"{config.architecture} has no latent attention")
         prefix, shape = f"model.layers.{layer}.self_attn", config.latent
+        rule = AttentionRule(config.attention_scale)
+        super().__init__(config, layer, rule, cached_heads=1, cached_dim=shape.cached_dim, ops=ops)
         self._shape = shape
         self._num_heads = heads.size
-        self._ops = ops
-        self._rule = AttentionRule(config.attention_scale)
-        self._norm = layer_norm(config, layer, config.norms.attention, ops)
         self._query = latent_query_linear(config, shape, prefix, heads)
         self._compressed_query, self._query_norm = None, None
         if shape.query_rank is not None:
@@ -55,7 +55,7 @@ class LatentAttention:
             self._query_norm = _compressed_norm(f"{prefix}.q_a_layernorm", shape.query_rank, ops)
         order = RowOrder(shape.cached_dim, shape.rope_dim, config.interleaved_rope, before=shape.rank)
         name = f"{prefix}.kv_a_proj_with_mqa"
-        self._cached = compressing_linear(config, name, shape.cached_dim, None if order.is_identity else order)
+        self._cached = compressing_linear(config, name, shape.cached_dim, order)
         self._cached_norm = _compressed_norm(f"{prefix}.kv_a_layernorm", shape.rank, ops)
         self._by_head = _HeadMatrices(shape, f"{prefix}.kv_b_proj.weight", config, heads)
         self._output = output_linear(config, prefix, heads, bias=adds_bias)
@@ -69,57 +69,21 @@ class LatentAttention:
     def _norms(self) -> tuple[RmsNorm, ...]:
         return tuple(norm for norm in (self._norm, self._query_norm, self._cached_norm) if norm is not None)
 
-    @property
-    def linear_shapes(self) -> tuple[tuple[int, int], ...]:
-        """(out, in) of each linear layer."""
-        return tuple(linear.shape for linear in self._linears)
-
-    @property
-    def window(self) -> None:
-        """A row attends to all tokens before it."""
-        return
-
     def weight_bytes(self, dtype: torch.dtype, kernel: LinearKernel | None = None) -> int:
-        """Return the most bytes that the loaded weights take; `kernel` None: in the arithmetic type."""
-        linears = sum(linear.weight_bytes(dtype, kernel) for linear in self._linears)
-        return sum(norm.weight_bytes(dtype) for norm in self._norms) + linears + self._by_head.weight_bytes(dtype)
+        """See `Attention.weight_bytes`."""
+        return super().weight_bytes(dtype, kernel) + self._by_head.weight_bytes(dtype)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All tensors of the loaded weights, except those that a kernel has packed."""
-        norms = (tensor for norm in self._norms for tensor in norm.tensors)
-        linears = (tensor for linear in self._linears for tensor in linear.tensors)
-        return *norms, *linears, *self._by_head.tensors
+        """See `Attention.tensors`."""
+        return *super().tensors, *self._by_head.tensors
 
     def load(
         self, checkpoint: Checkpoint, *, dtype: torch.dtype, kernel: LinearKernel, device: torch.device = HOST
     ) -> None:
         """Read this rank's slices. Raises ModelError."""
-        for norm in self._norms:
-            norm.load(checkpoint, dtype=dtype, device=device)
-        for linear in self._linears:
-            linear.load(checkpoint, dtype=dtype, kernel=kernel, device=device)
+        super().load(checkpoint, dtype=dtype, kernel=kernel, device=device)
         self._by_head.load(checkpoint, dtype=dtype, kernel=kernel, device=device)
-
-    def allocate_cache(
-        self, *, num_blocks: int, block_size: int, dtype: torch.dtype, zeros: Zeros = empty_on_huge_pages
-    ) -> LayerCache:
-        """Return an empty cache of compressed keys, which are the values, too."""
-        return LayerCache.allocate(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            num_kv_heads=1,
-            head_dim=self._shape.cached_dim,
-            dtype=dtype,
-            zeros=zeros,
-            keys_only=True,
-        )
-
-    def __call__(
-        self, hidden: torch.Tensor, rotation: Rotation, attention: StepAttention, cache: LayerCache
-    ) -> torch.Tensor:
-        """Return the partial sum [tokens, hidden] of hidden states [tokens, hidden]."""
-        return self.of_stream(ResidualStream(hidden), rotation, attention, cache)
 
     def of_stream(
         self,
@@ -127,7 +91,7 @@ class LatentAttention:
         rotation: Rotation,
         attention: StepAttention,
         cache: LayerCache,
-        sum_over_ranks: SumOverRanks | None = None,  # noqa: ARG002 - ranks need nothing of one another
+        sum_over_ranks: SumOverRanks = lambda _: None,  # noqa: ARG002 - ranks need nothing of one another
     ) -> torch.Tensor:
         """Return the partial sum [tokens, hidden] of the residual stream."""
         normed, shape = stream.normed(self._norm), self._shape
@@ -184,10 +148,6 @@ class _HeadMatrices:
     def from_cache(self, attended: torch.Tensor, out: torch.Tensor) -> None:
         """Write [tokens, heads, value_dim] of [tokens, heads, rank]."""
         self._products[1](attended, out)
-
-
-Attention = SelfAttention | LatentAttention
-"""Either kind of attention on one rank."""
 
 
 def self_attention(

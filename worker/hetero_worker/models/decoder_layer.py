@@ -12,9 +12,9 @@ from hetero_worker.attention.base import StepAttention
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.distributed.exchange import SumExchange
-from hetero_worker.layers.blocks import GatedMlp, layer_norm, mlp_norm
+from hetero_worker.layers.blocks import Attention, GatedMlp, layer_norm, mlp_norm
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps, empty_like
-from hetero_worker.layers.latent_attention import Attention, self_attention
+from hetero_worker.layers.latent_attention import self_attention
 from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.layers.moe import ExpertMlp
 from hetero_worker.layers.norm import ResidualStream, RmsNorm

@@ -20,9 +20,9 @@ from hetero_api.v1 import ranks_pb2
 from hetero_worker.attention.base import AttentionBackend, AttentionBatch, DecodeRows, PrefillSpan, StepAttention
 from hetero_worker.attention.kv_cache import LayerCache, Zeros
 from hetero_worker.checkpoints.checkpoint import Checkpoint
-from hetero_worker.layers.blocks import GatedMlp, layer_norm, mlp_norm
+from hetero_worker.layers.blocks import Attention, GatedMlp, layer_norm, mlp_norm
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
-from hetero_worker.layers.latent_attention import Attention, self_attention
+from hetero_worker.layers.latent_attention import self_attention
 from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.layers.moe import ExpertMlp
 from hetero_worker.layers.norm import RmsNorm
