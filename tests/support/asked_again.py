@@ -122,13 +122,7 @@ def body(
     """For rank_processes.run_ranks: what `differing` tells. The first ranks compute on GPUs, or on pseudo GPUs."""
     backend = backend_of(ranks.rank, num_gpu_ranks, pseudo=pseudo)
     backend.open()
-    group = ranks.coordinate(
-        ranks_pb2.EXCHANGE_KIND_SHM,
-        num_gpu_ranks=num_gpu_ranks,
-        device=backend.device,
-        device_backend=backend.collectives,
-        staging=backend.staging(),
-    )
+    group = ranks.coordinate_backend(ranks_pb2.EXCHANGE_KIND_SHM, backend, num_gpu_ranks)
     config = ModelConfig.from_directory(directory)
     plan = shares.plan_for(config)
     exchange = group.connect(plan, batch_invariant=True)

@@ -40,15 +40,9 @@ def graphs_body(
 
     is_gpu = ranks.rank < num_gpu_ranks
     backend = PseudoGpu(ranks.rank, make_graphs=make_tape) if is_gpu else cpu_backend(memory_bytes=2 << 30)
-    group = ranks.coordinate(
-        kind,
-        num_gpu_ranks=num_gpu_ranks,
-        device=backend.device,
-        device_backend=backend.collectives,
-        staging=backend.staging(),
-    )
+    group = ranks.coordinate_backend(kind, backend, num_gpu_ranks)
     config = ModelConfig.from_directory(directory)
-    exchange = group.connect(shares.plan(config.num_layers, expert_layers=config.expert_layers))
+    exchange = group.connect(shares.plan_for(config))
     try:
         taker = SoloTaker(
             backend,

@@ -175,13 +175,7 @@ def body(
     """For rank_processes.run_ranks. Rank r of the GPU ranks computes on cuda:r, or on a pseudo GPU."""
     backend = backend_of(ranks.rank, num_gpu_ranks, pseudo=pseudo)
     backend.open()
-    group = ranks.coordinate(
-        kind,
-        num_gpu_ranks=num_gpu_ranks,
-        device=backend.device,
-        device_backend=backend.collectives,
-        staging=backend.staging(),
-    )
+    group = ranks.coordinate_backend(kind, backend, num_gpu_ranks)
     config = ModelConfig.from_directory(directory)
     exchange = group.connect(shares.plan_for(config))
     try:

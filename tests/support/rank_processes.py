@@ -18,6 +18,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.backends.base import DeviceBackend
 from hetero_worker.distributed.coordinator import GroupCoordinator, form_group
 from hetero_worker.distributed.exchange import Exchange, HostExchange
 from hetero_worker.distributed.rendezvous import GroupRequest, StoreListener
@@ -93,6 +94,18 @@ class RankContext:
             **changes,
         )
         return form_group(request, listener=listener, aborted=lambda: False)
+
+    def coordinate_backend(
+        self, kind: ranks_pb2.ExchangeKind.ValueType, backend: DeviceBackend, num_gpu_ranks: int
+    ) -> GroupCoordinator:
+        """Meet, and make the epoch's group of ranks that compute on `backend`."""
+        return self.coordinate(
+            kind,
+            num_gpu_ranks=num_gpu_ranks,
+            device=backend.device,
+            device_backend=backend.collectives,
+            staging=backend.staging(),
+        )
 
 
 def segment_prefix() -> str:

@@ -35,10 +35,10 @@ class NativeSteps:
 
     def kernels(self, request: LoadRequest, exchange: Exchange | None) -> tuple[str, ...]:
         """See `StepMaker.kernels`."""
-        has_experts = any(layer.experts.size for layer in request.shard_plan.ranks[request.rank].layers)
-        problem = self._reason or (has_experts and "torch routes tokens to experts")
-        if problem:
-            return (f"steps=operator by operator ({problem})",)
+        if self._op_queue is None:
+            return (f"steps=operator by operator{f' ({self._reason})' if self._reason else ''}",)
+        if any(layer.experts.size for layer in request.shard_plan.ranks[request.rank].layers):
+            return ("steps=operator by operator (torch routes tokens to experts)",)
         in_pieces = exchange is not None and exchange.world_size > 1 and shared_memory_of(exchange) is None
         return (f"steps=recorded{' in pieces (sums and links between ranks break them)' if in_pieces else ''}",)
 
