@@ -34,17 +34,19 @@ demo: $(STAMP) $(NATIVE) ## Serve SmolLM2 on two CPU ranks of this machine and l
 	@$(BIN)/hetero model fetch smollm2-135m-instruct
 	@$(BIN)/hetero run examples/smollm2-cpu.yaml --model smollm2-135m-instruct --temperature 0 "In three sentences, explain why the sky is blue."
 
-# `make test` is what a person runs, `make test-all` adds the tests of tests/extended.toml. TIER= runs all of a suite.
-TIER ?= -m 'not extended'
+# `make test` is what a person runs, with fewer examples of each property; `make test-all` adds the tests of
+# tests/extended.toml and all examples. TIER= runs all of a suite.
+TIER ?= -m 'not extended' --hypothesis-profile=quick
 test: test-unit test-cluster test-distributed ## Run the tests that a person runs (15 minutes on two cores)
 
 test-rest: ## Run the tests that `make test` leaves out
-	@$(MAKE) --no-print-directory test TIER='-m extended'
+	@$(MAKE) --no-print-directory test TIER='-m "extended or hypothesis"'
 
 test-all: test test-rest ## Run all tests, as continuous integration does
 
+# One thread for each of torch's operations: their threads would wait for one another where two tests run at once.
 test-unit: $(STAMP) $(NATIVE) ## Run the tests that start no processes
-	$(BIN)/pytest tests/unit -n 2 -q $(TIER)
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/unit -n 2 -q $(TIER)
 
 test-distributed: $(STAMP) $(NATIVE) ## Run the tests with real rank processes and the real model, one after another
 	@$(BIN)/hetero model fetch smollm2-135m-instruct
@@ -64,7 +66,7 @@ kubernetes: $(STAMP) ## Find or fetch a Kubernetes control plane, kubectl and He
 	@$(BIN)/python -m tests.support.kube.provision
 
 test-cluster: kubernetes ## Run the operator's tests against a real Kubernetes API server
-	$(BIN)/pytest tests/cluster -n 2 -q $(TIER)
+	$(BIN)/pytest tests/cluster -n 3 -q $(TIER)
 
 # With KUBECONFIG set, that cluster is used as it is: its nodes pull the images (tests/e2e/site.py has the variables).
 E2E_IMAGES ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hetero/images

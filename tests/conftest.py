@@ -1,5 +1,6 @@
 """Fixtures of all tests, and how hard Hypothesis tries.
 
+`make test` tries each property with the profile `quick`, `make test-all` with `default`, too;
 `pytest --hypothesis-profile=nightly --timeout=0 tests/unit` tries for hours.
 
 No profile judges by the clock. The first strings that Hypothesis draws in a fresh clone wait for its tables of Unicode,
@@ -20,7 +21,7 @@ from hetero_client.home import HeteroHome
 from hetero_client.model_store.demo_model import demo_directory
 
 # Here, at import, because pytest loads the profile that its command line names between this and the tests' modules.
-for _profile, _max_examples in (("default", 200), ("nightly", 10_000)):
+for _profile, _max_examples in (("quick", 50), ("default", 200), ("nightly", 10_000)):
     settings.register_profile(
         _profile, max_examples=_max_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )

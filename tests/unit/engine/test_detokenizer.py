@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 
 from hetero_gateway.engine.text.detokenizer import IncrementalDetokenizer, byte_level_alphabet
 from hetero_gateway.engine.text.tokenizer import TextTokenizer
+from tests.support.examples import examples
 from tests.unit.engine.tiny_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer
 
 pytestmark = pytest.mark.unit
@@ -89,7 +90,7 @@ def test_leading_space_of_a_word_survives_skipped_tokens() -> None:
     assert shown == ["the", "", " dog", ""]
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(ids=st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() + 2), max_size=40))
 def test_deltas_of_any_byte_level_tokens_make_the_full_text(ids: list[int]) -> None:
     tokenizer = text_tokenizer(BYTE_LEVEL)

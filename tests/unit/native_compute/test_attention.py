@@ -18,6 +18,7 @@ from hetero_worker.attention.base import AttentionBatch, AttentionRule, DecodeRo
 from hetero_worker.attention.native_paged import NativePagedAttention
 from hetero_worker.backends.cpu import cpu_backend
 from hetero_worker.native.op_queue import Arena, OpQueue
+from tests.support.examples import examples
 from tests.support.native_compute import compute_library, computing_with, op_queue_of
 from tests.support.paged_cases import PagedCase
 from tests.support.random_model import save_random_llama
@@ -165,7 +166,7 @@ def test_a_prompt_in_pieces_and_token_by_token_has_the_bits_of_the_whole(
         assert torch.equal(attended(op_queue, case, rule, rows), whole)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.lists(st.integers(1, 700), min_size=1, max_size=9),
     st.sampled_from([None, 1, 60, 128, 129, 300]),

@@ -19,6 +19,7 @@ from hetero_worker.models.decoder import DecoderInput
 from hetero_worker.native.compute_library import choose_op, step_on_op
 from hetero_worker.native.op_queue import OpQueue
 from hetero_worker.runners.recorded.sampling import MAX_STEPS, NativeSampling
+from tests.support.examples import examples
 from tests.support.native_compute import compute_library, computing_with, op_queue_of
 
 pytestmark = pytest.mark.unit
@@ -87,7 +88,7 @@ def test_the_first_of_equals_wins_wherever_it_is(isa: str, op_queues: dict[int, 
     assert_chosen(op_queues, x)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     arrays.arrays(np.float32, st.tuples(st.integers(1, 3), st.integers(1, 90)), elements=st.floats(width=32))
 )  # fmt: skip

@@ -17,6 +17,7 @@ from hetero_api.sharding import ranges_of_counts
 from hetero_worker.layers.sampler import sample_tokens
 from hetero_worker.sampling.noise import NoiseKey, gumbel_noise
 from hetero_worker.sampling.request import SamplingRow
+from tests.support.examples import examples
 from tests.support.sampling_checks import check_wide_nuclei
 from tests.support.sampling_reference import sample_on
 from tests.support.thread_exchange import run_ranks, thread_exchanges
@@ -50,7 +51,7 @@ def _by_transformers(logits: torch.Tensor, row: SamplingRow) -> int:
 LAYOUTS: list[tuple[int, ...]] = [(), (128, 64, 8, 0), (0, 200), (64, 136), (64, 64, 64, 8)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     seed=st.integers(0, 2**64 - 1),
     position=st.integers(0, 2**31),
