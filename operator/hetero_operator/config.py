@@ -48,7 +48,7 @@ class LeaseConfig:
 
 @dataclass(frozen=True, slots=True)
 class OperatorConfig:
-    """Everything that the process is told."""
+    """Settings of the process."""
 
     kubeconfig: Path | None
     """None: in a cluster the pod's own account, elsewhere $KUBECONFIG or ~/.kube/config."""

@@ -38,7 +38,7 @@ ANNOTATION_APPLIED: Final = f"{GROUP}/applied"
 ANNOTATION_RENDER: Final = f"{GROUP}/render"
 """Version of the operator that rendered an object's pods."""
 ANNOTATION_RESTARTED_AT: Final = f"{GROUP}/restartedAt"
-"""On the resource: any new value starts all ranks anew, as `kubectl rollout restart` does for a Deployment."""
+"""On the resource: any new value restarts all ranks, as `kubectl rollout restart` does for a Deployment."""
 
 FIELD_MANAGER: Final = "heteroinference-operator"
 """Owner of the fields that the operator applies."""
@@ -89,6 +89,8 @@ ENV_HEARTBEAT_FILE: Final = "HETERO_HEARTBEAT_FILE"
 """File that a rank writes to what it is at, for the supervisor of its pod; not set: nowhere."""
 ENV_LOG_LEVEL: Final = "HETERO_LOG_LEVEL"
 """Python logging level of every program; default INFO."""
+ENV_CPU_ISA: Final = "HETERO_CPU_ISA"
+"""Instruction set whose kernels host ranks use, for tests and support; not set: the best that the processor has."""
 
 # --- gRPC ----------------------------------------------------------------------------------------------
 AUTHORIZATION_KEY: Final = "authorization"

@@ -21,9 +21,9 @@ class Effect(StrEnum):
     """Programs that have to restart for a change to take hold."""
 
     RANKS = "Ranks"
-    """All rank pods and the gateway's pod are made anew."""
+    """All rank pods and the gateway's pod are replaced."""
     GATEWAY = "Gateway"
-    """The gateway's pod is made anew; ranks stay, keep their weights and join a new epoch."""
+    """The gateway's pod is replaced; ranks stay, keep their weights and join a new epoch."""
     NONE = "None"
     """Nothing: objects are updated while everything runs, or pods come and go as asked."""
 

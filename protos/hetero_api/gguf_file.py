@@ -159,9 +159,9 @@ class _Reader:
         number, offset = self._number(_U32), self._number(_U64)
         kind = GGML_TYPES.get(number)
         if kind is None:
-            told = _OTHER_TYPES.get(number, f"type {number}")
+            stored_as = _OTHER_TYPES.get(number, f"type {number}")
             known = ", ".join(known.name for known in GGML_TYPES.values())
-            raise self._error(f"tensor {name} is stored as {told}, which is not supported; supported: {known}")
+            raise self._error(f"tensor {name} is stored as {stored_as}, which is not supported; supported: {known}")
         if shape[-1] % kind.block_values:
             raise self._error(f"tensor {name}: rows of {shape[-1]} are no whole blocks of {kind.name}")
         return name, GgufTensor(shape, kind, offset)
@@ -290,8 +290,8 @@ def gguf_header(path: Path) -> GgufHeader:
     header = GgufHeader.read(path)
     found = header.metadata.get(ARCHITECTURE)
     if found not in ARCHITECTURES:
-        told = ", ".join(ARCHITECTURES)
-        raise ModelError(f"{path}: {ARCHITECTURE} {found!r} is not supported in GGUF; supported: {told}")
+        known = ", ".join(ARCHITECTURES)
+        raise ModelError(f"{path}: {ARCHITECTURE} {found!r} is not supported in GGUF; supported: {known}")
     if header.metadata.get(f"{found}.expert_count"):
         raise ModelError(f"{path}: models with experts are not supported in GGUF; use safetensors")
     return header

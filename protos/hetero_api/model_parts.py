@@ -19,7 +19,7 @@ between its negative and itself.
 SWIGLU_ALPHA: Final = 1.702
 SWIGLU_LIMIT: Final = 7.0
 QkNorm = Literal["head", "all heads"]
-"""What the norms of queries and keys are taken over: each head, or all heads of a token together."""
+"""Elements that a norm of queries or keys covers: those of each head, or of all heads of a token together."""
 
 
 @dataclass(frozen=True, slots=True)

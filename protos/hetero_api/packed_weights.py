@@ -181,5 +181,5 @@ class _Config:
         return value
 
     def _unsupported(self, name: str, value: Any, known: tuple[Any, ...]) -> ModelError:
-        told = ", ".join(map(str, known))
-        return ModelError(f"{self.source}.{name} {value!r} is not supported; supported: {told}")
+        names = ", ".join(map(str, known))
+        return ModelError(f"{self.source}.{name} {value!r} is not supported; supported: {names}")

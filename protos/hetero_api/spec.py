@@ -105,7 +105,7 @@ class PlacementShares(SpecModel):
 
 
 class WorkloadSpec(SpecModel):
-    """The load that a placement is chosen for, and predictions are told for."""
+    """Load that the placement is chosen for and predictions are made for."""
 
     prompt_tokens: Annotated[int, Field(ge=1, le=10_000_000)] = 512
     """Tokens of a prompt."""
@@ -137,11 +137,11 @@ class PlacementSpec(SpecModel):
     layer is split over ranks. Layer: ranks hold whole layers. GpuOnly: CPU ranks hold nothing.
     """
     shares: PlacementShares = PlacementShares()
-    """What each rank owns, where that is not to be computed. In mode Layer attention and mlp are weights for whole
+    """Share of each rank, where it is not to be computed. In mode Layer attention and mlp are weights for whole
     layers (if both are given, equal), and vocabulary does not apply.
     """
     workload: WorkloadSpec = WorkloadSpec()
-    """The load that mode and shares are chosen for, where they are computed."""
+    """Load that mode and shares are chosen for, where they are computed."""
     rebalance_experts: bool = True
     """While nothing is served, move experts that were often chosen to the ranks that are fastest with them."""
 
@@ -300,21 +300,21 @@ class HeteroInferenceSpec(SpecModel):
     )
 
     model: ModelSpec
-    """Which model is served."""
+    """Model that is served."""
     pools: Pools
     """Sets of equal ranks. GPU pools hold the low ranks, then CPU pools, each in order. Pools are not added, removed or
     renamed once the resource exists.
     """
     placement: PlacementSpec = PlacementSpec()
-    """How the model is spread over the ranks."""
+    """Spread of the model over the ranks."""
     exchange: ExchangeSpec = ExchangeSpec()
-    """How ranks exchange tensors in host memory."""
+    """Exchange of tensors in host memory between ranks."""
     engine: EngineSpec = EngineSpec()
     """Bounds and sizes of the engine."""
     gateway: GatewaySpec = GatewaySpec()
     """The front door."""
     recovery: RecoverySpec = RecoverySpec()
-    """What happens when a rank is lost."""
+    """Recovery from the loss of a rank."""
     scheduling: SchedulingSpec = SchedulingSpec()
     """Where Kubernetes may put the pods."""
     images: ImagesSpec = ImagesSpec()
@@ -326,7 +326,7 @@ class HeteroInferenceSpec(SpecModel):
     disruption_budget: DisruptionBudgetSpec = DisruptionBudgetSpec()
     """Protection from evictions."""
     monitoring: MonitoringSpec = MonitoringSpec()
-    """What is offered to Prometheus."""
+    """Objects for Prometheus."""
     suspend: bool = False
     """true: keep the resource and what it owns, run no pods."""
     replicas: Annotated[int, Field(ge=0, le=1)] = 1

@@ -85,7 +85,7 @@ class ModelCache(SpecModel):
 
     claim_name: ObjectName | None = None
     """PersistentVolumeClaim that holds the cache; ReadWriteMany where pods run on more than one node. Default: an
-    emptyDir, filled anew for each pod.
+    emptyDir, filled again for each pod.
     """
     host_path: HostFolder | None = None
     """Folder on each node that holds the cache; it has to exist, and pods have to be allowed to write to it."""
@@ -166,7 +166,7 @@ class ModelSpec(SpecModel):
     dtype: Annotated[DType, spelled(DType)] = DType.AUTO
     """Arithmetic type. auto: bfloat16 on GPUs, float32 where only CPUs take part."""
     quantization: Annotated[Quantization, spelled(Quantization)] = Quantization.NONE
-    """What weights of a checkpoint that is not quantised become as they are loaded. none: they stay as the checkpoint
+    """Format that weights of an unquantised checkpoint get as they are loaded. none: they stay as the checkpoint
     has them, also where that is quantised (GGUF, AWQ, GPTQ, compressed-tensors).
     """
     quantization_group_size: int | None = None

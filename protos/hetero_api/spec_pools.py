@@ -138,15 +138,15 @@ class PoolSpec(SpecModel):
     name: PoolName
     """Name of the pool, unique in the resource and never changed."""
     type: Annotated[PoolType, spelled(PoolType)]
-    """What its ranks compute on, GPU or CPU; never changed."""
+    """Device that its ranks compute on, GPU or CPU; never changed."""
     ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)]
     """Ranks in the pool: one process each."""
     ranks_per_pod: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1
     """Ranks in one pod; ranks is a multiple of it."""
     gpu: GpuSpec | None = None
-    """What a rank gets, for type GPU."""
+    """Resources of a rank, for type GPU."""
     cpu: CpuSpec | None = None
-    """What a rank gets, for type CPU."""
+    """Resources of a rank, for type CPU."""
     shared_memory: Bytes = 2**30
     """Size of a pod's /dev/shm, which its ranks exchange through; it is part of the pod's memory. With
     exchange.hostPath the node's folder takes its place, and this is what the pod's memory allows for it.

@@ -20,7 +20,7 @@ from hetero_api.spec_types import described
 
 MAX_MESSAGE_LENGTH: Final = 2048
 MAX_OPTIONS: Final = 16
-"""Ways to spread a model that are told; there are fewer kinds of them."""
+"""Most ways to spread a model that a status lists; there are fewer kinds of them."""
 MAX_OPTION_NAME_LENGTH: Final = 128
 
 
@@ -58,7 +58,7 @@ class ConditionStatus(StrEnum):
 
 
 def _map_by(key: str) -> JsonDict:
-    """Items are told apart by a key, so that writers can own them one by one."""
+    """Return the schema of a list whose items have a key, so that writers can own them one by one."""
     return {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}
 
 
@@ -76,7 +76,7 @@ class Condition(_Status):
     """One condition, as metav1.Condition."""
 
     type: Annotated[str, Field(max_length=64)]
-    """What is told."""
+    """Kind of condition."""
     status: ConditionStatus
     """True, False or Unknown."""
     reason: Annotated[str, Field(min_length=1, max_length=64, pattern="^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$")]
@@ -86,7 +86,7 @@ class Condition(_Status):
     last_transition_time: Annotated[str, Field(max_length=40)]
     """When status last changed, RFC 3339."""
     observed_generation: Annotated[int | None, Field(ge=0)] = None
-    """Generation that was looked at."""
+    """Generation that was judged."""
 
 
 class PoolStatus(_Status):
@@ -122,7 +122,7 @@ class ShareStatus(_Status):
 
 
 class PlacedRank(_Status):
-    """Where a rank is and what it owns, as the gateway and the rank itself told."""
+    """Place and share of a rank, as reported by the gateway and by the rank."""
 
     rank: Annotated[int, Field(ge=0)]
     """Global rank."""
@@ -133,19 +133,19 @@ class PlacedRank(_Status):
     node: Annotated[str, Field(max_length=253)] = ""
     """Its node."""
     device: Annotated[str, Field(max_length=128)] = ""
-    """What it computes on."""
+    """Device that it computes on."""
     numa_nodes: Annotated[list[int] | None, Field(max_length=64)] = None
-    """NUMA nodes that its cores are of."""
+    """NUMA nodes of its cores."""
     cpus: Annotated[str, Field(max_length=1024)] = ""
     """Its cores, e.g. "0-31"."""
     local_memory_percent: Annotated[int | None, Field(ge=0, le=100)] = None
     """Share of its memory that lies on its own NUMA node."""
     shares: ShareStatus = ShareStatus()
-    """What it owns."""
+    """Its share of the model."""
 
 
 class PlacementOptionStatus(_Status):
-    """One way to spread the model that was weighed up."""
+    """One way to spread the model that was considered."""
 
     name: Annotated[str, Field(max_length=MAX_OPTION_NAME_LENGTH)]
     """Its name, e.g. "Tensor, CPU ranks on MLP only"."""
@@ -177,7 +177,7 @@ class PlacementStatus(_Status):
     reason: Annotated[str, Field(max_length=MAX_MESSAGE_LENGTH)] = ""
     """Why this way was chosen, for a person."""
     options: Annotated[list[PlacementOptionStatus], Field(max_length=MAX_OPTIONS)] = Field(default_factory=list)
-    """All ways that were weighed up."""
+    """All ways that were considered."""
 
 
 class SeenRestarts(_Status):
@@ -186,7 +186,7 @@ class SeenRestarts(_Status):
     pod: Annotated[str, Field(max_length=253)]
     """Name of the pod."""
     uid: Annotated[str, Field(max_length=64)]
-    """Its uid: a pod made anew counts as a restart."""
+    """Its uid: a replaced pod counts as a restart."""
     count: Annotated[int, Field(ge=0)] = 0
     """Restarts of its containers."""
 
@@ -209,14 +209,14 @@ class RestartsStatus(_Status):
     next_attempt_time: Annotated[str | None, Field(max_length=40)] = None
     """When ranks are started again; none: nothing waits."""
     seen: Annotated[list[SeenRestarts], Field(max_length=MAX_RANKS)] = Field(default_factory=list)
-    """What the count includes, a pod each."""
+    """Restarts that the count includes, one entry a pod."""
 
 
 class HeteroInferenceStatus(_Status):
     """Status as the operator last saw it."""
 
     observed_generation: Annotated[int | None, Field(ge=0)] = None
-    """Generation that this tells about."""
+    """Generation that this status describes."""
     replicas: Annotated[int, Field(ge=0)] = 0
     """1 when the group's pods exist, else 0."""
     ready_replicas: Annotated[int, Field(ge=0)] = 0
@@ -246,7 +246,7 @@ class HeteroInferenceStatus(_Status):
     placements: Annotated[list[PlacedRank], Field(max_length=MAX_RANKS, json_schema_extra=_map_by("rank"))] = Field(
         default_factory=list
     )
-    """The ranks that told where they are, in order."""
+    """Ranks that reported their place, in order."""
     placement: PlacementStatus = PlacementStatus()
     """How the model is spread."""
     restarts: RestartsStatus = RestartsStatus()
@@ -256,4 +256,4 @@ class HeteroInferenceStatus(_Status):
     conditions: Annotated[list[Condition], Field(max_length=16, json_schema_extra=_map_by("type"))] = Field(
         default_factory=list
     )
-    """What is known of the resource, each as a condition of Kubernetes."""
+    """State of the resource, as Kubernetes conditions."""

@@ -31,7 +31,7 @@ COLUMN_UNIT: Final = 64
 INT4_GROUPS: Final = (32, 64, 128)
 """Sizes of groups that int4 may be asked for."""
 INT4_GROUP: Final = 32
-"""That of int4 unless another is asked for."""
+"""Group size of int4 unless another is asked for."""
 WIDTH_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of an element, by the name of its type."""
 

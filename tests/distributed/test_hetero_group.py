@@ -86,6 +86,25 @@ def check(client: HeteroClient, reference: Reference) -> None:
         assert reference.disagreements(prompt, completion.token_ids) == []
 
 
+def check_stream_over_a_loss(
+    group: LocalGroupProcess, client: HeteroClient, reference: Reference, lost: str, *, max_tokens: int
+) -> None:
+    """Kill a rank while a stream runs: its tokens stay the reference's, and only that rank gets another process."""
+    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    before, tokens = group.record.processes, list[int]()
+    for event in client.generate(PROMPT[:16], sampling=sampling, resume_timeout_s=0):
+        if event_tokens := getattr(event, "token_ids", ()):
+            tokens += event_tokens
+            if len(tokens) - len(event_tokens) < 20 <= len(tokens):
+                os.kill(before[lost], signal.SIGKILL)
+    wait_for(lambda: group.record.processes[lost] != before[lost], 30, group.describe)
+    after = group.record.processes
+    assert len(tokens) == max_tokens
+    assert reference.disagreements(PROMPT[:16], tokens) == []
+    survivors = [name for name in before if name != lost]
+    assert {name: after[name] for name in survivors} == {name: before[name] for name in survivors}
+
+
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 def test_a_mixed_group_equals_transformers_on_every_path(tmp_path: Path, layout: Layout) -> None:
     """Chunked and mixed steps, a prefix hit, preemption, another cache, and both levels of sleep."""
@@ -110,7 +129,7 @@ def test_a_mixed_group_equals_transformers_on_every_path(tmp_path: Path, layout:
 
 @pytest.mark.parametrize("variant", MIXED_VARIANTS)
 def test_models_that_do_not_fit_a_gpu_are_served_by_a_mixed_group(tmp_path: Path, variant: str) -> None:
-    """Chunked and mixed steps, a prefix hit, and wake-up from sleep."""
+    """Chunked and mixed steps, a prefix hit, wake-up from sleep, and a rank that is killed while it streams."""
     model = save_tiny_model(tmp_path / "model", variant, **MIXED_VARIANTS[variant])
     layout = LAYOUTS["1 GPU + 3 CPU"]
     reference = Reference.from_directory(model)
@@ -123,6 +142,7 @@ def test_models_that_do_not_fit_a_gpu_are_served_by_a_mixed_group(tmp_path: Path
             admin.sleep(1)
             admin.wake_up()
         check(client, reference)
+        check_stream_over_a_loss(group, client, reference, "cpu-1", max_tokens=64)
     assert shared_segments() == set()
 
 
@@ -152,20 +172,8 @@ def test_cpu_ranks_that_own_nothing_are_idle_beside_gpu_ranks(tmp_path: Path) ->
 @pytest.mark.parametrize("lost", ["gpu-0", "cpu-1"])
 def test_a_stream_survives_the_loss_of_a_rank_of_either_kind(tmp_path: Path, lost: str) -> None:
     model = save_tiny_model(tmp_path / "model", "llama")
-    sampling = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
     with mixed_group(tmp_path, model, LAYOUTS["CPU ranks on MLP only"]) as group, group.client() as client:
-        before, tokens = group.record.processes, list[int]()
-        for event in client.generate(PROMPT[:16], sampling=sampling, resume_timeout_s=0):
-            if event_tokens := getattr(event, "token_ids", ()):
-                tokens += event_tokens
-                if len(tokens) - len(event_tokens) < 20 <= len(tokens):
-                    os.kill(before[lost], signal.SIGKILL)
-        wait_for(lambda: group.record.processes[lost] != before[lost], 30, group.describe)
-        after = group.record.processes
-    assert len(tokens) == sampling.max_tokens
-    assert Reference.from_directory(model).disagreements(PROMPT[:16], tokens) == []
-    survivors = [name for name in before if name != lost]
-    assert {name: after[name] for name in survivors} == {name: before[name] for name in survivors}
+        check_stream_over_a_loss(group, client, Reference.from_directory(model), lost, max_tokens=300)
 
 
 def test_real_prompts_over_two_gpus_and_two_cpus_equal_transformers(tmp_path: Path, smollm2: Path) -> None:

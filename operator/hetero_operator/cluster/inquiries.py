@@ -98,7 +98,7 @@ class _Doubt:
     """Waiting objects of one resource: uids, and when each has waited for long, by the clock."""
 
     due: Mapping[str, float]
-    told: dict[str, tuple[PodEvent, ...]] = field(default_factory=dict)
+    events: dict[str, tuple[PodEvent, ...]] = field(default_factory=dict)
 
 
 class WarningBook:
@@ -121,10 +121,10 @@ class WarningBook:
             self._doubts.pop(owner, None)
             return {}
         known = self._doubts.get(owner)
-        told = known.told if known is not None else {}
+        events = known.events if known is not None else {}
         due = {uid: self._clock() + PATIENCE_S - age_s for uid, age_s in ages_s.items()}
-        doubt = self._doubts[owner] = _Doubt(due, {uid: told[uid] for uid in due if uid in told})
-        return dict(doubt.told)
+        doubt = self._doubts[owner] = _Doubt(due, {uid: events[uid] for uid in due if uid in events})
+        return dict(doubt.events)
 
     def forget_resource(self, owner: Key) -> None:
         """Drop everything about a resource that is gone."""
@@ -153,9 +153,9 @@ class WarningBook:
             if owner.namespace != namespace:
                 continue
             found = {uid: tuple(warnings[uid]) for uid in doubt.due if uid in warnings}
-            if found != doubt.told:
-                doubt.told.clear()
-                doubt.told.update(found)
+            if found != doubt.events:
+                doubt.events.clear()
+                doubt.events.update(found)
                 self._on_change(owner)
 
     async def _warnings(self, namespace: str) -> Told:

@@ -118,8 +118,8 @@ class Transport:
 
         `size` is the most objects of a page. Each page has the list's version.
         """
-        limit, told, token = min(FIRST_PAGE_SIZE, size), 0, None
-        while at_most is None or told < at_most:
+        limit, num_read, token = min(FIRST_PAGE_SIZE, size), 0, None
+        while at_most is None or num_read < at_most:
             try:
                 page, length = await self._page(path, {**query, "limit": limit, "continue": token})
             except TooLarge:
@@ -129,7 +129,7 @@ class Transport:
                 continue
             count = len(page.get("items") or ())
             yield page
-            told += count
+            num_read += count
             token = page["metadata"].get("continue") or None
             if token is None:
                 return

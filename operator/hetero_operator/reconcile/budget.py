@@ -112,7 +112,7 @@ def _restart(
     if more <= 0:
         return None
     ending = latest_ending(pod, RANK_CONTAINER)
-    words = remembered or "its pod was made anew"
+    words = remembered or "its pod was replaced"
     if has_ended(pod):
         words = end_trouble(pod, RANK_CONTAINER).words
     elif ending is not None:
@@ -128,10 +128,10 @@ def _restart(
 def _remembered(stored: HeteroInferenceStatus, expected: ExpectedPod) -> str:
     """Return the last report about a pod that is gone: from the account when it was the last, else from Degraded."""
     last = stored.restarts
-    told = [last.last_reason] if last.last_rank == expected.first_rank else []
-    told += [item.message for item in stored.conditions if item.type == ConditionType.DEGRADED]
+    messages = [last.last_reason] if last.last_rank == expected.first_rank else []
+    messages += [item.message for item in stored.conditions if item.type == ConditionType.DEGRADED]
     subject = expected.subject().rstrip(")")
-    return next((text.partition("): ")[2] for text in reversed(told) if text.startswith(subject)), "")
+    return next((text.partition("): ")[2] for text in reversed(messages) if text.startswith(subject)), "")
 
 
 def _container_restarts(pod: Object) -> int:

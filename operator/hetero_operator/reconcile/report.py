@@ -48,8 +48,8 @@ def report(observed: Observed, plan: Plan, outcome: Outcome) -> Report:
 
 def _conditions(situation: Situation, blockers: Blockers) -> dict[str, Condition]:
     """Return all conditions, in the order of ConditionType."""
-    told = findings(situation, blockers).items()
-    conditions: dict[str, Condition] = {kind: condition_of(kind, item, situation) for kind, item in told}
+    found = findings(situation, blockers).items()
+    conditions: dict[str, Condition] = {kind: condition_of(kind, item, situation) for kind, item in found}
     judgement = progressing(situation, blockers, conditions)
     damage = _with_deadline(degraded(situation, blockers), judgement)
     for kind, item in ((ConditionType.PROGRESSING, judgement), (ConditionType.DEGRADED, damage)):
@@ -76,8 +76,8 @@ def _decoded(situation: Situation, conditions: Mapping[str, Condition], *, is_se
 
 def _says_the_same(stored: Object, status: Mapping[str, Any]) -> bool:
     """Return whether the stored status equals this one; conditions of others, and their order, do not count."""
-    told = stored.get("conditions")
-    by_type = {item.get("type"): item for item in told} if isinstance(told, list) else {}
+    conditions = stored.get("conditions")
+    by_type = {item.get("type"): item for item in conditions} if isinstance(conditions, list) else {}
     ours = [by_type.get(item["type"]) for item in status["conditions"]]
     return {**stored, "conditions": ours} == dict(status)
 
@@ -109,15 +109,15 @@ def _generation(kind: ConditionType, situation: Situation, before: Condition | N
     ready may take them for that.
     """
     if situation.plan.refusal and situation.basis is not None and kind not in _OF_THE_SPEC:
-        told = before.observed_generation if before is not None else None
-        return situation.generation if told is None else told
+        reported = before.observed_generation if before is not None else None
+        return situation.generation if reported is None else reported
     return situation.generation
 
 
 def transitions(before: Conditions, after: Conditions) -> tuple[Transition, ...]:
     """Return Events in the order in which they are to be read; `before` is empty at the first report."""
     accepted, pinned = after[ConditionType.ACCEPTED], after[ConditionType.NUMA_PINNED]
-    told = [
+    messages = [
         *_warning(ConditionType.ACCEPTED, before, after, when=accepted.status is ConditionStatus.FALSE),
         *_suspended(before, after),
         *_rolling_out(before, after),
@@ -126,7 +126,7 @@ def transitions(before: Conditions, after: Conditions) -> tuple[Transition, ...]
         *_stuck(before, after),
         *_warning(ConditionType.NUMA_PINNED, before, after, when=pinned.reason in _UNPINNED),
     ]
-    return tuple(dict.fromkeys(told))
+    return tuple(dict.fromkeys(messages))
 
 
 def _warning(kind: ConditionType, before: Conditions, after: Conditions, *, when: bool) -> Iterator[Transition]:

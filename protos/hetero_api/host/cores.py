@@ -10,7 +10,7 @@ What always holds:
   asks for one core less than its node has leaves one to communication.
 - Where a pool cannot have its cores, numa.policy decides: Required refuses, BestEffort goes on unbound with a warning,
   None was never bound. Ranks that have to share cores are better left to the kernel's scheduler than pinned on top
-  of one another. Required is also refused on nodes that have not the memory, or are not told.
+  of one another. Required is also refused on nodes that lack the memory, or that the kernel does not name.
 - Ranks are spread over the nodes (`core_deal`), unless pools would get less that way than by filling nodes up.
 
 Pure: what the machine has is read by `topology` and passed in.
@@ -38,7 +38,7 @@ class CoreDemand:
     near: tuple[int | None, ...] = ()
     """For each rank the node that it should be near to, e.g. its GPU's; None, or none at all: wherever."""
     memory_bytes: int = 0
-    """Memory a rank; 0: not told. Required wants all of it on the node of the cores."""
+    """Memory of a rank; 0: unknown. Required wants all of it on the node of the cores."""
     field: str = "cpu.coresPerRank"
     """Where the demand stands below `path`."""
 

@@ -7,7 +7,7 @@ kernel module tells the same in files:
     /dev/nvidiaN                                           there, if this container was given the device
     /sys/bus/pci/devices/<PCI address>/numa_node           its NUMA node, -1 where the firmware tells none
 
-CUDA numbers devices from 0 in PCI order if it is told to (`IN_PCI_ORDER`, which whoever starts ranks has to give them),
+CUDA numbers devices from 0 in PCI order if `IN_PCI_ORDER` is set, which the starter of ranks has to do,
 after CUDA_VISIBLE_DEVICES chose and ordered them. Where a container hides /proc/driver, only the device files are left:
 then devices have no PCI address, and their order is that of the files' numbers.
 """
@@ -58,11 +58,11 @@ def _present(root: Path) -> list[Gpu]:
         return [Gpu(number) for number in files]
     found: list[Gpu] = []
     for address in sorted(addresses, key=lambda name: [int(part, 16) for part in re.split("[:.]", name)]):
-        told = _information(known / address / "information")
-        minor = told.get("Device Minor", "")
-        if minor.isdecimal() and int(minor) in files and told.get("GPU Excluded", "No") == "No":
+        information = _information(known / address / "information")
+        minor = information.get("Device Minor", "")
+        if minor.isdecimal() and int(minor) in files and information.get("GPU Excluded", "No") == "No":
             node = pci_numa_node(address, root=root / "sys/bus/pci/devices")
-            found.append(Gpu(len(found), told.get("Model", ""), told.get("GPU UUID", ""), node))
+            found.append(Gpu(len(found), information.get("Model", ""), information.get("GPU UUID", ""), node))
     return found
 
 
@@ -79,7 +79,7 @@ def _chosen(present: Sequence[Gpu], text: str) -> list[Gpu]:
 
 
 def _named(present: Sequence[Gpu], entry: str) -> Gpu | None:
-    """By number, or by the begin of a UUID that only one has. A MIG slice is a device whose place is not told."""
+    """By number, or by the begin of a UUID that only one has. The place of a MIG slice is unknown."""
     if entry.isdecimal():
         return present[int(entry)] if int(entry) < len(present) else None
     if entry.startswith("MIG-") and present:

@@ -22,11 +22,11 @@ class RestartPauses:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether the last pause was the longest."""
+        """True if the last pause was the longest."""
         return self._last_s is not None and self._last_s >= self._longest_s
 
     def next_pause_s(self, *, did_well: bool) -> float:
-        """Return the process died: how long to wait before it is started anew."""
+        """Return the seconds to wait before a process that died is started again."""
         if self._last_s is None or did_well:
             self._last_s = 0.0
         else:
@@ -44,13 +44,13 @@ class RestartBudget:
         self._deaths: deque[float] = deque()
 
     def spend(self) -> bool:
-        """Something died; whether it may be started anew."""
+        """Count a death, and return True if the process may be started again."""
         self._deaths.append(self._clock())
         return not self.is_exceeded
 
     @property
     def is_exceeded(self) -> bool:
-        """Whether more died within the window than may be started anew."""
+        """True if more processes died within the window than may be started again."""
         since_s = self._clock() - self._window_s
         while self._deaths and self._deaths[0] < since_s:
             self._deaths.popleft()

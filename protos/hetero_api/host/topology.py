@@ -48,7 +48,7 @@ class LogicalCore:
     physical: int
     """The lowest number among the threads of its physical core: alike for these, and for no other."""
     cache: int = 0
-    """The lowest number among the CPUs that share its third-level cache; 0 where that is not told."""
+    """The lowest number among the CPUs that share its third-level cache; 0 where it is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +57,14 @@ class NumaNode:
 
     number: int
     cpus: tuple[int, ...] | None
-    """Online CPUs, ascending; None where that is not told."""
+    """Online CPUs, ascending; None where they are unknown."""
     memory_bytes: int | None
-    """Memory that may be used; None where that is not told."""
+    """Memory that may be used; None where it is unknown."""
     distances: Mapping[int, int] = field(default_factory=dict)
     """By node, itself included; 10 is its own memory, 20 twice as slow."""
 
     def distance(self, other: int) -> int:
-        """To another node; as firmware without a table says where it is not told."""
+        """Return the distance to another node; firmware's default where it is unknown."""
         return self.distances.get(other, _OWN_DISTANCE if other == self.number else _OTHER_DISTANCE)
 
     @property
@@ -80,7 +80,7 @@ class CpuTopology:
     cpus: Mapping[int, LogicalCore]
     numa: Mapping[int, NumaNode]
     tells_nodes: bool = True
-    """Whether the kernel tells of NUMA nodes at all; see the module."""
+    """True if the kernel names NUMA nodes at all; see the module."""
 
     @classmethod
     def read(cls, root: Path = SYSFS_ROOT, *, known: Iterable[int] | None = None) -> CpuTopology:
@@ -115,7 +115,7 @@ class CpuTopology:
 
     @property
     def nodes_of_memory(self) -> tuple[int, ...]:
-        """Nodes that have memory, as far as is told, ascending: where a page can lie."""
+        """Nodes where a page can lie, ascending: all but those that are known to have no memory."""
         return tuple(sorted(n for n, node in self.numa.items() if node.memory_bytes is None or node.memory_bytes > 0))
 
     @property
@@ -129,7 +129,7 @@ class CpuTopology:
         return tuple(self.cpus[number] for number in sorted(self.cpus))
 
     def nodes_of(self, numbers: Iterable[int]) -> tuple[int, ...]:
-        """NUMA nodes of the given online CPUs, ascending; UNKNOWN_NODE among them where one is not told."""
+        """Return the NUMA nodes of the given online CPUs, ascending; UNKNOWN_NODE among them where one is unknown."""
         return tuple(sorted({self.cpus[number].node for number in numbers}))
 
     def one_per_core(self, numbers: Iterable[int]) -> tuple[int, ...]:
@@ -191,7 +191,7 @@ def _read_numbers(path: Path) -> list[int]:
 
 
 def _read_list(path: Path) -> tuple[int, ...] | None:
-    """() for a list that is empty, which ends its line too; None for one that is not told."""
+    """Return the numbers of a list; () for an empty one, which is a line too; None for one that cannot be read."""
     text = read_text(path)
     try:
         return parse_cpu_list(text) if text.endswith("\n") else None

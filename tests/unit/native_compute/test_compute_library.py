@@ -41,7 +41,7 @@ def test_what_was_built_is_taken() -> None:
 def test_an_instruction_set_that_is_not_there_is_refused() -> None:
     library = load_compute().library
     assert library is not None
-    with pytest.raises(ValueError, match=f"isa 'sse9': there are kernels for {library.isas[0]}"):
+    with pytest.raises(ValueError, match=f"isa 'sse9': this processor has kernels for {library.isas[0]}"):
         library.use("sse9")
     assert library.isa == library.isas[0]
 

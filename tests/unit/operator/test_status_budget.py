@@ -93,7 +93,7 @@ def test_a_pod_that_is_made_anew_counts_once() -> None:
     replace_pod(scene, "x-more-0")
     told = restarts(scene)
     assert (told["count"], told["lastRank"], told["lastReason"]) == (
-        1, 2, "rank 2 (pod x-more-0): its pod was made anew",
+        1, 2, "rank 2 (pod x-more-0): its pod was replaced",
     )  # fmt: skip
     assert restarts(scene) == told
 

@@ -182,7 +182,7 @@ def test_a_core_of_an_untold_node_is_never_pinned(tmp_path: Path) -> None:
     kernel = kernel_of(pages={1: 256})
     report = bind("two_sockets_smt", kernel, tmp_path, cores=(8, 9), policy=BEST_EFFORT, hidden=("node/node1/cpulist",))
     assert (report.pinned, report.numa_nodes, report.memory) == (False, (), "first touch")
-    assert "the NUMA node of CPUs 8-9 is not told" in report.reason
+    assert "the NUMA node of CPUs 8-9 is not known" in report.reason
 
 
 def test_policy_none_binds_nothing(tmp_path: Path) -> None:

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.backends.cpu import cpu_backend
 from hetero_worker.backends.cuda.backend import CudaBackend
 from hetero_worker.backends.speeds import best_s, copy_bandwidths, matmul_flops, round_trip_s
 from hetero_worker.backends.torch_reference import TorchReference
 from hetero_worker.errors import DeviceError
 from hetero_worker.memory.streams import HOST, to_device
+from tests.support.native_compute import compute_library, computing_with
 
 pytestmark = pytest.mark.unit
 
@@ -102,3 +104,23 @@ def test_what_was_copied_to_a_device_does_not_change_with_the_host() -> None:
     there = to_device(host, HOST)
     host.fill_(-1)
     assert there.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_the_environment_forces_an_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = compute_library()
+    with computing_with(library.isas[0]):
+        monkeypatch.setenv("HETERO_CPU_ISA", "generic")
+        backend = cpu_backend(memory_bytes=1 << 28)
+        assert library.isa == "generic"
+        assert backend.linear(torch.float32, batch_invariant=False).name == "native (generic)"
+
+
+def test_an_instruction_set_that_is_not_there_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HETERO_CPU_ISA", "sse9")
+    with pytest.raises(DeviceError, match=r"HETERO_CPU_ISA=sse9: .*this processor has kernels for .*generic"):
+        cpu_backend(memory_bytes=1 << 28)
+    monkeypatch.setenv("HETERO_CPU_ISA", "generic")
+    with pytest.raises(DeviceError, match=r"HETERO_CPU_ISA=generic: .*not built"):
+        cpu_backend(memory_bytes=1 << 28, library=tmp_path / "none.so")

@@ -5,7 +5,7 @@ keys and values are read from the cache, this step's too. A row's bits depend on
 they are the same in whatever batch, as a decode row, in one span with its prompt or in any piece of it. So this
 serves batch-invariant mode, too.
 
-An operation of a recorded step reads lengths and block tables anew whenever it is made again, where they were when it
+An operation of a recorded step reads lengths and block tables whenever it is made again, where they were when it
 was recorded: they are those of the batch, which keeps them in place (runners/input_batch.py), and are not copied.
 """
 

@@ -8,8 +8,9 @@ What may happen after a rank was bound:
   elsewhere. So once the weights are there it is counted where all memory lies that came since the rank was bound. What
   was there before, e.g. in a process forked from one that ran anywhere, is no fault of the binding.
 
-Either way the report says so, and policy Required fails closed with a PinningError. Nothing is bound anew: threads that
-compute would have to be told from those that do not, and a container that starts anew picks among the cores it has.
+Either way the report says so, and policy Required fails closed with a PinningError. Nothing is bound again:
+threads that compute would have to be kept apart from those that do not, and a container that restarts picks among its
+cores.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Binding(Protocol):
         ...
 
     def check_memory(self) -> int | None:
-        """Share of the memory since the binding that lies on the rank's node, in percent; None: not told.
+        """Share of the memory since the binding that lies on the rank's node, in percent; None: unknown.
 
         Raises PinningError when the policy is Required and it is too little. About a second for 128 GiB.
         """
@@ -134,13 +135,15 @@ class CoreBinding:
             return []
         return [
             f"the cpuset changed after the rank was bound: it runs on CPUs {format_cpu_list(now)}, "
-            f"not {format_cpu_list(made)}; start the pod anew"
+            f"not {format_cpu_list(made)}; restart the pod"
         ]
 
     def _changes_of_memory(self) -> list[str]:
         policy, allowed, nodes = self._kernel.memory_policy(), self._kernel.memory_nodes(), self._made.numa_nodes
         if allowed is not None and self._topology.tells_nodes and not allowed >= frozenset(nodes):
-            return [f"the cpuset changed: it allows memory of NUMA nodes {format_cpu_list(allowed)} only; start anew"]
+            return [
+                f"the cpuset changed: it allows memory of NUMA nodes {format_cpu_list(allowed)} only; restart the pod"
+            ]
         if policy != self._policy:
             return [f"the memory policy changed from {_describe(self._policy)} to {_describe(policy)}"]
         return []
@@ -167,4 +170,4 @@ class CoreBinding:
 
 
 def _describe(policy: MemoryPolicy | None) -> str:
-    return "one that is not told" if policy is None else f"{policy.mode} of nodes {format_cpu_list(policy.nodes)!r}"
+    return "an unknown one" if policy is None else f"{policy.mode} of nodes {format_cpu_list(policy.nodes)!r}"

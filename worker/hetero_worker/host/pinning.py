@@ -140,7 +140,7 @@ def _check_nodes(request: PinningRequest, cpus: tuple[int, ...], topology: CpuTo
     nodes = topology.nodes_of(cpus)
     if UNKNOWN_NODE in nodes:
         unknown = format_cpu_list(cpu for cpu in cpus if topology.cpus[cpu].node == UNKNOWN_NODE)
-        return [f"the NUMA node of CPUs {unknown} is not told (/sys/devices/system/node)"]
+        return [f"the NUMA node of CPUs {unknown} is not known (/sys/devices/system/node)"]
     if len(nodes) > 1:
         return [f"CPUs {format_cpu_list(cpus)} are on NUMA nodes {format_cpu_list(nodes)}, not on one"]
     return [problem for node in nodes for problem in _check_node_memory(request, node, topology, kernel)]

@@ -95,7 +95,7 @@ class ComputeLibrary:
     def use(self, isa: str) -> None:
         """Use another instruction set's kernels in all teams, none of which may be at work. Raises ValueError."""
         if self.functions.hc_use(isa.encode()):
-            raise ValueError(f"isa {isa!r}: there are kernels for {', '.join(self.isas)} on this processor")
+            raise ValueError(f"isa {isa!r}: this processor has kernels for {', '.join(self.isas)}")
 
     @property
     def source(self) -> str:

@@ -39,7 +39,7 @@ class Loaded:
     library: Any
     """Functions of its header as attributes; None without a library. Calls release Python's lock."""
     reason: str = ""
-    """What is wrong and how to fix it; empty if nothing is."""
+    """Problem and its fix; empty if there is none."""
 
 
 def address_of(pointer: Any) -> int:

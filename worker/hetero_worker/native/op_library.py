@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from hetero_api.contract import ENV_CPU_ISA
+from hetero_worker.errors import DeviceError
 from hetero_worker.native.build import COMPUTE_LIBRARY
 from hetero_worker.native.compute_library import load_compute
+from hetero_worker.native.loading import Loaded
 from hetero_worker.native.op_queue import OpQueue
 from hetero_worker.native.team import NativeTeam
 
@@ -34,9 +37,12 @@ NOT_FOR_DEVICES: Final = OpLibrary(None)
 def open_op_library(num_threads: int, *, path: Path = COMPUTE_LIBRARY) -> OpLibrary:
     """Start a team of this many threads on the process's cores, and log if that is impossible.
 
-    Each thread has a core of its own if there are as many cores as threads.
+    Each thread has a core of its own if there are as many cores as threads. Raises DeviceError if the environment asks
+    for an instruction set that the library or the processor does not have.
     """
     loaded = load_compute(path)
+    if isa := os.environ.get(ENV_CPU_ISA):
+        _force(isa, loaded)
     if loaded.library is None:
         logger.warning("ranks on host cores compute with torch's kernels, which are slower: %s", loaded.reason)
         return OpLibrary(None, loaded.reason)
@@ -48,3 +54,13 @@ def open_op_library(num_threads: int, *, path: Path = COMPUTE_LIBRARY) -> OpLibr
         logger.warning("ranks on host cores compute with torch's kernels, which are slower: %s", error)
         return OpLibrary(None, str(error))
     return OpLibrary(OpQueue(team), home=home)
+
+
+def _force(isa: str, loaded: Loaded) -> None:
+    """Use the kernels of one instruction set in this process."""
+    try:
+        if loaded.library is None:
+            raise ValueError(loaded.reason)
+        loaded.library.use(isa)
+    except ValueError as error:
+        raise DeviceError(f"{ENV_CPU_ISA}={isa}: {error}") from error

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from hetero_api.contract import EXIT_PERMANENT, EXIT_STUCK
+from hetero_api.contract import ENV_CPU_ISA, EXIT_PERMANENT, EXIT_STUCK
 from hetero_api.cpu_list import format_cpu_list
 from hetero_api.errors import HeteroError
 from hetero_api.host.heartbeat import Heartbeat
@@ -143,6 +143,7 @@ def _prepare(
             "device": backend.name,
             "cpus": format_cpu_list(pinning.cpus),
             "threads": str(pinning.num_threads),
+            "isa": os.environ.get(ENV_CPU_ISA, ""),
         },
     )
     model_config = ModelConfig.from_directory(config.model_dir)

@@ -51,8 +51,8 @@ def boot_identity(path: Path = _BOOT) -> str:
 def code_identity(package: Path = _PACKAGE) -> str:
     """Return a hash that changes when a file of the package, its native libraries included, is written again."""
     files = sorted(path for ending in ("py", "so") for path in package.rglob(f"*.{ending}"))
-    told = [(str(path.relative_to(package)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    return hashlib.sha256(repr(told).encode()).hexdigest()
+    files_seen = [(str(path.relative_to(package)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return hashlib.sha256(repr(files_seen).encode()).hexdigest()
 
 
 class TuningCache:

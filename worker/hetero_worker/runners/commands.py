@@ -285,7 +285,7 @@ class GroupCommands:
             if self._model_state.offloaded is not None:
                 self._model_state.offloaded.restore()
             if checksum(kept) != sleeping.checksum:
-                self._model_state.drop_shard()  # the next epoch reads them anew
+                self._model_state.drop_shard()  # the next epoch reads them again
                 raise WeightsDamagedError("weights changed in memory while they were asleep; they are read again")
             return kept
         shard = load_shard(sleeping.request, self._backend, kernel=sleeping.kernel)

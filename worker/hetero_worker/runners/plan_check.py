@@ -57,7 +57,7 @@ class PlanCheck:
         self._bounds = bounds
         self._counts = SlotCounts(bounds.max_num_seqs)
         self._roles = np.zeros(bounds.max_num_seqs, dtype=np.int8)
-        """What each slot does in the step: nothing, or one of the constants above."""
+        """Task of each slot in the step: nothing, or one of the constants above."""
         self._decoding = SlotList(bounds.max_num_seqs)
         self._computed = np.zeros(bounds.max_num_seqs, dtype=np.int64)
         self._other = np.zeros(bounds.max_num_seqs, dtype=np.int64)

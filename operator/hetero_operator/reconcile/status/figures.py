@@ -28,12 +28,12 @@ from hetero_operator.reconcile.status.text import bounded, steady
 
 _EXCHANGES: Final = {EXCHANGE_KIND_SHM: "shm", EXCHANGE_KIND_GLOO: "gloo"}
 STEADY_WITHIN: Final = 0.1
-"""Share by which a speed has to differ from the one told, to be told anew."""
+"""Share by which a speed has to differ from the reported one to be reported again."""
 
 
 def figures(situation: Situation, *, is_serving: bool) -> dict[str, Any]:
     """Return the fields of HeteroInferenceStatus but its conditions."""
-    told = {
+    reported = {
         "observed_generation": situation.generation,
         "replicas": int(bool(situation.observed.pods)),
         "ready_replicas": int(is_serving),
@@ -42,10 +42,10 @@ def figures(situation: Situation, *, is_serving: bool) -> dict[str, Any]:
         "endpoint": _endpoint(situation),
     }
     if situation.basis is None:
-        return told
+        return reported
     spec, revisions = situation.basis.spec, situation.basis.revisions
     ready = sum(pod.num_ranks for pod in situation.expected if is_rank_ready(situation, pod))
-    told |= {
+    reported |= {
         "revision": revisions.ranks,
         "gateway_revision": revisions.gateway,
         "world_size": spec.world_size,
@@ -54,12 +54,12 @@ def figures(situation: Situation, *, is_serving: bool) -> dict[str, Any]:
         "pools": _pools(situation, spec),
     }
     if situation.answer is not None and situation.runs:
-        told |= _of_answer(situation, situation.answer)
-    return told
+        reported |= _of_answer(situation, situation.answer)
+    return reported
 
 
 def _of_answer(situation: Situation, answer: GatewayReport) -> dict[str, Any]:
-    placed = [_placed(situation, pod, rank) for pod in situation.expected for rank in situation.told(pod)]
+    placed = [_placed(situation, pod, rank) for pod in situation.expected for rank in situation.reported(pod)]
     return {
         "epoch": answer.group.epoch,
         "model_source": steady(answer.group.model_source),
@@ -102,7 +102,7 @@ def _option(option: PlacementOption) -> PlacementOptionStatus:
     )
 
 
-def _steady_speed(placement: PlacementReport, told: PlacementStatus) -> tuple[float | None, float | None]:
+def _steady_speed(placement: PlacementReport, reported: PlacementStatus) -> tuple[float | None, float | None]:
     """Return the measured speed and its ratio to the prediction: the last ones while they are about right.
 
     Both at once: a person who divides one figure of the status by the other finds the third.
@@ -110,10 +110,10 @@ def _steady_speed(placement: PlacementReport, told: PlacementStatus) -> tuple[fl
     measured, ratio = placement.measured_tokens_per_second, placement.step_time_ratio
     if not (measured and ratio):
         return None, None
-    known, predicted = told.measured_tokens_per_second, told.predicted_tokens_per_second
+    known, predicted = reported.measured_tokens_per_second, reported.predicted_tokens_per_second
     is_same = predicted == _rounded(placement.predicted_tokens_per_second)
-    if is_same and known and told.prediction_ratio and abs(measured - known) <= STEADY_WITHIN * known:
-        return known, told.prediction_ratio
+    if is_same and known and reported.prediction_ratio and abs(measured - known) <= STEADY_WITHIN * known:
+        return known, reported.prediction_ratio
     return _rounded(measured), round(ratio, 2)
 
 
@@ -129,7 +129,7 @@ def _pools(situation: Situation, spec: HeteroInferenceSpec) -> list[PoolStatus]:
             desired=pool.ranks,
             scheduled=sum(pod.num_ranks for pod in pods if _has_node(situation, pod)),
             ready=sum(pod.num_ranks for pod in pods if is_rank_ready(situation, pod)),
-            pinned=sum(is_pinned(rank) for pod in pods for rank in situation.told(pod)),
+            pinned=sum(is_pinned(rank) for pod in pods for rank in situation.reported(pod)),
         )
         for pool in spec.pools
         for pods in [[pod for pod in situation.expected if pod.pool == pool.name]]

@@ -144,8 +144,8 @@ def _ready(situation: Situation, blockers: Blockers) -> Finding:
         return blockers.idle
     if blockers.is_serving:
         ranks = sum(pod.num_ranks for pod in situation.expected)
-        told = "1 rank" if ranks == 1 else f"{ranks} ranks"
-        return Finding(TRUE, Reason.SERVING, f"{told} in one epoch, requests served.")
+        number = "1 rank" if ranks == 1 else f"{ranks} ranks"
+        return Finding(TRUE, Reason.SERVING, f"{number} in one epoch, requests served.")
     failure = worst_failure(situation.outcome.failures)
     if failure is not None and _lacks_pods(situation):
         return failed_write(failure, FALSE)
@@ -252,19 +252,19 @@ def _of_ranks(situation: Situation, blockers: Blockers, pools: set[str]) -> Find
     if situation.answer is None:
         return blockers.finding(status=UNKNOWN)
     pods = [pod for pod in situation.expected if pod.pool in pools]
-    told = [(pod, rank) for pod in pods for rank in situation.told(pod)]
-    for pod, rank in told:
+    reported = [(pod, rank) for pod in pods for rank in situation.reported(pod)]
+    for pod, rank in reported:
         shortcoming = _shortcoming(rank)
         if shortcoming is not None:
             reason, words = shortcoming
             return Finding(FALSE, reason, bounded(f"{_subject(situation, pod, rank)}: {words}"))
     if not all(situation.has_loaded(pod) for pod in pods):
         return blockers.finding(status=UNKNOWN)
-    for pod, rank in told:
+    for pod, rank in reported:
         if local_memory_percent(rank) is None:
             words = "is bound, and its kernel does not tell where its memory lies"
             return Finding(UNKNOWN, Reason.NOT_PROVEN, f"{_subject(situation, pod, rank)}: {words}")
-    return _proven(situation, pods, told)
+    return _proven(situation, pods, reported)
 
 
 def _shortcoming(rank: RankStatus) -> tuple[Reason, str] | None:
@@ -289,7 +289,7 @@ def _is_local(rank: RankStatus) -> bool:
     return not rank.HasField("local_memory_percent") or rank.local_memory_percent >= LEAST_LOCAL_MEMORY_PERCENT
 
 
-def _proven(situation: Situation, pods: list[ExpectedPod], told: list[tuple[ExpectedPod, RankStatus]]) -> Finding:
+def _proven(situation: Situation, pods: list[ExpectedPod], reported: list[tuple[ExpectedPod, RankStatus]]) -> Finding:
     """Bound and proven: whether the kubelet keeps others off the cores, too."""
     found = "Cores and memory of every CPU rank are of one NUMA node"
     named = {pool.name: pool for pool in situation.basis.spec.pools} if situation.basis else {}
@@ -300,7 +300,7 @@ def _proven(situation: Situation, pods: list[ExpectedPod], told: list[tuple[Expe
             f"{found}, but pods of {_names(burstable)} are not of the class Guaranteed: the kubelet may let other pods "
             "use their cores. Set cpu.memoryPerRank.",
         )  # fmt: skip
-    for pod, rank in told:
+    for pod, rank in reported:
         asked = named[pod.pool].cores_per_rank * named[pod.pool].ranks_per_pod
         allowed = rank.place.device.allowed_cpus
         if allowed > asked:

@@ -111,19 +111,21 @@ class Situation:
         """Return whether a pod is of another spec than the one in force."""
         return self.basis is not None and _is_outdated(pod, self.basis.revisions)
 
-    def told(self, pod: ExpectedPod) -> tuple[RankStatus, ...]:
+    def reported(self, pod: ExpectedPod) -> tuple[RankStatus, ...]:
         """Return the gateway's report about a pod's ranks; empty when it does not answer."""
         return tuple(item for item in self.answer.group.ranks if item.place.rank in pod.ranks) if self.answer else ()
 
     def has_joined(self, pod: ExpectedPod) -> bool:
         """Return whether the gateway talks to all ranks of a pod."""
-        told = self.told(pod)
-        return len(told) == pod.num_ranks and all(item.joined and item.place.pod_name == pod.name for item in told)
+        reported = self.reported(pod)
+        return len(reported) == pod.num_ranks and all(
+            item.joined and item.place.pod_name == pod.name for item in reported
+        )
 
     def has_loaded(self, pod: ExpectedPod) -> bool:
         """Return whether all ranks of a pod hold their weights; a group is READY only then, even if that is nothing."""
         is_group_ready = self.answer is not None and self.answer.state is GroupState.READY
-        return self.has_joined(pod) and (is_group_ready or all(item.weight_bytes > 0 for item in self.told(pod)))
+        return self.has_joined(pod) and (is_group_ready or all(item.weight_bytes > 0 for item in self.reported(pod)))
 
     def statefulset(self, pool: str) -> Object | None:
         """Return a pool's StatefulSet, None if there is none."""

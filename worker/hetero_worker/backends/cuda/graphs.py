@@ -107,10 +107,10 @@ class CudaGraphBackend:
 
 def _end_empty(graph: torch.cuda.CUDAGraph) -> bool:
     """End the capture; whether nothing was given to the device in it."""
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         graph.capture_end()
-    return any(_EMPTY in str(warning.message) for warning in told)
+    return any(_EMPTY in str(warning.message) for warning in warned)
 
 
 @contextlib.contextmanager

@@ -1,9 +1,9 @@
-"""Breaks: a pass that is recorded as segments, and calls between them that are made anew each time.
+"""Breaks: a pass that is recorded as segments, and calls between them that are made again each time.
 
 Code that is recorded is ordinary code. Where it comes to something that cannot be (a round with other ranks over the
 host, a kernel whose shapes depend on lengths) it says so by `call`: the segment ends there, the call is made, and the
-next segment begins. A replay goes through segments and calls in the same order. So a call must read what differs from
-step to step anew, and leave what it makes in a tensor that lasts.
+next segment begins. A replay goes through segments and calls in the same order. So a call must read
+again in every step what differs, and leave what it makes in a tensor that lasts.
 
 Tensors that calls use are kept for as long as the graph is; segments' other tensors are the backend's to reuse.
 

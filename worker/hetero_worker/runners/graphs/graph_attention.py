@@ -1,7 +1,7 @@
 """Attention in a pass that is recorded: within segments where the backend's launches are always alike, else between.
 
 A capturable backend has tables that stay where they are, and launches the same for every step of a size, however long
-the sequences are: its calls are recorded, and its tables alone are filled anew before a replay. Any other may make
+the sequences are: its calls are recorded, and its tables alone are filled again before a replay. Any other may make
 shapes of lengths, so each of its calls breaks the recording.
 """
 

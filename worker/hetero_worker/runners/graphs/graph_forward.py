@@ -4,7 +4,7 @@ The first step of a size goes eagerly, which prepares it: kernels are compiled, 
 second is recorded while it is made, and all further ones are replays. Which steps these are follows from the plans, so
 all ranks come to the same point together; but nothing depends on it, for a rank that records, replays or goes eagerly
 does the same with its peers. With too little memory left a rank records no more, says so, and serves on: what is kept
-for graphs (`hetero_api.graph_memory`) is an estimate, and told beside what they took.
+for graphs (`hetero_api.graph_memory`) is an estimate, and reported beside what they took.
 
 A graph holds addresses of weights, cache and inputs. It is of one decoder and one exchange, and goes with the cache. It
 ends with the hidden states: the head is given to the device behind it, while the device is busy with it.

@@ -1,6 +1,6 @@
 """To how many rows a step that only decodes is padded: the same on all GPU ranks of a group.
 
-Everything here follows from what all ranks are told, the plan and the limits, for GPU ranks sum padded rows among
+Everything here follows from the plan and the limits, which all ranks know, for GPU ranks sum padded rows among
 themselves. Ranks on host cores are not padded: what crosses the host are the step's own rows (`breaking_exchange`).
 Therefore a padded step must be cut no finer than the step itself, into micro-batches or into slices that are lent.
 
