@@ -1,29 +1,23 @@
-"""GGUF files that hold a model's weights: their tensors, how each is stored, and where. Reads no weights.
+"""GGUF files: their metadata, their tensors, how each is stored, and where. Reads no weights.
 
 The layout is ggml's (docs/gguf.md of that project, versions 2 and 3, little-endian). A file is not trusted: every
 length is checked against what is left of the file, every tensor against its end; the header's size is bounded.
-
-A model directory has such a file where it has no safetensors files. It holds config.json and the tokenizer like any
-other; only weights are taken from the file.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
-import re
 import struct
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import reduce
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from hetero_api.errors import ModelError
 from hetero_api.model_directory import MAX_HEADER_BYTES, MAX_TOKENIZER_BYTES, model_file
-from hetero_api.weight_format import StoredWeights, WeightFormat
+from hetero_api.weight_format import WeightFormat
 
-SUFFIX: Final = ".gguf"
 Scalar = int | float | bool | str
 
 _MAGIC: Final = b"GGUF"
@@ -68,16 +62,23 @@ GGML_TYPES: Final[Mapping[int, GgmlType]] = {
     1: GgmlType("F16", 1, 2),
     2: GgmlType("Q4_0", 32, 18, WeightFormat(4, 32)),
     3: GgmlType("Q4_1", 32, 20, WeightFormat(4, 32, has_minimum=True)),
+    6: GgmlType("Q5_0", 32, 22, WeightFormat(8, 32)),
+    7: GgmlType("Q5_1", 32, 24, WeightFormat(8, 32, has_minimum=True)),
     8: GgmlType("Q8_0", 32, 34, WeightFormat(8, 32)),
+    10: GgmlType("Q2_K", 256, 84, WeightFormat(4, 16, has_minimum=True)),
+    11: GgmlType("Q3_K", 256, 110, WeightFormat(4, 16)),
     12: GgmlType("Q4_K", 256, 144, WeightFormat(4, 32, has_minimum=True)),
+    13: GgmlType("Q5_K", 256, 176, WeightFormat(8, 32, has_minimum=True)),
     14: GgmlType("Q6_K", 256, 210, WeightFormat(8, 16)),
+    20: GgmlType("IQ4_NL", 32, 18, WeightFormat(8, 32)),
+    23: GgmlType("IQ4_XS", 256, 136, WeightFormat(8, 32)),
     30: GgmlType("BF16", 1, 2),
+    39: GgmlType("MXFP4", 32, 17, WeightFormat(8, 32)),
 }
-"""Those that can be read, by their numbers."""
+"""Those that can be read, by their numbers. Formats hold their numbers exactly, up to the rounding of scales."""
 _OTHER_TYPES: Final[Mapping[int, str]] = {
-    6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 13: "Q5_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS",
-    18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 28: "F64", 29: "IQ1_M",
-    34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+    9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S",
+    28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4",
 }  # fmt: skip
 
 
@@ -89,6 +90,8 @@ class GgufTensor:
     kind: GgmlType
     offset: int
     """Offset of its first byte in the file."""
+    path: Path
+    """The file."""
 
     @property
     def num_bytes(self) -> int:
@@ -100,19 +103,23 @@ class GgufTensor:
 class GgufHeader:
     """Metadata and tensors that a file's header lists."""
 
+    path: Path
     metadata: Mapping[str, Scalar]
-    """Without what is a list (vocabulary, merges)."""
+    """Fields that are no lists."""
+    lists: Mapping[str, Sequence[Scalar]]
+    """Lists that were asked for and are there."""
     tensors: Mapping[str, GgufTensor]
     """By their names in the file."""
 
     @classmethod
-    def read(cls, path: Path) -> GgufHeader:
-        """Read a file's header. Raises ModelError, which names the file, if it is damaged or in an unsupported
-        format.
+    def read(cls, path: Path, *, lists: Collection[str] = ()) -> GgufHeader:
+        """Read a file's header; of the fields that are lists (vocabulary, merges), those named in `lists`.
+
+        Raises ModelError, which names the file, if it is damaged or in an unsupported format.
         """
         try:
             with model_file(path).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _Reader(path, data).header()
+                return _Reader(path, data, lists).header()
         except (OSError, ValueError) as error:  # mmap raises ValueError for an empty file
             raise ModelError(f"{path}: cannot be read: {error}") from error
 
@@ -120,9 +127,10 @@ class GgufHeader:
 class _Reader:
     """Goes through a file from its beginning."""
 
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
+    def __init__(self, path: Path, data: mmap.mmap, lists: Collection[str]) -> None:
         self._path = path
         self._data = data
+        self._wanted = lists
         self._at = 0
         self._num_listed = 0
         # The header may hold the tokenizer.
@@ -138,17 +146,37 @@ class _Reader:
                 f"is of GGUF version {version}; versions {_VERSIONS} in little-endian order are supported"
             )
         num_tensors, num_fields = self._count(), self._count()
-        metadata: dict[str, Scalar] = {}
-        for _ in range(num_fields):
-            key, value = self._text(), self._value(self._number(_U32))
-            if value is not None:
-                metadata[key] = value
+        metadata, lists = self._fields(num_fields)
         entries = [self._entry() for _ in range(num_tensors)]
         alignment = metadata.get(_ALIGNMENT, _DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment <= 0:
             raise self._error(f"{_ALIGNMENT} must be a whole number above 0, not {alignment!r}")
         begin = -(-self._at // alignment) * alignment
-        return GgufHeader(metadata, {name: self._placed(name, begin, tensor) for name, tensor in entries})
+        tensors = {name: self._placed(name, begin, tensor) for name, tensor in entries}
+        if len(tensors) < len(entries):
+            raise self._error("has two tensors of one name; the file is damaged, fetch it again")
+        return GgufHeader(self._path, metadata, lists, tensors)
+
+    def _fields(self, number: int) -> tuple[dict[str, Scalar], dict[str, Sequence[Scalar]]]:
+        """Return the fields that are no lists, and the lists that are wanted."""
+        metadata: dict[str, Scalar] = {}
+        lists: dict[str, Sequence[Scalar]] = {}
+        for _ in range(number):
+            key, kind = self._text(), self._number(_U32)
+            if kind == _ARRAY and key in self._wanted:
+                lists[key] = self._list(key)
+            elif (value := self._value(kind)) is not None:
+                metadata[key] = value
+        return metadata, lists
+
+    def _list(self, key: str) -> Sequence[Scalar]:
+        kind, length = self._number(_U32), self._count_listed()
+        if kind == _STRING:
+            return tuple(self._text() for _ in range(length))
+        if kind not in _SCALARS:
+            raise self._error(f"{key} is a list of elements of type {kind}; the file is damaged, fetch it again")
+        one = _SCALARS[kind]
+        return struct.unpack(f"<{length}{one.format[1:]}", self._bytes(one.size * length))
 
     def _entry(self) -> tuple[str, GgufTensor]:
         """Its offset counts from the beginning of the tensors."""
@@ -156,6 +184,8 @@ class _Reader:
         if not 1 <= dimensions <= _MAX_DIMENSIONS:
             raise self._error(f"tensor {name} has {dimensions} dimensions; the file is damaged, fetch it again")
         shape = tuple(self._number(_U64) for _ in range(dimensions))[::-1]
+        if 0 in shape:
+            raise self._error(f"tensor {name} is empty: {list(shape)}; the file is damaged, fetch it again")
         number, offset = self._number(_U32), self._number(_U64)
         kind = GGML_TYPES.get(number)
         if kind is None:
@@ -164,10 +194,10 @@ class _Reader:
             raise self._error(f"tensor {name} is stored as {stored_as}, which is not supported; supported: {known}")
         if shape[-1] % kind.block_values:
             raise self._error(f"tensor {name}: rows of {shape[-1]} are no whole blocks of {kind.name}")
-        return name, GgufTensor(shape, kind, offset)
+        return name, GgufTensor(shape, kind, offset, self._path)
 
     def _placed(self, name: str, begin: int, tensor: GgufTensor) -> GgufTensor:
-        placed = GgufTensor(tensor.shape, tensor.kind, begin + tensor.offset)
+        placed = replace(tensor, offset=begin + tensor.offset)
         if placed.offset + placed.num_bytes > len(self._data):
             raise self._error(f"tensor {name} ends behind the file's end; it is cut short, fetch it again")
         return placed
@@ -185,13 +215,11 @@ class _Reader:
         return found
 
     def _skip_array(self, nesting: int) -> None:
-        kind, length = self._number(_U32), self._number(_U64)
+        kind = self._number(_U32)
         if kind in _SCALARS:
-            self._skip(_SCALARS[kind].size * length)
+            self._skip(_SCALARS[kind].size * self._number(_U64))
             return
-        self._num_listed += length
-        if self._num_listed > _MAX_LISTED:
-            raise self._error(f"its metadata lists more than {_MAX_LISTED} elements")
+        length = self._count_listed()
         if nesting == _MAX_NESTING:
             raise self._error("a metadata field is nested too deep; the file is damaged, fetch it again")
         for _ in range(length):
@@ -199,6 +227,14 @@ class _Reader:
                 self._skip(self._number(_U64))
             else:
                 self._value(kind, nesting + 1)
+
+    def _count_listed(self) -> int:
+        """Read the length of a list that is gone over, and add it to those before."""
+        length = self._number(_U64)
+        self._num_listed += length
+        if self._num_listed > _MAX_LISTED:
+            raise self._error(f"its metadata lists more than {_MAX_LISTED} elements")
+        return length
 
     def _text(self) -> str:
         length = self._number(_U64)
@@ -233,93 +269,3 @@ class _Reader:
 
     def _error(self, problem: str) -> ModelError:
         return ModelError(f"{self._path}: {problem}")
-
-
-ARCHITECTURE: Final = "general.architecture"
-ARCHITECTURES: Final = ("llama", "qwen2", "qwen3")
-"""By the names that GGUF has for them."""
-_WHOLE: Final[Mapping[str, str]] = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-}
-_OF_LAYER: Final[Mapping[str, str]] = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-_LAYER: Final = re.compile(r"^model\.layers\.(\d+)\.(.+)$")
-_VOCABULARY: Final = ("token_embd.weight", "output.weight")
-_FLOAT_NAMES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-
-
-def gguf_of(directory: Path) -> Path | None:
-    """Return the file that holds the weights; None where safetensors files do, or nothing. Raises ModelError for
-    several.
-    """
-    files = sorted(directory.glob(f"*{SUFFIX}"))
-    if not files or any(directory.glob("*.safetensors")):
-        return None
-    if len(files) > 1:
-        names = ", ".join(file.name for file in files[:3])
-        raise ModelError(f"{directory}: holds several GGUF files ({names}); leave one, and merge one that is split")
-    return files[0]
-
-
-def gguf_name(name: str) -> str | None:
-    """Return the file's name of a tensor that Hugging Face names so; None if there is none."""
-    stem, _, kind = name.rpartition(".")
-    if stem in _WHOLE:
-        return f"{_WHOLE[stem]}.{kind}"
-    layer = _LAYER.match(stem)
-    if layer is None or layer[2] not in _OF_LAYER:
-        return None
-    return f"blk.{layer[1]}.{_OF_LAYER[layer[2]]}.{kind}"
-
-
-def gguf_header(path: Path) -> GgufHeader:
-    """Return the file's, of an architecture that is supported. Raises ModelError."""
-    header = GgufHeader.read(path)
-    found = header.metadata.get(ARCHITECTURE)
-    if found not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise ModelError(f"{path}: {ARCHITECTURE} {found!r} is not supported in GGUF; supported: {known}")
-    if header.metadata.get(f"{found}.expert_count"):
-        raise ModelError(f"{path}: models with experts are not supported in GGUF; use safetensors")
-    return header
-
-
-def gguf_weights(path: Path) -> StoredWeights:
-    """Return the formats of the file's matrices. Raises ModelError."""
-    tensors = gguf_header(path).tensors
-    matrices = {name: tensor for name, tensor in tensors.items() if len(tensor.shape) == 2}
-    vocabulary = [tensor for name, tensor in matrices.items() if name in _VOCABULARY]
-    layers = [tensor for name, tensor in matrices.items() if name not in _VOCABULARY]
-    kinds = {tensor.kind.name for tensor in matrices.values()}
-    return StoredWeights(
-        layers=_widest(layers),
-        vocabulary=_widest(vocabulary),
-        floats=_floats(tensor.kind for tensor in matrices.values()),
-        method=f"GGUF {', '.join(sorted(kinds))}",
-    )
-
-
-def _widest(tensors: Iterable[GgufTensor]) -> WeightFormat | None:
-    """Return the narrowest that holds all, as matrices that are fused are held; None if one is floats."""
-    formats = {tensor.kind.weights for tensor in tensors}
-    known = [weights for weights in formats if weights is not None]
-    return reduce(WeightFormat.joined, known) if known and len(known) == len(formats) else None
-
-
-def _floats(kinds: Iterable[GgmlType]) -> str:
-    """Return the widest of those that are floats."""
-    names = {_FLOAT_NAMES[kind.name] for kind in kinds if kind.weights is None}
-    return names.pop() if len(names) == 1 else "float32" if names else ""

@@ -7,7 +7,8 @@ and the field. Of fields that were renamed over time, both names are known.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -35,9 +36,12 @@ _MAX_WINDOW_LAYERS: Final = 28
 _LARGEST: Final[Mapping[str, int]] = {
     "num_hidden_layers": 10_000, **dict.fromkeys(_EXPERT_COUNTS, 65_536), "n_shared_experts": 256,
     "num_attention_heads": 65_536, "num_key_value_heads": 65_536, "vocab_size": 1 << 24,
+    **dict.fromkeys(("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank"), 65_536),
 }  # fmt: skip
 """Counts by which lists are made, and far more than any model has."""
 _LARGEST_OTHER: Final = 1 << 31
+_LARGEST_NUMBER: Final = 1e12
+_LARGEST_TOKEN: Final = (1 << 31) - 1
 _MAX_END_TOKENS: Final = 1024
 
 
@@ -52,13 +56,16 @@ class HfConfig:
     def architecture(self) -> str:
         """Raises ModelError unless it is one of those supported."""
         names = self.fields.get("architectures") or ["(none)"]
-        if names[0] in REFUSED_ARCHITECTURES:
-            raise self.error(f"architecture {names[0]} is not supported: {REFUSED_ARCHITECTURES[names[0]]}")
-        if names[0] not in ARCHITECTURES:
+        if not isinstance(names, list) or not isinstance(names[0], str):
+            raise self.error(f"architectures must list names, not {shown(names)}")
+        name = names[0]
+        if name in REFUSED_ARCHITECTURES:
+            raise self.error(f"architecture {name} is not supported: {REFUSED_ARCHITECTURES[name]}")
+        if name not in ARCHITECTURES:
             raise self.error(
-                f"architecture {names[0]} is not supported; supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
+                f"architecture {name[:80]} is not supported; supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
             )
-        return str(names[0])
+        return name
 
     @property
     def traits(self) -> Architecture:
@@ -79,9 +86,23 @@ class HfConfig:
         value = self.fields.get(name, default)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise self.error(f"{name} must be a number of more than 0 or null, not {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _LARGEST_NUMBER:
+            raise self.error(f"{name} must be a number of more than 0 or null, not {shown(value)}")
         return float(value)
+
+    def epsilon(self) -> float:
+        """Return what norms add to a mean of squares."""
+        value = self._number("rms_norm_eps", 1e-6)
+        if not 0 <= value <= 1:
+            raise self.error(f"rms_norm_eps must be from 0 to 1, not {value}")
+        return value
+
+    def begin_token(self) -> int | None:
+        """Return the token that prompts begin with; None where there is none."""
+        value = self.fields.get("bos_token_id")
+        if value is not None and not _is_token(value):
+            raise self.error(f"bos_token_id must be a token id or null, not {shown(value)}")
+        return value
 
     def check_supported(self) -> None:
         """Raise ModelError for what changes the model in ways that the worker does not know."""
@@ -109,14 +130,14 @@ class HfConfig:
         if self.traits.activation is not None:
             return self.traits.activation
         name = self.fields.get("hidden_activation") or self.fields.get("hidden_act") or self.traits.hidden_act
-        if name not in _ACTIVATIONS:
-            raise self.error(f"hidden_act {name!r} is not supported; supported: {', '.join(_ACTIVATIONS)}")
+        if not isinstance(name, str) or name not in _ACTIVATIONS:
+            raise self.error(f"hidden_act {shown(name)} is not supported; supported: {', '.join(_ACTIVATIONS)}")
         return _ACTIVATIONS[name]
 
     def rope(self) -> RopeConfig:
         """Return the rotation of layers with full attention."""
         # transformers 5 writes rope_parameters, earlier ones rope_theta and rope_scaling.
-        scaling = self._rope_fields(_FULL) or self.fields.get("rope_scaling") or {}
+        scaling = self._rope_fields(_FULL) or self._mapping("rope_scaling")
         theta = self._more_than_0(scaling, "rope_theta", self.fields.get("rope_theta") or self.traits.rope_theta)
         return replace(self._rope(scaling, theta), share=self._rotary_share(scaling))
 
@@ -160,7 +181,7 @@ class HfConfig:
 
     def score_factor(self) -> float:
         """Return what scores of attention are multiplied by for longer contexts, beside their usual scale."""
-        scaling = self._rope_fields(_FULL) or self.fields.get("rope_scaling") or {}
+        scaling = self._rope_fields(_FULL) or self._mapping("rope_scaling")
         rope, mscale = self.rope(), scaling.get("mscale_all_dim")
         if not self.traits.is_latent or rope.kind == "default" or not mscale:
             return 1.0
@@ -207,8 +228,8 @@ class HfConfig:
         for fields in (self.fields, generation):
             value = fields.get("eos_token_id")
             listed = [value] if isinstance(value, int) else value or []
-            if not isinstance(listed, list) or not all(isinstance(each, int) for each in listed):
-                raise self.error(f"eos_token_id must be a token id or a list of them, not {str(value)[:40]}")
+            if not isinstance(listed, list) or not all(map(_is_token, listed)):
+                raise self.error(f"eos_token_id must be a token id or a list of them, not {shown(value)}")
             ids.update(listed)
         if len(ids) > _MAX_END_TOKENS:
             raise self.error(f"eos_token_id must name at most {_MAX_END_TOKENS} tokens, not {len(ids)}")
@@ -218,24 +239,26 @@ class HfConfig:
         value = self.fields.get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-            raise self.error(f"{name} must be a whole number of at least {at_least}, not {value!r}")
+            raise self.error(f"{name} must be a whole number of at least {at_least}, not {shown(value)}")
         at_most = _LARGEST.get(name, _LARGEST_OTHER)
         if value > at_most:
-            raise self.error(f"{name} must be at most {at_most}, not {value}")
+            raise self.error(f"{name} must be at most {at_most}, not {shown(value)}")
         return value
 
     def _number(self, name: str, default: float) -> float:
         value = self.fields.get(name)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(f"{name} must be a number, not {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST_NUMBER:
+            raise self.error(f"{name} must be a number, not {shown(value)}")
         return float(value)
 
     def _expert_layers(self, traits: ExpertTraits) -> tuple[int, ...]:
         """All, unless the first ones are dense, some are named as dense, or only every n-th has experts."""
         first = self._whole("first_k_dense_replace", traits.first_k_dense_replace, at_least=0)
         step = self.positive("decoder_sparse_step", default=1)
-        dense = self.fields.get("mlp_only_layers") or ()
+        dense = self.fields.get("mlp_only_layers") or []
+        if not isinstance(dense, list) or len(dense) > _LARGEST["num_hidden_layers"]:
+            raise self.error(f"mlp_only_layers must list layers, not {shown(dense)}")
         number = self.positive("num_hidden_layers")
         return tuple(i for i in range(first, number) if (i + 1) % step == 0 and i not in dense)
 
@@ -275,15 +298,18 @@ class HfConfig:
 
     def _rope_fields(self, kind: str) -> Mapping[str, Any]:
         """rope_parameters, or the part of it that is for a kind of layers."""
-        parameters = self.fields.get("rope_parameters") or {}
+        parameters = self._mapping("rope_parameters")
         if any(isinstance(parameters.get(name), Mapping) for name in (_FULL, _SLIDING)):
-            return parameters.get(kind) or {}
+            return _mapping(parameters, kind, self.error)
         return parameters if kind == _FULL else {}
+
+    def _mapping(self, name: str) -> Mapping[str, Any]:
+        return _mapping(self.fields, name, self.error)
 
     def _rope(self, scaling: Mapping[str, Any], theta: float) -> RopeConfig:
         kind = scaling.get("rope_type") or scaling.get("type") or "default"
-        if kind not in _ROPE_KINDS:
-            raise self.error(f"rope type {kind!r} is not supported; supported: {', '.join(_ROPE_KINDS)}")
+        if not isinstance(kind, str) or kind not in _ROPE_KINDS:
+            raise self.error(f"rope type {shown(kind)} is not supported; supported: {', '.join(_ROPE_KINDS)}")
         if scaling.get("llama_4_scaling_beta"):
             raise self.error(
                 "rope field llama_4_scaling_beta is set; scaling queries by their position is not supported"
@@ -293,7 +319,9 @@ class HfConfig:
         longest = self.positive("max_position_embeddings")
         original = int(self._more_than_0(scaling, "original_max_position_embeddings", longest))
         factor = self._more_than_0(scaling, "factor", longest / original if kind == "yarn" else 1.0)
-        return RopeConfig(
+        if kind == "yarn" and theta <= 1:
+            raise self.error(f"rope field rope_theta must be more than 1 with yarn, not {theta}")
+        rope = RopeConfig(
             theta,
             kind,
             factor=factor,
@@ -305,6 +333,9 @@ class HfConfig:
             truncate=bool(scaling.get("truncate", True)),
             amplitude=self._yarn_amplitude(scaling, factor) if kind == "yarn" else 1.0,
         )
+        if kind == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
+            raise self.error("rope field high_freq_factor must be more than low_freq_factor")
+        return rope
 
     def _yarn_amplitude(self, scaling: Mapping[str, Any], factor: float) -> float:
         usual = yarn_mscale(factor)
@@ -316,8 +347,10 @@ class HfConfig:
     def _more_than_0(self, scaling: Mapping[str, Any], name: str, default: float) -> float:
         """Return a number of a rotation; what is missing, null or 0 is the default."""
         value = scaling.get(name) or default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise self.error(f"rope field {name} must be a number of more than 0, not {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(f"rope field {name} must be a number of more than 0, not {shown(value)}")
+        if not 1 / _LARGEST_NUMBER <= value <= _LARGEST_NUMBER:
+            raise self.error(f"rope field {name} must be a number of more than 0, not {shown(value)}")
         return float(value)
 
     def _rotary_share(self, scaling: Mapping[str, Any]) -> float:
@@ -327,8 +360,25 @@ class HfConfig:
             share = self.positive("rotary_dim") / self.positive("head_dim")
         share = self.traits.partial_rotary_factor if share is None else share
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-            raise self.error(f"partial_rotary_factor must be more than 0 and at most 1, not {share!r}")
+            raise self.error(f"partial_rotary_factor must be more than 0 and at most 1, not {shown(share)}")
         return float(share)
+
+
+def shown(value: object) -> str:
+    """Return a value of a file for an error's text, cut short where it is long or deep."""
+    return reprlib.repr(value)
+
+
+def _is_token(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LARGEST_TOKEN
+
+
+def _mapping(fields: Mapping[str, Any], name: str, error: Callable[[str], ModelError]) -> Mapping[str, Any]:
+    """Return an object of a file; what is missing, null or empty is an empty one."""
+    value = fields.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise error(f"{name} must be an object, not {shown(value)}")
+    return value
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:

@@ -8,6 +8,7 @@ has no branch on an architecture's name. A switch that is not mentioned says wha
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +17,8 @@ from typing import Any, Final
 
 from hetero_api.architectures import SUPPORTED_ARCHITECTURES
 from hetero_api.errors import ModelError
-from hetero_api.gguf_file import gguf_of, gguf_weights
+from hetero_api.gguf_config import read_gguf_config
+from hetero_api.gguf_model import gguf_files, gguf_header, gguf_weights
 from hetero_api.hf_config import HfConfig, read_json
 from hetero_api.model_directory import MAX_CONFIG_BYTES, read_model_file
 from hetero_api.model_parts import (
@@ -235,15 +237,26 @@ class ModelConfig:
     def from_directory(cls, directory: Path) -> ModelConfig:
         """Read `directory`/config.json (and generation_config.json for more end tokens, and a GGUF file's header).
 
-        Raises ModelError, which names the file and the field, when something is missing or unsupported.
+        GGUF files without a config.json beside them say everything by themselves. Raises ModelError, which names the
+        file and the field, when something is missing or unsupported.
         """
-        path = directory / CONFIG_FILE
-        config = read_json(path)
+        path, files = directory / CONFIG_FILE, gguf_files(directory)
         generation = directory / "generation_config.json"
         extra = read_json(generation) if generation.exists() else {}
-        model = cls.from_hf(config, generation=extra, source=str(path))
-        gguf = gguf_of(directory)
-        return model if gguf is None else replace(model, weights=gguf_weights(gguf))
+        divisors: tuple[float, ...] = ()
+        if files and not path.exists():
+            config, divisors = read_gguf_config(files)
+            model = cls.from_hf(config, generation=extra, source=f"{files[0]} as a {CONFIG_FILE}")
+        else:
+            model = cls.from_hf(read_json(path), generation=extra, source=str(path))
+        return model._in_gguf(files, divisors) if files else model
+
+    def _in_gguf(self, files: tuple[Path, ...], divisors: tuple[float, ...]) -> ModelConfig:
+        """Return the same model in GGUF files, whose norms include the offset. Raises ModelError."""
+        if divisors and len(divisors) != self.rope.rotary_dim(self.head_dim) // 2:
+            raise ModelError(f"{files[0]}: has {len(divisors)} divisors of frequencies for heads of {self.head_dim}")
+        weights = gguf_weights(gguf_header(files))
+        return replace(self, weights=weights, norm_offset=0.0, rope=replace(self.rope, divisors=divisors))
 
     @classmethod
     def from_hf(
@@ -279,7 +292,7 @@ class ModelConfig:
             head_dim=head_dim,
             vocab_size=fields.positive("vocab_size"),
             max_position=fields.positive("max_position_embeddings"),
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            rms_norm_eps=fields.epsilon(),
             rope=rope,
             tie_word_embeddings=bool(config.get("tie_word_embeddings", traits.tie_word_embeddings)),
             qkv_bias=attention_bias if traits.biased_qkv is None else traits.biased_qkv,
@@ -287,7 +300,7 @@ class ModelConfig:
             mlp_bias=bool(config.get("mlp_bias", False)),
             qk_norm=traits.qk_norm if has_qk_norm else None,
             eos_token_ids=fields.end_tokens(generation or {}),
-            bos_token_id=config.get("bos_token_id"),
+            bos_token_id=fields.begin_token(),
             activation=fields.activation(),
             norm_offset=traits.norm_offset,
             norms=traits.norms,
@@ -308,7 +321,13 @@ class ModelConfig:
 
 
 def model_fingerprint(directory: Path) -> str:
-    """sha256 of config.json, hex: ranks and gateway must be looking at the same model."""
+    """sha256 of config.json, or of what GGUF files say in its place: ranks and gateway must look at the same model.
+
+    Raises ModelError.
+    """
+    files = () if (directory / CONFIG_FILE).exists() else gguf_files(directory)
+    if files:
+        return hashlib.sha256(json.dumps(read_gguf_config(files), sort_keys=True).encode()).hexdigest()
     try:
         return hashlib.sha256(read_model_file(directory / CONFIG_FILE, max_bytes=MAX_CONFIG_BYTES)).hexdigest()
     except OSError as error:

@@ -46,6 +46,8 @@ class RopeConfig:
     """Factor of what is rotated."""
     share: float = 1.0
     """Part of a head that is rotated; 0: nothing is."""
+    divisors: tuple[float, ...] = ()
+    """Numbers by which the frequencies of "default" are divided, as GGUF has them in place of "llama3"; (): 1."""
 
     def rotary_dim(self, head_dim: int) -> int:
         """Return how many elements of a head are rotated."""
@@ -55,6 +57,8 @@ class RopeConfig:
         """Return the angular frequencies of the pairs that are rotated, radians a position."""
         dim = self.rotary_dim(head_dim)
         base = [self.theta ** -(i / dim) for i in range(0, dim, 2)]
+        if self.divisors:
+            return tuple(f / divisor for f, divisor in zip(base, self.divisors, strict=True))
         if self.kind == "linear":
             return tuple(f / self.factor for f in base)
         if self.kind == "llama3":

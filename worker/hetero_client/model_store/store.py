@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hetero_api.errors import ModelError
-from hetero_api.gguf_file import gguf_of
+from hetero_api.gguf_model import gguf_files
 from hetero_api.host.file_lock import FileLock
 from hetero_api.model_config import CONFIG_FILE, ModelConfig
 from hetero_api.model_directory import MAX_HEADER_BYTES, MAX_INDEX_BYTES, model_file, read_source
@@ -183,10 +183,11 @@ def check_model_directory(directory: Path, *, weights: bool = True) -> ModelConf
         config = ModelConfig.from_directory(directory)
     except ModelError as error:
         raise ModelStoreError(str(error)) from error
-    if not (directory / TOKENIZER).is_file():
+    in_gguf = bool(gguf_files(directory))
+    if not (directory / TOKENIZER).is_file() and not in_gguf:
         raise ModelStoreError(f"{directory / TOKENIZER}: no such file; the gateway needs the model's tokenizer")
     # Reading the shape of a model in GGUF has checked the file's header already.
-    if weights and gguf_of(directory) is None:
+    if weights and not in_gguf:
         for path in weight_files(directory):
             _check_safetensors(path)
     return config
@@ -208,7 +209,7 @@ def weight_files(directory: Path) -> list[Path]:
         return [directory / WEIGHTS]
     raise ModelStoreError(
         f"{directory}: no weights; a model directory holds {WEIGHTS}, or {WEIGHTS_INDEX} and the files it lists, or "
-        "one .gguf file"
+        "one .gguf file, or all parts of one"
     )
 
 

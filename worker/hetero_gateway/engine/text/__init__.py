@@ -2,4 +2,5 @@
 
 tokenizer      text to tokens and back   detokenizer  tokens to text, as they come, up to a stop string
 chat_template  chat to text              constraints  forms that text is bound to
+gguf_tokenizer text to tokens by a GGUF file's metadata
 """

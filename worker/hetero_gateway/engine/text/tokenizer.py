@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from hetero_api.errors import ModelError
+from hetero_api.gguf_model import gguf_files
 from hetero_api.hf_config import read_json
 from hetero_api.model_directory import MAX_TOKENIZER_BYTES, model_file, parse_json, read_model_file
 from hetero_gateway.engine.config import check_prompt_bytes, check_prompt_length
@@ -28,6 +29,7 @@ from hetero_gateway.engine.text.detokenizer import (
     WindowText,
     byte_level_alphabet,
 )
+from hetero_gateway.engine.text.gguf_tokenizer import read_gguf_tokenizer
 
 TOKENIZER_FILE: Final = "tokenizer.json"
 TOKENIZER_CONFIG_FILE: Final = "tokenizer_config.json"
@@ -57,7 +59,13 @@ class TextTokenizer:
 
     @classmethod
     def from_directory(cls, directory: Path) -> TextTokenizer:
-        """Read tokenizer.json, tokenizer_config.json and chat_template.jinja. Raises ModelError naming the file."""
+        """Read tokenizer.json, tokenizer_config.json and chat_template.jinja, or a GGUF file where there are none.
+
+        Raises ModelError naming the file.
+        """
+        files = () if (directory / TOKENIZER_FILE).exists() else gguf_files(directory)
+        if files:
+            return cls._from_gguf(files[0])
         tokenizer = _build(directory / TOKENIZER_FILE)
         config = _read_optional_object(directory / TOKENIZER_CONFIG_FILE)
         return cls(
@@ -65,6 +73,15 @@ class TextTokenizer:
             byte_level=_is_byte_level(_decoder_of(tokenizer)),
             chat_template=_read_chat_template(directory, config),
         )
+
+    @classmethod
+    def _from_gguf(cls, path: Path) -> TextTokenizer:
+        found = read_gguf_tokenizer(path)
+        text, template = found.chat_template, None
+        if text is not None:
+            template = ChatTemplate(text, special_tokens=found.special_tokens, source=str(path))
+        is_byte_level = _is_byte_level(_decoder_of(found.tokenizer))
+        return cls(found.tokenizer, byte_level=is_byte_level, chat_template=template)
 
     @property
     def vocab_size(self) -> int:

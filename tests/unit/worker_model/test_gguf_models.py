@@ -1,0 +1,183 @@
+"""Models in GGUF, without config.json: their logits equal those of the checkpoint that they were made of."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any, Final
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hetero_api.errors import ModelError
+from hetero_api.gguf_model import GGUF_ARCHITECTURES
+from hetero_api.model_config import ModelConfig, model_fingerprint
+from hetero_api.sharding import UnitRange
+from hetero_api.weight_format import WeightFormat
+from hetero_worker.checkpoints.checkpoint import Checkpoint
+from hetero_worker.checkpoints.store import StackEntry, TensorSlice
+from tests.support.gguf_models import write_gguf_model
+from tests.support.rank_group import PlanBuilder, RankGroup, Shares
+from tests.support.tiny_checkpoints import TinyCheckpoint, save_tiny
+
+pytestmark = pytest.mark.unit
+
+TOLERANCE: Final = 1e-4
+UNEVEN: Final = Shares(kv_heads=((5, 3),), mlp_columns=((17, 33),), vocab_rows=(64, 136), experts=((1, 5),))
+PROMPT: Final = [7, 150, 3, 88, 199, 0, 42, 42, 64, 63, 127]
+MODELS: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
+    "llama": ("llama-tied", "llama", {}),
+    "llama with llama3's rotation": ("llama3-rope", "llama", {}),
+    "llama with biases": ("llama-biased", "llama", {}),
+    "mixtral": ("mixtral", "llama", {}),
+    "mistral3": ("mistral", "mistral3", {}),
+    "qwen2": ("qwen2", "qwen2", {}),
+    "qwen3": ("qwen3", "qwen3", {}),
+    "qwen3moe": ("qwen3-moe", "qwen3moe", {}),
+    "gemma2": ("gemma2", "gemma2", {"query_pre_attn_scalar": 8}),
+    "gemma3": ("gemma3", "gemma3", {"query_pre_attn_scalar": 8, "sliding_window_pattern": 6, "num_hidden_layers": 7}),
+    "smollm3": ("smollm3", "smollm3", {"no_rope_layer_interval": 4, "num_hidden_layers": 5}),
+    "glm4": ("glm4", "glm4", {}),
+    "glm4moe": ("glm4-moe-grouped", "glm4moe", {"first_k_dense_replace": 1}),
+    "gpt-oss": ("gpt-oss", "gpt-oss", {}),
+    "minimax-m2": ("minimax-m2", "minimax-m2", {}),
+    "deepseek2": ("deepseek-v3", "deepseek2", {}),
+}
+"""Variants of tiny_checkpoints, their names in GGUF, and what llama.cpp has no field for."""
+
+
+def _in_gguf(tmp_path: Path, name: str, **options: Any) -> TinyCheckpoint:
+    variant, architecture, changes = MODELS[name]
+    source = save_tiny(variant, tmp_path / "source", **changes)
+    (tmp_path / "gguf").mkdir()
+    write_gguf_model(source.directory, tmp_path / "gguf" / "tiny.gguf", architecture, **options)
+    return TinyCheckpoint(tmp_path / "gguf", source.reference)
+
+
+def _check_logits(model: TinyCheckpoint) -> None:
+    builder = PlanBuilder(RankGroup(model.directory, UNEVEN))
+    builder.start(3, PROMPT)
+    for _ in range(3):
+        expected = model.logits(builder.sequences[3].tokens)[-1]
+        builder.schedule(3)
+        assert (builder.run().logits[0] - expected).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_gguf_file_alone_is_the_model_that_it_was_made_of(tmp_path: Path, name: str) -> None:
+    _check_logits(_in_gguf(tmp_path, name))
+
+
+def test_every_architecture_is_tested() -> None:
+    assert {architecture for _, architecture, _ in MODELS.values()} == set(GGUF_ARCHITECTURES)
+
+
+def test_latent_attention_of_earlier_files_is_whole(tmp_path: Path) -> None:
+    _check_logits(_in_gguf(tmp_path, "deepseek2", whole_heads=True))
+
+
+def test_scaled_rotations_of_latent_attention_scale_its_scores(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 32,
+        "mscale": 1.0, "mscale_all_dim": 1.0,
+    }  # fmt: skip
+    source = save_tiny("deepseek-v3", tmp_path / "source", rope_parameters=rope)
+    (tmp_path / "gguf").mkdir()
+    write_gguf_model(source.directory, tmp_path / "gguf" / "tiny.gguf", "deepseek2")
+    _check_logits(TinyCheckpoint(tmp_path / "gguf", source.reference))
+
+
+def test_the_parts_of_a_split_model_are_one(tmp_path: Path) -> None:
+    model = _in_gguf(tmp_path, "qwen3moe", split_max_tensors=9)
+    parts = sorted(path.name for path in model.directory.iterdir())
+    assert len(parts) > 3
+    assert parts[0] == f"tiny-00001-of-{len(parts):05}.gguf"
+    _check_logits(model)
+
+
+def test_parts_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+    directory = _in_gguf(tmp_path, "qwen3", split_max_tensors=9).directory
+    first, second, *_, last = sorted(directory.iterdir())
+    whole = second.read_bytes()
+    second.unlink()
+    with pytest.raises(ModelError, match=rf"1 of the \d parts of a split GGUF are missing, {second.name} for one"):
+        ModelConfig.from_directory(directory)
+    shutil.copy(last, second)
+    with pytest.raises(ModelError, match=rf"{second.name}: is part \d of \d by split.no and split.count, and part 1"):
+        ModelConfig.from_directory(directory)
+    second.write_bytes(whole)
+    (directory / "other.gguf").write_bytes(whole)
+    with pytest.raises(ModelError, match="holds several GGUF files"):
+        ModelConfig.from_directory(directory)
+    (directory / "other.gguf").rename(directory / "mmproj-F16.gguf")  # a vision part, which is left aside
+    assert ModelConfig.from_directory(directory).num_layers == 3
+    first.rename(tmp_path / "alone.gguf")
+    for path in directory.iterdir():
+        path.unlink()
+    (tmp_path / "alone.gguf").rename(directory / "alone.gguf")
+    with pytest.raises(ModelError, match=r"alone.gguf: is part 0 of \d by split.no and split.count, and part 0 of 1"):
+        ModelConfig.from_directory(directory)
+
+
+def test_experts_stay_as_narrow_as_they_are_stored_and_each_is_read_by_itself(tmp_path: Path) -> None:
+    kinds = {"gate": "Q4_0", "up": "Q8_0", "down": "MXFP4"}
+
+    def kind(name: str, data: np.ndarray[Any, Any]) -> str:
+        return kinds.get(name.removeprefix("blk.0.ffn_").removesuffix("_exps.weight"), "F32")
+
+    source = save_tiny("gpt-oss", tmp_path / "source", hidden_size=64, intermediate_size=96, num_hidden_layers=1)
+    (tmp_path / "gguf").mkdir()
+    write_gguf_model(source.directory, tmp_path / "gguf" / "tiny.gguf", "gpt-oss", kind=kind)
+    stored = load_file(source.directory / "model.safetensors")
+    block = "model.layers.0.mlp.experts"
+    meant = {
+        "gate": stored[f"{block}.gate_up_proj"][4, :, ::2].T,
+        "up": stored[f"{block}.gate_up_proj"][4, :, 1::2].T,
+        "down": stored[f"{block}.down_proj"][4].T,
+    }
+    assert ModelConfig.from_directory(tmp_path / "gguf").weights.experts == WeightFormat(8, 32)
+    with Checkpoint(tmp_path / "gguf") as checkpoint:
+        for first, (name, floats) in enumerate(meant.items()):
+            which = f"{block}.down_proj" if name == "down" else f"{block}.gate_up_proj"
+            entry = StackEntry(4, 6) if name == "down" else StackEntry(4, 6, first=first, step=2)
+            part = TensorSlice(which, tuple(floats.shape), rows=UnitRange(3, 17), entry=entry)
+            packed = gguf.quantize(floats.contiguous().numpy(), gguf.GGMLQuantizationType[kinds[name]])
+            expected = torch.from_numpy(gguf.dequantize(packed, gguf.GGMLQuantizationType[kinds[name]]))[3:17]
+            found = checkpoint.read_quantized(part)
+            assert found.format == checkpoint.format_of(part) == WeightFormat(8, 32)
+            assert torch.equal(found.dequantized(), expected)
+
+
+def test_ranks_and_gateway_can_tell_whether_they_look_at_the_same_gguf(tmp_path: Path) -> None:
+    model = _in_gguf(tmp_path, "qwen3").directory
+    other = save_tiny("qwen3", tmp_path / "other", rms_norm_eps=1e-3).directory
+    (tmp_path / "changed").mkdir()
+    write_gguf_model(other, tmp_path / "changed" / "tiny.gguf", "qwen3")
+    copied = shutil.copytree(model, tmp_path / "copy")
+    assert model_fingerprint(model) == model_fingerprint(copied) != model_fingerprint(tmp_path / "changed")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("expert_gating_func", 1, r"tiny.gguf: deepseek2.expert_gating_func must be 2, sigmoid"),
+        ("block_count", 0, r"tiny.gguf: deepseek2.block_count must be a whole number of at least 1, not 0"),
+        ("rope.scaling.yarn_attn_factor", 1.5, ""),
+    ],
+)
+def test_metadata_that_are_not_supported_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, value: Any, message: str
+) -> None:
+    from tests.support import gguf_models
+
+    whole = gguf_models.metadata_of
+    monkeypatch.setattr(gguf_models, "metadata_of", lambda *args, **more: whole(*args, **more) | {field: value})
+    directory = _in_gguf(tmp_path, "deepseek2").directory
+    if not message:  # it is for rotations that are scaled
+        ModelConfig.from_directory(directory)
+        return
+    with pytest.raises(ModelError, match=message):
+        ModelConfig.from_directory(directory)

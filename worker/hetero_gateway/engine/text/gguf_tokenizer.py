@@ -1,0 +1,249 @@
+"""The tokenizer and chat template that a GGUF file holds in its metadata.
+
+A GGUF file has the vocabulary, the merges or scores, and a name (`tokenizer.ggml.pre`) of how text is split before.
+What Hugging Face's tokenizer.json of those models says about splitting and normalising stands here, by that name;
+llama.cpp's own expressions (llama-vocab.cpp) are those, put so that its own matcher takes them. What has another name
+is refused: the model's tokenizer.json beside the file is then used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
+
+from hetero_api.errors import ModelError
+from hetero_api.gguf_file import GgufHeader, Scalar
+
+_FIELD: Final = "tokenizer.ggml."
+_TOKENS: Final = f"{_FIELD}tokens"
+_TYPES: Final = f"{_FIELD}token_type"
+_SCORES: Final = f"{_FIELD}scores"
+_MERGES: Final = f"{_FIELD}merges"
+_CHAT_TEMPLATE: Final = "tokenizer.chat_template"
+_CONTROL: Final = 3
+_USER_DEFINED: Final = 4
+_UNUSED: Final = 5
+_SPECIAL_TOKENS: Final[Mapping[str, str]] = {
+    "bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id", "sep_token": "seperator_token_id", "mask_token": "mask_token_id",
+}  # fmt: skip
+_SPACE: Final = "\N{LOWER ONE EIGHTH BLOCK}"
+
+_CONTRACTIONS: Final = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_ENDS: Final = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT2: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_WORDS: Final = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|"
+_SIGNS: Final = r" ?[^\s\p{L}\p{N}]+[\r\n]*|"
+_LLAMA3: Final = rf"{_WORDS}\p{{N}}{{1,3}}|{_SIGNS}{_ENDS}"
+_QWEN2: Final = rf"{_WORDS}\p{{N}}|{_SIGNS}{_ENDS}"
+_QWEN35: Final = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_ENDS}"
+)
+_CAPITALS: Final = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}"
+_SMALL: Final = r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+
+
+def _cased(before: str, *, but: str = "", contractions: str = "", numbers: str, signs: str) -> str:
+    """Return the expression of tokenizers that split words where capitals begin; `but`: characters left out."""
+    capitals, small = f"[{_CAPITALS}{but}]", f"[{_SMALL}{but}]"
+    start = r"[^\r\n\p{L}\p{N}]?"
+    words = f"{start}{capitals}*{small}+{contractions}|{start}{capitals}+{small}*{contractions}"
+    return rf"{before}{words}|{numbers}| ?[^\s\p{{L}}\p{{N}}]+{signs}|{_ENDS}"
+
+
+_GPT4O: Final = _cased("", contractions=f"{_CONTRACTIONS}?", numbers=r"\p{N}{1,3}", signs=r"[\r\n/]*")
+_TEKKEN: Final = _cased("", numbers=r"\p{N}", signs=r"[\r\n/]*")
+_KIMI: Final = _cased(
+    r"[\p{Han}]+|", but=r"&&[^\p{Han}]", contractions=f"{_CONTRACTIONS}?", numbers=r"\p{N}{1,3}", signs=r"[\r\n]*"
+)
+_DEEPSEEK3: Final = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
+    + _ENDS,
+)
+_DEEPSEEK_CODER: Final = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Splitting:
+    """How text is split before merges, each match of an expression by itself, one expression after another."""
+
+    expressions: tuple[str, ...]
+    ignore_merges: bool = False
+    """Whether a word that is a token is that token, whatever the merges say."""
+    composes: bool = False
+    """Whether text is put into Unicode's composed form (NFC) first."""
+    adds_begin: bool = False
+    """Whether the first token is put before a prompt where the file does not say."""
+
+
+_SPLITTINGS: Final[Mapping[str, _Splitting]] = {
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "exaone4"), _Splitting((_GPT2,))),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), _Splitting((r"\p{N}", _GPT2))),
+    **dict.fromkeys(("llama-bpe", "llama-v3", "llama3"), _Splitting((_LLAMA3,), ignore_merges=True, adds_begin=True)),
+    "dbrx": _Splitting((_LLAMA3,)),
+    "smaug-bpe": _Splitting((_LLAMA3,)),
+    "glm4": _Splitting((_LLAMA3,), ignore_merges=True),
+    "chatglm-bpe": _Splitting((_LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _Splitting((_QWEN2,), composes=True)),
+    "qwen35": _Splitting((_QWEN35,)),
+    "gpt-4o": _Splitting((_GPT4O,)),
+    "llama4": _Splitting((_GPT4O,)),
+    "minimax-m2": _Splitting((_GPT4O,)),
+    "tekken": _Splitting((_TEKKEN,), ignore_merges=True),
+    "kimi-k2": _Splitting((_KIMI,)),
+    "deepseek-v3": _Splitting(_DEEPSEEK3),
+    "deepseek-coder": _Splitting(_DEEPSEEK_CODER),
+}
+"""By `tokenizer.ggml.pre`."""
+
+
+class GgufTokenizer(NamedTuple):
+    """What a file says about text."""
+
+    tokenizer: Tokenizer
+    chat_template: str | None
+    special_tokens: Mapping[str, str]
+    """bos_token, eos_token and so on, as templates know them."""
+
+
+def read_gguf_tokenizer(path: Path) -> GgufTokenizer:
+    """Read the tokenizer of a GGUF file; of a split one, its first part. Raises ModelError naming file and field."""
+    header = GgufHeader.read(path, lists=(_TOKENS, _TYPES, _SCORES, _MERGES))
+    vocabulary = _Vocabulary(header)
+    kinds = {"gpt2": vocabulary.byte_level, "llama": vocabulary.sentencepiece}
+    kind = header.metadata.get(f"{_FIELD}model")
+    if kind not in kinds:
+        raise vocabulary.error("model", f"{kind!r} is not supported; supported: {', '.join(kinds)}")
+    try:
+        tokenizer = kinds[str(kind)]()
+    except ModelError:
+        raise
+    except Exception as error:  # the library raises nothing narrower
+        raise ModelError(f"{path}: {_FIELD}*: is no tokenizer that `tokenizers` takes: {error}") from error
+    template = header.metadata.get(_CHAT_TEMPLATE)
+    if template is not None and not isinstance(template, str):
+        raise ModelError(f"{path}: {_CHAT_TEMPLATE} must be text")
+    return GgufTokenizer(tokenizer, template, vocabulary.special_tokens)
+
+
+class _Vocabulary:
+    """Tokens of a file, and what makes a tokenizer of them."""
+
+    def __init__(self, header: GgufHeader) -> None:
+        self._header = header
+        self._tokens = self._list("tokens", str)
+        if not self._tokens:
+            raise self.error("tokens", "is missing; put the model's tokenizer.json beside the file")
+        self._types = self._list("token_type", int) or (1,) * len(self._tokens)
+        if len(self._types) != len(self._tokens):
+            raise self.error("token_type", f"lists {len(self._types)} tokens of {len(self._tokens)}")
+
+    def error(self, name: str, problem: str) -> ModelError:
+        """Return an error that names file and field."""
+        return ModelError(f"{self._header.path}: {_FIELD}{name} {problem}")
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """Tokens that templates know by name."""
+        ids = {name: self._token_id(field) for name, field in _SPECIAL_TOKENS.items()}
+        return {name: self._tokens[number] for name, number in ids.items() if number is not None}
+
+    def byte_level(self) -> Tokenizer:
+        """Return a tokenizer that merges bytes. Raises ModelError."""
+        name = self._header.metadata.get(f"{_FIELD}pre")
+        splitting = _SPLITTINGS.get(str(name))
+        if splitting is None:
+            known = ", ".join(_SPLITTINGS)
+            raise self.error("pre", f"{name!r} is not supported; put the model's tokenizer.json beside it, or: {known}")
+        merges = [self._merge(text) for text in self._list("merges", str)]
+        tokenizer = Tokenizer(models.BPE(vocab=self._ids(), merges=merges, ignore_merges=splitting.ignore_merges))
+        if splitting.composes:
+            tokenizer.normalizer = normalizers.NFC()
+        splits = [pre_tokenizers.Split(Regex(text), "isolated") for text in splitting.expressions]
+        in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, in_bytes])
+        tokenizer.decoder = decoders.ByteLevel()
+        return self._finished(tokenizer, adds_begin=splitting.adds_begin)
+
+    def sentencepiece(self) -> Tokenizer:
+        """Return a tokenizer that merges characters, and knows bytes by name. Raises ModelError."""
+        scores = self._list("scores", float)
+        if len(scores) != len(self._tokens):
+            raise self.error("scores", f"lists {len(scores)} tokens of {len(self._tokens)}")
+        unknown = self.special_tokens.get("unk_token")
+        tokenizer = Tokenizer(
+            models.BPE(
+                vocab=self._ids(), merges=self._merges(scores), unk_token=unknown, fuse_unk=True, byte_fallback=True
+            )
+        )
+        has_prefix = bool(self._header.metadata.get(f"{_FIELD}add_space_prefix", True))
+        spaces = normalizers.Replace(" ", _SPACE)
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if has_prefix else spaces
+        steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        tokenizer.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if has_prefix else [])])
+        return self._finished(tokenizer, adds_begin=True)
+
+    def _finished(self, tokenizer: Tokenizer, *, adds_begin: bool) -> Tokenizer:
+        """Add tokens that are never split, and those that stand around a prompt."""
+        tokenizer.add_tokens([
+            AddedToken(text, special=kind == _CONTROL, normalized=False)
+            for text, kind in zip(self._tokens, self._types, strict=True)
+            if kind in (_CONTROL, _USER_DEFINED) and text
+        ])  # fmt: skip
+        around = {"bos": adds_begin, "eos": False}
+        named: list[tuple[str, int]] = []
+        pattern = ["$A"]
+        for kind, default in around.items():
+            number = self._token_id(f"{kind}_token_id")
+            if number is None or not self._header.metadata.get(f"{_FIELD}add_{kind}_token", default):
+                continue
+            named.append((self._tokens[number], number))
+            pattern.insert(0 if kind == "bos" else len(pattern), self._tokens[number])
+        if named:
+            tokenizer.post_processor = TemplateProcessing(single=pattern, special_tokens=named)
+        return tokenizer
+
+    def _ids(self) -> dict[str, int]:
+        """Return the id of each token that stands for something."""
+        listed = zip(self._tokens, self._types, strict=True)
+        return {text: number for number, (text, kind) in enumerate(listed) if kind != _UNUSED}
+
+    def _merge(self, text: str) -> tuple[str, str]:
+        # A piece may begin with the character that separates them.
+        first, _, second = text[1:].partition(" ")
+        if not text or not second:
+            raise self.error("merges", f"has an entry that is no pair: {text[:40]!r}")
+        return text[0] + first, second
+
+    def _merges(self, scores: Sequence[float]) -> list[tuple[str, str]]:
+        """Return the pairs that make up each token, those of the highest score first."""
+        ids = self._ids()
+        found = [
+            (scores[number], text[:at], text[at:])
+            for text, number in ids.items()
+            for at in range(1, len(text))
+            if text[:at] in ids and text[at:] in ids
+        ]
+        found.sort(key=lambda pair: (pair[0], len(pair[1]), len(pair[2])), reverse=True)
+        return [(first, second) for _, first, second in found]
+
+    def _list(self, name: str, kind: type) -> Sequence[Any]:
+        found: Sequence[Scalar] = self._header.lists.get(f"{_FIELD}{name}", ())
+        if found and type(found[0]) is not kind:  # all of a list are of one type
+            raise self.error(name, f"must list {kind.__name__}, not {type(found[0]).__name__}")
+        return found
+
+    def _token_id(self, name: str) -> int | None:
+        number = self._header.metadata.get(f"{_FIELD}{name}")
+        if number is None:
+            return None
+        if type(number) is not int or not 0 <= number < len(self._tokens):
+            raise self.error(name, f"must be one of {len(self._tokens)} tokens, not {number!r}")
+        return number
