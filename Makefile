@@ -99,7 +99,7 @@ manifests: $(STAMP) ## Generate the CRD from hetero_api/spec.py, and the referen
 	$(BIN)/python -m tools.generate manifests docs
 
 docs: $(STAMP) ## Generate the reference page, the picture of the rooms and the page of models
-	$(BIN)/python -m tools.generate docs picture models
+	$(BIN)/python -m tools.generate docs picture models planning
 
 chart: $(STAMP) ## Generate the Helm chart's schema and README from the comments in its values.yaml
 	$(BIN)/python -m tools.generate chart
@@ -108,7 +108,7 @@ golden: $(STAMP) ## Write the golden renders of tests/unit/operator anew; read t
 	UPDATE_GOLDEN=1 $(BIN)/pytest tests/unit/operator/test_render_golden.py -q
 
 verify: $(STAMP) ## Fail when generated files differ from their sources
-	$(BIN)/python -m tools.generate --check protos manifests docs chart picture models
+	$(BIN)/python -m tools.generate --check protos manifests docs chart picture models planning
 
 bench: $(STAMP) $(NATIVE) ## Measure against transformers and this machine's limits; writes bench/results
 	@$(BIN)/hetero model fetch smollm2-135m-instruct

@@ -1,6 +1,6 @@
 """Writes the files that are made from others, or checks that they are up to date.
 
-    python -m tools.generate [--check] protos manifests docs chart picture models
+    python -m tools.generate [--check] protos manifests docs chart picture models planning
 
 protos: `protos/hetero_api/v1/*.proto` → Python stubs beside them.
 manifests: `hetero_api/spec.py` and `status.py` → the CustomResourceDefinition in the chart.
@@ -8,6 +8,7 @@ docs: the same, with the rules and the table of effects → the reference page.
 chart: comments of the chart's values.yaml → its schema and README.
 picture: the packages' imports and docstrings → docs/architecture.svg.
 models: architectures and the tests' lists of them → docs/models.md.
+planning: example models, example hardware and the cost model → docs/planning.md.
 With --check nothing is written; the exit status is 1 when a file differs, and the files are named.
 """
 
@@ -25,6 +26,7 @@ from hetero_api.crd import render_crd
 from tools.chart_values import generate_chart
 from tools.models_page import generate_models_page
 from tools.picture import generate_picture
+from tools.planning_page import generate_planning_page
 from tools.reference_page import generate_reference
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,6 +69,7 @@ GENERATORS = {
     "chart": generate_chart,
     "picture": generate_picture,
     "models": generate_models_page,
+    "planning": generate_planning_page,
 }
 
 

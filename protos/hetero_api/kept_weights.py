@@ -101,8 +101,12 @@ class KeptWeights:
         output = self.layers.row_bytes_beside(config.num_kv_heads * unit, unit=unit)
         widths = {config.intermediate_size, config.shared_columns}
         down = max(self.layers.row_bytes_beside(width, unit=COLUMN_UNIT) for width in widths)
-        compressing = config.attention_params_beside // hidden * self.layers.row_bytes(hidden)
-        return hidden * (output + down) + compressing
+        return hidden * (output + down) + self.compressing_bytes(config)
+
+    def compressing_bytes(self, config: ModelConfig) -> int:
+        """Return the bytes of a layer's matrices of attention that belong to no head."""
+        hidden = config.hidden_size
+        return config.attention_params_beside // hidden * self.layers.row_bytes(hidden)
 
     def _kept(self, weights: WeightFormat | None) -> KeptMatrices:
         if weights is not None:

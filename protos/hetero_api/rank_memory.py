@@ -83,6 +83,28 @@ class KvCost:
         return -(-cache_bytes * self.bytes // self.cache_bytes) if self.cache_bytes else 0
 
 
+@dataclass(frozen=True, slots=True)
+class WeightParts:
+    """Bytes of a rank's weights by part of the model."""
+
+    attention: int
+    dense: int
+    """MLPs of layers without experts."""
+    shared: int
+    """Experts of all tokens."""
+    experts: int
+    """Experts that a router chooses."""
+    vocabulary: int
+    """Embedding and output head."""
+    other: int
+    """Norms, routers, tables of rotations."""
+
+    @property
+    def total(self) -> int:
+        """All of them, in bytes."""
+        return self.attention + self.dense + self.shared + self.experts + self.vocabulary + self.other
+
+
 def with_margin(step_bytes: int) -> int:
     """Return the bytes to keep free for a step that takes so many."""
     return int(step_bytes * (1 + WORKSPACE_MARGIN)) + WORKSPACE_MARGIN_BYTES
@@ -169,17 +191,25 @@ class ModelMemory:
     def weight_bytes(self, shard: RankShard, *, packs_head: bool) -> int:
         """At most. `packs_head`: whether a tied output head is kept beside the embedding's rows, as kernels of host
         cores want it."""
-        layers = shard.layers
+        return self.weight_parts(shard, packs_head=packs_head).total
+
+    def weight_parts(self, shard: RankShard, *, packs_head: bool) -> WeightParts:
+        """Return the bytes of the rank's weights by part, each at most; `packs_head` as in `weight_bytes`."""
+        layers, sparse = shard.layers, set(self.config.expert_layers)
         shares_rows = self.config.tie_word_embeddings and shard.head_rows == shard.embedding_rows and not packs_head
         rows = shard.embedding_rows.size + (0 if shares_rows else shard.head_rows.size)
-        return (
-            self.common_weights
-            + sum(not layer.is_empty for layer in layers) * self.layer_weights
-            + sum(bool(layer.experts.size) for layer in layers) * self.router_weights
-            + shard.kv_heads_total * self.head_weights
-            + sum(layer.mlp_columns.size for layer in layers) * self.column_weights
-            + sum(layer.experts.size for layer in layers) * self.expert_weights
-            + rows * self.row_weights
+        columns = sum(layer.mlp_columns.size for layer in layers)
+        shared = sum(layer.mlp_columns.size for number, layer in enumerate(layers) if number in sparse)
+        compressing = sum(not layer.is_empty for layer in layers) * self.kept.compressing_bytes(self.config)
+        routers = sum(bool(layer.experts.size) for layer in layers) * self.router_weights
+        norms = sum(not layer.is_empty for layer in layers) * self.layer_weights - compressing
+        return WeightParts(
+            attention=shard.kv_heads_total * self.head_weights + compressing,
+            dense=(columns - shared) * self.column_weights,
+            shared=shared * self.column_weights,
+            experts=sum(layer.experts.size for layer in layers) * self.expert_weights,
+            vocabulary=rows * self.row_weights,
+            other=self.common_weights + norms + routers,
         )
 
     # --- the KV cache -----------------------------------------------------------------------------------

@@ -7,5 +7,5 @@ steps             the workload, and the steps it makes    layer_search      the 
 part_costs        a part of the model on one rank         search            units to slots
 cost_model        a step under a plan                     shard_plans       plans dealt by weights
 memory_model      memory that a part takes                expert_placement  hot experts to fast ranks
-sweep             speed over the share of the weights
+sweep             speeds of other loads, and over the share of the weights
 """

@@ -10,7 +10,10 @@
         memory: 256Gi
         memoryBandwidth: 370e9
         flops: {bfloat16: 5e12, float32: 2e12}
+        expertShare: 0.45               # part of both that a layer of experts reaches; default: 1
         weightBits: [8, 4]              # widths it keeps weights in that are stored so; default: CPU [8, 4], GPU none
+        ranks: 2                        # of the machine, and cores of each: needed where no manifest is given
+        cores: 32
     pools: {fast: {...}}                # the same by the pool's name
     exchange:
       host: {latencySeconds: 60e-6, bandwidth: 10e9}     # one all-reduce in host memory
@@ -21,16 +24,18 @@ Numbers may be written as 900e9 (YAML takes it for text, which is read as a numb
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
 import yaml
 from pydantic import BeforeValidator, Field, ValidationError
 
+from hetero_api.contract import API_VERSION, GROUP, KIND
 from hetero_api.errors import ManifestError
-from hetero_api.manifest import read_document
-from hetero_api.spec import HeteroInferenceSpec
-from hetero_api.spec_pools import PoolSpec, PoolType
+from hetero_api.manifest import parse_resource, read_document
+from hetero_api.spec import HeteroInference, HeteroInferenceSpec
+from hetero_api.spec_pools import MAX_RANKS, PoolSpec, PoolType
 from hetero_api.spec_types import Bytes, SpecModel
 from hetero_placement.hardware import ExchangeSpeeds, Hardware, RankHardware, Speeds
 
@@ -43,7 +48,8 @@ _MESSAGES: Final = {
     "dict_type": "must be a mapping",
     "model_type": "must be a mapping",
     "greater_than": "must be more than 0",
-    "greater_than_equal": "must not be less than 0",
+    "greater_than_equal": "is too small",
+    "less_than_equal": "is too large",
 }
 
 
@@ -73,8 +79,11 @@ class DeviceAssumption(SpecModel):
     memory_bandwidth: _Rate
     memory: Bytes | None = None
     flops: dict[str, _Rate] = Field(default_factory=dict)
+    expert_share: Annotated[float, BeforeValidator(_number), Field(gt=0, le=1)] = 1.0
     bus: BusSpeeds | None = None
     weight_bits: list[Literal[16, 8, 4]] | None = None
+    ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)] | None = None
+    cores: Annotated[int, Field(ge=1, le=1024)] | None = None
 
     def speeds(self) -> Speeds:
         """Return the device's speeds; a bus that is not given counts as 0."""
@@ -85,6 +94,7 @@ class DeviceAssumption(SpecModel):
             to_device_bandwidth=bus.to_device if bus is not None else 0.0,
             from_device_bandwidth=bus.from_device if bus is not None else 0.0,
             device_latency_s=bus.latency_seconds if bus is not None else 0.0,
+            expert_share=self.expert_share,
         )
 
 
@@ -161,6 +171,35 @@ def assume(spec: HeteroInferenceSpec, assumed: AssumedHardware, *, source: str =
         raise ManifestError(problems, source=source)
     device_exchange = assumed.exchange.device.speeds() if assumed.exchange.device is not None else ExchangeSpeeds()
     return Hardware(tuple(ranks), assumed.exchange.host.speeds(), device_exchange)
+
+
+def whole_machine(
+    assumed: AssumedHardware, *, name: str, model: Mapping[str, object], source: str = ""
+) -> HeteroInference:
+    """Return a resource with all ranks that the file's kinds have, for use without a manifest.
+
+    `model` are fields of spec.model beside the URI. Raises ManifestError.
+    """
+    kinds = {"gpu": assumed.kinds.gpu, "cpu": assumed.kinds.cpu}
+    pools = [
+        {"name": kind, "type": kind.upper(), "ranks": device.ranks, kind: {"coresPerRank": device.cores or 1}}
+        for kind, device in kinds.items()
+        if device is not None and device.ranks is not None
+    ]
+    if not pools:
+        raise ManifestError(["kinds.CPU.ranks or kinds.GPU.ranks: is required without a manifest"], source=source)
+    body = {
+        "apiVersion": f"{GROUP}/{API_VERSION}",
+        "kind": KIND,
+        "metadata": {"name": name},
+        "spec": {
+            "model": {"uri": "hf://assumed/model", **model},
+            "pools": pools,
+            "placement": {"workload": {"promptTokens": 2048, "outputTokens": 512}},
+            "engine": {"maxNumBatchedTokens": 2048},
+        },
+    }
+    return parse_resource(body, source=source)
 
 
 def _names(spec: HeteroInferenceSpec) -> set[str]:

@@ -28,7 +28,7 @@ from hetero_placement.decision import Bounds, Prediction
 from hetero_placement.hardware import Hardware, RankHardware, Speeds
 from hetero_placement.part_costs import ExchangeCosts, PartCosts, element_bytes
 from hetero_placement.shard_plans import UNIT, shard_of_layers
-from hetero_placement.steps import Repeated, Step, WorkloadSteps, decode_step, micro_batches
+from hetero_placement.steps import Load, Repeated, Step, WorkloadSteps, decode_step, micro_batches
 
 SLICE_ROWS: Final = 128
 """Rows of hidden states that travel to a helper at a time."""
@@ -49,10 +49,14 @@ class WidePlace:
 
 
 class CostModel:
-    """Times of steps of one model on one group. Speeds are taken as they are: see Hardware.levelled."""
+    """Times of steps of one model on one group. Speeds are taken as they are: see Hardware.levelled.
 
-    def __init__(self, config: ModelConfig, hardware: Hardware, *, dtype: str) -> None:
+    `slice_rows` are the rows that travel to a helper at a time; other systems than ours send more.
+    """
+
+    def __init__(self, config: ModelConfig, hardware: Hardware, *, dtype: str, slice_rows: int = SLICE_ROWS) -> None:
         self.config = config
+        self._slice_rows = slice_rows
         self.hardware = hardware
         self.element_bytes = element_bytes(dtype)
         self.exchange = ExchangeCosts(hardware)
@@ -79,6 +83,11 @@ class CostModel:
             workload_s=prefill_s + decode_s,
             decode_step_s=step_s,
         )
+
+    def tokens_per_s(self, plan: ShardPlan, load: Load, bounds: Bounds) -> float:
+        """Return the tokens a second, over all streams, of a load under the plan."""
+        number = load.streams or load.tokens
+        return number / self._all_s(self.view(plan), load.steps(bounds))
 
     def decode_step_s(self, plan: ShardPlan, *, batch: int, context: float) -> float:
         """Return the seconds of a step in which `batch` sequences decode, each attending to `context` tokens."""
@@ -135,7 +144,7 @@ class CostModel:
         leader = place.holders[0]
         if rank in place.holders and not (place.lends and rank == leader):
             return cost_of(step.rows).of(units)
-        number = max(1, math.ceil(step.rows / SLICE_ROWS))
+        number = max(1, math.ceil(step.rows / self._slice_rows))
         rows = step.rows / number
         own = cost_of(rows).of(units)
         if rank == leader:

@@ -65,6 +65,8 @@ class Speeds:
     """Seconds of a round of one row on the host after half a layer, with the wait for others; 0: not measured."""
     turnaround_s: float = 0.0
     """From its word to the gateway to the answer, once a step; 0 where there is no gateway, or it was not measured."""
+    expert_share: float = 1.0
+    """Part of the bandwidth and of the FLOP rate that a layer of experts reaches, where `costs` does not say."""
 
     @cached_property
     def alone(self) -> Speeds:
@@ -97,11 +99,12 @@ class Speeds:
                 if cost.part in known
             ),
             costs_dtype=message.costs_dtype,
-            **{name: getattr(message, name) for name in _NUMBERS},
+            **{name: getattr(message, name) for name in _NUMBERS if name != "expert_share"},
         )
 
 
 _NUMBERS: Final = tuple(field.name for field in fields(Speeds) if field.type == "float")
+"""Names of the numbers; a rank reports all but `expert_share`, in whose place it measures."""
 
 
 @dataclass(frozen=True, slots=True)

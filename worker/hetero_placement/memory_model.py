@@ -24,6 +24,7 @@ from hetero_api.rank_memory import (
     KvCost,
     ModelMemory,
     StepLimits,
+    WeightParts,
     with_margin,
 )
 from hetero_api.sharding import RankShard, ShardPlan
@@ -116,13 +117,18 @@ class MemoryModel:
         """Return the need of a part on a rank; zeros for an empty part."""
         return _NOTHING if shard.is_empty else self._taken(rank, shard)
 
+    def weight_parts(self, rank: int, shard: RankShard) -> WeightParts:
+        """Return the weights of a rank's part by part of the model, as `need` counts them."""
+        memory = replace(self._memory, weight_bits=self.hardware.ranks[rank].weight_bits)
+        return memory.weight_parts(shard, packs_head=not self._is_gpu(rank))
+
     def _taken(self, rank: int, shard: RankShard) -> Need:
         memory, is_gpu, hardware = self._memory, self._is_gpu(rank), self.hardware.ranks[rank]
         assumed = ASSUMED_GPU_RUNTIME_BYTES if is_gpu else RUNTIME_BYTES
         measured = hardware.runtime_bytes + RUNTIME_GROWTH_BYTES if is_gpu else hardware.runtime_bytes
         gathered = hardware.gather_bytes if shard.kv_heads_total else 0
         return Need(
-            weights=replace(memory, weight_bits=hardware.weight_bits).weight_bytes(shard, packs_head=not is_gpu),
+            weights=self.weight_parts(rank, shard).total,
             cache=self._cache(memory.kv_cost(shard)),
             workspace=with_margin(memory.summed_workspace_bytes(shard)) + gathered,
             graphs=self._graphs(shard) if is_gpu else 0,

@@ -162,7 +162,7 @@ class Rates:
         read = weights * active_share(part, rows)
         router = self._config.hidden_size * experts.number
         fixed = self._seconds(dtype, router * _ROUTER_BYTES, 2 * router * rows)
-        return PartTime(fixed, self._seconds(dtype, read, 2 * params * rows * part))
+        return PartTime(fixed, self._seconds(dtype, read, 2 * params * rows * part) / self._speeds.expert_share)
 
     def head(self, dtype: str, rows: float) -> PartTime:
         """Return the time of the output head; unit: 64 vocabulary rows."""

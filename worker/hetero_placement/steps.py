@@ -77,6 +77,36 @@ class WorkloadSteps:
         return self.prefill + self.decode
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One kind of work, to compare placements by: prompts of one request, or outputs of several."""
+
+    tokens: int
+    """Tokens of the prompt, or in the cache of each stream."""
+    streams: int = 0
+    """Requests that decode together; 0: a prompt is computed."""
+
+    @property
+    def name(self) -> str:
+        """Name for a table."""
+        if self.streams:
+            return f"decode {self.streams}"
+        return f"prefill {self.tokens // 1024}k"
+
+    def steps(self, bounds: Bounds) -> tuple[Repeated, ...]:
+        """Return the steps of a whole prompt, or of a token of each stream."""
+        if self.streams:
+            return (Repeated(decode_step(self.streams, self.tokens), 1),)
+        return tuple(prompt_steps(self.tokens, bounds.max_num_batched_tokens))
+
+    def fits(self, bounds: Bounds) -> bool:
+        """Return whether the engine's bounds allow for it."""
+        return self.tokens < bounds.max_model_len and self.streams <= bounds.max_num_seqs
+
+
+LOADS: Final = (Load(2048, 1), Load(2048, 4), Load(2048, 16), Load(2048), Load(32768))
+
+
 def decode_step(batch: int, context: float) -> Step:
     """One token each of `batch` sequences."""
     return Step(decode_rows=batch, context=context, draws=batch)

@@ -1,7 +1,8 @@
-"""Predicted speed over the share of the weights that one side holds: what a plot of placements shows.
+"""Predicted speeds beside those that a placement is chosen by: of other loads, and over the share of the weights.
 
-A point is a real plan, with whole units, dealt by weights and not searched for: so a curve shows what a share means and
-how flat or steep its best is, and the chosen plan, which was searched for, may lie a little above it.
+The share is that of one side; a plot of placements shows it. A point is a real plan, with whole units, dealt by weights
+and not searched for: so a curve shows what a share means and how flat or steep its best is, and the chosen plan, which
+was searched for, may lie a little above it.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from hetero_api.sharding import ShardPlan
 from hetero_api.spec import PlacementShares, WorkloadSpec
 from hetero_api.spec_pools import PoolType
 from hetero_placement.cost_model import CostModel
-from hetero_placement.decision import Bounds
+from hetero_placement.decision import Bounds, Option
 from hetero_placement.hardware import Hardware
 from hetero_placement.memory_model import MemoryModel
 from hetero_placement.shard_plans import deal_layers, deal_within_layers
+from hetero_placement.steps import LOADS, Load
 
 POINTS: Final = 81
 
@@ -53,6 +55,55 @@ class Sweep:
     def share(self, weight_shares: Sequence[float]) -> float:
         """Return the swept side's share in a plan with these shares of the ranks."""
         return sum(weight_shares[rank] for rank in self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRates:
+    """Predicted tokens/s of several loads, for each option that has a plan, each at its best for the workload."""
+
+    loads: tuple[Load, ...]
+    rates: tuple[tuple[Option, tuple[float, ...]], ...]
+    """Options, and their rates in the order of `loads`."""
+    gpus: tuple[int, ...]
+    """GPU ranks."""
+
+    def best(self, load: Load) -> Option:
+        """Return the fastest option for a load; of options that are as fast, the first, which is the simplest."""
+        number = self.loads.index(load)
+        option, _ = max(self.rates, key=lambda each: float(f"{each[1][number]:.3g}"))
+        return option
+
+    @property
+    def verdict(self) -> str:
+        """Which ranks to use for which load, in a sentence; empty for a group of one kind of ranks."""
+        if not self.loads or not 0 < len(self.gpus) < len(self.rates[0][0].weight_shares):
+            return ""
+        sides: dict[str, list[str]] = {}
+        for load in self.loads:
+            sides.setdefault(self._side(self.best(load)), []).append(load.name)
+        if len(sides) == 1:
+            return f"{next(iter(sides))} are fastest for each of these loads."
+        told = [f"{side} for {', '.join(names)}" for side, names in sides.items()]
+        return f"Fastest are {'; '.join(told)}."
+
+    def _side(self, option: Option) -> str:
+        used = {rank for rank, share in enumerate(option.weight_shares) if share}
+        if used <= set(self.gpus):
+            return "GPU ranks alone"
+        return "GPU and CPU ranks together" if used & set(self.gpus) else "CPU ranks alone"
+
+
+def rates_by_load(
+    config: ModelConfig, hardware: Hardware, options: Sequence[Option], *, dtype: str, bounds: Bounds
+) -> LoadRates:
+    """Predict the loads that the engine's bounds allow for."""
+    model = CostModel(config, hardware.levelled(), dtype=dtype)
+    loads = tuple(load for load in LOADS if load.fits(bounds))
+    planned = [option for option in options if option.plan is not None]
+    rates = tuple(
+        (option, tuple(model.tokens_per_s(option.made, load, bounds) for load in loads)) for option in planned
+    )
+    return LoadRates(loads, rates, hardware.ranks_of(PoolType.GPU))
 
 
 def sweep(

@@ -95,6 +95,8 @@ def test_a_pool_may_have_its_own_and_memory_is_no_more_than_the_manifest_gives(t
         ({"kinds": {"CPU": {"memoryBandwidth": 1}}}, "kinds.CPU.memory: is required, since"),
         ({"kinds": {}}, "kinds.CPU: is required, or pools.cpu: the manifest has this pool"),
         ({"kinds": {"cpu": {"memoryBandwidth": 1}}}, "kinds.cpu: unknown field"),
+        ({"kinds": {"CPU": {"memoryBandwidth": 1, "expertShare": 2}}}, "kinds.CPU.expertShare: is too large"),
+        ({"kinds": {"CPU": {"memoryBandwidth": 1, "ranks": 0}}}, "kinds.CPU.ranks: is too small"),
         ({"pools": {"other": {"memoryBandwidth": 1}}}, "pools.other: the manifest has no such pool"),
     ],
 )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from hetero_api.spec import PlacementSpec, WorkloadSpec
+from hetero_placement.decision import Option
 from hetero_placement.solver import solve
-from hetero_placement.sweep import sweep
+from hetero_placement.steps import Load
+from hetero_placement.sweep import LoadRates, sweep
 from tests.unit.placement.placement_setup import GB, LLAMA_8B, SMOLLM2, bounds_of, config_of, cpu, gpu, group
 
 pytestmark = pytest.mark.unit
@@ -46,3 +48,33 @@ def test_one_side_alone_has_no_curves() -> None:
     for hardware in (group(cpu(1e10)), group(gpu(1e12), gpu(1e12))):
         drawn = sweep(config, hardware, dtype="float32", workload=WorkloadSpec(), bounds=bounds_of(config))
         assert drawn.curves == ()
+
+
+DECODE, PROMPT = Load(2048, 1), Load(2048)
+
+
+def rates(*options: tuple[str, tuple[float, ...], tuple[float, float]]) -> LoadRates:
+    """Rates of options with a name, ranks' shares, and tokens/s of a decode and of a prompt; rank 0 is a GPU."""
+    made = ((Option(name, None, weight_shares=shares), each) for name, shares, each in options)
+    return LoadRates((DECODE, PROMPT), tuple(made), gpus=(0,))
+
+
+@pytest.mark.parametrize(
+    ("gpu_only", "mixed", "cpu_only", "expected"),
+    [
+        ((9.0, 9.0), (5.0, 5.0), (1.0, 1.0), "GPU ranks alone are fastest for each of these loads."),
+        ((1.0, 1.0), (5.0, 5.0), (9.0, 9.0), "CPU ranks alone are fastest for each of these loads."),
+        ((5.0, 9.0), (9.0, 5.0), (1.0, 1.0),
+         "Fastest are GPU and CPU ranks together for decode 1; GPU ranks alone for prefill 2k."),
+        ((5.0, 5.0), (5.001, 5.001), (1.0, 1.0), "GPU ranks alone are fastest for each of these loads."),
+    ],
+)  # fmt: skip
+def test_it_is_said_plainly_which_ranks_are_faster(
+    gpu_only: tuple[float, float], mixed: tuple[float, float], cpu_only: tuple[float, float], expected: str
+) -> None:
+    told = rates(("gpu", (1.0, 0.0), gpu_only), ("both", (0.5, 0.5), mixed), ("cpu", (0.0, 1.0), cpu_only))
+    assert told.verdict == expected
+
+
+def test_a_group_of_one_kind_has_no_such_choice() -> None:
+    assert rates(("gpu", (1.0,), (1.0, 1.0))).verdict == ""

@@ -8,23 +8,47 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hetero_client.cli import options
-from hetero_client.cli.console import output, print_json, print_note, print_warning
+from hetero_client.cli.console import output, print_json, print_note
 
 if TYPE_CHECKING:
-    from hetero_api.model_config import ModelConfig
-    from hetero_api.spec import HeteroInference, WorkloadSpec
-    from hetero_placement.hardware import Hardware
+    from hetero_api.spec import WorkloadSpec
+    from hetero_client.cli.plan_inputs import PlanInputs
 
 
 def plan(
-    file: options.ManifestArgument,
-    assume: Annotated[
+    file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Take the hardware from this YAML file instead of measuring this machine."),
+        typer.Argument(
+            metavar="[FILE]",
+            help="HeteroInference manifest (YAML). Without it, --assume and --model say all that is needed.",
+        ),
     ] = None,
-    model: options.ModelOption = None,
+    assume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HARDWARE",
+            help="Take the hardware from this YAML file, or from the example of this name, instead of measuring this "
+            "machine.",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Model directory, alias of a fetched model, or with --assume an example's name, to use in place of "
+            "spec.model.uri.",
+        ),
+    ] = None,
     model_config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="With --assume: the model's config.json; no weights are needed.")
+    ] = None,
+    quantization: Annotated[
+        str | None,
+        typer.Option(
+            metavar="none|int8|int4",
+            help="Without FILE: how weights are quantised at load. Default: int4, or none if the checkpoint is "
+            "quantised already.",
+        ),
     ] = None,
     plot: Annotated[
         Path | None,
@@ -36,50 +60,55 @@ def plan(
 
     \b
     hetero plan examples/smollm2-cpu.yaml
-    hetero plan examples/gpu-cpu-auto.yaml --assume examples/hardware/rtx4090.yaml --model-config config.json
-    hetero plan examples/gpu-cpu-auto.yaml --assume examples/hardware/h100.yaml --plot shares.png
+    hetero plan --assume xeon6454s-rtx4090 --model deepseek-v3
+    hetero plan examples/gpu-cpu-auto.yaml --assume rtx4090 --model-config config.json --plot shares.png
 
     Without --assume this machine is measured, with the ranks where `hetero up` would place them. That takes seconds,
     and the machine should be otherwise idle.
     """
-    from hetero_api.manifest import load_manifest
     from hetero_placement.decision import bounds_of, quantized_config
     from hetero_placement.memory_model import MemoryModel
     from hetero_placement.solver import solve
+    from hetero_placement.sweep import rates_by_load
 
     _check_options(assume, model_config=model_config, model=model, plot=plot)
-    resource = load_manifest(file)
-    spec = resource.spec
-    hardware, stored = _hardware_and_model(resource, assume=assume, model=model, model_config=model_config)
-    config = quantized_config(spec, stored)
+    inputs = _inputs(file, assume=assume, model=model, model_config=model_config, quantization=quantization)
+    spec, hardware = inputs.spec, inputs.hardware
+    config = quantized_config(spec, inputs.config)
     dtype, bounds = spec.dtype_in_force, bounds_of(spec, config)
     workload = spec.placement.workload
     decision = solve(config, hardware, dtype=dtype, placement=spec.placement, bounds=bounds)
     memory = MemoryModel(config, hardware.levelled(), bounds, dtype=dtype)
+    rates = rates_by_load(config, hardware, decision.options, dtype=dtype, bounds=bounds)
+    title = f"{inputs.title}: {_described(workload)}, {dtype}"
     if plot is not None:
-        from hetero_client.cli.plan_views import draw_plot
+        from hetero_client.cli.plan_plot import draw_plot
         from hetero_placement.sweep import sweep
 
         curves = sweep(config, hardware, dtype=dtype, workload=workload, bounds=bounds)
-        draw_plot(curves, decision, title=f"{resource.metadata.name}: {_described(workload)}, {dtype}", path=plot)
+        draw_plot(curves, decision, title=title, path=plot)
         print_note(f"drawn: {plot}")
     if as_json:
         from hetero_client.cli.plan_views import decision_json
 
-        print_json(decision_json(decision, hardware, memory))
+        print_json(decision_json(decision, hardware, memory, rates))
         return
-    from hetero_client.cli.plan_views import cache_line, options_table, ranks_table
+    from hetero_client.cli.plan_views import cache_line, loads_table, memory_table, options_table, ranks_table
 
     console = output()
-    console.print(f"{resource.metadata.name}: {_described(workload)}, {dtype}", highlight=False)
+    console.print(title, highlight=False, markup=False)
     console.print(options_table(decision, hardware))
     console.print(decision.reason, markup=False, highlight=False)
+    console.print(loads_table(decision, rates))
+    if rates.verdict:
+        console.print(rates.verdict, markup=False, highlight=False)
+    console.print(memory_table(decision, hardware, memory))
     console.print(ranks_table(decision, hardware, memory))
     console.print(cache_line(decision, memory, block_size=bounds.block_size), highlight=False)
 
 
-def _check_options(assume: Path | None, *, model_config: Path | None, model: str | None, plot: Path | None) -> None:
-    from hetero_client.cli.plan_views import PLOT_SUFFIXES
+def _check_options(assume: str | None, *, model_config: Path | None, model: str | None, plot: Path | None) -> None:
+    from hetero_client.cli.plan_plot import PLOT_SUFFIXES
 
     if model_config is not None and assume is None:
         raise typer.BadParameter("--model-config: needs --assume; measuring needs a model directory (--model)")
@@ -89,54 +118,20 @@ def _check_options(assume: Path | None, *, model_config: Path | None, model: str
         raise typer.BadParameter(f"--plot: {plot} must end in {' or '.join(PLOT_SUFFIXES)}")
 
 
-def _hardware_and_model(
-    resource: HeteroInference, *, assume: Path | None, model: str | None, model_config: Path | None
-) -> tuple[Hardware, ModelConfig]:
-    """Return the hardware, assumed or measured here, and the model's shape."""
-    from hetero_api.hf_config import read_json
-    from hetero_api.model_config import ModelConfig
-    from hetero_placement.assumed_hardware import assume as assume_hardware
-    from hetero_placement.assumed_hardware import load_assumed_hardware
+def _inputs(
+    file: Path | None, *, assume: str | None, model: str | None, model_config: Path | None, quantization: str | None
+) -> PlanInputs:
+    from hetero_api.manifest import load_manifest
+    from hetero_client.cli.plan_inputs import from_examples, from_manifest
 
-    if assume is None:
-        return _measured(resource, model)
-    hardware = assume_hardware(resource.spec, load_assumed_hardware(assume), source=str(assume))
-    if model_config is not None:
-        return hardware, ModelConfig.from_hf(read_json(model_config.resolve()), source=str(model_config))
-    return hardware, ModelConfig.from_directory(_model_directory(resource, model))
-
-
-def _measured(resource: HeteroInference, model: str | None) -> tuple[Hardware, ModelConfig]:
-    from hetero_api.model_config import ModelConfig
-    from hetero_client.cli.plan_probe import ProbeTask, measure_here
-    from hetero_client.launcher.local_plan import plan_here
-
-    local = plan_here(resource)
-    for warning in local.warnings:
-        print_warning(warning)
-    directory = _model_directory(resource, model)
-    config = ModelConfig.from_directory(directory)
-    print_note(f"measuring {len(local.ranks)} ranks of this machine")
-    model_spec = resource.spec.model
-    task = ProbeTask(
-        local,
-        directory,
-        resource.spec.dtype_in_force,
-        quantization=model_spec.quantization,
-        quantization_group_size=model_spec.quantization_group_size,
-    )
-    return measure_here(task, resource.spec), config
-
-
-def _model_directory(resource: HeteroInference, model: str | None) -> Path:
-    from hetero_client.home import HeteroHome
-    from hetero_client.model_store.resolve import locate_named_model, resolve_model
-    from hetero_client.model_store.store import ModelStore
-
-    store = ModelStore(HeteroHome.from_environment())
-    if model is not None:
-        return locate_named_model(model, store)
-    return resolve_model(resource.spec.model, store, report=print_note).directory
+    if file is not None:
+        if quantization is not None:
+            raise typer.BadParameter("--quantization: goes without FILE; a manifest says it in spec.model.quantization")
+        return from_manifest(load_manifest(file), hardware=assume, model=model, model_config=model_config)
+    named = model if model_config is None else str(model_config)
+    if assume is None or named is None:
+        raise typer.BadParameter("give a manifest, or both --assume and --model")
+    return from_examples(assume, named, quantization=quantization)
 
 
 def _described(workload: WorkloadSpec) -> str:

@@ -1,15 +1,10 @@
-"""Views of `hetero plan`: tables of the options and of what each rank gets, and a plot of speeds.
-
-The plot shows predicted speed over the share of the weights, of decoding alone. A placement is chosen for the whole
-load, prompts included, so the chosen one need not lie where a curve is highest. It needs matplotlib, the `plot` extra.
-"""
+"""Views of `hetero plan`: tables of the options, their speeds and memory, and of what each rank gets."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from rich import box
 from rich.table import Table
@@ -17,19 +12,15 @@ from rich.table import Table
 from hetero_api.sharding import LayerShard, RankShard
 from hetero_api.spec_pools import PoolType
 from hetero_client.cli.console import table_of
-from hetero_client.errors import MissingExtraError
 from hetero_placement.decision import Decision, Option
 from hetero_placement.hardware import Hardware
 from hetero_placement.memory_model import MemoryModel
-from hetero_placement.sweep import Curve, Sweep
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from hetero_placement.sweep import LoadRates
 
 GB: Final = 1e9
-PLOT_SUFFIXES: Final = (".png", ".svg")
-_COLOURS: Final = ("#1f6fb4", "#d1661f", "#3a8f4d")
-_INK: Final = "#333333"
+_MEMORY_COLUMNS: Final = (
+    "attention", "dense MLP", "shared experts", "experts", "vocabulary", "other", "KV cache", "step", "needs", "has",
+)  # fmt: skip
 
 
 def options_table(decision: Decision, hardware: Hardware) -> Table:
@@ -48,6 +39,48 @@ def options_table(decision: Decision, hardware: Hardware) -> Table:
             mark, option.name, *_figures(option), *_shares(option, hardware, kinds), option.why_not, style=style
         )
     return table
+
+
+def loads_table(decision: Decision, rates: LoadRates) -> Table:
+    """Return a table with the predicted tokens/s of each option at several loads, the best of each load in bold."""
+    names = [load.name for load in rates.loads]
+    table = table_of("tokens/s", *names, right=names)
+    best = [rates.best(load) for load in rates.loads]
+    for option, each in rates.rates:
+        cells = [
+            f"[bold]{_rate(rate)}[/bold]" if option is fastest else _rate(rate)
+            for rate, fastest in zip(each, best, strict=True)
+        ]
+        table.add_row(f"{option.name}{', chosen' if option is decision.chosen else ''}", *cells)
+    return table
+
+
+def memory_table(decision: Decision, hardware: Hardware, memory: MemoryModel) -> Table:
+    """Return a table of each option's memory in GB, by part of the model and rank; ranks that are alike share a row."""
+    table = table_of("GB", "ranks", *_MEMORY_COLUMNS, right=_MEMORY_COLUMNS)
+    for option in decision.options:
+        if option.plan is not None:
+            for number, cells in enumerate(_memory_rows(option, hardware, memory)):
+                table.add_row("" if number else option.name, *cells)
+    return table
+
+
+def _memory_rows(option: Option, hardware: Hardware, memory: MemoryModel) -> Iterator[list[str]]:
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for number, shard in enumerate(option.made.ranks):
+        if not shard.is_empty:
+            sizes = (*_sizes(memory, number, shard).values(), hardware.ranks[number].memory_bytes)
+            key = (hardware.ranks[number].pool, *(f"{size / GB:.2f}" for size in sizes))
+            alike.setdefault(key, []).append(number)
+    for (pool, *sizes_of), ranks in alike.items():
+        yield [f"{pool} {', '.join(map(str, ranks))}", *sizes_of]
+
+
+def _sizes(memory: MemoryModel, rank: int, shard: RankShard) -> dict[str, int]:
+    """Return the bytes of a rank's memory by part; the last is all of it."""
+    need = memory.need(rank, shard)
+    parts = asdict(memory.weight_parts(rank, shard))
+    return {**parts, "cache": need.cache, "step": need.without_cache - need.weights, "total": need.total}
 
 
 def ranks_table(decision: Decision, hardware: Hardware, memory: MemoryModel) -> Table:
@@ -76,13 +109,22 @@ def cache_line(decision: Decision, memory: MemoryModel, *, block_size: int) -> s
     return f"KV cache: at least {blocks} blocks of {block_size} tokens"
 
 
-def decision_json(decision: Decision, hardware: Hardware, memory: MemoryModel) -> dict[str, Any]:
+def decision_json(decision: Decision, hardware: Hardware, memory: MemoryModel, rates: LoadRates) -> dict[str, Any]:
     """Return the whole decision as JSON data, in seconds, bytes and tokens."""
+    by_load = {
+        option.name: dict(zip((load.name for load in rates.loads), each, strict=True)) for option, each in rates.rates
+    }
     return {
         "kvBlocks": memory.kv_blocks(decision.plan) - 1,
         "chosen": decision.chosen.name,
         "reason": decision.reason,
-        "options": [_option_json(option, is_chosen=option is decision.chosen) for option in decision.options],
+        "verdict": rates.verdict,
+        "options": [
+            _option_json(option, is_chosen=option is decision.chosen)
+            | ({"tokensPerSecond": by_load[option.name]} if option.name in by_load else {})
+            | {"memoryBytes": _memory_json(option, memory)}
+            for option in decision.options
+        ],
         "ranks": [
             {
                 "rank": number,
@@ -116,6 +158,13 @@ def _option_json(option: Option, *, is_chosen: bool) -> dict[str, Any]:
                 "workloadSeconds": option.prediction.workload_s,
             }
     return data
+
+
+def _memory_json(option: Option, memory: MemoryModel) -> list[dict[str, int]]:
+    """Return each rank's memory by part, in rank order; {} for a rank without a part, [] for an option without plan."""
+    if option.plan is None:
+        return []
+    return [{} if shard.is_empty else _sizes(memory, rank, shard) for rank, shard in enumerate(option.made.ranks)]
 
 
 def _layer_json(layer: LayerShard) -> dict[str, list[int]]:
@@ -156,68 +205,3 @@ def _vocabulary(shard: RankShard) -> str:
     if shard.embedding_rows.size == shard.head_rows.size:
         return str(shard.head_rows.size)
     return f"{shard.embedding_rows.size} in, {shard.head_rows.size} out"
-
-
-def draw_plot(sweep: Sweep, decision: Decision, *, title: str, path: Path) -> None:
-    """Write the plot in the format of the path's suffix. Raises MissingExtraError."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtraError(
-            "--plot needs matplotlib, which is not installed: pip install 'heteroinference[plot]'"
-        ) from error
-    figure = Figure(figsize=(8, 4.8), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for curve, colour in zip(sweep.curves, _COLOURS, strict=False):
-        _draw_curve(axes, curve, colour)
-    _mark_options(axes, sweep, decision)
-    _label(axes, sweep, title)
-    figure.savefig(path, dpi=150)
-
-
-def _draw_curve(axes: Axes, curve: Curve, colour: str) -> None:
-    """Draw the line, dotted where memory does not suffice."""
-    shares = [100 * point.share for point in curve.points]
-    rates = [point.decode_tokens_per_s for point in curve.points]
-    fitting = [rate if point.fits else float("nan") for rate, point in zip(rates, curve.points, strict=True)]
-    axes.plot(shares, rates, color=colour, linewidth=1, linestyle=":", alpha=0.7)
-    axes.plot(shares, fitting, color=colour, linewidth=2, label=curve.name)
-
-
-def _mark_options(axes: Axes, sweep: Sweep, decision: Decision) -> None:
-    """Mark the chosen option by a star and the other possible ones by dots."""
-    for option in decision.options:
-        if option.prediction is None or not option.weight_shares:
-            continue
-        at = (100 * sweep.share(option.weight_shares), option.prediction.decode_tokens_per_s)
-        if option is decision.chosen:
-            label = f"chosen for the whole load: {option.name} ({at[1]:.3g} tokens/s)"
-            axes.plot(*at, marker="*", markersize=15, color="#b3202c", linestyle="none", label=label, zorder=3)
-        else:
-            axes.plot(*at, marker="o", markersize=5, color=_INK, linestyle="none", zorder=2)
-
-
-def _label(axes: Axes, sweep: Sweep, title: str) -> None:
-    axes.set_title(title, fontsize=11, color=_INK, loc="left")
-    axes.set_xlabel(f"share of the weights on {sweep.side}, %")
-    axes.set_ylabel("predicted decode tokens/s")
-    axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
-    axes.grid(visible=True, color="#dddddd", linewidth=0.6)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    handles, labels = axes.get_legend_handles_labels()
-    _add_legend(axes, handles, labels, has_unfit=any(not p.fits for curve in sweep.curves for p in curve.points))
-
-
-def _add_legend(axes: Axes, handles: list[Any], labels: list[str], *, has_unfit: bool) -> None:
-    """Add the legend, with entries for what is drawn without a label."""
-    from matplotlib.lines import Line2D
-
-    handles = [*handles, Line2D([], [], marker="o", markersize=5, color=_INK, linestyle="none")]
-    labels = [*labels, "other options, each at its best for the whole load"]
-    if has_unfit:
-        handles.append(Line2D([], [], color=_INK, linewidth=1, linestyle=":"))
-        labels.append("does not fit the memory")
-    axes.legend(handles, labels, fontsize=8, frameon=False)
