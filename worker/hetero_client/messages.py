@@ -22,6 +22,8 @@ class ChatMessage:
     tool_call_id: str = ""
     """Call that a "tool" message answers."""
     name: str = ""
+    reasoning: str = ""
+    """Thoughts of an assistant before its text or calls."""
 
 
 Prompt = str | Sequence[int] | Sequence[ChatMessage]
@@ -172,6 +174,8 @@ class Delta:
     token_ids: tuple[int, ...]
     text: str
     logprobs: tuple[TokenLogprobs, ...] = ()
+    reasoning: str = ""
+    """Thoughts of a model that keeps them apart from its text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +210,7 @@ class Completion:
     index: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,6 +113,7 @@ def chat_messages(messages: Iterable[Any]) -> pb.ChatMessages:
             tool_calls_json=_json(f"{path}.tool_calls", message.tool_calls),
             tool_call_id=message.tool_call_id,
             name=message.name,
+            reasoning=message.reasoning,
         )
     return chat
 
@@ -126,7 +127,8 @@ def event_from(message: pb.GenerateEvent) -> Event | None:
             return PromptLogprobs(tuple(map(_logprobs, message.prompt_logprobs.positions)))
         case "delta":
             delta = message.delta
-            return Delta(delta.index, tuple(delta.token_ids), delta.text, tuple(map(_logprobs, delta.logprobs)))
+            logprobs = tuple(map(_logprobs, delta.logprobs))
+            return Delta(delta.index, tuple(delta.token_ids), delta.text, logprobs, delta.reasoning)
         case "finished":
             return _finished(message.finished)
         case _:
@@ -174,6 +176,7 @@ class CompletionsBuilder:
             index=end.index,
             logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
             prompt_logprobs=self._prompt_logprobs,
+            reasoning="".join(delta.reasoning for delta in deltas),
         )
 
 

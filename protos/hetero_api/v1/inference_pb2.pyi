@@ -84,6 +84,7 @@ class ChatMessage(_message.Message):
     TOOL_CALLS_JSON_FIELD_NUMBER: _builtins.int
     TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """"system", "user", "assistant" or "tool", as the model's chat template knows them."""
     content: _builtins.str
@@ -96,6 +97,8 @@ class ChatMessage(_message.Message):
     """In a "tool" message, the call that it answers."""
     name: _builtins.str
     """Who speaks, where the template knows names."""
+    reasoning: _builtins.str
+    """In an "assistant" message, what it thought before; templates show it to the model where it is of use."""
     def __init__(
         self,
         *,
@@ -104,10 +107,11 @@ class ChatMessage(_message.Message):
         tool_calls_json: _builtins.str = ...,
         tool_call_id: _builtins.str = ...,
         name: _builtins.str = ...,
+        reasoning: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls_json", b"tool_calls_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "reasoning", b"reasoning", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls_json", b"tool_calls_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -541,11 +545,16 @@ class Delta(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Which completion (0 when one was asked for)."""
     text: _builtins.str
     """Text since the last Delta: valid UTF-8; may be empty while a character is incomplete or a stop
     string may be beginning.
+    """
+    reasoning: _builtins.str
+    """What the model thinks, since the last Delta, where its answers have a channel for that (GPT-OSS); it is no
+    part of text, and stop strings are not looked for in it.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -562,10 +571,11 @@ class Delta(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         text: _builtins.str = ...,
         logprobs: _abc.Iterable[_logprobs_pb2.TokenLogprobs] | None = ...,
+        reasoning: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "logprobs", b"logprobs", "reasoning", b"reasoning", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

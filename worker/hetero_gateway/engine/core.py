@@ -45,13 +45,14 @@ _FEW: Final = 4
 
 
 class EngineCore:
-    """Engine that serves requests on the group it was given. `new_detokenizer` makes one for given stop strings."""
+    """Engine that serves requests on the group it was given. `new_detokenizer` makes one for given stop strings, and
+    the prompt of an answer whose form is free."""
 
     def __init__(
         self,
         config: EngineConfig,
         *,
-        new_detokenizer: Callable[[Sequence[str]], IncrementalDetokenizer],
+        new_detokenizer: Callable[[Sequence[str], Sequence[int]], IncrementalDetokenizer],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._new_detokenizer = new_detokenizer
@@ -200,7 +201,7 @@ class EngineCore:
         stream = RequestStream(
             asked.request_id,
             num_prompt_tokens=request.num_prompt_tokens,
-            detokenizers=[self._new_detokenizer(asked.stop) for _ in request.completions],
+            detokenizers=[self._detokenizer(asked) for _ in request.completions],
             cancel=self._cancel,
             turns=self._turns,
         )
@@ -212,6 +213,10 @@ class EngineCore:
             self._arm_timer()
         self._work.set()
         return stream
+
+    def _detokenizer(self, asked: GenerationRequest) -> IncrementalDetokenizer:
+        # An answer that is bound to a form has no channels.
+        return self._new_detokenizer(asked.stop, () if asked.constraint else asked.prompt_token_ids)
 
     def abort(self, request_id: str) -> bool:
         """End a request: its stream ends with ABORT, its blocks are free at once.

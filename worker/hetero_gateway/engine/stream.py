@@ -63,6 +63,7 @@ class CompletionFeed:
         if is_all:
             self._detokenizer.finish()
             self._is_closed = True
+        self._detokenizer.take_reasoning()
 
     def push(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """Add one token, and its text."""
@@ -102,11 +103,12 @@ class CompletionFeed:
     def _take_tokens(self) -> pb.Delta | None:
         text = "".join(self._text) + self._pending_text()
         self._text.clear()
+        reasoning = self._detokenizer.take_reasoning()
         token_ids, self._token_ids = self._token_ids, []
-        if not token_ids and not text:
+        if not token_ids and not text and not reasoning:
             return None
         logprobs, self._logprobs = self._logprobs, []
-        return pb.Delta(index=self._index, token_ids=token_ids, text=text, logprobs=logprobs)
+        return pb.Delta(index=self._index, token_ids=token_ids, text=text, reasoning=reasoning, logprobs=logprobs)
 
     def _pending_text(self) -> str:
         return "" if self._is_eager or self._is_closed else self._detokenizer.push(self._token_ids)

@@ -124,7 +124,7 @@ class RequestReader:
 
     def _encode_chat(self, chat: pb.ChatMessages, *, max_model_len: int | None = None) -> Sequence[int]:
         tools: list[dict[str, Any]] | None = json.loads(chat.tools_json) if chat.tools_json else None
-        messages = [_template_message(message) for message in chat.messages]
+        messages = [template_message(message) for message in chat.messages]
         return self._tokenizer.encode_chat(messages, tools=tools, max_model_len=max_model_len)
 
 
@@ -133,12 +133,20 @@ def _cost(request: pb.GenerateRequest | pb.TokenizeRequest, chat: pb.ChatMessage
     return request.ByteSize() + MESSAGE_COST * len(chat.messages)
 
 
-def _template_message(message: pb.ChatMessage) -> dict[str, Any]:
+def template_message(message: pb.ChatMessage) -> dict[str, Any]:
     """Return a message as templates of transformers know it: without the fields that are not set."""
     template_message: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls_json:
         template_message["tool_calls"] = [_template_call(call) for call in json.loads(message.tool_calls_json)]
-    for name, value in (("tool_call_id", message.tool_call_id), ("name", message.name)):
+    # Templates name it either way; GPT-OSS's takes no text beside the reasoning of a call.
+    thinking = "" if message.tool_calls_json and message.content else message.reasoning
+    fields = {
+        "tool_call_id": message.tool_call_id,
+        "name": message.name,
+        "reasoning_content": message.reasoning,
+        "thinking": thinking,
+    }
+    for name, value in fields.items():
         if value:
             template_message[name] = value
     return template_message

@@ -131,6 +131,8 @@ def _chat(chat: pb.ChatMessages) -> Iterable[Violation]:
                 yield Violation(f"{field}.tool_calls_json", "can be set in a message of the assistant only")
         if message.tool_call_id and message.role != "tool":
             yield Violation(f"{field}.tool_call_id", "can be set in a tool's message only")
+        if message.reasoning and message.role != "assistant":
+            yield Violation(f"{field}.reasoning", "can be set in a message of the assistant only")
     if chat.tools_json:
         yield from _json_objects("chat.tools_json", chat.tools_json)
 

@@ -1,5 +1,6 @@
 """Text of prompts and completions: everything in the engine that knows characters rather than tokens.
 
+channels       reasoning and text of answers in the Harmony format
 tokenizer      text to tokens and back   detokenizer  tokens to text, as they come, up to a stop string
 chat_template  chat to text              constraints  forms that text is bound to
 gguf_tokenizer text to tokens by a GGUF file's metadata

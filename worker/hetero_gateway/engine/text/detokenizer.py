@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_CHARACTER: Final = 4
@@ -140,11 +140,27 @@ class StopStrings:
         return held
 
 
-class IncrementalDetokenizer:
-    """Text of one completion: that of its tokens, up to the first stop string."""
+class TextOfTokens(Protocol):
+    """Text of a completion's tokens, as it becomes certain."""
 
-    def __init__(self, text: ByteLevelText | WindowText, *, stop: Sequence[str]) -> None:
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Add tokens, and return the text that is certain with them."""
+
+    def flush(self) -> str:
+        """Return the text that was held back: no more tokens come."""
+
+
+class IncrementalDetokenizer:
+    """Text of one completion: that of its tokens, up to the first stop string.
+
+    `take_reasoning` returns the reasoning since its last call, of models that keep it apart from what they say.
+    """
+
+    def __init__(
+        self, text: TextOfTokens, *, stop: Sequence[str], take_reasoning: Callable[[], str] = lambda: ""
+    ) -> None:
         self._text = text
+        self.take_reasoning = take_reasoning
         self._stop = StopStrings(stop) if stop else None
 
     @property

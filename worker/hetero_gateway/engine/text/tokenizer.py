@@ -22,6 +22,7 @@ from hetero_api.hf_config import read_json
 from hetero_api.model_directory import MAX_TOKENIZER_BYTES, model_file, parse_json, read_model_file
 from hetero_gateway.engine.config import check_prompt_bytes, check_prompt_length
 from hetero_gateway.engine.errors import InvalidRequest
+from hetero_gateway.engine.text.channels import ChannelText, HarmonyTokens
 from hetero_gateway.engine.text.chat_template import ChatTemplate
 from hetero_gateway.engine.text.detokenizer import (
     ByteLevelText,
@@ -55,6 +56,7 @@ class TextTokenizer:
         added = tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._bytes_of = _ByteVocabulary(tokenizer, self._special_ids) if byte_level else None
+        self._harmony = HarmonyTokens.find(tokenizer.token_to_id)
         self._longest_token_bytes = _longest_token_bytes(tokenizer, byte_level=byte_level)
 
     @classmethod
@@ -160,11 +162,25 @@ class TextTokenizer:
         byte = _BYTE_TOKEN.fullmatch(token)
         return bytes.fromhex(byte[1]) if byte else token.replace(_SENTENCEPIECE_SPACE, " ").encode()
 
-    def detokenizer(self, stop: Sequence[str] = ()) -> IncrementalDetokenizer:
-        """Return the detokenizer of one completion, which ends at any of the strings `stop`."""
+    def detokenizer(self, stop: Sequence[str] = (), prompt: Sequence[int] = ()) -> IncrementalDetokenizer:
+        """Return the detokenizer of one completion, which ends at any of the strings `stop`.
+
+        If the prompt opens a message in the Harmony format, the completion is taken as messages of its channels.
+        """
+        header = self._harmony.open_header(prompt) if self._harmony is not None else None
+        if self._harmony is None or header is None:
+            return IncrementalDetokenizer(self._text(), stop=stop)
+        text = ChannelText(self._harmony, header=header, new_text=self._text, written=self._written)
+        return IncrementalDetokenizer(text, stop=stop, take_reasoning=text.take_reasoning)
+
+    def _text(self) -> ByteLevelText | WindowText:
         if self._bytes_of is not None:
-            return IncrementalDetokenizer(ByteLevelText(self._bytes_of.__getitem__), stop=stop)
-        return IncrementalDetokenizer(WindowText(self.decode, is_silent=self._is_silent), stop=stop)
+            return ByteLevelText(self._bytes_of.__getitem__)
+        return WindowText(self.decode, is_silent=self._is_silent)
+
+    def _written(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones as they are written."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     def _is_silent(self, token_id: int) -> bool:
         return token_id in self._special_ids or self._tokenizer.id_to_token(token_id) is None

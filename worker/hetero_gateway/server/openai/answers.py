@@ -48,6 +48,7 @@ class Choice:
 
     index: int
     text: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
     positions: list[Position] = field(default_factory=list)
     finished: pb.Finished | None = None
 
@@ -55,7 +56,8 @@ class Choice:
 class ResponseFormatter(ABC):
     """Form of one answer: what all of its objects share; subclasses have what differs between the two calls.
 
-    Parts are a choice's text as the call has it. Log-probabilities are null where none were asked for.
+    Parts are a choice's text, and its reasoning where there is some, as the call has it. Log-probabilities are null
+    where none were asked for.
     """
 
     id_prefix: ClassVar[str]
@@ -78,7 +80,9 @@ class ResponseFormatter(ABC):
     def whole(self, choices: Iterable[Choice], usage: Json) -> Json:
         """Return the answer of a call that does not stream."""
         listed = [
-            self._choice(each.index, self.whole_part("".join(each.text)), each.positions, each.finished)
+            self._choice(
+                each.index, self.whole_part("".join(each.text), "".join(each.reasoning)), each.positions, each.finished
+            )
             for each in choices
         ]
         return self._object(self.whole_kind, listed) | {"usage": usage}
@@ -87,9 +91,9 @@ class ResponseFormatter(ABC):
         """Return a choice's first chunk; None if the call has no such chunk."""
         return None if self.opening_part is None else self._chunk(index, self.opening_part)
 
-    def delta(self, index: int, text: str, positions: Sequence[Position]) -> Json:
-        """Return a chunk with text."""
-        return self._chunk(index, self.delta_part(text), positions)
+    def delta(self, index: int, text: str, positions: Sequence[Position], *, reasoning: str = "") -> Json:
+        """Return a chunk with text, or reasoning, or both: then the reasoning came first."""
+        return self._chunk(index, self.delta_part(text, reasoning), positions)
 
     def end(self, finished: pb.Finished) -> Json:
         """Return a choice's last chunk; `finished` has the choice's index."""
@@ -100,11 +104,11 @@ class ResponseFormatter(ABC):
         return self._object(self.chunk_kind, []) | {"usage": usage}
 
     @abstractmethod
-    def whole_part(self, text: str) -> Json:
+    def whole_part(self, text: str, reasoning: str) -> Json:
         """Return the part of a whole choice."""
 
     @abstractmethod
-    def delta_part(self, text: str) -> Json:
+    def delta_part(self, text: str, reasoning: str) -> Json:
         """Return the part of a chunk with text."""
 
     @abstractmethod
@@ -140,13 +144,15 @@ class ChatFormatter(ResponseFormatter):
     opening_part: ClassVar = {"delta": {"role": "assistant", "content": ""}}
     end_part: ClassVar = {"delta": {}}
 
-    def whole_part(self, text: str) -> Json:
+    def whole_part(self, text: str, reasoning: str) -> Json:
         """See `ResponseFormatter.whole_part`."""
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+        thought = {"reasoning_content": reasoning} if reasoning else {}
+        return {"message": {"role": "assistant", "content": text, **thought, "refusal": None}}
 
-    def delta_part(self, text: str) -> Json:
+    def delta_part(self, text: str, reasoning: str) -> Json:
         """See `ResponseFormatter.delta_part`."""
-        return {"delta": {"content": text}}
+        thought = {"reasoning_content": reasoning} if reasoning else {}
+        return {"delta": thought | ({"content": text} if text or not reasoning else {})}
 
     def logprobs(self, positions: Sequence[Position]) -> Json:
         """See `ResponseFormatter.logprobs`."""
@@ -170,13 +176,13 @@ class CompletionFormatter(ResponseFormatter):
     opening_part = None
     end_part: ClassVar = {"text": ""}
 
-    def whole_part(self, text: str) -> Json:
-        """See `ResponseFormatter.whole_part`."""
-        return {"text": text}
+    def whole_part(self, text: str, reasoning: str) -> Json:
+        """See `ResponseFormatter.whole_part`; reasoning is text here, since this call has no other place for it."""
+        return {"text": reasoning + text}
 
-    def delta_part(self, text: str) -> Json:
+    def delta_part(self, text: str, reasoning: str) -> Json:
         """See `ResponseFormatter.delta_part`."""
-        return {"text": text}
+        return {"text": reasoning + text}
 
     def logprobs(self, positions: Sequence[Position]) -> Json:
         """See `ResponseFormatter.logprobs`."""

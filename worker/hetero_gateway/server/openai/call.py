@@ -25,6 +25,7 @@ class Said:
     index: int
     text: str
     positions: list[Position]
+    reasoning: str = ""
 
 
 class Part:
@@ -43,7 +44,7 @@ class Part:
 
     def said(self, event: pb.Delta) -> Said:
         """Return new tokens as those of the call's choice."""
-        return Said(self.choices[event.index], event.text, self._positions(event))
+        return Said(self.choices[event.index], event.text, self._positions(event), event.reasoning)
 
     def echo(self, decode: Callable[[Sequence[int]], str], logprobs: Sequence[TokenLogprobs]) -> Iterator[Said]:
         """Yield the prompt, to stand at the head of each choice."""
@@ -92,6 +93,7 @@ class Call:
                 choice.finished = event
             else:
                 choice.text.append(event.text)
+                choice.reasoning.append(event.reasoning)
                 choice.positions.extend(event.positions)
         return self._formatter.whole(choices.values(), self._usage())
 
@@ -110,8 +112,8 @@ class Call:
         async for event in self._events():
             if isinstance(event, pb.Finished):
                 yield self._formatter.end(event)
-            elif event.text or event.positions:
-                yield self._formatter.delta(event.index, event.text, event.positions)
+            elif event.text or event.reasoning or event.positions:
+                yield self._formatter.delta(event.index, event.text, event.positions, reasoning=event.reasoning)
 
     async def _events(self) -> AsyncIterator[Said | pb.Finished]:
         """Yield text and ends of the choices; a prompt that is echoed comes first."""

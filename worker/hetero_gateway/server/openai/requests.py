@@ -125,6 +125,7 @@ def _message(message: Message) -> pb.ChatMessage:
         tool_calls_json=json.dumps(calls) if calls else "",
         tool_call_id=message.tool_call_id or "",
         name=message.name or "",
+        reasoning=message.reasoning_content or "",
     )
 
 

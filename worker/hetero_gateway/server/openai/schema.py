@@ -217,6 +217,8 @@ class Message(Body):
     tool_calls: Listed[ToolCall] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
+    reasoning_content: str | None = None
+    """An assistant's reasoning, as an answer had it."""
 
 
 class Function(Body):
