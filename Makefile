@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py
 install: $(STAMP) $(NATIVE) ## Make .venv with everything that development needs
 
 # Built by the installation; again when its sources are newer. Ranks can do without, so a machine without a compiler goes on.
-$(NATIVE): $(addprefix worker/hetero_worker/,distributed/native_exchange.c distributed/native_exchange.h native/build.py) $(wildcard worker/hetero_worker/native/compute/*.[ch]) | $(STAMP)
+$(NATIVE): worker/hetero_worker/native/build.py $(wildcard worker/hetero_worker/distributed/*.[ch]) $(wildcard worker/hetero_worker/native/compute/*.[ch]) | $(STAMP)
 	@$(BIN)/python -m hetero_worker.native.build || echo "going on without them: ranks on host cores will be slower"
 
 native: $(STAMP) ## Build the exchange and the kernels in C again (`make install` does so too); needs a C compiler

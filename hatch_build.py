@@ -30,7 +30,7 @@ class NativeBuildHook(BuildHookInterface):
             libraries = [native.build_exchange(), native.build_compute()]
         except native.BuildError as error:
             self.app.display_warning(
-                f"The native libraries were not built ({error}). Ranks of one host will exchange over Gloo and host "
+                f"The native libraries were not built ({error}). Ranks will exchange over Gloo and host "
                 f"cores compute with torch's kernels, slower. To fix it, install a C compiler and run `make native`, "
                 f"or python -m hetero_worker.native.build"
             )

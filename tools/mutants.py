@@ -52,7 +52,7 @@ MUTANTS: Final = (
         "worker/hetero_worker/distributed/native_exchange.c",
         "for (uint64_t term = 2; term < num_terms; term++) {\n            const float *next",
         "for (uint64_t term = 3; term < num_terms; term++) {\n            const float *next",
-        ("tests/unit/worker_rank/test_shm_exchange.py",),
+        ("tests/unit/worker_rank/test_native_rounds.py",),
         builds=True,
     ),
     Mutant(
@@ -60,7 +60,7 @@ MUTANTS: Final = (
         "worker/hetero_worker/distributed/native_exchange.c",
         "memcpy(out + group->offset, area(group, seat, group->round), bytes);",
         "memcpy(out + group->offset, area(group, 0, group->round), bytes);",
-        ("tests/unit/worker_rank/test_shm_exchange.py",),
+        ("tests/unit/worker_rank/test_native_rounds.py",),
         builds=True,
     ),
     Mutant(

@@ -151,6 +151,7 @@ class ExchangeKind(SpecEnum):
 
     AUTO = "Auto"
     SHARED_MEMORY = "SharedMemory"
+    TCP = "Tcp"
     GLOO = "Gloo"
 
 
@@ -158,12 +159,14 @@ class ExchangeSpec(SpecModel):
     """How ranks exchange tensors in host memory."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
+        left_out("host_path", "is of no use with kind Tcp; leave it out", where=("kind", "Tcp")),
         left_out("host_path", "is of no use with kind Gloo; leave it out", where=("kind", "Gloo")),
     )
 
     kind: Annotated[ExchangeKind, spelled(ExchangeKind)] = ExchangeKind.AUTO
-    """Auto: shared memory where all ranks have it in common, else Gloo. SharedMemory: nothing else; ranks that have
-    none in common do not serve. Gloo: over the network, always.
+    """Auto: shared memory where all ranks have it in common, else Tcp. SharedMemory: nothing else; ranks that have
+    none in common do not serve. Tcp: over the network by the native library; ranks that cannot use it use Gloo. Gloo:
+    over the network without native code, which is slower.
     """
     host_path: HostFolder | None = None
     """Folder in the memory of each node, e.g. /dev/shm, that becomes /dev/shm of all rank pods: pods of one node then

@@ -1,4 +1,4 @@
-"""Exchanges between real processes: shared memory equals Gloo, and no failure of a peer is a hang."""
+"""Exchanges between real processes: native ones equal Gloo, and no failure of a peer is a hang."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from tests.support.rank_processes import run_ranks, segment_prefix
 
 pytestmark = pytest.mark.distributed
 
-SHM, GLOO = ranks_pb2.EXCHANGE_KIND_SHM, ranks_pb2.EXCHANGE_KIND_GLOO
-EVERY_KIND = pytest.mark.parametrize("kind", [SHM, GLOO], ids=["native", "gloo"])
+SHM, TCP, GLOO = ranks_pb2.EXCHANGE_KIND_SHM, ranks_pb2.EXCHANGE_KIND_TCP, ranks_pb2.EXCHANGE_KIND_GLOO
+EVERY_KIND = pytest.mark.parametrize("kind", [SHM, TCP, GLOO], ids=["native", "tcp", "gloo"])
+NATIVE = pytest.mark.parametrize("kind", [SHM, TCP], ids=["shm", "tcp"])
 
 
 @pytest.mark.parametrize(("world_size", "rounds", "seed"), [(2, 800, 1), (3, 1200, 2), (4, 800, 3)])
-def test_shm_equals_gloo_bit_for_bit_on_every_rank(world_size: int, rounds: int, seed: int) -> None:
-    results = run_ranks(bodies.same_rounds_both_ways, world_size, rounds, seed)
+def test_native_exchanges_equal_gloo_bit_for_bit_on_every_rank(world_size: int, rounds: int, seed: int) -> None:
+    results = run_ranks(bodies.same_rounds_every_way, world_size, rounds, seed)
 
-    over_shm, over_gloo = [r[0] for r in results], [r[1] for r in results]
-    assert over_shm == over_gloo
+    over_shm, over_tcp, over_gloo = ([digests[kind] for digests, _ in results] for kind in (SHM, TCP, GLOO))
+    assert over_shm == over_tcp == over_gloo
 
 
 def test_segment_has_no_name_once_the_group_stands() -> None:
-    results = run_ranks(bodies.same_rounds_both_ways, 2, 1, 3)
+    results = run_ranks(bodies.same_rounds_every_way, 2, 1, 3)
 
-    assert [left_over for _, _, left_over in results] == [[], []]
+    assert [left_over for _, left_over in results] == [[], []]
 
 
 @EVERY_KIND
@@ -74,8 +75,9 @@ def test_timeout_names_the_other_end_of_a_link(kind: int, waiting: int, complain
     assert message.endswith("within 0.5 s")
 
 
-def test_timeout_names_the_rank_that_did_not_come() -> None:
-    first, second, _ = run_ranks(bodies.late_rank, 3, SHM)
+@NATIVE
+def test_timeout_names_the_rank_that_did_not_come(kind: int) -> None:
+    first, second, _ = run_ranks(bodies.late_rank, 3, kind)
 
     assert first == second == "rank(s) 2 did not reach round 1 within 0.5 s"
 
@@ -87,8 +89,9 @@ def test_gloo_timeout_names_the_rank_that_did_not_come_or_waits_behind_it() -> N
     assert re.fullmatch(r"the exchange with rank\(s\) (0, )?2 was not done within 0.5 s", second)
 
 
-def test_a_rank_that_is_killed_in_an_exchange_ends_it_for_all_within_two_seconds() -> None:
-    first, second, killed = run_ranks(bodies.killed_peer, 3, SHM, may_die=[2])
+@NATIVE
+def test_a_rank_that_is_killed_in_an_exchange_ends_it_for_all_within_two_seconds(kind: int) -> None:
+    first, second, killed = run_ranks(bodies.killed_peer, 3, kind, may_die=[2])
 
     for waited_s, message in (first, second):
         assert waited_s < 2.0
@@ -97,9 +100,10 @@ def test_a_rank_that_is_killed_in_an_exchange_ends_it_for_all_within_two_seconds
     assert bodies.shm_left_over(segment_prefix()) == []
 
 
+@NATIVE
 @pytest.mark.parametrize("waiting", [0, 1], ids=["source", "receiver"])
-def test_a_link_whose_other_end_is_killed_ends_within_two_seconds(waiting: int) -> None:
-    results = run_ranks(bodies.killed_end_of_a_link, 2, SHM, waiting, may_die=[1 - waiting])
+def test_a_link_whose_other_end_is_killed_ends_within_two_seconds(waiting: int, kind: int) -> None:
+    results = run_ranks(bodies.killed_end_of_a_link, 2, kind, waiting, may_die=[1 - waiting])
 
     waited_s, message = results[waiting]
     assert waited_s < 2.0
@@ -107,8 +111,9 @@ def test_a_link_whose_other_end_is_killed_ends_within_two_seconds(waiting: int) 
     assert bodies.shm_left_over(segment_prefix()) == []
 
 
-def test_a_frozen_rank_is_late_and_not_lost() -> None:
-    first, second, _ = run_ranks(bodies.frozen_peer, 3, SHM)
+@NATIVE
+def test_a_frozen_rank_is_late_and_not_lost(kind: int) -> None:
+    first, second, _ = run_ranks(bodies.frozen_peer, 3, kind)
 
     assert first == second == "rank(s) 2 did not reach round 1 within 0.5 s"
 
@@ -126,8 +131,9 @@ def test_all_share_memory_natively_where_all_can() -> None:
     assert run_ranks(bodies.kind_and_reason, 2, {}) == [(SHM, "", [3.0] * 4)] * 2
 
 
-def test_all_take_gloo_when_one_rank_has_no_native_library(tmp_path: Path) -> None:
-    first, second = run_ranks(bodies.kind_and_reason, 2, {"native_library": tmp_path / "none.so"})
+@NATIVE
+def test_all_take_gloo_when_one_rank_has_no_native_library(kind: int, tmp_path: Path) -> None:
+    first, second = run_ranks(bodies.kind_and_reason, 2, {"native_library": tmp_path / "none.so"}, kind)
 
     assert first == second
     assert first[0] == GLOO
@@ -135,11 +141,11 @@ def test_all_take_gloo_when_one_rank_has_no_native_library(tmp_path: Path) -> No
     assert first[2] == [3.0] * 4
 
 
-def test_all_take_gloo_when_a_rank_sees_another_folder(tmp_path: Path) -> None:
+def test_all_take_tcp_when_a_rank_sees_another_folder(tmp_path: Path) -> None:
     first, second = run_ranks(bodies.kind_and_reason, 2, {"shm_folder": tmp_path})
 
     assert first == second
-    assert first[0] == GLOO
+    assert first[0] == TCP
     assert re.search(r"rank\(s\) 1: .*ranks must share", first[1])
     assert bodies.shm_left_over(segment_prefix()) == []
 
@@ -150,9 +156,10 @@ def test_rendezvous_names_the_rank_that_did_not_come() -> None:
     assert "rank(s) 1 did not come" in message
 
 
-def test_nothing_listens_beyond_the_store_host() -> None:
+@EVERY_KIND
+def test_nothing_listens_beyond_the_store_host(kind: int) -> None:
     loopback = {"0100007F", "0000000000000000FFFF00000100007F"}
 
-    for addresses in run_ranks(bodies.listening_addresses, 2):
+    for addresses in run_ranks(bodies.listening_addresses, 2, kind):
         assert addresses
         assert set(addresses) <= loopback

@@ -57,7 +57,7 @@ def test_a_group_of_processes_resets_sleeps_and_wakes(tmp_path: Path, kind: rank
     assert "ask for fewer blocks" in second.reports[2][1]
 
 
-@pytest.mark.parametrize("kind", [ranks_pb2.EXCHANGE_KIND_SHM, ranks_pb2.EXCHANGE_KIND_GLOO])
+@pytest.mark.parametrize("kind", [ranks_pb2.EXCHANGE_KIND_SHM, ranks_pb2.EXCHANGE_KIND_TCP])
 def test_a_group_of_processes_counts_and_moves_experts(tmp_path: Path, kind: ranks_pb2.ExchangeKind.ValueType) -> None:
     checkpoint = save_tiny("qwen3-moe", tmp_path, initializer_range=0.2)
     plan = MOE_SHARES.plan(3, expert_layers=range(3))

@@ -1,4 +1,4 @@
-"""Stages in real processes, over both exchanges: the same logits, and transformers'."""
+"""Stages in real processes, over every exchange: the same logits, and transformers'."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ WIDE = Shares(
 
 
 @pytest.mark.parametrize("shares", [layers_on(0, 1, 2, world_size=3), WIDE], ids=["1+1+1 ranks", "2+1 ranks"])
-def test_both_exchanges_carry_the_same_states(tmp_path: Path, shares: Shares) -> None:
+def test_all_exchanges_carry_the_same_states(tmp_path: Path, shares: Shares) -> None:
     checkpoint = save_tiny("qwen3", tmp_path)
-    over_shm, over_gloo = (
+    over_shm, over_tcp, over_gloo = (
         run_ranks(bodies.staged_logits, 3, kind, tmp_path, shares, TOKENS)
-        for kind in (ranks_pb2.EXCHANGE_KIND_SHM, ranks_pb2.EXCHANGE_KIND_GLOO)
+        for kind in (ranks_pb2.EXCHANGE_KIND_SHM, ranks_pb2.EXCHANGE_KIND_TCP, ranks_pb2.EXCHANGE_KIND_GLOO)
     )
 
-    assert over_shm == over_gloo
+    assert over_shm == over_tcp == over_gloo
     assert over_shm[:2] == [[[]] * len(TOKENS)] * 2
     assert (torch.tensor(over_shm[2]) - checkpoint.logits(TOKENS)).abs().max() <= 1e-4
     assert shm_left_over(segment_prefix()) == []

@@ -34,23 +34,24 @@ def shm_left_over(prefix: str) -> list[str]:
     return [path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(prefix)]
 
 
-def same_rounds_both_ways(ranks: RankContext, rounds: int, seed: int) -> tuple[str, str, list[str]]:
-    """Digests of all results over shared memory and over Gloo, and what /dev/shm held meanwhile."""
+def same_rounds_every_way(ranks: RankContext, rounds: int, seed: int) -> tuple[dict[int, str], list[str]]:
+    """Digests of all results by the kind of exchange, and what /dev/shm held meanwhile."""
     routes = ROUTES.get(ranks.world_size, NO_ROUTES)
     shm = ranks.form(ranks_pb2.EXCHANGE_KIND_SHM, epoch=1, area_bytes=AREA_BYTES, routes=routes)
     assert shm.kind == ranks_pb2.EXCHANGE_KIND_SHM
     ranks.meet()
     left_over = shm_left_over(ranks.segment_prefix)
     ranks.meet()
-    over_shm = _play(shm.exchange, rounds, seed, delays=True)
+    digests: dict[int, str] = {ranks_pb2.EXCHANGE_KIND_SHM: _play(shm.exchange, rounds, seed, delays=True)}
     moved = shm.exchange.traffic
     shm.close()
-    gloo = ranks.form(ranks_pb2.EXCHANGE_KIND_GLOO, epoch=2, routes=routes)
-    assert gloo.kind == ranks_pb2.EXCHANGE_KIND_GLOO
-    over_gloo = _play(gloo.exchange, rounds, seed, delays=False)
-    assert gloo.exchange.traffic == moved
-    gloo.close()
-    return over_shm, over_gloo, left_over
+    for epoch, kind in enumerate((ranks_pb2.EXCHANGE_KIND_TCP, ranks_pb2.EXCHANGE_KIND_GLOO), start=2):
+        group = ranks.form(kind, epoch=epoch, routes=routes)
+        assert group.kind == kind
+        digests[kind] = _play(group.exchange, rounds, seed, delays=kind == ranks_pb2.EXCHANGE_KIND_TCP)
+        assert group.exchange.traffic == moved
+        group.close()
+    return digests, left_over
 
 
 def _play(exchange: HostExchange, rounds: int, seed: int, *, delays: bool) -> str:
@@ -213,10 +214,10 @@ def frozen_peer(ranks: RankContext, kind: ranks_pb2.ExchangeKind.ValueType) -> s
 
 
 def kind_and_reason(
-    ranks: RankContext, unlike: dict[str, Any]
+    ranks: RankContext, unlike: dict[str, Any], kind: ranks_pb2.ExchangeKind.ValueType = ranks_pb2.EXCHANGE_KIND_SHM
 ) -> tuple[ranks_pb2.ExchangeKind.ValueType, str, list[float]]:
-    """Shared memory is asked for, and rank 1's request differs; what stands, why, and what a round brings."""
-    group = ranks.form(ranks_pb2.EXCHANGE_KIND_SHM, **(unlike if ranks.rank == 1 else {}))
+    """A kind is asked for, and rank 1's request differs; what stands, why, and what a round brings."""
+    group = ranks.form(kind, **(unlike if ranks.rank == 1 else {}))
     tensor = torch.full((4,), float(ranks.rank + 1))
     group.exchange.all_reduce(tensor, (0, 1))
     group.close()
@@ -252,9 +253,9 @@ def absent_rank(ranks: RankContext) -> str:
     return message
 
 
-def listening_addresses(ranks: RankContext) -> list[str]:
+def listening_addresses(ranks: RankContext, kind: ranks_pb2.ExchangeKind.ValueType) -> list[str]:
     """Hex addresses that this process's sockets listen on while a group stands."""
-    group = ranks.form(ranks_pb2.EXCHANGE_KIND_GLOO)
+    group = ranks.form(kind)
     group.exchange.broadcast(torch.ones(1), 0)
     inodes = {os.readlink(path)[8:-1] for path in Path("/proc/self/fd").iterdir() if _is_socket(path)}
     lines = [
@@ -302,11 +303,11 @@ def abort_on_a_link(ranks: RankContext, kind: ranks_pb2.ExchangeKind.ValueType, 
 def _use_link(exchange: HostExchange, link: Link) -> None:
     tensor = torch.ones(1000)
     if exchange.rank == link.source:
-        for _ in range(100):
+        while True:
             exchange.send(tensor, link)
     else:
         exchange.receive(tensor, link).wait()
-    raise AssertionError("a link went on without its other end")
+        raise AssertionError("a link went on without its other end")
 
 
 def late_end_of_a_link(ranks: RankContext, kind: ranks_pb2.ExchangeKind.ValueType, waiting: int) -> str:

@@ -422,6 +422,12 @@ def _by_rules_of_the_rest() -> list[InvalidResource]:
             "is of no use with kind Gloo; leave it out",
         ),
         (
+            "folder-for-tcp",
+            {"spec/exchange": {"kind": "Tcp", "hostPath": "/dev/shm"}},
+            "spec.exchange.hostPath",
+            "is of no use with kind Tcp; leave it out",
+        ),
+        (
             "one-port-for-both-doors",
             {"spec/gateway/service/port": 8000},
             "spec.gateway.service.httpPort",

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from hetero_worker.native.build import EXCHANGE_FOLDER, EXCHANGE_SOURCE, find_compiler
+from hetero_worker.native.build import EXCHANGE_FOLDER, EXCHANGE_SOURCE, TCP_SOURCE, find_compiler
 
 DRIVER = Path(__file__).parent / "native" / "exchange_stress.c"
 THREAD_SANITIZER = ("-O1", "-g", "-DHX_ONE_VERSION", "-fsanitize=thread")
@@ -15,9 +15,16 @@ _PROBE = "int main(void) { return 0; }\n"
 
 
 def build_stress(folder: Path, *flags: str, source: Path = EXCHANGE_SOURCE) -> Path:
-    """The driver with `source` for the exchange. Warnings are errors."""
+    """The driver with `source` for the exchange through shared memory. Warnings are errors."""
     program = folder / "exchange_stress"
     _compile([*flags, str(source), str(DRIVER)], program)
+    return program
+
+
+def build_tcp_stress(folder: Path, *flags: str, source: Path = TCP_SOURCE) -> Path:
+    """The driver with `source` for the exchange over TCP."""
+    program = folder / "tcp_stress"
+    _compile([*flags, "-DOVER_TCP", str(EXCHANGE_SOURCE), str(source), str(DRIVER)], program)
     return program
 
 
@@ -29,11 +36,11 @@ def run_stress(
     return subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
 
 
-def mutant(folder: Path, was: str, becomes: str) -> Path:
+def mutant(folder: Path, was: str, becomes: str, *, source: Path = EXCHANGE_SOURCE) -> Path:
     """Return the C source with one change. Raises AssertionError unless the text stands there exactly once."""
-    text = EXCHANGE_SOURCE.read_text()
-    assert text.count(was) == 1, f"{was!r} stands {text.count(was)} times in {EXCHANGE_SOURCE.name}"
-    changed = folder / "native_exchange.c"
+    text = source.read_text()
+    assert text.count(was) == 1, f"{was!r} stands {text.count(was)} times in {source.name}"
+    changed = folder / source.name
     changed.write_text(text.replace(was, becomes))
     return changed
 

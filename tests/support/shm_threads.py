@@ -47,7 +47,7 @@ def exchanges(
         exchange.close()
 
 
-def on_every_rank(ranks: list[ShmExchange], body: Callable[[ShmExchange], T]) -> list[T]:
+def on_every_rank(ranks: list[Any], body: Callable[[Any], T]) -> list[T]:
     """Results in rank order."""
     with ThreadPoolExecutor(len(ranks)) as pool:
         return list(pool.map(body, ranks))

@@ -38,7 +38,7 @@ class ExchangeTimeout(ExchangeError):
 
 
 class PeerLost(ExchangeError):
-    """A rank that others wait for has ended, or left the group: its hold on the shared segment is gone."""
+    """A rank that others wait for has ended, or left the group: its hold on the segment or its connections are gone."""
 
 
 class SegmentNotShared(ExchangeError):

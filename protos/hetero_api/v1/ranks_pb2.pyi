@@ -101,6 +101,8 @@ class _ExchangeKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Exchange
     """Shared memory, all ranks on one host; needs the native library."""
     EXCHANGE_KIND_GLOO: _ExchangeKind.ValueType  # 2
     """Gloo over the network."""
+    EXCHANGE_KIND_TCP: _ExchangeKind.ValueType  # 3
+    """The native library over the network."""
 
 class ExchangeKind(_ExchangeKind, metaclass=_ExchangeKindEnumTypeWrapper):
     """How ranks exchange host tensors."""
@@ -111,6 +113,8 @@ EXCHANGE_KIND_SHM: ExchangeKind.ValueType  # 1
 """Shared memory, all ranks on one host; needs the native library."""
 EXCHANGE_KIND_GLOO: ExchangeKind.ValueType  # 2
 """Gloo over the network."""
+EXCHANGE_KIND_TCP: ExchangeKind.ValueType  # 3
+"""The native library over the network."""
 Global___ExchangeKind: _TypeAlias = ExchangeKind  # noqa: Y015
 
 @_typing.final

@@ -13,20 +13,21 @@ from tests.unit.group.group_setup import GroupBench, ScriptedRank, group_setting
 
 pytestmark = pytest.mark.unit
 
-SHM, GLOO = ranks_pb2.EXCHANGE_KIND_SHM, ranks_pb2.EXCHANGE_KIND_GLOO
+SHM, TCP, GLOO = ranks_pb2.EXCHANGE_KIND_SHM, ranks_pb2.EXCHANGE_KIND_TCP, ranks_pb2.EXCHANGE_KIND_GLOO
 TOGETHER = [hello(0), hello(1)]
 APART = [hello(0), hello(1, host_id="there")]
 
 
 @pytest.mark.parametrize(
-    ("kind", "together", "apart"), [(ExchangeKind.AUTO, SHM, GLOO), (ExchangeKind.GLOO, GLOO, GLOO)]
+    ("kind", "together", "apart"),
+    [(ExchangeKind.AUTO, SHM, TCP), (ExchangeKind.TCP, TCP, TCP), (ExchangeKind.GLOO, GLOO, GLOO)],
 )
-def test_shared_memory_is_asked_for_where_ranks_are_on_one_host(
+def test_shared_memory_is_asked_for_where_ranks_are_on_one_host_and_tcp_elsewhere(
     kind: ExchangeKind, together: ranks_pb2.ExchangeKind.ValueType, apart: ranks_pb2.ExchangeKind.ValueType
 ) -> None:
     assert asked_exchange(kind, TOGETHER) == together
     assert asked_exchange(kind, APART) == apart
-    assert asked_exchange(kind, [hello(0, host_id="")]) == GLOO
+    assert asked_exchange(kind, [hello(0, host_id="")]) == apart
 
 
 def test_shared_memory_that_cannot_be_is_an_end_that_names_field_and_hosts() -> None:
@@ -37,8 +38,12 @@ def test_shared_memory_that_cannot_be_is_an_end_that_names_field_and_hosts() -> 
 
 
 @pytest.mark.parametrize(
-    ("kind", "built"), [(ExchangeKind.AUTO, GLOO), (ExchangeKind.GLOO, GLOO), (ExchangeKind.SHARED_MEMORY, SHM)]
-)
+    ("kind", "built"),
+    [
+        (ExchangeKind.AUTO, GLOO), (ExchangeKind.AUTO, TCP), (ExchangeKind.TCP, GLOO), (ExchangeKind.GLOO, GLOO),
+        (ExchangeKind.SHARED_MEMORY, SHM),
+    ],
+)  # fmt: skip
 def test_what_ranks_built_is_told_with_their_reason(
     kind: ExchangeKind, built: ranks_pb2.ExchangeKind.ValueType
 ) -> None:

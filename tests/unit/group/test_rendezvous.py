@@ -156,7 +156,7 @@ async def test_ranks_on_different_hosts_exchange_over_the_network() -> None:
         ranks = [ScriptedRank(bench.group, ordinal) for ordinal in (0, 1)]
         for rank in ranks:
             rank.join(host_id=f"host-{rank.ordinal}")
-        assert [(await rank.expect("form_group")).exchange for rank in ranks] == [ranks_pb2.EXCHANGE_KIND_GLOO] * 2
+        assert [(await rank.expect("form_group")).exchange for rank in ranks] == [ranks_pb2.EXCHANGE_KIND_TCP] * 2
 
 
 async def test_one_rank_alone_is_a_group() -> None:

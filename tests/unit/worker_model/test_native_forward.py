@@ -23,6 +23,7 @@ from hetero_worker.native.team import NativeTeam
 from hetero_worker.sampling.request import SamplingRow
 from tests.support.rank_group import GREEDY, PlanBuilder, RankGroup, Shares
 from tests.support.shm_threads import exchanges
+from tests.support.tcp_threads import NATIVE
 from tests.support.tiny_checkpoints import TinyCheckpoint, save_tiny
 
 pytestmark = pytest.mark.unit
@@ -86,7 +87,7 @@ def make_group(
     dtype: str = "float32",
 ) -> RankGroup:
     def make(plan: ShardPlan) -> list[HostExchange]:
-        ends = exchanges(folder, plan.world_size, routes=routes_of(plan))
+        ends = NATIVE["tcp" if over == "tcp" else "shm"](folder, plan.world_size, routes=routes_of(plan))
         return list(stack.enter_context(ends))
 
     in_memory = shares is ONE or over == "threads"
@@ -101,6 +102,7 @@ BFLOAT16_WAYS += [("no part", "native", "bfloat16"), ("helped", "native", "bfloa
 
 SOME_WAYS = [("one", "native", "float32"), ("uneven", "native", "float32"), ("uneven", "native", "bfloat16")]
 CASES = [(variant, *way) for variant in ("llama-biased", "qwen3", "gemma3") for way in (*WAYS, *BFLOAT16_WAYS)]
+CASES += [("qwen3", layout, "tcp", "float32") for layout in ("uneven", "helped", "stages")]
 CASES += [(variant, *way) for variant in ("glm4", "smollm3", "deepseek-v3-dense") for way in SOME_WAYS]
 
 
@@ -237,13 +239,24 @@ def test_micro_batches_are_recorded_too(
     assert all(map(torch.equal, recorded, eager))
 
 
-@pytest.mark.parametrize(("layout", "dtype"), [("uneven", "float32"), ("no part", "float32"), ("uneven", "bfloat16")])
-def test_sums_of_the_native_exchange_do_not_break_a_recording(
-    checkpoints: dict[str, TinyCheckpoint], layout: str, dtype: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("layout", "dtype", "over"),
+    [
+        ("uneven", "float32", "native"), ("no part", "float32", "native"), ("uneven", "bfloat16", "native"),
+        ("uneven", "float32", "tcp"), ("stages", "float32", "tcp"),
+    ],
+)  # fmt: skip
+def test_sums_of_native_exchanges_do_not_break_a_recording(
+    checkpoints: dict[str, TinyCheckpoint],
+    layout: str,
+    dtype: str,
+    over: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with ExitStack() as stack, caplog.at_level("INFO"):
         shares = LAYOUTS[layout]
-        told(make_group(checkpoints["qwen3"], shares, stack, tmp_path, over="native", eager=False, dtype=dtype))
+        told(make_group(checkpoints["qwen3"], shares, stack, tmp_path, over=over, eager=False, dtype=dtype))
     said = [message for message in recordings(caplog) if "recorded" in message]
     assert said
     assert all("in 1 pieces" in message for message in said)

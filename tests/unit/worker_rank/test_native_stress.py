@@ -1,4 +1,4 @@
-"""The native exchange under its stress driver: plain, under sanitizers, and with faults put in, which must show."""
+"""The native exchanges under their stress driver: plain, under sanitizers, and with faults put in, which must show."""
 
 from __future__ import annotations
 
@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.native_stress import ADDRESS_SANITIZER, THREAD_SANITIZER, build_stress, lacks, mutant, run_stress
+from hetero_worker.native.build import TCP_SOURCE
+from tests.support.native_stress import (
+    ADDRESS_SANITIZER,
+    THREAD_SANITIZER,
+    build_stress,
+    build_tcp_stress,
+    lacks,
+    mutant,
+    run_stress,
+)
 
 pytestmark = [pytest.mark.unit, pytest.mark.slow]
 
@@ -27,6 +36,23 @@ def test_sanitizers_find_nothing(flags: tuple[str, ...], tmp_path: Path) -> None
         pytest.skip(f"no sanitizer: {reason}")
 
     done = run_stress(build_stress(tmp_path, *flags), ranks=4, rounds=10_000)
+
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_two_thousand_rounds_over_tcp_are_right(ranks: int, tmp_path: Path) -> None:
+    done = run_stress(build_tcp_stress(tmp_path, "-O3"), ranks=ranks, rounds=2_000, seed=ranks)
+
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("flags", [THREAD_SANITIZER, ADDRESS_SANITIZER], ids=["thread", "address"])
+def test_sanitizers_find_nothing_over_tcp(flags: tuple[str, ...], tmp_path: Path) -> None:
+    if reason := lacks(tmp_path, flags):
+        pytest.skip(f"no sanitizer: {reason}")
+
+    done = run_stress(build_tcp_stress(tmp_path, *flags), ranks=4, rounds=1_000)
 
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -59,6 +85,24 @@ def test_a_fault_in_the_algorithm_shows(was: str, becomes: str, status: int, tmp
     program = build_stress(tmp_path, "-O2", "-Wno-unused", source=mutant(tmp_path, was, becomes))
 
     assert run_stress(program, ranks=3, rounds=50_000).returncode == status
+
+
+@pytest.mark.parametrize(
+    ("was", "becomes"),
+    [
+        ("ready = lesser(ready, group->sent[lane][seat]);", "ready += 0;"),
+        ("ready = lesser(ready, group->got[lane][seat]);", "ready += 0;"),
+        ("room = ring_bytes - (*got - group->added[lane])", "room = ring_bytes"),
+        ("link->ring_bytes - (link->filled - link->emptied))", "link->ring_bytes)"),
+        ("lesser(lane * part, bytes)", "lesser(lane * 0, bytes)"),
+    ],
+    ids=["replaced before it is sent", "added before it is there", "ring overrun", "link overrun", "one lane"],
+)
+def test_a_fault_in_the_algorithm_over_tcp_shows(was: str, becomes: str, tmp_path: Path) -> None:
+    changed = mutant(tmp_path, was, becomes, source=TCP_SOURCE)
+    program = build_tcp_stress(tmp_path, "-O2", "-Wno-unused", source=changed)
+
+    assert run_stress(program, ranks=3, rounds=5_000).returncode == WRONG_ELEMENT
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ WORKER = Path(__file__).resolve().parents[3] / "worker" / "hetero_worker"
 ASKS = re.compile(r"\bdevice\.type\b|\bis_host\b|\bis_cuda\b|\bis_cpu\b|[!=]= HOST\b|\bHOST\.type\b|\btorch\.cuda\b")
 MAY_ASK = {
     "distributed/device_group.py": "NCCL's groups are made on a device",
-    "distributed/shm_rank.py": "bytes are exchanged where they lie, so a tensor elsewhere is an error",
+    "distributed/native_ends.py": "bytes are exchanged where they lie, so a tensor elsewhere is an error",
     "memory/streams.py": "a copy to the host's own memory needs none that is pinned",
 }
 NAMES_CUDA = {

@@ -15,7 +15,7 @@ from hetero_worker.distributed.hierarchical import STAGED_BYTES, HierarchicalExc
 from hetero_worker.distributed.staging import PlainStaging
 from hetero_worker.native.op_queue import Arena, RecordedOps
 from hetero_worker.runners.graphs.breaks import Breaks, CurrentStep
-from hetero_worker.runners.recorded.exchange import RecordedExchange, shared_memory_of
+from hetero_worker.runners.recorded.exchange import RecordedExchange, native_exchange_of
 from tests.support.native_compute import op_queue_of
 from tests.support.shm_threads import exchanges
 from tests.support.tape import TapeBackend
@@ -84,9 +84,9 @@ def test_a_cpu_rank_records_its_sum_with_gpu_ranks_slice_by_slice(tmp_path: Path
 def test_gpu_ranks_and_cpu_ranks_without_shared_memory_break_recordings(tmp_path: Path) -> None:
     with exchanges(tmp_path, 2) as ranks:
         leader = HierarchicalExchange(ranks[0], num_gpu_ranks=1, groups={}, links={}, staging=PlainStaging())
-        assert shared_memory_of(leader) is None
-        assert shared_memory_of(ranks[1]) is ranks[1]
+        assert native_exchange_of(leader) is None
+        assert native_exchange_of(ranks[1]) is ranks[1]
     _, host = thread_exchanges(2)
-    assert shared_memory_of(host) is None
+    assert native_exchange_of(host) is None
     beside = HierarchicalExchange(host, num_gpu_ranks=1, groups={}, links={}, staging=PlainStaging())
-    assert shared_memory_of(beside) is None
+    assert native_exchange_of(beside) is None

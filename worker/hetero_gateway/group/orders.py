@@ -70,6 +70,8 @@ def asked_exchange(kind: ExchangeKind, hellos: Sequence[ranks_pb2.Hello]) -> ran
     """
     if kind == ExchangeKind.GLOO:
         return ranks_pb2.EXCHANGE_KIND_GLOO
+    if kind == ExchangeKind.TCP:
+        return ranks_pb2.EXCHANGE_KIND_TCP
     hosts = {hello.host_id for hello in hellos}
     if len(hosts) == 1 and "" not in hosts:
         return ranks_pb2.EXCHANGE_KIND_SHM
@@ -80,7 +82,7 @@ def asked_exchange(kind: ExchangeKind, hellos: Sequence[ranks_pb2.Hello]) -> ran
             "give them one with spec.exchange.hostPath, or use Auto",
             permanent=True,
         )
-    return ranks_pb2.EXCHANGE_KIND_GLOO
+    return ranks_pb2.EXCHANGE_KIND_TCP
 
 
 def built_exchange(

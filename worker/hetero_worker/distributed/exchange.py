@@ -9,9 +9,9 @@ A *link* is the other primitive: one rank sends, others receive, and neither wai
 receipt is posted early and waited for when its tensor is needed. Subgroups and links are fixed when the exchange is
 made (routes.py).
 
-HostExchange's implementations are `LocalExchange` (one rank), `ShmExchange` (ranks that share memory) and
-`GlooExchange` (any network; the reference that ShmExchange is tested against). In a group of CPU ranks it is the
-Exchange, too. With GPU ranks the Exchange is a `HierarchicalExchange` on top of it.
+HostExchange's implementations are `LocalExchange` (one rank), `ShmExchange` (ranks that share memory), `TcpExchange`
+(any network) and `GlooExchange` (any network, without native code; the reference that the others are tested against).
+In a group of CPU ranks it is the Exchange, too. With GPU ranks the Exchange is a `HierarchicalExchange` on top of it.
 """
 
 from __future__ import annotations

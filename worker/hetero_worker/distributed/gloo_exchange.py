@@ -1,4 +1,4 @@
-"""GlooExchange: the exchange for any network, and the reference that ShmExchange is tested against.
+"""GlooExchange: the exchange for any network, and the reference that native exchanges are tested against.
 
 A round is one step: those who contribute broadcast their bytes to all, then every rank adds what it has in ascending
 rank order. Gloo's own reductions are not used, because their order depends on the algorithm. A link is a broadcast in a

@@ -1,7 +1,7 @@
 """Makes the groups of an epoch: the host's exchange, and the device groups and links of GPU ranks.
 
-Asked for shared memory, the ranks agree on it if all of them have the native library, else on Gloo, and on the reason.
-A probe checks that the memory is really shared.
+Asked for shared memory or TCP, the ranks agree on it if all of them have the native library and it works, else on the
+next of shared memory, TCP, Gloo, and on the reason. A probe checks that memory is really shared.
 
 The first host exchange, with the rounds of the whole group, stands as soon as the group is formed. Each plan then gets
 one with its own subgroups and links. The one before is closed; its process groups are kept for plans that use them too.
@@ -28,13 +28,17 @@ from hetero_worker.distributed.rendezvous import Agreement, GroupRequest, Prefix
 from hetero_worker.distributed.routes import Link, Ranks, Routes
 from hetero_worker.distributed.shm_exchange import ShmExchange
 from hetero_worker.distributed.shm_segment import SegmentLayout, ShmSegment
+from hetero_worker.distributed.tcp.exchange import connect
 from hetero_worker.errors import ExchangeError, SegmentNotShared
 from hetero_worker.native.loading import Loaded
 
 _log = logging.getLogger(__name__)
 
 _SHM: Final = ranks_pb2.EXCHANGE_KIND_SHM
+_TCP: Final = ranks_pb2.EXCHANGE_KIND_TCP
 _GLOO: Final = ranks_pb2.EXCHANGE_KIND_GLOO
+_TRIED: Final = {_SHM: (_SHM, _TCP), _TCP: (_TCP,), _GLOO: ()}
+"""Kinds that need the native library and are tried one after another, by the kind that was asked for."""
 
 
 class HostGroups:
@@ -55,28 +59,26 @@ class HostGroups:
 
     def form(self, routes: Routes) -> HostExchange:
         """Settle the kind, and make the first exchange. Raises ExchangeError, on every rank."""
-        exchange: HostExchange | None = None
-        if self._request.kind_asked == _SHM:
-            self.reason = self._agreement.problem(self._loaded.reason)
-            if not self.reason:
-                exchange, self.reason = self._try_shm(routes)
+        kinds = _TRIED[self._request.kind_asked]
+        if kinds and (problem := self._agreement.problem(self._loaded.reason)):
+            self.reason, kinds = problem, ()
+        for kind in kinds:
+            exchange, problem = self._try(kind, routes)
+            if exchange is not None:
+                self.kind, self.exchange = kind, exchange
+                break
+            self.reason = f"{self.reason}; over TCP, {problem}" if self.reason else problem
         if self.reason:
-            epoch, rank = self._request.epoch, self._request.rank
-            _log.warning("epoch=%d rank=%d: all exchange over Gloo: %s", epoch, rank, self.reason)
-        if exchange is None:
-            return self.make_exchange(routes)
-        self.kind, self.exchange = _SHM, exchange
-        return exchange
+            epoch, rank, name = self._request.epoch, self._request.rank, ranks_pb2.ExchangeKind.Name(self.kind)
+            _log.warning("epoch=%d rank=%d: all exchange by %s: %s", epoch, rank, name, self.reason)
+        return self.exchange or self.make_exchange(routes)
 
     def make_exchange(self, routes: Routes) -> HostExchange:
         """Make the exchange of a plan, and close the one before. Raises ExchangeError, on every rank."""
-        if self.kind == _GLOO:
-            exchange: HostExchange = self._make_gloo(routes)
-        else:
-            made, problem = self._try_shm(routes)
-            if made is None:
-                raise ExchangeError(f"epoch {self._request.epoch}: shared memory was had before, not now: {problem}")
-            exchange = made
+        exchange, problem = self._try(self.kind, routes)
+        if exchange is None:
+            name = ranks_pb2.ExchangeKind.Name(self.kind)
+            raise ExchangeError(f"epoch {self._request.epoch}: {name} was had before, not now: {problem}")
         self.close()
         self.exchange = exchange
         return exchange
@@ -95,6 +97,14 @@ class HostGroups:
     @cached_property
     def _loaded(self) -> Loaded:
         return load(self._request.native_library)
+
+    def _try(self, kind: ranks_pb2.ExchangeKind.ValueType, routes: Routes) -> tuple[HostExchange | None, str]:
+        """Return an exchange of this kind, or why there can be none. Raises ExchangeError, on every rank."""
+        if kind == _SHM:
+            return self._try_shm(routes)
+        if kind == _TCP:
+            return connect(self._request, routes, self._agreement, self._loaded.library)
+        return self._make_gloo(routes), ""
 
     def _try_shm(self, routes: Routes) -> tuple[HostExchange | None, str]:
         """Return an exchange over a new segment, or why the ranks share none. Raises ExchangeError, on every rank."""

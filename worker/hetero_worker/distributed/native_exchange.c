@@ -1,4 +1,4 @@
-/* native_exchange.h says what the functions promise. How they keep it:
+/* Rounds and links through shared memory; native_exchange.h says what the functions promise. How they keep it:
  *
  * Rounds. A rank writes into its area of the round's parity, raises its counter to the round's number, waits until the
  * contributors' counters reach that number, and adds their areas. Two areas per rank are enough: a counter at n says that
@@ -15,6 +15,7 @@
  */
 #define _GNU_SOURCE
 #include "native_exchange.h"
+#include "native_waits.h"
 
 #include <linux/futex.h>
 #include <sched.h>
@@ -26,7 +27,6 @@
 #ifndef HX_SOURCE
 #define HX_SOURCE "unknown"
 #endif
-#define EXPORT __attribute__((visibility("default")))
 #define SPINS_BETWEEN_LOOKS 32 /* at the clock and the end word */
 
 /* On x86-64 the loops over elements are compiled for three vector widths, and the loader chooses one. Not under
@@ -58,22 +58,6 @@ static inline int ended(hx_rank *rank)
 {
     return atomic_load_explicit(&rank->closed, memory_order_relaxed) != 0 ||
            atomic_load_explicit(word_at(rank, 0), memory_order_acquire) != 0;
-}
-
-static inline void relax(void)
-{
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("isb" ::: "memory");
-#endif
-}
-
-static uint64_t now_ns(void)
-{
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (uint64_t)time.tv_sec * 1000000000u + (uint64_t)time.tv_nsec;
 }
 
 static void ring(hx_seat *seat)
@@ -272,11 +256,6 @@ EXPORT void hx_sum(uint64_t dtype, void *out, const void *const *terms, uint64_t
 }
 
 /* ---- Rounds --------------------------------------------------------------------------------------------------- */
-
-static inline uint64_t lesser(uint64_t a, uint64_t b)
-{
-    return a < b ? a : b;
-}
 
 static inline uint64_t peers_of(const hx_group *group)
 {

@@ -1,12 +1,12 @@
-/* Rounds and links through memory that the ranks of one host share.
+/* Rounds and links between ranks: through memory that the ranks of one host share (hx_...), and over TCP (hx_tcp_...).
  *
- * The caller lays out the memory and says where counters and areas lie. This library moves bytes, adds, waits and wakes.
- * It allocates nothing: the structs hold a rank's state, and the caller owns them.
+ * The caller lays out the memory and says where counters and areas lie, or makes the connections. This library moves
+ * bytes, adds, waits and wakes. It allocates nothing: the structs hold a rank's state, and the caller owns them.
  *
  * Python reads this file with cffi, without its preprocessor lines, and declares void pointers as integers. So limits
  * are enumerators, and nothing else may depend on a macro.
  *
- * One thread of a rank makes all calls; only hx_end may come from another.
+ * One thread of a rank makes all calls; only hx_end, hx_tcp_end and hx_tcp_leave may come from another.
  *
  * A call that can block returns HX_WAITING after nap_ns. The caller may then check whether the ranks in `late` are alive,
  * handle signals, give up, or repeat the call with the same arguments, which continues where it was. HX_ENDED means that
@@ -21,9 +21,11 @@
 enum hx_limits {
     HX_MAX_SEATS = 64, /* ranks of a group: a set of them is a mask */
     HX_LINK_DEPTH = 8, /* messages that a link holds */
-    HX_LINE_BYTES = 128
+    HX_LINE_BYTES = 128,
+    HX_MAX_LANES = 4 /* connections of a pair of ranks in a group */
 };
 enum hx_result { HX_DONE = 0, HX_WAITING = 1, HX_ENDED = 2 };
+enum hx_end { HX_ABORTED = 1, HX_FIRST_LOST = 2 }; /* end words; the second plus the number of the rank that was lost */
 enum hx_dtype { HX_FLOAT32 = 0, HX_BFLOAT16 = 1, HX_FLOAT16 = 2, HX_NUM_DTYPES = 3 };
 
 /* Line 0 of the memory begins with the end word: 0 while the exchange lives. */
@@ -118,5 +120,76 @@ void hx_end(hx_rank *rank, uint64_t word);
 
 /* out = terms[0] + terms[1] + …, as hx_share adds. out must not be one of the terms. */
 void hx_sum(uint64_t dtype, void *out, const void *const *terms, uint64_t num_terms, uint64_t elements);
+
+/* Over TCP. The caller makes the connections, and closes them after the last call.
+ *
+ * Nothing stays in this process when a call has succeeded: what it sent is the kernel's. A rank that waits also takes in
+ * what came over its links, as much as their rings hold. So two ranks that send to each other do not block each other. */
+
+typedef struct hx_tcp_link hx_tcp_link;
+
+/* One rank's connections. */
+typedef struct {
+    uint64_t rank;
+    uint64_t world_size;
+    int32_t controls[HX_MAX_SEATS]; /* by rank: a connection that carries an end word and nothing else; not its own */
+    const int32_t *wires;           /* all other connections */
+    uint64_t num_wires;
+    hx_tcp_link *incoming;          /* links that this rank receives over, a list */
+    uint64_t ring_bytes;            /* room for one seat and lane: a multiple of 256 */
+    uint64_t split_bytes;           /* a sum of so many bytes goes over all lanes */
+    uint64_t spin_ns, yield_ns, nap_ns; /* as in hx_rank; a wait that sleeps wakes when anything arrives */
+    _Atomic uint64_t word;          /* end word of this rank: its own, or one that came over a control */
+    _Atomic uint64_t closed;
+    uint64_t deaf;                  /* state: ranks whose controls are at their end */
+    uint64_t published_bytes, rounds, messages;
+} hx_tcp_rank;
+
+/* Rounds of a group or subgroup, as hx_group. */
+typedef struct {
+    hx_tcp_rank *rank;
+    uint64_t size;
+    uint64_t own;
+    uint64_t ranks[HX_MAX_SEATS];
+    uint64_t num_lanes;
+    int32_t wires[HX_MAX_LANES][HX_MAX_SEATS]; /* connections by lane and seat; not its own */
+    uint8_t *rings;                            /* num_lanes * size rings */
+    uint64_t sent[HX_MAX_LANES][HX_MAX_SEATS]; /* state, zero at first: bytes of the current message, by lane and seat, */
+    uint64_t got[HX_MAX_LANES][HX_MAX_SEATS];
+    uint64_t added[HX_MAX_LANES];              /* and those that are done */
+    uint64_t begun;                            /* 1 within a message */
+    uint64_t round;                            /* messages that this rank has begun */
+    uint64_t moved;                            /* bytes that were sent and received */
+    uint64_t late;                             /* seats that did not come in time */
+} hx_tcp_group;
+
+/* One end of a link, as hx_link. */
+struct hx_tcp_link {
+    hx_tcp_rank *rank;
+    hx_tcp_link *next;                 /* another link that this rank receives over */
+    uint64_t source;
+    uint64_t size;                     /* number of receivers; 1 at a receiving end */
+    uint64_t receivers[HX_MAX_SEATS];
+    int32_t wires[HX_MAX_SEATS];       /* by receiver; at a receiving end the first is the source's */
+    uint8_t *ring;                     /* receiving end: bytes that came before they were asked for */
+    uint64_t ring_bytes;
+    uint64_t filled, emptied;          /* state: bytes that went into the ring, and out of it; */
+    uint64_t broken;                   /* 1 if the connection is at its end; */
+    uint64_t done[HX_MAX_SEATS];       /* bytes of the current tensor, by receiver; */
+    uint64_t number;                   /* tensors that this end has sent or taken; */
+    uint64_t moved;
+    uint64_t late;                     /* as in hx_link */
+};
+
+/* As hx_share, hx_gather, hx_send and hx_receive. */
+int hx_tcp_share(hx_tcp_group *group, const hx_route *route, void *data);
+int hx_tcp_gather(hx_tcp_group *group, const hx_gathering *gathering, const void *mine, void *out);
+int hx_tcp_send(hx_tcp_link *link, const void *data, uint64_t bytes);
+int hx_tcp_receive(hx_tcp_link *link, void *out, uint64_t bytes);
+
+/* Ends the exchange for all ranks, unless it has ended: every rank that this one reaches learns the word. Any thread. */
+void hx_tcp_end(hx_tcp_rank *rank, uint64_t word);
+/* Ends it for this rank: others that wait for it find it gone. Any thread. */
+void hx_tcp_leave(hx_tcp_rank *rank);
 
 #endif

@@ -35,7 +35,8 @@ from hetero_worker.errors import ExchangeAborted, ExchangeError, ExchangeTimeout
 from hetero_worker.memory.streams import HOST
 from hetero_worker.native.build import EXCHANGE_LIBRARY
 
-_POLL_S: Final = 0.01
+POLL_S: Final = 0.01
+"""Interval at which whoever waits for others checks that the epoch goes on."""
 _BACKLOG: Final = 128
 _CONNECT: Final = timedelta(seconds=2)
 """Longest single try to connect."""
@@ -53,7 +54,7 @@ class GroupRequest:
     world_size: int
     store_address: str
     kind_asked: ranks_pb2.ExchangeKind.ValueType
-    """SHM: shared memory if all ranks can, else Gloo. GLOO: Gloo."""
+    """SHM: shared memory if all ranks can, else as TCP. TCP: native TCP if all ranks can, else Gloo. GLOO: Gloo."""
     segment_name: str
     timeout_s: float
     host: str
@@ -69,7 +70,7 @@ class GroupRequest:
     shm_folder: Path = SHM_FOLDER
     area_bytes: int = AREA_BYTES
     native_library: Path = EXCHANGE_LIBRARY
-    """Library for the shared-memory exchange."""
+    """Library for the exchanges through shared memory and over TCP."""
 
     @property
     def is_gpu_rank(self) -> bool:
@@ -83,7 +84,10 @@ class GroupRequest:
 
 
 class StoreListener:
-    """Bound socket on `host`, on a port that the system chooses. It listens once it is handed over."""
+    """Bound socket on `host`, on a port that the system chooses. It listens once it is handed over.
+
+    The store of rank 0 takes it over, and so does the TCP exchange of each rank with one of its own.
+    """
 
     def __init__(self, host: str) -> None:
         self._host = host
@@ -163,7 +167,7 @@ def _open_store(request: GroupRequest, listener: StoreListener, aborted: Callabl
     """Host (rank 0) or join the store, whose keys are the epoch's own, and wait for all ranks."""
     address = request.store_address
     host, port = parse_address(address)
-    wait = _Wait(request.timeout_s, aborted)
+    wait = Wait(request.timeout_s, aborted)
     try:
         if request.rank == 0:
             store = TCPStore(
@@ -181,7 +185,7 @@ def _open_store(request: GroupRequest, listener: StoreListener, aborted: Callabl
     return shared
 
 
-def _await_listening(host: str, port: int, wait: _Wait) -> None:
+def _await_listening(host: str, port: int, wait: Wait) -> None:
     while True:
         try:
             socket.create_connection((host, port), timeout=_CONNECT.total_seconds()).close()
@@ -190,7 +194,7 @@ def _await_listening(host: str, port: int, wait: _Wait) -> None:
             wait.pause("rank 0")
 
 
-class _Wait:
+class Wait:
     """One bounded wait, which begins now, in polls that an Abort ends."""
 
     def __init__(self, timeout_s: float, aborted: Callable[[], bool]) -> None:
@@ -198,17 +202,21 @@ class _Wait:
         self._deadline_s = time.monotonic() + timeout_s
         self._aborted = aborted
 
-    def pause(self, missing: str) -> None:
-        """Sleep for one poll. Raises ExchangeAborted, and ExchangeTimeout that names who is missing."""
+    def check(self, missing: str) -> None:
+        """Raise ExchangeAborted after an Abort, and ExchangeTimeout that names who is missing when the time is over."""
         if self._aborted():
             raise ExchangeAborted("the epoch was aborted while ranks were meeting")
         if time.monotonic() > self._deadline_s:
             raise ExchangeTimeout(f"{missing} did not come to the rendezvous within {self._timeout_s:g} s")
-        time.sleep(_POLL_S)
+
+    def pause(self, missing: str) -> None:
+        """Sleep for one poll. Raises as `check`."""
+        self.check(missing)
+        time.sleep(POLL_S)
 
 
-def _await_all(store: PrefixStore, meeting: str, *, rank: int, world_size: int, wait: _Wait) -> None:
-    """Wait until every rank is at the meeting, whose name is used once. Raises as _Wait.pause, and RuntimeError."""
+def _await_all(store: PrefixStore, meeting: str, *, rank: int, world_size: int, wait: Wait) -> None:
+    """Wait until every rank is at the meeting, whose name is used once. Raises as Wait.check, and RuntimeError."""
     store.set(f"{meeting}-{rank}", "here")
     missing = list(range(world_size))
     while missing := [peer for peer in missing if not store.check([f"{meeting}-{peer}"])]:
@@ -237,13 +245,18 @@ class Agreement:
         """Make a blocked or later call raise ExchangeAborted. From any thread."""
         self._waits.abort()
 
+    @property
+    def is_aborted(self) -> bool:
+        """True after an abort of the epoch."""
+        return self._waits.is_aborted
+
     def meet(self) -> None:
         """Wait for all ranks before they enter something that cannot be interrupted.
 
         Raises ExchangeAborted, ExchangeTimeout, ExchangeError.
         """
         self._meetings += 1
-        wait = _Wait(self._timeout_s, lambda: self._waits.is_aborted)
+        wait = Wait(self._timeout_s, lambda: self.is_aborted)
         try:
             meeting = f"meeting-{self._meetings}"
             _await_all(self._store, meeting, rank=self._rank, world_size=self._world_size, wait=wait)

@@ -28,6 +28,7 @@ FOLDER: Final = Path(__file__).parent
 EXCHANGE_FOLDER: Final = FOLDER.parent / "distributed"
 EXCHANGE_SOURCE: Final = EXCHANGE_FOLDER / "native_exchange.c"
 EXCHANGE_HEADER: Final = EXCHANGE_FOLDER / "native_exchange.h"
+TCP_SOURCE: Final = EXCHANGE_FOLDER / "native_tcp.c"
 EXCHANGE_LIBRARY: Final = EXCHANGE_FOLDER / "libhetero_exchange.so"
 COMPUTE_FOLDER: Final = FOLDER / "compute"
 COMPUTE_HEADER: Final = COMPUTE_FOLDER / "compute.h"
@@ -70,6 +71,11 @@ def source_digest(sources: Sequence[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
+def exchange_sources(source: Path = EXCHANGE_SOURCE) -> tuple[Path, ...]:
+    """Return all source files of the exchange, of which `source` is its main one."""
+    return EXCHANGE_HEADER, EXCHANGE_FOLDER / "native_waits.h", source, TCP_SOURCE
+
+
 def compute_sources(folder: Path = COMPUTE_FOLDER) -> list[Path]:
     """Return all source files of the compute library, sorted."""
     return sorted([*folder.glob("*.h"), *folder.glob("*.c")])
@@ -91,8 +97,9 @@ def build_exchange(
     compiler = find_compiler()
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as folder:
         made = Path(folder) / target.name
-        defined = f'-DHX_SOURCE="{source_digest((EXCHANGE_HEADER, source))}"'
-        _run([*compiler, *FLAGS, *flags, defined, f"-I{EXCHANGE_FOLDER}", "-shared", "-o", str(made), str(source)])
+        defined = f'-DHX_SOURCE="{source_digest(exchange_sources(source))}"'
+        sources = str(source), str(TCP_SOURCE)
+        _run([*compiler, *FLAGS, *flags, defined, f"-I{EXCHANGE_FOLDER}", "-shared", "-o", str(made), *sources])
         os.replace(made, target)
     return target
 

@@ -3,9 +3,10 @@
 The client's Service is the front door. Two headless ones are for the inside of a group. They publish addresses that
 are not ready: ranks have to find the gateway, and one another, before anything is ready.
 
-Collectives between ranks are neither authenticated nor encrypted, and use ports of their own choosing: ranks are open
-to one another and closed to everybody else. The gateway's client ports are open to all, its admin port to the operator
-alone, its ranks port to this group's ranks. Metrics are open: nobody can know where Prometheus runs.
+Collectives between ranks are not encrypted, those of GPUs and Gloo not authenticated either, and use ports of their own
+choosing: ranks are open to one another and closed to everybody else. The gateway's client ports are open to all, its
+admin port to the operator alone, its ranks port to this group's ranks. Metrics are open: nobody can know where
+Prometheus runs.
 """
 
 from __future__ import annotations

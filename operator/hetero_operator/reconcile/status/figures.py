@@ -18,7 +18,7 @@ from hetero_api.status import (
     ShareStatus,
 )
 from hetero_api.v1.admin_pb2 import PlacementOption, PlacementReport, RankStatus
-from hetero_api.v1.ranks_pb2 import EXCHANGE_KIND_GLOO, EXCHANGE_KIND_SHM, UnitRange
+from hetero_api.v1.ranks_pb2 import EXCHANGE_KIND_GLOO, EXCHANGE_KIND_SHM, EXCHANGE_KIND_TCP, UnitRange
 from hetero_operator.reconcile.inventory import ObjectKey
 from hetero_operator.reconcile.model import GatewayReport
 from hetero_operator.reconcile.status.findings import is_pinned, local_memory_percent
@@ -26,7 +26,7 @@ from hetero_operator.reconcile.status.pods import ExpectedPod, node_of
 from hetero_operator.reconcile.status.situation import FORMED_STATES, Situation, is_rank_ready
 from hetero_operator.reconcile.status.text import bounded, steady
 
-_EXCHANGES: Final = {EXCHANGE_KIND_SHM: "shm", EXCHANGE_KIND_GLOO: "gloo"}
+_EXCHANGES: Final = {EXCHANGE_KIND_SHM: "shm", EXCHANGE_KIND_TCP: "tcp", EXCHANGE_KIND_GLOO: "gloo"}
 STEADY_WITHIN: Final = 0.1
 """Share by which a speed has to differ from the reported one to be reported again."""
 

@@ -13,9 +13,8 @@ import torch
 
 from hetero_worker.distributed.exchange import SENT, Exchange, PendingSend, PendingTensor, SumExchange
 from hetero_worker.distributed.hierarchical import CpuRankSum, HierarchicalExchange
+from hetero_worker.distributed.native_ends import NativeCall, NativeExchange, NativeRounds
 from hetero_worker.distributed.routes import Link
-from hetero_worker.distributed.shm_exchange import ShmExchange, ShmRounds
-from hetero_worker.distributed.shm_rank import NativeCall
 from hetero_worker.native.compute_library import call_op
 from hetero_worker.native.op_queue import OpQueue
 from hetero_worker.runners.graphs.breaking_exchange import BreakingExchange
@@ -28,7 +27,7 @@ class RecordedExchange(BreakingExchange):
     def __init__(self, exchange: Exchange, breaks: Breaks, step: CurrentStep, op_queue: OpQueue) -> None:
         super().__init__(exchange, breaks, step, records_device_sums=False)
         self._op_queue = op_queue
-        self._shared = shared_memory_of(exchange)
+        self._native = native_exchange_of(exchange)
 
     @property
     def sums_natively(self) -> bool:
@@ -36,45 +35,45 @@ class RecordedExchange(BreakingExchange):
 
         With GPU ranks it is False, and the plan may need no such sum.
         """
-        return self.world_size == 1 or isinstance(self._exchange, ShmExchange)
+        return self.world_size == 1 or isinstance(self._exchange, NativeExchange)
 
     def among(self, ranks: tuple[int, ...]) -> SumExchange:
-        """Return the exchange of a subgroup; its sums are operations if ranks share memory."""
+        """Return the exchange of a subgroup; its sums are operations if the host exchange is native."""
         sums = self._exchange.among(ranks)
         rounds = sums.host if isinstance(sums, CpuRankSum) else sums
-        return _NativeSums(sums, rounds, self._op_queue) if isinstance(rounds, ShmRounds) else super().among(ranks)
+        return _NativeSums(sums, rounds, self._op_queue) if isinstance(rounds, NativeRounds) else super().among(ranks)
 
     def send(self, tensor: torch.Tensor, link: Link) -> None:
         """Record a send, or break the recording."""
-        if self._shared is None or not tensor.numel():
+        if self._native is None or not tensor.numel():
             super().send(tensor, link)
         else:
-            _submit(self._shared.sources[link].send_call(tensor), self._op_queue)
+            _submit(self._native.send_call(tensor, link), self._op_queue)
 
     def start_send(self, tensor: torch.Tensor, link: Link) -> PendingSend:
         """Record a send, or break the recording where it begins and finishes."""
-        if self._shared is None:
+        if self._native is None:
             return super().start_send(tensor, link)
         self.send(tensor, link)
         return SENT
 
     def receive(self, out: torch.Tensor, link: Link) -> PendingTensor:
         """Return a receipt that is recorded when it is waited for, or that breaks the recording."""
-        if self._shared is None or not out.numel():
+        if self._native is None or not out.numel():
             return super().receive(out, link)
-        return _NativeReceipt(self._shared.receivers[link].receive_call(out), out, self._op_queue)
+        return _NativeReceipt(self._native.receive_call(out, link), out, self._op_queue)
 
 
-def shared_memory_of(exchange: Exchange) -> ShmExchange | None:
-    """Return the exchange that carries all sums and messages of a CPU rank if it is shared memory, else None."""
+def native_exchange_of(exchange: Exchange) -> NativeExchange | None:
+    """Return the exchange that carries all sums and messages of a CPU rank if it is native, else None."""
     host = exchange.host if isinstance(exchange, HierarchicalExchange) and not exchange.is_gpu_rank else exchange
-    return host if isinstance(host, ShmExchange) else None
+    return host if isinstance(host, NativeExchange) else None
 
 
 class _NativeSums:
     """SumExchange whose sums are operations, each a call of `rounds`."""
 
-    def __init__(self, sums: SumExchange, rounds: ShmRounds, op_queue: OpQueue) -> None:
+    def __init__(self, sums: SumExchange, rounds: NativeRounds, op_queue: OpQueue) -> None:
         self._sums = sums
         self._rounds = rounds
         self._op_queue = op_queue

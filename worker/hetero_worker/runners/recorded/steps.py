@@ -10,7 +10,7 @@ from hetero_worker.runners.base import LoadRequest
 from hetero_worker.runners.forward import EagerForward
 from hetero_worker.runners.input_batch import InputBuffers
 from hetero_worker.runners.plan_check import PlanBounds
-from hetero_worker.runners.recorded.exchange import shared_memory_of
+from hetero_worker.runners.recorded.exchange import native_exchange_of
 from hetero_worker.runners.recorded.forward import NativeForward
 from hetero_worker.runners.recorded.sampling import NativeSampling
 from hetero_worker.runners.step_parts import MultiStepParts, StepParts
@@ -39,7 +39,7 @@ class NativeSteps:
             return (f"steps=operator by operator{f' ({self._reason})' if self._reason else ''}",)
         if any(layer.experts.size for layer in request.shard_plan.ranks[request.rank].layers):
             return ("steps=operator by operator (torch routes tokens to experts)",)
-        in_pieces = exchange is not None and exchange.world_size > 1 and shared_memory_of(exchange) is None
+        in_pieces = exchange is not None and exchange.world_size > 1 and native_exchange_of(exchange) is None
         return (f"steps=recorded{' in pieces (sums and links between ranks break them)' if in_pieces else ''}",)
 
     def graph_sizes(self, request: LoadRequest) -> tuple[int, ...]:  # noqa: ARG002
