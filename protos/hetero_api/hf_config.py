@@ -317,7 +317,7 @@ class HfConfig:
         if kind == "default":
             return RopeConfig(theta)
         longest = self.positive("max_position_embeddings")
-        original = int(self._more_than_0(scaling, "original_max_position_embeddings", longest))
+        original = max(1, int(self._more_than_0(scaling, "original_max_position_embeddings", longest)))
         factor = self._more_than_0(scaling, "factor", longest / original if kind == "yarn" else 1.0)
         if kind == "yarn" and theta <= 1:
             raise self.error(f"rope field rope_theta must be more than 1 with yarn, not {theta}")
@@ -327,7 +327,7 @@ class HfConfig:
             factor=factor,
             low_freq_factor=self._more_than_0(scaling, "low_freq_factor", 1.0),
             high_freq_factor=self._more_than_0(scaling, "high_freq_factor", 4.0),
-            original_max_position=max(1, original),
+            original_max_position=original,
             beta_fast=self._more_than_0(scaling, "beta_fast", 32.0),
             beta_slow=self._more_than_0(scaling, "beta_slow", 1.0),
             truncate=bool(scaling.get("truncate", True)),

@@ -33,7 +33,10 @@ def model_file(path: Path, *, max_bytes: int | None = None) -> Path:
 
     Raises ModelError if it is a link out of the directory, no regular file, or longer than `max_bytes`.
     """
-    root, real = path.parent.resolve(), path.resolve()
+    try:
+        root, real = path.parent.resolve(), path.resolve()
+    except (OSError, ValueError) as error:  # a name that is too long, or no name at all
+        raise ModelError(f"{path}: cannot be read: {error}") from error
     if not real.is_relative_to(root) and not _is_cached(real):
         raise ModelError(
             f"{path}: is a link to {real}, outside the model directory {root}; put the file itself there, or name the "

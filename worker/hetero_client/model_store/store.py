@@ -244,6 +244,9 @@ def _check_safetensors(path: Path) -> None:
 
 def _data_bytes(path: Path, header: dict[str, Any]) -> int:
     try:
-        return max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
     except (TypeError, KeyError, IndexError) as error:
         raise ModelStoreError(f"{path}: its header is malformed; fetch it again") from error
+    if not all(isinstance(end, int) for end in ends):
+        raise ModelStoreError(f"{path}: data_offsets in its header must be whole numbers; fetch it again")
+    return max(ends, default=0)

@@ -35,6 +35,8 @@ _LENGTH_BYTES: Final = 8
 """Size of the header's length, with which a file begins."""
 _METADATA: Final = "__metadata__"
 _FP8: Final = "F8_E4M3"
+_MAX_NAME: Final = 255
+"""Characters of a file's name."""
 
 
 class _Stored(NamedTuple):
@@ -144,8 +146,10 @@ class SafetensorsStore(WeightStore):
         for file in sorted({str(file) for file in weight_map.values()}):
             if Path(file).name != file or not file.endswith(".safetensors"):
                 raise ModelError(f"{path}: names {file!r}, which is no .safetensors file of the same directory")
-            if not (self.directory / file).is_file():
-                raise ModelError(f"{path}: names {file}, which is not in the directory; fetch the missing file")
+            if len(file) > _MAX_NAME or not (self.directory / file).is_file():
+                raise ModelError(
+                    f"{path}: names {file[:_MAX_NAME]}, which is not in the directory; fetch the missing file"
+                )
         return {str(tensor): str(file) for tensor, file in weight_map.items()}
 
     def _no_weights(self) -> ModelError:
