@@ -33,6 +33,7 @@ from hetero_placement.roles import RoleChoices
 from hetero_placement.search import EXHAUSTIVE
 from hetero_placement.shard_plans import (
     deal_layers,
+    deal_within_layers,
     describe_layers,
     describe_units,
     in_units,
@@ -150,7 +151,9 @@ class _Solver:
         if len(self._all) > 1 or self._mode == PlacementMode.LAYER:
             yield self._layer_option()
         if self._gpus and self._cpus:
-            yield self._option(MLP_ONLY, PlacementMode.TENSOR, self._best(self._roles.mlp_only()), self._all)
+            found = self._best(self._roles.mlp_only())
+            problem = "" if found is not None else self._problem_of_gpus()
+            yield self._option(MLP_ONLY, PlacementMode.TENSOR, found, self._all, problem=problem)
             yield self._option(ALL_PARTS, PlacementMode.TENSOR, self._best(self._roles.all_parts()), self._all)
         elif self._cpus:
             yield self._option(TENSOR, PlacementMode.TENSOR, self._best(self._roles.every_cpu_rank()), self._all)
@@ -263,6 +266,13 @@ class _Solver:
         batch = min(self._workload.concurrency, self._bounds.max_num_seqs)
         prediction = Prediction(batch / seconds, 0.0, 0.0, seconds)
         return Option(STREAMING, None, prediction=prediction, why_not=why_not)
+
+    def _problem_of_gpus(self) -> str:
+        """Say which GPU rank has no room even for attention alone; empty if they have."""
+        on_gpu = [float(rank in self._gpus) for rank in self._all]
+        on_cpu = [1.0 - share for share in on_gpu]
+        shares = PlacementShares(attention=on_gpu, mlp=on_cpu, vocabulary=on_cpu)
+        return self._memory.problem(deal_within_layers(self._config, cores=[1] * len(self._all), shares=shares))
 
     def _no_room(self, ranks: Sequence[int]) -> str:
         if self._every_rank and len(ranks) > most_ranks(self._config):

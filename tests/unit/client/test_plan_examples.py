@@ -80,7 +80,8 @@ def test_memory_is_told_by_part_for_each_rank_of_each_placement(deepseek: Any) -
 
 def test_attention_that_is_too_wide_for_the_gpu_is_told(deepseek: Any) -> None:
     options = {option["name"]: option for option in deepseek["options"]}
-    assert "rank" in options[MIXED]["whyNot"] or "need" in options[MIXED]["whyNot"]
+    assert options[MIXED]["whyNot"].startswith("rank 0 (gpu) would need ")
+    assert "and has 23.19 GB (spec.engine.gpuMemoryUtilization)" in options[MIXED]["whyNot"]
 
 
 def test_the_tables_name_loads_parts_and_the_faster_side() -> None:
