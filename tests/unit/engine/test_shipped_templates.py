@@ -13,7 +13,7 @@ from hetero_api.v1 import inference_pb2 as pb
 from hetero_gateway.engine.errors import InvalidRequest
 from hetero_gateway.engine.text.chat_template import ChatTemplate
 from hetero_gateway.server.reading import template_message
-from tests.support.llama_cpp_sources import source_folder
+from tests.support.llama_cpp_files import llama_cpp_models
 
 pytestmark = pytest.mark.unit
 
@@ -57,7 +57,7 @@ KIMI = "Kimi-K2-Instruct"
 
 @pytest.fixture(scope="module")
 def templates() -> Path:
-    return source_folder("models/templates")
+    return llama_cpp_models() / "templates"
 
 
 def rendered(template: str, messages: list[dict[str, Any]], *, tools: Any = None) -> str:
