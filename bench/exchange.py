@@ -1,11 +1,12 @@
-"""What an exchange between two ranks costs: native shared memory and Gloo, side by side.
+"""What an exchange between two ranks costs: native shared memory, native TCP and Gloo, side by side.
 
     python -m bench.exchange [--rounds N]
 
 Two processes, pinned to the first two cores of this process, sum tensors of 4 B to 8 MB through the same Python call
-that the model makes. The two take turns, round by round, within one run. A round follows a short one of another
+that the model makes. They take turns, round by round, within one run. A round follows a short one of another
 exchange, so both ranks are there; it counts as long as it took the rank that it took longer. Prints p50 and p99 in
-microseconds and how many times as long Gloo takes, and writes bench/results/exchange-DATE.json.
+microseconds and how many times as long Gloo takes, and writes bench/results/exchange-DATE.json. Of TCP and Gloo between
+hosts see exchange_hosts.py.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from pathlib import Path
 from typing import Final
 
 import torch
+import torch.distributed as dist
 
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.distributed.exchange import HostExchange
+from hetero_worker.distributed.gloo_exchange import GlooExchange
 from hetero_worker.distributed.native_exchange import load
 from hetero_worker.distributed.shm_exchange import AREA_BYTES, ShmExchange
 from hetero_worker.distributed.shm_segment import SegmentLayout, ShmSegment
@@ -34,7 +37,7 @@ RESULTS: Final = Path(__file__).parent / "results"
 SIZES: Final = (4, 64, 576, 4096, 16384, 65536, 262144, 1 << 20, 8 << 20)
 """Bytes; 576 fp32 numbers are a row of SmolLM2's."""
 BOTH: Final = (0, 1)
-KINDS: Final = ("native", "gloo")
+KINDS: Final = ("native", "tcp", "gloo")
 _TARGETS_US: Final = {4096: 10.0, 65536: 40.0}
 _TIMEOUT_S: Final = 900.0
 
@@ -46,8 +49,11 @@ def measure(ranks: RankContext, cores: Sequence[int], rounds: int) -> Times:
     """One rank's body."""
     os.sched_setaffinity(0, {cores[ranks.rank]})
     torch.set_num_threads(1)
-    group = ranks.form(ranks_pb2.EXCHANGE_KIND_GLOO, timeout_s=_TIMEOUT_S)
-    exchanges: dict[str, HostExchange] = {"native": _shared(ranks, group.exchange), "gloo": group.exchange}
+    group = ranks.form(ranks_pb2.EXCHANGE_KIND_TCP, timeout_s=_TIMEOUT_S)
+    world = dist.group.WORLD
+    assert world is not None, "forming a group makes it"
+    gloo = GlooExchange({BOTH: world}, {}, rank=ranks.rank, timeout_s=_TIMEOUT_S)
+    exchanges: dict[str, HostExchange] = {"native": _shared(ranks, gloo), "tcp": group.exchange, "gloo": gloo}
     times: Times = {kind: {size: [] for size in SIZES} for kind in KINDS}
     for size in SIZES:
         tensor = torch.ones(size // 4)
@@ -114,12 +120,14 @@ def _percentiles(times_s: Sequence[float]) -> dict[str, float]:
 
 def table(figures: Mapping[str, Mapping[int, Mapping[str, float]]]) -> str:
     heads = "  ".join(f"{kind + ' p50/p99 µs':>22}" for kind in KINDS)
-    lines = [f"{'bytes':>8}  {heads}   gloo/native"]
+    lines = [f"{'bytes':>8}  {heads}   gloo/native  gloo/tcp"]
     for size in SIZES:
         p50 = {kind: figures[kind][size]["p50"] for kind in KINDS}
         cells = "  ".join(f"{p50[kind]:11.1f} /{figures[kind][size]['p99']:9.1f}" for kind in KINDS)
         target = f"   (target {_TARGETS_US[size]:g} µs)" if size in _TARGETS_US else ""
-        lines.append(f"{size:8}  {cells}   {p50['gloo'] / p50['native']:10.1f}x{target}")
+        lines.append(
+            f"{size:8}  {cells}   {p50['gloo'] / p50['native']:10.1f}x {p50['gloo'] / p50['tcp']:8.1f}x{target}"
+        )
     return "\n".join(lines)
 
 

@@ -186,7 +186,7 @@ def _by_schema() -> list[InvalidResource]:
             "unknown-exchange",
             {"spec/exchange/kind": "RDMA"},
             "spec.exchange.kind",
-            "must be one of Auto, SharedMemory, Gloo, not 'RDMA'",
+            "must be one of Auto, SharedMemory, Tcp, Gloo, not 'RDMA'",
         ),
         ("no-devices", {"spec/pools/0/gpu/devices": []}, "spec.pools[0].gpu.devices", "must not be empty"),
         (

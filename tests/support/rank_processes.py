@@ -77,10 +77,16 @@ class RankContext:
         return FormedGroup(coordinator, coordinator.connect_routes(routes, device_routes))
 
     def coordinate(
-        self, kind: ranks_pb2.ExchangeKind.ValueType, *, epoch: int = 1, timeout_s: float = 20.0, **changes: Any
+        self,
+        kind: ranks_pb2.ExchangeKind.ValueType,
+        *,
+        epoch: int = 1,
+        timeout_s: float = 20.0,
+        host: str = HOST,
+        **changes: Any,
     ) -> GroupCoordinator:
         """Meet, and make the epoch's group; `changes` are GroupRequest's."""
-        listener = StoreListener(HOST)
+        listener = StoreListener(host)
         address = self.meet(listener.open())[0]
         request = GroupRequest(
             epoch=epoch,
@@ -90,7 +96,7 @@ class RankContext:
             kind_asked=kind,
             segment_name=f"{self.segment_prefix}{address.rpartition(':')[2]}-{epoch}",
             timeout_s=timeout_s,
-            host=HOST,
+            host=host,
             **changes,
         )
         return form_group(request, listener=listener, aborted=lambda: False)
