@@ -81,6 +81,7 @@ class Ours(Entrant):
     cores: int = 2
     quantization: str = "none"
     dtype: str = "float32"
+    kv_cache_dtype: str = "auto"
 
     def open(self, setting: Setting) -> Contender:
         kv_bytes = setting.cache_bytes(4) // self.ranks
@@ -95,7 +96,7 @@ class Ours(Entrant):
             max_model_len=setting.max_model_len,
             home=setting.home.group(self.name),
             memory_bytes=int(1.2 * weights) + kv_bytes + 2 * GB,
-            engine={"kvCacheMemoryBytes": str(kv_bytes)},
+            engine={"kvCacheMemoryBytes": str(kv_bytes), "kvCacheDtype": self.kv_cache_dtype},
             placement={"workload": EXPECTED},
         )
 
@@ -144,6 +145,7 @@ class Peer(Entrant):
 OURS: Final = (
     Ours("hetero 16-bit 1x2", 16, 0.8 * GB, 5.0, ours=True),
     Ours("hetero 16-bit 2x1", 16, 1.2 * GB, 5.0, ours=True, ranks=2, cores=1),
+    Ours("hetero 16-bit 1x2, fp16 cache", 16, 0.8 * GB, 5.0, ours=True, kv_cache_dtype="float16"),
     Ours("hetero bf16 1x2", 16, 0.8 * GB, 3.0, ours=True, dtype="bfloat16"),
     Ours("hetero int8", 8, 0.8 * GB, 3.0, ours=True, quantization="int8"),
     Ours("hetero int8 2x1", 8, 1.2 * GB, 3.0, ours=True, quantization="int8", ranks=2, cores=1),

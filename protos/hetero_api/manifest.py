@@ -19,6 +19,7 @@ from pydantic_core import ErrorDetails
 from hetero_api.errors import ManifestError
 from hetero_api.spec import SHARE_KINDS, HeteroInference, HeteroInferenceSpec, PlacementMode
 from hetero_api.spec_model import DType
+from hetero_api.spec_pools import PoolType
 from hetero_api.spec_types import SpecModel, TransitionRule, section_of
 
 MAX_MANIFEST_BYTES: Final = 1024 * 1024
@@ -181,6 +182,12 @@ def _unsupported(spec: HeteroInferenceSpec) -> list[str]:
     problems = []
     if spec.model.dtype == DType.FLOAT16:
         problems.append(f"spec.model.dtype: float16: {NOT_YET}; use bfloat16, float32 or auto")
+    cached, computed = spec.kv_cache_dtype_in_force, spec.dtype_in_force
+    if cached != computed and any(pool.type == PoolType.GPU for pool in spec.pools):
+        problems.append(
+            f"spec.engine.kvCacheDtype: {cached}, but GPU ranks cache keys and values as they compute, in {computed}; "
+            "leave it out, or set spec.model.dtype"
+        )
     fields = {
         "spec.gateway.tlsSecretName": spec.gateway.tls_secret_name,
         "spec.gateway.authTokenSecretRef": spec.gateway.auth_token_secret_ref,

@@ -119,6 +119,8 @@ class ModelMemory:
     element_bytes: int
     weight_bits: frozenset[int] = frozenset()
     """Widths in which the rank keeps weights that are stored so (KeptWeights); others are of `element_bytes`."""
+    cache_element_bytes: int | None = None
+    """Bytes of an element of the KV cache; None: `element_bytes`."""
 
     # --- weights ----------------------------------------------------------------------------------------
 
@@ -216,9 +218,9 @@ class ModelMemory:
 
     def kv_cost(self, shard: RankShard) -> KvCost:
         """Return the cost of a token position on a rank with this shard."""
-        config = self.config
+        config, elements = self.config, sum(self.config.cached_elements(s.kv_heads.size) for s in shard.layers)
         return KvCost(
-            cache_bytes=sum(config.cached_elements(layer.kv_heads.size) for layer in shard.layers) * self.element_bytes,
+            cache_bytes=elements * (self.cache_element_bytes or self.element_bytes),
             scratch_bytes=_most_heads(shard) * config.group_size * _DECODE_SCRATCH_BYTES * len(set(config.windows)),
         )
 
@@ -233,7 +235,7 @@ class ModelMemory:
         pairs = self.limits.max_num_batched_tokens * self.limits.max_model_len
         config, masks = self.config, pairs * len(set(self.config.windows)) * self.element_bytes
         if config.latent is not None:
-            gathered = 2 * self.limits.max_model_len * config.head_dim * self.element_bytes
+            gathered = 2 * self.limits.max_model_len * config.head_dim * self._gathered_bytes
             scores = min(config.num_heads * pairs, max(SCORES_AT_ONCE, config.num_heads * self.limits.max_model_len))
             return masks + gathered + _FLOAT_BYTES * _CAPPED_SCORES_AT_ONCE * scores + self._compressed_of_step
         if config.attention_soft_cap is None and not config.has_sinks:
@@ -251,7 +253,13 @@ class ModelMemory:
         """Return the bytes of one KV head of a layer: the longest sequence's keys and values, gathered."""
         if self.config.latent is not None:
             return 0  # all heads have the same, see `holder_step`
-        return 2 * self.limits.max_model_len * self.config.head_dim * self.element_bytes
+        return 2 * self.limits.max_model_len * self.config.head_dim * self._gathered_bytes
+
+    @property
+    def _gathered_bytes(self) -> int:
+        """Return the bytes of a gathered element: as it is cached and, if that is another type, as it is computed."""
+        cached = self.cache_element_bytes or self.element_bytes
+        return self.element_bytes if cached == self.element_bytes else cached + self.element_bytes
 
     @property
     def expert_step(self) -> int:

@@ -202,6 +202,10 @@ class EngineSpec(SpecModel):
     """Share of a GPU's memory that its rank may use."""
     kv_cache_memory_bytes: Bytes | None = None
     """KV cache a rank, e.g. 4Gi. Default: what memory leaves after the weights."""
+    kv_cache_dtype: Annotated[DType, spelled(DType)] = DType.AUTO
+    """Type of cached keys and values. auto: that of the arithmetic (model.dtype). CPU ranks compute over a cache of
+    bfloat16 or float16 in float32, too, in half the memory; GPU ranks keep the type of the arithmetic.
+    """
     enable_prefix_caching: bool = True
     """Reuse KV blocks of equal prefixes."""
     overlap_scheduling: bool = True
@@ -347,6 +351,12 @@ class HeteroInferenceSpec(SpecModel):
             return str(self.model.dtype)
         has_gpus = any(pool.type == PoolType.GPU for pool in self.pools)
         return str(DType.BFLOAT16 if has_gpus else DType.FLOAT32)
+
+    @property
+    def kv_cache_dtype_in_force(self) -> str:
+        """Type of cached keys and values; auto is the arithmetic type."""
+        asked = self.engine.kv_cache_dtype
+        return self.dtype_in_force if asked == DType.AUTO else str(asked)
 
     @property
     def pools_in_rank_order(self) -> tuple[PoolSpec, ...]:

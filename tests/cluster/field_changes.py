@@ -138,6 +138,7 @@ CHANGES: Final[Mapping[str, Change]] = {
     "engine.cacheLayout": Change("Contiguous", GATEWAY),
     "engine.gpuMemoryUtilization": Change(0.5, GATEWAY),
     "engine.kvCacheMemoryBytes": Change("256Mi", GATEWAY),
+    "engine.kvCacheDtype": Change("bfloat16", GATEWAY),
     "engine.enablePrefixCaching": Change(False, GATEWAY),
     "engine.overlapScheduling": Change(False, GATEWAY),
     "engine.enforceEager": Change(True, GATEWAY),

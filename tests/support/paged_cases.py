@@ -30,16 +30,19 @@ class PagedCase:
         head_dim: int = 16,
         block_size: int = 4,
         dtype: torch.dtype = torch.float32,
+        cache_dtype: torch.dtype | None = None,
         seed: int = 0,
     ) -> None:
+        """`cache_dtype` None: keys and values are cached as `dtype`, that of queries."""
         self.group, self.dtype = group, dtype
         self.lengths = [*decode, *(computed + rows for computed, rows in spans)]
         self.rows = [1] * len(decode) + [rows for _, rows in spans]
         self._generator = torch.Generator().manual_seed(seed)
         counts = [-(-length // block_size) for length in self.lengths]
         self.cache = LayerCache.allocate(
-            num_blocks=1 + sum(counts), block_size=block_size, num_kv_heads=kv_heads, head_dim=head_dim, dtype=dtype
-        )
+            num_blocks=1 + sum(counts), block_size=block_size, num_kv_heads=kv_heads, head_dim=head_dim,
+            dtype=cache_dtype or dtype,
+        )  # fmt: skip
         for tensor in (self.cache.keys, self.cache.values):
             tensor[block_size:] = self._random(*tensor[block_size:].shape)
         ids = np.random.default_rng(seed).permutation(np.arange(1, 1 + sum(counts), dtype=np.int32))

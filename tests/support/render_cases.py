@@ -86,6 +86,7 @@ engine:
   blockSize: 32
   gpuMemoryUtilization: 0.85
   kvCacheMemoryBytes: 4Gi
+  kvCacheDtype: auto
   enablePrefixCaching: false
   enforceEager: true
   batchInvariant: true

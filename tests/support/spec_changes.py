@@ -86,6 +86,7 @@ AFTER: Final[Mapping[str, Mapping[str, Any]]] = {
     "engine.cacheLayout": {"engine.cacheLayout": "Contiguous"},
     "engine.gpuMemoryUtilization": {"engine.gpuMemoryUtilization": 0.8},
     "engine.kvCacheMemoryBytes": {"engine.kvCacheMemoryBytes": "5Gi"},
+    "engine.kvCacheDtype": {"engine.kvCacheDtype": "bfloat16"},
     "engine.enablePrefixCaching": {"engine.enablePrefixCaching": True},
     "engine.overlapScheduling": {"engine.overlapScheduling": False},
     "engine.enforceEager": {"engine.enforceEager": False},

@@ -19,6 +19,8 @@ class Bounds:
     block_size: int = 16
     kv_cache_bytes: int | None = None
     """spec.engine.kvCacheMemoryBytes, a rank's; None: room for one longest sequence is enough."""
+    kv_cache_dtype: str = ""
+    """Type of cached keys and values; empty: the arithmetic type."""
     enforce_eager: bool = False
     """spec.engine.enforceEager: GPU ranks make no graphs, and need no memory for them."""
 
@@ -85,6 +87,7 @@ def bounds_of(spec: HeteroInferenceSpec, config: ModelConfig) -> Bounds:
         max_num_seqs=spec.engine.max_num_seqs,
         block_size=spec.engine.block_size,
         kv_cache_bytes=spec.engine.kv_cache_memory_bytes,
+        kv_cache_dtype=spec.kv_cache_dtype_in_force,
         enforce_eager=spec.engine.enforce_eager,
     )
 

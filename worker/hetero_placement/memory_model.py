@@ -78,7 +78,9 @@ class MemoryModel:
         """Hardware whose memory is to suffice."""
         self._bounds = bounds
         limits = StepLimits(bounds.max_num_batched_tokens, bounds.max_num_seqs, bounds.max_model_len)
-        self._memory = ModelMemory(config, limits, element_bytes(dtype))
+        self._memory = ModelMemory(
+            config, limits, element_bytes(dtype), cache_element_bytes=element_bytes(bounds.kv_cache_dtype or dtype)
+        )
         """But for weights, which ranks may keep in other widths."""
         # One block that is never used, and one sequence in whole blocks.
         self._tokens = (self._blocks_of_longest + 1) * bounds.block_size

@@ -988,6 +988,7 @@ class LoadModel(_message.Message):
     ENFORCE_EAGER_FIELD_NUMBER: _builtins.int
     BATCH_INVARIANT_FIELD_NUMBER: _builtins.int
     QUANTIZATION_FIELD_NUMBER: _builtins.int
+    KV_CACHE_DTYPE_FIELD_NUMBER: _builtins.int
     dtype: _builtins.str
     """Arithmetic type, "float32" or "bfloat16"."""
     max_model_len: _builtins.int
@@ -1004,6 +1005,8 @@ class LoadModel(_message.Message):
     """Whether no graphs of steps are made on GPUs (enforceEager)."""
     batch_invariant: _builtins.bool
     """Whether a sequence's numbers must not depend, to the last bit, on what else is computed with it (batchInvariant)."""
+    kv_cache_dtype: _builtins.str
+    """Type of cached keys and values, "float32", "bfloat16" or "float16"; empty: `dtype`."""
     @_builtins.property
     def shard_plan(self) -> Global___ShardPlan:
         """Who owns what."""
@@ -1024,10 +1027,11 @@ class LoadModel(_message.Message):
         enforce_eager: _builtins.bool = ...,
         batch_invariant: _builtins.bool = ...,
         quantization: Global___Quantization | None = ...,
+        kv_cache_dtype: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["quantization", b"quantization", "shard_plan", b"shard_plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "cache_size_is_given", b"cache_size_is_given", "device_memory_utilization", b"device_memory_utilization", "dtype", b"dtype", "enforce_eager", b"enforce_eager", "max_model_len", b"max_model_len", "plan_key", b"plan_key", "quantization", b"quantization", "shard_plan", b"shard_plan"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "cache_size_is_given", b"cache_size_is_given", "device_memory_utilization", b"device_memory_utilization", "dtype", b"dtype", "enforce_eager", b"enforce_eager", "kv_cache_dtype", b"kv_cache_dtype", "max_model_len", b"max_model_len", "plan_key", b"plan_key", "quantization", b"quantization", "shard_plan", b"shard_plan"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -8,7 +8,7 @@ import pytest
 
 from hetero_api.errors import ManifestError
 from hetero_api.host.topology import NumaPolicy
-from hetero_api.manifest import load_manifest, parse_manifest
+from hetero_api.manifest import find_unserved, load_manifest, parse_manifest
 from hetero_api.spec_model import DType
 from hetero_api.spec_pools import PoolType
 
@@ -88,6 +88,15 @@ def test_gpu_pools_hold_the_low_ranks_wherever_they_stand() -> None:
     swapped = "\n".join([*lines[:-2], lines[-1], lines[-2]])
     pools = parse_manifest(swapped).spec.pools_in_rank_order
     assert [pool.type for pool in pools] == [PoolType.GPU, PoolType.CPU]
+
+
+def test_gpu_ranks_cache_what_they_compute_in() -> None:
+    """GOOD has GPU ranks, and computes in float32."""
+    for cached, problems in (("auto", 0), ("float32", 0), ("float16", 1)):
+        text = GOOD.rstrip() + f"\n  engine: {{kvCacheDtype: {cached}}}\n"
+        found = find_unserved(parse_manifest(text).spec)
+        assert len(found) == problems
+        assert all("spec.engine.kvCacheDtype: float16, but GPU ranks cache" in problem for problem in found)
 
 
 def test_status_is_left_aside_and_unknown_metadata_kept_by_kubernetes() -> None:

@@ -40,6 +40,11 @@ SHAPES = [(8, 1, 1, 1), (16, 2, 3, 4), (20, 1, 2, 3), (64, 3, 3, 16), (72, 2, 7,
 TYPES = {torch.float32: 1e-5, torch.bfloat16: 2**-8 + 1e-5}
 """Relative tolerances of results, by their type: bfloat16 is rounded once."""
 each_type = pytest.mark.parametrize("dtype", TYPES, ids=str)
+CACHED = [
+    (torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.bfloat16, torch.float16),
+    (torch.bfloat16, torch.float32),
+]  # fmt: skip
+"""Types of queries and of what is cached, where they differ."""
 DECODE, SPANS = (385, 300, 129, 128, 127, 3, 1), ((0, 33), (30, 5), (250, 140), (128, 1))
 ISAS = compute_library().isas
 
@@ -61,7 +66,11 @@ def sinks_of(heads: int) -> torch.Tensor:
 
 
 def case_of(
-    shape: tuple[int, int, int, int], *, decode: Sequence[int] = DECODE, dtype: torch.dtype = torch.float32
+    shape: tuple[int, int, int, int],
+    *,
+    decode: Sequence[int] = DECODE,
+    dtype: torch.dtype = torch.float32,
+    cache_dtype: torch.dtype | None = None,
 ) -> PagedCase:
     """What lies in free slots is no number: who reads it is found out."""
     head_dim, kv_heads, group, block_size = shape
@@ -73,6 +82,7 @@ def case_of(
         group=group,
         block_size=block_size,
         dtype=dtype,
+        cache_dtype=cache_dtype,
     )  # fmt: skip
     free = torch.ones(len(case.cache.keys), dtype=torch.bool)
     for sequence in range(len(case.lengths)):
@@ -101,6 +111,22 @@ def test_it_is_attention_by_the_definition(
     isa: str, op_queues: dict[int, OpQueue], shape: tuple[int, int, int, int], rule: AttentionRule, dtype: torch.dtype
 ) -> None:
     case = case_of(shape, dtype=dtype)
+    by_team = [attended(op_queue, case, rule) for op_queue in op_queues.values()]
+    assert by_team[0].dtype == dtype
+    torch.testing.assert_close(by_team[0].double(), case.expected(rule), rtol=TYPES[dtype], atol=1e-5)
+    assert all(torch.equal(out, by_team[0]) for out in by_team)
+
+
+@pytest.mark.parametrize(("dtype", "cache_dtype"), CACHED, ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[4], SHAPES[6]], ids=str)
+def test_a_cache_of_another_type_is_read_as_it_is(
+    isa: str,
+    op_queues: dict[int, OpQueue],
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+) -> None:
+    case, rule = case_of(shape, dtype=dtype, cache_dtype=cache_dtype), RULES["a window, capped"]
     by_team = [attended(op_queue, case, rule) for op_queue in op_queues.values()]
     assert by_team[0].dtype == dtype
     torch.testing.assert_close(by_team[0].double(), case.expected(rule), rtol=TYPES[dtype], atol=1e-5)

@@ -78,6 +78,21 @@ def test_what_is_cached_and_what_asks_for_it(shape: tuple[int, ...], dtype: torc
 
 
 @each_type
+@pytest.mark.parametrize("cached", [torch.bfloat16, torch.float16], ids=str)
+def test_keys_are_cached_in_the_caches_type(dtype: torch.dtype, cached: torch.dtype) -> None:
+    step = Step(SHAPES[1], dtype)
+    every: list[FusedOps] = [NativeOps(op_queue_of(2)), InvariantOps()]
+    for ops in every:
+        as_computed, narrow = step.keys(torch.float32), step.keys(cached)
+        out = [
+            ops.rotate_latent(step.query, step.compressed, step.rotation, step.norm, LatentWrite(keys, step.slots))
+            for keys in (as_computed, narrow)
+        ]
+        assert torch.equal(out[0][:, :, step.rank :], out[1][:, :, step.rank :])
+        torch.testing.assert_close(narrow.float(), as_computed, rtol=2**-8, atol=1e-6)
+
+
+@each_type
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("rows", "heads", "outputs", "inputs"), [(1, 1, 5, 3), (3, 5, 40, 16), (37, 3, 512, 128)])
 def test_each_head_has_a_product_of_its_own(

@@ -205,9 +205,9 @@ class Heads:
     def exact_norms(self) -> HeadWeights | None:
         return None if self.norms is None else HeadWeights(self.norms.weight.double(), self.norms.eps)
 
-    def written_by(self, ops: NativeOps) -> tuple[torch.Tensor, LayerCache]:
-        """The queries, and the cache with keys and values in it."""
-        keys, values = torch.zeros(2, *self.kv_shape, dtype=self.dtype)
+    def written_by(self, ops: NativeOps, cached: torch.dtype | None = None) -> tuple[torch.Tensor, LayerCache]:
+        """The queries, and the cache, of type `cached`, with keys and values in it."""
+        keys, values = torch.zeros(2, *self.kv_shape, dtype=cached or self.dtype)
         cache = LayerCache(keys, values, 4)
         query = ops.rotate_and_write(
             self.qkv.clone(), self.rotation, num_heads=self.num_heads, norms=self.norms, cache=cache, slots=self.slots
@@ -250,6 +250,19 @@ def test_keys_and_values_are_written(
     untouched = torch.ones(24, dtype=torch.bool).index_fill_(0, heads.slots, value=False)
     assert not cache.keys[untouched].any()
     assert not cache.values[untouched].any()
+
+
+@each_type
+@pytest.mark.parametrize("shape", SHAPES[-2:], ids=str)
+@pytest.mark.parametrize("cached", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_keys_and_values_are_written_in_the_caches_type(
+    ops: NativeOps, shape: tuple[int, int, int, int], dtype: torch.dtype, cached: torch.dtype
+) -> None:
+    heads = Heads(shape, with_norms=True, dtype=dtype)
+    heads.qkv[0, -1, :5] = torch.tensor([1e-7, -3e-6, 65_519.0, 1e9, float("nan")])  # halves' limits
+    as_computed, narrow = heads.written_by(ops)[1], heads.written_by(ops, cached)[1]
+    torch.testing.assert_close(narrow.keys, as_computed.keys.to(cached), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(narrow.values, as_computed.values.to(cached), rtol=0, atol=0, equal_nan=True)
 
 
 @each_type

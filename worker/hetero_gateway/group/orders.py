@@ -58,6 +58,7 @@ def load_order(settings: GroupSettings, plan: ShardPlan) -> ranks_pb2.LoadModel:
         enforce_eager=settings.spec.engine.enforce_eager,
         batch_invariant=settings.spec.engine.batch_invariant,
         quantization=settings.quantization,
+        kv_cache_dtype=settings.spec.kv_cache_dtype_in_force,
     )
 
 

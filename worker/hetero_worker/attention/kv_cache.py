@@ -58,6 +58,6 @@ class LayerCache:
         return self.keys.nbytes + (0 if self.values is self.keys else self.values.nbytes)
 
     def write(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Put [tokens, kv_heads, head_dim] at int64 [tokens] slots."""
-        self.keys.index_copy_(0, slots, key)
-        self.values.index_copy_(0, slots, value)
+        """Put [tokens, kv_heads, head_dim] at int64 [tokens] slots, in the cache's type."""
+        self.keys.index_copy_(0, slots, key.to(self.keys.dtype))
+        self.values.index_copy_(0, slots, value.to(self.values.dtype))

@@ -1,4 +1,4 @@
-"""Paged attention of host cores by the native kernels (native/compute/attend*.c): float32, nothing is gathered.
+"""Paged attention of host cores by the native kernels (native/compute/attend*.c), which gather nothing.
 
 Decode rows are one operation a layer, which cuts long sequences into chunks for all threads; each span is another. All
 keys and values are read from the cache, this step's too. A row's bits depend on its sequence and its position alone:
@@ -29,7 +29,7 @@ from hetero_worker.native.op_queue import OpQueue
 
 
 class NativePagedAttention(AttentionBackend):
-    """AttentionBackend of host tensors, float32 or bfloat16."""
+    """AttentionBackend of host tensors, float32 or bfloat16, over a cache of float32, bfloat16 or float16."""
 
     def __init__(self, op_queue: OpQueue) -> None:
         self._op_queue = op_queue
@@ -56,10 +56,8 @@ class _NativeStep(StepAttention):
     def attend_written(self, query: torch.Tensor, cache: LayerCache, rule: AttentionRule) -> torch.Tensor:
         """Return the queries' attention over the cache, which has the step's keys and values: [rows, heads · head_dim].
 
-        Raises ValueError for a cache of another type, and for queries whose heads do not lie side by side.
+        Raises ValueError for queries whose heads do not lie side by side.
         """
-        if query.dtype != cache.keys.dtype:
-            raise ValueError(f"queries and cache are to be of one type: not {query.dtype} over {cache.keys.dtype}")
         if query.stride()[1:] != (query.shape[2], 1):
             raise ValueError(f"a row's query heads are to lie side by side, not with strides {query.stride()}")
         out = self._op_queue.empty(query.shape[0], query.shape[1] * query.shape[2], dtype=query.dtype)
@@ -105,6 +103,7 @@ def _described(cache: LayerCache, query: torch.Tensor, rule: AttentionRule) -> t
     """Return the fields of an hc_cache."""
     return (
         FORMATS[cache.keys.dtype],
+        FORMATS[query.dtype],
         cache.keys.data_ptr(),
         cache.values.data_ptr(),
         cache.block_size,

@@ -63,8 +63,10 @@ class _TorchStep(StepAttention):
         out = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
         for view in self._views_of(rule.window, cache.block_size, query.dtype):
             rows = slice(view.begin, view.end)
-            keys = cache.keys.index_select(0, view.slots)
-            values = keys if cache.values is cache.keys else cache.values.index_select(0, view.slots)
+            keys = cache.keys.index_select(0, view.slots).to(query.dtype)
+            values = keys
+            if cache.values is not cache.keys:
+                values = cache.values.index_select(0, view.slots).to(query.dtype)
             if self._by_row:
                 _attend_by_row(query[rows], keys, values, rule, out[rows])
             else:

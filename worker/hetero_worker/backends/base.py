@@ -90,6 +90,10 @@ class DeviceBackend(ABC):
     def dtypes(self) -> frozenset[str]:
         """Arithmetic types, by the names of LoadModel.dtype."""
 
+    @abstractmethod
+    def cache_dtypes(self, dtype: str) -> frozenset[str]:
+        """Return the types of cached keys and values that attention reads where the arithmetic type is `dtype`."""
+
     @property
     @abstractmethod
     def collectives(self) -> str | None:

@@ -104,6 +104,10 @@ class TorchReference(TorchOperators):
                 return value.strip()
         return os.uname().machine
 
+    def cache_dtypes(self, dtype: str) -> frozenset[str]:  # noqa: ARG002 - the same for both
+        """Return all: what is cached is widened where it is read."""
+        return frozenset({"float32", "bfloat16", "float16"})
+
     @property
     def memory_bytes(self) -> int:
         """Share of the host's memory that the rank may use."""

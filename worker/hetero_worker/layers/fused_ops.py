@@ -174,7 +174,8 @@ class TorchOps(ABC):
         by_head = torch.cat([query[:, :, query_dim - rope :], key, key], dim=1)
         rotated = self.rotate(by_head, rotation, num_heads=heads, norms=None)
         latent = self.rms_norm(compressed[:, :rank].contiguous(), norm.weight, norm.eps)
-        write.keys.index_copy_(0, write.slots, torch.cat([latent.unsqueeze(1), rotated.key], dim=2))
+        keys = torch.cat([latent.unsqueeze(1), rotated.key], dim=2)
+        write.keys.index_copy_(0, write.slots, keys.to(write.keys.dtype))
         out = query.new_empty(tokens, heads, rank + rope)
         out[:, :, rank:] = rotated.query
         return out

@@ -111,12 +111,14 @@ class NativeOps:
         (rows, heads, query_dim), dtype, rank = query.shape, query.dtype, norm.weight.shape[0]
         rope = compressed.shape[1] - rank
         out = self._op_queue.empty(rows, heads, rank + rope, dtype=dtype)
-        op = latent_op(rows, FORMATS[dtype], heads, query_dim - rope, rope, rank)
+        op = latent_op(rows, FORMATS[dtype])
+        op.heads, op.nope, op.rope, op.rank = heads, query_dim - rope, rope, rank
         op.query, op.compressed = _address(query, dtype), _address(compressed, dtype)
         op.cos, op.signed_sin = _address(rotation.cos_table, dtype), _address(rotation.signed_sin_table, dtype)
         op.positions, op.slots = _address(rotation.positions, torch.int64), _address(write.slots, torch.int64)
         op.norm_weight, op.eps = _address(norm.weight, dtype), norm.eps
-        op.out, op.keys = out.data_ptr(), _address(write.keys, dtype)
+        op.cache_type = FORMATS[write.keys.dtype]
+        op.out, op.keys = out.data_ptr(), _address(write.keys, write.keys.dtype)
         self._op_queue.submit(op, rotation, norm, write)
         return out
 
@@ -184,7 +186,9 @@ class NativeOps:
             if norms.mean_squares is not None:
                 op.mean_squares = _address(norms.mean_squares, torch.float32)
         if cache is not None and slots is not None:
-            op.keys, op.values = _address(cache.keys, dtype), _address(cache.values, dtype)
+            cached = cache.keys.dtype
+            op.cache_type = FORMATS[cached]
+            op.keys, op.values = _address(cache.keys, cached), _address(cache.values, cached)
             op.slots = _address(slots, torch.int64)
         self._op_queue.submit(op, rotation, norms, cache, slots)
 

@@ -70,10 +70,15 @@ class Decoder:
         device: torch.device = HOST,
         lends_at_once: bool = False,
         ops: FusedOps = PLAIN_OPS,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
-        """`lends_at_once`: the device computes beside copies to and from the host (`Lending`)."""
+        """`lends_at_once`: the device computes beside copies to and from the host (`Lending`).
+
+        `cache_dtype`: type of cached keys and values; None: `dtype`.
+        """
         self._config = config
         self._dtype = dtype
+        self._cache_dtype = cache_dtype or dtype
         self.device = device
         self._lends_at_once = lends_at_once
         self.ops = ops
@@ -141,7 +146,7 @@ class Decoder:
             None
             if layer.attention is None or i in self._skipped
             else layer.attention.allocate_cache(
-                num_blocks=num_blocks, block_size=block_size, dtype=self._dtype, zeros=zeros
+                num_blocks=num_blocks, block_size=block_size, dtype=self._cache_dtype, zeros=zeros
             )
             for i, layer in enumerate(self._layers)
         ]

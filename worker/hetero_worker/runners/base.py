@@ -42,7 +42,7 @@ class LoadRequest:
     directory: Path
     config: ModelConfig
     dtype: str
-    """Arithmetic type of weights, activations and KV cache: "float32" or "bfloat16"."""
+    """Arithmetic type of weights and activations: "float32" or "bfloat16"."""
     shard_plan: ShardPlan
     rank: int
     max_model_len: int
@@ -63,12 +63,19 @@ class LoadRequest:
     """True if no graphs of steps are to be recorded."""
     open_weights: Callable[[Path], Checkpoint] = Checkpoint
     """Opens the weights of `directory`."""
+    kv_cache_dtype: str = ""
+    """Type of cached keys and values: "float32", "bfloat16" or "float16"; empty: `dtype`."""
     batch_invariant: bool = False
     """True if a sequence's numbers must not depend on the rest of its batch, to the last bit."""
     async_steps: bool = True
     """True if a step may begin before the one before is finished, where a rank can do that."""
     num_gpu_ranks: int | None = None
     """Ranks [0, num_gpu_ranks) compute on GPUs, the others on host cores; None: all are of one kind."""
+
+    @property
+    def cache_dtype(self) -> str:
+        """Type of cached keys and values."""
+        return self.kv_cache_dtype or self.dtype
 
     @property
     def num_host_ranks(self) -> int:

@@ -27,6 +27,9 @@ from hetero_worker.runners.base import LoadRequest
 logger = logging.getLogger(__name__)
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""Arithmetic types, by name."""
+CACHE_DTYPES: Final = DTYPES | {"float16": torch.float16}
+"""Types of cached keys and values, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,8 @@ def load_shard(request: LoadRequest, backend: DeviceBackend, *, kernel: LinearKe
     pool.release_unused()  # what weights went through on their way
     load_s = time.perf_counter() - begin
     logger.info("rank %d: loaded %s of weights in %.1f s", request.rank, mib(weight_bytes), load_s)
-    kernels = (f"linear={kernel.name}", f"attention={decoder.attention.name}", f"fused={decoder.ops.name}")
+    cached = () if request.cache_dtype == request.dtype else (f"cache={request.cache_dtype}",)
+    kernels = (f"linear={kernel.name}", f"attention={decoder.attention.name}", f"fused={decoder.ops.name}", *cached)
     return LoadedShard(request, decoder, kernel, weight_bytes, kernels, load_s, gather_bytes, pool)
 
 
@@ -107,6 +111,7 @@ def empty_decoder(request: LoadRequest, backend: DeviceBackend) -> Decoder:
         request.shard_plan,
         rank=request.rank,
         dtype=DTYPES[request.dtype],
+        cache_dtype=CACHE_DTYPES[request.cache_dtype],
         max_length=request.max_model_len,
         attention=backend.attention(request.config, batch_invariant=request.batch_invariant),
         device=backend.device,
@@ -122,7 +127,12 @@ def limits_of(request: LoadRequest) -> StepLimits:
 
 def memory_of(request: LoadRequest) -> ModelMemory:
     """Return the memory arithmetic of the model on this rank."""
-    return ModelMemory(request.config, limits_of(request), DTYPES[request.dtype].itemsize)
+    return ModelMemory(
+        request.config,
+        limits_of(request),
+        DTYPES[request.dtype].itemsize,
+        cache_element_bytes=CACHE_DTYPES[request.cache_dtype].itemsize,
+    )
 
 
 def kv_cost(request: LoadRequest) -> KvCost:
@@ -162,6 +172,12 @@ def _check_dtype(request: LoadRequest, backend: DeviceBackend) -> None:
     if request.dtype not in supported:
         raise ModelError(
             f"dtype {request.dtype!r} is not supported on {backend.name}; supported there: {', '.join(supported)}"
+        )
+    cached = [name for name in CACHE_DTYPES if name in backend.cache_dtypes(request.dtype)]
+    if request.cache_dtype not in cached:
+        raise ModelError(
+            f"spec.engine.kvCacheDtype: {request.cache_dtype} is not supported on {backend.name}, which computes in "
+            f"{request.dtype}; supported there: {', '.join(cached)}"
         )
 
 

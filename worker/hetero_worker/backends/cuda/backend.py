@@ -78,6 +78,10 @@ class CudaBackend(DeviceBackend):
         """Arithmetic types of the device."""
         return frozenset({"float32", "bfloat16"} if self._driver.has_bfloat16 else {"float32"})
 
+    def cache_dtypes(self, dtype: str) -> frozenset[str]:
+        """Return the arithmetic type alone: kernels read the cache as they compute."""
+        return frozenset({dtype})
+
     @property
     def collectives(self) -> str:
         """NCCL."""

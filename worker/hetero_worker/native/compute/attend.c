@@ -100,11 +100,11 @@ static hc_state shared_state(const hc_attend_op *op, const hc_desk *desk, uint64
 }
 
 static const void *query_of(const hc_attend_op *op, uint64_t row) {
-    return hc_at(op->query, row * op->query_stride, op->cache.type);
+    return hc_at(op->query, row * op->query_stride, op->cache.rows_type);
 }
 
 static void *out_of(const hc_attend_op *op, uint64_t row) {
-    return hc_to(op->out, row * op->cache.heads * op->cache.head_dim, op->cache.type);
+    return hc_to(op->out, row * op->cache.heads * op->cache.head_dim, op->cache.rows_type);
 }
 
 /* Says what comes behind a triple: the next KV head, the next chunk or the next row. */

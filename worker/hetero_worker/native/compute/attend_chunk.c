@@ -164,6 +164,11 @@ static void sum_floats(const hc_attend_rows *rows, uint64_t first, uint64_t coun
     sum_values(rows, first, count, sight, d, work, HC_F32);
 }
 
+static void sum_f16(const hc_attend_rows *rows, uint64_t first, uint64_t count, hc_sight sight, uint64_t d,
+                    const hc_attend_work *work) {
+    sum_values(rows, first, count, sight, d, work, HC_F16);
+}
+
 static void sum_bf16(const hc_attend_rows *rows, uint64_t first, uint64_t count, hc_sight sight, uint64_t d,
                      const hc_attend_work *work) {
     sum_values(rows, first, count, sight, d, work, HC_BF16);
@@ -178,7 +183,7 @@ void HC_NAME(attend_chunk)(const hc_attend_rows *rows, uint64_t chunk, const hc_
     uint64_t num_rows = rows->tokens * rows->group, first_token = chunk * HC_CHUNK, head_dim = cache->head_dim;
     hc_sight whole = sight_of(rows, 0, num_rows, first_token);
     find_rows(rows, first_token, whole, work);
-    V_TYPED(cache->type, transpose_keys, head_dim, whole, work);
+    V_CACHED(cache->type, transpose_keys, head_dim, whole, work);
     for (uint64_t slab = 0; slab < HC_CHUNK / SLAB; slab++)
         for (uint64_t row = 0; row < num_rows; row += ROWS) {
             uint64_t count = rows_from(row, num_rows);
@@ -194,13 +199,15 @@ void HC_NAME(attend_chunk)(const hc_attend_rows *rows, uint64_t chunk, const hc_
     join_sums(&rows->state, work->chunk_maximum, work->chunk_sum, num_rows, work);
     int copies = num_rows >= ROWS_TO_COPY_FOR || head_dim % HC_W;
     if (copies)
-        V_TYPED(cache->type, copy_values, head_dim, whole, work);
+        V_CACHED(cache->type, copy_values, head_dim, whole, work);
     for (uint64_t d = 0; d < head_dim; d += SLAB)
         for (uint64_t row = 0; row < num_rows; row += ROWS) {
             uint64_t count = rows_from(row, num_rows);
             hc_sight sight = sight_of(rows, row, count, first_token);
             if (copies || cache->type == HC_F32)
                 sum_floats(rows, row, count, sight, d, work);
+            else if (cache->type == HC_F16)
+                sum_f16(rows, row, count, sight, d, work);
             else
                 sum_bf16(rows, row, count, sight, d, work);
         }
@@ -220,7 +227,7 @@ V_INLINE void copy_queries(const hc_attend_rows *rows, const void *query, uint64
 
 void HC_NAME(attend_begin)(const hc_attend_rows *rows, const void *query, uint64_t stride) {
     uint64_t num_rows = rows->tokens * rows->group, padded = hc_padded(rows->cache->head_dim);
-    V_TYPED(rows->cache->type, copy_queries, rows, query, stride);
+    V_TYPED(rows->cache->rows_type, copy_queries, rows, query, stride);
     for (uint64_t row = 0; row < hc_padded(num_rows); row++) {
         rows->state.maximum[row] = -FLT_MAX;
         rows->state.sum[row] = 0.0f;
@@ -257,5 +264,5 @@ V_INLINE void write_results(const hc_attend_rows *rows, void *out, const uint64_
 }
 
 void HC_NAME(attend_end)(const hc_attend_rows *rows, void *out) {
-    V_TYPED(rows->cache->type, write_results, rows, out);
+    V_TYPED(rows->cache->rows_type, write_results, rows, out);
 }

@@ -17,10 +17,10 @@ static void attend_block(const hc_attend_span_op *op, uint64_t kv_head, uint64_t
     float *query = scratch + hc_work_floats(most_rows, head_dim);
     hc_state state = hc_state_at(query + hc_query_floats(most_rows, head_dim), most_rows);
     hc_attend_rows rows = {cache, op->table, kv_head, hc_group(cache), end - begin, position, query, state};
-    HC_NAME(attend_begin)(&rows, hc_at(op->query, begin * op->query_stride, cache->type), op->query_stride);
+    HC_NAME(attend_begin)(&rows, hc_at(op->query, begin * op->query_stride, cache->rows_type), op->query_stride);
     for (uint64_t chunk = hc_first_seen(cache, position) / HC_CHUNK; chunk * HC_CHUNK < past; chunk++)
         HC_NAME(attend_chunk)(&rows, chunk, &work);
-    HC_NAME(attend_end)(&rows, hc_to(op->out, begin * cache->heads * head_dim, cache->type));
+    HC_NAME(attend_end)(&rows, hc_to(op->out, begin * cache->heads * head_dim, cache->rows_type));
 }
 
 void HC_NAME(attend_span)(const hc_op *header, hc_crew *crew, uint64_t member) {

@@ -154,8 +154,9 @@ typedef struct {
  * Rotation: h * cos + swapped halves of h * signed_sin, with the tables' rows at `positions`. */
 typedef struct {
     hc_op op;
-    uint64_t type;             /* of qkv, tables, keys and values */
+    uint64_t type;             /* of qkv and tables */
     uint64_t norm_type;        /* of norm_weights */
+    uint64_t cache_type;       /* of keys and values, HC_F16 too */
     uint64_t heads;
     uint64_t kv_heads;
     uint64_t head_dim;
@@ -176,7 +177,8 @@ typedef struct {
  * Rotates the last elements of query heads, too, to the last ones of `out`; the others stay. */
 typedef struct {
     hc_op op;
-    uint64_t type;             /* of all matrices */
+    uint64_t type;             /* of all matrices but keys */
+    uint64_t cache_type;       /* of keys, HC_F16 too */
     uint64_t heads;
     uint64_t nope;             /* elements of a query head that are not rotated */
     uint64_t rope;             /* elements that are */
@@ -210,8 +212,9 @@ typedef struct {
 
 /* A paged cache of one layer, and how it is attended to. */
 typedef struct {
-    uint64_t type;     /* of keys, values, queries and results */
-    const void *keys;  /* [slots, kv_heads, head_dim]; slot = block id * block_size + offset */
+    uint64_t type;      /* of keys and values, HC_F16 too */
+    uint64_t rows_type; /* of queries and results */
+    const void *keys;   /* [slots, kv_heads, head_dim]; slot = block id * block_size + offset */
     const void *values;
     uint64_t block_size;
     uint64_t kv_heads;

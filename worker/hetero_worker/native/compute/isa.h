@@ -103,6 +103,38 @@ static inline float hc_half_to_float(uint16_t half) {
 #endif
 }
 
+/* Rounded to nearest, ties to even. */
+static inline uint16_t hc_float_to_half(float value) {
+#if defined(__F16C__)
+    return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__aarch64__)
+    __fp16 half = (__fp16)value;
+    uint16_t bits;
+    memcpy(&bits, &half, sizeof bits);
+    return bits;
+#else
+    uint32_t bits, size, rest;
+    memcpy(&bits, &value, sizeof bits);
+    size = bits & 0x7fffffffu;
+    if (size > 0x7f800000u) { /* no number */
+        rest = 0x7e00u;
+    } else if (size >= 143u << 23) { /* 65,536 and more */
+        rest = 0x7c00u;
+    } else if (size < 113u << 23) { /* subnormal ones count in 2^-24, as floats near 0.5 do in 2^-24 */
+        float small, half = 0.5f;
+        uint32_t base;
+        memcpy(&small, &size, sizeof small);
+        small += half;
+        memcpy(&rest, &small, sizeof rest);
+        memcpy(&base, &half, sizeof base);
+        rest -= base;
+    } else {
+        rest = (size - (112u << 23) + 0xfffu + (size >> 13 & 1u)) >> 13;
+    }
+    return (uint16_t)((bits >> 16 & 0x8000u) | rest);
+#endif
+}
+
 static inline f32x16 hc_widen_f16(const uint16_t *p) {
 #if defined(__AVX512F__)
     return (f32x16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));

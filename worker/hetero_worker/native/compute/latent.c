@@ -6,9 +6,9 @@
 
 extern hc_kernel HC_NAME(latent), HC_NAME(heads), HC_NAME(linear);
 
-/* h * cos + swapped h * signed_sin of the elements [0, dim) of `from`, to `to`. */
-V_INLINE void rotate_to(void *to, const void *from, const void *cos, const void *signed_sin, uint64_t dim,
-                        const uint64_t type) {
+/* h * cos + swapped h * signed_sin of the elements [0, dim) of `from`, to `to`, which is of another type. */
+V_INLINE void rotate_to(void *to, uint64_t to_type, const void *from, const void *cos, const void *signed_sin,
+                        uint64_t dim, const uint64_t type) {
     uint64_t half = dim / 2;
     for (uint64_t i = 0; i < half; i += HC_W) {
         uint64_t left = half - i < HC_W ? half - i : HC_W;
@@ -18,14 +18,14 @@ V_INLINE void rotate_to(void *to, const void *from, const void *cos, const void 
         vf high = second * v_load_up_to_as(hc_at(cos, half + i, type), left, type);
         low = v_fma(second, v_load_up_to_as(hc_at(signed_sin, i, type), left, type), low);
         high = v_fma(first, v_load_up_to_as(hc_at(signed_sin, half + i, type), left, type), high);
-        v_store_up_to_as(hc_to(to, i, type), low, left, type);
-        v_store_up_to_as(hc_to(to, half + i, type), high, left, type);
+        v_store_up_to_as(hc_to(to, i, to_type), low, left, to_type);
+        v_store_up_to_as(hc_to(to, half + i, to_type), high, left, to_type);
     }
 }
 
-/* x / rms(x) * weight, in an order that only the width decides. */
+/* x / rms(x) * weight to the cache, in an order that only the width decides. */
 V_INLINE void norm_to(void *to, const void *from, const hc_latent_op *op, const uint64_t type) {
-    uint64_t rank = op->rank;
+    uint64_t rank = op->rank, to_type = op->cache_type;
     vf sum = {0};
     for (uint64_t i = 0; i < rank; i += HC_W) {
         vf x = v_load_up_to_as(hc_at(from, i, type), rank - i, type);
@@ -35,8 +35,8 @@ V_INLINE void norm_to(void *to, const void *from, const hc_latent_op *op, const 
     for (uint64_t i = 0; i < rank; i += HC_W) {
         uint64_t left = rank - i;
         vf weight = v_load_up_to_as(hc_at(op->norm_weight, i, type), left, type);
-        v_store_up_to_as(hc_to(to, i, type), v_load_up_to_as(hc_at(from, i, type), left, type) * factor * weight, left,
-                         type);
+        v_store_up_to_as(hc_to(to, i, to_type), v_load_up_to_as(hc_at(from, i, type), left, type) * factor * weight,
+                         left, to_type);
     }
 }
 
@@ -48,14 +48,14 @@ V_INLINE void make_units(const hc_latent_op *op, uint64_t begin, uint64_t end, c
         const void *cos = hc_at(op->cos, position, type), *signed_sin = hc_at(op->signed_sin, position, type);
         if (head < op->heads) {
             uint64_t index = row * op->heads + head;
-            rotate_to(hc_to(op->out, index * width + op->rank, type),
+            rotate_to(hc_to(op->out, index * width + op->rank, type), type,
                       hc_at(op->query, index * query_width + op->nope, type), cos, signed_sin, op->rope, type);
             continue;
         }
         const void *from = hc_at(op->compressed, row * width, type);
-        void *key = hc_to(op->keys, (uint64_t)op->slots[row] * width, type);
+        void *key = hc_to(op->keys, (uint64_t)op->slots[row] * width, op->cache_type);
         norm_to(key, from, op, type);
-        rotate_to(hc_to(key, op->rank, type), hc_at(from, op->rank, type), cos, signed_sin, op->rope, type);
+        rotate_to(hc_to(key, op->rank, op->cache_type), op->cache_type, hc_at(from, op->rank, type), cos, signed_sin, op->rope, type);
     }
 }
 

@@ -55,6 +55,17 @@ V_INLINE void rotate_head(const hc_rotate_op *op, void *head, uint64_t row, uint
         turn(head, &by, i, half, half - i, type);
 }
 
+/* Puts a head into the cache. */
+V_INLINE void keep_head(void *to, const void *head, uint64_t head_dim, uint64_t cache_type, const uint64_t type) {
+    if (cache_type == type) {
+        memcpy(to, head, head_dim * hc_width_of(type));
+        return;
+    }
+    for (uint64_t i = 0; i < head_dim; i += HC_W)
+        v_store_up_to_as(hc_to(to, i, cache_type), v_load_up_to_as(hc_at(head, i, type), head_dim - i, type),
+                         head_dim - i, cache_type);
+}
+
 V_INLINE void rotate_heads(const hc_rotate_op *op, uint64_t begin, uint64_t end, const uint64_t type) {
     uint64_t rotating = op->heads + op->kv_heads, heads = rotating + op->kv_heads, head_dim = op->head_dim;
     for (uint64_t unit = begin; unit < end; unit++) {
@@ -66,7 +77,7 @@ V_INLINE void rotate_heads(const hc_rotate_op *op, uint64_t begin, uint64_t end,
             continue;
         uint64_t kv_head = (index - op->heads) % op->kv_heads;
         uint64_t at = ((uint64_t)op->slots[row] * op->kv_heads + kv_head) * head_dim;
-        memcpy(hc_to(index < rotating ? op->keys : op->values, at, type), head, head_dim * hc_width_of(type));
+        keep_head(hc_to(index < rotating ? op->keys : op->values, at, op->cache_type), head, head_dim, op->cache_type, type);
     }
 }
 

@@ -108,13 +108,44 @@ V_INLINE vh v_narrow(vf v) {
     return __builtin_convertvector((quiet & is_nan) | (rounded & ~is_nan), vh);
 }
 
-/* HC_W numbers of an activation, or the first `count` with zeros behind; and the other way. */
+V_INLINE vf v_widen_f16(vh bits) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_cvtph_ps((__m256i)bits);
+#elif defined(__AVX2__)
+    return (vf)_mm256_cvtph_ps((__m128i)bits);
+#else
+    vf v;
+    for (int i = 0; i < HC_W; i++)
+        v[i] = hc_half_to_float(bits[i]);
+    return v;
+#endif
+}
+
+/* Rounded to nearest, ties to even; infinite beyond 65,504. */
+V_INLINE vh v_narrow_f16(vf v) {
+#if defined(__AVX512F__)
+    return (vh)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__AVX2__)
+    return (vh)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+    vh bits;
+    for (int i = 0; i < HC_W; i++)
+        bits[i] = hc_float_to_half(v[i]);
+    return bits;
+#endif
+}
+
+V_INLINE vf v_widen_as(vh bits, uint64_t type) { return type == HC_F16 ? v_widen_f16(bits) : v_widen(bits); }
+
+V_INLINE vh v_narrow_as(vf v, uint64_t type) { return type == HC_F16 ? v_narrow_f16(v) : v_narrow(v); }
+
+/* HC_W numbers of an activation or of a cache, or the first `count` with zeros behind; and the other way. */
 V_INLINE vf v_load_as(const void *p, uint64_t type) {
     if (type == HC_F32)
         return v_load(p);
     vh bits;
     memcpy(&bits, p, sizeof bits);
-    return v_widen(bits);
+    return v_widen_as(bits, type);
 }
 
 V_INLINE void v_store_as(void *p, vf v, uint64_t type) {
@@ -122,7 +153,7 @@ V_INLINE void v_store_as(void *p, vf v, uint64_t type) {
         v_store(p, v);
         return;
     }
-    vh bits = v_narrow(v);
+    vh bits = v_narrow_as(v, type);
     memcpy(p, &bits, sizeof bits);
 }
 
@@ -133,7 +164,7 @@ V_INLINE vf v_load_up_to_as(const void *p, uint64_t count, uint64_t type) {
         return v_load_as(p, type);
     vh bits = {0};
     memcpy(&bits, p, count * sizeof(uint16_t));
-    return v_widen(bits);
+    return v_widen_as(bits, type);
 }
 
 V_INLINE void v_store_up_to_as(void *p, vf v, uint64_t count, uint64_t type) {
@@ -141,7 +172,7 @@ V_INLINE void v_store_up_to_as(void *p, vf v, uint64_t count, uint64_t type) {
         v_store_up_to(p, v, count);
         return;
     }
-    vh bits = v_narrow(v);
+    vh bits = v_narrow_as(v, type);
     memcpy(p, &bits, (count < HC_W ? count : HC_W) * sizeof(uint16_t));
 }
 
@@ -152,6 +183,15 @@ V_INLINE void v_store_up_to_as(void *p, vf v, uint64_t count, uint64_t type) {
             function(__VA_ARGS__, (uint64_t)HC_BF16); \
         else                                          \
             function(__VA_ARGS__, (uint64_t)HC_F32);  \
+    } while (0)
+
+/* V_TYPED for the type of a cache. */
+#define V_CACHED(type, function, ...)                \
+    do {                                             \
+        if ((type) == HC_F16)                        \
+            function(__VA_ARGS__, (uint64_t)HC_F16); \
+        else                                         \
+            V_TYPED(type, function, __VA_ARGS__);    \
     } while (0)
 
 #if HC_W == 16
