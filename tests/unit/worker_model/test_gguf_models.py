@@ -17,6 +17,8 @@ from hetero_api.gguf_model import GGUF_ARCHITECTURES
 from hetero_api.model_config import ModelConfig, model_fingerprint
 from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import WeightFormat
+from hetero_client.errors import ModelStoreError
+from hetero_client.model_store.store import check_model_directory
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.checkpoints.store import StackEntry, TensorSlice
 from tests.support.gguf_models import write_gguf_model
@@ -149,6 +151,15 @@ def test_experts_stay_as_narrow_as_they_are_stored_and_each_is_read_by_itself(tm
             found = checkpoint.read_quantized(part)
             assert found.format == checkpoint.format_of(part) == WeightFormat(8, 32)
             assert torch.equal(found.dequantized(), expected)
+
+
+def test_a_directory_with_nothing_but_a_gguf_file_can_be_served(tmp_path: Path) -> None:
+    directory = _in_gguf(tmp_path, "qwen3").directory
+    assert check_model_directory(directory) == ModelConfig.from_directory(directory)
+    file = directory / "tiny.gguf"
+    file.write_bytes(file.read_bytes()[:-40])
+    with pytest.raises(ModelStoreError, match=r"tiny\.gguf: tensor .* ends behind the file's end"):
+        check_model_directory(directory)
 
 
 def test_ranks_and_gateway_can_tell_whether_they_look_at_the_same_gguf(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ _SPLITTINGS: Final[Mapping[str, _Splitting]] = {
 
 
 class GgufTokenizer(NamedTuple):
-    """What a file says about text."""
+    """Tokenizer and chat template of a file."""
 
     tokenizer: Tokenizer
     chat_template: str | None
