@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import re
+import tomllib
 
 import pytest
 
@@ -127,6 +128,15 @@ def test_what_is_copied_is_sent_to_the_build_and_no_shared_library_is(file: str)
     copied = {path for paths in copies if not paths[0].startswith("--from") for path in paths}
     assert copied <= sent
     assert any(fnmatch.fnmatch("worker/hetero_worker/distributed/x.so", line) for line in lines)
+
+
+@each_file
+def test_the_program_is_built_of_all_folders_that_a_wheel_has(file: str) -> None:
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    folders = {path.split("/")[0] for path in (*wheel["packages"], *wheel["force-include"])}
+    lines = [line for stage in dockerfile(file).stages.values() for line in stage.instructions]
+    copied = {path for line in lines if line.word == "COPY" for path in line.text.split()[:-1]}
+    assert folders <= copied
 
 
 def _copied_stages(read: Dockerfile, target: str) -> list[str]:
