@@ -24,7 +24,7 @@ from hetero_api.architectures import (
 from hetero_api.errors import ModelError
 from hetero_api.model_directory import MAX_CONFIG_BYTES, parse_json, read_model_file
 from hetero_api.model_parts import Activation, ExpertsConfig, LatentShape, RopeConfig, Routing, SlidingAttention
-from hetero_api.packed_weights import Fp8Blocks, PackedWeights
+from hetero_api.packed_weights import FIELD, MODELOPT_FILE, PackedWeights
 from hetero_api.weight_format import StoredWeights
 
 _ACTIVATIONS: Final[Mapping[str, Activation]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -115,15 +115,11 @@ class HfConfig:
     def stored_weights(self) -> StoredWeights:
         """Return the formats of the safetensors files beside config.json."""
         floats = str(self.fields.get("dtype") or self.fields.get("torch_dtype") or "")
-        if Fp8Blocks.of_config(self.fields, source=self.source) is not None:
-            return StoredWeights(floats="bfloat16")
         packed = PackedWeights.of_config(self.fields, source=self.source)
         if packed is None:
             return StoredWeights(floats=floats)
-        if packed.is_of_experts:
-            return StoredWeights(experts=packed.weights, floats=floats, method=packed.method)
-        layers = None if packed.some_are_floats else packed.weights
-        return StoredWeights(layers=layers, floats=floats, method=packed.method)
+        has_experts, num_layers = self.traits.experts is not None, self.positive("num_hidden_layers")
+        return packed.stored(num_layers=num_layers, floats=floats, has_experts=has_experts)
 
     def activation(self) -> Activation:
         """Return the activation of the MLP's gate."""
@@ -384,6 +380,17 @@ def _mapping(fields: Mapping[str, Any], name: str, error: Callable[[str], ModelE
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
     """Return by how much YaRN scales what it rotates, for contexts that are `factor` times as long."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the object in a config.json, with ModelOpt's configuration beside it if it has none. Raises ModelError."""
+    config, beside = read_json(path), path.with_name(MODELOPT_FILE)
+    if config.get(FIELD) or not beside.exists():
+        return config
+    fields = read_json(beside).get("quantization")
+    if not isinstance(fields, Mapping):
+        raise ModelError(f"{beside}: quantization must be an object, not {str(fields)[:80]}")
+    return {**config, FIELD: {"quant_method": "modelopt", **fields}}
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from hetero_api.architectures import SUPPORTED_ARCHITECTURES
 from hetero_api.errors import ModelError
 from hetero_api.gguf_config import read_gguf_config
 from hetero_api.gguf_model import gguf_files, gguf_header, gguf_weights
-from hetero_api.hf_config import HfConfig, read_json
+from hetero_api.hf_config import HfConfig, read_config, read_json
 from hetero_api.model_directory import MAX_CONFIG_BYTES, read_model_file
 from hetero_api.model_parts import (
     NO_ROTATION,
@@ -248,7 +248,7 @@ class ModelConfig:
             config, divisors = read_gguf_config(files)
             model = cls.from_hf(config, generation=extra, source=f"{files[0]} as a {CONFIG_FILE}")
         else:
-            model = cls.from_hf(read_json(path), generation=extra, source=str(path))
+            model = cls.from_hf(read_config(path), generation=extra, source=str(path))
         return model._in_gguf(files, divisors) if files else model
 
     def _in_gguf(self, files: tuple[Path, ...], divisors: tuple[float, ...]) -> ModelConfig:

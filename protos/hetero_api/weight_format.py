@@ -1,11 +1,13 @@
 """Formats that a model's matrices are stored in: the one home of this arithmetic.
 
-A quantised matrix [out, in] has small whole numbers v, and a float16 scale for each group of inputs of a row; a group
-is some numbers of one row, or the whole row. A weight is
+A quantised matrix [out, in] has small numbers v, most often whole ones, and a float16 scale for each group of inputs of
+a row; a group is some numbers of one row, or the whole row. A weight is
 
     8 bits                v · scale             v in -128…127
     4 bits                (v - 8) · scale       v in 0…15
     with minima           v · scale + minimum   of either width; a float16 minimum a group
+    8-bit floats          v / 256 · scale       v an E4M3 number; published scales are then well within float16
+    4-bit floats          2 · v · scale         v an E2M1 number; twice that is a whole number up to 12
 
 A row's last group may be short: its values are padded, with zeros, to a whole group. Where the inputs are dealt to
 ranks, no group reaches over the seam (`group_within`). So a reader of a slice has whole groups, and a weight is the
@@ -45,10 +47,17 @@ class WeightFormat:
     group: int = 0
     """Inputs of a row that share a scale; 0: all."""
     has_minimum: bool = False
+    is_float: bool = False
 
     def __str__(self) -> str:
         groups = f"groups of {self.group}" if self.group else "rows"
-        return f"{self.bits} bits in {groups}{' with minima' if self.has_minimum else ''}"
+        kind = f"{self.bits}-bit floats" if self.is_float else f"{self.bits} bits"
+        return f"{kind} in {groups}{' with minima' if self.has_minimum else ''}"
+
+    @property
+    def is_wide(self) -> bool:
+        """True for 8-bit floats: they are quantised again where that is asked for."""
+        return self.is_float and self.bits == 8
 
     def groups(self, inputs: int) -> int:
         """Return the bytes of a row of so many inputs."""
@@ -71,10 +80,18 @@ class WeightFormat:
         """With groups that do not reach over a multiple of `unit` inputs; 0: inputs are never dealt."""
         return replace(self, group=group_within(self.group, unit))
 
+    def joins(self, other: WeightFormat) -> bool:
+        """Return whether one format holds matrices of both: 8-bit floats are held by themselves only."""
+        return self.is_wide == other.is_wide
+
     def joined(self, other: WeightFormat) -> WeightFormat:
-        """Return the narrowest that holds matrices of both formats without a loss."""
+        """Return the narrowest that holds matrices of both formats without a loss. Raises ValueError if none does."""
+        if not self.joins(other):
+            raise ValueError(f"no format holds both {self} and {other}")
         group = math.gcd(self.group, other.group)  # 0, of one scale a row, gives way to groups
-        return WeightFormat(max(self.bits, other.bits), group, self.has_minimum or other.has_minimum)
+        has_minimum, are_floats = self.has_minimum or other.has_minimum, self.is_float and other.is_float
+        bits = max(self.bits, other.bits) if self.is_float == other.is_float else 8
+        return WeightFormat(bits, group, has_minimum, are_floats)
 
     def cut(self, begin: int, end: int, inputs: int) -> WeightFormat:
         """Return the bytes of columns [begin, end) of rows of so many inputs: with groups so small that none is cut
@@ -91,6 +108,8 @@ def group_within(group: int, unit: int) -> int:
     return math.gcd(group, unit) if group and unit else group
 
 
+FP8: Final = WeightFormat(8, is_float=True)
+"""Format of 8-bit floats with a scale for each row."""
 INT8: Final = WeightFormat(8, 64)
 """Format of int8. One scale a row loses 1.6 % of SmolLM2's perplexity, this a tenth of that or less."""
 
@@ -114,6 +133,8 @@ class StoredWeights:
     """Method that quantised the checkpoint, for a person, e.g. "awq"; "": none did, formats are made at load."""
     experts: WeightFormat | None = None
     """Format of experts, where it is not that of other linear layers; None: it is."""
+    is_wide: bool = False
+    """True if all that is quantised in the checkpoint is in 8-bit floats, which may be quantised again."""
 
     @property
     def of_experts(self) -> StoredWeights:
@@ -128,7 +149,7 @@ class StoredWeights:
     @property
     def made_at_load(self) -> StoredWeights:
         """Return the same formats, of a checkpoint that is not quantised."""
-        return replace(self, method="")
+        return replace(self, method="", is_wide=False)
 
     def within(self, unit: int) -> StoredWeights:
         """Return the bytes of a layer whose inputs are dealt to ranks, `unit` of them together; 0: not dealt."""
@@ -139,12 +160,12 @@ class StoredWeights:
         formats = _formats_of(quantization, group)
         if formats is None:
             return self
-        if self.method:
+        if self.method and not self.is_wide:
             raise ModelError(
                 f"{quantization} is asked for, and the checkpoint is quantised already ({self.method}); use none, "
                 "which serves it as it is stored, or a checkpoint in 16 bits"
             )
-        return replace(self, layers=formats[0], vocabulary=formats[1])
+        return StoredWeights(formats[0], formats[1], self.floats)
 
 
 FLOAT_WEIGHTS: Final = StoredWeights()

@@ -136,3 +136,114 @@ def compressed_config(layout: str, bits: int, group: int, *, symmetric: bool, **
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights | changes}},
         "ignore": ["lm_head"],
     }
+
+
+E4M3_NUMBERS: Final = np.array(
+    [
+        (-1.0 if bits & 128 else 1.0) * ((1 if exponent else 0) + (bits & 7) / 8) * 2.0 ** (max(exponent, 1) - 7)
+        for bits, exponent in ((bits, bits >> 3 & 15) for bits in range(256))
+    ]
+)
+"""8-bit floats by their bits; 127 and 255 stand for no number."""
+E2M1_NUMBERS: Final = np.array([sign * size for sign in (1, -1) for size in (0, 0.5, 1, 1.5, 2, 3, 4, 6)])
+"""4-bit floats by their bits."""
+
+
+class Written(NamedTuple):
+    """Tensors of one layer, and the weights that they stand for."""
+
+    tensors: dict[str, torch.Tensor]
+    numbers: torch.Tensor
+    """float32 [out, in]."""
+
+
+def e4m3(bits: Ints) -> torch.Tensor:
+    return torch.from_numpy(bits.astype(np.uint8)).view(torch.float8_e4m3fn)
+
+
+def wide_floats(
+    outputs: int,
+    inputs: int,
+    *,
+    rows: int,
+    columns: int,
+    scale: str = "weight_scale",
+    seed: int = 5,
+    exact: bool = True,
+) -> Written:
+    """8-bit floats with a scale for so many rows and columns; 0: all. `exact`: scales that float16 has."""
+    random = np.random.default_rng(seed)
+    bits = random.integers(0, 256, (outputs, inputs))
+    bits[(bits & 127) == 127] = 126
+    high, wide = rows or outputs, columns or inputs
+    scales = random.uniform(0.0004, 0.001, (-(-outputs // high), -(-inputs // wide)))
+    scales = ((scales * 256).astype(np.float16) / np.float16(256) if exact else scales).astype(np.float32)
+    spread = scales.repeat(high, axis=0).repeat(wide, axis=1)[:outputs, :inputs]
+    stored = torch.from_numpy(scales).reshape(1) if not rows else torch.from_numpy(scales)
+    numbers = torch.from_numpy((E4M3_NUMBERS[bits] * spread).astype(np.float32))
+    return Written({"weight": e4m3(bits), scale: stored}, numbers)
+
+
+def nvfp4(outputs: int, inputs: int, *, modelopt: bool, seed: int = 6, factor: float = 2.0**-9) -> Written:
+    """4-bit floats in groups of 16; `factor` of the whole matrix."""
+    random = np.random.default_rng(seed)
+    bits, scales = random.integers(0, 16, (outputs, inputs)), random.integers(56, 100, (outputs, inputs // 16))
+    spread = E4M3_NUMBERS[scales].repeat(16, axis=1)
+    numbers = torch.from_numpy((E2M1_NUMBERS[bits] * spread * np.float32(factor)).astype(np.float32))
+    packed, stored = halves_of_bytes(bits), e4m3(scales)
+    if modelopt:
+        factors = {"weight_scale_2": torch.tensor(factor), "input_scale": torch.tensor(0.1)}
+        return Written({"weight": packed, "weight_scale": stored, **factors}, numbers)
+    factors = {"weight_global_scale": torch.tensor([1 / factor]), "input_global_scale": torch.tensor([9.0])}
+    return Written({"weight_packed": packed, "weight_scale": stored, **factors}, numbers)
+
+
+def mxfp4(outputs: int, inputs: int, *, seed: int = 7) -> Written:
+    """4-bit floats in groups of 32, with powers of two."""
+    random = np.random.default_rng(seed)
+    bits, exponents = random.integers(0, 16, (outputs, inputs)), random.integers(118, 124, (outputs, inputs // 32))
+    numbers = E2M1_NUMBERS[bits] * np.exp2(exponents.astype(np.float64) - 127).repeat(32, axis=1)
+    stored = torch.from_numpy(exponents.astype(np.uint8))
+    tensors = {"weight_packed": halves_of_bytes(bits), "weight_scale": stored}
+    return Written(tensors, torch.from_numpy(numbers.astype(np.float32)))
+
+
+def act_order(outputs: int, inputs: int, *, group: int, symmetric: bool, layout: str, seed: int = 8) -> Written:
+    """4 bits whose inputs belong to groups in any order, as GPTQ or compressed-tensors (`layout`) has it."""
+    matrix = random_quantized(outputs, inputs, bits=4, group=group, symmetric=symmetric, seed=seed)
+    groups = np.random.default_rng(seed).permutation(np.arange(inputs) // group)
+    scales, zeros = matrix.scales.float().numpy()[:, groups], matrix.zeros[:, groups]
+    numbers = torch.from_numpy(((matrix.values - zeros) * scales).astype(np.float32))
+    order = torch.from_numpy(groups.astype(np.int32))
+    if layout == "gptq":
+        return Written(gptq_tensors(matrix, 4) | {"g_idx": order}, numbers)
+    return Written(packed_int_tensors(matrix, 4, symmetric=symmetric) | {"weight_g_idx": order}, numbers)
+
+
+def halves_of_bytes(bits: Ints) -> torch.Tensor:
+    """uint8 [rows, columns / 2], the lower half of a byte first."""
+    return torch.from_numpy((bits[:, ::2] | bits[:, 1::2] << 4).astype(np.uint8))
+
+
+def float_config(layout: str, bits: int, **weights: Any) -> dict[str, Any]:
+    """compressed-tensors' of floats, with activations quantised, too."""
+    arguments = {"num_bits": bits, "type": "float", "symmetric": True, "dynamic": False, **weights}
+    activations = {"num_bits": bits, "type": "float", "strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": arguments, "input_activations": activations}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+FP8_BLOCKS: Final = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [16, 32],
+}
+MODELOPT_NVFP4: Final = {
+    "quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": ["lm_head", "*mlp.gate"]
+}  # fmt: skip

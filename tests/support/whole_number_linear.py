@@ -23,6 +23,8 @@ FORMATS = [
     WeightFormat(4, 32, has_minimum=True),
     WeightFormat(4, 48, has_minimum=True),
     WeightFormat(4, 128, has_minimum=True),
+    WeightFormat(4, 16, is_float=True),
+    WeightFormat(4, 32, is_float=True),
 ]
 
 

@@ -57,6 +57,8 @@ class RankView:
     """GPU memory that graphs of steps have taken, up to some seconds ago."""
     graph_reserve_bytes: int = 0
     """GPU memory reserved for graphs; 0: the rank records none."""
+    weight_formats: tuple[str, ...] = ()
+    """Formats of its weights as they are stored and as it keeps them, with the loss."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -330,7 +330,7 @@ def test_rope_frequencies_equal_transformers() -> None:
         ),
         (
             {"quantization_config": {"quant_method": "bitsandbytes"}},
-            "quant_method 'bitsandbytes' is not supported; supported: awq, gptq, compressed-tensors, mxfp4, fp8",
+            "quant_method 'bitsandbytes' is not supported: its weights are blocks across rows",
         ),
     ],
 )

@@ -6,7 +6,8 @@ import pytest
 
 from hetero_api.errors import ModelError
 from hetero_api.model_config import ModelConfig
-from hetero_api.weight_format import INT8, StoredWeights, WeightFormat, group_within, int4
+from hetero_api.packed_weights import PackedWeights
+from hetero_api.weight_format import FP8, INT8, StoredWeights, WeightFormat, group_within, int4
 from tests.unit.api.test_model_config import BASE
 
 pytestmark = pytest.mark.unit
@@ -44,6 +45,15 @@ def test_formats_are_joined_in_the_narrowest_that_holds_both() -> None:
     assert int4(32).joined(WeightFormat(8, 16)) == WeightFormat(8, 16, has_minimum=True)
     assert WeightFormat(4, 32).joined(INT8) == WeightFormat(8, 32)
     assert INT8.joined(INT8) == INT8
+    narrow, wide = WeightFormat(4, 16, is_float=True), WeightFormat(8, 128, is_float=True)
+    assert narrow.joined(WeightFormat(4, 32, is_float=True)) == narrow
+    assert narrow.joined(int4(32)) == WeightFormat(8, 16, has_minimum=True)
+    assert wide.joined(FP8) == wide
+    assert not wide.joins(narrow)
+    with pytest.raises(
+        ValueError, match="no format holds both 8-bit floats in groups of 128 and 8 bits in groups of 64"
+    ):
+        wide.joined(INT8)
 
 
 def test_a_cut_through_a_group_makes_groups_smaller_and_the_end_of_a_row_does_not() -> None:
@@ -86,3 +96,33 @@ def test_where_some_layers_are_left_out_none_counts_as_narrow() -> None:
     ):
         config = BASE | {"quantization_config": PACKED | {"modules_to_not_convert": names}}
         assert ModelConfig.from_hf(config).weights.layers == expected
+
+
+WIDE = {
+    "num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": "channel"
+}  # fmt: skip
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": WIDE}},
+}
+
+
+@pytest.mark.parametrize(
+    ("ignore", "layers", "experts"),
+    [
+        (["lm_head", "model.layers.0.mlp.gate", "re:.*mlp\\.gate$"], FP8, None),
+        (["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"], None, FP8),
+        (["model.layers.1.self_attn.q_proj"], None, FP8),
+        (["model.layers.99.self_attn.q_proj"], FP8, None),
+        (["re:.*mlp.experts.*"], None, None),
+    ],
+)
+def test_layers_and_experts_that_are_left_out_are_floats(
+    ignore: list[str], layers: WeightFormat | None, experts: WeightFormat | None
+) -> None:
+    packed = PackedWeights.of_config({"quantization_config": COMPRESSED | {"ignore": ignore}}, source="config.json")
+    assert packed is not None
+    stored = packed.stored(num_layers=3, floats="bfloat16", has_experts=True)
+    assert (stored.layers, stored.experts) == (layers, experts)
+    assert stored.is_wide

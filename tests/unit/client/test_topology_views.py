@@ -112,6 +112,16 @@ def test_what_graphs_took_is_told_where_there_may_be_any() -> None:
     assert placement_cells(rank)["kernels"] == told
 
 
+@pytest.mark.parametrize("width", [80, 200])
+def test_formats_of_weights_are_told_once_for_all_ranks_that_have_them(width: int) -> None:
+    lines = ["FP8 in blocks of 128 x 128 -> bfloat16, loss 0.17 %", "NVFP4 -> bfloat16, loss 0.16 %"]
+    ranks = [admin_pb2.RankStatus(place=ranks_pb2.RankPlace(rank=rank), weight_formats=lines[rank:]) for rank in (0, 1)]
+    text = io.StringIO()
+    view = topology_from(admin_pb2.GetTopologyResponse(ranks=ranks))
+    Console(file=text, width=width).print(placement_view(view, width=width))
+    assert f" rank 0: {lines[0]}\n rank 0, 1: {lines[1]}\n" in text.getvalue()
+
+
 def test_durations() -> None:
     assert [duration(s) for s in (4.9, 185, 7620)] == ["4s", "3m05s", "2h07m"]
 

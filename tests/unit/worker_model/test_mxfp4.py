@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from hetero_api.errors import ModelError
 from hetero_api.model_config import ModelConfig
+from hetero_api.weight_format import WeightFormat
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.checkpoints.store import StackEntry, TensorSlice
 from tests.support.rank_group import PlanBuilder, RankGroup, Shares
@@ -73,7 +74,7 @@ def test_an_expert_is_read_as_exactly_its_numbers(checkpoint: TinyCheckpoint) ->
         part = TensorSlice(GATE_UP, (WIDTH, HIDDEN), entry=StackEntry(3, NUM_EXPERTS, first=half, step=2))
         with Checkpoint(checkpoint.directory) as opened:
             matrix = opened.read_quantized(part)
-        assert (matrix.format.bits, matrix.format.group) == (8, GROUP)
+        assert matrix.format == WeightFormat(4, GROUP, is_float=True)
         assert torch.equal(matrix.dequantized(), parameter[3, :, half::2].T)
 
 
@@ -92,12 +93,10 @@ def test_logits_are_transformers(checkpoint: TinyCheckpoint, *, native: bool) ->
             assert (logits - expected).abs().max() <= 1e-4
 
 
-def test_memory_is_that_of_eight_bits(checkpoint: TinyCheckpoint) -> None:
+def test_memory_is_that_of_four_bits(checkpoint: TinyCheckpoint) -> None:
     config = ModelConfig.from_directory(checkpoint.directory)
-    assert (config.weights.layers, config.weights.method) == (None, "mxfp4, kept in 8 bits")
-    experts = config.weights.of_experts.layers
-    assert experts is not None
-    assert (experts.bits, experts.group) == (8, GROUP)
+    assert (config.weights.layers, config.weights.method) == (None, "mxfp4")
+    assert config.weights.of_experts.layers == WeightFormat(4, GROUP, is_float=True)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -12,23 +13,34 @@ from safetensors.torch import load_file, save_file
 
 from hetero_api.errors import ModelError
 from hetero_api.sharding import UnitRange
-from hetero_api.weight_format import WeightFormat
+from hetero_api.weight_format import FP8, INT8, WeightFormat
 from hetero_worker.checkpoints.checkpoint import Checkpoint
+from hetero_worker.checkpoints.quantized_matrix import quantize
+from hetero_worker.checkpoints.safetensors_store import SafetensorsStore
 from hetero_worker.checkpoints.store import TensorSlice
 from tests.support.quantized_files import (
+    FP8_BLOCKS,
     LAYER,
+    MODELOPT_NVFP4,
     WEIGHT,
     Quantized,
+    Written,
+    act_order,
     awq_config,
     awq_tensors,
     compressed_config,
+    float_config,
     gptq_config,
     gptq_tensors,
     int_tensors,
+    mxfp4,
+    nvfp4,
     packed_int_tensors,
     random_quantized,
     save_packed,
+    wide_floats,
 )
+from tests.support.tiny_checkpoints import edit_config
 
 pytestmark = pytest.mark.unit
 
@@ -175,13 +187,29 @@ def test_a_damaged_layer_is_told(tmp_path: Path, change: dict[str, torch.Tensor]
         (awq_config(32, version="gemv"), "version 'gemv'"),
         (awq_config(32, bits=3), "bits 3"),
         (awq_config(32, group_size=8), "group_size"),
-        (gptq_config(4, 32, symmetric=True, desc_act=True), "desc_act True"),
+        (gptq_config(4, 32, symmetric=True, is_marlin_format=True), "is_marlin_format True"),
+        ({"load_in_4bit": True}, "quant_method 'bitsandbytes'"),
+        ({"quant_method": "hqq"}, "quant_method 'hqq'"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2'"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 0]}, "weight_block_size must be two whole numbers"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ'"),
         (gptq_config(2, 32, symmetric=True), "bits 2"),
         (gptq_config(4, 32, symmetric=True, dynamic={"-:.*q_proj": {}}), "dynamic"),
         (compressed_config("float-quantized", 8, 0, symmetric=True), "format 'float-quantized'"),
-        (compressed_config("pack-quantized", 4, 32, symmetric=True, actorder="group"), "actorder 'group'"),
-        (compressed_config("int-quantized", 8, 0, symmetric=True, type="float"), "type 'float'"),
-        (compressed_config("int-quantized", 8, 0, symmetric=True) | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache"),
+        (compressed_config("pack-quantized", 4, 32, symmetric=True, actorder="row"), "actorder 'row'"),
+        (compressed_config("int-quantized", 8, 0, symmetric=True, type="float"), "format 'int-quantized'"),
+        (compressed_config("int-quantized", 8, 0, symmetric=True, dynamic=True), "weights.dynamic True"),
+        (compressed_config("int-quantized", 8, 0, symmetric=True) | {"transform_config": {"a": 1}}, "transform_config"),
+        (
+            compressed_config("int-quantized", 8, 0, symmetric=True)
+            | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+            "sparsity_config",
+        ),
+        (compressed_config("int-quantized", 8, 0, symmetric=True) | {"ignore": ["re:("]}, "ignore has a regular"),
+        (compressed_config("int-quantized", 8, 0, symmetric=True) | {"ignore": "lm_head"}, "ignore must be a list"),
+        (float_config("float-quantized", 8, strategy="group"), "strategy 'group'"),
+        (float_config("float-quantized", 8, strategy="block", block_structure="128"), "block_structure must be"),
+        (float_config("nvfp4-pack-quantized", 4, strategy="tensor_group", group_size=32), "group_size 32"),
         (compressed_config("int-quantized", 8, 0, symmetric=True) | {"config_groups": {}}, "config_groups"),
     ],
 )
@@ -191,3 +219,199 @@ def test_what_is_not_supported_is_refused_by_its_field(tmp_path: Path, config: d
     with pytest.raises(ModelError, match="quantization_config") as caught, Checkpoint(tmp_path):
         pass
     assert field in str(caught.value)
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "hqq"])
+def test_who_refuses_a_method_says_what_to_do(tmp_path: Path, method: str) -> None:
+    save_packed(tmp_path, {}, {"quant_method": method})
+    with pytest.raises(ModelError, match=r"16 bits, and spec\.model\.quantization int8 or int4"), Checkpoint(tmp_path):
+        pass
+
+
+_PART: Final = TensorSlice(WEIGHT, (OUTPUTS, INPUTS))
+_BLOCKS: Final = float_config("float-quantized", 8, strategy="block", block_structure=[20, 32])
+FLOATS: Final[dict[str, tuple[Written, dict[str, Any], WeightFormat]]] = {
+    "blocks": (wide_floats(OUTPUTS, INPUTS, rows=20, columns=32), _BLOCKS, WeightFormat(8, 32, is_float=True)),
+    "scale_inv": (
+        wide_floats(OUTPUTS, INPUTS, rows=16, columns=32, scale="weight_scale_inv"),
+        FP8_BLOCKS,
+        WeightFormat(8, 32, is_float=True),
+    ),
+    "rows": (
+        wide_floats(OUTPUTS, INPUTS, rows=1, columns=0),
+        float_config("float-quantized", 8, strategy="channel"),
+        FP8,
+    ),
+    "tensor": (wide_floats(OUTPUTS, INPUTS, rows=0, columns=0), {"quant_method": "modelopt", "quant_algo": "FP8"}, FP8),
+    "tensor, early": (wide_floats(OUTPUTS, INPUTS, rows=0, columns=0), {"quant_method": "fp8"}, FP8),
+    "nvfp4": (
+        nvfp4(OUTPUTS, INPUTS, modelopt=False),
+        float_config("nvfp4-pack-quantized", 4, strategy="tensor_group", group_size=16),
+        WeightFormat(4, 16, is_float=True),
+    ),
+    "nvfp4 of modelopt": (
+        nvfp4(OUTPUTS, INPUTS, modelopt=True),
+        {"quant_method": "modelopt", **MODELOPT_NVFP4},
+        WeightFormat(4, 16, is_float=True),
+    ),
+    "mxfp4": (
+        mxfp4(OUTPUTS, INPUTS),
+        float_config("mxfp4-pack-quantized", 4, strategy="group", group_size=32),
+        WeightFormat(4, 32, is_float=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_small_floats_are_read_as_exactly_their_numbers(tmp_path: Path, name: str) -> None:
+    written, config, weights = FLOATS[name]
+    save_packed(tmp_path, written.tensors, config)
+    with Checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.format_of(_PART) == weights
+        for rows in ROWS:
+            for columns in RANGES:
+                part = TensorSlice(WEIGHT, (OUTPUTS, INPUTS), rows=rows, columns=columns)
+                meant = written.numbers[slice(*part.row_range), slice(*part.column_range)]
+                found = checkpoint.read_quantized(part)
+                assert found.format == checkpoint.format_of(part)
+                torch.testing.assert_close(found.dequantized(), meant, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("layout", ["gptq", "compressed"])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_inputs_in_any_order_are_quantised_again(tmp_path: Path, layout: str, *, symmetric: bool) -> None:
+    """To the same numbers in every slice, and near those that are stored."""
+    written = act_order(OUTPUTS, INPUTS, group=32, symmetric=symmetric, layout=layout)
+    config = gptq_config(4, 32, symmetric=symmetric, desc_act=True)
+    if layout == "compressed":
+        config = compressed_config("pack-quantized", 4, 32, symmetric=symmetric, actorder="group")
+    save_packed(tmp_path, written.tensors, config)
+    expected = quantize(written.numbers, INT8).dequantized()
+    with Checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.format_of(_PART) == INT8
+        for rows in ROWS:
+            for columns in RANGES:
+                part = TensorSlice(WEIGHT, (OUTPUTS, INPUTS), rows=rows, columns=columns)
+                found = checkpoint.read_quantized(part)
+                assert found.format == checkpoint.format_of(part)
+                meant = expected[slice(*part.row_range), slice(*part.column_range)]
+                assert torch.equal(found.dequantized(), meant)
+        checkpoint.measure_loss(_PART, INT8)
+        [line] = checkpoint.conversions.lines
+    error = float((expected - written.numbers)[:4].norm() / written.numbers[:4].norm())
+    assert line.endswith(f"act-order -> 8 bits in groups of 64, loss {100 * error:.2g} %")
+    assert error <= 0.01
+
+
+def test_a_usual_order_is_none(tmp_path: Path) -> None:
+    save, matrix, weights = CASES["gptq"]
+    save(tmp_path, matrix)
+    edit_config(tmp_path, quantization_config=gptq_config(4, 32, symmetric=True, desc_act=True))
+    with Checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.format_of(_PART) == weights
+
+
+def test_scales_that_float16_has_not_are_rounded_and_that_is_told(tmp_path: Path) -> None:
+    written = wide_floats(OUTPUTS, INPUTS, rows=1, columns=0, exact=False)
+    save_packed(tmp_path, written.tensors, float_config("float-quantized", 8, strategy="channel"))
+    with Checkpoint(tmp_path) as checkpoint:
+        found = checkpoint.read_quantized(_PART).dequantized()
+        checkpoint.measure_loss(_PART, FP8)
+        [line] = checkpoint.conversions.lines
+    torch.testing.assert_close(found, written.numbers, rtol=2**-11, atol=0)
+    error = float((found - written.numbers)[:4].norm() / written.numbers[:4].norm())
+    assert error > 0
+    assert line == f"FP8 with a scale for each row -> 8-bit floats in rows, loss {100 * error:.2g} %"
+
+
+@pytest.mark.parametrize("name", [*CASES, *FLOATS])
+def test_a_rank_reads_its_slices_only(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes of words, scales and zero points, against the slice's part of the file."""
+    if name in CASES:
+        CASES[name][0](tmp_path, CASES[name][1])
+    else:
+        save_packed(tmp_path, FLOATS[name][0].tensors, FLOATS[name][1])
+    sizes: list[int] = []
+    slice_as = SafetensorsStore.slice_as
+
+    def counting(self: SafetensorsStore, tensor: str, *given: Any) -> torch.Tensor:
+        found = slice_as(self, tensor, *given)
+        if not tensor.endswith("g_idx"):
+            sizes.append(found.nbytes)
+        return found
+
+    monkeypatch.setattr(SafetensorsStore, "slice_as", counting)
+    with Checkpoint(tmp_path) as checkpoint:
+        checkpoint.read_quantized(_PART)
+        whole = sum(sizes)
+        sizes.clear()
+        checkpoint.read_quantized(TensorSlice(WEIGHT, (OUTPUTS, INPUTS), rows=UnitRange(16, 32)))
+    assert sum(sizes) <= whole / 3 * 1.05
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("rows", {"weight_scale": torch.ones(OUTPUTS, 3)}, "weight_scale has shape"),
+        ("rows", {"weight_scale": torch.full((OUTPUTS, 1), torch.nan)}, "not finite"),
+        ("rows", {"weight_scale": torch.full((OUTPUTS, 1), 1000.0)}, "too large for float16"),
+        (
+            "rows",
+            {"weight": torch.full((OUTPUTS, INPUTS), 127).to(torch.uint8).view(torch.float8_e4m3fn)},
+            "no numbers",
+        ),
+        ("tensor", {"weight_scale": torch.ones(2)}, "weight_scale of shape"),
+        ("nvfp4", {"weight_scale": torch.ones(OUTPUTS, 6)}, "weight_scale of F32, which must be F8_E4M3"),
+        ("nvfp4", {"weight_packed": torch.zeros(OUTPUTS, 40, dtype=torch.uint8)}, "weight_packed has shape"),
+        ("nvfp4", {"weight_global_scale": torch.zeros(1)}, "not finite"),
+    ],
+)
+def test_damaged_floats_are_named(tmp_path: Path, name: str, change: dict[str, torch.Tensor], message: str) -> None:
+    written, config, _ = FLOATS[name]
+    save_packed(tmp_path, written.tensors | change, config)
+    with Checkpoint(tmp_path) as checkpoint, pytest.raises(ModelError, match=message) as caught:
+        checkpoint.read_quantized(_PART)
+    assert LAYER in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [(torch.full((INPUTS,), 7, dtype=torch.int32), "groups that do not exist"), (None, "no tensor")],
+)
+def test_damaged_orders_are_named(tmp_path: Path, order: torch.Tensor | None, message: str) -> None:
+    written = act_order(OUTPUTS, INPUTS, group=32, symmetric=True, layout="gptq")
+    tensors = {name: each for name, each in written.tensors.items() if order is not None or name != "scales"}
+    config = gptq_config(4, 32, symmetric=True, desc_act=True)
+    save_packed(tmp_path, tensors | ({} if order is None else {"g_idx": order}), config)
+    with Checkpoint(tmp_path) as checkpoint, pytest.raises(ModelError, match=message) as caught:
+        checkpoint.read_quantized(_PART)
+    assert LAYER in str(caught.value)
+
+
+def test_floats_of_eight_bits_without_a_configuration_are_refused(tmp_path: Path) -> None:
+    save_packed(tmp_path, wide_floats(OUTPUTS, INPUTS, rows=1, columns=0).tensors, {})
+    with Checkpoint(tmp_path) as checkpoint, pytest.raises(ModelError, match="F8_E4M3, and quantization_config"):
+        checkpoint.read(_PART, torch.empty(OUTPUTS, INPUTS))
+
+
+def test_several_groups_of_layers_have_their_own_formats(tmp_path: Path) -> None:
+    """As attention in 8 bits beside experts in 4."""
+    wide, narrow = wide_floats(OUTPUTS, INPUTS, rows=1, columns=0), nvfp4(OUTPUTS, INPUTS, modelopt=False)
+    other = "model.layers.0.self_attn.o_proj"
+    tensors = {f"{LAYER}.{name}": each for name, each in narrow.tensors.items()}
+    tensors |= {f"{other}.{name}": each for name, each in wide.tensors.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = float_config("mixed-precision", 8)
+    groups = {
+        "group_0": (float_config("nvfp4-pack-quantized", 4, strategy="tensor_group", group_size=16), ["re:.*mlp.*"]),
+        "group_1": (float_config("float-quantized", 8, strategy="channel"), ["Linear"]),
+    }
+    config["config_groups"] = {
+        name: given["config_groups"]["group_0"] | {"format": given["format"], "targets": targets}
+        for name, (given, targets) in groups.items()
+    }
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    with Checkpoint(tmp_path) as checkpoint:
+        for stem, written in ((LAYER, narrow), (other, wide)):
+            found = checkpoint.read_quantized(TensorSlice(f"{stem}.weight", (OUTPUTS, INPUTS)))
+            torch.testing.assert_close(found.dequantized(), written.numbers, rtol=1e-6, atol=0)

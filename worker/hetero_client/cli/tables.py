@@ -6,7 +6,7 @@ Progress is a live table on a terminal, elsewhere a line for each change.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Self
 
 from rich.console import Console, Group, RenderableType
@@ -34,11 +34,15 @@ _NONE = "-"
 
 
 def placement_view(topology: GroupTopology, *, width: int) -> RenderableType:
-    """Return a table of the ranks' shards; on a narrow terminal, devices and kernels come below it."""
+    """Return a table of the ranks' shards, with formats of weights below it, and on a narrow terminal the devices."""
+    formats = _lines((rank.rank, rank.weight_formats) for rank in topology.ranks)
     if width >= WIDE:
-        return _table(FULL_COLUMNS, [placement_cells(rank) for rank in topology.ranks])
-    table = _table(NARROW_COLUMNS, [placement_cells(rank, counts=False) for rank in topology.ranks])
-    return Group(table, *(Text(line) for line in _device_lines(topology.ranks)))
+        table, lines = _table(FULL_COLUMNS, [placement_cells(rank) for rank in topology.ranks]), formats
+    else:
+        table = _table(NARROW_COLUMNS, [placement_cells(rank, counts=False) for rank in topology.ranks])
+        devices = _lines((rank.rank, _device_words(rank) or (_NONE,)) for rank in topology.ranks)
+        lines = [*devices, *formats]
+    return Group(table, *(Text(line) for line in lines)) if lines else table
 
 
 def placement_cells(rank: RankView, *, counts: bool = True) -> dict[str, str]:
@@ -177,12 +181,17 @@ def _choices(rank: RankView) -> tuple[str, ...]:
     )
 
 
-def _device_lines(ranks: Sequence[RankView]) -> list[str]:
-    """Return a line for each kind of device and kernels, with its ranks."""
+def _device_words(rank: RankView) -> tuple[str, ...]:
+    words = ", ".join(part for part in (rank.device, *_choices(rank)) if part)
+    return (words,) if words else ()
+
+
+def _lines(said: Iterable[tuple[int, Iterable[str]]]) -> list[str]:
+    """Return a line for each different thing that is said of ranks, with their numbers."""
     who: dict[str, list[str]] = {}
-    for rank in ranks:
-        what = ", ".join(part for part in (rank.device, *_choices(rank)) if part)
-        who.setdefault(what or _NONE, []).append(str(rank.rank))
+    for rank, words in said:
+        for each in words:
+            who.setdefault(each, []).append(str(rank))
     return [f" rank {', '.join(numbers)}: {what}" for what, numbers in who.items()]
 
 

@@ -50,6 +50,7 @@ def _describe(
             status.graph_bytes = epoch.graph_bytes.get(place.rank, 0)
             status.graph_reserve_bytes = loaded.graph_reserve_bytes
             status.kernels.extend(loaded.kernels)
+            status.weight_formats.extend(loaded.weight_formats)
             if loaded.HasField("local_memory_percent"):
                 status.local_memory_percent = loaded.local_memory_percent
     return status

@@ -12,7 +12,7 @@ the directory is of another format, and list the function in `_SPECIAL`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -24,18 +24,17 @@ from hetero_api.errors import ModelError
 from hetero_api.model_parts import RowOrder
 from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import WeightFormat
+from hetero_worker.checkpoints.conversion import SAMPLED_ROWS, Conversions, quantize_slice
 from hetero_worker.checkpoints.gguf_store import open_gguf
 from hetero_worker.checkpoints.packed_cache import KeptMatrices, PackedCache
 from hetero_worker.checkpoints.packed_safetensors import open_packed_safetensors
-from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix, quantize, stacked
-from hetero_worker.checkpoints.safetensors_store import SafetensorsStore, open_fp8
+from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
+from hetero_worker.checkpoints.safetensors_store import SafetensorsStore
 from hetero_worker.checkpoints.store import TensorSlice, WeightStore
 from hetero_worker.host.process_memory import let_go_of_code
 
-_SPECIAL: Final[tuple[Callable[[Path], WeightStore | None], ...]] = (open_gguf, open_fp8, open_packed_safetensors)
+_SPECIAL: Final[tuple[Callable[[Path], WeightStore | None], ...]] = (open_gguf, open_packed_safetensors)
 """Formats other than plain safetensors, in the order in which they are tried."""
-_QUANTIZED_AT_ONCE: Final = 1 << 20
-"""Weights that are widened to floats at a time while they are quantised."""
 
 
 class _Buffer:
@@ -63,6 +62,8 @@ class Checkpoint:
         self.kept_matrices: KeptMatrices | None = None
         """This checkpoint's weights as kernels packed them in earlier loads; None if none are kept."""
         self._widened, self._unpacked = _Buffer(), _Buffer()
+        self.conversions = Conversions()
+        """Formats of the weights that were read, and what they lose."""
 
     def __enter__(self) -> Self:
         self.kept_matrices = None if self._packed is None else self._packed.open(self._directory)
@@ -130,12 +131,12 @@ class Checkpoint:
         Raises ModelError if `quantize_to` is set for a weight that is quantised already.
         """
         stored = self._store.format_of(part.name) if self._store is not None else None
-        if stored is not None and part.quantize_to is not None:
+        if stored is not None and part.quantize_to is not None and not stored.is_wide:
             raise ModelError(
                 f"{self._directory}: {part.name} is to be quantised to {part.quantize_to}, and is quantised already "
                 f"({stored}); set spec.model.quantization to none"
             )
-        weights = stored or part.quantize_to
+        weights = part.quantize_to or stored
         return weights and weights.cut(*part.column_range, part.full_shape[1])
 
     def read_quantized(self, part: TensorSlice) -> QuantizedMatrix:
@@ -149,18 +150,34 @@ class Checkpoint:
             return _rows_in_order(matrix, part.order)
         try:
             as_stored = replace(part, order=None)
-            matrix = stacked([self._quantized(rows, wanted) for rows in _pieces(as_stored)])
-            return _rows_in_order(matrix, part.order)
+            return _rows_in_order(quantize_slice(self._floats, as_stored, wanted), part.order)
         except ModelError as error:
             raise ModelError(f"{self._directory}: tensor {part.name}: {error}") from error
 
-    def _quantized(self, part: TensorSlice, wanted: WeightFormat) -> QuantizedMatrix:
-        """Quantise whole groups, so that values do not depend on where the columns begin and end."""
-        columns, inputs = part.column_range, part.full_shape[1]
-        group = wanted.group or inputs
-        begin, end = columns.begin // group * group, min(-(-columns.end // group) * group, inputs)
-        whole = quantize(self._floats(replace(part, columns=UnitRange(begin, end))), wanted)
-        return whole.columns(UnitRange(columns.begin - begin, columns.end - begin))
+    def measure_loss(self, part: TensorSlice, kept: WeightFormat | torch.dtype) -> None:
+        """Measure what a matrix loses that is kept so, on some of its rows. Raises ModelError.
+
+        Floats that stay as they are, or become wider ones, lose nothing and are left out.
+        """
+        if self._store is None or not part.shape[0] or self._widens(part, kept):
+            return
+        stored, name = self._store.stored_as(part.name), str(kept).removeprefix("torch.")
+        if not self.conversions.wants(stored, name):
+            return
+        begin, end = part.row_range
+        sample = replace(part, rows=UnitRange(begin, min(begin + SAMPLED_ROWS, end)), order=None)
+        if isinstance(kept, torch.dtype):
+            found = torch.empty(sample.shape, dtype=kept)
+            self.read(sample, found)
+        else:
+            found = self.read_quantized(sample).dequantized()
+        self.conversions.add(stored, name, exact=self._store.exact(sample), found=found.float())
+        self._store.release_pages()
+
+    def _widens(self, part: TensorSlice, kept: WeightFormat | torch.dtype) -> bool:
+        if not isinstance(kept, torch.dtype) or self._opened.format_of(part.name) is not None:
+            return False
+        return torch.promote_types(self._opened.dtype_of(part.name), kept) == kept
 
     def _floats(self, part: TensorSlice) -> torch.Tensor:
         numbers = self._widened.view(part.shape, torch.float32)
@@ -201,11 +218,3 @@ def _rows_in_order(matrix: QuantizedMatrix, order: RowOrder | None) -> Quantized
     return replace(
         matrix, values=_in_order(matrix.values, order), scales=_in_order(matrix.scales, order), minima=minima
     )
-
-
-def _pieces(part: TensorSlice) -> Iterator[TensorSlice]:
-    """Cut the slice into pieces of some rows."""
-    step = max(1, _QUANTIZED_AT_ONCE // max(1, part.full_shape[1]))
-    begin, end = part.row_range
-    for first in range(begin, max(end, begin + 1), step):
-        yield replace(part, rows=UnitRange(first, min(first + step, end)))

@@ -22,12 +22,14 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from hetero_api.model_config import CONFIG_FILE
+from hetero_api.packed_weights import MODELOPT_FILE
 from hetero_worker.checkpoints.packed_file import PARTIAL_SUFFIX
 
 logger = logging.getLogger(__name__)
 
 SUFFIX: Final = ".content"
 """Suffix of a file that remembers a content hash."""
+_CONFIG_FILES: Final = (CONFIG_FILE, MODELOPT_FILE)
 _CHECKPOINT_SUFFIXES: Final = (".safetensors", ".gguf", ".safetensors.index.json")
 _TICK_NS: Final = 2_000_000_000
 """Two seconds, the resolution of the coarsest file systems."""
@@ -121,7 +123,7 @@ class CheckpointContent:
 def checkpoint_files(directory: Path) -> list[Path]:
     """Return config and weight files, by name. Raises OSError."""
     return sorted(
-        path for path in directory.iterdir() if path.name == CONFIG_FILE or path.name.endswith(_CHECKPOINT_SUFFIXES)
+        path for path in directory.iterdir() if path.name in _CONFIG_FILES or path.name.endswith(_CHECKPOINT_SUFFIXES)
     )
 
 

@@ -47,7 +47,7 @@ SUFFIX: Final = ".packed"
 _SHARE_OF_DISK: Final = 4
 _LASTS_S: Final = {PARTIAL_SUFFIX: 3600.0, CONTENT_SUFFIX: 90 * 86400.0}
 """Age at which files go: abandoned partial files, and hashes of directories, which are then computed again."""
-_FORMAT_SOURCES: Final = ("weight_format.py", "packed_weights.py", "gguf_*.py")
+_FORMAT_SOURCES: Final = ("weight_format.py", "packed_weights.py", "module_names.py", "gguf_*.py")
 
 
 M = TypeVar("M")

@@ -1,103 +1,163 @@
-"""Reads quantised linear layers of safetensors files: AWQ, GPTQ, compressed-tensors and MXFP4.
+"""Safetensors files with floats and quantised linear layers, in the form in which ranks keep them.
 
-A layer consists of several tensors: values v packed into int32 words, scales, and zero points z that stand for a weight
-of zero. A weight is w = (v - z) · scale, so the minimum is -z · scale. Only the words that hold a rank's rows and
-columns are read and unpacked. Wider scales are rounded to float16.
-
-Layouts are those of AutoAWQ (gemm), AutoGPTQ and compressed-tensors (pack-quantized, int-quantized), and of GPT-OSS.
-Scales of MXFP4 below 2^-23, whose weights are less than 10^-6, become zero: float16 has no smaller numbers.
+`packed_layers` reads what is stored. Here numbers become a QuantizedMatrix: scales are rounded to float16. A layer
+whose inputs belong to groups in any order (act-order) is quantised again, to INT8: kernels want groups of neighbours.
+Scales of 4-bit floats below 2^-23, whose weights are less than 10^-6, become zero: float16 has no smaller numbers.
 """
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Final
 
 import torch
 
 from hetero_api.errors import ModelError
-from hetero_api.hf_config import read_json
+from hetero_api.hf_config import read_config
 from hetero_api.model_config import CONFIG_FILE
-from hetero_api.packed_weights import PackedWeights, Packing
+from hetero_api.packed_weights import PackedWeights, Packing, Scheme
 from hetero_api.sharding import UnitRange
-from hetero_api.weight_format import WeightFormat
+from hetero_api.weight_format import INT8, WeightFormat
+from hetero_worker.checkpoints.conversion import quantize_slice
+from hetero_worker.checkpoints.packed_layers import (
+    E4M3,
+    MARKS,
+    LayerSlice,
+    StoredNumbers,
+    exact_numbers,
+    stacked_floats,
+)
 from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
 from hetero_worker.checkpoints.safetensors_store import SafetensorsStore
 from hetero_worker.checkpoints.store import TensorSlice
 
-_WORD_BITS: Final = 32
-_MXFP4_TWICE: Final = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
-"""Twice the 4-bit floats (E2M1), by their bits."""
-_MXFP4_EXPONENT: Final = 128
-"""What a stored exponent of half a scale is larger by."""
-_MXFP4_BYTES: Final = 16
-"""Bytes of a group of 32."""
-_AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Position within a word, in units of four bits from the lowest, of each of 8 outputs."""
-_MARKS: Final = {
-    Packing.AWQ: "qweight",
-    Packing.GPTQ: "qweight",
-    Packing.GPTQ_V2: "qweight",
-    Packing.PACKED_INTS: "weight_packed",
-    Packing.INTS: "weight_scale",
-    Packing.MXFP4: "_blocks",
-}
-"""Tensor whose presence marks a quantised layer."""
+logger = logging.getLogger(__name__)
+
+_STACK_MARK: Final = "_blocks"
+_ORDERS: Final = ("g_idx", "weight_g_idx")
+_UNIT: Final = {8: 256.0, 4: 0.5}
+"""Factors of the scales of floats that `WeightFormat` counts in other units, by bits."""
 
 
 class PackedStore(SafetensorsStore):
-    """Safetensors files with floats and packed linear layers."""
+    """Safetensors files with floats and quantised linear layers."""
 
     def __init__(self, directory: Path, packed: PackedWeights) -> None:
         """Find the files. Raises ModelError."""
         super().__init__(directory)
-        self._packing = packed.packing
-        self._weights = packed.weights
+        self._packed = packed
+        self._schemes: dict[str, Scheme | None] = {}
+        self._orders: dict[str, torch.Tensor | None] = {}
 
     def format_of(self, name: str) -> WeightFormat | None:
         """See `WeightStore.format_of`."""
-        mark = _MARKS[self._packing]
-        if self._packing is Packing.MXFP4:
-            return self._weights if self.has(f"{name}{mark}") else None
-        stem, _, kind = name.rpartition(".")
-        is_packed = kind == "weight" and self.has(f"{stem}.{mark}")
-        return self._weights if is_packed else None
+        scheme = self._scheme_of(name)
+        if scheme is None:
+            return None
+        return scheme.weights if self._order_of(name, scheme) is None else INT8
+
+    def stored_as(self, name: str) -> str:
+        """See `WeightStore.stored_as`."""
+        scheme = self._scheme_of(name)
+        return super().stored_as(name) if scheme is None else str(scheme)
 
     def quantized(self, part: TensorSlice) -> QuantizedMatrix:
         """See `WeightStore.quantized`."""
-        if self._packing is Packing.MXFP4:
-            return self._mxfp4(part)
-        layer = _Layer(self, self._weights, part)
-        match self._packing:
-            case Packing.AWQ:
-                return layer.awq()
-            case Packing.GPTQ | Packing.GPTQ_V2:
-                return layer.gptq(zero_offset=int(self._packing is Packing.GPTQ))
-            case Packing.PACKED_INTS:
-                return layer.packed_ints()
-            case Packing.INTS:
-                return layer.ints()
+        scheme = self._quantized_by(part)
+        if self._order_of(part.name, scheme) is not None:
+            return quantize_slice(self.exact, part, INT8)
+        stored = self._numbers(part, scheme)
+        begin = stored.columns.begin
+        whole = self._matrix(stored, scheme, part)
+        return whole.columns(UnitRange(part.column_range.begin - begin, part.column_range.end - begin))
 
-    def _mxfp4(self, part: TensorSlice) -> QuantizedMatrix:
-        """Read blocks [experts, out, groups, 16], the lower half of a byte first, and exponents [experts, out, groups].
+    def exact(self, part: TensorSlice) -> torch.Tensor:
+        """See `WeightStore.exact`."""
+        scheme = self._scheme_of(part.name)
+        if scheme is None:
+            return super().exact(part)
+        order, group = self._order_of(part.name, scheme), scheme.weights.group or part.full_shape[1]
+        if order is not None:
+            stored = LayerSlice(self, scheme, part, in_order=False).numbers()
+            return exact_numbers(stored, scheme, order[slice(*part.column_range)])
+        stored = self._numbers(part, scheme)
+        begin = stored.columns.begin
+        groups = torch.arange(*stored.columns) // group - begin // group
+        wanted = slice(part.column_range.begin - begin, part.column_range.end - begin)
+        return exact_numbers(stored, scheme, groups)[:, wanted]
 
-        Rows are those of the entry of the stack.
+    def _scheme_of(self, name: str) -> Scheme | None:
+        """Return how a tensor is quantised; None: it is floats."""
+        if name not in self._schemes:
+            self._schemes[name] = self._find_scheme(name)
+        return self._schemes[name]
+
+    def _find_scheme(self, name: str) -> Scheme | None:
+        if self._packed.is_of_experts:
+            return self._packed.schemes[0] if self.has(f"{name}{_STACK_MARK}") else None
+        stem, _, kind = name.rpartition(".")
+        if kind != "weight":
+            return None
+        return next((each for each in self._packed.of_module(stem) if self._has_marks(each, stem)), None)
+
+    def _has_marks(self, scheme: Scheme, stem: str) -> bool:
+        if scheme.packing is Packing.FLOATS:
+            return self.has(f"{stem}.weight") and self.kind_of(f"{stem}.weight") == E4M3
+        return self.has(f"{stem}.{MARKS[scheme.packing]}")
+
+    def _quantized_by(self, part: TensorSlice) -> Scheme:
+        scheme = self._scheme_of(part.name)
+        if scheme is None:
+            raise RuntimeError(f"{part.name} is stored as floats")
+        return scheme
+
+    def _numbers(self, part: TensorSlice, scheme: Scheme) -> StoredNumbers:
+        if scheme.packing is Packing.MXFP4:
+            return stacked_floats(self, scheme, part)
+        return LayerSlice(self, scheme, part).numbers()
+
+    def _matrix(self, stored: StoredNumbers, scheme: Scheme, part: TensorSlice) -> QuantizedMatrix:
+        """Round scales to float16. Raises ModelError for those that it cannot hold."""
+        weights, minima = scheme.weights, None
+        if weights.is_float:
+            values, scales = stored.values, (stored.scales * _UNIT[weights.bits]).half().float()
+        else:
+            middle, is_wide = 1 << weights.bits - 1, weights.bits == 8
+            values = (stored.values - middle).to(torch.int8) if is_wide else stored.values.to(torch.uint8)
+            scales = stored.scales.half().float()
+            if weights.has_minimum:
+                minima = (scales * -(stored.zeros - middle if is_wide else stored.zeros)).half().float()
+        if not all(torch.isfinite(numbers).all() for numbers in (scales, minima) if numbers is not None):
+            tensor = f"{part.name}_scales" if scheme.packing is Packing.MXFP4 else part.name
+            raise ModelError(f"{self.directory}: {tensor} has scales that are too large for float16")
+        return QuantizedMatrix(weights, values.contiguous(), scales.contiguous(), minima)
+
+    def _order_of(self, name: str, scheme: Scheme) -> torch.Tensor | None:
+        """Return the group of each of a layer's inputs, int64; None: groups are of neighbours.
+
+        Raises ModelError for groups that do not exist, and for an order that config.json denies.
         """
-        entry, (outputs, inputs), group = part.entry, part.full_shape, self._weights.group
-        if entry is None or inputs % group:
-            raise ModelError(f"{self.directory}: {part.name} is no stack of experts with groups of {group} inputs")
-        shape = entry.entries, outputs * entry.step, inputs // group
-        blocks, exponents = f"{part.name}_blocks", f"{part.name}_scales"
-        self.check_shape(blocks, (*shape, _MXFP4_BYTES))
-        self.check_shape(exponents, shape)
-        rows = slice(entry.first, None, entry.step), slice(*part.row_range)
-        packed, stored = (self.slice(name)[entry.number][rows[0]][rows[1]] for name in (blocks, exponents))
-        values = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
-        scales = torch.exp2(stored.float() - _MXFP4_EXPONENT).half().float()
-        if not torch.isfinite(scales).all():
-            raise ModelError(f"{self.directory}: {exponents} has scales that are too large for float16")
-        whole = QuantizedMatrix(self._weights, _MXFP4_TWICE[values.int()], scales)
-        return whole if part.columns is None else whole.columns(part.columns)
+        if name not in self._orders:
+            self._orders[name] = self._read_order(name.rpartition(".")[0], scheme)
+        return self._orders[name]
+
+    def _read_order(self, stem: str, scheme: Scheme) -> torch.Tensor | None:
+        found = next((f"{stem}.{kind}" for kind in _ORDERS if self.has(f"{stem}.{kind}")), None)
+        if found is None or not scheme.weights.group:
+            return None
+        order = self.slice(found).to(torch.int64)
+        usual = torch.arange(order.numel()) // scheme.weights.group
+        if torch.equal(order, usual) or (order == -1).all():  # the second is how compressed-tensors writes none
+            return None
+        if not scheme.has_order:
+            raise ModelError(
+                f"{self.directory}: tensor {found} has inputs in an order of their own, and config.json says that they "
+                "have none (desc_act, actorder); the two are not of the same model"
+            )
+        if order.dim() != 1 or order.min() < 0 or order.max() > usual.max():
+            raise ModelError(f"{self.directory}: tensor {found} names groups that do not exist; fetch the file again")
+        return order
 
 
 def open_packed_safetensors(directory: Path) -> PackedStore | None:
@@ -106,132 +166,12 @@ def open_packed_safetensors(directory: Path) -> PackedStore | None:
     Raises ModelError.
     """
     path = directory / CONFIG_FILE
-    packed = PackedWeights.of_config(read_json(path), source=str(path)) if path.exists() else None
-    return None if packed is None else PackedStore(directory, packed)
+    packed = PackedWeights.of_config(read_config(path), source=str(path)) if path.exists() else None
+    if packed is None:
+        return None
+    logger.info("%s: weights are %s; activations and cache are not quantised", directory, _told(packed))
+    return PackedStore(directory, packed)
 
 
-class _Layer:
-    """One slice of one layer. Columns are read in whole groups, and cut afterwards."""
-
-    def __init__(self, files: SafetensorsStore, weights: WeightFormat, part: TensorSlice) -> None:
-        self._files = files
-        self._weights = weights
-        self._stem = part.name.rpartition(".")[0]
-        self._outputs, self._inputs = part.full_shape
-        self._rows = part.row_range
-        self._wanted = part.column_range
-        group = weights.group or self._inputs
-        self._groups = UnitRange(self._wanted.begin // group, -(-self._wanted.end // group))
-        self._columns = UnitRange(self._groups.begin * group, min(self._groups.end * group, self._inputs))
-        self._num_groups = weights.groups(self._inputs)
-
-    def awq(self) -> QuantizedMatrix:
-        """Read qweight [in, out / 8], qzeros [groups, out / 8] and scales [groups, out]."""
-        values = self._unpacked("qweight", (self._inputs, self._outputs), (self._columns, self._rows), 1, _AWQ_ORDER)
-        zeros = self._unpacked("qzeros", (self._num_groups, self._outputs), (self._groups, self._rows), 1, _AWQ_ORDER)
-        return self._matrix(values.T, self._scales_by_group(), zeros.T)
-
-    def gptq(self, *, zero_offset: int) -> QuantizedMatrix:
-        """Read qweight [in / 8, out], qzeros [groups, out / 8], scales [groups, out]; of 8 bits, 4 go to a word."""
-        self._check_order()
-        values = self._unpacked("qweight", (self._inputs, self._outputs), (self._columns, self._rows), 0)
-        zeros = self._unpacked("qzeros", (self._num_groups, self._outputs), (self._groups, self._rows), 1)
-        zeros = (zeros + zero_offset) & self._most
-        return self._matrix(values.T, self._scales_by_group(), zeros.T)
-
-    def packed_ints(self) -> QuantizedMatrix:
-        """Read weight_packed [out, in / 8], weight_scale [out, groups] and weight_zero_point [out / 8, groups]."""
-        values = self._unpacked("weight_packed", (self._outputs, self._inputs), (self._rows, self._columns), 1)
-        zeros = None
-        if self._weights.has_minimum:
-            shape = self._outputs, self._num_groups
-            zeros = self._unpacked("weight_zero_point", shape, (self._rows, self._groups), 0)
-        return self._matrix(values, self._scales_by_row(), zeros)
-
-    def ints(self) -> QuantizedMatrix:
-        """Read int8 weight [out, in], weight_scale [out, groups] and int8 weight_zero_point [out, groups]."""
-        values = self._signed("weight", self._inputs, self._columns)
-        has_zeros = self._weights.has_minimum
-        zeros = self._signed("weight_zero_point", self._num_groups, self._groups) if has_zeros else None
-        return self._matrix(values, self._scales_by_row(), zeros)
-
-    def _matrix(self, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> QuantizedMatrix:
-        """Return the matrix of unsigned values [rows, columns], scales and unsigned zero points [rows, groups]."""
-        middle, is_wide = self._middle, self._weights.bits == 8
-        rounded, minima = scales.half().float(), None
-        if zeros is not None and self._weights.has_minimum:
-            minima = (rounded * -(zeros - middle if is_wide else zeros)).half().float()
-        elif zeros is not None and not (zeros == middle).all():
-            raise self._error("has zero points, though config.json says that weights are symmetric")
-        if not all(torch.isfinite(numbers).all() for numbers in (rounded, minima) if numbers is not None):
-            raise self._error("has scales that are not finite, or too large for float16")
-        stored = (values - middle).to(torch.int8) if is_wide else values.to(torch.uint8)
-        begin = self._columns.begin
-        wanted = UnitRange(self._wanted.begin - begin, self._wanted.end - begin)
-        whole = QuantizedMatrix(self._weights, stored.contiguous(), rounded.contiguous(), minima)
-        return whole.columns(wanted)
-
-    @property
-    def _middle(self) -> int:
-        """Unsigned value that stands for zero."""
-        return 1 << self._weights.bits - 1
-
-    @property
-    def _most(self) -> int:
-        return (1 << self._weights.bits) - 1
-
-    def _scales_by_group(self) -> torch.Tensor:
-        """Return scales as [rows, groups]."""
-        return self._read("scales", (self._num_groups, self._outputs), self._groups, self._rows).T
-
-    def _scales_by_row(self) -> torch.Tensor:
-        """Return scales as [rows, groups]."""
-        return self._read("weight_scale", (self._outputs, self._num_groups), self._rows, self._groups)
-
-    def _signed(self, name: str, width: int, columns: UnitRange) -> torch.Tensor:
-        """Read int8 [rows, columns] as unsigned numbers in int32."""
-        return self._read(name, (self._outputs, width), self._rows, columns).to(torch.int32) + self._middle
-
-    def _unpacked(
-        self,
-        name: str,
-        shape: tuple[int, int],
-        wanted: tuple[UnitRange, UnitRange],
-        axis: int,
-        order: tuple[int, ...] | None = None,
-    ) -> torch.Tensor:
-        """Read a rectangle of a tensor of this shape whose `axis` is packed into words, as unsigned int32.
-
-        `order`: position of each number within its word; None: ascending.
-        """
-        each = _WORD_BITS // self._weights.bits
-        stored, ranges = list(shape), list(wanted)
-        begin, end = wanted[axis]
-        stored[axis] = -(-shape[axis] // each)
-        ranges[axis] = UnitRange(begin // each, -(-end // each))
-        words = self._read(name, tuple(stored), *ranges)
-        if words.dtype != torch.int32:
-            raise self._error(f"has {name} of {words.dtype}, which must be int32")
-        shifts = torch.tensor(order or range(each), dtype=torch.int32) * self._weights.bits
-        numbers = (words.unsqueeze(axis + 1) >> (shifts if axis else shifts.unsqueeze(1))) & self._most
-        first = ranges[axis].begin * each
-        return numbers.flatten(axis, axis + 1).narrow(axis, begin - first, end - begin)
-
-    def _read(self, name: str, shape: tuple[int, ...], *ranges: UnitRange) -> torch.Tensor:
-        tensor = f"{self._stem}.{name}"
-        self._files.check_shape(tensor, shape)
-        return self._files.slice(tensor, *ranges)
-
-    def _check_order(self) -> None:
-        """Raise ModelError unless inputs are assigned to groups in ascending order."""
-        if not self._files.has(f"{self._stem}.g_idx"):
-            return
-        group = self._weights.group or self._inputs
-        if not torch.equal(self._read("g_idx", (self._inputs,), self._columns), self._in_order(group)):
-            raise self._error("has its inputs in an order of their own (g_idx), which is not supported in gptq")
-
-    def _in_order(self, group: int) -> torch.Tensor:
-        return (torch.arange(*self._columns) // group).to(torch.int32)
-
-    def _error(self, problem: str) -> ModelError:
-        return ModelError(f"{self._files.directory}: layer {self._stem} {problem}")
+def _told(packed: PackedWeights) -> str:
+    return f"{packed.method} ({', '.join(map(str, packed.schemes))})"

@@ -24,6 +24,10 @@ from hetero_api.errors import ModelError
 from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import WeightFormat
 
+_WIDE_UNIT: Final = 2.0**-8
+"""What an 8-bit float counts in."""
+TWICE_E2M1: Final = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
+"""Twice the 4-bit floats (E2M1), by their bits."""
 _MIDDLE: Final = 8
 """4-bit value that stands for zero, in formats without minima."""
 _MOST: Final = {8: 127, 4: 15}
@@ -37,7 +41,7 @@ class QuantizedMatrix:
 
     format: WeightFormat
     values: torch.Tensor
-    """[out, in]: int8 for 8 bits, uint8 0…15 for 4 bits; not padded."""
+    """[out, in]: int8 for 8 bits, uint8 0…15 for 4 bits; not padded. Of floats, their bits."""
     scales: torch.Tensor
     """float32 [out, groups]."""
     minima: torch.Tensor | None = None
@@ -56,9 +60,7 @@ class QuantizedMatrix:
 
     def dequantized(self, into: torch.Tensor | None = None) -> torch.Tensor:
         """Return float32 [out, in], or write it into a tensor of any type and device and return that."""
-        result = self.values.to(torch.float32)
-        if self.format.bits == 4 and self.minima is None:
-            result -= _MIDDLE
+        result = self._numbers()
         result *= self._spread(self.scales)
         if self.minima is not None:
             result += self._spread(self.minima)
@@ -69,7 +71,9 @@ class QuantizedMatrix:
         if wanted == self.format:
             return self
         values, minima = self.values, self.minima
-        is_centred = self.format.bits == 4 and minima is None
+        is_centred = self.format.bits == 4 and minima is None and not self.format.is_float
+        if self.format.is_float and not wanted.is_float:
+            values = TWICE_E2M1[values.int()]
         if wanted.has_minimum and minima is None:
             minima = self.scales * -_MIDDLE if is_centred else torch.zeros_like(self.scales)
         elif wanted.bits == 8 and is_centred:
@@ -81,6 +85,15 @@ class QuantizedMatrix:
             self.scales[:, firsts],
             None if minima is None else minima[:, firsts],
         )
+
+    def _numbers(self) -> torch.Tensor:
+        """Return float32 [out, in]: weights without their scales and minima."""
+        if self.format.is_wide:
+            return self.values.view(torch.float8_e4m3fn).to(torch.float32) * _WIDE_UNIT
+        if self.format.is_float:
+            return TWICE_E2M1[self.values.int()].to(torch.float32)
+        numbers = self.values.to(torch.float32)
+        return numbers - _MIDDLE if self.format.bits == 4 and self.minima is None else numbers
 
     def columns(self, columns: UnitRange) -> QuantizedMatrix:
         """Return a range of columns. If it cuts a group in two, groups become small enough that none is cut."""
@@ -176,7 +189,7 @@ def quantize(weight: torch.Tensor, weights: WeightFormat) -> QuantizedMatrix:
 
     Raises ModelError for numbers that are not finite or too large for float16, ValueError for another format.
     """
-    if (weights.bits, weights.has_minimum) not in _METHODS:
+    if (weights.bits, weights.has_minimum) not in _METHODS or weights.is_float:
         raise ValueError(f"weights are not quantised to {weights} here")
     method = _METHODS[weights.bits, weights.has_minimum]
     pieces = [method(groups) for groups in _grouped(weight, weights.group or max(1, weight.shape[1]))]

@@ -15,10 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from hetero_api.errors import ModelError
-from hetero_api.hf_config import read_json
-from hetero_api.model_config import CONFIG_FILE
 from hetero_api.model_directory import MAX_HEADER_BYTES, MAX_INDEX_BYTES, model_file, parse_json, read_model_file
-from hetero_api.packed_weights import Fp8Blocks
 from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import WeightFormat
 from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
@@ -34,7 +31,6 @@ _DTYPES: Final[Mapping[str, torch.dtype]] = {
 _LENGTH_BYTES: Final = 8
 """Size of the header's length, with which a file begins."""
 _METADATA: Final = "__metadata__"
-_FP8: Final = "F8_E4M3"
 _MAX_NAME: Final = 255
 """Characters of a file's name."""
 
@@ -80,7 +76,10 @@ class SafetensorsStore(WeightStore):
         dtype = self._stored(name).dtype
         if dtype not in _DTYPES:
             path = self._path_of(name)
-            raise ModelError(f"{path}: tensor {name} is stored as {dtype}; supported: {', '.join(_DTYPES)}")
+            raise ModelError(
+                f"{path}: tensor {name} is stored as {dtype}, and quantization_config in config.json does not say what "
+                f"that means; supported: {', '.join(_DTYPES)}"
+            )
         return _DTYPES[dtype]
 
     def floats(self, part: TensorSlice) -> torch.Tensor:
@@ -102,9 +101,14 @@ class SafetensorsStore(WeightStore):
 
         The slice lies in the file, so it must not be written to. Raises ModelError.
         """
-        return self._slice_of(tensor, self.dtype_of(tensor), *ranges)
+        return self.slice_as(tensor, self.dtype_of(tensor), *ranges)
 
-    def _slice_of(self, tensor: str, dtype: torch.dtype, *ranges: UnitRange | None) -> torch.Tensor:
+    def kind_of(self, tensor: str) -> str:
+        """Return the type of the elements, as safetensors calls it. Raises ModelError if there is no such tensor."""
+        return self._stored(tensor).dtype
+
+    def slice_as(self, tensor: str, dtype: torch.dtype, *ranges: UnitRange | None) -> torch.Tensor:
+        """Return a slice, as `slice` does, with its elements' bits as another type of their size."""
         stored = self._stored(tensor)
         found = self._open(self._file_of[tensor]).mapped.bytes[stored.begin : stored.end]
         if stored.begin % dtype.itemsize:  # headers are filled up to a multiple of 8, but need not be
@@ -184,42 +188,6 @@ class SafetensorsStore(WeightStore):
             except (SafetensorError, OSError, ValueError) as error:
                 raise _damaged(path, error) from error
         return self._files[file]
-
-
-class Fp8Store(SafetensorsStore):
-    """SafetensorsStore whose matrices may be 8-bit floats with a scale for each block. They are read as bfloat16."""
-
-    def __init__(self, directory: Path, blocks: Fp8Blocks) -> None:
-        """Find the files. Raises ModelError."""
-        super().__init__(directory)
-        self._blocks = blocks
-
-    def dtype_of(self, name: str) -> torch.dtype:
-        """See `WeightStore.dtype_of`."""
-        return torch.bfloat16 if self._is_narrow(name) else super().dtype_of(name)
-
-    def floats(self, part: TensorSlice) -> torch.Tensor:
-        """See `WeightStore.floats`. Raises ModelError for scales of another shape."""
-        if not self._is_narrow(part.name):
-            return super().floats(part)
-        self.check_shape(part.name, part.full_shape)
-        scales, (outputs, inputs), size = f"{part.name}_scale_inv", part.full_shape, self._blocks
-        self.check_shape(scales, (-(-outputs // size.rows), -(-inputs // size.columns)))
-        rows = torch.arange(*part.row_range) // size.rows
-        columns = torch.arange(*part.column_range) // size.columns
-        factors = self.slice(scales).float()[rows][:, columns]
-        stored = self._slice_of(part.name, torch.float8_e4m3fn, part.rows, part.columns)
-        return (stored.float() * factors).bfloat16()
-
-    def _is_narrow(self, name: str) -> bool:
-        return self._stored(name).dtype == _FP8
-
-
-def open_fp8(directory: Path) -> Fp8Store | None:
-    """Open a directory whose config.json declares 8-bit floats; None if it does not. Raises ModelError."""
-    path = directory / CONFIG_FILE
-    blocks = Fp8Blocks.of_config(read_json(path), source=str(path)) if path.exists() else None
-    return None if blocks is None else Fp8Store(directory, blocks)
 
 
 def _check_header_length(path: Path) -> None:

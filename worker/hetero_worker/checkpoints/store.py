@@ -81,7 +81,7 @@ class TensorSlice:
 
 
 class WeightStore(ABC):
-    """Open files of one format. All methods but `release_pages` raise ModelError for a missing tensor.
+    """Open files of one format. Methods other than `release_pages` raise ModelError for a missing tensor.
 
     The files are closed with the store and the last slice that lies in them.
     """
@@ -101,6 +101,15 @@ class WeightStore(ABC):
     @abstractmethod
     def quantized(self, part: TensorSlice) -> QuantizedMatrix:
         """Return a slice of a matrix that has a format."""
+
+    def stored_as(self, name: str) -> str:
+        """Return how a tensor is stored, for a person."""
+        return str(self.format_of(name) or str(self.dtype_of(name)).removeprefix("torch."))
+
+    def exact(self, part: TensorSlice) -> torch.Tensor:
+        """Return a slice as float32, before anything is rounded to what ranks keep."""
+        is_quantized = self.format_of(part.name) is not None
+        return self.quantized(part).dequantized() if is_quantized else self.floats(part).float()
 
     @abstractmethod
     def release_pages(self) -> None:

@@ -86,6 +86,9 @@ class ShardedLinear:
             else self._pack_floats(checkpoint, parts, dtype=dtype, kernel=kernel, device=device)
             for weights, parts in runs
         ]
+        for weights, parts in runs:
+            for part in parts:
+                checkpoint.measure_loss(part, weights or floats_dtype(checkpoint, parts, dtype, kernel))
         heights = [sum(part.shape[0] for part in parts) for _, parts in runs]
         self._packed = packed[0] if len(packed) == 1 else JoinedWeights(packed, heights)
         if self._biases:
@@ -99,7 +102,7 @@ class ShardedLinear:
         """Return runs of slices that are packed together, with their format; None: floats."""
         stored = [checkpoint.format_of(part) for part in self._weights]
         formats = [weights for weights in stored if weights is not None]
-        if len(formats) == len(stored):
+        if len(formats) == len(stored) and all(formats[0].joins(weights) for weights in formats):
             joined = reduce(WeightFormat.joined, formats)
             if kept_format(joined, kernel) is not None:
                 return [(joined, list(self._weights))]

@@ -19,7 +19,7 @@ from hetero_api.weight_format import WeightFormat
 from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
 from hetero_worker.layers.linear_kernels import LinearKernel, PackedHeads, PackedWeight
 from hetero_worker.memory.huge_pages import empty_on_huge_pages
-from hetero_worker.native.compute_library import FORMATS, I4, I8, embed_op, ffi, heads_op, linear_op, pack_op
+from hetero_worker.native.compute_library import F4, F8, FORMATS, I4, I8, embed_op, ffi, heads_op, linear_op, pack_op
 from hetero_worker.native.loading import address_of
 from hetero_worker.native.op_queue import OpQueue
 
@@ -29,6 +29,8 @@ _EXACT: Final[dict[torch.dtype, tuple[torch.dtype, ...]]] = {
     torch.float16: (torch.float16,),
 }
 """Types of weights that are numbers of the inputs' type, by that type."""
+_KINDS: Final = {(8, False): I8, (4, False): I4, (8, True): F8, (4, True): F4}
+"""Kernels' formats by bits and whether values are floats."""
 _GROUP_UNIT: Final = 16
 """Inputs; groups are multiples of it."""
 _PRESENT: Final = 1
@@ -57,7 +59,7 @@ class NativeLinear(LinearKernel):
 
     def takes(self, weights: WeightFormat) -> bool:
         """Return True for formats whose groups have a multiple of 16 inputs."""
-        return weights.group % _GROUP_UNIT == 0
+        return weights.group % _GROUP_UNIT == 0 and not (weights.is_float and weights.has_minimum)
 
     def pack_heads(self, weight: torch.Tensor) -> PackedHeads:
         """Pack a copy of the weight."""
@@ -89,11 +91,10 @@ class NativeLinear(LinearKernel):
         """
         if not self.takes(weights):
             raise ValueError(f"native kernels take groups of a multiple of {_GROUP_UNIT} inputs, not {weights}")
-        kind = I8 if weights.bits == 8 else I4
         return NativeWeight(
             self._op_queue,
             self._dtype,
-            kind,
+            _KINDS[weights.bits, weights.is_float],
             shape,
             group=weights.group,
             has_scales=True,

@@ -55,8 +55,14 @@ def floats_dtype(
     checkpoint: Checkpoint, parts: Sequence[TensorSlice], dtype: torch.dtype, kernel: LinearKernel | None
 ) -> torch.dtype:
     """Return the type in memory of one weight of floats that is made of these slices."""
-    stored = [kind for kind in map(checkpoint.dtype_of, parts) if kind is not None]
+    stored = [kind for kind in (_stored_dtype(checkpoint, part) for part in parts) if kind is not None]
     return kept_dtype(reduce(torch.promote_types, stored), dtype, kernel) if len(stored) == len(parts) else dtype
+
+
+def _stored_dtype(checkpoint: Checkpoint, part: TensorSlice) -> torch.dtype | None:
+    """Return the type of stored floats; of 8-bit ones, the narrowest that is multiplied with; None: of no floats."""
+    weights = checkpoint.format_of(part)
+    return torch.bfloat16 if weights is not None and weights.is_wide else checkpoint.dtype_of(part)
 
 
 def read_floats(checkpoint: Checkpoint, parts: Sequence[TensorSlice], into: torch.Tensor) -> None:

@@ -30,6 +30,8 @@ BF16: Final = _FORMATS["HC_BF16"]
 F16: Final = _FORMATS["HC_F16"]
 I8: Final = _FORMATS["HC_I8"]
 I4: Final = _FORMATS["HC_I4"]
+F8: Final = _FORMATS["HC_F8"]
+F4: Final = _FORMATS["HC_F4"]
 FORMATS: Final = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}
 """Formats of tensors. Activations are float32 or bfloat16."""
 SILU: Final = _ACTIVATIONS["HC_SILU"]

@@ -53,6 +53,8 @@ class SyntheticWeights(Checkpoint):
             raise RuntimeError(f"{part.name} is floats and is to stay so")
         outputs, inputs = part.shape
         kind, least, end = (torch.int8, -127, 128) if weights.bits == 8 else (torch.uint8, 0, 16)
+        if weights.is_wide:  # the others are negative ones, and one that is no number
+            least, end = 0, 127
         values = torch.randint(least, end, (outputs, inputs), dtype=kind, generator=self._generator)
         scales = torch.full((outputs, weights.groups(inputs)), _SCALE / end)
         scales = scales.half().float()

@@ -46,6 +46,8 @@ class LoadedShard:
     """What attention gathers at most, for decode rows of a step."""
     memory_pool: MemoryPool
     """Of the memory that the weights are in."""
+    weight_formats: tuple[str, ...] = ()
+    """See `Loaded.weight_formats`."""
 
     def serves(self, request: LoadRequest) -> bool:
         """Whether these weights are what `request` asks for; bounds and memory do not matter to them.
@@ -74,6 +76,7 @@ class LoadedShard:
             kv_bytes_per_token=kv_cost(request).cache_bytes,
             load_s=load_s,
             kernels=self.kernels,
+            weight_formats=self.weight_formats,
             graph_sizes=graph_sizes,
             graph_reserve_bytes=graphs.total,
         )
@@ -96,12 +99,13 @@ def load_shard(request: LoadRequest, backend: DeviceBackend, *, kernel: LinearKe
     _kv_budget_bytes(request, budget_of(request, weight_bytes, gather_bytes, pool, graph_bytes=graphs.total))
     with pool.apart(), request.open_weights(request.directory) as checkpoint:
         decoder.load(checkpoint, kernel)
+        formats = checkpoint.conversions.lines
     pool.release_unused()  # what weights went through on their way
     load_s = time.perf_counter() - begin
     logger.info("rank %d: loaded %s of weights in %.1f s", request.rank, mib(weight_bytes), load_s)
     cached = () if request.cache_dtype == request.dtype else (f"cache={request.cache_dtype}",)
     kernels = (f"linear={kernel.name}", f"attention={decoder.attention.name}", f"fused={decoder.ops.name}", *cached)
-    return LoadedShard(request, decoder, kernel, weight_bytes, kernels, load_s, gather_bytes, pool)
+    return LoadedShard(request, decoder, kernel, weight_bytes, kernels, load_s, gather_bytes, pool, formats)
 
 
 def empty_decoder(request: LoadRequest, backend: DeviceBackend) -> Decoder:

@@ -21,19 +21,19 @@ static inline u8x64 hc_low_nibbles(u8x64 v) { return v & 15; }
 
 static inline u8x64 hc_high_nibbles(u8x64 v) { return (u8x64)((u32x16)v >> 4) & 15; }
 
-/* Whether hc_dot takes HC_I8_ZERO off bytes that are no nibbles; else who sums has to. */
+/* Whether hc_dot takes HC_I8_ZERO off bytes that are not small; else who sums has to. */
 #if defined(__AVX512VNNI__)
 #define HC_DOT_TAKES_ZERO 0
 #else
 #define HC_DOT_TAKES_ZERO 1
 #endif
 
-/* sum + the four products of each lane; are_nibbles: all of w are below 16. */
-static inline __attribute__((always_inline)) i32x16 hc_dot(i32x16 sum, u8x64 w, const int8_t *x, const int are_nibbles) {
+/* sum + the four products of each lane; are_small: all of w are below 128. */
+static inline __attribute__((always_inline)) i32x16 hc_dot(i32x16 sum, u8x64 w, const int8_t *x, const int are_small) {
     int32_t four;
     memcpy(&four, x, sizeof four);
 #if defined(__AVX512VNNI__)
-    (void)are_nibbles;
+    (void)are_small;
     return (i32x16)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, _mm512_set1_epi32(four));
 #elif defined(__AVX2__)
     __m256i halves[2], sums[2], all = _mm256_set1_epi32(four), ones = _mm256_set1_epi16(1);
@@ -41,7 +41,7 @@ static inline __attribute__((always_inline)) i32x16 hc_dot(i32x16 sum, u8x64 w, 
     memcpy(sums, &sum, sizeof sum);
     for (int i = 0; i < 2; i++) {
         __m256i size = halves[i], signed_x = all;
-        if (!are_nibbles) { /* sums of two products fit 16 bits if the first factor is no more than 128 */
+        if (!are_small) { /* sums of two products fit 16 bits if the first factor is no more than 128 */
             __m256i value = _mm256_xor_si256(halves[i], _mm256_set1_epi8((char)HC_I8_ZERO));
             size = _mm256_abs_epi8(value);
             signed_x = _mm256_sign_epi8(all, value);
@@ -57,7 +57,7 @@ static inline __attribute__((always_inline)) i32x16 hc_dot(i32x16 sum, u8x64 w, 
     memcpy(values, &w, sizeof w);
     memcpy(sums, &sum, sizeof sum);
     for (int i = 0; i < 4; i++) {
-        int8x16_t value = are_nibbles ? values[i] : veorq_s8(values[i], vdupq_n_s8((int8_t)HC_I8_ZERO));
+        int8x16_t value = are_small ? values[i] : veorq_s8(values[i], vdupq_n_s8((int8_t)HC_I8_ZERO));
 #if defined(__ARM_FEATURE_DOTPROD)
         sums[i] = vdotq_s32(sums[i], value, all);
 #else
@@ -70,7 +70,7 @@ static inline __attribute__((always_inline)) i32x16 hc_dot(i32x16 sum, u8x64 w, 
 #else
     for (int lane = 0; lane < HC_LANES; lane++)
         for (int i = 0; i < 4; i++)
-            sum[lane] += (are_nibbles ? w[lane * 4 + i] : w[lane * 4 + i] - HC_I8_ZERO) * x[i];
+            sum[lane] += (are_small ? w[lane * 4 + i] : w[lane * 4 + i] - HC_I8_ZERO) * x[i];
     return sum;
 #endif
 }

@@ -33,6 +33,8 @@ enum hc_format {
     HC_F16 = 2,
     HC_I8 = 3, /* w = v * scale + minimum, v in -128..127; without minima w = v * scale */
     HC_I4 = 4, /* w = v * scale + minimum, v in 0..15; without minima w = (v - 8) * scale */
+    HC_F8 = 5, /* w = v / 256 * scale, v an 8-bit float (E4M3) */
+    HC_F4 = 6, /* w = 2 * v * scale, v a 4-bit float (E2M1) */
     HC_FORMATS
 };
 
@@ -76,7 +78,7 @@ typedef struct {
 typedef struct {
     hc_op op;
     hc_weight *weight;
-    const void *values;   /* float, uint16_t (bf16, f16), int8_t or, of HC_I4, uint8_t with one value a byte: [out, in] */
+    const void *values;   /* float, uint16_t (bf16, f16), or one value a byte: [out, in] */
     uint64_t stride;      /* elements from one row of `values` to the next */
     const float *scales;  /* [out, groups], or NULL */
     const float *minima;  /* [out, groups], or NULL */

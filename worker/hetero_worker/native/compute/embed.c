@@ -1,7 +1,7 @@
 /* Looks rows of a packed table up. A row lies in one lane of its panel, so HC_PANEL rows' bytes are read for one; members
  * share the inputs of each row, for a step may have one row only. */
 #include "isa.h"
-#include "packing.h"
+#include "small_floats.h"
 
 extern hc_kernel HC_NAME(embed);
 
@@ -15,6 +15,8 @@ static void floats(const hc_weight *table, const void *panel, uint64_t lane, uin
             *y = ((const float *)panel)[at];
         } else if (table->format == HC_F16) {
             *y = hc_half_to_float(((const uint16_t *)panel)[at]);
+        } else if (table->format == HC_F8) {
+            *y = hc_half_to_float(hc_half_of_f8(((const uint8_t *)panel)[at]));
         } else {
             uint32_t bits = (uint32_t)((const uint16_t *)panel)[at] << 16;
             memcpy(y, &bits, sizeof bits);
@@ -24,14 +26,16 @@ static void floats(const hc_weight *table, const void *panel, uint64_t lane, uin
 
 static void whole_numbers(const hc_weight *table, const uint8_t *panel, uint64_t lane, uint64_t begin, uint64_t end,
                           float *y) {
-    int zero = table->format == HC_I8 ? HC_I8_ZERO : table->minima ? 0 : HC_I4_ZERO;
+    static const uint8_t floats_of[16] = {HC_F4_TABLE};
+    int is_float = table->format == HC_F4;
+    int zero = table->format == HC_I8 ? HC_I8_ZERO : is_float ? HC_F4_ZERO : table->minima ? 0 : HC_I4_ZERO;
     for (uint64_t i = begin; i < end; i++) {
         int value;
         if (table->format == HC_I8)
             value = panel[(i / 4 * HC_PANEL + lane) * 4 + i % 4];
         else
             value = panel[(i / 8 * HC_PANEL + lane) * 4 + i % 4] >> i % 8 / 4 * 4 & 15;
-        *y++ = (float)(value - zero);
+        *y++ = (float)((is_float ? floats_of[value] : value) - zero);
     }
 }
 
@@ -47,12 +51,12 @@ static void scale_by_group(const hc_weight *table, uint64_t row, uint64_t begin,
 
 static void look_up(const hc_weight *table, uint64_t row, uint64_t begin, uint64_t end, float *y) {
     const void *panel = hc_panel(table, row / HC_PANEL);
-    if (!hc_is_quantized(table)) {
+    if (hc_is_quantized(table))
+        whole_numbers(table, panel, row % HC_PANEL, begin, end, y);
+    else
         floats(table, panel, row % HC_PANEL, begin, end, y);
-        return;
-    }
-    whole_numbers(table, panel, row % HC_PANEL, begin, end, y);
-    scale_by_group(table, row, begin, end, y);
+    if (hc_has_scales(table))
+        scale_by_group(table, row, begin, end, y);
 }
 
 void HC_NAME(embed)(const hc_op *any, hc_crew *crew, uint64_t member) {

@@ -49,7 +49,7 @@ static inline uint64_t hc_sums_bytes(const hc_linear_op *op) {
 
 /* Bytes of a panel's 4-bit values, one a byte. */
 static inline uint64_t hc_unpacked_bytes(const hc_weight *weight) {
-    return weight->format == HC_I4 ? hc_stored_inputs(weight) * HC_PANEL : 0;
+    return hc_has_nibbles(weight) ? hc_stored_inputs(weight) * HC_PANEL : 0;
 }
 
 /* What a member takes for products of heads, of up to HC_FEW_ROWS rows. */

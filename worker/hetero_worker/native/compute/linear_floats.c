@@ -7,6 +7,7 @@
  *
  * Rows of x are put together so that a tile's are read one after another: [inputs / 16][rows][16]. */
 #include "linear.h"
+#include "small_floats.h"
 #include "tiles.h"
 
 #if defined(__AVX512F__)
@@ -29,6 +30,8 @@ typedef struct {
     const char *w;
     const float *x;
     uint64_t count; /* of inputs */
+    const uint16_t *scales; /* of the first group, where the format has any */
+    uint64_t group, left;   /* inputs of a group, and of the first one that are left */
     hc_ahead ahead;
     uint64_t ahead_step; /* bytes of 16 inputs, as they are stored */
     hc_corner corner;
@@ -41,13 +44,17 @@ HC_INLINE f32x16 widened(const char *p, int format) {
         return hc_load((const float *)p);
     case HC_BF16:
         return hc_widen_bf16((const uint16_t *)p);
+    case HC_F8:
+        return hc_widen_f8((const uint8_t *)p);
     default:
         return hc_widen_f16((const uint16_t *)p);
     }
 }
 
 HC_INLINE void multiply(const int rows, const int vectors, const int format, const hc_piece *piece) {
-    const uint64_t vector = HC_LANES * hc_width_of(format), step = HC_VECTORS * vector;
+    const uint64_t vector = HC_LANES * hc_float_width(format), step = HC_VECTORS * vector;
+    const uint16_t *scales = piece->scales;
+    uint64_t of_group = piece->left;
     f32x16 sums[HC_MAX_TILE][HC_VECTORS];
     HC_UNROLLED
     for (int r = 0; r < rows; r++)
@@ -59,11 +66,25 @@ HC_INLINE void multiply(const int rows, const int vectors, const int format, con
     for (uint64_t left = piece->count, at = 0; left; at += piece->ahead_step) {
         uint64_t now = left < HC_LANES ? left : HC_LANES;
         hc_ask_for(&piece->ahead, at);
+        f32x16 factors[HC_VECTORS];
+        if (format == HC_F8) {
+            if (!of_group) {
+                of_group = piece->group;
+                scales += HC_PANEL;
+            }
+            of_group -= now;
+            HC_UNROLLED
+            for (int v = 0; v < vectors; v++)
+                factors[v] = hc_widen_f16(scales + v * HC_LANES);
+        }
         for (uint64_t i = 0; i < now; i++, w += step) {
             f32x16 weights[HC_VECTORS];
             HC_UNROLLED
-            for (int v = 0; v < vectors; v++)
+            for (int v = 0; v < vectors; v++) {
                 weights[v] = widened(w + v * vector, format);
+                if (format == HC_F8)
+                    weights[v] = hc_product(weights[v], factors[v]);
+            }
             HC_UNROLLED
             for (int r = 0; r < rows; r++) {
                 f32x16 one = hc_all(x[r * HC_LANES + i]);
@@ -108,8 +129,13 @@ static void multiply_bf16(uint64_t rows, const hc_piece *piece) { multiply_rows(
 
 static void multiply_f16(uint64_t rows, const hc_piece *piece) { multiply_rows(rows, HC_F16, piece); }
 
+static void multiply_f8(uint64_t rows, const hc_piece *piece) { multiply_rows(rows, HC_F8, piece); }
+
 typedef void multiplier(uint64_t rows, const hc_piece *piece);
-static multiplier *const MULTIPLIERS[] = {[HC_F32] = multiply_f32, [HC_BF16] = multiply_bf16, [HC_F16] = multiply_f16};
+static multiplier *const MULTIPLIERS[HC_FORMATS] = {
+    [HC_F32] = multiply_f32, [HC_BF16] = multiply_bf16, [HC_F16] = multiply_f16, [HC_F8] = multiply_f8,
+    /* that have no inputs */
+    [HC_I8] = multiply_f32,  [HC_I4] = multiply_f32,    [HC_F4] = multiply_f32};
 
 static void widen(const char *panel, uint64_t format, uint64_t count, float *out) {
     for (uint64_t i = 0; i < count * HC_VECTORS; i++)
@@ -154,11 +180,16 @@ typedef struct {
     uint64_t format; /* of w */
 } hc_block;
 
-static uint64_t bytes_of_input(const hc_weight *weight) { return HC_PANEL * hc_width_of(weight->format); }
+static uint64_t bytes_of_input(const hc_weight *weight) { return HC_PANEL * hc_float_width(weight->format); }
 
 static hc_block block_of(const hc_weight *weight, uint64_t panel, uint64_t begin, uint64_t behind) {
     const char *stored = (const char *)hc_panel(weight, panel) + begin * bytes_of_input(weight);
     return (hc_block){panel, begin, begin + HC_BLOCK < behind ? begin + HC_BLOCK : behind, stored, stored, weight->format};
+}
+
+/* Scales of a panel from an input's group on. */
+static const uint16_t *scales_at(const hc_weight *weight, uint64_t panel, uint64_t input) {
+    return hc_panel_numbers(weight, weight->scales, panel) + (weight->group ? input / weight->group : 0) * HC_PANEL;
 }
 
 static void multiply_tile(const hc_rows *rows, uint64_t first, uint64_t count, const hc_block *block, hc_ahead ahead) {
@@ -171,11 +202,27 @@ static void multiply_tile(const hc_rows *rows, uint64_t first, uint64_t count, c
                       .ahead_step = HC_LANES * bytes_of_input(weight),
                       .is_first = !block->begin,
                       .is_last = block->behind == weight->in};
+    if (block->format == HC_F8) {
+        piece.scales = scales_at(weight, block->panel, block->begin);
+        piece.group = weight->group ? weight->group : UINT64_MAX;
+        piece.left = piece.group - (weight->group ? block->begin % weight->group : 0);
+    }
     for (uint64_t v = 0; v < HC_VECTORS; v += at_once) {
         piece.corner = hc_corner_of(rows->op, rows->sums, first, block->panel * HC_PANEL + v * HC_LANES);
         MULTIPLIERS[block->format](count, &piece);
-        piece.w += at_once * HC_LANES * hc_width_of(block->format);
+        piece.w += at_once * HC_LANES * hc_float_width(block->format);
+        piece.scales += block->format == HC_F8 ? at_once * HC_LANES : 0;
         piece.ahead.bytes = 0; /* it is asked for already */
+    }
+}
+
+/* A block of 8-bit floats, with their scales. */
+static void widen_scaled(const hc_weight *weight, const hc_block *block, float *out) {
+    const uint8_t *stored = (const uint8_t *)block->stored;
+    for (uint64_t i = block->begin; i < block->behind; i++) {
+        const uint16_t *scales = scales_at(weight, block->panel, i);
+        for (uint64_t v = 0; v < HC_VECTORS; v++, stored += HC_LANES, out += HC_LANES)
+            hc_store(out, hc_product(hc_widen_f8(stored), hc_widen_f16(scales + v * HC_LANES)));
     }
 }
 
@@ -215,7 +262,10 @@ static void multiply_tiles(const hc_rows *rows, const hc_part *part, uint64_t be
         do {
             hc_block block = block_of(weight, panel, at, behind);
             if (weight->format != HC_F32 && part->behind_tiles - part->first_tile >= WIDEN_FROM) {
-                widen(block.stored, weight->format, block.behind - at, buffer);
+                if (weight->format == HC_F8)
+                    widen_scaled(weight, &block, buffer);
+                else
+                    widen(block.stored, weight->format, block.behind - at, buffer);
                 block.w = (const char *)buffer;
                 block.format = HC_F32;
             }

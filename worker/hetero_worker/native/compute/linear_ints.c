@@ -4,6 +4,7 @@
  * Where there are several tiles of rows, 4-bit weights are spread to bytes once for all of them. */
 #include "linear.h"
 #include "quantize.h"
+#include "small_floats.h"
 #include "tiles.h"
 
 /* Rows and vectors of a panel at once: a tile of TILE rows with VECTORS, or of up to HIGH_TILE with one. The high one reads
@@ -18,12 +19,13 @@
 #define HIGH_TILE 2
 #endif
 /* Up to so many tiles are high: two of 4-bit weights too, which then need not be spread. */
-#define HIGH_TILES(format) ((format) == HC_I4 ? 2 : 1)
+#define HIGH_TILES(weight) (hc_has_nibbles(weight) ? 2 : 1)
 #define VECTOR_BYTES 64 /* of values */
 #define CACHED_BYTES (384u * 1024) /* of x that are gone through for panel after panel */
 #define AHEAD_NUMBERS 512          /* bytes of scales, and of minima, that are asked for ahead */
 
-enum { BYTES, NIBBLES, SPREAD_NIBBLES }; /* the last: one a byte */
+enum { BYTES, NIBBLES, FLOAT_NIBBLES, SPREAD_NIBBLES }; /* the last: one a byte, floats looked up */
+#define ARE_PACKED(kind) ((kind) == NIBBLES || (kind) == FLOAT_NIBBLES)
 
 /* A panel, or a vector of it, and a tile's rows. */
 typedef struct {
@@ -37,28 +39,40 @@ typedef struct {
     hc_corner corner;
 } hc_piece;
 
-/* sums += dot products of `count` inputs, a multiple of 4 (of NIBBLES: of 8). */
+HC_INLINE u8x64 low_values(const int kind, u8x64 bytes) {
+    return kind == FLOAT_NIBBLES ? hc_looked_up(hc_low_nibbles(bytes)) : hc_low_nibbles(bytes);
+}
+
+HC_INLINE u8x64 high_values(const int kind, u8x64 bytes) {
+    return kind == FLOAT_NIBBLES ? hc_looked_up(hc_high_nibbles(bytes)) : hc_high_nibbles(bytes);
+}
+
+/* sums += dot products of `count` inputs, a multiple of 4 (where two lie in a byte: of 8). */
 HC_INLINE void add_dots(const int rows, const int vectors, const int kind, const uint8_t *w, const int8_t *x,
                         uint64_t count, i32x16 (*sums)[HC_VECTORS]) {
-    const uint64_t inputs = kind == NIBBLES ? 8 : 4;
+    const uint64_t inputs = ARE_PACKED(kind) ? 8 : 4;
     for (const int8_t *end = x + count; x < end; x += inputs, w += HC_VECTORS * VECTOR_BYTES) {
-        u8x64 weights[HC_VECTORS];
+        u8x64 weights[HC_VECTORS], low[HC_VECTORS];
         HC_UNROLLED
-        for (int v = 0; v < vectors; v++)
+        for (int v = 0; v < vectors; v++) {
             weights[v] = hc_load_bytes(w + v * VECTOR_BYTES);
+            low[v] = ARE_PACKED(kind) ? low_values(kind, weights[v]) : weights[v];
+        }
         HC_UNROLLED
         for (int r = 0; r < rows; r++)
             HC_UNROLLED
             for (int v = 0; v < vectors; v++)
-                sums[r][v] = hc_dot(sums[r][v], kind == NIBBLES ? hc_low_nibbles(weights[v]) : weights[v],
-                                    x + r * HC_X_UNIT, kind != BYTES);
-        if (kind != NIBBLES)
+                sums[r][v] = hc_dot(sums[r][v], low[v], x + r * HC_X_UNIT, kind != BYTES);
+        if (!ARE_PACKED(kind))
             continue;
         HC_UNROLLED
+        for (int v = 0; v < vectors; v++)
+            weights[v] = high_values(kind, weights[v]);
+        HC_UNROLLED
         for (int r = 0; r < rows; r++)
             HC_UNROLLED
             for (int v = 0; v < vectors; v++)
-                sums[r][v] = hc_dot(sums[r][v], hc_high_nibbles(weights[v]), x + r * HC_X_UNIT + 4, 1);
+                sums[r][v] = hc_dot(sums[r][v], weights[v], x + r * HC_X_UNIT + 4, 1);
     }
 }
 
@@ -110,7 +124,7 @@ HC_INLINE void multiply(const int rows, const int vectors, const int kind, const
                     sums[r][v] = hc_fma(sum, minima[v], sums[r][v]);
             }
         }
-        w += group * HC_PANEL / (kind == NIBBLES ? 2 : 1);
+        w += group * HC_PANEL / (ARE_PACKED(kind) ? 2 : 1);
         x.starts += rows;
         x.scales += rows;
         x.sums += rows;
@@ -165,6 +179,7 @@ MULTIPLIER(multiply_bytes, BYTES, 0, 0)
 MULTIPLIER(multiply_bytes_with_minima, BYTES, 0, 1)
 MULTIPLIER(multiply_nibbles, NIBBLES, 0, 0)
 MULTIPLIER(multiply_nibbles_with_minima, NIBBLES, 0, 1)
+MULTIPLIER(multiply_float_nibbles, FLOAT_NIBBLES, 0, 0)
 MULTIPLIER(multiply_spread, SPREAD_NIBBLES, 0, 0)
 MULTIPLIER(multiply_spread_with_minima, SPREAD_NIBBLES, 0, 1)
 
@@ -173,13 +188,16 @@ static multiplier *multiplier_of(const hc_weight *weight, int is_spread) {
         return weight->minima ? multiply_bytes_with_minima : weight->group ? multiply_bytes : multiply_bytes_by_row;
     if (is_spread)
         return weight->minima ? multiply_spread_with_minima : multiply_spread;
+    if (weight->format == HC_F4)
+        return multiply_float_nibbles;
     return weight->minima ? multiply_nibbles_with_minima : multiply_nibbles;
 }
 
-static void spread(const uint8_t *panel, uint64_t inputs, uint8_t *out) {
+static void spread(const uint8_t *panel, uint64_t inputs, int are_floats, uint8_t *out) {
+    const int kind = are_floats ? FLOAT_NIBBLES : NIBBLES;
     for (uint64_t i = 0; i < inputs; i += 8, out += HC_VECTORS * VECTOR_BYTES)
         for (int v = 0; v < HC_VECTORS; v++, panel += VECTOR_BYTES, out += VECTOR_BYTES) {
-            u8x64 weights = hc_load_bytes(panel), low = hc_low_nibbles(weights), high = hc_high_nibbles(weights);
+            u8x64 weights = hc_load_bytes(panel), low = low_values(kind, weights), high = high_values(kind, weights);
             memcpy(out, &low, sizeof low);
             memcpy(out + HC_VECTORS * VECTOR_BYTES, &high, sizeof high);
         }
@@ -215,13 +233,13 @@ static void multiply_part(const hc_rows *rows, const hc_part *part, uint8_t *buf
     int is_spread = buffer && !rows->are_high;
     multiplier *run = multiplier_of(weight, is_spread);
     uint64_t at_once = vectors_at_once(&rows->tiles), num_tiles = part->behind_tiles - part->first_tile;
-    uint64_t ahead_step = hc_x_group(weight) * HC_PANEL / (weight->format == HC_I4 ? 2 : 1);
+    uint64_t ahead_step = hc_x_group(weight) * HC_PANEL / (hc_has_nibbles(weight) ? 2 : 1);
     uint64_t piece_bytes = hc_stored_inputs(weight) / hc_x_group(weight) * ahead_step;
     hc_stream stream = hc_stream_of(hc_panel(weight, part->behind_panels), ahead_step, num_tiles, piece_bytes);
     for (uint64_t panel = part->first_panel; panel < part->behind_panels; panel++) {
         const uint8_t *stored = hc_panel(weight, panel);
         if (is_spread)
-            spread(stored, hc_stored_inputs(weight), buffer);
+            spread(stored, hc_stored_inputs(weight), weight->format == HC_F4, buffer);
         uint64_t first = hc_tile_begin(&rows->tiles, part->first_tile), behind;
         for (uint64_t tile = part->first_tile; tile < part->behind_tiles; tile++, first = behind) {
             behind = hc_tile_begin(&rows->tiles, tile + 1);
@@ -250,7 +268,7 @@ extern hc_kernel HC_NAME(linear_ints);
 void HC_NAME(linear_ints)(const hc_op *any, hc_crew *crew, uint64_t member) {
     const hc_linear_op *op = (const hc_linear_op *)any;
     const hc_weight *weight = op->weight;
-    int are_high = op->op.rows <= HIGH_TILES(weight->format) * HIGH_TILE;
+    int are_high = op->op.rows <= HIGH_TILES(weight) * HIGH_TILE;
     hc_tiles tiles = hc_tiles_of(op->op.rows, are_high ? HIGH_TILE : TILE);
     hc_part part = hc_part_of(tiles.count, hc_panels(weight), crew->size, member);
     hc_rows rows = {op, tiles, op->scratch, hc_row_bytes(weight), are_high};

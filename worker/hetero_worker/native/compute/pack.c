@@ -10,7 +10,7 @@ extern hc_kernel hc_pack;
 uint64_t hc_packed_bytes(const hc_weight *weight, uint64_t which) {
     if (which == 0)
         return hc_panels(weight) * hc_panel_bytes(weight);
-    if (!hc_is_quantized(weight) || (which == 2 && !weight->minima))
+    if (!hc_has_scales(weight) || (which == 2 && !weight->minima))
         return 0;
     return hc_panels(weight) * hc_groups(weight) * HC_PANEL * sizeof(uint16_t);
 }
@@ -52,6 +52,11 @@ static void pack_bytes(const uint8_t *row, uint8_t *lane, uint64_t begin, uint64
         lane[i / 4 * 4 * HC_PANEL + i % 4] = (uint8_t)((i < in ? row[i] : 0) + HC_I8_ZERO);
 }
 
+static void pack_floats(const uint8_t *row, uint8_t *lane, uint64_t begin, uint64_t end) {
+    for (uint64_t i = begin; i < end; i++)
+        lane[i * HC_PANEL] = row[i];
+}
+
 static void pack_nibbles(const uint8_t *row, uint8_t *lane, uint64_t begin, uint64_t end, uint64_t in) {
     for (uint64_t i = begin; i < end; i += 8)
         for (uint64_t j = 0; j < 4; j++) {
@@ -61,14 +66,16 @@ static void pack_nibbles(const uint8_t *row, uint8_t *lane, uint64_t begin, uint
 }
 
 static void pack_some(const hc_pack_op *op, uint64_t row, uint64_t begin, uint64_t end) {
-    static const uint64_t widths[HC_FORMATS] = {4, 2, 2, 1, 1}, lanes[HC_FORMATS] = {4, 2, 2, 4, 4};
+    static const uint64_t widths[HC_FORMATS] = {4, 2, 2, 1, 1, 1, 1}, lanes[HC_FORMATS] = {4, 2, 2, 4, 4, 1, 4};
     const hc_weight *weight = op->weight;
     uint64_t width = widths[weight->format];
     const void *from = (const char *)op->values + row * op->stride * width;
     void *lane = (char *)hc_panel(weight, row / HC_PANEL) + row % HC_PANEL * lanes[weight->format];
     if (weight->format == HC_I8)
         pack_bytes(from, lane, begin, end, weight->in);
-    else if (weight->format == HC_I4)
+    else if (weight->format == HC_F8)
+        pack_floats(from, lane, begin, end);
+    else if (hc_has_nibbles(weight))
         pack_nibbles(from, lane, begin, end, weight->in);
     else if (width == sizeof(uint32_t))
         pack_words(from, lane, begin, end);

@@ -6,7 +6,8 @@
  *
  *     floats  [panel][input][32]
  *     I8      [panel][input / 4][32][4]: v + 128, as dot products of bytes want one side without a sign
- *     I4      [panel][input / 8][32][4]: the low four bits of the bytes are inputs 0..3 of eight, the high ones 4..7
+ *     F8      [panel][input][32]
+ *     I4, F4  [panel][input / 8][32][4]: the low four bits of the bytes are inputs 0..3 of eight, the high ones 4..7
  *     scales, minima  [panel][group][32], float16 */
 #ifndef HETERO_PACKING_H
 #define HETERO_PACKING_H
@@ -15,16 +16,27 @@
 
 #define HC_I8_ZERO 128 /* what an I8 byte is that stands for 0 */
 #define HC_I4_ZERO 8   /* the same of I4 without minima */
+#define HC_F4_ZERO 12  /* what twice a 4-bit float is more than itself, once it is looked up */
 
 static inline uint64_t hc_round_up(uint64_t count, uint64_t unit) { return (count + unit - 1) / unit * unit; }
 
 static inline uint64_t hc_panels(const hc_weight *weight) { return (weight->out + HC_PANEL - 1) / HC_PANEL; }
 
-static inline int hc_is_quantized(const hc_weight *weight) { return weight->format >= HC_I8; }
+/* Whether rows are made whole numbers beside it. */
+static inline int hc_is_quantized(const hc_weight *weight) {
+    return weight->format >= HC_I8 && weight->format != HC_F8;
+}
+
+static inline int hc_has_scales(const hc_weight *weight) { return weight->format >= HC_I8; }
+
+/* Whether two values lie in a byte. */
+static inline int hc_has_nibbles(const hc_weight *weight) {
+    return weight->format == HC_I4 || weight->format == HC_F4;
+}
 
 /* Inputs of a row as they are stored. */
 static inline uint64_t hc_stored_inputs(const hc_weight *weight) {
-    static const uint64_t units[HC_FORMATS] = {1, 1, 1, 4, 8};
+    static const uint64_t units[HC_FORMATS] = {1, 1, 1, 4, 8, 1, 8};
     return hc_round_up(weight->in, units[weight->format]);
 }
 
@@ -34,7 +46,7 @@ static inline uint64_t hc_groups(const hc_weight *weight) {
 
 /* Bytes of a panel's values. */
 static inline uint64_t hc_panel_bytes(const hc_weight *weight) {
-    static const uint64_t halves[HC_FORMATS] = {8, 4, 4, 2, 1}; /* of a byte, for a number */
+    static const uint64_t halves[HC_FORMATS] = {8, 4, 4, 2, 1, 2, 1}; /* of a byte, for a number */
     return hc_stored_inputs(weight) * HC_PANEL * halves[weight->format] / 2;
 }
 

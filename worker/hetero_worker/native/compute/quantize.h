@@ -27,6 +27,8 @@ static inline hc_quantized hc_quantized_at(const hc_weight *weight, void *at, ui
 static inline int32_t hc_zero_of(const hc_weight *weight) {
     if (weight->format == HC_I8)
         return HC_DOT_TAKES_ZERO ? 0 : HC_I8_ZERO;
+    if (weight->format == HC_F4)
+        return HC_F4_ZERO;
     return weight->minima ? 0 : HC_I4_ZERO;
 }
 
