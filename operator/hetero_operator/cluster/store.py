@@ -95,7 +95,7 @@ class ObjectStore:
         self._dropped = {*secret_fields, "apiVersion", "kind", "metadata"}
         self._entries: dict[Key, Entry] = {}
         self._by_owner: defaultdict[Key, set[str]] = defaultdict(set)
-        self._dead: OrderedDict[str, None] = OrderedDict()
+        self._dead: OrderedDict[str, str] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -131,14 +131,19 @@ class ObjectStore:
         """Take in an object from a watch, a get or a write. Return its owner, None if it is nothing new."""
         key, entry = self._encode(item)
         known = self._entries.get(key)
-        if entry.uid in self._dead or (known is not None and not self._is_news(entry, known)):
+        if self._is_dead(entry) or (known is not None and not self._is_news(entry, known)):
             return None
         self._set(key, entry)
         return Key(key.namespace, entry.owner)
 
     def drop(self, item: Mapping[str, Any]) -> Key | None:
-        """Remove an object that a watch reports deleted. Return its owner, None if it was not known."""
+        """Remove an object that a watch reports deleted, and ignore older news of it, as a late answer to our deletion.
+
+        Return its owner, None if it was not known.
+        """
         key, uid = key_of(item), item["metadata"]["uid"]
+        # A label that was taken away is reported like a deletion, and may come back later.
+        self._mark_dead(uid, until=item["metadata"]["resourceVersion"])
         known = self._entries.get(key)
         if known is None or known.uid != uid:
             return None
@@ -148,11 +153,19 @@ class ObjectStore:
     def bury(self, namespace: str, name: str, uid: str) -> None:
         """Remove an object that we deleted, and ignore older news of it."""
         known = self._entries.get(Key(namespace, name))
-        self._dead[uid] = None
-        while len(self._dead) > MAX_TOMBSTONES:
-            self._dead.popitem(last=False)
+        self._mark_dead(uid)
         if known is not None and known.uid == uid:
             self._remove(Key(namespace, name))
+
+    def _mark_dead(self, uid: str, *, until: str = "") -> None:
+        """Ignore news of an object up to a version; "": of every version."""
+        self._dead[uid] = until
+        while len(self._dead) > MAX_TOMBSTONES:
+            self._dead.popitem(last=False)
+
+    def _is_dead(self, entry: Entry) -> bool:
+        until = self._dead.get(entry.uid)
+        return until is not None and (not until or not _exceeds(entry.version, until))
 
     def discard(self, namespace: str, name: str) -> None:
         """Remove an object of that name, if there is one."""

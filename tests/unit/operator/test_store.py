@@ -104,6 +104,15 @@ def test_what_we_deleted_does_not_rise_from_old_news() -> None:
     assert store.put(pod("a", 4, uid="another")) == OWNER
 
 
+def test_what_a_watch_reported_deleted_does_not_rise_from_the_late_answer_to_our_deletion() -> None:
+    store = ObjectStore(POD)
+    store.put(pod("a", 1))
+    assert store.drop(pod("a", 3)) == OWNER
+    assert store.put(pod("a", 2)) is None
+    assert names(store) == []
+    assert store.put(pod("a", 4)) == OWNER  # the label came back, which a watch reports as an object's end too
+
+
 def test_news_that_an_earlier_object_of_the_name_is_gone_removes_nothing() -> None:
     store = ObjectStore(POD)
     store.put(pod("a", 4, uid="second"))
