@@ -38,6 +38,7 @@ EFFECTS: Final[Mapping[str, Effect]] = {
     "model.quantizationGroupSize": Effect.GATEWAY,
     "model.maxModelLen": Effect.GATEWAY,
     "pools": Effect.RANKS,
+    "topology": Effect.RANKS,
     "placement": Effect.GATEWAY,
     "exchange.kind": Effect.GATEWAY,
     "exchange.hostPath": Effect.RANKS,

@@ -25,6 +25,7 @@ from hetero_api.spec_cluster import (
 )
 from hetero_api.spec_model import DType, ModelSpec, SecretKeyRef
 from hetero_api.spec_pools import MAX_RANKS, Pools, PoolSpec, PoolType
+from hetero_api.spec_topology import ONE_POD_RULES, Colocation, GroupTopologySpec
 from hetero_api.spec_types import (
     Annotations,
     Bytes,
@@ -171,8 +172,8 @@ class ExchangeSpec(SpecModel):
     host_path: HostFolder | None = None
     """Folder in the memory of each node, e.g. /dev/shm, that becomes /dev/shm of all rank pods: pods of one node then
     share memory, where each has its own by default. It must exist, and pods must be allowed to write to it. Pod
-    Security levels Baseline and Restricted forbid such volumes. Of use where pods share nodes: scheduling.topology with
-    key kubernetes.io/hostname brings them together.
+    Security levels Baseline and Restricted forbid such volumes; topology.colocate needs none. Of use where pods share
+    nodes: scheduling.topology with key kubernetes.io/hostname brings them together.
     """
 
 
@@ -295,6 +296,7 @@ class HeteroInferenceSpec(SpecModel):
                 spec.placement.mode != PlacementMode.GPU_ONLY or any(pool.type == PoolType.GPU for pool in spec.pools)
             ),
         ),
+        *ONE_POD_RULES,
     )
     transitions: ClassVar[tuple[TransitionRule, ...]] = (
         TransitionRule(
@@ -312,6 +314,8 @@ class HeteroInferenceSpec(SpecModel):
     """Sets of equal ranks. GPU pools hold the low ranks, then CPU pools, each in order. Pools are not added, removed or
     renamed once the resource exists.
     """
+    topology: GroupTopologySpec = GroupTopologySpec()
+    """Distribution of ranks over pods."""
     placement: PlacementSpec = PlacementSpec()
     """Spread of the model over the ranks."""
     exchange: ExchangeSpec = ExchangeSpec()
@@ -343,6 +347,11 @@ class HeteroInferenceSpec(SpecModel):
     def world_size(self) -> int:
         """Ranks over all pools."""
         return sum(pool.ranks for pool in self.pools)
+
+    @property
+    def is_one_pod(self) -> bool:
+        """Whether all ranks are in one pod."""
+        return self.topology.colocate == Colocation.POD
 
     @property
     def dtype_in_force(self) -> str:

@@ -142,14 +142,16 @@ class PoolSpec(SpecModel):
     ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)]
     """Ranks in the pool: one process each."""
     ranks_per_pod: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1
-    """Ranks in one pod; ranks is a multiple of it."""
+    """Ranks in one pod, or in one container where topology.colocate is Pod; ranks is a multiple of it."""
     gpu: GpuSpec | None = None
     """Resources of a rank, for type GPU."""
     cpu: CpuSpec | None = None
     """Resources of a rank, for type CPU."""
     shared_memory: Bytes = 2**30
     """Size of a pod's /dev/shm, which its ranks exchange through; it is part of the pod's memory. With
-    exchange.hostPath the node's folder takes its place, and this is what the pod's memory allows for it.
+    exchange.hostPath the node's folder takes its place, and this is what the pod's memory allows for it. With
+    topology.colocate the sizes of all containers add up to the /dev/shm of their one pod, and each is part of its
+    container's memory.
     """
     scheduling: PoolScheduling = PoolScheduling()
     """Where this pool's pods may run."""
@@ -176,7 +178,7 @@ class PoolSpec(SpecModel):
 
     @property
     def pods(self) -> int:
-        """Pods that hold the ranks."""
+        """Pods that hold the ranks; containers, where all pools are one pod."""
         return self.ranks // self.ranks_per_pod
 
 

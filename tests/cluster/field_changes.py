@@ -121,6 +121,10 @@ CHANGES: Final[Mapping[str, Change]] = {
         {"disk": "fast"}, RANKS, at="pools.0.scheduling.nodeSelector", shows='"disk": "fast"'
     ),
     **{f"pools.scheduling.tolerations.{k}": v for k, v in _tolerations("pools.0.scheduling", RANKS).items()},
+    "topology.colocate": Change(
+        "Pod", RANKS, shows='"name": "rank-0"',
+        more={"StatefulSet/NAME-cpu": "gone", "StatefulSet/NAME-ranks": "made"},
+    ),
     # --- placement and engine
     "placement.mode": Change("Layer", GATEWAY),
     "placement.shares.attention": Change([2, 1], GATEWAY, _TWO_RANKS),

@@ -81,6 +81,7 @@ def test_defaults_are_the_ones_in_the_golden_resource(client: Client, namespace:
                     "cpu": {"coresPerRank": 1, "memoryPerRank": "1Gi", "numa": {"policy": "BestEffort"}},
                 }
             ],
+            "topology": {"colocate": "None"},
             "placement": {
                 "mode": "Auto", "shares": {}, "rebalanceExperts": True,
                 "workload": {"promptTokens": 512, "outputTokens": 128, "concurrency": 1},

@@ -85,18 +85,23 @@ def assert_as_designed(owned: Owned) -> None:
     """Names, labels, owners and the fields that the design names; golden renders hold the rest."""
     name, spec = owned.name, owned.resource["spec"]
     revision, gateway_revision = owned.resource["status"]["revision"], owned.resource["status"]["gatewayRevision"]
+    is_one_pod = spec["topology"]["colocate"] == "Pod"
     pools = {f"{name}-{pool['name']}": pool for pool in spec["pools"]}
+    sets = [f"{name}-ranks"] if is_one_pod else list(pools)
     assert {str(key) for key in owned.objects} == {
         f"Service/{name}", f"Service/{name}-gateway", f"Service/{name}-ranks",
         f"ServiceAccount/{name}-rank", f"ServiceAccount/{name}-gateway",
         f"Secret/{name}-group-{revision}", f"ConfigMap/{name}-{gateway_revision}",
         f"NetworkPolicy/{name}-ranks", f"NetworkPolicy/{name}-gateway",
-        f"Deployment/{name}-gateway", *(f"StatefulSet/{pool}" for pool in pools),
+        f"Deployment/{name}-gateway", *(f"StatefulSet/{item}" for item in sets),
     }  # fmt: skip
     assert owned.resource["metadata"].get("finalizers", []) == []
     for item in owned.objects.values():
         assert_owned_by(item, owned.resource)
     for item in owned.of_kind("StatefulSet"):
+        if is_one_pod:
+            assert_one_pod(item, spec["pools"], name, revision)
+            continue
         folder = spec["exchange"].get("hostPath", "")
         assert_stateful_set(item, pools[item["metadata"]["name"]], name, revision, folder=folder)
     (deployment,) = owned.of_kind("Deployment")
@@ -112,9 +117,10 @@ def assert_as_designed(owned: Owned) -> None:
     (secret,) = owned.of_kind("Secret")
     assert set(secret["data"]) == {SECRET_GROUP_TOKEN_KEY, SECRET_ADMIN_TOKEN_KEY}
     assert len(set(secret["data"].values())) == 2
-    assert sorted(owned.pod_uids(ROLE_RANK)) == sorted(
+    apart = (
         f"{pool}-{number}" for pool, of in pools.items() for number in range(of["ranks"] // of.get("ranksPerPod", 1))
     )
+    assert sorted(owned.pod_uids(ROLE_RANK)) == ([f"{name}-ranks-0"] if is_one_pod else sorted(apart))
     assert len(owned.pod_uids(ROLE_GATEWAY)) == 1
 
 
@@ -158,6 +164,19 @@ def assert_stateful_set(item: Object, pool: Object, name: str, revision: str, *,
         if folder
         else {"emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}}
     )
+
+
+def assert_one_pod(item: Object, pools: list[Object], name: str, revision: str) -> None:
+    spec, pod = item["spec"], item["spec"]["template"]["spec"]
+    labels = spec["template"]["metadata"]["labels"]
+    assert (spec["replicas"], labels[LABEL_POOL], labels[LABEL_REVISION]) == (1, "ranks", revision)
+    assert pod["serviceAccountName"] == f"{name}-rank"
+    assert_restricted(pod)
+    assert len(pod["containers"]) == sum(pool["ranks"] // pool.get("ranksPerPod", 1) for pool in pools)
+    for container in containers(pod):
+        assert container["resources"]["requests"] == container["resources"]["limits"]
+        assert {"cpu", "memory"} <= set(container["resources"]["limits"])
+    assert {"emptyDir"} == {key for volume in pod["volumes"] if "medium" in str(volume) for key in volume} - {"name"}
 
 
 def assert_gateway(item: Object, name: str, revision: str, gateway_revision: str) -> None:

@@ -1,4 +1,7 @@
-"""A real gateway and a real rank pod of two ranks, as a cluster runs them: ranks die, gateways are replaced."""
+"""A real gateway and a real rank pod of two ranks, as a cluster runs them: ranks die, gateways are replaced.
+
+The ranks are of one container, or of two that share their pod's /dev/shm and have processes of their own.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,12 +34,15 @@ from hetero_api.contract import (
     EXIT_PERMANENT,
 )
 from hetero_api.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+from hetero_api.v1.ranks_pb2 import EXCHANGE_KIND_SHM
 from tests.support.local_group import alive, shared_segments, wait_for, write_manifest
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(280)]
 
 READY_S = 120.0
 NUM_TOKENS = 12
+HEALTH = ("health", "health-1")
+PORTS = ("inference", "admin", "ranks", "metrics", *HEALTH)
 
 
 def free_port() -> int:
@@ -52,13 +58,13 @@ class Cluster:
     folder: Path
     model: Path
     stack: ExitStack
-    ports: dict[str, int] = field(
-        default_factory=lambda: {name: free_port() for name in ("inference", "admin", "ranks", "metrics", "health")}
-    )
+    containers: int = 1
+    """Containers that the two ranks are in; the pod has no more."""
+    ports: dict[str, int] = field(default_factory=lambda: {name: free_port() for name in PORTS})
 
     def __post_init__(self) -> None:
         self.manifest = write_manifest(
-            self.folder, model=self.model, name="pod-entry", ranks_per_pod=2, max_model_len=256
+            self.folder, model=self.model, name="pod-entry", ranks_per_pod=2 // self.containers, max_model_len=256
         ).path
         for name in ("group", "admin"):
             (self.folder / name).write_text(f"{name}-token")
@@ -82,14 +88,24 @@ class Cluster:
         arguments = [text for option in options.items() for text in option]
         return self._start("pod", "hetero_worker.pod", *arguments, *self._port("health"))
 
+    def start_container(self, ordinal: int) -> subprocess.Popen[bytes]:
+        """One of the containers of the pod, which counts its processes for itself; its own supervisor is its first."""
+        options = {
+            "--gateway": f"127.0.0.1:{self.ports['ranks']}", "--pool": "cpu", "--ordinal": str(ordinal),
+            "--ranks-per-pod": "1", "--threads-per-rank": "1", "--numa-policy": "BestEffort",
+            "--memory-bytes-per-rank": str(2 << 30), "--health-port": str(self.ports[HEALTH[ordinal]]),
+        }  # fmt: skip
+        arguments = [text for option in options.items() for text in option]
+        return self._start(f"container-{ordinal}", "hetero_worker.pod", *arguments, within=own_process_ids())
+
     def _port(self, name: str) -> tuple[str, str]:
         return f"--{name}-port", str(self.ports[name])
 
-    def _start(self, name: str, module: str, *arguments: str) -> subprocess.Popen[bytes]:
+    def _start(self, name: str, module: str, *arguments: str, within: Sequence[str] = ()) -> subprocess.Popen[bytes]:
         log = self.stack.enter_context((self.folder / f"{name}.log").open("ab"))
         process = self.stack.enter_context(
             subprocess.Popen(
-                [sys.executable, "-m", module, *arguments, "--model", str(self.model)],
+                [*within, sys.executable, "-m", module, *arguments, "--model", str(self.model)],
                 env=self.environment,
                 stdout=log,
                 stderr=log,
@@ -114,7 +130,8 @@ class Cluster:
         wait_for(condition, timeout_s, self.describe)
 
     def until_ready(self) -> admin_pb2.GetTopologyResponse:
-        self.until(lambda: self.probe("health", "/readyz")[0] == 200 and self.probe("metrics", "/readyz")[0] == 200)
+        ports = ("metrics", *HEALTH[: self.containers])
+        self.until(lambda: all(self.probe(port, "/readyz")[0] == 200 for port in ports))
         return self.topology()
 
     def topology(self) -> admin_pb2.GetTopologyResponse:
@@ -146,6 +163,16 @@ class Cluster:
 def cluster(tmp_path: Path, smollm2: Path) -> Iterator[Cluster]:
     with ExitStack() as stack:
         yield Cluster(tmp_path, smollm2, stack)
+
+
+def own_process_ids() -> list[str]:
+    """Begin of a command that counts its processes for itself, as a container does.
+
+    Empty where the machine lets nobody do so: then only that is not tried.
+    """
+    begin = ["unshare", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    allowed = subprocess.run([*begin, "true"], stderr=subprocess.DEVNULL, check=False).returncode == 0
+    return begin if allowed else []
 
 
 def ranks_of(pod: subprocess.Popen[bytes]) -> list[int]:
@@ -207,6 +234,28 @@ def test_a_killed_rank_and_a_replaced_gateway_cost_no_neighbour_its_weights(clus
     assert time.monotonic() - began_s < 15
     assert not [pid for pid in before if alive(pid)]
     assert not [name for name in shared_segments() if name.startswith("hetero-pod-entry-")]
+
+
+def test_ranks_of_two_containers_share_memory_and_one_that_ends_heals_alone(tmp_path: Path, smollm2: Path) -> None:
+    with ExitStack() as stack:
+        cluster = Cluster(tmp_path, smollm2, stack, containers=2)
+        cluster.environment[ENV_POD_NAME] = "x-ranks-0"
+        cluster.start_gateway()
+        _, second = cluster.start_container(0), cluster.start_container(1)
+        formed = cluster.until_ready()
+        assert (formed.epoch, formed.exchange) == (1, EXCHANGE_KIND_SHM)
+        assert [rank.place.pod_name for rank in formed.ranks] == ["x-ranks-0"] * 2
+        expected = cluster.generate()
+
+        second.kill()  # the kernel ends all of its processes, as when the kubelet's patience is over
+        second.wait(30)
+        cluster.until(lambda: cluster.probe("metrics", "/readyz")[0] == 503)
+        cluster.start_container(1)
+        healed = cluster.until_ready()
+        assert (healed.epoch, healed.exchange) == (2, EXCHANGE_KIND_SHM)
+        assert [rank.load_s > 0 for rank in healed.ranks] == [False, True]
+        assert cluster.generate() == expected
+        assert not [name for name in shared_segments() if name.startswith("hetero-pod-entry-")]
 
 
 def test_a_model_that_cannot_be_served_ends_the_pod_and_says_why_last(cluster: Cluster, tmp_path: Path) -> None:

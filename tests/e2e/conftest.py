@@ -29,6 +29,7 @@ ORDER = (
     "test_image_contents",
     "test_faults",
     "test_deleting",
+    "test_one_pod",
     "test_gpu_pods",
     "test_cpu_policy",
 )

@@ -352,6 +352,59 @@ def _by_rules_of_pools() -> list[InvalidResource]:
     return [_refused("rule", *case) for case in cases]
 
 
+def _by_rules_of_one_pod() -> list[InvalidResource]:
+    one_pod: dict[str, Any] = {"spec/topology": {"colocate": "Pod"}, "spec/pools/0/gpu": {"memoryPerRank": "8Gi"}}
+    taint = {"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}
+    cpu = {"coresPerRank": 4, "memoryPerRank": "16Gi"}
+    pages = {size: {**cpu, "hugepages": {"size": size, "perRank": "4Gi"}} for size in ("2Mi", "1Gi")}
+    memory, alike = "must each set gpu.memoryPerRank or cpu.memoryPerRank", "must have the same scheduling"
+    cases: list[tuple[str, dict[str, Any], str, str]] = [
+        (
+            "one-pod-and-a-folder-of-the-node",
+            {"spec/exchange": {"hostPath": "/dev/shm"}},
+            "spec.exchange.hostPath",
+            "must be left out: all ranks share the /dev/shm of their pod",
+        ),
+        ("one-pod-of-gpu-ranks-without-memory", {"spec/pools/0/gpu": {"coresPerRank": 4}}, "spec.pools", memory),
+        ("one-pod-of-cpu-ranks-without-memory", {"spec/pools/1/cpu": {"coresPerRank": 4}}, "spec.pools", memory),
+        ("one-pod-of-a-pool-without-settings", {"spec/pools/0/gpu": None}, "spec.pools", memory),
+        ("one-pod-on-two-nodes", {"spec/pools/1/scheduling": {"nodeSelector": {"disk": "fast"}}}, "spec.pools", alike),
+        (
+            "one-pod-of-two-nodes-by-values",
+            {
+                "spec/pools/0/scheduling": {"nodeSelector": {"zone": "a"}},
+                "spec/pools/1/scheduling": {"nodeSelector": {"zone": "b"}},
+            },
+            "spec.pools",
+            alike,
+        ),
+        ("one-pod-of-two-tolerations", {"spec/pools/0/scheduling": {"tolerations": [taint]}}, "spec.pools", alike),
+        (
+            "one-pod-of-two-runtime-classes",
+            {
+                "spec/pools/0/gpu": {"memoryPerRank": "8Gi", "runtimeClassName": "nvidia"},
+                "spec/pools/1/type": "GPU",
+                "spec/pools/1/cpu": None,
+                "spec/pools/1/gpu": {"memoryPerRank": "8Gi"},
+            },
+            "spec.pools",
+            "must have one gpu.runtimeClassName",
+        ),
+        (
+            "one-pod-of-two-page-sizes",
+            {
+                "spec/pools/0/gpu": None,
+                "spec/pools/0/type": "CPU",
+                "spec/pools/0/cpu": pages["2Mi"],
+                "spec/pools/1/cpu": pages["1Gi"],
+            },
+            "spec.pools",
+            "must have one cpu.hugepages.size",
+        ),
+    ]
+    return [_refused("rule", name, {**one_pod, **changes}, path, message) for name, changes, path, message in cases]
+
+
 def _by_rules_of_the_rest() -> list[InvalidResource]:
     taint = "spec/pools/0/scheduling/tolerations"
     cases: list[tuple[str, dict[str, Any], str, str]] = [
@@ -479,6 +532,7 @@ INVALID: Final = (
     *_by_schema(),
     *_by_rules_of_the_model(),
     *_by_rules_of_pools(),
+    *_by_rules_of_one_pod(),
     *_by_rules_of_the_rest(),
     *_by_the_operator(),
     *_by_transitions(),
@@ -514,6 +568,7 @@ _EVERYTHING: Final[Document] = {
                 },
             },
         ],
+        "topology": {"colocate": "None"},
         "placement": {
             "mode": "Tensor", "shares": {"attention": [1, 1, 1, 1, 0, 0], "mlp": [8, 8, 8, 8, 0.5, 1]},
             "workload": {"promptTokens": 4000, "outputTokens": 1, "concurrency": 64}, "rebalanceExperts": False,
@@ -574,6 +629,13 @@ def _valid() -> list[ValidResource]:
             "spec/pools/0/gpu": {"devices": [0, 2, 4, 6]},
         },
         "exchange-on-nodes": {"spec/exchange": {"hostPath": "/dev/shm"}},
+        "one-pod": {"spec/topology": {"colocate": "Pod"}, "spec/pools/0/gpu": {"memoryPerRank": "8Gi"}},
+        "one-pod-with-equal-selectors": {
+            "spec/topology": {"colocate": "Pod"},
+            "spec/pools/0/gpu": {"memoryPerRank": "8Gi", "runtimeClassName": "nvidia"},
+            "spec/pools/0/scheduling": {"nodeSelector": {"zone": "a", "disk": "fast"}, "tolerations": []},
+            "spec/pools/1/scheduling": {"nodeSelector": {"disk": "fast", "zone": "a"}},
+        },
         "whole-numbers-as-shares": {"spec/placement/shares": {"vocabulary": [1, 1, 0, 0]}},
     }
     documents = {name: changed(changes) for name, changes in cases.items()}
@@ -590,6 +652,7 @@ def _valid_transitions() -> list[ValidResource]:
         "more-ranks": {"spec/pools/1/ranks": 4},
         "pools-in-another-order": {"spec/pools": swapped},
         "another-model": {"spec/model/uri": "hf://org/other"},
+        "into-one-pod": {"spec/topology": {"colocate": "Pod"}, "spec/pools/0/gpu": {"memoryPerRank": "8Gi"}},
     }
     return [ValidResource(name, changed(change), old=copy.deepcopy(BASE)) for name, change in changes.items()]
 

@@ -118,6 +118,7 @@ class Tour:
             self.replace_a_pod_on_a_node_that_is_gone()
             self.roll_out_without_the_optional_objects()
             self.claim_cores_and_give_them_back()
+            self.put_all_ranks_into_one_pod()
             self.tell_what_is_waited_for()
         except AssertionError as failure:
             return str(failure) or "failed"
@@ -190,6 +191,12 @@ class Tour:
         # Not by server-side apply: Kubernetes 1.20 leaves a null where it takes something out of a keyed list.
         self.client.patch(KIND, CLAIMING, {"spec": {"pools": SPEC["pools"]}}, self.namespace)
         self._wait_for_count(TEMPLATES, CLAIMING, 0)
+
+    def put_all_ranks_into_one_pod(self) -> None:
+        """One StatefulSet comes for all pools, and those of the pools go."""
+        self.client.patch(KIND, CLAIMING, {"spec": {"topology": {"colocate": "Pod"}}}, self.namespace)
+        self._wait_for_object(Key("StatefulSet", f"{CLAIMING}-ranks"), there=True)
+        self._wait_for_object(Key("StatefulSet", f"{CLAIMING}-cpu"), there=False)
 
     def _apply(self, changes: Mapping[str, Any], *, name: str = NAME) -> None:
         self.client.apply(resource(name, self.namespace, changes))

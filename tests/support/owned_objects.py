@@ -167,9 +167,13 @@ def unsettled(owned: Owned) -> str:
         return ""
     revision, gateway_revision = (resource["status"].get(key, "") for key in ("revision", "gatewayRevision"))
     runs = resource["spec"].get("replicas", 1) > 0 and not resource["spec"].get("suspend")
-    wanted_pods = sum(pool["ranks"] // pool.get("ranksPerPod", 1) for pool in resource["spec"]["pools"]) if runs else 0
+    pools = resource["spec"]["pools"]
+    is_one_pod = resource["spec"].get("topology", {}).get("colocate") == "Pod"
+    sets = 1 if is_one_pod else len(pools)
+    pods = 1 if is_one_pod else sum(pool["ranks"] // pool.get("ranksPerPod", 1) for pool in pools)
+    wanted_pods = pods if runs else 0
     checks = (
-        _wrong_workloads(owned, "StatefulSet", LABEL_REVISION, revision, count=len(resource["spec"]["pools"])),
+        _wrong_workloads(owned, "StatefulSet", LABEL_REVISION, revision, count=sets),
         _wrong_workloads(owned, "Deployment", LABEL_GATEWAY_REVISION, gateway_revision, count=1),
         _wrong_revisions(owned.of_kind("ConfigMap"), LABEL_GATEWAY_REVISION, gateway_revision, count=1),
         _wrong_revisions(owned.of_kind("Secret"), LABEL_REVISION, revision, count=1),

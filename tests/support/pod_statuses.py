@@ -109,6 +109,13 @@ def init(state: Mapping[str, Any], *, last: Mapping[str, Any] | None = None, res
     return {**_pending(at, _waiting("rank", "PodInitializing"), initialized=False), "initContainerStatuses": [first]}
 
 
+def together(*pods: Status) -> Status:
+    """One pod with the containers of several; it is ready when all are."""
+    containers = [item for pod in pods for item in pod["containerStatuses"]]
+    ready = all(item["ready"] for item in containers)
+    return {**running(ready=ready), "containerStatuses": containers}
+
+
 def rejected(reason: str, message: str, at: str = AT) -> Status:
     """The node refused it, or drove it out: newer kubelets write how the containers ended, too, and wrongly."""
     unknown = ended(137, "The container could not be located when the pod was terminated", "ContainerStatusUnknown", at)

@@ -131,6 +131,40 @@ pools:
 """
 
 
+_ONE_POD: Final = """
+model: {uri: hf://a/b}
+pools:
+- name: cpu
+  type: CPU
+  ranks: 2
+  cpu:
+    coresPerRank: 8
+    memoryPerRank: 16Gi
+    hugepages: {size: 1Gi, perRank: 4Gi}
+    numa: {policy: Required, claim: {deviceClassName: dra.cpu}}
+  scheduling: &gpu-nodes
+    nodeSelector: {accelerator: h100}
+    tolerations: [{key: nvidia.com/gpu, operator: Exists, effect: NoSchedule}]
+- name: gpu
+  type: GPU
+  ranks: 2
+  ranksPerPod: 2
+  sharedMemory: 2Gi
+  gpu: {coresPerRank: 2, memoryPerRank: 8Gi, runtimeClassName: nvidia}
+  scheduling: *gpu-nodes
+- name: more
+  type: CPU
+  ranks: 2
+  ranksPerPod: 2
+  cpu: {coresPerRank: 4, memoryPerRank: 8Gi}
+  scheduling: *gpu-nodes
+topology: {colocate: Pod}
+exchange: {kind: SharedMemory}
+scheduling: {gang: {scheduler: Volcano}}
+disruptionBudget: {enabled: true}
+"""
+
+
 _LEAST: Final = "{model: {uri: hf://a/b}, pools: [{name: cpu, type: CPU, ranks: 1}]}"
 
 
@@ -169,6 +203,11 @@ def everything() -> dict[str, Any]:
     return resource_of("everything", _EVERYTHING)
 
 
+def one_pod() -> dict[str, Any]:
+    """A resource whose pools, one of each type and one with claims and huge pages, are one pod."""
+    return resource_of("together", _ONE_POD)
+
+
 def render_cases() -> dict[str, RenderCase]:
     """Every case by the name of its golden file."""
     cases = {f"example-{path.stem}": RenderCase(_example(path), FULL) for path in sorted(EXAMPLES.glob("*.yaml"))}
@@ -185,6 +224,7 @@ def render_cases() -> dict[str, RenderCase]:
         "suspended": RenderCase(_case("suspended", "hf://a/b", "suspend: true")),
         "exchange-on-node": RenderCase(_case("shared", "hf://a/b", "exchange: {hostPath: /dev/shm}")),
         "burstable": RenderCase(resource_of("burstable", _LEAST)),
+        "one-pod": RenderCase(one_pod(), FULL),
     }  # fmt: skip
 
 

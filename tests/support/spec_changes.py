@@ -18,6 +18,7 @@ BEFORE: Final[Mapping[str, Mapping[str, Any]]] = {
     "model.cache.hostPath": {"model.cache": {"hostPath": "/var/a"}},
     "model.quantizationGroupSize": {"model.quantization": "int4"},
     "exchange.hostPath": {"exchange.kind": "Auto"},
+    "topology.colocate": {"pools.0.scheduling": {}},
     "scheduling.schedulerName": _VOLCANO_FREE,
     **{
         f"{section}.tolerations.{field}": {f"{path}.tolerations": [_HUB_TOLERATION]}
@@ -70,6 +71,7 @@ AFTER: Final[Mapping[str, Mapping[str, Any]]] = {
         }
         for field, change in _TOLERATION_CHANGES.items()
     },
+    "topology.colocate": {"topology.colocate": "Pod"},
     "placement.mode": {"placement.mode": "Auto"},
     "placement.shares.attention": {"placement.shares.attention": [2, 1, 1, 1, 0, 0]},
     "placement.shares.mlp": {"placement.shares.mlp": [9, 8, 8, 8, 1, 1]},

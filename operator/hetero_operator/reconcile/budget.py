@@ -1,8 +1,9 @@
 """The budget of restarts: how often ranks restarted, and pools that have to wait before they try again.
 
 The kubelet restarts containers and StatefulSets replace pods; the operator counts. It knows what it counted by
-`status.restarts.seen`: of each pod its uid and how often its container had restarted. A pod that is seen for the first
-time counts nothing, nor does anything that the operator itself brought about: a roll-out, a suspension, a wait.
+`status.restarts.seen`: of each pod its uid and how often its containers for ranks had restarted. A pod that is seen for
+the first time counts nothing, nor does anything that the operator itself brought about: a roll-out, a suspension, a
+wait.
 
 Beyond `maxRestarts` within the window the budget is used up. Containers that crash in place are left to the kubelet and
 its back-off all the same: their pods and logs stay. But pods that fail as a whole, e.g. by a TopologyAffinityError, are
@@ -15,7 +16,7 @@ revision (and with it restartedAt) and a suspension start over.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Final
@@ -25,7 +26,8 @@ from hetero_api.spec import HeteroInferenceSpec, RecoverySpec
 from hetero_api.status import ConditionType, HeteroInferenceStatus, RestartsStatus, SeenRestarts
 from hetero_operator.reconcile.inventory import STATEFUL_SET, Inventory, is_leaving, label_of
 from hetero_operator.reconcile.model import Object, Observed
-from hetero_operator.reconcile.names import RANK_CONTAINER, Names
+from hetero_operator.reconcile.names import Names
+from hetero_operator.reconcile.rank_sets import rank_sets
 from hetero_operator.reconcile.status.pods import (
     ExpectedPod,
     container_status,
@@ -43,7 +45,7 @@ LONGEST_GAP_S: Final = 3600
 
 
 def held_pools(observed: Observed, spec: HeteroInferenceSpec, inventory: Inventory, *, revision: str) -> frozenset[str]:
-    """Return the pools that get no pods before the next attempt; none that only waits for something."""
+    """Return the sets of rank pods that get none before the next attempt; no set that only waits for something."""
     runs = spec.replicas > 0 and not spec.suspend
     restarts = account(observed, spec, inventory, revision=revision, runs=runs)
     next_attempt = parsed_time(restarts.next_attempt_time)
@@ -66,12 +68,13 @@ def account(
     before = RestartsStatus() if is_new else _renewed(stored.restarts, spec.recovery, observed.now, waiting=waiting)
     expected = expected_pods(Names(observed.resource["metadata"]["name"]), spec)
     seen = {item.pod: item for item in before.seen}
+    by_pod = _by_pod(expected)
     news = [
         item
-        for pod in expected
-        if (item := _restart(pod, pods.get(pod.name), seen, remembered=_remembered(stored, pod))) is not None
+        for name, members in by_pod.items()
+        if (item := _restart(members, pods.get(name), seen.get(name), stored)) is not None
     ]
-    after = before.model_copy(update={"seen": _seen(expected, pods, seen, waiting=waiting)})
+    after = before.model_copy(update={"seen": _seen(by_pod, pods, seen, waiting=waiting)})
     counted = _explained(_counted(after, news, observed.now) if news else after, expected, pods)
     is_too_much = is_exhausted(counted, spec) and counted.next_attempt_time is None
     # A pool may wait already by a plan of this very look, which no report has shown yet.
@@ -100,29 +103,43 @@ class _Restart:
     time: str
 
 
+def _by_pod(expected: Iterable[ExpectedPod]) -> dict[str, list[ExpectedPod]]:
+    """Return what is expected of each pod, by its name: several containers of the one pod of all ranks."""
+    found: dict[str, list[ExpectedPod]] = {}
+    for item in expected:
+        found.setdefault(item.name, []).append(item)
+    return found
+
+
 def _restart(
-    expected: ExpectedPod, pod: Object | None, seen: Mapping[str, SeenRestarts], *, remembered: str
+    members: Sequence[ExpectedPod], pod: Object | None, before: SeenRestarts | None, stored: HeteroInferenceStatus
 ) -> _Restart | None:
-    before = seen.get(expected.name)
+    """Return the restarts of one pod since `before`, with the reason of the container that ended last."""
     if pod is None or before is None:
         return None
-    count = _container_restarts(pod)
+    count = _container_restarts(pod, members)
     is_same = before.uid == pod["metadata"]["uid"]
     more = count - before.count if is_same else count + 1
     if more <= 0:
         return None
-    ending = latest_ending(pod, RANK_CONTAINER)
-    words = remembered or "its pod was replaced"
+    last = max(members, key=lambda item: _ended_at(pod, item))
+    ending = latest_ending(pod, last.container)
     if has_ended(pod):
-        words = end_trouble(pod, RANK_CONTAINER).words
+        words = end_trouble(pod, last.container).words
     elif ending is not None:
         words = str(ending)
+    else:
+        known = ((item, _remembered(stored, item)) for item in members)
+        last, words = next((pair for pair in known if pair[1]), (last, "its pod was replaced"))
     return _Restart(
-        rank=expected.first_rank,
-        count=more,
-        reason=f"{expected.subject()}: {words}",
-        time=ending.finished_at if ending else "",
+        rank=last.first_rank, count=more, reason=f"{last.subject()}: {words}", time=ending.finished_at if ending else ""
     )
+
+
+def _ended_at(pod: Object, expected: ExpectedPod) -> str:
+    """Return when a container ended last, as text that sorts by time; "" when it never did."""
+    ending = latest_ending(pod, expected.container)
+    return ending.finished_at if ending is not None else ""
 
 
 def _remembered(stored: HeteroInferenceStatus, expected: ExpectedPod) -> str:
@@ -134,27 +151,28 @@ def _remembered(stored: HeteroInferenceStatus, expected: ExpectedPod) -> str:
     return next((text.partition("): ")[2] for text in reversed(messages) if text.startswith(subject)), "")
 
 
-def _container_restarts(pod: Object) -> int:
-    return int(container_status(pod, RANK_CONTAINER).get("restartCount", 0))
+def _container_restarts(pod: Object, members: Iterable[ExpectedPod]) -> int:
+    return sum(int(container_status(pod, item.container).get("restartCount", 0)) for item in members)
 
 
 def _seen(
-    expected: Collection[ExpectedPod],
+    by_pod: Mapping[str, Sequence[ExpectedPod]],
     pods: Mapping[str, Object],
     seen: Mapping[str, SeenRestarts],
     *,
     waiting: Collection[str],
 ) -> list[SeenRestarts]:
-    """Return the pods that the count includes from now on; none of pools that wait, whose pods we replace."""
+    """Return the pods that the count includes from now on; none of sets that wait, whose pods we replace."""
     entries = []
-    for item in expected:
-        if item.pool in waiting:
+    for name, members in by_pod.items():
+        if members[0].rank_set in waiting:
             continue
-        pod, before = pods.get(item.name), seen.get(item.name)
+        pod, before = pods.get(name), seen.get(name)
         if pod is None or (before is None and is_leaving(pod)):
             entries += [before] if before else []
         else:
-            entries.append(SeenRestarts(pod=item.name, uid=pod["metadata"]["uid"], count=_container_restarts(pod)))
+            count = _container_restarts(pod, members)
+            entries.append(SeenRestarts(pod=name, uid=pod["metadata"]["uid"], count=count))
     return entries
 
 
@@ -205,7 +223,7 @@ def _explained(
     failed = next((item for item in expected if item.name in pods and has_ended(pods[item.name])), None)
     if failed is None or not restarts.count:
         return restarts
-    words = end_trouble(pods[failed.name], RANK_CONTAINER).words
+    words = end_trouble(pods[failed.name], failed.container).words
     update = {"last_rank": failed.first_rank, "last_reason": f"{failed.subject()}: {words}"}
     return restarts.model_copy(update=update)
 
@@ -225,9 +243,11 @@ def gap_s(attempts: int) -> int:
 
 
 def _without_pods(observed: Observed, spec: HeteroInferenceSpec, inventory: Inventory) -> frozenset[str]:
-    """Return the pools whose StatefulSet asks for no pods."""
+    """Return the sets of rank pods whose StatefulSet asks for none."""
     names = Names(observed.resource["metadata"]["name"])
-    workloads = {pool.name: inventory.named(STATEFUL_SET, names.pool(pool.name), group="apps") for pool in spec.pools}
+    workloads = {
+        ranks.name: inventory.named(STATEFUL_SET, names.rank_set(ranks.name), group="apps") for ranks in rank_sets(spec)
+    }
     return frozenset(name for name, item in workloads.items() if item is not None and item["spec"]["replicas"] == 0)
 
 
@@ -237,15 +257,15 @@ def _pods_of(observed: Observed, revision: str) -> dict[str, Object]:
 
 
 def _failing_pools(pods: Iterable[Object], seen: Mapping[str, SeenRestarts]) -> frozenset[str]:
-    """Return the pools whose pods end for good and are replaced at once; `seen` is from the last look.
+    """Return the sets whose pods end for good and are replaced at once; `seen` is from the last look.
 
     A StatefulSet's controller replaces a pod within milliseconds, so the ended one is seldom visible: the new one shows
     as much. A pod that is Pending since the last look waits for a node, an image or a volume, and would lose its turn.
     """
-    by_pool: dict[str, list[Object]] = {}
+    by_set: dict[str, list[Object]] = {}
     for pod in pods:
-        by_pool.setdefault(label_of(pod, LABEL_POOL), []).append(pod)
-    return frozenset(pool for pool, members in by_pool.items() if _fails_as_a_whole(members, seen))
+        by_set.setdefault(label_of(pod, LABEL_POOL), []).append(pod)
+    return frozenset(name for name, members in by_set.items() if _fails_as_a_whole(members, seen))
 
 
 def _fails_as_a_whole(pods: Collection[Object], seen: Mapping[str, SeenRestarts]) -> bool:

@@ -37,6 +37,7 @@ from hetero_operator.reconcile.inventory import (
 )
 from hetero_operator.reconcile.model import Deletion, Object, ObjectRef, Observed
 from hetero_operator.reconcile.names import Names
+from hetero_operator.reconcile.rank_sets import rank_sets
 from hetero_operator.reconcile.status.pods import NodeLoss, node_loss, node_of
 
 _REVISION_LABELS: Final[Mapping[str, str]] = {
@@ -90,8 +91,8 @@ def _is_alive(pod: Object, observed: Observed) -> bool:
 def outdated_ranks(
     spec: HeteroInferenceSpec, names: Names, revision: str, *, inventory: Inventory, pods: Collection[Object]
 ) -> Iterator[Deletion]:
-    """Yield deletions of all rank pods of other revisions; none before every pool is ready to create new ones."""
-    workloads = (inventory.named(STATEFUL_SET, names.pool(pool.name), group="apps") for pool in spec.pools)
+    """Yield deletions of all rank pods of other revisions; none before every set is ready to create new ones."""
+    workloads = (inventory.named(STATEFUL_SET, names.rank_set(ranks.name), group="apps") for ranks in rank_sets(spec))
     if not all(workload is not None and _makes(workload, revision) for workload in workloads):
         return
     for pod in pods:

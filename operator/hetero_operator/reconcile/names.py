@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from hetero_api.contract import ADMIN_PORT, HTTP_PORT, INFERENCE_PORT, METRICS_PORT, POD_HEALTH_PORT, RANKS_PORT
+from hetero_api.contract import ADMIN_PORT, HTTP_PORT, INFERENCE_PORT, METRICS_PORT, RANKS_PORT
 
 RANK_CONTAINER: Final = "rank"
 GATEWAY_CONTAINER: Final = "gateway"
@@ -24,8 +24,8 @@ GATEWAY_PORTS: Final = {
     "metrics": METRICS_PORT,
 }
 """Ports of the gateway's container by name."""
-RANK_PORTS: Final = {"health": POD_HEALTH_PORT}
-"""Ports of a rank's container by name."""
+RANK_PORT: Final = "health"
+"""Name of a rank container's port for probes and metrics; containers that share a pod number theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,9 @@ class Names:
         """The ranks' ServiceAccount."""
         return f"{self.resource}-rank"
 
-    def pool(self, pool: str) -> str:
-        """Return the name of a pool's StatefulSet."""
-        return f"{self.resource}-{pool}"
+    def rank_set(self, name: str) -> str:
+        """Return the name of the StatefulSet of a set of rank pods."""
+        return f"{self.resource}-{name}"
 
     def claim_template(self, pool: str, revision: str) -> str:
         """Return the name of a pool's ResourceClaimTemplate: one a revision, because it can never be changed."""

@@ -29,12 +29,13 @@ from hetero_operator.reconcile.manifests.rank_pod import statefulset
 from hetero_operator.reconcile.manifests.rendering import Rendering
 from hetero_operator.reconcile.model import Deletion, NewSecret, Object, Observed, Plan
 from hetero_operator.reconcile.names import Names
+from hetero_operator.reconcile.rank_sets import rank_sets
 from hetero_operator.reconcile.refusals import Refusal, conflict_refusal, read_spec, refusal_of
 from hetero_operator.reconcile.revision import revisions_of
 
 
 def desired_objects(rendering: Rendering, inventory: Inventory, *, held: Collection[str]) -> list[dict[str, Any]]:
-    """Return all objects but the group's Secret; the pools named in `held` get no pods."""
+    """Return all objects but the group's Secret; the sets of rank pods named in `held` get no pods."""
     templates = templates_in_force(rendering, inventory)
     stored = inventory.named(CONFIG_MAP, rendering.names.config(rendering.revisions.gateway))
     return [
@@ -46,8 +47,8 @@ def desired_objects(rendering: Rendering, inventory: Inventory, *, held: Collect
         *claim_templates(rendering, {item["metadata"]["name"]: item for item in inventory.of_kind(CLAIM_TEMPLATE)}),
         *pod_groups(rendering),
         *(
-            statefulset(rendering, pool, templates.ranks[pool.name], held=pool.name in held)
-            for pool in rendering.spec.pools
+            statefulset(rendering, ranks, templates.ranks[ranks.name], held=ranks.name in held)
+            for ranks in rank_sets(rendering.spec)
         ),
         deployment(rendering, templates.gateway),
         *pod_monitors(rendering),

@@ -18,6 +18,7 @@ from hetero_operator.reconcile.manifests.config import stored_resource
 from hetero_operator.reconcile.manifests.optional_kinds import POD_GROUP, RESOURCE_CLAIM_TEMPLATE, device_class
 from hetero_operator.reconcile.manifests.rendering import Rendering
 from hetero_operator.reconcile.model import Capabilities, Object
+from hetero_operator.reconcile.rank_sets import num_rank_pods
 from hetero_operator.reconcile.status.reasons import Reason
 
 
@@ -78,11 +79,11 @@ def _lacking(spec: HeteroInferenceSpec, capabilities: Capabilities) -> Iterator[
         for index, pool in enumerate(spec.pools):
             if device_class(pool):
                 yield f"spec.pools[{index}].cpu.numa.claim: {_missing(RESOURCE_CLAIM_TEMPLATE, capabilities)}"
-    num_pods = sum(pool.pods for pool in spec.pools)
+    num_pods = num_rank_pods(spec)
     if spec.exchange.kind == ExchangeKind.SHARED_MEMORY and spec.exchange.host_path is None and num_pods > 1:
         yield (
             f"spec.exchange.hostPath: is required where kind is SharedMemory: the ranks are in {num_pods} pods, each "
-            "with a /dev/shm of its own; put them into one pod, or use kind Auto"
+            "with a /dev/shm of its own; put them into one pod (spec.topology.colocate: Pod), or use kind Auto"
         )
     if spec.scheduling.gang.scheduler == GangScheduler.VOLCANO and not capabilities.has(*POD_GROUP):
         yield f"spec.scheduling.gang.scheduler: {_missing(POD_GROUP, capabilities)}"

@@ -88,11 +88,15 @@ class Node:
         self._components["kubelet"].start()
 
     def set_cpu_policy(self, *, static: bool) -> None:
-        """Start the kubelet anew with another CPU manager policy. It wants its record of the other one removed."""
+        """Start the kubelet anew with another CPU manager policy."""
+        self.change_plan(replace(self.plan, static=static))
+
+    def change_plan(self, plan: NodePlan) -> None:
+        """Start the kubelet anew with other settings. It wants its record of another CPU manager policy removed."""
         assert self._files is not None, "the node has not been started"
         self._components["kubelet"].stop()
         (self.folder / "kubelet/cpu_manager_state").unlink(missing_ok=True)
-        self.plan = replace(self.plan, static=static)
+        self.plan = plan
         self._configure_kubelet(self._files)
         self._components["kubelet"].start()
 

@@ -261,7 +261,10 @@ def test_ranks_of_several_pods_share_memory_through_their_node_or_not_at_all() -
     assert todo.refusal[0].startswith(
         "spec.exchange.hostPath: is required where kind is SharedMemory: the ranks are in 2"
     )
-    for accepted in (world(2), world(1, hostPath="/dev/shm"), world(1, kind="Auto")):
+    one_pod = world(1)
+    spec = one_pod.resource["spec"]
+    spec["topology"], spec["pools"][0]["cpu"] = {"colocate": "Pod"}, {"memoryPerRank": "1Gi"}
+    for accepted in (world(2), world(1, hostPath="/dev/shm"), world(1, kind="Auto"), one_pod):
         assert accepted.plan().refusal == ()
 
 

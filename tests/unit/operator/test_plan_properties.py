@@ -77,7 +77,19 @@ def specs(draw: st.DrawFn, names: list[tuple[str, str]]) -> dict[str, Any]:
         suspend=st.booleans(),
         replicas=st.integers(0, 1),
     )
-    return {"model": {"uri": draw(URIS)}, "pools": draw(pools(names)), **draw(sections)}
+    spec = {"model": {"uri": draw(URIS)}, "pools": draw(pools(names)), **draw(sections)}
+    return in_one_pod(spec) if draw(st.booleans()) else spec
+
+
+def in_one_pod(spec: dict[str, Any]) -> dict[str, Any]:
+    """The same with all ranks in one pod, and without what its pools may not differ in."""
+    places = spec["pools"][0].get("scheduling", {})
+    together = []
+    for pool in spec["pools"]:
+        settings = {"memoryPerRank": "1Gi", **pool.get(pool["type"].lower(), {})}
+        kept = {key: value for key, value in settings.items() if key not in ("hugepages", "runtimeClassName")}
+        together.append({**pool, "scheduling": places, pool["type"].lower(): kept})
+    return {**spec, "pools": together, "topology": {"colocate": "Pod"}}
 
 
 @st.composite

@@ -20,7 +20,8 @@ def main_containers(name: str, kind: str) -> list[dict[str, Any]]:
     """Of the workloads of a kind."""
     case = CASES[name]
     applied = OperatorWorld(dict(case.resource), case.capabilities).plan().apply
-    return [item["spec"]["template"]["spec"]["containers"][0] for item in applied if item["kind"] == kind]
+    pods = [item["spec"]["template"]["spec"] for item in applied if item["kind"] == kind]
+    return [container for pod in pods for container in pod["containers"]]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -48,6 +49,8 @@ def test_rank_pods_understand_their_command_line(name: str) -> None:
         }
         assert container["command"] == ["python", "-m", "hetero_worker.pod"]
         config = PodConfig.from_command_line(container["args"], environment)
-        assert (config.pod_name, config.ordinal, config.pod_ip) == ("x-cpu-3", 3, "10.1.2.3")
+        given = dict(zip(container["args"][::2], container["args"][1::2], strict=True))
+        ordinal = int(given.get("--ordinal", 3))
+        assert (config.pod_name, config.ordinal, config.pod_ip) == ("x-cpu-3", ordinal, "10.1.2.3")
         assert config.threads_per_rank * config.ranks_per_pod == int(container["resources"]["limits"]["cpu"])
         assert config.health_port == container["ports"][0]["containerPort"]

@@ -94,6 +94,8 @@ def test_cpu_pods_and_gateways_are_guaranteed_on_whole_cores(name: str) -> None:
         if owner.endswith("-gpu"):
             continue
         assert is_guaranteed(pod), owner
+        if owner.endswith("-ranks"):
+            assert all(item["resources"]["limits"]["cpu"].isdigit() for item in containers(pod))
         if owner.endswith("-cpu"):
             cores = {container["resources"]["limits"]["cpu"] for container in containers(pod)}
             assert len(cores) == 1
@@ -137,17 +139,23 @@ def test_every_mount_has_a_volume_and_every_volume_a_mount(pod: dict[str, Any]) 
 
 @pytest.mark.parametrize("pod", every_pod())
 def test_the_model_is_there_and_cannot_be_written(pod: dict[str, Any]) -> None:
-    [container] = pod["spec"]["containers"]
-    [mount] = [mount for mount in container["volumeMounts"] if mount["mountPath"] == POD_MODEL_DIR]
-    assert mount["readOnly"] is True
+    for container in pod["spec"]["containers"]:
+        [mount] = [mount for mount in container["volumeMounts"] if mount["mountPath"] == POD_MODEL_DIR]
+        assert mount["readOnly"] is True
 
 
 @pytest.mark.parametrize("pod", every_pod())
-def test_probes_ask_ports_that_the_container_has(pod: dict[str, Any]) -> None:
-    [container] = pod["spec"]["containers"]
-    ports = {port["name"] for port in container["ports"]}
-    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
-        assert container[probe]["httpGet"]["port"] in ports
+def test_probes_ask_ports_that_the_container_alone_has(pod: dict[str, Any]) -> None:
+    names: list[str] = []
+    numbers: list[int] = []
+    for container in pod["spec"]["containers"]:
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+            assert container[probe]["httpGet"]["port"] in ports
+        names += ports.keys()
+        numbers += ports.values()
+    assert len(names) == len(set(names)) == len(set(numbers))
+    assert all(len(name) <= 15 for name in names)
 
 
 def test_a_ranks_startup_probe_lasts_as_long_as_the_user_says() -> None:

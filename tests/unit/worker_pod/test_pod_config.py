@@ -35,6 +35,12 @@ def test_the_ordinal_is_the_number_that_ends_the_pods_name() -> None:
     assert (config.ranks_per_pod, config.threads_per_rank, config.numa_policy) == (2, 4, NumaPolicy.REQUIRED)
 
 
+def test_a_container_of_the_one_pod_is_given_its_ordinal() -> None:
+    together = {**POD, ENV_POD_NAME: "x-ranks-0"}
+    configs = [PodConfig.from_command_line([*RENDERED, "--ordinal", number], together) for number in ("0", "5")]
+    assert [(config.pod_name, config.ordinal) for config in configs] == [("x-ranks-0", 0), ("x-ranks-0", 5)]
+
+
 @pytest.mark.parametrize(
     ("arguments", "environment", "words"),
     [
@@ -42,6 +48,7 @@ def test_the_ordinal_is_the_number_that_ends_the_pods_name() -> None:
         (RENDERED, {ENV_POD_NAME: "x-cpu"}, "POD_NAME: 'x-cpu' does not end with -N"),
         (RENDERED, {}, "POD_NAME: ''"),
         ([*RENDERED, "--health-port", "70000"], POD, "--health-port: '70000' is no port number"),
+        ([*RENDERED, "--ordinal", "first"], POD, "--ordinal: 'first' is no whole number"),
         ([*RENDERED, "--ranks-per-pod", "0"], POD, "--ranks-per-pod"),
         ([*RENDERED, "--cuda-devices", "0"], POD, "[0] is not a device of its own for each of 2 ranks"),
         ([*RENDERED, "--cuda-devices", "1,1"], POD, "[1, 1] is not a device of its own for each of 2 ranks"),

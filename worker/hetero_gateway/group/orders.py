@@ -80,7 +80,7 @@ def asked_exchange(kind: ExchangeKind, hellos: Sequence[ranks_pb2.Hello]) -> ran
         places = ", ".join(f"{hello.pod_name} on {hello.host_id or 'none'}" for hello in hellos)
         raise EpochEnded(
             f"{_FIELD}: SharedMemory, but the ranks have no /dev/shm in common ({places}); put them on one node and "
-            "give them one with spec.exchange.hostPath, or use Auto",
+            "give them one with spec.topology.colocate or spec.exchange.hostPath, or use Auto",
             permanent=True,
         )
     return ranks_pb2.EXCHANGE_KIND_TCP

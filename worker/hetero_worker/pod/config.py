@@ -1,4 +1,4 @@
-"""Configuration of a rank pod: its command line and environment, read once."""
+"""Configuration of a container for ranks: its command line and environment, read once."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ class PodConfig:
     """Longest time that ranks may take to leave."""
     pod_name: str
     ordinal: int
+    """Number of the container among those of its pool."""
     pod_ip: str
     """Address for the ranks' rendezvous and for probes."""
     log_level: str = "INFO"
@@ -50,13 +51,14 @@ class PodConfig:
         """Read the configuration; exit with EXIT_USAGE and one line on stderr if it is wrong."""
         parser = _parser()
         options = vars(parser.parse_args(arguments))
+        ordinal = options.pop("ordinal")
         try:
             pod_name = environment.get(ENV_POD_NAME, "")
             _check_devices(options["cuda_devices"], options["ranks_per_pod"])
             return cls(
                 **options,
                 pod_name=pod_name,
-                ordinal=_ordinal_of(pod_name),
+                ordinal=_ordinal_of(pod_name) if ordinal is None else ordinal,
                 pod_ip=environment.get(ENV_POD_IP) or "127.0.0.1",
                 log_level=read_log_level(environment),
             )
@@ -83,6 +85,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--gateway", required=True, type=host_port, metavar="HOST:PORT", help="the gateway's Ranks service")
     add("--model", required=True, type=Path, dest="model_dir", metavar="DIR", help="model in Hugging Face format")
     add("--pool", required=True, metavar="NAME", help="pool of the resource that these ranks belong to")
+    add(
+        "--ordinal",
+        type=count,
+        metavar="N",
+        help="number of this container in its pool; default: the number that ends the pod's name",
+    )
     add("--ranks-per-pod", required=True, type=positive, metavar="N", help="ranks to run")
     add("--threads-per-rank", required=True, type=positive, metavar="N", help="CPUs that the pod has for each rank")
     add("--numa-policy", required=True, type=numa_policy, metavar="POLICY", help="Required, BestEffort or None")

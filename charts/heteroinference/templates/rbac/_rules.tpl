@@ -12,12 +12,15 @@ it is asked for by name (`get`), so that nothing of a stranger is taken over.
   verbs: [patch]
 # These stay as long as their resource, and go with it by owner references.
 - apiGroups: [apps]
-  resources: [deployments, statefulsets]
+  resources: [deployments]
   verbs: [get, list, watch, create, patch]
 - apiGroups: [""]
   resources: [serviceaccounts, services]
   verbs: [get, list, watch, create, patch]
-# These go when the resource wants them no more.
+# These go when the resource wants them no more; StatefulSets when ranks move into one pod, or out of it.
+- apiGroups: [apps]
+  resources: [statefulsets]
+  verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [""]
   resources: [configmaps]
   verbs: [get, list, watch, create, patch, delete]

@@ -41,12 +41,12 @@ from hetero_api.contract import (
     SECRET_GROUP_TOKEN_KEY,
 )
 from hetero_api.effects import fields_with
-from hetero_api.spec_pools import PoolSpec
 from hetero_operator.reconcile.inventory import CONFIG_MAP, DEPLOYMENT, STATEFUL_SET, Inventory, template_label_of
 from hetero_operator.reconcile.manifests.gateway import gateway_template
 from hetero_operator.reconcile.manifests.rank_pod import rank_template
 from hetero_operator.reconcile.manifests.rendering import Rendering, manifest
 from hetero_operator.reconcile.model import NewSecret, Object, RenderOptions
+from hetero_operator.reconcile.rank_sets import RankSet, rank_sets
 from hetero_operator.reconcile.revision import GATEWAY_EFFECTS
 
 _KIND: Final = ("v1", "ConfigMap")
@@ -58,7 +58,7 @@ class PodTemplates:
     """Pod templates of one gateway revision."""
 
     ranks: Mapping[str, Object]
-    """By pool."""
+    """By the name of their set."""
     gateway: Object
     options: RenderOptions
     """Options that the rank templates were rendered with: a new gateway beside them has to fit to them."""
@@ -122,17 +122,17 @@ def templates_in_force(rendering: Rendering, inventory: Inventory) -> PodTemplat
 
 def _without_config(rendering: Rendering, inventory: Inventory) -> PodTemplates:
     return PodTemplates(
-        ranks={pool.name: _rank_template(rendering, pool, inventory) for pool in rendering.spec.pools},
+        ranks={ranks.name: _rank_template(rendering, ranks, inventory) for ranks in rank_sets(rendering.spec)},
         gateway=_live_gateway(rendering, inventory) or gateway_template(rendering),
         options=rendering.options,
     )
 
 
-def _rank_template(rendering: Rendering, pool: PoolSpec, inventory: Inventory) -> Object:
-    live = inventory.named(STATEFUL_SET, rendering.names.pool(pool.name), group="apps")
+def _rank_template(rendering: Rendering, ranks: RankSet, inventory: Inventory) -> Object:
+    live = inventory.named(STATEFUL_SET, rendering.names.rank_set(ranks.name), group="apps")
     if live is not None and template_label_of(live, LABEL_REVISION) == rendering.revisions.ranks:
         return _template_of(live)
-    return rank_template(rendering, pool)
+    return rank_template(rendering, ranks)
 
 
 def _live_gateway(rendering: Rendering, inventory: Inventory) -> Object | None:

@@ -12,7 +12,7 @@ Guaranteed: requests equal limits, in whole cores, on every container of the pod
 static CPU manager leaves them in the shared pool. Memory covers the ranks and /dev/shm, which the kernel counts to the
 pod. Without `memoryPerRank` there is nothing to ask for, and the pod is Burstable.
 
-The device plugin chooses a pod's devices, and the pod sees them numbered from 0. So a pod asks for one for each of its
+The device plugin chooses a container's devices, which sees them numbered from 0. So it asks for one for each of its
 ranks, and the numbers that a pool names give the order of its ranks on them.
 """
 
@@ -30,7 +30,7 @@ from hetero_api.spec import HeteroInferenceSpec
 from hetero_api.spec_cluster import ResourcesSpec, SpreadPolicy, Toleration
 from hetero_api.spec_model import SecretKeyRef
 from hetero_api.spec_pools import PoolSpec, PoolType
-from hetero_operator.reconcile.manifests.optional_kinds import CLAIM_NAME, device_class, rank_scheduler
+from hetero_operator.reconcile.manifests.optional_kinds import device_class, rank_scheduler
 from hetero_operator.reconcile.manifests.rendering import Rendering, rank_selector
 from hetero_operator.reconcile.model import RenderOptions
 
@@ -68,12 +68,12 @@ def container_security() -> dict[str, Any]:
     return {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
 
 
-def rank_probes(startup_timeout_s: int) -> dict[str, Any]:
-    """Return the probes of a rank pod."""
+def rank_probes(startup_timeout_s: int, *, port: str) -> dict[str, Any]:
+    """Return the probes of a rank container, at its port of that name."""
     return {
-        "startupProbe": _startup("/startupz", "health", startup_timeout_s),
-        "livenessProbe": _probe("/livez", "health", period_s=10, failures=6),
-        "readinessProbe": _probe("/readyz", "health", period_s=5, failures=2),
+        "startupProbe": _startup("/startupz", port, startup_timeout_s),
+        "livenessProbe": _probe("/livez", port, period_s=10, failures=6),
+        "readinessProbe": _probe("/readyz", port, period_s=5, failures=2),
     }
 
 
@@ -153,10 +153,10 @@ def pod_template(
     account: str,
     grace_period_s: int,
     scheduling: Mapping[str, Any],
-    container: Mapping[str, Any],
+    containers: Sequence[Mapping[str, Any]],
     **optional: Any,
 ) -> dict[str, Any]:
-    """Return metadata and spec of a pod with one main container. Fields in `optional` that are empty are left out."""
+    """Return metadata and spec of a pod with its main containers. Fields in `optional` that are empty are left out."""
     user, pull_secrets = rendering.spec.pod_metadata, rendering.spec.images.pull_secrets
     init_containers = [item for part in files for item in part.init_containers]
     optional = {"initContainers": init_containers, **optional}
@@ -168,7 +168,7 @@ def pod_template(
         "terminationGracePeriodSeconds": grace_period_s,
         **({"imagePullSecrets": [{"name": name} for name in pull_secrets]} if pull_secrets else {}),
         **scheduling,
-        "containers": [container],
+        "containers": list(containers),
         "volumes": [volume for part in files for volume in part.volumes],
         **{key: value for key, value in optional.items() if value},
     }
@@ -209,15 +209,19 @@ def secret_file(volume: str, secret: SecretKeyRef | None, path: str) -> MountedF
     return MountedFiles(({"name": volume, "secret": source},), (mount,))
 
 
-def rank_resources(pool: PoolSpec) -> dict[str, Any]:
-    """Return the resources of a rank pod's main container."""
+def rank_resources(pool: PoolSpec, *, claim: str) -> dict[str, Any]:
+    """Return the resources of a container for ranks; `claim` names its cores in the pod, where the pool claims them."""
     limits = {**_shared_limits(pool), **_devices(pool)}
-    claims = {"claims": [{"name": CLAIM_NAME}]} if device_class(pool) else {}
+    claims = {"claims": [{"name": claim}]} if device_class(pool) else {}
     return {"requests": limits, "limits": limits, **claims}
 
 
 def rank_init_resources(pool: PoolSpec) -> dict[str, Any]:
-    """Return the resources of a rank pod's init container: the same cores and memory, no devices."""
+    """Return the resources of a rank pod's init container: cores and memory of its first container, no devices.
+
+    A static CPU manager gives the cores of init containers to the first container that follows. More of them would be
+    left for the next one, and bind it to the same NUMA node.
+    """
     limits = _shared_limits(pool)
     return {"requests": limits, "limits": limits}
 
@@ -250,7 +254,7 @@ def device_numbers(pool: PoolSpec) -> list[int]:
 
 
 def _shared_limits(pool: PoolSpec) -> dict[str, str]:
-    """Return the cores and memory of all ranks of a pod."""
+    """Return the cores and memory of all ranks of a container."""
     limits = {"cpu": str(pool.cores_per_rank * pool.ranks_per_pod)}
     if pool.memory_per_rank is not None:
         limits["memory"] = memory(pool.memory_per_rank * pool.ranks_per_pod + pool.shared_memory)

@@ -81,7 +81,7 @@ def gateway_template(rendering: Rendering) -> dict[str, Any]:
         account=names.gateway,
         grace_period_s=spec.gateway.drain_timeout_seconds + _GRACE_AFTER_DRAIN_S,
         scheduling=gateway_scheduling(spec),
-        container=_container(rendering, image, resources, files),
+        containers=[_container(rendering, image, resources, files)],
     )
 
 

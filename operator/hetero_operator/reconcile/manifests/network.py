@@ -11,10 +11,10 @@ Prometheus runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from hetero_api.contract import ROLE_GATEWAY, ROLE_RANK
+from hetero_api.contract import POD_HEALTH_PORT, ROLE_GATEWAY, ROLE_RANK
 from hetero_operator.reconcile.manifests.model_volumes import HUB, parse_model_uri
 from hetero_operator.reconcile.manifests.rendering import (
     OPERATOR_APPLICATION,
@@ -23,7 +23,8 @@ from hetero_operator.reconcile.manifests.rendering import (
     manifest,
     rank_selector,
 )
-from hetero_operator.reconcile.names import GATEWAY_PORTS, RANK_PORTS
+from hetero_operator.reconcile.names import GATEWAY_PORTS, RANK_PORT
+from hetero_operator.reconcile.rank_sets import health_ports
 
 _SERVICE: Final = ("v1", "Service")
 _POLICY: Final = ("networking.k8s.io/v1", "NetworkPolicy")
@@ -44,7 +45,8 @@ def services(rendering: Rendering) -> list[dict[str, Any]]:
     ]
     return [
         manifest(
-            rendering, _SERVICE, names.ranks, component=ROLE_RANK, spec=_headless(rank_selector(rendering), RANK_PORTS)
+            rendering, _SERVICE, names.ranks, component=ROLE_RANK,
+            spec=_headless(rank_selector(rendering), {RANK_PORT: POD_HEALTH_PORT}),
         ),
         manifest(rendering, _SERVICE, names.gateway, component=ROLE_GATEWAY, spec=_headless(gateway, inside)),
         manifest(
@@ -72,15 +74,15 @@ def network_policies(rendering: Rendering) -> list[dict[str, Any]]:
     return [
         _policy(
             rendering, names.ranks, component=ROLE_RANK, selector=ranks,
-            ingress=[{"from": [_pods(ranks)]}, {"ports": _named("health")}],
-            egress=[{"to": [_pods(ranks)]}, {"to": [_pods(gateway)], "ports": _named("ranks")}],
+            ingress=[{"from": [_pods(ranks)]}, {"ports": _tcp(health_ports(rendering.spec).values())}],
+            egress=[{"to": [_pods(ranks)]}, {"to": [_pods(gateway)], "ports": _gateways("ranks")}],
         ),
         _policy(
             rendering, names.gateway, component=ROLE_GATEWAY, selector=gateway,
             ingress=[
-                {"ports": _named("inference", "http", "metrics")},
-                {"from": [_pods(ranks)], "ports": _named("ranks")},
-                {"from": [_operator(rendering)], "ports": _named("admin")},
+                {"ports": _gateways("inference", "http", "metrics")},
+                {"from": [_pods(ranks)], "ports": _gateways("ranks")},
+                {"from": [_operator(rendering)], "ports": _gateways("admin")},
             ],
             egress=[],
         ),
@@ -126,6 +128,10 @@ def _pods(labels: Mapping[str, str]) -> dict[str, Any]:
     return {"podSelector": {"matchLabels": dict(labels)}}
 
 
-def _named(*names: str) -> list[dict[str, Any]]:
-    """Return ports of the gateway and of ranks by their names."""
-    return [{"protocol": "TCP", "port": {**GATEWAY_PORTS, **RANK_PORTS}[name]} for name in names]
+def _gateways(*names: str) -> list[dict[str, Any]]:
+    """Return ports of the gateway by their names."""
+    return _tcp(GATEWAY_PORTS[name] for name in names)
+
+
+def _tcp(ports: Iterable[int]) -> list[dict[str, Any]]:
+    return [{"protocol": "TCP", "port": port} for port in ports]

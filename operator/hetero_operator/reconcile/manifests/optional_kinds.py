@@ -22,10 +22,11 @@ from hetero_api.spec_cluster import GangScheduler
 from hetero_api.spec_pools import PoolSpec
 from hetero_operator.reconcile.manifests.rendering import Rendering, manifest, rank_selector
 from hetero_operator.reconcile.model import Object
+from hetero_operator.reconcile.rank_sets import health_ports, num_rank_pods
 
 RESOURCE_CLAIM_TEMPLATE: Final = ("resource.k8s.io/v1", "ResourceClaimTemplate")
 CLAIM_NAME: Final = "cores"
-"""Name of the claim within a pod."""
+"""Name of the claim within a pod; containers that share a pod number theirs."""
 _CORES_CAPACITY: Final = "dra.cpu/cpu"
 """The driver's name for the number of cores of a device."""
 POD_GROUP: Final = ("scheduling.volcano.sh/v1beta1", "PodGroup")
@@ -78,7 +79,7 @@ def pod_groups(rendering: Rendering) -> list[dict[str, Any]]:
     gang = rendering.spec.scheduling.gang
     if gang.scheduler != GangScheduler.VOLCANO:
         return []
-    spec: dict[str, Any] = {"minMember": rank_pods(rendering.spec)}
+    spec: dict[str, Any] = {"minMember": num_rank_pods(rendering.spec)}
     if gang.queue:
         spec["queue"] = gang.queue
     if rendering.spec.scheduling.priority_class_name:
@@ -99,7 +100,7 @@ def gang_annotations(rendering: Rendering) -> dict[str, str]:
     """Return the gang scheduler's annotations of rank pods."""
     match rendering.spec.scheduling.gang.scheduler:
         case GangScheduler.KUEUE:
-            count = str(rank_pods(rendering.spec))
+            count = str(num_rank_pods(rendering.spec))
             return {_KUEUE_COUNT_ANNOTATION: count, _KUEUE_SERVING_ANNOTATION: "true"}
         case GangScheduler.VOLCANO:
             return {_VOLCANO_GROUP_ANNOTATION: rendering.names.resource}
@@ -111,11 +112,6 @@ def rank_scheduler(spec: HeteroInferenceSpec) -> str | None:
     """Return the scheduler of rank pods: the user's, else Volcano's own for its gangs, None: the cluster's default."""
     volcano = spec.scheduling.gang.scheduler == GangScheduler.VOLCANO
     return spec.scheduling.scheduler_name or (_VOLCANO_SCHEDULER if volcano else None)
-
-
-def rank_pods(spec: HeteroInferenceSpec) -> int:
-    """Return the number of rank pods over all pools."""
-    return sum(pool.pods for pool in spec.pools)
 
 
 def disruption_budgets(rendering: Rendering) -> list[dict[str, Any]]:
@@ -133,12 +129,11 @@ def pod_monitors(rendering: Rendering) -> list[dict[str, Any]]:
     if not monitoring.pod_monitor or not rendering.capabilities.has(*POD_MONITOR):
         return []
     interval = f"{monitoring.interval_seconds}s"
+    ports = ["metrics", *health_ports(rendering.spec)]
     spec = {
         "selector": {"matchLabels": {LABEL_NAME: rendering.names.resource}},
         "podTargetLabels": [LABEL_NAME, LABEL_ROLE, LABEL_POOL],
-        "podMetricsEndpoints": [
-            {"port": port, "path": "/metrics", "interval": interval} for port in ("metrics", "health")
-        ],
+        "podMetricsEndpoints": [{"port": port, "path": "/metrics", "interval": interval} for port in ports],
     }
     return [
         manifest(

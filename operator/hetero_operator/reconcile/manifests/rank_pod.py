@@ -1,13 +1,17 @@
-"""The StatefulSet of a pool and its pod template: one container that supervises the pod's ranks.
+"""The StatefulSet of a set of rank pods and its pod template: containers that supervise the pod's ranks.
 
 Parallel: ranks wait for one another, so one at a time would never end. OnDelete: a new revision is rolled out by the
 operator, which deletes all old rank pods together; the StatefulSet controller would do it one by one, and mix
 revisions in one group.
+
+Containers of one pod start again one by one, by the kubelet: the ranks of the others keep their weights and wait for
+the next epoch. They share the model's files, /tmp and /dev/shm; no rank knows another by its process id, which each
+container counts for itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from hetero_api.contract import (
@@ -17,7 +21,6 @@ from hetero_api.contract import (
     LABEL_POOL,
     LABEL_REVISION,
     POD_GROUP_TOKEN_FILE,
-    POD_HEALTH_PORT,
     POD_MODEL_DIR,
     RANKS_PORT,
     ROLE_RANK,
@@ -43,7 +46,7 @@ from hetero_operator.reconcile.manifests.containers import (
 from hetero_operator.reconcile.manifests.model_volumes import deliver_model
 from hetero_operator.reconcile.manifests.optional_kinds import CLAIM_NAME, device_class, gang_annotations, gang_labels
 from hetero_operator.reconcile.manifests.rendering import Rendering, common_labels, manifest, rank_selector
-from hetero_operator.reconcile.names import RANK_CONTAINER, RANK_PORTS
+from hetero_operator.reconcile.rank_sets import RankContainer, RankSet
 
 _KIND: Final = ("apps/v1", "StatefulSet")
 _HISTORY: Final = 2
@@ -55,60 +58,68 @@ _NODE_SHARED_MEMORY: Final = "node-shared-memory"
 _HUGEPAGES: Final = "hugepages"
 
 
-def statefulset(rendering: Rendering, pool: PoolSpec, template: Mapping[str, Any], *, held: bool) -> dict[str, Any]:
-    """Return the pool's StatefulSet with a pod template; `held` keeps it without pods."""
+def statefulset(rendering: Rendering, ranks: RankSet, template: Mapping[str, Any], *, held: bool) -> dict[str, Any]:
+    """Return the StatefulSet of a set with a pod template; `held` keeps it without pods."""
     spec = {
         "serviceName": rendering.names.ranks,
-        "replicas": pool.pods if rendering.runs and not held else 0,
+        "replicas": ranks.pods if rendering.runs and not held else 0,
         "podManagementPolicy": "Parallel",
         "updateStrategy": {"type": "OnDelete"},
         "revisionHistoryLimit": _HISTORY,
-        "selector": {"matchLabels": rank_selector(rendering, pool.name)},
+        "selector": {"matchLabels": rank_selector(rendering, ranks.name)},
         "template": dict(template),
     }
     return manifest(
-        rendering, _KIND, rendering.names.pool(pool.name), component=ROLE_RANK,
-        labels={LABEL_POOL: pool.name, LABEL_REVISION: rendering.revisions.ranks}, spec=spec,
+        rendering, _KIND, rendering.names.rank_set(ranks.name), component=ROLE_RANK,
+        labels={LABEL_POOL: ranks.name, LABEL_REVISION: rendering.revisions.ranks}, spec=spec,
     )  # fmt: skip
 
 
-def rank_template(rendering: Rendering, pool: PoolSpec) -> dict[str, Any]:
-    """Return metadata and spec of the pods of a pool."""
-    selector, revision = rank_selector(rendering, pool.name), {LABEL_REVISION: rendering.revisions.ranks}
+def rank_template(rendering: Rendering, ranks: RankSet) -> dict[str, Any]:
+    """Return metadata and spec of the pods of a set."""
+    selector, revision = rank_selector(rendering, ranks.name), {LABEL_REVISION: rendering.revisions.ranks}
+    first = ranks.containers[0].pool  # scheduling is the same for all pools of a pod
     files = [
         deliver_model(
-            rendering, image=_image(rendering, pool), resources=rank_init_resources(pool), tokenizer_only=False
+            rendering, image=_image(rendering, first), resources=rank_init_resources(first), tokenizer_only=False
         ),
         group_token(rendering),
-        _shared_memory(rendering, pool),
+        _shared_memory(rendering, ranks),
         tmp_files(),
-        _hugepages(pool),
     ]
+    pages = next((found for item in ranks.containers if (found := _hugepages(item.pool)).volumes), MountedFiles())
     return pod_template(
         rendering,
-        files,
+        [*files, pages],
         labels={**gang_labels(rendering), **common_labels(rendering, ROLE_RANK), **selector, **revision},
         annotations=gang_annotations(rendering),
         account=rendering.names.rank_account,
         grace_period_s=GRACE_PERIOD_S,
-        scheduling=rank_scheduling(rendering, pool),
-        container=_container(rendering, pool, files),
-        runtimeClassName=pool.gpu_or_default.runtime_class_name,
-        resourceClaims=_resource_claims(rendering, pool),
+        scheduling=rank_scheduling(rendering, first),
+        containers=[_container(rendering, item, [*files, _hugepages(item.pool)]) for item in ranks.containers],
+        runtimeClassName=_runtime_class(ranks),
+        resourceClaims=_resource_claims(rendering, ranks),
     )
 
 
-def _shared_memory(rendering: Rendering, pool: PoolSpec) -> MountedFiles:
+def _runtime_class(ranks: RankSet) -> str | None:
+    """Return the RuntimeClass of the pods: that of their GPU ranks."""
+    classes = (item.pool.gpu_or_default.runtime_class_name for item in ranks.containers)
+    return next((name for name in classes if name), None)
+
+
+def _shared_memory(rendering: Rendering, ranks: RankSet) -> MountedFiles:
     """Return /dev/shm: the pod's own memory, or an existing folder in the node's.
 
     The kubelet would create one that only root can write. Ranks leave nothing behind in it: they unlink a segment as
-    soon as all have it mapped, and its memory counts as the pod's that touched it first.
+    soon as all have it mapped, and its memory counts as the container's that touched it first. Each rank touches first
+    what it writes, so each container's limit has its part of the volume's size.
     """
     folder = rendering.spec.exchange.host_path
     if folder is not None:
         volume = {"name": _NODE_SHARED_MEMORY, "hostPath": {"path": folder, "type": "Directory"}}
     else:
-        limit = memory(pool.shared_memory)
+        limit = memory(sum(item.pool.shared_memory for item in ranks.containers))
         volume = {"name": _SHARED_MEMORY, "emptyDir": {"medium": "Memory", "sizeLimit": limit}}
     return MountedFiles((volume,), ({"name": volume["name"], "mountPath": "/dev/shm"},))
 
@@ -120,21 +131,24 @@ def _hugepages(pool: PoolSpec) -> MountedFiles:
     return MountedFiles((volume,), ({"name": _HUGEPAGES, "mountPath": "/dev/hugepages"},))
 
 
-def _container(rendering: Rendering, pool: PoolSpec, files: list[MountedFiles]) -> dict[str, Any]:
+def _container(rendering: Rendering, item: RankContainer, files: Sequence[MountedFiles]) -> dict[str, Any]:
+    startup_timeout_s = rendering.spec.recovery.startup_timeout_seconds
     return container(
-        rendering, RANK_CONTAINER, _image(rendering, pool), resources=rank_resources(pool),
+        rendering, item.name, _image(rendering, item.pool),
+        resources=rank_resources(item.pool, claim=item.numbered(CLAIM_NAME)),
         command=["python", "-m", "hetero_worker.pod"],
-        args=_arguments(rendering, pool),
+        args=_arguments(rendering, item),
         env={ENV_GROUP_TOKEN_FILE: POD_GROUP_TOKEN_FILE, "HOME": TMP_DIR},
         env_from_pod=[pod_field(ENV_POD_NAME, "metadata.name"), pod_field(ENV_POD_IP, "status.podIP")],
-        mounts=[mount for item in files for mount in item.mounts],
-        ports=container_ports(RANK_PORTS),
-        **rank_probes(rendering.spec.recovery.startup_timeout_seconds),
+        mounts=[mount for part in files for mount in part.mounts],
+        ports=container_ports({item.port_name: item.port}),
+        **rank_probes(startup_timeout_s, port=item.port_name),
     )  # fmt: skip
 
 
-def _arguments(rendering: Rendering, pool: PoolSpec) -> list[str]:
-    """Return the command line of `hetero_worker.pod`; it takes its ordinal from the pod's name."""
+def _arguments(rendering: Rendering, item: RankContainer) -> list[str]:
+    """Return the command line of `hetero_worker.pod`; it takes an ordinal that it is not given from the pod's name."""
+    pool = item.pool
     host = rendering.names.gateway_host(rendering.namespace, rendering.options.cluster_domain)
     is_cpu = pool.type == PoolType.CPU
     options = {
@@ -145,8 +159,10 @@ def _arguments(rendering: Rendering, pool: PoolSpec) -> list[str]:
         "--threads-per-rank": pool.cores_per_rank,
         "--numa-policy": (pool.cpu_or_default.numa.policy if is_cpu else NumaPolicy.NONE).value,
         "--memory-bytes-per-rank": pool.memory_per_rank or 0,
-        "--health-port": POD_HEALTH_PORT,
+        "--health-port": item.port,
     }
+    if item.ordinal is not None:
+        options["--ordinal"] = item.ordinal
     if not is_cpu:
         options["--cuda-devices"] = ",".join(map(str, device_numbers(pool)))
     return [text for option, value in options.items() for text in (option, str(value))]
@@ -159,6 +175,11 @@ def _image(rendering: Rendering, pool: PoolSpec) -> str:
     return images.cpu_worker or options.cpu_worker_image
 
 
-def _resource_claims(rendering: Rendering, pool: PoolSpec) -> list[dict[str, Any]]:
-    template = rendering.names.claim_template(pool.name, rendering.revisions.ranks)
-    return [{"name": CLAIM_NAME, "resourceClaimTemplateName": template}] if device_class(pool) else []
+def _resource_claims(rendering: Rendering, ranks: RankSet) -> list[dict[str, Any]]:
+    """Return a claim for each container whose pool claims its cores."""
+    names, revision = rendering.names, rendering.revisions.ranks
+    return [
+        {"name": item.numbered(CLAIM_NAME), "resourceClaimTemplateName": names.claim_template(item.pool.name, revision)}
+        for item in ranks.containers
+        if device_class(item.pool)
+    ]

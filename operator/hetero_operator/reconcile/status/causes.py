@@ -14,7 +14,7 @@ from hetero_api.group_state import GroupState
 from hetero_api.spec import HeteroInferenceSpec
 from hetero_operator.reconcile import budget
 from hetero_operator.reconcile.model import GatewayReport, Object
-from hetero_operator.reconcile.names import GATEWAY_CONTAINER, RANK_CONTAINER
+from hetero_operator.reconcile.names import GATEWAY_CONTAINER
 from hetero_operator.reconcile.status.containers import Surroundings, Warnings, creation_warning
 from hetero_operator.reconcile.status.pods import ExpectedPod, container_status, is_up, node_loss, node_of, pod_trouble
 from hetero_operator.reconcile.status.reasons import OF_GATEWAY, Level, Reason, Trouble, absent, broken
@@ -84,7 +84,7 @@ def rank_trouble(situation: Situation, expected: ExpectedPod) -> Trouble | None:
         return _missing_rank(situation, expected)
     if situation.is_outdated(pod):
         return absent(Reason.ROLLING_OUT, "is of an earlier spec")
-    return _pod_trouble(situation, pod, main=RANK_CONTAINER, is_joined=situation.has_joined(expected))
+    return _pod_trouble(situation, pod, main=expected.container, is_joined=situation.has_joined(expected))
 
 
 def _budget_causes(situation: Situation, spec: HeteroInferenceSpec) -> Iterator[Cause]:
@@ -135,7 +135,7 @@ def _refusal(answer: GatewayReport) -> str:
 
 
 def _missing_rank(situation: Situation, expected: ExpectedPod) -> Trouble:
-    workload = situation.statefulset(expected.pool)
+    workload = situation.statefulset(expected.rank_set)
     if workload is not None:
         said = creation_warning(_warnings(situation, workload))
         if said:

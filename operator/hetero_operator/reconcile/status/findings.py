@@ -6,7 +6,7 @@ NUMAPinned tells of the binding that CPU ranks read back from their kernels.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from hetero_api.contract import LEAST_LOCAL_MEMORY_PERCENT
@@ -323,7 +323,7 @@ def _pools_of_shared_pods(situation: Situation, pods: list[ExpectedPod]) -> Iter
 
 def _subject(situation: Situation, expected: ExpectedPod, rank: RankStatus) -> str:
     pod = situation.rank_pods.get(expected.name)
-    one = ExpectedPod(expected.name, expected.pool, rank.place.rank, 1)
+    one = replace(expected, first_rank=rank.place.rank, num_ranks=1)
     return one.subject(node_of(pod) if pod else "")
 
 

@@ -16,9 +16,11 @@ from typing import Any, Final
 
 from hetero_api.contract import LABEL_ROLE, ROLE_RANK
 from hetero_api.spec import HeteroInferenceSpec
+from hetero_api.spec_pools import PoolSpec
 from hetero_operator.reconcile.inventory import is_leaving, label_of
 from hetero_operator.reconcile.model import Object, Observed
-from hetero_operator.reconcile.names import Names
+from hetero_operator.reconcile.names import RANK_CONTAINER, Names
+from hetero_operator.reconcile.rank_sets import ONE_POD, is_rank_container, one_pod_container
 from hetero_operator.reconcile.status.containers import (
     Ending,
     Surroundings,
@@ -98,7 +100,7 @@ def pod_trouble(pod: Object, around: Surroundings, *, main: str, loss: NodeLoss 
         return absent(Reason.POD_TERMINATING, "is being deleted")
     if not node_of(pod):
         return _unbound_trouble(pod, around.warnings)
-    return _container_trouble(pod, around, main) or _unready_trouble(pod, loss)
+    return _container_trouble(pod, around, main) or _unready_trouble(pod, loss, main)
 
 
 def end_trouble(pod: Object, main: str) -> Trouble:
@@ -133,14 +135,19 @@ def _unbound_trouble(pod: Object, warnings: Warnings) -> Trouble:
 
 
 def _container_trouble(pod: Object, around: Surroundings, main: str) -> Trouble | None:
-    """Return the worst trouble of the init containers, in order; else of the main container; else of the others."""
+    """Return the worst trouble of the init containers, in order; else of the main container; else of the others.
+
+    Containers for other ranks have troubles of their own.
+    """
     status = status_of(pod)
     inits: Collection[Mapping[str, Any]] = status.get("initContainerStatuses") or ()
     for item in inits:
         found = init_trouble(item, around)
         if found is not None:
             return found
-    statuses = sorted(status.get("containerStatuses") or (), key=lambda item: item.get("name") != main)
+    siblings = [item.get("name") for item in _siblings(pod, main)]
+    statuses = [item for item in status.get("containerStatuses") or () if item.get("name") not in siblings]
+    statuses.sort(key=lambda item: item.get("name") != main)
     if not statuses:
         # Its kubelet has not said anything yet; warnings may.
         return main_trouble({"state": {"waiting": {}}}, around)
@@ -148,22 +155,34 @@ def _container_trouble(pod: Object, around: Surroundings, main: str) -> Trouble 
     return min(troubles, key=lambda found: found.level, default=None)
 
 
-def _unready_trouble(pod: Object, loss: NodeLoss | None) -> Trouble | None:
+def _siblings(pod: Object, main: str) -> list[Mapping[str, Any]]:
+    """Return the statuses of containers for other ranks."""
+    statuses: Collection[Mapping[str, Any]] = status_of(pod).get("containerStatuses") or ()
+    return [item for item in statuses if item.get("name") != main and is_rank_container(str(item.get("name")))]
+
+
+def _unready_trouble(pod: Object, loss: NodeLoss | None, main: str) -> Trouble | None:
     """Return the trouble of a pod that is not ready, with containers that are: a gate, or a starting kubelet."""
     if condition(pod, "Ready").get("status") == "True":
         return None
+    if loss is None and not all(item.get("ready") for item in _siblings(pod, main)):
+        return None  # the rank that is not ready has it as its own
     said = str(loss) if loss is not None else steady(str(condition(pod, "Ready").get("message") or ""))
     return Trouble(Level.UNREADY, Reason.RANK_NOT_READY, f"is not ready: {said}" if said else "is not ready")
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedPod:
-    """A rank pod that has to be there."""
+    """A rank pod that has to be there, or one of the containers of the one pod of all ranks."""
 
     name: str
     pool: str
     first_rank: int
     num_ranks: int
+    rank_set: str
+    """Name of the set that the pod is of."""
+    container: str = RANK_CONTAINER
+    """Name of the ranks' container in the pod."""
 
     @property
     def ranks(self) -> range:
@@ -178,14 +197,25 @@ class ExpectedPod:
 
 
 def expected_pods(names: Names, spec: HeteroInferenceSpec) -> tuple[ExpectedPod, ...]:
-    """Return all rank pods in rank order."""
+    """Return all rank pods in rank order; of the one pod of all ranks, its containers."""
     pods: list[ExpectedPod] = []
     rank = 0
     for pool in spec.pools_in_rank_order:
         for ordinal in range(pool.pods):
-            pods.append(ExpectedPod(f"{names.pool(pool.name)}-{ordinal}", pool.name, rank, pool.ranks_per_pod))
+            pods.append(_expected_pod(names, spec, pool, ordinal, first_rank=rank))
             rank += pool.ranks_per_pod
     return tuple(pods)
+
+
+def _expected_pod(
+    names: Names, spec: HeteroInferenceSpec, pool: PoolSpec, ordinal: int, *, first_rank: int
+) -> ExpectedPod:
+    num_ranks = pool.ranks_per_pod
+    if not spec.is_one_pod:
+        name = f"{names.rank_set(pool.name)}-{ordinal}"
+        return ExpectedPod(name, pool.name, first_rank, num_ranks, pool.name)
+    name, container = f"{names.rank_set(ONE_POD)}-0", one_pod_container(first_rank)
+    return ExpectedPod(name, pool.name, first_rank, num_ranks, ONE_POD, container)
 
 
 def rank_pods(observed: Observed) -> dict[str, Object]:

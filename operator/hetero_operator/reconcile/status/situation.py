@@ -19,7 +19,7 @@ from hetero_operator.reconcile import budget
 from hetero_operator.reconcile.inventory import DEPLOYMENT, STATEFUL_SET, Inventory, is_leaving, label_of
 from hetero_operator.reconcile.manifests.config import stored_resource
 from hetero_operator.reconcile.model import GatewayReport, Object, Observed, Outcome, Plan
-from hetero_operator.reconcile.names import RANK_CONTAINER, Names
+from hetero_operator.reconcile.names import Names
 from hetero_operator.reconcile.refusals import Refusal, read_spec
 from hetero_operator.reconcile.revision import Revisions, revisions_of
 from hetero_operator.reconcile.status.pods import ExpectedPod, expected_pods, is_ready, is_up, rank_pods
@@ -127,9 +127,9 @@ class Situation:
         is_group_ready = self.answer is not None and self.answer.state is GroupState.READY
         return self.has_joined(pod) and (is_group_ready or all(item.weight_bytes > 0 for item in self.reported(pod)))
 
-    def statefulset(self, pool: str) -> Object | None:
-        """Return a pool's StatefulSet, None if there is none."""
-        return self.inventory.named(STATEFUL_SET, self.names.pool(pool), group="apps")
+    def statefulset(self, rank_set: str) -> Object | None:
+        """Return the StatefulSet of a set of rank pods, None if there is none."""
+        return self.inventory.named(STATEFUL_SET, self.names.rank_set(rank_set), group="apps")
 
     def deployment(self) -> Object | None:
         """Return the gateway's Deployment, None if there is none."""
@@ -192,8 +192,8 @@ def is_serving(situation: Situation) -> bool:
         return False
     if not (answer.state is GroupState.READY and answer.serving and not answer.group.failed and is_formed(situation)):
         return False
-    pods = [situation.rank_pods.get(pod.name) for pod in situation.expected]
-    all_run = all(pod is not None and is_up(pod, RANK_CONTAINER) and not situation.is_outdated(pod) for pod in pods)
+    pods = [(situation.rank_pods.get(item.name), item.container) for item in situation.expected]
+    all_run = all(pod is not None and is_up(pod, name) and not situation.is_outdated(pod) for pod, name in pods)
     return all_run and answer.group.stalled_s <= basis.spec.recovery.step_timeout_seconds
 
 
@@ -220,7 +220,7 @@ def computes(situation: Situation, expected: ExpectedPod) -> bool:
     pod, answer = situation.rank_pods.get(expected.name), situation.answer
     if pod is None or answer is None or answer.state is not GroupState.READY:
         return False
-    return is_up(pod, RANK_CONTAINER) and situation.has_joined(expected)
+    return is_up(pod, expected.container) and situation.has_joined(expected)
 
 
 def is_complete(situation: Situation, ranks: Sequence[RankStatus]) -> bool:
