@@ -1,12 +1,14 @@
-"""A B A B: this checkout against another one, in alternating runs of `bench.run`; ratios of the pairs with intervals.
+"""A B A B: this checkout against another one, both loaded and run in turns; ratios of the pairs with intervals.
 
     git worktree add ../before REVISION; make -C ../before install native
-    python -m bench.against ../before [--rounds 5] [--workloads decode1 prefill512 batch32] [--only hetero]
+    python -m bench.against ../before [--rounds 5] [--workloads decode1 prefill512 batch32] [--only "hetero int8"]
 
-Each run is a process of its own in its own checkout and virtual environment, so that both use their own code from the
-client to the kernels. Both checkouts need entrants of the same names; others are left out and named. Ratios are this
-checkout's figure over the other's: above 1 is faster (tokens/s), or slower and larger (seconds, bytes). The interval is
-Student's, at 95 %, of the pairs' logarithms. Writes bench/results/against-DATE.json.
+In each round both checkouts' groups are started, one after the other, each by its own environment; then they run each
+workload by turns (A B A B), seconds apart, so that a machine that gets slower meanwhile slows both. Short workloads are
+run several times a round. Ratios are this checkout's figure over the other's: above 1 is faster (tokens/s), or slower
+and larger (seconds, bytes). The interval is Student's, at 95 %, of the pairs' logarithms. The first start of each
+measures the machine and packs weights, later ones find that done. An entrant that does not start, such as one that the
+other checkout does not know, is left out and named. Writes bench/results/against-DATE.json.
 """
 
 from __future__ import annotations
@@ -14,28 +16,36 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from bench.home import ENV_BENCH_HOME, RESULTS, ROOT
+from bench.entrants import Ours, Setting, chosen
+from bench.home import RESULTS, BenchHome
 from bench.machine import describe
+from bench.ours import HeteroContender
+from bench.processes import end_in_order
+from bench.report import rate
 from bench.run import WORKLOADS
+from bench.shapes import DEMO, MODELS, directory_of
+from bench.turns import BROKEN
+from bench.workloads import Workload, make_workloads
+from hetero_api.model_config import ModelConfig
 
 STUDENT: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145)
 """Quantiles of Student's distribution at 97.5 %, by degrees of freedom from 1 on; beyond the last one, the last one."""
-START_AND_MEMORY: Final = {"first_start_s": "first start, s", "start_s": "start, s", "peak_bytes": "peak memory, bytes"}
 
-Figures = dict[tuple[str, str], float]
-"""Of one run, by entrant and quantity."""
+Pairs = dict[tuple[str, str], list[tuple[float, float]]]
+"""(other, this) of each pair, by entrant and quantity."""
+REPEATS: Final = {"decode1": 3, "prefill512": 3}
+"""Runs of a workload in a round, of each checkout; of the others one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +63,9 @@ class Ratio:
     pairs: int
 
 
-def ratios_of(pairs: Sequence[tuple[Figures, Figures]]) -> list[Ratio]:
-    """Return the ratios of figures that both runs of a pair have. `pairs`: (other, this), one a round."""
-    found: defaultdict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
-    for other, this in pairs:
-        for key in this.keys() & other.keys():
-            found[key].append((other[key], this[key]))
-    return [_ratio(*key, values) for key, values in sorted(found.items())]
+def ratios_of(pairs: Pairs) -> list[Ratio]:
+    """Return a ratio for each entrant and quantity."""
+    return [_ratio(*key, values) for key, values in sorted(pairs.items())]
 
 
 def _ratio(entrant: str, quantity: str, values: Sequence[tuple[float, float]]) -> Ratio:
@@ -81,34 +87,38 @@ def _ratio(entrant: str, quantity: str, values: Sequence[tuple[float, float]]) -
     )
 
 
-def figures_of(result: Mapping[str, Any]) -> Figures:
-    """Return tokens/s by workload, seconds to start, and peak bytes, from a result file of bench.run."""
-    figures: Figures = {}
-    for name, row in result["rows"].items():
-        figures |= {(name, f"{key}, tok/s"): figure["tokens_per_s"] for key, figure in row["figures"].items()}
-        figures |= {(name, told): row[key] for key, told in START_AND_MEMORY.items()}
-    return figures
+def measure_round(
+    entrant: Ours, checkouts: Sequence[Path | None], setting: Setting, workloads: Mapping[str, Workload], *, first: bool
+) -> Pairs:
+    """Start an entrant of both checkouts, run the workloads by turns, and end them.
+
+    `checkouts`: the other one and this one. `first`: whether this is the first start. Raises RuntimeError if one does
+    not start or breaks.
+    """
+    pairs: Pairs = {}
+    with ExitStack() as stack:
+        both, starts = [], []
+        for name, checkout in zip(("other", "this"), checkouts, strict=True):
+            contender = entrant.open_from(checkout, setting)
+            contender.name = name
+            stack.callback(contender.stop)
+            starts.append(contender.start())
+            both.append(contender)
+        pairs[entrant.name, "first start, s" if first else "start, s"] = [(starts[0], starts[1])]
+        for contender in both:
+            contender.run(next(iter(workloads.values())))  # warms up
+        for name, workload in workloads.items():
+            rates = [[_rate(contender, workload) for contender in both] for _ in range(REPEATS.get(name, 1))]
+            pairs[entrant.name, f"{name}, tok/s"] = [(other, this) for other, this in rates]
+        pairs[entrant.name, "peak memory, bytes"] = [(both[0].peak_bytes(), both[1].peak_bytes())]
+    return pairs
 
 
-def _measure(checkout: Path, arguments: argparse.Namespace, home: Path) -> Figures:
-    """Run the benchmark once in a checkout. Raises RuntimeError with what it printed when it failed."""
-    results = checkout / "bench" / "results"
-    before, history = set(results.glob("peers-*")), (results / "history.jsonl").read_bytes()
-    command = [str(checkout / ".venv/bin/python"), "-m", "bench.run", "--peers", "--rounds", "1", "--attempts", "0"]
-    command += ["--workloads", *arguments.workloads, "--only", *arguments.only]
-    # What groups keep from start to start is of one checkout's code.
-    environment = os.environ | {ENV_BENCH_HOME: str(home)}
-    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False, env=environment)
-    new = set(results.glob("peers-*")) - before
-    made = [path for path in new if path.suffix == ".json"]
-    if done.returncode or len(made) != 1:
-        raise RuntimeError(f"bench.run in {checkout} ended with {done.returncode}:\n{done.stderr[-3000:]}")
-    figures = figures_of(json.loads(made[0].read_text(encoding="utf-8")))
-    # These runs are half of a comparison: neither results nor a line of history of their own.
-    for path in new:
-        path.unlink()
-    (results / "history.jsonl").write_bytes(history)
-    return figures
+def _rate(contender: HeteroContender, workload: Workload) -> float:
+    measured = contender.run(workload)
+    if measured.output_tokens != workload.output_tokens:
+        raise RuntimeError(f"made {measured.output_tokens} tokens, not {workload.output_tokens}")
+    return rate(workload, measured)
 
 
 def table(ratios: Sequence[Ratio]) -> str:
@@ -128,16 +138,29 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workloads", nargs="*", choices=WORKLOADS, default=["decode1", "prefill512", "batch32"])
     parser.add_argument("--only", nargs="*", default=["hetero"], help="entrants whose name contains one of these")
+    parser.add_argument("--model", choices=MODELS, default=DEMO)
     arguments = parser.parse_args()
+    end_in_order()
     other = arguments.other.resolve()
-    pairs: list[tuple[Figures, Figures]] = []
+    entrants = [each for each in chosen(arguments.only) if isinstance(each, Ours)]
+    pairs: Pairs = {}
     with tempfile.TemporaryDirectory(prefix="hetero-against-") as folder:
+        home = BenchHome.from_environment()
+        directory = directory_of(arguments.model, home)
+        config = ModelConfig.from_directory(directory)
+        setting = Setting(BenchHome(Path(folder)), arguments.model, directory, config, threads=2)
+        workloads = {name: each for name, each in make_workloads(directory).items() if name in arguments.workloads}
         for turn in range(arguments.rounds):
-            homes = Path(folder, "other"), Path(folder, "this")
-            pairs.append((_measure(other, arguments, homes[0]), _measure(ROOT, arguments, homes[1])))
+            for entrant in list(entrants):
+                try:
+                    found = measure_round(entrant, (other, None), setting, workloads, first=not turn)
+                except BROKEN as error:
+                    print(f"left out from round {turn + 1} on: {entrant.name}: {error}", file=sys.stderr)
+                    entrants.remove(entrant)
+                    continue
+                for key, values in found.items():
+                    pairs.setdefault(key, []).extend(values)
             print(f"round {turn + 1} of {arguments.rounds}", file=sys.stderr)
-            if missing := {name for name, _ in pairs[-1][0].keys() ^ pairs[-1][1].keys()}:
-                print(f"only in one checkout: {', '.join(sorted(missing))}", file=sys.stderr)
     ratios = ratios_of(pairs)
     print(table(ratios))
     path = RESULTS / f"against-{time.strftime('%Y-%m-%d-%H%M%S')}.json"
@@ -145,7 +168,7 @@ def main() -> int:
         ["git", "rev-parse", "--short", "HEAD"], cwd=other, capture_output=True, text=True, check=True
     )
     result = describe() | {"other": revision.stdout.strip(), "ratios": [asdict(each) for each in ratios]}
-    result["rounds"] = [[{": ".join(key): value for key, value in side.items()} for side in pair] for pair in pairs]
+    result["pairs"] = {": ".join(key): values for key, values in sorted(pairs.items())}
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(f"\nwritten to {path}")
     return 0

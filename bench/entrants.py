@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -81,22 +81,29 @@ class Ours(Entrant):
     cores: int = 2
     quantization: str = "none"
     dtype: str = "float32"
-    kv_cache_dtype: str = "auto"
+    engine: Mapping[str, str] = field(default_factory=dict)
+    """Further fields of spec.engine."""
 
-    def open(self, setting: Setting) -> Contender:
+    def open(self, setting: Setting) -> HeteroContender:
+        """A group of this checkout."""
+        return self.open_from(None, setting)
+
+    def open_from(self, checkout: Path | None, setting: Setting) -> HeteroContender:
+        """A group of another checkout's code; None: of this one's. Each checkout keeps what it measures for itself."""
         kv_bytes = setting.cache_bytes(4) // self.ranks
         weights = 4 * setting.config.num_parameters // self.ranks
         return HeteroContender(
             name=self.name,
+            checkout=checkout,
             model=setting.directory,
             ranks=self.ranks,
             cores=self.cores,
             quantization=self.quantization,
             dtype=self.dtype,
             max_model_len=setting.max_model_len,
-            home=setting.home.group(self.name),
+            home=setting.home.group(f"{self.name} of {checkout.name}" if checkout else self.name),
             memory_bytes=int(1.2 * weights) + kv_bytes + 2 * GB,
-            engine={"kvCacheMemoryBytes": str(kv_bytes), "kvCacheDtype": self.kv_cache_dtype},
+            engine={"kvCacheMemoryBytes": str(kv_bytes)} | self.engine,
             placement={"workload": EXPECTED},
         )
 
@@ -145,7 +152,7 @@ class Peer(Entrant):
 OURS: Final = (
     Ours("hetero 16-bit 1x2", 16, 0.8 * GB, 5.0, ours=True),
     Ours("hetero 16-bit 2x1", 16, 1.2 * GB, 5.0, ours=True, ranks=2, cores=1),
-    Ours("hetero 16-bit 1x2, fp16 cache", 16, 0.8 * GB, 5.0, ours=True, kv_cache_dtype="float16"),
+    Ours("hetero 16-bit 1x2, fp16 cache", 16, 0.8 * GB, 5.0, ours=True, engine={"kvCacheDtype": "float16"}),
     Ours("hetero bf16 1x2", 16, 0.8 * GB, 3.0, ours=True, dtype="bfloat16"),
     Ours("hetero int8", 8, 0.8 * GB, 3.0, ours=True, quantization="int8"),
     Ours("hetero int8 2x1", 8, 1.2 * GB, 3.0, ours=True, quantization="int8", ranks=2, cores=1),

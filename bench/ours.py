@@ -31,7 +31,8 @@ RANK_BYTES: Final = 300_000_000
 class HeteroContender:
     """Ours: `ranks` CPU ranks of `cores` cores each. `engine`, `placement` and `exchange` are fields of the spec's.
 
-    `home` is kept from run to run; without one each start has a new one.
+    `home` is kept from run to run; without one each start has a new one. `checkout`: the one whose code is started, by
+    the interpreter of its own environment; None: this one.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class HeteroContender:
         engine: Mapping[str, Any] | None = None,
         placement: Mapping[str, Any] | None = None,
         exchange: Mapping[str, Any] | None = None,
+        checkout: Path | None = None,
     ) -> None:
         self.name = name or f"hetero {ranks}x{cores}"
         self._model, self._ranks, self._cores = model, ranks, cores
@@ -58,6 +60,7 @@ class HeteroContender:
         self._engine, self._exchange = dict(engine or {}), dict(exchange or {})
         self._placement = {"mode": mode, **(placement or {})}
         self._kept_home = home
+        self._checkout = checkout
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._client: HeteroClient | None = None
@@ -68,8 +71,10 @@ class HeteroContender:
         path = self._home.root / "bench.yaml"
         path.write_text(yaml.safe_dump(self.manifest()), encoding="utf-8")
         with (self._home.root / "up.log").open("wb") as log:
+            python = sys.executable if self._checkout is None else str(self._checkout / ".venv/bin/python")
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "hetero_client", "up", str(path), "--port", "0"],
+                [python, "-m", "hetero_client", "up", str(path), "--port", "0"],
+                cwd=self._checkout,
                 env={**os.environ, "HETERO_HOME": str(self._home.root)},
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -6,15 +6,15 @@ import math
 
 import pytest
 
-from bench.against import Figures, figures_of, ratios_of, table
+from bench.against import Pairs, ratios_of, table
 
 pytestmark = pytest.mark.unit
 
 DECODE = ("hetero int8", "decode1, tok/s")
 
 
-def pairs_of(*values: tuple[float, float]) -> list[tuple[Figures, Figures]]:
-    return [({DECODE: other}, {DECODE: this}) for other, this in values]
+def pairs_of(*values: tuple[float, float]) -> Pairs:
+    return {DECODE: list(values)}
 
 
 def test_a_ratio_is_the_mean_of_the_pairs_whatever_both_drift_by() -> None:
@@ -36,19 +36,10 @@ def test_one_pair_has_no_interval() -> None:
     assert (ratio.ratio, ratio.low, ratio.high) == (0.5, 0, math.inf)
 
 
-def test_entrants_of_one_checkout_alone_have_no_ratio() -> None:
-    new = ("hetero bf16", "decode1, tok/s")
-    assert [each.entrant for each in ratios_of([({DECODE: 1.0}, {DECODE: 1.0, new: 2.0})])] == ["hetero int8"]
-
-
-def test_figures_of_a_result_are_rates_seconds_and_bytes() -> None:
-    row = {"figures": {"decode1": {"tokens_per_s": 5.0}}, "first_start_s": 4.0, "start_s": 3.0, "peak_bytes": 7}
-    assert figures_of({"rows": {"a": row}}) == {
-        ("a", "decode1, tok/s"): 5.0,
-        ("a", "first start, s"): 4.0,
-        ("a", "start, s"): 3.0,
-        ("a", "peak memory, bytes"): 7,
-    }
+def test_each_entrant_and_quantity_has_a_ratio() -> None:
+    start = ("hetero int4", "start, s")
+    ratios = ratios_of({DECODE: [(1, 2)], start: [(4, 2)]})
+    assert [(each.entrant, each.quantity, each.ratio) for each in ratios] == [(*start, 0.5), (*DECODE, 2.0)]
 
 
 def test_the_table_has_a_line_for_each_ratio() -> None:
