@@ -3,7 +3,7 @@
     python -m bench.exchange_hosts [--delayed] [--rounds N]        # as root
 
 Two processes, each in a network namespace (two_hosts.py) and on a core of its own, measure in turns within one run: a
-byte to and fro over a plain socket (the round trip), a plain stream both ways at once (the line), and sums over either
+byte to and fro over a plain socket (the round trip), a plain stream one way (the line), and sums over either
 exchange. A sum counts as long as it took the rank that it took longer. Prints p50 and the targets, and writes
 bench/results/exchange-hosts-DATE-WIRE.json.
 """
@@ -18,7 +18,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
@@ -59,7 +59,7 @@ def measure(ranks: RankContext, hosts: Sequence[Host], cores: Sequence[int], rou
     with closing(_plain_socket(ranks, hosts)) as plain:
         for _ in range(_TURNS):
             times.setdefault("round trip", []).extend(_round_trips(plain, ranks.rank, rounds // _TURNS))
-            times.setdefault("line", []).append(_stream_s(plain))
+            times.setdefault("line", []).append(_stream_s(plain, ranks.rank))
             for size in SIZES:
                 tensor, repeats = torch.ones(size // 4), max(5, min(rounds, rounds * 16384 // size) // _TURNS)
                 for name, exchange in (("tcp", group.exchange), ("gloo", gloo)):
@@ -103,20 +103,20 @@ def _spin_for_a_byte(plain: socket.socket) -> None:
             os.sched_yield()
 
 
-def _stream_s(plain: socket.socket) -> float:
-    """Seconds of a mebibyte in a stream that goes both ways at once."""
-    given, taken = memoryview(bytes(1 << 20)), bytearray(1 << 20)
-    to_send = to_take = STREAM_BYTES
+def _stream_s(plain: socket.socket, rank: int) -> float:
+    """Seconds of a mebibyte in a stream from rank 0 to rank 1, and then back."""
+    memory = bytearray(b"x" * STREAM_BYTES)
+    if rank:
+        _spin_for_a_byte(plain)
+    else:
+        plain.send(b"x")
     begin_s = time.perf_counter()
-    while to_send or to_take:
-        before = to_send + to_take
-        with suppress(BlockingIOError):
-            to_send -= plain.send(given[: min(to_send, len(given))], socket.MSG_DONTWAIT) if to_send else 0
-        with suppress(BlockingIOError):
-            to_take -= plain.recv_into(taken, min(to_take, len(taken)), socket.MSG_DONTWAIT) if to_take else 0
-        if to_send + to_take == before:
-            os.sched_yield()
-    return (time.perf_counter() - begin_s) * (1 << 20) / STREAM_BYTES
+    for source in BOTH:
+        if rank == source:
+            plain.sendall(memory)
+        else:
+            plain.recv_into(memory, STREAM_BYTES, socket.MSG_WAITALL)
+    return (time.perf_counter() - begin_s) * (1 << 20) / (2 * STREAM_BYTES)
 
 
 def _sums(exchange: HostExchange, tensor: torch.Tensor, repeats: int) -> list[float]:
@@ -144,7 +144,7 @@ def verdicts(us: dict[str, float]) -> list[str]:
     small, limit = us["tcp 4096"], 1.3 * us["round trip"] + 20
     large, line = us[f"tcp {1 << 20}"], us["line"]
     lines = [
-        f"round trip {us['round trip']:.1f} µs; line {(1 << 20) / line:.0f} MB/s each way at once",
+        f"round trip {us['round trip']:.1f} µs; line {(1 << 20) / line:.0f} MB/s",
         f"4 KB {small:.1f} µs; limit 1.3 round trips + 20 = {limit:.1f} µs: {_word(small <= limit)}",
         f"1 MB {large:.0f} µs; limit 1.3 x line = {1.3 * line:.0f} µs: {_word(large <= 1.3 * line)}",
     ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
+import select
 import struct
 import subprocess
 import time
@@ -24,6 +25,7 @@ DELAY_S: Final = 100e-6
 """Time that a packet takes in either direction, at least."""
 _CLONE_NEWNET: Final = 0x40000000
 _TUNSETIFF: Final = 0x400454CA
+_PR_SET_TIMERSLACK: Final = 29
 _IFF_TUN_NO_PI: Final = 0x1001
 _TUN_MTU: Final = 65000
 _FOLDER: Final = Path("/var/run/netns")
@@ -95,24 +97,23 @@ def _carrier(hosts: Sequence[Host]) -> Iterator[None]:
 
 
 def _carry(hosts: Sequence[Host], ready: object) -> None:
-    """Carry packets until the process is killed. It spins, so that a delay is no longer than it must be."""
+    """Carry packets until the process is killed. It sleeps in between and goes before others: they have the cores."""
     ends = [_open_tun(host) for host in hosts]
+    os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1)
     ready.set()  # type: ignore[attr-defined]
-    under_way: list[deque[tuple[float, bytes]]] = [deque(), deque()]
+    under_way: deque[tuple[float, int, bytes]] = deque()
     while True:
-        moved = False
-        for number, (end, other) in enumerate(((ends[0], ends[1]), (ends[1], ends[0]))):
-            try:
-                under_way[number].append((time.perf_counter() + DELAY_S, os.read(end, 1 << 16)))
-                moved = True
-            except BlockingIOError:
-                pass
-            if under_way[number] and under_way[number][0][0] <= time.perf_counter():
-                with suppress(OSError):  # its device is not up yet
-                    os.write(other, under_way[number].popleft()[1])
-                moved = True
-        if not moved:
-            os.sched_yield()
+        left_s = max(0.0, under_way[0][0] - time.perf_counter()) if under_way else None
+        for end in select.select(ends, [], [], left_s)[0]:
+            other = ends[end == ends[0]]
+            with suppress(BlockingIOError):
+                while True:
+                    under_way.append((time.perf_counter() + DELAY_S, other, os.read(end, 1 << 16)))
+        while under_way and under_way[0][0] <= time.perf_counter():
+            _, other, packet = under_way.popleft()
+            with suppress(OSError):  # its device is not up yet
+                os.write(other, packet)
 
 
 def _open_tun(host: Host) -> int:

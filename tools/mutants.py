@@ -64,6 +64,21 @@ MUTANTS: Final = (
         builds=True,
     ),
     Mutant(
+        "exchange over TCP: parts are added before they have come",
+        "worker/hetero_worker/distributed/native_tcp.c",
+        "ready = lesser(ready, group->got[lane][seat]);",
+        "ready += 0;",
+        ("tests/unit/worker_rank/test_native_rounds.py",),
+        builds=True,
+    ),
+    Mutant(
+        "exchange over TCP: whoever knows a rank's place needs no secret",
+        "worker/hetero_worker/distributed/tcp/connecting.py",
+        "if not hmac.compare_digest(signed, expected) or hello not in self._missing:",
+        "if hello not in self._missing:",
+        ("tests/unit/worker_rank/test_tcp_connecting.py",),
+    ),
+    Mutant(
         "block pool: tenants share their prefix cache",
         "worker/hetero_gateway/engine/block_pool.py",
         'hashlib.sha256(b"hetero-kv-root\\0" + cache_salt.encode())',
