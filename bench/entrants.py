@@ -103,7 +103,7 @@ class Ours(Entrant):
             max_model_len=setting.max_model_len,
             home=setting.home.group(f"{self.name} of {checkout.name}" if checkout else self.name),
             memory_bytes=int(1.2 * weights) + kv_bytes + 2 * GB,
-            engine={"kvCacheMemoryBytes": str(kv_bytes)} | self.engine,
+            engine={"kvCacheMemoryBytes": str(kv_bytes), **self.engine},
             placement={"workload": EXPECTED},
         )
 
