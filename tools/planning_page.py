@@ -81,13 +81,13 @@ PUBLISHED: Final = (
         1, "llama.cpp, prefill; the same, without AMX", _XEON, "deepseek-v3", Load(500), 10.3,
         sockets=1, has_gpu=False, changes=_ONE_PROCESS,
     ),
-    Published(2, "kt-kernel, decode after 2k", _AMD, "minimax-m2", Load(2048, 1), 32.1, "int8", changes=_EPYC),
-    Published(2, "kt-kernel, decode after 32k", _AMD, "minimax-m2", Load(32768, 1), 27.6, "int8", changes=_EPYC),
-    Published(2, "kt-kernel, prefill of 2k", _AMD, "minimax-m2", Load(2048), 408, "int8", changes=_EPYC),
-    Published(2, "kt-kernel, prefill of 32k, streamed", _AMD, "minimax-m2", Load(32768), 2540, "int8", changes=_EPYC),
+    Published(2, "kt-kernel, decode after 2k", _AMD, "minimax-m2", Load(2048, 1), 32.1, "none", changes=_EPYC),
+    Published(2, "kt-kernel, decode after 32k", _AMD, "minimax-m2", Load(32768, 1), 27.6, "none", changes=_EPYC),
+    Published(2, "kt-kernel, prefill of 2k", _AMD, "minimax-m2", Load(2048), 408, "none", changes=_EPYC),
+    Published(2, "kt-kernel, prefill of 32k, streamed", _AMD, "minimax-m2", Load(32768), 2540, "none", changes=_EPYC),
     Published(3, "decode, 4 bits", _AMD, "deepseek-v3", Load(2048, 1), 28),
-    Published(3, "decode, FP8", _AMD, "deepseek-v3", Load(2048, 1), 21.5, "int8"),
-    Published(3, "prefill of 32k, streamed", _AMD, "deepseek-v3", Load(32768), 1200, "int8"),
+    Published(3, "decode, FP8", _AMD, "deepseek-v3", Load(2048, 1), 21.5, "none"),
+    Published(3, "prefill of 32k, streamed", _AMD, "deepseek-v3", Load(32768), 1200, "none"),
     Published(4, "llama.cpp, decode on one CPU", _AMD, "kimi-k2", Load(2048, 1), 11.5, sockets=1, has_gpu=False),
 )  # fmt: skip
 _INTRO: Final = """\
@@ -103,7 +103,7 @@ It prints every placement with its predicted speed and says why it picks one; to
 streams that decode (with 2,048 tokens in the cache of each) and of prompts of 2k and 32k; which ranks to use for
 which load, be it the GPU alone, CPU ranks alone or both; and each rank's memory by part of the model. Without a
 manifest every rank of the machine takes part, sequences have up to 33,792 tokens, a step up to 2,048, and weights get
-4 bits at load, unless the checkpoint is quantised already. A manifest says all that itself:
+4 bits at load, unless the checkpoint has them already. A manifest says all that itself:
 
     hetero plan examples/gpu-cpu-auto.yaml --assume xeon6454s-rtx4090 --model glm-4.5-air
 

@@ -87,7 +87,7 @@ def test_attention_that_is_too_wide_for_the_gpu_is_told(deepseek: Any) -> None:
 def test_the_tables_name_loads_parts_and_the_faster_side() -> None:
     code, text, problem = plan("--assume", "xeon6980p-h100", "--model", "gpt-oss-20b")
     assert code == 0, problem
-    assert "gpt-oss-20b (mxfp4, kept in 8 bits) on xeon6980p-h100" in text
+    assert "gpt-oss-20b (mxfp4) on xeon6980p-h100" in text
     for name in ("decode 16", "prefill 32k", "attention", "shared experts", "vocabulary", "KV cache"):
         assert name in text
     assert "GPU ranks alone for prefill 2k, prefill 32k." in text
@@ -105,7 +105,7 @@ def test_a_file_takes_the_place_of_an_example(tmp_path: Path) -> None:
     copy = tmp_path / "mine.json"
     copy.write_bytes(found.read_bytes())
     hardware = HARDWARE.find("xeon6454s-rtx4090")
-    assert from_examples(str(hardware), str(copy), quantization=None).title.startswith("mine (mxfp4")
+    assert from_examples(str(hardware), str(copy), quantization=None).title.startswith("mine (mxfp4)")
 
 
 @pytest.mark.parametrize(

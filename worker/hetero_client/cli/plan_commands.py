@@ -46,8 +46,8 @@ def plan(
         str | None,
         typer.Option(
             metavar="none|int8|int4",
-            help="Without FILE: how weights are quantised at load. Default: int4, or none if the checkpoint is "
-            "quantised already.",
+            help="Without FILE: how weights are quantised at load. Default: int4, or none if the checkpoint "
+            "cannot be quantised again.",
         ),
     ] = None,
     plot: Annotated[

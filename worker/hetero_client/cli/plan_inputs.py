@@ -69,16 +69,16 @@ class PlanInputs:
 def from_examples(hardware: str, model: str, *, quantization: str | None) -> PlanInputs:
     """Return the inputs for a whole machine that a file or an example describes, and a model.
 
-    `quantization` as in spec.model; None: int4, or none if the checkpoint is quantised already. Raises ManifestError
-    and ModelError.
+    `quantization` as in spec.model; None: int4, or none if the checkpoint has 4 bits already. Raises ManifestError and
+    ModelError.
     """
     config, path = _assumed_model(model), assumed_file(hardware)
     if quantization is None:
-        quantization = "none" if config.weights.method else "int4"
+        quantization = "none" if config.weights.method and not config.weights.is_wide else "int4"
     assumed = load_assumed_hardware(path)
     fields = {"quantization": quantization, "maxModelLen": min(config.max_position, _LONGEST)}
     resource = whole_machine(assumed, name="plan", model=fields, source=str(path))
-    widths = config.weights.method or (quantization if quantization != "none" else "as stored")
+    widths = quantization if quantization != "none" else config.weights.method or "as stored"
     title = f"{Path(model).name.removesuffix('.json')} ({widths}) on {path.stem}"
     return PlanInputs(title, resource.spec, assume(resource.spec, assumed, source=str(path)), config)
 
