@@ -27,6 +27,7 @@ _LAYERS: Final = (
 )
 """Linear layers that memory is counted by: a model has some of them."""
 _EXPERTS: Final = tuple(f"mlp.experts.0.{name}" for name in _MLP)
+_LARGEST_GROUP: Final = 1 << 16
 _CLASS_NAME: Final = re.compile(r"[A-Z]\w*")
 _INSTEAD: Final = "use the checkpoint in 16 bits, and spec.model.quantization int8 or int4 to make it as small"
 _REFUSED: Final[Mapping[str, str]] = {
@@ -304,8 +305,10 @@ class _Config:
 
     def _group(self) -> int:
         group = self.fields.get("group_size")
-        if isinstance(group, bool) or not isinstance(group, int) or (group != -1 and group < 16):
-            raise ModelError(f"{self.source}.group_size must be -1 or a whole number of at least 16, not {group!r}")
+        if isinstance(group, bool) or not isinstance(group, int) or not (group == -1 or 16 <= group <= _LARGEST_GROUP):
+            raise ModelError(
+                f"{self.source}.group_size must be -1 or a whole number from 16 to {_LARGEST_GROUP}, not {group!r}"
+            )
         return max(group, 0)
 
     def _expect(self, name: str, known: tuple[Any, ...], *, absent: Any = None, lower: bool = False) -> Any:

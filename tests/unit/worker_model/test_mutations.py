@@ -20,6 +20,7 @@ from safetensors import safe_open
 from hetero_api.errors import ModelError
 from hetero_api.gguf_file import GgufHeader
 from hetero_api.model_config import ModelConfig
+from hetero_api.packed_weights import PackedWeights
 from hetero_client.errors import ModelStoreError
 from hetero_client.model_store.store import check_model_directory
 from hetero_gateway.engine.text.tokenizer import TextTokenizer
@@ -44,6 +45,13 @@ QUANTIZATIONS: Final[tuple[dict[str, Any], ...]] = (
      "quantization_status": "compressed", "config_groups": {"group_0": {"targets": ["Linear"], "weights": {
          "type": "int", "num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False,
          "actorder": None}}}},
+    {"quant_method": "compressed-tensors", "quantization_status": "compressed", "ignore": ["re:.*lm_head", "lm_head"],
+     "config_groups": {
+         "group_0": {"format": "float-quantized", "targets": ["re:.*self_attn.*"], "weights": {
+             "type": "float", "num_bits": 8, "strategy": "channel", "symmetric": True, "dynamic": False}},
+         "group_1": {"format": "nvfp4-pack-quantized", "targets": ["Linear"], "weights": {
+             "type": "float", "num_bits": 4, "strategy": "tensor_group", "group_size": 16, "dynamic": False}}}},
+    {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head", "*mlp.gate"]},
     {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
     {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
 )  # fmt: skip
@@ -215,6 +223,14 @@ def _read_all(directory: Path, parts: list[TensorSlice]) -> None:
             store.floats(part).sum()
         else:
             store.quantized(part)
+
+
+def test_the_size_of_a_group_is_bounded() -> None:
+    config = {"quantization_config": QUANTIZATIONS[0] | {"group_size": 1 << 31}}
+    with pytest.raises(
+        ModelError, match=r"x: quantization_config.group_size must be -1 or a whole number from 16 to 65"
+    ):
+        PackedWeights.of_config(config, source="x")
 
 
 def test_a_limit_of_memory_is_one() -> None:
