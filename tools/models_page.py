@@ -12,6 +12,7 @@ from typing import Final
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hetero_api.architectures import ARCHITECTURES, REFUSED_ARCHITECTURES, Architecture
+from hetero_api.wrappers import WRAPPERS
 from tests.distributed.test_hetero_group import MIXED_VARIANTS
 from tests.support.tiny_checkpoints import VARIANTS
 from tests.unit.worker_model.test_decoder_reference import CURRENT, EVERY_LAYOUT
@@ -31,6 +32,7 @@ _FAMILIES: Final = {
     "SmolLM3ForCausalLM": "SmolLM3",
     "Glm4ForCausalLM": "GLM-4-0414",
     "Glm4MoeForCausalLM": "GLM-4.5, 4.6, 4.7, Air",
+    "Glm4MoeLiteForCausalLM": "GLM-4.7-Flash",
     "MiniMaxM2ForCausalLM": "MiniMax-M2",
     "DeepseekV3ForCausalLM": "DeepSeek-V3, R1, V3.1; Kimi-K2",
     "GptOssForCausalLM": "GPT-OSS 20B, 120B",
@@ -70,6 +72,13 @@ holds heads, and computes with it as it is, in prefill too.
 
 **Experts that all tokens share** are dealt in proportion to KV heads; routed experts are dealt whole.
 
+"""
+_WRAPPERS: Final = """
+**Models of text and other media** are served as text: their `text_config` is the configuration, and weights of other
+parts are not read. `hetero status` says which parts these are, with their number of tensors and bytes.
+
+"""
+_REFUSED: Final = """
 **Refused by name**, with the reason:
 
 """
@@ -78,8 +87,11 @@ holds heads, and computes with it as it is, in prefill too.
 def generate_models_page(root: Path) -> list[Path]:
     """Write the page under `root`; returns what was written, relative to `root`."""
     (root / PAGE).parent.mkdir(parents=True, exist_ok=True)
+    text = {name: [kind for kind in kinds.values() if kind in ARCHITECTURES] for name, kinds in WRAPPERS.items()}
+    wrappers = "".join(f"- `{name}`: as `{'`, `'.join(kinds)}`\n" for name, kinds in text.items() if kinds)
     refused = "".join(f"- `{name}`: {reason}\n" for name, reason in REFUSED_ARCHITECTURES.items())
-    (root / PAGE).write_text(_INTRO + _table() + _NOTES + refused, encoding="utf-8")
+    page = _INTRO + _table() + _NOTES.rstrip() + "\n" + _WRAPPERS + wrappers + _REFUSED + refused
+    (root / PAGE).write_text(page, encoding="utf-8")
     return [PAGE]
 
 

@@ -94,6 +94,8 @@ class Architecture:
     experts: ExpertTraits | None = None
     expects: Mapping[str, object] = field(default_factory=dict)
     """Fields of config.json that are supported with this value only, if they are there."""
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    """Values for fields of config.json that are missing and that no switch above is for."""
 
 
 _QWEN2: Final = Architecture(
@@ -148,6 +150,13 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         rope_local_base_freq=10_000.0,
         sliding=SlidingLayers.ALL_BUT_EVERY_NTH,
         sliding_window_pattern=6,
+        defaults={
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "vocab_size": 262_208,
+            "max_position_embeddings": 131_072,
+            "sliding_window": 4096,
+        },
     ),
     "SmolLM3ForCausalLM": Architecture(
         tie_word_embeddings=True,
@@ -172,6 +181,12 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         partial_rotary_factor=0.5,
         experts=ExpertTraits(routing=_SIGMOID, has_shared=True, first_k_dense_replace=1),
         expects={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    ),
+    "Glm4MoeLiteForCausalLM": Architecture(
+        is_latent=True,
+        interleaved_rope=True,
+        experts=ExpertTraits(routing=replace(_SIGMOID, scale=1.8), has_shared=True, first_k_dense_replace=1),
+        expects={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
     ),
     "MiniMaxM2ForCausalLM": Architecture(
         qk_norm="all heads",
@@ -216,5 +231,6 @@ REFUSED_ARCHITECTURES: Final[Mapping[str, str]] = {
     "DeepseekV32ForCausalLM": _SPARSE_INDEXER,
     "DeepseekV4ForCausalLM": _SPARSE_INDEXER,
     "GlmMoeDsaForCausalLM": _SPARSE_INDEXER,
+    "Ministral3ForCausalLM": "it scales queries by their position, and there are no kernels for that",
 }
 """Architectures that people ask for, and why they are not served."""

@@ -26,12 +26,14 @@ from hetero_api.model_directory import MAX_CONFIG_BYTES, parse_json, read_model_
 from hetero_api.model_parts import Activation, ExpertsConfig, LatentShape, RopeConfig, Routing, SlidingAttention
 from hetero_api.packed_weights import FIELD, MODELOPT_FILE, PackedWeights
 from hetero_api.weight_format import StoredWeights
+from hetero_api.wrappers import text_fields
 
 _ACTIVATIONS: Final[Mapping[str, Activation]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _ROPE_KINDS: Final = ("default", "linear", "llama3", "yarn")
 _EXPERT_COUNTS: Final = ("num_local_experts", "num_experts", "n_routed_experts")
 _FULL: Final = "full_attention"
 _SLIDING: Final = "sliding_attention"
+_MLP_KINDS: Final = ("dense", "sparse")
 _MAX_WINDOW_LAYERS: Final = 28
 _LARGEST: Final[Mapping[str, int]] = {
     "num_hidden_layers": 10_000, **dict.fromkeys(_EXPERT_COUNTS, 65_536), "n_shared_experts": 256,
@@ -51,6 +53,15 @@ class HfConfig:
 
     fields: Mapping[str, Any]
     source: str
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], source: str) -> HfConfig:
+        """Return the fields of the model, or of its text part if it has others, with its architecture's defaults.
+
+        Raises ModelError.
+        """
+        text = cls(text_fields(config, source), source)
+        return cls({**text.traits.defaults, **text.fields}, source)
 
     @property
     def architecture(self) -> str:
@@ -250,12 +261,16 @@ class HfConfig:
 
     def _expert_layers(self, traits: ExpertTraits) -> tuple[int, ...]:
         """All, unless the first ones are dense, some are named as dense, or only every n-th has experts."""
+        number, kinds = self.positive("num_hidden_layers"), self.fields.get("mlp_layer_types")
+        if kinds is not None:
+            if not isinstance(kinds, list) or len(kinds) != number or {*map(str, kinds)} - set(_MLP_KINDS):
+                raise self.error(f"mlp_layer_types must list {' or '.join(_MLP_KINDS)} for each of the {number} layers")
+            return tuple(i for i, kind in enumerate(kinds) if kind == _MLP_KINDS[1])
         first = self._whole("first_k_dense_replace", traits.first_k_dense_replace, at_least=0)
         step = self.positive("decoder_sparse_step", default=1)
         dense = self.fields.get("mlp_only_layers") or []
         if not isinstance(dense, list) or len(dense) > _LARGEST["num_hidden_layers"]:
             raise self.error(f"mlp_only_layers must list layers, not {shown(dense)}")
-        number = self.positive("num_hidden_layers")
         return tuple(i for i in range(first, number) if (i + 1) % step == 0 and i not in dense)
 
     def _sliding_layers(self) -> tuple[int, ...]:

@@ -263,8 +263,8 @@ class ModelConfig:
         cls, config: Mapping[str, Any], *, generation: Mapping[str, Any] | None = None, source: str = CONFIG_FILE
     ) -> ModelConfig:
         """From the contents of config.json. Raises ModelError."""
-        fields = HfConfig(config, source)
-        traits = fields.traits
+        fields = HfConfig.of(config, source)
+        config, traits = fields.fields, fields.traits
         fields.check_supported()
         num_heads, hidden = fields.positive("num_attention_heads"), fields.positive("hidden_size")
         latent = fields.latent()

@@ -105,6 +105,14 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.8, "truncate": True},
         },
     ),
+    "glm4-moe-lite": (
+        "glm4_moe_lite",
+        {**_DEEPSEEK_V3, "mlp_layer_types": ["sparse", "dense", "sparse"], "n_shared_experts": 1},
+    ),
+    "glm4-moe-lite-direct": (
+        "glm4_moe_lite",
+        {**_DEEPSEEK_V3, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+    ),
     "gpt-oss": ("gpt_oss", {**_GPT_OSS, "sliding_window": 5, "rope_parameters": _YARN}),
     "gpt-oss-full": ("gpt_oss", {**_GPT_OSS, "layer_types": ["full_attention"] * 3, "attention_bias": False}),
     "gemma2": (
@@ -129,6 +137,24 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+
+_VISION: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
+    "patch_size": 8,
+}  # fmt: skip
+WRAPPED: Mapping[str, tuple[str, str, dict[str, Any]]] = {
+    "mistral3": (
+        "mistral3",
+        "mistral-window",
+        {"vision_config": {**_VISION, "model_type": "pixtral"}, "tie_word_embeddings": False},
+    ),
+    "gemma3": (
+        "gemma3",
+        "gemma3",
+        {"vision_config": {**_VISION, "model_type": "siglip_vision_model"}, "mm_tokens_per_image": 4},
+    ),
+}
+"""Models of text and images: type, variant of the text part, and fields beside text_config."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +182,22 @@ def save_tiny(
     torch.manual_seed(seed)
     # The faster ways to compute experts want widths of whole 16 bytes.
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager").eval()
+    return _saved(model, directory, max_shard_size)
+
+
+def save_wrapped(name: str, directory: Path, *, max_shard_size: str = "5GB") -> TinyCheckpoint:
+    """Save a seeded random float32 model of text and images."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    model_type, variant, beside = WRAPPED[name]
+    text_type, overrides = VARIANTS[variant]
+    config = AutoConfig.for_model(model_type, text_config={"model_type": text_type, **_SHAPE, **overrides}, **beside)
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    return _saved(model, directory, max_shard_size)
+
+
+def _saved(model: Any, directory: Path, max_shard_size: str) -> TinyCheckpoint:
     with torch.no_grad():
         for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in name or name.endswith(("bias", "sinks")):

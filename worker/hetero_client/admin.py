@@ -59,6 +59,8 @@ class RankView:
     """GPU memory reserved for graphs; 0: the rank records none."""
     weight_formats: tuple[str, ...] = ()
     """Formats of its weights as they are stored and as it keeps them, with the loss."""
+    weight_notes: tuple[str, ...] = ()
+    """Notes on the checkpoint's weights, e.g. which parts of it are not served."""
 
 
 @dataclass(frozen=True, slots=True)

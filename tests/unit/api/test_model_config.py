@@ -266,7 +266,30 @@ def test_rope_frequencies_equal_transformers() -> None:
         ({"hidden_size": None}, "hidden_size must be a whole number of at least 1, not None"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number of at least 1, not 0"),
         ({"num_key_value_heads": 2}, r"num_attention_heads \(9\) is no multiple of num_key_value_heads \(2\)"),
-        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "not supported; .*MixtralFor.*, Gemma3ForCausalLM"),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "text_config must be an object"),
+        (
+            {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {"model_type": "llama"}},
+            "text_config.model_type 'llama' is not supported; supported: gemma3_text",
+        ),
+        (
+            {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "ministral3"}},
+            "Ministral3ForCausalLM is not supported: it scales queries by their position",
+        ),
+        (
+            {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"quantization_config": {"a": 1}}},
+            "text_config.quantization_config is set; it must stand beside text_config",
+        ),
+        (
+            {
+                "architectures": ["Glm4MoeLiteForCausalLM"],
+                "mlp_layer_types": ["dense"],
+                "kv_lora_rank": 8,
+                "qk_nope_head_dim": 8,
+                "qk_rope_head_dim": 8,
+                "v_head_dim": 8,
+            },
+            "mlp_layer_types must list dense or sparse for each of the 30 layers",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention is set"),
         ({"final_logit_softcapping": 0}, "final_logit_softcapping must be a number of more than 0 or null, not 0"),
@@ -337,6 +360,22 @@ def test_rope_frequencies_equal_transformers() -> None:
 def test_what_cannot_be_served_is_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         ModelConfig.from_hf(BASE | change)
+
+
+def test_the_text_part_of_a_model_of_several_media_is_served() -> None:
+    """As Gemma 3 4B is published: what equals a default is left out, and some fields stand beside text_config."""
+    text = {
+        "model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024, "eos_token_id": 1,
+    }  # fmt: skip
+    published = {
+        "architectures": ["Gemma3ForConditionalGeneration"], "text_config": text, "eos_token_id": [1, 106],
+        "torch_dtype": "bfloat16", "vision_config": {"hidden_size": 1152}, "hidden_size": 7,
+    }  # fmt: skip
+    config = ModelConfig.from_hf(published)
+    assert config.num_parameters == 3_880_263_168
+    assert (config.architecture, config.eos_token_ids) == ("Gemma3ForCausalLM", (1, 106))
+    assert (config.weights.floats, config.rope.factor, config.max_position) == ("bfloat16", 8.0, 131_072)
 
 
 def test_end_tokens_come_from_both_files_and_the_fingerprint_from_config(tmp_path: Path) -> None:

@@ -107,8 +107,9 @@ def test_rank_that_has_not_joined_is_shown_under_its_process_name() -> None:
 def test_what_graphs_took_is_told_where_there_may_be_any() -> None:
     status = admin_pb2.RankStatus(kernels=["graphs=35 sizes up to 256"], graph_bytes=412_000_000)
     status.graph_reserve_bytes = 1_100_000_000
+    status.weight_notes.append("vision_tower left out (9 tensors, 1.2 MB)")
     (rank,) = topology_from(admin_pb2.GetTopologyResponse(ranks=[status])).ranks
-    told = "graphs=35 sizes up to 256, graphs take 412 of 1100 MB reserved"
+    told = "graphs=35 sizes up to 256, vision_tower left out (9 tensors, 1.2 MB), graphs take 412 of 1100 MB reserved"
     assert placement_cells(rank)["kernels"] == told
 
 

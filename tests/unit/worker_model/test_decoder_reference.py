@@ -43,7 +43,16 @@ LAYOUTS = {
     ),
 }
 
-CURRENT = ("smollm3", "glm4", "glm4-moe-grouped", "gpt-oss", "minimax-m2", "deepseek-v3", "deepseek-v3-yarn")
+CURRENT = (
+    "smollm3",
+    "glm4",
+    "glm4-moe-grouped",
+    "gpt-oss",
+    "minimax-m2",
+    "deepseek-v3",
+    "deepseek-v3-yarn",
+    "glm4-moe-lite",
+)
 """Architectures with parts that others do not have."""
 EVERY_LAYOUT = (
     "llama-biased", "qwen3", "qwen3-moe-some-dense", "gemma3", "glm4-moe", "gpt-oss", "minimax-m2", "deepseek-v3",

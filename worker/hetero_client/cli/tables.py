@@ -172,11 +172,12 @@ def _table(columns: Sequence[str], rows: Sequence[Mapping[str, str]]) -> Table:
 
 
 def _choices(rank: RankView) -> tuple[str, ...]:
-    """Return the kernels, and the memory that graphs of steps take of their reserve."""
+    """Return the kernels, notes on weights, and the memory that graphs of steps take of their reserve."""
     if not rank.graph_reserve_bytes:
-        return rank.kernels
+        return *rank.kernels, *rank.weight_notes
     return (
         *rank.kernels,
+        *rank.weight_notes,
         f"graphs take {rank.graph_bytes / MB:.0f} of {rank.graph_reserve_bytes / MB:.0f} MB reserved",
     )
 

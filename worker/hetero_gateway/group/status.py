@@ -51,6 +51,7 @@ def _describe(
             status.graph_reserve_bytes = loaded.graph_reserve_bytes
             status.kernels.extend(loaded.kernels)
             status.weight_formats.extend(loaded.weight_formats)
+            status.weight_notes.extend(loaded.weight_notes)
             if loaded.HasField("local_memory_percent"):
                 status.local_memory_percent = loaded.local_memory_percent
     return status

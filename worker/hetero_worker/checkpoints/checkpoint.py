@@ -111,6 +111,13 @@ class Checkpoint:
         """Give back the memory of file pages that were read so far."""
         self._opened.release_pages()
 
+    def left_out(self) -> tuple[str, ...]:
+        """Return the parts of the files that are not served, with their number of tensors and bytes, for a person.
+
+        Raises ModelError.
+        """
+        return self._opened.left_out()
+
     def read_all(self, parts: Sequence[TensorSlice], into: torch.Tensor) -> None:
         """Copy slices into consecutive rows of `into`. Raises ModelError."""
         begin = 0

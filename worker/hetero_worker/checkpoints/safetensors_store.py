@@ -18,6 +18,7 @@ from hetero_api.errors import ModelError
 from hetero_api.model_directory import MAX_HEADER_BYTES, MAX_INDEX_BYTES, model_file, parse_json, read_model_file
 from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import WeightFormat
+from hetero_api.wrappers import text_tensors
 from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
 from hetero_worker.checkpoints.store import MappedFile, TensorSlice, WeightStore
 
@@ -57,6 +58,7 @@ class SafetensorsStore(WeightStore):
         self.directory = directory
         self._files: dict[str, _OpenFile] = {}
         self._file_of = self._locate()
+        self._stored_names = text_tensors(self._file_of)
 
     def release_pages(self) -> None:
         """See `WeightStore.release_pages`."""
@@ -65,7 +67,18 @@ class SafetensorsStore(WeightStore):
 
     def has(self, tensor: str) -> bool:
         """Return whether there is such a tensor."""
-        return tensor in self._file_of
+        return tensor in self._stored_names
+
+    def left_out(self) -> tuple[str, ...]:
+        """See `WeightStore.left_out`."""
+        parts: dict[str, list[int]] = {}
+        for name in self._file_of.keys() - set(self._stored_names.values()):
+            stored = self._entry(name)
+            parts.setdefault(name.removeprefix("model.").split(".")[0], []).append(stored.end - stored.begin)
+        return tuple(
+            f"{part} left out ({len(sizes)} tensors, {sum(sizes) / 1e6:.1f} MB)"
+            for part, sizes in sorted(parts.items())
+        )
 
     def format_of(self, name: str) -> WeightFormat | None:  # noqa: ARG002 - all tensors are floats
         """See `WeightStore.format_of`."""
@@ -110,7 +123,7 @@ class SafetensorsStore(WeightStore):
     def slice_as(self, tensor: str, dtype: torch.dtype, *ranges: UnitRange | None) -> torch.Tensor:
         """Return a slice, as `slice` does, with its elements' bits as another type of their size."""
         stored = self._stored(tensor)
-        found = self._open(self._file_of[tensor]).mapped.bytes[stored.begin : stored.end]
+        found = self._open(self._path_of(tensor).name).mapped.bytes[stored.begin : stored.end]
         if stored.begin % dtype.itemsize:  # headers are filled up to a multiple of 8, but need not be
             found = found.clone()
         index = tuple(slice(*part) if part else slice(None) for part in ranges)
@@ -126,11 +139,15 @@ class SafetensorsStore(WeightStore):
             )
 
     def _stored(self, tensor: str) -> _Stored:
-        path = self._path_of(tensor)
-        stored = self._open(path.name).tensors.get(tensor)
-        if stored is None:
-            raise _damaged(path, "it is not in the file", tensor=tensor)
-        return stored
+        self._path_of(tensor)
+        return self._entry(self._stored_names[tensor])
+
+    def _entry(self, stored_name: str) -> _Stored:
+        file = self._file_of[stored_name]
+        entry = self._open(file).tensors.get(stored_name)
+        if entry is None:
+            raise _damaged(self.directory / file, "it is not in the file", tensor=stored_name)
+        return entry
 
     def _locate(self) -> dict[str, str]:
         """Return the file of each tensor."""
@@ -169,12 +186,12 @@ class SafetensorsStore(WeightStore):
         return ModelError(f"{self.directory}: {looked_for}; put the model's safetensors there")
 
     def _path_of(self, tensor: str) -> Path:
-        file = self._file_of.get(tensor)
-        if file is None:
+        stored_name = self._stored_names.get(tensor)
+        if stored_name is None:
             raise ModelError(
                 f"{self.directory}: no tensor {tensor} in its safetensors; is config.json of the same model?"
             )
-        return self.directory / file
+        return self.directory / self._file_of[stored_name]
 
     def _open(self, file: str) -> _OpenFile:
         if file not in self._files:

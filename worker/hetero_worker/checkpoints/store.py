@@ -111,6 +111,10 @@ class WeightStore(ABC):
         is_quantized = self.format_of(part.name) is not None
         return self.quantized(part).dequantized() if is_quantized else self.floats(part).float()
 
+    def left_out(self) -> tuple[str, ...]:
+        """Return the parts of the files that are not served, with their number of tensors and bytes, for a person."""
+        return ()
+
     @abstractmethod
     def release_pages(self) -> None:
         """Give back the memory of file pages that were read so far."""

@@ -34,6 +34,10 @@ class SyntheticWeights(Checkpoint):
         self._numbers = torch.empty(_NUMBERS).normal_(0.0, _SCALE, generator=self._generator)
         self._kinds: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
+    def left_out(self) -> tuple[str, ...]:
+        """Return nothing, since no file has any other part."""
+        return ()
+
     def read(self, part: TensorSlice, into: torch.Tensor) -> None:  # noqa: ARG002 - whatever the tensor, it is here
         """Fill `into` with the numbers, over and over where it is longer."""
         numbers = self._of_kind(into)

@@ -48,6 +48,7 @@ class LoadedShard:
     """Of the memory that the weights are in."""
     weight_formats: tuple[str, ...] = ()
     """See `Loaded.weight_formats`."""
+    weight_notes: tuple[str, ...] = ()
 
     def serves(self, request: LoadRequest) -> bool:
         """Whether these weights are what `request` asks for; bounds and memory do not matter to them.
@@ -77,6 +78,7 @@ class LoadedShard:
             load_s=load_s,
             kernels=self.kernels,
             weight_formats=self.weight_formats,
+            weight_notes=self.weight_notes,
             graph_sizes=graph_sizes,
             graph_reserve_bytes=graphs.total,
         )
@@ -100,12 +102,15 @@ def load_shard(request: LoadRequest, backend: DeviceBackend, *, kernel: LinearKe
     with pool.apart(), request.open_weights(request.directory) as checkpoint:
         decoder.load(checkpoint, kernel)
         formats = checkpoint.conversions.lines
+        notes = checkpoint.left_out()
     pool.release_unused()  # what weights went through on their way
     load_s = time.perf_counter() - begin
     logger.info("rank %d: loaded %s of weights in %.1f s", request.rank, mib(weight_bytes), load_s)
+    for note in notes:
+        logger.info("rank %d: %s", request.rank, note)
     cached = () if request.cache_dtype == request.dtype else (f"cache={request.cache_dtype}",)
     kernels = (f"linear={kernel.name}", f"attention={decoder.attention.name}", f"fused={decoder.ops.name}", *cached)
-    return LoadedShard(request, decoder, kernel, weight_bytes, kernels, load_s, gather_bytes, pool, formats)
+    return LoadedShard(request, decoder, kernel, weight_bytes, kernels, load_s, gather_bytes, pool, formats, notes)
 
 
 def empty_decoder(request: LoadRequest, backend: DeviceBackend) -> Decoder:
