@@ -29,6 +29,7 @@ _FAMILIES: Final = {
     "Qwen3MoeForCausalLM": "Qwen3-30B-A3B, 235B-A22B, Coder",
     "Gemma2ForCausalLM": "Gemma 2",
     "Gemma3ForCausalLM": "Gemma 3 (text)",
+    "Gemma4ForCausalLM": "Gemma 4 31B, 26B-A4B (text)",
     "SmolLM3ForCausalLM": "SmolLM3",
     "Glm4ForCausalLM": "GLM-4-0414",
     "Glm4MoeForCausalLM": "GLM-4.5, 4.6, 4.7, Air",
@@ -64,11 +65,14 @@ tries. What is tested beside:
 """
 _NOTES: Final = """
 **Kernels.** CPU ranks compute all of these with native kernels. Steps that only decode are recorded where no layer of
-the rank has experts. On GPUs attention is a Triton kernel, except latent attention, which torch computes;
-`Loaded.kernels` says so.
+the rank has experts. On GPUs attention is a Triton kernel, except latent attention and that of KV heads of
+two kinds, which torch computes; `Loaded.kernels` says so.
 
 **Latent attention** (DeepSeek-V3) caches one vector a token and layer, 576 elements for DeepSeek-V3, on each rank that
 holds heads, and computes with it as it is, in prefill too.
+
+**KV heads of two kinds** (Gemma 4) are dealt in units that all layers have: their largest common divisor, 4 for 31B
+and 2 for 26B-A4B. A layer with more KV heads has several in each unit.
 
 **Experts that all tokens share** are dealt in proportion to KV heads; routed experts are dealt whole.
 
@@ -118,6 +122,8 @@ def _parts(traits: Architecture) -> Collection[str]:
         "partial rotation": traits.partial_rotary_factor < 1,
         "norms of query and key heads": traits.qk_norm == "head",
         "norms over all heads": traits.qk_norm == "all heads",
+        "KV heads of two kinds": traits.global_head_dim is not None,
+        "norms of values": traits.value_norm,
         "norms of sums": bool(traits.norms.sums),
         "soft caps": traits.final_logit_softcapping is not None,
         "experts": experts is not None,

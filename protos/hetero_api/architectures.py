@@ -19,6 +19,7 @@ from hetero_api.model_parts import (
     USUAL_ROUTING,
     Activation,
     ExpertNames,
+    ExpertNorms,
     NormNames,
     QkNorm,
     Routing,
@@ -32,6 +33,7 @@ class SlidingLayers(Enum):
     ALL = "all"
     UPPER = "from max_window_layers on"
     ALL_BUT_EVERY_NTH = "all but every sliding_window_pattern-th"
+    ALL_BUT_EVERY_NTH_AND_LAST = "all but every sliding_window_pattern-th and the last"
     UNROTATED = "those that are not rotated"
 
 
@@ -48,6 +50,11 @@ class ExpertTraits:
     """n_shared_experts more experts serve all tokens; together they are one wide one."""
     first_k_dense_replace: int = 0
     biased: bool = False
+    enabled: str | None = None
+    """The field that says whether there are experts; None: there are."""
+    dense_beside: bool = False
+    """The dense MLP of a layer with experts serves all tokens beside them."""
+    norms: ExpertNorms | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +79,13 @@ class Architecture:
     tie_word_embeddings: bool = False
     head_dim: int | None = None
     """None: hidden_size / num_attention_heads."""
+    global_head_dim: int | None = None
+    """head_dim of layers without a window, where they have one of their own, and a number of KV heads; None: they have
+    none."""
+    value_norm: bool = False
+    """Values are normed, without a weight."""
+    layer_scalars: bool = False
+    """The residual stream behind each layer is multiplied by a stored number."""
     rope_theta: float = 10_000.0
     rope_local_base_freq: float | None = None
     """None: layers with a sliding window rotate as the others do."""
@@ -94,6 +108,8 @@ class Architecture:
     experts: ExpertTraits | None = None
     expects: Mapping[str, object] = field(default_factory=dict)
     """Fields of config.json that are supported with this value only, if they are there."""
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """Why some of these fields must have their value."""
     defaults: Mapping[str, object] = field(default_factory=dict)
     """Values for fields of config.json that are missing and that no switch above is for."""
 
@@ -156,6 +172,50 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
             "vocab_size": 262_208,
             "max_position_embeddings": 131_072,
             "sliding_window": 4096,
+        },
+    ),
+    "Gemma4ForCausalLM": Architecture(
+        qk_norm="head",
+        hidden_act="gelu_pytorch_tanh",
+        norms=_GEMMA_NORMS,
+        scaled_embedding=True,
+        tie_word_embeddings=True,
+        head_dim=256,
+        global_head_dim=512,
+        value_norm=True,
+        layer_scalars=True,
+        rope_theta=1_000_000.0,
+        rope_local_base_freq=10_000.0,
+        sliding=SlidingLayers.ALL_BUT_EVERY_NTH_AND_LAST,
+        sliding_window_pattern=6,
+        experts=ExpertTraits(
+            ExpertNames("", gate="gate_up_proj", router="router.proj", shared="mlp", stacked=True, rows_first=True),
+            Routing(scaled=True),
+            enabled="enable_moe_block",
+            dense_beside=True,
+            norms=ExpertNorms(
+                "pre_feedforward_layernorm_2",
+                shared_sum="post_feedforward_layernorm_1",
+                experts_sum="post_feedforward_layernorm_2",
+            ),
+        ),
+        expects={"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+        reasons={
+            "hidden_size_per_layer_input": "embeddings of each layer, as E2B and E4B have them, are not computed",
+            "num_kv_shared_layers": "layers that read another layer's keys and values are not computed",
+        },
+        defaults={
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "vocab_size": 262_144,
+            "max_position_embeddings": 131_072,
+            "sliding_window": 512,
+            "query_pre_attn_scalar": 1,
+            "hidden_size_per_layer_input": 256,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
+                "sliding_attention": {"rope_type": "default"},
+            },
         },
     ),
     "SmolLM3ForCausalLM": Architecture(

@@ -23,16 +23,25 @@ from hetero_api.architectures import (
 )
 from hetero_api.errors import ModelError
 from hetero_api.model_directory import MAX_CONFIG_BYTES, parse_json, read_model_file
-from hetero_api.model_parts import Activation, ExpertsConfig, LatentShape, RopeConfig, Routing, SlidingAttention
+from hetero_api.model_parts import (
+    Activation,
+    ExpertsConfig,
+    KvShape,
+    LatentShape,
+    RopeConfig,
+    Routing,
+    SlidingAttention,
+)
 from hetero_api.packed_weights import FIELD, MODELOPT_FILE, PackedWeights
 from hetero_api.weight_format import StoredWeights
 from hetero_api.wrappers import text_fields
 
 _ACTIVATIONS: Final[Mapping[str, Activation]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-_ROPE_KINDS: Final = ("default", "linear", "llama3", "yarn")
+_ROPE_KINDS: Final = ("default", "linear", "llama3", "yarn", "proportional")
 _EXPERT_COUNTS: Final = ("num_local_experts", "num_experts", "n_routed_experts")
 _FULL: Final = "full_attention"
 _SLIDING: Final = "sliding_attention"
+_K_IS_V: Final = "attention_k_eq_v"
 _MLP_KINDS: Final = ("dense", "sparse")
 _MAX_WINDOW_LAYERS: Final = 28
 _LARGEST: Final[Mapping[str, int]] = {
@@ -117,11 +126,13 @@ class HfConfig:
 
     def check_supported(self) -> None:
         """Raise ModelError for what changes the model in ways that the worker does not know."""
-        if self.fields.get("use_bidirectional_attention"):
+        if self.fields.get("use_bidirectional_attention") not in (None, False, "vision"):  # vision: tokens of images
             raise self.error("use_bidirectional_attention is set; only causal attention is supported")
         for name, value in self.traits.expects.items():
             if self.fields.get(name, value) != value:
-                raise self.error(f"{name} {self.fields[name]!r} is not supported; supported: {value!r}")
+                reason = self.traits.reasons.get(name)
+                supported = f"supported: {value!r}" + (f", since {reason}" if reason else "")
+                raise self.error(f"{name} {self.fields[name]!r} is not supported; {supported}")
 
     def stored_weights(self) -> StoredWeights:
         """Return the formats of the safetensors files beside config.json."""
@@ -146,7 +157,8 @@ class HfConfig:
         # transformers 5 writes rope_parameters, earlier ones rope_theta and rope_scaling.
         scaling = self._rope_fields(_FULL) or self._mapping("rope_scaling")
         theta = self._more_than_0(scaling, "rope_theta", self.fields.get("rope_theta") or self.traits.rope_theta)
-        return replace(self._rope(scaling, theta), share=self._rotary_share(scaling))
+        rope, share = self._rope(scaling, theta), self._rotary_share(scaling)
+        return replace(rope, moving=share) if rope.kind == "proportional" else replace(rope, share=share)
 
     def unrotated_layers(self) -> tuple[int, ...]:
         """Return the layers whose queries and keys are not rotated, ascending."""
@@ -173,6 +185,51 @@ class HfConfig:
             return None
         return SlidingAttention(self.positive("sliding_window"), layers, self._sliding_rope())
 
+    def kv_heads(self, number: int, head_dim: int, *, of: int) -> tuple[int, KvShape, SlidingAttention | None]:
+        """Return the units of KV heads, the KV heads of layers without a window, and the layers with one.
+
+        `number` KV heads of `head_dim` elements are those of layers with a window, if the layers differ; `of` is the
+        number of query heads. Raises ModelError.
+        """
+        sliding, others = self.sliding(), self._global_kv(number, head_dim)
+        for heads in (number, others.heads):
+            if of % heads:
+                raise self.error(f"num_attention_heads ({of}) is no multiple of num_key_value_heads ({heads})")
+        if sliding is None:
+            return others.heads, KvShape(1, others.head_dim), None
+        units = math.gcd(number, others.heads)
+        own, others = KvShape(number // units, head_dim), KvShape(others.heads // units, others.head_dim)
+        return units, others, sliding if own == others else replace(sliding, kv=own)
+
+    def _global_kv(self, number: int, head_dim: int) -> KvShape:
+        """Return all KV heads of a layer without a window.
+
+        Earlier versions of transformers name them; later ones list the layers that differ.
+        """
+        if self.traits.global_head_dim is None:
+            return KvShape(number, head_dim)
+        listed = self.fields.get("per_layer_config")
+        if listed is not None:
+            fields = self._fields_of_layers(listed)
+            own = replace(self, fields={"num_key_value_heads": number, "head_dim": head_dim, **fields})
+            return KvShape(own.positive("num_key_value_heads"), own.positive("head_dim"))
+        heads = self.positive("num_global_key_value_heads", default=number) if self.fields.get(_K_IS_V) else number
+        return KvShape(heads, self.positive("global_head_dim", default=self.traits.global_head_dim))
+
+    def _fields_of_layers(self, listed: Any) -> Mapping[str, Any]:
+        """Return the fields that per_layer_config gives to all layers without a window, and to no other."""
+        sliding = self._sliding_layers()
+        others = [layer for layer in range(self.positive("num_hidden_layers")) if layer not in sliding]
+        known = {"num_key_value_heads", "head_dim"}
+        try:
+            fields = {int(layer): dict(own) for layer, own in listed.items()}
+        except (AttributeError, TypeError, ValueError) as error:
+            raise self.error("per_layer_config must map numbers of layers to fields") from error
+        first = fields.get(others[0], {}) if others else {}
+        if fields != (dict.fromkeys(others, first) if first else {}) or first.keys() - known:
+            raise self.error(f"per_layer_config must give all {_FULL} layers, and no others, the same {sorted(known)}")
+        return first
+
     def latent(self) -> LatentShape | None:
         """Return the shape of latent attention; None where attention is the usual one."""
         if not self.traits.is_latent:
@@ -197,14 +254,17 @@ class HfConfig:
     def experts(self) -> ExpertsConfig | None:
         """Return the layers with experts; None where all are dense."""
         traits = self.traits.experts
-        layers = self._expert_layers(traits) if traits is not None else ()
+        has_experts = traits is not None and (traits.enabled is None or bool(self.fields.get(traits.enabled)))
+        layers = self._expert_layers(traits) if traits is not None and has_experts else ()
         if traits is None or not layers:
             return None
-        number, per_token = self.positive(*_EXPERT_COUNTS), self.positive("num_experts_per_tok")
+        number, per_token = self.positive(*_EXPERT_COUNTS), self.positive("num_experts_per_tok", "top_k_experts")
         width, routing = self.positive(traits.intermediate_size), self._routing(traits.routing, number)
         if per_token > number // routing.groups * routing.kept_groups:
             raise self.error(f"num_experts_per_tok ({per_token}) is more than the {number} experts of a layer")
-        shared = self._whole("n_shared_experts", 1, at_least=0) if traits.has_shared else 0
+        shared = self._whole("n_shared_experts", 1, at_least=0) * width if traits.has_shared else 0
+        if traits.dense_beside:
+            shared = self.positive("intermediate_size")
         return ExpertsConfig(
             number=number,
             per_token=per_token,
@@ -212,8 +272,9 @@ class HfConfig:
             layers=layers,
             names=traits.names,
             routing=routing,
-            shared_columns=shared * width,
+            shared_columns=shared,
             biased=traits.biased,
+            norms=traits.norms,
         )
 
     def _routing(self, default: Routing, number: int) -> Routing:
@@ -287,6 +348,9 @@ class HfConfig:
             case SlidingLayers.ALL_BUT_EVERY_NTH:
                 nth = self.positive("sliding_window_pattern", default=self.traits.sliding_window_pattern)
                 return tuple(i for i in range(number) if (i + 1) % nth)
+            case SlidingLayers.ALL_BUT_EVERY_NTH_AND_LAST:
+                nth = self.positive("sliding_window_pattern", default=self.traits.sliding_window_pattern)
+                return tuple(i for i in range(number - 1) if (i + 1) % nth)
             case SlidingLayers.UNROTATED:
                 return self.unrotated_layers()
             case SlidingLayers.NONE:

@@ -81,7 +81,8 @@ class KeptWeights:
         hidden, width, latent = config.hidden_size, config.output_unit, config.latent
         columns = ceil(width * self.layers.column_bytes(hidden, unit=width))
         if latent is None:
-            return (config.group_size + 2) * config.head_dim * self.layers.row_bytes(hidden) + columns
+            heads = config.group_size + 2 * config.kv_heads_a_unit
+            return heads * config.head_dim * self.layers.row_bytes(hidden) + columns
         queries = latent.query_dim * self.layers.row_bytes(latent.query_rank or hidden)
         by_head = latent.rank * (latent.nope_dim + latent.value_dim) * self._kept(None).float_bytes
         return queries + by_head + columns
@@ -97,8 +98,8 @@ class KeptWeights:
 
     def layer_bytes(self, config: ModelConfig) -> int:
         """Return the bytes of a layer, whatever is owned of it: beside columns of o and down, and what compresses."""
-        hidden, unit = config.hidden_size, config.output_unit
-        output = self.layers.row_bytes_beside(config.num_kv_heads * unit, unit=unit)
+        hidden, units = config.hidden_size, {config.of_layer(i).output_unit for i in range(config.num_layers)}
+        output = max(self.layers.row_bytes_beside(config.num_kv_heads * unit, unit=unit) for unit in units)
         widths = {config.intermediate_size, config.shared_columns}
         down = max(self.layers.row_bytes_beside(width, unit=COLUMN_UNIT) for width in widths)
         return hidden * (output + down) + self.compressing_bytes(config)

@@ -51,6 +51,7 @@ class ModelConfig:
     """MLP columns of a dense layer."""
     num_heads: int
     num_kv_heads: int
+    """KV heads of each layer, or where layers have different numbers of them, units of KV heads (`kv_heads_a_unit`)."""
     head_dim: int
     """Elements of a key; with `latent`, those of a token in the cache."""
     vocab_size: int
@@ -90,11 +91,32 @@ class ModelConfig:
     fused_gate_up: bool = False
     """Whether a dense layer's gate and up projections are stored as one tensor, gate first."""
     experts: ExpertsConfig | None = None
+    kv_heads_a_unit: int = 1
+    """KV heads of a layer that ranks have or have not together; see `of_layer`."""
+    keys_are_values: bool = False
+    """Whether values of layers without a window are what keys are before their norm."""
+    value_norm: bool = False
+    """Whether each value head is normed, without a weight."""
+    layer_scalars: bool = False
+    """Whether the residual stream behind a layer is multiplied by a stored number."""
     weights: StoredWeights = FLOAT_WEIGHTS
+
+    def of_layer(self, layer: int) -> ModelConfig:
+        """Return the configuration whose KV heads are this layer's, where layers with a window have others."""
+        sliding = self.sliding
+        if sliding is None or sliding.kv is None or layer not in sliding.layers:
+            return self
+        heads, head_dim = sliding.kv
+        return replace(self, kv_heads_a_unit=heads, head_dim=head_dim, keys_are_values=False)
+
+    @property
+    def has_kv_kinds(self) -> bool:
+        """True if layers with a window have other KV heads than those without."""
+        return self.sliding is not None and self.sliding.kv is not None
 
     @property
     def group_size(self) -> int:
-        """Query heads a KV head."""
+        """Query heads a KV head, or a unit of them."""
         return self.num_heads // self.num_kv_heads
 
     @property
@@ -103,9 +125,11 @@ class ModelConfig:
         return self.score_factor / math.sqrt(self.head_dim if self.query_scalar is None else self.query_scalar)
 
     @property
-    def rotary_width(self) -> int:
-        """Elements that tables of rotations have."""
-        return self.head_dim if self.latent is None else self.latent.rope_dim
+    def rotary_widths(self) -> tuple[int, ...]:
+        """Elements of each layer's table of rotations."""
+        if self.latent is not None:
+            return (self.latent.rope_dim,) * self.num_layers
+        return tuple(self.of_layer(i).head_dim for i in range(self.num_layers))
 
     @property
     def output_unit(self) -> int:
@@ -116,7 +140,7 @@ class ModelConfig:
         """Return the elements that a rank with so many KV heads of a layer caches for a token."""
         if self.latent is not None:
             return self.head_dim if kv_heads else 0
-        return 2 * kv_heads * self.head_dim
+        return 2 * kv_heads * self.kv_heads_a_unit * self.head_dim
 
     @property
     def num_experts(self) -> int:
@@ -132,6 +156,11 @@ class ModelConfig:
     def shared_columns(self) -> int:
         """MLP columns of a layer with experts that serve all tokens; 0: none do."""
         return self.experts.shared_columns if self.experts is not None else 0
+
+    @property
+    def mlp_sum_width(self) -> int:
+        """Elements of a token in the sum of ranks' MLPs: twice hidden_size where experts add up apart from the rest."""
+        return self.hidden_size * (1 if self.experts is None or self.experts.norms is None else 2)
 
     def mlp_columns(self, layer: int) -> int:
         """Return the MLP columns of a layer that serve all tokens."""
@@ -160,7 +189,7 @@ class ModelConfig:
         """Weights of attention that go with one KV head, in one layer."""
         latent = self.latent
         if latent is None:
-            return self.hidden_size * self.head_dim * (2 * self.group_size + 2)
+            return self.hidden_size * self.head_dim * (2 * self.group_size + 2 * self.kv_heads_a_unit)
         queries = (latent.query_rank or self.hidden_size) * latent.query_dim
         return queries + latent.rank * (latent.nope_dim + latent.value_dim) + self.hidden_size * latent.value_dim
 
@@ -183,19 +212,27 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Weights of the whole model, tied embeddings once, biases and norms included."""
+        layers = sum(self.of_layer(i)._attention_parameters for i in range(self.num_layers)) + self._mlp_parameters
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return layers + embeddings + self.hidden_size
+
+    @property
+    def _attention_parameters(self) -> int:
+        """Number of parameters of a layer's attention and norms."""
         attention = self.attention_params_per_kv_head * self.num_kv_heads + self.attention_params_beside
+        if self.keys_are_values:
+            attention -= self.hidden_size * self.num_kv_heads * self.kv_heads_a_unit * self.head_dim
         biases = self.qkv_bias * self._qkv_width + self.o_bias * self.hidden_size
         sinks = self.num_heads * self.has_sinks
         norms = (2 + len(self.norms.sums)) * self.hidden_size + self._qk_norm_parameters
-        layers = self.num_layers * (attention + biases + sinks + norms) + self._mlp_parameters
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return layers + embeddings + self.hidden_size
+        return attention + biases + sinks + norms + self.layer_scalars
 
     @property
     def _qkv_width(self) -> int:
         """Number of a layer's biases of attention's inputs, if it has them."""
         if self.latent is None:
-            return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+            kv_heads = self.num_kv_heads * self.kv_heads_a_unit
+            return (self.num_heads + (1 if self.keys_are_values else 2) * kv_heads) * self.head_dim
         return (self.latent.query_rank or 0) + self.latent.cached_dim
 
     @property
@@ -205,7 +242,8 @@ class ModelConfig:
             return (self.latent.query_rank or 0) + self.latent.rank
         if self.qk_norm is None:
             return 0
-        return self.head_dim * (2 if self.qk_norm == "head" else self.num_heads + self.num_kv_heads)
+        kv_heads = self.num_kv_heads * self.kv_heads_a_unit
+        return self.head_dim * (2 if self.qk_norm == "head" else self.num_heads + kv_heads)
 
     @property
     def _mlp_parameters(self) -> int:
@@ -222,9 +260,10 @@ class ModelConfig:
         if experts is None:
             return 0
         biases = experts.biased * (2 * experts.intermediate_size + self.hidden_size)
-        router = self.hidden_size + experts.routing.biased + experts.routing.corrected
+        router = self.hidden_size + experts.routing.biased + experts.routing.corrected + experts.routing.scaled
         shared = self.mlp_params_per_column * experts.shared_columns
-        return experts.number * (self.params_per_expert + biases + router) + shared
+        norms = self.hidden_size * (experts.routing.scaled + (3 if experts.norms is not None else 0))
+        return experts.number * (self.params_per_expert + biases + router) + shared + norms
 
     def quantized(self, quantization: str, group: int | None = None) -> ModelConfig:
         """With its weights quantised at load: "none", "int8" or "int4", the last in groups of so many inputs.
@@ -269,17 +308,16 @@ class ModelConfig:
         num_heads, hidden = fields.positive("num_attention_heads"), fields.positive("hidden_size")
         latent = fields.latent()
         num_kv_heads = num_heads if latent else fields.positive("num_key_value_heads", default=num_heads)
-        if num_heads % num_kv_heads:
-            raise fields.error(
-                f"num_attention_heads ({num_heads}) is no multiple of num_key_value_heads ({num_kv_heads})"
-            )
         attention_bias = bool(config.get("attention_bias", traits.attention_bias))
         has_qk_norm = bool(config.get("use_qk_norm", traits.use_qk_norm))
         head_dim = fields.positive("head_dim", default=traits.head_dim or hidden // num_heads)
         query_scalar = fields.positive("query_pre_attn_scalar", default=head_dim)
+        num_kv_heads, (kv_heads_a_unit, head_dim), sliding = fields.kv_heads(num_kv_heads, head_dim, of=num_heads)
         rope = fields.rope()
-        if (rotated := rope.rotary_dim(latent.rope_dim if latent else head_dim)) % 2 or not rotated:
-            raise fields.error(f"{rotated} elements of a head are rotated, which must be an even number of them")
+        own_dim = sliding.kv.head_dim if sliding is not None and sliding.kv is not None else head_dim
+        for dim in (latent.rope_dim,) if latent else (head_dim, own_dim):
+            if (rotated := rope.rotary_dim(dim)) % 2 or not rotated:
+                raise fields.error(f"{rotated} elements of a head are rotated, which must be an even number of them")
         if latent is not None:
             head_dim, query_scalar = latent.cached_dim, latent.query_dim
         return cls(
@@ -308,7 +346,7 @@ class ModelConfig:
             query_scalar=query_scalar,
             attention_soft_cap=fields.soft_cap("attn_logit_softcapping", default=traits.attn_logit_softcapping),
             logit_soft_cap=fields.soft_cap("final_logit_softcapping", default=traits.final_logit_softcapping),
-            sliding=fields.sliding(),
+            sliding=sliding,
             unrotated=fields.unrotated_layers(),
             interleaved_rope=bool(config.get("rope_interleave", traits.interleaved_rope)),
             latent=latent,
@@ -316,6 +354,10 @@ class ModelConfig:
             has_sinks=traits.has_sinks,
             fused_gate_up=traits.fused_gate_up,
             experts=fields.experts(),
+            kv_heads_a_unit=kv_heads_a_unit,
+            keys_are_values=bool(config.get("attention_k_eq_v", False)) and traits.global_head_dim is not None,
+            value_norm=traits.value_norm,
+            layer_scalars=traits.layer_scalars,
             weights=fields.stored_weights(),
         )
 

@@ -26,7 +26,8 @@ QkNorm = Literal["head", "all heads"]
 class RopeConfig:
     """Rotary position embedding.
 
-    `kind` is "default", "linear", "llama3" or "yarn". For "linear", frequencies are divided by `factor`. For
+    `kind` is "default", "linear", "llama3", "yarn" or "proportional". For "linear" and "proportional", frequencies are
+    divided by `factor`; for the latter only the first pairs of a head rotate (`moving`). For
     "llama3" (Llama 3.1's `rope_scaling`), low frequencies are divided by `factor`, high ones kept, with a
     smooth step between `low_freq_factor` and `high_freq_factor` of `original_max_position`. For "yarn"
     (arXiv:2309.00071), the step is between pairs that turn `beta_slow` and `beta_fast` times in that many positions.
@@ -48,6 +49,8 @@ class RopeConfig:
     """Part of a head that is rotated; 0: nothing is."""
     divisors: tuple[float, ...] = ()
     """Numbers by which the frequencies of "default" are divided, as GGUF has them in place of "llama3"; (): 1."""
+    moving: float = 1.0
+    """Part of the rotated pairs whose frequency is not 0, from the fastest on."""
 
     def rotary_dim(self, head_dim: int) -> int:
         """Return how many elements of a head are rotated."""
@@ -56,10 +59,10 @@ class RopeConfig:
     def inverse_frequencies(self, head_dim: int) -> tuple[float, ...]:
         """Return the angular frequencies of the pairs that are rotated, radians a position."""
         dim = self.rotary_dim(head_dim)
-        base = [self.theta ** -(i / dim) for i in range(0, dim, 2)]
+        base = [self.theta ** -(i / dim) for i in range(0, dim, 2)][: int(self.moving * dim // 2)]
         if self.divisors:
             return tuple(f / divisor for f, divisor in zip(base, self.divisors, strict=True))
-        if self.kind == "linear":
+        if self.kind in ("linear", "proportional"):
             return tuple(f / self.factor for f in base)
         if self.kind == "llama3":
             return tuple(self._llama3(f) for f in base)
@@ -124,6 +127,14 @@ class RowOrder(NamedTuple):
         return (*range(self.before), *(self.before + row for row in (*firsts, *seconds)))
 
 
+class KvShape(NamedTuple):
+    """KV heads of a layer."""
+
+    heads: int
+    """KV heads in each unit of `ModelConfig.num_kv_heads`."""
+    head_dim: int
+
+
 @dataclass(frozen=True, slots=True)
 class SlidingAttention:
     """Layers in which a token attends to the `window` tokens up to and including itself."""
@@ -133,6 +144,8 @@ class SlidingAttention:
     """Ascending."""
     rope: RopeConfig
     """Rotation of these layers."""
+    kv: KvShape | None = None
+    """Their KV heads; None: as those of the other layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +194,8 @@ class ExpertNames:
 
     The router is `<block>.<router>`, and an expert's parts are `<block>.experts.<number>.<gate, up or down>`. Stacked
     experts are two tensors of a layer, `<block>.experts.<gate>` and `<down>`, [experts, in, out], with biases beside
-    them. Rows of `gate` alternate with those of the up projection.
+    them. Outputs of `gate` alternate with those of the up projection. If they are `rows_first`, the tensors are
+    [experts, out, in], and the up projection comes behind the gate.
     """
 
     block: str = "mlp"
@@ -194,9 +208,24 @@ class ExpertNames:
     shared: str = "shared_experts"
     """Experts of all tokens, below the block, if the model has them."""
     stacked: bool = False
+    rows_first: bool = False
+
+    def block_of(self, layer: int) -> str:
+        """Return the whole name of a layer's block; "" as `block` means the layer itself."""
+        return f"model.layers.{layer}.{self.block}".rstrip(".")
 
 
 USUAL_EXPERT_NAMES: Final = ExpertNames()
+
+
+class ExpertNorms(NamedTuple):
+    """Names of norms in a layer whose experts and expert of all tokens have their own."""
+
+    experts: str
+    """Of the experts' input; that of the other's is the layer's."""
+    shared_sum: str
+    """Of the sum over ranks of the expert of all tokens."""
+    experts_sum: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +239,9 @@ class Routing:
     """Factor of the weights."""
     biased: bool = False
     """Whether the router's product has a bias."""
+    scaled: bool = False
+    """Whether the router has a norm of its own, whose weight is `<block>.router.scale` / √hidden_size, and a factor of
+    each expert's weight, `<block>.router.per_expert_scale`."""
     corrected: bool = False
     """Whether a bias is added to the scores for the choice, and not for the weights."""
     groups: int = 1
@@ -238,3 +270,5 @@ class ExpertsConfig:
     """Columns of one more expert, whose output is added for all tokens; 0: there is none."""
     biased: bool = False
     """Whether an expert's projections have biases."""
+    norms: ExpertNorms | None = None
+    """Norms of experts apart from those of the expert of all tokens; None: they share the layer's."""

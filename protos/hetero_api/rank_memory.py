@@ -11,7 +11,8 @@ the larger bound (`summed_workspace_bytes`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Final
 
 from hetero_api.kept_weights import KeptWeights
@@ -130,10 +131,15 @@ class ModelMemory:
         heads.
         """
         config = self.config
-        biases = (config.group_size + 2) * config.head_dim if config.qkv_bias and config.latent is None else 0
+        rows = (config.group_size + 2 * config.kv_heads_a_unit) * config.head_dim
+        biases = rows if config.qkv_bias and config.latent is None else 0
         sinks = config.group_size * _FLOAT_BYTES if config.has_sinks else 0
-        norms = (config.group_size + 1) * config.head_dim if config.qk_norm else 0
+        norms = (config.group_size + config.kv_heads_a_unit) * config.head_dim if config.qk_norm else 0
         return self.kept.head_bytes(config) + biases * self.element_bytes + norms * self._norm_bytes + sinks
+
+    def attention_weights(self, layer: int, kv_heads: int) -> int:
+        """Return the bytes of so many KV heads, or units of them, of a layer."""
+        return kv_heads * replace(self, config=self.config.of_layer(layer)).head_weights
 
     @property
     def column_weights(self) -> int:
@@ -161,7 +167,8 @@ class ModelMemory:
         ranks have parts of.
         """
         config = self.config
-        norms = (2 + len(config.norms.sums)) * config.hidden_size * self._norm_bytes
+        own_norms = 3 if config.experts is not None and config.experts.norms is not None else 0
+        norms = (2 + len(config.norms.sums) + own_norms) * config.hidden_size * self._norm_bytes
         biases = (config.o_bias + config.mlp_bias) * config.hidden_size
         if (latent := config.latent) is not None:
             width = (latent.query_rank or 0) + latent.cached_dim
@@ -180,14 +187,16 @@ class ModelMemory:
         experts = self.config.experts
         if experts is None:
             return 0
-        columns = self.config.hidden_size + experts.routing.biased + experts.routing.corrected
-        return experts.number * columns * _ROUTER_BYTES
+        routing, hidden = experts.routing, self.config.hidden_size
+        columns = hidden + routing.biased + routing.corrected + routing.scaled
+        return (experts.number * columns + hidden * routing.scaled) * _ROUTER_BYTES
 
     @property
     def common_weights(self) -> int:
         """On every rank: tables of rotations, and the last norm."""
         config = self.config
-        tables = len(set(config.ropes)) * 2 * self.limits.max_model_len * config.rotary_width * self.element_bytes
+        widths = sum(width for _, width in set(zip(config.ropes, config.rotary_widths, strict=True)))
+        tables = 2 * self.limits.max_model_len * widths * self.element_bytes
         return tables + config.hidden_size * self._norm_bytes
 
     def weight_bytes(self, shard: RankShard, *, packs_head: bool) -> int:
@@ -206,7 +215,8 @@ class ModelMemory:
         routers = sum(bool(layer.experts.size) for layer in layers) * self.router_weights
         norms = sum(not layer.is_empty for layer in layers) * self.layer_weights - compressing
         return WeightParts(
-            attention=shard.kv_heads_total * self.head_weights + compressing,
+            attention=compressing
+            + sum(self.attention_weights(i, layer.kv_heads.size) for i, layer in enumerate(layers)),
             dense=(columns - shared) * self.column_weights,
             shared=shared * self.column_weights,
             experts=sum(layer.experts.size for layer in layers) * self.expert_weights,
@@ -218,7 +228,8 @@ class ModelMemory:
 
     def kv_cost(self, shard: RankShard) -> KvCost:
         """Return the cost of a token position on a rank with this shard."""
-        config, elements = self.config, sum(self.config.cached_elements(s.kv_heads.size) for s in shard.layers)
+        config = self.config
+        elements = sum(config.of_layer(i).cached_elements(s.kv_heads.size) for i, s in enumerate(shard.layers))
         return KvCost(
             cache_bytes=elements * (self.cache_element_bytes or self.element_bytes),
             scratch_bytes=_most_heads(shard) * config.group_size * _DECODE_SCRATCH_BYTES * len(set(config.windows)),
@@ -253,7 +264,7 @@ class ModelMemory:
         """Return the bytes of one KV head of a layer: the longest sequence's keys and values, gathered."""
         if self.config.latent is not None:
             return 0  # all heads have the same, see `holder_step`
-        return 2 * self.limits.max_model_len * self.config.head_dim * self._gathered_bytes
+        return self.limits.max_model_len * self._most(lambda config: config.cached_elements(1)) * self._gathered_bytes
 
     @property
     def _gathered_bytes(self) -> int:
@@ -272,7 +283,8 @@ class ModelMemory:
         rows = min(tokens, EXPERT_ROWS)
         one_expert = rows * (3 * config.hidden_size + 4 * config.experts.intermediate_size)
         router = _ROUTER_BYTES * tokens * (2 * config.hidden_size + 4 * config.num_experts)
-        return self.element_bytes * (2 * tokens * config.hidden_size + one_expert) + router
+        own_norms = 0 if config.experts.norms is None else 4  # its own input, and two sums that travel together
+        return self.element_bytes * ((2 + own_norms) * tokens * config.hidden_size + one_expert) + router
 
     @property
     def logits_row_step(self) -> int:
@@ -328,8 +340,13 @@ class ModelMemory:
         """Return the bytes of one KV head of a layer: its queries, keys and values, thrice."""
         config, latent = self.config, self.config.latent
         if latent is None:
-            return 3 * rows * (config.group_size + 2) * config.head_dim * self.element_bytes
+            width = self._most(lambda config: (config.group_size + 2 * config.kv_heads_a_unit) * config.head_dim)
+            return (4 if config.value_norm else 3) * rows * width * self.element_bytes
         return rows * (3 * latent.query_dim + 3 * latent.cached_dim + 2 * latent.value_dim) * self.element_bytes
+
+    def _most(self, elements: Callable[[ModelConfig], int]) -> int:
+        """Return the most of what layers have."""
+        return max(elements(self.config.of_layer(i)) for i in range(self.config.num_layers))
 
     def _column_of(self, rows: int) -> int:
         """Return the bytes of one MLP column of a layer."""

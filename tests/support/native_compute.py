@@ -35,7 +35,7 @@ def op_queue_of(size: int = 2) -> OpQueue:
 def add_of(x: torch.Tensor, delta: torch.Tensor) -> Any:
     """x += delta, both float32 [rows, width]; whoever runs it keeps these."""
     terms = ffi.new("uintptr_t[]", [delta.data_ptr()])
-    op = add_op(len(x), F32, x.shape[1], x.data_ptr(), address_of(terms), 1)
+    op = add_op(len(x), F32, x.shape[1], x.data_ptr(), address_of(terms), 1, 1.0)
     _KEPT[op] = terms
     return op
 

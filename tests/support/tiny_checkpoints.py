@@ -29,6 +29,14 @@ _DEEPSEEK_V3: dict[str, Any] = {
     "first_k_dense_replace": 1, "n_group": 3, "topk_group": 2, "num_attention_heads": 8, "kv_lora_rank": 24,
     "q_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 16,
 }  # fmt: skip
+_GEMMA4: dict[str, Any] = {
+    "num_key_value_heads": 16, "global_head_dim": 16, "hidden_size_per_layer_input": 0, "sliding_window": 4,
+    "final_logit_softcapping": 3.0,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    },
+}  # fmt: skip
 _SHAPE: dict[str, Any] = {
     "num_hidden_layers": 3,
     "hidden_size": 32,
@@ -124,6 +132,24 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 3.0,
         },
     ),
+    "gemma4": ("gemma4_text", {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 8}),
+    "gemma4-values": (
+        "gemma4_text",
+        {**_GEMMA4, "num_key_value_heads": 8, "head_dim": 12, "global_head_dim": 8, "attention_bias": True},
+    ),
+    "gemma4-moe": (
+        "gemma4_text",
+        {
+            **_GEMMA4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 8,
+            "enable_moe_block": True,
+            "num_experts": NUM_EXPERTS,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 20,
+            "final_logit_softcapping": None,
+        },
+    ),
     "gemma3": (
         "gemma3_text",
         {
@@ -152,6 +178,11 @@ WRAPPED: Mapping[str, tuple[str, str, dict[str, Any]]] = {
         "gemma3",
         "gemma3",
         {"vision_config": {**_VISION, "model_type": "siglip_vision_model"}, "mm_tokens_per_image": 4},
+    ),
+    "gemma4": (
+        "gemma4",
+        "gemma4-moe",
+        {"vision_config": {**_VISION, "num_key_value_heads": 2, "head_dim": 8, "model_type": "gemma4_vision"}},
     ),
 }
 """Models of text and images: type, variant of the text part, and fields beside text_config."""
@@ -191,7 +222,8 @@ def save_wrapped(name: str, directory: Path, *, max_shard_size: str = "5GB") -> 
 
     model_type, variant, beside = WRAPPED[name]
     text_type, overrides = VARIANTS[variant]
-    config = AutoConfig.for_model(model_type, text_config={"model_type": text_type, **_SHAPE, **overrides}, **beside)
+    of_text = {"model_type": text_type, "pad_token_id": 0}  # Gemma 4 pads where an image stood.
+    config = AutoConfig.for_model(model_type, text_config={**_SHAPE, **overrides, **of_text}, **beside)
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     return _saved(model, directory, max_shard_size)
@@ -200,7 +232,7 @@ def save_wrapped(name: str, directory: Path, *, max_shard_size: str = "5GB") -> 
 def _saved(model: Any, directory: Path, max_shard_size: str) -> TinyCheckpoint:
     with torch.no_grad():
         for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
-            if "norm" in name or name.endswith(("bias", "sinks")):
+            if "norm" in name or name.endswith(("bias", "sinks", "layer_scalar", "router.scale", "expert_scale")):
                 parameter.add_(torch.randn_like(parameter), alpha=0.3)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return TinyCheckpoint(directory, model)

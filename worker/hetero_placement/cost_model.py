@@ -200,14 +200,17 @@ class CostModel:
 
     def _matrix_bytes(self, shard: RankShard, kept: KeptWeights) -> int:
         config, hidden = self.config, self.config.hidden_size
-        head = kept.head_bytes(config)
+        heads = [kept.head_bytes(config.of_layer(i)) for i in range(config.num_layers)]
         column = kept.column_bytes(hidden=hidden)
         width = config.experts.intermediate_size if config.experts is not None else 0
         expert = kept.expert_bytes(hidden=hidden, width=width)
-        layers = Counter((s.kv_heads.size, s.mlp_columns.size, s.experts.size) for s in shard.layers)
+        layers = Counter(
+            (s.kv_heads.size * head, s.mlp_columns.size, s.experts.size)
+            for s, head in zip(shard.layers, heads, strict=True)
+        )
         total = sum(
-            times * (heads * head + columns * column + experts * expert)
-            for (heads, columns, experts), times in layers.items()
+            times * (attention + columns * column + experts * expert)
+            for (attention, columns, experts), times in layers.items()
         )
         rows = shard.head_rows.size + (0 if config.tie_word_embeddings else shard.embedding_rows.size)
         return total + rows * kept.vocabulary.row_bytes(hidden)

@@ -133,7 +133,8 @@ class Rates:
     """Costs from bandwidth and FLOP rate alone."""
 
     def __init__(self, config: ModelConfig, speeds: Speeds, weight_bits: frozenset[int] = frozenset()) -> None:
-        self._config = config
+        self._config = config.of_layer(0)
+        """Layers with other KV heads are taken to cost as much."""
         self._speeds = speeds
         self._weight_bits = weight_bits
 

@@ -340,7 +340,8 @@ def _streaming_s(model: CostModel, memory: MemoryModel, gpus: Sequence[int], wor
     streamed = weight_bytes - max(0.0, room)
     if not bus or streamed <= 0:
         return None
-    kv_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * model.element_bytes
+    layers = (config.of_layer(i).cached_elements(config.num_kv_heads) for i in range(config.num_layers))
+    kv_bytes = sum(layers) * model.element_bytes
     read = weight_bytes + kv_bytes * workload.concurrency * workload.decode_context
     bandwidth = sum(rank.speeds.memory_bandwidth for rank in ranks)
     return max(read / bandwidth, streamed / bus)

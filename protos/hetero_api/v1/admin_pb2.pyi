@@ -589,6 +589,7 @@ class RankStatus(_message.Message):
     GRAPH_BYTES_FIELD_NUMBER: _builtins.int
     GRAPH_RESERVE_BYTES_FIELD_NUMBER: _builtins.int
     WEIGHT_FORMATS_FIELD_NUMBER: _builtins.int
+    WEIGHT_NOTES_FIELD_NUMBER: _builtins.int
     joined: _builtins.bool
     """Whether its stream is open."""
     weight_bytes: _builtins.int
@@ -623,6 +624,10 @@ class RankStatus(_message.Message):
     def weight_formats(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Formats of its weights, stored and kept, and the loss between them: see Loaded."""
 
+    @_builtins.property
+    def weight_notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What a person should know of the checkpoint's weights, e.g. which parts of it are not served."""
+
     def __init__(
         self,
         *,
@@ -638,10 +643,11 @@ class RankStatus(_message.Message):
         graph_bytes: _builtins.int = ...,
         graph_reserve_bytes: _builtins.int = ...,
         weight_formats: _abc.Iterable[_builtins.str] | None = ...,
+        weight_notes: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_local_memory_percent", b"_local_memory_percent", "local_memory_percent", b"local_memory_percent", "place", b"place", "shard", b"shard"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_local_memory_percent", b"_local_memory_percent", "graph_bytes", b"graph_bytes", "graph_reserve_bytes", b"graph_reserve_bytes", "joined", b"joined", "kernels", b"kernels", "kv_bytes", b"kv_bytes", "load_s", b"load_s", "local_memory_percent", b"local_memory_percent", "pin_message", b"pin_message", "place", b"place", "shard", b"shard", "weight_bytes", b"weight_bytes", "weight_formats", b"weight_formats"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_local_memory_percent", b"_local_memory_percent", "graph_bytes", b"graph_bytes", "graph_reserve_bytes", b"graph_reserve_bytes", "joined", b"joined", "kernels", b"kernels", "kv_bytes", b"kv_bytes", "load_s", b"load_s", "local_memory_percent", b"local_memory_percent", "pin_message", b"pin_message", "place", b"place", "shard", b"shard", "weight_bytes", b"weight_bytes", "weight_formats", b"weight_formats", "weight_notes", b"weight_notes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__local_memory_percent: _TypeAlias = _typing.Literal["local_memory_percent"]  # noqa: Y015
     _WhichOneofArgType__local_memory_percent: _TypeAlias = _typing.Literal["_local_memory_percent", b"_local_memory_percent"]  # noqa: Y015

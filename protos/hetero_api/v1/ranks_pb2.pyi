@@ -1052,6 +1052,7 @@ class Loaded(_message.Message):
     GRAPH_SIZES_FIELD_NUMBER: _builtins.int
     GRAPH_RESERVE_BYTES_FIELD_NUMBER: _builtins.int
     WEIGHT_FORMATS_FIELD_NUMBER: _builtins.int
+    WEIGHT_NOTES_FIELD_NUMBER: _builtins.int
     weight_bytes: _builtins.int
     """Bytes of this rank's weights."""
     kv_budget_bytes: _builtins.int
@@ -1084,6 +1085,10 @@ class Loaded(_message.Message):
         are, or become wider, are left out.
         """
 
+    @_builtins.property
+    def weight_notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What a person should know of the checkpoint's weights, e.g. which parts of it are not served."""
+
     def __init__(
         self,
         *,
@@ -1096,10 +1101,11 @@ class Loaded(_message.Message):
         graph_sizes: _abc.Iterable[_builtins.int] | None = ...,
         graph_reserve_bytes: _builtins.int = ...,
         weight_formats: _abc.Iterable[_builtins.str] | None = ...,
+        weight_notes: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_local_memory_percent", b"_local_memory_percent", "local_memory_percent", b"local_memory_percent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_local_memory_percent", b"_local_memory_percent", "graph_reserve_bytes", b"graph_reserve_bytes", "graph_sizes", b"graph_sizes", "kernels", b"kernels", "kv_budget_bytes", b"kv_budget_bytes", "kv_bytes_per_token", b"kv_bytes_per_token", "load_s", b"load_s", "local_memory_percent", b"local_memory_percent", "weight_bytes", b"weight_bytes", "weight_formats", b"weight_formats"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_local_memory_percent", b"_local_memory_percent", "graph_reserve_bytes", b"graph_reserve_bytes", "graph_sizes", b"graph_sizes", "kernels", b"kernels", "kv_budget_bytes", b"kv_budget_bytes", "kv_bytes_per_token", b"kv_bytes_per_token", "load_s", b"load_s", "local_memory_percent", b"local_memory_percent", "weight_bytes", b"weight_bytes", "weight_formats", b"weight_formats", "weight_notes", b"weight_notes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__local_memory_percent: _TypeAlias = _typing.Literal["local_memory_percent"]  # noqa: Y015
     _WhichOneofArgType__local_memory_percent: _TypeAlias = _typing.Literal["_local_memory_percent", b"_local_memory_percent"]  # noqa: Y015

@@ -154,6 +154,23 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         },
         999_885_952,
     ),
+    "gemma-4-31B": (
+        {
+            "architectures": ["Gemma4ForCausalLM"], "hidden_size": 5376, "intermediate_size": 21504,
+            "num_hidden_layers": 60, "num_attention_heads": 32, "num_key_value_heads": 16,
+            "num_global_key_value_heads": 4, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0,
+        },
+        30_697_345_340,
+    ),
+    "gemma-4-26B-A4B": (
+        {
+            "architectures": ["Gemma4ForCausalLM"], "hidden_size": 2816, "intermediate_size": 2112,
+            "num_hidden_layers": 30, "num_attention_heads": 16, "num_key_value_heads": 8,
+            "num_global_key_value_heads": 2, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704,
+        },
+        25_233_141_790,
+    ),
     "gpt-oss-20b": (
         {
             "architectures": ["GptOssForCausalLM"], "hidden_size": 2880, "intermediate_size": 2880, "head_dim": 64,
@@ -289,6 +306,32 @@ def test_rope_frequencies_equal_transformers() -> None:
                 "v_head_dim": 8,
             },
             "mlp_layer_types must list dense or sparse for each of the 30 layers",
+        ),
+        ({"architectures": ["Gemma4ForCausalLM"]}, "hidden_size_per_layer_input 256 is not supported; .*E2B and E4B"),
+        (
+            {"architectures": ["Gemma4ForCausalLM"], "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 10},
+            "num_kv_shared_layers 10 is not supported; supported: 0, since layers that read",
+        ),
+        (
+            {
+                "architectures": ["Gemma4ForCausalLM"],
+                "hidden_size_per_layer_input": 0,
+                "attention_k_eq_v": True,
+                "num_global_key_value_heads": 2,
+            },
+            r"num_attention_heads \(9\) is no multiple of num_key_value_heads \(2\)",
+        ),
+        (
+            {"architectures": ["Gemma4ForCausalLM"], "hidden_size_per_layer_input": 0, "per_layer_config": [1]},
+            "per_layer_config must map numbers of layers to fields",
+        ),
+        (
+            {
+                "architectures": ["Gemma4ForCausalLM"],
+                "hidden_size_per_layer_input": 0,
+                "per_layer_config": {"5": {"head_dim": 32}},
+            },
+            "per_layer_config must give all full_attention layers, and no others, the same",
         ),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention is set"),

@@ -104,7 +104,7 @@ class Heads:
     ) -> None:
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.qkv = randn(tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
-        table = RotaryTables([RopeConfig(100.0)], head_dim=head_dim, max_length=64, dtype=dtype)
+        table = RotaryTables([RopeConfig(100.0)], head_dims=[head_dim], max_length=64, dtype=dtype)
         self.rotation = table.at(torch.arange(tokens) * 3 % 64)[0]
         self.norms: HeadWeights | None = None
         if with_norms:

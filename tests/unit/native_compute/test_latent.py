@@ -47,7 +47,7 @@ class Step:
         tokens, heads, nope, rope, self.rank = shape
         self.query = randn(tokens, heads, nope + rope, dtype=dtype)
         self.compressed = randn(tokens, self.rank + rope, seed=1, dtype=dtype)
-        table = RotaryTables([RopeConfig(100.0)], head_dim=rope, max_length=64, dtype=dtype)
+        table = RotaryTables([RopeConfig(100.0)], head_dims=[rope], max_length=64, dtype=dtype)
         self.rotation = table.at(torch.arange(tokens) * 29 % 64)[0]
         self.norm = LatentNorm(randn(self.rank, seed=2, dtype=dtype), EPS)
         self.slots = torch.randperm(30, generator=torch.Generator().manual_seed(3))[:tokens]

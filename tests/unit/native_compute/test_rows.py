@@ -177,6 +177,16 @@ def test_additions_and_picks(rows: int, width: int, terms: int, team: int, name:
         ops.add(ours, *deltas)
         PLAIN_OPS.add(plain, *deltas)
         assert torch.equal(ours, plain)
+        ops.add(ours, *deltas, factor=0.37)
+        assert torch.equal(ours, (sum_of(plain, *deltas) * 0.37).to(dtype))
+
+
+def sum_of(first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    """Added from left to right in float32."""
+    total = first.float()
+    for other in others:
+        total = total + other.float()
+    return total
 
 
 class Heads:
@@ -188,7 +198,7 @@ class Heads:
         tokens, self.num_heads, kv_heads, head_dim = shape
         self.dtype = dtype
         self.qkv = randn(tokens, self.num_heads + 2 * kv_heads, head_dim, dtype=dtype)
-        table = RotaryTables([RopeConfig(100.0)], head_dim=head_dim, max_length=64, dtype=dtype)
+        table = RotaryTables([RopeConfig(100.0)], head_dims=[head_dim], max_length=64, dtype=dtype)
         self.rotation = table.at(torch.arange(tokens) * 29 % 64)[0]
         weight = randn(self.num_heads + kv_heads, head_dim, seed=1, dtype=dtype)
         self.norms = HeadWeights(weight, EPS) if with_norms else None
@@ -290,6 +300,26 @@ def test_norms_over_all_heads_use_what_ranks_have_summed(
         assert_close(rotated.key, expected.key)
 
 
+@each_type
+@with_shapes
+def test_value_heads_may_be_normed_without_a_weight(
+    ops: NativeOps, shape: tuple[int, int, int, int], dtype: torch.dtype
+) -> None:
+    heads = Heads(shape, with_norms=True, dtype=dtype)
+    assert heads.norms is not None
+    values = heads.qkv[:, heads.num_heads + shape[2] :].double()
+    expected = values * (values.square().mean(2, keepdim=True) + EPS).rsqrt()
+    query, cache = heads.written_by(ops)
+    heads.norms = heads.norms._replace(with_values=True)
+    same_query, with_values = heads.written_by(ops)
+    assert torch.equal(same_query, query)
+    assert torch.equal(with_values.keys, cache.keys)
+    assert_close(with_values.values[heads.slots], expected)
+    for each in (PLAIN_OPS, InvariantOps()):
+        rotated = each.rotate(heads.qkv.clone(), heads.rotation, num_heads=heads.num_heads, norms=heads.norms)
+        assert_close(rotated.value, expected)
+
+
 def test_a_rotations_rows_are_alone(isa: str) -> None:
     """All tokens are at one position, by tables that are the tokens' own."""
     norms = HeadWeights(randn(8, 20, seed=1), EPS)
@@ -306,7 +336,7 @@ def test_what_is_recorded_follows_its_inputs() -> None:
     """Positions, slots and rows to pick are read anew whenever the operations are made again."""
     op_queue, heads = op_queue_of(), Heads((3, 4, 2, 16), with_norms=True)
     ops, positions, slots = NativeOps(op_queue), torch.tensor([1, 2, 3]), torch.tensor([4, 5, 6])
-    table = RotaryTables([RopeConfig(100.0)], head_dim=16, max_length=64, dtype=torch.float32)
+    table = RotaryTables([RopeConfig(100.0)], head_dims=[16], max_length=64, dtype=torch.float32)
     cache = LayerCache(torch.zeros(heads.kv_shape), torch.zeros(heads.kv_shape), 4)
     source = heads.qkv.flatten(1)
 

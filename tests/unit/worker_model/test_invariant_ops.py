@@ -54,7 +54,7 @@ def assert_rows_alone(op: RowOp, x: torch.Tensor) -> None:
 
 def rotation(tokens: int, dtype: torch.dtype) -> Rotation:
     rope = RopeConfig(theta=10000.0)
-    return RotaryTables([rope], head_dim=HEAD_DIM, max_length=tokens, dtype=dtype).at(torch.arange(tokens))[0]
+    return RotaryTables([rope], head_dims=[HEAD_DIM], max_length=tokens, dtype=dtype).at(torch.arange(tokens))[0]
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ STAGES = {
 }
 VARIANTS = (
     "mixtral-window", "qwen3-moe-some-dense", "gemma2", "gemma3", "smollm3-window", "glm4-moe-grouped", "gpt-oss",
-    "minimax-m2", "deepseek-v3",
+    "minimax-m2", "deepseek-v3", "gemma4-moe",
 )  # fmt: skip
 
 
@@ -137,6 +137,8 @@ WRONG_SWITCHES: dict[str, tuple[str, dict[str, Any]]] = {
     "pairs that do not lie side by side": ("deepseek-v3", {"rope_interleave": False}),
     "scores of long contexts": ("deepseek-v3-yarn", {"rope_parameters": {"rope_theta": 1000.0}}),
     "frequencies of short contexts": ("gpt-oss", {"rope_parameters": {"rope_theta": 1000.0}}),
+    "values made by keys": ("gemma4-values", {"attention_k_eq_v": True}),
+    "all pairs of a head rotated": ("gemma4", {"rope_parameters": None}),
     "weights of experts normalised": ("qwen3-moe-some-dense", {"norm_topk_prob": True}),
 }
 

@@ -68,7 +68,7 @@ def _use(config: ModelConfig) -> None:
     assert config.num_parameters > 0
     assert config.attention_scale > 0
     for rope in {*config.ropes, config.rope}:
-        assert all(frequency >= 0 for frequency in rope.inverse_frequencies(config.rotary_width))
+        assert all(frequency >= 0 for frequency in rope.inverse_frequencies(max(config.rotary_widths)))
     assert len(config.windows) == config.num_layers
     assert config.weights.of_experts.within(64)
 

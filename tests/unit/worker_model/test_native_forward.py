@@ -41,7 +41,17 @@ LAYOUTS = {"one": ONE, "uneven": UNEVEN, "no part": NO_PART, "helped": HELPED, "
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyCheckpoint]:
-    variants = ("llama-biased", "qwen3", "gemma2", "gemma3", "qwen3-moe", "glm4", "smollm3", "deepseek-v3-dense")
+    variants = (
+        "llama-biased",
+        "qwen3",
+        "gemma2",
+        "gemma3",
+        "qwen3-moe",
+        "glm4",
+        "smollm3",
+        "deepseek-v3-dense",
+        "gemma4",
+    )
     return {variant: save_tiny(variant, tmp_path_factory.mktemp(variant)) for variant in variants}
 
 
@@ -103,7 +113,7 @@ BFLOAT16_WAYS += [("no part", "native", "bfloat16"), ("helped", "native", "bfloa
 SOME_WAYS = [("one", "native", "float32"), ("uneven", "native", "float32"), ("uneven", "native", "bfloat16")]
 CASES = [(variant, *way) for variant in ("llama-biased", "qwen3", "gemma3") for way in (*WAYS, *BFLOAT16_WAYS)]
 CASES += [("qwen3", layout, "tcp", "float32") for layout in ("uneven", "helped", "stages")]
-CASES += [(variant, *way) for variant in ("glm4", "smollm3", "deepseek-v3-dense") for way in SOME_WAYS]
+CASES += [(variant, *way) for variant in ("glm4", "smollm3", "deepseek-v3-dense", "gemma4") for way in SOME_WAYS]
 
 
 @pytest.mark.parametrize(("variant", "layout", "over", "dtype"), CASES)

@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from hetero_api.errors import ModelError
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from tests.support.rank_group import PlanBuilder, RankGroup, Shares
-from tests.support.tiny_checkpoints import WRAPPED, TinyCheckpoint, save_wrapped
+from tests.support.tiny_checkpoints import WRAPPED, TinyCheckpoint, edit_config, save_wrapped
 
 pytestmark = pytest.mark.unit
 
 TOLERANCE = 1e-4
-SHARES = Shares(kv_heads=((5, 3, 0),), mlp_columns=((17, 30, 3),), vocab_rows=(64, 136, 0))
+SHARES = Shares(kv_heads=((5, 3, 0),), mlp_columns=((17, 30, 3),), vocab_rows=(64, 136, 0), experts=((1, 5, 0),))
 PROMPT = [7, 150, 3, 88, 199, 0, 42, 42, 64, 63, 127]
 WEIGHTS = "model.safetensors"
 OLDER: Mapping[str, str] = {"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
@@ -53,7 +53,7 @@ def test_parts_that_are_not_served_are_named(checkpoint: TinyCheckpoint) -> None
     found: dict[str, list[int]] = {}
     with safe_open(checkpoint.directory / WEIGHTS, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 - it is no dictionary
-            for part in ("vision_tower", "multi_modal_projector"):
+            for part in ("vision_tower", "multi_modal_projector", "embed_vision"):
                 if part in name:
                     found.setdefault(part, []).append(file.get_tensor(name).nbytes)
     assert len(found["vision_tower"]) > 5
@@ -71,6 +71,14 @@ def test_parts_in_several_files_are_found(tmp_path: Path) -> None:
     builder.start(0, PROMPT)
     builder.schedule(0)
     assert (builder.run().logits[0] - checkpoint.logits(PROMPT)[-1]).abs().max() <= TOLERANCE
+
+
+def test_an_output_head_that_is_not_tied_after_all_is_refused(tmp_path: Path) -> None:
+    """As transformers saves a model whose config.json said nothing, and whose head is not the embedding."""
+    save_wrapped("mistral3", tmp_path)
+    edit_config(tmp_path, tie_word_embeddings=True)
+    with pytest.raises(ModelError, match=r"lm_head\.weight differs from .*; set tie_word_embeddings to false"):
+        RankGroup(tmp_path, SHARES)
 
 
 def test_a_tensor_under_two_names_is_refused(tmp_path: Path) -> None:

@@ -111,6 +111,10 @@ class Checkpoint:
         """Give back the memory of file pages that were read so far."""
         self._opened.release_pages()
 
+    def has(self, tensor: str) -> bool:
+        """Return whether there is a tensor that the config does not ask for."""
+        return self._opened.has(tensor)
+
     def left_out(self) -> tuple[str, ...]:
         """Return the parts of the files that are not served, with their number of tensors and bytes, for a person.
 

@@ -66,7 +66,7 @@ class SafetensorsStore(WeightStore):
             file.mapped.release_pages()
 
     def has(self, tensor: str) -> bool:
-        """Return whether there is such a tensor."""
+        """See `WeightStore.has`."""
         return tensor in self._stored_names
 
     def left_out(self) -> tuple[str, ...]:
@@ -101,7 +101,7 @@ class SafetensorsStore(WeightStore):
             self.check_shape(part.name, part.full_shape)
             return self.slice(part.name, part.rows, part.columns)
         self.check_shape(part.name, part.entry.stored_shape(part.full_shape))
-        whole = part.entry.of(self.slice(part.name))
+        whole = part.entry.of(self.slice(part.name), part.full_shape[0])
         ranges = (part.rows, part.columns)[: whole.dim()]
         return whole[tuple(slice(*each) if each else slice(None) for each in ranges)]
 

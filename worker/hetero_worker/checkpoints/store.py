@@ -19,21 +19,27 @@ from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
 class StackEntry(NamedTuple):
     """One matrix, or its bias, of a stored stack of matrices [entries, in, out] or biases [entries, out].
 
-    The entry's outputs are every `step`-th from `first` on.
+    The entry's outputs are every `step`-th from `first` on. With a `height`, matrices are [entries, height, in], and
+    the entry's outputs lie together.
     """
 
     number: int
     entries: int
     first: int = 0
     step: int = 1
+    height: int | None = None
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the stack whose entries have this shape."""
         outputs, *inputs = shape
+        if self.height is not None:
+            return self.entries, self.height, *inputs
         return self.entries, *inputs, outputs * self.step
 
-    def of(self, stack: torch.Tensor) -> torch.Tensor:
-        """Return a view of the entry: [out, in] or [out]."""
+    def of(self, stack: torch.Tensor, outputs: int) -> torch.Tensor:
+        """Return a view of the entry: [outputs, in] or [outputs]."""
+        if self.height is not None:
+            return stack[self.number, self.first : self.first + outputs]
         entry = stack[self.number, ..., self.first :: self.step]
         return entry.T if entry.dim() == 2 else entry
 
@@ -110,6 +116,10 @@ class WeightStore(ABC):
         """Return a slice as float32, before anything is rounded to what ranks keep."""
         is_quantized = self.format_of(part.name) is not None
         return self.quantized(part).dequantized() if is_quantized else self.floats(part).float()
+
+    def has(self, tensor: str) -> bool:  # noqa: ARG002 - for formats that may hold what a config says is not there
+        """Return whether there is a tensor that the config does not ask for."""
+        return False
 
     def left_out(self) -> tuple[str, ...]:
         """Return the parts of the files that are not served, with their number of tensors and bytes, for a person."""

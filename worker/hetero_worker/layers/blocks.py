@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 import torch
+from torch.nn import functional as F
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import UnitRange
@@ -61,6 +62,11 @@ class Attention(ABC):
     def linear_shapes(self) -> tuple[tuple[int, int], ...]:
         """(out, in) of each linear layer."""
         return tuple(linear.shape for linear in self._linears)
+
+    @property
+    def cached_shape(self) -> tuple[int, int]:
+        """KV heads that are cached for each token, and their elements."""
+        return self._cached_heads, self._cached_dim
 
     @property
     def window(self) -> int | None:
@@ -124,8 +130,10 @@ class SelfAttention(Attention):
     def __init__(
         self, config: ModelConfig, layer: int, heads: UnitRange, *, adds_bias: bool, ops: FusedOps = PLAIN_OPS
     ) -> None:
+        config = config.of_layer(layer)
         rule = AttentionRule(config.attention_scale, config.windows[layer], config.attention_soft_cap)
-        super().__init__(config, layer, rule, cached_heads=heads.size, cached_dim=config.head_dim, ops=ops)
+        cached_heads = heads.size * config.kv_heads_a_unit
+        super().__init__(config, layer, rule, cached_heads=cached_heads, cached_dim=config.head_dim, ops=ops)
         prefix = f"model.layers.{layer}.self_attn"
         self._num_heads = heads.size * config.group_size
         self._head_dim = config.head_dim
@@ -213,6 +221,7 @@ class GatedMlp:
     ) -> None:
         """`norm`: of the input, if it is shared with other parts."""
         prefix, width = mlp_prefix(config, layer), config.mlp_columns(layer)
+        self._room_beside = config.mlp_sum_width - config.hidden_size
         self._activation = config.activation
         self._ops = ops
         self._norm = norm or mlp_norm(config, layer, ops)
@@ -250,8 +259,13 @@ class GatedMlp:
         return self.of_stream(ResidualStream(hidden))
 
     def of_stream(self, stream: ResidualStream) -> torch.Tensor:
-        """Return the partial sum [tokens, hidden] of the residual stream."""
-        return self.of_normed(stream.normed(self._norm))
+        """Return the partial sum [tokens, hidden] of the residual stream, with zeros for experts that add up apart."""
+        partial = self.of_normed(stream.normed(self._norm))
+        return partial if not self._room_beside else F.pad(partial, (0, self._room_beside))
+
+    def apart(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the partial sum [tokens, hidden] of hidden states, by the norm of this part alone."""
+        return self.of_normed(self._norm(hidden))
 
     def of_normed(self, normed: torch.Tensor) -> torch.Tensor:
         """Return the partial sum [tokens, hidden] of normed hidden states [tokens, hidden]."""
@@ -263,7 +277,7 @@ def mlp_prefix(config: ModelConfig, layer: int) -> str:
     if config.experts is None or layer not in config.expert_layers:
         return f"model.layers.{layer}.mlp"
     names = config.experts.names
-    return f"model.layers.{layer}.{names.block}.{names.shared}"
+    return f"{names.block_of(layer)}.{names.shared}"
 
 
 def mlp_norm(config: ModelConfig, layer: int, ops: FusedOps = PLAIN_OPS) -> RmsNorm:

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch.nn import functional as F
 
+from hetero_api.errors import ModelError
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import UnitRange
 from hetero_worker.checkpoints.checkpoint import Checkpoint
@@ -25,6 +26,7 @@ from hetero_worker.memory.streams import HOST
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+_COMPARED_ROWS = 8
 
 
 class _FloatRows:
@@ -158,7 +160,7 @@ class OutputHead:
         self, config: ModelConfig, rows: UnitRange, *, embedding_rows: UnitRange, ops: FusedOps = PLAIN_OPS
     ) -> None:
         tied = config.tie_word_embeddings
-        source = _vocabulary_slice(config, EMBEDDING if tied else HEAD, rows)
+        self._source = source = _vocabulary_slice(config, EMBEDDING if tied else HEAD, rows)
         stored = replace(config.weights, layers=config.weights.vocabulary)
         self._linear = ShardedLinear([source], stored=stored)
         self._shares_rows = tied and rows == embedding_rows
@@ -195,6 +197,8 @@ class OutputHead:
         device: torch.device = HOST,
     ) -> None:
         """Read or tie the weight; `embedding` is this rank's, loaded, if it has one. Raises ModelError."""
+        if self._source.name == EMBEDDING and checkpoint.has(HEAD):
+            _check_tied(checkpoint, self._source)
         if self._shares_rows and embedding is not None:
             self._linear.tie(embedding.pack(kernel))
         else:
@@ -204,6 +208,20 @@ class OutputHead:
         """Return float32 [rows, vocabulary rows of this rank] of [rows, hidden]."""
         logits = self._linear.packed.logits(hidden)
         return logits if self._soft_cap is None else self._ops.capped(logits, self._soft_cap)
+
+
+def _check_tied(checkpoint: Checkpoint, rows: TensorSlice) -> None:
+    """Raise ModelError if the checkpoint holds another output head than the embedding; some of the rows tell."""
+    begin, end = rows.row_range
+    some = replace(rows, rows=UnitRange(begin, min(begin + _COMPARED_ROWS, end)), quantize_to=None)
+    embedding, head = torch.empty(2, *some.shape)
+    checkpoint.read(some, embedding)
+    checkpoint.read(replace(some, name=HEAD), head)
+    if not torch.equal(embedding, head):
+        raise ModelError(
+            f"tensor {HEAD} differs from {EMBEDDING}, and config.json says that they are one; set tie_word_embeddings "
+            "to false in config.json"
+        )
 
 
 def _vocabulary_slice(config: ModelConfig, name: str, rows: UnitRange) -> TensorSlice:

@@ -30,6 +30,8 @@ class HeadWeights(NamedTuple):
     eps: float
     mean_squares: torch.Tensor | None = None
     """float32 [tokens, 2]: of all query heads and of all key heads, over all ranks; None: each head has its own."""
+    with_values: bool = False
+    """Whether value heads are normed as well, without a weight."""
 
 
 class LatentNorm(NamedTuple):
@@ -75,8 +77,8 @@ class FusedOps(Protocol):
         """Add delta to residual in place, both [rows, width], and return the norm of the sum, new."""
         ...
 
-    def add(self, x: torch.Tensor, *deltas: torch.Tensor) -> None:
-        """Add the deltas to x in place, all [rows, width]: in their order, in float32, rounded once."""
+    def add(self, x: torch.Tensor, *deltas: torch.Tensor, factor: float = 1.0) -> None:
+        """Replace x by factor · (x + deltas), all [rows, width]: in their order, in float32, rounded once."""
         ...
 
     def pick(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -147,9 +149,15 @@ class FusedOps(Protocol):
 class TorchOps(ABC):
     """Base of FusedOps by torch's operators, which write keys and values in a separate pass."""
 
-    def add(self, x: torch.Tensor, *deltas: torch.Tensor) -> None:
+    def add(self, x: torch.Tensor, *deltas: torch.Tensor, factor: float = 1.0) -> None:
         """See `FusedOps.add`."""
-        sum_in_order([x, *deltas], x)
+        if factor == 1.0:
+            sum_in_order([x, *deltas], x)
+            return
+        total = x.float()
+        for delta in deltas:
+            total = total + delta
+        x.copy_(total * factor)
 
     def pick(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """See `FusedOps.pick`."""
@@ -257,7 +265,10 @@ class PlainOps(TorchOps):
                 normed = (exact * each_head(factors, num_heads, num_rotating)).to(exact.dtype)
             rotating = normed.mul_(norms.weight).to(qkv.dtype)
         rotated = rotation.apply(rotating)
-        return RotatedHeads(rotated[:, :num_heads], rotated[:, num_heads:], qkv[:, num_rotating:])
+        values = qkv[:, num_rotating:]
+        if norms is not None and norms.with_values:
+            values = F.rms_norm(values.to(norms.weight.dtype), values.shape[2:], eps=norms.eps).to(qkv.dtype)
+        return RotatedHeads(rotated[:, :num_heads], rotated[:, num_heads:], values)
 
     def capped(self, logits: torch.Tensor, soft_cap: float) -> torch.Tensor:
         """See `FusedOps.capped`."""

@@ -86,7 +86,11 @@ class InvariantOps(TorchOps):
             return (heads * rotation.cos[rows]).add_(swapped.mul_(rotation.signed_sin[rows]))
 
         rotated = in_slices(rotated_rows, rotating.new_empty(rotating.shape))
-        return RotatedHeads(rotated[:, :num_heads], rotated[:, num_heads:], qkv[:, num_rotating:])
+        values = qkv[:, num_rotating:]
+        if norms is not None and norms.with_values:
+            stored, eps = values, norms.eps
+            values = in_slices(lambda rows: _normed(stored[rows].float(), eps), stored.new_empty(stored.shape))
+        return RotatedHeads(rotated[:, :num_heads], rotated[:, num_heads:], values)
 
     def capped(self, logits: torch.Tensor, soft_cap: float) -> torch.Tensor:
         """See `FusedOps.capped`."""

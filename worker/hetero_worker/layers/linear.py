@@ -163,11 +163,13 @@ class JoinedWeights(PackedWeight):
 def qkv_linear(config: ModelConfig, prefix: str, heads: UnitRange) -> ShardedLinear:
     """Return the fused q, k and v projection of the KV heads `heads` and their query heads; output [q | k | v]."""
     query = heads.scaled(config.group_size * config.head_dim)
-    key, width = heads.scaled(config.head_dim), config.num_kv_heads * config.head_dim
+    unit = config.kv_heads_a_unit * config.head_dim
+    key, width = heads.scaled(unit), config.num_kv_heads * unit
+    values = "k_proj" if config.keys_are_values else "v_proj"
     parts = [
         _Rows(f"{prefix}.q_proj", config.num_heads * config.head_dim, query, config.head_order),
         _Rows(f"{prefix}.k_proj", width, key, config.head_order),
-        _Rows(f"{prefix}.v_proj", width, key),
+        _Rows(f"{prefix}.{values}", width, key),
     ]
     return _column_parallel(parts, config=config, bias=config.qkv_bias)
 
@@ -214,7 +216,10 @@ def expert_gate_up_linear(config: ModelConfig, experts: ExpertsConfig, block: st
     """Return the fused gate and up projections of a whole expert; output [gate | up]."""
     width, names = experts.intermediate_size, experts.names
     rows = UnitRange(0, width)
-    if names.stacked:
+    if names.rows_first:
+        halves = [StackEntry(number, experts.number, first=half * width, height=2 * width) for half in range(2)]
+        parts = [_Rows(f"{block}.experts.{names.gate}", width, rows, entry=entry) for entry in halves]
+    elif names.stacked:
         entries = [StackEntry(number, experts.number, first=half, step=2) for half in range(2)]
         parts = [_Rows(f"{block}.experts.{names.gate}", width, rows, entry=entry) for entry in entries]
     else:
@@ -226,7 +231,8 @@ def expert_gate_up_linear(config: ModelConfig, experts: ExpertsConfig, block: st
 def expert_down_linear(config: ModelConfig, experts: ExpertsConfig, block: str, number: int) -> ShardedLinear:
     """Return the down projection of a whole expert."""
     width, names, stored = experts.intermediate_size, experts.names, config.weights.of_experts
-    entry = StackEntry(number, experts.number) if names.stacked else None
+    height = config.hidden_size if names.rows_first else None
+    entry = StackEntry(number, experts.number, height=height) if names.stacked else None
     name = f"{block}.experts.{names.down}" if names.stacked else f"{block}.experts.{number}.{names.down}"
     inputs = width, UnitRange(0, width)
     return _row_parallel(name, config, inputs, unit=0, bias=experts.biased, entry=entry, stored=stored)

@@ -192,7 +192,7 @@ def kept_bits(kernel: LinearKernel, dtype: torch.dtype, config: ModelConfig) -> 
     A width of 16, 8 or 4 counts only if the kernel keeps all of the model's formats of that width.
     """
     stored = config.weights
-    units = (0, COLUMN_UNIT, config.output_unit)
+    units = {0, COLUMN_UNIT, *(config.of_layer(i).output_unit for i in range(config.num_layers))}
     formats = {*(stored.within(unit).layers for unit in units), stored.of_experts.layers, stored.vocabulary} - {None}
     widened = {weights.bits for weights in formats if weights and kept_format(weights, kernel) is None}
     kept = {weights.bits for weights in formats if weights} - widened

@@ -25,7 +25,7 @@ from hetero_api.model_parts import ExpertsConfig, Routing
 from hetero_api.rank_memory import EXPERT_ROWS
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.checkpoints.store import TensorSlice
-from hetero_worker.layers.blocks import GatedMlp
+from hetero_worker.layers.blocks import GatedMlp, layer_norm
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
 from hetero_worker.layers.linear import expert_down_linear, expert_gate_up_linear
 from hetero_worker.layers.linear_kernels import LinearKernel
@@ -49,14 +49,18 @@ class ExpertMlp:
     ) -> None:
         """`own` are the numbers of this rank's experts, at least one, in any order.
 
-        `shared` is the rank's part of the expert of all tokens, with the same norm. Raises PlanError if the layer is
+        `shared` is the rank's part of the expert of all tokens, with the same norm unless the model has another for
+        experts. Raises PlanError if the layer is
         dense.
         """
         if config.experts is None or layer not in config.experts.layers:
             raise PlanError(f"the plan deals experts of layer {layer}, which is dense")
-        self._prefix = f"model.layers.{layer}.{config.experts.names.block}"
+        self._prefix = config.experts.names.block_of(layer)
         self._config = config
         self._shape = config.experts
+        self._adds_apart = config.experts.norms is not None
+        if config.experts.norms is not None:
+            norm = layer_norm(config, layer, config.experts.norms.experts, ops)
         self._norm = norm
         self._shared = shared
         self._ops = ops
@@ -84,13 +88,17 @@ class ExpertMlp:
         """Return the most bytes that the loaded weights take."""
         experts = len(self._experts) * self.expert_bytes(dtype, kernel)
         shared = self._shared.linear_bytes(dtype, kernel) if self._shared is not None else 0
+        if self._shared is not None and self._adds_apart:
+            shared = self._shared.weight_bytes(dtype, kernel)
         return self._norm.weight_bytes(dtype) + self._router.weight_bytes + experts + shared
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors of the loaded weights, except those that a kernel has packed."""
         experts = (tensor for expert in self._experts.values() for tensor in expert.tensors)
-        return *(self._shared or self._norm).tensors, *self._router.tensors, *experts
+        parts = (self._shared, self._norm) if self._adds_apart else (self._shared or self._norm,)
+        normed = (tensor for part in parts if part is not None for tensor in part.tensors)
+        return *normed, *self._router.tensors, *experts
 
     def load(
         self, checkpoint: Checkpoint, *, dtype: torch.dtype, kernel: LinearKernel, device: torch.device = HOST
@@ -99,7 +107,7 @@ class ExpertMlp:
         self._device = device
         if self._shared is not None:
             self._shared.load(checkpoint, dtype=dtype, kernel=kernel, device=device)
-        else:
+        if self._shared is None or self._adds_apart:
             self._norm.load(checkpoint, dtype=dtype, device=device)
         self._router.load(checkpoint, device)
         for expert in self._experts.values():
@@ -143,14 +151,24 @@ class ExpertMlp:
         return self.of_stream(ResidualStream(hidden))
 
     def of_stream(self, stream: ResidualStream) -> torch.Tensor:
-        """Return the partial sum [tokens, hidden] of the residual stream."""
+        """Return the partial sum [tokens, hidden] of the residual stream.
+
+        If experts add up apart, it is [tokens, 2 · hidden]: of the expert of all tokens, then of the others.
+        """
         normed = stream.normed(self._norm)
         hidden = stream.settle()
+        if self._adds_apart:
+            partial = hidden.new_zeros(len(hidden), 2 * hidden.shape[1])
+            of_all, of_experts = partial.chunk(2, dim=1)
+            if self._shared is not None:
+                of_all.copy_(self._shared.apart(hidden))
+        else:
+            partial = torch.zeros_like(hidden) if self._shared is None else self._shared.of_normed(normed)
+            of_experts = partial
         chosen, weights = self._router(hidden)
-        partial = torch.zeros_like(hidden) if self._shared is None else self._shared.of_normed(normed)
         for expert, rows, shares in self._assignments(chosen, weights):
             result = expert(normed.index_select(0, rows))
-            partial.index_add_(0, rows, result.mul_(shares.to(result.dtype)))
+            of_experts.index_add_(0, rows, result.mul_(shares.to(result.dtype)))
         return partial
 
     def _assignments(self, chosen: torch.Tensor, weights: torch.Tensor) -> Iterator[_Assignment]:
@@ -229,6 +247,9 @@ class Router:
             self._sources["bias"] = TensorSlice(f"{block}.{names.router}.bias", (number,))
         if routing.corrected:
             self._sources["correction"] = TensorSlice(f"{block}.{names.correction}", (number,))
+        if routing.scaled:
+            self._sources["norm"] = TensorSlice(f"{block}.router.scale", (hidden_size,))
+            self._sources["scale"] = TensorSlice(f"{block}.router.per_expert_scale", (number,))
         self._loaded: dict[str, torch.Tensor] = {}
 
     @property
@@ -246,7 +267,8 @@ class Router:
         for name, source in self._sources.items():
             self._loaded[name] = torch.empty(source.shape, dtype=torch.float64, device=device)
             checkpoint.read(source, self._loaded[name])
-        self._loaded["weight"].mul_(self._norm.weight)
+        own = self._loaded.get("norm")
+        self._loaded["weight"].mul_(self._norm.weight if own is None else own / math.sqrt(len(own)))
 
     def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the chosen experts' numbers, best first, and their weights, [tokens, chosen] each."""
@@ -257,7 +279,8 @@ class Router:
         if routing.score == "sigmoid":
             return self._by_sigmoid(logits)
         chosen = best_first(logits, self._experts.per_token)
-        return chosen, self._ops.expert_shares(logits, chosen, normalised=routing.normalised)
+        shares = self._ops.expert_shares(logits, chosen, normalised=routing.normalised)
+        return chosen, shares * self._loaded["scale"][chosen].float() if routing.scaled else shares
 
     def _by_sigmoid(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose by independent scores. They are computed in float64 and rounded, so that all ranks agree on them."""

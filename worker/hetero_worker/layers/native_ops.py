@@ -68,11 +68,11 @@ class NativeOps:
         """See `FusedOps.add_rms_norm`."""
         return self._norm(residual, delta, weight, eps)
 
-    def add(self, x: torch.Tensor, *deltas: torch.Tensor) -> None:
+    def add(self, x: torch.Tensor, *deltas: torch.Tensor, factor: float = 1.0) -> None:
         """See `FusedOps.add`."""
         (rows, width), dtype = x.shape, x.dtype
         terms = ffi.new("uintptr_t[]", [_address(delta, dtype) for delta in deltas])
-        op = add_op(rows, FORMATS[dtype], width, _address(x, dtype), address_of(terms), len(deltas))
+        op = add_op(rows, FORMATS[dtype], width, _address(x, dtype), address_of(terms), len(deltas), factor)
         self._op_queue.submit(op, terms)
 
     def pick(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -182,7 +182,7 @@ class NativeOps:
         op.cos, op.signed_sin = _address(rotation.cos_table, dtype), _address(rotation.signed_sin_table, dtype)
         if norms is not None:
             op.norm_type, op.norm_weights = FORMATS[norms.weight.dtype], _address(norms.weight, norms.weight.dtype)
-            op.eps = norms.eps
+            op.eps, op.norms_values = norms.eps, norms.with_values
             if norms.mean_squares is not None:
                 op.mean_squares = _address(norms.mean_squares, torch.float32)
         if cache is not None and slots is not None:

@@ -70,13 +70,15 @@ class HeadNorms:
 
     def __init__(self, config: ModelConfig, prefix: str, heads: UnitRange) -> None:
         """`heads`: KV heads of this rank. The model must have norms of queries and keys."""
-        dim, order = config.head_dim, config.head_order
+        dim, order, unit = config.head_dim, config.head_order, config.kv_heads_a_unit
         self.over_all_heads = config.qk_norm == "all heads"
         """Whether a token's query heads, and its key heads, are normed together."""
-        self.widths = config.num_heads * dim, config.num_kv_heads * dim
+        self.widths = config.num_heads * dim, config.num_kv_heads * unit * dim
         """Elements of all ranks' query and key heads."""
         self._sources: dict[TensorSlice, int] = {}
-        for name, width, own in zip(("q", "k"), self.widths, (heads.scaled(config.group_size), heads), strict=True):
+        for name, width, own in zip(
+            ("q", "k"), self.widths, (heads.scaled(config.group_size), heads.scaled(unit)), strict=True
+        ):
             if self.over_all_heads:
                 part = TensorSlice(f"{prefix}.{name}_norm.weight", (width,), rows=own.scaled(dim), order=order)
             else:
@@ -85,6 +87,7 @@ class HeadNorms:
         self._head_dim = dim
         self._eps = config.rms_norm_eps
         self._offset = config.norm_offset
+        self._with_values = config.value_norm
         self._weight = torch.empty(0)
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
@@ -106,7 +109,7 @@ class HeadNorms:
 
     def weights(self, mean_squares: torch.Tensor | None = None) -> HeadWeights:
         """Return the loaded weights, with the mean squares [tokens, 2] of norms over all heads."""
-        return HeadWeights(self._weight, self._eps, mean_squares)
+        return HeadWeights(self._weight, self._eps, mean_squares, self._with_values)
 
 
 class ResidualStream:
@@ -126,6 +129,12 @@ class ResidualStream:
         """Return the norm of the stream, new [tokens, hidden]."""
         delta, self._waiting = self._waiting, None
         return norm(self._hidden) if delta is None else norm.after_add(self._hidden, delta)
+
+    def scale(self, factor: float) -> None:
+        """Multiply the stream, additions included."""
+        deltas = () if self._waiting is None else (self._waiting,)
+        self._ops.add(self._hidden, *deltas, factor=factor)
+        self._waiting = None
 
     def settle(self) -> torch.Tensor:
         """Finish all additions, and return the stream."""

@@ -70,14 +70,16 @@ class RotaryTables:
         self,
         ropes: Sequence[RopeConfig],
         *,
-        head_dim: int,
+        head_dims: Sequence[int],
         max_length: int,
         dtype: torch.dtype,
         device: torch.device = HOST,
     ) -> None:
-        distinct = list(dict.fromkeys(ropes))
-        self._of_layer = [distinct.index(rope) for rope in ropes]
-        self._tables = [_RotaryTable(rope, head_dim, max_length, dtype, device) for rope in distinct]
+        """`head_dims`: rotated elements of each layer's heads, in the order of `ropes`."""
+        layers = list(zip(ropes, head_dims, strict=True))
+        distinct = list(dict.fromkeys(layers))
+        self._of_layer = [distinct.index(layer) for layer in layers]
+        self._tables = [_RotaryTable(rope, dim, max_length, dtype, device) for rope, dim in distinct]
 
     @property
     def num_bytes(self) -> int:

@@ -11,7 +11,7 @@ from hetero_worker.kernels.matmul import linear
 from hetero_worker.kernels.norms import add_rms_norm, rms_norm
 from hetero_worker.kernels.rotary import CacheWrite, HeadNorms, rotate_and_write
 from hetero_worker.kernels.routing import router_logits
-from hetero_worker.layers.fused_ops import HeadWeights, PlainOps
+from hetero_worker.layers.fused_ops import HeadWeights, PlainOps, kv_heads_of
 from hetero_worker.layers.invariant_ops import InvariantOps
 from hetero_worker.layers.linear_kernels import HeadsByRow, LinearKernel, PackedHeads, PackedWeight
 from hetero_worker.layers.rotary import Rotation
@@ -50,12 +50,16 @@ class TritonOps(PlainOps):
         slots: torch.Tensor,
     ) -> torch.Tensor:
         """See `FusedOps.rotate_and_write`."""
+        if norms is not None and norms.with_values:
+            values = qkv[:, num_heads + kv_heads_of(qkv, num_heads) :]
+            ones = values.new_ones(values.shape[2])
+            values.copy_(rms_norm(values.flatten(0, 1), ones, norms.eps).view(values.shape))
         rotate_and_write(
             qkv,
             rotation.cos,
             rotation.signed_sin,
             num_heads=num_heads,
-            norms=None if norms is None else HeadNorms(*norms),
+            norms=None if norms is None else HeadNorms(*norms[:3]),
             write=CacheWrite(cache.keys, cache.values, slots),
         )
         return qkv[:, :num_heads]

@@ -92,7 +92,7 @@ class Decoder:
         self._helper_links = dict(zip(plan.stages(), helper_links(plan), strict=True))
         self._layers = [DecoderLayer(config, plan, layer=i, rank=rank, ops=ops) for i in range(config.num_layers)]
         self._rotary = RotaryTables(
-            config.ropes, head_dim=config.rotary_width, max_length=max_length, dtype=dtype, device=device
+            config.ropes, head_dims=config.rotary_widths, max_length=max_length, dtype=dtype, device=device
         )
         self._embedding: ShardedEmbedding | None = None
         self._head: OutputHead | None = None
@@ -258,7 +258,7 @@ class Decoder:
         takes_part = self._rank == stage.leader or self._rank in stage.helpers
         if links is None or not takes_part:
             return None
-        return Lending(links, exchange, at_once=self._lends_at_once, ops=self.ops)
+        return Lending(links, exchange, at_once=self._lends_at_once, sum_width=self._config.mlp_sum_width, ops=self.ops)
 
     def _computed(self, stage: Stage) -> list[int]:
         return [i for i in range(stage.begin, stage.end) if i not in self._skipped]

@@ -11,9 +11,10 @@ from hetero_api.sharding import ShardPlan
 from hetero_worker.attention.base import StepAttention
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.checkpoints.checkpoint import Checkpoint
+from hetero_worker.checkpoints.store import TensorSlice
 from hetero_worker.distributed.exchange import SumExchange
 from hetero_worker.layers.blocks import Attention, GatedMlp, layer_norm, mlp_norm
-from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps, empty_like
+from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
 from hetero_worker.layers.latent_attention import self_attention
 from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.layers.moe import ExpertMlp
@@ -51,8 +52,15 @@ class DecoderLayer:
         if shard.experts.size:
             self.mlp = ExpertMlp(config, layer, plan.experts_of(rank, layer), norm=norm, shared=shared, ops=ops)
         self._sum_norms: tuple[RmsNorm, ...] = ()
+        self._norms_apart: tuple[RmsNorm, ...] = ()
         if shard.kv_heads.size:
             self._sum_norms = tuple(layer_norm(config, layer, name, ops) for name in config.norms.sums)
+            if config.experts is not None and config.experts.norms is not None and layer in config.expert_layers:
+                names = config.experts.norms.shared_sum, config.experts.norms.experts_sum
+                self._norms_apart = tuple(layer_norm(config, layer, name, ops) for name in names)
+        self._mlp_sum_width = config.mlp_sum_width
+        self._scalar_source = TensorSlice(f"model.layers.{layer}.layer_scalar", (1,)) if config.layer_scalars else None
+        self._scalar = 1.0
 
     @property
     def parts(self) -> tuple[Attention | GatedMlp | ExpertMlp, ...]:
@@ -68,12 +76,12 @@ class DecoderLayer:
     def weight_bytes(self, dtype: torch.dtype, kernel: LinearKernel | None = None) -> int:
         """Return the most bytes that the loaded weights take; `kernel` None: in the arithmetic type."""
         parts = sum(part.weight_bytes(dtype, kernel) for part in self.parts)
-        return parts + sum(norm.weight_bytes(dtype) for norm in self._sum_norms)
+        return parts + sum(norm.weight_bytes(dtype) for norm in (*self._sum_norms, *self._norms_apart))
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All tensors of the loaded weights, except those that a kernel has packed."""
-        return [tensor for part in (*self.parts, *self._sum_norms) for tensor in part.tensors]
+        return [tensor for part in (*self.parts, *self._sum_norms, *self._norms_apart) for tensor in part.tensors]
 
     def load(
         self, checkpoint: Checkpoint, *, dtype: torch.dtype, kernel: LinearKernel, device: torch.device = HOST
@@ -81,8 +89,12 @@ class DecoderLayer:
         """Read the rank's slices. Raises ModelError."""
         for part in self.parts:
             part.load(checkpoint, dtype=dtype, kernel=kernel, device=device)
-        for norm in self._sum_norms:
+        for norm in (*self._sum_norms, *self._norms_apart):
             norm.load(checkpoint, dtype=dtype, device=device)
+        if self._scalar_source is not None and self.attention is not None:
+            scalar = torch.empty(1)
+            checkpoint.read(self._scalar_source, scalar)
+            self._scalar = scalar.item()
 
     def __call__(
         self,
@@ -109,6 +121,8 @@ class DecoderLayer:
         else:
             partial = self.mlp.of_stream(stream) if self.mlp is not None else None
         self._add(stream, partial, 1, self._mlp_contributors, exchange)
+        if self._scalar != 1.0:
+            stream.scale(self._scalar)
 
     def _add(
         self,
@@ -119,9 +133,25 @@ class DecoderLayer:
         exchange: SumExchange,
     ) -> None:
         """Add the sum of the owners' partials of a half to the stream, normed if the model does so."""
-        joined = empty_like(self._ops, stream.settle()) if partial is None else partial
-        self._sum(joined, owners, exchange)
+        if partial is None:
+            hidden = stream.settle()
+            width = self._mlp_sum_width if half else hidden.shape[1]
+            partial = self._ops.empty(len(hidden), width, dtype=hidden.dtype, device=hidden.device)
+        self._sum(partial, owners, exchange)
+        joined = self._joined(partial, stream.settle().shape[1])
         stream.add(self._sum_norms[half](joined) if self._sum_norms else joined)
+
+    def _joined(self, total: torch.Tensor, hidden_size: int) -> torch.Tensor:
+        """Return [tokens, hidden] of a half's sum over ranks; experts that add up apart have norms of their own."""
+        if total.shape[1] == hidden_size:
+            return total
+        of_all, of_experts = total[:, :hidden_size].contiguous(), total[:, hidden_size:].contiguous()
+        if not self._norms_apart:
+            return of_all
+        first, second = self._norms_apart
+        joined = first(of_all)
+        self._ops.add(joined, second(of_experts))
+        return joined
 
     def _sum(self, partial: torch.Tensor, owners: Sequence[int], exchange: SumExchange) -> None:
         if exchange.world_size > 1:

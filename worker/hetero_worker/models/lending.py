@@ -68,9 +68,19 @@ class Lending:
     """The leader's or a helper's end, for one step."""
 
     def __init__(
-        self, links: HelperLinks, exchange: Exchange, *, at_once: bool = False, ops: FusedOps = PLAIN_OPS
+        self,
+        links: HelperLinks,
+        exchange: Exchange,
+        *,
+        at_once: bool = False,
+        sum_width: int | None = None,
+        ops: FusedOps = PLAIN_OPS,
     ) -> None:
-        """`at_once`: the leader's device starts its own part of all rows first, and computes while helpers work."""
+        """`at_once`: the leader's device starts its own part of all rows first, and computes while helpers work.
+
+        `sum_width`: elements of a row of partial sums; None: as many as hidden states have.
+        """
+        self._sum_width = sum_width
         self._ops = ops
         self._exchange = exchange
         self._at_once = at_once
@@ -86,12 +96,12 @@ class Lending:
         """Slices for the shape that was last seen; all layers share them."""
 
     def sum(self, hidden: torch.Tensor, own: Mlp | None) -> torch.Tensor:
-        """Return the leader's partial plus all helpers', new [rows, hidden]; `own` is the leader's part of the MLP."""
+        """Return the leader's partial plus all helpers', new [rows, sum_width]; `own` is the leader's part."""
         slices = self._cut(hidden)
         pieces = [hidden[begin:end] for begin, end in slices.bounds]
         if len(pieces) == 1:
             return next(self._sums(pieces, own, slices.ahead, hidden))
-        total = empty_like(self._ops, hidden)
+        total = self._empty_sum(hidden)
         for (begin, end), summed in zip(slices.bounds, self._sums(pieces, own, slices.ahead, hidden), strict=True):
             total[begin:end] = summed
         return total
@@ -114,7 +124,7 @@ class Lending:
 
     def _cut(self, hidden: torch.Tensor) -> RowSlices:
         if self._slices is None or self._slices[0] != hidden.shape:
-            row_bytes = hidden.shape[1] * hidden.element_size()
+            row_bytes = max(hidden.shape[1], self._sum_width or 0) * hidden.element_size()
             slices = row_slices(len(hidden), row_bytes=row_bytes, link_bytes=self._exchange.link_bytes)
             self._slices = hidden.shape, slices
         return self._slices[1]
@@ -146,7 +156,11 @@ class Lending:
 
     def _start(self, piece: torch.Tensor) -> _Lent:
         send = self._exchange.start_send(piece, self._lend)
-        return _Lent(send, [self._exchange.receive(empty_like(self._ops, piece), link) for link in self._returns])
+        return _Lent(send, [self._exchange.receive(self._empty_sum(piece), link) for link in self._returns])
+
+    def _empty_sum(self, like: torch.Tensor) -> torch.Tensor:
+        width = self._sum_width or like.shape[1]
+        return self._ops.empty(len(like), width, dtype=like.dtype, device=like.device)
 
     def _add(self, partial: torch.Tensor | None, sums: list[torch.Tensor]) -> torch.Tensor:
         terms = sums if partial is None else [*sums[: self._rank_order], partial, *sums[self._rank_order :]]

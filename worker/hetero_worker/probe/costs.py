@@ -77,7 +77,7 @@ class _Measurement:
         self._peers = peers
         longest = min(max(*CONTEXTS, *PROMPT_ROWS), config.max_position)
         self._rotary = RotaryTables(
-            config.ropes, head_dim=config.rotary_width, max_length=longest, dtype=site.dtype, device=site.device
+            config.ropes, head_dims=config.rotary_widths, max_length=longest, dtype=site.dtype, device=site.device
         )
         self._steps = [
             make_step(config, site, self._rotary, rows=rows, context=context)

@@ -148,18 +148,23 @@ class LayerStack:
         self._layers = [_Copy(config, i, size, ops=site.ops) for i in range(copies)]
         for layer in self._layers:
             layer.load(site)
-        self._caches = list(self._make_caches(positions, site))
+        self._caches = self._make_caches(positions, site)
 
-    def _make_caches(self, positions: int, site: Site) -> Iterator[LayerCache]:
+    def _make_caches(self, positions: int, site: Site) -> list[LayerCache]:
+        """Return a cache for each layer; layers whose caches are alike share them once there are enough."""
         taken, blocks = 0, positions // BLOCK_SIZE
-        for layer in self._layers:
-            cache = layer.allocate_cache(blocks, site)
-            cache.keys.fill_(1.0)
-            cache.values.fill_(1.0)
-            yield cache
-            taken += cache.num_bytes
-            if taken + cache.num_bytes > CACHE_BYTES:
-                return
+        caches: list[LayerCache] = []
+        made: dict[tuple[int, int], list[LayerCache]] = {}
+        for i, layer in enumerate(self._layers):
+            alike = made.setdefault(layer.cached_shape, [])
+            if not alike or taken + alike[0].num_bytes <= CACHE_BYTES:
+                cache = layer.allocate_cache(blocks, site)
+                cache.keys.fill_(1.0)
+                cache.values.fill_(1.0)
+                alike.append(cache)
+                taken += cache.num_bytes
+            caches.append(alike[i % len(alike)])
+        return caches
 
     @property
     def halves(self) -> int:
@@ -181,7 +186,7 @@ class LayerStack:
         return [
             TimedWork(point, units, record(work))
             for i, layer in enumerate(self._layers)
-            for point, units, work in layer.halves(step, self._caches[i % len(self._caches)])
+            for point, units, work in layer.halves(step, self._caches[i])
         ]
 
 
@@ -216,6 +221,10 @@ class _Copy:
     def parts(self) -> tuple[Attention | GatedMlp | ExpertMlp, ...]:
         return tuple(part for part in (self._attention, self._mlp, self._experts) if part is not None)
 
+    @property
+    def cached_shape(self) -> tuple[int, int]:
+        return self._attention.cached_shape
+
     def allocate_cache(self, blocks: int, site: Site) -> LayerCache:
         return self._attention.allocate_cache(
             num_blocks=blocks, block_size=BLOCK_SIZE, dtype=site.dtype, zeros=site.zeros
@@ -242,7 +251,7 @@ class _Copy:
         self._add(step, lambda hidden: self._attention(hidden, rotation, attention, cache))
 
     def _add(self, step: SyntheticStep, half: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        total = half(step.hidden)
+        total = half(step.hidden)[:, : step.hidden.shape[1]].contiguous()
         step.hidden.add_(total if self._sum_norm is None else self._sum_norm(total))
 
 

@@ -34,6 +34,10 @@ class SyntheticWeights(Checkpoint):
         self._numbers = torch.empty(_NUMBERS).normal_(0.0, _SCALE, generator=self._generator)
         self._kinds: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
+    def has(self, tensor: str) -> bool:  # noqa: ARG002 - nothing is there unless it is read
+        """Return False, since no tensor is there that is not asked for."""
+        return False
+
     def left_out(self) -> tuple[str, ...]:
         """Return nothing, since no file has any other part."""
         return ()

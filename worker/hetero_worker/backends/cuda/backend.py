@@ -143,7 +143,8 @@ class CudaBackend(DeviceBackend):
         """See `DeviceBackend.attention`."""
         shapes = {"head_dim": config.head_dim, "group_size": config.group_size}
         latent = None if config.latent is None else "there are no kernels for latent attention"
-        problem = self._triton_problem or latent or attention_problem(**shapes)
+        kinds = "layers have KV heads of two kinds" if config.has_kv_kinds else None
+        problem = self._triton_problem or latent or kinds or attention_problem(**shapes)
         if problem is not None:
             _refuse_if(batch_invariant, problem)
             return TorchPagedAttention(self.device, reason=problem)

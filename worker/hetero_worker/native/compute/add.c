@@ -1,4 +1,4 @@
-/* x += deltas. All rows are one piece of memory, which members share. */
+/* x = factor * (x + deltas). All rows are one piece of memory, which members share. */
 #include "vectors.h"
 
 extern hc_kernel HC_NAME(add);
@@ -8,7 +8,7 @@ V_INLINE void add_all(const hc_add_op *op, uint64_t begin, uint64_t end, const u
         vf sum = v_load_up_to_as(hc_at(op->x, i, type), end - i, type);
         for (uint64_t k = 0; k < op->num_deltas; k++)
             sum += v_load_up_to_as(hc_at(op->deltas[k], i, type), end - i, type);
-        v_store_up_to_as(hc_to(op->x, i, type), sum, end - i, type);
+        v_store_up_to_as(hc_to(op->x, i, type), sum * op->factor, end - i, type);
     }
 }
 

@@ -151,8 +151,8 @@ typedef struct {
     float *y;            /* [rows, 2] */
 } hc_squares_op;
 
-/* Norms, if there are weights, and rotates query and key heads of qkv [rows, heads + 2 * kv_heads, head_dim], in place;
- * then puts keys and values where `slots` say, unless keys is NULL.
+/* Norms, if there are weights, and rotates query and key heads of qkv [rows, heads + 2 * kv_heads, head_dim], in place,
+ * and norms value heads if `norms_values`; then puts keys and values where `slots` say, unless keys is NULL.
  * Rotation: h * cos + swapped halves of h * signed_sin, with the tables' rows at `positions`. */
 typedef struct {
     hc_op op;
@@ -173,6 +173,7 @@ typedef struct {
     const int64_t *slots;      /* [rows] */
     const float *mean_squares; /* [rows, 2]: what norms divide by, of all query heads and of all key heads; NULL: each
                                 * head's own */
+    uint64_t norms_values;     /* value heads are normed, without a weight */
 } hc_rotate_op;
 
 /* Latent attention's cached keys: [norm of the first `rank` elements of compressed | rotation of the others], to `slots`.
@@ -254,7 +255,7 @@ typedef struct {
     void *scratch;
 } hc_attend_span_op;
 
-/* x += all deltas, in their order, rounded once. */
+/* x = factor * (x + all deltas), in their order, rounded once. */
 typedef struct {
     hc_op op;
     uint64_t type;
@@ -262,6 +263,7 @@ typedef struct {
     void *x;                   /* [rows, width], as each delta */
     const void *const *deltas; /* [num_deltas] */
     uint64_t num_deltas;
+    float factor;
 } hc_add_op;
 
 /* y[i] = x[index[i]]; op.rows is the number of y's rows. */

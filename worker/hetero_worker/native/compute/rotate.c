@@ -66,6 +66,14 @@ V_INLINE void keep_head(void *to, const void *head, uint64_t head_dim, uint64_t 
                          head_dim - i, cache_type);
 }
 
+V_INLINE void norm_head(void *head, uint64_t head_dim, double eps, const uint64_t type) {
+    float factor = (float)(1.0 / sqrt(squares_of(head, head_dim, type) / (double)head_dim + eps));
+    for (uint64_t i = 0; i < head_dim; i += HC_W) {
+        void *at = hc_to(head, i, type);
+        v_store_up_to_as(at, factor * v_load_up_to_as(at, head_dim - i, type), head_dim - i, type);
+    }
+}
+
 V_INLINE void rotate_heads(const hc_rotate_op *op, uint64_t begin, uint64_t end, const uint64_t type) {
     uint64_t rotating = op->heads + op->kv_heads, heads = rotating + op->kv_heads, head_dim = op->head_dim;
     for (uint64_t unit = begin; unit < end; unit++) {
@@ -73,6 +81,8 @@ V_INLINE void rotate_heads(const hc_rotate_op *op, uint64_t begin, uint64_t end,
         void *head = hc_to(op->qkv, unit * head_dim, type);
         if (index < rotating)
             rotate_head(op, head, row, index, type);
+        else if (op->norms_values)
+            norm_head(head, head_dim, op->eps, type);
         if (index < op->heads || !op->keys)
             continue;
         uint64_t kv_head = (index - op->heads) % op->kv_heads;
