@@ -98,7 +98,9 @@ def test_logits_equal_the_reference_whatever_computes(
     )
 
 
-@pytest.mark.parametrize("variant", ["llama", "gemma2", "gemma3", "mixtral", "glm4", "gpt-oss", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "variant", ["llama", "gemma2", "gemma3", "gemma4-moe", "mixtral", "glm4", "gpt-oss", "deepseek-v3"]
+)
 def test_bfloat16_is_as_close_to_float32_as_the_references_own_bfloat16(
     checkpoints: dict[str, TinyCheckpoint], variant: str
 ) -> None:

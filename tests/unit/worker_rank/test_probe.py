@@ -160,7 +160,7 @@ def test_steps_are_no_longer_than_the_model_allows() -> None:
     assert {context for _, context in step_shapes(40)} == {0, 40}
 
 
-VARIANTS = ("llama", "qwen3", "gemma2", "gemma3", "mixtral", "qwen3-moe-some-dense", "llama-biased")
+VARIANTS = ("llama", "qwen3", "gemma2", "gemma3", "mixtral", "qwen3-moe-some-dense", "llama-biased", "gemma4-moe")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
