@@ -101,7 +101,7 @@ def test_large_matrices_are_quantised_in_pieces_that_change_nothing(
     part = TensorSlice("w", (OUTPUTS, INPUTS), columns=UnitRange(32, 288), quantize_to=WeightFormat(8))
     with Checkpoint(tmp_path) as checkpoint:
         whole = checkpoint.read_quantized(part)
-        monkeypatch.setattr("hetero_worker.checkpoints.checkpoint._QUANTIZED_AT_ONCE", 3 * INPUTS)
+        monkeypatch.setattr("hetero_worker.checkpoints.conversion._QUANTIZED_AT_ONCE", 3 * INPUTS)
         pieces = checkpoint.read_quantized(part)
     assert torch.equal(whole.values, pieces.values)
     assert torch.equal(whole.scales, pieces.scales)
