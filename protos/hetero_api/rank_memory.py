@@ -45,8 +45,12 @@ WORKSPACE_MARGIN_BYTES: Final = 16 * 1024**2
 LOGIT_BYTES: Final = 4
 """Logits are float32."""
 _FLOAT_BYTES: Final = 4
-_ROUTER_BYTES: Final = 8
-"""Routers compute, and are kept, in float64."""
+_ROUTER_BYTES: Final = 4
+"""Routers compute in float32, and are kept as wide as they are stored, at most so."""
+CHOICES_AT_ONCE: Final = 4096
+"""Tokens' choices of experts that a native operation computes at a time, at most."""
+ROUTER_TERMS_AT_ONCE: Final = 1 << 18
+"""Products of a router that torch makes at a time, if one token has fewer."""
 _CAPPED_SCORES_AT_ONCE: Final = 3
 """Bytes of one KV head's queries: products, capped scores, and their softmax."""
 _DECODE_SCRATCH_BYTES: Final = 12
@@ -274,17 +278,20 @@ class ModelMemory:
 
     @property
     def expert_step(self) -> int:
-        """Return the bytes of an MLP of experts, however many a rank owns: its input and output, one expert at work,
-        and the router's arithmetic. 0 for a model without.
+        """Return the bytes of an MLP of experts, however many a rank owns: its input and output, experts at work, and
+        the router's arithmetic. 0 for a model without.
         """
-        config, tokens = self.config, self.limits.max_num_batched_tokens
-        if config.experts is None:
+        config, experts, tokens = self.config, self.config.experts, self.limits.max_num_batched_tokens
+        if experts is None:
             return 0
-        rows = min(tokens, EXPERT_ROWS)
-        one_expert = rows * (3 * config.hidden_size + 4 * config.experts.intermediate_size)
-        router = _ROUTER_BYTES * tokens * (2 * config.hidden_size + 4 * config.num_experts)
-        own_norms = 0 if config.experts.norms is None else 4  # its own input, and two sums that travel together
-        return self.element_bytes * ((2 + own_norms) * tokens * config.hidden_size + one_expert) + router
+        hidden, width, rows = config.hidden_size, experts.intermediate_size, min(tokens, EXPERT_ROWS)
+        choices = min(tokens * experts.per_token, max(CHOICES_AT_ONCE, experts.per_token))
+        one_by_one = self.element_bytes * rows * (3 * hidden + 4 * width)
+        together = choices * (3 * width * self.element_bytes + hidden * _FLOAT_BYTES)
+        terms = max(ROUTER_TERMS_AT_ONCE, experts.number * hidden)
+        router = _FLOAT_BYTES * (3 * terms + tokens * 8 * experts.number)
+        own_norms = 0 if experts.norms is None else 4  # its own input, and two sums that travel together
+        return self.element_bytes * (2 + own_norms) * tokens * hidden + max(one_by_one, together) + router
 
     @property
     def logits_row_step(self) -> int:

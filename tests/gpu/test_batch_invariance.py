@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import functional as F
 
+from hetero_api.model_parts import ExpertsConfig, Routing
 from hetero_worker.backends.cuda.backend import CudaBackend
 from hetero_worker.distributed.exchange import LocalExchange
+from hetero_worker.kernels.expert_choice import RouterWeights, choose
+from hetero_worker.layers.fused_ops import PLAIN_OPS
 from tests.support.asked_again import asked, body, differing
 from tests.support.gpu_needed import skip_without_gpu
 from tests.support.quiet_step import WHOLE
@@ -62,15 +66,17 @@ def test_a_row_of_a_product_has_the_same_bits_among_any_others(
 
 
 @pytest.mark.parametrize("width", [2048, 576])
-def test_a_token_is_routed_alike_among_any_others_and_as_by_plain_operators(gpu: CudaBackend, width: int) -> None:
+def test_a_token_is_routed_alike_among_any_others_and_as_on_the_host(gpu: CudaBackend, width: int) -> None:
     from hetero_worker.kernels.routing import router_logits
-    from hetero_worker.layers.fused_ops import PLAIN_OPS
 
-    hidden = torch.randn(65, width, device=gpu.device).bfloat16()
-    weight = torch.randn(60, width, device=gpu.device, dtype=torch.float64)
-    whole = router_logits(hidden, weight, 1e-6)
-    assert all(torch.equal(router_logits(hidden[i : i + 1], weight, 1e-6)[0], whole[i]) for i in range(65))
-    torch.testing.assert_close(whole, PLAIN_OPS.router_logits(hidden, weight, 1e-6), rtol=1e-6, atol=1e-6)
+    hidden, weight, norm = torch.randn(65, width).bfloat16(), torch.randn(60, width).bfloat16(), torch.randn(width)
+    experts = ExpertsConfig(60, 4, 8, layers=(0,), routing=Routing("sigmoid"))
+    on_host, states = RouterWeights(experts, weight, norm, 1e-6), hidden.to(gpu.device)
+    router = replace(on_host, weight=weight.to(gpu.device), norm=norm.to(gpu.device))
+    whole = router_logits(states, router)
+    assert all(torch.equal(router_logits(states[i : i + 1], router)[0], whole[i]) for i in range(65))
+    for found, expected in zip(choose(whole, router), PLAIN_OPS.route(hidden, on_host), strict=True):
+        assert torch.equal(found.cpu(), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -23,8 +23,8 @@ Constants = Mapping[str, int | float | bool | None]
 _TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 _INDICES = ("tables", "lengths", "starts")
 _FACTORS = ("factor", "cap_factor")
-_FIXED = {"router": "*fp64", "logits": "*fp32", "sinks": "*fp32"}
-_TENSORS = ("query", "keys", "values", "out", "x", "weight", "bias", "hidden")
+_FIXED = {"logits": "*fp32", "sinks": "*fp32"}
+_TENSORS = ("query", "keys", "values", "out", "x", "weight", "bias", "hidden", "norm", "router")
 _THREADS_PER_WARP = 32
 _CASES = ((80, torch.float32, 80, 1, False), (90, torch.bfloat16, 128, 7, True))
 """Compute capability, type, head_dim, query heads a KV head, soft cap."""
@@ -51,7 +51,7 @@ def _products(dtype: torch.dtype) -> Iterator[tuple[Any, Constants, int]]:
         shape: Constants = {"out_features": out_features, "in_features": in_features, "has_bias": has_bias}
         program: Constants = {"tile_rows": 64, "tile_columns": tile.columns, "depth": tile.depth}
         yield matmul._matmul, {**shape, **program, **({} if has_bias else {"bias": None})}, tile.stages
-    experts: Constants = {"eps": 1e-6, "width": 2048, "num_experts": 60, "tile_experts": 32, "depth": 128}
+    experts: Constants = {"eps": 1e-6, "width": 2048, "num_experts": 60, "tile_experts": 32, "depth": 256}
     yield routing._router, experts, 2
 
 

@@ -28,8 +28,8 @@ from hetero_placement.shard_plans import UNIT
 from hetero_placement.steps import Step
 
 _BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
-_ROUTER_BYTES: Final = 8
-"""Routers compute in float64."""
+_ROUTER_BYTES: Final = 4
+"""At most: routers are as wide as they are stored."""
 
 
 def element_bytes(dtype: str) -> int:

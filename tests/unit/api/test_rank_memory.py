@@ -8,7 +8,7 @@ import pytest
 
 from hetero_api.model_config import ModelConfig, RopeConfig
 from hetero_api.model_parts import ExpertsConfig, SlidingAttention
-from hetero_api.rank_memory import EXPERT_ROWS, KvCost, ModelMemory, StepLimits, with_margin
+from hetero_api.rank_memory import CHOICES_AT_ONCE, KvCost, ModelMemory, StepLimits, with_margin
 from hetero_api.sharding import LayerShard, RankShard, UnitRange
 
 pytestmark = pytest.mark.unit
@@ -74,11 +74,14 @@ def test_workspace_of_a_rank_that_owns_nothing_is_the_residual_stream() -> None:
 
 
 def test_workspace_bounds_what_experts_and_capped_scores_take() -> None:
-    """Of experts: a crowded one's rows, however many tokens; of capped scores: one KV head's."""
+    """Of experts: some thousand choices, however many tokens; of capped scores: one KV head's."""
     sparse = memory(SPARSE, dataclasses.replace(LIMITS, max_num_batched_tokens=1000))
     without, with_experts = (sparse.workspace_bytes(part((0, 0), 0, 0, experts=count)) for count in (0, 3))
-    one_expert = 4 * EXPERT_ROWS * 4 * 4096
-    assert one_expert < with_experts - without < 2 * one_expert
+    together = 2 * 1000 * 4 * (3 * 4096 + 64)
+    assert together < with_experts - without < 1.1 * together
+    crowd = memory(SPARSE, dataclasses.replace(LIMITS, max_num_batched_tokens=10_000))
+    most = CHOICES_AT_ONCE * 4 * (3 * 4096 + 64)
+    assert crowd.expert_step < 1.1 * most + 4 * 2 * 10_000 * 64
     heads, capped = part((4, 4), 128, 256), dataclasses.replace(CONFIG, attention_soft_cap=50.0)
     difference = memory(capped).workspace_bytes(heads) - memory().workspace_bytes(heads)
     assert difference == 3 * 4 * CONFIG.group_size * LIMITS.max_num_batched_tokens * LIMITS.max_model_len
@@ -107,7 +110,7 @@ def test_a_tied_head_counts_once_where_it_is_the_embedding_itself() -> None:
 def test_routers_count_where_experts_are_owned() -> None:
     with_one, with_two = (memory(SPARSE).weight_bytes(part((1, 1), 0, 0, experts=n), packs_head=False) for n in (1, 2))
     without = memory(SPARSE).weight_bytes(part((1, 1), 0, 0), packs_head=False)
-    assert with_one - without == (with_two - with_one) + 2 * 8 * 64 * 8
+    assert with_one - without == (with_two - with_one) + 2 * 4 * 64 * 8
 
 
 def test_the_margin_of_a_step_is_a_part_of_it_and_some_more() -> None:

@@ -6,11 +6,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from hetero_api.model_parts import ExpertsConfig, Routing
 from hetero_worker.backends.cuda.backend import CudaBackend
+from hetero_worker.kernels.expert_choice import RouterWeights
+from hetero_worker.kernels.expert_choice import router_logits as plain_logits
 from hetero_worker.kernels.matmul import MatmulTile, linear
 from hetero_worker.kernels.routing import router_logits
 from hetero_worker.layers.fused_ops import PLAIN_OPS
-from hetero_worker.layers.triton_ops import InvariantTritonOps, TritonKernel
+from hetero_worker.layers.triton_ops import InvariantTritonOps, TritonKernel, TritonOps
 
 pytestmark = pytest.mark.unit
 
@@ -66,33 +69,35 @@ def test_tiles_follow_from_the_weight_alone_and_keep_a_large_gpu_busy() -> None:
     assert [MatmulTile.of(columns, 4).columns for columns in (151_936, 8192, 6144)] == [64, 64, 32]
 
 
+def router_of(width: int, num_experts: int, dtype: torch.dtype) -> RouterWeights:
+    experts = ExpertsConfig(num_experts, 1, 8, layers=(0,), routing=Routing("sigmoid"))
+    return RouterWeights(experts, randn(num_experts, width, seed=1, dtype=dtype), randn(width, seed=2), EPS)
+
+
 @each_dtype
-@pytest.mark.parametrize(("width", "num_experts"), [(1, 1), (70, 5), (200, 40)])
-def test_a_routers_logits_are_the_plain_ones(width: int, num_experts: int, dtype: torch.dtype) -> None:
-    hidden, weight = randn(9, width, dtype=dtype), randn(num_experts, width, seed=1).double()
-    whole = router_logits(hidden, weight, EPS)
-    # The same float64 sums in another order: nearly always the same float32.
-    torch.testing.assert_close(whole, PLAIN_OPS.router_logits(hidden, weight, EPS), rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize(("width", "num_experts"), [(1, 1), (70, 5), (600, 40)])
+def test_a_routers_logits_are_the_plain_ones_to_the_last_bit(width: int, num_experts: int, dtype: torch.dtype) -> None:
+    hidden, router = randn(9, width, dtype=dtype), router_of(width, num_experts, dtype)
+    whole = router_logits(hidden, router)
+    assert torch.equal(whole, plain_logits(hidden, router))
+    for ops in (TritonOps(), InvariantTritonOps()):
+        for found, expected in zip(ops.route(hidden, router), PLAIN_OPS.route(hidden, router), strict=True):
+            assert torch.equal(found, expected)
     for row in range(9):
-        assert torch.equal(router_logits(hidden[row : row + 1], weight, EPS)[0], whole[row])
-    assert router_logits(hidden[:0], weight, EPS).shape == (0, num_experts)
+        assert torch.equal(router_logits(hidden[row : row + 1], router)[0], whole[row])
+    assert router_logits(hidden[:0], router).shape == (0, num_experts)
 
 
 def test_a_router_takes_rows_apart_from_each_other() -> None:
-    wide, weight = randn(3, 20), randn(4, 16, seed=1).double()
+    wide, router = randn(3, 20), router_of(16, 4, torch.float32)
     rows = wide[:, 2:18]
-    assert torch.equal(router_logits(rows, weight, EPS), router_logits(rows.clone(), weight, EPS))
+    assert torch.equal(router_logits(rows, router), router_logits(rows.clone(), router))
 
 
-def test_ops_of_a_device_give_shares_and_capped_logits_by_the_row() -> None:
+def test_ops_of_a_device_give_capped_logits_by_the_row() -> None:
     ops, logits = InvariantTritonOps(), randn(9, 13)
-    chosen = logits.argsort(dim=1, descending=True)[:, :4]
     assert ops.name == "triton-invariant"
     torch.testing.assert_close(ops.capped(logits.clone(), 2.0), PLAIN_OPS.capped(logits.clone(), 2.0))
-    for normalised in (False, True):
-        shares = ops.expert_shares(logits, chosen, normalised=normalised)
-        torch.testing.assert_close(shares, PLAIN_OPS.expert_shares(logits, chosen, normalised=normalised))
-        assert torch.equal(ops.expert_shares(logits[3:4], chosen[3:4], normalised=normalised)[0], shares[3])
 
 
 def test_a_cuda_device_computes_with_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,26 +132,6 @@ def test_capped_logits(columns: int) -> None:
     assert_rows_alone(lambda rows: OPS.capped(rows, 3.0), logits)
 
 
-@each_dtype
-def test_a_routers_logits(dtype: torch.dtype) -> None:
-    hidden, weight = randn(40, 576, dtype=dtype), randn(13, 576, seed=1).double()
-    assert_close(OPS.router_logits(hidden, weight, EPS), PLAIN_OPS.router_logits(hidden, weight, EPS))
-    assert_rows_alone(lambda rows: OPS.router_logits(rows, weight, EPS), hidden)
-    assert OPS.router_logits(hidden[:0], weight, EPS).shape == (0, 13)
-
-
-@pytest.mark.parametrize("normalised", [False, True])
-def test_shares_of_experts(normalised: bool) -> None:
-    logits = randn(TOKENS, 13)
-    chosen = logits.argsort(dim=1, descending=True)[:, :3]
-
-    def shares(rows: torch.Tensor) -> torch.Tensor:
-        return OPS.expert_shares(rows, rows.argsort(dim=1, descending=True)[:, :3], normalised=normalised)
-
-    assert_close(shares(logits), PLAIN_OPS.expert_shares(logits, chosen, normalised=normalised))
-    assert_rows_alone(shares, logits)
-
-
 @pytest.mark.parametrize("width", [1, 2, 3, 7, 64, 577])
 def test_rows_are_added_up_whole(width: int) -> None:
     x = torch.arange(3 * width, dtype=torch.float64).view(3, width)

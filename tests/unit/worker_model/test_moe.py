@@ -18,8 +18,13 @@ from hetero_api.rank_memory import EXPERT_ROWS
 from hetero_api.sharding import ranges_of_counts
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.layers.blocks import mlp_norm
+from hetero_worker.layers.fused_ops import PLAIN_OPS
 from hetero_worker.layers.linear_kernels import PlainKernel
 from hetero_worker.layers.moe import ExpertMlp
+from hetero_worker.layers.native_linear import NativeLinear
+from hetero_worker.layers.native_ops import NativeOps
+from hetero_worker.native.op_queue import OpQueue
+from tests.support.native_compute import op_queue_of
 
 pytestmark = pytest.mark.unit
 
@@ -50,10 +55,13 @@ class Experts:
                 tensors[f"{BLOCK}.experts.{i}.{name}.weight"] = weight[i].clone()
         save_file(tensors, directory / "model.safetensors")
 
-    def shard(self, experts: Collection[int]) -> ExpertMlp:
-        mlp = ExpertMlp(CONFIG, 0, experts, norm=mlp_norm(CONFIG, 0))
+    def shard(self, experts: Collection[int], op_queue: OpQueue | None = None) -> ExpertMlp:
+        """With native kernels if there is a queue."""
+        ops = PLAIN_OPS if op_queue is None else NativeOps(op_queue)
+        mlp = ExpertMlp(CONFIG, 0, experts, norm=mlp_norm(CONFIG, 0, ops), ops=ops)
         with Checkpoint(self._directory) as checkpoint:
-            mlp.load(checkpoint, dtype=torch.float32, kernel=PlainKernel())
+            kernel = PlainKernel() if op_queue is None else NativeLinear(op_queue)
+            mlp.load(checkpoint, dtype=torch.float32, kernel=kernel)
         return mlp
 
     def partials(self, hidden: torch.Tensor, counts: tuple[int, ...]) -> list[torch.Tensor]:
@@ -116,6 +124,19 @@ def test_the_partials_add_up_whichever_experts_the_ranks_hold(
     hidden = hidden_states(19)
     partials = [experts.shard(held)(hidden) for held in dealt(order, counts)]
     assert torch.allclose(sum(partials, start=torch.zeros_like(hidden)), experts.expected(hidden), atol=1e-5)
+
+
+@pytest.mark.parametrize("counts", UNEVEN, ids=str)
+@pytest.mark.parametrize("tokens", [0, 1, 37])
+def test_native_kernels_compute_all_experts_together(experts: Experts, counts: tuple[int, ...], tokens: int) -> None:
+    """And count the tokens of the rank's own experts."""
+    hidden, op_queue, total = hidden_states(tokens), op_queue_of(), torch.zeros(tokens, HIDDEN)
+    for held in dealt(range(NUM_EXPERTS), counts):
+        native, plain = experts.shard(held, op_queue), experts.shard(held)
+        total += native(hidden)
+        plain(hidden)
+        assert native.take_counts() == plain.take_counts()
+    assert not tokens or torch.allclose(total, experts.expected(hidden), atol=1e-5)
 
 
 def test_experts_that_are_taken_over_compute_what_loaded_ones_do(experts: Experts, tmp_path: Path) -> None:
@@ -205,9 +226,9 @@ def test_a_crowded_expert_takes_its_tokens_in_bounded_parts(tmp_path: Path) -> N
 
 
 def test_weights_are_counted_as_they_are_held(experts: Experts) -> None:
-    """Three own experts, the norm, and the whole router in float64."""
+    """Three own experts, the norm, and the whole router."""
     mlp = experts.shard(range(1, 4))
-    assert mlp.weight_bytes(torch.float32) == 4 * (3 * 3 * WIDTH * HIDDEN + HIDDEN) + 8 * NUM_EXPERTS * HIDDEN
+    assert mlp.weight_bytes(torch.float32) == 4 * (3 * 3 * WIDTH * HIDDEN + HIDDEN + NUM_EXPERTS * HIDDEN)
 
 
 def test_experts_of_a_dense_layer_cannot_be_owned() -> None:

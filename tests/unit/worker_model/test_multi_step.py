@@ -180,12 +180,26 @@ def test_where_something_else_crosses_the_host_nothing_draws_by_itself(
     assert not runs.times
 
 
-@pytest.mark.parametrize("variant", ["gemma2", "qwen3-moe"])
-def test_a_model_that_torch_computes_a_part_of_does_not_draw_by_itself(
-    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("layout", ["one", "two", "helped"])
+def test_a_step_of_a_model_of_experts_is_one_call(
+    layout: str, stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It caps its logits; it has experts."""
-    save_tiny(variant, tmp_path)
+    """And draws what steps one by one do."""
+    directory, script = save_tiny("qwen3-moe", tmp_path / "model").directory, SCRIPTS["one row over blocks"]
+    works = len(LAYOUTS[layout].vocab_rows)
+    asked = serve(
+        make_group(directory, LAYOUTS[layout], stack, tmp_path / "a", keeps_logits=True), script, [one_by_one] * works
+    )
+    runs = Counted(monkeypatch, multi_step.MultiStep, "outputs")
+    assert serve(make_group(directory, LAYOUTS[layout], stack, tmp_path / "b"), script, [together] * works) == asked
+    assert runs.times
+
+
+def test_a_model_that_torch_computes_a_part_of_does_not_draw_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It caps its logits."""
+    save_tiny("gemma2", tmp_path)
     runs = Counted(monkeypatch, multi_step.MultiStep, "outputs")
     script = SCRIPTS["one row over blocks"]
     served = serve(RankGroup(tmp_path, ONE, keeps_logits=False), script, [together])

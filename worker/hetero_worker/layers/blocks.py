@@ -22,8 +22,15 @@ from hetero_worker.attention.kv_cache import LayerCache, Zeros
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.checkpoints.store import TensorSlice
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps, HeadWeights
-from hetero_worker.layers.linear import ShardedLinear, down_linear, gate_up_linear, output_linear, qkv_linear
-from hetero_worker.layers.linear_kernels import LinearKernel
+from hetero_worker.layers.linear import (
+    ShardedLinear,
+    down_linear,
+    gate_up_linear,
+    output_linear,
+    packed_mlp,
+    qkv_linear,
+)
+from hetero_worker.layers.linear_kernels import LinearKernel, PackedMlp
 from hetero_worker.layers.norm import HeadNorms, ResidualStream, RmsNorm
 from hetero_worker.layers.rotary import Rotation
 from hetero_worker.memory.huge_pages import empty_on_huge_pages
@@ -253,6 +260,11 @@ class GatedMlp:
         self._norm.load(checkpoint, dtype=dtype, device=device)
         self._gate_up.load(checkpoint, dtype=dtype, kernel=kernel, device=device)
         self._down.load(checkpoint, dtype=dtype, kernel=kernel, device=device)
+
+    @property
+    def packed(self) -> PackedMlp:
+        """The loaded weights."""
+        return packed_mlp(self._gate_up, self._down)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the partial sum [tokens, hidden] of hidden states [tokens, hidden]."""

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from hetero_api.model_parts import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.distributed.exchange import sum_in_order
+from hetero_worker.kernels.expert_choice import RouterWeights, choose, router_logits
 from hetero_worker.layers.rotary import Rotation
 
 
@@ -131,17 +132,10 @@ class FusedOps(Protocol):
         """Return cap · tanh(logits / cap) of float32 [rows, vocabulary rows]; `logits` may be overwritten."""
         ...
 
-    def router_logits(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Return hidden / rms(hidden) · weightᵀ, computed in float64 and rounded to float32 [tokens, experts].
+    def route(self, hidden: torch.Tensor, router: RouterWeights) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose experts for rows of the residual stream [tokens, hidden] by the rule of `kernels.expert_choice`.
 
-        hidden is [tokens, hidden]; weight is float64 [experts, hidden], with the norm's weight multiplied in.
-        """
-        ...
-
-    def expert_shares(self, logits: torch.Tensor, chosen: torch.Tensor, *, normalised: bool) -> torch.Tensor:
-        """Return the softmax of logits [tokens, experts] at the chosen experts, int64 [tokens, chosen].
-
-        `normalised`: the chosen experts' shares add up to 1.
+        Returns their numbers, best first, int64 [tokens, chosen], and their shares, float32 of the same shape.
         """
         ...
 
@@ -166,6 +160,10 @@ class TorchOps(ABC):
     def empty(self, rows: int, width: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """See `FusedOps.empty`."""
         return torch.empty(rows, width, dtype=dtype, device=device)
+
+    def route(self, hidden: torch.Tensor, router: RouterWeights) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `FusedOps.route`."""
+        return choose(router_logits(hidden, router), router)
 
     @abstractmethod
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -273,17 +271,6 @@ class PlainOps(TorchOps):
     def capped(self, logits: torch.Tensor, soft_cap: float) -> torch.Tensor:
         """See `FusedOps.capped`."""
         return logits.div_(soft_cap).tanh_().mul_(soft_cap)
-
-    def router_logits(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See `FusedOps.router_logits`."""
-        exact = hidden.double()
-        mean_square: torch.Tensor = torch.linalg.vecdot(exact, exact).unsqueeze(1) / hidden.shape[1]
-        return (exact @ weight.t() * (mean_square + eps).rsqrt()).float()
-
-    def expert_shares(self, logits: torch.Tensor, chosen: torch.Tensor, *, normalised: bool) -> torch.Tensor:
-        """See `FusedOps.expert_shares`."""
-        weights = logits.softmax(dim=1).gather(1, chosen)
-        return weights / weights.sum(dim=1, keepdim=True) if normalised else weights
 
 
 def widened_heads(qkv: torch.Tensor, num_heads: int, widths: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,7 +4,7 @@ A torch operator may compute an element alone or in a vector, depending on its p
 that depends on the number of rows. Additions, products, quotients and roots of elements are rounded alike in either
 case, so everything here is made of these; sums halve the row until one column is left. Exponentials and hyperbolic
 tangents are left to the library. At construction we try whether it computes them alike at every place; if not, they are
-computed row by row. A router's product with its weight is always computed row by row: it is small.
+computed row by row.
 
 All arithmetic is in float32 and rounded once. It takes more passes over memory than PlainOps: a sum over n columns is
 log₂ n additions, of which the first is half of all the work.
@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import torch
-from torch.nn import functional as F
 
 from hetero_api.model_parts import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 from hetero_worker.layers.fused_ops import HeadWeights, RotatedHeads, TorchOps, each_head, kv_heads_of, widened_heads
@@ -95,19 +94,6 @@ class InvariantOps(TorchOps):
     def capped(self, logits: torch.Tensor, soft_cap: float) -> torch.Tensor:
         """See `FusedOps.capped`."""
         return in_slices(lambda rows: self.tanh(logits[rows] / soft_cap).mul_(soft_cap), logits)
-
-    def router_logits(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See `FusedOps.router_logits`."""
-        exact = hidden.double()
-        return (by_row(lambda row: F.linear(row, weight), exact) / _rms(exact, eps)).float()
-
-    def expert_shares(self, logits: torch.Tensor, chosen: torch.Tensor, *, normalised: bool) -> torch.Tensor:
-        """See `FusedOps.expert_shares`."""
-        weights = self.exp(logits - logits.amax(dim=1, keepdim=True))
-        if not normalised:
-            return (weights / row_sums(weights)).gather(1, chosen)
-        of_chosen = weights.gather(1, chosen)
-        return of_chosen / row_sums(of_chosen)
 
     def _gated(self, rows: torch.Tensor, activation: Activation) -> torch.Tensor:
         gate, up = rows.float().chunk(2, dim=1)

@@ -25,7 +25,7 @@ from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import COLUMN_UNIT, FLOAT_WEIGHTS, StoredWeights, WeightFormat
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.checkpoints.store import StackEntry, TensorSlice
-from hetero_worker.layers.linear_kernels import LinearKernel, PackedWeight, kept_format, matrix_bytes
+from hetero_worker.layers.linear_kernels import LinearKernel, PackedMlp, PackedWeight, kept_format, matrix_bytes
 from hetero_worker.layers.packing import floats_dtype, pack_in_place, pack_quantized, read_floats
 from hetero_worker.memory.streams import HOST
 
@@ -143,19 +143,29 @@ class ShardedLinear:
         return self._packed(x, self._bias)
 
 
+def packed_mlp(gate_up: ShardedLinear, down: ShardedLinear) -> PackedMlp:
+    """Return the loaded weights of a gated MLP."""
+    return PackedMlp(gate_up.packed, gate_up.bias, down.packed, down.bias)
+
+
 class JoinedWeights(PackedWeight):
     """Weights of one layer that are packed separately, in the order of their rows."""
 
     def __init__(self, parts: Sequence[PackedWeight], heights: Sequence[int]) -> None:
         """`heights`: number of rows of each part."""
-        self.parts = tuple(parts)
+        self._parts = tuple(parts)
         self._bounds = tuple(pairwise(accumulate(heights, initial=0)))
+
+    @property
+    def parts(self) -> Sequence[PackedWeight]:
+        """See `PackedWeight.parts`."""
+        return self._parts
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None, /) -> torch.Tensor:
         """Return the parts' outputs, joined: [rows, out] of x [rows, in]."""
         outputs = [
             part(x, None if bias is None else bias[begin:end])
-            for part, (begin, end) in zip(self.parts, self._bounds, strict=True)
+            for part, (begin, end) in zip(self._parts, self._bounds, strict=True)
         ]
         return torch.cat(outputs, dim=1)
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
 
 import torch
 from torch.nn import functional as F
 
 from hetero_api.model_config import ModelConfig
+from hetero_api.model_parts import Activation, ExpertsConfig
 from hetero_api.weight_format import COLUMN_UNIT, WeightFormat
 from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
 
@@ -32,6 +33,11 @@ class PackedWeight(ABC):
 
     memory: tuple[torch.Tensor, ...] = ()
     """All of the weight's bytes as uint8, if its kernel has a `layout`."""
+
+    @property
+    def parts(self) -> Sequence[PackedWeight]:
+        """Weights that it is made of, in the order of their rows."""
+        return (self,)
 
     @abstractmethod
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None, /) -> torch.Tensor:
@@ -55,6 +61,30 @@ class PackedHeads(ABC):
     @abstractmethod
     def __call__(self, x: torch.Tensor, out: torch.Tensor, /) -> None:
         """Write x · Wᵀ of each head to `out` [rows, heads, out], of x [rows, heads, in]; elements lie side by side."""
+
+
+class PackedMlp(NamedTuple):
+    """Packed weights of a gated MLP, with their biases if it has them."""
+
+    gate_up: PackedWeight
+    gate_up_bias: torch.Tensor | None
+    down: PackedWeight
+    down_bias: torch.Tensor | None
+
+
+class PackedExperts(ABC):
+    """A rank's experts of one layer, in a kernel's layout, which are computed together."""
+
+    @abstractmethod
+    def hold(self, experts: Mapping[int, PackedMlp]) -> None:
+        """Compute with these experts from now on, by their numbers; steps that were recorded before do, too."""
+
+    @abstractmethod
+    def __call__(self, normed: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, /) -> torch.Tensor:
+        """Return the sum of the experts' outputs, weighted by their shares, [tokens, hidden] of `normed`, as `chosen`.
+
+        `chosen` is int64 and `shares` float32 [tokens, experts a token]. Experts that are not held add nothing.
+        """
 
 
 class LinearKernel(ABC):
@@ -89,6 +119,20 @@ class LinearKernel(ABC):
         It is one of the two, and the stored one only if widening it to `dtype` loses nothing.
         """
         return dtype
+
+    def join_experts(
+        self,
+        experts: ExpertsConfig,  # noqa: ARG002 - for overrides
+        activation: Activation,  # noqa: ARG002
+        *,
+        shared: PackedMlp | None,  # noqa: ARG002
+        counts: torch.Tensor,  # noqa: ARG002
+    ) -> PackedExperts | None:
+        """Return a layer's experts, none of them held yet, or None if they are computed one by one.
+
+        `shared` is added for all tokens. `counts`, int64 [experts], grow by the tokens that choose held experts.
+        """
+        return None
 
     def takes(self, weights: WeightFormat) -> bool:  # noqa: ARG002 - for overrides
         """Return whether the kernel multiplies with quantised weights of this format."""

@@ -1,10 +1,10 @@
 """MLP of experts on one rank, which computes its own experts for the tokens that are routed to them.
 
 Every rank that owns experts of the layer routes all tokens by itself, so routing needs no exchange round. All ranks
-must choose alike: if two ranks disagreed on a token's second-best expert, the token would get both or neither. So the
-router is computed in float64 from the residual stream, which is equal on all ranks to the last bit, and its result is
-rounded to float32. Ranks that add in different orders then still agree. Experts that tie do so on every rank, and the
-lower number wins.
+choose alike by the rule of `kernels.expert_choice`, for the residual stream is equal on all ranks to the last bit.
+
+A kernel may compute all experts together (`LinearKernel.join_experts`): on host cores that is one native operation.
+Otherwise they are computed one by one.
 
 A rank's experts may change between two steps (`read`, then `hold`); the router stays the same. Each rank counts the
 tokens that chose its own experts; it has these numbers at hand, so counting costs nothing.
@@ -21,14 +21,15 @@ import torch
 
 from hetero_api.errors import PlanError
 from hetero_api.model_config import ModelConfig
-from hetero_api.model_parts import ExpertsConfig, Routing
+from hetero_api.model_parts import ExpertsConfig
 from hetero_api.rank_memory import EXPERT_ROWS
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.checkpoints.store import TensorSlice
+from hetero_worker.kernels.expert_choice import RouterWeights
 from hetero_worker.layers.blocks import GatedMlp, layer_norm
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
-from hetero_worker.layers.linear import expert_down_linear, expert_gate_up_linear
-from hetero_worker.layers.linear_kernels import LinearKernel
+from hetero_worker.layers.linear import expert_down_linear, expert_gate_up_linear, packed_mlp
+from hetero_worker.layers.linear_kernels import FLOAT_TYPES, LinearKernel, PackedExperts, PackedMlp
 from hetero_worker.layers.norm import ResidualStream, RmsNorm
 from hetero_worker.memory.streams import HOST
 
@@ -67,6 +68,8 @@ class ExpertMlp:
         make_router = make_router or partial(Router, ops=ops)
         self._router = make_router(config.experts, self._prefix, config.hidden_size, norm)
         self._device = HOST
+        self._counts = torch.zeros(config.experts.number, dtype=torch.int64)
+        self._joined: PackedExperts | None = None
         self._experts: dict[int, Expert] = {}
         self.hold({number: self._new_expert(number) for number in own})
 
@@ -112,6 +115,8 @@ class ExpertMlp:
         self._router.load(checkpoint, device)
         for expert in self._experts.values():
             expert.load(checkpoint, dtype=dtype, kernel=kernel, device=device)
+        shared = self._shared.packed if self._shared is not None and not self._adds_apart else None
+        self._joined = kernel.join_experts(self._shape, self._config.activation, shared=shared, counts=self._counts)
         self.hold(self._experts)
 
     def read(
@@ -129,14 +134,16 @@ class ExpertMlp:
     def hold(self, experts: Mapping[int, Expert]) -> None:
         """Compute these experts from now on, and reset the counts."""
         self._experts = dict(sorted(experts.items()))
-        # An expert's tokens begin at its number's position and end at the next number's.
+        # One by one, an expert's tokens begin at its number's position and end at the next number's.
         self._bounds = torch.tensor([(number, number + 1) for number in self._experts], device=self._device)
-        self._chosen = dict.fromkeys(self._experts, 0)
+        self._counts.zero_()
+        if self._joined is not None:
+            self._joined.hold({number: expert.packed for number, expert in self._experts.items()})
 
     def take_counts(self) -> list[int]:
         """Return how many tokens chose each of the layer's experts since the last call; 0 for other ranks' experts."""
-        counts = [self._chosen.get(number, 0) for number in range(self._shape.number)]
-        self._chosen = dict.fromkeys(self._experts, 0)
+        counts: list[int] = self._counts.tolist()
+        self._counts.zero_()
         return counts
 
     @property
@@ -162,6 +169,11 @@ class ExpertMlp:
             of_all, of_experts = partial.chunk(2, dim=1)
             if self._shared is not None:
                 of_all.copy_(self._shared.apart(hidden))
+            if self._joined is not None:
+                of_experts.copy_(self._joined(normed, *self._router(hidden)))
+                return partial
+        elif self._joined is not None:
+            return self._joined(normed, *self._router(hidden))
         else:
             partial = torch.zeros_like(hidden) if self._shared is None else self._shared.of_normed(normed)
             of_experts = partial
@@ -176,8 +188,9 @@ class ExpertMlp:
         order = chosen.reshape(-1).argsort(stable=True)
         rows, shares = order // chosen.shape[1], weights.reshape(-1, 1)[order]
         bounds = torch.searchsorted(chosen.reshape(-1)[order], self._bounds).tolist()
+        counts = self._counts.numpy()
         for (number, expert), (start, end) in zip(self._experts.items(), bounds, strict=True):
-            self._chosen[number] += end - start
+            counts[number] += end - start
             for begin in range(start, end, EXPERT_ROWS):
                 part = slice(begin, min(begin + EXPERT_ROWS, end))
                 yield _Assignment(expert, rows[part], shares[part])
@@ -209,6 +222,11 @@ class Expert:
         """All tensors of the loaded weights, except those that a kernel has packed."""
         return *self._gate_up.tensors, *self._down.tensors
 
+    @property
+    def packed(self) -> PackedMlp:
+        """The loaded weights."""
+        return packed_mlp(self._gate_up, self._down)
+
     def load(
         self, checkpoint: Checkpoint, *, dtype: torch.dtype, kernel: LinearKernel, device: torch.device = HOST
     ) -> None:
@@ -232,83 +250,62 @@ class _Assignment(NamedTuple):
 
 
 class Router:
-    """Choice of each token's experts. It holds the product of the router's weight and the norm's in float64."""
+    """Choice of each token's experts. Its weights are as wide as they are stored."""
 
     def __init__(
         self, experts: ExpertsConfig, block: str, hidden_size: int, norm: RmsNorm, *, ops: FusedOps = PLAIN_OPS
     ) -> None:
         """`block`: name of the layer's MLP."""
-        names, routing, number = experts.names, experts.routing, experts.number
+        names, number = experts.names, experts.number
         self._ops = ops
         self._experts = experts
         self._norm = norm
-        self._sources = {"weight": TensorSlice(f"{block}.{names.router}.weight", (number, hidden_size))}
-        if routing.biased:
-            self._sources["bias"] = TensorSlice(f"{block}.{names.router}.bias", (number,))
-        if routing.corrected:
-            self._sources["correction"] = TensorSlice(f"{block}.{names.correction}", (number,))
-        if routing.scaled:
-            self._sources["norm"] = TensorSlice(f"{block}.router.scale", (hidden_size,))
-            self._sources["scale"] = TensorSlice(f"{block}.router.per_expert_scale", (number,))
-        self._loaded: dict[str, torch.Tensor] = {}
+        self._source = TensorSlice(f"{block}.{names.router}.weight", (number, hidden_size))
+        self._addends: dict[str, TensorSlice] = {}
+        if experts.routing.biased:
+            self._addends["bias"] = TensorSlice(f"{block}.{names.router}.bias", (number,))
+        if experts.routing.corrected:
+            self._addends["correction"] = TensorSlice(f"{block}.{names.correction}", (number,))
+        if experts.routing.scaled:
+            self._addends["norm"] = TensorSlice(f"{block}.router.scale", (hidden_size,))
+            self._addends["factors"] = TensorSlice(f"{block}.router.per_expert_scale", (number,))
+        self._loaded: RouterWeights | None = None
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes that the loaded weights take."""
-        return sum(math.prod(source.shape) for source in self._sources.values()) * torch.float64.itemsize
+        """Return the most bytes that the loaded weights take."""
+        sources = (self._source, *self._addends.values())
+        return sum(math.prod(source.shape) for source in sources) * torch.float32.itemsize
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors of the loaded weights, except those that a kernel has packed."""
-        return tuple(self._loaded.values())
+        loaded = self._loaded
+        found = () if loaded is None else (loaded.weight, loaded.bias, loaded.correction, loaded.factors)
+        return tuple(tensor for tensor in found if tensor is not None)
 
     def load(self, checkpoint: Checkpoint, device: torch.device) -> None:
         """Read the weights, after the norm is loaded. Raises ModelError."""
-        for name, source in self._sources.items():
-            self._loaded[name] = torch.empty(source.shape, dtype=torch.float64, device=device)
-            checkpoint.read(source, self._loaded[name])
-        own = self._loaded.get("norm")
-        self._loaded["weight"].mul_(self._norm.weight if own is None else own / math.sqrt(len(own)))
+        stored = checkpoint.dtype_of(self._source)
+        kept = stored if stored in FLOAT_TYPES.values() else torch.float32
+        weight = torch.empty(self._source.shape, dtype=kept, device=device)
+        checkpoint.read(self._source, weight)
+        others = {}
+        for name, source in self._addends.items():
+            others[name] = torch.empty(source.shape, dtype=torch.float32, device=device)
+            checkpoint.read(source, others[name])
+        own = others.pop("norm", None)
+        norm = self._norm.weight if own is None else (own.double() / math.sqrt(len(own))).float()
+        self._loaded = RouterWeights(self._experts, weight, norm, self._norm.eps, **others)
 
     def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the chosen experts' numbers, best first, and their weights, [tokens, chosen] each."""
-        routing = self._experts.routing
-        logits = self._ops.router_logits(hidden, self._loaded["weight"], self._norm.eps)
-        if routing.biased:
-            logits = (logits + self._loaded["bias"]).float()
-        if routing.score == "sigmoid":
-            return self._by_sigmoid(logits)
-        chosen = best_first(logits, self._experts.per_token)
-        shares = self._ops.expert_shares(logits, chosen, normalised=routing.normalised)
-        return chosen, shares * self._loaded["scale"][chosen].float() if routing.scaled else shares
+        """Return the chosen experts' numbers, best first, and their weights, [tokens, chosen] each.
 
-    def _by_sigmoid(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose by independent scores. They are computed in float64 and rounded, so that all ranks agree on them."""
-        routing = self._experts.routing
-        scores = logits.double().sigmoid_()
-        preferred = (scores + self._loaded["correction"] if routing.corrected else scores).float()
-        if routing.kept_groups < routing.groups:
-            preferred = of_best_groups(preferred, routing)
-        chosen = best_first(preferred, self._experts.per_token)
-        weights = scores.gather(1, chosen)
-        if routing.normalised:
-            weights /= weights.sum(dim=1, keepdim=True)
-        return chosen, weights.mul_(routing.scale).float()
-
-
-def best_first(scores: torch.Tensor, number: int) -> torch.Tensor:
-    """Return the columns of the largest scores [tokens, experts], int64 [tokens, number]; of equals the lower first."""
-    # topk does not define which of two equal scores it takes.
-    return scores.argsort(dim=1, descending=True, stable=True)[:, :number]
-
-
-def of_best_groups(scores: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """Return scores [tokens, experts] with -∞ for experts of all but a token's best groups."""
-    by_group = scores.view(len(scores), routing.groups, -1)
-    two_best = by_group.sort(dim=2, descending=True).values[:, :, :2]
-    kept = best_first(two_best.double().sum(dim=2).float(), routing.kept_groups)
-    is_kept = torch.zeros(by_group.shape[:2], dtype=torch.bool, device=scores.device).scatter_(1, kept, True)
-    return by_group.masked_fill(~is_kept.unsqueeze(2), float("-inf")).flatten(1)
+        Raises RuntimeError before weights are loaded.
+        """
+        if self._loaded is None:
+            raise RuntimeError("a router was used before its weights were loaded")
+        return self._ops.route(hidden, self._loaded)
 
 
 MakeRouter = Callable[[ExpertsConfig, str, int, RmsNorm], Router]

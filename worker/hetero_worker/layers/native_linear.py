@@ -10,16 +10,30 @@ A row's bits depend on that row alone: not on others, on how many there are, nor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import torch
 
+from hetero_api.model_parts import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation, ExpertsConfig
 from hetero_api.weight_format import WeightFormat
 from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
-from hetero_worker.layers.linear_kernels import LinearKernel, PackedHeads, PackedWeight
+from hetero_worker.layers.linear_kernels import LinearKernel, PackedExperts, PackedHeads, PackedMlp, PackedWeight
 from hetero_worker.memory.huge_pages import empty_on_huge_pages
-from hetero_worker.native.compute_library import F4, F8, FORMATS, I4, I8, embed_op, ffi, heads_op, linear_op, pack_op
+from hetero_worker.native.compute_library import (
+    ACTIVATIONS,
+    F4,
+    F8,
+    FORMATS,
+    I4,
+    I8,
+    embed_op,
+    experts_op,
+    ffi,
+    heads_op,
+    linear_op,
+    pack_op,
+)
 from hetero_worker.native.loading import address_of
 from hetero_worker.native.op_queue import OpQueue
 
@@ -64,6 +78,12 @@ class NativeLinear(LinearKernel):
     def pack_heads(self, weight: torch.Tensor) -> PackedHeads:
         """Pack a copy of the weight."""
         return NativeHeads(self._op_queue, [self.pack(head) for head in weight], self._dtype)
+
+    def join_experts(
+        self, experts: ExpertsConfig, activation: Activation, *, shared: PackedMlp | None, counts: torch.Tensor
+    ) -> PackedExperts | None:
+        """See `LinearKernel.join_experts`."""
+        return NativeExperts(self._op_queue, experts, activation, shared=shared, counts=counts)
 
     def pack(self, weight: torch.Tensor) -> NativeWeight:
         """Return the packed weight [out, in], which is float32, bfloat16 or float16."""
@@ -121,6 +141,66 @@ class NativeHeads(PackedHeads):
         op.y, op.y_stride, op.y_head_stride = out.data_ptr(), out.stride(0), out.stride(1)
         op.scratch = self._op_queue.scratch(op)
         self._op_queue.submit(op, self)
+
+
+class NativeExperts(PackedExperts):
+    """PackedExperts of the native kernels: one operation, which finds experts in a table whenever it runs."""
+
+    def __init__(
+        self,
+        op_queue: OpQueue,
+        experts: ExpertsConfig,
+        activation: Activation,
+        *,
+        shared: PackedMlp | None,
+        counts: torch.Tensor,
+    ) -> None:
+        self._op_queue = op_queue
+        self._shape = experts
+        self._activation = ACTIVATIONS[activation]
+        self._shared = shared
+        self._counts = counts
+        self._table = ffi.new("hc_expert[]", experts.number + 1)
+        self._held: Mapping[int, PackedMlp] = {}
+        if shared is not None:
+            _fill(self._table[experts.number], shared)
+        self._shared_columns = int(self._table[experts.number].columns)
+
+    def hold(self, experts: Mapping[int, PackedMlp]) -> None:
+        """See `PackedExperts.hold`."""
+        for number in self._held.keys() - experts.keys():
+            self._table[number].columns = 0
+        for number, expert in experts.items():
+            _fill(self._table[number], expert)
+        self._held = dict(experts)
+
+    def __call__(self, normed: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, /) -> torch.Tensor:
+        """See `PackedExperts.__call__`. Raises ValueError for tensors that are not contiguous or of other types."""
+        if not all(x.is_contiguous() for x in (normed, chosen, shares)) or chosen.dtype != torch.int64:
+            raise ValueError(f"experts take contiguous tensors, and numbers of torch.int64; these are {chosen.dtype}")
+        (rows, width), dtype, shape = normed.shape, normed.dtype, self._shape
+        y = self._op_queue.empty(rows, width, dtype=dtype)
+        given = (FORMATS[dtype], self._activation, SWIGLU_ALPHA, SWIGLU_LIMIT, width)
+        op = experts_op(rows, *given, shape.intermediate_size, self._shared_columns, shape.number, shape.per_token)
+        op.table, op.x, op.y = address_of(self._table), normed.data_ptr(), y.data_ptr()
+        op.chosen, op.shares, op.counts = chosen.data_ptr(), shares.data_ptr(), self._counts.data_ptr()
+        op.scratch = self._op_queue.scratch(op)
+        self._op_queue.submit(op, self, chosen)
+        return y
+
+
+def _fill(entry: Any, mlp: PackedMlp) -> None:
+    """Write an hc_expert. Raises TypeError for weights of another kernel."""
+    gate_up, (down,) = [_native(part) for part in mlp.gate_up.parts], [_native(part) for part in mlp.down.parts]
+    entry.gate_up = [weight.address for weight in gate_up] + [0] * (2 - len(gate_up))
+    entry.gate_up_bias, entry.down_bias = _address(mlp.gate_up_bias), _address(mlp.down_bias)
+    entry.down, entry.columns = down.address, down.shape[1]
+
+
+def _native(weight: PackedWeight) -> NativeWeight:
+    if not isinstance(weight, NativeWeight):
+        raise TypeError(f"native experts are made of native weights, not of {type(weight).__name__}")
+    return weight
 
 
 class NativeWeight(PackedWeight):

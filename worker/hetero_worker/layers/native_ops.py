@@ -2,7 +2,7 @@
 
 They take contiguous host tensors of float32 or bfloat16, and refuse others: a copy that torch made would be missing
 when the step is replayed. A recording keeps weights, tables and inputs; activations lie in the queue's memory. The cap
-of logits and a router's steps have no kernels: torch computes them, and they are not recorded.
+of logits has no kernel: torch computes it, and it is not recorded.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 
 from hetero_api.model_parts import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 from hetero_worker.attention.kv_cache import LayerCache
+from hetero_worker.kernels.expert_choice import RouterWeights
 from hetero_worker.layers.fused_ops import (
     PLAIN_OPS,
     FusedOps,
@@ -24,10 +25,10 @@ from hetero_worker.layers.fused_ops import (
 )
 from hetero_worker.layers.rotary import Rotation
 from hetero_worker.native.compute_library import (
-    CLAMPED_SWIGLU,
+    ACTIVATIONS,
     FORMATS,
-    GELU_TANH,
-    SILU,
+    SIGMOID,
+    SOFTMAX,
     add_op,
     ffi,
     gated_op,
@@ -35,14 +36,13 @@ from hetero_worker.native.compute_library import (
     norm_op,
     pick_op,
     rotate_op,
+    route_op,
     squares_op,
 )
 from hetero_worker.native.loading import address_of
 from hetero_worker.native.op_queue import OpQueue
 
-_ACTIVATIONS: Final[dict[Activation, int]] = {
-    "silu": SILU, "gelu_tanh": GELU_TANH, "clamped_swiglu": CLAMPED_SWIGLU,
-}  # fmt: skip
+_SCORES: Final = {"softmax": SOFTMAX, "sigmoid": SIGMOID}
 
 
 class NativeOps:
@@ -91,7 +91,7 @@ class NativeOps:
         """See `FusedOps.gated`."""
         rows, columns, dtype = len(gate_up), gate_up.shape[1] // 2, gate_up.dtype
         out = self._op_queue.empty(rows, columns, dtype=dtype)
-        given = (FORMATS[dtype], _ACTIVATIONS[activation], columns, _address(gate_up, dtype))
+        given = (FORMATS[dtype], ACTIVATIONS[activation], columns, _address(gate_up, dtype))
         op = gated_op(rows, *given, out.data_ptr(), SWIGLU_ALPHA, SWIGLU_LIMIT)
         self._op_queue.submit(op)
         return out
@@ -148,13 +148,27 @@ class NativeOps:
         """See `FusedOps.capped`."""
         return self._others.capped(logits, soft_cap)
 
-    def router_logits(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See `FusedOps.router_logits`."""
-        return self._others.router_logits(hidden, weight, eps)
-
-    def expert_shares(self, logits: torch.Tensor, chosen: torch.Tensor, *, normalised: bool) -> torch.Tensor:
-        """See `FusedOps.expert_shares`."""
-        return self._others.expert_shares(logits, chosen, normalised=normalised)
+    def route(self, hidden: torch.Tensor, router: RouterWeights) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `FusedOps.route`."""
+        (rows, width), shape, weight, norm = hidden.shape, router.experts, router.weight, router.norm
+        chosen = self._op_queue.empty(rows, shape.per_token, dtype=torch.int64)
+        shares = self._op_queue.empty(rows, shape.per_token)
+        op = route_op(rows, FORMATS[hidden.dtype], FORMATS[norm.dtype], FORMATS[weight.dtype], width)
+        op.hidden, op.norm_weight, op.eps = _address(hidden, hidden.dtype), _address(norm, norm.dtype), router.eps
+        op.weight = _address(weight, weight.dtype)
+        if router.bias is not None:
+            op.bias = _address(router.bias, torch.float32)
+        if router.correction is not None:
+            op.correction = _address(router.correction, torch.float32)
+        if router.factors is not None:
+            op.factors = _address(router.factors, torch.float32)
+        op.experts, op.per_token, routing = shape.number, shape.per_token, shape.routing
+        op.score, op.is_normalised, op.scale = _SCORES[routing.score], routing.normalised, routing.scale
+        op.groups, op.kept_groups = routing.groups, routing.kept_groups
+        op.chosen, op.shares = chosen.data_ptr(), shares.data_ptr()
+        op.scratch = self._op_queue.scratch(op)
+        self._op_queue.submit(op, router)
+        return chosen, shares
 
     def _norm(self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
         (rows, width), dtype = x.shape, x.dtype

@@ -7,6 +7,7 @@ import torch
 from hetero_api.model_parts import Activation
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.kernels import activations
+from hetero_worker.kernels.expert_choice import RouterWeights, choose
 from hetero_worker.kernels.matmul import linear
 from hetero_worker.kernels.norms import add_rms_norm, rms_norm
 from hetero_worker.kernels.rotary import CacheWrite, HeadNorms, rotate_and_write
@@ -64,11 +65,15 @@ class TritonOps(PlainOps):
         )
         return qkv[:, :num_heads]
 
+    def route(self, hidden: torch.Tensor, router: RouterWeights) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `FusedOps.route`."""
+        return choose(router_logits(hidden, router), router)
+
 
 class InvariantTritonOps(TritonOps):
     """FusedOps that give a row the same bits in any batch, as the kernels of TritonOps do anyway.
 
-    The other operators are made of element-wise operators, and of a kernel for the router's product.
+    The other operators are made of element-wise operators.
     """
 
     name = "triton-invariant"
@@ -80,14 +85,6 @@ class InvariantTritonOps(TritonOps):
     def capped(self, logits: torch.Tensor, soft_cap: float) -> torch.Tensor:
         """See `FusedOps.capped`."""
         return self._by_element.capped(logits, soft_cap)
-
-    def router_logits(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See `FusedOps.router_logits`."""
-        return router_logits(hidden, weight, eps)
-
-    def expert_shares(self, logits: torch.Tensor, chosen: torch.Tensor, *, normalised: bool) -> torch.Tensor:
-        """See `FusedOps.expert_shares`."""
-        return self._by_element.expert_shares(logits, chosen, normalised=normalised)
 
 
 class TritonKernel(LinearKernel):

@@ -48,6 +48,8 @@ _X86_INSTRUCTION_SETS: Final = {
 }  # fmt: skip
 _ONCE: Final = ("attend_scratch.c", "barrier.c", "library.c", "pack.c", "supports.c", "team.c")
 """Files of the compute library that are compiled without an instruction set's flags; the others are its kernels."""
+_ROUNDED: Final = ("route.c",)
+"""Kernels whose products are rounded before they are added: all machines and devices get the same numbers."""
 _TIMEOUT_S: Final = 300.0
 
 
@@ -130,11 +132,15 @@ def _compute_units(folder: Path, compiler: Sequence[str]) -> list[_Unit]:
     return [
         *(_Unit(folder / name, Path(name).stem, ()) for name in _ONCE),
         *(
-            _Unit(source, f"{source.stem}-{isa}", (*_KERNEL_FLAGS, *flags, f"-DHC_ISA={isa}"))
+            _Unit(source, f"{source.stem}-{isa}", (*_kernel_flags(source), *flags, f"-DHC_ISA={isa}"))
             for isa, flags in isas.items()
             for source in kernels
         ),
     ]
+
+
+def _kernel_flags(source: Path) -> tuple[str, ...]:
+    return (*_KERNEL_FLAGS, "-ffp-contract=off") if source.name in _ROUNDED else _KERNEL_FLAGS
 
 
 def _run(command: Sequence[str]) -> str:

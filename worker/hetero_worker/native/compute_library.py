@@ -17,13 +17,15 @@ from typing import Any, Final
 
 import torch
 
+from hetero_api.model_parts import Activation
 from hetero_worker.native.build import COMPUTE_HEADER, COMPUTE_LIBRARY, compute_sources
 from hetero_worker.native.loading import Loaded, declare, open_checked
 
-_ADDRESSED: Final = ("void", "float", "int32_t", "int64_t", "uint64_t", "hc_op", "hc_weight")
+_ADDRESSED: Final = ("void", "float", "int32_t", "int64_t", "uint64_t", "hc_op", "hc_weight", "hc_expert")
 ffi: Final = declare(COMPUTE_HEADER, addressed=_ADDRESSED)
 _KINDS: Final[Mapping[str, int]] = ffi.typeof("enum hc_kind").relements
 _FORMATS: Final[Mapping[str, int]] = ffi.typeof("enum hc_format").relements
+_SCORES: Final[Mapping[str, int]] = ffi.typeof("enum hc_score").relements
 _ACTIVATIONS: Final[Mapping[str, int]] = ffi.typeof("enum hc_activation").relements
 F32: Final = _FORMATS["HC_F32"]
 BF16: Final = _FORMATS["HC_BF16"]
@@ -38,6 +40,12 @@ SILU: Final = _ACTIVATIONS["HC_SILU"]
 GELU_TANH: Final = _ACTIVATIONS["HC_GELU_TANH"]
 GELU: Final = _ACTIVATIONS["HC_GELU"]
 CLAMPED_SWIGLU: Final = _ACTIVATIONS["HC_CLAMPED_SWIGLU"]
+ACTIVATIONS: Final[Mapping[Activation, int]] = {
+    "silu": SILU, "gelu_tanh": GELU_TANH, "clamped_swiglu": CLAMPED_SWIGLU,
+}  # fmt: skip
+"""Activations of a model's MLPs."""
+SOFTMAX: Final = _SCORES["HC_SOFTMAX"]
+SIGMOID: Final = _SCORES["HC_SIGMOID"]
 
 
 def _op_maker(name: str) -> Callable[..., Any]:
@@ -65,6 +73,8 @@ add_op: Final = _op_maker("add")
 pick_op: Final = _op_maker("pick")
 choose_op: Final = _op_maker("choose")
 step_on_op: Final = _op_maker("step_on")
+route_op: Final = _op_maker("route")
+experts_op: Final = _op_maker("experts")
 _new_call: Final = _op_maker("call")
 _FUNCTION: Final = ffi.typeof("int (*)(uintptr_t, uintptr_t, uintptr_t)")
 

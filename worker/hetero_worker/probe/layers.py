@@ -210,7 +210,7 @@ class _Copy:
                 layer,
                 range(size.experts),
                 norm=mlp_norm(config, layer, ops),
-                make_router=partial(EvenRouter, own=size.experts),
+                make_router=partial(EvenRouter, own=size.experts, ops=ops),
                 ops=ops,
             )
         self._sum_norm: RmsNorm | None = None

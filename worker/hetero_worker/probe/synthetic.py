@@ -8,12 +8,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
+import numpy as np
 import torch
 
 from hetero_api.model_parts import ExpertsConfig
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
 from hetero_worker.checkpoints.store import TensorSlice
+from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
 from hetero_worker.layers.linear_kernels import FLOAT_TYPES
 from hetero_worker.layers.moe import Router
 from hetero_worker.layers.norm import RmsNorm
@@ -84,8 +86,17 @@ class EvenRouter(Router):
     goes into the units that the time is stated for.
     """
 
-    def __init__(self, experts: ExpertsConfig, block: str, hidden_size: int, norm: RmsNorm, *, own: int) -> None:
-        super().__init__(experts, block, hidden_size, norm)
+    def __init__(
+        self,
+        experts: ExpertsConfig,
+        block: str,
+        hidden_size: int,
+        norm: RmsNorm,
+        *,
+        own: int,
+        ops: FusedOps = PLAIN_OPS,
+    ) -> None:
+        super().__init__(experts, block, hidden_size, norm, ops=ops)
         self._shape = experts
         self._own = own
         self._choices: dict[int, torch.Tensor] = {}
@@ -107,9 +118,9 @@ def even_choices(experts: ExpertsConfig, *, own: int, rows: int) -> torch.Tensor
     choices, others = rows * experts.per_token, experts.number - own
     active = active_experts(experts, own=own, rows=rows)
     inside = max(active, round(choices * own / experts.number)) if others else choices
-    at = torch.arange(choices)
+    at = np.arange(choices)  # and not torch's: whoever records a step would miss that
     outside = own + at % others if others else at
-    return torch.where(at < inside, at % active, outside).view(rows, experts.per_token)
+    return torch.from_numpy(np.where(at < inside, at % active, outside).reshape(rows, experts.per_token))
 
 
 def active_experts(experts: ExpertsConfig, *, own: int, rows: int) -> int:

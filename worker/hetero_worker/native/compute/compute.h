@@ -65,6 +65,8 @@ enum hc_kind {
     HC_PICK,
     HC_CHOOSE,
     HC_STEP_ON,
+    HC_ROUTE,
+    HC_EXPERTS,
     HC_CALL,
     HC_KINDS
 };
@@ -307,6 +309,70 @@ typedef struct {
     int64_t *tokens;          /* [steps, rows] */
     float *scores;            /* [steps, rows] */
 } hc_step_on_op;
+
+enum hc_score { HC_SOFTMAX = 0, HC_SIGMOID = 1 };
+
+/* Chooses each row's experts, best first, of equals the lower number, and weighs them.
+ *
+ * Logits are normed rows times weights, plus bias. Sums are of float32 and of one order, products are rounded before they are
+ * added, and exponentials are made of such steps: who else computes so, chooses alike on any machine. Scores are logits, or
+ * their sigmoids; the choice is by scores plus correction. It is among the groups whose two best have the largest sums.
+ * Shares are softmax or sigmoid of the logits, divided by the sum of the chosen ones' if normalised, times scale. */
+typedef struct {
+    hc_op op;
+    uint64_t type;            /* of hidden */
+    uint64_t norm_type;
+    uint64_t weight_type;     /* any of floats */
+    uint64_t width;
+    const void *hidden;       /* [rows, width] */
+    const void *norm_weight;  /* [width] */
+    double eps;
+    const void *weight;       /* [experts, width] */
+    const float *bias;        /* [experts], or NULL */
+    const float *correction;  /* [experts], or NULL */
+    const float *factors;     /* [experts]: of shares; or NULL */
+    uint64_t experts;
+    uint64_t per_token;
+    uint64_t score;
+    uint64_t is_normalised;
+    double scale;
+    uint64_t groups;
+    uint64_t kept_groups;
+    int64_t *chosen;          /* [rows, per_token] */
+    float *shares;            /* [rows, per_token] */
+    void *scratch;            /* hc_scratch_bytes of this op */
+} hc_route_op;
+
+/* A gated MLP; of an expert that is elsewhere, columns is 0. */
+typedef struct {
+    uint64_t columns;
+    const hc_weight *gate_up[2]; /* one [gate | up, in] and NULL; or gate and up, [columns, in] each */
+    const void *gate_up_bias;    /* [2 * columns], or NULL */
+    const hc_weight *down;       /* [width, columns] */
+    const void *down_bias;       /* [width], or NULL */
+} hc_expert;
+
+/* y = the sum of the chosen experts' outputs, times their shares, in the order of the choice, and of the shared expert's, which is
+ * first. Experts that are elsewhere add nothing. */
+typedef struct {
+    hc_op op;
+    uint64_t type;          /* of x, biases and y */
+    uint64_t activation;
+    double alpha;           /* of HC_CLAMPED_SWIGLU, as `limit` */
+    double limit;
+    uint64_t width;         /* of x and y */
+    uint64_t columns;       /* of every expert but the shared one */
+    uint64_t shared_columns; /* 0: there is none */
+    uint64_t experts;
+    uint64_t per_token;
+    const hc_expert *table; /* [experts + 1], the shared one last; read whenever the operation runs */
+    const void *x;          /* [rows, width] */
+    const int64_t *chosen;  /* [rows, per_token], each in [0, experts) */
+    const float *shares;    /* [rows, per_token] */
+    int64_t *counts;        /* [experts]: grow by the choices of those that are here */
+    void *y;                /* [rows, width] */
+    void *scratch;          /* hc_scratch_bytes of this op */
+} hc_experts_op;
 
 /* The calling thread calls, the others wait. What is not 0 ends hc_run. */
 typedef struct {

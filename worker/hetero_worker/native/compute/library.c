@@ -1,7 +1,9 @@
 /* What the library says of itself, and which kernels it computes with. */
 #include "choosing.h"
+#include "experts.h"
 #include "library.h"
 #include "linear.h"
+#include "route.h"
 
 #include <stdatomic.h>
 #include <string.h>
@@ -64,6 +66,11 @@ uint64_t hc_scratch_bytes(const hc_op *op, uint64_t team_size) {
         return hc_attend_span_scratch((const hc_attend_span_op *)op, team_size);
     case HC_CHOOSE:
         return team_size * op->rows * sizeof(hc_found);
+    case HC_ROUTE:
+        return hc_route_room_of((const hc_route_op *)op).bytes + team_size * hc_route_member_bytes((const hc_route_op *)op);
+    case HC_EXPERTS:
+        return hc_experts_room_of((const hc_experts_op *)op).bytes +
+               team_size * hc_experts_member_bytes((const hc_experts_op *)op);
     default:
         return 0;
     }

@@ -4,7 +4,8 @@
 extern hc_kernel hc_pack; /* compiled once: it moves, and computes nothing */
 extern hc_kernel HC_NAME(linear), HC_NAME(embed), HC_NAME(norm), HC_NAME(gated), HC_NAME(squares), HC_NAME(latent),
     HC_NAME(heads), HC_NAME(rotate),
-    HC_NAME(attend), HC_NAME(attend_span), HC_NAME(add), HC_NAME(pick), HC_NAME(choose), HC_NAME(step_on);
+    HC_NAME(attend), HC_NAME(attend_span), HC_NAME(add), HC_NAME(pick), HC_NAME(choose), HC_NAME(step_on),
+    HC_NAME(route), HC_NAME(experts);
 extern int HC_NAME(hc_supports)(void);
 
 const hc_isa_table HC_NAME(hc_table) = {
@@ -27,5 +28,7 @@ const hc_isa_table HC_NAME(hc_table) = {
             [HC_PICK] = HC_NAME(pick),
             [HC_CHOOSE] = HC_NAME(choose),
             [HC_STEP_ON] = HC_NAME(step_on),
+            [HC_ROUTE] = HC_NAME(route),
+            [HC_EXPERTS] = HC_NAME(experts),
         },
 };

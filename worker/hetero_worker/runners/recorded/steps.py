@@ -37,8 +37,10 @@ class NativeSteps:
         """See `StepMaker.kernels`."""
         if self._op_queue is None:
             return (f"steps=operator by operator{f' ({self._reason})' if self._reason else ''}",)
-        if any(layer.experts.size for layer in request.shard_plan.ranks[request.rank].layers):
-            return ("steps=operator by operator (torch routes tokens to experts)",)
+        experts = request.config.experts
+        has_experts = any(layer.experts.size for layer in request.shard_plan.ranks[request.rank].layers)
+        if experts is not None and experts.norms is not None and has_experts:
+            return ("steps=operator by operator (torch joins sums of experts with norms of their own)",)
         in_pieces = exchange is not None and exchange.world_size > 1 and native_exchange_of(exchange) is None
         return (f"steps=recorded{' in pieces (sums and links between ranks break them)' if in_pieces else ''}",)
 
