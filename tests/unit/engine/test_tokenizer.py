@@ -62,6 +62,14 @@ def test_template_file_goes_before_tokenizer_config(model: Path) -> None:
     assert rendered(model) == "<s>right"
 
 
+def test_a_processors_template_serves_where_the_tokenizer_has_none(model: Path) -> None:
+    (model / "chat_template.json").write_text('{"chat_template": "of a processor"}', encoding="utf-8")
+    write_config(model, chat_template="right")
+    assert rendered(model) == "right"
+    write_config(model)
+    assert rendered(model) == "of a processor"
+
+
 def test_default_of_several_named_templates_is_used(model: Path) -> None:
     templates = [{"name": "tool_use", "template": "wrong"}, {"name": "default", "template": "right"}]
     write_config(model, chat_template=templates)

@@ -36,6 +36,7 @@ TOKENIZER_FILE: Final = "tokenizer.json"
 TOKENIZER_CONFIG_FILE: Final = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE: Final = "special_tokens_map.json"
 CHAT_TEMPLATE_FILE: Final = "chat_template.jinja"
+PROCESSOR_TEMPLATE_FILE: Final = "chat_template.json"
 
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-F]{2})>")
 """A byte of SentencePiece's byte fallback."""
@@ -274,6 +275,9 @@ def _read_chat_template(directory: Path, config: Mapping[str, Any]) -> ChatTempl
     else:
         path = directory / TOKENIZER_CONFIG_FILE
         text = _default_template(config.get("chat_template"))
+    if text is None:  # of a model of text and other media, which may have it there alone
+        path = directory / PROCESSOR_TEMPLATE_FILE
+        text = _read_optional_object(path).get("chat_template")
     if text is None:
         return None
     if not isinstance(text, str):
